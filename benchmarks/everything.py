@@ -76,7 +76,9 @@ def parts(options: argparse.Namespace, gpu: bool) -> dict[str, Part]:
         found[name] = _script(options, script, ("json", f"{name}.json"), is_limited=True)
     found["tuned-model"] = _script(options, "tuned_model.py", ("json", "tuned-model.json"), skipped=small)
     found["host-cost"] = _script(options, "host_cost.py", ("json", "host-cost.json"), skipped=small)
-    found["train-step"] = _script(options, "train_step.py", ("json", "train-step.json"), skipped=small)
+    for name in ("train-step", "train-step-peers", "serving-steps"):
+        script = f"{name.replace('-', '_')}.py"
+        found[name] = _script(options, script, ("json", f"{name}.json"), skipped=small)
     for family in FAMILIES:
         more = ["--family", family]
         more += [] if gpu else ["--platform", "xla"]

@@ -197,7 +197,7 @@ TABLES = command.Tables(
 COMPARISON = comparison.Comparison(
     "linear",
     __doc__,
-    comparison.Problems(problems.TINY, problems.CPU, problems.ANCHORS + problems.STEPS),
+    comparison.Problems(problems.TINY, problems.CPU, problems.ANCHORS + problems.LONG + problems.STEPS),
     measure,
     Row,
     comparison.Output(summarise, TABLES, plot),

@@ -384,6 +384,13 @@ ANCHORS = (
     P("SSD", 4, 4096, 64, 128, 64),
     P("selective scan", 4, 4096, 1, 16, 2048),
 )
+# One long sequence, whose heads are fewer than a device's multiprocessors.
+LONG = tuple(
+    dataclasses.replace(problem, B=1, T=length)
+    for problem in ANCHORS
+    if problem.member not in ("KDA", "gated delta rule")
+    for length in (16384, 65536)
+)
 # States of 64 MiB and more, so that a launch does not find its state in the cache.
 STEPS = (
     P("GLA", 64, 0, 16, 128, 128),

@@ -1,12 +1,15 @@
 """RingAttention over the GPUs of a host, compared with FlashAttention on one and with what XLA makes of `jax.nn`'s attention on split tokens.
 
-    python benchmarks/ring.py --json ring.json                           # needs two GPUs or more
+    python benchmarks/ring.py --json ring.json --profile trace           # needs two GPUs or more: everything
     python benchmarks/ring.py --tokens 32768 --variants flash,zigzag --profile trace
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/ring.py --quick
 
 Forward and backward of causal attention. Results of a short sequence are first compared with FlashAttention on one device. Then calls are
-timed in turn. `speedup` is the time of one device over this one's; `temporary` is the memory of one device besides arguments and results.
-`--profile` writes a trace of one call of each variant, in which hops (`collective-permute`) run beside kernels.
+timed in turn. `speedup` is the time of one device over this one's; `memory` is what one device needs, arguments and results included.
+`--profile` writes a trace of one call of each variant; `hidden` is the part of the time of sending in which the same GPU computes.
+
+Last come the goals: how fast the best form is, for each length, and whether as many times the tokens as there are devices take as much memory of
+each as one device needs alone. Off two GPUs they are shown, but none is missed.
 """
 
 import argparse
@@ -26,11 +29,15 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
-from benchmarks import report
+from benchmarks import overlap, report
 
 AXIS = "sequence"
 VARIANTS = ("flash", "zigzag", "contiguous", "all_to_all", "jax.nn")
+GOALS = {131072: 1.8, 32768: 1.7}
+"""How many times as fast as one GPU two are to be, by the number of tokens."""
+OURS = ("zigzag", "contiguous", "all_to_all")
 _ALLOWED = 0.03  # relative error of bfloat16
+_MEMORY = 1.1  # of one device's
 
 
 def operation(name: str, platform: Any) -> Callable[..., Any]:
@@ -116,12 +123,18 @@ def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, An
         arrays = inputs(name, tokens, options)
         program = gradient(name, options).lower(*arrays).compile()
         memory = program.memory_analysis()
-        row["temporary_bytes"] = None if memory is None else memory.temp_size_in_bytes
+        row["memory_bytes"] = (
+            None
+            if memory is None
+            else memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+        )
         sample(program, arrays, 2)
         samples = [sample(program, arrays, options.calls) for _ in range(options.samples)]
         if options.profile:
-            with jax.profiler.trace(str(options.profile / f"{name}-{tokens}")):
+            folder = options.profile / f"{name}-{tokens}"
+            with jax.profiler.trace(str(folder)):
                 sample(program, arrays, 1)
+            row["hidden"] = overlap.hidden(overlap.read_trace(folder))
     except (RuntimeError, ValueError) as error:  # out of memory, among others
         return row | {"reason": str(error).splitlines()[0][:160]}
     ms = statistics.median(samples)
@@ -164,6 +177,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def goals(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What was wanted, and what came of it; `None` where it was not measured."""
+    judged = options.devices == 2 and jax.default_backend() == "gpu"
+    found = []
+    for tokens, wanted in GOALS.items() if not options.quick else ((n, 1.0) for n in options.tokens):
+        own = [row for row in rows if row["tokens"] == tokens and row["variant"] in OURS and "speedup" in row]
+        best = max(own, key=lambda row: row["speedup"], default=None)
+        what = f"{tokens} tokens, times as fast as one device"
+        value = best["speedup"] if best else None
+        met = value >= wanted if judged and value is not None else None
+        found.append(
+            {"goal": what, "wanted": wanted, "found": value, "by": best and best["variant"], "met": met}
+        )
+    longest = max(options.tokens)
+    needs = {(row["variant"], row["tokens"]): row.get("memory_bytes") for row in rows}
+    one, all_of_them = needs.get(("flash", longest)), needs.get(("zigzag", longest * options.devices))
+    value = all_of_them / one if one and all_of_them else None
+    met = value <= _MEMORY if judged and value is not None else None
+    what = f"{longest * options.devices} tokens on {options.devices} devices, memory of each over that of {longest} on one"
+    return [*found, {"goal": what, "wanted": _MEMORY, "found": value, "by": "zigzag", "met": met}]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options, rows = parse(arguments), []
     for tokens in options.tokens:
@@ -175,22 +210,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 row["speedup"] = one / row["ms"]
             rows.append(row)
             print(f"{tokens} {name}: {row.get('reason') or report.number(row['ms']) + ' ms'}", flush=True)
+    if {"flash", "zigzag"} <= set(options.variants):
+        tokens = max(options.tokens) * options.devices
+        rows.append(measure("zigzag", tokens, options))
+        print(
+            f"{tokens} zigzag: {rows[-1].get('reason') or report.number(rows[-1]['ms']) + ' ms'}", flush=True
+        )
     cells = [
         [str(row["tokens"]), row["variant"], report.number(row.get("ms")), report.number(row.get("speedup"))]
-        + [report.number(row.get("tflops"), 0), report.number((row.get("temporary_bytes") or 0) / 1e9)]
-        + [row.get("reason", "")]
+        + [report.number(row.get("tflops"), 0), report.number((row.get("memory_bytes") or 0) / 1e9)]
+        + [report.number(row.get("hidden")), row.get("reason", "")]
         for row in rows
     ]
+    reached = goals(rows, options)
     print(
         f"forward and backward, causal, H{options.heads} K{options.kv_heads} D{options.head_dim}, {options.dtype}, {options.devices} devices"
     )
-    print(report.table(["tokens", "variant", "ms", "speedup", "TFLOP/s", "temporary GB", ""], cells))
+    print(report.table(["tokens", "variant", "ms", "speedup", "TFLOP/s", "memory GB", "hidden", ""], cells))
+    says = {True: "yes", False: "no", None: "-"}
+    cells = [
+        [goal["goal"], report.number(goal["wanted"]), report.number(goal["found"]), says[goal["met"]]]
+        for goal in reached
+    ]
+    print(report.table(["goal", "wanted", "found", "met"], cells))
     if options.json:
         size = {
             name: getattr(options, name) for name in ("devices", "heads", "kv_heads", "head_dim", "dtype")
         }
         report.write_json(
-            options.json, {"environment": report.environment(options.commit), "size": size, "rows": rows}
+            options.json,
+            {"environment": report.environment(options.commit), "size": size, "rows": rows, "goals": reached},
         )
     wrong = [row for row in rows if row.get("reason", "").startswith("wrong")]
     return 1 if wrong else 0

@@ -26,6 +26,7 @@ def _flex(problem: SparseProblem) -> Callable[[Tensors], Any]:
         import torch
         from torch.nn.attention.flex_attention import create_block_mask
 
+        torch.compiler.reset()  # after eight other masks it would not compile this one
         table = table_of(problem)
         tensor = None if table is None else torch.from_numpy(table).cuda()
 

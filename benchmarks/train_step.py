@@ -72,8 +72,8 @@ class Variant:
 
 def make_model(name: str, options: argparse.Namespace) -> Decoder:
     sizes = (options.embed_dim, options.num_layers, options.num_heads, options.num_kv_heads)
-    arch = train_lm.Architecture(*sizes)
-    return train_lm.make_model(arch, options.platform, **VARIANTS[name], key=jax.random.key(0))
+    config = dataclasses.replace(train_lm.Architecture(*sizes).config(), vocab_size=options.vocabulary)
+    return Decoder(config, platform=options.platform, **VARIANTS[name], key=jax.random.key(0))
 
 
 def make_state(options: argparse.Namespace) -> Any:
@@ -82,7 +82,14 @@ def make_state(options: argparse.Namespace) -> Any:
     return parameters, make_optimiser().init(parameters)
 
 
-def make_variant(name: str, options: argparse.Namespace, state: Any, tokens: Array) -> Variant:
+def compiled(name: str, options: argparse.Namespace) -> Variant:
+    """The variant for states and tokens of these sizes."""
+    state = jax.eval_shape(lambda: make_state(options))
+    tokens = jax.ShapeDtypeStruct((options.batch, options.seq + 1), jnp.int32)
+    return make_variant(name, options, state, tokens)
+
+
+def make_variant(name: str, options: argparse.Namespace, state: Any, tokens: Any) -> Variant:
     model = eqx.filter_eval_shape(make_model, name, options)
     shapes, rest = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     structure = jax.tree.structure(shapes)
@@ -120,8 +127,8 @@ def check(variants: Sequence[Variant], state: Any, tokens: Array) -> None:
 
 def time_in_turn(
     variants: Sequence[Variant], state: Any, batches: Sequence[Array], options: argparse.Namespace
-) -> None:
-    """Every variant continues with the weights of the previous one."""
+) -> Any:
+    """Every variant continues with the weights of the previous one; returns those of the last."""
 
     def run(variant: Variant, state: Any, count: int) -> tuple[Any, float]:
         jax.block_until_ready(state)
@@ -137,6 +144,7 @@ def time_in_turn(
         for variant in variants:
             state, ms = run(variant, state, options.steps)
             variant.step_ms.append(ms)
+    return state
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -146,6 +154,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a tiny model")
     add("--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)")
+    add("--vocabulary", type=int, default=train_lm.VOCABULARY)
     add("--platform", help="of the kernels (default: chosen by device)")
     add("--samples", type=int, default=5)
     add("--steps", type=int, default=4, help="steps per sample")
@@ -164,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     random = np.random.default_rng(0)
     shape = (4, options.batch, options.seq + 1)
-    batches = [*jnp.asarray(random.integers(0, train_lm.VOCABULARY, shape, np.int32))]
+    batches = [*jnp.asarray(random.integers(0, options.vocabulary, shape, np.int32))]
     state = make_state(options)
     count = sum(x.size for x in state[0])
     variants = []

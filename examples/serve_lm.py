@@ -437,7 +437,7 @@ def run(args: argparse.Namespace) -> int:
 
 def start(args: argparse.Namespace) -> Engine:
     engine = make_engine(args, load_model(args))
-    size = engine.state.nbytes / 2**20
+    size = engine.state.caches.nbytes / 2**20
     print(
         f"{args.dtype} on {jax.devices()[0].device_kind}, {size:,.1f} MiB of pages and states, up to {args.max_batch} concurrent sequences",
         file=sys.stderr,

@@ -6,11 +6,12 @@
     for event in engine.run():
         ...
 
-Each step is one call of the model on a `RaggedBatch`: one token of every decoding sequence, and chunks of newer prompts.
-`examples/serve_lm.py` is its command line.
+Each step is one call of the model on a `RaggedBatch`: one token of every decoding sequence, and chunks of newer prompts. While the device runs a
+step, the host schedules the next one. `serving_step.py`, next to this file, is the part that runs on the device, and `serve_lm.py` the command line.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import operator
@@ -19,13 +20,13 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from serving_step import Batch, last_of, make_program, new_state, Program, Sizes, State
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.models import Decoder, Sampling, ServingCache
-from ejkernel_eqx.models.sampling import sample, SamplingArrays
+from ejkernel_eqx.models import Decoder, Sampling
+from ejkernel_eqx.models.sampling import SamplingArrays
 
 
 class RequestError(ValueError):
@@ -51,17 +52,6 @@ def _integer(
     return number
 
 
-# The model over pages and slots
-
-
-def last_logits(
-    model: Decoder, tokens: Array, cache: ServingCache, batch: ejx.RaggedBatch
-) -> tuple[Array, ServingCache]:
-    """Runs the model on packed `tokens [T]`. Returns float32 logits `[N, vocabulary]` after each sequence's last new token."""
-    x, cache = model.features(tokens, cache, batch=batch)
-    return model.logits(x[jnp.maximum(batch.last_tokens, 0)]), cache
-
-
 # The engine
 
 
@@ -77,16 +67,28 @@ class Event(NamedTuple):
 @dataclasses.dataclass(eq=False)
 class _Request:
     number: int
-    tokens: list[int]  # the prompt and the generated tokens
+    tokens: list[int]  # the prompt and the generated tokens, as far as the host knows them
     last_length: int
     sampling: Sampling
     stop: frozenset[int]
-    computed: int = 0  # the number of tokens that the model has processed
+    ready: int  # the number of tokens that the model can process, known or not; never the last one
+    computed: int = 0  # the number of tokens that the model has processed, or does in a step under way
+    awaited: int = 0  # the number of tokens that steps under way will choose
+    room: int = 0  # the number of tokens that its pages hold
     slot: int = -1
 
-    @property
-    def remaining(self) -> int:
-        return len(self.tokens) - self.computed
+    def wait(self) -> None:
+        """A step under way will choose its next token."""
+        self.awaited += 1
+        if self.ready < self.last_length - 1:
+            self.ready += 1
+
+
+class _Flight(NamedTuple):
+    """A step under way: what it chooses, and the requests that it chooses for, by their places in the batch."""
+
+    chosen: concurrent.futures.Future[Array]
+    requests: list[tuple[int, _Request]]
 
 
 class Engine:
@@ -97,10 +99,14 @@ class Engine:
     front of the queue. Its tokens are kept and recomputed later, which does not change its output. When a request ends, its pages and
     slots are freed immediately.
 
-    Batches are padded to a few sizes, `buckets`. Each is compiled once, on first use; `compiled` counts the compilations.
+    A step starts while the device still runs the one before, whose tokens stay on the device. The host learns them one step late: a text that ends
+    with a stop token is in one more step, whose result is dropped.
 
-    A step that raises leaves the engine in its previous state, so that the next one retries it. If the caches, which are donated, were
-    lost with it, they are replaced, and the requests of the batch are recomputed.
+    Batches are padded to the sizes of three `programs`: prompts, and decoding with and without drawn tokens. Each is compiled once, on first use
+    or by `warm_up`; `compiled` counts the compilations.
+
+    A step that raises while it is scheduled leaves the engine in its previous state, so that the next one retries it. If it raises later, the caches,
+    which are donated, are replaced, and the running requests are recomputed.
 
     **Arguments:**
 
@@ -111,6 +117,7 @@ class Engine:
     - `max_length`: the maximum number of tokens of a request, including the prompt; by default, and at most, what all pages hold. If all
         layers have sliding windows, it may be larger, up to 2**20 pages.
     - `kv_dtype`: the dtype of the pages, by default that of the model; int8, float8_e4m3fn and float8_e5m2 are quantised by token and head.
+    - `overlap`: whether a step starts before the tokens of the one before are known.
 
     **Raises:** `ValueError` for sizes that are not integers of at least 1, or `step_tokens` below `max_batch`.
     """
@@ -125,6 +132,7 @@ class Engine:
         step_tokens: int = 128,
         max_length: int | None = None,
         kv_dtype: Any = None,
+        overlap: bool = True,
     ):
         count = functools.partial(_integer, least=1, most=2**30, error=ValueError)
         num_pages, page_size = count("num_pages", num_pages), count("page_size", page_size)
@@ -133,7 +141,7 @@ class Engine:
             raise ValueError(
                 f"step_tokens: expected at least max_batch={max_batch}, received {step_tokens}; every sequence decodes in every step."
             )
-        self.model, self.max_batch, self.step_tokens = model, max_batch, step_tokens
+        self.max_batch, self.step_tokens, self.overlap = max_batch, step_tokens, overlap
         mixers = [layer.mixer for stack in model.stacks for layer in stack]
         paged = (
             ejx.nn.MultiHeadAttention,
@@ -143,14 +151,13 @@ class Engine:
         attention = [mixer for mixer in mixers if isinstance(mixer, paged)]
         self.table = ejx.PageTable(num_pages, page_size) if attention else None
         self.window = _window(attention)
-        self._new_state = functools.partial(
+        self._new_caches = functools.partial(
             model.init_serving_cache,
             num_pages=num_pages,
             page_size=page_size,
             num_slots=max_batch,
             dtype=kv_dtype,
         )
-        self.state = self._new_state()
         self.num_pages = num_pages if attention else 0
         # Without attention there are no pages; a single missing page of any length stands for that.
         self.page_size = page_size if attention else 2**30
@@ -160,23 +167,65 @@ class Engine:
         self.max_length = (
             held if max_length is None else min(room, _integer("max_length", max_length, 1, error=ValueError))
         )
-        self.buckets = _buckets(max_batch, step_tokens, -(-self.max_length // self.page_size))
-        self.compiled: collections.Counter[tuple[int, int, int, int]] = collections.Counter()
+        self.compiled: collections.Counter[str] = collections.Counter()
         self.steps = self.preemptions = self.tokens_written = self.peak_pages = 0
         self._events: collections.deque[Event] = collections.deque()  # not yet returned to the caller
         self._waiting: collections.deque[_Request] = collections.deque()
         self._running: list[_Request] = []  # in order of admission
+        self._flights: collections.deque[_Flight] = collections.deque()
+        # To start a program takes as long as to schedule one, and needs no Python: it has a thread of its own.
+        self._starter = concurrent.futures.ThreadPoolExecutor(1, "ejkernel_eqx.serving")
         self._slots = list(range(max_batch))[::-1]
         self._count = 0
+        self._sampling = SamplingArrays.of([], max_batch)  # by slot
+        self._new_pages: list[tuple[int, int, int]] = []  # not yet sent to the device: slot, column, page
+        self.model = model
+        self._restart()
+        self.programs = self._programs()
 
-        def step(inputs, state):
-            model, tokens, batch, sampling = inputs
-            # Runs only while tracing.
-            self.compiled[(batch.num_tokens, *batch.page_table.shape, batch.max_query_len)] += 1
-            logits, state = last_logits(model, tokens, state, batch)
-            return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(logits, sampling), -1), state
+    @property
+    def model(self) -> Decoder:
+        return self._model
 
-        self._compute = eqx.filter_jit(step, donate="all-except-first")
+    @model.setter
+    def model(self, model: Decoder) -> None:
+        """Another one of the same shapes."""
+        self._model, self._weights = model, tuple(jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+
+    @property
+    def state(self) -> State:
+        """What the device keeps between steps."""
+        return jax.tree.unflatten(self._structure, self._state)
+
+    def _restart(self) -> None:
+        """Empty caches, for the first step or after the device lost them."""
+        pages = -(-self.max_length // self.page_size)
+        leaves, self._structure = jax.tree.flatten(new_state(self._new_caches(), self.max_batch, pages))
+        self._state: tuple[Array, ...] = tuple(leaves)
+        self._flights.clear()
+
+    def _programs(self) -> dict[str, tuple[Sizes, Program]]:
+        most, tokens = self.max_batch, self.step_tokens
+        # A sequence has at most one new page for each full one of its new tokens, and one more.
+        pages = lambda tokens: min(tokens, most + tokens // self.page_size)
+        decoding = Sizes(most, most, 1, pages(most), most)
+        sizes = {"decode": decoding, "decode and draw": decoding}
+        sizes["prompts"] = Sizes(tokens, most, tokens, pages(tokens), most)
+
+        def make(name: str, size: Sizes) -> Program:
+            def traced() -> None:
+                self.compiled[name] += 1
+
+            return make_program(self.model, size, self.page_size, name != "decode", self._structure, traced)
+
+        return {name: (size, make(name, size)) for name, size in sizes.items()}
+
+    def warm_up(self, *, drawn: bool = True) -> None:
+        """Compiles the programs before the first request; without `drawn`, only those of greedy texts."""
+        for name in self.programs:
+            if drawn or name != "decode and draw":
+                nothing = self.programs[name][0].pack(Batch([], [], [], [], []), self._sampling)
+                self._compute(name, nothing)
 
     @property
     def num_running(self) -> int:
@@ -234,7 +283,7 @@ class Engine:
                 f"which need {self._most_pages(length)}; shorten it, request fewer, or serve with more pages."
             )
         self._count += 1
-        request = _Request(self._count - 1, tokens, length, sampling, ends)
+        request = _Request(self._count - 1, tokens, length, sampling, ends, ready=len(tokens))
         self._waiting.append(request)
         return request.number
 
@@ -261,117 +310,213 @@ class Engine:
                 self._step()
 
     def step(self) -> list[Event]:
-        """Calls the model once and returns the generated tokens."""
+        """Starts one call of the model and returns the tokens of the one before."""
         self._step()
         events = list(self._events)
         self._events.clear()
         return events
 
     def _step(self) -> None:
+        plan: dict[_Request, int] = {}
         try:
             plan = self._schedule()
-            chosen = self._call(plan) if plan else np.zeros(0)
+            if plan:
+                self._start(plan)
         except BaseException:  # including Ctrl-C
             self._undo()
             raise
-        if not plan:
-            return
-        self.steps += 1
-        self.peak_pages = max(self.peak_pages, self.pages_used)
-        for (request, count), token in zip(plan.items(), chosen):
-            request.computed += count
-            if self.table is not None and self.window is not None:
-                self.table.free_behind(request.number, max(0, request.computed - self.window + 1))
-            if request.remaining == 0:  # not in the middle of its prompt
-                finish = self._write(request, int(token))
-                self._events.append(Event(request.number, int(token), finish))
-                if finish is not None:
-                    self._release(request)
+        self._finish(1 if plan and self.overlap else 0)
 
-    def _write(self, request: _Request, token: int) -> str | None:
-        """Appends a token to the request. Returns the reason if the request ends with it."""
-        if token < 0:
-            return "error"
-        request.tokens.append(token)
-        self.tokens_written += 1
-        if request.tokens[-1] in request.stop:
-            return "stop"
-        return "length" if len(request.tokens) == request.last_length else None
+    def _start(self, plan: dict[_Request, int]) -> None:
+        """Starts the step of a plan."""
+        name = self._program(plan)
+        data = self.programs[name][0].pack(self._batch(plan), self._sampling)
+        writing: list[tuple[int, _Request]] = []
+        self._flights.append(_Flight(self._launch(name, data), writing))
+        try:
+            for place, (request, count) in enumerate(plan.items()):
+                request.computed += count
+                if request.computed == request.ready:  # not in the middle of its prompt
+                    request.wait()
+                    writing.append((place, request))
+            self.steps += 1
+            self.peak_pages = max(self.peak_pages, self.pages_used)
+            if self.window is not None:
+                self._free_behind(plan, self.window)
+            self._new_pages = []
+        except BaseException:  # an interruption: it is not known how far this came
+            self._put_all_back()
+            raise
 
-    def _call(self, plan: dict[_Request, int]) -> np.ndarray:
-        """The next token after each request's part of the batch."""
-        requests, counts = list(plan), list(plan.values())
-        if self.table is None:
-            rows = np.full((len(requests), 1), -1)
-        else:
-            rows = self.table.rows([request.number for request in requests])
-        batch = ejx.RaggedBatch.build(
-            counts,
-            [request.computed + count for request, count in plan.items()],
-            rows,
-            page_size=self.page_size,
-            buckets=self._bucket(counts),
-            state_indices=[request.slot for request in requests],
-        )
-        tokens = np.zeros(batch.num_tokens, np.int32)
-        parts = [request.tokens[request.computed :][:count] for request, count in plan.items()]
-        tokens[: sum(counts)] = np.concatenate(parts)
-        choices = [(request.sampling, request.computed + count) for request, count in plan.items()]
-        sampling = SamplingArrays.of(choices, batch.lengths.shape[0])
-        chosen, state = self._compute((self.model, tokens, batch, sampling), self.state)
-        chosen = np.asarray(chosen)  # waits for it, and raises if it failed
-        self.state = state
+    def _launch(self, name: str, data: np.ndarray) -> "concurrent.futures.Future[Array]":
+        """Starts a program in the thread that does so; the first time here, where it is traced with the settings of this thread."""
+        if self.compiled[name]:
+            return self._starter.submit(self._compute, name, data)
+        self._wait()
+        done: concurrent.futures.Future[Array] = concurrent.futures.Future()
+        done.set_result(self._compute(name, data))
+        return done
+
+    def _wait(self) -> None:
+        """Until all steps have started; the device may still run them."""
+        concurrent.futures.wait([flight.chosen for flight in self._flights])
+
+    def _finish(self, most: int) -> None:
+        """Waits for the oldest steps until at most so many are under way, and takes their tokens."""
+        while len(self._flights) > most:
+            chosen, requests = self._flights[0]
+            concurrent.futures.wait([chosen])  # Ctrl-C meanwhile loses nothing
+            try:
+                tokens = np.asarray(chosen.result()).tolist()
+            except BaseException:  # those after it were given its caches
+                self._put_all_back()
+                raise
+            self._flights.popleft()
+            for place, request in requests:
+                if request.slot >= 0:  # else it was cancelled, or had ended when this step started
+                    self._take(request, tokens[place])
+
+    def _take(self, request: _Request, token: int) -> None:
+        """Appends a token to the request, and ends it if it is the last."""
+        request.awaited -= 1
+        finish = "error"
+        if token >= 0:
+            request.tokens.append(token)
+            self.tokens_written += 1
+            finish = "length" if len(request.tokens) == request.last_length else None
+            finish = "stop" if token in request.stop else finish
+        self._events.append(Event(request.number, token, finish))
+        if finish is not None:
+            self._release(request)
+
+    def _program(self, plan: dict[_Request, int]) -> str:
+        if not self.programs["decode"][0].holds(list(plan.values())):
+            return "prompts"
+        return "decode and draw" if any(r.sampling.temperature > 0 for r in plan) else "decode"
+
+    def _batch(self, plan: dict[_Request, int]) -> Batch:
+        tokens: list[int] = []
+        for request, count in plan.items():
+            if request.awaited:
+                tokens.append(last_of(request.slot))
+            else:
+                tokens += request.tokens[request.computed : request.computed + count]
+        lengths = [request.computed + count for request, count in plan.items()]
+        return Batch(tokens, list(plan.values()), lengths, [r.slot for r in plan], self._new_pages)
+
+    def _compute(self, name: str, data: np.ndarray) -> Array:
+        """Calls a program, which takes the state and gives the next one; returns, without waiting for them, the tokens it chooses."""
+        chosen, self._state = self.programs[name][1](self._weights, self._state, data)
+        chosen.copy_to_host_async()
         return chosen
 
     def _undo(self) -> None:
-        """Restores the state before a step that raised, or restarts all requests if the caches are lost."""
-        lost = any(array.is_deleted() for array in jax.tree.leaves(self.state))
+        """Restores the state before a step that was not started, or restarts all requests if the caches are lost."""
+        self._wait()
+        if any(array.is_deleted() for array in self._state):
+            self._put_all_back()
+            return
+        self._take_back()
         for request in self._running[::-1]:
-            if lost or request.computed == 0:  # admitted in this step
+            if request.computed == 0:  # admitted in this step
                 self._put_back(request)
-            elif self.table is not None:
-                self.table.truncate(request.number, request.computed)
-        if lost:
-            self.state = self._new_state()
 
-    def _bucket(self, counts: list[int]) -> ejx.Buckets:
-        fitting = [b for b in self.buckets if max(counts) <= b.query_len[0] and sum(counts) <= b.tokens[0]]
-        return next(b for b in fitting if len(counts) <= b.sequences[0])
+    def _put_all_back(self) -> None:
+        """All requests start again, with empty caches, once nothing is under way."""
+        self._wait()
+        for request in self._running[::-1]:
+            self._put_back(request)
+        self._restart()
+
+    def _take_back(self) -> None:
+        """Frees the pages that were allocated for a step that does not start."""
+        self._new_pages = []
+        if self.table is not None:
+            for request in self._running:
+                request.room = -(-request.computed // self.page_size) * self.page_size
+                self.table.truncate(request.number, request.room)
 
     def _schedule(self) -> dict[_Request, int]:
         """The number of tokens of each request in the next step. Allocates their pages."""
-        plan: dict[_Request, int] = {}
-        before = self.preemptions
-        for request in sorted(self._running, key=lambda request: request.remaining > 1):
-            count = min(request.remaining, self.step_tokens - sum(plan.values()))
-            if request.slot >= 0 and count and self._allocate(request, count, plan):
-                plan[request] = count
-        while self._waiting and self.preemptions == before and self._fits(self._waiting[0]):
-            count = min(self._waiting[0].remaining, self.step_tokens - sum(plan.values()))
-            if not count or not self._slots:
-                break
-            request = self._waiting[0]
-            if self.table is not None:
-                self.table.allocate(request.number, count)
-            request.slot = self._slots.pop()
-            self._running.append(self._waiting.popleft())
-            plan[request] = count
+        while (plan := self._plan()) is None:
+            # Before a request is put back, its tokens must be known; and requests that have ended may have enough pages.
+            self._take_back()
+            self._finish(0)
         return plan
 
-    def _allocate(self, request: _Request, count: int, plan: dict[_Request, int]) -> bool:
-        """Allocates pages for more tokens, preempting the newest requests if necessary; False if it preempted this one."""
-        while self.table is not None:
+    def _plan(self) -> dict[_Request, int] | None:
+        """As `_schedule`; `None` if pages run out while steps are under way."""
+        plan: dict[_Request, int] = {}
+        before, left = self.preemptions, self.step_tokens
+        remaining = [
+            (request, count) for request in self._running if (count := request.ready - request.computed)
+        ]
+        # Requests that decode first, then prompts.
+        for request, count in sorted(remaining, key=_is_prompt):
+            count = min(count, left)
+            if not count or request.slot < 0:
+                continue
+            if request.computed + count > request.room:
+                if (fits := self._allocate(request, count, plan)) is None:
+                    return None
+                left = self.step_tokens - sum(plan.values())  # others may have been put back
+                if not fits:
+                    continue
+            plan[request] = count
+            left -= count
+        while (
+            left
+            and self._slots
+            and self._waiting
+            and self.preemptions == before
+            and self._fits(self._waiting[0])
+        ):
+            request = self._admit()
+            count = min(request.ready, left)
+            self._give_pages(request, count)
+            plan[request] = count
+            left -= count
+        return plan
+
+    def _admit(self) -> _Request:
+        """The next request, with a slot and without pages."""
+        request = self._waiting[0]
+        if self.table is None:
+            request.room = self.page_size
+        else:
+            self.table.allocate(request.number, 0)
+        request.slot = self._slots.pop()
+        self._running.append(self._waiting.popleft())
+        for column, (value,) in zip(self._sampling, SamplingArrays.of([(request.sampling, 0)], 1)):
+            column[request.slot] = value
+        return request
+
+    def _give_pages(self, request: _Request, count: int) -> None:
+        """Pages for more tokens. Whole ones, so that most steps of a request need none."""
+        if self.table is None:
+            return
+        held, pages = (-(-length // self.page_size) for length in (request.room, request.computed + count))
+        self.table.allocate(request.number, pages * self.page_size - request.room)
+        row = self.table.row(request.number)
+        self._new_pages += [(request.slot, place, int(row[place])) for place in range(held, pages)]
+        request.room = pages * self.page_size
+
+    def _allocate(self, request: _Request, count: int, plan: dict[_Request, int]) -> bool | None:
+        """Allocates pages for more tokens, preempting the newest requests if necessary; False if it preempted this one, and `None` if pages
+        run out while steps are under way."""
+        while True:
             try:
-                self.table.allocate(request.number, count)
-                break
+                self._give_pages(request, count)
+                return True
             except ejx.OutOfPagesError:
+                if self._flights:
+                    return None
                 youngest = self._running[-1]
                 plan.pop(youngest, None)
                 self._put_back(youngest)
                 self.preemptions += 1
                 if youngest is request:
                     return False
-        return True
 
     def _fits(self, request: _Request) -> bool:
         """Whether there are pages for all its tokens, besides those that other prompts still need and one more for each of them."""
@@ -379,9 +524,17 @@ class Engine:
             return True
         wanted = self._most_pages(len(request.tokens))
         for other in self._running:
-            held = int((self.table.row(other.number) >= 0).sum())
-            wanted += max(1, self._most_pages(len(other.tokens)) - held)
+            held = other.room // self.page_size
+            if self.window is not None:
+                held = int((self.table.row(other.number) >= 0).sum())
+            wanted += max(1, self._most_pages(len(other.tokens) + other.awaited) - held)
         return wanted <= self.table.num_free
+
+    def _free_behind(self, plan: dict[_Request, int], window: int) -> None:
+        """Frees pages that no later step reads. One under way still reads them, before a later one writes them."""
+        for request in plan:
+            if self.table is not None:
+                self.table.free_behind(request.number, max(0, request.computed - window + 1))
 
     def _most_pages(self, length: int) -> int:
         """The maximum number of pages that a sequence of this length holds at a time."""
@@ -396,7 +549,7 @@ class Engine:
         """Moves a request from the batch to the front of the queue, to be recomputed."""
         self._release(request)
         self._waiting.appendleft(request)
-        request.computed = 0
+        request.computed, request.awaited, request.ready = 0, 0, len(request.tokens)
 
     def _release(self, request: _Request) -> None:
         """Removes the request from queue and batch, and frees its pages and slot."""
@@ -405,9 +558,15 @@ class Engine:
             return
         self._running.remove(request)
         self._slots.append(request.slot)
+        self._new_pages = [page for page in self._new_pages if page[0] != request.slot]
         request.slot = -1
         if self.table is not None:
             self.table.free(request.number)
+        request.room = 0
+
+
+def _is_prompt(part: tuple[_Request, int]) -> bool:
+    return part[1] > 1
 
 
 def _window(attention: list[Any]) -> int | None:
@@ -416,14 +575,3 @@ def _window(attention: list[Any]) -> int | None:
     lefts = [None if window is None else window[0] for window in windows]
     known = [left for left in lefts if left is not None]
     return max(known) + 1 if known and len(known) == len(lefts) else None
-
-
-def _buckets(max_batch: int, step_tokens: int, max_pages: int) -> list[ejx.Buckets]:
-    """The sizes of batches, smallest first: two for batches that only decode, two for those with chunks of prompts."""
-
-    def sizes(tokens: int, sequences: int, query_len: int) -> ejx.Buckets:
-        return ejx.Buckets((tokens,), (sequences,), (max_pages,), (query_len,))
-
-    quarter = lambda size: sorted({-(-size // 4), size})
-    decoding = [sizes(n, n, 1) for n in quarter(max_batch)]
-    return decoding + [sizes(n, max_batch, n) for n in quarter(step_tokens)]

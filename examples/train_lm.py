@@ -8,6 +8,7 @@
     python examples/train_lm.py --mlp moe             # a mixture of 8 experts in every layer, 2 for each token
     python examples/train_lm.py --tune                # first find the fastest kernel configurations here
     python examples/train_lm.py --remat kernels       # less memory: recompute what is cheap
+    python examples/train_lm.py --mesh data=2,sequence=2,tensor=2  # rows, tokens and heads over 8 devices, weights over all
     python examples/train_lm.py --model Qwen3-0.6B --lora 16  # fine-tune the published model in this folder
 
 The model is an `ejx.models.Decoder`, a pre-norm decoder: RMSNorm, a sequence mixer (attention with RoPE and grouped heads, one of the
@@ -42,6 +43,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+import mesh as meshes
 from lora import add_lora, merge_lora, trained
 from vocabulary import Bytes, Vocabulary, vocabulary_of
 
@@ -239,10 +241,17 @@ def make_optimiser(args: argparse.Namespace) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
 
 
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a model that a checkpoint does not fix."""
+    options = {"scan_layers": args.scan_layers, "remat": args.remat, "platform": args.platform}
+    split = args.mesh is not None and args.mesh[meshes.SEQUENCE] > 1
+    return options | ({"sequence_axis": meshes.SEQUENCE} if split else {})
+
+
 def make_state(args: argparse.Namespace, architecture: dict[str, Any]) -> TrainState:
     """A model of this architecture with random weights, and the state of its optimiser."""
     key = jax.random.key(args.seed)
-    options = {"scan_layers": args.scan_layers, "remat": args.remat, "platform": args.platform}
+    options = model_options(args)
     if "published" in architecture:
         model = ejx.models.from_config(architecture["published"], **options, key=key)
     else:
@@ -252,7 +261,7 @@ def make_state(args: argparse.Namespace, architecture: dict[str, Any]) -> TrainS
 
 def published_state(args: argparse.Namespace, architecture: dict[str, Any]) -> TrainState:
     """The published model in `--model`, in float32 for the optimiser."""
-    options = {"scan_layers": args.scan_layers, "remat": args.remat, "platform": args.platform}
+    options = model_options(args)
     model = ejx.models.from_pretrained(args.model, dtype="float32", **options)
     return with_optimiser(args, model, architecture)
 
@@ -265,11 +274,8 @@ def with_optimiser(args: argparse.Namespace, model: Decoder, architecture: dict[
 
 def mean_loss(model: Decoder, tokens: Array, dtype) -> Array:
     """Cross entropy of the next token, in nats."""
-    return cross_entropy(cast(model, dtype)(tokens[:, :-1]), tokens)
-
-
-def cross_entropy(logits: Array, tokens: Array) -> Array:
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
+    model = cast(model, dtype)
+    return model.loss(model.features(tokens[:, :-1]), tokens[:, 1:])
 
 
 def has_experts(model: Decoder) -> bool:
@@ -281,24 +287,46 @@ def training_loss(model: Decoder, tokens: Array, args: argparse.Namespace) -> tu
     if not has_experts(model) or not args.balance:
         loss = mean_loss(model, tokens, args.dtype)
         return loss, loss
-    logits, statistics = cast(model, args.dtype)(tokens[:, :-1], return_statistics=True)
-    loss = cross_entropy(logits, tokens)
+    model = cast(model, args.dtype)
+    x, statistics = model.features(tokens[:, :-1], return_statistics=True)
+    loss = model.loss(x, tokens[:, 1:])
+    return loss + args.balance * ejx.nn.load_balancing_loss(statistics), loss
+
+
+def split_mean_loss(model: Decoder, tokens: tuple[Array, Array], dtype) -> Array:
+    """`mean_loss` of inputs and targets on a mesh."""
+    return meshes.cross_entropy(cast(model, dtype)(tokens[0]), tokens[1])
+
+
+def split_training_loss(
+    model: Decoder, tokens: tuple[Array, Array], args: argparse.Namespace
+) -> tuple[Array, Array]:
+    """`training_loss` of inputs and targets on a mesh."""
+    if not has_experts(model) or not args.balance:
+        loss = split_mean_loss(model, tokens, args.dtype)
+        return loss, loss
+    logits, statistics = cast(model, args.dtype)(tokens[0], return_statistics=True)
+    loss = meshes.cross_entropy(logits, tokens[1])
     return loss + args.balance * ejx.nn.load_balancing_loss(statistics), loss
 
 
 def make_steps(args: argparse.Namespace):
     optimiser = make_optimiser(args)
+    loss_with_parts = training_loss if args.mesh is None else split_training_loss
 
     @eqx.filter_jit(donate="all")
     def train_step(model, optimiser_state, tokens):
         parameters, frozen = eqx.partition(model, trained(model))
-        loss_of = lambda parameters: training_loss(eqx.combine(parameters, frozen), tokens, args)
+        loss_of = lambda parameters: loss_with_parts(eqx.combine(parameters, frozen), tokens, args)
         (_, loss), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(parameters)
         updates, optimiser_state = optimiser.update(grads, optimiser_state, parameters)
         return eqx.combine(eqx.apply_updates(parameters, updates), frozen), optimiser_state, loss
 
     @eqx.filter_jit
     def validation_loss(model, batches):
+        if args.mesh is not None:  # written out, because a loop would not know how the arrays in it are split
+            pairs = ((batches[0][i], batches[1][i]) for i in range(VALIDATION_BATCHES))
+            return jnp.mean(jnp.stack([split_mean_loss(model, pair, args.dtype) for pair in pairs]))
         return jnp.mean(jax.lax.map(lambda tokens: mean_loss(model, tokens, args.dtype), batches))
 
     return train_step, validation_loss
@@ -329,7 +357,12 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 
 def tune(args: argparse.Namespace, state: TrainState) -> TrainState:
     """The same state with the fastest kernel configurations on this device; known ones are not timed again."""
-    tokens = jax.ShapeDtypeStruct((args.batch_size, args.seq_len), jnp.int32)
+    # A kernel has the rows and tokens of one device.
+    rows, length = (
+        size if args.mesh is None else size // args.mesh[axis]
+        for size, axis in ((args.batch_size, meshes.DATA), (args.seq_len, meshes.SEQUENCE))
+    )
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     forward = lambda model, tokens: cast(model, args.dtype)(tokens)
     # The optimiser's state has the structure of the model, so it changes too.
     model, optimiser_state = ejx.tune(
@@ -428,6 +461,13 @@ def train(
     held_out = np.stack([batch_at(validation_data, i, args) for i in range(VALIDATION_BATCHES)])
     metrics = Metrics(args.out_dir / "metrics.csv", state.step)
     model, optimiser_state, step = state
+    on_devices = lambda batch: batch
+    if args.mesh is not None:
+        mesh = meshes.mesh_of(args.mesh)
+        on_devices = lambda batch: meshes.put_tokens(batch, mesh)
+        # The state first: its arrays are split like those of the model, which says how.
+        optimiser_state, model = (meshes.place(tree, model, mesh) for tree in (optimiser_state, model))
+        held_out = on_devices(held_out)
     waiting: list[
         tuple[int, Array]
     ] = []  # losses not yet fetched, so that the device does not wait for the host
@@ -436,7 +476,7 @@ def train(
     with interruptible() as interrupts, bar:
         while step < args.steps and not interrupts:
             model, optimiser_state, loss = train_step(
-                model, optimiser_state, batch_at(train_data, step, args)
+                model, optimiser_state, on_devices(batch_at(train_data, step, args))
             )
             step += 1
             waiting.append((step, loss))
@@ -471,7 +511,8 @@ def train(
 
 
 def write_sample(args: argparse.Namespace) -> None:
-    """Generates text from the checkpoint on disk."""
+    """Generates text from the checkpoint on disk, on one device."""
+    args = argparse.Namespace(**{**vars(args), "mesh": None})
     state = load_checkpoint(args.out_dir / "checkpoint.ejx", args)
     model, vocabulary = cast(merge_lora(state.model), args.dtype), vocabulary_of(args.out_dir)
     prompt = vocabulary.encode(args.prompt.encode() or b"\n")
@@ -544,6 +585,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="RANK",
         help="with --model: train only low-rank updates of this rank; 0 trains all weights",
     )
+    axes = "axes of a mesh and their devices: data=N splits rows, sequence=N tokens, tensor=N heads and features; all split the weights"
+    add("--mesh", type=meshes.read_axes, metavar="AXES", help=axes)
     add("--tune", action="store_true", help="find the fastest kernel configurations before training")
     add("--seed", type=int, default=0)
     add("--validate-every", type=int, default=50, help="steps")
@@ -574,6 +617,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise UsageError(
                 f"--{name.replace('_', '-')}: expected a positive number, received {getattr(args, name)}."
             )
+    _check_mesh(args)
     if args.num_layers % places:
         raise UsageError(
             f"--num-layers: expected a multiple of the {places} layers of --mixer {args.mixer}, received "
@@ -591,6 +635,24 @@ def _check_no_sizes(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--{given[0].replace('_', '-')}: expected none beside --model, whose config.json says it, received {getattr(args, given[0])}; leave "
             "it out."
+        )
+
+
+def _check_mesh(args: argparse.Namespace) -> None:
+    if args.mesh is None:
+        return
+    try:
+        meshes.mesh_of(args.mesh)
+    except ValueError as error:
+        raise UsageError(f"--mesh: {error}.") from error
+    for name, axis in (("batch_size", meshes.DATA), ("seq_len", meshes.SEQUENCE)):
+        if getattr(args, name) % args.mesh[axis]:
+            raise UsageError(
+                f"--{name.replace('_', '-')}: expected a multiple of the {args.mesh[axis]} devices of axis {axis!r}, received {getattr(args, name)}."
+            )
+    if args.lora:
+        raise UsageError(
+            "--lora: expected none with --mesh, whose recipe splits whole matrices; leave one out."
         )
 
 

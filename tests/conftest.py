@@ -186,6 +186,15 @@ def enable_x64():
 
 
 @pytest.fixture
+def no_races():
+    """Pallas kernels that the test interprets have no races."""
+    from tests.tpus import without_races
+
+    with without_races():
+        yield
+
+
+@pytest.fixture
 def unchecked():
     """Annotations are not checked during the test: for the errors that users see, who have no checker installed."""
     before = jaxtyping.config.jaxtyping_disable

@@ -62,12 +62,14 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
     "kernel_delta_attention": (dict(use_qk_l2norm=True), (q, k, v, g, beta), {}),
     "lightning_attention": (dict(slopes="fla"), (q, k, v), {}),
     "linear_attention": (dict(normalize=True), (jnp.exp(q), jnp.exp(k), v), {}),
+    "linear_cross_entropy": (dict(z_loss=0.1), (x, np.arange(6) % 5 - 1, normal(1, 5, 4)), {}),
     "mean_pooling": (dict(chunk_size=2, normalize=True), (x,), dict(lengths=3)),
     "multi_head_latent_attention": (
         dict(causal=True),
         (normal(1, 6, 2, 8), normal(2, 6, 2, 5), normal(3, 6, 3), normal(4, 6, 2, 4)),
         dict(return_lse=True),
     ),
+    "residual_rms_norm": (dict(eps=1e-3), (x, dt, normal(1, 4)), {}),
     "ring_attention": (
         dict(axis_name="sequence", causal=True, order="zigzag"),
         (q, k, v),

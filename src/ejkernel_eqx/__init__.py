@@ -63,6 +63,7 @@ from .functional import grouped_matmul as grouped_matmul
 from .functional import kernel_delta_attention as kernel_delta_attention
 from .functional import lightning_attention as lightning_attention
 from .functional import linear_attention as linear_attention
+from .functional import linear_cross_entropy as linear_cross_entropy
 from .functional import mean_pooling as mean_pooling
 from .functional import multi_head_latent_attention as multi_head_latent_attention
 from .functional import native_sparse_attention as native_sparse_attention
@@ -72,6 +73,7 @@ from .functional import prefill_paged_attention as prefill_paged_attention
 from .functional import ragged_decode_attention as ragged_decode_attention
 from .functional import ragged_paged_attention as ragged_paged_attention
 from .functional import recurrent as recurrent
+from .functional import residual_rms_norm as residual_rms_norm
 from .functional import ring_attention as ring_attention
 from .functional import scaled_dot_product_attention as scaled_dot_product_attention
 from .functional import state_space_v1 as state_space_v1
@@ -79,8 +81,10 @@ from .functional import state_space_v2 as state_space_v2
 from .functional import unified_attention as unified_attention
 from .latent import AbsorbedLatentAttention as AbsorbedLatentAttention
 from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
+from .losses import LinearCrossEntropy as LinearCrossEntropy
 from .matmul import GroupedMatmul as GroupedMatmul
 from .normalization import GatedRMSNorm as GatedRMSNorm
+from .normalization import ResidualRMSNorm as ResidualRMSNorm
 from .paged import Buckets as Buckets
 from .paged import OutOfPagesError as OutOfPagesError
 from .paged import PagedAttention as PagedAttention

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-_EXTRAS = {"triton": "triton", "jax-triton": "triton", "jax_triton": "triton"}
+_EXTRAS = {"triton": "triton", "jax-triton": "triton", "jax_triton": "triton", "libtpu": "tpu"}
 
 
 def not_installed(package: str | None) -> str:

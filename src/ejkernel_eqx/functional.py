@@ -25,8 +25,9 @@ from .attention import (
 from .cells import Recurrent
 from .convolution import CausalConv1d
 from .latent import AbsorbedLatentAttention, MultiHeadLatentAttention
+from .losses import LinearCrossEntropy
 from .matmul import GroupedMatmul
-from .normalization import GatedRMSNorm
+from .normalization import GatedRMSNorm, ResidualRMSNorm
 from .paged import (
     PagedAttention,
     PagedNativeSparseAttention,
@@ -183,8 +184,10 @@ scaled_dot_product_attention = function_of(ScaledDotProductAttention)
 causal_conv1d = function_of(CausalConv1d)
 gated_rms_norm = function_of(GatedRMSNorm)
 grouped_matmul = function_of(GroupedMatmul)
+linear_cross_entropy = function_of(LinearCrossEntropy)
 mean_pooling = function_of(MeanPooling)
 recurrent = function_of(Recurrent)
+residual_rms_norm = function_of(ResidualRMSNorm)
 paged_attention = function_of(PagedAttention)
 paged_native_sparse_attention = function_of(PagedNativeSparseAttention)
 prefill_paged_attention = function_of(PrefillPagedAttention)

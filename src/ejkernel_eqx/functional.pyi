@@ -499,6 +499,22 @@ def linear_attention(
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T R V'], FinalState]: ...
 
+def linear_cross_entropy(
+    x: Float[AnyArray, '*B E'],
+    labels: Int[AnyArray, '*B'],
+    weight: Float[AnyArray, 'V E'],
+    bias: Float[AnyArray, ' V'] | None = None,
+    token_weights: Float[AnyArray, '*B'] | None = None,
+    *,
+    reduction: str = 'mean',
+    logits_soft_cap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '...']: ...
+
 def mean_pooling(
     x: Float[AnyArray, '*B T C'],
     *,
@@ -937,6 +953,16 @@ def recurrent(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> tuple[Float[Array, '*B T H'], NewState]: ...
+
+def residual_rms_norm(
+    x: Float[AnyArray, '*B C'],
+    branch: Float[AnyArray, '*B C'] | None = None,
+    weight: Float[AnyArray, ' C'] | None = None,
+    *,
+    eps: float = 1e-06,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B C'], Float[Array, '*B C']]: ...
 
 @overload
 def ring_attention(

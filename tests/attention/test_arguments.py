@@ -128,8 +128,6 @@ OPTIONS = {
     "negative dropout": (dict(dropout_rate=-0.1), ["dropout_rate: expected a probability in [0, 1)", "-0.1"]),
     "unknown platform": (dict(platform="tritn"),
         ["platform: expected one of 'cuda', 'triton'", "received 'tritn'", "use None to choose by device"]),
-    "foreign platform": (dict(platform="pallas"),
-        ["platform: expected one of ['cuda', 'triton', 'xla', 'triton-interpret'] for flash_attention", "'pallas'"]),
     "config of another kind": (dict(config=3), ["config: expected an instance of", "XlaConfig", "received 3"]),
     "config of another platform": (dict(platform="triton-interpret", config=xla_tiles(64, 64)),
         ["config: expected an instance of TritonConfig for platform 'triton-interpret'", "XlaConfig(forward=XlaTile(block_q=64, block_k=64)"]),

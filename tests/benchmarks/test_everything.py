@@ -20,8 +20,10 @@ from benchmarks import (
     native_sparse,
     pooling,
     report,
+    serving_steps,
     sparse,
     train_step,
+    train_step_peers,
     tune,
     tuned_model,
 )
@@ -38,7 +40,9 @@ _SCRIPTS = {
     "moe_layer.py": moe_layer,
     "pooling.py": pooling,
     "sparse.py": sparse,
+    "serving_steps.py": serving_steps,
     "train_step.py": train_step,
+    "train_step_peers.py": train_step_peers,
     "tune.py": tune,
     "tuned_model.py": tuned_model,
 }

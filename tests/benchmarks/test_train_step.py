@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import train_step
+from benchmarks import train_step, train_step_peers
 
 
 @pytest.mark.slow
@@ -42,3 +42,29 @@ def test_only_variants_that_there_are(capsys):
     with pytest.raises(SystemExit):
         train_step.parse(["--variants", "scan,loop"])
     assert "received loop" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_step_without_its_peer(tmp_path):
+    path = tmp_path / "peers.json"
+    options = ["--quick", "--no-torch", "--samples", "1", "--steps", "1", "--json", str(path)]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert train_step_peers.main(options) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["problem"], row["variant"]) == ("B2_T64_V256", "unrolled") and row["bytes"] > 1e6
+
+
+def test_a_peer_with_another_loss_is_not_timed(monkeypatch):
+    options = train_step_peers.parse(["--quick"]).problems[0]
+    variant = train_step.Variant("unrolled", lambda state, tokens: (state, (5.7, 1.0)), 0.0)
+    peer = object.__new__(train_step_peers.Torch)
+    peer.ready = {"loss": 5.9}
+    monkeypatch.setattr(train_step, "make_state", lambda options: jnp.zeros(2))
+    with pytest.raises(SystemExit, match=r"first loss 5.700, PyTorch's 5.900"):
+        train_step_peers.measure(options, [variant], peer)
+
+
+def test_only_problems_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        train_step_peers.parse(["--problems", "B1_T1_V1"])
+    assert "received B1_T1_V1" in capsys.readouterr().err

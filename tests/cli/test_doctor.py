@@ -1,5 +1,6 @@
 """`doctor` finds what there is and what is broken."""
 
+import importlib.util
 import logging
 import pathlib
 import re
@@ -48,6 +49,15 @@ def test_everything_is_listed(run_json, run):
         device_fingerprint(),
     ):
         assert said in text
+
+
+def test_on_a_tpu_it_names_what_to_run_first(run, monkeypatch):
+    monkeypatch.setattr(doctor, "this_device", lambda: DeviceFacts(Backend.TPU, "TPU v5 lite"))
+    _, text, _ = run("doctor")
+    assert "never run on a TPU" in text and "python -m pytest -m tpu -n 0" in text
+    assert ("libtpu", importlib.util.find_spec("libtpu") is None) in [
+        (name, version is None) for name, version in doctor.versions().items()
+    ]
 
 
 def test_a_folder_that_takes_no_files_is_wrong(run, tmp_path, monkeypatch):

@@ -40,6 +40,7 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
     "selective_scan": [(CHANNELS, {}), (CHANNELS, {"step": True})],
     "convolution": [({"B": 2, "T": 512, "C": 256, "W": 4}, {})],
     "normalization": [({"B": 2, "M": 512, "F": 128}, {})],
+    "residual": [({"B": 2, "M": 512, "F": 128}, {})],
     "cells": [
         *(({"B": 64, "T": 64, "H": 256}, {"cell": cell}) for cell in ("lstm", "gru")),
         ({"T": 9, "H": 1024}, {"packed": "offsets"}),
@@ -51,6 +52,10 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
             {"gated": "pair", "activation": "silu", "transpose_rhs": True},
         ),
         ({"M": 512, "K": 256, "N": 128, "E": 8}, {"stored": "int8"}),
+    ],
+    "losses": [
+        ({"N": 512, "E": 64, "V": 1000}, {}),
+        ({"M": 2, "N": 64, "E": 64, "V": 50}, {"reduction": "none", "bias": True}),
     ],
     "latent": [(TOKENS | {"D": 96, "V": 64, "Dr": 32}, {})],
     "paged": [(PAGES, {})],
@@ -71,7 +76,7 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
 }
 DECODES = ("paged_attention", "ragged_decode_attention")
 
-# By core: what a call of the family asks of a platform that JAX looks into, and of an opaque one; kernels of Triton also take `execute`.
+# By core: what a call of the family asks of a platform that JAX looks into, and of an opaque one; kernels of Triton and Pallas also take `execute`.
 CALL, SAVED = ("arrays", "spec", "config"), ("saved", "cotangents")
 APPLY = {"apply": CALL}
 LAUNCH = {"forward": (*CALL, "save"), "backward": (*CALL, *SAVED)}
@@ -83,11 +88,13 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "selective_scan": (APPLY | STEP, LAUNCH | STEP),
     "convolution": (APPLY, LAUNCH),
     "normalization": (APPLY, LAUNCH),
+    "residual": (APPLY, LAUNCH),
     "cells": (APPLY, LAUNCH),
     "latent": (ATTENTION, ATTENTION),
     "paged": ({"forward": CALL}, {"forward": CALL, "write": ("arrays",)}),
     "matmul": (APPLY, LAUNCH),
     "pooling": (APPLY, LAUNCH),
+    "losses": (LAUNCH, LAUNCH),
     "native_sparse": (LAUNCH, LAUNCH),
     "native_pages": ({"forward": CALL}, {"forward": CALL}),
 }
@@ -218,5 +225,6 @@ def test_it_has_the_kernels_of_its_family(implementation):
         wanted = {"attend": ("arrays", "spec")}
     for name, parameters in wanted.items():
         found = tuple(inspect.signature(getattr(platform, name)).parameters)
-        execute = ("execute",) if implementation.platform is Platform.TRITON and name != "saved_axes" else ()
+        written = implementation.platform in (Platform.TRITON, Platform.PALLAS)
+        execute = ("execute",) if written and name != "saved_axes" else ()
         assert found == (*parameters, *execute), name

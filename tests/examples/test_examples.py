@@ -27,14 +27,17 @@ def _environment():
     return environment | {"PYTHONPATH": str(ROOT / "src")}
 
 
-def _start(example, *options):
+_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+
+
+def _start(example, *options, **environment):
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / example), *map(str, options)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=_environment())
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=_environment() | environment)
 
 
-def _run(example, *options, code=0):
-    process = _start(example, *options)
+def _run(example, *options, code=0, **environment):
+    process = _start(example, *options, **environment)
     out, err = process.communicate(timeout=300)
     assert process.returncode == code, err[-4000:]
     return out, err
@@ -71,6 +74,36 @@ def test_train_resume_and_generate(tmp_path, text):
     assert losses[:20] == first and [step for step, _ in losses] == list(range(1, 51))
     assert losses[-1][1] < 1.0
     assert "the quick brown" in (folder / "sample.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_mesh_trains_as_one_device(tmp_path, text):
+    """Rows, tokens and heads over eight devices, weights over all; checkpoints do not depend on the mesh."""
+    options = ["--data", text, *SMALL, "--mixer", "gla,attention", "--prompt", "the quick "]
+    alone, split = (["--out-dir", tmp_path / name] for name in ("alone", "split"))
+    mesh = ["--mesh", "data=2,sequence=2,tensor=2"]
+    _run("train_lm.py", *options, *alone, "--steps", 20)
+    out, _ = _run("train_lm.py", *options, *split, *mesh, "--steps", 20, **_DEVICES)
+    assert "20 bytes from the checkpoint of step 20" in out  # on one device
+    first, second = (_losses(tmp_path / name) for name in ("alone", "split"))
+    assert [step for step, _ in second] == list(range(1, 21))
+    assert all(abs(x - y) < 1e-3 for (_, x), (_, y) in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--mesh", "rows=2"], "expected some of data=N,sequence=N,tensor=N, received 'rows=2'"),
+        (["--mesh", "data=64"], "--mesh: expected at most the"),
+        (["--mesh", "sequence=2", "--seq-len", "33"], "--seq-len: expected a multiple of the 2 devices"),
+    ],
+)
+def test_meshes_that_are_none(train_lm, capsys, options, message):
+    try:
+        assert train_lm.main(options) == 2
+    except SystemExit as stop:  # of argparse
+        assert stop.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

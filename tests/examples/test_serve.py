@@ -27,7 +27,7 @@ from tests.recurrence.quick import quick
 
 from .test_examples import _environment, _run, ROOT, SMALL
 
-MODULES = ("lora", "vocabulary", "train_lm", "serving", "serve_lm")
+MODULES = ("lora", "vocabulary", "train_lm", "serving_step", "serving", "serve_lm")
 HYBRID = "mamba2,attention"
 
 
@@ -37,6 +37,7 @@ class Examples(NamedTuple):
     lora: Any
     vocabulary: Any
     train_lm: Any
+    serving_step: Any
     serving: Any
     serve_lm: Any
 
@@ -181,7 +182,7 @@ def _check_empty(engine):
         engine.table.check()
         assert engine.table.sequences == ()
     assert set(engine.compiled.values()) <= {1}
-    assert len(engine.compiled) <= len(engine.buckets)
+    assert set(engine.compiled) <= set(engine.programs)
 
 
 def _requests(seed, count, longest=30, most=20):
@@ -259,6 +260,60 @@ def test_samples_do_not_depend_on_neighbours(examples, engine):
     _check_empty(engine)
 
 
+@pytest.mark.few(1)
+def test_starting_early_changes_nothing(engine, monkeypatch):
+    """Stop tokens and pages that run out are known a step late."""
+    requests = _requests(9, 7, longest=20, most=14)
+    texts = _serve(engine, requests, seed=3)
+    monkeypatch.setattr(engine, "overlap", False)
+    assert _serve(engine, requests, seed=3) == texts and not engine._flights
+
+
+def test_the_next_step_starts_before_the_tokens_are_known(engine):
+    """And the result of a step too many is dropped."""
+    first = _alone(engine, [(b"abc", 6)])[0]
+    number = engine.submit(b"abc", 6, stop=first[2])
+    assert engine.step() == [] and len(engine._flights) == 1
+    found = [engine.step() for _ in range(3)]
+    assert [event.token for (event,) in found] == first[:3] and found[-1][0] == (number, first[2], "stop")
+    assert engine.num_running == engine.pages_used == 0 and len(engine._flights) == 1
+    assert engine.step() == [] and not engine._flights
+    _check_empty(engine)
+
+
+def test_a_step_that_fails_on_the_device(engine, monkeypatch):
+    """All requests start again, with the tokens that they have."""
+    requests = _requests(8, 3, longest=6, most=6)
+    expected, compute = _alone(engine, requests), engine._compute
+    texts = {engine.submit(*request): [] for request in requests}
+
+    class Failed:
+        def __array__(self, *_, **__):
+            raise jax.errors.JaxRuntimeError("out of memory")
+
+    for event in (*engine.step(), *engine.step()):
+        texts[event.request].append(event.token)
+    monkeypatch.setattr(engine, "_compute", lambda *given: (compute(*given), Failed())[1])
+    for event in engine.step():
+        texts[event.request].append(event.token)
+    monkeypatch.setattr(engine, "_compute", compute)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        engine.step()
+    assert not engine.num_running and not engine._flights and engine.pages_used == 0
+    for event in engine.run():
+        texts[event.request].append(event.token)
+    assert list(texts.values()) == expected
+    _check_empty(engine)
+
+
+def test_programs_are_compiled_before_they_are_needed(examples):
+    engine = _engine(examples, "attention", 1, max_batch=2, step_tokens=4)
+    engine.warm_up(drawn=False)
+    assert engine.compiled == {"prompts": 1, "decode": 1}
+    assert len(_alone(engine, [(b"abc", 3)])[0]) == 3 and engine.compiled == {"prompts": 1, "decode": 1}
+    _check_empty(engine)
+
+
 @pytest.mark.slow
 def test_cancelling_changes_nothing_for_the_others(engine):
     """In the queue, within the prompt and while decoding."""
@@ -313,34 +368,31 @@ def test_what_cannot_be_served_is_refused(examples, engine):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_step_that_raises_changes_nothing(engine, monkeypatch, lost):
-    """Before the model is called, and after its caches were given away."""
+    """Before the program starts, and after its caches were given away: all requests start again, with the tokens that they have."""
     requests = _requests(7, 6, longest=12, most=8)
     expected = _alone(engine, requests)
     compute, calls = engine._compute, []
 
-    def failing(inputs, state):
+    def failing(name, data):
         calls.append(None)
         if math.isqrt(len(calls)) ** 2 == len(calls):  # ever more seldom, so that it ends
             if lost:
-                compute(inputs, state)
+                compute(name, data)
             raise KeyboardInterrupt
-        return compute(inputs, state)
+        return compute(name, data)
 
     monkeypatch.setattr(engine, "_compute", failing)
     texts, failures = {engine.submit(*request): [] for request in requests}, 0
     while engine.num_running or engine.num_waiting:
-        before = [request.number for request in engine._running]
         try:
             for event in engine.step():
                 texts[event.request].append(event.token)
         except KeyboardInterrupt:
             failures += 1
-            running = [request.number for request in engine._running]
-            assert running == ([] if lost else before[: len(running)])
             waiting = [request.number for request in engine._waiting]
-            assert running + waiting == sorted(running + waiting)
+            assert not engine._running and waiting == sorted(waiting)
             engine.table.check()
-            assert all(engine.table.length(r.number) == r.computed for r in engine._running)
+            assert engine.pages_used == 0
     assert failures >= 3 and list(texts.values()) == expected
     _check_empty(engine)
 
@@ -475,7 +527,7 @@ def test_quantised_pages(examples):
     requests = _requests(4, 4, most=8)
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
-    assert engine.state.stacks[0].layers[0].k.dtype == jnp.int8
+    assert engine.state.caches.stacks[0].layers[0].k.dtype == jnp.int8
     _check_empty(engine)
 
 
@@ -494,8 +546,7 @@ def test_many_requests(examples, mixer, count):
     expected = _alone(engine, requests[::4])
     for index, text in zip(range(0, count, 4), expected):
         assert texts[index] == (text[: len(texts[index])] if index in cancel else text)
-    programs = engine._compute._cached._cache_size()
-    assert programs == len(engine.compiled) <= len(engine.buckets) == 4
+    assert sum(program._cache_size() for _, program in engine.programs.values()) == len(engine.compiled) <= 2
     _check_empty(engine)
 
 

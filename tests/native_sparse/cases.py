@@ -48,11 +48,11 @@ class Case:
         span = self.span or self.block
         return span, self.stride or span
 
-    def operation(self, platform: Any = None) -> ejx.NativeSparseAttention:
+    def operation(self, platform: Any = None, config: Any = None) -> ejx.NativeSparseAttention:
         span, stride = self.sizes
         return ejx.NativeSparseAttention(
             self.block, self.count, self.window, compression_size=span, compression_stride=stride,
-            softmax_scale=self.scale, platform=platform,
+            softmax_scale=self.scale, platform=platform, config=config,
         )  # fmt: skip
 
     def others(self) -> Named:

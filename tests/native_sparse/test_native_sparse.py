@@ -62,6 +62,33 @@ def test_agrees_with_numpy(platform, name):
         assert not np.asarray(found["out"])[padding].any() and not np.asarray(found["k"])[unseen].any()
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["packed", "rows at places", "uneven blocks", "plain", "long spans", "bf16"])
+def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
+    """Blocks that are given too, in several chunks of queries, with keys that none sees NaN."""
+    from ejkernel_eqx.attention.native_sparse.triton import by_blocks
+    from ejkernel_eqx.attention.native_sparse.triton.interpreted import platform
+    from ejkernel_eqx.attention.native_sparse.triton.tiles import ForwardTile
+
+    case = CASES[name]
+    unknown: Any = None
+    config = dataclasses.replace(platform.default_config(unknown, unknown), forward=ForwardTile(2, 4, 4, 1))
+    arrays, _ = make(case)
+    place, _ = case.starts()
+    unseen = np.arange(case.keys) > place.max(-1, keepdims=True) if case.offsets is None else place < 0
+    arrays |= {n: jnp.where(unseen[..., None, None], jnp.nan, arrays[n]) for n in ("k", "v")}
+    size = case.count * int(np.prod(case.lead)) * case.H * case.V * jnp.dtype(case.dtype).itemsize
+    monkeypatch.setattr(by_blocks, "_BYTES", 15 * size)
+    given = np.random.default_rng(9).integers(-2, 12, (*case.lead, case.T, case.K, case.count))
+    of: Any = lambda op, given: op(**given)
+    for more in ({}, {"block_indices": jnp.asarray(given)}):
+        found, expected = (
+            of(case.operation(INTERPRET, config=which), arrays | case.others() | more)
+            for which in (config, None)
+        )
+        assert_close(found, np.asarray(expected), case.dtype, name="out")
+
+
 def assert_best(case, arrays, indices, place, first):
     """Its own block, then the first, then blocks none of which is worse than one that was left out; each once."""
     own = np.where(place < 0, -1, (place - first) // case.block)

@@ -110,7 +110,8 @@ def test_defaults_for_pages_fit(target, name):
     found = work.launches(configs[0])
     own = [launch for launch in found if ".paged_native_sparse." in launch.label]
     kernels = [launch.function.fn.__name__ for launch in own]
-    assert kernels == ["page_importance_kernel", "choose_kernel", "page_forward_kernel"]
+    split = [] if name == "mixed" or target == "gfx942" else ["merge_blocks_kernel"]
+    assert kernels == ["page_importance_kernel", "choose_kernel", "page_forward_kernel", *split]
     for launch in own:
         report = compile_ahead(launch, target)
         assert report.fits and (report.spills == 0 or name == "float32"), (launch.label, report)
@@ -148,7 +149,7 @@ COMPILED = {
     ],
 )
 def test_defaults_fit(target, name):
-    """Without spills, but for float32 on older devices."""
+    """Without spills, but for float32 on older devices, and for the gradient of keys on Hopper, whose fewer warps are faster nevertheless."""
     pytest.importorskip("triton")
     from ejkernel_eqx.attention.native_sparse.triton import compiled as triton
     from ejkernel_eqx.launch import compile_ahead
@@ -160,15 +161,21 @@ def test_defaults_fit(target, name):
     found = launches(problem, configs[0])
     own = [launch for launch in found if ".native_sparse." in launch.label]
     kernels = [launch.function.fn.__name__ for launch in own]
+    # By blocks in one or two chunks, by queries, and by queries whose blocks are split over programs.
+    chunks = {"plain": 2, "packed": 1}.get(name, 0) if target != "gfx942" else 0
+    forward = ["block_forward_kernel", "merge_blocks_kernel"] * chunks or ["forward_kernel"]
+    forward += ["merge_blocks_kernel"] if name == "decoding" and target != "gfx942" else []
+    importance = "page_importance_kernel" if name == "decoding" else "importance_kernel"
     assert kernels == [
-        "importance_kernel", "choose_kernel", "forward_kernel", "query_gradient_kernel", "key_gradient_kernel", *["combine_kernel"] * 2
+        importance, "choose_kernel", *forward, "query_gradient_kernel", "key_gradient_kernel", *["combine_kernel"] * 2
     ]  # fmt: skip
     others = [launch.label for launch in found if launch not in own]
     few = sum(".paged." in label for label in others)  # the forward of two branches, in parts that are merged
     assert (len(others) - few, few) == ((2 * 2, 4) if name == "decoding" else (2 * 3, 0))
     for launch in own:
         report = compile_ahead(launch, target)
-        assert report.fits and (report.spills == 0 or name == "float32"), (launch.label, report)
+        most = 32 if target == "sm_90" and launch.function.fn.__name__ == "key_gradient_kernel" else 0
+        assert report.fits and (report.spills <= most or name == "float32"), (launch.label, report)
 
 
 def launches(problem, config):

@@ -76,7 +76,11 @@ def opaque(case) -> Any:
     return with_plan(module, dataclasses.replace(module.plan, snapshot=snapshot))
 
 
-BUILD = {"opaque": opaque, "xla": lambda case: case.module()}
+BUILD = {
+    "opaque": opaque,
+    "xla": lambda case: case.module(),
+    "pallas": lambda case: case.module(platform="pallas-interpret", config=None),
+}
 
 
 def collectives(compiled) -> collections.Counter:
@@ -128,6 +132,11 @@ def test_a_call_is_split_where_it_stands(name, build, kind):
         assert_close(got, want, kind="gradient")
 
 
+@pytest.mark.slow
+def test_kernels_for_tpu_on_an_explicit_mesh():
+    test_a_call_is_split_where_it_stands("gated delta softplus", "pallas", "explicit")
+
+
 @pytest.mark.few(1)
 @modes
 @pytest.mark.parametrize("name", ["linear scalar", "kernel delta"])
@@ -156,7 +165,7 @@ def test_split_by_rows_nothing_moves(name, build, kind):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("build", BUILD)
+@pytest.mark.parametrize("build", ["opaque", "xla"])
 @pytest.mark.parametrize("name", ["linear normalized", "state space norm"])
 def test_steps_are_split_where_they_stand(name, build):
     case = CASES[name]
@@ -177,7 +186,7 @@ def test_steps_are_split_where_they_stand(name, build):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=SLOW)])
-@pytest.mark.parametrize("build", BUILD)
+@pytest.mark.parametrize("build", ["opaque", "xla"])
 @pytest.mark.parametrize("name", ["linear constant", "state space norm"])
 def test_inside_shard_map(name, build, check_vma):
     case = CASES[name]

@@ -27,8 +27,9 @@ DEVICES = {
 
 
 def request(member: str, dim: int, dtype: str) -> tuple[RecurrenceArrays, RecurrenceSpec]:
-    """The shapes of a call: `batched` with every option, `ssd` with shared keys, `packed` with a table of sequences."""
-    batch, length = (1, 300) if member == "packed" else (8, 1000)
+    """The shapes of a call: `batched` with every option, `ssd` with shared keys, `packed` with a table of sequences, `long` with so few programs
+    that sequences are split."""
+    batch, length = {"packed": (1, 300), "long": (1, 20_000)}.get(member, (8, 1000))
     heads, shared = (32, 1) if member == "ssd" else (16, 16)
 
     def shape(*size: int, dtype: str = dtype) -> Any:
@@ -57,7 +58,7 @@ def launches_of(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any) -> 
     found = {}
 
     def record(launch, inputs):
-        found[launch.function.fn.__name__] = launch
+        found[launch.label.rpartition(".")[2]] = launch
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
     def both(arrays):
@@ -75,6 +76,7 @@ QUICK = {
     ("sm_80", "packed", 128, "bfloat16"),
     ("sm_90", "batched", 128, "bfloat16"),
     ("sm_90", "ssd", 128, "bfloat16"),
+    ("sm_90", "long", 128, "bfloat16"),
     ("sm_100", "batched", 64, "bfloat16"),
     ("gfx942", "packed", 64, "bfloat16"),
 }
@@ -82,22 +84,27 @@ QUICK = {
 SPILLS = {
     ("sm_80", "batched", 64): {"single": 72, "gradients": 88},
     ("sm_80", "batched", 128): {"gradients": 128},
-    ("sm_80", "ssd", 64): {"single": 96, "gradients": 64},
-    ("sm_80", "ssd", 128): {"gradients": 136},
+    ("sm_80", "long", 64): {"gradients": 88},
+    ("sm_80", "long", 128): {"dstates": 16, "gradients": 128},
+    ("sm_80", "ssd", 64): {"single": 96, "dstates": 32, "shared_channels": 80},
+    ("sm_80", "ssd", 128): {"shared_pairs": 24, "shared_channels": 128},
     ("sm_80", "packed", 128): {"gradients": 8},
     ("sm_90", "batched", 64): {"single": 24},
     ("sm_90", "batched", 128): {"single": 256, "gradients": 392},
-    ("sm_90", "ssd", 64): {"single": 16, "gradients": 128},
-    ("sm_90", "ssd", 128): {"single": 264, "gradients": 144},
+    ("sm_90", "long", 64): {"single": 8},
+    ("sm_90", "long", 128): {"single": 216, "gradients": 392},
+    ("sm_90", "ssd", 64): {"single": 24, "shared_channels": 8},
+    ("sm_90", "ssd", 128): {"single": 280, "shared_channels": 176},
     ("sm_90", "packed", 128): {"gradients": 144},
     ("sm_100", "batched", 128): {"gradients": 232},
-    ("sm_100", "ssd", 64): {"single": 8},
-    ("sm_100", "ssd", 128): {"gradients": 168},
+    ("sm_100", "long", 128): {"gradients": 96},
+    ("sm_100", "ssd", 64): {"single": 16, "shared_channels": 136},
+    ("sm_100", "ssd", 128): {"shared_channels": 32},
 }
 GRID = [
     (target, member, dim, dtype)
     for target in DEVICES
-    for member in ("batched", "ssd", "packed")
+    for member in ("batched", "ssd", "packed", "long")
     for dim in (64, 128, 256)
     for dtype in ("bfloat16", "float32", "float16")
 ]
@@ -115,8 +122,13 @@ def test_defaults_fit(target, member, dim, dtype):
     config = triton.default_config(problem, DEVICES[target])
     assert triton.config_unsupported(config, problem, DEVICES[target]) is None
     launches = launches_of(arrays, spec, config)
-    assert {"states_kernel", "dstates_kernel", "gradients_kernel"} < set(launches)
+    shared = {f"shared_{name}_kernel" for name in ("products", "pairs", "channels", "decays")}
+    assert {"states_kernel", "dstates_kernel"} | (shared if member == "ssd" else {"gradients_kernel"}) < set(
+        launches
+    )
     assert ("single_kernel" in launches) == config.single != ("out_kernel" in launches)
+    assert ("local_states_kernel" in launches) == ("local_dstates_kernel" in launches) == (config.splits > 1)
+    assert (config.splits > 1) == (member == "long")
     measured = target != "gfx942" and dtype == "bfloat16" and dim <= 128
     most_spills = SPILLS.get((target, member, dim), {}) if measured else None
     for name, launch in launches.items():
@@ -138,7 +150,8 @@ def test_candidates_begin_with_the_heuristic_and_differ():
 
 
 def test_one_kernel_for_the_outputs_by_how_many_programs_there_are():
-    """The heuristic's way, and that of a configuration that was measured at another batch size, whose other tiles stay."""
+    """The heuristic's way, and that of a configuration that was measured at another batch size, whose other tiles stay. Sequences are split
+    where there would be few programs."""
     sm_90 = DEVICES["sm_90"]
     sizes = {"T": 4096, "H": 16, "D": 128}
     small, usual, large = (
@@ -150,8 +163,17 @@ def test_one_kernel_for_the_outputs_by_how_many_programs_there_are():
     for problem in (small, large):
         fit, heuristic = triton.adapted(tiles, problem, sm_90), triton.default_config(problem, sm_90)
         assert fit == dataclasses.replace(heuristic, gradients=tiles.gradients)
-    assert not triton.adapted(tiles, small, sm_90).single
+    assert triton.adapted(tiles, small, sm_90).splits == 8 and config.splits == 1
+    short = example_problem("lightning_attention", {"B": 1, **sizes, "T": 256}, "bfloat16", {})
+    assert not triton.adapted(tiles, short, sm_90).single
     assert triton.adapted(tiles, large, sm_90).out == Tile(128, 64, 4, 2)
+    gated = example_problem("gated_linear_attention", {"B": 1, **sizes}, "bfloat16", {})
+    first, *others = triton.candidates(gated, sm_90)
+    assert first.splits == 8 and {config.splits for config in others} == {4, 8, 16}
+    reason = triton.config_unsupported(
+        first, example_problem("delta_rule", {"B": 1, **sizes}, "bfloat16", {}), sm_90
+    )
+    assert reason == "splits are for members without a delta rule"
     delta = triton.default_config(example_problem("delta_rule", {"B": 4, **sizes}, "bfloat16", {}), sm_90)
     for_delta = example_problem("delta_rule", {"B": 16, **sizes}, "bfloat16", {})
     assert triton.adapted(delta, for_delta, sm_90) == delta

@@ -51,6 +51,13 @@ def test_packed(packing):
     check(dataclasses.replace(SMALL, B=2, T=length, packing=packing), config())
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("packing", [None, "segments", "offsets"])
+def test_sequences_in_splits(packing):
+    case = dataclasses.replace(SMALL, B=2, T=5 * CHUNK + 3, packing=packing)
+    check(case, dataclasses.replace(config(), splits=4))
+
+
 def test_no_tokens():
     check(dataclasses.replace(EMPTY[0], decay=KEY), config())
 

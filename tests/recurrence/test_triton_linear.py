@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx.recurrence.spec import CONSTANT, NONE, RecurrenceArrays, SCALAR, VALUE
 from tests.recurrence.cases import (
     assert_agrees,
@@ -24,7 +25,7 @@ from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 from ejkernel_eqx.recurrence.triton import interpreted as triton_interpret
-from ejkernel_eqx.recurrence.triton import linear_host
+from ejkernel_eqx.recurrence.triton import linear_host, shared_host
 from ejkernel_eqx.recurrence.triton.tile_sizes import Tile, TritonConfig
 
 CHUNK = 16
@@ -154,6 +155,66 @@ def test_the_forward_pass_in_one_kernel(case):
     assert_close(results["final_state"], exact.final_state, case.dtype)
 
 
-def test_heads_that_share_keys_run_together(monkeypatch):
-    monkeypatch.setattr(linear_host, "_PARTS", 1)
-    check(dataclasses.replace(SMALL, T=CHUNK + 3, D=24, Hv=2, Hg=2, Hb=2, skip=True), config())
+@pytest.mark.few(2)
+@pytest.mark.parametrize("single", [False, True], ids=["phases", "one kernel"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(SMALL, T=5 * CHUNK + 3, D=24, V=24, skip=True),
+        dataclasses.replace(SMALL, B=2, T=5 * CHUNK + 3, packing="segments"),
+        dataclasses.replace(SMALL, B=2, T=5 * CHUNK + 3, packing="offsets", decay=CONSTANT),
+        dataclasses.replace(SMALL, T=CHUNK + 3, packing="many"),
+        dataclasses.replace(SMALL, T=7 * CHUNK, decay=NONE, beta=None),
+        dataclasses.replace(SMALL, T=5 * CHUNK + 3, log_decays="mixed", dtype="bfloat16"),
+        dataclasses.replace(CLOSED[0], T=4 * CHUNK),
+        EMPTY[0],
+    ],
+    ids=["one a token", "segments", "packed", "many", "none", "mixed", "closed", "no tokens"],
+)
+def test_sequences_in_splits(case, single):
+    """Splits of several chunks, of one, and of none; the state passes through all of them."""
+    check(case, dataclasses.replace(config(), splits=4, single=single))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", [ejx.LinearAttention, ejx.GatedLinearAttention])
+def test_pullbacks_of_splits(operation):
+    """What the forward pass keeps of splits serves a pullback, also a mapped one."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, g = (jax.random.normal(key, (2, 5 * CHUNK + 3, 2, 16)) for key in keys[:4])
+    g = -jax.nn.softplus(g) / 4
+    cotangents = jax.random.normal(keys[4], (3, *v.shape))
+
+    def gradients(**options):
+        attend = operation(**options)
+        gates = g[..., 0] if operation is ejx.LinearAttention else g
+        _, pull = jax.vjp(lambda q: attend(q, k, v, g=gates)[0], q)
+        return pull(cotangents[0])[0], jax.vmap(lambda x: pull(x)[0])(cotangents)
+
+    mine = gradients(platform="triton-interpret", config=dataclasses.replace(config(), splits=3))
+    for x, y in zip(mine, gradients(platform="xla"), strict=True):
+        assert_close(x, y, "float32")
+
+
+SHARED = dataclasses.replace(SMALL, T=CHUNK + 3, D=24, Hv=4, Hg=4, Hb=4, skip=True)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        SHARED,
+        dataclasses.replace(SHARED, B=2, T=3 * CHUNK + 3, V=40, packing="segments"),
+        dataclasses.replace(SHARED, B=2, T=2 * CHUNK + 3, packing="offsets", decay=CONSTANT),
+        dataclasses.replace(SHARED, decay=NONE, beta=None, skip=False),
+        dataclasses.replace(SHARED, T=2 * CHUNK, Hq=2, Hv=8, Hg=2, Hb=1, dtype="bfloat16"),
+        dataclasses.replace(SHARED, T=2 * CHUNK + 3, log_decays="mixed"),
+        dataclasses.replace(SHARED, T=CHUNK + 3, log_decays=-50.0),
+    ],
+    ids=["one a token", "segments", "packed", "none", "groups", "mixed", "strong"],
+)
+def test_heads_that_share_keys_run_together(case, monkeypatch):
+    """In one sum, and in several that are added."""
+    monkeypatch.setattr(linear_host, "_PARTS", 1 if case.Hv == 4 else 2)
+    monkeypatch.setattr(shared_host, "_PROGRAMS", 8)
+    check(case, config())

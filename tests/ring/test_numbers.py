@@ -61,7 +61,11 @@ def test_eight_devices(devices, order):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "t, s, devices, order", [(20, 44, 4, "contiguous"), (28, 12, 2, "zigzag"), (8, 16, 8, "contiguous")]
+    "t, s, devices, order",
+    [
+        *((20, 44, 4, "contiguous"), (28, 12, 2, "zigzag"), (8, 16, 8, "contiguous"), (16, 48, 8, "zigzag")),
+        (24, 40, 4, "zigzag"),
+    ],
 )
 def test_different_numbers_of_queries_and_keys(t, s, devices, order):
     options = Options(

@@ -49,3 +49,8 @@ def sinks_gradient(arrays: AttentionArrays, lse: Array, delta: Array) -> Array:
     nothing = lse == -jnp.inf
     share = jnp.exp(arrays.sinks.astype(lse.dtype)[..., None] - jnp.where(nothing, 0, lse))
     return -jnp.where(nothing, 0, share * delta).sum(-1)
+
+
+def sum_batch(per_row: Array, like: Array) -> Array:
+    """The gradient of an array that the batch may share, from that of each batch row."""
+    return per_row if like.shape[0] == per_row.shape[0] else per_row.sum(0, keepdims=True)

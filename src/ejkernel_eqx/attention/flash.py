@@ -30,9 +30,9 @@ class FlashAttention(Kernel):
     $p_i = \mathrm{offset} + i$, and $\mathcal{V}_i$ the keys visible to query $i$: the intersection of all masks. Query head
     $h$ reads key head $\lfloor h / (H / K) \rfloor$. The output of a query that sees no key is 0, with zero gradients.
 
-    Platforms: cuDNN (`"cuda"`), Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`); `ejx.explain` shows which one is chosen for given
-    shapes and why. Differentiable in reverse mode in `q, k, v, bias, alibi_slopes, sinks` and through `lse`; for
-    forward mode or second derivatives use [`ejkernel_eqx.Attention`][].
+    Platforms: cuDNN (`"cuda"`), Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`);
+    `ejx.explain` shows which one is chosen for given shapes and why. Differentiable in reverse mode in `q, k, v, bias, alibi_slopes, sinks` and
+    through `lse`; for forward mode or second derivatives use [`ejkernel_eqx.Attention`][].
 
     Sources: Dao, *FlashAttention-2* (2023); Milakov & Gimelshein, *Online normalizer calculation for softmax* (2018).
     """

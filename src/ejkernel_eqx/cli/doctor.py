@@ -35,7 +35,7 @@ HELP = """If it finds a problem, the exit code is 1.
 example:
   python -m ejkernel_eqx doctor --json
 """
-_PACKAGES = ("ejkernel-eqx", "jax", "jaxlib", "equinox", "optax", "triton", "jax-triton")
+_PACKAGES = ("ejkernel-eqx", "jax", "jaxlib", "equinox", "optax", "triton", "jax-triton", "libtpu")
 _TABLES = ("tuned", "shipped", "borrowed")
 
 
@@ -54,9 +54,20 @@ def run(options: argparse.Namespace) -> Outcome:
         "cache": _cache(problems),
         "policy": _policy(),
         "environment": environment,
+        "notes": _notes(device),
         "problems": problems,
     }
     return Outcome(document, lambda: _text(document), FAILED if problems else OK)
+
+
+def _notes(device: DeviceFacts | None) -> list[str]:
+    """What the user of this device should know."""
+    if device is None or device.backend is not Backend.TPU:
+        return []
+    return [
+        "the Pallas kernels have never run on a TPU: they are interpreted and compiled without one. Before you rely on them, run in a copy of the "
+        "repository: python -m pytest -m tpu -n 0"
+    ]
 
 
 def versions() -> dict[str, str | None]:
@@ -172,6 +183,7 @@ def _text(document: dict[str, Any]) -> str:
             section("operations", _operations_text(document["operations"])),
             section("cache", _cache_text(document["cache"])),
             section(f"environment (policy in force: {document['policy'] or 'invalid'})", environment),
+            *([section("notes", "\n".join(document["notes"]))] if document["notes"] else []),
             section("PROBLEMS", "\n".join(problems)) if problems else "no problems found",
         )
     )

@@ -11,6 +11,7 @@ from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.plans import plan_of
 from ..core.platforms import register
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .along import with_entering
 from .arguments import check_activation, resolve, resolve_step
@@ -64,6 +65,7 @@ class CausalConv1d(Kernel):
         self.plan = plan_of(CausalConv1d, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d")
+    @over_sequence_axis()
     def __call__(
         self,
         x: Float[AnyArray, "*B T C"],

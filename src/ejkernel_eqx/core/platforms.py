@@ -1,9 +1,9 @@
-"""Common parts of the families' platforms: plain XLA, interpreted Triton, and their registration."""
+"""Common parts of the families' platforms: plain XLA, interpreted Triton and Pallas, and their registration."""
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -18,23 +18,37 @@ Named = dict[str, Array]
 _PLATFORMS = (
     (Platform.CUDA, Backend.GPU, 40, "cudnn"),
     (Platform.TRITON, Backend.GPU, 30, "triton.compiled"),
+    (Platform.PALLAS, Backend.TPU, 30, "pallas.compiled"),
     (Platform.XLA, Backend.ANY, 10, "xla"),
     (Platform.TRITON_INTERPRET, Backend.ANY, -10, "triton.interpreted"),
+    (Platform.PALLAS_INTERPRET, Backend.ANY, -20, "pallas.interpreted"),
 )
-EVERY = tuple(platform for platform, *_ in _PLATFORMS)
 USUAL = (Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET)
+ON_TPU = (Platform.PALLAS, Platform.PALLAS_INTERPRET)
+"""For a family with a folder `pallas`."""
+UNPROVEN = {Platform.PALLAS: 5}
+"""Priorities of a family whose kernels have run on no TPU, and whose plain XLA is good there: it comes first, until a table of the device says
+otherwise."""
+EVERY = (Platform.CUDA, *USUAL, *ON_TPU)
 
 
 def register(
-    operation: str, package: str | None, platforms: Collection[Platform] = USUAL, *, tunable: bool = True
+    operation: str,
+    package: str | None,
+    platforms: Collection[Platform] = USUAL,
+    *,
+    tunable: bool = True,
+    priorities: Mapping[Platform, int] | None = None,
 ) -> None:
-    """Registers an operation whose platforms are modules of its family's `package`, each imported on first use."""
+    """Registers an operation whose platforms are modules of its family's `package`, each imported on first use. `priorities`: those that are not
+    the usual ones."""
     core = str(package).rpartition(".")[2]
     for platform, backend, priority, module in _PLATFORMS:
         if platform in platforms:
             # cuDNN tunes itself.
             workload = f"{package}.workload:workload" if tunable and platform is not Platform.CUDA else None
             target = f"{package}.{module}"
+            priority = (priorities or {}).get(platform, priority)
             kernel_registry.add(
                 Implementation(operation, platform, backend, priority, core, target, workload)
             )
@@ -74,27 +88,38 @@ class Plain:
         return self._function(arrays, spec)
 
 
+def _interpreted_triton(*given: Any) -> Any:
+    return run(*given, interpret=True)
+
+
+def _interpreted_pallas(*given: Any) -> Any:
+    from ..launch import pallas  # imports all of Pallas
+
+    return pallas.run(*given, interpret=True)
+
+
 class Interpreted:
     """Platform `triton-interpret` of a family: `forward`, `backward` and `step` of its Triton platform, interpreted on the host. Slow; for
     testing. Limits, residuals and tuning are those of the Triton platform."""
 
     OPAQUE = True
     NOTE = "interpreted on the host: for testing, not for speed"
+    execute = staticmethod(_interpreted_triton)
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     step: Callable[..., Any]
 
-    def __init__(self, triton: Any, config: Any, **portable: Any):
-        """`triton` is the module of the Triton platform, `config` one of its configurations with small tiles. In any configuration, fields that
-        a host cannot support are replaced by the `portable` ones."""
+    def __init__(self, compiled: Any, config: Any, **portable: Any):
+        """`compiled` is the module of the compiled platform, `config` one of its configurations with small tiles. In any configuration, fields
+        that a host cannot support are replaced by the `portable` ones."""
         self._config, self._portable = config, portable
-        hooks = hooks_of(triton)
+        hooks = hooks_of(compiled)
         self.PARTS, self.config_type, self.unsupported = hooks.PARTS, hooks.config_type, hooks.unsupported
-        if hasattr(triton, "saved_axes"):
-            self.saved_axes = triton.saved_axes
+        if hasattr(compiled, "saved_axes"):
+            self.saved_axes = compiled.saved_axes
         for name in ("forward", "backward", "step"):
-            if hasattr(triton, name):
-                setattr(self, name, self._interpreted(getattr(triton, name)))
+            if hasattr(compiled, name):
+                setattr(self, name, self._interpreted(getattr(compiled, name)))
 
     def _interpreted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function with its launches interpreted; callers of a platform do not specify how they are executed."""
@@ -102,7 +127,7 @@ class Interpreted:
         @functools.wraps(function)
         def call(arrays: Any, spec: Any, config: Any, *rest: Any, **how: Any) -> Any:
             config = dataclasses.replace(config, **self._portable)
-            return function(arrays, spec, config, *rest, execute=_interpret, **how)
+            return function(arrays, spec, config, *rest, execute=self.execute, **how)
 
         known = inspect.signature(function)
         parameters = [p for name, p in known.parameters.items() if name != "execute"]
@@ -119,4 +144,11 @@ class Interpreted:
         return [self._config]
 
 
-_interpret = functools.partial(run, interpret=True)
+class InterpretedPallas(Interpreted):
+    """Platform `pallas-interpret` of a family: the same of its Pallas platform for TPU, by JAX's simulation of a TPU's memories, with races
+    detected and memory poisoned. It needs nothing but JAX."""
+
+    execute = staticmethod(_interpreted_pallas)
+
+    def unavailable(self, device: DeviceFacts) -> str | None:
+        return None

@@ -15,11 +15,13 @@ class Platform(enum.StrEnum):
     """The same Triton kernels, interpreted on the host: slow, for testing."""
     PALLAS = "pallas"
     """Pallas: Mosaic on TPU and on Hopper and newer GPUs."""
+    PALLAS_INTERPRET = "pallas-interpret"
+    """The Pallas kernels for TPU, interpreted on the host with races detected and memory poisoned: slow, for testing."""
     XLA = "xla"
     """Plain JAX, everywhere."""
 
 
-PlatformName = Literal["cuda", "triton", "triton-interpret", "pallas", "xla"]
+PlatformName = Literal["cuda", "triton", "triton-interpret", "pallas", "pallas-interpret", "xla"]
 """The names of the platforms, for type checkers and editors."""
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from .._shapes import AnyArray, Float, Int, Numbers
 from .._values import check_between
 from ..core.arguments import array
 from ..core.plans import plan_of
-from ..core.platforms import register
+from ..core.platforms import ON_TPU, register, USUAL
 from ..dispatch import PlatformLike
 from ..paged import PagedLatentCache, RaggedPagedAttention
 from ..paged.arguments import (
@@ -30,7 +30,7 @@ from ..paged.operation import finish
 from .arguments import read_latents, read_weights
 
 # Its kernels are those of attention over pages.
-register("absorbed_latent_attention", RaggedPagedAttention.__module__.rpartition(".")[0])
+register("absorbed_latent_attention", RaggedPagedAttention.__module__.rpartition(".")[0], (*USUAL, *ON_TPU))
 
 Output = Float[Array, "*B T H V"]
 WithLse = tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]
@@ -61,7 +61,8 @@ class AbsorbedLatentAttention(Kernel):
     for all heads, in pages ([`ejkernel_eqx.PagedLatentCache`][]) or as dense rows. For many queries per token the expanded form takes fewer
     operations; parts of the keys that were computed in either form are merged by [`ejkernel_eqx.merge_attention`][].
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). For inference only:
+    differentiating it raises `UnsupportedError`.
 
     Source: DeepSeek-AI, *DeepSeek-V2* (2024), arXiv:2405.04434, section 2.1.2.
     """

@@ -23,6 +23,10 @@ def whole(least: int, most: int | None = None) -> Rule:
     return Rule(words, lambda x: isinstance(x, int) and least <= x <= (most or x))
 
 
+def multiple_of(step: int) -> Rule:
+    return Rule(f"a positive multiple of {step}", lambda x: isinstance(x, int) and x > 0 and x % step == 0)
+
+
 def one_of(*values: Any) -> Rule:
     *others, last = map(repr, values)
     return Rule(f"{', '.join(others)} or {last}", lambda x: x in values)
@@ -37,6 +41,8 @@ RowBlock = Annotated[
 """The same for rows, which three groups of warps of a Hopper kernel may share."""
 Programs = Annotated[int, whole(0)]
 """How many programs of a Hopper kernel go from tile to tile; 0 for another kernel."""
+Lanes = Annotated[int, multiple_of(128)]
+"""A side of a tile on a TPU: whole vector registers, whose rows have 128 numbers."""
 Warps = Annotated[int, one_of(1, 2, 4, 8, 16)]
 Count = Annotated[int, whole(1)._replace(words="a positive int")]
 Registers = Annotated[int, whole(0, 255)]

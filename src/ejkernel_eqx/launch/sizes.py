@@ -1,7 +1,10 @@
-"""Sizes of tiles and grids, and which tiles fit in a device's shared memory."""
+"""Sizes of tiles and grids, and which tiles fit in a device's shared memory or vector memory."""
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
 
 from ..dispatch import DeviceFacts
 
@@ -43,3 +46,18 @@ def rows_of(columns: list[list[T]]) -> list[tuple[T, ...]]:
         tuple(column[min(row, len(column) - 1)] for column in columns)
         for row in range(max(map(len, columns)))
     ]
+
+
+def tile_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """The bytes of an array in a TPU's VMEM, where its last two axes are padded to tiles of 128 numbers by 8 words."""
+    size = jnp.dtype(dtype).itemsize
+    *others, rows, columns = (1, 1, *shape)
+    return math.prod(others) * size * (-(-rows // (32 // size)) * (32 // size)) * (-(-columns // 128) * 128)
+
+
+def too_large_for_vmem(kernel: str, sizes: str, needed: int, device: DeviceFacts) -> str | None:
+    """Why blocks of these sizes do not fit a TPU core, by an estimate of the bytes they need. The host of an interpreter has no limit."""
+    limit = device.vmem * 9 // 10  # the compiler needs some itself
+    if not device.vmem or needed <= limit:
+        return None
+    return f"{kernel} with {sizes} tiles takes about {needed} bytes of VMEM, of which the device has {device.vmem}"

@@ -24,7 +24,8 @@ def activated(z: Array, spec: GroupedSpec) -> Array:
     if spec.activation == "silu":
         return z * jax.nn.sigmoid(spec.alpha * z)
     if spec.activation == "gelu":
-        return jax.nn.gelu(z, approximate=False)
+        # Not by erfc, as JAX's does: kernels on TPU have only erf.
+        return 0.5 * z * (1.0 + jax.lax.erf(z * 0.5**0.5))
     if spec.activation == "gelu_tanh":
         return jax.nn.gelu(z, approximate=True)
     return jax.nn.relu(z) if spec.activation == "relu" else z

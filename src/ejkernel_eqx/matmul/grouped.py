@@ -10,13 +10,13 @@ from jax import Array
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.plans import plan_of
-from ..core.platforms import register
+from ..core.platforms import ON_TPU, register, UNPROVEN, USUAL
 from ..dispatch import PlatformLike
 from .arguments import check_options, check_out_dtype, resolve, result_shape, RightSide
 from .core import GROUPED
 from .spec import GroupedSpec
 
-register("grouped_matmul", __package__)
+register("grouped_matmul", __package__, (*USUAL, *ON_TPU), priorities=UNPROVEN)
 
 
 class GroupedMatmul(Kernel):
@@ -35,7 +35,8 @@ class GroupedMatmul(Kernel):
     follows the rows and the groups that have any, and no array of the size of all groups times all rows is made. Sums are in float32
     (float64 for float64), in a fixed order.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`; on TPU its own `ragged_dot`). Differentiable in reverse mode in
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`; on TPU its own `ragged_dot`, the default there), and on TPU, by name or where
+    it has been measured to be faster, Pallas (`"pallas"`, `"pallas-interpret"`). Differentiable in reverse mode in
     `lhs`, `rhs`, `bias`, `up` and `up_bias`; `platform="xla"` also supports forward mode and second derivatives. A right side in 8 bits and
     its scales are constants: differentiating them is an error.
 

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 from ..core.letters import Letters
@@ -132,3 +133,15 @@ def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str,
 def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:
     """Whether the result is a sum over parts of the contracted axis: nothing is added to it or applied to it."""
     return spec.is_linear and arrays.bias is None
+
+
+def alike(arrays: GroupedArrays) -> GroupedArrays:
+    """Right sides, biases and scales, all with a leading axis or all without."""
+    names = ("rhs", "bias", "up", "up_bias", "stored", "scale", "up_stored", "up_scale")
+    given = {name: x for name in names if (x := getattr(arrays, name)) is not None}
+    cores = {name: 3 if name in ("rhs", "up", "stored", "up_stored") else 2 for name in given}
+    if all(x.ndim == cores[name] for name, x in given.items()):
+        return arrays
+    batch = arrays.lhs.shape[0]
+    whole = {n: x if x.ndim > cores[n] else jnp.broadcast_to(x, (batch, *x.shape)) for n, x in given.items()}
+    return arrays._replace(**whole)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_key, read_array, read_dtype, read_weight_dtype
 from ..paged import RaggedBatch
@@ -15,6 +16,7 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
+from .split import split_options
 from .vocabulary import embed, logits_of
 
 _KERNELS = (
@@ -59,6 +61,7 @@ class Decoder(eqx.Module):
     ]  # for each a pattern of layers, with a leading axis of repetitions
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear | None  # None where it is the embedding
+    cross_entropy: LinearCrossEntropy
     config: DecoderConfig = eqx.field(static=True)
     scan_layers: bool = eqx.field(static=True)
     remat: str = eqx.field(static=True)
@@ -72,6 +75,8 @@ class Decoder(eqx.Module):
         remat: str = "none",
         platform: str | None = None,
         expert_parallel: ExpertParallel | None = None,
+        sequence_axis: str | None = None,
+        token_order: Literal["contiguous", "zigzag"] = "contiguous",
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
         key: Array,
@@ -86,6 +91,11 @@ class Decoder(eqx.Module):
         - `platform`: of every kernel, as in [`ejkernel_eqx.FlashAttention`][].
         - `expert_parallel`: over which axes of an automatic mesh mixtures of experts are split; on explicit meshes the types of the arrays
             say it.
+        - `sequence_axis`: a mesh axis that the tokens are split over, for the mixers of all layers, as in
+            [`ejkernel_eqx.nn.MultiHeadAttention`][] and [`RecurrentLayer`][ejkernel_eqx.nn.RecurrentLayer]. Latent and native sparse attention
+            have none.
+        - `token_order`: the order of the tokens then, `"zigzag"` for models of attention alone: rows in the order of
+            [`ejkernel_eqx.sequences.reorder_sequence`][].
         - `dtype`: of the parameters; default float32. Norms, and what sets the decay of recurrent layers, are at least float32.
         - `compute_dtype`: what is computed in; default: that of the parameters. Logits are float32.
         - `key`: a PRNG key for the initial weights.
@@ -108,6 +118,7 @@ class Decoder(eqx.Module):
         keys = jax.random.split(layers_key, count)
         options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
         options |= {"expert_parallel": expert_parallel}
+        options |= {"split": split_options(config, sequence_axis, token_order)}
 
         def stack(first: int, period: int, repeats: int, place: int) -> DecoderLayer:
             def make(key: Array, index: Array) -> DecoderLayer:
@@ -129,6 +140,7 @@ class Decoder(eqx.Module):
             if config.tie_embeddings
             else eqx.nn.Linear(width, config.vocab_size, False, dtype, key=head_key)
         )
+        self.cross_entropy = LinearCrossEntropy(logits_soft_cap=config.logits_soft_cap)
         self.config, self.scan_layers, self.remat = config, scan_layers, remat
 
     @property
@@ -259,6 +271,23 @@ class Decoder(eqx.Module):
         logits = logits_of(weight, x)
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def loss(self, x: Array, labels: Array, token_weights: Array | None = None) -> Array:
+        """The mean cross entropy, in nats, of the logits of features `[..., E]`, which are never held whole
+        ([`ejkernel_eqx.LinearCrossEntropy`][]).
+
+        ```python
+        loss = model.loss(model.features(tokens[:, :-1]), tokens[:, 1:])
+        ```
+
+        **Arguments:**
+
+        - `x`: `[..., E]`, from `features`.
+        - `labels`: integers `[...]`, the token that comes next; negative where none is to be learned.
+        - `token_weights`: `[...]`, default ones.
+        """
+        weight = self.embedding if self.head is None else self.head.weight
+        return self.cross_entropy(x, labels, weight, token_weights=token_weights)
 
     def _check_statistics(self, wanted: Any, cache: Any) -> None:
         check_flags(return_statistics=wanted)

@@ -1,5 +1,6 @@
 """One layer of a decoder: a mixer and an MLP between norms."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +10,8 @@ from jax import Array
 
 from ..nn import ExpertParallel, MixtureOfExperts, RouterStatistics
 from ..nn.activations import gated
-from ..nn.projection import project
+from ..nn.projection import project, project_both
+from ..normalization import ResidualRMSNorm
 from .config import LayerConfig, MLPConfig, MoEConfig
 from .filling import filled_mlp
 from .mixers import MIXERS
@@ -34,8 +36,8 @@ class MLP(eqx.Module):
     @jax.named_scope("ejx.models.MLP")
     def __call__(self, x: Array) -> Array:
         """`x`: `[..., E]`, any number of leading axes. **Returns:** an array of its shape and dtype."""
-        gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
-        up = project("up_proj", self.up_proj, x, self.config.hidden_dim)
+        names, layers = ("gate_proj", "up_proj"), (self.gate_proj, self.up_proj)
+        gate, up = project_both(names, layers, x, self.config.hidden_dim)
         return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
     def _published(self, weights: Any) -> "MLP":
@@ -61,6 +63,7 @@ class DecoderLayer(eqx.Module):
     mlp_norm: eqx.nn.RMSNorm | None
     mlp: MLP | MixtureOfExperts | None
     mlp_out_norm: eqx.nn.RMSNorm | None
+    residual_norm: ResidualRMSNorm
     config: LayerConfig = eqx.field(static=True)
 
     def __init__(
@@ -72,6 +75,7 @@ class DecoderLayer(eqx.Module):
         num_layers: int,
         norm_eps: float,
         expert_parallel: ExpertParallel | None = None,
+        split: Mapping[str, Mapping[str, Any]] | None = None,
         dtype: Any = None,
         key: Array,
         **options: Any,
@@ -84,13 +88,14 @@ class DecoderLayer(eqx.Module):
         )
         before, behind = config.norms != "post", config.norms in ("post", "around")
         place = {"layer_index": layer_index, "num_layers": num_layers}
-        self.mixer = MIXERS[config.mixer](
-            embed_dim, **place, **dict(config.options), **options, dtype=dtype, key=mixer_key
-        )
+        own = dict(config.options) | dict((split or {}).get(config.mixer, {}))
+        self.mixer = MIXERS[config.mixer](embed_dim, **place, **own, **options, dtype=dtype, key=mixer_key)
         self.mixer_norm, self.mixer_out_norm = norm(before), norm(behind)
         has_mlp = config.mlp is not None
         self.mlp = _mlp(embed_dim, config.mlp, expert_parallel, dtype=dtype, key=mlp_key, **options)
         self.mlp_norm, self.mlp_out_norm = norm(before and has_mlp), norm(behind and has_mlp)
+        platform = options.get("platform")
+        self.residual_norm = ResidualRMSNorm(norm_eps, platform=None if platform == "cuda" else platform)
         self.config = config
 
     def __call__(self, x: Array, cache: Any = None, **rows: Any) -> tuple[Array, Any]:
@@ -105,13 +110,13 @@ class DecoderLayer(eqx.Module):
     def _through(
         self, x: Array, cache: Any, rows: dict[str, Any], return_statistics: bool
     ) -> tuple[Array, Any, RouterStatistics | None]:
-        h = normed(self.mixer_norm, x)
+        h, x = self._into_branch(self.mixer_norm, x)
         residual = h if self.config.norms == "residual" else x
         out, cache = (self.mixer(h, **rows), None) if cache is None else self.mixer(h, cache, **rows)
-        x = _added(residual, normed(self.mixer_out_norm, out.astype(x.dtype)), self.config.mixer_scales)
+        out = normed(self.mixer_out_norm, out.astype(x.dtype))
         if self.mlp is None:
-            return x, cache, None
-        h = normed(self.mlp_norm, x)
+            return _added(residual, out, self.config.mixer_scales), cache, None
+        h, x = self._into_branch(self.mlp_norm, residual, out)
         residual = h if self.config.norms == "residual" else x
         statistics = None
         if not isinstance(self.mlp, MixtureOfExperts):
@@ -122,6 +127,25 @@ class DecoderLayer(eqx.Module):
             y = self.mlp(h, padding_mask=_real(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
         return x, cache, statistics
+
+    def _into_branch(
+        self, norm: eqx.nn.RMSNorm | None, residual: Array, out: Array | None = None
+    ) -> tuple[Array, Array]:
+        """The input of a branch, and the residual beside it, after the output of the mixer was added."""
+        scales = self.config.mixer_scales
+        if norm is not None and _is_plain(norm, self.residual_norm) and self.config.norms != "residual":
+            if out is None:
+                return self.residual_norm(residual, None, norm.weight)
+            if scales == (1, 1):
+                return self.residual_norm(residual, _laid_out_as(residual, out), norm.weight)
+        x = residual if out is None else _added(residual, out, scales)
+        return normed(norm, x), x
+
+
+def _is_plain(norm: eqx.nn.RMSNorm, operation: ResidualRMSNorm) -> bool:
+    """Whether the operation computes this norm; a user may have put another one in its place."""
+    own = type(norm) is eqx.nn.RMSNorm and norm.weight is not None and norm.bias is None
+    return own and norm.eps == operation.spec.eps
 
 
 def _mlp(
@@ -155,9 +179,10 @@ def _added(residual: Array, branch: Array, scales: tuple[float, float]) -> Array
     scaled = [
         x if scale == 1 else x * jnp.asarray(scale, x.dtype) for x, scale in zip((residual, branch), scales)
     ]
+    return scaled[0] + _laid_out_as(residual, scaled[1])
+
+
+def _laid_out_as(residual: Array, branch: Array) -> Array:
+    """The branch as the residual lies on an explicit mesh, whatever way the rows of its last projection are split."""
     sharding = jax.typeof(residual).sharding
-    if (
-        sharding.mesh.explicit_axes
-    ):  # as the residual lies, whatever way the rows of the last projection are split
-        return scaled[0] + jax.sharding.reshard(scaled[1], sharding)
-    return scaled[0] + scaled[1]
+    return jax.sharding.reshard(branch, sharding) if sharding.mesh.explicit_axes else branch

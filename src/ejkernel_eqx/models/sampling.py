@@ -84,13 +84,19 @@ class SamplingArrays(NamedTuple):
 
 def sample(logits: Array, sampling: SamplingArrays) -> Array:
     """A token for each row of the float32 `logits [N, V]`, int32 `[N]`. A row's choice depends on nothing but the row."""
-
-    def drawn() -> Array:
-        return jax.vmap(_sample_row)(logits, sampling)
-
     # Greedy rows need no order of the whole vocabulary.
-    greedy = lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jax.lax.cond(jnp.any(jnp.asarray(sampling.temperature) > 0), drawn, greedy)
+    any_drawn = jnp.any(jnp.asarray(sampling.temperature) > 0)
+    return jax.lax.cond(any_drawn, lambda: draw(logits, sampling), lambda: greedy(logits))
+
+
+def greedy(logits: Array) -> Array:
+    """The likeliest token of each row: `sample` where every temperature is 0."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def draw(logits: Array, sampling: SamplingArrays) -> Array:
+    """As `sample`, without a branch that the device's host would have to wait for."""
+    return jax.vmap(_sample_row)(logits, sampling)
 
 
 def _sample_row(logits: Array, sampling: SamplingArrays) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..nn.projection import mesh_of, on_mesh, product
+from ..nn.projection import mesh_axes, mesh_of, on_mesh, product
 
 
 def embed(table: Array, tokens: Array) -> Array:
@@ -21,7 +21,13 @@ def embed(table: Array, tokens: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _embed_on(mesh: Any, table: Array, tokens: Array) -> Array:
     table, tokens = (on_mesh(mesh, x) for x in (table, tokens))
-    spec = PartitionSpec(*jax.typeof(tokens).sharding.spec, None)
+    lead = jax.typeof(tokens).sharding.spec
+    rows, features = jax.typeof(table).sharding.spec
+    # What the devices that share the tokens have of the features is gathered before: else the compiler would gather those of all tokens.
+    taken = {axis for entry in lead for axis in mesh_axes(entry)}
+    apart = tuple(axis for axis in mesh_axes(features) if axis not in taken) or None
+    table = jax.sharding.reshard(table, NamedSharding(mesh, PartitionSpec(rows, apart)))
+    spec = PartitionSpec(*lead, None)
     return table.at[tokens].get(out_sharding=NamedSharding(mesh, spec))
 
 

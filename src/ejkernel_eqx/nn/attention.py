@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._shapes import AnyArray, Bool, Float, Int
-from ..attention import FlashAttention, Mask
+from ..attention import FlashAttention, Mask, RingAttention
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention, UnifiedAttention
@@ -32,7 +32,7 @@ from .attention_inputs import (
     read_biases,
     window_of,
 )
-from .attention_places import keys_of, locate, Places, places_of, places_over_pages
+from .attention_places import keys_of, locate, Places, places_over_pages
 from .attention_signature import BatchInputs, Cache, Inputs, Lse, Output, RowCache, Tokens
 from .equinox_attention import options_of
 from .kv_cache import KVCache
@@ -40,6 +40,7 @@ from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .rolling_cache import RollingKVCache
 from .rotary import RotaryChoice, RotaryEmbedding
+from .split_attention import attention_over, on_whole_rows, places_over
 from .tokens import clear, merge_heads, normed, split_heads
 from .windows import check_scalar, read_window, with_window
 
@@ -66,7 +67,7 @@ class MultiHeadAttention(eqx.Module):
     sinks: Array | None  # [H]
     sliding_window: Array | None  # int32 []: a window given as an array; a static one is in `attention`
     rope: RotaryEmbedding | RotaryChoice | None
-    attention: FlashAttention
+    attention: FlashAttention | RingAttention  # the latter for tokens that are split over a mesh axis
     paged_attention: RaggedPagedAttention | UnifiedAttention
     embed_dim: int = eqx.field(static=True)
     num_heads: int = eqx.field(static=True)
@@ -106,6 +107,8 @@ class MultiHeadAttention(eqx.Module):
         output_gate: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
+        sequence_axis: str | None = None,
+        token_order: Literal["contiguous", "zigzag"] = "contiguous",
         platform: PlatformLike | None = None,
         config: Any = None,
         dtype: DTypeLike | None = None,
@@ -136,6 +139,11 @@ class MultiHeadAttention(eqx.Module):
         - `sinks`: whether each head has a learned logit that joins the denominator of the softmax (GPT-OSS).
         - `output_gate`: whether the outputs of the heads are multiplied elementwise by $\sigma(g)$, with $g$ a projection of the input to
             `H * V` features (Qwen3-Next). The rows of the gate are part of `q_proj`, head by head.
+        - `sequence_axis`: a mesh axis that the tokens are split over. Calls without a cache then run [`ejkernel_eqx.RingAttention`][]: under `jit` on
+            whole rows, inside `jax.shard_map` on one device's tokens. Those with a cache are as without it.
+        - `token_order`: the `order` of `RingAttention`, with `sequence_axis`. In zigzag order `padding_mask`, `segment_ids`, `positions`, `mask` and
+            `bias` are in the order of the tokens. Default positions are those in time; they need a mesh that is known while tracing: an explicit
+            one, `jax.set_mesh`, or `jax.shard_map`.
         - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode).
         - `compute_dtype`: dtype of the computation and the output; inputs and projection weights are cast to it. Default: the promoted dtype
             of the two, so a float32 layer computes in float32 for any input.
@@ -176,7 +184,9 @@ class MultiHeadAttention(eqx.Module):
         self.rope = rope
         self.sliding_window = read_window(sliding_window, causal)
         sliding_window = None if isinstance(sliding_window, Array | np.ndarray) else sliding_window
-        self.attention = FlashAttention(
+        self.attention = attention_over(
+            sequence_axis,
+            token_order,
             causal,
             sliding_window,
             logits_soft_cap,
@@ -464,9 +474,11 @@ class MultiHeadAttention(eqx.Module):
         x = clear(x.astype(dtype), rows.real)
         source = x if given.kv_input is None else clear(given.kv_input.astype(dtype), kv_padding_mask)
         values = source if given.v_input is None else clear(given.v_input.astype(dtype), kv_padding_mask)
-        q, k, v, gate = self._heads(x, source, values, places_of(self.rope, positions, rows))
+        attention = self.attention if cache is None else on_whole_rows(self.attention)
+        places = places_over(attention, self.rope, positions, rows, x)
+        q, k, v, gate = self._heads(x, source, values, places)
         cache, keys = keys_of(cache, k, v, rows)
-        out: Any = self.attention(
+        out: Any = attention(
             q,
             keys.k.astype(q.dtype),
             keys.v.astype(q.dtype),

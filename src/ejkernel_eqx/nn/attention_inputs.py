@@ -6,7 +6,7 @@ import numpy as np
 from jax import Array
 
 from .._shapes import AnyArray
-from ..attention import Mask
+from ..attention import Mask, RingAttention
 from ..paged import PagedKVCache
 from .arguments import check_flags, check_key, check_tokens, is_known, read_array, read_features
 from .kv_cache import KVCache
@@ -121,7 +121,9 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
                 f"kv_input: expected [..., S, {layer.kv_embed_dim}], received None; this layer was built for cross attention, with {name}="
                 f"{size}."
             )
-    check_side_by_side(given.padding_mask)
+    attention = layer.attention
+    if not isinstance(attention, RingAttention) or attention.split.order == "contiguous":
+        check_side_by_side(given.padding_mask)
     if cache is not None:
         _check_cache(layer, x, cache, given.segment_ids)
     if isinstance(cache, RollingKVCache):

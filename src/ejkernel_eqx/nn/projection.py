@@ -1,6 +1,7 @@
 """Projections of all layers: over any number of leading axes, on any mesh, and in the right dtype."""
 
 import functools
+import math
 from typing import Any
 
 import equinox as eqx
@@ -44,6 +45,29 @@ def project(name: str, layer: Any, x: Array, features: int) -> Array:
     return y.astype(x.dtype)
 
 
+MANY_TOKENS = 4096
+"""Tokens from which on two weights are worth copying side by side, to be multiplied at once."""
+
+
+def project_both(
+    names: tuple[str, str], layers: tuple[Any, Any], x: Array, features: int
+) -> tuple[Array, Array]:
+    """`project` by two layers of equal size. With many tokens, as in training, as one product of matrices, and so two in the backward: a
+    larger one is faster, and the gradient of `x` is no sum of two."""
+    plain = all(
+        type(layer) is eqx.nn.Linear and layer.bias is None and layer.weight.shape == (features, x.shape[-1])
+        for layer in layers
+    )
+    many = math.prod(x.shape[:-1]) >= MANY_TOKENS
+    if not (plain and many) or mesh_of((x, layers)) is not None:
+        first, second = (project(name, layer, x, features) for name, layer in zip(names, layers))
+        return first, second
+    # On an axis of their own: rows that are split over devices stay where they are.
+    weight = jnp.stack([layer.weight.astype(x.dtype) for layer in layers])
+    both = lax.dot_general(x, weight, (((x.ndim - 1,), (2,)), ((), ())))
+    return both[..., 0, :], both[..., 1, :]
+
+
 def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array, Array | None]:
     """`project` without the bias of an `equinox.nn.Linear`, and that bias, for operations that add it in a wider dtype."""
     if type(layer) is not eqx.nn.Linear:
@@ -85,10 +109,8 @@ def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | Non
     # Arrays on no mesh are replicated on this one, and so are their gradients.
     x, weight = (on_mesh(mesh, a) for a in (x, weight))
     lead = jax.typeof(x).sharding.spec[:-1]
-    taken = {axis for entry in lead for axis in _mesh_axes(entry)}
-    rows = (
-        tuple(axis for axis in _mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
-    )
+    taken = {axis for entry in lead for axis in mesh_axes(entry)}
+    rows = tuple(axis for axis in mesh_axes(jax.typeof(weight).sharding.spec[0]) if axis not in taken) or None
     bias = None if bias is None else _reshard(bias, mesh, (rows,))
     return _product(dtype, NamedSharding(mesh, PartitionSpec(*lead, rows)), x, weight, bias)
 
@@ -108,7 +130,7 @@ def _reshard(x: Array, mesh: Any, spec: tuple[Any, ...]) -> Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def _mesh_axes(entry: Any) -> tuple[str, ...]:
+def mesh_axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 

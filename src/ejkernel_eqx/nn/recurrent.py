@@ -44,8 +44,8 @@ class RecurrentLayer(eqx.Module):
     - `embed_dim`: features `E` of the input and the output.
     - `norm_eps`: added to the mean square, in layers with a norm.
     - `state_dtype`, `platform`, `config`: as in the underlying operation; the platform also applies to the short convolutions and the norm.
-    - `sequence_axis`: a mesh axis that the tokens are split over, for calls inside `jax.shard_map`, as in the underlying operation; for the short
-        convolutions too. States are whole on every device.
+    - `sequence_axis`: a mesh axis that the tokens are split over, as in the underlying operation; for the short convolutions too. States are whole
+        on every device.
     - `dtype`: of the parameters; default float32 (float64 in JAX's 64-bit mode). Decay parameters (`A_log`, `D`, and `dt_bias` if it is
         a separate parameter) are at least float32.
     - `compute_dtype`: dtype of the computation and the output; inputs and projection weights are cast to it. Default: the promoted dtype

@@ -1,1 +1,2 @@
 from .gated import GatedRMSNorm as GatedRMSNorm
+from .residual import ResidualRMSNorm as ResidualRMSNorm

@@ -86,10 +86,10 @@ def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> 
 
 
 def writer(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Writer:
-    """The function by which the platform chosen for this call writes new tokens into pages."""
+    """The function by which the platform chosen for this call writes new tokens into pages: its own kernel, or XLA's scatter."""
     selection = plan.select(problem_of(operation, arrays, spec))
     platform = selection.implementation.load()
-    if not is_opaque(platform):
+    if not is_opaque(platform) or not hasattr(platform, "write"):
         return write
     names = tuple((name, letters) for name, letters in axes_of(arrays, spec).items())
     return compiled_once(_write, selection.implementation, how_split(selection.platform, plan.device), names)

@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .spec import PagedArrays, PagedSpec, PAGES, SCALES
+
+_LARGEST_PART = 256
 Named = dict[str, Array]
 
 
@@ -26,6 +29,67 @@ def flatten_rows(
     merged = lambda x: x.reshape(rows * x.shape[1], *x.shape[2:])
     results = attend({name: x if name in alone else merged(x) for name, x in given.items()})
     return {name: x.reshape(rows, tokens, *x.shape[1:]) for name, x in results.items()}
+
+
+def merged_rows(arrays: PagedArrays, spec: PagedSpec, *, in_parts: bool) -> tuple[PagedArrays, int]:
+    """The arrays with their leading axis merged into tokens, sequences and, if they are mapped, pages.
+
+    The small ones (`sinks`, `slopes`, `qq_bias`, scales per head) have an axis of rows instead: sequence `n` reads row `n // m`, and `m` is
+    returned with them. `in_parts`: sequences of a single page get several smaller ones."""
+    batch, tokens = arrays.q.shape[:2]
+    per_row = arrays.q_len.shape[1]
+    given = arrays.given
+    table = given["page_table"]
+
+    paged = [*PAGES, *(SCALES if spec.scales == "token" else ())]
+    own = {"k": 4, "v": 4, "rope": 4, **dict.fromkeys(SCALES, 3 if spec.scales == "token" else 1)}
+    pages = {name: given[name] for name in paged if name in given}
+    if any(x.ndim > own[name] for name, x in pages.items()):
+        count = given["k"].shape[-4]
+        first = (jnp.arange(batch, dtype=jnp.int32) * count)[:, None, None]
+        table = jnp.where((table >= 0) & (table < count), table + first, -1)
+        for name, x in pages.items():
+            every = x if x.ndim > own[name] else jnp.broadcast_to(x, (batch, *x.shape))
+            given[name] = every.reshape((-1, *every.shape[2:]))
+    given["page_table"] = table.reshape((-1, table.shape[-1]))
+    if table.shape[-1] == 1 and in_parts:
+        given |= _in_parts({name: given[name] for name in ("page_table", *pages)})
+
+    small = {**dict.fromkeys(("sinks", "slopes"), 1), "qq_bias": 2}
+    if spec.scales == "head":
+        small |= dict.fromkeys(SCALES, 1)
+    small = {name: ndim for name, ndim in small.items() if name in given}
+    mapped = any(given[name].ndim > ndim for name, ndim in small.items())
+    for name, ndim in small.items():
+        x = given[name]
+        given[name] = x if x.ndim > ndim else jnp.broadcast_to(x, (batch if mapped else 1, *x.shape))
+
+    given["q"] = given["q"].reshape((-1, *given["q"].shape[2:]))
+    first = (jnp.arange(batch, dtype=jnp.int32) * tokens)[:, None]
+    given["q_start"] = (given["q_start"] + first if batch > 1 else given["q_start"]).reshape(-1)
+    for name in ("q_len", "kv_len", "kv_start"):
+        if name in given:
+            given[name] = given[name].reshape(-1)
+    return PagedArrays.of(given), per_row if mapped else max(batch * per_row, 1)
+
+
+def _in_parts(given: dict[str, Array]) -> dict[str, Array]:
+    """Splits dense keys, one page per sequence, into smaller pages, and returns their table and pages. Kernels are compiled for a page size, so
+    most numbers of keys share one kernel. The table is a constant, so the device computes nothing for it."""
+    count, size = given["k"].shape[:2]
+    part = part_of(size)
+    if part == size:
+        return given
+    table, parts = given.pop("page_table"), size // part
+    cut = {name: x.reshape((count * parts, part, *x.shape[2:])) for name, x in given.items()}
+    numbers = table * parts + jnp.arange(parts, dtype=jnp.int32)[None]
+    return cut | {"page_table": jnp.where((table >= 0) & (table < count), numbers, -1)}
+
+
+def part_of(page_size: int) -> int:
+    """The size of the smaller pages that one large one is split into."""
+    part = math.gcd(page_size, _LARGEST_PART)
+    return part if part >= 16 else page_size
 
 
 def split_pages(page_size: int, block_k: int) -> tuple[int, int]:

@@ -6,12 +6,12 @@ import jax
 from jax import Array
 
 from .._shapes import AnyArray, Float, Numbers
-from ..core.platforms import register
+from ..core.platforms import ON_TPU, register, USUAL
 from .arguments import one_each, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import PagedOperation
 
-register("paged_attention", __package__)
+register("paged_attention", __package__, (*USUAL, *ON_TPU))
 
 
 class PagedAttention(PagedOperation):
@@ -23,7 +23,8 @@ class PagedAttention(PagedOperation):
     with $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), $L_n$ tokens of sequence $n$ and a window of $w$ keys.
     Keys without a page (-1) are not visible. A query that sees no key returns 0. Query head $h$ reads key head $\lfloor h / (H / K) \rfloor$.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). For inference only:
+    differentiating it raises `UnsupportedError`.
 
     Source: Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention* (2023), section 4.
     """

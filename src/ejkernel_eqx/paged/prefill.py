@@ -6,12 +6,12 @@ import jax
 from jax import Array
 
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.platforms import register
+from ..core.platforms import ON_TPU, register, USUAL
 from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import PagedOperation
 
-register("prefill_paged_attention", __package__)
+register("prefill_paged_attention", __package__, (*USUAL, *ON_TPU))
 
 
 class PrefillPagedAttention(PagedOperation):
@@ -24,7 +24,8 @@ class PrefillPagedAttention(PagedOperation):
 
     Everything else is as in [`ejkernel_eqx.PagedAttention`][]. Processing a prompt in chunks returns the same result as processing it at once.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). For inference only:
+    differentiating it raises `UnsupportedError`.
 
     Source: Agrawal et al., *Sarathi-Serve* (2024).
     """

@@ -8,14 +8,14 @@ from jax import Array
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.platforms import register
+from ..core.platforms import ON_TPU, register, USUAL
 from ..dispatch import PlatformLike
 from .arguments import packed, PagedOptions, read_queries, resolve, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import append, plan_of
 from .windows import finish_within
 
-register("ragged_paged_attention", __package__)
+register("ragged_paged_attention", __package__, (*USUAL, *ON_TPU))
 
 C = TypeVar("C", PagedKVCache, PagedLatentCache)
 
@@ -32,7 +32,8 @@ class RaggedPagedAttention(Kernel):
     not visible. A query that sees no key returns 0. Query head $h$ reads key head $\lfloor h / (H / K) \rfloor$. With `append=True`, the keys
     and values of the new tokens are written first. One compiled program serves all batches of the same sizes.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). For inference only:
+    differentiating it raises `UnsupportedError`.
 
     Source: Kwon et al., *Efficient Memory Management for Large Language Model Serving with PagedAttention* (2023), section 4.
     """

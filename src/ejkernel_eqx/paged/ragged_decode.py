@@ -6,11 +6,11 @@ import jax
 from jax import Array
 
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.platforms import register
+from ..core.platforms import ON_TPU, register, USUAL
 from .arguments import resolve_dense, Scoring
 from .operation import finish, PagedOperation
 
-register("ragged_decode_attention", __package__)
+register("ragged_decode_attention", __package__, (*USUAL, *ON_TPU))
 
 
 class RaggedDecodeAttention(PagedOperation):
@@ -24,7 +24,8 @@ class RaggedDecodeAttention(PagedOperation):
     returns 0. Keys and values outside the ranges are not read and may hold NaN. Query head $h$ reads key head
     $\lfloor h / (H / K) \rfloor$.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). For inference only:
+    differentiating it raises `UnsupportedError`.
     """
 
     operation: ClassVar[str] = "ragged_decode_attention"

@@ -6,13 +6,13 @@ import jax
 from jax import Array
 
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.platforms import register
+from ..core.platforms import ON_TPU, register, USUAL
 from .arguments import packed, read_queries, resolve, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import PagedOperation
 from .windows import finish_within
 
-register("unified_attention", __package__)
+register("unified_attention", __package__, (*USUAL, *ON_TPU))
 
 
 class UnifiedAttention(PagedOperation):
@@ -27,7 +27,8 @@ class UnifiedAttention(PagedOperation):
     of different branches, it decodes a tree of draft tokens, whose positions follow the packed order. The softmax, sinks and everything
     else are as in [`ejkernel_eqx.RaggedPagedAttention`][].
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises `UnsupportedError`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). For inference only:
+    differentiating it raises `UnsupportedError`.
 
     Sources: vLLM's unified attention kernel; Press et al., *ALiBi* (2022); Miao et al., *SpecInfer* (2024).
     """

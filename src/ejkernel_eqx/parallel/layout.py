@@ -91,6 +91,13 @@ class Layout:
             if self._divides(name, _parts(mesh, entry), shapes)
         }
 
+    def can_pin(self, mesh: Mapping[str, int], shapes: Sequence[Shape]) -> bool:
+        """Whether a mesh has the axes that pinned ones are split over, and they divide."""
+        return all(
+            name not in self.pinned or size % mesh.get(self.pinned[name], size + 1) == 0
+            for name, size in self._named(self.axes, shapes)
+        )
+
     def _named_in(self, name: str) -> bool:
         return any(name in axes for axes in self.axes)
 
@@ -183,7 +190,8 @@ class Layout:
 
         def body(*flat: jax.Array) -> tuple[jax.Array, ...]:
             results = function(*map(take, flat, self.axes, shapes))
-            return tuple(map(total, results, self.out_axes, out_shapes))
+            # Otherwise a result has every split axis, or devices have already combined it over a pinned one.
+            return tuple(map(total, results, self.out_axes, out_shapes)) if self.summed else tuple(results)
 
         return body
 

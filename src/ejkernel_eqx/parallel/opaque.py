@@ -45,7 +45,7 @@ def opaque(
                 refuse_partly_manual()
             return folded(arrays)
         outs = output_shapes(folded, arrays)
-        heads = _heads([leading.axes[name] for name in (*arrays, *outs)])
+        heads = heads_among([leading.axes[name] for name in (*arrays, *outs)])
         return partitioned(
             folded,
             (arrays,),
@@ -117,14 +117,14 @@ def over_mesh(function: Function, arrays: Arrays, leading: Leading) -> Arrays:
     mesh = explicit_mesh(arrays)
     if mesh is None:
         return function(arrays)
-    heads, lead = _heads(leading.axes.values()), leading.lead(arrays)
+    heads, lead = heads_among(leading.axes.values()), leading.lead(arrays)
     labels = lambda arrays: _labels(leading, arrays, heads, lead)
     return over_explicit_mesh(mesh, function, arrays, labels(arrays), labels, heads)
 
 
-def _heads(axes: Any) -> tuple[str, ...]:
+def heads_among(axes: Any) -> tuple[str, ...]:
     """The names of heads, largest count first. A single head serves any split of the others, so it is not an axis to split."""
-    found = sorted({n for letters in axes for n in letters if _is_heads(n)}, key=lambda n: -int(n[1:]))
+    found = sorted({n for letters in axes for n in letters if n and _is_heads(n)}, key=lambda n: -int(n[1:]))
     return tuple(name for name in found if name != "H1" or len(found) == 1)
 
 

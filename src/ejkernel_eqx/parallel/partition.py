@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from ..dispatch import DeviceFacts, Platform
+from ..dispatch import Backend, DeviceFacts, Platform
 from .layout import Layout
 from .mesh import explicit_mesh, resharded, spec_of
 from .shapes import inside_manual_mesh, no_mesh
@@ -32,15 +32,38 @@ class Split(enum.Enum):
 
     NOWHERE = enum.auto()
     EXPLICIT = enum.auto()
+    """Those whose shardings are part of the types; on others it runs whole."""
+    EXPLICIT_OR_REFUSED = enum.auto()
+    """As `EXPLICIT`, but others are an error."""
     EVERYWHERE = enum.auto()
 
 
+_SPLIT = {
+    # An interpreted kernel runs on the host through a callback that `custom_partitioning` loses.
+    Platform.TRITON_INTERPRET: Split.EXPLICIT,
+    Platform.PALLAS_INTERPRET: Split.EXPLICIT,
+}
+
+
 def how_split(platform: Platform, device: DeviceFacts) -> Split:
-    """Nothing is needed for one device. An interpreted kernel runs on the host through a callback that `custom_partitioning` loses, so it is
-    split on explicit meshes only."""
+    """Nothing is needed for one device. On TPU the compiler does not call `custom_partitioning` (jax-ml/jax#38196)."""
     if device.count == 1:
         return Split.NOWHERE
-    return Split.EXPLICIT if platform is Platform.TRITON_INTERPRET else Split.EVERYWHERE
+    if platform is Platform.PALLAS and device.backend is Backend.TPU:
+        return Split.EXPLICIT_OR_REFUSED
+    return _SPLIT.get(platform, Split.EVERYWHERE)
+
+
+def refuse_automatic() -> None:
+    """A kernel that the compiler cannot split refuses a mesh in the context whose shardings the compiler determines. Without one, they are not
+    known while tracing, and JAX raises an error of its own when such a program is lowered for several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    left = [name for name in mesh.auto_axes if mesh.shape[name] > 1]
+    if left:
+        raise ValueError(
+            f"mesh: expected explicit axes around a Pallas kernel on TPU, received {left} whose shardings the compiler determines, which it cannot "
+            "do for such kernels; make the mesh with axis_types=AxisType.Explicit, call the layer inside jax.shard_map, or use platform='xla'."
+        )
 
 
 def partitioned(
@@ -85,12 +108,14 @@ def partitioned(
         return tuple(jax.tree.leaves(function(*jax.tree.unflatten(treedef, flat))))
 
     mesh = explicit_mesh(args)
-    if mesh is None and meshes is Split.EXPLICIT:
+    if mesh is None and meshes is Split.EXPLICIT_OR_REFUSED:
+        refuse_automatic()
+    if mesh is None and meshes is not Split.EVERYWHERE:
         return function(*args)
     if mesh is None:
-        results = _by_the_compiler(layout, call, shapes, flat)
+        results = by_the_compiler(layout, call, shapes, flat)
     else:
-        results = _by_types(layout, call, shapes, mesh, flat)
+        results = by_types(layout, call, shapes, mesh, flat)
     return jax.tree.unflatten(out_treedef, results)
 
 
@@ -98,10 +123,11 @@ Call = Callable[..., tuple[jax.Array, ...]]
 Shapes = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
 
 
-def _by_the_compiler(
-    layout: Layout, function: Call, shapes: Shapes, flat: list[jax.Array]
+def by_the_compiler(
+    layout: Layout, function: Call, shapes: Shapes, flat: list[jax.Array], exchanging: Call | None = None
 ) -> tuple[jax.Array, ...]:
-    """For automatic meshes: shardings are known when the program is partitioned, not while it is traced."""
+    """For automatic meshes: shardings are known when the program is partitioned, not while it is traced. `exchanging`: what each device runs
+    instead, as inside `shard_map`, on meshes that can split the pinned axes."""
 
     def local(*flat: jax.Array) -> tuple[jax.Array, ...]:
         with no_mesh():
@@ -118,7 +144,11 @@ def _by_the_compiler(
 
     def partition(mesh: Any, arg_shapes: Any, result_shapes: Any) -> Any:
         known = [tuple(a.sharding.spec) for a in arg_shapes]
-        body, ins, outs = layout.divide(lambda *given: local(*given[: len(flat)]), mesh.shape, known, *shapes)
+        here, run = layout, local
+        if exchanging is not None:
+            here = layout if layout.can_pin(mesh.shape, shapes[0]) else dataclasses.replace(layout, pinned={})
+            run = _as_in_shard_map(mesh, exchanging if here.pinned else function)
+        body, ins, outs = here.divide(lambda *given: run(*given[: len(flat)]), mesh.shape, known, *shapes)
         named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)
         return mesh, body, named(outs), named(ins)
 
@@ -128,11 +158,32 @@ def _by_the_compiler(
     return tuple(call(*flat, *constants))
 
 
-def _by_types(
-    layout: Layout, function: Call, shapes: Shapes, mesh: Any, flat: list[jax.Array]
+def _as_in_shard_map(mesh: Any, function: Call) -> Call:
+    """The function of one device, which sees that it is: the axes of the mesh are manual, and nothing in it is split again."""
+    manual = AbstractMesh(
+        tuple(mesh.shape.values()), tuple(mesh.shape), axis_types=(AxisType.Manual,) * len(mesh.shape)
+    )
+
+    def call(*flat: jax.Array) -> tuple[jax.Array, ...]:
+        with jax.sharding.use_abstract_mesh(manual):
+            return function(*flat)
+
+    return call
+
+
+def by_types(
+    layout: Layout,
+    function: Call,
+    shapes: Shapes,
+    mesh: Any,
+    flat: list[jax.Array],
+    differentiated: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """For explicit meshes: shardings are known while tracing, and `shard_map` applies them without the compiler."""
+    """For explicit meshes: shardings are known while tracing, and `shard_map` applies them without the compiler. `differentiated`: by JAX, which
+    must know over which devices values vary, or it would sum gradients over devices that have the same."""
     body, ins, outs = layout.divide(function, mesh.shape, [spec_of(x) for x in flat], *shapes)
     flat = [resharded(x, mesh, spec) for x, spec in zip(flat, ins, strict=True)]
-    call = jax.shard_map(body, mesh=mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=False)
+    call = jax.shard_map(
+        body, mesh=mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=differentiated
+    )
     return call(*flat)

@@ -12,6 +12,7 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype, fitting
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .gates import check_gate, l2norm, LOG, log_decay, write_strength
@@ -120,6 +121,7 @@ class GatedDelta(Kernel):
         self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(type(self), self, platform, config, tune_for)
 
+    @over_sequence_axis()
     def __call__(
         self,
         q: Float[AnyArray, "*B T H D"],

@@ -11,6 +11,7 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, frame_of, step_frame_of
 from .delta import delta_operands, DeltaOptions, GatedDelta
@@ -80,6 +81,7 @@ class DeltaRule(Kernel):
         self.plan = plan_of(DeltaRule, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.DeltaRule")
+    @over_sequence_axis()
     def __call__(
         self,
         q: Float[AnyArray, "*B T H D"],

@@ -11,6 +11,7 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .operation import plan_of, register, run, run_step
@@ -27,8 +28,9 @@ class GatedLinearAttention(Kernel):
     with a log-decay $g_t \le 0$ for every key channel. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with
     $n$ heads, where $R$ is the largest head count; the state has the largest head count of `k`, `v`, `g`.
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in every float argument and through both
-    results; `platform="xla"` also supports forward mode and second derivatives.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`, the default on TPU), and on TPU, by name or where it has been measured to be
+    faster, Pallas (`"pallas"`, `"pallas-interpret"`; sequences, not steps). Differentiable in reverse mode in every float argument and through
+    both results; `platform="xla"` also supports forward mode and second derivatives.
 
     Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4.
     """
@@ -56,8 +58,10 @@ class GatedLinearAttention(Kernel):
 
         - `scale`: scale of the outputs; default `D**-0.5`.
         - `reverse`: run from the last token to the first (of each sequence); the final state is then the one after token 0.
-        - `sequence_axis`: a mesh axis that the tokens are split over: inside `jax.shard_map` a call has one device's tokens, in order, and devices
-            pass the states on. The final state is that after the tokens of all devices. Elsewhere it has no effect.
+        - `sequence_axis`: a mesh axis that the tokens are split over, in order: devices run their own and pass the states on. Inside `jax.shard_map`
+            a call has one device's tokens. Elsewhere it has all, split as their types say on an explicit mesh; on an automatic one the
+            compiler decides, and the backward computes the forward again. The final state is that after the tokens of all devices. Without
+            effect with `cu_seqlens` or `state_indices`, and where the mesh lacks the axis or does not divide the tokens.
         - `state_dtype`: storage dtype of the states, float32 (default) or bfloat16; accumulation is in float32 (float64 for float64).
         - `platform`: use this platform or raise; `None` chooses by device and call.
         - `config`: use this kernel configuration, which implies its platform.
@@ -69,6 +73,7 @@ class GatedLinearAttention(Kernel):
         self.plan = plan_of(GatedLinearAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention")
+    @over_sequence_axis()
     def __call__(
         self,
         q: Float[AnyArray, "*B T H D"],

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
-from ..core.arguments import accumulator, check_state_dtype, fitting
+from ..core.arguments import accumulator, array, check_state_dtype, fitting
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .operation import plan_of, register, run, run_step
@@ -132,6 +133,31 @@ class LightningAttention(Kernel):
         **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises the
         errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
+        return self._run(
+            q,
+            k,
+            v,
+            self._slopes(q, k, v, slopes),
+            initial_state=initial_state,
+            cu_seqlens=cu_seqlens,
+            segment_ids=segment_ids,
+            state_indices=state_indices,
+        )
+
+    @over_sequence_axis()
+    def _run(
+        self,
+        q: Float[AnyArray, "*B T H D"],
+        k: Float[AnyArray, "*B T H D"],
+        v: Float[AnyArray, "*B T H V"],
+        slopes: Float[AnyArray, " H"],
+        *,
+        initial_state: Float[AnyArray, "... H D V"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        segment_ids: Int[Numbers, "*B T"] | None = None,
+        state_indices: Int[Numbers, " B"] | None = None,
+    ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
+        """A call with the slopes of its heads, which devices may share."""
         frame = frame_of(
             q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
         )
@@ -151,22 +177,27 @@ class LightningAttention(Kernel):
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(q, "q", "H D", state_indices)
-        return run_step(self.plan, frame, self._operands(frame, q, k, v, slopes), state)
+        return run_step(
+            self.plan, frame, self._operands(frame, q, k, v, self._slopes(q, k, v, slopes)), state
+        )
 
-    def _operands(
-        self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, slopes: AnyArray | None
-    ) -> Operands:
+    def _operands(self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, slopes: AnyArray) -> Operands:
         q, k, v = frame.qkv(q, k, v)
+        slopes = fitting("slopes", slopes, (None,), "H")
+        return Operands(q, k, v, self.scale, frame.shared(-slopes), decay=CONSTANT)
+
+    def _slopes(self, q: AnyArray, k: AnyArray, v: AnyArray, slopes: AnyArray | None) -> AnyArray:
+        """Those that were passed, or those of the rule for as many heads."""
         if (slopes is None) != (self.slopes is not None):
             expected = "an array [H]" if self.slopes is None else "None"
             raise ValueError(
                 f"slopes: expected {expected} from a call of LightningAttention(slopes={self.slopes!r}), received "
                 f"{'None' if slopes is None else 'an array'}; build it with slopes=None to pass them with each call."
             )
-        if self.slopes is not None:
-            heads = max(x.shape[-2] for x in (q, k, v))
-            rule: Any = self.slopes
-            known = lightning_slopes(rule, heads, self.layer_index, self.num_layers)
-            slopes = jnp.asarray(known, accumulator(frame.dtype))
-        slopes = fitting("slopes", slopes, (None,), "H")
-        return Operands(q, k, v, self.scale, frame.shared(-slopes), decay=CONSTANT)
+        if self.slopes is None:
+            assert slopes is not None
+            return slopes
+        heads = max(array(name, x, "H D").shape[-2] for name, x in (("q", q), ("k", k), ("v", v)))
+        rule: Any = self.slopes
+        known = lightning_slopes(rule, heads, self.layer_index, self.num_layers)
+        return jnp.asarray(known, accumulator(q.dtype))

@@ -12,6 +12,7 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.arguments import array, check_state_dtype, fitting, wide
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
 from .heads import repeat_heads
@@ -38,7 +39,7 @@ class LinearAttention(Kernel):
     without a decay, and every state is a pair `(S, z)`. Output head $r$ reads head $\lfloor r / (R / n) \rfloor$ of an operand with $n$
     heads, where $R$ is the largest head count; the state has the largest head count of `k`, `v` and the decay, $z$ that of `k`.
 
-    Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][]; Triton does not support `gv`.
+    Platforms and derivatives: as for [`ejkernel_eqx.GatedLinearAttention`][]; Triton and Pallas do not support `gv`.
 
     Sources: Katharopoulos et al., *Transformers are RNNs* (2020); with decay: Sun et al., *Retentive Network* (2023), and Yang et al.,
     *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023).
@@ -78,6 +79,7 @@ class LinearAttention(Kernel):
         self.plan = plan_of(LinearAttention, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.LinearAttention")
+    @over_sequence_axis()
     def __call__(
         self,
         q: Float[AnyArray, "*B T H D"],

@@ -17,7 +17,8 @@ from .core import recur, step
 
 def register(operation: str) -> None:
     """Registers an operation of this family on all its platforms."""
-    platforms.register(operation, __package__)
+    every = (*platforms.USUAL, *platforms.ON_TPU)
+    platforms.register(operation, __package__, every, priorities=platforms.UNPROVEN)
 
 
 def run(

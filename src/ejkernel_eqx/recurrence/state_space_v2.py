@@ -13,6 +13,7 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype, finite_rate, fitting, wide
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import Frame, frame_of, Operands, step_frame_of
 from .gates import check_limit, rms_norm, silu_gated, time_step
@@ -95,6 +96,7 @@ class StateSpaceV2(Kernel):
         self.plan = plan_of(StateSpaceV2, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV2")
+    @over_sequence_axis(lambda operation: operation.norm is not None)
     def __call__(
         self,
         x: Float[AnyArray, "*B T H P"],

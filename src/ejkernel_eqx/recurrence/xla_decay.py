@@ -9,6 +9,7 @@ Within blocks of `BLOCK` tokens all halves have one form except for their masks:
 single body is compiled and differentiated, without residuals. Only the few larger halves are sliced out.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,7 +41,8 @@ class Decays(NamedTuple):
 def closed(g: Array) -> Array:
     """Log-decays, bounded below by one whose exponential is zero, so that no sum is infinite; the gradient below the bound is zero."""
     info = jnp.finfo(g.dtype)
-    return jnp.maximum(g, jnp.asarray(np.log(float(info.smallest_subnormal)) - 1.0, g.dtype))
+    # From the exponents of the smallest number: a thread of XLA's, which partitions a program, would read that number as zero.
+    return jnp.maximum(g, jnp.asarray(math.log(2) * int(info.minexp - info.nmant) - 1.0, g.dtype))
 
 
 def scalar_decays(g: Array) -> Decays:

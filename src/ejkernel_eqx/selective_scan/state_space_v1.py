@@ -15,6 +15,7 @@ from ..core.arguments import accumulator, check_state_dtype, finite_rate, fittin
 from ..core.frame import Frame, frame_of, step_frame_of
 from ..core.plans import plan_of
 from ..core.platforms import register
+from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .along import scan_along
 from .core import scan, step
@@ -86,6 +87,7 @@ class StateSpaceV1(Kernel):
         self.plan = plan_of(StateSpaceV1, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV1")
+    @over_sequence_axis()
     def __call__(
         self,
         x: Float[AnyArray, "*B T I"],

@@ -1,5 +1,6 @@
 """The lists of tiles that a call's kernels run: constants of a pattern, or built on the device from what arrays hide as well."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -7,6 +8,8 @@ import numpy as np
 from jax import Array
 
 from ..spec import AttentionArrays, AttentionSpec
+from .dense import both
+from .lower import Lowered
 from .tile_lists import grids_of, lists_of, PatternLists
 from .tile_shape import FULL, NONE, PARTIAL, Shape
 from .tile_table import overlap
@@ -29,7 +32,7 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
     data = arrays.rows is not None or arrays.q_segments is not None or arrays.blocks is not None
     if spec.pattern is not None and not data:
         return _of_pattern(lists_of(spec.pattern, shape), arrays)
-    kinds, patterns, bits = _combined(arrays, spec, shape)
+    kinds, patterns, bits = kinds_of(arrays, spec, shape)
     rows = jnp.arange(kinds.shape[0] * kinds.shape[1], dtype=jnp.int32).reshape(kinds.shape[:2])
     merge = lambda x: x.reshape(-1, *x.shape[2:])
     kinds, patterns = merge(kinds), merge(jnp.broadcast_to(patterns, kinds.shape))
@@ -56,9 +59,9 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
 
 
 def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
-    row = jnp.asarray(lists.heads)[None]
+    row = lists.heads[None]
     if arrays.heads is not None:
-        row = row[0][arrays.heads]
+        row = jnp.asarray(row)[0][arrays.heads]
     bits = None if lists.bits is None else jnp.asarray(lists.bits)
     return TileLists(
         _every_head(row, arrays),
@@ -71,14 +74,18 @@ def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
     )
 
 
-def _every_head(row: Array, arrays: AttentionArrays) -> Array:
-    return jnp.broadcast_to(row, (arrays.q.shape[0], arrays.q.shape[2]))
+def _every_head(row: Array | np.ndarray, arrays: AttentionArrays) -> Array:
+    every = (arrays.q.shape[0], arrays.q.shape[2])
+    # Of a constant a constant, which takes no launch.
+    return (
+        jnp.asarray(np.broadcast_to(row, every))
+        if isinstance(row, np.ndarray)
+        else jnp.broadcast_to(row, every)
+    )
 
 
-def _combined(
-    arrays: AttentionArrays, spec: AttentionSpec, shape: Shape
-) -> tuple[Array, Array, Array | None]:
-    """Kinds and bits of all tiles, `[B or 1, H or 1, query tiles, key tiles]`, and the bits."""
+def kinds_of(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> tuple[Array, Array, Array | None]:
+    """Kinds and the numbers of bits of all tiles, `[B or 1, H or 1, query tiles, key tiles]`, and the bits."""
     touched, whole = overlap(arrays, spec, shape.block_q, shape.block_k)
     kinds = jnp.where(whole, FULL, jnp.where(touched, PARTIAL, NONE)).astype(jnp.int8)[:, None]
     if arrays.blocks is not None:
@@ -111,3 +118,20 @@ def _covered(length: int, tile: int, block: int) -> tuple[np.ndarray, np.ndarray
     """First and one-past-last block that each tile touches."""
     first = np.arange(0, length, tile)
     return first // block, (np.minimum(first + tile, length) - 1) // block + 1
+
+
+def without_lists(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
+    """The same call with pattern and map of blocks as a mask of all scores."""
+    (batch, queries), keys = arrays.q.shape[:2], arrays.k.shape[1]
+    lowered = Lowered(None, None, 0, None, None, None, None, arrays.blocks, spec.block_size)
+    seen = lowered.as_array(queries, keys)
+    if spec.pattern is not None:
+        heads = None if arrays.heads is None else arrays.heads[0]
+        index = jnp.arange(max(queries, keys), dtype=jnp.int32)
+        seen = both(seen, spec.pattern.seen(heads, index[:queries], index[:keys]))
+    if arrays.mask is not None:
+        rows = jnp.arange(batch) // spec.mask_run % arrays.mask.shape[0]
+        seen = both(seen, arrays.mask[rows])
+    mask = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
+    spec = dataclasses.replace(spec, pattern=None, block_size=None, mask_run=1)
+    return arrays._replace(mask=mask, blocks=None, heads=None), spec

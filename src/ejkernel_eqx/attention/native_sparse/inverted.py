@@ -59,7 +59,7 @@ def _of_pieces(
     owner, begin, end = cut(lists.owner), cut(lists.begin)[..., None], cut(lists.end)[..., None]
     at = begin + like(jnp.arange(span, dtype=jnp.int32), begin)  # [B, K, size, span]
     real = at < end
-    token = _taken(lists.tokens, jnp.minimum(at, lists.tokens.shape[-1] - 1))
+    token = _taken(lists.pairs, jnp.minimum(at, lists.pairs.shape[-1] - 1)) // spec.count
     q, do, lse, delta = (_taken(x, token) for x in rows)  # [B, K, size, span, G, C]
     every = lambda x: jnp.broadcast_to(x, (batch, arrays.q.shape[1]))[:, None]
     first, last = every(of_sequence(arrays.first)), every(positions(arrays, spec))

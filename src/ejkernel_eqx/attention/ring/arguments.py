@@ -4,7 +4,9 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax import Array
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -24,12 +26,13 @@ from ..arguments import (
 )
 from ..masks.mask import Mask
 from ..spec import AttentionArrays, AttentionSpec
+from .schedule import Sizes
 from .spec import Method, Order, Reach, RingSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How tokens are split over devices."""
+    """How tokens are split over devices; by an axis without a name they are not."""
 
     axis: str
     order: Order
@@ -46,6 +49,8 @@ class Split:
     def over(self, arrays: dict[str, Array]) -> int:
         """By how much the tokens of these arrays are to be multiplied: the number of devices inside `shard_map`, where arrays are parts, else 1.
         Raises `ValueError` if a mesh cannot split them."""
+        if not self.axis:
+            return 1
         if inside_manual_mesh():
             mesh = jax.sharding.get_abstract_mesh()
             if self.axis not in mesh.manual_axes:
@@ -65,6 +70,31 @@ class Split:
             for x in arrays.values():
                 check_split(self.axis, x.shape[-3], mesh.shape, self.chunks)
         return 1
+
+    def times(self, x: Array, tokens: int) -> Array | None:
+        """The places in the whole sequence of the tokens of an array with so many, int32 `[T]`, as far as the mesh is known; `None` if they are in
+        temporal order."""
+        devices = 1
+        if not self.axis:
+            return None
+        if inside_manual_mesh():
+            devices = dict(jax.sharding.get_abstract_mesh().shape).get(self.axis, 1)
+        elif self.order == "zigzag":
+            mesh = explicit_mesh(x) or _any_mesh({"x": x})
+            if mesh is None and jax.device_count() > 1:
+                raise ValueError(
+                    "positions: expected those of tokens in zigzag order, since the mesh is unknown here, received None; pass them, or make the call "
+                    "within jax.set_mesh(mesh)."
+                )
+            devices = 1 if mesh is None else dict(mesh.shape).get(self.axis, 1)
+        if devices == 1:
+            return None
+        own = tokens if inside_manual_mesh() else tokens // devices
+        starts = np.asarray([Sizes(devices, own, own, self.order).starts(n, own) for n in range(devices)])
+        every = starts[:, :, None] + np.arange(own // self.chunks)
+        if not inside_manual_mesh():
+            return jnp.asarray(every.reshape(-1), jnp.int32)
+        return jnp.asarray(every.reshape(devices, -1), jnp.int32)[lax.axis_index(self.axis)]
 
     @property
     def chunks(self) -> int:

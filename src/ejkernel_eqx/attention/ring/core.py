@@ -34,6 +34,8 @@ def _axes_of(arrays: AttentionArrays, spec: Any = None) -> dict[str, tuple[str, 
 
 def _devices(spec: RingSpec) -> int:
     """How many devices share the tokens here; one if the axis is not bound, because there are no others or the call is not split yet."""
+    if not spec.axis:
+        return 1
     try:
         return lax.axis_size(spec.axis)
     except NameError:
@@ -45,7 +47,7 @@ class RingKind(AttentionKind):
         return True
 
     def pinned(self, spec: RingSpec) -> Mapping[str, str]:
-        return {"T": spec.axis, "S": spec.axis}
+        return {"T": spec.axis, "S": spec.axis} if spec.axis else {}
 
     def remarked(self, selection: Selection, arrays: AttentionArrays, spec: RingSpec) -> Selection:
         devices = _devices(spec)

@@ -1,5 +1,6 @@
 """`RingAttention`: exact attention over sequences that are split over the devices of a mesh axis."""
 
+import copy
 from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
@@ -94,6 +95,12 @@ class RingAttention(Kernel):
         self.window = parse_window(sliding_window, causal)
         self.inference = False
         self.plan = plan_of(RingAttention, self, platform, config, tune_for)
+
+    def on_whole_rows(self) -> "RingAttention":
+        """The same attention for calls whose tokens no axis splits, such as those of decoding."""
+        whole = copy.copy(self)
+        object.__setattr__(whole, "split", Split("", "contiguous", None))
+        return whole
 
     if TYPE_CHECKING:
 

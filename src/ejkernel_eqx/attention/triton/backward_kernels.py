@@ -10,7 +10,9 @@ from .tile import (
     head_scalars,
     keep,
     key_tiles,
+    listed_program,
     listed_tiles,
+    lists_partly,
     load_bits,
     load_queries,
     load_rows,
@@ -140,11 +142,11 @@ def query_gradient_kernel(
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
-    m, bh, count = program(T, BQ, GROUP)
     # The tiles with the most keys first: of causal masks the last ones.
     if LISTED:
-        m = tl.load(order_ptr + m)
+        m, bh, count = listed_program(order_ptr, T, BQ, GROUP)
     else:
+        m, bh, count = program(T, BQ, GROUP)
         m = count - 1 - m
     b = (bh // H).to(tl.int64)
     h = bh % H
@@ -196,11 +198,16 @@ def query_gradient_kernel(
             list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH,
             LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
             LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
-        dq, dq_rope, dslope = _query_gradient_tiles(
-            dq, dq_rope, dslope, q, q_rope, do, lse, delta, full_hi, hi, partial, k_base, rope_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
-            list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH,
-            LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
-            LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
+        if LISTED:
+            partly: tl.constexpr = lists_partly(BQ, BK, table, LEFT, RIGHT, MASK, BITS, MAP_Q, MAP_K, EVEN_K)
+        else:
+            partly: tl.constexpr = True  # pyright: ignore[reportAssignmentType]
+        if partly:
+            dq, dq_rope, dslope = _query_gradient_tiles(
+                dq, dq_rope, dslope, q, q_rope, do, lse, delta, full_hi, hi, partial, k_base, rope_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
+                list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH,
+                LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER,
+                LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, True)  # fmt: skip
 
     out = dq_ptr + b * T * (H * (D + R)) + h * (D + R)
     store_rows(out, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, D, BQ, BLOCK_D)
@@ -308,9 +315,10 @@ def key_gradient_kernel(
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dk` and `dv` of one key tile and key head, over all query heads that read it, and their part of the gradient of the shared keys."""
-    n, bh, count = program(S, BK, GROUP)
     if LISTED:
-        n = tl.load(order_ptr + n)
+        n, bh, count = listed_program(order_ptr, S, BK, GROUP)
+    else:
+        n, bh, count = program(S, BK, GROUP)
     b = (bh // K).to(tl.int64)
     kh = bh % K
     first = n * BK
@@ -372,7 +380,13 @@ def key_gradient_kernel(
                 start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,
                 seed0, seed1, ahead, slope, offset, j, k_segment, T, S, H, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT, BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT,
                 KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_Q, EVEN_K, CLEAN, False)  # fmt: skip
-            if LISTED or table or LEFT >= 0:
+            if LISTED:
+                partly: tl.constexpr = lists_partly(
+                    BQ, BK, table, LEFT, RIGHT, MASK, BITS, MAP_Q, MAP_K, EVEN_K
+                )
+            else:
+                partly: tl.constexpr = table or LEFT >= 0
+            if partly:
                 dk, dk_rope, dv = _key_gradient_tiles(
                     dk, dk_rope, dv, k, rope, v, full_hi, hi, partial, q_base, do_base, lse_base, delta_base, bias_row, mask_row, q_segments_ptr + b * T,
                     start_ptr + b * T, end_ptr + b * T, position_ptr + b * T, query_seen_ptr + b * T, list_ptr, patterns, bits_ptr, map_row,

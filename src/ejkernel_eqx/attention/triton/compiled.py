@@ -13,11 +13,9 @@ from ...launch import Execute, given, Launcher, LOG2E, NOTHING, result, result_l
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
 from ..core import problem_of
-from ..cotangents import clean_cotangent, row_terms, sinks_gradient
+from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks import tile_table
-from ..masks.call_lists import tile_lists
-from ..masks.dense import both
-from ..masks.lower import Lowered
+from ..masks.call_lists import tile_lists, without_lists
 from ..masks.tile_shape import Shape
 from ..philox import threshold
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
@@ -234,12 +232,12 @@ def gradients(
     dbias, bias = None, arrays.bias
     if bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
-            arrays, spec = _without_lists(arrays, spec)
+            arrays, spec = without_lists(arrays, spec)
             launch = launcher(arrays, spec, config, execute, k_rope).knowing(own)
         dbias = _bias_gradient(launch, bias, arrays, config.query_gradient)
     dsinks = None
     if arrays.sinks is not None:
-        dsinks = _sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
+        dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
     return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks), dk_rope
 
 
@@ -275,7 +273,7 @@ def _query_gradient(
         tiles,
         **numbers,
     )
-    return results["dq"], None if slopes is None else _sum_batch(results["dslope"].sum(-1), slopes)
+    return results["dq"], None if slopes is None else sum_batch(results["dslope"].sum(-1), slopes)
 
 
 def _bias_gradient(launch: Launcher, bias: Array, arrays: AttentionArrays, tile: TileConfig) -> Array:
@@ -406,23 +404,6 @@ def _tiled(
     return {"tiles": table(arrays, spec, tile.block_q, tile.block_k)}, numbers
 
 
-def _without_lists(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
-    """The same call with pattern and map of blocks as a mask of all scores."""
-    (batch, queries), keys = arrays.q.shape[:2], arrays.k.shape[1]
-    lowered = Lowered(None, None, 0, None, None, None, None, arrays.blocks, spec.block_size)
-    seen = lowered.as_array(queries, keys)
-    if spec.pattern is not None:
-        heads = None if arrays.heads is None else arrays.heads[0]
-        index = jnp.arange(max(queries, keys), dtype=jnp.int32)
-        seen = both(seen, spec.pattern.seen(heads, index[:queries], index[:keys]))
-    if arrays.mask is not None:
-        rows = jnp.arange(batch) // spec.mask_run % arrays.mask.shape[0]
-        seen = both(seen, arrays.mask[rows])
-    mask = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
-    spec = dataclasses.replace(spec, pattern=None, block_size=None, mask_run=1)
-    return arrays._replace(mask=mask, blocks=None, heads=None), spec
-
-
 def _blocks(arrays: AttentionArrays, tile: TileConfig) -> dict[str, Any]:
     """The tile, and whether it divides queries and keys."""
     evens = {"EVEN_Q": arrays.q.shape[1] % tile.block_q == 0, "EVEN_K": arrays.k.shape[1] % tile.block_k == 0}
@@ -481,7 +462,3 @@ def _ragged(arrays: AttentionArrays) -> bool:
 def _every_row(x: Array | None, arrays: AttentionArrays) -> Array | None:
     """`x` repeated for every batch row; it is small."""
     return None if x is None else jnp.broadcast_to(x, (arrays.q.shape[0], *x.shape[1:]))
-
-
-def _sum_batch(per_row: Array, like: Array) -> Array:
-    return per_row if like.shape[0] == per_row.shape[0] else per_row.sum(0, keepdims=True)

@@ -8,7 +8,9 @@ from .tile import (
     head_scalars,
     keep,
     key_tiles,
+    listed_program,
     listed_tiles,
+    lists_partly,
     load_bits,
     load_queries,
     load_rows,
@@ -106,11 +108,11 @@ def forward_kernel(
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    m, bh, count = program(T, BQ, GROUP)
     # The tiles with the most keys first: of causal masks the last ones.
     if LISTED:
-        m = tl.load(order_ptr + m)
+        m, bh, count = listed_program(order_ptr, T, BQ, GROUP)
     else:
+        m, bh, count = program(T, BQ, GROUP)
         m = count - 1 - m
     b = (bh // H).to(tl.int64)
     h = bh % H
@@ -160,7 +162,11 @@ def forward_kernel(
             acc, total, top, q, q_rope, full_lo, full_hi, whole, k_base, rope_base, v_base, bias_row, mask_row, kv_segments_ptr, key_seen_ptr,
             list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,
             BIAS, ALIBI, MASK, ROWS, SEGMENTS, DROPOUT, KEEP_SCALE, PRECISION, FOLDED, MULTIPLIER, LISTED, BITS, MAP_Q, MAP_K, EVEN_K, GUARD, CLEAN, False)  # fmt: skip
-        if LISTED or table or RIGHT >= 0 or not EVEN_K:
+        if LISTED:
+            partly: tl.constexpr = lists_partly(BQ, BK, table, LEFT, RIGHT, MASK, BITS, MAP_Q, MAP_K, EVEN_K)
+        else:
+            partly: tl.constexpr = table or RIGHT >= 0 or not EVEN_K
+        if partly:
             acc, total, top = _attend_tiles(
                 acc, total, top, q, q_rope, full_hi, hi, partial, k_base, rope_base, v_base, bias_row, mask_row, kv_segments_ptr + b * S, key_seen_ptr + b * S,
                 list_ptr, pattern_ptr, bits_ptr, map_row, seed0, seed1, ahead, slope, i, position, start, end, q_segment, T, S, K, D, R, V, BQ, BK, BLOCK_D, BLOCK_R, BLOCK_V, SCALE, CAP, FAST_TANH, LEFT, RIGHT,

@@ -199,6 +199,23 @@ def program(length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def listed_program(order_ptr, length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """As `program`, by an order of tiles, longest first. All rows run the longer half of their tiles, then the shorter one, so that the last programs
+    are short ones."""
+    tiles = tl.cdiv(length, BLOCK)
+    rows = tl.num_programs(0) // tiles
+    longer = (tiles + 1) // 2
+    late = tl.program_id(0) >= rows * longer
+    pid = tl.program_id(0) - tl.where(late, rows * longer, 0)
+    count = tl.where(late, tiles - longer, longer)
+    group = pid // (count * GROUP)
+    index = pid % (count * GROUP)
+    size = tl.minimum(rows - group * GROUP, GROUP)
+    tile = tl.load(order_ptr + index // size + tl.where(late, longer, 0))
+    return tile, group * GROUP + index % size, tiles
+
+
+@triton.jit
 def key_tiles(tiles_ptr, b, m, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
               TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Key tiles of query tile `m`: `[lo, a)` and `[b, hi)` need the mask, `[a, b)` do not."""
@@ -268,6 +285,13 @@ def listed_tiles(tiles_ptr, row, tile, count, list_ptr, pattern_ptr):
     lo, full_hi, hi = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2)
     whole, partial = tl.load(list_ptr + lo).to(tl.int32), tl.load(list_ptr + full_hi).to(tl.int32)
     return lo, lo, full_hi, hi, whole, partial, pattern_ptr + tl.load(bounds + 3)
+
+
+@triton.constexpr_function
+def lists_partly(BQ, BK, TABLE, LEFT, RIGHT, MASK, BITS, MAP_Q, MAP_K, EVEN_K):
+    """Whether lists may hold tiles of which a part is visible, for which a second loop takes registers."""
+    in_map = MAP_Q > 0 and (MAP_Q % BQ > 0 or MAP_K % BK > 0)
+    return TABLE or LEFT >= 0 or RIGHT >= 0 or MASK > 0 or BITS > 0 or in_map or not EVEN_K
 
 
 @triton.jit

@@ -36,7 +36,7 @@ _HALF: dict[str, dict[int, tuple[Sizes, ...]]] = {
         256: ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
     },
 }
-_SIDE_BY_SIDE: Sizes = (128, 64, 8, 2, 128)
+SIDE_BY_SIDE: Sizes = (128, 64, 8, 2, 128)
 # For 16-bit inputs where the tiles above spill hundreds of bytes per thread (compiled, not measured): with a mask, in the forward with a
 # bias, and always on Blackwell. By major compute capability, 0 for all others.
 _Sparing = dict[int, dict[tuple[str, int], Sizes]]
@@ -124,7 +124,7 @@ def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     is_float32, width = problem.dtype("qkv") == "float32", _width(problem)
     more = list((_FLOAT32_MORE if is_float32 else _HALF_MORE)[kernel][width])
     if limits_registers(device) and (kernel, width, is_float32) == ("forward", 128, False):
-        more.insert(0, _SIDE_BY_SIDE)
+        more.insert(0, SIDE_BY_SIDE)
     return list(dict.fromkeys([*best[:-2], *more, *best[-2:]]))
 
 
@@ -180,7 +180,7 @@ def _favourite_128(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[
             # All tiles alike: wide ones pay off, best with two programs per multiprocessor, which requires a register limit.
             limited = limits_registers(device) and register_limits_measured(device)
             widest = (128, 64, 8, 3) if device.capability[0] == 10 else (128, 128, 8, 3)
-            return (*((_SIDE_BY_SIDE,) if limited else ()), widest)
+            return (*((SIDE_BY_SIDE,) if limited else ()), widest)
         return ((64, 32, 4, 3),) if problem.flag("segments") else ()
     if kernel == "key_gradient":
         plain = problem.flag("causal") and not (packed or _windowed(problem) or problem.flag("soft_cap"))

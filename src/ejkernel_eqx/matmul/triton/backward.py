@@ -7,9 +7,9 @@ from jax import Array
 from ...launch import Execute, NOTHING, Options, result, result_like, run
 from ...launch.sizes import cdiv, padded
 from ..epilogue import before_activation
-from ..spec import GroupedArrays, GroupedSpec
+from ..spec import alike, GroupedArrays, GroupedSpec
 from . import backward_kernels
-from .call import alike, grouped, launcher, TritonConfig
+from .call import grouped, launcher, TritonConfig
 from .hopper.call import right_gradient
 from .hopper.tile_sizes import check
 from .tile_sizes import GroupedTile

@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from ...launch import Execute, Launcher
@@ -45,18 +44,6 @@ def grouped(
     most = rows // tile.block_m + min(count + 1, rows)
     programs = batch * most * cdiv(width, tile.block_n)
     return launch(forward_kernel.grouped_kernel, tile, outputs, programs, TILES=most, **numbers)
-
-
-def alike(arrays: GroupedArrays) -> GroupedArrays:
-    """Right sides, biases and scales, all with a leading axis or all without."""
-    names = ("rhs", "bias", "up", "up_bias", "stored", "scale", "up_stored", "up_scale")
-    given = {name: x for name in names if (x := getattr(arrays, name)) is not None}
-    cores = {name: 3 if name in ("rhs", "up", "stored", "up_stored") else 2 for name in given}
-    if all(x.ndim == cores[name] for name, x in given.items()):
-        return arrays
-    batch = arrays.lhs.shape[0]
-    whole = {n: x if x.ndim > cores[n] else jnp.broadcast_to(x, (batch, *x.shape)) for n, x in given.items()}
-    return arrays._replace(**whole)
 
 
 def launcher(arrays: GroupedArrays, config: TritonConfig, execute: Execute) -> Launcher:

@@ -7,9 +7,9 @@ from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, NOTHING, result, run
 from ...launch.sizes import rows_of, too_large
-from ..spec import columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
+from ..spec import alike, columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
 from .backward import backward as backward
-from .call import alike, grouped, launcher
+from .call import grouped, launcher
 from .call import TritonConfig as TritonConfig
 from .hopper import tile_sizes as hopper
 from .tile_sizes import GroupedTile as GroupedTile

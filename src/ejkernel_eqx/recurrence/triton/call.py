@@ -72,26 +72,30 @@ class Call:
         programs = self.chunks * cdiv(heads, tile.block_v)
         return self.knowing(self.launch(decay_phase.decays_kernel, tile, {"logs": logs}, programs))
 
-    def states(self) -> tuple[Array, Array]:
-        """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's."""
+    def states(self, effects: dict[str, Array]) -> tuple[Array, Array]:
+        """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's; `effects` are
+        those of splits."""
         tile = self.config.states
         results = self.launch(
             states_phase.states_kernel,
             tile,
             {"states": self.stored_states, "final": self.edge_states(self.spec.state_dtype)},
-            self._state_programs(tile),
+            self.state_programs(tile, self.splits),
+            effects,
+            LOCAL=False,
         )
         return results["states"], results["final"]
 
-    def dstates(self, dout: Array, dfinal: Array) -> tuple[Array, Array]:
-        """Gradients with respect to the state at the end of every chunk and, in float32, to the initial state."""
+    def dstates(self, dout: Array, dfinal: Array, effects: dict[str, Array]) -> tuple[Array, Array]:
+        """Gradients with respect to the state at the end of every chunk and, in float32, to the initial state; `effects` are those of splits."""
         tile = self.config.dstates
         results = self.launch(
             states_phase.dstates_kernel,
             tile,
             {"dstates": self.stored_states, "dinitial": self.edge_states("float32")},
-            self._state_programs(tile),
-            {"do": dout, "dfinal": dfinal},
+            self.state_programs(tile, self.splits),
+            {"do": dout, "dfinal": dfinal, **effects},
+            LOCAL=False,
         )
         return results["dstates"], results["dinitial"]
 
@@ -112,15 +116,16 @@ class Call:
         )
         return results["out"]
 
-    def single(self) -> tuple[Array, Array]:
-        """Outputs and final state from the single kernel that holds all key channels."""
+    def single(self, effects: dict[str, Array]) -> tuple[Array, Array]:
+        """Outputs and final state from the single kernel that holds all key channels; `effects` are those of splits."""
         heads, dim, values = self.sizes
         tile = dataclasses.replace(self.config.out, block_k=padded(dim))
         results = self.launch(
             single_pass.single_kernel,
             tile,
             {"out": self.rows(heads, values), "final": self.edge_states(self.spec.state_dtype)},
-            self.sequences * heads * cdiv(values, tile.block_v),
+            self.sequences * self.splits * heads * cdiv(values, tile.block_v),
+            effects,
         )
         return results["out"], results["final"]
 
@@ -134,9 +139,15 @@ class Call:
         count = () if offsets is None else (offsets.shape[1] - 1,)
         return result(batch, *count, *self.sizes, dtype=jnp.dtype(dtype))
 
-    def _state_programs(self, tile: Tile) -> int:
+    @property
+    def splits(self) -> int:
+        """The number of parts of each sequence that have their own programs."""
+        return self.launch.numbers["SPLITS"]
+
+    def state_programs(self, tile: Tile, splits: int) -> int:
+        """The number of programs that have a tile of a state over a split each."""
         heads, dim, values = self.sizes
-        return self.sequences * heads * cdiv(dim, tile.block_k) * cdiv(values, tile.block_v)
+        return self.sequences * splits * heads * cdiv(dim, tile.block_k) * cdiv(values, tile.block_v)
 
 
 def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute) -> Call:
@@ -169,7 +180,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         "chunks": tables[0],
         "bounds": tables[1],
         # Arguments of some members only.
-        **dict.fromkeys(("logs", "carry", "scores", "k_end")),
+        **dict.fromkeys(("logs", "carry", "scores", "k_end", "local", "passed")),
     }
     numbers = counts | {
         "T": length,
@@ -178,6 +189,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         "D": dim,
         "V": values,
         "CHUNK": chunk,
+        "SPLITS": max(1, min(config.splits, cdiv(length, chunk))),
         "SCALE": spec.scale,
         "DECAY": DECAYS[spec.decay],
         "EVEN": arrays.offsets is None and length % chunk == 0,

@@ -14,9 +14,11 @@ from . import delta_host, delta_tile_sizes, key_host, linear_host, step_kernel, 
 from .tile_sizes import TritonConfig
 
 OPAQUE = True
+VERSION = 2
 MAX_HEAD_DIM = 256
 PARTS = {
     "chunk_size": BOTH,
+    "splits": BOTH,
     "scores": FORWARD,
     "wy": BOTH,
     "states": BOTH,
@@ -39,11 +41,11 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
     """Keeps the tiles, except for the single kernel that computes the outputs: whether it is used, and with which tile, depends on the
-    number of programs."""
+    number of programs, as do the splits of sequences."""
     fit = default_config(problem, device)
     if config.single or fit.single:
         config = dataclasses.replace(config, single=fit.single, out=fit.out)
-    return config
+    return dataclasses.replace(config, splits=fit.splits)
 
 
 def _tiles(problem: Problem) -> ModuleType:

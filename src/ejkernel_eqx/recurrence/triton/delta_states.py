@@ -51,7 +51,7 @@ def delta_states_kernel(
     EVEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """With `OUT` the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it."""
-    _seq, h, _d0, start, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
+    _seq, _split, h, _d0, start, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
     if INITIAL:
@@ -110,7 +110,7 @@ def delta_dstates_kernel(
     BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Gradients with respect to the state after each chunk, `[chunks, HS, V, D]`, to `beta (v - e^G k S)`, and to the initial state."""
-    _seq, h, _d0, start, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
+    _seq, _split, h, _d0, start, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     dstate = tl.load(dfinal_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK], all key channels
     chunks = tl.cdiv(length, CHUNK)

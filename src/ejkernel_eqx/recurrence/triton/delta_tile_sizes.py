@@ -58,7 +58,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         chunk = 32
     tiles = {name: _fitting(name, rows[name], chunk, problem, device)[0] for name in rows}
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
-    return TritonConfig(chunk, **tiles, float32_dot=precision, single=False)
+    return TritonConfig(chunk, **tiles, float32_dot=precision, single=False, splits=1)
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:

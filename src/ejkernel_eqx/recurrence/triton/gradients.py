@@ -1,8 +1,9 @@
 """The gradients of a chunk's operands, from the state at its start and the gradient with respect to the state at its end.
 
-For kinds of decay without key channels. A decay's gradient is a sum of terms that each contain that decay as a factor exactly once:
-pairs of tokens on either side of it, the incoming state read after it, tokens written before it that reach the outgoing state, and the
-state that passes through. So no large terms cancel when decays are strong, and no error carries over from chunk to chunk.
+For kinds of decay without key channels, head by head; for heads that share queries and keys, `shared_gradients.py` does the same. A decay's
+gradient is a sum of terms that each contain that decay as a factor exactly once: pairs of tokens on either side of it, the incoming state read
+after it, tokens written before it that reach the outgoing state, and the state that passes through. So no large terms cancel when decays are
+strong, and no error carries over from chunk to chunk.
 
 A program computes either the query side or the key side; both run side by side and find their operands in the cache.
 """
@@ -35,29 +36,29 @@ def gradients_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, states_ptr, dstates_ptr, starts_ptr, chunks_ptr, T, TOKENS,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, dskip_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr,
-    V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HEADS: tl.constexpr, SCALE: tl.constexpr,
+    V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr,
     DECAY: tl.constexpr, BETA: tl.constexpr, SKIP: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Gradients of one chunk, `HEADS` heads that share a query and a key head, `BLOCK_K` key channels and one side.
+    """Gradients of one chunk, state head, `BLOCK_K` key channels and one side.
 
-    `dq [parts, .., HQ, D]` and `dk [parts, .., HK, D]`: one part per program that has the head. `dg`, `dbeta [2 tiles, .., HS]`: one
+    `dq [parts, .., HQ, D]` and `dk [parts, .., HK, D]`: one part per state head that shares the head. `dg`, `dbeta [2 tiles, .., HS]`: one
     part per side and tile of key channels; `dg` of a constant is `[2 tiles, chunks, HS]`. `dv [.., HS, V]`, `dskip [chunks, HS, V]`.
-    Several heads add to one accumulator of `dq` or `dk`, with their decays folded into the other operand.
     """
-    # A program: a chunk, `HEADS` heads, a tile of key channels, a side (fastest).
+    # A program: a chunk, a state head, a tile of key channels, a side (fastest).
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
-    slices: tl.constexpr = HS // HEADS
     index = tl.program_id(0)
     side = index % 2
     tile = index // 2 % tiles
-    h0 = index // (2 * tiles) % slices * HEADS
-    index = index // (2 * tiles * slices)
-    chunks = tl.num_programs(0) // (2 * tiles * slices)
+    h = index // (2 * tiles) % HS
+    index = index // (2 * tiles * HS)
+    chunks = tl.num_programs(0) // (2 * tiles * HS)
     d0 = tile * BLOCK_K
     first, count, seq = chunk_of(index, chunks_ptr, T, CHUNK, TABLE)
-    q_base = q_ptr + first * (HQ * D) + h0 // (HS // HQ) * D
-    k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
+    q_base = q_ptr + first * (HQ * D) + h // (HS // HQ) * D
+    k_base = k_ptr + first * (HK * D) + h // (HS // HK) * D
+    states = states_ptr + (index.to(tl.int64) * HS + h) * (D * V)
+    dstates = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
     r = tl.arange(0, CHUNK)  # [C]
 
     # The query side: rows of pairs are tokens i that read, columns are tokens j <= i that were written.
@@ -66,67 +67,50 @@ def gradients_kernel(
         carried = 1.0
         if SEGMENTS:
             carried = tl.where(last_start(starts_ptr, first, count, seq, T) < 0, 1.0, 0.0)
+        high, low, _rest, whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+        part = (tile.to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
+        ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
         dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-        ds_all = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], summed over the heads
-        for n in tl.range(0, HEADS):
-            h = h0 + n
-            high, low, _rest, whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
-            part = (tile.to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
-            states = states_ptr + (index.to(tl.int64) * HS + h) * (D * V)
-            dstates = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
-            enter = from_start(high, low, DECAY, EXACT) * sees  # [C], scale e^{G_i}
-            q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            read = tl.zeros([CHUNK], tl.float32)  # [C], the gradient of G_i
-            ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
-            if HEADS == 1:
-                dq_state = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-            through = 0.0  # []
-            # do v^T, the contribution of the state to q_i, scale e^{G_i} S do_i, and that of the state passing through, sum (S o dS).
-            for v0 in tl.range(0, V, BLOCK_V):
-                v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-                do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-                state = load_state(states, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
-                ds = tl.dot(do, tl.trans(v), ds, input_precision=PRECISION)  # [C, C]
-                if HEADS == 1:
-                    dq_state = tl.dot(do, tl.trans(state), dq_state, input_precision=PRECISION)  # [C, BK]
-                else:
-                    do = operand_of(do.to(tl.float32) * enter[:, None], q.dtype, PRECISION)  # [C, BV]
-                    dq = tl.dot(do, tl.trans(state), dq, input_precision=PRECISION)  # [C, BK]
-                    if DECAY != NONE:
-                        out = tl.dot(q, state, input_precision=PRECISION)  # [C, BV]
-                        read += tl.sum(do.to(tl.float32) * out, axis=1)
-                if DECAY != NONE:
-                    dstate = load_state(dstates, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
-                    through += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
-            if HEADS == 1:
-                dq_state *= enter[:, None]
-                dq += dq_state
-                read += tl.sum(q.to(tl.float32) * dq_state, axis=1)
-
-            # The gradient of q_i k_j^T, and from it those of beta and of the decays between j and i.
-            ds *= between(high, low, visible, DECAY, EXACT) * SCALE
-            products = products_of(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
-            if BETA:
-                beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
-                dbeta = tl.where(tile == 0, tl.sum(ds * products, axis=0), 0.0)  # [C]; `products` cover all channels, so only one tile counts
-                tl.store(dbeta_ptr + part, dbeta, mask=r < count)
-                ds *= beta[None, :]
-            ds_all += ds
+        through = 0.0  # []
+        # do v^T, the contribution of the state to q_i, scale e^{G_i} S do_i, and that of the state passing through, sum (S o dS).
+        for v0 in tl.range(0, V, BLOCK_V):
+            v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            state = load_state(states, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+            ds = tl.dot(do, tl.trans(v), ds, input_precision=PRECISION)  # [C, C]
+            dq = tl.dot(do, tl.trans(state), dq, input_precision=PRECISION)  # [C, BK]
             if DECAY != NONE:
-                # A pair has the decays after j up to i: plus in G_i, minus in G_j. The sum from the end yields each token's own gradient.
-                strict = tl.where((r[:, None] > r[None, :]) & (tile == 0), ds * products, 0.0)  # [C, C]
-                read += tl.sum(strict, axis=1) - tl.sum(strict, axis=0)
-                dg = tl.cumsum(read, axis=0, reverse=True)  # [C]
-                dg += through * tl.exp2(whole + 0.0) * carried
-                if DECAY == CONSTANT:
-                    total = tl.sum(tl.where(r < count, dg, 0.0), axis=0)
-                    tl.store(dg_ptr + (tile.to(tl.int64) * chunks + index) * HS + h, total)
-                else:
-                    tl.store(dg_ptr + part, dg, mask=r < count)
+                dstate = load_state(dstates, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+                through += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
+        dq *= (from_start(high, low, DECAY, EXACT) * sees)[:, None]
+        if DECAY != NONE:
+            q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            read = tl.sum(q.to(tl.float32) * dq, axis=1)  # [C], the gradient of G_i
+
+        # The gradient of q_i k_j^T, and from it those of beta and of the decays between j and i.
+        ds *= between(high, low, visible, DECAY, EXACT) * SCALE
+        if DECAY != NONE or BETA:
+            products = products_of(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
+        if BETA:
+            beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
+            dbeta = tl.where(tile == 0, tl.sum(ds * products, axis=0), 0.0)  # [C]; `products` cover all channels, so only one tile counts
+            tl.store(dbeta_ptr + part, dbeta, mask=r < count)
+            ds *= beta[None, :]
+        if DECAY != NONE:
+            # A pair has the decays after j up to i: plus in G_i, minus in G_j. The sum from the end yields each token's own gradient.
+            strict = tl.where((r[:, None] > r[None, :]) & (tile == 0), ds * products, 0.0)  # [C, C]
+            read += tl.sum(strict, axis=1) - tl.sum(strict, axis=0)
+            dg = tl.cumsum(read, axis=0, reverse=True)  # [C]
+            dg += through * tl.exp2(whole + 0.0) * carried
+            if DECAY == CONSTANT:
+                total = tl.sum(tl.where(r < count, dg, 0.0), axis=0)
+                tl.store(dg_ptr + (tile.to(tl.int64) * chunks + index) * HS + h, total)
+            else:
+                tl.store(dg_ptr + part, dg, mask=r < count)
         k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        dq = tl.dot(operand_of(ds_all, k.dtype, PRECISION), k, dq, input_precision=PRECISION)  # [C, BK]
-        number = h0 // HEADS % (HS // HQ // HEADS)  # which part of the shared head's gradient
-        row = (number.to(tl.int64) * TOKENS + first) * (HQ * D) + h0 // (HS // HQ) * D
+        dq = tl.dot(operand_of(ds, k.dtype, PRECISION), k, dq, input_precision=PRECISION)  # [C, BK]
+        number = h % (HS // HQ)  # which part of the shared head's gradient
+        row = (number.to(tl.int64) * TOKENS + first) * (HQ * D) + h // (HS // HQ) * D
         store_tile(dq_ptr + row, dq, HQ * D, count, d0, D, CHUNK, BLOCK_K)
 
     else:
@@ -137,77 +121,62 @@ def gradients_kernel(
             starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)  # [C]
             visible = visible & (r[:, None] >= starts[None, :])  # [C, C]
             leaves = leaves & (r >= last_start(starts_ptr, first, count, seq, T))  # [C]
+        high, low, rest, _whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+        part = ((tiles + tile).to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
+        leave = tl.where(leaves, tl.exp2(rest), 0.0)  # [C], e^{G_C - G_j}
+        decay = between(high, low, visible, DECAY, EXACT, True) * SCALE  # [C, C]
+        kept = leave  # [C], with beta
+        if BETA:
+            beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
+            decay *= beta[:, None]
+            kept *= beta
+        products = products_of(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
+        weights = operand_of(products * decay, k_ptr.dtype.element_ty, PRECISION)  # [C, C], A^T
+        k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
         dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-        ds_all = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], summed over the heads
-        for n in tl.range(0, HEADS):
-            h = h0 + n
-            high, low, rest, _whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
-            part = ((tiles + tile).to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
-            leave = tl.where(leaves, tl.exp2(rest), 0.0)  # [C], e^{G_C - G_j}
-            decay = between(high, low, visible, DECAY, EXACT, True) * SCALE  # [C, C]
-            kept = leave  # [C], with beta
-            if BETA:
-                beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
-                decay *= beta[:, None]
-                kept *= beta
-            products = products_of(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
-            weights = operand_of(products * decay, k_ptr.dtype.element_ty, PRECISION)  # [C, C], A^T
-            k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            dstates = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
-            ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
-            written = tl.zeros([CHUNK], tl.float32)  # [C], this tile's part of k_j^T dS v_j
-            if HEADS == 1:
-                dk_state = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
-            # v do^T, and the contribution to k_j of the state it is written to, e^{G_C - G_j} b_j dS v_j.
-            for v0 in tl.range(0, V, BLOCK_V):
-                v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-                do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-                dstate = load_state(dstates, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
-                ds = tl.dot(v, tl.trans(do), ds, input_precision=PRECISION)  # [C, C]
-                if HEADS == 1:
-                    dk_state = tl.dot(v, tl.trans(dstate), dk_state, input_precision=PRECISION)  # [C, BK]
+        # v do^T, and the contribution to k_j of the state it is written to, e^{G_C - G_j} b_j dS v_j.
+        for v0 in tl.range(0, V, BLOCK_V):
+            v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            dstate = load_state(dstates, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+            ds = tl.dot(v, tl.trans(do), ds, input_precision=PRECISION)  # [C, C]
+            dk = tl.dot(v, tl.trans(dstate), dk, input_precision=PRECISION)  # [C, BK]
+            # dv = A^T do + e^{G_C - G} b k dS, over all key channels: the programs of a chunk divide the value channels among themselves.
+            if (v0 // BLOCK_V) % tiles == tile:
+                dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)  # [C, BV]
+                if tiles == 1:
+                    dv = tl.dot(k, dstate, dv, input_precision=PRECISION)  # [C, BV]
                 else:
-                    kept_v = operand_of(v.to(tl.float32) * kept[:, None], k.dtype, PRECISION)  # [C, BV]
-                    dk = tl.dot(kept_v, tl.trans(dstate), dk, input_precision=PRECISION)  # [C, BK]
-                # dv = A^T do + e^{G_C - G} b k dS, over all key channels: the programs of a chunk divide the value channels among themselves.
-                if (v0 // BLOCK_V) % tiles == tile:
-                    dv = tl.zeros([CHUNK, BLOCK_V], tl.float32)  # [C, BV]
-                    if tiles == 1:
-                        dv = tl.dot(k, dstate, dv, input_precision=PRECISION)  # [C, BV]
-                    else:
-                        for d in tl.static_range(0, D, BLOCK_K):
-                            keys = load_tile(k_base, HK * D, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-                            tail = load_state(dstates, d, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
-                            dv = tl.dot(keys, tail, dv, input_precision=PRECISION)  # [C, BV]
-                    if HEADS > 1:
-                        written += tl.sum(v.to(tl.float32) * dv, axis=1)
-                    dv = tl.dot(weights, do, dv * kept[:, None], input_precision=PRECISION)  # [C, BV]
-                    if SKIP:
-                        c = v0 + tl.arange(0, BLOCK_V)  # [BV]
-                        skip = tl.load(skip_ptr + (seq.to(tl.int64) * HS + h) * V + c, mask=c < V, other=0.0).to(tl.float32)  # [BV]
-                        dv += do.to(tl.float32) * skip[None, :]
-                        dskip = tl.sum(do.to(tl.float32) * v.to(tl.float32), axis=0)  # [BV]
-                        tl.store(dskip_ptr + (index.to(tl.int64) * HS + h) * V + c, dskip, mask=c < V)
-                    store_tile(dv_ptr + first * (HS * V) + h * V, dv, HS * V, count, v0, V, CHUNK, BLOCK_V)
-            ds_all += ds * decay
-            if DECAY != NONE or BETA:
-                if HEADS == 1:
-                    written += tl.sum(k.to(tl.float32) * dk_state, axis=1)
-                if BETA:
-                    tl.store(dbeta_ptr + part, written * leave, mask=r < count)
-                if DECAY != NONE:
-                    # A token's decay applies to what was written before it: row t takes the columns before t.
-                    written = tl.where(r[:, None] > r[None, :], (written * kept)[None, :], 0.0)  # [C, C]
-                    dg = tl.sum(written, axis=1)  # [C]
-                    if DECAY == CONSTANT:
-                        total = tl.sum(tl.where(r < count, dg, 0.0), axis=0)
-                        tl.store(dg_ptr + ((tiles + tile).to(tl.int64) * chunks + index) * HS + h, total)
-                    else:
-                        tl.store(dg_ptr + part, dg, mask=r < count)
-            if HEADS == 1:
-                dk += dk_state * kept[:, None]
+                    for d in tl.static_range(0, D, BLOCK_K):
+                        keys = load_tile(k_base, HK * D, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+                        tail = load_state(dstates, d, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+                        dv = tl.dot(keys, tail, dv, input_precision=PRECISION)  # [C, BV]
+                dv = tl.dot(weights, do, dv * kept[:, None], input_precision=PRECISION)  # [C, BV]
+                if SKIP:
+                    c = v0 + tl.arange(0, BLOCK_V)  # [BV]
+                    skip = tl.load(skip_ptr + (seq.to(tl.int64) * HS + h) * V + c, mask=c < V, other=0.0).to(tl.float32)  # [BV]
+                    dv += do.to(tl.float32) * skip[None, :]
+                    dskip = tl.sum(do.to(tl.float32) * v.to(tl.float32), axis=0)  # [BV]
+                    tl.store(dskip_ptr + (index.to(tl.int64) * HS + h) * V + c, dskip, mask=c < V)
+                store_tile(dv_ptr + first * (HS * V) + h * V, dv, HS * V, count, v0, V, CHUNK, BLOCK_V)
+        ds *= decay
+        if DECAY != NONE or BETA:
+            written = tl.sum(k.to(tl.float32) * dk, axis=1)  # [C], this tile's part of k_j^T dS v_j
+            if BETA:
+                tl.store(dbeta_ptr + part, written * leave, mask=r < count)
+            if DECAY != NONE:
+                # A token's decay applies to what was written before it: row t takes the columns before t.
+                written = tl.where(r[:, None] > r[None, :], (written * kept)[None, :], 0.0)  # [C, C]
+                dg = tl.sum(written, axis=1)  # [C]
+                if DECAY == CONSTANT:
+                    total = tl.sum(tl.where(r < count, dg, 0.0), axis=0)
+                    tl.store(dg_ptr + ((tiles + tile).to(tl.int64) * chunks + index) * HS + h, total)
+                else:
+                    tl.store(dg_ptr + part, dg, mask=r < count)
+        dk *= kept[:, None]
         q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        dk = tl.dot(operand_of(ds_all, q.dtype, PRECISION), q, dk, input_precision=PRECISION)  # [C, BK]
-        number = h0 // HEADS % (HS // HK // HEADS)  # which part of the shared head's gradient
-        row = (number.to(tl.int64) * TOKENS + first) * (HK * D) + h0 // (HS // HK) * D
+        dk = tl.dot(operand_of(ds, q.dtype, PRECISION), q, dk, input_precision=PRECISION)  # [C, BK]
+        number = h % (HS // HK)  # which part of the shared head's gradient
+        row = (number.to(tl.int64) * TOKENS + first) * (HK * D) + h // (HS // HK) * D
         store_tile(dk_ptr + row, dk, HK * D, count, d0, D, CHUNK, BLOCK_K)

@@ -7,7 +7,7 @@ from jax import Array
 from ...launch import Execute, run
 from ...launch.sizes import cdiv
 from ..spec import heads_of, RecurrenceArrays, RecurrenceSpec
-from . import key_gradients
+from . import key_gradients, splits
 from .call import (
     Call,
     first_copies,
@@ -24,8 +24,8 @@ from .tile_sizes import TritonConfig
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The scores; states and gates are recomputed."""
-    return {"scores": ("T", f"H{heads_of(arrays, spec).out}", "chunk")}
+    """The scores and the effects of splits; states and gates are recomputed."""
+    return {"scores": ("T", f"H{heads_of(arrays, spec).out}", "chunk")} | splits.saved_axes(arrays, spec)
 
 
 def forward(
@@ -35,12 +35,14 @@ def forward(
     call, copies = _call(arrays, spec, config, execute)
     folded, scores = fold(call, *gates(call), scores=True)
     assert scores is not None
-    states, final = folded.states()
+    effects = splits.effects_of(folded)
+    states, final = folded.states(effects)
     out = folded.out(states, scores=scores)
     if arrays.skip is not None:
         skipped = _per_head(arrays.v, out.shape[2]) * arrays.skip.astype(jnp.float32)[:, None]
         out = (out.astype(jnp.float32) + skipped).astype(out.dtype)
-    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), "scores": scores}
+    saved = {"scores": scores, **splits.to_saved(folded, effects)}
+    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
 
 
 def backward(
@@ -57,9 +59,10 @@ def backward(
     call, copies = _call(arrays, spec, config, execute)
     high, low = gates(call)
     folded, _ = fold(call, high, low, scores=False)
-    states, _ = folded.states()
+    states, _ = folded.states(splits.from_saved(folded, saved))
     dout = dout.astype(call.arrays.q.dtype)
-    dstates, dinitial = folded.dstates(dout, in_first_copies(dfinal_state, copies))
+    effects = splits.effects_of(folded, dout)
+    dstates, dinitial = folded.dstates(dout, in_first_copies(dfinal_state, copies), effects)
     given = {
         "folded_k": folded.launch.arrays["k"],
         "gates": high,

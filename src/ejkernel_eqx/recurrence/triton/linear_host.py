@@ -9,29 +9,39 @@ from jax import Array
 from ...launch import Execute, NOTHING, result, run
 from ...launch.sizes import cdiv
 from ..spec import CONSTANT, heads_of, NONE, RecurrenceArrays, RecurrenceSpec
-from . import gradients
-from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies, sum_heads
+from . import gradients, shared_host, splits
+from .call import (
+    Call,
+    first_copies,
+    in_first_copies,
+    make_call,
+    repeated,
+    sum_copies,
+    sum_heads,
+)
 from .tile_sizes import TritonConfig
 
 _PARTS = 8  # at most this many partial sums of the gradient of a shared head
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """Nothing: the backward recomputes the states."""
-    return {}
+    """The effects of splits; the backward recomputes the states."""
+    return splits.saved_axes(arrays, spec)
 
 
 def forward(
     arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
 ) -> dict[str, Array]:
     call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
+    effects = splits.effects_of(call)
     if config.single:
-        out, final = call.single()
+        out, final = call.single(effects)
     else:
-        states, final = call.states()
+        states, final = call.states(effects)
         out = call.out(states, heads_each=_heads_each(call))
     copies = call.sizes[0] // heads_of(arrays, spec).state
-    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies)}
+    saved = splits.to_saved(call, effects)
+    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
 
 
 def backward(
@@ -47,8 +57,9 @@ def backward(
     call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
     copies = call.sizes[0] // heads_of(arrays, spec).state
     dout = dout.astype(call.arrays.q.dtype)
-    states, _ = call.states()
-    dstates, dinitial = call.dstates(dout, in_first_copies(dfinal, copies))
+    states, _ = call.states(splits.from_saved(call, saved))
+    effects = splits.effects_of(call, dout)
+    dstates, dinitial = call.dstates(dout, in_first_copies(dfinal, copies), effects)
     grads = _gradients(call, states, dstates, dout)
     grads["v"] = sum_heads(grads["v"], arrays.v.shape[2])
     if arrays.initial_state is not None:
@@ -58,15 +69,41 @@ def backward(
 
 def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[str, Array]:
     """Gradients of all given operands over tokens and of `skip`."""
+    arrays, decay = call.arrays, call.spec.decay
+    heads, _, values = call.sizes
+    batch = arrays.q.shape[0]
+    each = _heads_each(call)
+    if each > 1:
+        results = shared_host.gradients(call, states, dstates, dout, _shared(call), each)
+    else:
+        results = _separate_gradients(call, states, dstates, dout)
+    grads = {
+        "q": _sum_parts(results["dq"]),
+        "k": _sum_parts(results["dk"]),
+        "v": sum_heads(results["dv"], arrays.v.shape[2]),
+    }
+    if decay == CONSTANT:
+        dg = results["dg"].reshape(batch, call.chunks // batch, heads).sum(1)
+        grads["g"] = sum_heads(dg, call.launch.numbers["HG"], axis=1)
+    elif decay != NONE:
+        grads["g"] = sum_heads(results["dg"], call.launch.numbers["HG"])
+    if arrays.beta is not None:
+        grads["beta"] = sum_heads(results["dbeta"], call.launch.numbers["HB"])
+    if arrays.skip is not None:
+        grads["skip"] = results["dskip"].reshape(batch, call.chunks // batch, heads, values).sum(1)
+    return grads
+
+
+def _separate_gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[str, Array]:
+    """The same for each state head, all from one kernel."""
     arrays, tile, decay = call.arrays, call.config.gradients, call.spec.decay
     heads, dim, values = call.sizes
-    each = _heads_each(call)
     batch, length = arrays.q.shape[:2]
     tiles = cdiv(dim, tile.block_k)
 
-    def shared(x: Array) -> jax.ShapeDtypeStruct:
-        parts = heads // x.shape[2] // each
-        return result(parts, *x.shape, dtype=x.dtype if parts == 1 else jnp.float32)
+    def parts(x: Array) -> jax.ShapeDtypeStruct:
+        count = heads // x.shape[2]
+        return result(count, *x.shape, dtype=x.dtype if count == 1 else jnp.float32)
 
     scalars = result(2 * tiles, batch, length, heads)
     sums = result(2 * tiles, call.chunks, heads)
@@ -74,38 +111,28 @@ def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[s
         gradients.gradients_kernel,
         tile,
         {
-            "dq": shared(arrays.q),
-            "dk": shared(arrays.k),
+            "dq": parts(arrays.q),
+            "dk": parts(arrays.k),
             "dv": call.gradient(arrays.v),
             "dg": NOTHING if decay == NONE else sums if decay == CONSTANT else scalars,
             "dbeta": NOTHING if arrays.beta is None else scalars,
             "dskip": NOTHING if arrays.skip is None else result(call.chunks, heads, values),
         },
-        2 * tiles * call.chunks * (heads // each),
+        2 * tiles * call.chunks * heads,
         {"states": states, "dstates": dstates, "do": dout},
-        HEADS=each,
     )
-    grads = {
-        "q": _sum_parts(results["dq"]),
-        "k": _sum_parts(results["dk"]),
-        "v": sum_heads(results["dv"], arrays.v.shape[2]),
-    }
-    if decay == CONSTANT:
-        dg = _sum_parts(results["dg"]).reshape(batch, call.chunks // batch, heads).sum(1)
-        grads["g"] = sum_heads(dg, call.launch.numbers["HG"], axis=1)
-    elif decay != NONE:
-        grads["g"] = sum_heads(_sum_parts(results["dg"]), call.launch.numbers["HG"])
-    if arrays.beta is not None:
-        grads["beta"] = sum_heads(_sum_parts(results["dbeta"]), call.launch.numbers["HB"])
-    if arrays.skip is not None:
-        grads["skip"] = results["dskip"].reshape(batch, call.chunks // batch, heads, values).sum(1)
-    return grads
+    summed = [name for name in ("dg", "dbeta") if results[name].ndim > 1]
+    return results | {name: _sum_parts(results[name]) for name in summed}
+
+
+def _shared(call: Call) -> int:
+    """How many state heads share a query and a key head."""
+    return math.gcd(*(call.launch.numbers["HS"] // call.launch.numbers[name] for name in ("HQ", "HK")))
 
 
 def _heads_each(call: Call) -> int:
     """How many of the state heads that share a query and a key head are processed by one program."""
-    shared = math.gcd(*(call.launch.numbers["HS"] // call.launch.numbers[name] for name in ("HQ", "HK")))
-    each = 1
+    shared, each = _shared(call), 1
     while shared % (2 * each) == 0 and shared // each > _PARTS:
         each *= 2
     return each

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .tile import (
     between,
+    chunks_of_split,
     decays_of,
     from_start,
     last_start,
@@ -13,6 +14,7 @@ from .tile import (
     load_vector,
     NONE,
     operand_of,
+    pass_split,
     SCALAR,
     segment_starts,
     state_tile,
@@ -23,18 +25,21 @@ from .tile import (
 # fmt: off
 @triton.jit
 def single_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, initial_ptr, starts_ptr, bounds_ptr, T, TOKENS,
+    q_ptr, k_ptr, v_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, initial_ptr, starts_ptr, bounds_ptr, local_ptr, passed_ptr, T, TOKENS,
     out_ptr, final_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr,
     V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr,
     BETA: tl.constexpr, SKIP: tl.constexpr, INITIAL: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
 ):
-    """The outputs and the final state for one sequence, head and tile of value channels (`BLOCK_K >= D`)."""
-    seq, h, _d0, v0, first, length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
+    """The outputs and the final state for one split of a sequence, head and tile of value channels (`BLOCK_K >= D`)."""
+    seq, split, h, _d0, v0, first, length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
     if INITIAL:
         state = load_state(initial_ptr + own, 0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
+    if SPLITS > 1:
+        for before in tl.range(0, split):
+            state = pass_split(state, local_ptr, passed_ptr, before, seq, h, 0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)  # [BK, BV]
     r = tl.arange(0, CHUNK)  # [C]
     c = v0 + tl.arange(0, BLOCK_V)  # [BV]
     if SKIP:
@@ -51,7 +56,8 @@ def single_kernel(
         total = tl.exp2(whole + 0.0)  # []
 
     # Chunk by chunk: O = scale (Q e^G) S + A V, S <- e^{G_C} S + (K e^{G_C - G} b)^T V.
-    for n in tl.range(0, tl.cdiv(length, CHUNK)):
+    begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
+    for n in tl.range(begin, end):
         row = first + n * CHUNK
         count = tl.minimum(length - n * CHUNK, CHUNK)
         q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
@@ -92,4 +98,7 @@ def single_kernel(
             v = operand_of(v.to(tl.float32) * weight[:, None], k.dtype, PRECISION)  # [C, BV]
         state = tl.dot(tl.trans(k), v, state * total, input_precision=PRECISION)  # [BK, BV]
 
-    store_tile(final_ptr + own, state, V, D, v0, V, BLOCK_K, BLOCK_V)
+    if SPLITS == 1:
+        store_tile(final_ptr + own, state, V, D, v0, V, BLOCK_K, BLOCK_V)
+    elif split == SPLITS - 1:
+        store_tile(final_ptr + own, state, V, D, v0, V, BLOCK_K, BLOCK_V)

@@ -57,17 +57,48 @@ def sequence_of(seq, bounds_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
 
 @triton.jit
 def state_tile(bounds_ptr, T, HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-               BLOCK_V: tl.constexpr, TABLE: tl.constexpr):
-    """For programs over sequences, state heads, tiles of key channels and tiles of value channels (fastest): the first two, the channels
-    where the tiles begin, the results of `sequence_of`, and the offset of the state `[D, V]`."""
+               BLOCK_V: tl.constexpr, TABLE: tl.constexpr, SPLITS: tl.constexpr = 1):
+    """For programs over sequences, `SPLITS` splits of them, state heads, tiles of key channels and tiles of value channels (fastest): the
+    sequence, the split, the head, the channels where the tiles begin, the results of `sequence_of`, and the offset of the state `[D, V]`."""
     tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     tiles_k: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     index = tl.program_id(0)
     v0, index = index % tiles_v * BLOCK_V, index // tiles_v
     d0, index = index % tiles_k * BLOCK_K, index // tiles_k
-    h, seq = index % HS, index // HS
+    h, index = index % HS, index // HS
+    split, seq = index % SPLITS, index // SPLITS
     first, length, chunk = sequence_of(seq, bounds_ptr, T, CHUNK, TABLE)
-    return seq, h, d0, v0, first, length, chunk, index.to(tl.int64) * (D * V)
+    return seq, split, h, d0, v0, first, length, chunk, (seq.to(tl.int64) * HS + h) * (D * V)
+
+
+@triton.jit
+def chunks_of_split(split, length, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
+    """The first chunk of a split of a sequence and the one after its last. The last splits of a short sequence are shorter or empty."""
+    chunks = tl.cdiv(length, CHUNK)
+    if SPLITS == 1:
+        return 0 * chunks, chunks
+    each = tl.cdiv(chunks, SPLITS)
+    return tl.minimum(split * each, chunks), tl.minimum((split + 1) * each, chunks)
+
+
+@triton.jit
+def pass_split(state, local_ptr, passed_ptr, split, seq, h, d0, v0, HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+               BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr):
+    """A state (or its gradient) after a split, from the one before it: `local` is what the split makes of a zero state, `passed` the decay over
+    all of it."""
+    at = (seq.to(tl.int64) * SPLITS + split) * HS + h
+    local = load_state(local_ptr + at * (D * V), d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
+    return state * load_carry(passed_ptr + at * D, d0, D, BLOCK_K)[:, None] + local
+
+
+@triton.jit
+def store_split(local, passed, local_ptr, passed_ptr, split, seq, h, d0, v0, HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+                BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr):
+    """What `pass_split` reads: `local [sequences, SPLITS, HS, D, V]` and `passed [sequences, SPLITS, HS, D]`."""
+    at = (seq.to(tl.int64) * SPLITS + split) * HS + h
+    store_tile(local_ptr + at * (D * V) + d0 * V, local, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+    d = d0 + tl.arange(0, BLOCK_K)  # [BK]
+    tl.store(passed_ptr + at * D + d, passed, mask=(d < D) & (v0 == 0))
 
 
 @triton.jit

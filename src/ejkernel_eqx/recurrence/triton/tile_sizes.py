@@ -4,7 +4,8 @@ import dataclasses
 from typing import Annotated
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps
+from ...launch import limits_registers, register_limits_measured
+from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Registers, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, KEY, NONE
 
@@ -17,15 +18,19 @@ class Tile:
     block_v: Block
     num_warps: Warps
     num_stages: Count
+    max_registers: Registers = 0
 
     __post_init__ = check_fields
+
+
+CHUNK_SIZES = (16, 32, 64, 128, 256)
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
     """The chunk size and the tile of every phase. A member without a phase ignores its tile."""
 
-    chunk_size: Annotated[int, one_of(16, 32, 64, 128, 256)]
+    chunk_size: Annotated[int, one_of(*CHUNK_SIZES)]
     """Number of tokens whose scores form one matrix, and between two stored states."""
     scores: Tile
     wy: Tile
@@ -36,13 +41,16 @@ class TritonConfig:
     float32_dot: Float32Dot = "tf32x3"
     single: bool = False
     """Whether the forward pass of a linear member without a decay per key is a single kernel, with the value channels of `out`."""
+    splits: Count = 1
+    """The number of parts of each sequence of a linear member that have programs of their own."""
 
     __post_init__ = check_fields
 
 
 _LARGE, _SOME = 160 * 1024, 96 * 1024  # shared memory of one program, in bytes
+_LEAST_SPLIT = 512  # tokens of a sequence's part
 _KERNELS = ("scores", "wy", "states", "out", "dstates", "gradients")
-_Row = tuple[int, int, int, int]
+_Row = tuple[int, ...]
 # For each kernel in turn: tiles for devices with a lot of shared memory, with some, and with little.
 _HALF: tuple[tuple[_Row, ...], ...] = (
     ((64, 64, 4, 1), (32, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 1)),
@@ -54,6 +62,9 @@ _FLOAT32: tuple[tuple[_Row, ...], ...] = (
     ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
     ((16, 16, 4, 1),) * 6,
 )
+# For state heads that share queries and keys, with a lot of shared memory. Tiles of wide values are held for one step of a loop only.
+_SHARED: dict[str, _Row] = {"wy": (128, 64, 4, 1, 168), "gradients": (64, 64, 4, 3)}
+_SHARED_WIDE: dict[str, _Row] = {"wy": (64, 64, 4, 1), "gradients": (64, 64, 4, 1)}
 # For linear members with a decay per key channel, with a lot of shared memory.
 _KEY: dict[str, _Row] = {"wy": (64, 128, 4, 1), "out": (64, 128, 4, 2), "gradients": (32, 128, 4, 1)}
 
@@ -64,28 +75,31 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     room = 0 if device.shared_memory >= _LARGE else 1 if device.shared_memory >= _SOME else 2
     rows = dict(zip(_KERNELS, (_HALF if half else _FLOAT32)[room], strict=True))
     single = half and room == 0 and _is_single(problem, device)
-    programs = _single_programs(problem)
+    splits = 1 if problem.flag("step") or problem.flag("delta") else _splits(problem, device)
+    programs = splits * _single_programs(problem)
     if single and programs <= _multiprocessors(device) and problem.flag("decay") == CONSTANT:
         # Two programs per multiprocessor instead of one; measured for constant decays only.
         rows["out"] = (128, 32, 4, 3)
     elif single:
         rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * _multiprocessors(device) else 3)
     if half and room == 0 and _shared(problem):
-        rows["gradients"] = (128, 64, 8, 2)
+        rows |= _SHARED if problem.dim("V") <= 64 else _SHARED_WIDE
     if half and room == 0 and device.capability < (9, 0):
         # Larger tiles spill up to 5 KiB per thread (compiled, not measured).
-        rows["gradients"] = (64, 32, 8 if _shared(problem) else 4, 1)
+        rows["gradients"] = (32, 64, 4, 1) if _shared(problem) else (64, 32, 4, 1)
     if half and room == 0 and key:
         rows |= _KEY
-    if not half and key:
+    if not half and (key or _shared(problem)):
         rows["gradients"] = rows["scores"]
     chunk_size = 64 if room < 2 else 32
-    if not half and device.capability >= (10, 0) and _shared(problem) and problem.dim("D") > 128:
+    if not half and device.capability >= (10, 0) and _shared(problem) and problem.dim("D") > 64:
         # Three passes over chunks of 64 would take more tensor memory than Blackwell has.
-        chunk_size, rows["gradients"] = 32, (32, 32, 8, 1)
+        chunk_size = 32
     tiles = {name: _narrowed(row, problem) for name, row in rows.items()}
+    if not (limits_registers(device) and register_limits_measured(device)):
+        tiles = {name: dataclasses.replace(tile, max_registers=0) for name, tile in tiles.items()}
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
-    return TritonConfig(chunk_size, **tiles, single=single, float32_dot=precision)
+    return TritonConfig(chunk_size, **tiles, single=single, float32_dot=precision, splits=splits)
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
@@ -105,14 +119,23 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
             others.append(dataclasses.replace(first, out=_narrowed(row, problem)))
     key = problem.flag("decay") == KEY and not problem.flag("delta")
     rows = ((32, 64, 4, 1),) if key else ((128, 32, 4, 1), (128, 32, 4, 2), (128, 64, 4, 1), (128, 64, 8, 2))
+    if _shared(problem) and not key:
+        rows = ((64, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 3))
+        others.append(dataclasses.replace(first, wy=_narrowed((128, 64, 4, 2), problem)))
     for row in rows:
         others.append(dataclasses.replace(first, gradients=_narrowed(row, problem)))
+    if first.splits > 1:
+        others += [
+            dataclasses.replace(first, splits=splits) for splits in (first.splits // 2, 2 * first.splits)
+        ]
     return list(dict.fromkeys([first, *others]))
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     if config.single and (problem.flag("delta") or problem.flag("decay") == KEY):
         return "single=True is for members without a delta rule and without a decay per key channel"
+    if config.splits > 1 and problem.flag("delta"):
+        return "splits are for members without a delta rule"
     return None
 
 
@@ -121,9 +144,25 @@ def _is_single(problem: Problem, device: DeviceFacts) -> bool:
     plain = not problem.flag("step") and not problem.flag("delta") and problem.flag("decay") != KEY
     # Except on Hopper, where it was measured, the state of wide keys spills with a decay per token.
     widest = 128 if device.capability[0] == 9 or problem.flag("decay") in (NONE, CONSTANT) else 64
-    return (
-        plain and problem.dim("D") <= widest and 4 * _single_programs(problem) >= 3 * _multiprocessors(device)
-    )
+    if not plain or problem.dim("D") > widest:
+        return False
+    return _is_enough(_splits(problem, device) * _single_programs(problem), device)
+
+
+def _is_enough(programs: int, device: DeviceFacts) -> bool:
+    return 4 * programs >= 3 * _multiprocessors(device)
+
+
+def _splits(problem: Problem, device: DeviceFacts) -> int:
+    """How many parts of each sequence make two programs for every multiprocessor; one if there are enough without."""
+    programs, splits = _single_programs(problem), 1
+    if _is_enough(programs, device):
+        return 1
+    each = problem.dim("N") if problem.flag("packed") == "offsets" else 1
+    most = problem.dim("T") // (each * _LEAST_SPLIT)
+    while 2 * splits <= most and 2 * splits * programs <= 2 * _multiprocessors(device):
+        splits *= 2
+    return splits
 
 
 def _single_programs(problem: Problem) -> int:
@@ -142,6 +181,6 @@ def _shared(problem: Problem) -> bool:
 
 def _narrowed(row: _Row, problem: Problem) -> Tile:
     """The tile, limited to the width of the channels."""
-    block_k, block_v, num_warps, num_stages = row
+    block_k, block_v, *options = row
     dim, values = padded(problem.dim("D")), padded(problem.dim("V"))
-    return Tile(min(block_k, dim), min(block_v, values), num_warps, num_stages)
+    return Tile(min(block_k, dim), min(block_v, values), *options)

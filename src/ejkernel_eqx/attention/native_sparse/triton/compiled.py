@@ -10,13 +10,14 @@ from jax import Array
 
 from ....core.platforms import kernels_unavailable
 from ....dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ....launch import Execute, Launcher, LOG2E, result, run
-from ....launch.fields import Block, check_fields, Count, Float32Dot, Power, Warps
+from ....launch import Execute, Launcher, limits_registers, LOG2E, register_limits_measured, result, run
+from ....launch.fields import check_fields, Float32Dot
 from ....launch.sizes import cdiv, padded
 from ....paged.triton import compiled as pages
 from ...cotangents import row_terms
 from ...spec import AttentionArrays
 from ...triton import compiled as attention
+from ...triton import tile_sizes
 from .. import branches
 from ..lists import by_key, lists_of
 from ..problems import COMPRESSED, of_branch, SLIDING
@@ -31,7 +32,8 @@ from ..spec import (
     of_sequence,
     positions,
 )
-from . import few, kernels
+from . import by_blocks, few, kernels
+from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
 
 OPAQUE = True
 PARTS = {
@@ -48,55 +50,15 @@ MAX_GROUP = 128
 _MAX_BLOCK = 256
 _BRANCHES = {COMPRESSED: branches.compressed, SLIDING: branches.sliding}
 _BYTES = 2**28  # of weights of compressed keys at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class RowTile:
-    """A program has the heads of one group at one query."""
-
-    num_warps: Warps
-    num_stages: Count
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyTile:
-    """A program has a block of keys and up to `span` of the queries that chose it, `tokens` at a time."""
-
-    tokens: Power
-    span: Power
-    num_warps: Warps
-    num_stages: Count
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class SelectionTile:
-    """A tile of the weights of compressed keys."""
-
-    block_q: Block
-    block_k: Block
-    num_warps: Warps
-    num_stages: Count
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class FewTiles:
-    """The forward of two branches where there are few queries: attention over pages."""
-
-    compressed: pages.TritonConfig
-    sliding: pages.TritonConfig
+_MANY = 4096  # queries from which on the forward runs by blocks
+_FEW = 512  # programs, which do not fill a GPU evenly
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
     """Kernels of the selected branch and of its choice, and the configurations of the two branches that are softmax attention."""
 
-    forward: RowTile
+    forward: ForwardTile
     query_gradient: RowTile
     key_gradient: KeyTile
     selection: SelectionTile
@@ -106,14 +68,6 @@ class TritonConfig:
     float32_dot: Float32Dot = "tf32x3"
 
     __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class _Warped:
-    """A kernel without a choice of its own."""
-
-    num_warps: int
-    num_stages: int = 1
 
 
 config_type = TritonConfig
@@ -134,21 +88,20 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-# Warps and stages of the forward and of the gradient of queries; rows of a tile, warps and stages of the gradient of keys. Best first.
-_ROWS = ((4, 3), (4, 2), (2, 3), (2, 2), (1, 2), (4, 4), (8, 2))
-_QUERIES = ((4, 2), (4, 3), (2, 2), (2, 3), (8, 2))
-_KEYS = ((64, 8, 2), (32, 4, 2), (64, 4, 2), (64, 8, 1), (32, 4, 3), (16, 4, 2))
+# Rows of a tile, warps and stages: of the forward by blocks and of the gradient of keys. Warps and stages of the forward by queries and of the
+# gradient of queries. Best first.
+_BLOCKS = ((64, 4, 3), (64, 4, 2), (64, 4, 4))
+_FEW_ROWS = ((4, 3), (4, 2), (2, 3), (2, 2), (4, 4), (8, 2))
+_ROWS = ((1, 2), (2, 2), (4, 3), (2, 3), (4, 2))
+_QUERIES = ((2, 2), (4, 3), (1, 2), (4, 2))
+_KEYS = ((64, 4, 2), (32, 4, 2), (32, 4, 3), (64, 4, 1), (16, 4, 2))
+_SPARING_KEYS = (64, 8, 2)
 
 # Of the weights of compressed keys: queries, keys, warps, stages.
-_SELECTIONS = (
-    (128, 64, 8, 2),
-    (128, 64, 4, 2),
-    (64, 64, 4, 2),
-    (128, 128, 8, 2),
-    (64, 128, 4, 2),
-    (128, 64, 8, 1),
-)
+_SELECTIONS = ((64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 2), (128, 128, 8, 3), (64, 64, 4, 2))
+_SPARING_SELECTION = (128, 64, 8, 2)  # of registers, for an A100
 _WIDE_SELECTIONS = ((64, 32, 4, 1), (32, 32, 4, 1), (64, 64, 8, 1))
+_FEW_SELECTIONS = ((16, 64, 4, 1), (16, 32, 2, 1), (16, 32, 4, 1))
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
@@ -158,25 +111,54 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     is_wide = problem.dtype("qkv") == "float32" or device.vendor != "nvidia"
-    large = max(padded(problem.dim("D")), padded(problem.dim("V"))) > 128
+    width = max(padded(problem.dim("D")), padded(problem.dim("V")))
+    large = width > 128
     group = padded(problem.dim("H") // problem.dim("K"))
     dot: dict[str, Any] = {} if device.vendor == "nvidia" else {"float32_dot": "ieee"}
     found = []
     compressed, sliding = (
         attention.candidates(of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)
     )
+    if limits_registers(device) and register_limits_measured(device) and width == 128 and not is_wide:
+        # Ranges that grow with the queries leave two programs a multiprocessor about even.
+        first = dataclasses.replace(compressed[0], forward=attention.TileConfig(*tile_sizes.SIDE_BY_SIDE))
+        compressed = [first, *compressed]
     pages_of = [pages.candidates(few.of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)]
     select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
-    for n in range(max(map(len, (_ROWS, _QUERIES, _KEYS, *pages_of)))):
+    if problem.dim("T") <= few.MOST_QUERIES:
+        select = _FEW_SELECTIONS
+    elif select is _SELECTIONS and device.capability < (9, 0):
+        select = (_SPARING_SELECTION, *select)
+    programs, count = problem.dim("B") * problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1)
+    span, rows_of = (
+        span_for(programs, count, device),
+        _FEW_ROWS if problem.dim("T") <= few.MOST_QUERIES else _ROWS,
+    )
+    forwards = [ForwardTile(0, span, warps, 1 if is_wide or large else stages) for warps, stages in rows_of]
+    if problem.dim("T") >= _MANY and not (is_wide or large):
+        by_block = [ForwardTile(max(1, rows // group), 256, *more) for rows, *more in _BLOCKS]
+        forwards = [*by_block, *forwards[:3]]
+    # On an H200 four warps take half of the time of eight, although they spill 32 bytes a thread.
+    keys_of = _KEYS if device.capability >= (9, 0) else (_SPARING_KEYS, *_KEYS)
+    for n in range(max(map(len, (forwards, _QUERIES, keys_of, *pages_of)))):
         take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
-        (fw, fs), (qw, qs), (rows, kw, ks) = take(_ROWS), take(_QUERIES), take(_KEYS)
+        (qw, qs), (rows, kw, ks) = take(_QUERIES), take(keys_of)
         if is_wide or large:
-            fs, qs, rows, ks = 1, 1, 32, 1
+            qs, rows, ks = 1, 32, 1
         keys = KeyTile(max(1, rows // group), 1024, kw, ks)
-        own = RowTile(fw, fs), RowTile(qw, qs), keys, SelectionTile(*take(select))
+        own = take(forwards), RowTile(qw, qs), keys, SelectionTile(*take(select))
         few_tiles = FewTiles(*map(take, pages_of))
         found.append(TritonConfig(*own, take(compressed), take(sliding), few_tiles, **dot))
     return list(dict.fromkeys(found))
+
+
+def span_for(programs: int, count: int, device: DeviceFacts) -> int:
+    """The blocks of a program, of `count` for each query and key head: fewer if these `programs` leave the device idle. Not on AMD's, whose compiler
+    merges them through more memory than there is."""
+    if device.vendor != "nvidia":
+        return count
+    idle = 4 * (device.num_multiprocessors or 108) // max(1, programs)
+    return max(1, count >> max(0, idle.bit_length() - 1))
 
 
 def forward(
@@ -202,14 +184,18 @@ def forward(
     indices = arrays.indices
     if indices is None:
         indices = _choose(launch, arrays, spec, config.selection, found["compressed_lse"])
-    batch, length, heads, _ = arrays.q.shape
-    outputs = {
-        "out": result(batch, length, heads, arrays.v.shape[-1], dtype=arrays.q.dtype),
-        "lse": result(batch, heads, length),
-    }
-    programs = batch * length * arrays.k.shape[2]
-    own = {"indices": indices}
-    selected = launch(kernels.forward_kernel, config.forward, outputs, programs, own, name="native_forward")
+    if config.forward.tokens:
+        selected = by_blocks.attended(launch, arrays, spec, config.forward, indices)
+    else:
+        selected = by_blocks.by_queries(
+            launch.knowing({"indices": indices}),
+            kernels.forward_kernel,
+            config.forward,
+            (*arrays.q.shape[:3], arrays.v.shape[-1]),
+            arrays.k.shape[2],
+            spec.count,
+            config.forward.span,
+        )
     found["selected_out"], found["selected_lse"] = selected["out"], selected["lse"]
     out = branches.combine(arrays.gates, found, arrays.q.dtype)
     return {"out": out, "indices": indices} | (found if save else {})
@@ -230,10 +216,13 @@ def backward(
     whole = {}
     for name in (COMPRESSED, SLIDING):
         (call, own), (out, lse, dout) = _BRANCHES[name](arrays, spec), results[name]
-        tiles = getattr(config, name)
-        whole[name] = attention.backward(
-            call, own, tiles, out, lse, dout, jnp.zeros_like(lse), execute=execute
+        tiles, times = getattr(config, name), 1
+        if cdiv(call.k.shape[1], tiles.key_gradient.block_k) * call.k.shape[0] * call.k.shape[2] < _FEW:
+            times = arrays.q.shape[2] // arrays.k.shape[2]
+        grads = attention.backward(
+            _copied(call, times), own, tiles, out, lse, dout, jnp.zeros_like(lse), execute=execute
         )
+        whole[name] = grads._replace(k=_total(grads.k, times), v=_total(grads.v, times))
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
     own = {
@@ -258,16 +247,29 @@ def backward(
     }
 
 
+def _copied(call: AttentionArrays, times: int) -> AttentionArrays:
+    """With keys and values for that many times as many heads, so that more programs sum their gradients: compressed keys are few, and each program
+    would have all queries of a group."""
+    copies = lambda x: x if times == 1 else jnp.repeat(x, times, 2)
+    return call._replace(k=copies(call.k), v=copies(call.v))
+
+
+def _total(gradient: Array, times: int) -> Array:
+    batch, keys, heads, channels = gradient.shape
+    if times == 1:
+        return gradient
+    each = gradient.reshape(batch, keys, heads // times, times, channels)
+    return each.astype(jnp.float32).sum(3).astype(gradient.dtype)
+
+
 def _key_gradient(
     launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: KeyTile, indices: Array
 ) -> tuple[Array, Array]:
     """`dk`, `dv` in float32: parts of each block's sums, then the sum of the parts."""
     (batch, _, heads, dim), values = arrays.k.shape, arrays.v.shape[-1]
     blocks = num_blocks(arrays, spec)
-    lists = lists_of(indices, blocks, tile.span)
-    pieces, each = lists.owner.shape[-1], lists.tokens.shape[-1]
-    row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1) * each
-    own = {"tokens": lists.tokens, "owner": lists.owner, "from": lists.begin + row, "to": lists.end + row}
+    lists = lists_of(indices, blocks, tile.span, together=True)
+    own, pieces = by_blocks.given(lists), lists.owner.shape[-1]
     part = lambda channels: result(batch, heads, pieces, spec.block, channels)
     parts = launch(
         kernels.key_gradient_kernel,
@@ -282,7 +284,7 @@ def _key_gradient(
         size, block = spec.block * channels, 1024
         found = launch(
             kernels.combine_kernel,
-            _Warped(4),
+            Warped(4),
             {"whole": result(batch, heads, blocks, spec.block, channels)},
             batch * heads * blocks * cdiv(size, block),
             {"part": x, "piece": lists.piece},
@@ -314,17 +316,35 @@ def _choose(
     place = positions(arrays, spec) - of_sequence(arrays.first)
     base = of_sequence(arrays.base)
     tables = {"start": every(start), "end": every(end), "place": every(place), "base": every(base)}
-    own = {"k": arrays.compressed_k, "lse": lse * LOG2E}
-    keys, blocks = arrays.compressed_k.shape[1], most_blocks(arrays, spec)
-    launch = launch.knowing(own | tables, C=keys)
+    (batch, length), heads = arrays.q.shape[:2], arrays.k.shape[2]
+    own, keys, blocks = {"k": arrays.compressed_k}, arrays.compressed_k.shape[1], most_blocks(arrays, spec)
+    if few.serves(arrays):
+        # A row of keys is a page, so that the heads of a group are the rows of a product.
+        tokens = batch * length
+        own |= {
+            "lse": jnp.moveaxis(lse, 1, 0) * LOG2E,
+            "table": jnp.arange(tokens, dtype=jnp.int32) // length,
+        }
+        launch = launch.knowing(own | tables, T=tokens, M=1, P=batch, PAGE=keys, C=keys)
+        weights = lambda chunk, count: page_weights(launch, tile, (heads, keys), chunk, count)
+        return chosen_by(weights, launch, (1, tokens, heads, keys, blocks), spec, 16).reshape(
+            batch, length, heads, spec.count
+        )
+    launch = launch.knowing(own | tables | {"lse": lse * LOG2E}, C=keys)
     weights = functools.partial(_weights, launch, arrays, tile)
-    return chosen_by(
-        weights,
-        launch,
-        (arrays.q.shape[0], arrays.q.shape[1], arrays.k.shape[2], keys, blocks),
-        spec,
-        tile.block_q,
+    return chosen_by(weights, launch, (batch, length, heads, keys, blocks), spec, tile.block_q)
+
+
+def page_weights(launch: Launcher, tile: Any, sizes: tuple[int, int], chunk: int, count: int) -> Array:
+    """As `_weights`, of compressed keys in pages: `[1, K, count, C]` for `sizes` `K, C`."""
+    heads, keys = sizes
+    programs, outputs = (
+        cdiv(keys, tile.block_k) * heads * count,
+        {"importance": result(1, heads, count, keys)},
     )
+    return launch(kernels.page_importance_kernel, tile, outputs, programs, chunk=chunk, length=count)[
+        "importance"
+    ]
 
 
 def chosen_by(
@@ -340,13 +360,13 @@ def chosen_by(
     batch, length, heads, keys, blocks = sizes
     size = max(multiple, _BYTES // max(1, 4 * batch * heads * keys) // multiple * multiple)
     columns = padded(blocks, 1)
-    rows = max(1, min(8, 1024 // columns))
+    rows = max(1, min(8, 1024 // columns))  # of a warp, whose lanes compare faster than warps do
     chosen = []
     for chunk in range(0, length, size):
         count = min(size, length - chunk)
         found = launch(
             kernels.choose_kernel,
-            _Warped(4),
+            Warped(min(8, max(1, columns // 2048))),
             {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)},
             cdiv(count, rows) * heads * batch,
             {"importance": weights(chunk, count)},

@@ -5,16 +5,16 @@ from ....paged.triton.interpreted import CONFIG as PAGES
 from ...triton.compiled import TileConfig
 from ...triton.compiled import TritonConfig as AttentionConfig
 from . import compiled
-from .compiled import FewTiles, KeyTile, RowTile, SelectionTile, TritonConfig
+from .compiled import TritonConfig
+from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile
 
-_TILE = RowTile(4, 1)
 _SQUARE = TileConfig(32, 32, 4, 1)
 _WHOLE = AttentionConfig(_SQUARE, _SQUARE, _SQUARE, fast_tanh=False, float32_dot="ieee")
 platform = Interpreted(
     compiled,
     TritonConfig(
-        _TILE,
-        _TILE,
+        ForwardTile(0, 2, 4, 1),
+        RowTile(4, 1),
         KeyTile(2, 8, 4, 1),
         SelectionTile(16, 16, 4, 1),
         _WHOLE,

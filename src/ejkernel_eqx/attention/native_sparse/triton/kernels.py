@@ -57,7 +57,7 @@ def rows_of(base, rows, width: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.conste
 
 
 @triton.jit
-def _query(t_of_call, position_ptr, b, T, offset, PLACED: tl.constexpr):
+def query_position(t_of_call, position_ptr, b, T, offset, PLACED: tl.constexpr):
     """The position of a query among the keys."""
     if PLACED:
         return tl.load(position_ptr + b * T + t_of_call)
@@ -79,18 +79,25 @@ def _with_keys(acc, total, top, q, k, v, seen, SCALE: tl.constexpr, PRECISION: t
 
 
 @triton.jit
-def _store(out_ptr, lse_ptr, acc, total, top, row, kv, b, T, H: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-           BLOCK_V: tl.constexpr):  # fmt: skip
-    """`out` and `lse` of the heads of a group at query `row = b * T + t`."""
+def _store(out_ptr, lse_ptr, acc, total, top, row, kv, b, split, T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+           GP: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
+    """`out` and `lse` of the heads of a group at query `row = b * T + t`, or, with splits, those of some of its blocks as `merge_blocks_kernel` reads
+    them."""
     heads = tl.arange(0, GP)  # [GP]
     real = heads < G
     some = total > 0  # [GP]
     acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
-    lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [GP]
+    lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))  # [GP]
+    if SPLITS > 1:
+        to = (((b * K + kv) * T + row % T) * SPLITS + split) * G + heads
+        place = to
+    else:
+        to = row * H + kv * G + heads
+        place = (b * H + kv * G + heads) * T + row % T
+        lse = lse * LN2
     c = tl.arange(0, BLOCK_V)[None, :]
-    at = (row * H + kv * G + heads)[:, None] * V + c
-    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V))
-    tl.store(lse_ptr + (b * H + kv * G + heads) * T + row % T, lse, mask=real)
+    tl.store(out_ptr + to[:, None] * V + c, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V))
+    tl.store(lse_ptr + place, lse, mask=real)
 
 
 @triton.jit
@@ -99,14 +106,17 @@ def forward_kernel(
     T, S, M, offset, out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """The heads of one group at one query a program; online softmax over its blocks."""
-    pid = tl.program_id(0)
-    kv = pid % K
-    row = (pid // K).to(tl.int64)  # b * T + t
+    """The heads of one group at one query a program, or with splits `SPAN` of its blocks; online softmax over blocks."""
+    # All queries of a key head first: its keys may fit the cache where those of all heads do not.
+    pid = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    rows = tl.num_programs(0) // (K * SPLITS)
+    kv = pid // rows
+    row = (pid % rows).to(tl.int64)  # b * T + t
     b = row // T
-    last = _query((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
+    last = query_position((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
     own = tl.minimum(tl.arange(0, GP), G - 1)  # [GP]
     q = rows_of(q_ptr + (row * H + kv * G) * D, own, D, D, BLOCK_D)  # [GP, BLOCK_D]
     k_base = k_ptr + (b * S * K + kv) * D
@@ -114,14 +124,14 @@ def forward_kernel(
     acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
     total = tl.zeros([GP], tl.float32)  # [GP]
     top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
-    for n in tl.range(0, N):
+    for n in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, N)):
         j, seen = _block(
             indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED
         )  # [BLOCK_S]
         k = rows_of(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         v = rows_of(v_base, j, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
         acc, total, top = _with_keys(acc, total, top, q, k, v, seen, SCALE, PRECISION)
-    _store(out_ptr, lse_ptr, acc, total, top, row, kv, b, T, H, V, G, GP, BLOCK_V)
+    _store(out_ptr, lse_ptr, acc, total, top, row, kv, b, split, T, H, K, V, G, GP, BLOCK_V, SPLITS)
 
 
 @triton.jit
@@ -130,10 +140,11 @@ def page_forward_kernel(
     T, M, P, out_ptr, lse_ptr,  # [T, H, V], [H, T]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """As `forward_kernel`, on the pages that the query's row of the table names. Position -1 for a token of no sequence."""
-    pid = tl.program_id(0)
+    split = tl.program_id(0) % SPLITS
+    pid = tl.program_id(0) // SPLITS
     kv = pid % K
     row = (pid // K).to(tl.int64)  # t
     last = tl.load(position_ptr + row)
@@ -143,7 +154,7 @@ def page_forward_kernel(
     total = tl.zeros([GP], tl.float32)  # [GP]
     top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
     column = tl.arange(0, BLOCK_S)  # [BLOCK_S]
-    for n in tl.range(0, N):
+    for n in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, N)):
         index = tl.load(indices_ptr + (row * K + kv) * N + n)
         begin = tl.maximum(index, 0) * BS
         j = begin + column
@@ -159,7 +170,7 @@ def page_forward_kernel(
         k = rows_where(k_ptr + kv * D, r, seen, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         v = rows_where(v_ptr + kv * V, r, seen, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
         acc, total, top = _with_keys(acc, total, top, q, k, v, seen, SCALE, PRECISION)
-    _store(out_ptr, lse_ptr, acc, total, top, row, kv, 0, T, H, V, G, GP, BLOCK_V)
+    _store(out_ptr, lse_ptr, acc, total, top, row, kv, 0, split, T, H, K, V, G, GP, BLOCK_V, SPLITS)
 
 
 @triton.jit
@@ -171,11 +182,13 @@ def query_gradient_kernel(
     PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`dq` of the heads of one group at one query a program."""
+    # All queries of a key head first: its keys may fit the cache where those of all heads do not.
     pid = tl.program_id(0)
-    kv = pid % K
-    row = (pid // K).to(tl.int64)  # b * T + t
+    rows = tl.num_programs(0) // K
+    kv = pid // rows
+    row = (pid % rows).to(tl.int64)  # b * T + t
     b = row // T
-    last = _query((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
+    last = query_position((row % T).to(tl.int32), position_ptr, b, T, offset, PLACED)
     heads = tl.arange(0, GP)  # [GP]
     real = heads < G
     own = tl.minimum(heads, G - 1)
@@ -207,9 +220,9 @@ def query_gradient_kernel(
 @triton.jit
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, position_ptr, begin_ptr,
-    tokens_ptr, owner_ptr, from_ptr, to_ptr,  # [B * K * T * N], [B * K, PIECES] thrice
+    pairs_ptr, owner_ptr, from_ptr, to_ptr,  # [B * K * T * N], [B * K, PIECES] thrice
     T, S, M, PIECES, offset, dk_ptr, dv_ptr,  # [B, K, PIECES, BS, D], [B, K, PIECES, BS, V] float32
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr,
     PACKED: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -229,8 +242,8 @@ def key_gradient_kernel(
     safe = tl.minimum(j, S - 1)
     if hi > lo:
         # Keys of the block that no query sees, and those beyond it, may hold NaN; `lo .. hi` are in the order of queries.
-        newest = tl.load(tokens_ptr + hi - 1)
-        latest = _query(newest, position_ptr, b, T, offset, PLACED)
+        newest = tl.load(pairs_ptr + hi - 1) // N
+        latest = query_position(newest, position_ptr, b, T, offset, PLACED)
         safe = tl.maximum(tl.minimum(safe, latest), 0)
     k = rows_of(k_ptr + (b * S * K + kv) * D, safe, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
     v = rows_of(v_ptr + (b * S * K + kv) * V, safe, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
@@ -240,14 +253,14 @@ def key_gradient_kernel(
     head = kv * G + tl.minimum(r % GP, G - 1)
     for n in tl.range(lo, hi, TOKENS):
         at = n + r // GP
-        t = tl.load(tokens_ptr + tl.minimum(at, hi - 1))  # [R]
+        t = tl.load(pairs_ptr + tl.minimum(at, hi - 1)) // N  # [R]
         real = (at < hi) & (r % GP < G)
         q = rows_of(q_ptr, (b * T + t) * H + head, D, D, BLOCK_D)  # [R, BLOCK_D]
         do = rows_of(do_ptr, (b * T + t) * H + head, V, V, BLOCK_V)  # [R, BLOCK_V]
         stat = (b * H + head) * T + t
         lse = tl.load(lse_ptr + stat)  # [R]
         delta = tl.load(delta_ptr + stat)  # [R]
-        last = _query(t, position_ptr, b, T, offset, PLACED)
+        last = query_position(t, position_ptr, b, T, offset, PLACED)
         seen = (j[:, None] <= last[None, :]) & real[None, :]  # [BLOCK_S, R]
         s = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (SCALE * LOG2E)  # [BLOCK_S, R]
         p = tl.where(seen, tl.exp2(s - lse[None, :]), 0.0)  # [BLOCK_S, R]

@@ -10,13 +10,15 @@ from jax import Array
 from ....attention.native_sparse import branches
 from ....attention.native_sparse.spec import NativeArrays
 from ....attention.native_sparse.triton import kernels
-from ....attention.native_sparse.triton.compiled import chosen_by, launcher_of, RowTile
+from ....attention.native_sparse.triton.by_blocks import by_queries
+from ....attention.native_sparse.triton.compiled import chosen_by, launcher_of, page_weights, span_for
 from ....attention.native_sparse.triton.compiled import unsupported as sparse_unsupported
+from ....attention.native_sparse.triton.tiles import ChosenTile
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch import Execute, LOG2E, result, run
 from ....launch.fields import Block, check_fields, Count, Float32Dot, Warps
-from ....launch.sizes import cdiv, padded
+from ....launch.sizes import padded
 from ...core import problem_of as pages_problem_of
 from ...spec import PagedArrays, PagedSpec
 from ...tokens import alone
@@ -45,7 +47,7 @@ class TritonConfig:
     """Kernels of the selected branch and of its choice, and the configurations of the two branches that are attention over pages. In the compressed
     one each query is a sequence of its own."""
 
-    selected: RowTile
+    selected: ChosenTile
     weights: KeysTile
     compressed: pages.TritonConfig
     sliding: pages.TritonConfig
@@ -77,13 +79,14 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     large = max(padded(problem.dim("D")), padded(problem.dim("V"))) > 128
     dot: dict[str, Any] = {} if device.vendor == "nvidia" else {"float32_dot": "ieee"}
     compressed, sliding = (pages.candidates(of, device) for of in _parts(problem))
+    span = span_for(problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1), device)
     found = []
     for n in range(max(map(len, (_ROWS, compressed)))):
         take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
         (warps, stages), (keys, key_warps, key_stages) = take(_ROWS), take(_WEIGHTS)
         if is_wide or large:
             stages, keys = 1, 32
-        tiles = RowTile(warps, stages), KeysTile(keys, key_warps, key_stages)
+        tiles = ChosenTile(span, warps, stages), KeysTile(keys, key_warps, key_stages)
         found.append(TritonConfig(*tiles, take(compressed), take(sliding), **dot))
     return list(dict.fromkeys(found))
 
@@ -129,15 +132,16 @@ def forward(
         )
     else:
         indices = arrays.indices.reshape(-1, *arrays.indices.shape[2:])
-    tokens, heads, _ = main.q.shape
-    values = arrays.v.shape[-1]
-    selected = launch(
+    selected = by_queries(
+        launch.knowing({"indices": indices, "position": place}),
         kernels.page_forward_kernel,
         config.selected,
-        {"out": result(tokens, heads, values, dtype=main.q.dtype), "lse": result(heads, tokens)},
-        tokens * arrays.k.shape[-2],
-        {"indices": indices, "position": place},
+        (1, *main.q.shape[:2], arrays.v.shape[-1]),
+        arrays.k.shape[-2],
+        own.count,
+        config.selected.span,
     )
+    selected = {name: x[0] for name, x in selected.items()}
     found |= _named("selected", {"out": selected["out"], "lse": selected["lse"].T})
     found = {
         name: x.reshape(*lead, *x.shape[x.ndim - (2 if name.endswith("out") else 1) :])
@@ -182,14 +186,7 @@ def _choose(
     keys = small.page_table.shape[1] * size
     start, base = jnp.full((1, tokens), spec.first_slot, jnp.int32), jnp.zeros((1, tokens), jnp.int32)
     tables = {"start": start, "end": small.kv_len[None], "place": place[None], "base": base}
-    launch = launch.knowing({"k": small.k, "lse": lse.T * LOG2E} | tables, C=keys)
+    launch = launch.knowing({"k": small.k, "lse": lse.T * LOG2E} | tables, C=keys, PAGE=size)
 
-    def weights(chunk: int, count: int) -> Array:
-        programs = cdiv(keys, tile.block_k) * heads * count
-        outputs = {"importance": result(1, heads, count, keys)}
-        found = launch(
-            kernels.page_importance_kernel, tile, outputs, programs, PAGE=size, chunk=chunk, length=count
-        )
-        return found["importance"]
-
+    weights = lambda chunk, count: page_weights(launch, tile, (heads, keys), chunk, count)
     return chosen_by(weights, launch, (1, tokens, heads, keys, blocks), spec.sparse, 64)[0]

@@ -1,11 +1,11 @@
 """Platform `triton-interpret`: the Triton kernels themselves, interpreted on the host. Slow; for testing."""
 
-from ....attention.native_sparse.triton.compiled import RowTile
+from ....attention.native_sparse.triton.tiles import ChosenTile
 from ....core.platforms import Interpreted
 from ...triton.interpreted import CONFIG as PAGES
 from . import compiled
 from .compiled import KeysTile, TritonConfig
 
 platform = Interpreted(
-    compiled, TritonConfig(RowTile(4, 1), KeysTile(16, 4, 1), PAGES, PAGES), float32_dot="ieee"
+    compiled, TritonConfig(ChosenTile(2, 4, 1), KeysTile(16, 4, 1), PAGES, PAGES), float32_dot="ieee"
 )

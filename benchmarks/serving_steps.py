@@ -1,0 +1,200 @@
+"""Steps of `examples/serving.py` beside the device's time for them, and how long a server takes to start.
+
+    python benchmarks/serving_steps.py --json out.json         # 12 layers of 768, bf16, 64 and 256 texts at once; needs a GPU
+    python benchmarks/serving_steps.py --quick                 # a tiny model, anywhere
+
+A step is timed while all texts decode. The device's time is that of the same compiled program, launched many times in a row with the same
+inputs, so that the host has nothing to do between the launches. A start is that of a process of its own, until its first token, with an
+empty and with a full compilation cache (`JAX_COMPILATION_CACHE_DIR`).
+"""
+
+import argparse
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+
+from benchmarks import report
+from examples import train_lm  # also puts the folder of the examples on the path
+
+SIZES = {
+    "full": {"embed_dim": 768, "num_layers": 12, "num_heads": 12, "num_kv_heads": 4, "steps": 200},
+    "quick": {"embed_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "steps": 8},
+}
+BATCHES = {"full": (64, 256), "quick": (4,)}
+PROMPT, PAGE = 100, 16
+BOUND, MOST_PROGRAMS, COLD = 1.3, 3, 10.0
+"""What a step may take of the device's time, programs, and seconds of a start with a full cache."""
+
+
+def make_engine(options: argparse.Namespace, batch: int) -> Any:
+    from serving import Engine
+
+    names = ("embed_dim", "num_layers", "num_heads", "num_kv_heads")
+    arch = train_lm.Architecture(*(getattr(options, name) for name in names))
+    model = train_lm.make_model(arch, options.platform, key=jax.random.key(0))
+    length = PROMPT + 4 * options.steps
+    pages = batch * -(-length // PAGE)
+    sizes = {"num_pages": pages, "page_size": PAGE, "max_batch": batch, "max_length": length}
+    return Engine(train_lm.cast(model, options.dtype), **sizes, step_tokens=max(512, batch))
+
+
+def fill(engine: Any, options: argparse.Namespace) -> None:
+    """As many texts as there is room for, all past their prompts."""
+    from ejkernel_eqx.models import Sampling
+
+    rng = np.random.default_rng(0)
+    for seed in range(engine.max_batch):
+        prompt = rng.integers(0, train_lm.VOCABULARY, rng.integers(PROMPT // 2, PROMPT + 1))
+        sampling = Sampling(options.temperature, seed=seed)
+        engine.submit(prompt.tolist(), 4 * options.steps, sampling=sampling, stop=())
+    while engine.num_waiting or any(request.ready - request.computed > 1 for request in engine._running):
+        engine.step()
+
+
+def time_steps(engine: Any, steps: int) -> list[float]:
+    """Milliseconds per step of each of four groups of steps."""
+    samples = []
+    for _ in range(4):
+        start = time.perf_counter()
+        for _ in range(steps // 4):
+            assert len(engine.step()) == engine.max_batch
+        samples.append(4e3 * (time.perf_counter() - start) / steps)
+    return samples
+
+
+def time_device(engine: Any, steps: int) -> list[float]:
+    """The same program with the same inputs, again and again."""
+    engine._wait()
+    plan = dict.fromkeys(engine._running, 1)
+    sizes, program = engine.programs[engine._program(plan)]
+    data = jax.device_put(sizes.pack(engine._batch(plan), engine._sampling))
+    samples = []
+    for _ in range(5):
+        jax.block_until_ready(engine._state)
+        start = time.perf_counter()
+        for _ in range(steps // 4):
+            _, engine._state = program(engine._weights, engine._state, data)
+        jax.block_until_ready(engine._state)
+        samples.append(4e3 * (time.perf_counter() - start) / steps)
+    return samples[1:]
+
+
+def measure(options: argparse.Namespace, batch: int) -> dict[str, Any]:
+    engine = make_engine(options, batch)
+    fill(engine, options)
+    time_steps(engine, 8)  # compiles
+    steps = time_steps(engine, options.steps)
+    engine.overlap = False
+    engine.step()  # takes the tokens of two steps
+    waiting = time_steps(engine, options.steps)
+    device = time_device(engine, options.steps)
+    step_ms, device_ms = statistics.median(steps), statistics.median(device)
+    return {
+        "batch": batch,
+        "step_ms": step_ms,
+        "device_ms": device_ms,
+        "ratio": step_ms / device_ms,
+        "step_ms_without_overlap": statistics.median(waiting),
+        "tokens_per_second": 1e3 * batch / step_ms,
+        "programs": len(engine.compiled),
+        "samples_ms": steps,
+        "device_samples_ms": device,
+    }
+
+
+def serve_once(options: argparse.Namespace) -> None:
+    """Starts a server of the first batch size, and prints a line when it has its programs and when it has a token."""
+    engine = make_engine(options, options.batches[0])
+    engine.warm_up(drawn=options.temperature > 0)
+    jax.block_until_ready(engine._state)
+    print("programs", flush=True)
+    engine.submit([1, 2, 3], 2, stop=())
+    print("token", next(engine.run()).token, flush=True)
+
+
+def time_starts(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A start with an empty cache, and one with a full one."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"JAX_COMPILATION_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+        settings |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        command = [sys.executable, __file__, "--start", *(["--quick"] if options.quick else [])]
+        for cache in ("empty", "full"):
+            start = time.perf_counter()
+            process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True)
+            assert process.stdout is not None
+            seconds = [time.perf_counter() - start for _ in process.stdout]
+            if process.wait() or len(seconds) != 2:
+                raise SystemExit(f"a start with the {cache} cache failed; its output says why")
+            rows.append({"cache": cache, "programs_seconds": seconds[0], "first_token_seconds": seconds[1]})
+    return rows
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a tiny model")
+    add("--start", action="store_true", help="only start a server")
+    add("--no-starts", action="store_true", help="without timing starts")
+    add("--temperature", type=float, default=0.0)
+    add("--platform", help="of the kernels (default: chosen by device)")
+    add("--commit", help="version of the code in the result, outside a checkout")
+    add("--json", type=pathlib.Path, metavar="PATH")
+    options = parser.parse_args(arguments)
+    size = "quick" if options.quick else "full"
+    vars(options).update(SIZES[size])
+    options.batches = BATCHES[size]
+    options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.start:
+        serve_once(options)
+        return 0
+    starts = [] if options.no_starts else time_starts(options)
+    rows = [measure(options, batch) for batch in options.batches]
+    cells = [
+        [str(row["batch"]), *(f"{row[name]:.3f}" for name in ("step_ms", "device_ms", "ratio"))]
+        + [f"{row['step_ms_without_overlap']:.3f}", f"{row['tokens_per_second']:,.0f}", str(row["programs"])]
+        for row in rows
+    ]
+    header = [
+        "batch",
+        "ms a step",
+        "device ms",
+        f"ratio (bar {BOUND})",
+        "without overlap",
+        "tokens/s",
+        "programs",
+    ]
+    print(report.table(header, cells))
+    for row in starts:
+        print(
+            f"start, {row['cache']} cache: programs after {row['programs_seconds']:.1f} s, first token after "
+            f"{row['first_token_seconds']:.1f} s"
+        )
+    if options.json:
+        bars = {"ratio": BOUND, "programs": MOST_PROGRAMS, "first_token_seconds": COLD}
+        size = {name: getattr(options, name) for name in SIZES["full"]}
+        content = {"environment": report.environment(options.commit), "size": size, "dtype": options.dtype}
+        report.write_json(options.json, content | {"bars": bars, "rows": rows, "starts": starts})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

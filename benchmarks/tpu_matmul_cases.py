@@ -1,0 +1,87 @@
+"""The kernels of the grouped matmul for `tpu_static.py`, beside JAX's megablox with the same tiles."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+from benchmarks.tpu_static import Case, Program
+from ejkernel_eqx.launch.tpu_ahead import facts_of
+from ejkernel_eqx.matmul.core import problem_of
+from ejkernel_eqx.matmul.pallas import compiled
+from ejkernel_eqx.matmul.pallas.products_kernel import CHUNK
+from ejkernel_eqx.matmul.pallas.tile_sizes import TpuTile
+from ejkernel_eqx.matmul.spec import GroupedArrays, GroupedSpec, PAIR
+
+_ROWS, _SIDE, _GROUPS = 8192, 4096, 8
+
+
+def cases(generation: str) -> list[Case]:
+    plain = _kernels(generation, "bf16", jnp.bfloat16, GroupedSpec("bfloat16"))
+    gated = GroupedSpec("bfloat16", "silu", PAIR)
+    found = plain + _kernels(generation, "bf16 SwiGLU", jnp.bfloat16, gated)[:1]
+    return found + _kernels(generation, "f32", jnp.float32, GroupedSpec("float32"))
+
+
+def _kernels(generation: str, name: str, dtype: Any, spec: GroupedSpec) -> list[Case]:
+    """A call's kernels with the heuristic's tiles: of the first two a chunk of the contracted axis, of the last a tile of rows."""
+    shape: Any = jax.ShapeDtypeStruct
+    right = shape((_GROUPS, _SIDE, _SIDE), dtype)
+    lhs, out = shape((1, _ROWS, _SIDE), dtype), shape((1, _ROWS, _SIDE), dtype)
+    sizes = shape((1, _GROUPS), jnp.int32)
+    arrays = GroupedArrays(lhs, sizes, right, up=right if spec.gated else None)
+    config = compiled.default_config(problem_of("grouped_matmul", arrays, spec), facts_of(generation))
+    backward = functools.partial(_backward, spec, config), (arrays, out)
+    given = {
+        "forward": (functools.partial(_forward, spec, config), (arrays,)),
+        "lhs": backward,
+        "rhs": backward,
+    }
+    found = []
+    for kernel, (function, shapes) in given.items():
+        tile: TpuTile = getattr(config, kernel)
+        last = tile.block_k if kernel == "rhs" else min(tile.block_k, CHUNK)
+        sides = 2 if spec.gated else 1
+        # JAX's multiplies float32 in a single pass of bfloat16.
+        peer = _peer(kernel, tile, last) if dtype == jnp.bfloat16 and spec.gated is None else None
+        size = jnp.dtype(dtype).itemsize
+        found.append(
+            Case(
+                f"{kernel} {name} {tile.block_m}x{tile.block_n}x{tile.block_k}",
+                f"{tile.block_m}x{tile.block_n}x{last}",
+                Program(
+                    function,
+                    shapes,
+                    f"matmul.{kernel}",
+                    others={1: "a group's last rows"} if kernel == "rhs" else {},
+                ),
+                peer,
+                "megablox",
+                2.0 * tile.block_m * tile.block_n * last * sides,
+                tile.block_m * (last + tile.block_n * (kernel == "rhs")) * size,
+            )
+        )
+    return found
+
+
+def _forward(spec: GroupedSpec, config: Any, arrays: GroupedArrays) -> Any:
+    return compiled.forward(arrays, spec, config, save=False)
+
+
+def _backward(spec: GroupedSpec, config: Any, arrays: GroupedArrays, dout: Any) -> Any:
+    return compiled.backward(arrays, spec, config, {}, {"out": dout})
+
+
+def _peer(kernel: str, tile: TpuTile, last: int) -> Program:
+    shape: Any = jax.ShapeDtypeStruct
+    rows = shape((_ROWS, _SIDE), jnp.bfloat16)
+    right, sizes = shape((_GROUPS, _SIDE, _SIDE), jnp.bfloat16), shape((_GROUPS,), jnp.int32)
+    tiles = tile.block_m, last, tile.block_n
+    if kernel == "rhs":
+        call = lambda x, y, sizes: tgmm(x.T, y, sizes, jnp.bfloat16, tiles)
+        return Program(call, (rows, rows, sizes), "tgmm")
+    call = lambda x, w, sizes: gmm(x, w, sizes, jnp.bfloat16, tiles, transpose_rhs=kernel == "lhs")
+    # Its last step along the contracted axis, which also writes, is a region of its own.
+    return Program(call, (rows, right, sizes), "gmm", others={1: "the last step"})

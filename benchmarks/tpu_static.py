@@ -1,0 +1,216 @@
+"""What the TPU compiler says of every Pallas kernel, on a machine without a TPU: the length of a step's schedule, spills, vector memory and bytes
+moved, for each generation, beside JAX's own kernel on the same problem.
+
+Needs libtpu (`pip install 'ejkernel-eqx[tpu]'`). A bundle is what a core starts in one cycle, so a step takes at least as many cycles as
+it has bundles. Nothing here has run on a TPU.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from benchmarks import tpu_compiler
+
+FAMILIES = {
+    "attention": "benchmarks.tpu_attention_cases",
+    "matmul": "benchmarks.tpu_matmul_cases",
+    "paged": "benchmarks.tpu_paged_cases",
+    "recurrence": "benchmarks.tpu_recurrence_cases",
+}
+"""Modules with `cases(generation) -> list[Case]`, by family."""
+
+_BAR = 1.05
+_COMPILED: dict[Any, tuple[tpu_compiler.Schedule, ...]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program with one kernel to look at.
+
+    - `function`, `arrays`: what is compiled; shapes will do.
+    - `kernel`: a part of the kernel's name.
+    - `units`: how much of the common unit of the case one step does, such as tiles of 512 by 512 scores.
+    - `step`: which of the kernel's innermost regions with products is the usual step, in the order of the program.
+    - `others`: the names of the other regions, by their number.
+    - `times`: how often the step's region runs in a step, if it is the body of a loop.
+    """
+
+    function: Callable[..., Any]
+    arrays: Sequence[Any]
+    kernel: str
+    units: float = 1.0
+    step: int = 0
+    others: dict[int, str] = dataclasses.field(default_factory=dict)
+    times: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kernel on one problem. `unit` says what is counted; `flops` and `bytes` are those of a unit, as our kernel moves them; `tiles` is the
+    heuristic's choice for the generation."""
+
+    name: str
+    unit: str
+    ours: Program
+    peer: Program | None = None
+    peer_name: str = ""
+    flops: float = 0.0
+    bytes: float = 0.0
+    tiles: str = ""
+
+
+def measured(program: Program, generation: str, folder: pathlib.Path) -> dict[str, Any]:
+    """What the compiler says of one program."""
+    import jax
+
+    from ejkernel_eqx.launch.tpu_ahead import compile_for_tpu
+
+    key = generation, program.function  # a program of several kernels is compiled once
+    try:
+        if key not in _COMPILED:
+            call = lambda: compile_for_tpu(generation, program.function, *program.arrays)
+            _COMPILED[key] = tpu_compiler.schedules(folder, call)
+        found = _COMPILED[key]
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        return {"error": str(error).strip().splitlines()[0][:300]}
+    mine = [x for x in found if program.kernel in x.kernel]
+    if len(mine) != 1 or len(mine[0].regions) <= program.step:
+        return {"error": f"the kernel {program.kernel!r} was not found among {[x.kernel for x in found]}"}
+    (schedule,) = mine
+    region = schedule.regions[program.step]
+    slot, bound = schedule.busiest(region)
+    per = lambda bundles: bundles * program.times / program.units
+    return {
+        "kernel": schedule.kernel,
+        "bundles": schedule.bundles,
+        "vmem": schedule.vmem,
+        "per_unit": per(region.bundles),
+        "spills_per_unit": per(region.slots["SPILL"]),
+        "fills_per_unit": per(region.slots["FILL"]),
+        "busiest": slot,
+        "bound_per_unit": per(bound),
+        "others": {
+            name: per(schedule.regions[n].bundles)
+            for n, name in program.others.items()
+            if n < len(schedule.regions)
+        },
+    }
+
+
+def roofline(case: Case, generation: str) -> dict[str, float]:
+    """The seconds that a unit takes at least, by JAX's table of a core's peak numbers."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    version = {"tpu7x": "7x"}.get(generation, generation)
+    info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion(version), 1)
+    return {
+        "compute_s": case.flops / info.bf16_ops_per_second,
+        "memory_s": case.bytes / info.mem_bw_bytes_per_second,
+    }
+
+
+def run(
+    generations: Sequence[str], families: Sequence[str], only: str, folder: pathlib.Path
+) -> list[dict[str, Any]]:
+    rows = []
+    for family in families:
+        for generation in generations:
+            for case in importlib.import_module(FAMILIES[family]).cases(generation):
+                if only not in case.name:
+                    continue
+                row: dict[str, Any] = {"family": family, "generation": generation, "case": case.name}
+                row |= {"unit": case.unit, "tiles": case.tiles}
+                row["ours"] = measured(case.ours, generation, folder)
+                if case.peer is not None:
+                    row["peer"] = measured(case.peer, generation, folder) | {"name": case.peer_name}
+                row |= roofline(case, generation) | {"flops": case.flops, "bytes": case.bytes}
+                rows.append(row)
+                print(line_of(row), flush=True)
+    return rows
+
+
+def ratio_of(row: dict[str, Any]) -> float | None:
+    """Our bundles over the peer's."""
+    ours, peer = row["ours"].get("per_unit"), row.get("peer", {}).get("per_unit")
+    return ours / peer if ours and peer else None
+
+
+def line_of(row: dict[str, Any]) -> str:
+    ours, ratio = row["ours"], ratio_of(row)
+    head = f"{row['generation']:6} {row['case']:36} {row['tiles']:10}"
+    if "error" in ours:
+        return f"{head} FAILED: {ours['error']}"
+    text = f"{head} {ours['per_unit']:8.0f} bundles, {ours['spills_per_unit']:5.0f} spills, {ours['vmem'] / 2**20:5.1f} MiB"
+    if ratio is not None:
+        text += f"; {row['peer']['name']} {row['peer']['per_unit']:8.0f}: {ratio:.2f}"
+    return text
+
+
+def summary_of(rows: list[dict[str, Any]]) -> str:
+    ratios = [ratio for row in rows if (ratio := ratio_of(row)) is not None]
+    shorter, longer = sum(ratio < 1 for ratio in ratios), sum(ratio > _BAR for ratio in ratios)
+    failed = sum("error" in row["ours"] for row in rows)
+    return f"{len(rows)} schedules, {failed} failed; of {len(ratios)} with a peer, {shorter} are shorter and {longer} longer by more than 5%"
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """Markdown: bundles of a unit for each generation, with the ratio to the peer's."""
+    generations = list(dict.fromkeys(row["generation"] for row in rows))
+    lines = [f"| kernel | unit | {' | '.join(generations)} |", "|---" * (len(generations) + 2) + "|"]
+    for name, unit in dict.fromkeys((row["case"], row["unit"]) for row in rows):
+        cells = []
+        for generation in generations:
+            found = [row for row in rows if (row["case"], row["generation"]) == (name, generation)]
+            cells.append(_cell(found[0]) if found else "")
+        lines.append(f"| {name} | {unit} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if "error" in row["ours"]:
+        return "–"
+    ratio = ratio_of(row)
+    return f"{row['ours']['per_unit']:.0f}" + (f" ({ratio:.2f})" if ratio is not None else "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--generations", default="v4,v5e,v5p,v6e,tpu7x")
+    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--only", default="", help="cases whose name has this part")
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--markdown", type=pathlib.Path)
+    parser.add_argument("--render", type=pathlib.Path, help="shows the results of an earlier run")
+    given = parser.parse_args(arguments)
+    if given.render:
+        rows = json.loads(given.render.read_text())["rows"]
+    else:
+        folder = tpu_compiler.prepare()
+        rows = run(given.generations.split(","), given.families.split(","), given.only, folder)
+    if given.json:
+        import jax
+
+        versions = {"jax": jax.__version__, "libtpu": _libtpu_version()}
+        given.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    if given.markdown:
+        given.markdown.write_text(table_of(rows) + "\n")
+    print(summary_of(rows))
+    return int(any("error" in row["ours"] for row in rows))
+
+
+def _libtpu_version() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("libtpu")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

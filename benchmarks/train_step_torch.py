@@ -1,0 +1,157 @@
+"""The decoder of `train_step_peers.py` in PyTorch, compiled, as a process that times steps on request.
+
+It reads one number per line, runs that many steps, and answers with one line of JSON; `train_step_peers.py` starts it. The same model and
+arithmetic as the JAX one: parameters in float32, computed in bfloat16, norms and the loss in float32; AdamW, clipping by the global norm.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn, Tensor
+from torch.nn.attention import sdpa_kernel, SDPBackend
+
+
+class Linear(nn.Linear):
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Norm(nn.Module):
+    def __init__(self, features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, 1e-5).to(x.dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x [B, T, H, D]`, rotated by halves."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+class Layer(nn.Module):
+    def __init__(self, features: int, heads: int, hidden: int):
+        super().__init__()
+        self.heads = heads
+        self.mixer_norm, self.mlp_norm = Norm(features), Norm(features)
+        self.q, self.k, self.v, self.o = (Linear(features, features) for _ in range(4))
+        self.gate, self.up = Linear(features, hidden), Linear(features, hidden)
+        self.down = Linear(hidden, features)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        h = self.mixer_norm(x)
+        q, k, v = (p(h).unflatten(-1, (self.heads, -1)) for p in (self.q, self.k, self.v))
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        out = F.scaled_dot_product_attention(*(a.transpose(1, 2) for a in (q, k, v)), is_causal=True)
+        x = x + self.o(out.transpose(1, 2).flatten(-2))
+        h = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Model(nn.Module):
+    def __init__(self, sizes: argparse.Namespace):
+        super().__init__()
+        width = sizes.embed_dim
+        hidden = -(-8 * width // 3 // 32) * 32
+        self.dim = width // sizes.num_heads
+        self.embedding = nn.Embedding(sizes.vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width, sizes.num_heads, hidden) for _ in range(sizes.num_layers))
+        self.norm, self.head = Norm(width), Linear(width, sizes.vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss of `tokens [B, T + 1]`."""
+        x = self.embedding(tokens[:, :-1]).to(torch.bfloat16)
+        positions = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+        rates = 10000.0 ** (-torch.arange(0, self.dim, 2, device=x.device, dtype=torch.float32) / self.dim)
+        angles = (positions[:, None] * rates)[:, None]  # [T, 1, D / 2]
+        cos, sin = angles.cos(), angles.sin()
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def attention() -> contextlib.AbstractContextManager[Any]:
+    """cuDNN's kernels where there are any, which are the fastest on Hopper, else FlashAttention-2."""
+    known = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(known, set_priority=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("embed-dim", "num-layers", "num-heads", "vocabulary", "batch", "seq"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--kernels", help="file for the device's time by kernel in one more step")
+    sizes = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    model = Model(sizes).to(device)
+    optimiser = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
+    compiled = torch.compile(model, dynamic=False) if on_gpu else model
+    shape = (4, sizes.batch, sizes.seq + 1)
+    batches = torch.from_numpy(np.random.default_rng(0).integers(0, sizes.vocabulary, shape)).to(device)
+
+    def step(tokens: Tensor) -> Tensor:
+        with attention():
+            loss = compiled(tokens)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        return loss.detach()
+
+    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
+    start = time.perf_counter()
+    first = float(step(batches[0]))
+    seconds = time.perf_counter() - start
+    step(batches[1])
+    synchronize()
+    if on_gpu:
+        torch.cuda.empty_cache()
+    assert math.isfinite(first)
+    count = sum(p.numel() for p in model.parameters())
+    ready = {"loss": first, "compile_seconds": seconds, "parameters": count}
+    print(json.dumps(ready), flush=True)
+    for line in sys.stdin:
+        synchronize()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        for tokens in itertools.islice(itertools.cycle(batches), int(line)):
+            step(tokens)
+        synchronize()
+        ms = 1e3 * (time.perf_counter() - start) / int(line)
+        peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+        print(json.dumps({"ms": ms, "bytes": peak}), flush=True)
+    if sizes.kernels:
+        with torch.profiler.profile() as trace:
+            step(batches[0])
+            synchronize()
+        with open(sizes.kernels, "w") as file:
+            file.write(
+                trace.key_averages().table(sort_by="cuda_time_total" if on_gpu else None, row_limit=60)
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

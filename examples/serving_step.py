@@ -1,0 +1,149 @@
+"""A step of serving: what the host sends for it, in one array, and the programs that the device runs.
+
+The device keeps what later steps need: the caches, the table of pages by slot, and the token that each slot chose last. So a step can start
+before the host knows what the one before it chose. `serving.py`, next to this file, schedules the steps.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.models import Decoder, ServingCache
+from ejkernel_eqx.models.sampling import draw, greedy, SamplingArrays
+
+
+def last_logits(
+    model: Decoder, tokens: Array, cache: ServingCache, batch: ejx.RaggedBatch
+) -> tuple[Array, ServingCache]:
+    """Runs the model on packed `tokens [T]`. Returns float32 logits `[N, vocabulary]` after each sequence's last new token."""
+    x, cache = model.features(tokens, cache, batch=batch)
+    return model.logits(x[jnp.maximum(batch.last_tokens, 0)]), cache
+
+
+class Batch(NamedTuple):
+    """The sequences of a step, on the host."""
+
+    tokens: list[int]  # of all sequences, packed; `last_of(slot)` for what the slot chose last
+    counts: list[int]  # new tokens of each sequence
+    lengths: list[int]  # including new ones
+    slots: list[int]
+    pages: Sequence[tuple[int, int, int]]  # new entries of the table: slot, column and page
+
+
+def last_of(slot: int) -> int:
+    """Stands for the token that the slot chose last, which only the device may know."""
+    return -1 - slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of a program, to which batches are padded.
+
+    - `tokens`, `sequences`, `query_len`: as in `ejx.Buckets`.
+    - `pages`: new entries of the table.
+    - `slots`: of the engine; a sequence or an entry of padding has this number as its slot.
+    """
+
+    tokens: int
+    sequences: int
+    query_len: int
+    pages: int
+    slots: int
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """Where each part of the array ends: tokens; counts, lengths, slots and sampling of sequences; entries of the table."""
+        sizes = [self.tokens, *[self.sequences] * 8, *[self.pages] * 3]
+        return np.cumsum(sizes).tolist()
+
+    def holds(self, counts: Sequence[int]) -> bool:
+        """Whether sequences with so many new tokens fit."""
+        return len(counts) <= self.sequences and sum(counts) <= self.tokens and max(counts) <= self.query_len
+
+    def pack(self, batch: Batch, sampling: SamplingArrays) -> np.ndarray:
+        """All of a batch in one int32 array; `sampling` has a row for each slot."""
+        data = np.zeros(self.ends[-1], np.int32)
+        parts = np.split(data, self.ends[:-1])
+        tokens, counts, lengths, slots, *rows = parts[:9]
+        count = len(batch.counts)
+        tokens[: len(batch.tokens)] = batch.tokens
+        counts[:count], lengths[:count] = batch.counts, batch.lengths
+        slots[:count], slots[count:] = batch.slots, self.slots
+        for row, column in zip(rows, sampling):
+            row[:count] = column[slots[:count]].view(np.int32)
+        parts[9][:] = self.slots
+        if batch.pages:
+            for part, column in zip(parts[9:], zip(*batch.pages)):
+                part[: len(column)] = column
+        return data
+
+    def unpack(self, data: Array) -> tuple[Array, Array, Array, Array, SamplingArrays, list[Array]]:
+        """The inverse, on the device: tokens, counts, lengths, slots, sampling and entries of the table."""
+        tokens, counts, lengths, slots, *rest = jnp.split(data, self.ends[:-1])
+        rows, pages = rest[:5], rest[5:]
+        dtypes = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.uint32)
+        columns = (jax.lax.bitcast_convert_type(row, dtype) for row, dtype in zip(rows, dtypes))
+        return tokens, counts, lengths, slots, SamplingArrays(*columns, position=lengths), pages
+
+
+class State(NamedTuple):
+    """What the device keeps between steps. Donated to each of them."""
+
+    caches: ServingCache
+    table: Array  # int32 [slots, pages of the longest sequence]
+    last: Array  # int32 [slots]: the token that each chose last
+
+
+def new_state(caches: ServingCache, slots: int, pages: int) -> State:
+    return State(caches, jnp.full((slots, pages), -1, jnp.int32), jnp.zeros(slots, jnp.int32))
+
+
+Leaves = tuple[Any, ...]
+Program = Callable[[Leaves, Leaves, np.ndarray], tuple[Array, Leaves]]
+
+
+def make_program(
+    model: Decoder, sizes: Sizes, page_size: int, drawn: bool, structure: Any, traced: Callable[[], None]
+) -> Program:
+    """The compiled step `(weights, state, data) -> (chosen, state)`. Weights are the arrays of the model and `state` those of a `State` of this
+    structure, flat, because going through a model's tree takes the host longer than the rest of the call. `chosen` is int32 `[sequences]`, -1 where
+    logits are not finite.
+
+    - `drawn`: whether tokens may be drawn; if not, all sequences take the likeliest.
+    - `traced`: called when the program is traced.
+    """
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    model_structure = jax.tree.structure(arrays)
+
+    def step(weights: Leaves, leaves: Leaves, data: Array) -> tuple[Array, Leaves]:
+        traced()
+        model = eqx.combine(jax.tree.unflatten(model_structure, weights), rest)
+        state: State = jax.tree.unflatten(structure, leaves)
+        tokens, counts, lengths, slots, sampling, (rows, columns, pages) = sizes.unpack(data)
+        table = state.table.at[rows, columns].set(pages, mode="drop")
+        # A sequence whose logits were not finite has ended, but the next step may have started before the host knew: its token is -1.
+        tokens = jnp.where(tokens < 0, jnp.maximum(state.last[-1 - tokens], 0), tokens)
+        batch = ejx.RaggedBatch(
+            jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)]),
+            lengths,
+            table.at[slots].get(mode="fill", fill_value=-1),
+            jnp.where(slots < sizes.slots, slots, -1),
+            page_size=page_size,
+            max_query_len=sizes.query_len,
+            num_tokens=sizes.tokens,
+        )
+        logits, caches = last_logits(model, tokens, state.caches, batch)
+        chosen = draw(logits, sampling) if drawn else greedy(logits)
+        chosen = jnp.where(jnp.isfinite(logits).all(axis=-1), chosen, -1)
+        state = State(caches, table, state.last.at[slots].set(chosen, mode="drop"))
+        return chosen, tuple(jax.tree.leaves(state))
+
+    return jax.jit(step, donate_argnums=1)

@@ -1,0 +1,139 @@
+"""The forward of the selected branch by blocks of keys: a program reads a block once and attends to it from queries that chose it, several at a time,
+so that products have `TOKENS * GP` rows. What a query has from each of its blocks is summed by a second kernel. Scores are in units of log2."""
+
+import triton
+import triton.language as tl
+
+from ....launch.constants import LN2, LOG2E
+from .kernels import query_position, rows_of
+
+
+@triton.jit
+def _attend_queries(
+    q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi,
+    j, column, b, kv, row, T, S, chunk, length, offset,  # the first two [BLOCK_S]
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr, G: tl.constexpr,
+    GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attention of the queries of pairs `lo .. hi` to one block of keys, of which without `MASKED` they see all."""
+    r = tl.arange(0, TOKENS * GP)  # [R], tokens by heads
+    head = kv * G + tl.minimum(r % GP, G - 1)
+    c = tl.arange(0, BLOCK_V)[None, :]
+    for n in tl.range(lo, hi, TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+        at = n + r // GP
+        pair = tl.load(pairs_ptr + tl.minimum(at, hi - 1))  # [R]
+        t = chunk + pair // N
+        q = rows_of(q_ptr, (b * T + t) * H + head, D, D, BLOCK_D)  # [R, BLOCK_D]
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [R, BLOCK_S]
+        if MASKED:
+            last = query_position(t, position_ptr, b, T, offset, PLACED)
+            seen = (j[None, :] <= last[:, None]) & (j < S)[None, :]  # [R, BLOCK_S]
+            if BS != BLOCK_S:
+                seen &= (column < BS)[None, :]
+            s = tl.where(seen, s, float("-inf"))
+        elif BS != BLOCK_S:
+            s = tl.where((column < BS)[None, :], s, float("-inf"))
+        top = tl.max(s, axis=1) * (SCALE * LOG2E)  # [R]
+        if MASKED:
+            top = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(s * (SCALE * LOG2E) - top[:, None])  # [R, BLOCK_S]
+        total = tl.sum(p, axis=1)  # [R]
+        if MASKED:
+            some = total > 0  # [R]
+            total = tl.where(some, total, 1.0)
+        p = p * (1.0 / total)[:, None]
+        out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)  # [R, BLOCK_V]
+        lse = top + tl.log2(total)  # [R]
+        if MASKED:
+            lse = tl.where(some, lse, float("-inf"))
+        real = (at < hi) & (r % GP < G)
+        to = ((row * length) * N + pair) * G + r % GP
+        tl.store(part_lse_ptr + to, lse, mask=real)
+        # Written for the next kernel: queries, which other blocks read again, stay in the cache.
+        tl.store(part_ptr + to[:, None] * V + c, out.to(part_ptr.dtype.element_ty), mask=real[:, None] & (c < V), cache_modifier=".cs")  # fmt: skip
+
+
+@triton.jit
+def block_forward_kernel(
+    q_ptr, k_ptr, v_ptr, position_ptr, begin_ptr, pairs_ptr, owner_ptr, from_ptr, to_ptr,  # pairs [B * K * length * N], [B * K, PIECES] thrice
+    T, S, M, PIECES, chunk, length, offset, part_ptr, part_lse_ptr,  # [B, K, length * N, G, V], float32 [B, K, length * N, G]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Attention to one block of keys of some of the queries `chunk .. chunk + length` that chose it, `TOKENS` of them at a time."""
+    pid = tl.program_id(0).to(tl.int64)  # (b * K + kv) * PIECES + piece
+    row = pid // PIECES  # b * K + kv
+    kv = row % K
+    b = row // K
+    lo = tl.load(from_ptr + pid)
+    hi = tl.load(to_ptr + pid)
+    if hi > lo:
+        block = tl.load(owner_ptr + pid)
+        if PACKED:
+            begin = tl.load(begin_ptr + b * M + block)
+        else:
+            begin = block * BS
+        column = tl.arange(0, BLOCK_S)  # [BLOCK_S]
+        j = begin + column
+        # Keys of the block that no query sees, and those beyond it, may hold NaN; pairs are in the order of queries.
+        oldest = chunk + tl.load(pairs_ptr + lo) // N
+        newest = chunk + tl.load(pairs_ptr + hi - 1) // N
+        latest = tl.minimum(query_position(newest, position_ptr, b, T, offset, PLACED), S - 1)
+        safe = tl.maximum(tl.minimum(j, latest), 0)
+        k = rows_of(k_ptr + (b * S * K + kv) * D, safe, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
+        v = rows_of(v_ptr + (b * S * K + kv) * V, safe, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
+        whole = (query_position(oldest, position_ptr, b, T, offset, PLACED) >= begin + BS - 1) & (
+            begin + BS <= S
+        )
+        if whole:
+            _attend_queries(
+                q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi, j, column, b, kv, row, T, S, chunk, length, offset,
+                H, D, V, N, BS, BLOCK_S, G, GP, BLOCK_D, BLOCK_V, SCALE, PLACED, PRECISION, TOKENS, False)  # fmt: skip
+        else:
+            _attend_queries(
+                q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi, j, column, b, kv, row, T, S, chunk, length, offset,
+                H, D, V, N, BS, BLOCK_S, G, GP, BLOCK_D, BLOCK_V, SCALE, PLACED, PRECISION, TOKENS, True)  # fmt: skip
+
+
+@triton.jit
+def merge_blocks_kernel(
+    part_ptr, part_lse_ptr, indices_ptr,  # [B, K, length * N, G, V], float32 [B, K, length * N, G], [B, T, K, N]
+    T, chunk, length, out_ptr, lse_ptr,  # [B, length, H, V], float32 [B, H, length]
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHOSEN: tl.constexpr,
+):  # fmt: skip
+    """The results of the heads of a group at one query from those of its blocks, which with `CHOSEN` are those where `indices` has one."""
+    pid = tl.program_id(0).to(tl.int64)  # (b * K + kv) * length + t
+    t = pid % length
+    row = pid // length  # b * K + kv
+    kv = row % K
+    b = row // K
+    n = tl.arange(0, BLOCK_N)  # [NB]
+    g = tl.arange(0, GP)  # [GP]
+    c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    has = n < N  # [NB]
+    if CHOSEN:
+        has = has & (chunk + t < T)  # the last chunk may be shorter
+        has = tl.load(indices_ptr + ((b * T + chunk + t) * K + kv) * N + n, mask=has, other=-1) >= 0
+    there = has[:, None] & (g < G)[None, :]  # [NB, GP]
+    at = (pid * N + n)[:, None] * G + g[None, :]  # [NB, GP]
+    lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"))  # [NB, GP]
+    top = tl.max(lse, axis=0)  # [GP]
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(lse - shift[None, :])  # [NB, GP]
+    total = tl.sum(weight, axis=0)  # [GP]
+    some = total > 0
+    weight = weight * (1.0 / tl.where(some, total, 1.0))[None, :]
+    part = tl.load(
+        part_ptr + at[:, :, None] * V + c[None, None, :],
+        mask=there[:, :, None] & (c < V)[None, None, :],
+        other=0.0,
+    )
+    out = tl.sum(part.to(tl.float32) * weight[:, :, None], axis=0)  # [GP, BLOCK_V]
+    real = g < G
+    to = ((b * length + t) * H + kv * G + g)[:, None] * V + c[None, :]
+    tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V)[None, :])
+    lse = tl.where(some, (shift + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
+    tl.store(lse_ptr + (b * H + kv * G + g) * length + t, lse, mask=real)

@@ -1,0 +1,84 @@
+"""Tiles of the kernels, as configurations hold them."""
+
+import dataclasses
+from typing import Annotated
+
+from ....launch.fields import Block, check_fields, Count, Power, power_of_two, Rule, Warps
+from ....paged.triton import compiled as pages
+
+_power = power_of_two()
+Tokens = Annotated[int, Rule(f"0 or {_power.words}", lambda x: x == 0 or _power.holds(x))]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTile:
+    """A program has the heads of one group at one query."""
+
+    num_warps: Warps
+    num_stages: Count
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenTile:
+    """A program has the heads of one group at one query, and up to `span` of its blocks."""
+
+    span: Power
+    num_warps: Warps
+    num_stages: Count
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTile:
+    """A program has the heads of one group at one query, and up to `span` of its blocks; or, with `tokens`, a block of keys and up to `span` of the
+    queries that chose it, `tokens` at a time."""
+
+    tokens: Tokens
+    span: Power
+    num_warps: Warps
+    num_stages: Count
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyTile:
+    """A program has a block of keys and up to `span` of the queries that chose it, `tokens` at a time."""
+
+    tokens: Power
+    span: Power
+    num_warps: Warps
+    num_stages: Count
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectionTile:
+    """A tile of the weights of compressed keys."""
+
+    block_q: Block
+    block_k: Block
+    num_warps: Warps
+    num_stages: Count
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Warped:
+    """A kernel without a choice of its own."""
+
+    num_warps: int
+    num_stages: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class FewTiles:
+    """The forward of two branches where there are few queries: attention over pages."""
+
+    compressed: pages.TritonConfig
+    sliding: pages.TritonConfig

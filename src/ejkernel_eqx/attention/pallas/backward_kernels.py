@@ -1,0 +1,139 @@
+"""The kernels of gradients: of keys and values (`[BK, BQ]` tiles), of queries and slopes, and of a bias. Every sum has one fixed order."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from .steps import Entry, FIRST, LAST, PARTLY, WHOLE
+from .tile import clean, distance, dot, Form, Head, keep, LANES, scores, upright, visible, wide
+
+
+class Weights(NamedTuple):
+    kept: Array
+    """After dropout."""
+    ds: Array
+    """The gradient of scores."""
+    through: Array
+    """The gradient of scores before the soft cap."""
+    seen: Array | None
+    """Which entries are visible, if any is not."""
+
+
+def _weights(
+    form: Form,
+    refs: Any,
+    tiles: tuple[Any, Any],
+    head: Head,
+    factors: tuple[Array, ...],
+    rows: tuple[Array, Array],
+    masked: bool,
+) -> Weights:
+    """`tiles`: those of queries and keys. `factors`: two of the scores and two of the weights' gradient. `rows`: lse in log2 units, infinite where
+    nothing is seen, and delta."""
+    a, b, c, d = factors
+    s, t = scores(form, dot(form, a, b, transposed=True), refs, head, *tiles)
+    dp = dot(form, c, d, transposed=True)
+    seen = visible(form, refs, *tiles) if masked else None
+    if seen is not None:
+        s = jnp.where(seen, s, -jnp.inf)
+    p = jnp.exp2(s * form.multiplier - rows[0])
+    kept = p
+    if form.dropout > 0:
+        mine, rate = keep(form, refs, head, *tiles), 1 / (1 - form.dropout)
+        kept, dp = jnp.where(mine, p * rate, 0.0), jnp.where(mine, dp * rate, 0.0)
+    ds = p * (dp - rows[1])
+    if seen is not None:
+        ds = jnp.where(seen, ds, 0.0)  # hidden operands may hold NaN
+    through = ds
+    if form.cap is not None:
+        t = t if seen is None else jnp.where(seen, t, 0.0)
+        through = ds * (1.0 - t * t)
+    return Weights(kept, ds, through, seen)
+
+
+def key_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head, first: Any, last: Any) -> None:
+    """`entry.own` is the tile of keys. `first` and `last`: whether this is the first and last head of a group."""
+
+    @pl.when((entry.flags & FIRST != 0) & first)
+    def _start() -> None:
+        refs.dk_sum[...] = jnp.zeros(refs.dk_sum.shape, jnp.float32)
+        refs.dv_sum[...] = jnp.zeros(refs.dv_sum.shape, jnp.float32)
+
+    def add(masked: bool) -> None:
+        q, do = refs.q[...], refs.do[...]  # [BQ, D], [BQ, V]
+        factors, rows = (refs.k[...], q, refs.v[...], do), (refs.lse[...], refs.delta[...])
+        found = _weights(form, refs, (entry.other, entry.own), head, factors, rows, masked)
+        if found.seen is not None and form.blind:
+            q, do = clean(found.seen, q, do)
+        refs.dv_sum[...] += dot(form, found.kept.astype(do.dtype), do)
+        refs.dk_sum[...] += dot(form, found.through.astype(q.dtype), q)
+
+    if form.ever_whole:
+        pl.when(entry.flags & WHOLE != 0)(lambda: add(False))
+    if form.ever_partly:
+        pl.when(entry.flags & PARTLY != 0)(lambda: add(True))
+
+    @pl.when((entry.flags & LAST != 0) & last)
+    def _finish() -> None:
+        refs.dk[...] = (refs.dk_sum[...] * form.scale).astype(refs.dk.dtype)
+        refs.dv[...] = refs.dv_sum[...].astype(refs.dv.dtype)
+
+
+def query_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head) -> None:
+    @pl.when(entry.flags & FIRST != 0)
+    def _start() -> None:
+        refs.dq_sum[...] = jnp.zeros(refs.dq_sum.shape, jnp.float32)
+        refs.lse_column[...] = upright(refs.lse[...])
+        refs.delta_column[...] = upright(refs.delta[...])
+        if form.alibi:
+            refs.slope_sum[...] = jnp.zeros(refs.slope_sum.shape, jnp.float32)
+
+    def add(masked: bool) -> None:
+        k = refs.k[...]  # [BK, D]
+        rows = wide(refs.lse_column[...], form.block_k), wide(refs.delta_column[...], form.block_k)
+        factors = (refs.q[...], k, refs.do[...], refs.v[...])
+        found = _weights(form, refs, (entry.own, entry.other), head, factors, rows, masked)
+        if found.seen is not None and form.blind:
+            (k,) = clean(found.seen, k)
+        refs.dq_sum[...] += dot(form, found.through.astype(k.dtype), k)
+        if form.alibi:
+            slopes = found.ds * distance(form, refs, entry.own, entry.other)
+            refs.slope_sum[...] += jnp.sum(slopes, axis=0, keepdims=True)
+
+    if form.ever_whole:
+        pl.when(entry.flags & WHOLE != 0)(lambda: add(False))
+    if form.ever_partly:
+        pl.when(entry.flags & PARTLY != 0)(lambda: add(True))
+
+    @pl.when(entry.flags & LAST != 0)
+    def _finish() -> None:
+        refs.dq[...] = (refs.dq_sum[...] * form.scale).astype(refs.dq.dtype)
+        if form.alibi:
+            total = jnp.sum(refs.slope_sum[...], axis=1, keepdims=True)
+            refs.dslope[...] = jnp.broadcast_to(total, refs.dslope.shape)
+
+
+def bias_gradient_kernel(
+    form: Form, refs: Any, tiles: tuple[Any, Any], head: Head, first: Any, axes: tuple[bool, bool]
+) -> None:
+    """Every tile of scores, hidden ones too, whose gradient is zero. `first`: whether nothing has been added to this tile of the bias. `axes`:
+    whether the bias has queries and keys."""
+
+    @pl.when(first)
+    def _start() -> None:
+        refs.dbias[...] = jnp.zeros(refs.dbias.shape, jnp.float32)
+
+    rows = wide(upright(refs.lse[...]), form.block_k), wide(upright(refs.delta[...]), form.block_k)
+    factors = (refs.q[...], refs.k[...], refs.do[...], refs.v[...])
+    ds = _weights(form, refs, tiles, head, factors, rows, True).ds
+    for axis, has in enumerate(axes):
+        if not has:
+            ds = jnp.sum(ds, axis=axis, keepdims=True)
+    refs.dbias[...] += ds
+
+
+def temporaries(block_q: int, block_k: int, size: int) -> int:
+    """Bytes of the values of a step: scores, weights and their gradients, and two of them as operands."""
+    return block_q * block_k * (12 + 2 * size) + 2 * 4 * LANES * block_q

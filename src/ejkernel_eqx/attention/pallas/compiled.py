@@ -1,0 +1,138 @@
+"""Platform `pallas` on TPU: the host side. Configurations, support, and the launches of forward and backward."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...dispatch import DeviceFacts, FORWARD, Problem
+from ...launch.by_name import LOG2E
+from ...launch.fields import check_fields, Lanes
+from ...launch.pallas import Execute, run
+from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
+from ..masks.call_lists import without_lists
+from ..spec import AttentionArrays, AttentionGrads, AttentionSpec
+from . import launches, tile_sizes
+
+OPAQUE = True
+PARTS = {"forward": FORWARD, "key_gradient": "k v", "query_gradient": "q bias alibi_slopes sinks"}
+MAX_HEAD_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class TileConfig:
+    """One kernel's tile of scores: `block_q` queries by `block_k` keys, multiples of 128."""
+
+    block_q: Lanes
+    block_k: Lanes
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasConfig:
+    """`forward`, and the backward kernels of the key side (`dk`, `dv`) and the query side (`dq`, bias)."""
+
+    forward: TileConfig
+    key_gradient: TileConfig
+    query_gradient: TileConfig
+
+
+config_type = PallasConfig
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    if problem.dtype("qkv") not in ("float32", "bfloat16"):
+        return f"takes float32 and bfloat16, not {problem.dtype('qkv')}"
+    if problem.flag("score_mod"):
+        return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
+    if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')} and V {problem.dim('V')}"
+    return tile_sizes.tile_unsupported(
+        "forward", problem, tile_sizes.fitting("forward", problem, device)[0], device
+    )
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> PallasConfig:
+    """The first preferred tile of each kernel that fits the device's vector memory."""
+    return PallasConfig(
+        *(TileConfig(*tile_sizes.fitting(kernel, problem, device)[0]) for kernel in tile_sizes.KERNELS)
+    )
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
+    """Configurations worth timing, the heuristic first. Each takes the next tile of every kernel."""
+    columns = [tile_sizes.fitting(kernel, problem, device) for kernel in tile_sizes.KERNELS]
+    most = max(map(len, columns))
+    rows = ([column[min(n, len(column) - 1)] for column in columns] for n in range(most))
+    return [PallasConfig(*(TileConfig(*tile) for tile in row)) for row in rows]
+
+
+def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
+    """Why tiles cannot fit the device's vector memory or the table of steps, by an estimate."""
+    for kernel in tile_sizes.KERNELS:
+        tile = getattr(config, kernel)
+        reason = tile_sizes.tile_unsupported(kernel, problem, (tile.block_q, tile.block_k), device)
+        if reason is not None:
+            return reason
+    return None
+
+
+def forward(
+    arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig, *, execute: Execute = run
+) -> tuple[Array, Array]:
+    """`out [B, T, H, V]`, `lse [B, H, T]`."""
+    if _is_empty(arrays):
+        (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
+        lse = jnp.full((batch, heads, queries), -jnp.inf)
+        if arrays.sinks is not None:
+            lse = jnp.broadcast_to(arrays.sinks.astype(jnp.float32)[..., None], lse.shape)
+        return jnp.zeros((batch, queries, heads, values), arrays.q.dtype), lse
+    return launches.forward(arrays, spec, _sizes(config.forward), execute)
+
+
+def backward(
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: PallasConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
+    *,
+    execute: Execute = run,
+) -> AttentionGrads:
+    """All gradients; bitwise repeatable, as every sum has one fixed order."""
+    delta, empty = row_terms(arrays, out, lse, dout, dlse)
+    dsinks = None
+    if arrays.sinks is not None:
+        dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
+    if _is_empty(arrays):
+        zeros = (
+            None if x is None else jnp.zeros_like(x) for x in (*arrays[:3], arrays.bias, arrays.alibi_slopes)
+        )
+        return AttentionGrads(*zeros, dsinks)
+    own = launches.Rows(
+        # A bias of minus infinity also hides entries, though no mask does.
+        clean_cotangent(dout, empty).astype(arrays.q.dtype),
+        jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
+        delta,
+    )
+    dk, dv = launches.key_gradient(arrays, spec, _sizes(config.key_gradient), own, execute)
+    dq, dslopes = launches.query_gradient(arrays, spec, _sizes(config.query_gradient), own, execute)
+    if arrays.alibi_slopes is not None:
+        dslopes = sum_batch(dslopes, arrays.alibi_slopes)
+    dbias = None
+    if arrays.bias is not None:
+        if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
+            arrays, spec = without_lists(arrays, spec)
+        dbias = launches.bias_gradient(arrays, spec, _sizes(config.query_gradient), own, execute)
+    return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks)
+
+
+def _sizes(tile: TileConfig) -> tuple[int, int]:
+    return tile.block_q, tile.block_k
+
+
+def _is_empty(arrays: AttentionArrays) -> bool:
+    return 0 in (arrays.q.shape[1], arrays.k.shape[1])

@@ -1,0 +1,230 @@
+"""Operations on one tile of scores, shared by all Pallas kernels of attention.
+
+A tile is `[BQ, BK]` or, in the kernel of the keys' gradient, `[BK, BQ]`, where `by_key` holds. Vectors over queries and keys come in the shape
+that broadcasts to the tile. Scores are kept in units of log2.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...launch.by_name import LOG2E
+from ..philox import philox, threshold
+
+LANES = 128
+QUERY_ROWS = ("start", "end", "position", "segment")
+"""What the packed rows of queries hold, by column or row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is compiled into the kernels of a call."""
+
+    block_q: int
+    block_k: int
+    queries: int
+    keys: int
+    """Queries and keys that the call has; those behind them are padding."""
+    blind: bool
+    """Whether a key may be seen by no query, or a query see no key. Then padding must see nothing either."""
+    scale: float
+    cap: float | None
+    left: int | None
+    right: int | None
+    offset: int
+    rows: bool
+    segments: bool
+    alibi: bool
+    bias: bool
+    mask: bool
+    bits: bool
+    blocks: tuple[int, int] | None
+    """Queries and keys of a block of the map, if tiles are not parts of blocks."""
+    sinks: bool
+    dropout: float
+    seed_words: int
+    dtype: Any
+    by_key: bool = False
+
+    @property
+    def folded(self) -> bool:
+        """Whether the last factor of scores is left to the subtraction of the maximum."""
+        return not self.bias and not self.alibi and self.scale > 0
+
+    @property
+    def multiplier(self) -> float:
+        return (self.cap or self.scale) * LOG2E if self.folded else 1.0
+
+    @property
+    def query_axis(self) -> int:
+        return 1 if self.by_key else 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.block_k, self.block_q) if self.by_key else (self.block_q, self.block_k)
+
+    @property
+    def ever_whole(self) -> bool:
+        """Whether a tile may be visible as a whole: a mask may hide any entry."""
+        return not self.mask
+
+    @property
+    def ever_partly(self) -> bool:
+        """Whether a tile may be visible in part."""
+        ranged = self.left is not None or self.right is not None or self.keys % self.block_k != 0
+        return ranged or self.packed_rows or self.mask or self.bits or self.blocks is not None
+
+    @property
+    def packed_rows(self) -> bool:
+        """Whether queries have numbers of their own."""
+        return self.rows or self.segments
+
+
+class Head(NamedTuple):
+    """Numbers of a batch row and head."""
+
+    slope: Any
+    seeds: tuple[Any, ...]
+
+
+def dot(form: Form, a: Array, b: Array, *, transposed: bool = False) -> Array:
+    """`a @ b`, or `a @ b.T`, summed in float32; float32 operands are multiplied as such."""
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+    precision = jax.lax.Precision.HIGHEST if form.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+def wide(x: Array, columns: int) -> Array:
+    """A matrix whose columns are all alike, with another number of them."""
+    if columns <= x.shape[1]:
+        return x[:, :columns]
+    return jnp.concatenate([x] * -(-columns // x.shape[1]), axis=1)[:, :columns]
+
+
+def upright(row: Array, columns: int = LANES) -> Array:
+    """A row of numbers `[1, n]` as `columns` equal columns `[n, columns]`."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :columns]
+
+
+def positions(form: Form, q_tile: Any, k_tile: Any) -> tuple[Array, Array]:
+    """The numbers of queries and keys. Those that vary by row of the tile are computed for the lanes of one register and repeated, those that vary
+    by column are one row."""
+    (rows, columns), first = form.shape, (q_tile * form.block_q, k_tile * form.block_k)
+    down = jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 0) + first[form.query_axis]
+    along = jax.lax.broadcasted_iota(jnp.int32, (1, columns), 1) + first[1 - form.query_axis]
+    down = wide(down, columns)
+    return (along, down) if form.by_key else (down, along)
+
+
+def query_number(form: Form, refs: Any, name: str) -> Array:
+    """One of the `QUERY_ROWS`, broadcastable to the tile."""
+    at = QUERY_ROWS.index(name)
+    if form.by_key:
+        return refs.queries[at : at + 1, :]
+    return refs.queries[:, at : at + 1]
+
+
+def scores(form: Form, qk: Array, refs: Any, head: Head, q_tile: Any, k_tile: Any) -> tuple[Array, Array]:
+    """Scores in log2 units, without `form.multiplier`, and the tanh whose square the backward needs."""
+    t = qk
+    if form.cap is not None:
+        t = jnp.tanh(qk * (form.scale / form.cap))
+    s = t
+    if not form.folded:
+        s = t * (form.cap * LOG2E) if form.cap is not None else qk * (form.scale * LOG2E)
+        # Bias and ALiBi come after the soft cap, in natural units.
+        if form.bias:
+            s = s + refs.bias[...].astype(jnp.float32) * LOG2E
+        if form.alibi:
+            s = s + (head.slope * LOG2E) * distance(form, refs, q_tile, k_tile)
+    return s, t
+
+
+def distance(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
+    """Key minus position of the query, float32."""
+    i, j = positions(form, q_tile, k_tile)
+    position = query_number(form, refs, "position") if form.rows else i + form.offset
+    return (j - position).astype(jnp.float32)
+
+
+def visible(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
+    """Which entries of the tile are visible; keys past the end are not, queries past the end may be."""
+    i, j = positions(form, q_tile, k_tile)
+    conditions = []
+    if form.rows:
+        conditions += [j >= query_number(form, refs, "start"), j < query_number(form, refs, "end")]
+    else:
+        if form.keys % form.block_k:
+            conditions.append(j < form.keys)
+        if form.blind and form.queries % form.block_q:
+            conditions.append(i < form.queries)
+        if form.right is not None:
+            conditions.append(j <= i + (form.offset + form.right))
+        if form.left is not None:
+            conditions.append(j >= i + (form.offset - form.left))
+    if form.segments:
+        # Hidden queries have a number that no key has.
+        ours = query_number(form, refs, "segment")
+        theirs = refs.key_segments[:, :1] if form.by_key else refs.key_segments[:1, :]
+        conditions.append(ours == theirs)
+    if form.mask:
+        conditions.append(refs.mask[...].astype(jnp.int32) != 0)
+    if form.bits:
+        conditions.append(refs.bits[...].astype(jnp.int32) != 0)
+    if form.blocks is not None:
+        conditions.append(_of_map(form, refs, q_tile, k_tile))
+    if not conditions:
+        return jnp.ones(form.shape, bool)
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, conditions), form.shape)
+
+
+def _of_map(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
+    """The tile's part of a map of blocks, spread over its entries by two products with zeros and ones."""
+    assert form.blocks is not None
+    part = refs.map[...]  # blocks of this tile's rows by those of its columns
+    axes = (form.query_axis, 1 - form.query_axis)
+    sizes = [(form.block_q, form.blocks[0], q_tile), (form.block_k, form.blocks[1], k_tile)]
+    (rows, row_block, row_tile), (columns, column_block, column_tile) = (sizes[axis] for axis in axes)
+    first = jax.lax.div(row_tile * rows, jnp.int32(row_block))
+    own = jax.lax.broadcasted_iota(jnp.int32, (rows, part.shape[0]), 0) + row_tile * rows
+    at = jax.lax.broadcasted_iota(jnp.int32, (rows, part.shape[0]), 1) + first
+    up = ((own >= at * row_block) & (own < (at + 1) * row_block)).astype(part.dtype)
+    first = jax.lax.div(column_tile * columns, jnp.int32(column_block))
+    own = jax.lax.broadcasted_iota(jnp.int32, (part.shape[1], columns), 1) + column_tile * columns
+    at = jax.lax.broadcasted_iota(jnp.int32, (part.shape[1], columns), 0) + first
+    along = ((own >= at * column_block) & (own < (at + 1) * column_block)).astype(part.dtype)
+    exact = dict(preferred_element_type=jnp.float32)
+    lines = jnp.dot(up, part, **exact).astype(part.dtype)
+    return jnp.dot(lines, along, **exact) > 0.5
+
+
+def keep(form: Form, refs: Any, head: Head, q_tile: Any, k_tile: Any) -> Array:
+    """Which entries survive dropout, as `philox.philox_keep` says."""
+    i, j = positions(form, q_tile, k_tile)
+    position = query_number(form, refs, "position") if form.rows else i + form.offset
+    position, j = jnp.broadcast_to(position, form.shape), jnp.broadcast_to(j, form.shape)
+    if form.seed_words == 3:
+        position, j = position + head.seeds[2], j + head.seeds[2]
+    unsigned = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint32)
+    keys = tuple(unsigned(jnp.full(form.shape, seed, jnp.int32)) for seed in head.seeds[:2])
+    zero = jnp.zeros(form.shape, jnp.uint32)
+    word = philox((keys[0], keys[1]), (unsigned(position), unsigned(j), zero, zero))[0]
+    # Signed numbers in the order of the unsigned ones: a TPU compares the former.
+    ordered = jax.lax.bitcast_convert_type(word ^ jnp.uint32(1 << 31), jnp.int32)
+    return ordered >= jnp.int32(threshold(form.dropout) - (1 << 31))
+
+
+def some(seen: Array, axis: int) -> Array:
+    """Of entries: whether any along an axis is visible, as float32 `[1, n]` (`axis` 0)."""
+    return jnp.max(jnp.where(seen, 1.0, 0.0), axis=axis, keepdims=True)
+
+
+def clean(seen: Array, *columns: Array) -> tuple[Array, ...]:
+    """Matrices with one row for each column of the tile, zero where nothing in the column is visible: a hidden row may hold NaN, and 0 * NaN
+    is NaN."""
+    known = upright(some(seen, 0), LANES)
+    return tuple(jnp.where(wide(known, x.shape[1]) > 0, x, jnp.zeros_like(x)) for x in columns)

@@ -1,0 +1,104 @@
+"""Preferred tiles of the Pallas kernels and the memory they take. None has run on a TPU: they are those whose steps the compiler makes shortest
+(`benchmarks/tpu_static.py`)."""
+
+from ...dispatch import DeviceFacts, Problem
+from ...launch.sizes import cdiv, tile_bytes, too_large_for_vmem
+from . import backward_kernels, forward_kernel
+from .steps import MOST_TILES
+
+KERNELS = ("forward", "key_gradient", "query_gradient")
+Tile = tuple[int, int]
+_TEMPORARIES = {
+    "forward": forward_kernel.temporaries,
+    "key_gradient": backward_kernels.temporaries,
+    "query_gradient": backward_kernels.temporaries,
+}
+# By kernel, best first; small ones last, for devices with little memory and for short calls.
+_TILES: dict[str, tuple[Tile, ...]] = {
+    "forward": (
+        (1024, 512),
+        (512, 1024),
+        (512, 512),
+        (1024, 1024),
+        (256, 1024),
+        (256, 512),
+        (256, 256),
+        (128, 128),
+    ),
+    "key_gradient": ((1024, 512), (512, 1024), (512, 512), (256, 512), (512, 256), (256, 256), (128, 128)),
+    "query_gradient": ((1024, 512), (512, 1024), (512, 512), (256, 512), (256, 256), (128, 128)),
+}
+# By the beginning of a device's kind, what comes before these.
+_SHORTEST: dict[str, dict[str, Tile]] = {
+    "TPU v4": {"forward": (512, 1024), "key_gradient": (512, 1024), "query_gradient": (1024, 256)},
+    "TPU v5": {"forward": (512, 512)},
+}
+_MOST_TABLE = 512 * 2**10  # bytes of scalar memory
+
+
+def fitting(kernel: str, problem: Problem, device: DeviceFacts) -> list[Tile]:
+    """The tiles that fit the problem and the device, best first; the smallest ones if none does."""
+    lengths = [cdiv(problem.dim(name), 128) * 128 for name in "TS"]
+    shrink = lambda tile: tuple(
+        max(128, min(size, length)) for size, length in zip(tile, lengths, strict=True)
+    )
+    shortest = [
+        tiles[kernel] for kind, tiles in _SHORTEST.items() if device.kind.startswith(kind) and kernel in tiles
+    ]
+    known = _within_blocks(problem, (*shortest, *_TILES[kernel]))
+    tiles = list(dict.fromkeys(shrink(tile) for tile in known))
+    return [tile for tile in tiles if tile_unsupported(kernel, problem, tile, device) is None] or [(128, 128)]
+
+
+def _within_blocks(problem: Problem, tiles: tuple[Tile, ...]) -> list[Tile]:
+    """First the tiles of which a block of the map consists: they are visible as a whole or not at all."""
+    size: object = problem.flag("block_size")
+    if not isinstance(size, tuple):
+        return list(tiles)
+    return sorted(tiles, key=lambda tile: bool(size[0] % tile[0] or size[1] % tile[1]))
+
+
+def tile_unsupported(kernel: str, problem: Problem, tile: Tile, device: DeviceFacts) -> str | None:
+    """Why a tile cannot run the problem, by an estimate."""
+    sizes, tiles = (
+        f"{tile[0]}x{tile[1]}",
+        [cdiv(problem.dim(n), size) for n, size in zip("TS", tile, strict=True)],
+    )
+    if max(tiles) > MOST_TILES:
+        return f"{kernel} with {sizes} tiles has {max(tiles)} of them along one side, a list of steps can name {MOST_TILES}"
+    table = 4 * _rows_of_steps(problem, kernel) * tiles[0] * tiles[1]
+    if table > _MOST_TABLE:
+        return f"{kernel} with {sizes} tiles has a list of steps of {table} bytes, scalar memory has room for {_MOST_TABLE}"
+    return too_large_for_vmem(kernel, sizes, vmem(kernel, problem, tile), device)
+
+
+def _rows_of_steps(problem: Problem, kernel: str) -> int:
+    """How many lists of steps a call has, at most."""
+    batch = (
+        problem.dim("B") if problem.flag("rows") or problem.flag("segments") or problem.flag("tiles") else 1
+    )
+    heads = problem.dim("H") if problem.flag("tiles") else 1
+    return batch * heads
+
+
+def vmem(kernel: str, problem: Problem, tile: Tile) -> int:
+    """An estimate of the vector memory that a launch takes, in bytes."""
+    queries, keys = tile
+    dtype, dims = problem.dtype("qkv"), (problem.dim("D"), problem.dim("V"))
+    of_queries = sum(tile_bytes((queries, dim), dtype) for dim in dims)
+    of_keys = sum(tile_bytes((keys, dim), dtype) for dim in dims)
+    over_scores = 0
+    if problem.flag("bias"):
+        over_scores += tile_bytes(tile, problem.dtype("bias"))
+    over_scores += tile_bytes(tile, "int8") * sum(bool(problem.flag(name)) for name in ("mask", "tiles"))
+    numbers = 4 * 128 * ((queries + keys) if problem.flag("rows") or problem.flag("segments") else 0)
+    sums = {
+        "forward": (queries, (dims[1], 128, 128)),
+        "key_gradient": (keys, dims),
+        "query_gradient": (queries, (dims[0], 128, 128)),
+    }
+    rows, widths = sums[kernel]
+    results = {"forward": of_queries // 2, "key_gradient": of_keys, "query_gradient": of_queries // 2}[kernel]
+    blocks = of_queries + of_keys + results + over_scores + numbers
+    scratch = sum(tile_bytes((rows, width), "float32") for width in widths)
+    return 2 * blocks + scratch + _TEMPORARIES[kernel](queries, keys, 4 if dtype == "float32" else 2)

@@ -1,0 +1,1 @@
+from .linear_cross_entropy import LinearCrossEntropy as LinearCrossEntropy

@@ -1,0 +1,96 @@
+"""`LinearCrossEntropy`: a projection to the vocabulary and the cross entropy of its logits, which are never held whole."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int
+from ..core.arguments import accumulator
+from ..core.plans import plan_of
+from ..core.platforms import register
+from ..dispatch import Platform, PlatformLike
+from .arguments import Options, resolve
+from .core import CROSS_ENTROPY
+
+register("linear_cross_entropy", __package__, {Platform.XLA})
+
+
+class LinearCrossEntropy(Kernel):
+    r"""The cross entropy of a projection to a vocabulary, over chunks of tokens, so that the logits of all tokens are never held together:
+
+    $$l = c \tanh\big((W x + b) / c\big), \qquad
+      \mathrm{loss} = \mathrm{lse}(l) - (1 - \epsilon)\, l_y - \frac{\epsilon}{V} \sum_v l_v + \zeta\, \mathrm{lse}(l)^2,
+      \qquad \mathrm{lse}(l) = \log \sum_v e^{l_v}$$
+
+    with a soft cap $c$ (or none), label smoothing $\epsilon$ (Szegedy et al. 2016, arXiv:1512.00567) and a weight $\zeta$ of the z-loss
+    (Chowdhery et al. 2022, arXiv:2204.02311, section 5). The loss and its gradients are computed in float32 (float64 for float64) from
+    products of matrices in the dtype of `x`. A mean or a sum has its gradients computed together with it, from the same logits, as Liger
+    does (Hsu et al. 2024, arXiv:2410.10989): three products of matrices in all. With `reduction="none"`, the backward computes the logits again.
+
+    Tokens whose label is negative, or `ignore_index`, are left out of the loss, of its gradients and of the mean; their `x` may be NaN.
+
+    Platforms: XLA. Derivatives: reverse mode.
+    """
+
+    operation: ClassVar[str] = "linear_cross_entropy"
+
+    options: Options = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        reduction: str = "mean",
+        *,
+        logits_soft_cap: float | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        ignore_index: int | None = None,
+        platform: PlatformLike | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `reduction`: `"mean"`: the sum of the losses, each times its token's weight, over the sum of the weights, or 0 if that is 0; `"sum"`:
+            the former alone; `"none"`: the weighted loss of each token, 0 for ignored ones.
+        - `logits_soft_cap`: bounds logits smoothly to $(-c, c)$, as in Gemma 2.
+        - `label_smoothing`: from 0 to 1, the share of the target that is spread evenly over the vocabulary.
+        - `z_loss`: weight of the squared log-sum-exp, which keeps logits from drifting.
+        - `ignore_index`: a label of tokens that are ignored, besides negative ones.
+        - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
+        - `tune_for`: `(x, labels, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these
+            inputs now.
+        """
+        self.options = Options(reduction, logits_soft_cap, label_smoothing, z_loss, ignore_index)
+        self.plan = plan_of(LinearCrossEntropy, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.LinearCrossEntropy")
+    def __call__(
+        self,
+        x: Float[AnyArray, "*B E"],
+        labels: Int[AnyArray, "*B"],
+        weight: Float[AnyArray, "V E"],
+        bias: Float[AnyArray, " V"] | None = None,
+        token_weights: Float[AnyArray, "*B"] | None = None,
+    ) -> Float[Array, "..."]:
+        """**Arguments:**
+
+        - `x`: `[..., E]`, the features of tokens, with any number of leading axes; bf16, f16, f32, f64.
+        - `labels`: integers `[...]` below `V`; negative ones are ignored. The loss of a label that is too large is NaN inside `jit`, where it
+            cannot be checked.
+        - `weight`: `[V, E]`, such as an embedding; any float dtype, cast to that of `x`.
+        - `bias`: `[V]`, any float dtype.
+        - `token_weights`: `[...]`, any float dtype; default ones. They are differentiated as well.
+
+        **Returns:** the loss, a scalar, or `[...]` with `reduction="none"`; float32 (float64 for float64). Raises `ValueError` for invalid arguments.
+        """
+        arrays = resolve(self.options, x, labels, weight, bias, token_weights)
+        spec, lead = self.options.spec, x.shape[:-1]
+        if not arrays.x.size:  # nothing to compute
+            return jnp.zeros(lead if spec.reduction == "none" else (), accumulator(arrays.x.dtype))
+        out = CROSS_ENTROPY.call(self.plan, self.operation, arrays, spec)["out"]
+        return out.reshape(lead) if spec.reduction == "none" else out

@@ -1,0 +1,34 @@
+"""The options of the layers of a model whose tokens a mesh axis splits."""
+
+from typing import Any
+
+from .config import DecoderConfig
+
+_WHOLE = ("latent_attention", "native_sparse_attention")
+"""Mixers that need all tokens of a row."""
+
+
+def split_options(config: DecoderConfig, axis: str | None, order: str) -> dict[str, dict[str, Any]]:
+    """The options of each mixer of a model whose tokens a mesh axis splits."""
+    names = dict.fromkeys(layer.mixer for layer in config.layers)
+    if axis is None:
+        if order != "contiguous":
+            raise ValueError(
+                f"token_order: expected 'contiguous' without sequence_axis, received {order!r}; name the mesh axis that splits the tokens."
+            )
+        return {}
+    if whole := [name for name in names if name in _WHOLE]:
+        raise ValueError(
+            f"sequence_axis: expected None for a model with {whole[0]}, which needs all tokens of a row, received {axis!r}; without it, they are "
+            "gathered."
+        )
+    others = [name for name in names if name != "attention"]
+    if order != "contiguous" and others:
+        raise ValueError(
+            f"token_order: expected 'contiguous' for a model with {others[0]}, which takes tokens in temporal order, received {order!r}; "
+            "'zigzag' is for models of attention alone."
+        )
+    options: dict[str, dict[str, Any]] = {name: {"sequence_axis": axis} for name in others}
+    if "attention" in names:
+        options["attention"] = {"sequence_axis": axis, "token_order": order}
+    return options

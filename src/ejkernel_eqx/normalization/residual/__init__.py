@@ -1,0 +1,1 @@
+from .operation import ResidualRMSNorm as ResidualRMSNorm

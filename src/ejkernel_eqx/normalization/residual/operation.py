@@ -1,0 +1,88 @@
+"""`ResidualRMSNorm`: the sum of a residual and a branch, and its RMS norm, in one pass."""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+from jax import Array
+
+from ..._kernel import Kernel, Plan
+from ..._shapes import AnyArray, Float
+from ...core.arguments import array, fitting, is_finite
+from ...core.plans import plan_of
+from ...core.platforms import register
+from ...dispatch import PlatformLike
+from .core import NORMALIZE
+from .spec import ResidualArrays, ResidualSpec
+
+register("residual_rms_norm", __package__)
+
+
+class ResidualRMSNorm(Kernel):
+    r"""The sum of a residual and the output of a branch, and the RMS norm (Zhang & Sennrich 2019, arXiv:1910.07467) of that sum, the input of
+    the next branch of a pre-norm decoder:
+
+    $$s = x + b, \qquad y = \frac{s}{\sqrt{\mathrm{mean}(s^2) + \epsilon}} \odot w$$
+
+    One pass over memory each way: the backward adds the gradient of $s$ from after this norm to that through the norm, and keeps only $s$. Without a
+    branch, $s$ is $x$ itself: use it as the residual after the norm, and both of its gradients are added in the same pass. Accumulates in
+    float32 (float64 for float64); $s$ is rounded to the dtype of $x$ before the norm.
+
+    Platforms and derivatives: as for [`ejkernel_eqx.CausalConv1d`][].
+    """
+
+    operation: ClassVar[str] = "residual_rms_norm"
+
+    spec: ResidualSpec = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        eps: float = 1e-6,
+        *,
+        platform: PlatformLike | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `eps`: added to the mean square.
+        - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
+        - `tune_for`: `(x, branch, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these
+            inputs now.
+        """
+        if not (is_finite(eps) and eps >= 0):
+            raise ValueError(f"eps: expected a finite number >= 0, received {eps!r}.")
+        self.spec = ResidualSpec(float(eps))
+        self.plan = plan_of(ResidualRMSNorm, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.ResidualRMSNorm")
+    def __call__(
+        self,
+        x: Float[AnyArray, "*B C"],
+        branch: Float[AnyArray, "*B C"] | None = None,
+        weight: Float[AnyArray, " C"] | None = None,
+    ) -> tuple[Float[Array, "*B C"], Float[Array, "*B C"]]:
+        """**Arguments:**
+
+        - `x`: the residual, `[..., features]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
+        - `branch`: what is added to it, in its shape and dtype; `None` for nothing.
+        - `weight`: `[features]`, any float dtype; default ones.
+
+        **Returns:** the norm of the sum, and the sum, `[..., features]` in the dtype of `x`. Raises the errors of [`ejkernel_eqx.CausalConv1d`][].
+        """
+        x = array("x", x, "features")
+        if x.shape[-1] == 0:
+            raise ValueError(f"x: expected at least one feature, received shape {x.shape}.")
+        if branch is not None:
+            branch = fitting("branch", branch, x.shape, "features")
+            if branch.dtype != x.dtype:
+                raise ValueError(f"branch: expected {x.dtype}, as x, received {branch.dtype}; cast it first.")
+        if weight is not None:
+            weight = fitting("weight", weight, x.shape[-1:], "features")
+        if not x.size:  # nothing to launch
+            return x, x
+        rows: Any = lambda a: None if a is None else a.reshape(-1, a.shape[-1]) if a.ndim == 1 else a
+        arrays = ResidualArrays(rows(x), rows(branch), weight)
+        results = NORMALIZE.call(self.plan, self.operation, arrays, self.spec)
+        return results["out"].reshape(x.shape), results["sum"].reshape(x.shape)

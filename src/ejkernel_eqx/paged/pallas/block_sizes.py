@@ -1,0 +1,186 @@
+"""Which blocks of pages and tiles of queries to use, by their bytes of vector memory."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from ...dispatch import DeviceFacts, Problem
+from ...launch.sizes import tile_bytes, too_large_for_vmem
+from ..flat import part_of
+from ..spec import page_dtypes
+from .call import block_pages, PallasConfig, row_tile
+
+_TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
+"""Kinds of devices whose two cores share one memory and one program."""
+_BLOCK = 512 * 2**10
+"""Bytes of one kind of pages in a block: enough for the memory to stream, and little to compute when a sequence ends early."""
+_SCORES = 2**20
+"""Bytes of a tile of scores."""
+_ROWS = 128
+"""Rows of queries and heads that a tile of keys is multiplied with in the time that it takes to load."""
+_ROWS_WITH_BIAS = 512
+"""A bias for pairs of queries is for drafts and trees of them, which this kernel alone takes."""
+_KEYS = (1024, 512, 256, 128, 64, 32, 16)
+_BY_HEAD = ((128, 256), (64, 256), (64, 512), (128, 128), (32, 256), (32, 128), (16, 128), (16, 64), (16, 16))
+_TOGETHER = ((512, 512), (256, 512), (512, 256), (256, 256), (1024, 256), (128, 256), (128, 128), (16, 16))
+"""Queries by keys with several key heads, and queries times heads by keys with one; best first."""
+_MOST_CANDIDATES = 6
+
+
+def dtypes(problem: Problem) -> dict[str, str]:
+    """The dtype of every kind of pages."""
+    first, second = page_dtypes(problem)
+    return {"key": first, "rope" if problem.flag("latent") else "value": second}
+
+
+def page_of(problem: Problem) -> int:
+    """The keys of a page, as kernels see it: a sequence's only page is split if it is large."""
+    return part_of(problem.dim("p")) if problem.dim("M") == 1 else problem.dim("p")
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
+    """The blocks that fit, best first."""
+    cores = _cores(problem, device)
+    most, keys = few(problem), problem.dim("M") * problem.dim("p")
+    # One size for each block of whole pages that sizes stand for.
+    blocks = {_columns(problem, min(size, max(keys, 16))): min(size, max(keys, 16)) for size in _KEYS}
+    decode = sorted(blocks.values(), key=lambda size: _strain(problem, most, size))
+    decode = [size for size in decode if _fits(decode_bytes(problem, most, size), device)]
+    prefill = [tile for tile in _tiles(problem) if _fits(prefill_bytes(problem, *tile), device)]
+    if not decode or not prefill:
+        return [smallest(problem, device)]
+    if problem.dim("Q") <= most:
+        prefill = prefill[:1]
+    found = []
+    for row in range(max(len(decode), len(prefill))):
+        queries, block = prefill[min(row, len(prefill) - 1)]
+        found.append(PallasConfig(most, decode[min(row, len(decode) - 1)], queries, block, cores))
+    return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
+
+
+def few(problem: Problem) -> int:
+    """The most queries that are computed with all heads at once."""
+    rows = _ROWS_WITH_BIAS if problem.flag("qq_bias") else _ROWS
+    return max(1, min(problem.dim("Q"), rows // problem.dim("H")))
+
+
+def _tiles(problem: Problem) -> list[tuple[int, int]]:
+    """Queries and keys of a tile, best first."""
+    if problem.dim("K") > 1:
+        return list(_BY_HEAD)
+    return [(max(1, rows // problem.dim("H")), keys) for rows, keys in _TOGETHER]
+
+
+def _fits(needed: int, device: DeviceFacts) -> bool:
+    return too_large_for_vmem("", "", needed, device) is None
+
+
+def _strain(problem: Problem, queries: int, keys: int) -> float:
+    """How far a block is from the best size, as a ratio."""
+    rows = keys * problem.dim("K")
+    widest = max(
+        rows * width * jnp.dtype(dtype).itemsize
+        for width, dtype in zip(_widths(problem), dtypes(problem).values())
+    )
+    scores = 4 * rows * queries * problem.dim("H")
+    used = max(widest / _BLOCK, scores / _SCORES)
+    return max(used, 1 / used)
+
+
+def _widths(problem: Problem) -> tuple[int, int]:
+    dim, values = problem.dim("D"), problem.dim("V")
+    return (values, dim - values) if problem.flag("latent") else (dim, values)
+
+
+def smallest(problem: Problem, device: DeviceFacts) -> PallasConfig:
+    queries = few(problem) if problem.flag("qq_bias") else 1
+    return PallasConfig(queries, 16, 16 if problem.dim("K") > 1 else 1, 16, _cores(problem, device))
+
+
+def adapted(config: PallasConfig, problem: Problem, device: DeviceFacts) -> PallasConfig:
+    return dataclasses.replace(config, cores=_cores(problem, device))
+
+
+def _cores(problem: Problem, device: DeviceFacts) -> int:
+    return max(1, min(2 if device.kind in _TWO_CORES else 1, problem.dim("N")))
+
+
+def too_large(problem: Problem, config: PallasConfig, device: DeviceFacts) -> str | None:
+    """Why a configuration does not fit the device."""
+    few = min(config.decode_queries, problem.dim("Q"))
+    kernels = {"decode": (few, config.decode_keys, decode_bytes)}
+    if problem.dim("Q") > few:
+        kernels["prefill"] = config.block_q, config.block_k, prefill_bytes
+    for name, (queries, keys, needed) in kernels.items():
+        reason = too_large_for_vmem(name, f"{queries}x{keys}", needed(problem, queries, keys), device)
+        if reason is not None:
+            return reason
+    return None
+
+
+class Tile(NamedTuple):
+    """Queries of an item and keys of a block."""
+
+    queries: int
+    keys: int
+
+
+def decode_tile(problem: Problem, config: PallasConfig) -> Tile:
+    """What a configuration means for the kernel for few queries."""
+    queries = min(config.decode_queries, problem.dim("Q"))
+    return Tile(queries, _columns(problem, config.decode_keys) // problem.dim("K"))
+
+
+def prefill_tile(problem: Problem, config: PallasConfig) -> Tile:
+    """What a configuration means for the kernel for many queries."""
+    page = page_of(problem)
+    return Tile(config.block_q, block_pages(page, page, config.block_k) * page)
+
+
+def decode_bytes(problem: Problem, queries: int, keys: int) -> int:
+    """An estimate of the bytes that the kernel takes with all heads at once."""
+    heads = _heads(problem, queries)
+    rows, columns = queries * heads, _columns(problem, keys)
+    state = tile_bytes((rows, problem.dim("V")), "float32") + 2 * tile_bytes((rows, 128), "float32")
+    # Scores, weights and the operands of their products.
+    values = 3 * tile_bytes((rows, columns), "float32") + _page_bytes(problem, columns)
+    return _buffers(problem, queries, heads, columns) + state + values
+
+
+def prefill_bytes(problem: Problem, queries: int, keys: int) -> int:
+    """An estimate of the bytes that the kernel for many queries takes."""
+    if problem.dim("K") == 1:
+        return decode_bytes(problem, queries, keys)
+    heads, page = _heads(problem, queries), page_of(problem)
+    rows, keys = queries * problem.dim("H"), block_pages(page, page, keys) * page
+    columns = keys * problem.dim("K")
+    wide = "float32" if "float32" in (problem.dtype("q"), *dtypes(problem).values()) else "bfloat16"
+    state = tile_bytes((rows, problem.dim("V")), "float32") + 2 * tile_bytes((rows, 128), "float32")
+    by_head = sum(tile_bytes((columns, width), wide) for width in _widths(problem))
+    by_head += tile_bytes((rows, problem.dim("D")), wide)
+    values = 3 * tile_bytes((rows // problem.dim("K"), keys), "float32") + by_head
+    return _buffers(problem, queries, heads, columns) + state + by_head + values
+
+
+def _heads(problem: Problem, queries: int) -> int:
+    return problem.dim("H") if queries == 1 else row_tile(problem.dim("H"), problem.dtype("q"))
+
+
+def _columns(problem: Problem, keys: int) -> int:
+    page, rows = page_of(problem), page_of(problem) * problem.dim("K")
+    return block_pages(page, rows, keys) * rows
+
+
+def _page_bytes(problem: Problem, columns: int) -> int:
+    return sum(
+        tile_bytes((columns, width), dtype)
+        for width, dtype in zip(_widths(problem), dtypes(problem).values(), strict=True)
+    )
+
+
+def _buffers(problem: Problem, queries: int, heads: int, columns: int) -> int:
+    """What is copied to and fro, each twice: pages, queries, results."""
+    q = problem.dtype("q")
+    small = sum(tile_bytes((queries, heads, problem.dim(width)), q) for width in ("D", "V"))
+    return 2 * (_page_bytes(problem, columns) + small + tile_bytes((queries, 1, heads), "float32"))

@@ -1,0 +1,186 @@
+"""The configurations of this family's Pallas kernels, and a call as they see it: without leading axes, with pages as matrices."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...launch.fields import check_fields, Count
+from ...launch.pallas import Execute
+from ...launch.sizes import cdiv
+from ..flat import merged_rows
+from ..spec import PagedArrays, PagedSpec, PAGES
+
+LANES = 128
+_MOST_PAGES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasConfig:
+    """`decode_queries`: the most queries of a sequence that the kernel for few of them takes, in blocks of at least `decode_keys` keys, as far
+    as whole pages allow; the other kernel takes the others in tiles of `block_q` queries and blocks of at least `block_k` keys. `cores`: the
+    cores of the device that share the sequences."""
+
+    decode_queries: Count
+    decode_keys: Count
+    block_q: Count
+    block_k: Count
+    cores: Count = 1
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call whose leading axis has been merged into tokens, sequences and pages.
+
+    `arrays` are those of `PagedArrays` without leading axes, except the small ones (`sinks`, `slopes`, `qq_bias`, scales per head), which
+    have an axis of rows: sequence `n` reads row `n // row_sequences`.
+    """
+
+    arrays: PagedArrays
+    spec: PagedSpec
+    config: PallasConfig
+    execute: Execute
+    row_sequences: int
+
+    @property
+    def sequences(self) -> int:
+        return self.arrays.q_len.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.arrays.q.shape[-2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.arrays.k.shape[-2]
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def page(self) -> int:
+        """Keys of a page."""
+        return self.arrays.k.shape[1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a page as a matrix: all heads of a key, one after the other."""
+        return self.page * self.kv_heads
+
+    @property
+    def values(self) -> int:
+        return (self.arrays.k if self.arrays.v is None else self.arrays.v).shape[-1]
+
+    @property
+    def pages(self) -> dict[str, Array]:
+        """The pages as matrices `[P, p * K, D]`: the same bytes, as all heads of a key follow one another."""
+        given = {name: x for name in PAGES if (x := getattr(self.arrays, name)) is not None}
+        return {name: x.reshape(x.shape[0], self.rows, x.shape[-1]) for name, x in given.items()}
+
+    def by_token(self, name: str) -> bool:
+        """Whether one kind of pages has a scale for each token and head."""
+        return self.spec.scales == "token" and getattr(self.arrays, f"{name}_scale") is not None
+
+    @property
+    def operand(self) -> Any:
+        """The dtype of the products: that of the queries for quantised pages, otherwise the wider one."""
+        q, given = self.arrays.q.dtype, self.arrays.given
+        plain = (given[name].dtype for name in PAGES if name in given and f"{name}_scale" not in given)
+        return q if all(dtype == q for dtype in plain) else jnp.dtype(jnp.float32)
+
+
+def folded(arrays: PagedArrays, spec: PagedSpec, config: PallasConfig, execute: Execute) -> Call:
+    """The call with its leading axis merged into tokens, sequences and, if they are mapped, pages."""
+    merged, row_sequences = merged_rows(arrays, spec, in_parts=True)
+    return Call(merged, spec, config, execute, row_sequences)
+
+
+class Ranges(NamedTuple):
+    """int32 in scalar memory: the items of a launch, each some queries of one sequence, `[I]` except where it is said."""
+
+    count: Array  # [1]: the number of items
+    order: Array  # the items first, then what has no queries
+    row: Array  # the sequence
+    token: Array  # the first query's place among the packed ones
+    queries: Array  # the number of queries
+    position: Array  # the position of the first query
+    first: Array  # the first key that any of them sees
+    page: Array  # the first page of these keys
+    pages: Array  # the number of pages from there to the last key, at least 1
+    holes: Array  # 1 if one of these pages is missing
+    table: Array  # [N * M], -1 for a missing page
+
+
+def few_queries(call: Call, most: int, align: int) -> Ranges:
+    """An item for every sequence with up to `most` queries. First pages are multiples of `align`."""
+    row = jnp.arange(call.sequences, dtype=jnp.int32)
+    queries = jnp.minimum(call.arrays.q_len, call.spec.max_query_len)
+    queries = jnp.where(queries <= most, queries, 0)
+    order = jnp.argsort(queries <= 0, stable=True).astype(jnp.int32)
+    return _ranges(call, order, row, jnp.zeros_like(row), queries, align)
+
+
+def tiles_of_queries(call: Call, more: int, size: int, align: int) -> Ranges:
+    """Items of up to `size` queries of the sequences with more than `more`."""
+    length = jnp.minimum(call.arrays.q_len, call.spec.max_query_len)
+    length = jnp.where(length > more, length, 0)
+    tiles = (length + size - 1) // size
+    ends = jnp.cumsum(tiles, dtype=jnp.int32)
+    tokens = call.arrays.q.shape[0]
+    item = jnp.arange(tokens // size + min(call.sequences, tokens // (more + 1)), dtype=jnp.int32)
+    row = jnp.minimum(jnp.sum(ends[None] <= item[:, None], axis=1, dtype=jnp.int32), call.sequences - 1)
+    start = (item - ends[row] + tiles[row]) * size
+    return _ranges(call, item, row, start, jnp.clip(length[row] - start, 0, size), align)
+
+
+def _ranges(call: Call, order: Array, row: Array, start: Array, queries: Array, align: int) -> Ranges:
+    """The items of queries `start` to `start + queries - 1` of a sequence each."""
+    arrays, left = call.arrays, call.spec.left
+    width = arrays.page_table.shape[-1]
+    position = (arrays.kv_len - arrays.q_len)[row] + start
+    first = jnp.zeros_like(position) if arrays.kv_start is None else jnp.maximum(arrays.kv_start[row], 0)
+    first = first if left is None else jnp.maximum(first, position - left)
+    end = jnp.clip(position + queries, 0, width * call.page)
+    page = jnp.clip(first // call.page, 0, width - 1) // align * align
+    pages = jnp.maximum((end + call.page - 1) // call.page - page, 1)
+    table = jnp.where(
+        (arrays.page_table >= 0) & (arrays.page_table < arrays.k.shape[0]), arrays.page_table, -1
+    )
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    used = (index >= page[:, None]) & (index < (page + pages)[:, None])
+    return Ranges(
+        count=jnp.sum(queries > 0, dtype=jnp.int32)[None],
+        order=order,
+        row=row,
+        token=arrays.q_start[row] + start,
+        queries=queries,
+        position=position,
+        first=first,
+        page=page,
+        pages=pages,
+        holes=jnp.any(used & (table[row] < 0), axis=1).astype(jnp.int32),
+        table=table.reshape(-1),
+    )
+
+
+def page_unit(columns: int) -> int:
+    """The pages whose columns, so many each, fill whole registers."""
+    return LANES // math.gcd(LANES, columns)
+
+
+def block_pages(page: int, columns: int, keys: int) -> int:
+    """The number of pages in a block of about `keys` keys: their columns fill whole registers if they can, and pages have one bit each of an
+    int32."""
+    unit = min(page_unit(columns), _MOST_PAGES)
+    return max(unit, min(cdiv(cdiv(keys, page), unit) * unit, _MOST_PAGES // unit * unit))
+
+
+def row_tile(rows: int, dtype: Any) -> int:
+    """Rows padded to whole tiles of memory."""
+    tile = 32 // jnp.dtype(dtype).itemsize
+    return cdiv(rows, tile) * tile

@@ -1,0 +1,134 @@
+"""The host side of platform `pallas` on TPU: configurations, support, and the assignment of sequences to kernels.
+
+Every kernel writes the results of its sequences into `out` and `lse`, which begin as 0 and minus infinity.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...dispatch import DeviceFacts, Problem
+from ...launch.pallas import Execute, run
+from ..cache.quantise import LARGEST
+from ..spec import PagedArrays, PagedSpec
+from . import block_sizes
+from .by_head import BY_HEAD
+from .call import block_pages, Call, few_queries, folded, page_unit, row_tile, tiles_of_queries
+from .call import PallasConfig as PallasConfig
+from .kernel import Method, over_items, Sizes
+from .together import TOGETHER
+
+OPAQUE = True
+VERSION = 1
+_TABLE = 240_000
+"""Entries of page tables in scalar memory, which has 1 MiB on every generation; a sequence needs nine numbers besides."""
+_DTYPES = ("bfloat16", "float32")
+
+config_type = PallasConfig
+
+
+def unavailable(device: DeviceFacts) -> str | None:
+    return None
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    page, heads = block_sizes.page_of(problem), problem.dim("K")
+    pages = problem.dim("M") * (problem.dim("p") // page)
+    if problem.dtype("q") not in _DTYPES:
+        return f"takes queries of bfloat16 and float32, not {problem.dtype('q')}"
+    for name, dtype in block_sizes.dtypes(problem).items():
+        if dtype not in (*_DTYPES, *LARGEST):
+            return f"takes pages of bfloat16, float32 and 8-bit numbers, not {dtype}"
+        tile = 8 if dtype == "float32" else 16
+        if page * heads % tile:
+            return (
+                f"takes {name} pages of {dtype} whose tokens times key heads are a multiple of {tile}, the rows of a tile of memory, not {page} "
+                f"tokens of {heads} heads"
+            )
+    if problem.flag("scales") == "token" and page % 4:
+        return f"takes scales for each token with pages of a multiple of 4 tokens, not {page}"
+    if problem.flag("qq_bias") and problem.dim("Q") > block_sizes.few(problem):
+        return f"takes a query-query bias with up to {block_sizes.few(problem)} queries of a sequence, not {problem.dim('Q')}"
+    if problem.dim("N") * (pages + 9) > _TABLE:
+        return (
+            f"reads page tables of up to {_TABLE} entries in all, which its scalar memory holds, not {problem.dim('N')} sequences of {pages} pages; "
+            "larger pages need fewer"
+        )
+    if pages * page * heads >= 2**31:
+        return f"takes page tables of fewer than 2**31 keys times heads, not {pages} pages of {page} keys of {heads} heads"
+    return block_sizes.too_large(problem, block_sizes.smallest(problem, device), device)
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> PallasConfig:
+    """The first of the preferred blocks that fit the device's vector memory."""
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
+    """Configurations worth timing, the heuristic first."""
+    return block_sizes.candidates(problem, device)
+
+
+def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
+    """Why the blocks cannot fit the device's vector memory, by an estimate, or do not take a query-query bias."""
+    if problem.flag("qq_bias") and config.decode_queries < problem.dim("Q"):
+        return f"takes a query-query bias with up to decode_queries={config.decode_queries} queries, not {problem.dim('Q')}"
+    return block_sizes.too_large(problem, config, device)
+
+
+def adapted(config: PallasConfig, problem: Problem, device: DeviceFacts) -> PallasConfig:
+    """Keeps the blocks; the number of cores is the device's."""
+    return block_sizes.adapted(config, problem, device)
+
+
+def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:
+    """Where XLA keeps pages in another order than the kernels read."""
+    if problem.dim("D") % 128 == 0 and problem.dim("V") % 128 == 0:
+        return ""
+    return (
+        "between programs, XLA keeps pages whose head dim is no multiple of 128 with another axis last, so that each compiled program copies all of "
+        "them once when it begins: pad head dims, or decode several tokens in one program"
+    )
+
+
+def forward(
+    arrays: PagedArrays, spec: PagedSpec, config: PallasConfig, *, execute: Execute = run
+) -> dict[str, Array]:
+    """`out [B, T, H, V]` and `lse [B, T, H]`, for arrays with one leading axis."""
+    call, lead = folded(arrays, spec, config, execute), arrays.q.shape[:2]
+    tokens, heads = call.arrays.q.shape[:2]
+    results = {
+        "out": jnp.zeros((tokens, heads, call.values), arrays.q.dtype),
+        "lse": jnp.full((tokens, 1, heads), -jnp.inf, jnp.float32),
+    }
+    if call.sequences and tokens:
+        few = min(config.decode_queries, spec.max_query_len)
+        size, align = _sizes(call, TOGETHER, few, config.decode_keys)
+        results = over_items(call, "decode", TOGETHER, size, few_queries(call, few, align), results)
+        if spec.max_query_len > few and tokens > few:
+            method = TOGETHER if call.kv_heads == 1 else BY_HEAD
+            size, align = _sizes(call, method, config.block_q, config.block_k)
+            tiles = tiles_of_queries(call, few, config.block_q, align)
+            results = over_items(call, "prefill", method, size, tiles, results)
+    return {
+        "out": results["out"].reshape(*lead, heads, call.values),
+        "lse": results["lse"].reshape(*lead, heads),
+    }
+
+
+def _sizes(call: Call, method: Method, queries: int, keys: int) -> tuple[Sizes, int]:
+    """What a kernel is compiled for, and what first pages are multiples of."""
+    columns = call.page if method is BY_HEAD else call.rows
+    size = Sizes(
+        queries=queries,
+        # Several queries need heads that fill whole tiles of memory.
+        heads=row_tile(call.heads, call.arrays.q.dtype) if queries > 1 else call.heads,
+        kv_heads=call.kv_heads,
+        page=call.page,
+        pages=block_pages(call.page, columns, keys),
+        table=call.arrays.page_table.shape[-1],
+        cores=call.config.cores,
+        # With a bias by query, none may stand at the end of a block that was moved back to fit.
+        tokens=max(call.arrays.q.shape[0], queries) + (queries if call.arrays.qq_bias is not None else 0),
+        operand=call.operand,
+    )
+    return size, page_unit(columns) if call.spec.scales == "token" else 1

@@ -1,0 +1,103 @@
+"""Platform `pallas` on TPU: support, configurations, and both directions of a call."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
+from ...launch.pallas import Execute, run
+from ..spec import FLOATS, heads_of, RecurrenceArrays, RecurrenceSpec, VALUE
+from .call import make_call, run_backward, run_forward
+from .tile_sizes import candidates as candidates
+from .tile_sizes import chunk_of, heads_of_step, PallasConfig
+from .tile_sizes import config_unsupported as config_unsupported
+
+OPAQUE = True
+PARTS = {"chunk_size": BOTH, "forward_heads": FORWARD, "backward_heads": BOTH}
+"""The fields of a configuration that are tuned one after the other, and what decides."""
+MAX_HEAD_DIM = 256
+config_type = PallasConfig
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> PallasConfig:
+    return candidates(problem, device)[0]
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    for dtype in ("float64", "float16"):
+        if dtype in (problem.dtype("qkv"), problem.dtype("state")):
+            return f"takes float32 and bfloat16, not {dtype}"
+    if problem.flag("step"):
+        return "takes sequences, not single tokens: of a step only the states matter, which XLA reads and writes once"
+    if problem.flag("decay") == VALUE:
+        return "does not support a decay per value channel"
+    if problem.flag("delta") and problem.flag("skip"):
+        return "does not support a skip with delta rules"
+    largest = max(problem.dim("D"), problem.dim("V"))
+    if largest > MAX_HEAD_DIM:
+        return f"takes key and value dims up to {MAX_HEAD_DIM}, not {largest}"
+    return None
+
+
+def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
+    """The states at the starts of chunks, in the dtype of the operands."""
+    return {"states": ("chunks", f"H{heads_of(arrays, spec).state}", "D", "V")}
+
+
+def forward(
+    arrays: RecurrenceArrays,
+    spec: RecurrenceSpec,
+    config: PallasConfig,
+    *,
+    save: bool = True,
+    execute: Execute = run,
+) -> dict[str, Array]:
+    """`out`, `final_state` and, with `save`, the residual, from arrays with one leading axis."""
+    call = make_call(arrays, spec, chunk_of(config, arrays.q.shape[1]))
+    initial = arrays.initial_state
+    if call.is_empty:
+        batch, length, _, _ = arrays.q.shape
+        out = jnp.zeros((batch, length, heads_of(arrays, spec).out, arrays.v.shape[-1]), arrays.v.dtype)
+        shape = call.edge_shape
+        final = jnp.zeros(shape, spec.state_dtype) if initial is None else initial.astype(spec.state_dtype)
+        states = jnp.zeros((batch, call.chunks.count, *shape[-3:]), arrays.q.dtype)
+        return {"out": out, "final_state": final} | ({"states": states} if save else {})
+    found = run_forward(call, heads_of_step(config.forward_heads, call.chunks.heads), save, execute)
+    out = call.chunks.give(found["out"])
+    if arrays.skip is not None:
+        out = (out + _skipped(arrays.v, arrays.skip)).astype(arrays.v.dtype)
+    results = {"out": out, "final_state": call.of_sequences(found["final"], initial)}
+    return results | ({"states": found["states"]} if save else {})
+
+
+def backward(
+    arrays: RecurrenceArrays,
+    spec: RecurrenceSpec,
+    config: PallasConfig,
+    saved: dict[str, Array],
+    cotangents: dict[str, Array],
+    *,
+    execute: Execute = run,
+) -> dict[str, Array]:
+    """Gradients of all float arrays of the call; every sum has a fixed order."""
+    call = make_call(arrays, spec, chunk_of(config, arrays.q.shape[1]))
+    dout, dfinal, initial = cotangents["out"], cotangents["final_state"], arrays.initial_state
+    if call.is_empty:
+        grads = {name: jnp.zeros_like(x) for name in FLOATS if (x := getattr(arrays, name)) is not None}
+        return grads | ({} if initial is None else {"initial_state": dfinal})
+    heads = heads_of_step(config.backward_heads, call.chunks.heads)
+    found = run_backward(call, heads, saved["states"], dout, dfinal, execute)
+    operands, pull = jax.vjp(call.operands, call.learned())
+    (grads,) = pull({name: found[f"d{name}"] for name in operands})
+    if arrays.skip is not None:
+        _, pull = jax.vjp(_skipped, arrays.v, arrays.skip)
+        dv, grads["skip"] = pull(dout.astype(jnp.float32))
+        grads["v"] = grads["v"].astype(jnp.float32) + dv.astype(jnp.float32)
+    if initial is not None:
+        grads["initial_state"] = call.of_sequences(found["dinitial"], dfinal.astype(jnp.float32))
+    return grads
+
+
+def _skipped(v: Array, skip: Array) -> Array:
+    """What the values add to the outputs, `[B, T, HS, V]` in float32."""
+    return skip.astype(jnp.float32)[:, None] * v.astype(jnp.float32)

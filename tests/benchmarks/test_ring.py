@@ -1,0 +1,82 @@
+"""The benchmark of ring attention runs whole, and reads overlap out of a trace."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks import overlap, ring
+
+
+@pytest.mark.slow
+def test_every_form_is_checked_timed_and_judged(tmp_path, capsys):
+    options = ["--quick", "--devices", "4", "--commit", "abc", "--profile", str(tmp_path / "trace")]
+    assert ring.main([*options, "--json", str(tmp_path / "json")]) == 0
+    content = json.loads((tmp_path / "json").read_text())
+    rows = {(row["variant"], row["tokens"]): row for row in content["rows"]}
+    assert set(rows) == {(name, 256) for name in ring.VARIANTS} | {("zigzag", 1024)}
+    for row in rows.values():
+        assert "reason" not in row and row["error"] < 1e-5 and row["ms"] > 0 and row["memory_bytes"] > 0, row
+    assert rows["zigzag", 256]["speedup"] > 0 and rows["flash", 256]["speedup"] == 1
+    speed, memory = content["goals"]
+    assert speed["found"] > 0 and speed["met"] is None and memory["found"] < 1.2
+    assert list((tmp_path / "trace").rglob("*.trace.json.gz"))
+    assert "times as fast as one device" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_wrong_result_gets_no_time(monkeypatch, capsys):
+    true = ring.operation
+
+    def operation(name, platform):
+        call = true(name, platform)
+        return (lambda q, k, v: 1.1 * call(q, k, v)) if name == "contiguous" else call
+
+    monkeypatch.setattr(ring, "operation", operation)
+    assert ring.main(["--quick", "--devices", "2", "--variants", "flash,contiguous"]) == 1
+    assert "contiguous: wrong: relative error" in capsys.readouterr().out
+
+
+def test_goals_are_judged_on_two_gpus(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    options = ring.parse(["--devices", "2"])
+    rows = [
+        {"variant": name, "tokens": tokens, "speedup": speedup, "memory_bytes": memory}
+        for name, tokens, speedup, memory in (
+            *(("flash", 131072, 1.0, 100), ("zigzag", 131072, 1.9, 60), ("contiguous", 131072, 1.4, 60)),
+            *(("flash", 32768, 1.0, 30), ("all_to_all", 32768, 1.6, 20), ("zigzag", 262144, 0.0, 120)),
+        )
+    ]
+    long, short, memory = ring.goals(rows, options)
+    assert long["met"] is True and long["by"] == "zigzag" and long["found"] == 1.9
+    assert short["met"] is False and short["by"] == "all_to_all"
+    assert memory["met"] is False and memory["found"] == 1.2
+
+
+def test_what_is_hidden_behind_kernels():
+    name = lambda what, pid, tid, text: {
+        "ph": "M",
+        "name": what,
+        "pid": pid,
+        "tid": tid,
+        "args": {"name": text},
+    }
+    event = lambda pid, tid, text, ts, dur: {
+        "ph": "X",
+        "name": text,
+        "pid": pid,
+        "tid": tid,
+        "ts": ts,
+        "dur": dur,
+    }
+    events = [
+        *(name("process_name", 1, 0, "/device:GPU:0"), name("process_name", 2, 0, "/host:CPU")),
+        *(name("thread_name", 1, 7, "Stream #7(Compute)"), name("thread_name", 1, 9, "Stream #9(NCCL)")),
+        name("thread_name", 2, 7, "Stream of a host"),
+        *(event(1, 7, "attention", 0, 10), event(1, 7, "attention", 12, 8)),
+        *(event(1, 9, "ncclDevKernel_SendRecv", 5, 10), event(1, 9, "ncclDevKernel_SendRecv", 30, 2)),
+        event(2, 7, "attention", 30, 2),
+    ]
+    # 5 to 10 and 12 to 15, of 5 to 15 and 30 to 32.
+    assert overlap.hidden(events) == pytest.approx(8 / 12)
+    assert overlap.hidden(events[:5]) is None

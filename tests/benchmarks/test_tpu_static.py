@@ -1,0 +1,67 @@
+"""What the TPU compiler says of kernels: its dumps are read right, and the committed results hold what the guide claims."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import tpu_compiler, tpu_static
+from tests.tpus import needs_libtpu
+
+ROOT = pathlib.Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("tpu_static_*.json"))
+
+BUNDLES = """
+LH: loop header
+
+     0   :  { %s1 = smov 0 }
+   0x1 LB: > { %p1 = scmp.eq %s1, 3 }
+   0x2   : > { %9 = sbr.rel (%p1) target = $region8 }
+   0x3   : > { %v1 = vmatmul.bf16 %v2 }
+   0x4   : > { %v3 = vst %v1 }
+   0x5 PF: > { %s2 = sadd.s32 %s1, 1 } /* Start/End empty region 8 :: Start region 9 */
+   0x6   : > { %10 = sbr.rel (!%p1) target = $region20 }
+   0x7   :  { %s3 = smov 1 }
+"""
+UTILIZATION = "\n".join(
+    ["== CAPACTIY:", "MXU, ...", "4 3 4 2 1 3 3 1 1 2", "== UTILIZATION:"]
+    + [f"{4 if n == 3 else 0} 0 0 0 0 0 0 {2 if n == 4 else 0} {1 if n == 4 else 0} 1" for n in range(8)]
+)
+ALLOCATIONS = (
+    "#allocation3 [shape = 'f32[8,128]{1,0:T(8,128)}', space=vmem, size = 0x1000, scoped, tag = 'scratch']"
+)
+
+
+def test_a_schedule_is_read():
+    schedule = tpu_compiler._read("toy", BUNDLES, UTILIZATION, ALLOCATIONS)
+    assert schedule.bundles == 8 and schedule.vmem == 4096 and schedule.capacity["MXU"] == 4
+    (region,) = schedule.regions
+    assert (region.start, region.bundles) == (2, 3)
+    assert region.slots["MXU"] == 4 and region.slots["SPILL"] == 1 and region.slots["SALU"] == 3
+    assert schedule.busiest(region) == ("VSTORE", 2.0)
+
+
+@needs_libtpu
+def test_a_kernel_is_compiled_and_read(tmp_path):
+    """In a process of its own: libtpu reads its settings when it is loaded."""
+    command = [sys.executable, "benchmarks/tpu_static.py", "--generations", "v5e", "--families", "attention"]
+    command += ["--only", "forward D64", "--json", str(tmp_path / "out.json")]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert row["ours"]["vmem"] > 2**20 and 300 < row["ours"]["per_unit"] < 3000 and row["flops"] > 0
+    assert 0.5 < tpu_static.ratio_of(row) < 1.5
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_results_hold_the_bar(path):
+    """No step is longer than its peer's by more than 5%, and at least half are shorter."""
+    rows = json.loads(path.read_text())["rows"]
+    ratios = [ratio for row in rows if (ratio := tpu_static.ratio_of(row)) is not None]
+    assert rows and not [row["case"] for row in rows if "error" in row["ours"]]
+    assert all(ratio <= 1.05 for ratio in ratios) and sum(ratio < 1 for ratio in ratios) * 2 >= len(ratios)
+    assert tpu_static.table_of(rows).count("\n") >= 2 and "shorter" in tpu_static.summary_of(rows)

@@ -1,0 +1,282 @@
+"""Whole models over a mesh that splits rows, tokens and heads, with a part of every matrix on each device: the recipe of `examples/mesh.py`."""
+
+import collections
+import contextlib
+import importlib.util
+import pathlib
+import re
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx import models
+from ejkernel_eqx.sequences import reorder_sequence
+from tests import meshes
+
+ROOT = pathlib.Path(__file__).parents[2]
+VOCABULARY, WIDTH, HIDDEN, ROWS, TOKENS = 48, 32, 64, 4, 40
+MIXERS: dict[str, dict[str, Any]] = {
+    "attention": {"num_heads": 4, "num_kv_heads": 2, "rope": ejx.nn.RotaryEmbedding(8), "qk_norm": True},
+    "mamba1": {},
+    "mamba2": {"head_dim": 8, "state_size": 8},
+    "gated_linear_attention": {"num_heads": 4, "num_kv_heads": 2},
+    "lightning_attention": {"num_heads": 4},
+    "kimi_delta_attention": {"num_heads": 2, "head_dim": 8},
+    "gated_delta_net": {"num_k_heads": 2, "num_v_heads": 4, "head_dim": 8},
+}
+KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    """`examples/mesh.py`."""
+    spec = importlib.util.spec_from_file_location("example_mesh", ROOT / "examples" / "mesh.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["example_mesh"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["example_mesh"]
+
+
+def model_of(mixers: tuple[str, ...], mlp: Any = None, **options: Any) -> models.Decoder:
+    mlp = models.MLPConfig(HIDDEN) if mlp is None else mlp
+    layers = tuple(models.LayerConfig(name, MIXERS[name], mlp) for name in mixers)
+    return models.Decoder(models.DecoderConfig(VOCABULARY, WIDTH, layers), **options, key=jax.random.key(0))
+
+
+def batch() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, TOKENS + 1)).astype(np.int32)
+
+
+def plain_loss(logits: Any, targets: Any) -> Any:
+    of_target = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - of_target)
+
+
+def gradient_of(model: models.Decoder, cross_entropy: Any, **rows: Any) -> tuple[Any, Any]:
+    """A compiled function of the arrays and a pair of tokens: the loss and the gradients."""
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    loss = lambda arrays, x, y: cross_entropy(eqx.combine(arrays, static)(x, **rows), y)
+    return jax.jit(jax.value_and_grad(loss)), arrays
+
+
+def over(
+    recipe: Any, model: models.Decoder, sizes: dict[str, int], kind: str = "explicit", **rows: Any
+) -> Any:
+    """The loss and the gradients over a mesh, and the compiled program."""
+    mesh = recipe.mesh_of(dict.fromkeys(recipe.AXES, 1) | sizes)
+    if not kind.startswith("explicit"):
+        mesh = jax.make_mesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * 3)
+    cross_entropy = recipe.cross_entropy if kind.startswith("explicit") else plain_loss
+    rows = {name: jax.device_put(x, NamedSharding(mesh, P("data", "sequence"))) for name, x in rows.items()}
+    gradient, arrays = gradient_of(model, cross_entropy, **rows)
+    # On an automatic mesh the compiler would split tokens' features as it finds the weights split.
+    whole = jax.tree.map(lambda x: NamedSharding(mesh, P()), arrays)
+    arrays = (
+        recipe.place(arrays, model, mesh) if kind.startswith("explicit") else jax.device_put(arrays, whole)
+    )
+    tokens = recipe.put_tokens(batch(), mesh)
+    with jax.set_mesh(mesh) if kind.endswith("context") else contextlib.nullcontext():
+        compiled = gradient.lower(arrays, *tokens).compile()
+    found = compiled(arrays, *tokens)
+    if kind.startswith("explicit"):
+        for gradient, x in zip(jax.tree.leaves(found[1]), jax.tree.leaves(arrays), strict=True):
+            assert gradient.sharding.is_equivalent_to(x.sharding, x.ndim)
+    return found, compiled
+
+
+def alone(mixers: tuple[str, ...], mlp: Any = None, **rows: Any) -> Any:
+    gradient, arrays = gradient_of(model_of(mixers, mlp), plain_loss, **rows)
+    return gradient(arrays, batch()[:, :-1], batch()[:, 1:])
+
+
+def shapes_of(compiled: Any, collective: str) -> collections.Counter:
+    """The shapes of the results of a collective in the program, and how often."""
+    lines = re.findall(rf"= (.*?) {collective}(?:-start)?\(", compiled.as_text() or "")
+    return collections.Counter(
+        tuple(map(int, sizes.split(","))) for line in lines for sizes in re.findall(r"f32\[([\d,]+)\]", line)
+    )
+
+
+def test_only_weights_and_states_are_gathered(recipe):
+    """Rows, tokens and heads over eight devices."""
+    mixers = ("attention", "gated_linear_attention")
+    model = model_of(mixers, sequence_axis="sequence")
+    found, compiled = over(recipe, model, {"data": 2, "sequence": 2, "tensor": 2})
+    expected = alone(mixers)
+    meshes.agree(found[0], expected[0])
+    meshes.agree(found[1], expected[1], "gradient")
+    matrices = {x.shape[-2:] for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)) if x.ndim > 1}
+    half = {(a // 2, b) for a, b in matrices} | {(a, b // 2) for a, b in matrices}
+    gathered = shapes_of(compiled, "all-gather")
+    states = {shape for shape in gathered if len(shape) > 3}
+    assert set(gathered) - states <= matrices | half, gathered
+    # Of every device in the axis a state of its rows, and decays.
+    assert states and all(
+        shape[:2] == (2, ROWS // 2) and np.prod(shape) <= 2 * 2 * WIDTH * 8 for shape in states
+    )
+    # Each matrix once forward and at most once more backward.
+    assert sum(gathered[shape] for shape in gathered if shape not in states) <= 2 * len(
+        [x for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)) if x.ndim > 1]
+    )
+    assert set(meshes.collectives(compiled)) <= {"all-gather", "all-reduce", "all-to-all", "reduce-scatter"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, mixers",
+    [
+        ("explicit", ("mamba1", "gated_delta_net")),
+        ("explicit in context", ("mamba2", "kimi_delta_attention")),
+        ("automatic", ("attention", "mamba2")),
+        ("automatic in context", ("lightning_attention", "gated_delta_net")),
+    ],
+)
+def test_every_mixer(recipe, kind, mixers):
+    found, _ = over(recipe, model_of(mixers, sequence_axis="sequence"), {"data": 2, "sequence": 4}, kind)
+    expected = alone(mixers)
+    meshes.agree(found[0], expected[0])
+    meshes.agree(found[1], expected[1], "gradient")
+
+
+@pytest.mark.slow
+def test_experts_and_packed_rows(recipe):
+    mlp = models.MoEConfig({"hidden_dim": 32, "num_experts": 4, "top_k": 2})
+    ids = np.sort(np.random.default_rng(1).integers(0, 3, (ROWS, TOKENS)), axis=1).astype(np.int32)
+    model = model_of(("attention",), mlp, sequence_axis="sequence")
+    found, _ = over(recipe, model, {"data": 2, "sequence": 2, "tensor": 2}, segment_ids=ids)
+    expected = alone(("attention",), mlp, segment_ids=ids)
+    meshes.agree(found[0], expected[0])
+    meshes.agree(found[1], expected[1], "gradient")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat, scan_layers", [("kernels", False), ("none", True)])
+def test_recomputed_and_looped_layers(recipe, remat, scan_layers):
+    mixers = ("attention", "gated_linear_attention") * 2
+    model = model_of(mixers, sequence_axis="sequence", remat=remat, scan_layers=scan_layers)
+    found, _ = over(recipe, model, {"sequence": 2})
+    expected = alone(mixers)
+    meshes.agree(found[0], expected[0])
+    meshes.agree(found[1], expected[1], "gradient")
+
+
+@pytest.mark.slow
+def test_tokens_in_zigzag_order(recipe):
+    """Rows reordered once, where the batch is made; the layers know the positions."""
+    model = model_of(("attention",) * 2, sequence_axis="sequence", token_order="zigzag")
+    mesh = recipe.mesh_of({"data": 2, "sequence": 4, "tensor": 1})
+    ids = batch()[:, :-1]
+    placed = jax.device_put(reorder_sequence(ids, 4, axis=1), NamedSharding(mesh, P("data", "sequence")))
+    arrays, static = eqx.partition(model, eqx.is_array)
+    arrays = recipe.place(arrays, model, mesh)
+    logits = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))(arrays, placed)
+    expected = eqx.filter_jit(model_of(("attention",) * 2))(jnp.asarray(ids))
+    meshes.agree(logits, reorder_sequence(expected, 4, axis=1))
+
+
+# One layer by itself: orders of tokens, padding, and calls inside `shard_map`
+
+
+def layer_of(**options: Any) -> ejx.nn.MultiHeadAttention:
+    return ejx.nn.MultiHeadAttention(WIDTH, **MIXERS["attention"], **options, key=jax.random.key(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("kind", ["explicit", "automatic in context", "manual"])
+@pytest.mark.parametrize("scaling", [None, ejx.nn.DynamicScaling(2.0, 16)], ids=["", "by length"])
+def test_positions_of_tokens_that_are_split(kind, order, scaling):
+    """Rows with padding on the left and on the right, whose first real token has position 0."""
+    devices, rope = 4, ejx.nn.RotaryEmbedding(8, scaling=scaling)
+    x = jax.random.normal(jax.random.key(2), (2, TOKENS, WIDTH))
+    at = np.arange(TOKENS)
+    real = np.stack([at >= 7, at < 33])
+    build = lambda **options: eqx.tree_at(lambda layer: layer.rope, layer_of(**options), rope)
+    expected = build()(x, padding_mask=real)
+    axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((devices,), ("sequence",), axis_types=(axis_type,), devices=jax.devices()[:devices])
+    stored = (lambda x: reorder_sequence(x, devices, axis=1)) if order == "zigzag" else (lambda x: x)
+    put = lambda x: jax.device_put(stored(x), NamedSharding(mesh, P(None, "sequence")))
+    layer = build(sequence_axis="sequence", token_order=order)
+    call = lambda x, real: layer(x, padding_mask=real)
+    if kind == "manual":
+        tokens = P(None, "sequence")
+        call = jax.shard_map(call, mesh=mesh, in_specs=(tokens, tokens), out_specs=tokens)
+    with jax.set_mesh(mesh) if kind.endswith("context") else contextlib.nullcontext():
+        y = jax.jit(call)(put(x), put(real))
+    shown, wanted = (np.where(real[..., None], np.asarray(x), 0) for x in (y, stored(expected)))
+    if order == "zigzag":
+        shown, wanted = (
+            np.where(np.asarray(stored(real))[..., None], np.asarray(x), 0) for x in (y, stored(expected))
+        )
+    meshes.agree(shown, wanted)
+
+
+@pytest.mark.slow
+def test_a_cache_is_not_split():
+    layer, plain = layer_of(sequence_axis="sequence"), layer_of()
+    mesh = jax.make_mesh((4,), ("sequence",), devices=jax.devices()[:4])
+    x = jax.random.normal(jax.random.key(2), (2, 6, WIDTH))
+    placed = jax.device_put(x, NamedSharding(mesh, P()))
+
+    @eqx.filter_jit
+    def decode(layer: Any, x: Any) -> Any:
+        first, cache = layer(x[:, :5], layer.init_cache(2, 6))
+        return jnp.concatenate([first, layer(x[:, 5:], cache)[0]], axis=1)
+
+    meshes.agree(decode(layer, placed), plain(x))
+    meshes.agree(decode(layer, x), plain(x))
+
+
+def test_options_of_split_tokens():
+    with pytest.raises(ValueError, match="token_order: expected 'contiguous' without sequence_axis"):
+        layer_of(token_order="zigzag")
+    with pytest.raises(ValueError, match="token_order: expected 'contiguous' for a model with mamba2"):
+        model_of(("attention", "mamba2"), sequence_axis="sequence", token_order="zigzag")
+    sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "num_heads": 2}
+    latent = models.LayerConfig("latent_attention", sizes)
+    with pytest.raises(ValueError, match="sequence_axis: expected None for a model with latent_attention"):
+        models.Decoder(
+            models.DecoderConfig(VOCABULARY, WIDTH, (latent,)),
+            sequence_axis="sequence",
+            key=jax.random.key(0),
+        )
+    x, offsets = jnp.zeros((8, WIDTH)), jnp.array([0, 8])
+    mesh = jax.make_mesh((4,), ("sequence",), devices=jax.devices()[:4])
+    layer = layer_of(sequence_axis="sequence", token_order="zigzag")
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match="cu_seqlens: expected None in a call with one device's"),
+    ):
+        layer(x, cu_seqlens=offsets)
+    with pytest.raises(ValueError, match="positions: expected those of tokens in zigzag order"):
+        eqx.filter_jit(layer)(jnp.zeros((1, 8, WIDTH)))
+    assert jax.tree.structure(layer_of()) != jax.tree.structure(layer_of(sequence_axis="sequence"))
+    assert len(jax.tree.leaves(layer_of())) == len(jax.tree.leaves(layer_of(sequence_axis="sequence")))
+
+
+@pytest.mark.slow
+def test_memory_of_a_device_falls_with_their_number(recipe, optimised):
+    """Twice the tokens on twice the devices take about as much of each."""
+
+    def temporary(devices: int, tokens: int) -> int:
+        model = model_of(("attention",), sequence_axis="sequence", remat="kernels")
+        mesh = recipe.mesh_of(dict.fromkeys(recipe.AXES, 1) | {"sequence": devices})
+        gradient, arrays = gradient_of(model, recipe.cross_entropy)
+        where = NamedSharding(mesh, P("data", "sequence"))
+        x = jax.ShapeDtypeStruct((1, tokens), jnp.int32, sharding=where)
+        lowered = gradient.lower(recipe.place(arrays, model, mesh), x, x)
+        return optimised(lowered).memory_analysis().temp_size_in_bytes
+
+    one, two = temporary(4, 32768), temporary(8, 65536)
+    assert two <= 1.1 * one, (one, two)

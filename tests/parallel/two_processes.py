@@ -1,0 +1,84 @@
+"""One of the two processes of a test: `python -m tests.parallel.two_processes PORT RANK DIES [FILE]`.
+
+Each has two of four devices, which share the tokens. With FILE, the first process writes the loss and the gradients of a model to it. Then both
+repeat a call of attention, until the process of rank DIES kills itself; the other goes on.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+if __name__ == "__main__":  # not where the test imports the model
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel_eqx import models, nn, RingAttention
+
+AXIS, VOCABULARY, WIDTH = "sequence", 16, 16
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 25)).astype(np.int32)
+
+
+def model_of(**options: Any) -> models.Decoder:
+    rope = nn.RotaryEmbedding(8)
+    mixers = {
+        "attention": {"num_heads": 2, "num_kv_heads": 1, "rope": rope},
+        "gated_linear_attention": {"num_heads": 2, "use_short_conv": True},
+    }
+    layers = [models.LayerConfig(name, own, models.MLPConfig(24)) for name, own in mixers.items()]
+    config = models.DecoderConfig(VOCABULARY, WIDTH, tuple(layers))
+    return models.Decoder(config, **options, key=jax.random.key(0))
+
+
+def loss(arrays: Any, static: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    logits = eqx.combine(arrays, static)(inputs)
+    number = jnp.arange(VOCABULARY, dtype=targets.dtype)
+    of_target = jnp.sum(jnp.where(targets[..., None] == number[None, None], logits, 0.0), -1)
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - of_target)
+
+
+def of_model(mesh: Any) -> list[np.ndarray]:
+    """The loss and the gradients, with a part of every matrix on each device."""
+    put = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
+
+    def part(x: Any) -> Any:
+        splits = x.ndim > 2 and x.shape[-1] % 4 == 0
+        return put(np.asarray(x), P(*(None,) * (x.ndim - 1), AXIS) if splits else P())
+
+    arrays, static = eqx.partition(model_of(sequence_axis=AXIS), eqx.is_inexact_array)
+    tokens = [put(x, P(None, AXIS)) for x in (TOKENS[:, :-1], TOKENS[:, 1:])]
+    found = jax.jit(jax.value_and_grad(loss), static_argnums=1)(jax.tree.map(part, arrays), static, *tokens)
+    return [np.asarray(x) for x in multihost_utils.process_allgather(jax.tree.leaves(found), tiled=True)]
+
+
+def main(port: str, rank: int, dies: int, file: str | None = None) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", num_processes=2, process_id=rank, heartbeat_timeout_seconds=10
+    )
+    mesh = jax.make_mesh((4,), (AXIS,))  # explicit
+    if file is not None:
+        values = of_model(mesh)
+        if rank == 0:
+            np.savez(file, *values)
+    x = np.ones((1, 16, 1, 8), np.float32)
+    x = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(None, AXIS)), lambda i: x[i])
+    step = jax.jit(RingAttention(AXIS, causal=True, method="ring"))
+    jax.block_until_ready(step(x, x, x))
+    if rank == dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:  # only an error ends this
+        jax.block_until_ready(step(x, x, x))
+
+
+if __name__ == "__main__":
+    _, port, rank, dies, *rest = sys.argv
+    main(port, int(rank), int(dies), *rest)

@@ -1,0 +1,106 @@
+"""The norm of a sum on XLA and by its Triton kernels, interpreted: against the reference, and how it composes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from tests.attention.dense import INTERPRET, quick
+from tests.residual.cases import assert_agrees, Case, CASES, exact, make, results
+from tests.tolerances import assert_close
+
+
+@pytest.fixture(params=["xla", INTERPRET])
+def platform(request):
+    if request.param == INTERPRET:
+        pytest.importorskip("triton")
+    return request.param
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_reference(name, platform):
+    case = CASES[name]
+    inputs, cotangents = make(case)
+    found = results(ejx.ResidualRMSNorm(platform=platform), inputs, cotangents)
+    assert found["out"].dtype == found["sum"].dtype == inputs["x"].dtype
+    assert all(found[f"d{n}"].dtype == x.dtype and found[f"d{n}"].shape == x.shape for n, x in inputs.items())
+    assert_agrees(case, found, exact(inputs, cotangents))
+
+
+def test_the_reference_is_the_formula():
+    inputs, cotangents = make(Case((3, 8)))
+    x, branch, weight = (np.asarray(inputs[n], np.float64) for n in ("x", "branch", "weight"))
+    total = x + branch
+    normed = total / np.sqrt((total**2).mean(-1, keepdims=True) + 1e-6) * weight
+    found = exact(inputs, cotangents)
+    np.testing.assert_allclose(found["out"], normed)
+    np.testing.assert_allclose(found["sum"], total)
+
+
+@pytest.mark.few(1)
+def test_composes(platform):
+    """vmap of rows and of the weight; a residual stream through several of them, with checkpoint and scan."""
+    inputs, (dout, dsum) = make(Case((3, 4, 6)))
+    op, (x, branch, w) = ejx.ResidualRMSNorm(platform=platform), inputs.values()
+
+    def loss(x, branch, w, dout, dsum):
+        out, total = op(x, branch, w)
+        return (out * dout).sum() + (total * dsum).sum()
+
+    grad = jax.grad(loss, (0, 1, 2))
+    wanted = quick(grad)(x, branch, w, dout, dsum)
+    mapped = quick(jax.vmap(grad, (0, 0, None, 0, 0)))(x, branch, w, dout, dsum)
+    weights = quick(jax.vmap(grad, (None, None, 0, None, None)))(x, branch, jnp.stack([w, -w]), dout, dsum)
+    for n in range(3):
+        assert_close(mapped[n].sum(0) if n == 2 else mapped[n], wanted[n], kind="gradient")
+        assert_close(weights[n][0], wanted[n], kind="gradient")
+
+    def stream(x, scanned):
+        def layer(x, w):
+            out, x = jax.checkpoint(op)(x, None, w)
+            return x + jnp.sin(out), None
+
+        if scanned:
+            return (jax.lax.scan(layer, x, jnp.stack([w, 2 * w]))[0] * dout).sum()
+        return (layer(layer(x, w)[0], 2 * w)[0] * dout).sum()
+
+    found, plain = (quick(jax.grad(functools.partial(stream, scanned=s)))(x) for s in (True, False))
+    assert_close(found, plain, kind="gradient")
+
+
+def test_what_an_empty_call_gives(platform):
+    op, x, w = ejx.ResidualRMSNorm(platform=platform), jnp.ones((0, 4)), jnp.ones(4)
+    assert [part.shape for part in op(x, x, w)] == [(0, 4)] * 2
+
+
+def test_float64(enable_x64):
+    case = Case(dtype="float64")
+    inputs, cotangents = make(case)
+    inputs = {name: x.astype(jnp.float64) for name, x in inputs.items()}
+    assert_agrees(
+        case, results(ejx.ResidualRMSNorm(platform="xla"), inputs, cotangents), exact(inputs, cotangents)
+    )
+    with pytest.raises(ejx.UnsupportedError, match="not float64"):
+        ejx.ResidualRMSNorm(platform=INTERPRET)(**inputs)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(branch=jnp.ones((2, 5, 11))), ["branch", "(2, 5, 11)"]),
+        (dict(branch=jnp.ones((2, 5, 12), jnp.bfloat16)), ["branch", "float32", "bfloat16"]),
+        (dict(weight=jnp.ones(5)), ["weight", "[12]", "(5,)"]),
+        (dict(x=jnp.ones((2, 0))), ["x", "at least one feature"]),
+        (dict(x=jnp.ones((2, 5, 12), jnp.int32)), ["x", "int32"]),
+    ],
+)
+def test_wrong_arguments(change, words, unchecked):
+    with pytest.raises(ValueError) as caught:
+        ejx.ResidualRMSNorm()(**(make(Case())[0] | change))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    with pytest.raises(ValueError, match="eps"):
+        ejx.ResidualRMSNorm(-1.0)
