@@ -71,22 +71,6 @@ def test_where_programs_write_descriptors_is_a_result(begun):
     assert jax.eval_shape(lambda x: run(square(num_warps=2), {"x": x}), jnp.ones(16)).keys() == {"out"}
 
 
-def test_aliases_share_a_buffer(begun):
-    shape = S((8,), jnp.float32)
-    launch = Launch(
-        kernels.product_kernel,
-        {"x": shape, "y": shape},
-        {"out": shape},
-        {},
-        {"SIZE": 8, "PRECISION": "ieee"},
-        (1,),
-        aliases={"x": "out"},
-    )
-    text = lowered(lambda x, y: run(launch, {"x": x, "y": y})["out"], jnp.ones(8), jnp.ones(8))
-    assert "output_operand_alias" in text and "operand_index = 0" in text
-    assert text.count("optimization_barrier") == 2
-
-
 def test_equal_launches_are_one_operation(begun):
     jaxpr = str(jax.make_jaxpr(lambda x: run(square(), {"x": x})["out"])(jnp.ones(16)))
     assert "ejkernel_eqx_triton_call" in jaxpr

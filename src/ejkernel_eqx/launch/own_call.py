@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from .compile import Target
 from .launch import Launch
 from .staging import begin, FFI_TARGET, identity, versions_unfit
-from .triton_call import kept_apart, triton_unavailable
+from .triton_call import triton_unavailable
 
 
 @functools.cache
@@ -31,18 +31,12 @@ def own_target() -> Target | None:
 
 
 def own_call(launch: Launch, arrays: dict[str, jax.Array], target: Target) -> list[jax.Array]:
-    """Stage the launch; returns the outputs in the kernel's order.
-
-    The kernel receives the operands and then the results, as its parameters are ordered: an aliased array as the input, which it does not use,
-    and as the output."""
+    """Stage the launch; returns the outputs in the kernel's order. The kernel receives the operands and then the results, as its parameters are
+    ordered."""
+    assert not launch.aliases, f"{launch.label}: outputs in the place of inputs are left to jax-triton"
     begin(launch, target)
-    arrays = arrays | kept_apart({name: arrays[name] for name in launch.aliases})
     operands = [arrays[name] for name in launch.arguments if name in arrays]
-    outputs = dict(
-        zip(launch.results, _call_p.bind(*operands, launch=_Described(launch), target=target), strict=True)
-    )
-    outputs |= kept_apart({name: outputs[name] for name in launch.aliases.values()})
-    return [outputs[name] for name in launch.results]
+    return _call_p.bind(*operands, launch=_Described(launch), target=target)
 
 
 class _Described:
@@ -82,14 +76,9 @@ def _run_alone(*operands: Any, launch: _Described, target: Target) -> Any:
 
 
 def _lowered(ctx: Any, *operands: Any, launch: _Described, target: Target) -> Any:
-    described = launch.launch
-    staged = begin(described, target).result()
-    inputs = [name for name in described.arguments if name in described.inputs]
-    aliases = {
-        inputs.index(source): described.results.index(result) for source, result in described.aliases.items()
-    }
+    staged = begin(launch.launch, target).result()
     scratch = [ShapedArray((staged.scratch,), jnp.uint8)] if staged.scratch else []
-    rule = jax.ffi.ffi_lowering(FFI_TARGET, api_version=4, operand_output_aliases=aliases)
+    rule = jax.ffi.ffi_lowering(FFI_TARGET, api_version=4)
     results = rule(ctx.replace(avals_out=[*ctx.avals_out, *scratch]), *operands, opaque=staged.opaque)
     return results[: len(ctx.avals_out)]
 

@@ -48,7 +48,7 @@ def versions_unfit() -> str | None:
 def identity(launch: Launch) -> Hashable:
     """Equal for launches that are staged alike."""
     arrays = tuple((name, x.shape, str(x.dtype)) for name, x in {**launch.inputs, **launch.outputs}.items())
-    numbers = (*launch.scalars.items(), *launch.constants.items(), *launch.aliases.items())
+    numbers = (*launch.scalars.items(), *launch.constants.items())
     options = (launch.num_warps, launch.num_stages, launch.max_registers)
     return launch.function, launch.label, launch.grid, options, arrays, numbers
 

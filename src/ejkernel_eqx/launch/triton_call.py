@@ -68,7 +68,7 @@ def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]
         raise RuntimeError(f"The Triton kernel {launch.label} cannot be launched: {reason}")
     import jax_triton
 
-    arrays = arrays | kept_apart({name: arrays[name] for name in launch.aliases})
+    arrays = arrays | _kept_apart({name: arrays[name] for name in launch.aliases})
     operands, named, order = (_arguments_04 if _takes_options() else _arguments_03)(launch, arrays)
     with _aliases_accepted() if launch.aliases else contextlib.nullcontext():
         outputs = jax_triton.triton_call(
@@ -82,11 +82,11 @@ def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]
             **launch.constants,
         )
     by_name = dict(zip(order, outputs, strict=True))
-    by_name |= kept_apart({name: by_name[name] for name in launch.aliases.values()})
+    by_name |= _kept_apart({name: by_name[name] for name in launch.aliases.values()})
     return [by_name[name] for name in launch.results]
 
 
-def kept_apart(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _kept_apart(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Puts a barrier around the arrays of a call that aliases them, at no cost if their buffers are donated or carried.
 
     Before the call: XLA merges equal values (two empty caches), and copies them for the call only if they are different operands,
