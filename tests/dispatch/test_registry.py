@@ -32,7 +32,14 @@ def test_operations_and_their_order():
         kernel_registry.list_operations()
     )
     platforms = [i.platform for i in kernel_registry.ordered("flash_attention")]
-    assert platforms == [Platform.CUDA, Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET]
+    assert platforms == [
+        Platform.CUDA,
+        Platform.PALLAS,
+        Platform.TRITON,
+        Platform.XLA,
+        Platform.TRITON_INTERPRET,
+        Platform.PALLAS_INTERPRET,
+    ]
     assert [i.platform for i in kernel_registry.ordered("attention")] == [Platform.XLA]
     with pytest.raises(
         ValueError, match=r"^operation: expected one of \[.*'flash_attention'.*\], received 'flash'\.$"
@@ -105,8 +112,8 @@ def test_the_platforms_of_a_core_take_the_same_parameters(operation):
     pytest.importorskip("triton")
     registry = KernelRegistry()
     for implementation in kernel_registry.ordered(operation):
-        # `execute` is how triton-interpret calls the launches of triton; no caller of a platform may name it.
-        if implementation.platform is not Platform.TRITON:
+        # `execute` is how the interpreted platforms call the launches of the compiled ones; no caller of a platform may name it.
+        if implementation.platform not in (Platform.TRITON, Platform.PALLAS):
             registry.add(implementation)
     registry.validate_signatures(
         operation, ("forward", "backward", "unsupported", "default_config", "candidates", "attend")
