@@ -63,7 +63,7 @@ def launches_of(
     found = {}
 
     def record(launch, inputs):
-        found[launch.function.fn.__name__] = launch
+        found[launch.function.fn.__name__.removeprefix("hopper_")] = launch
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
     def both(arrays):

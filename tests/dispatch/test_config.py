@@ -46,8 +46,12 @@ def test_the_configurations_of_triton_round_trip():
     assert from_json(to_json(config), triton.TritonConfig) == config
     data = to_dict(config)
     data["key_gradient"]["block_q"] = 48
-    with pytest.raises(ValueError, match=r"TileConfig.block_q: expected a power of two from 16, received 48"):
+    with pytest.raises(
+        ValueError, match=r"TileConfig.block_q: expected a power of two from 16, or 192, received 48"
+    ):
         from_dict(data, triton.TritonConfig)
+    with pytest.raises(ValueError, match=r"TileConfig.block_q: expected a power of two"):
+        triton.TileConfig(192, 64, 4, 2)
 
 
 def test_tuples_come_back_as_tuples():

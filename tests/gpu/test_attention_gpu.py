@@ -20,6 +20,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.core import problem_of
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, AttentionSpec
+from ejkernel_eqx.attention.triton.hopper import tile_sizes
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.attention.cases import Case, CASES, EVERYTHING, make, poison
 from tests.attention.test_xla import (
@@ -134,6 +135,27 @@ def test_triton(n, dtype):
     assert_same(actual, run(poison(case, arrays), dout, dlse))
     for _ in range(REPEATS - 1):
         assert_same(actual, run(arrays, dout, dlse))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("n", range(len(CASES)), ids=[_without_dtype(case) for case in CASES])
+def test_every_tile_of_hopper(n, dtype, monkeypatch):
+    """The forward, also of few queries, and with so few programs that each has several tiles; NaN in what is hidden."""
+    monkeypatch.setattr(tile_sizes, "LEAST_QUERIES", 1)
+    case = dataclasses.replace(CASES[n], dtype=dtype)
+    arrays, spec = make(case)
+    problem, kernels = problem_of(OPERATION, arrays, spec), TRITON.load()
+    if (reason := tile_sizes.unfit(problem, device_facts())) is not None:
+        pytest.skip(f"Hopper's kernel {reason}")
+    configs = [c for c in kernels.candidates(problem, device_facts()) if c.forward.hopper_programs]
+    few = dataclasses.replace(configs[0].forward, hopper_programs=3)
+    expected = on_host(run_reference, arrays, *cotangents(case), spec)
+    for config in (dataclasses.replace(configs[0], forward=few), *configs):
+        run = jax.jit(functools.partial(kernels.forward, spec=spec, config=config))
+        actual = run(arrays)
+        assert_close(actual[0], expected.out, dtype, "forward", name="out")
+        assert_close(actual[1], expected.lse, dtype, "forward", name="lse")
+        assert_same(actual, run(poison(case, arrays)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

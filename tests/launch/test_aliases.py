@@ -49,6 +49,7 @@ def staged(request, monkeypatch):
     """Launches are staged by a call that has the signature of one version."""
     monkeypatch.setattr(triton_call, "triton_unavailable", lambda: None)
     monkeypatch.setattr(triton_call, "_takes_options", lambda: request.param is _call_04)
+    monkeypatch.setattr(importlib.import_module("ejkernel_eqx.launch._run"), "own_target", lambda: None)
     monkeypatch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(triton_call=request.param))
 
 

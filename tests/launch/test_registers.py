@@ -21,7 +21,12 @@ PAGES = {"N": 64, "H": 32, "K": 8, "D": 128, "S": 4096}
 CASES = {
     "attention": (
         attention,
-        attention_problem("flash_attention", {"T": 4096, "H": 16, "D": 128}, "bfloat16", {"causal": False}),
+        attention_problem(
+            "flash_attention",
+            {"T": 4096, "H": 16, "D": 128},
+            "bfloat16",
+            {"causal": False, "alibi_slopes": True},
+        ),
     ),
     "pages": (paged, paged_problem("unified_attention", PAGES | {"T": 4096}, "bfloat16", {})),
     "pages of bytes": (

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from ..parallel import match_varying
-from .gluon_call import gluon_call
+from .compile import TARGETS
 from .interpret import interpret_call
 from .launch import Launch
+from .own_call import own_call, own_target
 from .triton_call import triton_call
 
 
@@ -44,7 +45,9 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
     elif interpret:
         outputs = interpret_call(launch, checked)
     elif launch.is_gluon:
-        outputs = gluon_call(launch, checked)
+        outputs = own_call(launch, checked, TARGETS["sm_90"])
+    elif not launch.aliases and (target := own_target()) is not None:
+        outputs = own_call(launch, checked, target)
     else:
         outputs = triton_call(launch, checked)
     return match_varying(dict(zip(launch.results, outputs, strict=True)), list(checked.values()))

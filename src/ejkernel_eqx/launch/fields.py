@@ -35,6 +35,12 @@ def one_of(*values: Any) -> Rule:
 Power = Annotated[int, power_of_two()]
 Block = Annotated[int, power_of_two(16)]
 """A side of a tile that is an operand of products."""
+RowBlock = Annotated[
+    int, Rule("a power of two from 16, or 192", lambda x: x == 192 or power_of_two(16).holds(x))
+]
+"""The same for rows, which three groups of warps of a Hopper kernel may share."""
+Programs = Annotated[int, whole(0)]
+"""How many programs of a Hopper kernel go from tile to tile; 0 for another kernel."""
 Lanes = Annotated[int, multiple_of(128)]
 """A side of a tile on a TPU: whole vector registers, whose rows have 128 numbers."""
 Warps = Annotated[int, one_of(1, 2, 4, 8, 16)]

@@ -1,4 +1,4 @@
-"""The launch on a GPU through jax-triton. Only this file deals with differences between its versions."""
+"""The launch on a GPU through jax-triton, where `own_call` does not launch. Only this file deals with differences between its versions."""
 
 import contextlib
 import functools

@@ -10,8 +10,9 @@ from jax import Array
 from ...core.platforms import kernels_unavailable
 from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch import Execute, given, Launcher, LOG2E, NOTHING, result, result_like, run
-from ...launch.fields import Block, check_fields, Count, Float32Dot, Registers, Warps
+from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
+from ..core import problem_of
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks import tile_table
 from ..masks.call_lists import tile_lists, without_lists
@@ -19,6 +20,8 @@ from ..masks.tile_shape import Shape
 from ..philox import threshold
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from . import backward_kernels, forward_kernel, tile_sizes
+from .hopper import call as hopper_call
+from .hopper import tile_sizes as hopper
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "key_gradient": "k v", "query_gradient": "q bias alibi_slopes sinks"}
@@ -30,15 +33,25 @@ Sizes = Callable[[str, Problem, DeviceFacts], list[tuple[int, ...]]]
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-    """One kernel's tile of scores (`block_q` queries by `block_k` keys, powers of two from 16) and compiler options."""
+    """One kernel's tile of scores (`block_q` queries by `block_k` keys, powers of two from 16) and compiler options.
 
-    block_q: Block
+    `hopper_programs`: how many programs of Hopper's kernel go from tile to tile, usually one for each multiprocessor; 0 for Triton's kernel,
+    with a program for each tile. Only the forward has one; its `block_q` is 128 or 192, and `num_warps` are those that multiply 64 queries,
+    always 4."""
+
+    block_q: RowBlock
     block_k: Block
     num_warps: Warps
     num_stages: Count
     max_registers: Registers = 0
+    hopper_programs: Programs = 0
 
-    __post_init__ = check_fields
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.block_q & (self.block_q - 1) and not self.hopper_programs:
+            raise ValueError(
+                f"TileConfig.block_q: expected a power of two without hopper_programs, received {self.block_q}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +90,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     forward, keys, queries = (
         _fitting(kernel, tile_sizes.preferred, problem, device)[0] for kernel in tile_sizes.KERNELS
     )
+    if not hopper.not_chosen(problem, device):
+        forward = _hopper_tiles(problem, device)[0]
     return TritonConfig(forward, keys, queries, **_arithmetic(device))
 
 
@@ -86,6 +101,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     columns = []
     for kernel in tile_sizes.KERNELS:
         tiles = _fitting(kernel, tile_sizes.choices, problem, device)
+        if kernel == "forward":
+            tiles = _hopper_tiles(problem, device) + tiles
         columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
     return [TritonConfig(*tiles, **_arithmetic(device)) for tiles in rows_of(columns)]
 
@@ -94,6 +111,10 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     """Why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
+        if tile.hopper_programs:
+            reason = hopper.config_unfit(kernel, tile, problem, device)
+            if reason is not None:
+                return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
         needed, sizes = _needed_memory(kernel, problem, tile), f"{tile.block_q}x{tile.block_k}"
         reason = too_large(kernel, sizes, tile.num_stages, needed, device)
         if reason is not None and tile != _SMALLEST:
@@ -105,7 +126,20 @@ def _arithmetic(device: DeviceFacts) -> dict[str, Any]:
     return {} if device.vendor == "nvidia" else {"fast_tanh": False, "float32_dot": "ieee"}
 
 
+def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
+    """On Hopper, why the forward runs in Triton's kernel, if it does."""
+    if device.vendor != "nvidia" or device.capability != (9, 0) or config.forward.hopper_programs:
+        return ""
+    return f"forward: Triton's kernel, not Hopper's, which {hopper.not_chosen(problem, device) or 'the configuration leaves out'}"
+
+
+def _hopper_tiles(problem: Problem, device: DeviceFacts) -> list[TileConfig]:
+    return [TileConfig(*sizes) for sizes in hopper.tiles(problem, device)]
+
+
 def _needed_memory(kernel: str, problem: Problem, tile: TileConfig) -> int:
+    if tile.hopper_programs:
+        return hopper.shared_memory(tile, problem)
     return tile_sizes.shared_memory(kernel, problem, tile.block_q, tile.block_k, tile.num_stages)
 
 
@@ -130,9 +164,15 @@ def attended(
     execute: Execute = run,
 ) -> tuple[Array, Array]:
     """As `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
+    tile = config.forward
+    if tile.hopper_programs:
+        hopper.check(tile, problem_of("attention", arrays, spec), k_rope is not None)
     arrays, spec = explicit_ranges(arrays, spec)
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
-    tile = config.forward
+    if tile.hopper_programs and arrays.k.shape[1] > 0:
+        return hopper_call.attended(
+            launcher(arrays, spec, config, execute), arrays, spec, tile, _resident(arrays)
+        )
     tiles, numbers = _tiled(arrays, spec, tile)
     results = launcher(arrays, spec, config, execute, k_rope)(
         forward_kernel.forward_kernel,
@@ -387,6 +427,11 @@ def _group(arrays: AttentionArrays, spec: AttentionSpec) -> int:
     """How many rows of batch times heads run together: one if all tiles are alike, else as many as fit the L2 cache."""
     if not spec.listed and (_ragged(arrays) or spec.right is None or spec.left is not None):
         return 1
+    return _resident(arrays)
+
+
+def _resident(arrays: AttentionArrays) -> int:
+    """How many rows of batch times heads fit the L2 cache with their keys and values."""
     heads, keys = arrays.q.shape[2] // arrays.k.shape[2], arrays.k.shape[1]
     row = max(keys, 1) * (arrays.k.shape[3] + arrays.v.shape[3]) * arrays.k.dtype.itemsize
     most = max(1, heads * _CACHED_BYTES // row)

@@ -1,15 +1,13 @@
 """Which tiles each kernel prefers, and what shared memory they take."""
 
 import dataclasses
-from typing import Annotated
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.fields import Block, check_fields, Count, Warps, whole
+from ...launch.fields import Block, check_fields, Count, Programs, Warps
 from ...launch.sizes import cdiv, padded, shared_memory_of
 from ..spec import HALVES, INTERLEAVED, PAIR
 
 Sizes = tuple[int, int, int, int, int, int]
-Programs = Annotated[int, whole(0)]
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 

@@ -1,0 +1,325 @@
+"""Hopper's forward kernel: programs that stay, and go from tile to tile of queries.
+
+A program has one warp that loads and two or three groups of four warps, the consumers, each with 64 of a tile's queries. Products run
+asynchronously: those of one tile of keys with the weights of the tile before, under the softmax of the tile itself; and the consumers
+take turns to start theirs, so that one's softmax runs under another's products. Memory moves by tensor descriptors (TMA), which read 0
+past the end of a head's rows and write nothing there."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ....launch.constants import LN2, LOG2E
+from ..tile import key_tiles, tanh
+
+ROWS_EACH = gl.constexpr(64)
+FIRST_TURN = gl.constexpr(8)
+"""The number of the first consumer's hardware barrier; Triton uses those from 0 on, one for each group of warps and a few more."""
+
+
+# fmt: off
+@gluon.jit
+def _await_turn(consumer: gl.constexpr):
+    gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(FIRST_TURN + consumer)], dtype=gl.int32,
+                              is_pure=False, pack=1)
+
+
+@gluon.jit
+def _give_turn(consumer: gl.constexpr):
+    gl.inline_asm_elementwise("bar.arrive $1, 256; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(FIRST_TURN + consumer)], dtype=gl.int32,
+                              is_pure=False, pack=1)
+
+
+@gluon.jit
+def _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+               TABLE: gl.constexpr):
+    """As `key_tiles`, but at least one tile."""
+    lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE, False)
+    lo = gl.maximum(gl.minimum(lo, (S + BLOCK_K - 1) // BLOCK_K - 1), 0)
+    return lo, full_lo, full_hi, gl.maximum(hi, lo + 1)
+
+
+@gluon.jit
+def _visible(s, row, first, T, S, offset, limits, kv_segments_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr,
+             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr):
+    """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden."""
+    layout: gl.constexpr = s.type.layout
+    start, end, q_segment = limits
+    i = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)  # [64, 1]
+    columns = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))  # [BLOCK_K]
+    j = gl.expand_dims(columns, 0)  # [1, BLOCK_K]
+    if ROWS:
+        s = gl.where((j >= gl.expand_dims(start, 1)) & (j < gl.expand_dims(end, 1)), s, float("-inf"))
+    else:
+        if RIGHT >= 0:
+            s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
+        if LEFT >= 0:
+            s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
+        if not EVEN_K:
+            s = gl.where(j < S, s, float("-inf"))
+    if SEGMENTS:
+        k_segment = gl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)  # [BLOCK_K]
+        s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(k_segment, 0), s, float("-inf"))
+    return s
+
+
+@gluon.jit
+def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr):
+    """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel."""
+    new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
+    shift = new_top
+    if GUARD:
+        shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
+    p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
+    alpha = gl.exp2(top - shift)  # [64]
+    return p, alpha, new_top, total * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr):
+    return tanh(qk * (SCALE / CAP), FAST_TANH) if CAP > 0 else qk
+
+
+@gluon.jit
+def _scores(q, ks, at, BLOCK_K: gl.constexpr, D: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """The product by the keys that were loaded as number `at`; not awaited."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    zero = gl.zeros([ROWS_EACH, BLOCK_K], gl.float32, layout)
+    return warpgroup_mma(q, ks.index(at % NUM_STAGES).reshape([BLOCK_K, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weighted(p, vs, v_full, at, acc, BLOCK_K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """Adds the product by the values that were loaded as number `at`; not awaited."""
+    mbarrier.wait(v_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
+    return warpgroup_mma(p, vs.index(at % NUM_STAGES).reshape([BLOCK_K, V]), acc, is_async=True)
+
+
+@gluon.jit
+def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, T, S,
+              offset, W: gl.constexpr, CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr,
+              NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
+              LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, SINKS: gl.constexpr,
+              EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr):
+    """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
+    BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
+    TABLE: gl.constexpr = ROWS or SEGMENTS
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    of_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    qs, ks, vs = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q = qs.index(W).reshape([ROWS_EACH, D])
+    dtype: gl.constexpr = q.dtype
+    if W == CONSUMERS - 1:
+        _give_turn(0)
+    done = 0  # tiles of keys before this tile of queries
+    r = 0
+    t = gl.load(schedule_ptr + gl.program_id(0))
+    while t >= 0:
+        upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
+        # Which queries, and what they see.
+        count = (T + BLOCK_Q - 1) // BLOCK_Q
+        m, bh = t % count, t // count
+        b, h = bh // H, bh % H
+        lo, full_lo, full_hi, hi = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
+        row = m * BLOCK_Q + W * ROWS_EACH
+        rows = row + gl.arange(0, ROWS_EACH, of_rows)  # [64]
+        start, end, q_segment = rows, rows, rows
+        if ROWS:
+            start = gl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
+            end = gl.load(end_ptr + b * T + rows, mask=rows < T, other=0)
+        if SEGMENTS:
+            q_segment = gl.load(q_segments_ptr + b * T + rows, mask=rows < T, other=-1)
+            q_segment = gl.where(q_segment < 0, -2, q_segment)  # padding, equal to no key's
+        limits = (start, end, q_segment)
+        kv_segments = kv_segments_ptr + b * S
+        if SINKS:
+            top = gl.full([ROWS_EACH], 0.0, gl.float32, of_rows) + gl.load(sinks_ptr + bh) * LOG2E
+            total = gl.full([ROWS_EACH], 1.0, gl.float32, of_rows)
+        else:
+            top = gl.full([ROWS_EACH], float("-inf"), gl.float32, of_rows)
+            total = gl.zeros([ROWS_EACH], gl.float32, of_rows)
+        acc = gl.zeros([ROWS_EACH, V], gl.float32, layout)
+        # The last tile of keys, which may be partly hidden or past the end. (A sum that two loops or branches carry would be spilled or unpacked:
+        # there is one loop, and what hides keys is a branch in it.)
+        mbarrier.wait(q_full.index(W), r & 1)
+        mbarrier.wait(k_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
+        qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, BLOCK_K, D, NUM_STAGES)])
+        mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
+        s = _capped(qk, SCALE, CAP, FAST_TANH)
+        s = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kv_segments, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
+        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
+        p = gl.convert_layout(p.to(dtype), weights_layout)
+        # The others: scores of tile `n` and values of the one before it.
+        for i in range(1, hi - lo):
+            n = hi - 1 - i
+            at = done + i
+            mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
+            _await_turn(W)
+            qk = _scores(q, ks, at, BLOCK_K, D, NUM_STAGES)
+            acc = _weighted(p, vs, v_full, at - 1, acc, BLOCK_K, V, NUM_STAGES)
+            _give_turn((W + 1) % CONSUMERS)
+            qk = warpgroup_mma_wait(1, deps=[qk])
+            mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
+            s = _capped(qk, SCALE, CAP, FAST_TANH)
+            if GUARD:
+                if (n >= full_hi) | (n < full_lo):
+                    s = _visible(s, row, n * BLOCK_K, T, S, offset, limits, kv_segments, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
+            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
+            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
+            p = gl.convert_layout(weights.to(dtype), weights_layout)
+        if not IN_PLACE:
+            mbarrier.arrive(q_empty.index(W), count=1)
+        done += hi - lo
+        acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, done - 1, acc, BLOCK_K, V, NUM_STAGES)])
+        mbarrier.arrive(v_empty.index((done - 1) % NUM_STAGES), count=1)
+        # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
+        some = top > float("-inf")  # [64]
+        total = gl.where(some, total, 1.0)
+        lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
+        gl.store(lse_ptr + gl.to_tensor(bh).to(gl.int64) * T + rows, lse, mask=rows < T)
+        acc = acc * gl.expand_dims(gl.convert_layout(gl.where(some, 1.0 / total, 0.0), gl.SliceLayout(1, layout)), 1)
+        tma.store_wait(0)
+        out = staging.index(W)
+        out.reshape([ROWS_EACH, V]).store(acc.to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [b, h, row, 0], out)
+        if IN_PLACE:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(W), count=1)
+        t = upcoming
+        r += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _loader(buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
+            K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, LEFT: gl.constexpr,
+            RIGHT: gl.constexpr, TABLE: gl.constexpr):
+    """Loads the queries of every tile, and keys and values as far ahead as there are stages; across tiles of queries, too."""
+    BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
+    qs, ks, vs = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    done = 0
+    r = 0
+    t = gl.load(schedule_ptr + gl.program_id(0))
+    while t >= 0:
+        upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
+        count = (T + BLOCK_Q - 1) // BLOCK_Q
+        m, bh = t % count, t // count
+        b, h = bh // H, bh % H
+        g = h // (H // K)
+        seen = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
+        lo, hi = seen[0], seen[3]
+        _load(k_desc, b, g, (hi - 1) * BLOCK_K, ks, k_full, k_empty, done, BLOCK_K, D, NUM_STAGES)
+        for w in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
+            mbarrier.expect(q_full.index(w), ROWS_EACH * D * 2)
+            tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_Q + w * ROWS_EACH, 0], q_full.index(w), qs.index(w))
+        for i in range(1, hi - lo):
+            _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, done + i, BLOCK_K, D, NUM_STAGES)
+            _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1, BLOCK_K, V, NUM_STAGES)
+        done += hi - lo
+        _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1, BLOCK_K, V, NUM_STAGES)
+        t = upcoming
+        r += 1
+
+
+@gluon.jit
+def _load(desc, b, head, row, buffer, full, empty, at, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr, NUM_STAGES: gl.constexpr):
+    s = at % NUM_STAGES
+    mbarrier.wait(empty.index(s), ((at // NUM_STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(s), BLOCK_K * WIDTH * 2)
+    tma.async_copy_global_to_shared(desc, [b, head, row, 0], full.index(s), buffer.index(s))
+
+
+@gluon.jit
+def _described(ptr, B, length, HEADS: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A descriptor of `[B, length, HEADS, WIDTH]` with boxes of rows of one head."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, COLUMNS], ptr.dtype.element_ty)
+    row: gl.constexpr = HEADS * WIDTH
+    return tma.make_tensor_descriptor(ptr, [B, HEADS, length, WIDTH], [gl.to_tensor(length).to(gl.int64) * row, WIDTH, row, 1], [1, 1, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def _tiles_of(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [COUNT, 1, 1, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def _barriers_of(COUNT: gl.constexpr, READERS: gl.constexpr):
+    """A barrier for every buffer that is loaded, and one for every buffer that all its readers have read."""
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return full, empty
+
+
+@gluon.jit
+def hopper_forward_kernel(
+    q_ptr, k_ptr, v_ptr, sinks_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], [B, H]
+    q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S]
+    tiles_ptr, schedule_ptr,  # [B, tiles, 4], [tiles of each program + 1, programs]
+    B, T, S, offset,
+    out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
+    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
+    FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
+    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
+):
+    # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end.
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    CONSUMERS: gl.constexpr = BLOCK_Q // ROWS_EACH
+    q_desc = _described(q_ptr, B, T, H, D, ROWS_EACH, BLOCK_D)
+    k_desc = _described(k_ptr, B, S, K, D, BLOCK_K, BLOCK_D)
+    v_desc = _described(v_ptr, B, S, K, V, BLOCK_K, BLOCK_V)
+    out_desc = _described(out_ptr, B, T, H, V, ROWS_EACH, BLOCK_V)
+    qs = _tiles_of(dtype, CONSUMERS, ROWS_EACH, BLOCK_D)
+    ks = _tiles_of(dtype, NUM_STAGES, BLOCK_K, BLOCK_D)
+    vs = _tiles_of(dtype, NUM_STAGES, BLOCK_K, BLOCK_V)
+    staging = qs
+    if not IN_PLACE:
+        staging = _tiles_of(dtype, CONSUMERS, ROWS_EACH, BLOCK_V)
+    q_full, q_empty = _barriers_of(CONSUMERS, 1)
+    k_full, k_empty = _barriers_of(NUM_STAGES, CONSUMERS)
+    v_full, v_empty = _barriers_of(NUM_STAGES, CONSUMERS)
+    buffers = (qs, ks, vs)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         kv_segments_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         kv_segments_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
+                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
+        ], [4, 1], [240, 24])
+    else:
+        gl.warp_specialize([
+            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         kv_segments_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         kv_segments_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         kv_segments_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
+                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
+        ], [4, 4, 1], [160, 160, 24])

@@ -1,0 +1,46 @@
+"""Which program of Hopper's forward kernel takes which tiles of queries, and in which order: decided on the host, so that no program waits for
+another one to say it, and the last ones end together."""
+
+import functools
+import heapq
+
+import numpy as np
+
+_OWN = 1.0
+"""What a tile of queries costs besides its tiles of keys, in tiles of keys."""
+
+
+@functools.lru_cache(maxsize=256)
+def schedule(rows: int, queries: int, keys: int, offset: int, left: int, right: int, block_q: int, block_k: int, group: int, programs: int, ragged: bool = False) -> np.ndarray:  # fmt: skip
+    """The tiles of each program, int32 `[most + 1, programs]`, and -1 behind its last. Tile `m` of queries of row `r` of `rows`, of batch times
+    heads, is number `r * tiles + m`.
+
+    Rows run in groups of `group`, few enough for the cache; in a group the tiles with the most keys (`left` and `right` of a query, -1 for all)
+    run first, each on the program that is free first. `ragged`: which keys a tile sees is known on the device only. Then the tiles of the same queries
+    of all rows run together, the last ones first: programs have like tiles at a time."""
+    tiles = -(-queries // block_q)
+    group = rows if ragged else group
+    number = np.arange(tiles * rows)
+    first_row = number // (tiles * group) * group
+    inside, width = number % (tiles * group), np.minimum(rows - first_row, group)
+    tile, row = tiles - 1 - inside // width, first_row + inside % width
+    begin = tile * block_q + offset
+    end = np.minimum((tile + 1) * block_q, queries) + offset
+    low, high = np.zeros_like(tile), np.full_like(tile, -(-keys // block_k))
+    if left >= 0:
+        low = np.maximum(begin - left, 0) // block_k
+    if right >= 0:
+        high = np.minimum(high, -(-np.maximum(end + right, 0) // block_k))
+    cost = tiles + tile if ragged else np.maximum(high - low, 1) + _OWN
+    given: list[list[int]] = [[] for _ in range(programs)]
+    free = [(0.0, program) for program in range(programs)]
+    for which, takes in zip((row * tiles + tile).tolist(), cost.tolist(), strict=True):
+        until, program = free[0]
+        given[program].append(which)
+        heapq.heapreplace(free, (until + takes, program))
+    most = max(map(len, given))
+    table = np.full((most + 1, programs), -1, np.int32)
+    for program, mine in enumerate(given):
+        table[: len(mine), program] = mine
+    table.setflags(write=False)
+    return table

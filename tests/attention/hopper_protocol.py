@@ -1,0 +1,183 @@
+"""Hopper's forward kernel as plain Python: its groups of warps are threads, and numbers are replaced by what they are made of. So its barriers are
+tested without a GPU: that nobody waits for ever, and that every product reads the tile it should."""
+
+import threading
+import types
+from typing import Any
+
+LIMIT = 5.0
+"""Seconds that a thread may wait."""
+
+
+class Anything:
+    """A tensor, a layout, a type: what happens to it is of no interest."""
+
+    def __getattr__(self, name: str) -> "Anything":
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> "Anything":
+        return self
+
+    __getitem__ = __mul__ = __rmul__ = __add__ = __radd__ = __sub__ = __rsub__ = __truediv__ = (
+        __rtruediv__
+    ) = __call__
+    __lt__ = __gt__ = __le__ = __ge__ = __and__ = __or__ = __mod__ = __call__
+
+    def __eq__(self, other: object) -> Any:
+        return self
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Pointer:
+    def __init__(self, numbers: Any, at: int = 0):
+        self.numbers, self.at = numbers, at
+
+    def __add__(self, more: Any) -> Any:
+        return Pointer(self.numbers, self.at + more) if isinstance(more, int) else Anything()
+
+
+class Barrier:
+    """Phases end when all arrivals and all bytes are there; a wait sees only whether their number is odd."""
+
+    def __init__(self, count: int):
+        self.changed = threading.Condition()
+        self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
+
+    def arrive(self, arrivals: int = 1, more_bytes: int = 0) -> None:
+        with self.changed:
+            self.pending -= arrivals
+            self.bytes += more_bytes
+            assert self.pending >= 0, "more arrivals than a phase has"
+            if self.pending == 0 and self.bytes == 0:
+                self.pending, self.phase = self.count, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            done = self.changed.wait_for(lambda: (self.phase - 1) % 2 == parity, LIMIT)
+        assert done, "a wait without end"
+
+
+class Buffer:
+    """Shared memory of one tile: where its content comes from."""
+
+    def __init__(self) -> None:
+        self.content: Any = None
+
+    def reshape(self, *_: Any) -> "Buffer":
+        return self
+
+    def permute(self, *_: Any) -> "Buffer":
+        return self
+
+    def store(self, value: Any) -> None:
+        self.content = "result"
+
+    dtype = Anything()
+
+
+class Several(list):
+    def index(self, at: int) -> Any:  # type: ignore[override]
+        return self[at]
+
+
+class Program:
+    """One program; `read` are the products of each consumer: the queries or `None`, and the keys or values."""
+
+    def __init__(self, kernels: Any, consumers: int, stages: int):
+        self.kernels, self.consumers = kernels, consumers
+        self.buffers = tuple(Several(Buffer() for _ in range(n)) for n in (consumers, stages, stages))
+        counts = (
+            (consumers, 1),
+            (consumers, 1),
+            (stages, 1),
+            (stages, consumers),
+            (stages, 1),
+            (stages, consumers),
+        )
+        self.barriers = tuple(Several(Barrier(count) for _ in range(n)) for n, count in counts)
+        self.turns = [threading.Semaphore(0) for _ in range(consumers)]
+        self.read: list[list[Any]] = [[] for _ in range(consumers)]
+        self.stored: list[list[Any]] = [[] for _ in range(consumers)]
+        self.errors: list[BaseException] = []
+
+    def run(self, loader: dict[str, Any], consumer: dict[str, Any]) -> None:
+        threads = [threading.Thread(target=self._guarded, args=("_loader", -1, loader), daemon=True)]
+        for w in range(self.consumers):
+            threads.append(
+                threading.Thread(
+                    target=self._guarded, args=("_consumer", w, consumer | {"W": w}), daemon=True
+                )
+            )
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * LIMIT)
+        if self.errors:
+            raise self.errors[0]
+        assert not any(thread.is_alive() for thread in threads)
+
+    def _guarded(self, name: str, w: int, arguments: dict[str, Any]) -> None:
+        try:
+            self._as_python(name, w)(**arguments)
+        except BaseException as error:  # the thread of the test raises it
+            self.errors.append(error)
+
+    def _as_python(self, name: str, w: int) -> Any:
+        """A function of the kernel, and those it calls, on this program's memory."""
+        anything = Anything()
+        fake = types.SimpleNamespace(
+            minimum=min, maximum=max, load=_load, program_id=lambda axis: 0, num_programs=lambda axis: 1, static_range=range,
+            constexpr=Any, **dict.fromkeys(("arange full zeros to_tensor where exp2 log2 sum max expand_dims convert_layout store float32 int64 "
+            "NVMMADistributedLayout DotOperandLayout SliceLayout").split(), anything),
+        )  # fmt: skip
+        barrier = types.SimpleNamespace(
+            wait=lambda b, parity: b.wait(parity),
+            arrive=lambda b, count: b.arrive(count),
+            expect=lambda b, size: b.arrive(1, size),
+        )
+        copies = types.SimpleNamespace(
+            async_copy_global_to_shared=_copied, store_wait=lambda n: None,
+            async_copy_shared_to_global=lambda desc, at, buffer: self.stored[w].append((tuple(at), buffer.content)),
+        )  # fmt: skip
+        world = dict(
+            gl=fake, mbarrier=barrier, tma=copies, fence_async_shared=lambda: None, warpgroup_mma=lambda *a, **_: self._product(w, *a),
+            warpgroup_mma_wait=lambda n, deps: anything, ROWS_EACH=64, LN2=1.0, LOG2E=1.0,
+            _give_turn=lambda consumer: self.turns[consumer].release(),
+            _await_turn=lambda consumer: self._await_turn(consumer),
+            _visible=anything, _softmax=lambda *_: (anything,) * 4, _capped=anything,
+        )  # fmt: skip
+        world["key_tiles"] = _plain(self.kernels.key_tiles, {"tl": TL})
+        for helper in ("_scores", "_weighted", "_load", "_key_tiles"):
+            world[helper] = _plain(getattr(self.kernels, helper), world)
+        return _plain(getattr(self.kernels, name), world)
+
+    def _await_turn(self, consumer: int) -> None:
+        assert self.turns[consumer].acquire(timeout=LIMIT), "a turn that nobody gives"
+
+    def _product(self, w: int, a: Any, b: Any, *_: Any) -> Any:
+        self.read[w].append((a.content if isinstance(a, Buffer) else None, b.content))
+        return Anything()
+
+
+def _load(pointer: Any, **_: Any) -> Any:
+    return int(pointer.numbers.flat[pointer.at]) if isinstance(pointer, Pointer) else Anything()
+
+
+TL = types.SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, constexpr=Any)
+"""What `key_tiles` needs of Triton's language."""
+
+
+def _copied(desc: tuple[str, int], at: Any, barrier: Barrier, buffer: Buffer) -> None:
+    name, size = desc
+    buffer.content = (name, *at)
+    barrier.arrive(0, -size)
+
+
+def _plain(function: Any, world: dict[str, Any]) -> Any:
+    """A kernel's function as Python calls it."""
+    plain = function.fn
+    return types.FunctionType(
+        plain.__code__, plain.__globals__ | world, plain.__name__, plain.__defaults__, plain.__closure__
+    )

@@ -1,0 +1,366 @@
+"""Hopper's forward kernel without a Hopper: when it is chosen, what it is given, and that every tile of it compiles without spills."""
+
+import dataclasses
+import itertools
+import re
+import subprocess
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel_eqx.attention.core import problem_of
+from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
+from ejkernel_eqx.dispatch import from_dict, to_dict
+from ejkernel_eqx.launch import compile_ahead, gluon_unavailable, run
+from tests.attention import hopper_protocol
+from tests.compiled import DEVICES
+
+pytest.importorskip("triton")
+from ejkernel_eqx.attention.triton import compiled as triton
+from ejkernel_eqx.attention.triton.hopper import tile_sizes
+from ejkernel_eqx.attention.triton.hopper.schedule import schedule
+
+HOPPER = DEVICES["sm_90"]
+_MISSING = gluon_unavailable(HOPPER)
+needs_gluon = pytest.mark.skipif(_MISSING is not None, reason=f"Hopper's kernel {_MISSING}")
+TILE = triton.TileConfig(128, 128, 4, 2, 0, 132)
+TRITON = triton.TileConfig(64, 64, 4, 2)
+CAUSAL: dict[str, Any] = dict(right=0)
+
+
+def call(
+    dim: Any = 128,
+    dtype: Any = "bfloat16",
+    batch: Any = 2,
+    queries: Any = 1000,
+    keys: Any = 1000,
+    heads: Any = 4,
+    kv_heads: Any = 2,
+    values: Any = None,
+    with_: Any = (),
+    **spec: Any,
+):
+    """The shapes of a call, and its description."""
+
+    def shape(*size: int, dtype: Any = dtype) -> Any:
+        return jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
+
+    options: dict[str, Any] = {
+        "bias": dict(bias=shape(batch, heads, queries, keys)),
+        "mask": dict(mask=shape(batch, 1, queries, keys, dtype="bool")),
+        "alibi": dict(alibi_slopes=shape(1, heads, dtype="float32")),
+        "sinks": dict(sinks=shape(1, heads, dtype="float32")),
+        "segments": dict(
+            q_segments=shape(batch, queries, dtype="int32"), kv_segments=shape(batch, keys, dtype="int32")
+        ),
+        "rows": dict(rows=RowRanges(*[shape(1, queries, dtype="int32")] * 3)),
+        "seeds": dict(seeds=shape(batch, heads, 2, dtype="uint32")),
+    }
+    arrays = AttentionArrays(
+        shape(batch, queries, heads, dim),
+        shape(batch, keys, kv_heads, dim),
+        shape(batch, keys, kv_heads, values or dim),
+    )
+    for name in with_:
+        arrays = arrays._replace(**options[name])
+    return arrays, AttentionSpec(**{"scale": dim**-0.5} | spec)
+
+
+def problem(*args, **kwargs):
+    return problem_of("flash_attention", *call(*args, **kwargs))
+
+
+def launches(arrays, spec, config) -> list[Any]:
+    """What the forward would launch; nothing is run."""
+    found = []
+
+    def record(launch, inputs):
+        found.append(launch)
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    jax.eval_shape(lambda arrays: triton.forward(arrays, spec, config, execute=record), arrays)
+    return found
+
+
+def configured(tile=TILE):
+    return triton.TritonConfig(tile, TRITON, TRITON)
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "of, chosen",
+    [
+        (problem(**CAUSAL), True),
+        (problem(64, "float16", with_=("sinks", "segments"), logits_soft_cap=30.0, left=99, **CAUSAL), True),
+        (problem(256, with_=("rows",)), True),
+        (problem(80), True),
+        (problem(with_=("bias",)), False),
+        (problem(with_=("mask",)), False),
+        (problem(with_=("alibi",)), False),
+        (problem(with_=("seeds",), dropout_rate=0.1), False),
+        (problem(block_size=(128, 128)), False),
+        (problem(scale=-1.0), False),
+        (problem(dtype="float32"), False),
+        (problem(64, values=128), False),
+        (problem(90), False),
+        (problem(queries=255), False),
+    ],
+)
+def test_where_it_is_chosen(of, chosen, monkeypatch):
+    monkeypatch.setattr(tile_sizes, "PREFERRED", {64, 128, 256})
+    configs = triton.candidates(of, HOPPER)
+    assert (configs[0].forward.hopper_programs == 132) == chosen
+    assert configs[0] == triton.default_config(of, HOPPER)
+    # Both kinds are candidates, and tables hold both.
+    assert {config.forward.hopper_programs > 0 for config in configs} == (
+        {False, True} if chosen else {False}
+    )
+    assert not any(tile.hopper_programs for c in configs for tile in (c.key_gradient, c.query_gradient))
+    assert all(triton.config_unsupported(config, of, HOPPER) is None for config in configs)
+    assert all(from_dict(to_dict(config), triton.TritonConfig) == config for config in configs)
+    assert bool(triton.remark(configs[0], of, HOPPER)) != chosen
+
+
+@needs_gluon
+def test_unmeasured_it_is_timed_but_no_default():
+    for dim in {64, 128, 256} - tile_sizes.PREFERRED:
+        configs = triton.candidates(problem(dim), HOPPER)
+        assert (
+            configs[0] == triton.default_config(problem(dim), HOPPER)
+            and not configs[0].forward.hopper_programs
+        )
+        assert configs[1].forward.hopper_programs == 132
+        assert "measured" in triton.remark(configs[0], problem(dim), HOPPER)
+
+
+def test_other_devices_and_tables_of_before():
+    for name in ("sm_80", "sm_100", "gfx942"):
+        config = triton.default_config(problem(), DEVICES[name])
+        assert not config.forward.hopper_programs and not triton.remark(config, problem(), DEVICES[name])
+        assert "9.0" in (triton.config_unsupported(configured(), problem(), DEVICES[name]) or "")
+    known = to_dict(config)
+    for kernel in ("forward", "key_gradient", "query_gradient"):
+        del known[kernel]["hopper_programs"]
+    assert from_dict(known, triton.TritonConfig) == config
+
+
+@needs_gluon
+def test_configurations_that_do_not_fit():
+    wide = configured(dataclasses.replace(TILE, num_stages=4))
+    assert "shared memory" in (triton.config_unsupported(wide, problem(), HOPPER) or "")
+    backward = triton.TritonConfig(TRITON, TILE, TRITON)
+    assert "only the forward" in (triton.config_unsupported(backward, problem(), HOPPER) or "")
+
+
+@pytest.mark.parametrize(
+    "of, tile, word",
+    [
+        (call(with_=("bias",)), TILE, "bias"),
+        (call(with_=("mask",)), TILE, "mask"),
+        (call(dtype="float32"), TILE, "float32"),
+        (call(90), TILE, "90"),
+        (call(), dataclasses.replace(TILE, block_q=192), "192x128"),
+        (call(256), TILE, "128x128 at head dims of 256"),
+        (call(), dataclasses.replace(TILE, num_warps=8), "num_warps"),
+    ],
+)
+def test_a_configuration_that_cannot_run(of: Any, tile, word):
+    with pytest.raises(ValueError, match=f"hopper_programs=0 in forward.*{word}"):
+        launches(of[0], of[1], configured(tile))
+
+
+def test_it_is_not_interpreted():
+    pytest.importorskip("triton.experimental.gluon")
+    arrays, spec = call(queries=64, keys=64)
+    arrays = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), arrays)
+    with pytest.raises(ValueError, match="interpreted"):
+        triton.forward(
+            arrays, spec, configured(), execute=lambda launch, given: run(launch, given, interpret=True)
+        )
+
+
+def test_no_keys_are_left_to_triton():
+    (launch,) = launches(*call(keys=0), configured())
+    assert not launch.is_gluon
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tiles_of_queries_are_dealt_once(seed):
+    """Every tile to one program, with an end behind each program's last; and no program has much more to do than another."""
+    rng = np.random.default_rng(seed)
+    rows, queries, keys = (int(rng.integers(1, most)) for most in (40, 3000, 3000))
+    left, right = (int(x) for x in rng.choice([-1, 0, 50, 700], 2))
+    block_q, block_k = int(rng.choice([128, 192])), int(rng.choice([64, 128]))
+    programs = int(rng.choice([1, 7, 132]))
+    table = schedule(
+        rows,
+        queries,
+        keys,
+        keys - queries,
+        left,
+        right,
+        block_q,
+        block_k,
+        int(rng.choice([1, 4, 64])),
+        programs,
+        bool(rng.random() < 0.3),
+    )
+    assert table.dtype == np.int32 and table.shape[1] == programs and (table[-1] == -1).all()
+    tiles = -(-queries // block_q)
+    np.testing.assert_array_equal(np.sort(table[table >= 0]), np.arange(tiles * rows))
+    assert (np.diff((table >= 0).astype(int), axis=0) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    "rows, length, group", [(256, 1024, 32), (64, 4096, 8), (16, 16384, 2), (48, 1000, 32)]
+)
+@pytest.mark.parametrize("block", [128, 192])
+def test_programs_end_together(rows, length, group, block):
+    """Of a causal mask, whose tiles differ most."""
+    table = schedule(rows, length, length, 0, -1, 0, block, 128, group, 132)
+    tile = table % -(-length // block)
+    takes = np.where(table >= 0, 1 + -(-np.minimum((tile + 1) * block, length) // 128), 0).sum(0)
+    longest = 1 + -(-length // 128)
+    assert takes.max() <= takes.mean() + longest * (0.3 if length > 1000 else 0.6)
+
+
+def test_programs_have_like_tiles_where_only_the_device_knows_what_they_see():
+    """Documents of 8 tiles, and a causal mask of lengths: no program has much more to do than the average."""
+    table = schedule(64, 4096, 4096, 0, -1, 0, 128, 128, 8, 132, True)
+    tile = table % 32
+    for seen in (tile % 8, tile):
+        takes = np.where(table >= 0, seen + 2, 0).sum(0)
+        assert takes.max() <= 1.15 * takes.mean()
+
+
+def _compiled(arrays, spec):
+    sizes = tile_sizes.tiles(problem_of("flash_attention", arrays, spec), HOPPER)[0]
+    (launch,) = launches(arrays, spec, configured(triton.TileConfig(*sizes)))
+    assert launch.is_gluon
+    return launch
+
+
+EVERYTHING: dict[str, Any] = dict(with_=("sinks", "segments"), logits_soft_cap=30.0, left=255, right=0)
+COMPILED = {
+    "causal 128": (call(**CAUSAL), 0),
+    "everything 64": (call(64, **EVERYTHING), 160),
+    "everything 128": (call(**EVERYTHING), 0),
+    "everything 256": (call(256, **EVERYTHING), 16),
+    "causal 64": (call(64, **CAUSAL), 0),
+    "causal 256": (call(256, **CAUSAL), 0),
+    "full 64": (call(64, queries=1024, keys=1024), 0),
+    "full 128": (call(queries=1024, keys=1024), 0),
+    "rows 96": (call(96, "float16", with_=("rows",)), 0),
+    "one row, one key": (call(batch=1, heads=1, kv_heads=1, keys=1), 0),
+}
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "of, spills",
+    [
+        pytest.param(*of, id=name, marks=() if i < 1 else pytest.mark.slow)
+        for i, (name, of) in enumerate(COMPILED.items())
+    ],
+)
+def test_defaults_compile(of, spills):
+    """Without spills to speak of, and without products that wait for one another."""
+    launch = _compiled(*of)
+    report = compile_ahead(launch, "sm_90")
+    assert report.fits and report.spills <= spills and report.registers <= 168, report
+    assert not _waits(launch)
+
+
+def _waits(launch):
+    """Warnings of NVIDIA's assembler that products run one after the other."""
+    from triton import knobs
+
+    from ejkernel_eqx.launch.compile import compiled, TARGETS
+
+    ptx = compiled(launch, TARGETS["sm_90"]).asm["ptx"]
+    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "/dev/stdin", "-o", "/dev/null"]
+    assembled = subprocess.run(command, input=ptx, text=True, capture_output=True)
+    assert assembled.returncode == 0, assembled.stderr
+    return re.findall(r"C75\d\d", assembled.stderr + assembled.stdout)
+
+
+@needs_gluon
+def test_the_estimate_of_shared_memory():
+    for dim, stages in itertools.product((64, 128, 256), (1, 2, 3)):
+        of = problem(dim, **CAUSAL)
+        tile = triton.TileConfig(*tile_sizes.tiles(of, HOPPER)[0])
+        tile = dataclasses.replace(tile, num_stages=stages)
+        (launch,) = launches(*call(dim, **CAUSAL), configured(tile))
+        assert {"queries": launch.constants["IN_PLACE"]} == {
+            "queries": (dim, stages) in ((128, 3), (256, 2), (256, 3))
+        }
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_product_reads_what_it_should(seed):
+    """The kernel's own control flow, with threads for its warps: every consumer multiplies its queries by each tile of keys that they see, the last
+    one first, then the weights by the same tile of values, and stores one tile."""
+    kernels = pytest.importorskip("ejkernel_eqx.attention.triton.hopper.forward_kernel", exc_type=ImportError)
+    rng = np.random.default_rng(seed)
+    consumers, stages, block_k = int(rng.choice([2, 3])), int(rng.integers(1, 5)), int(rng.choice([64, 128]))
+    rows, queries, keys = int(rng.integers(1, 5)), int(rng.integers(1, 900)), int(rng.integers(1, 900))
+    left, right = (int(x) for x in rng.choice([-1, 0, 200], 2))
+    table, in_place = bool(rng.random() < 0.3), bool(rng.random() < 0.5)
+    heads, kv_heads, offset, block_q = rows, 1, keys - queries, 64 * consumers
+    counts = -(-queries // block_q), -(-keys // block_k)
+    bounds = np.sort(rng.integers(0, counts[1] + 1, (counts[0], 4)), 1)
+    order = schedule(rows, queries, keys, offset, left, right, block_q, block_k, 2, 1)
+    size = 64 * 64 * 2
+    program = hopper_protocol.Program(kernels, consumers, stages)
+    shared = dict(
+        buffers=program.buffers, barriers=program.barriers, tiles_ptr=hopper_protocol.Pointer(bounds),
+        schedule_ptr=hopper_protocol.Pointer(order), T=queries, S=keys, offset=offset, CONSUMERS=consumers, H=heads, D=64, V=64,
+        BLOCK_K=block_k, NUM_STAGES=stages, LEFT=left, RIGHT=right,
+    )  # fmt: skip
+    anything = hopper_protocol.Anything()
+    tile = block_k * 64 * 2
+    loader = shared | dict(
+        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table
+    )
+    consumer = shared | dict(
+        staging=program.buffers[0] if in_place else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
+        out_desc=anything, lse_ptr=anything, sinks_ptr=anything, start_ptr=anything, end_ptr=anything, q_segments_ptr=anything,
+        kv_segments_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, ROWS=False, SEGMENTS=table, SINKS=False,
+        EVEN_K=False, GUARD=True, IN_PLACE=in_place,
+    )  # fmt: skip
+    program.run(loader, consumer)
+    key_tiles = hopper_protocol._plain(kernels.key_tiles, {"tl": hopper_protocol.TL})
+    for w in range(consumers):
+        read, stored = iter(program.read[w]), []
+        for t in order[:, 0][order[:, 0] >= 0].tolist():
+            m, h = t % counts[0], t // counts[0]
+            lo, _, _, hi = key_tiles(
+                hopper_protocol.Pointer(bounds),
+                0,
+                m,
+                offset,
+                queries,
+                keys,
+                block_q,
+                block_k,
+                left,
+                right,
+                table,
+                False,
+            )
+            lo = min(lo, counts[1] - 1)
+            seen = range(max(hi, lo + 1) - 1, lo - 1, -1)
+            row = m * block_q + w * 64
+            products: list[Any] = [(("q", 0, h, row, 0), ("k", 0, 0, seen[0] * block_k, 0))]
+            for before, n in itertools.pairwise(seen):
+                products += [
+                    (("q", 0, h, row, 0), ("k", 0, 0, n * block_k, 0)),
+                    (None, ("v", 0, 0, before * block_k, 0)),
+                ]
+            products.append((None, ("v", 0, 0, seen[-1] * block_k, 0)))
+            assert [next(read) for _ in products] == products
+            stored.append(((0, h, row, 0), "result"))
+        assert next(read, None) is None and program.stored[w] == stored
