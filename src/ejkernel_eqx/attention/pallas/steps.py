@@ -97,7 +97,8 @@ def _grids(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> tuple[
         kinds, numbers = kinds[rows][None], numbers[rows][None]
         bits = bits if len(bits) > 1 else None
     else:
-        bare = AttentionArrays(*(jnp.zeros((1, *x.shape[1:2], 1, 1)) for x in (arrays.q, arrays.k, arrays.v)))
+        q, k, v = (jnp.zeros((1, x.shape[1], 1, 1)) for x in (arrays.q, arrays.k, arrays.v))
+        bare = AttentionArrays(q, k, v)
         with jax.ensure_compile_time_eval():
             touched, whole = (np.asarray(x) for x in overlap(bare, spec, shape.block_q, shape.block_k))
         kinds = np.where(whole, FULL, np.where(touched, PARTIAL, NONE)).astype(np.int8)[:, None]
