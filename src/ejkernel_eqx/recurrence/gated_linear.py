@@ -29,7 +29,7 @@ class GatedLinearAttention(Kernel):
     $n$ heads, where $R$ is the largest head count; the state has the largest head count of `k`, `v`, `g`.
 
     Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`, the default on TPU), and on TPU, by name or where it has been measured to be
-    faster, Pallas (`"pallas"`, `"pallas-interpret"`; sequences, not steps). Differentiable in reverse mode in every float argument and through
+    faster, Pallas (`"pallas"`, `"pallas-interpret"`; steps are XLA's). Differentiable in reverse mode in every float argument and through
     both results; `platform="xla"` also supports forward mode and second derivatives.
 
     Source: Yang et al., *Gated Linear Attention Transformers with Hardware-Efficient Training* (2023), section 4.

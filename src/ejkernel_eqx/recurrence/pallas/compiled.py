@@ -6,7 +6,8 @@ from jax import Array
 
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch.pallas import Execute, run
-from ..spec import FLOATS, heads_of, RecurrenceArrays, RecurrenceSpec, VALUE
+from .. import xla
+from ..spec import FLOATS, heads_of, RecurrenceArrays, RecurrenceSpec, StepArrays, StepSpec, VALUE
 from .call import make_call, run_backward, run_forward
 from .tile_sizes import candidates as candidates
 from .tile_sizes import chunk_of, heads_of_step, PallasConfig
@@ -28,7 +29,7 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         if dtype in (problem.dtype("qkv"), problem.dtype("state")):
             return f"takes float32 and bfloat16, not {dtype}"
     if problem.flag("step"):
-        return "takes sequences, not single tokens: of a step only the states matter, which XLA reads and writes once"
+        return None
     if problem.flag("decay") == VALUE:
         return "does not support a decay per value channel"
     if problem.flag("delta") and problem.flag("skip"):
@@ -37,6 +38,11 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if largest > MAX_HEAD_DIM:
         return f"takes key and value dims up to {MAX_HEAD_DIM}, not {largest}"
     return None
+
+
+def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:
+    """What runs in plain XLA."""
+    return "steps run in plain XLA, which reads and writes each state once" if problem.flag("step") else ""
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
@@ -96,6 +102,13 @@ def backward(
     if initial is not None:
         grads["initial_state"] = call.of_sequences(found["dinitial"], dfinal.astype(jnp.float32))
     return grads
+
+
+def step(
+    arrays: StepArrays, spec: StepSpec, config: PallasConfig, *, execute: Execute = run
+) -> tuple[Array, Array]:
+    """Processes one token per row, in plain XLA."""
+    return xla.step(arrays, spec, xla.XlaConfig(config.chunk_size))
 
 
 def _skipped(v: Array, skip: Array) -> Array:
