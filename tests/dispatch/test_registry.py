@@ -34,9 +34,9 @@ def test_operations_and_their_order():
     platforms = [i.platform for i in kernel_registry.ordered("flash_attention")]
     assert platforms == [
         Platform.CUDA,
-        Platform.PALLAS,
         Platform.TRITON,
         Platform.XLA,
+        Platform.PALLAS,
         Platform.TRITON_INTERPRET,
         Platform.PALLAS_INTERPRET,
     ]
