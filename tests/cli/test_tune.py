@@ -149,7 +149,12 @@ def test_attention(run_json):
     shape = ("--shape", "B=1,T=32,H=2,D=16", "--flag", "window=7,0", "--dtype", "float32")
     code, document = run_json("bench", "flash_attention", *shape, *QUICK)
     states = {row["platform"]: row["state"] for row in document["results"][0]["platforms"]}
-    assert code == output.OK and states == {"cuda": "unsupported", "triton": "unsupported", "xla": "timed"}
+    assert code == output.OK and states == {
+        "cuda": "unsupported",
+        "pallas": "unsupported",
+        "triton": "unsupported",
+        "xla": "timed",
+    }
     assert dict(document["results"][0]["problem"]["flags"])["window"] == [7, 0]
 
 
