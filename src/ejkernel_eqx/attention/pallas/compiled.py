@@ -109,10 +109,9 @@ def backward(
     if arrays.sinks is not None:
         dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
     if _is_empty(arrays):
-        zeros = (
-            None if x is None else jnp.zeros_like(x) for x in (*arrays[:3], arrays.bias, arrays.alibi_slopes)
-        )
-        return AttentionGrads(*zeros, dsinks)
+        nothing = lambda x: None if x is None else jnp.zeros_like(x)
+        q, k, v = (jnp.zeros_like(x) for x in arrays[:3])
+        return AttentionGrads(q, k, v, nothing(arrays.bias), nothing(arrays.alibi_slopes), dsinks)
     own = launches.Rows(
         # A bias of minus infinity also hides entries, though no mask does.
         clean_cotangent(dout, empty).astype(arrays.q.dtype),
@@ -121,7 +120,7 @@ def backward(
     )
     dk, dv = launches.key_gradient(arrays, spec, _sizes(config.key_gradient), own, execute)
     dq, dslopes = launches.query_gradient(arrays, spec, _sizes(config.query_gradient), own, execute)
-    if arrays.alibi_slopes is not None:
+    if dslopes is not None and arrays.alibi_slopes is not None:
         dslopes = sum_batch(dslopes, arrays.alibi_slopes)
     dbias = None
     if arrays.bias is not None:
