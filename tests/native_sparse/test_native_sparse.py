@@ -63,6 +63,7 @@ def test_agrees_with_numpy(platform, name):
 
 
 @pytest.mark.few(2)
+@pytest.mark.usefixtures("unchecked")  # an interpreted platform's configuration is the same for every problem
 @pytest.mark.parametrize("name", ["packed", "rows at places", "uneven blocks", "plain", "long spans", "bf16"])
 def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     """Blocks that are given too, in several chunks of queries, with keys that none sees NaN."""

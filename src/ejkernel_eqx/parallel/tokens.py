@@ -51,7 +51,7 @@ class TokenSplit:
         return found
 
     def over_types(
-        self, mesh: Any, function: Callable[[Arrays], Arrays], arrays: Arrays, outs: Arrays
+        self, mesh: Any, function: Callable[[Arrays], Arrays], arrays: Arrays, outs: Mapping[str, Any]
     ) -> Arrays:
         """`function(arrays)` on an explicit mesh, over its devices. JAX differentiates it."""
         layout = self.layout(arrays, self.results, False)
@@ -64,7 +64,7 @@ class TokenSplit:
         function: Callable[[Arrays], Arrays],
         whole: Callable[[Arrays], Arrays],
         arrays: Arrays,
-        outs: Arrays,
+        outs: Mapping[str, Any],
     ) -> Arrays:
         """`function(arrays)` over the devices of an automatic mesh, whatever it turns out to be; `whole(arrays)` if the mesh lacks the axis or
         does not divide the tokens. JAX does not differentiate it."""
@@ -106,7 +106,7 @@ class TokenSplit:
         function: Callable[[Arrays], Arrays],
         whole: Callable[[Arrays], Arrays],
         arrays: Arrays,
-        outs: Arrays,
+        outs: Mapping[str, Any],
         results: Letters,
         summed: bool,
     ) -> Arrays:
@@ -122,7 +122,7 @@ class TokenSplit:
 
 
 def _flat(
-    function: Callable[[Arrays], Arrays], arrays: Arrays, outs: Arrays
+    function: Callable[[Arrays], Arrays], arrays: Arrays, outs: Mapping[str, Any]
 ) -> Callable[..., tuple[Array, ...]]:
     def call(*flat: Array) -> tuple[Array, ...]:
         results = function(dict(zip(arrays, flat, strict=True)))
@@ -131,5 +131,5 @@ def _flat(
     return call
 
 
-def _shapes(arrays: Arrays, outs: Arrays) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _shapes(arrays: Arrays, outs: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     return [x.shape for x in arrays.values()], [x.shape for x in outs.values()]

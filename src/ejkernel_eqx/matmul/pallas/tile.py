@@ -17,7 +17,7 @@ def contracted(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
     return lax.dot_general(x, y, over, precision=precision, preferred_element_type=jnp.float32)
 
 
-def inside(x: Array, length: int | None, dtype: Any, axis: int) -> Array:
+def inside(x: Array, length: Any, dtype: Any, axis: int) -> Array:
     """A tile as an operand of products, of which only this length is not zero: what is past the end of an array is arbitrary."""
     if length is None:
         return operand(x, dtype)
