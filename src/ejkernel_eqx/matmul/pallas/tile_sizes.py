@@ -67,7 +67,7 @@ def vmem(kernel: str, tile: TpuTile, p: Product) -> int:
     """An estimate of the bytes of vector memory: blocks that are loaded and stored while others are computed, sums, and what is being computed."""
     m, n, k = min(tile.block_m, p.rows), min(tile.block_n, p.columns), min(tile.block_k, p.inner)
     has_sums = k < p.inner or k > CHUNK
-    m, n, k = (cdiv(size, step) * step for size, step in ((m, 16), (n, 128), (k, 128)))
+    m, n, k = _stored(m, n, k)
     if kernel == "rhs":
         moved = m * (k * p.left + n * p.right) + k * n * p.out
         return 2 * moved + 4 * k * n + right_values(m, n, k)
@@ -78,13 +78,20 @@ def vmem(kernel: str, tile: TpuTile, p: Product) -> int:
 
 def values(m: int, n: int, k: int, sides: int, sums: int, left: int, right: int) -> int:
     """The bytes of what a step computes before it is added or written: products, and parts of right sides that are converted."""
+    m, n, k = _stored(m, n, k)
     converted = min(k, CHUNK) * n * (4 + left) if right < left else 0
     return (1 + sides) * 4 * m * n + sides * sums * converted
 
 
 def right_values(m: int, n: int, k: int) -> int:
     """The same for the gradient of a right side: a product, and operands whose rows are masked."""
+    m, n, k = _stored(m, n, k)
     return 4 * (k * n + m * (k + n))
+
+
+def _stored(m: int, n: int, k: int) -> tuple[int, int, int]:
+    """The sizes that a tile takes in vector memory."""
+    return cdiv(m, 16) * 16, cdiv(n, 128) * 128, cdiv(k, 128) * 128
 
 
 def capacity(device: DeviceFacts) -> int:
