@@ -189,7 +189,8 @@ def test_defaults_and_candidates(name, generation):
             if kernel in compiled.KERNELS:
                 estimate = vmem(kernel, getattr(config, kernel), product_of(kernel, problem))
                 taken = launch.vmem([x.dtype for x in given[launch.scalars :]])
-                assert taken * 5 / 4 <= device.vmem and 0.8 * estimate < taken < 1.05 * estimate, (
+                # The estimate counts short sides as whole ones.
+                assert taken * 5 / 4 <= device.vmem and 0.7 * estimate < taken < 1.05 * estimate, (
                     kernel,
                     taken,
                     estimate,
