@@ -99,9 +99,8 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "native_sparse": (LAUNCH, LAUNCH),
     "native_pages": ({"forward": CALL}, {"forward": CALL}),
 }
-# What the kernels for TPU leave to XLA, by core: words of the reason, and the functions that they do not have then.
-LEFT_OUT = {"recurrence": "not single tokens"}
-LEFT_TO_XLA = {"recurrence": {"step"}, "paged": {"write"}}
+# Functions of opaque platforms that those for TPU leave to XLA, by core.
+LEFT_TO_XLA = {"paged": {"write"}}
 
 OURS = [
     i
@@ -198,10 +197,7 @@ def test_it_says_what_it_cannot_do_without_doing_anything(implementation):
         assert not jax.make_jaxpr(ask)().eqns
         return found
 
-    left = LEFT_OUT.get(implementation.core, "") if implementation.platform in ON_TPU else ""
-    assert {reason for reason in reasons("bfloat16") if not left or reason is None or left not in reason} == {
-        None
-    }
+    assert set(reasons("bfloat16")) == {None}
     if implementation in OURS and implementation.platform is not Platform.XLA:
         assert all(
             reason and reason.startswith("takes ") and "float64" in reason for reason in reasons("float64")

@@ -130,6 +130,17 @@ def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str,
     return {name: tuple(split.get(letter, letter) for letter in axes) for name, axes in letters.items()}
 
 
+def saved_axes(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
+    """What kernels save for the backward: the products before the activation; nothing if there is none."""
+    if spec.is_linear:
+        return {}
+    width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
+    column = (
+        f"H{columns(width, spec)}" if spec.gated == INTERLEAVED else "N" if spec.gated == HALVES else "bN"
+    )
+    return {name: ("M", column) for name in ("gate", *(("up_z",) if spec.gated else ()))}
+
+
 def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:
     """Whether the result is a sum over parts of the contracted axis: nothing is added to it or applied to it."""
     return spec.is_linear and arrays.bias is None

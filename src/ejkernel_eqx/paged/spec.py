@@ -8,6 +8,7 @@ sequence, `*` leading axes.
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 
 
@@ -70,6 +71,17 @@ class PagedArrays(NamedTuple):
     def given(self) -> dict[str, Any]:
         """The arrays that are present, or shapes in their place, by name."""
         return {name: x for name, x in self._asdict().items() if x is not None}
+
+    @property
+    def value_channels(self) -> int:
+        return (self.k if self.v is None else self.v).shape[-1]
+
+    @property
+    def kernel_operand(self) -> Any:
+        """The dtype of the products of kernels: that of the queries for quantised pages, otherwise the wider one."""
+        given = self.given
+        plain = (given[name].dtype for name in PAGES if name in given and f"{name}_scale" not in given)
+        return self.q.dtype if all(dtype == self.q.dtype for dtype in plain) else jnp.dtype(jnp.float32)
 
 
 PAGES = ("k", "v", "rope")

@@ -11,6 +11,7 @@ from ...launch.pallas import Execute, run
 from ...launch.sizes import rows_of, too_large_for_vmem
 from ..epilogue import before_activation, finished
 from ..spec import alike, columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
+from ..spec import saved_axes as saved_axes
 from ..xla_products import collect
 from .call import Groups, Products, products, right_gradient
 from .tile import rounded
@@ -67,17 +68,6 @@ def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFac
         if reason is not None and tile != SMALLEST:
             return reason
     return None
-
-
-def saved_axes(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
-    """The products before the activation; nothing if there is none."""
-    if spec.is_linear:
-        return {}
-    width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
-    column = (
-        f"H{columns(width, spec)}" if spec.gated == INTERLEAVED else "N" if spec.gated == HALVES else "bN"
-    )
-    return {name: ("M", column) for name in ("gate", *(("up_z",) if spec.gated else ()))}
 
 
 def forward(

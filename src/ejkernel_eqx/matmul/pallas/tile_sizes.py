@@ -43,6 +43,7 @@ class Product(NamedTuple):
     left: int  # bytes of a number of the left side, and so on
     right: int
     out: int  # bytes of all results at one place
+    turned: bool  # whether matrices of groups are stored with the columns first
 
 
 def product_of(kernel: str, problem: Problem) -> Product:
@@ -51,47 +52,57 @@ def product_of(kernel: str, problem: Problem) -> Product:
     rows, groups = problem.dim("B") * problem.dim("M"), problem.dim("B") * problem.dim("E")
     inner, columns = problem.dim("K"), problem.dim("N")
     width = columns * (2 if gated in (HALVES, INTERLEAVED) else 1)
+    turned = bool(problem.flag("transpose_rhs")) != (kernel == "lhs")
     if kernel == "forward" and gated == INTERLEAVED:
-        return Product(rows, groups, inner, width, 1, 1, left, right, 4)
+        return Product(rows, groups, inner, width, 1, 1, left, right, 4, turned)
     if kernel == "forward":
         saved = 0 if problem.flag("activation") is None and gated is None else 1 if gated is None else 2
         return Product(
-            rows, groups, inner, columns, 1 if gated is None else 2, 1, left, right, out + saved * left
+            rows,
+            groups,
+            inner,
+            columns,
+            1 if gated is None else 2,
+            1,
+            left,
+            right,
+            out + saved * left,
+            turned,
         )
     if kernel == "lhs":
-        return Product(rows, groups, width, inner, 1, 2 if gated == PAIR else 1, left, right, left)
-    return Product(rows, groups, inner, width, 1, 1, left, left, left)
+        return Product(rows, groups, width, inner, 1, 2 if gated == PAIR else 1, left, right, left, turned)
+    return Product(rows, groups, inner, width, 1, 1, left, left, left, turned)
 
 
 def vmem(kernel: str, tile: TpuTile, p: Product) -> int:
     """An estimate of the bytes of vector memory: blocks that are loaded and stored while others are computed, sums, and what is being computed."""
     m, n, k = min(tile.block_m, p.rows), min(tile.block_n, p.columns), min(tile.block_k, p.inner)
     has_sums = k < p.inner or k > CHUNK
-    m, n, k = _stored(m, n, k)
+    matrix = (n, k) if p.turned else (k, n)
     if kernel == "rhs":
-        moved = m * (k * p.left + n * p.right) + k * n * p.out
-        return 2 * moved + 4 * k * n + right_values(m, n, k)
-    moved = p.sums * k * (m * p.left + p.sides * n * p.right) + m * n * p.out
-    sums = 4 * m * n * p.sides * has_sums
+        moved = _stored(m, k, p.left) + _stored(m, n, p.right) + _stored(*matrix, p.out)
+        return 2 * moved + _stored(*matrix, 4) + right_values(m, n, k)
+    operands = p.sums * (_stored(m, k, p.left) + p.sides * _stored(*matrix, p.right))
+    moved = operands + _stored(m, n, 2) // 2 * p.out
+    sums = p.sides * _stored(m, n, 4) * has_sums
     return 2 * moved + sums + values(m, n, k, p.sides, p.sums, p.left, p.right)
 
 
 def values(m: int, n: int, k: int, sides: int, sums: int, left: int, right: int) -> int:
     """The bytes of what a step computes before it is added or written: products, and parts of right sides that are converted."""
-    m, n, k = _stored(m, n, k)
-    converted = min(k, CHUNK) * n * (4 + left) if right < left else 0
-    return (1 + sides) * 4 * m * n + sides * sums * converted
+    part = min(k, CHUNK)
+    converted = _stored(part, n, 4) + _stored(part, n, left) if right < left else 0
+    return (1 + sides) * _stored(m, n, 4) + sides * sums * converted
 
 
 def right_values(m: int, n: int, k: int) -> int:
     """The same for the gradient of a right side: a product, and operands whose rows are masked."""
-    m, n, k = _stored(m, n, k)
-    return 4 * (k * n + m * (k + n))
+    return _stored(k, n, 4) + _stored(m, k, 4) + _stored(m, n, 4)
 
 
-def _stored(m: int, n: int, k: int) -> tuple[int, int, int]:
-    """The sizes that a tile takes in vector memory."""
-    return cdiv(m, 16) * 16, cdiv(n, 128) * 128, cdiv(k, 128) * 128
+def _stored(rows: int, columns: int, size: int) -> int:
+    """The bytes that a matrix of numbers of `size` bytes takes in vector memory: tiles of 8 words by 128 numbers."""
+    return size * (cdiv(rows, 32 // size) * (32 // size)) * (cdiv(columns, 128) * 128)
 
 
 def capacity(device: DeviceFacts) -> int:

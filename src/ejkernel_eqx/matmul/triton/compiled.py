@@ -8,6 +8,7 @@ from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, NOTHING, result, run
 from ...launch.sizes import rows_of, too_large
 from ..spec import alike, columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
+from ..spec import saved_axes as saved_axes
 from .backward import backward as backward
 from .call import grouped, launcher
 from .call import TritonConfig as TritonConfig
@@ -86,17 +87,6 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
         f"{', '.join(kernels)}: Triton's kernel, not Hopper's, which {reason}"
         for reason, kernels in reasons.items()
     )
-
-
-def saved_axes(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
-    """The products before the activation; nothing if there is none."""
-    if spec.is_linear:
-        return {}
-    width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
-    column = (
-        f"H{columns(width, spec)}" if spec.gated == INTERLEAVED else "N" if spec.gated == HALVES else "bN"
-    )
-    return {name: ("M", column) for name in ("gate", *(("up_z",) if spec.gated else ()))}
 
 
 def forward(

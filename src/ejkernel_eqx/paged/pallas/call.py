@@ -74,7 +74,7 @@ class Call:
 
     @property
     def values(self) -> int:
-        return (self.arrays.k if self.arrays.v is None else self.arrays.v).shape[-1]
+        return self.arrays.value_channels
 
     @property
     def pages(self) -> dict[str, Array]:
@@ -85,13 +85,6 @@ class Call:
     def by_token(self, name: str) -> bool:
         """Whether one kind of pages has a scale for each token and head."""
         return self.spec.scales == "token" and getattr(self.arrays, f"{name}_scale") is not None
-
-    @property
-    def operand(self) -> Any:
-        """The dtype of the products: that of the queries for quantised pages, otherwise the wider one."""
-        q, given = self.arrays.q.dtype, self.arrays.given
-        plain = (given[name].dtype for name in PAGES if name in given and f"{name}_scale" not in given)
-        return q if all(dtype == q for dtype in plain) else jnp.dtype(jnp.float32)
 
 
 def folded(arrays: PagedArrays, spec: PagedSpec, config: PallasConfig, execute: Execute) -> Call:

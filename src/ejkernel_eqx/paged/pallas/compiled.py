@@ -125,6 +125,6 @@ def _sizes(call: Call, method: Method, queries: int, keys: int) -> tuple[Sizes, 
         cores=call.config.cores,
         # With a bias by query, none may stand at the end of a block that was moved back to fit.
         tokens=max(call.arrays.q.shape[0], queries) + (queries if call.arrays.qq_bias is not None else 0),
-        operand=call.operand,
+        operand=call.arrays.kernel_operand,
     )
     return size, page_unit(columns) if call.spec.scales == "token" else 1

@@ -76,7 +76,7 @@ class Call:
 
     @property
     def values(self) -> int:
-        return (self.arrays.k if self.arrays.v is None else self.arrays.v).shape[-1]
+        return self.arrays.value_channels
 
     @property
     def result_types(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -88,19 +88,12 @@ class Call:
         }
 
     @property
-    def dot_dtype(self) -> jnp.dtype:
-        """The dtype of matrix products: that of the queries for quantised pages, otherwise the wider one."""
-        q, given = self.arrays.q.dtype, self.arrays.given
-        pages = (given[name].dtype for name in PAGES if name in given and f"{name}_scale" not in given)
-        return q if all(dtype == q for dtype in pages) else jnp.dtype(jnp.float32)
-
-    @property
     def launch(self) -> Launcher:
         """Launches an attention kernel with the shared arguments and the tile `BM`, `BK`."""
         arrays, spec = self.arrays, self.spec
         (pages, page, _, dim), (heads, kv_heads) = arrays.k.shape, self.heads
         rope = 0 if arrays.rope is None else arrays.rope.shape[-1]
-        is_float32 = self.dot_dtype == jnp.float32
+        is_float32 = self.arrays.kernel_operand == jnp.float32
         scales = {name: _SCALES[spec.scales if f"{name}_scale" in arrays.given else None] for name in PAGES}
         numbers = {
             "P": pages,
