@@ -19,7 +19,7 @@ def _gate(z, GATE: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def _weight(weight_ptr, row, f, M, G: tl.constexpr, F: tl.constexpr, MAPPED: tl.constexpr):
+def weight_of(weight_ptr, row, f, M, G: tl.constexpr, F: tl.constexpr, MAPPED: tl.constexpr):
     """The weights of these rows, `[1, BF]` if all rows share them."""
     if MAPPED:
         at = (row // (M * G) * G + row % G)[:, None] * F + f[None, :]  # [BM, BF]
@@ -50,7 +50,7 @@ def forward_kernel(
     out = x * tl.rsqrt(tl.sum(x * x, 1) / F + EPS)[:, None]  # [BM, BF]
     if WEIGHT:
         # A row past the end reads the weights of an existing one.
-        out *= _weight(weight_ptr, tl.minimum(row, rows - 1), f, M, G, F, MAPPED)  # [BM, BF]
+        out *= weight_of(weight_ptr, tl.minimum(row, rows - 1), f, M, G, F, MAPPED)  # [BM, BF]
     if GATE and NORM_FIRST:
         out *= gate  # [BM, BF]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -255,9 +255,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
 def _pairs(call: Call, rows: int) -> int:
     """How `attend_pairs` reads the pages; 0 if it cannot."""
     arrays = call.arrays
-    if call.arrays.kernel_operand == jnp.float32 or (
-        arrays.v is not None and arrays.v.dtype != arrays.k.dtype
-    ):
+    if arrays.kernel_operand == jnp.float32 or (arrays.v is not None and arrays.v.dtype != arrays.k.dtype):
         return 0
     fits = pairs_fit(arrays.k.shape[-1], call.values) and rows <= MOST_PAIR_ROWS
     return PAIRS_OF.get(arrays.k.dtype.name, 0) if fits else 0

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from ...triton.kernels import weight_of
+
 
 @triton.jit
 def forward_kernel(
@@ -25,12 +27,8 @@ def forward_kernel(
         x = stored.to(tl.float32)  # [BM, BF]
     out = x * tl.rsqrt(tl.sum(x * x, 1) / F + EPS)[:, None]  # [BM, BF]
     if WEIGHT:
-        if MAPPED:
-            # A row past the end reads the weights of an existing one.
-            of = (tl.minimum(row, rows - 1) // M)[:, None] * F + f[None, :]  # [BM, BF]
-        else:
-            of = f[None, :]  # [1, BF]
-        out *= tl.load(weight_ptr + of, mask=(f < F)[None, :], other=0.0).to(tl.float32)  # [BM, BF]
+        # A row past the end reads the weights of an existing one.
+        out *= weight_of(weight_ptr, tl.minimum(row, rows - 1), f, M, 1, F, MAPPED)  # [BM, BF]
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
