@@ -84,6 +84,9 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         rows |= _SHARED if problem.dim("V") <= 64 else _SHARED_WIDE
         if problem.dim("V") <= 64 < problem.dim("D") and not key:
             rows["states"] = (128, 64, 8, 3)
+        if device.capability >= (10, 0) and problem.dim("D") > 128:
+            # Values of half the width take all of Blackwell's tensor memory (compiled, not measured).
+            rows["wy"] = (128, 32, 4, 1)
     if half and room == 0 and device.capability < (9, 0):
         # Larger tiles spill up to 5 KiB per thread (compiled, not measured).
         rows["gradients"] = (32, 64, 4, 1) if _shared(problem) else (64, 32, 4, 1)
