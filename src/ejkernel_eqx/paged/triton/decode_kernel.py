@@ -20,7 +20,6 @@ from .tile import (
     fill_rest,
     FILLED,
     head_factors,
-    LEAST_PEAK,
     load_pages,
     load_queries,
     locate,
@@ -58,7 +57,8 @@ def decode_kernel(
     LEAST: tl.constexpr, PAIRS: tl.constexpr, FAST_BYTES: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
-    raised: tl.constexpr = RAISED if PAIRS else 0  # pyright: ignore[reportAssignmentType]
+    # Whether denominators are raised, as sums are.
+    raised: tl.constexpr = RAISED if PAIRS and V_SCALES != TOKEN else 0  # pyright: ignore[reportAssignmentType]
     program = tl.program_id(0)
     # Without splits there is no merge, so the last programs fill in the remaining tokens.
     if SPLITS == 1:
@@ -105,16 +105,10 @@ def decode_kernel(
         q_even, q_odd, q_factor = split_queries(q, BM, BLOCK_D)  # [BM, BLOCK_D / 2] twice, [BM]
         acc = tl.zeros([BM, BLOCK_V // 2], tl.float32)  # [BM, BLOCK_V / 2]
         acc_odd = tl.zeros([BM, BLOCK_V // 2], tl.float32)  # [BM, BLOCK_V / 2]
-        peak = tl.full([], LEAST_PEAK, tl.float32)
     else:
         acc = tl.zeros([BM, BLOCK_V], tl.float32)  # [BM, BLOCK_V]
-    # A sink is a key without a value, with weight 1 relative to its own score; with splits, the merge adds it once.
-    if SINKS and SPLITS == 1:
-        top = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]
-        total = tl.exp2(tl.full([BM], raised, tl.float32))  # [BM]
-    else:
-        top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
-        total = tl.zeros([BM], tl.float32)  # [BM]
+    top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
+    total = tl.zeros([BM], tl.float32)  # [BM]
 
     # Page numbers are loaded one tile ahead, so that loads of keys do not wait for them.
     table = table_ptr + n * M
@@ -123,8 +117,8 @@ def decode_kernel(
         j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
         page = load_pages(table, tile + 1, end, PAGE, BK)
         if PAIRS:
-            acc, acc_odd, total, top, peak = attend_pairs(
-                acc, acc_odd, total, top, peak, q_even, q_odd, q_factor, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
+            acc, acc_odd, total, top = attend_pairs(
+                acc, acc_odd, total, top, q_even, q_odd, q_factor, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
                 rope_factor, qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R,
                 BLOCK_D, BLOCK_V, BLOCK_R, BM, BK, LATENT, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PAIRS, FAST_BYTES)  # fmt: skip
         else:
@@ -138,7 +132,15 @@ def decode_kernel(
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)  # [BM, BLOCK_V]
         if V_SCALES == TOKEN:
-            v_factor = peak
+            v_factor = 2.0**-RAISED
+    # A sink is a key without a value; with splits, the merge adds it once.
+    if SINKS and SPLITS == 1:
+        sink = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]
+        new_top = tl.maximum(top, sink)  # [BM]
+        part = tl.exp2(top - new_top)  # [BM]
+        total = total * part + tl.exp2(sink - new_top + raised)  # [BM]
+        v_factor = v_factor * part  # [BM]
+        top = new_top
     some = total != 0  # [BM]
     acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]  # [BM, BLOCK_V]
     lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))  # [BM]

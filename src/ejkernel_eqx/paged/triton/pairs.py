@@ -104,6 +104,23 @@ def floats(pair, PAIRS: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def half_weights(
+    qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+    FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
+):  # fmt: skip
+    """As `weights`, times the scales of the values if each token has one, and `2**RAISED`, in float16."""
+    if SCALES == TOKEN:
+        # Float16 cannot represent small scales times small weights: the products are relative to the largest one.
+        p, alpha, total, top = weights(
+            qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, 0, True)  # p [BM, BK]  # fmt: skip
+        p = p * 2.0**RAISED * v_scale[None, :]
+    else:
+        p, alpha, total, top = weights(
+            qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED, False)  # fmt: skip
+    return p.to(tl.float16), alpha, total, top
+
+
+@triton.jit
 def _load_pairs(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of pages as 16-bit numbers `[BK, BLOCK / 2]`, zero where not `ok`."""
     pairs = ptr.to(tl.pointer_type(tl.int16))
@@ -112,7 +129,7 @@ def _load_pairs(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BL
 
 @triton.jit
 def attend_pairs(
-    even, odd, total, top, peak,  # [BM, BLOCK_V / 2] twice, [BM], [BM], []
+    even, odd, total, top,  # [BM, BLOCK_V / 2] twice, [BM], [BM]
     q_even, q_odd, q_factor, q_rope,  # [BM, BLOCK_D / 2] twice, [BM], [BM, BLOCK_R]
     j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
     k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D, V or R], [P, PAGE, K]
@@ -123,22 +140,22 @@ def attend_pairs(
 ):  # fmt: skip
     """As `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: of `PAIRS_OF`.
 
-    Sums and denominators are `2**RAISED` times as large. With a scale for each token the sums are in units of `peak`, from
-    `LEAST_PEAK` on."""
+    Sums are `2**RAISED` times as large and, unless each token has a scale, denominators too."""
     k_pair = _load_pairs(k_ptr, slot, ok, kv_head, K, D, BLOCK_D)  # [BK, BLOCK_D / 2]
     v_pair = k_pair  # latent pages are both keys and values
     if not LATENT:
         v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)  # [BK, BLOCK_V / 2]
-    # q k^T, even channels and odd ones one after the other into the same sums.
+    # q k^T, even and odd channels in sums of their own: the sums of a warp are few, and each product waits for the last one into the same sums.
     if PAIRS == INT8:
         # The sum of products with the excess is the same for every key.
         rest = tl.sum(q_even.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)  # [BM]
         k_even, k_odd = integers(tl.trans(k_pair), False, FAST)  # [BLOCK_D / 2, BK] each
         qk = tl.zeros([BM, BK], tl.float32) - (rest * BIASED)[:, None]  # [BM, BK]
-        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk))  # [BM, BK]
+        qk = tl.dot(q_even, k_even, qk) + tl.dot(q_odd, k_odd)  # [BM, BK]
     else:
         k_even, k_odd = floats(tl.trans(k_pair), PAIRS, FAST)  # [BLOCK_D / 2, BK] each
-        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even))  # [BM, BK]
+        qk = tl.dot(q_even, k_even) + tl.dot(q_odd, k_odd)  # [BM, BK]
+    v_scale = 0.0
     if SCALES == TOKEN:
         k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
         v_scale = k_scale  # [BK]
@@ -154,20 +171,12 @@ def attend_pairs(
         if R_SCALES == TOKEN:
             more *= load_scales(rope_scale_ptr, slot, ok, kv_head, K, True)[None, :]
         qk += more * rope_factor
-    p, alpha, total, top = weights(
-        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED)  # p [BM, BK]  # fmt: skip
+    p, alpha, total, top = half_weights(
+        qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ)  # p [BM, BK]  # fmt: skip
     if PAIRS == INT8:
         v_even, v_odd = integers(v_pair, True, FAST)  # [BK, BLOCK_V / 2] each
     else:
         v_even, v_odd = floats(v_pair, PAIRS, FAST)  # [BK, BLOCK_V / 2] each
-    if SCALES == TOKEN:
-        # Sums are in units of the largest scale so far, because float16 cannot represent small scales times small probabilities.
-        new_peak = tl.maximum(peak, tl.max(tl.abs(v_scale), axis=0))  # []
-        part = 1.0 / new_peak  # []
-        alpha *= peak * part
-        p *= (v_scale * part)[None, :]  # [BM, BK]
-        peak = new_peak
-    p = p.to(tl.float16)
     even = tl.dot(p, v_even, even * alpha[:, None])  # [BM, BLOCK_V / 2]
     odd = tl.dot(p, v_odd, odd * alpha[:, None])  # [BM, BLOCK_V / 2]
-    return even, odd, total, top, peak
+    return even, odd, total, top
