@@ -1,12 +1,19 @@
-"""prototype"""
+"""Tiles of 8-bit latents for many rows of 16-bit queries: the latents are converted once, to float16, as keys and as values.
 
+With many rows, matrices are multiplied from shared memory, where the latents are converted to. Float16 represents every int8 and float8 number
+and needs fewer instructions than bfloat16: one for two float8 numbers. For this, each row of the queries is divided by a power of two.
+"""
+
+import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jax import Array, lax
 
-from .tile import load_keys, load_scales, scores, TOKEN, widened
+from .pairs import EXPONENT, half_weights, LARGEST_EXPONENT, MANTISSA
+from .tile import load_keys, load_scales, TOKEN
 
-RAISED = tl.constexpr(15)
-_INTS = tl.constexpr("""{
+# Flipping the sign bit of a byte adds 128; as the low byte of a float16 number from 1024 on, it counts ones.
+_INTEGERS = tl.constexpr("""{
 .reg .b32 flipped, low, high, bias;
 xor.b32 flipped, $2, 0x80808080;
 prmt.b32 low, flipped, 0x64646464, 0x4140;
@@ -15,89 +22,91 @@ mov.b32 bias, 0x64806480;
 sub.f16x2 $0, low, bias;
 sub.f16x2 $1, high, bias;
 }""")
-_E4M3 = tl.constexpr("""{
+_FLOATS = tl.constexpr("""{
 .reg .b16 low, high;
 mov.b32 {low, high}, $2;
 cvt.rn.f16x2.e4m3x2 $0, low;
 cvt.rn.f16x2.e4m3x2 $1, high;
 }""")
-_E5M2 = tl.constexpr("""{
+# A number in e5m2 is the upper half of one in float16.
+_UPPER_HALVES = tl.constexpr("""{
 prmt.b32 $0, $2, 0, 0x1404;
 prmt.b32 $1, $2, 0, 0x3424;
 }""")
 
 
 @triton.jit
+def _four(x, CODE: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        CODE, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)  # pyright: ignore[reportArgumentType]  # fmt: skip
+
+
+@triton.jit
 def halves(x, FAST: tl.constexpr):
+    """8-bit numbers in float16, four at once."""
     if FAST and x.dtype == tl.int8:
-        return tl.inline_asm_elementwise(_INTS, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+        return _four(x, _INTEGERS)
     elif FAST and x.dtype == tl.float8e4nv:
-        return tl.inline_asm_elementwise(_E4M3, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+        return _four(x, _FLOATS)
     elif FAST and x.dtype == tl.float8e5:
-        return tl.inline_asm_elementwise(_E5M2, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+        return _four(x, _UPPER_HALVES)
     else:
         return x.to(tl.float16)
 
 
-@triton.jit
-def scaled(q):
-    q = q.to(tl.float32)
-    exponent = (tl.max(tl.abs(q), axis=1).to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.minimum(exponent, 253)
-    down = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return (q * down[:, None]).to(tl.float16), (exponent << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def softmax(qk, more, total, top, peak, k_scale, rope_scale, k_factor, rope_factor, q_factor, i, j, t, ok, slope, chunk, qq_bias_ptr, Q, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-            FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr):
-    if SCALES == TOKEN:
-        qk *= k_scale[None, :]
-        more *= rope_scale[None, :]
-    qk = (qk * k_factor + more * rope_factor) * q_factor[:, None]
-    folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0
-    multiplier: tl.constexpr = SCALE * 1.4426950408889634 if folded else 1.0
-    s = qk
-    if not folded:
-        s = scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, ALIBI, QQ)
-    seen = ok[None, :] & (j <= i)
-    s = tl.where(seen, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)  # [BM]
-    shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BM]
-    p = tl.exp2(s * multiplier - (shift - RAISED)[:, None])
-    alpha = tl.exp2(top - shift)  # [BM]
-    total = total * alpha + tl.sum(p, axis=1)
-    if SCALES == TOKEN:
-        new_peak = tl.maximum(peak, tl.max(tl.abs(k_scale), axis=0))  # []
-        part = 1.0 / new_peak  # []
-        alpha *= peak * part
-        p *= (k_scale * part)[None, :]  # [BM, BK]
-        peak = new_peak
-    return p.to(tl.float16), alpha, total, new_top, peak
+def half_queries(q: Array) -> tuple[Array, Array]:
+    """Queries `[T, H, D]` in float16, at most 2, and what each row has been divided by, `[T, H]`: as `pairs.split_queries`, but before the
+    kernel, because the compiler would keep what is computed in it in registers, of which there are not enough."""
+    q = q.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(q), axis=-1), jnp.int32)
+    exponent = jnp.minimum((bits >> MANTISSA.value) & EXPONENT.value, LARGEST_EXPONENT.value)
+    power = lambda exponent: lax.bitcast_convert_type(exponent << MANTISSA.value, jnp.float32)
+    return (q * power(254 - exponent)[..., None]).astype(jnp.float16), power(exponent)
 
 
 @triton.jit
 def attend_bytes(
-    acc, total, top, peak, q, q_factor, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-    k_ptr, rope_ptr, k_scale_ptr, rope_scale_ptr, some,
-    K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-    SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr,
-    CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
-    FAST: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    acc, total, top, q, q_rope, q_factor, j, slot, ok, i, t, slope, chunk, visible, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
+    k_ptr, rope_ptr, k_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D or R], [P, PAGE, K]
+    K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr,
+    ALIBI: tl.constexpr, QQ: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """As `attend_tile`, for latents. `q [BM, BLOCK_D]` and, for 8-bit rotary keys, `q_rope [BM, BLOCK_R]` have been divided by `q_factor
+    [BM]`. `visible`: whether any key of the tile is; always true, see below. Sums and denominators: as in `attend_pairs`."""
     k = halves(load_keys(k_ptr, slot, ok, kv_head, K, D, BLOCK_D, True), FAST)  # [BK, BLOCK_D]
-    rope = halves(load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, True), FAST)
-    k_scale = tl.zeros([BK], tl.float32)
+    k_scale = 0.0
     if SCALES == TOKEN:
         k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
-    rope_scale = tl.zeros([BK], tl.float32)
-    if R_SCALES == TOKEN:
-        rope_scale = load_scales(rope_scale_ptr, slot, ok, kv_head, K, True)
-    more = tl.dot(q_rope, tl.trans(rope))  # [BM, BK]
-    qk = tl.dot(q, tl.trans(k))
-    p = tl.zeros([BM, BK], tl.float16)
-    alpha = tl.full([BM], 1.0, tl.float32)
-    if some:
-        p, alpha, total, top, peak = softmax(qk, more, total, top, peak, k_scale, rope_scale, k_factor, rope_factor, q_factor, i, j[None, :], t, ok, slope, chunk, qq_bias_ptr, Q, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ)
-    acc = tl.dot(p, k, acc * alpha[:, None])
-    return acc, total, top, peak
+    # Everything is converted before the first product.
+    if R > 0:
+        rope = load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, True)  # [BK, BLOCK_R]
+        if R_SCALES != 0:
+            rope = halves(rope, FAST)
+        if R_SCALES == TOKEN:
+            rope_factor = load_scales(rope_scale_ptr, slot, ok, kv_head, K, True)[None, :]  # [1, BK]
+        more = tl.dot(q_rope, tl.trans(rope))  # [BM, BK]
+        if R_SCALES != 0:
+            more *= rope_factor
+    qk = tl.dot(q, tl.trans(k))  # [BM, BK]
+    # The branch hides from the compiler that the last product depends on the first. It would have each group of four warps compute all scores,
+    # to share none, where now each computes half of them.
+    if visible:
+        if SCALES == TOKEN:
+            qk *= k_scale[None, :]
+        else:
+            qk *= k_factor
+        if R == 0:
+            qk *= q_factor[:, None]
+        elif R_SCALES != 0:
+            qk = (qk + more) * q_factor[:, None]
+        else:
+            # Not a sum, into which the compiler would move the product of rotary keys.
+            qk = tl.fma(qk, q_factor[:, None], more)
+        p, alpha, total, top = half_weights(
+            qk, k_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ)  # fmt: skip
+    else:
+        p = (qk * 0.0).to(tl.float16)  # [BM, BK]; a constant would have shared memory of its own
+        alpha = tl.full([BM], 1.0, tl.float32)  # [BM]
+    acc = tl.dot(p, k, acc * alpha[:, None])  # [BM, BLOCK_D]
+    return acc, total, top

@@ -237,7 +237,7 @@ def weights(
         # The bits of a float are its logarithm, up to 0.09 too small, which suffices here.
         bits = tl.maximum(tl.abs(v_scale), LEAST_PEAK).to(tl.int32, bitcast=True)  # [BK]
         size = bits.to(tl.float32) * 2.0**-23 - 127.0  # [BK]
-        new_top = tl.maximum(top, tl.max(s * multiplier + size[None, :], axis=1))  # [BM]
+        new_top = tl.maximum(top, tl.max(tl.fma(s, multiplier, size[None, :]), axis=1))  # [BM]
     else:
         new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)  # [BM]
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BM]
