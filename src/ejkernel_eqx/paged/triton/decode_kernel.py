@@ -26,7 +26,6 @@ from .tile import (
     locate,
     query_rows,
     sequence,
-    TOKEN,
 )
 from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
 
@@ -59,8 +58,7 @@ def decode_kernel(
     LEAST: tl.constexpr, PAIRS: tl.constexpr, BYTES: tl.constexpr, FAST_BYTES: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
-    # Whether denominators are raised, as sums are.
-    raised: tl.constexpr = RAISED if (PAIRS or BYTES) and V_SCALES != TOKEN else 0  # pyright: ignore[reportAssignmentType]
+    raised: tl.constexpr = RAISED if PAIRS or BYTES else 0  # pyright: ignore[reportAssignmentType]
     program = tl.program_id(0)
     # Without splits there is no merge, so the last programs fill in the remaining tokens.
     if SPLITS == 1:
@@ -146,8 +144,6 @@ def decode_kernel(
     # out = acc / total, lse = top + log2(total): for the sequence or, in units of log2, for the split and its merge.
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)  # [BM, BLOCK_V]
-    if (PAIRS or BYTES) and V_SCALES == TOKEN:
-        v_factor = 2.0**-RAISED
     # A sink is a key without a value; with splits, the merge adds it once.
     if SINKS and SPLITS == 1:
         sink = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]

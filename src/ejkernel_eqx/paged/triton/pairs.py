@@ -108,15 +108,13 @@ def half_weights(
     qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
     FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
 ):  # fmt: skip
-    """As `weights`, times the scales of the values if each token has one, and `2**RAISED`, in float16."""
+    """As `weights`, times the scales of the values if each token has one, in float16. All are scaled by `2**RAISED`."""
+    # Float16 cannot represent small scales times small weights: the products are relative to the largest one.
+    p, alpha, total, top = weights(
+        qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED,
+        SCALES == TOKEN)  # p [BM, BK]  # fmt: skip
     if SCALES == TOKEN:
-        # Float16 cannot represent small scales times small weights: the products are relative to the largest one.
-        p, alpha, total, top = weights(
-            qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, 0, True)  # p [BM, BK]  # fmt: skip
-        p = p * 2.0**RAISED * v_scale[None, :]
-    else:
-        p, alpha, total, top = weights(
-            qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED, False)  # fmt: skip
+        p *= v_scale[None, :]
     return p.to(tl.float16), alpha, total, top
 
 
@@ -140,29 +138,37 @@ def attend_pairs(
 ):  # fmt: skip
     """As `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: of `PAIRS_OF`.
 
-    Sums are `2**RAISED` times as large and, unless each token has a scale, denominators too."""
+    Sums and denominators are `2**RAISED` times as large."""
     k_pair = _load_pairs(k_ptr, slot, ok, kv_head, K, D, BLOCK_D)  # [BK, BLOCK_D / 2]
     v_pair = k_pair  # latent pages are both keys and values
     if not LATENT:
         v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)  # [BK, BLOCK_V / 2]
-    # q k^T, even and odd channels in sums of their own: the sums of a warp are few, and each product waits for the last one into the same sums.
+    # q k^T of even and of odd channels.
     if PAIRS == INT8:
         # The sum of products with the excess is the same for every key.
         rest = tl.sum(q_even.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)  # [BM]
         k_even, k_odd = integers(tl.trans(k_pair), False, FAST)  # [BLOCK_D / 2, BK] each
         qk = tl.zeros([BM, BK], tl.float32) - (rest * BIASED)[:, None]  # [BM, BK]
-        qk = tl.dot(q_even, k_even, qk) + tl.dot(q_odd, k_odd)  # [BM, BK]
     else:
         k_even, k_odd = floats(tl.trans(k_pair), PAIRS, FAST)  # [BLOCK_D / 2, BK] each
-        qk = tl.dot(q_even, k_even) + tl.dot(q_odd, k_odd)  # [BM, BK]
-    v_scale = 0.0
+        qk = tl.zeros([BM, BK], tl.float32)  # [BM, BK]
     if SCALES == TOKEN:
         k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
         v_scale = k_scale  # [BK]
         if not LATENT:
             v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
-        qk *= k_scale[None, :]
-    qk *= (q_factor * k_factor)[:, None]
+        factor = k_scale[None, :]  # [1, BK]
+    else:
+        v_scale = 0.0
+        factor = (q_factor * k_factor)[:, None]  # [BM, 1]
+    if LATENT:
+        # Sums of their own, since a warp has few of so many channels, and each product waits for the last one into the same sums. Of a plain
+        # sum of both, the compiler would make one sum again.
+        qk = tl.fma(tl.dot(q_odd, k_odd), factor, tl.dot(q_even, k_even, qk) * factor)  # [BM, BK]
+    else:
+        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk)) * factor  # [BM, BK]
+    if SCALES == TOKEN:
+        qk *= q_factor[:, None]
     if R > 0:
         rope = widened(
             load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, True), q_rope, FAST

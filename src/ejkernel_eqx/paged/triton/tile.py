@@ -219,8 +219,8 @@ def weights(
     """From products `qk`: the weights of the keys relative to the rows' new maximum, the factor for earlier sums, and the denominators and
     maxima `[BM]` including this tile. Weights and denominators are scaled by `2**RAISED`.
 
-    With `SCALED`, the maximum is that of weights times `v_scale [BK]` (from `LEAST_PEAK` on): these products are at most 1.07, while weights are
-    as large as the inverse of the scales, which float32 can represent."""
+    With `SCALED`, the maximum is that of weights times `v_scale [BK]`, from 2^-96 on: these products are at most 1.07 (times `2**RAISED`), while
+    weights are as large as the inverse of the scales, which float32 can represent."""
     # If nothing lies between the product and the softmax, scaling and subtracting the maximum take one instruction.
     folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0  # pyright: ignore[reportAssignmentType]
     multiplier: tl.constexpr = SCALE * LOG2E if folded else 1.0  # pyright: ignore[reportAssignmentType]
@@ -235,7 +235,7 @@ def weights(
     # Online softmax; a row without visible keys so far is shifted by 0, since minus infinity minus itself is NaN.
     if SCALED:
         # The bits of a float are its logarithm, up to 0.09 too small, which suffices here.
-        bits = tl.maximum(tl.abs(v_scale), LEAST_PEAK).to(tl.int32, bitcast=True)  # [BK]
+        bits = tl.maximum(tl.abs(v_scale), 2.0**-96).to(tl.int32, bitcast=True)  # [BK]
         size = bits.to(tl.float32) * 2.0**-23 - 127.0  # [BK]
         new_top = tl.maximum(top, tl.max(tl.fma(s, multiplier, size[None, :]), axis=1))  # [BM]
     else:
