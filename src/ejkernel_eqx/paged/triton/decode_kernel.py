@@ -148,8 +148,9 @@ def decode_kernel(
     if SINKS and SPLITS == 1:
         sink = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]
         new_top = tl.maximum(top, sink)  # [BM]
-        part = tl.exp2(top - new_top)  # [BM]
-        total = total * part + tl.exp2(sink - new_top + raised)  # [BM]
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BM]
+        part = tl.exp2(top - shift)  # [BM]
+        total = total * part + tl.exp2(sink - shift + raised)  # [BM]
         v_factor = v_factor * part  # [BM]
         top = new_top
     some = total != 0  # [BM]

@@ -110,7 +110,7 @@ def half_weights(
 ):  # fmt: skip
     """As `weights`, times the scales of the values if each token has one, in float16. All are scaled by `2**RAISED`."""
     # Float16 cannot represent small scales times small weights: the products are relative to the largest one.
-    p, alpha, total, top = weights(
+    p, alpha, total, top = weights(  # pyright: ignore[reportGeneralTypeIssues]
         qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED,
         SCALES == TOKEN)  # p [BM, BK]  # fmt: skip
     if SCALES == TOKEN:

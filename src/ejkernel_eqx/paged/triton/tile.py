@@ -291,8 +291,8 @@ def attend_tile(
             else:
                 qk += more * rope_factor
     p, alpha, total, top = weights(
-        qk, 0.0, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED, 0, False)  # p [BM, BK]  # fmt: skip
-    acc = acc * alpha[:, None]  # [BM, BLOCK_V]
+        qk, 0.0, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED, 0, False)  # fmt: skip
+    acc = acc * alpha[:, None]  # [BM, BLOCK_V]; p is [BM, BK]
     # acc += p v, with the scales of values on the weights.
     if V_SCALES == TOKEN:
         if LATENT:
