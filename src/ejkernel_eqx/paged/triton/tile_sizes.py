@@ -161,9 +161,9 @@ def _is_bytes(problem: Problem) -> bool:
     return keys in LARGEST and dot_bytes(problem) == 2 and bool(problem.flag("latent") or keys == values)
 
 
-def slowed_by_bytes(problem: Problem) -> bool:
-    """Whether converting 8-bit latents is expected to take longer than reading 16-bit ones: with many rows, which share what is read, multiplying is
-    the bound, and waits for the conversion."""
+def bound_by_products(problem: Problem) -> bool:
+    """Whether reading 8-bit latents is not expected to take less time than reading 16-bit ones: with many rows, which share what is read,
+    multiplying is the bound."""
     rows = problem.dim("Q") * (problem.dim("H") // problem.dim("K"))
     return bool(problem.flag("latent")) and _is_bytes(problem) and rows > MOST_PAIR_ROWS
 
