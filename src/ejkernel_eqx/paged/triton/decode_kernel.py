@@ -248,8 +248,13 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         "PAIRS": _pairs(call, tile_rows),
         "BYTES": in_bytes,
     }
-    half, factor = half_queries(call.arrays.q) if in_bytes else (None, None)
-    launch = call.launch.knowing({"q_half": half, "q_factor": factor}, **static)
+    launch = call.launch.knowing({"q_half": None, "q_factor": None}, **static)
+    if in_bytes:
+        half, factor = half_queries(call.arrays.q)
+        launch = launch.knowing({"q_half": half, "q_factor": factor})
+        if call.arrays.rope is None or call.arrays.rope_scale is not None:
+            # Nothing reads the queries as they were, which then need not be stored.
+            launch = dataclasses.replace(launch.knowing({"q": half}), absent=half)
     programs = cdiv(rows, tile_rows) * kv_heads * splits * call.num_sequences
     if splits == 1:
         return launch(decode_kernel, tile, call.result_types, programs + _fills(call))
