@@ -9,8 +9,8 @@ from jax import Array
 from ...dispatch import DeviceFacts, Problem
 from ...launch.pallas import Execute, run
 from ..cache.quantise import LARGEST
-from ..spec import PagedArrays, PagedSpec
-from . import block_sizes
+from ..spec import PagedArrays, PagedSpec, WriteArrays
+from . import block_sizes, write_kernel
 from .by_head import BY_HEAD
 from .call import block_pages, Call, few_queries, folded, page_unit, row_tile, tiles_of_queries
 from .call import PallasConfig as PallasConfig
@@ -109,6 +109,10 @@ def forward(
         "out": results["out"].reshape(*lead, heads, call.values),
         "lse": results["lse"].reshape(*lead, heads),
     }
+
+
+def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
+    return write_kernel.write(arrays, execute=execute)
 
 
 def _sizes(call: Call, method: Method, queries: int, keys: int) -> tuple[Sizes, int]:
