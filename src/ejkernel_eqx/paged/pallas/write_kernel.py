@@ -6,7 +6,7 @@ of a whole block of tokens are under way together, and nothing is read but the t
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +23,11 @@ from ..spec import PAGES, WriteArrays
 from .call import LANES
 
 _RUN = 8
-"""The most tokens of a copy, a power of two; runs begin at multiples of their size."""
+"""The most tokens of a copy, a power of two. A copy of fewer, of a power of two as well, begins at a multiple of their number."""
 _BLOCK = 2**20
 """Bytes of the tokens of a block, of all kinds of pages together."""
 _MOST_TOKENS = 2**16
-"""The slots and runs of so many fit in scalar memory."""
-
-
-class Copies(NamedTuple):
-    """int32 in scalar memory: what is copied where."""
-
-    slot: Array  # [T]: of all pages, -1 for a token that is not written
-    run: Array  # [T]: how many tokens are copied from this one on, 0 for one that another brings along
-    count: Array  # [blocks]: the tokens that a block writes
+"""The slots of so many fit in scalar memory."""
 
 
 def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
@@ -86,85 +78,73 @@ def _written(arrays: WriteArrays, names: list[str], execute: Execute) -> dict[st
     }
 
 
-def _launch(
-    arrays: WriteArrays, new: dict[str, Array], slots: Array
-) -> tuple[TpuLaunch, list[Array]]:
-    """`new [T, K, D]` of every kind, as it is stored."""
+def _launch(arrays: WriteArrays, new: dict[str, Array], slots: Array) -> tuple[TpuLaunch, list[Array]]:
+    """`new [T, K, D]` of every kind, as it is stored, and `slots [T]` of all pages, -1 for a token that is not written."""
     token = sum(tile_bytes((1, *x.shape[1:]), x.dtype) for x in new.values())
     block = min(max(_BLOCK // token // _RUN, 1), cdiv(slots.size, _RUN)) * _RUN
-    more = -slots.size % block
-    tokens = [jnp.pad(x, ((0, more), (0, 0), (0, 0))) for x in new.values()]
+    blocks = cdiv(slots.size, block)
+    slots = jnp.pad(slots, (0, blocks * block - slots.size), constant_values=-1)
     pages = [arrays.pages[name].reshape(-1, *x.shape[1:]) for name, x in new.items()]
-    copies = _copies(jnp.pad(slots, (0, more), constant_values=-1), block)
     of_block = lambda x: pl.BlockSpec((block, *x.shape[1:]), lambda step, *_: (step, 0, 0))
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pages)
     launch = TpuLaunch(
         kernel=functools.partial(_kernel, block=block),
         name="paged.write",
-        grid=(copies.count.shape[0],),
-        scalars=len(copies),
-        in_specs=[*map(of_block, tokens), *anywhere],
+        grid=(blocks,),
+        scalars=1,
+        in_specs=[*map(of_block, new.values()), *anywhere],
         out_specs=anywhere,
         outputs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages],
         scratch=[pltpu.SemaphoreType.DMA((len(pages),))],
         parallel=(0,),
-        aliases={len(copies) + len(pages) + n: n for n in range(len(pages))},
+        aliases={1 + len(pages) + n: n for n in range(len(pages))},
     )
-    return launch, [*copies, *tokens, *pages]
+    return launch, [slots, *new.values(), *pages]
 
 
-def _copies(slots: Array, block: int) -> Copies:
-    valid = slots >= 0
-    run = valid.astype(jnp.int32)
-    size = 2
-    while size <= _RUN:
-        parts = slots.reshape(-1, size)
-        place = jnp.arange(size, dtype=jnp.int32)[None]
-        joined = jnp.all(parts == parts[:, :1] + place, axis=1, keepdims=True) & (parts[:, :1] >= 0)
-        run = jnp.where(joined, jnp.where(place == 0, size, 0), run.reshape(-1, size)).reshape(-1)
-        size *= 2
-    return Copies(slots, run, jnp.sum(valid.reshape(-1, block), axis=1, dtype=jnp.int32))
-
-
-def _kernel(*refs: Any, block: int) -> None:
+def _kernel(slots: Any, *refs: Any, block: int) -> None:
     """A block of tokens."""
-    copies, (*others, done) = Copies(*refs[: len(Copies._fields)]), refs[len(Copies._fields) :]
+    *others, done = refs
     kinds = len(others) // 3
     new, pages = others[:kinds], others[2 * kinds :]
-    step = pl.program_id(0)
+    first = pl.program_id(0) * block
 
-    def copy(kind: int, place: Any, slot: Any, size: int) -> Any:
-        source, target = new[kind].at[pl.ds(place, size)], pages[kind].at[pl.ds(slot, size)]
-        return pltpu.make_async_copy(source, target, done.at[kind])
+    def copies(place: Any, slot: Any, size: int) -> list[Any]:
+        both = ((new[kind].at[pl.ds(place, size)], pages[kind].at[pl.ds(slot, size)]) for kind in range(kinds))
+        return [pltpu.make_async_copy(*ends, done.at[kind]) for kind, ends in enumerate(both)]
 
-    def start(place: Any, size: int) -> None:
-        for kind in range(kinds):
-            copy(kind, place, copies.slot[step * block + place], size).start()
+    def start(place: Any, own: list[Any], size: int) -> None:
+        """Copies tokens with the slots `own` from `place` on together if they follow one another, or else one half and the other."""
+        joined = own[0] >= 0
+        for n in range(1, size):
+            joined &= own[n] == own[0] + n
 
-    def group(n: Any, _: None) -> None:
-        first = n * _RUN
-        size = copies.run[step * block + first]
-
-        @pl.when(size == _RUN)
+        @pl.when(joined)
         def _() -> None:
-            start(first, _RUN)
+            for copy in copies(place, own[0], size):
+                copy.start()
 
-        @pl.when(size != _RUN)
-        def _() -> None:
-            for at in range(_RUN):
-                size = copies.run[step * block + first + at]
-                for part in (1, 2, 4):
-                    if at % part == 0:
-                        pl.when(size == part)(functools.partial(start, first + at, part))
+        if size > 1:
 
-    lax.fori_loop(0, block // _RUN, group, None)
-    # Waits for the bytes of all tokens of the block, in powers of two.
+            @pl.when(jnp.logical_not(joined))
+            def _() -> None:
+                for half in range(2):
+                    at = half * size // 2
+                    start(place + at, own[at : at + size // 2], size // 2)
+
+    def group(n: Any, count: Any) -> Any:
+        own = [slots[first + n * _RUN + at] for at in range(_RUN)]
+        start(n * _RUN, own, _RUN)
+        return count + sum((slot >= 0).astype(jnp.int32) for slot in own)
+
+    count = lax.fori_loop(0, block // _RUN, group, jnp.int32(0))
+    # The bytes of all these tokens, in powers of two.
     part = 1
     while part <= block:
 
-        @pl.when((copies.count[step] & part) != 0)
+        @pl.when((count & part) != 0)
         def _(part: int = part) -> None:
-            for kind in range(kinds):
-                copy(kind, 0, 0, part).wait()
+            for copy in copies(0, 0, part):
+                copy.wait()
 
         part *= 2
