@@ -111,9 +111,9 @@ def test_maps_and_repeats():
     expected, again, mapped = gradient(given), gradient(given), quick(jax.vmap(jax.grad(loss)))(given)
     shared = {name: x if name == "q" else x[0] for name, x in given.items()}
     axes = ({name: 0 if name == "q" else None for name in given},)
-    of_shared = lambda module: lambda a: (
-        jax.vmap(lambda a: module(causal=True)(**a), in_axes=axes)(a) ** 2
-    ).sum()
+    of_shared = lambda module: (
+        lambda a: (jax.vmap(lambda a: module(causal=True)(**a), in_axes=axes)(a) ** 2).sum()
+    )
     found, wanted = (
         quick(jax.grad(of_shared(module)))(shared) for module in (attention, ejx.MultiHeadLatentAttention)
     )

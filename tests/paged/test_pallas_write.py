@@ -1,4 +1,4 @@
-"""The Pallas kernel that writes new tokens into pages, interpreted with races detected, against XLA's scatter; and compiled for TPUs that are not here."""
+"""The Pallas kernel that writes new tokens into pages, interpreted with races detected, against XLA's scatter; and compiled for TPUs."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from ejkernel_eqx.paged.pallas import write_kernel
 from ejkernel_eqx.paged.spec import WriteArrays
 from tests.attention.dense import normal
 from tests.paged import writes
-from tests.paged.writes import make, P, p
+from tests.paged.writes import make
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 from tests.tpus import GENERATIONS, launches_of, lower, needs_libtpu

@@ -41,8 +41,8 @@ def make(dtype, *, new="float32", scales=None, kinds=KINDS, lead=(), pages_lead=
 
 
 def assert_same(write: Callable[[WriteArrays], dict[str, Any]], arrays: WriteArrays) -> None:
-    """Of `write(arrays)` and XLA's scatter: bit for bit where nothing is divided. XLA may divide by a constant in another way: scales agree to the last bits, and what is
-    stored by them to one step."""
+    """`write(arrays)` and XLA's scatter agree, bit for bit where nothing is divided. XLA may divide by a constant in another way: scales agree to
+    the last bits, and what is stored by them to one step."""
     expected, results = quick(xla.write)(arrays), write(arrays)
     assert results.keys() == arrays.pages.keys()
     for name in results:

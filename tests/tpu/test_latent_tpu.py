@@ -36,7 +36,8 @@ def test_many_tiles(dims, dtype):
     nope, rope, values = dims
     shapes = {"q": (5, nope + rope), "k": (5, nope), "k_rope": (rope,), "v": (5, values)}
     given = {
-        name: normal(n, 1, 1500, *rest, dtype=jnp.dtype(dtype)) for n, (name, rest) in enumerate(shapes.items())
+        name: normal(n, 1, 1500, *rest, dtype=jnp.dtype(dtype))
+        for n, (name, rest) in enumerate(shapes.items())
     }
     op = lse_of(attention(causal=True))
     run = jax.jit(lambda *args: with_gradients(lambda a: op(**a), *args))

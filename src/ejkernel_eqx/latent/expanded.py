@@ -39,8 +39,8 @@ class MultiHeadLatentAttention(Kernel):
     is padded to 256. The same numbers come from the latents themselves, without keys and values, by
     [`ejkernel_eqx.AbsorbedLatentAttention`][].
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in `q, k, k_rope, v, bias,
-    alibi_slopes, sinks` and through `lse`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). Differentiable in reverse
+    mode in `q, k, k_rope, v, bias, alibi_slopes, sinks` and through `lse`.
 
     Source: DeepSeek-AI, *DeepSeek-V2* (2024), arXiv:2405.04434, section 2.1.
     """

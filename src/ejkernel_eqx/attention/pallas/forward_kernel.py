@@ -26,7 +26,12 @@ def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: 
     def attend(masked: bool) -> None:
         v = refs.v[...]  # [BK, V]
         s, _ = scores(
-            form, dot(form, refs.q[...], keys_of(form, refs), transposed=True), refs, head, entry.own, entry.other
+            form,
+            dot(form, refs.q[...], keys_of(form, refs), transposed=True),
+            refs,
+            head,
+            entry.own,
+            entry.other,
         )
         if masked:
             seen = visible(form, refs, entry.own, entry.other)

@@ -56,7 +56,11 @@ class Result(NamedTuple):
 
 
 def forward(
-    arrays: AttentionArrays, spec: AttentionSpec, tile: tuple[int, int], execute: Execute, k_rope: Array | None
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    tile: tuple[int, int],
+    execute: Execute,
+    k_rope: Array | None,
 ) -> tuple[Array, Array]:
     call = _Call.of_queries(arrays, spec, tile, k_rope)
     form, values = call.form, arrays.v.shape[-1]

@@ -103,7 +103,9 @@ def vmem(kernel: str, problem: Problem, tile: Tile) -> int:
     }
     rows, widths = sums[kernel]
     gradients = of_heads + (tile_bytes((shared, keys), "float32") if shared else 0)
-    results = {"forward": of_queries // 2, "key_gradient": gradients, "query_gradient": of_queries // 2}[kernel]
+    results = {"forward": of_queries // 2, "key_gradient": gradients, "query_gradient": of_queries // 2}[
+        kernel
+    ]
     blocks = of_queries + of_keys + results + over_scores + numbers
     scratch = sum(tile_bytes((rows, width), "float32") for width in widths)
     return 2 * blocks + scratch + _TEMPORARIES[kernel](queries, keys, 4 if dtype == "float32" else 2)

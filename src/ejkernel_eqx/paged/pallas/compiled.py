@@ -82,17 +82,18 @@ def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:
     kinds = zip(widths, block_sizes.dtypes(problem).values(), strict=True)
     if any(width % LANES for width in widths):
         found.append(
-            "between programs, XLA keeps pages whose head dim is no multiple of 128 with another axis last, so that each compiled program copies all of "
-            "them once when it begins: pad head dims, or decode several tokens in one program"
+            "between programs, XLA keeps pages whose head dim is no multiple of 128 with another axis last, so that each compiled program copies all "
+            "of them once when it begins: pad head dims, or decode several tokens in one program"
         )
     elif not all(block_sizes.read_in_place(heads, width, dtype) for width, dtype in kinds):
         found.append(
-            f"XLA keeps pages of {heads} key heads of {' and '.join(map(str, dict.fromkeys(widths)))} channels in another order than the kernels read, so "
-            "that every call copies all of them: 1 or a multiple of 8 key heads are read in place, and of 128 channels 2 (not of 8 bits) and 4"
+            f"XLA keeps pages of {heads} key heads of {' and '.join(map(str, dict.fromkeys(widths)))} channels in another order than the kernels "
+            "read, so that every call copies all of them: 1 or a multiple of 8 key heads are read in place, and of 128 channels 2 (not of 8 bits) and 4"
         )
     if problem.flag("scales") == "token" and problem.dim("p") % LANES:
         found.append(
-            "every call copies all scales for each token, which XLA keeps in another order than it gathers: take pages of 128 tokens, or scales for each head"
+            "every call copies all scales for each token, which XLA keeps in another order than it gathers: take pages of 128 tokens, or scales for "
+            "each head"
         )
     return "; ".join(found)
 

@@ -1,7 +1,7 @@
 """Writes new tokens into pages, in place if the pages are donated: every run of tokens whose slots follow one another is one copy.
 
-XLA's scatter takes 16 rows at a time: it reads their tiles, waits, changes them, writes them and waits again, one such group after the other. Here the copies
-of a whole block of tokens are under way together, and nothing is read but the tokens.
+XLA's scatter takes 16 rows at a time: it reads their tiles, waits, changes them, writes them and waits again, one such group after the other. Here
+the copies of a whole block of tokens are under way together, and nothing is read but the tokens.
 """
 
 import functools
@@ -73,9 +73,7 @@ def _written(arrays: WriteArrays, names: list[str], execute: Execute) -> dict[st
         given[name] = new.reshape(slots.size, *new.shape[2:])
     launch, operands = _launch(arrays, given, slots)
     found = execute(launch, operands)
-    return results | {
-        name: x.reshape(arrays.pages[name].shape) for name, x in zip(names, found, strict=True)
-    }
+    return results | {name: x.reshape(arrays.pages[name].shape) for name, x in zip(names, found, strict=True)}
 
 
 def _launch(arrays: WriteArrays, new: dict[str, Array], slots: Array) -> tuple[TpuLaunch, list[Array]]:
@@ -110,7 +108,9 @@ def _kernel(slots: Any, *refs: Any, block: int) -> None:
     first = pl.program_id(0) * block
 
     def copies(place: Any, slot: Any, size: int) -> list[Any]:
-        both = ((new[kind].at[pl.ds(place, size)], pages[kind].at[pl.ds(slot, size)]) for kind in range(kinds))
+        both = (
+            (new[kind].at[pl.ds(place, size)], pages[kind].at[pl.ds(slot, size)]) for kind in range(kinds)
+        )
         return [pltpu.make_async_copy(*ends, done.at[kind]) for kind, ends in enumerate(both)]
 
     def start(place: Any, own: list[Any], size: int) -> None:
