@@ -88,7 +88,8 @@ def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:
     elif not all(block_sizes.read_in_place(heads, width, dtype) for width, dtype in kinds):
         found.append(
             f"XLA keeps pages of {heads} key heads of {' and '.join(map(str, dict.fromkeys(widths)))} channels in another order than the kernels "
-            "read, so that every call copies all of them: 1 or a multiple of 8 key heads are read in place, and of 128 channels 2 (not of 8 bits) and 4"
+            "read, so that every call copies all of them: 1 or a multiple of 8 key heads are read in place, of 128 channels also 2 (not of 8 bits) "
+            "and 4"
         )
     if problem.flag("scales") == "token" and problem.dim("p") % LANES:
         found.append(
