@@ -127,3 +127,23 @@ def test_defaults_compile(name, generation):
     names = (*PAGES, *(SCALES if spec.scales == "token" else ()))
     pages = {x.size for name in names if (x := getattr(arrays, name)) is not None}
     assert bool(sizes & pages) == bool(compiled.remark(config, problem, facts))
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("decode", ""),
+        ("latent", "each compiled program copies all of them once"),
+        ("three key heads", "pages of 3 key heads of 128 channels in another order"),
+        (
+            "wide heads",
+            "of 256 channels in another order than the kernels read, so that every call copies all of them",
+        ),
+        ("int8", "every call copies all scales for each token"),
+        ("large pages, int8", ""),
+    ],
+)
+def test_what_is_said_of_copies(name, words):
+    problem = problem_of(name)
+    told = compiled.remark(compiled.default_config(problem, FACTS["v5e"]), problem, FACTS["v5e"])
+    assert words in told and bool(words) == bool(told)
