@@ -190,6 +190,15 @@ def test_defaults_and_candidates(name):
             assert taken < 1.05 * estimate, (label, config, taken, estimate)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_other_candidate_lowers(name):
+    problem = problem_of(name)
+    for config in set(compiled.candidates(problem, tpus.FACTS["v5e"])):
+        call, *arrays = both(problem, config)
+        tpus.lower(call, *arrays)
+
+
 SHORT = dict(B=1, T=256, H=4)
 """For programs that are compiled: their kernels are those of long rows."""
 
@@ -209,7 +218,7 @@ def test_defaults_compile(name, generation):
 
 
 @tpus.needs_libtpu
-@pytest.mark.parametrize("name", ["ssd", "gla"])
+@pytest.mark.parametrize("name", ["ssd", "gla", "scalar", "gated delta"])
 def test_members_compile(name):
     compiled_for("v5e", name, "float32" if name == "gla" else "bfloat16")
 
