@@ -48,7 +48,7 @@ def _takes(arrays: WriteArrays, name: str) -> bool:
     """Whether a token fills rows of memory by itself, and XLA keeps the pages in this order."""
     *lead, count, page, heads, dim = (pages := arrays.pages[name]).shape
     alone = heads % 8 == 0 or (heads in (1, 2, 4) and heads * pages.dtype.itemsize >= 4)
-    few = 0 < arrays.slots.size <= _MOST_TOKENS and math.prod((*lead, count, page)) < 2**31
+    few = 0 < arrays.slots.size <= _MOST_TOKENS and _RUN <= math.prod((*lead, count, page)) < 2**31
     return alone and few and dim % LANES == 0
 
 
@@ -144,7 +144,8 @@ def _kernel(slots: Any, *refs: Any, block: int) -> None:
 
         @pl.when((count & part) != 0)
         def _(part: int = part) -> None:
-            for copy in copies(0, 0, part):
-                copy.wait()
+            for kind in range(kinds):
+                tokens = new[kind].at[pl.ds(0, part)]
+                pltpu.make_async_copy(tokens, tokens, done.at[kind]).wait()
 
         part *= 2
