@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -222,6 +223,40 @@ def test_splash_attention_is_a_peer(dtype):
     error = lambda x: float(jnp.abs(x.astype(jnp.float32) - exact).max())
     assert_close(ours, exact, dtype)
     assert error(ours) <= 1.5 * error(theirs) + 1e-6
+
+
+@pytest.mark.slow
+def test_flash_attention_is_a_peer():
+    """JAX's older kernel, in the same way, and its gradients."""
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+
+    given = tuple(
+        jax.random.normal(n, (1, 256, 1, 128), jnp.bfloat16) for n in jax.random.split(jax.random.key(0), 4)
+    )
+    by_head = lambda x: x.swapaxes(1, 2)
+
+    def peer(*given: Any) -> Any:
+        return by_head(flash_attention(*map(by_head, given), causal=True, sm_scale=128**-0.5))
+
+    spec = AttentionSpec(128**-0.5, right=0)
+
+    def ours(*given: Any) -> Any:
+        return ejx.FlashAttention(causal=True, platform="pallas-interpret")(*given)
+
+    def exact(*given: Any) -> Any:
+        return reference.attend(AttentionArrays(*given), spec)[0]
+
+    def both(call: Any, *given: Any) -> Any:
+        out, pull = jax.vjp(call, *given[:3])
+        return out, *pull(given[3].astype(out.dtype))
+
+    with pltpu.force_tpu_interpret_mode(), jax.numpy_dtype_promotion("standard"):
+        theirs = both(peer, *given)
+    truth = both(exact, *(x.astype(jnp.float32) for x in given))
+    error = lambda x, y: float(jnp.abs(x.astype(jnp.float32) - y).max())
+    for mine, other, right in zip(both(ours, *given), theirs, truth, strict=True):
+        assert_close(mine, right, "bfloat16", "gradient")
+        assert error(mine, right) <= 1.5 * error(other, right) + 1e-6
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from ejkernel_eqx._explain import example_problem_of
-from ejkernel_eqx.core.platforms import ON_TPU
 from ejkernel_eqx.dispatch import (
     Backend,
     device_facts,
@@ -99,8 +98,6 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "native_sparse": (LAUNCH, LAUNCH),
     "native_pages": ({"forward": CALL}, {"forward": CALL}),
 }
-# Functions of opaque platforms that those for TPU leave to XLA, by core.
-LEFT_TO_XLA = {"paged": {"write"}}
 
 OURS = [
     i
@@ -226,10 +223,7 @@ def test_it_has_the_kernels_of_its_family(implementation):
     wanted = KERNELS[implementation.core][opaque]
     if implementation.platform is Platform.CUDA:  # a vendor's call with a derivative of its own
         wanted = {"attend": ("arrays", "spec")}
-    left = LEFT_TO_XLA.get(implementation.core, set()) if implementation.platform in ON_TPU else set()
     for name, parameters in wanted.items():
-        if name in left:
-            continue
         found = tuple(inspect.signature(getattr(platform, name)).parameters)
         written = implementation.platform in (Platform.TRITON, Platform.PALLAS)
         execute = ("execute",) if written and name != "saved_axes" else ()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx import RaggedBatch
 from ejkernel_eqx.latent.cost import expands, LatentSizes
 from ejkernel_eqx.nn import LatentCache, MultiHeadLatentAttention, RotaryEmbedding, YarnScaling
 from tests.attention.dense import INTERPRET
@@ -182,6 +183,29 @@ def test_pages(name, platform, expands, monkeypatch):
     layer = build(name, platform=platform)
     found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
     assert_close(found, alone(name), "float32")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_races")
+def test_kernels_for_tpu(monkeypatch):
+    """Interpreted: the gradients of whole sequences, and a prompt in a chunk and tokens, expanded and absorbed, from a cache and from pages."""
+    layer, x, expected = build(platform="pallas-interpret"), inputs(), alone("one query projection")
+    gradient = quick(jax.grad(lambda layer, x: (layer(x) ** 2).sum()))
+    wanted = jax.tree.leaves(gradient(build(), x))
+    for found, exact in zip(jax.tree.leaves(gradient(layer, x)), wanted, strict=True):
+        assert_close(found, exact, "float32", "gradient")
+    cache, pages, outs = layer.init_cache(SEQUENCES, 16), layer.init_paged_cache(2 * SEQUENCES, 8), []
+    tables = np.random.default_rng(0).permutation(2 * SEQUENCES).reshape(SEQUENCES, 2)
+    step = quick(lambda x, cache: layer(x, cache))
+    over_pages = quick(lambda x, cache, batch: layer(x, cache, batch=batch))
+    for first, last in ((0, 8), (8, 9), (9, TOKENS)):
+        monkeypatch.setattr(EXPANDS, lambda tokens, queries, sizes: queries > 1)
+        y, cache = step(x[:, first:last], cache)
+        batch = RaggedBatch.build([last - first] * SEQUENCES, [last] * SEQUENCES, tables, page_size=8)
+        packed, pages = over_pages(x[:, first:last].reshape(-1, EMBED), pages, batch)
+        outs.append((y, packed[: SEQUENCES * (last - first)].reshape(y.shape)))
+    for kept in zip(*outs, strict=True):
+        assert_close(jnp.concatenate(kept, 1), expected, "float32")
 
 
 def test_eight_bit_pages():

@@ -14,7 +14,7 @@ from ejkernel_eqx.dispatch import Problem
 from ejkernel_eqx.paged.example import example_problem
 from ejkernel_eqx.paged.pallas import compiled
 from ejkernel_eqx.paged.samples import make_arrays, spec_of
-from ejkernel_eqx.paged.spec import PagedArrays, PAGES
+from ejkernel_eqx.paged.spec import PagedArrays, PAGES, SCALES
 from tests.tpus import compile_ahead, FACTS, GENERATIONS, lower, needs_libtpu
 
 ALL: dict[str, Any] = dict(window=True, soft_cap=True, sinks=True)
@@ -27,6 +27,10 @@ DECODE: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
     "large pages": (dict(N=16, S=4096, H=16, K=2, D=128, p=256), "bfloat16", {}),
     "float32": (dict(N=16, S=4096, H=16, K=4, D=128), "float32", ALL),
     "latent": (dict(N=16, S=4096, H=16, D=576, V=512, p=64), "bfloat16", dict(latent=True)),
+    "three key heads": (dict(N=16, S=4096, H=12, K=3, D=128), "bfloat16", {}),
+    "twelve key heads": (dict(N=16, S=4096, H=24, K=12, D=128), "bfloat16", {}),
+    "wide heads": (dict(N=16, S=4096, H=8, K=2, D=256), "bfloat16", {}),
+    "one wide head": (dict(N=16, S=4096, H=8, K=1, D=256), "float32", {}),
 }
 MIXED: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
     "mixed": (dict(N=32, T=2048, Q=1024, S=4096, H=32, K=8, D=128), "bfloat16", {}),
@@ -47,6 +51,12 @@ BYTES: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
         dict(N=32, S=4096, H=8, K=1, D=128),
         "bfloat16",
         dict(scales="head", kv="float8_e4m3fn"),
+    ),
+    "two heads, int8": (dict(N=16, S=4096, H=8, K=2, D=128), "bfloat16", dict(scales="head", kv="int8")),
+    "large pages, int8": (
+        dict(N=16, S=4096, H=32, K=4, D=128, p=128),
+        "bfloat16",
+        dict(scales="token", kv="int8"),
     ),
     "mixed, int8": (
         dict(N=8, T=1000, Q=512, S=4096, H=32, K=8, D=128),
@@ -107,12 +117,33 @@ def test_every_candidate_lowers(name):
 @needs_libtpu
 @pytest.mark.parametrize("name, generation", COMPILED)
 def test_defaults_compile(name, generation):
-    """And pages are copied by XLA only where `explain` says so."""
+    """And pages and scales are copied by XLA only where `explain` says so."""
     problem, facts = problem_of(name), FACTS[generation]
     arrays, spec = shapes_of(problem), spec_of(problem)
     config = compiled.default_config(problem, facts)
     text = compile_ahead(generation, lambda x: compiled.forward(x, spec, config), arrays).as_text()
     made = re.findall(r"= \w+\[([\d,]+)\]\S+ (?:copy|fusion|reshape|transpose)\(", text)
     sizes = {math.prod(map(int, shape.split(","))) for shape in made}
-    pages = {x.size for name in PAGES if (x := getattr(arrays, name)) is not None}
+    names = (*PAGES, *(SCALES if spec.scales == "token" else ()))
+    pages = {x.size for name in names if (x := getattr(arrays, name)) is not None}
     assert bool(sizes & pages) == bool(compiled.remark(config, problem, facts))
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("decode", ""),
+        ("latent", "each compiled program copies all of them once"),
+        ("three key heads", "pages of 3 key heads of 128 channels in another order"),
+        (
+            "wide heads",
+            "of 256 channels in another order than the kernels read, so that every call copies all of them",
+        ),
+        ("int8", "every call copies all scales for each token"),
+        ("large pages, int8", ""),
+    ],
+)
+def test_what_is_said_of_copies(name, words):
+    problem = problem_of(name)
+    told = compiled.remark(compiled.default_config(problem, FACTS["v5e"]), problem, FACTS["v5e"])
+    assert words in told and bool(words) == bool(told)

@@ -97,6 +97,22 @@ def test_on_an_explicit_mesh():
     jax.tree.map(lambda x, y: assert_close(np.asarray(x), np.asarray(y)), (out, lse), want)
 
 
+@pytest.mark.slow
+def test_inside_shard_map():
+    q, cache = normal(0, 3, 8, D), cache_of(kv_heads=4)
+    want = decoded("xla", q, cache)
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Auto,))
+
+    def own(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return decoded("pallas-interpret", q, ejx.PagedKVCache(k, v).bind(TABLE, jnp.array(LENGTHS)))
+
+    heads, pages = P(None, "tp"), P(None, None, "tp")
+    call = jax.shard_map(own, mesh=mesh, in_specs=(heads, pages, pages), out_specs=(heads, heads))
+    jax.tree.map(
+        lambda x, y: assert_close(np.asarray(x), np.asarray(y)), quick(call)(q, cache.k, cache.v), want
+    )
+
+
 def test_what_it_refuses():
     with pytest.raises(ejx.UnsupportedError, match="float16"):
         decoded("pallas-interpret", normal(0, 3, H, D).astype(jnp.float16), cache_of())
@@ -127,7 +143,7 @@ def test_as_jax_decodes():
 
 @pytest.mark.slow
 def test_as_jax_mixes():
-    """Its kernel reshapes references, which no interpreter of JAX 0.10 knows; this is the reference that JAX has beside it."""
+    """Its kernel reshapes references that it copies from, which JAX's interpreter does not know; this is the reference that JAX has beside it."""
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
     dim, window = 128, 9

@@ -4,7 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import kernel_registry, Platform, Problem
@@ -109,6 +112,29 @@ def test_the_operation():
         assert_close(x, y, "float32", "gradient")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["explicit", "shard_map"])
+def test_over_devices(kind):
+    """Batch and heads are split; each device interprets its own."""
+    sizes = {"q": (2, 12, 2, 16), "k": (2, 12, 2, 16), "v": (2, 12, 2, 8), "g": (2, 12, 2, 16)}
+    given = {name: jax.random.normal(jax.random.key(n), size) for n, (name, size) in enumerate(sizes.items())}
+    given["g"] = -jnp.abs(given["g"])
+    of = lambda platform: lambda q, k, v, g: ejx.GatedLinearAttention(platform=platform)(q, k, v, g)[0]
+    loss = lambda call: lambda given: (call(**given) ** 2).sum()
+    wanted = jax.jit(jax.value_and_grad(loss(of("xla"))))(given)
+    mesh = jax.make_mesh(
+        (2, 2), ("dp", "tp"), axis_types=(AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 2
+    )
+    spec, call = P("dp", None, "tp"), of("pallas-interpret")
+    if kind == "shard_map":
+        split = jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
+        call = lambda q, k, v, g: split(q, k, v, g)
+    placed = {name: jax.device_put(x, jax.NamedSharding(mesh, spec)) for name, x in given.items()}
+    found = jax.jit(jax.value_and_grad(loss(call)))(placed)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert_close(np.asarray(x), np.asarray(y), "float32", "gradient")
+
+
 LONG = dict(B=4, T=4096, H=16, D=128)
 PROBLEMS = {
     "plain": ("linear_attention", LONG, {}),
@@ -164,6 +190,15 @@ def test_defaults_and_candidates(name):
             assert taken < 1.05 * estimate, (label, config, taken, estimate)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_every_other_candidate_lowers(name):
+    problem = problem_of(name)
+    for config in set(compiled.candidates(problem, tpus.FACTS["v5e"])):
+        call, *arrays = both(problem, config)
+        tpus.lower(call, *arrays)
+
+
 SHORT = dict(B=1, T=256, H=4)
 """For programs that are compiled: their kernels are those of long rows."""
 
@@ -183,7 +218,7 @@ def test_defaults_compile(name, generation):
 
 
 @tpus.needs_libtpu
-@pytest.mark.parametrize("name", ["ssd", "gla"])
+@pytest.mark.parametrize("name", ["ssd", "gla", "scalar", "gated delta"])
 def test_members_compile(name):
     compiled_for("v5e", name, "float32" if name == "gla" else "bfloat16")
 

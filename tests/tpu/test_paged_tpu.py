@@ -10,6 +10,10 @@ import pytest
 from ejkernel_eqx.paged.pallas import compiled
 from tests.paged.cases import assert_agrees, make, with_leading_axis
 from tests.paged.test_pallas import CASES, CONFIG
+from tests.paged.test_pallas_write import CASES as WRITES
+from tests.paged.test_pallas_write import WIDE
+from tests.paged.writes import assert_same
+from tests.paged.writes import make as make_write
 
 if jax.default_backend() != "tpu":
     pytest.skip("needs a TPU", allow_module_level=True)
@@ -24,3 +28,9 @@ def test_agrees(name):
     arrays, spec = make(case)
     arrays = arrays if case.batch else with_leading_axis(arrays)
     assert_agrees(case, jax.jit(compiled.forward, static_argnums=(1, 2))(arrays, spec, CONFIG))
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes(name):
+    """The kernel that writes new tokens, and its scatters, beside XLA's scatter alone."""
+    assert_same(jax.jit(compiled.write), make_write(**{"kinds": WIDE, **WRITES[name]}))

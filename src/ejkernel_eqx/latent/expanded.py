@@ -15,13 +15,13 @@ from ..attention.arguments import described, MaskInputs, parse_window, ScoreInpu
 from ..attention.masks.mask import Window
 from ..attention.signature import AttentionInputs, Output, WithLse
 from ..core.plans import plan_of
-from ..core.platforms import register
+from ..core.platforms import ON_TPU, register, USUAL
 from ..dispatch import PlatformLike
 from .arguments import read_expanded
 from .core import attend
 from .spec import LatentArrays
 
-register("multi_head_latent_attention", __package__)
+register("multi_head_latent_attention", __package__, (*USUAL, *ON_TPU))
 
 
 class MultiHeadLatentAttention(Kernel):
@@ -34,12 +34,13 @@ class MultiHeadLatentAttention(Kernel):
     with queries $q = [q^c, q^r]$, $\mathrm{cap}(s) = c \tanh(s / c)$ if `logits_soft_cap` $= c$ is given (else $s$), and $\mathcal{V}_i$ the keys
     visible to query $i$, as in [`ejkernel_eqx.FlashAttention`][]. The output of a query that sees no key is 0, with zero gradients.
 
-    Keys are 192 wide and values 128 in DeepSeek-V2 and V3. Triton's kernels multiply the two parts of the keys one after the other, so that
-    neither is padded to 256 and the rotary keys are never repeated for each head; their gradient is summed over heads in float32. The same numbers
-    come from the latents themselves, without keys and values, by [`ejkernel_eqx.AbsorbedLatentAttention`][].
+    Keys are 192 wide and values 128 in DeepSeek-V2 and V3. The kernels read the two parts of the keys from arrays of their own, so the rotary keys
+    are never repeated for each head; their gradient is summed over heads in float32. Triton's multiply one part after the other, so that neither
+    is padded to 256. The same numbers come from the latents themselves, without keys and values, by
+    [`ejkernel_eqx.AbsorbedLatentAttention`][].
 
-    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in `q, k, k_rope, v, bias,
-    alibi_slopes, sinks` and through `lse`.
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`). Differentiable in reverse
+    mode in `q, k, k_rope, v, bias, alibi_slopes, sinks` and through `lse`.
 
     Source: DeepSeek-AI, *DeepSeek-V2* (2024), arXiv:2405.04434, section 2.1.
     """

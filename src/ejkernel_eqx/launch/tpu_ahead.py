@@ -57,15 +57,18 @@ def lower_for_tpu(function: Callable[..., Any], *arrays: Any, generation: str = 
         return jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",))
 
 
-def compile_for_tpu(generation: str, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
-    """The program of a call, compiled by libtpu for one device of a generation. `options` are those of XLA's compiler.
+def compile_for_tpu(
+    generation: str, function: Callable[..., Any], *arrays: Any, donate: tuple[int, ...] = (), **options: Any
+) -> Any:
+    """The program of a call, compiled by libtpu for one device of a generation. `donate`: arguments whose memory results may take. `options` are
+    those of XLA's compiler.
 
     **Raises:** what the compiler does, `jax.errors.JaxRuntimeError` if the program does not fit the device.
     """
     sharding = jax.sharding.SingleDeviceSharding(_device(generation))
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     with _as_if_on(generation):
-        lowered = jax.jit(function).trace(*jax.tree.map(place, arrays)).lower()
+        lowered = jax.jit(function, donate_argnums=donate).trace(*jax.tree.map(place, arrays)).lower()
     return lowered.compile(compiler_options=options or None)
 
 

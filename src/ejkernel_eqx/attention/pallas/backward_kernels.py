@@ -7,7 +7,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from .steps import Entry, FIRST, LAST, PARTLY, WHOLE
-from .tile import clean, distance, dot, Form, Head, keep, LANES, scores, upright, visible, wide
+from .tile import clean, distance, dot, Form, Head, keep, keys_of, LANES, scores, upright, visible, wide
 
 
 class Weights(NamedTuple):
@@ -63,7 +63,7 @@ def key_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head, first: 
 
     def add(masked: bool) -> None:
         q, do = refs.q[...], refs.do[...]  # [BQ, D], [BQ, V]
-        factors, rows = (refs.k[...], q, refs.v[...], do), (refs.lse[...], refs.delta[...])
+        factors, rows = (keys_of(form, refs), q, refs.v[...], do), (refs.lse[...], refs.delta[...])
         found = _weights(form, refs, (entry.other, entry.own), head, factors, rows, masked)
         if found.seen is not None and form.blind:
             q, do = clean(found.seen, q, do)
@@ -77,7 +77,11 @@ def key_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head, first: 
 
     @pl.when((entry.flags & LAST != 0) & last)
     def _finish() -> None:
-        refs.dk[...] = (refs.dk_sum[...] * form.scale).astype(refs.dk.dtype)
+        dk = refs.dk_sum[...] * form.scale
+        own = refs.dk.shape[-1]
+        refs.dk[...] = dk[:, :own].astype(refs.dk.dtype)
+        if form.shared:
+            refs.dk_rope[...] = dk[:, own:].T
         refs.dv[...] = refs.dv_sum[...].astype(refs.dv.dtype)
 
 
@@ -91,7 +95,7 @@ def query_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head) -> No
             refs.slope_sum[...] = jnp.zeros(refs.slope_sum.shape, jnp.float32)
 
     def add(masked: bool) -> None:
-        k = refs.k[...]  # [BK, D]
+        k = keys_of(form, refs)
         rows = wide(refs.lse_column[...], form.block_k), wide(refs.delta_column[...], form.block_k)
         factors = (refs.q[...], k, refs.do[...], refs.v[...])
         found = _weights(form, refs, (entry.own, entry.other), head, factors, rows, masked)
@@ -126,7 +130,7 @@ def bias_gradient_kernel(
         refs.dbias[...] = jnp.zeros(refs.dbias.shape, jnp.float32)
 
     rows = wide(upright(refs.lse[...]), form.block_k), wide(upright(refs.delta[...]), form.block_k)
-    factors = (refs.q[...], refs.k[...], refs.do[...], refs.v[...])
+    factors = (refs.q[...], keys_of(form, refs), refs.do[...], refs.v[...])
     ds = _weights(form, refs, tiles, head, factors, rows, True).ds
     for axis, has in enumerate(axes):
         if not has:

@@ -83,13 +83,25 @@ def forward(
     arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig, *, execute: Execute = run
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
+    return attended(arrays, spec, config, execute=execute)
+
+
+def attended(
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: PallasConfig,
+    *,
+    k_rope: Array | None = None,
+    execute: Execute = run,
+) -> tuple[Array, Array]:
+    """As `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     if _is_empty(arrays):
         (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
         lse = jnp.full((batch, heads, queries), -jnp.inf)
         if arrays.sinks is not None:
             lse = jnp.broadcast_to(arrays.sinks.astype(jnp.float32)[..., None], lse.shape)
         return jnp.zeros((batch, queries, heads, values), arrays.q.dtype), lse
-    return launches.forward(arrays, spec, _sizes(config.forward), execute)
+    return launches.forward(arrays, spec, _sizes(config.forward), execute, k_rope)
 
 
 def backward(
@@ -104,6 +116,21 @@ def backward(
     execute: Execute = run,
 ) -> AttentionGrads:
     """All gradients; bitwise repeatable, as every sum has one fixed order."""
+    return gradients(arrays, spec, config, (out, lse), (dout, dlse), execute=execute)[0]
+
+
+def gradients(
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: PallasConfig,
+    results: tuple[Array, Array],
+    cotangents: tuple[Array, Array],
+    *,
+    k_rope: Array | None = None,
+    execute: Execute = run,
+) -> tuple[AttentionGrads, Array | None]:
+    """As `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
+    (out, lse), (dout, dlse) = results, cotangents
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     dsinks = None
     if arrays.sinks is not None:
@@ -111,23 +138,24 @@ def backward(
     if _is_empty(arrays):
         nothing = lambda x: None if x is None else jnp.zeros_like(x)
         q, k, v = (jnp.zeros_like(x) for x in arrays[:3])
-        return AttentionGrads(q, k, v, nothing(arrays.bias), nothing(arrays.alibi_slopes), dsinks)
+        grads = AttentionGrads(q, k, v, nothing(arrays.bias), nothing(arrays.alibi_slopes), dsinks)
+        return grads, None if k_rope is None else jnp.zeros(k_rope.shape, jnp.float32)
     own = launches.Rows(
         # A bias of minus infinity also hides entries, though no mask does.
         clean_cotangent(dout, empty).astype(arrays.q.dtype),
         jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
         delta,
     )
-    dk, dv = launches.key_gradient(arrays, spec, _sizes(config.key_gradient), own, execute)
-    dq, dslopes = launches.query_gradient(arrays, spec, _sizes(config.query_gradient), own, execute)
+    dk, dv, dk_rope = launches.key_gradient(arrays, spec, _sizes(config.key_gradient), own, execute, k_rope)
+    dq, dslopes = launches.query_gradient(arrays, spec, _sizes(config.query_gradient), own, execute, k_rope)
     if dslopes is not None and arrays.alibi_slopes is not None:
         dslopes = sum_batch(dslopes, arrays.alibi_slopes)
     dbias = None
     if arrays.bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
             arrays, spec = without_lists(arrays, spec)
-        dbias = launches.bias_gradient(arrays, spec, _sizes(config.query_gradient), own, execute)
-    return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks)
+        dbias = launches.bias_gradient(arrays, spec, _sizes(config.query_gradient), own, execute, k_rope)
+    return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks), dk_rope
 
 
 def _sizes(tile: TileConfig) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 
 from ...launch.by_name import LOG2E
 from .steps import Entry, FIRST, LAST, PARTLY, WHOLE
-from .tile import clean, dot, Form, Head, keep, LANES, scores, visible, wide
+from .tile import clean, dot, Form, Head, keep, keys_of, LANES, scores, visible, wide
 
 _LN2 = 1 / LOG2E
 
@@ -26,7 +26,12 @@ def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: 
     def attend(masked: bool) -> None:
         v = refs.v[...]  # [BK, V]
         s, _ = scores(
-            form, dot(form, refs.q[...], refs.k[...], transposed=True), refs, head, entry.own, entry.other
+            form,
+            dot(form, refs.q[...], keys_of(form, refs), transposed=True),
+            refs,
+            head,
+            entry.own,
+            entry.other,
         )
         if masked:
             seen = visible(form, refs, entry.own, entry.other)

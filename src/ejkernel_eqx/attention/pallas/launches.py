@@ -56,9 +56,13 @@ class Result(NamedTuple):
 
 
 def forward(
-    arrays: AttentionArrays, spec: AttentionSpec, tile: tuple[int, int], execute: Execute
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    tile: tuple[int, int],
+    execute: Execute,
+    k_rope: Array | None,
 ) -> tuple[Array, Array]:
-    call = _Call.of_queries(arrays, spec, tile)
+    call = _Call.of_queries(arrays, spec, tile, k_rope)
     form, values = call.form, arrays.v.shape[-1]
     (batch, queries, heads, _), length = arrays.q.shape, call.queries
     results = {
@@ -84,10 +88,16 @@ def forward(
 
 
 def key_gradient(
-    arrays: AttentionArrays, spec: AttentionSpec, tile: tuple[int, int], rows: Rows, execute: Execute
-) -> tuple[Array, Array]:
-    """One program has all heads that read a key head, one after the other."""
-    call = _Call.of_keys(arrays, spec, tile)
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    tile: tuple[int, int],
+    rows: Rows,
+    execute: Execute,
+    k_rope: Array | None,
+) -> tuple[Array, Array, Array | None]:
+    """`dk`, `dv` and that of `k_rope`. One program has all heads that read a key head, one after the other. Each head has a part of the gradient of
+    shared keys, in float32, and turned, as few channels would fill a part of a register."""
+    call = _Call.of_keys(arrays, spec, tile, k_rope)
     form, group = call.form, call.grid[3]
     batch, keys, kv_heads, dim = arrays.k.shape
     at = lambda p: (p.batch, p.kv_head, p.k_tile, 0)
@@ -97,6 +107,14 @@ def key_gradient(
         for name, (width, dtype) in sides.items()
     }
     scratch = {f"{name}_sum": (form.block_k, width) for name, (width, _) in sides.items()}
+    if form.shared:
+        results["dk_rope"] = Result(
+            (batch, kv_heads, form.shared, call.keys),
+            jnp.float32,
+            (None, None, form.shared, form.block_k),
+            lambda p: (p.batch, p.kv_head, 0, p.k_tile),
+        )
+        scratch["dk_sum"] = (form.block_k, dim + form.shared)
 
     def body(refs: Any, scalars: Any, place: Place, entry: Entry) -> None:
         head = head_of(form, scalars, place.batch * arrays.q.shape[2] + place.head)
@@ -104,15 +122,21 @@ def key_gradient(
         backward_kernels.key_gradient_kernel(form, refs, entry, head, first, last)
 
     temporaries = backward_kernels.temporaries(*tile, arrays.q.dtype.itemsize)
-    dk, dv = call.launch("key_gradient", body, _of_rows(rows, form), results, scratch, temporaries, execute)
-    return dk[:, :, :keys].swapaxes(1, 2), dv[:, :, :keys].swapaxes(1, 2)
+    found = call.launch("key_gradient", body, _of_rows(rows, form), results, scratch, temporaries, execute)
+    dk, dv = (x[:, :, :keys].swapaxes(1, 2) for x in found[:2])
+    return dk, dv, found[2].sum(1)[:, :, :keys].mT if form.shared else None
 
 
 def query_gradient(
-    arrays: AttentionArrays, spec: AttentionSpec, tile: tuple[int, int], rows: Rows, execute: Execute
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    tile: tuple[int, int],
+    rows: Rows,
+    execute: Execute,
+    k_rope: Array | None,
 ) -> tuple[Array, Array | None]:
     """`dq`, and `[B, H]` of the slopes."""
-    call = _Call.of_queries(arrays, spec, tile)
+    call = _Call.of_queries(arrays, spec, tile, k_rope)
     form, length = call.form, call.queries
     batch, queries, heads, dim = arrays.q.shape
     results = {
@@ -139,7 +163,12 @@ def query_gradient(
 
 
 def bias_gradient(
-    arrays: AttentionArrays, spec: AttentionSpec, tile: tuple[int, int], rows: Rows, execute: Execute
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    tile: tuple[int, int],
+    rows: Rows,
+    execute: Execute,
+    k_rope: Array | None,
 ) -> Array:
     """Along an axis where the bias has size one, the last axis of the grid sums, and within a tile the kernel."""
     bias = arrays.bias
@@ -176,7 +205,7 @@ def bias_gradient(
         (*own, math.prod(sums)),
         (0, 1, 2, 3),
         locate,
-        of_call(arrays, form) | _over_scores(arrays, spec, form),
+        of_call(arrays, form, k_rope) | _over_scores(arrays, spec, form),
         scalars_of(arrays, None),
     )
     temporaries = backward_kernels.temporaries(*tile, arrays.q.dtype.itemsize)
@@ -197,7 +226,9 @@ class _Call(NamedTuple):
     scalars: Scalars
 
     @classmethod
-    def of_queries(cls, arrays: AttentionArrays, spec: AttentionSpec, tile: tuple[int, int]) -> "_Call":
+    def of_queries(
+        cls, arrays: AttentionArrays, spec: AttentionSpec, tile: tuple[int, int], k_rope: Array | None
+    ) -> "_Call":
         """One program for each batch row and head; its steps are tiles of keys of one tile of queries after the other."""
         steps, contents = query_steps(arrays, spec, *tile)
         form = form_of(arrays, spec, *tile, contents=contents)
@@ -208,11 +239,13 @@ class _Call(NamedTuple):
             entry, content = entry_of(steps, scalars, b * heads + h, step)
             return Place(b, h, divided(h, group), entry.own, entry.other, content), entry
 
-        inputs = _inputs(arrays, spec, form, contents)
+        inputs = _inputs(arrays, spec, form, contents, k_rope)
         return cls(form, (batch, heads, steps.count), (0, 1), locate, inputs, scalars_of(arrays, steps))
 
     @classmethod
-    def of_keys(cls, arrays: AttentionArrays, spec: AttentionSpec, tile: tuple[int, int]) -> "_Call":
+    def of_keys(
+        cls, arrays: AttentionArrays, spec: AttentionSpec, tile: tuple[int, int], k_rope: Array | None
+    ) -> "_Call":
         """One program for each batch row and key head; its steps are tiles of queries of one tile of keys after the other, each for all heads that
         read the key head."""
         steps, contents = key_steps(arrays, spec, *tile)
@@ -226,9 +259,8 @@ class _Call(NamedTuple):
             return Place(b, head, kv, entry.other, entry.own, content), entry
 
         grid = (batch, kv_heads, steps.count, 1 if steps.split_heads else group)
-        return cls(
-            form, grid, (0, 1), locate, _inputs(arrays, spec, form, contents), scalars_of(arrays, steps)
-        )
+        inputs = _inputs(arrays, spec, form, contents, k_rope)
+        return cls(form, grid, (0, 1), locate, inputs, scalars_of(arrays, steps))
 
     @property
     def queries(self) -> int:
@@ -280,8 +312,10 @@ class _Call(NamedTuple):
         return execute(launch, [*known.arrays, *(x.array for x in inputs.values())])
 
 
-def _inputs(arrays: AttentionArrays, spec: AttentionSpec, form: Form, contents: Array | None) -> Operands:
-    found = of_call(arrays, form) | _over_scores(arrays, spec, form)
+def _inputs(
+    arrays: AttentionArrays, spec: AttentionSpec, form: Form, contents: Array | None, k_rope: Array | None
+) -> Operands:
+    found = of_call(arrays, form, k_rope) | _over_scores(arrays, spec, form)
     if contents is not None:
         found["bits"] = of_contents(contents)
     if form.blocks is not None:

@@ -66,7 +66,7 @@ def by_head(x: Array, block: int) -> Array:
     return padded(x.swapaxes(1, 2), 2, block)
 
 
-def of_call(arrays: AttentionArrays, form: Form) -> Operands:
+def of_call(arrays: AttentionArrays, form: Form, k_rope: Array | None) -> Operands:
     """The arrays that all kernels of a call read."""
     q, k, v = arrays.q, arrays.k, arrays.v
     block_q, block_k = form.block_q, form.block_k
@@ -85,6 +85,10 @@ def of_call(arrays: AttentionArrays, form: Form) -> Operands:
             lambda p: (p.batch, p.kv_head, p.k_tile, 0),
         ),
     }
+    if k_rope is not None:
+        found["k_rope"] = Operand(
+            padded(k_rope, 1, block_k), (None, block_k, form.shared), lambda p: (p.batch, p.k_tile, 0)
+        )
     if form.packed_rows:
         found["queries"] = _query_rows(arrays, form)
     if arrays.kv_segments is not None:
@@ -242,6 +246,7 @@ def form_of(
     contents: Any,
     by_key: bool = False,
 ) -> Form:
+    """Queries are as wide as both parts of a key."""
     size = spec.block_size
     inside = size is None or (size[0] % block_q == 0 and size[1] % block_k == 0)
     return Form(
@@ -267,6 +272,7 @@ def form_of(
         seed_words=0 if arrays.seeds is None else arrays.seeds.shape[-1],
         dtype=arrays.q.dtype,
         by_key=by_key,
+        shared=arrays.q.shape[3] - arrays.k.shape[3],
     )
 
 

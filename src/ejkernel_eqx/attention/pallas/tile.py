@@ -49,6 +49,8 @@ class Form:
     seed_words: int
     dtype: Any
     by_key: bool = False
+    shared: int = 0
+    """Channels of a key that all heads share, behind those of its head."""
 
     @property
     def folded(self) -> bool:
@@ -96,6 +98,12 @@ def dot(form: Form, a: Array, b: Array, *, transposed: bool = False) -> Array:
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
     precision = jax.lax.Precision.HIGHEST if form.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+def keys_of(form: Form, refs: Any) -> Array:
+    """A tile of keys `[BK, D]`. A product takes both parts in one pass: where the first fills whole registers, joining them moves nothing."""
+    own = refs.k[...]
+    return jnp.concatenate([own, refs.k_rope[...]], axis=1) if form.shared else own
 
 
 def wide(x: Array, columns: int) -> Array:

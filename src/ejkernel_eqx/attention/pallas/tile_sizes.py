@@ -87,8 +87,10 @@ def vmem(kernel: str, problem: Problem, tile: Tile) -> int:
     """An estimate of the vector memory that a launch takes, in bytes."""
     queries, keys = tile
     dtype, dims = problem.dtype("qkv"), (problem.dim("D"), problem.dim("V"))
+    shared = dict(problem.dims).get("Dr", 0)  # channels of a key that are in an array of their own
     of_queries = sum(tile_bytes((queries, dim), dtype) for dim in dims)
-    of_keys = sum(tile_bytes((keys, dim), dtype) for dim in dims)
+    of_heads = sum(tile_bytes((keys, dim), dtype) for dim in (dims[0] - shared, dims[1]))
+    of_keys = of_heads + (tile_bytes((keys, shared), dtype) if shared else 0)
     over_scores = 0
     if problem.flag("bias"):
         over_scores += tile_bytes(tile, problem.dtype("bias"))
@@ -100,7 +102,10 @@ def vmem(kernel: str, problem: Problem, tile: Tile) -> int:
         "query_gradient": (queries, (dims[0], 128, 128)),
     }
     rows, widths = sums[kernel]
-    results = {"forward": of_queries // 2, "key_gradient": of_keys, "query_gradient": of_queries // 2}[kernel]
+    gradients = of_heads + (tile_bytes((shared, keys), "float32") if shared else 0)
+    results = {"forward": of_queries // 2, "key_gradient": gradients, "query_gradient": of_queries // 2}[
+        kernel
+    ]
     blocks = of_queries + of_keys + results + over_scores + numbers
     scratch = sum(tile_bytes((rows, width), "float32") for width in widths)
     return 2 * blocks + scratch + _TEMPORARIES[kernel](queries, keys, 4 if dtype == "float32" else 2)

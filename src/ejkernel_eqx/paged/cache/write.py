@@ -81,12 +81,12 @@ def _write(arrays: WriteArrays) -> dict[str, Array]:
             new, _ = quantise(new, pages.dtype, scale)
         else:
             new, own = quantise(new, pages.dtype)
-            written[f"{name}_scale"] = _put(scale, own, slots)
-        written[name] = _put(pages, new, slots)
+            written[f"{name}_scale"] = put(scale, own, slots)
+        written[name] = put(pages, new, slots)
     return written
 
 
-def _put(pages: Array, new: Array, slots: Array) -> Array:
+def put(pages: Array, new: Array, slots: Array) -> Array:
     """`pages [P, p, ...]` with `new [T, ...]` at `slots [T]`."""
     room = pages.shape[0] * pages.shape[1]
     # Negative indices would count from the end. Indices past the end are not written, and all indices are distinct.

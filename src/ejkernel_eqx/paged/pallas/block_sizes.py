@@ -9,7 +9,7 @@ from ...dispatch import DeviceFacts, Problem
 from ...launch.sizes import tile_bytes, too_large_for_vmem
 from ..flat import part_of
 from ..spec import page_dtypes
-from .call import block_pages, PallasConfig, row_tile
+from .call import block_pages, LANES, PallasConfig, row_tile
 
 _TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 """Kinds of devices whose two cores share one memory and one program."""
@@ -81,14 +81,23 @@ def _strain(problem: Problem, queries: int, keys: int) -> float:
     rows = keys * problem.dim("K")
     widest = max(
         rows * width * jnp.dtype(dtype).itemsize
-        for width, dtype in zip(_widths(problem), dtypes(problem).values())
+        for width, dtype in zip(widths(problem), dtypes(problem).values())
     )
     scores = 4 * rows * queries * problem.dim("H")
     used = max(widest / _BLOCK, scores / _SCORES)
     return max(used, 1 / used)
 
 
-def _widths(problem: Problem) -> tuple[int, int]:
+def read_in_place(heads: int, width: int, dtype: str) -> bool:
+    """Whether a page of `width` channels, a multiple of 128, lies in memory as the matrix `[p * K, D]` that kernels read. XLA fills the rows of a
+    tile with the heads of a token if these fill a word, and with tokens otherwise."""
+    if heads in (1, 2, 4) and heads * jnp.dtype(dtype).itemsize >= 4:
+        return width == LANES
+    return heads == 1 or heads % 8 == 0
+
+
+def widths(problem: Problem) -> tuple[int, int]:
+    """The channels of every kind of pages."""
     dim, values = problem.dim("D"), problem.dim("V")
     return (values, dim - values) if problem.flag("latent") else (dim, values)
 
@@ -157,7 +166,7 @@ def prefill_bytes(problem: Problem, queries: int, keys: int) -> int:
     columns = keys * problem.dim("K")
     wide = "float32" if "float32" in (problem.dtype("q"), *dtypes(problem).values()) else "bfloat16"
     state = tile_bytes((rows, problem.dim("V")), "float32") + 2 * tile_bytes((rows, 128), "float32")
-    by_head = sum(tile_bytes((columns, width), wide) for width in _widths(problem))
+    by_head = sum(tile_bytes((columns, width), wide) for width in widths(problem))
     by_head += tile_bytes((rows, problem.dim("D")), wide)
     values = 3 * tile_bytes((rows // problem.dim("K"), keys), "float32") + by_head
     return _buffers(problem, queries, heads, columns) + state + by_head + values
@@ -175,7 +184,7 @@ def _columns(problem: Problem, keys: int) -> int:
 def _page_bytes(problem: Problem, columns: int) -> int:
     return sum(
         tile_bytes((columns, width), dtype)
-        for width, dtype in zip(_widths(problem), dtypes(problem).values(), strict=True)
+        for width, dtype in zip(widths(problem), dtypes(problem).values(), strict=True)
     )
 
 

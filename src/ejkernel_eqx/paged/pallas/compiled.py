@@ -9,10 +9,10 @@ from jax import Array
 from ...dispatch import DeviceFacts, Problem
 from ...launch.pallas import Execute, run
 from ..cache.quantise import LARGEST
-from ..spec import PagedArrays, PagedSpec
-from . import block_sizes
+from ..spec import PagedArrays, PagedSpec, WriteArrays
+from . import block_sizes, write_kernel
 from .by_head import BY_HEAD
-from .call import block_pages, Call, few_queries, folded, page_unit, row_tile, tiles_of_queries
+from .call import block_pages, Call, few_queries, folded, LANES, page_unit, row_tile, tiles_of_queries
 from .call import PallasConfig as PallasConfig
 from .kernel import Method, over_items, Sizes
 from .together import TOGETHER
@@ -77,13 +77,26 @@ def adapted(config: PallasConfig, problem: Problem, device: DeviceFacts) -> Pall
 
 
 def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:
-    """Where XLA keeps pages in another order than the kernels read."""
-    if problem.dim("D") % 128 == 0 and problem.dim("V") % 128 == 0:
-        return ""
-    return (
-        "between programs, XLA keeps pages whose head dim is no multiple of 128 with another axis last, so that each compiled program copies all of "
-        "them once when it begins: pad head dims, or decode several tokens in one program"
-    )
+    """Where XLA keeps pages or their scales in another order than the kernels read, as compiled programs show."""
+    heads, widths, found = problem.dim("K"), block_sizes.widths(problem), []
+    kinds = zip(widths, block_sizes.dtypes(problem).values(), strict=True)
+    if any(width % LANES for width in widths):
+        found.append(
+            "between programs, XLA keeps pages whose head dim is no multiple of 128 with another axis last, so that each compiled program copies all "
+            "of them once when it begins: pad head dims, or decode several tokens in one program"
+        )
+    elif not all(block_sizes.read_in_place(heads, width, dtype) for width, dtype in kinds):
+        found.append(
+            f"XLA keeps pages of {heads} key heads of {' and '.join(map(str, dict.fromkeys(widths)))} channels in another order than the kernels "
+            "read, so that every call copies all of them: 1 or a multiple of 8 key heads are read in place, of 128 channels also 2 (not of 8 bits) "
+            "and 4"
+        )
+    if problem.flag("scales") == "token" and problem.dim("p") % LANES:
+        found.append(
+            "every call copies all scales for each token, which XLA keeps in another order than it gathers: take pages of 128 tokens, or scales for "
+            "each head"
+        )
+    return "; ".join(found)
 
 
 def forward(
@@ -109,6 +122,10 @@ def forward(
         "out": results["out"].reshape(*lead, heads, call.values),
         "lse": results["lse"].reshape(*lead, heads),
     }
+
+
+def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
+    return write_kernel.write(arrays, execute=execute)
 
 
 def _sizes(call: Call, method: Method, queries: int, keys: int) -> tuple[Sizes, int]:

@@ -1,0 +1,142 @@
+"""The Pallas kernel that writes new tokens into pages, interpreted with races detected, against XLA's scatter; and compiled for TPUs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ejkernel_eqx as ejx
+from ejkernel_eqx.launch.pallas import run
+from ejkernel_eqx.launch.tpu_ahead import compile_for_tpu
+from ejkernel_eqx.paged.pallas import write_kernel
+from ejkernel_eqx.paged.spec import WriteArrays
+from tests.attention.dense import normal
+from tests.paged import writes
+from tests.paged.writes import make
+from tests.recurrence.quick import quick
+from tests.tolerances import assert_close
+from tests.tpus import GENERATIONS, launches_of, lower, needs_libtpu
+
+WIDE = {"k": 256, "v": 128}
+TILES = {"k": 512, "rope": 64}  # of one head; the second kind is left to the scatter
+
+
+def interpreted(arrays: WriteArrays) -> dict[str, Any]:
+    return write_kernel.write(arrays, execute=functools.partial(run, interpret=True))
+
+
+assert_same = functools.partial(writes.assert_same, quick(interpreted))
+
+
+def launched(arrays: WriteArrays) -> dict[str, Any]:
+    return launches_of(write_kernel.write, arrays)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": dict(dtype="bfloat16", heads=2),
+    "one head": dict(dtype="float32", kinds=TILES, heads=1),
+    "many heads": dict(dtype="float32", new="bfloat16", heads=8),
+    "int8": dict(dtype="int8", scales="token", heads=4),
+    "float8": dict(dtype="float8_e4m3fn", scales="head", heads=8),
+    "two dtypes": dict(dtype=("int8", "bfloat16"), scales="token", heads=4),
+    "shared pages": dict(dtype="bfloat16", heads=2, lead=(2,)),
+    "mapped": dict(dtype="int8", scales="head", heads=4, lead=(2,), pages_lead=(2,)),
+}
+
+
+@pytest.mark.usefixtures("no_races")
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_as_the_scatter(name):
+    arrays = make(**{"kinds": WIDE, **CASES[name]})
+    assert list(launched(arrays)) == ["paged.write"]
+    assert_same(arrays)
+
+
+@pytest.mark.usefixtures("no_races")
+def test_runs_of_slots(monkeypatch):
+    """Of every length and at every place, in several blocks."""
+    rng = np.random.default_rng(0)
+    slots, free = [], list(rng.permutation(40))
+    monkeypatch.setattr(write_kernel, "_BLOCK", 64 * 8 * 128 * 2)
+    while free and len(slots) < 300:
+        length = int(rng.integers(1, 20))
+        first = 20 * free.pop()
+        slots += [*range(first, first + length), *([-1] * int(rng.integers(0, 3)))]
+    pages = {"k": jnp.zeros((50, 16, 8, 128), jnp.bfloat16)}
+    new = {"k": normal(0, len(slots), 8, 128, dtype=jnp.bfloat16)}
+    assert_same(WriteArrays(pages, new, jnp.asarray(slots, jnp.int32)))  # pyright: ignore
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "three heads": dict(dtype="float32", kinds=WIDE, heads=3),
+    "half a word": dict(dtype="bfloat16", kinds=TILES, heads=1),
+    "narrow": dict(dtype="float32", heads=8),
+    "no token": dict(dtype="float32", kinds=WIDE, heads=8),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_left_to_the_scatter(name):
+    arrays = make(**OTHERS[name])
+    if name == "no token":
+        arrays = arrays._replace(slots=arrays.slots[:0], new={n: x[:0] for n, x in arrays.new.items()})
+    assert not launched(arrays)
+    assert_same(arrays)
+
+
+@pytest.mark.slow
+def test_appending_writes_by_it():
+    """Through an operation, with pages that hold NaN where nothing is."""
+    q, (k, v) = normal(3, 3, 4, 128), (normal(seed, 3, 2, 128) for seed in (7, 8))
+    cache = ejx.PagedKVCache.init(6, 8, 2, 128)
+    before = (normal(seed, 6, 2, 128) for seed in (5, 6))
+    cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
+    cache = cache.append(*before, jnp.array([32, 33, 34, 35, 16, 17]))
+    results = []
+    for platform in ("xla", "pallas-interpret"):
+        op = ejx.RaggedPagedAttention(append=True, platform=platform)
+        bound = cache.bind(np.array([[4, 1], [2, -1]], np.int32), jnp.array([6, 3]))
+        call = quick(functools.partial(op, query_start_loc=jnp.array([0, 2, 3]), max_query_len=2))
+        results.append(call(q, bound, k, v))
+    (want, expected), (got, written) = results
+    assert_close(got, want)
+    for name in ("k", "v"):
+        np.testing.assert_array_equal(getattr(written, name), getattr(expected, name))
+
+
+def large(heads: int, dim: int, dtype: Any, scales: str | None = None) -> WriteArrays:
+    shape, kinds = jax.ShapeDtypeStruct, ("k", "v")
+    pages = {name: shape((4096, 128, heads, dim), dtype) for name in kinds}
+    if scales == "token":
+        pages |= {f"{name}_scale": shape((4096, 128, heads), jnp.float32) for name in kinds}
+    new = {name: shape((700, heads, dim), jnp.bfloat16) for name in kinds}
+    return WriteArrays(pages, new, shape((700,), jnp.int32))  # pyright: ignore[reportArgumentType]
+
+
+LARGE: dict[str, WriteArrays] = {
+    "bfloat16": large(8, 128, jnp.bfloat16),
+    "two heads": large(2, 256, jnp.bfloat16),
+    "float32": large(1, 128, jnp.float32),
+    "int8": large(4, 128, jnp.int8, "token"),
+    "float8": large(16, 128, jnp.float8_e4m3fn, "token"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_lowers(name):
+    assert "ejkernel_eqx.paged.write" in lower(write_kernel.write, LARGE[name]).as_text()
+
+
+@needs_libtpu
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_pages_are_written_in_place(generation):
+    """No copy of the pages, not even in part, if they are donated."""
+    write = lambda *given: write_kernel.write(WriteArrays(*given))
+    for arrays in LARGE.values():
+        pages = sum(x.size * x.dtype.itemsize for x in arrays.pages.values())
+        memory = compile_for_tpu(generation, write, *arrays, donate=(0,)).memory_analysis()
+        assert memory.alias_size_in_bytes >= pages > 20 * memory.temp_size_in_bytes
