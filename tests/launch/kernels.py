@@ -302,3 +302,25 @@ def mixed_kernel(x_ptr, bias_ptr, state_ptr, n, new_state_ptr, out_ptr, BLOCK: t
     if BIAS:
         out += tl.load(bias_ptr + at, mask=inside, other=0.0)
     tl.store(out_ptr + at, out, mask=inside)
+
+
+@triton.jit
+def constant_tail_kernel(x, n, out, TAIL: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x, and `TAIL` from element n on."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n, other=TAIL))
+
+
+@triton.jit
+def specialised_kernel(a, b, out, SIZE: tl.constexpr, STEPS: tl.constexpr):
+    """out = a @ b, tile by tile, loaded by warps of their own."""
+    rows = tl.make_tensor_descriptor(
+        a, shape=[SIZE * STEPS, SIZE], strides=[SIZE, 1], block_shape=[SIZE, SIZE]
+    )
+    right = tl.make_tensor_descriptor(b, shape=[SIZE, SIZE], strides=[SIZE, 1], block_shape=[SIZE, SIZE])
+    made = tl.make_tensor_descriptor(
+        out, shape=[SIZE * STEPS, SIZE], strides=[SIZE, 1], block_shape=[SIZE, SIZE]
+    )
+    for step in tl.range(STEPS, warp_specialize=True):
+        product = tl.dot(rows.load([step * SIZE, 0]), right.load([0, 0]))
+        made.store([step * SIZE, 0], product.to(out.dtype.element_ty))
