@@ -146,6 +146,21 @@ def test_defaults_fit(target, kind):
             assert report.shared <= tile_sizes.shared_memory(problem, config.decode, device)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("grouped", "speculative", "latent, 16 heads", "int8", "float32"))
+@pytest.mark.parametrize("target", DEVICES)
+def test_launches_that_merge_fit(target, kind):
+    (arrays, spec), device = request(kind), DEVICES[target]
+    problem = problem_of("paged_attention", arrays, spec)
+    default = triton.default_config(problem, device)
+    config = dataclasses.replace(default, split_k=5, chunk_size=default.decode.block_k, together=True)
+    launch = launches(arrays, spec, config)["decode_kernel"]
+    report = compile_ahead(launch, target)
+    assert report.fits and report.shared <= tile_sizes.shared_memory(problem, config.decode, device)
+    apart = launches(arrays, spec, dataclasses.replace(config, together=False))["decode_kernel"]
+    assert report.spills <= compile_ahead(apart, target).spills
+
+
 @pytest.mark.parametrize("kind", ("grouped", "latent", "int8", "mixed"))
 def test_candidates_begin_with_the_heuristic_and_differ(kind):
     problem = problem_of("paged_attention", *request(kind))
