@@ -119,9 +119,7 @@ def test_long(name, dtype):
 @pytest.mark.parametrize("name", LONG)
 def test_the_last_program_merges(name, splits):
     default = default_config(*made(LONG[name]))
-    config = dataclasses.replace(
-        default, split_k=splits, chunk_size=default.decode.block_k, together=True
-    )
+    config = dataclasses.replace(default, split_k=splits, chunk_size=default.decode.block_k, together=True)
     check(LONG[name], config)
 
 

@@ -14,6 +14,7 @@ import types
 import zlib
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
@@ -156,6 +157,15 @@ def test_an_output_in_place_is_an_alias_of_the_call(begun):
     text = lowered(lambda x: run(through, {"x": x})["out"], jnp.ones(8))
     assert "output_tuple_indices = []" in text
     assert own_call._Described(through) != own_call._Described(dataclasses.replace(through, aliases={}))
+
+
+def test_a_launch_is_exported(begun):
+    call = jax.jit(lambda x: run(square(), {"x": x})["out"])
+    with pytest.raises(ValueError, match="triton_kernel_call_ffi"):
+        jax.export.export(call, platforms=["cuda"])(jnp.ones(16))
+    checks = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
+    exported = jax.export.export(call, platforms=["cuda"], disabled_checks=checks)(jnp.ones(16))
+    assert "triton_kernel_call_ffi" in exported.mlir_module()
 
 
 def test_a_launch_is_lowered_for_nvidia_only(begun):

@@ -405,8 +405,12 @@ def test_the_last_program_merges_any_number_of_splits(splits):
 @pytest.mark.parametrize(
     "case",
     (
-        dataclasses.replace(LONG, kv_lens=(70, 1, 33), q_lens=(1, 0, 2), tail=3),  # a sequence without queries
-        dataclasses.replace(LONG, missing=((0, 0), (1, 3)), kv_start=(70, 200, 0), left=None),  # and without keys
+        dataclasses.replace(
+            LONG, kv_lens=(70, 1, 33), q_lens=(1, 0, 2), tail=3
+        ),  # a sequence without queries
+        dataclasses.replace(
+            LONG, missing=((0, 0), (1, 3)), kv_start=(70, 200, 0), left=None
+        ),  # and without keys
         pytest.param(dataclasses.replace(LONG, H=24, K=2), marks=pytest.mark.slow),  # three blocks
     ),
     ids=("no queries", "no keys", "many blocks"),
