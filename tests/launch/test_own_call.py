@@ -18,6 +18,7 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 
+from ejkernel_eqx.core.platforms import kernels_unavailable
 from ejkernel_eqx.dispatch import Backend, DeviceFacts
 from ejkernel_eqx.launch import Launch, run, Target
 from ejkernel_eqx.launch._workers import Workers
@@ -372,6 +373,21 @@ def test_workers_give_results_and_errors():
     with pytest.raises(ZeroDivisionError):
         workers.submit(lambda: 1 // 0).result(10)
     assert workers.submit(lambda: 3).result(10) == 3
+
+
+def test_triton_is_read_once_and_early(monkeypatch, stageable):
+    """Its digest is part of every key of its cache: one thread makes it, when a module for an NVIDIA GPU is built."""
+    calls, begun = [], threading.Event()
+    monkeypatch.setattr("triton.runtime.cache.triton_key", lambda: (calls.append(1), begun.set()))
+    staging.get_ready.cache_clear()
+    monkeypatch.setattr("ejkernel_eqx.core.platforms.triton_unavailable", lambda: None)
+    assert kernels_unavailable(facts("9.0")) is kernels_unavailable(facts("9.0")) is None
+    assert begun.wait(20) and len(calls) == 1
+    staging.get_ready.cache_clear()
+    monkeypatch.setenv("EJKERNEL_EQX_LAUNCH", "jax-triton")
+    assert kernels_unavailable(facts("9.0")) is None
+    assert staging.get_ready.cache_info().currsize == 0
+    staging.get_ready.cache_clear()
 
 
 # Where it is used

@@ -64,11 +64,26 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 _enabled_cache, _temporary_cache = _WhileUsed(_enabled), _WhileUsed(_temporary)
 
 
+_identified = threading.Lock()
+
+
+def identify_triton() -> None:
+    """Triton's keys contain a digest of its own files, half a gigabyte to read. It is kept, but without this each thread that compiles while there is
+    none would make one."""
+    from triton.runtime import cache
+
+    key: Callable[[], Any] | None = getattr(cache, "triton_key", None)  # it is Triton's own
+    with _identified:
+        if key is not None:
+            key()
+
+
 def through_cache(compiling: Callable[[], Any], text: str) -> Any:
     """What `compiling` makes or finds in the cache. If the cache cannot be used, or its entry lacks the `text` (`"ptx"`, `"amdgcn"`), it compiles
     once more, in a folder of this process."""
     from triton import knobs
 
+    identify_triton()
     with _enabled_cache:
         folder = knobs.cache.dir
         try:

@@ -17,7 +17,7 @@ from ..dispatch.environment import declare
 from ._apart import kept_apart
 from .compile import Target
 from .launch import Launch
-from .staging import begin, FFI_TARGET, identity, staged, versions_unfit
+from .staging import begin, FFI_TARGET, get_ready, identity, staged, versions_unfit
 from .triton_call import triton_unavailable
 
 _WAYS = ("own", "jax-triton")
@@ -35,6 +35,12 @@ LAUNCH = declare(
     _parse_way,
     "own",
 )
+
+
+def expect_launches() -> None:
+    """Called where Triton kernels are chosen for an NVIDIA GPU, which is long before the first is traced."""
+    if LAUNCH.read() == "own" and _can_stage():
+        get_ready()
 
 
 def own_target() -> Target | None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jaxlib.version
 
+from ._disk_cache import identify_triton
 from ._workers import Workers
 from .compile import compiled, scalar_type_name, specialisation, Target, TENSOR_MEMORY_LIMIT
 from .launch import Launch
@@ -90,6 +91,13 @@ _lock = threading.Lock()
 _workers = Workers(min(_MOST_THREADS, os.cpu_count() or 1))
 _kernels: dict[Hashable, "concurrent.futures.Future[Kernel]"] = {}
 """Kernels that are compiled or will be."""
+
+
+@functools.cache
+def get_ready() -> None:
+    """Begins what the first compilation of a process waits for."""
+    _survive_forks()
+    _workers.submit(identify_triton)
 
 
 def begin(launch: Launch, target: Target) -> "concurrent.futures.Future[Kernel]":
