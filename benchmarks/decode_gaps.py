@@ -4,8 +4,9 @@
     python benchmarks/decode_gaps.py --quick                # a tiny model, anywhere
 
 A layer attends, and its result is the next layer's queries. When appending, it first makes keys and values of its queries and writes them
-into its pages. Each program is timed in five ways: as XLA makes it (on GPUs, launches are recorded as CUDA graphs), without graphs, with the merge of splits in the launch that computes
-them (`together`), both, and with that and smaller splits. Every result is compared with XLA's, and equal ways bit for bit.
+into its pages. Each program is timed in five ways: as XLA makes it (on GPUs, launches are recorded as CUDA graphs), without graphs, with the
+merge of splits in the launch that computes them (`together`), both, and with that and smaller splits. Every result is compared with XLA's in
+float32, and with every other result of the same configuration bit for bit.
 
 The time of a layer is that of many calls in a row. A trace says how many kernels a layer has, how long they run, and the gaps between them: XLA
 launches kernels one by one while it is profiled, so a second trace keeps graphs (`xla_enable_command_buffers_during_profiling`).
@@ -95,7 +96,7 @@ def make_inputs(problem: Problem) -> tuple[Any, ...]:
     return q, new, caches, jnp.asarray(table), lengths, jnp.arange(problem.N + 1, dtype=jnp.int32)
 
 
-def make_step(problem: Problem, platform: str | None, config: Any) -> Callable[..., tuple[Array, Any]]:
+def make_step(problem: Problem, platform: ejx.PlatformLike, config: Any) -> Callable[..., tuple[Array, Any]]:
     attend = ejx.RaggedPagedAttention(append=problem.append, platform=platform, config=config)
 
     def step(q: Array, new: Array, caches: Any, table: Array, lengths: Array, start: Array) -> Any:
@@ -113,7 +114,7 @@ def make_step(problem: Problem, platform: str | None, config: Any) -> Callable[.
     return step
 
 
-def compiled(problem: Problem, platform: str | None, config: Any, options: Mapping[str, Any]) -> Any:
+def compiled(problem: Problem, platform: ejx.PlatformLike, config: Any, options: Mapping[str, Any]) -> Any:
     step = jax.jit(make_step(problem, platform, config), donate_argnums=2)
     shapes = jax.eval_shape(lambda: make_inputs(problem))
     return step.lower(*shapes).compile(compiler_options=dict(options) or None)
@@ -124,7 +125,15 @@ def default_config(problem: Problem) -> Any:
     from ejkernel_eqx.paged.example import example_problem
     from ejkernel_eqx.paged.triton import compiled as triton
 
-    sizes = {"T": problem.N, "N": problem.N, "S": problem.S, "H": problem.H, "K": problem.K, "D": problem.D, "p": problem.p}
+    sizes = {
+        "T": problem.N,
+        "N": problem.N,
+        "S": problem.S,
+        "H": problem.H,
+        "K": problem.K,
+        "D": problem.D,
+        "p": problem.p,
+    }
     found = example_problem("ragged_paged_attention", sizes, problem.dtype, {})
     return triton.default_config(found, device_facts())
 

@@ -28,7 +28,7 @@ def merge_splits(
     SINKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Stores `out` and `lse` of the `ROWS` rows from `row` on: sums of the results of `used` splits, each weighted by exp(its lse)."""
-    t, h = query_rows(row, kv_head, H, K, ROWS)  # [ROWS] each
+    t, h = query_rows(row, kv_head, H, K, ROWS)  # [ROWS] each  # pyright: ignore[reportGeneralTypeIssues]
     token = tl.load(q_start_ptr + n) + t  # [ROWS]
     inside = (t < queries) & (token >= 0) & (token < T)  # [ROWS]
     at = ((n * QUERIES + t) * H + h) * SPLITS  # [ROWS]
