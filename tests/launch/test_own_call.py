@@ -1,6 +1,7 @@
 """Launches that are compiled and staged here, without a GPU: what is traced and lowered, when compilation begins, and which launches share it."""
 
 import ast
+import concurrent.futures
 import dataclasses
 import importlib
 import inspect
@@ -364,6 +365,37 @@ raise SystemExit(7)
     paths = {"PYTHONPATH": os.path.dirname(inspect.getfile(staging.Staged))}
     done = subprocess.run([sys.executable, "-c", program], timeout=100, env=os.environ | paths)
     assert done.returncode == 7 and time.monotonic() - begin < 20
+
+
+def test_work_goes_on_in_a_thread_that_outlives_the_main_one():
+    program = """
+import concurrent.futures, os, threading, time
+from _workers import Workers
+workers = Workers(1)
+begun = [workers.submit(lambda: time.sleep(0.5)) for _ in range(3)]
+def outlives():
+    threading.main_thread().join()
+    begun[0].result(20)
+    try:
+        begun[2].result(20)
+    except concurrent.futures.CancelledError:
+        os._exit(workers.submit(lambda: 7).result(20))
+threading.Thread(target=outlives).start()
+"""
+    paths = {"PYTHONPATH": os.path.dirname(inspect.getfile(staging.Staged))}
+    assert (
+        subprocess.run([sys.executable, "-c", program], timeout=100, env=os.environ | paths).returncode == 7
+    )
+
+
+def test_cancelled_kernels_are_compiled_by_who_waits(library, monkeypatch):
+    cancelled = concurrent.futures.Future()
+    cancelled.cancel()
+    monkeypatch.setattr(
+        staging, "_compile", lambda launch, target: staging.Kernel("a kernel", 4, 0, 0, "ptx")
+    )
+    staging._kernels[staging._kernel_identity(square()), TARGET] = cancelled
+    assert read(staging.staged(square(), TARGET))[1][0] == "a kernel"
 
 
 def test_workers_give_results_and_errors():

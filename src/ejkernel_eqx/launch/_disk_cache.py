@@ -50,9 +50,10 @@ def _enabled(changes: contextlib.ExitStack) -> None:
 def _temporary(changes: contextlib.ExitStack) -> None:
     from triton import knobs
 
+    folder = _temporary_folder().name
     changes.enter_context(knobs.cache.scope())
     changes.enter_context(knobs.compilation.scope())
-    knobs.cache.dir = _temporary_folder().name
+    knobs.cache.dir = folder
     knobs.compilation.store_binary_only = False
 
 

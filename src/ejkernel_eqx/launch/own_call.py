@@ -2,6 +2,7 @@
 
 Tracing begins the compilation and lowering waits for it, so a program's kernels compile side by side while the rest of it is traced."""
 
+import contextlib
 import functools
 import importlib
 from typing import Any
@@ -39,8 +40,9 @@ LAUNCH = declare(
 
 def expect_launches() -> None:
     """Called where Triton kernels are chosen for an NVIDIA GPU, which is long before the first is traced."""
-    if LAUNCH.read() == "own" and _can_stage():
-        get_ready()
+    with contextlib.suppress(ValueError):  # a wrong value is told where a kernel is launched
+        if LAUNCH.read() == "own" and _can_stage():
+            get_ready()
 
 
 def own_target() -> Target | None:

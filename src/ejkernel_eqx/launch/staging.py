@@ -127,13 +127,19 @@ def staged(launch: Launch, target: Target) -> Staged:
     """The launch as an operand of `FFI_TARGET`; waits for the kernel.
 
     **Raises:** `RuntimeError` if the kernel does not compile. The next call tries again."""
-    kernel = begin(launch, target)
+    key = _kernel_identity(launch), target
     try:
-        return _stage(launch, kernel.result(), target)
+        try:
+            kernel = begin(launch, target).result()
+        except concurrent.futures.CancelledError:  # the main thread has ended, and this one has not
+            with _lock:
+                _kernels.pop(key, None)
+            kernel = begin(launch, target).result()
+        return _stage(launch, kernel, target)
     # A kernel's body is arbitrary code, and Triton's passes raise what they like: the error must name the kernel.
     except Exception as error:
         with _lock:
-            _kernels.pop((_kernel_identity(launch), target), None)
+            _kernels.pop(key, None)
         raise RuntimeError(
             f"The Triton kernel {launch.label} cannot be launched on {target.name}: {type(error).__name__}: {error}. Choose another configuration "
             "(config=), or platform='xla'."
