@@ -4,7 +4,7 @@ import gzip
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 _SENDS = re.compile(r"nccl|sendrecv|collective.?permute|all.?to.?all", re.IGNORECASE)
@@ -22,24 +22,33 @@ def read_trace(folder: pathlib.Path) -> list[Mapping[str, Any]]:
 
 def hidden(events: Iterable[Mapping[str, Any]]) -> float | None:
     """The part of the time of sending kernels in which another stream of the same GPU computes, over all GPUs; `None` if nothing is sent."""
-    events = list(events)
-    of_process, of_thread = _names(events, "process_name"), _names(events, "thread_name")
     spans: dict[Any, dict[bool, list[Span]]] = {}
-    for event in events:
-        device = event.get("pid")
-        stream = of_thread.get((device, event.get("tid")), "")
-        if (
-            event.get("ph") != "X"
-            or "GPU" not in of_process.get((device, None), "")
-            or "Stream" not in stream
-        ):
-            continue
-        begin, time = float(event["ts"]), float(event.get("dur", 0))
-        kinds = spans.setdefault(device, {True: [], False: []})
-        kinds[bool(_SENDS.search(event["name"]))].append((begin, begin + time))
+    for event in _on_streams(list(events)):
+        kinds = spans.setdefault(event["pid"], {True: [], False: []})
+        kinds[bool(_SENDS.search(event["name"]))].append(_span(event))
     sent = sum(_length(_merged(kinds[True])) for kinds in spans.values())
     both = sum(_length(_common(_merged(kinds[True]), _merged(kinds[False]))) for kinds in spans.values())
     return both / sent if sent else None
+
+
+def gpu_spans(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
+    """Name, begin and end, in microseconds, of all that the streams of all GPUs ran, in order."""
+    found = [(event["name"], *_span(event)) for event in _on_streams(list(events))]
+    return sorted(found, key=lambda span: span[1])
+
+
+def _on_streams(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    of_process, of_thread = _names(events, "process_name"), _names(events, "thread_name")
+    for event in events:
+        device = event.get("pid")
+        stream = of_thread.get((device, event.get("tid")), "")
+        if event.get("ph") == "X" and "GPU" in of_process.get((device, None), "") and "Stream" in stream:
+            yield event
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    begin, time = float(event["ts"]), float(event.get("dur", 0))
+    return begin, begin + time
 
 
 def _names(events: Sequence[Mapping[str, Any]], what: str) -> dict[tuple[Any, Any], str]:

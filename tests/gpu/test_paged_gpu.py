@@ -157,6 +157,14 @@ def test_long(name, dtype):
     check(dataclasses.replace(LONG[name], dtype=dtype))
 
 
+@pytest.mark.parametrize("splits", [2, 5, 64])
+@pytest.mark.parametrize("name", LONG)
+def test_the_last_program_merges(name, splits):
+    default = default_config(*made(LONG[name]))
+    config = dataclasses.replace(default, split_k=splits, chunk_size=default.decode.block_k, together=True)
+    check(LONG[name], config)
+
+
 @pytest.mark.parametrize("n", range(12))
 @pytest.mark.parametrize("name", LONG)
 def test_candidates(name, n):

@@ -302,3 +302,40 @@ def mixed_kernel(x_ptr, bias_ptr, state_ptr, n, new_state_ptr, out_ptr, BLOCK: t
     if BIAS:
         out += tl.load(bias_ptr + at, mask=inside, other=0.0)
     tl.store(out_ptr + at, out, mask=inside)
+
+
+@triton.jit
+def constant_tail_kernel(x, n, out, TAIL: tl.constexpr, BLOCK: tl.constexpr):
+    """out = x, and `TAIL` from element n on."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n, other=TAIL))
+
+
+@triton.jit
+def specialised_kernel(a, b, out, SIZE: tl.constexpr, STEPS: tl.constexpr):
+    """out = a @ b, tile by tile, loaded by warps of their own."""
+    rows = tl.make_tensor_descriptor(
+        a, shape=[SIZE * STEPS, SIZE], strides=[SIZE, 1], block_shape=[SIZE, SIZE]
+    )
+    right = tl.make_tensor_descriptor(b, shape=[SIZE, SIZE], strides=[SIZE, 1], block_shape=[SIZE, SIZE])
+    made = tl.make_tensor_descriptor(
+        out, shape=[SIZE * STEPS, SIZE], strides=[SIZE, 1], block_shape=[SIZE, SIZE]
+    )
+    for step in tl.range(STEPS, warp_specialize=True):
+        product = tl.dot(rows.load([step * SIZE, 0]), right.load([0, 0]))
+        made.store([step * SIZE, 0], product.to(out.dtype.element_ty))
+
+
+@triton.jit
+def arriving_kernel(zeros, count, order, total):
+    """Programs of each of two groups number themselves, whichever comes first; the last one of a group stores how many there are."""
+    program = tl.program_id(0)
+    before = tl.atomic_add(count + program % 2, 1, sem="acq_rel", scope="gpu")
+    tl.store(order + program, before)
+    if before == (tl.num_programs(0) + 1 - program % 2) // 2 - 1:
+        tl.store(total + program % 2, before + 1)
+
+
+@triton.jit
+def atomic_sum_kernel(zeros, total):
+    tl.atomic_add(total, 0.5)

@@ -1,4 +1,4 @@
-"""What is aliased has a buffer of its own, whatever the caller gives: as staged for both of jax-triton's ways to be called."""
+"""What is aliased has a buffer of its own, whatever the caller gives: as staged here, and for both of jax-triton's ways to be called."""
 
 import functools
 import importlib
@@ -13,12 +13,14 @@ import pytest
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_eqx.launch import Launch, run
+from ejkernel_eqx.launch import Launch, run, TARGETS
 from ejkernel_eqx.paged.spec import WriteArrays
 from ejkernel_eqx.paged.triton.write_kernel import write
 from tests.launch import kernels
 
+own_call = importlib.import_module("ejkernel_eqx.launch.own_call")
 triton_call = importlib.import_module("ejkernel_eqx.launch.triton_call")
+_run = importlib.import_module("ejkernel_eqx.launch._run")
 S = jax.ShapeDtypeStruct
 
 # Stands for jax-triton's, which cannot be imported everywhere: arrays in, arrays out, and nothing known of what is between.
@@ -44,13 +46,32 @@ def _call_04(*operands, out_type, backend_options, kernel, input_output_aliases=
     return call_p.bind(*arrays, types=out_type, aliases=tuple(aliases.items()))
 
 
-@pytest.fixture(params=[_call_03, _call_04], ids=["jax-triton 0.3", "jax-triton 0.4"], autouse=True)
+@pytest.fixture(params=["own", "jax-triton 0.3", "jax-triton 0.4"], autouse=True)
 def staged(request, monkeypatch):
-    """Launches are staged by a call that has the signature of one version."""
+    """Launches are staged here, or by a call that has the signature of one version."""
+    if request.param == "own":
+        monkeypatch.setattr(_run, "own_target", lambda: TARGETS["sm_90"])
+        monkeypatch.setattr(own_call, "begin", lambda launch, target: None)
+        return
+    is_04 = request.param == "jax-triton 0.4"
     monkeypatch.setattr(triton_call, "triton_unavailable", lambda: None)
-    monkeypatch.setattr(triton_call, "_takes_options", lambda: request.param is _call_04)
-    monkeypatch.setattr(importlib.import_module("ejkernel_eqx.launch._run"), "own_target", lambda: None)
-    monkeypatch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(triton_call=request.param))
+    monkeypatch.setattr(triton_call, "_takes_options", lambda: is_04)
+    monkeypatch.setattr(_run, "own_target", lambda: None)
+    staging = types.SimpleNamespace(triton_call=_call_04 if is_04 else _call_03)
+    monkeypatch.setitem(sys.modules, "jax_triton", staging)
+
+
+def aliases_of(call: Any) -> dict[int, int]:
+    """Which operand each output in place is."""
+    if call.primitive is call_p:
+        return dict(call.params["aliases"])
+    launch = call.params["launch"].launch
+    arrays = [name for name in launch.arguments if name in launch.inputs]
+    return {arrays.index(x): launch.results.index(y) for x, y in launch.aliases.items()}
+
+
+def calls_among(found: list[Any]) -> list[Any]:
+    return [eqn for eqn in found if eqn.primitive in (call_p, own_call._call_p)]
 
 
 def equations(jaxpr: Any) -> list[Any]:
@@ -63,11 +84,11 @@ def equations(jaxpr: Any) -> list[Any]:
 def assert_kept_apart(function: Any, *arguments: Any, pairs: int) -> None:
     """Every aliased operand of every call is a result of one barrier that no other operand is, and its output goes to one barrier alone."""
     found = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
-    calls = [eqn for eqn in found if eqn.primitive is call_p]
-    assert calls and all(len(call.params["aliases"]) == pairs for call in calls)
+    calls = calls_among(found)
+    assert calls and all(len(aliases_of(call)) == pairs for call in calls)
     for call in calls:
-        operands = [call.invars[index] for index, _ in call.params["aliases"]]
-        results = [call.outvars[index] for _, index in call.params["aliases"]]
+        operands = [call.invars[index] for index in aliases_of(call)]
+        results = [call.outvars[index] for index in aliases_of(call).values()]
         assert all(sum(x is y for y in call.invars) == 1 for x in operands)
         (before,) = [eqn for eqn in found if any(x is y for x in operands for y in eqn.outvars)]
         (after,) = [eqn for eqn in found if any(x is y for x in results for y in eqn.invars)]
@@ -142,4 +163,4 @@ def test_a_call_without_aliases_has_no_barrier():
         (1,),
     )
     found = equations(jax.make_jaxpr(lambda x: run(launch, {"x": x}))(jnp.ones(8)).jaxpr)
-    assert [eqn.primitive for eqn in found] == [call_p]
+    assert found == calls_among(found) and len(found) == 1

@@ -680,3 +680,33 @@ def test_rows_by_a_descriptor(groups):
     np.testing.assert_array_equal(outputs["out"], expected)
     np.testing.assert_array_equal(outputs["scattered"], x)
     assert groups == [2]
+
+
+@pytest.mark.parametrize("programs", [1, 7, 130])
+def test_programs_count_themselves(programs):
+    """An atomic addition returns what was there before, for every program another number, also where some of them part and restart."""
+    two = S((2,), jnp.int32)
+    launch = Launch(
+        kernels.arriving_kernel,
+        {"zeros": two},
+        {"count": two, "order": S((programs,), jnp.int32), "total": two},
+        {},
+        {},
+        (programs,),
+        aliases={"zeros": "count"},
+    )
+    found = run(launch, {"zeros": jnp.zeros(2, jnp.int32)}, interpret=True)
+    counts = [-(-programs // 2), programs // 2]
+    np.testing.assert_array_equal(found["count"], counts)
+    for group, count in enumerate(counts):
+        assert sorted(np.asarray(found["order"])[group::2]) == list(range(count))
+        assert count == 0 or found["total"][group] == count
+
+
+def test_sums_that_depend_on_the_order_are_not_interpreted():
+    one = S((1,), jnp.float32)
+    launch = Launch(
+        kernels.atomic_sum_kernel, {"zeros": one}, {"total": one}, {}, {}, (2,), aliases={"zeros": "total"}
+    )
+    with pytest.raises(InterpretError, match="an atomic other than an addition of integers"):
+        run(launch, {"zeros": jnp.zeros(1)}, interpret=True)

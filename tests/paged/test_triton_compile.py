@@ -1,6 +1,7 @@
 """The decode kernels compiled ahead of time, for devices that need not be there: the defaults must fit, with estimates from above."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -144,6 +145,28 @@ def test_defaults_fit(target, kind):
         )
         if name == "decode_kernel" and config.decode != tile_sizes.SMALLEST:
             assert report.shared <= tile_sizes.shared_memory(problem, config.decode, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "target, kind",
+    [
+        *itertools.product(("sm_90", "sm_100"), ("grouped", "speculative", "latent, 16 heads", "int8")),
+        ("sm_80", "grouped"),
+        ("gfx942", "latent, 16 heads"),
+    ],
+)
+def test_launches_that_merge_fit(target, kind):
+    """On NVIDIA, where the tuner tries them, without more spills."""
+    (arrays, spec), device = request(kind), DEVICES[target]
+    problem = problem_of("paged_attention", arrays, spec)
+    default = triton.default_config(problem, device)
+    config = dataclasses.replace(default, split_k=5, chunk_size=default.decode.block_k, together=True)
+    launch = launches(arrays, spec, config)["decode_kernel"]
+    report = compile_ahead(launch, target)
+    assert report.fits and report.shared <= tile_sizes.shared_memory(problem, config.decode, device)
+    apart = launches(arrays, spec, dataclasses.replace(config, together=False))["decode_kernel"]
+    assert device.vendor == "amd" or report.spills <= compile_ahead(apart, target).spills
 
 
 @pytest.mark.parametrize("kind", ("grouped", "latent", "int8", "mixed"))

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib
+import types
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import pytest
 
 from ejkernel_eqx._kernel import make_plan
 from ejkernel_eqx.launch import Launch, run
+from ejkernel_eqx.launch.compile import specialisation
 from ejkernel_eqx.paged import core
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
 from tests.compiled import DEVICES, launches_of
@@ -379,6 +382,74 @@ def test_only_what_is_needed_is_launched():
     window = dataclasses.replace(LONG, left=3)  # too few keys for a second split
     assert kernels(window, dataclasses.replace(CONFIG, chunk_size=32)) == ["decode_kernel"]
     assert kernels(dataclasses.replace(LONG, max_query_len=17), one) == ["decode_kernel", "prefill_kernel"]
+
+
+# The merge in the launch of the splits
+
+TOGETHER = dataclasses.replace(CONFIG, together=True)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", FEW)
+def test_the_last_program_merges(name):
+    assert_agrees(CASES[name], attend(CASES[name], TOGETHER))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("splits", (2, 3, 5, 9))
+def test_the_last_program_merges_any_number_of_splits(splits):
+    config = dataclasses.replace(TOGETHER, split_k=splits)
+    assert_agrees(LONG, attend(LONG, config))
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        dataclasses.replace(
+            LONG, kv_lens=(70, 1, 33), q_lens=(1, 0, 2), tail=3
+        ),  # a sequence without queries
+        dataclasses.replace(
+            LONG, missing=((0, 0), (1, 3)), kv_start=(70, 200, 0), left=None
+        ),  # and without keys
+        pytest.param(dataclasses.replace(LONG, H=24, K=2), marks=pytest.mark.slow),  # three blocks
+    ),
+    ids=("no queries", "no keys", "many blocks"),
+)
+def test_whatever_a_sequence_lacks_its_result_is_stored(case):
+    assert_agrees(case, attend(case, TOGETHER))
+
+
+def test_which_program_is_last_changes_nothing(monkeypatch):
+    """Programs run one by one, forwards and backwards, and all at once."""
+    interpreter = importlib.import_module("ejkernel_eqx.launch._interpreter")
+    case = dataclasses.replace(LONG, q_lens=(1,), kv_lens=(97,), qq_bias=None)
+    expected = attend(case, TOGETHER)
+    monkeypatch.setattr(interpreter, "_TOGETHER", 1)
+    assert same(expected, attend(case, TOGETHER))
+    backwards = types.SimpleNamespace(**vars(np))
+    backwards.indices = lambda extents: np.indices(extents)[:, ::-1]
+    monkeypatch.setattr(interpreter, "np", backwards)
+    assert same(expected, attend(case, TOGETHER))
+
+
+def test_one_launch():
+    assert kernels(LONG, TOGETHER) == ["decode_kernel"]
+    with_prefill = dataclasses.replace(LONG, max_query_len=17)
+    assert kernels(with_prefill, TOGETHER) == ["decode_kernel", "prefill_kernel"]
+
+
+def test_what_merging_takes_is_no_parameter_elsewhere():
+    """Kernels that do not merge are compiled to what they were."""
+    arrays, spec = with_axis(LONG)
+
+    def signature(config: TritonConfig) -> dict[str, str]:
+        forward = lambda arrays, execute: compiled.forward(arrays, spec, config, execute=execute)
+        return specialisation(launches_of(forward, arrays)["decode_kernel"])[0]
+
+    merging, plain = signature(TOGETHER), signature(CONFIG)
+    own = {"zeros_ptr", "count_ptr", "parts_ptr", "part_lse_ptr"}
+    assert {name for name, kind in plain.items() if kind == "constexpr"} >= own
+    assert {merging[name] for name in own} == {"*i32", "*fp32"}
 
 
 def test_buckets_of_queries_share_one_kernel():

@@ -286,10 +286,10 @@ def test_loops_are_pipelined():
     triton_compiler = pytest.importorskip("triton.compiler")
     from triton.backends.compiler import GPUTarget
 
-    from ejkernel_eqx.launch.compile import _specialisation
+    from ejkernel_eqx.launch.compile import specialisation
 
     launch = launch_of(HALF, (32, 8), 128, (128, 64, 8, 3))
-    signature, constants, attributes = _specialisation(launch)
+    signature, constants, attributes = specialisation(launch)
     source = triton_compiler.ASTSource(
         launch.function, signature=signature, constexprs=constants, attrs=attributes
     )

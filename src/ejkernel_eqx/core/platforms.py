@@ -10,7 +10,7 @@ import jax
 from jax import Array
 
 from ..dispatch import Backend, DeviceFacts, hooks_of, Implementation, kernel_registry, Platform, Problem
-from ..launch import interpreter_unavailable, run, triton_unavailable
+from ..launch import expect_launches, interpreter_unavailable, run, triton_unavailable
 
 Named = dict[str, Array]
 
@@ -50,7 +50,10 @@ def kernels_unavailable(device: DeviceFacts) -> str | None:
     """Why Triton kernels cannot run on the device."""
     if device.vendor == "nvidia" and device.capability < (8, 0):
         return f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
-    return triton_unavailable()
+    reason = triton_unavailable()
+    if reason is None and device.vendor == "nvidia":
+        expect_launches()
+    return reason
 
 
 @dataclasses.dataclass(frozen=True)

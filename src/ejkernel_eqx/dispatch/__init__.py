@@ -12,6 +12,7 @@ from .device import device_fingerprint as device_fingerprint
 from .device import device_kind as device_kind
 from .device import device_platform as device_platform
 from .device import DeviceFacts as DeviceFacts
+from .device import facts_of_calls as facts_of_calls
 from .device import Place as Place
 from .device import place_of as place_of
 from .device import place_of_calls as place_of_calls

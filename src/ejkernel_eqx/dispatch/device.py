@@ -108,6 +108,17 @@ def place_of_calls() -> Place:
     return _backend(device.platform), device.device_kind
 
 
+def facts_of_calls() -> DeviceFacts:
+    """The facts of a device that a call made here is compiled for, as known while tracing; of the default device if none like it is here."""
+    backend, kind = place_of_calls()
+    default = _default_device()
+    candidates = [default, *_local_devices(backend.value)] if backend is not Backend.ANY else [default]
+    like = (
+        device for device in candidates if (_backend(device.platform), device.device_kind) == (backend, kind)
+    )
+    return _facts(next(like, default))
+
+
 def _default_device() -> Device:
     default = getattr(jax.config, "jax_default_device", None)
     return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]

@@ -25,6 +25,7 @@ from .interpret import interpreter_unavailable as interpreter_unavailable
 from .interpret import InterpretError as InterpretError
 from .interpret import poison as poison
 from .launch import Launch as Launch
+from .own_call import expect_launches as expect_launches
 from .triton_call import limits_registers as limits_registers
 from .triton_call import register_limits_measured as register_limits_measured
 from .triton_call import triton_unavailable as triton_unavailable

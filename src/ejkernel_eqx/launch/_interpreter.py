@@ -15,8 +15,8 @@ restart together. If one fails, they restart one by one.
 
 Stricter than a device, on purpose: addresses are virtual and every access is checked, a masked load without `other`
 returns poison, inputs cannot be written, and a block of several elements has no truth value. More lenient:
-dots have no minimum size, and float32 products are exact except for a single pass of `"tf32"`. Atomics, inline assembly
-and libdevice calls are not supported.
+dots have no minimum size, and float32 products are exact except for a single pass of `"tf32"`. Atomics other than additions
+of integers, inline assembly and libdevice calls are not supported.
 """
 
 import ast

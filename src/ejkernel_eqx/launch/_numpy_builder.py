@@ -348,7 +348,25 @@ class NumpyBuilder(InterpreterBuilder):
         descriptor.validate()
         return descriptor
 
-    create_atomic_cas = create_atomic_rmw = _missing("an atomic")
+    create_atomic_cas = _missing("an atomic comparison")
+
+    def create_atomic_rmw(self, operation, pointers, value, mask, *_):
+        """An addition of integers, in the order of the programs; what was there before. (A sum of others depends on the order on a device.)"""
+        data_type = numpy_dtype(pointers.get_element_ty())
+        if operation != ir.ATOMIC_OP.ADD or data_type.kind not in "iu":
+            raise NotImplementedError("an atomic other than an addition of integers cannot be interpreted")
+        parts = (pointers.data, value.data, mask.data)
+        shape = np.broadcast_shapes(
+            (len(self.programs), *[1] * (pointers.data.ndim - 1)), *(x.shape for x in parts)
+        )
+        addresses, values, given = (np.broadcast_to(x, shape) for x in parts)
+        before = np.zeros(shape, data_type)
+        for at in zip(*np.nonzero(given), strict=True):
+            place = addresses[at].reshape(1)
+            before[at] = self.memory.load(place, data_type)[0]
+            self.memory.store(place, (before[at] + values[at]).astype(data_type).reshape(1))
+        return Handle(before, value.dtype)
+
     create_inline_asm = _missing("inline assembly")
     create_extern_elementwise = _missing("a libdevice function")
 

@@ -46,7 +46,7 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
         outputs = interpret_call(launch, checked)
     elif launch.is_gluon:
         outputs = own_call(launch, checked, TARGETS["sm_90"])
-    elif not launch.aliases and (target := own_target()) is not None:
+    elif (target := own_target()) is not None:
         outputs = own_call(launch, checked, target)
     else:
         outputs = triton_call(launch, checked)

@@ -1,14 +1,10 @@
 """Compiling a launch ahead of time, for a device that need not be present, to check that it fits."""
 
-import contextlib
 import dataclasses
-import os
 import pathlib
 import re
 import subprocess
 import tempfile
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +12,7 @@ import numpy as np
 from ..dispatch import Backend, DeviceFacts
 from ..dispatch.device import shared_memory_limit
 from ._collector import collector_paused
+from ._disk_cache import through_cache
 from ._language_lock import language_lock
 from .interpret import interpreter_unavailable
 from .launch import Launch
@@ -54,8 +51,8 @@ _CUDA_ARCHITECTURES = {
     (12, 0): 120,
 }
 
-# Tensor memory columns of a Blackwell multiprocessor; jax-triton refuses a kernel that needs more.
-_TENSOR_MEMORY_LIMIT = 512
+TENSOR_MEMORY_LIMIT = 512
+"""Columns of a Blackwell multiprocessor's tensor memory. Triton compiles a kernel that needs more to one that traps, and the GPU hangs."""
 
 
 def target_for(device: DeviceFacts) -> Target | None:
@@ -113,7 +110,7 @@ def compile_ahead(launch: Launch, target: str | Target) -> CompileReport:
     registers, spills = (_cuda_usage if target.backend == "cuda" else _hip_usage)(found)
     shared = found.metadata.shared
     tensor_memory = getattr(found.metadata, "tmem_size", None) or 0
-    fits = shared <= target.shared_limit and tensor_memory <= _TENSOR_MEMORY_LIMIT
+    fits = shared <= target.shared_limit and tensor_memory <= TENSOR_MEMORY_LIMIT
     return CompileReport(target.name, shared, registers, spills, target.shared_limit, fits)
 
 
@@ -128,8 +125,11 @@ def compiled(launch: Launch, target: Target) -> Any:
         from triton.experimental.gluon._runtime import GluonASTSource
 
         source = GluonASTSource
-    signature, constants, attributes = _specialisation(launch)
-    with language_lock.shared(), _usable_cache(), collector_paused():
+    signature, constants, attributes = specialisation(launch)
+    # Only NVIDIA's backend knows a limit on registers.
+    limit = {"maxnreg": launch.max_registers} if launch.max_registers and target.backend == "cuda" else {}
+
+    def compiling() -> Any:
         return triton.compile(
             source(launch.function, signature, constants, attributes),
             target=GPUTarget(target.backend, target.arch, target.warp_size),
@@ -138,16 +138,15 @@ def compiled(launch: Launch, target: Target) -> Any:
                 "num_stages": launch.num_stages,
                 "num_ctas": 1,
                 "enable_fp_fusion": True,
-                **(
-                    {"maxnreg": launch.max_registers}
-                    if launch.max_registers and target.backend == "cuda"
-                    else {}
-                ),
+                **limit,
             },
         )
 
+    with language_lock.shared(), collector_paused():
+        return through_cache(compiling, "ptx" if target.backend == "cuda" else "amdgcn")
 
-def _specialisation(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
+
+def specialisation(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list]]:
     """Signature, constants and attributes that jax-triton (0.3.1 and 0.4.1) passes to the compiler.
 
     Every array is assumed to be aligned to 16 bytes. A scalar equal to 1 becomes a constant; nothing else is
@@ -189,33 +188,6 @@ def scalar_type_name(value: int) -> str:
         if low <= value < high:
             return name
     return "u64"
-
-
-_cache_lock = threading.Lock()
-_cache_users = 0
-_cache_scope = contextlib.ExitStack()
-
-
-@contextlib.contextmanager
-def _usable_cache() -> Iterator[None]:
-    """Enables Triton's compile cache, which jax-triton 0.3 disables with an empty directory name.
-
-    The setting is global to the process: the first of several compilations makes it, the last restores it."""
-    global _cache_users
-    from triton import knobs
-
-    with _cache_lock:
-        if _cache_users == 0 and not knobs.cache.dir:
-            _cache_scope.enter_context(knobs.cache.scope())
-            knobs.cache.dir = os.path.join(knobs.cache.home_dir, ".triton", "cache")
-        _cache_users += 1
-    try:
-        yield
-    finally:
-        with _cache_lock:
-            _cache_users -= 1
-            if _cache_users == 0:
-                _cache_scope.close()
 
 
 def _cuda_usage(compiled: Any) -> tuple[int, int]:

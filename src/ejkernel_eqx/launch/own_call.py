@@ -2,6 +2,7 @@
 
 Tracing begins the compilation and lowering waits for it, so a program's kernels compile side by side while the rest of it is traced."""
 
+import contextlib
 import functools
 import importlib
 from typing import Any
@@ -10,33 +11,70 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 
+from ..dispatch import facts_of_calls
+from ..dispatch.environment import declare
+from ._apart import kept_apart
 from .compile import Target
 from .launch import Launch
-from .staging import begin, FFI_TARGET, identity, versions_unfit
+from .staging import begin, FFI_TARGET, get_ready, identity, staged, versions_unfit
 from .triton_call import triton_unavailable
+
+_WAYS = ("own", "jax-triton")
+
+
+def _parse_way(text: str) -> str:
+    if text.lower() not in _WAYS:
+        raise ValueError(f"expected one of {', '.join(_WAYS)}, received {text!r}.")
+    return text.lower()
+
+
+LAUNCH = declare(
+    "EJKERNEL_EQX_LAUNCH",
+    "who compiles and launches Triton kernels on NVIDIA GPUs: own (in threads, with Triton's cache on disk), jax-triton",
+    _parse_way,
+    "own",
+)
+
+
+def expect_launches() -> None:
+    """Called where Triton kernels are chosen for an NVIDIA GPU, which is long before the first is traced."""
+    with contextlib.suppress(ValueError):  # a wrong value is told where a kernel is launched
+        if LAUNCH.read() == "own" and _can_stage():
+            get_ready()
+
+
+def own_target() -> Target | None:
+    """What a kernel traced here is compiled for; `None` where jax-triton launches it: on other GPUs than NVIDIA's, with other versions, and where
+    `EJKERNEL_EQX_LAUNCH` says so."""
+    if LAUNCH.read() != "own" or not _can_stage():
+        return None
+    device = facts_of_calls()
+    if device.capability == (0, 0):  # traced for a device that is not here
+        return None
+    major, minor = device.capability
+    return Target(f"sm_{major}{minor}", "cuda", 10 * major + minor, 32, device.shared_memory)
 
 
 @functools.cache
-def own_target() -> Target | None:
-    """What kernels are compiled for; `None` where jax-triton launches them: on other GPUs than NVIDIA's, and with other versions."""
+def _can_stage() -> bool:
     if triton_unavailable() is not None or versions_unfit() is not None:
-        return None
+        return False
     library: Any = importlib.import_module("jax_triton.triton_lib").triton_kernel_call_lib
-    if not hasattr(library, "create_tma_descriptor_parameter"):  # jaxlib has it with its CUDA plugin only
-        return None
-    capability = library.get_compute_capability(0)
-    return Target(f"sm_{capability}", "cuda", capability, 32, 0)
+    return hasattr(library, "create_tma_descriptor_parameter")  # jaxlib has it with its CUDA plugin only
 
 
 def own_call(launch: Launch, arrays: dict[str, jax.Array], target: Target) -> list[jax.Array]:
     """Stage the launch; returns the outputs in the kernel's order. The kernel receives the operands and then the results, as its parameters are
-    ordered."""
-    assert not launch.aliases, f"{launch.label}: outputs in the place of inputs are left to jax-triton"
+    ordered: an aliased buffer twice, as the input and as the output."""
     begin(launch, target)
+    arrays = arrays | kept_apart({name: arrays[name] for name in launch.aliases})
     operands = [arrays[name] for name in launch.arguments if name in arrays]
-    return _call_p.bind(*operands, launch=_Described(launch), target=target)
+    outputs = _call_p.bind(*operands, launch=_Described(launch), target=target)
+    by_name = dict(zip(launch.results, outputs, strict=True))
+    by_name |= kept_apart({name: by_name[name] for name in launch.aliases.values()})
+    return [by_name[name] for name in launch.results]
 
 
 class _Described:
@@ -76,11 +114,35 @@ def _run_alone(*operands: Any, launch: _Described, target: Target) -> Any:
 
 
 def _lowered(ctx: Any, *operands: Any, launch: _Described, target: Target) -> Any:
-    staged = begin(launch.launch, target).result()
-    scratch = [ShapedArray((staged.scratch,), jnp.uint8)] if staged.scratch else []
-    rule = jax.ffi.ffi_lowering(FFI_TARGET, api_version=4)
-    results = rule(ctx.replace(avals_out=[*ctx.avals_out, *scratch]), *operands, opaque=staged.opaque)
-    return results[: len(ctx.avals_out)]
+    described = launch.launch
+    call = staged(described, target)
+    scratch = [ShapedArray((call.scratch,), jnp.uint8)] if call.scratch else []
+    names, results = [name for name in described.arguments if name in described.inputs], described.results
+    aliases = {names.index(source): results.index(result) for source, result in described.aliases.items()}
+    rule = jax.ffi.ffi_lowering(FFI_TARGET, api_version=4, operand_output_aliases=aliases)
+    made = rule(ctx.replace(avals_out=[*ctx.avals_out, *scratch]), *operands, opaque=call.opaque)
+    return made[: len(ctx.avals_out)]
 
 
+def _lowered_elsewhere(ctx: Any, *_: Any, launch: _Described, target: Target) -> Any:
+    platforms = ", ".join(ctx.module_context.platforms)
+    raise NotImplementedError(
+        f"The Triton kernel {launch.launch.label}, compiled for {target.name}, cannot be lowered for {platforms}: it was chosen while tracing, "
+        "for the default device. For several platforms in one program, name platform='xla'."
+    )
+
+
+mlir.register_lowering(_call_p, _lowered_elsewhere)
 mlir.register_lowering(_call_p, _lowered, platform="cuda")
+
+
+def _no_vmap(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("A launch has no vmap rule; fold the batch beforehand with `custom_vmap`.")
+
+
+def _no_derivative(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("A launch has no derivative; define one around it with `custom_vjp`.")
+
+
+batching.primitive_batchers[_call_p] = _no_vmap
+ad.primitive_jvps[_call_p] = _no_derivative

@@ -4,6 +4,7 @@ jax-triton compiles kernels one after the other while JAX lowers a program, and 
 cache on disk counts, and kernels of a program compile side by side in threads, begun when the program is traced."""
 
 import concurrent.futures
+import functools
 import importlib
 import math
 import os
@@ -15,12 +16,27 @@ from typing import Any, NamedTuple
 
 import jaxlib.version
 
-from .compile import compiled, scalar_type_name, Target
+from ._disk_cache import identify_triton
+from ._workers import Workers
+from .compile import compiled, scalar_type_name, specialisation, Target, TENSOR_MEMORY_LIMIT
 from .launch import Launch
 
 FFI_TARGET = "triton_kernel_call_ffi"
 """jaxlib's foreign function that launches Triton kernels."""
+_TRITON = "3.7"  # what a kernel's hidden parameters and metadata are known of
 _MOST_THREADS = 8
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel, as much of it as a launch needs."""
+
+    name: str
+    num_warps: int
+    """As many as it was compiled for: specialised warps are more than it was told."""
+    shared: int
+    scratch: int
+    """Bytes that each program writes descriptors to."""
+    ptx: str
 
 
 class Staged(NamedTuple):
@@ -31,14 +47,17 @@ class Staged(NamedTuple):
 
 
 def versions_unfit() -> str | None:
-    """Why launches cannot be staged here with the installed jax-triton and jaxlib, as a clause without its subject: earlier ones have not been
-    tried. Both must be installed."""
+    """Why launches cannot be staged here with the installed jax-triton, Triton and jaxlib, as a clause without its subject: others have not been
+    tried. All must be installed."""
+    import triton
     from jax_triton import triton_lib
 
     if getattr(triton_lib, "CUSTOM_CALL_TARGET_NAME", None) != FFI_TARGET or not hasattr(
         triton_lib.CompilationResult, "global_scratch_size"
     ):
         return "needs jax-triton 0.4.1 or newer"
+    if not triton.__version__.startswith(f"{_TRITON}."):
+        return f"needs Triton {_TRITON}, not {triton.__version__}"
     installed = jaxlib.version.__version__
     if tuple(map(int, re.findall(r"\d+", installed)[:3])) < (0, 11, 1):
         return f"needs JAX 0.11.1 or newer, not {installed}"
@@ -47,45 +66,103 @@ def versions_unfit() -> str | None:
 
 def identity(launch: Launch) -> Hashable:
     """Equal for launches that are staged alike."""
-    arrays = tuple((name, x.shape, str(x.dtype)) for name, x in {**launch.inputs, **launch.outputs}.items())
-    numbers = (*launch.scalars.items(), *launch.constants.items())
-    options = (launch.num_warps, launch.num_stages, launch.max_registers)
-    return launch.function, launch.label, launch.grid, options, arrays, numbers
+    shapes = tuple((name, x.shape) for name, x in {**launch.inputs, **launch.outputs}.items())
+    scalars, aliases = tuple(launch.scalars.items()), tuple(launch.aliases.items())
+    return _kernel_identity(launch), launch.label, launch.grid, shapes, scalars, aliases
+
+
+def _kernel_identity(launch: Launch) -> Hashable:
+    """Equal for launches of one compiled kernel, whatever their grids, lengths and numbers."""
+    signature, constants, _ = specialisation(launch)
+    exact = tuple((name, _exact(value)) for name, value in constants.items())
+    options = launch.num_warps, launch.num_stages, launch.max_registers
+    # The Python function: to hash a `JITFunction` is to parse its source.
+    return launch.function.fn, tuple(signature.items()), exact, options
+
+
+def _exact(value: Any) -> Hashable:
+    """Differs where Triton compiles differently: 1, 1.0 and True are equal to Python, and so are 0.0 and -0.0."""
+    if isinstance(value, tuple):
+        return tuple(map(_exact, value))
+    return type(value), repr(value) if isinstance(value, float) else value
 
 
 _lock = threading.Lock()
-_stagings: dict[Hashable, "concurrent.futures.Future[Staged]"] = {}
-"""Calls by what they are: a step of training traces each several times."""
+_workers = Workers(min(_MOST_THREADS, os.cpu_count() or 1))
+_kernels: dict[Hashable, "concurrent.futures.Future[Kernel]"] = {}
+"""Kernels that are compiled or will be."""
 
 
-def begin(launch: Launch, target: Target) -> "concurrent.futures.Future[Staged]":
+@functools.cache
+def get_ready() -> None:
+    """Begins what the first compilation of a process waits for."""
+    _survive_forks()
+    _workers.submit(identify_triton)
+
+
+def begin(launch: Launch, target: Target) -> "concurrent.futures.Future[Kernel]":
     """Compiles the kernel in a thread, unless that has begun before."""
-    key = identity(launch), target
+    _survive_forks()
+    key = _kernel_identity(launch), target
     with _lock:
-        if key not in _stagings:
-            _stagings[key] = _threads().submit(_stage, launch, target)
-        return _stagings[key]
+        if key not in _kernels:
+            _kernels[key] = _workers.submit(lambda: _compile(launch, target))
+        return _kernels[key]
 
 
-_pool: concurrent.futures.ThreadPoolExecutor | None = None
+@functools.cache
+def _survive_forks() -> None:
+    os.register_at_fork(after_in_child=_start_over)
 
 
-def _threads() -> concurrent.futures.ThreadPoolExecutor:
-    global _pool
-    if _pool is None:
-        most = min(_MOST_THREADS, os.cpu_count() or 1)
-        _pool = concurrent.futures.ThreadPoolExecutor(most, thread_name_prefix="ejkernel_eqx")
-    return _pool
+def _start_over() -> None:
+    """A forked process has none of the threads, and locks may be held by them."""
+    global _lock, _workers
+    _lock, _workers = threading.Lock(), Workers(min(_MOST_THREADS, os.cpu_count() or 1))
+    for key in [key for key, kernel in _kernels.items() if not kernel.done()]:
+        del _kernels[key]
 
 
-def _stage(launch: Launch, target: Target) -> Staged:
-    library: Any = importlib.import_module("jax_triton.triton_lib").triton_kernel_call_lib
+def staged(launch: Launch, target: Target) -> Staged:
+    """The launch as an operand of `FFI_TARGET`; waits for the kernel.
+
+    **Raises:** `RuntimeError` if the kernel does not compile. The next call tries again."""
+    key = _kernel_identity(launch), target
+    try:
+        try:
+            kernel = begin(launch, target).result()
+        except concurrent.futures.CancelledError:  # the main thread has ended, and this one has not
+            with _lock:
+                _kernels.pop(key, None)
+            kernel = begin(launch, target).result()
+        return _stage(launch, kernel, target)
+    # A kernel's body is arbitrary code, and Triton's passes raise what they like: the error must name the kernel.
+    except Exception as error:
+        with _lock:
+            _kernels.pop(key, None)
+        raise RuntimeError(
+            f"The Triton kernel {launch.label} cannot be launched on {target.name}: {type(error).__name__}: {error}. Choose another configuration "
+            "(config=), or platform='xla'."
+        ) from error
+
+
+def _compile(launch: Launch, target: Target) -> Kernel:
     found = compiled(launch, target)
     about = found.metadata
-    # As many warps as the kernel was compiled for: specialised ones are more than it was told.
-    kernel = library.TritonKernel(
-        about.name, about.num_warps, 1, about.shared, found.asm["ptx"], "", target.arch
-    )
+    if about.tmem_size > TENSOR_MEMORY_LIMIT:
+        raise ValueError(
+            f"it takes {about.tmem_size} columns of tensor memory, of which there are {TENSOR_MEMORY_LIMIT}"
+        )
+    if about.profile_scratch_size:
+        raise ValueError(
+            "it was compiled to be profiled by Proton, whose buffer a launch from JAX does not have; unset "
+            "TRITON_INSTRUMENTATION_MODE"
+        )
+    return Kernel(about.name, about.num_warps, about.shared, about.global_scratch_size, found.asm["ptx"])
+
+
+def _stage(launch: Launch, kernel: Kernel, target: Target) -> Staged:
+    library: Any = importlib.import_module("jax_triton.triton_lib").triton_kernel_call_lib
     parameters = [
         library.create_scalar_parameter(launch.scalars[name], scalar_type_name(launch.scalars[name]))
         if name in launch.scalars
@@ -96,8 +173,11 @@ def _stage(launch: Launch, target: Target) -> Staged:
     grid = (*launch.grid, 1, 1)[:3]
     # Where programs write descriptors is a buffer of XLA's. jaxlib would allocate one at every launch, which CUDA graphs cannot contain as XLA
     # makes them of several launches.
-    scratch = about.global_scratch_size * math.prod(grid)
+    scratch = kernel.scratch * math.prod(grid)
     if scratch:
         parameters.append(library.create_array_parameter(0, 128))
-    call = library.TritonKernelCall(kernel, *grid, parameters).to_proto(launch.label, b"")
+    native = library.TritonKernel(
+        kernel.name, kernel.num_warps, 1, kernel.shared, kernel.ptx, "", target.arch
+    )
+    call = library.TritonKernelCall(native, *grid, parameters).to_proto(launch.label, b"")
     return Staged(zlib.compress(call), scratch)

@@ -13,6 +13,7 @@ import jax
 
 from .._optional import not_installed
 from ..dispatch import DeviceFacts
+from ._apart import kept_apart
 from .launch import Launch
 
 
@@ -68,7 +69,7 @@ def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]
         raise RuntimeError(f"The Triton kernel {launch.label} cannot be launched: {reason}")
     import jax_triton
 
-    arrays = arrays | _kept_apart({name: arrays[name] for name in launch.aliases})
+    arrays = arrays | kept_apart({name: arrays[name] for name in launch.aliases})
     operands, named, order = (_arguments_04 if _takes_options() else _arguments_03)(launch, arrays)
     with _aliases_accepted() if launch.aliases else contextlib.nullcontext():
         outputs = jax_triton.triton_call(
@@ -82,17 +83,8 @@ def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]
             **launch.constants,
         )
     by_name = dict(zip(order, outputs, strict=True))
-    by_name |= _kept_apart({name: by_name[name] for name in launch.aliases.values()})
+    by_name |= kept_apart({name: by_name[name] for name in launch.aliases.values()})
     return [by_name[name] for name in launch.results]
-
-
-def _kept_apart(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Puts a barrier around the arrays of a call that aliases them, at no cost if their buffers are donated or carried.
-
-    Before the call: XLA merges equal values (two empty caches), and copies them for the call only if they are different operands,
-    which the results of a barrier are. On both sides: XLA on GPUs fuses a call with slices that produce an operand or consume
-    a result (layers stacked in a scan), and then passes both as if there were no alias."""
-    return jax.lax.optimization_barrier(arrays) if arrays else {}
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ Sizes are static, so everything runs under `jit`. Values are checked when they a
 transformations on request ([`ejkernel_eqx.check_values`][]); otherwise the docstrings define the results.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -181,11 +182,20 @@ def _numbers(offsets: Array, total: int) -> tuple[Array, Array]:
     return ended(offsets[..., 1:], total), (index >= offsets[..., :1]) & (index < offsets[..., -1:])
 
 
+_FEW_PAIRS = 2**16
+
+
 def ended(ends: Array, total: int) -> Array:
     """How many of the non-negative `ends` `[..., N]` lie at or before each of `total` positions.
 
-    Ends are marked and summed, which is linear in positions and ends on any device. Comparing each position with each end would also be one
-    pass, but XLA stores the comparisons on a CPU; a search would loop, which some versions of JAX cannot map over an explicit mesh."""
+    Ends are marked and summed, which is linear in positions and ends on any device. Few positions, as when decoding, are compared with each
+    end: that is one pass, a launch on a GPU, but XLA stores the comparisons on a CPU. A search would loop, which some versions of JAX cannot map
+    over an explicit mesh."""
+    sizes = (total, ends.shape[-1])
+    if all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= _FEW_PAIRS:
+        each = ends[..., None, :]  # [..., 1, N]
+        index = like(jnp.arange(total, dtype=ends.dtype)[:, None], each)  # [..., T, 1]
+        return jnp.sum(each <= index, axis=-1, dtype=jnp.int32)
     count = lambda row: jnp.cumsum(_marks(row, total), dtype=jnp.int32)
     return jnp.vectorize(count, signature="(n)->(t)")(ends)
 

@@ -42,6 +42,8 @@ class TritonConfig:
     fast_bytes: bool = True
     """Converts 8-bit pages with NVIDIA's instructions, four numbers at once."""
     float32_dot: Float32Dot = "tf32x3"
+    together: bool = False
+    """The last program of a sequence to end merges its splits, in one launch; else another launch does."""
 
     __post_init__ = check_fields
 

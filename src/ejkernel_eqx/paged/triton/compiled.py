@@ -90,13 +90,26 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         return {"split_k": min(split_k, max(1, cdiv(keys, chunk_size))), "chunk_size": chunk_size}
 
     ways = [spread(n) for n in (heuristic.split_k, 2 * heuristic.split_k, heuristic.split_k // 2) if n]
-    found = [heuristic, *(dataclasses.replace(heuristic, **way) for way in ways)]
+    found = [heuristic, *_together(heuristic, keys, device)]
+    found += [dataclasses.replace(heuristic, **way) for way in ways]
     for row, (few, many) in enumerate(rows_of([decode, prefill])[1:], 1):
         found += [
             dataclasses.replace(heuristic, decode=few, prefill=many, **way)
             for way in (ways[:2] if row < 3 else ways[:1])
         ]
     return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
+
+
+def _together(config: TritonConfig, keys: int, device: DeviceFacts) -> list[TritonConfig]:
+    """The same in one launch, also with smaller splits, whose merge then costs less than a launch. Elsewhere than on NVIDIA that has not run."""
+    if config.split_k == 1 or device.vendor != "nvidia":
+        return []
+    smaller = {
+        "split_k": min(4 * config.split_k, cdiv(keys, config.decode.block_k)),
+        "chunk_size": config.decode.block_k,
+    }
+    one = dataclasses.replace(config, together=True)
+    return [one, dataclasses.replace(one, **smaller)] if config.chunk_size > config.decode.block_k else [one]
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:

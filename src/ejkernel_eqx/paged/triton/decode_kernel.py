@@ -14,6 +14,7 @@ from ...launch import Options, result
 from ...launch.constants import LN2, LOG2E
 from ...launch.sizes import cdiv, padded
 from .call import Call
+from .last import is_last, merge_splits, MOST_MERGED
 from .latent_bytes import attend_bytes, half_queries
 from .pairs import attend_pairs, PAIRS_OF, RAISED, split_queries
 from .tile import (
@@ -28,8 +29,6 @@ from .tile import (
     sequence,
 )
 from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
-
-_MERGED = 4096  # numbers of partial results added in one step
 
 
 @triton.jit
@@ -48,22 +47,25 @@ def decode_kernel(
     k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K] or, as all that follow, of a row of sequences: [K]
     sinks_ptr, slopes_ptr, qq_bias_ptr,  # [H], [H], [Q, Q]
     q_half_ptr, q_factor_ptr,  # with BYTES, of half_queries: [T, H, D + R], [T, H]
-    P, M, N, Q, ROW, T, LONGEST,
-    out_ptr, lse_ptr,  # [T, H, V], [T, H] or, of splits, [N, QUERIES, H, SPLITS, V], [N, QUERIES, H, SPLITS]
+    zeros_ptr, P, M, N, Q, ROW, T, LONGEST,
+    # If the last program merges: counts (zeros, in place), out and lse of splits, [N, QUERIES, H, SPLITS, V], [N, QUERIES, H, SPLITS].
+    count_ptr, parts_ptr, part_lse_ptr,
+    out_ptr, lse_ptr,  # [T, H, V], [T, H] or, if another kernel merges, as of splits
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
     MOST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     LATENT: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr,
     CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
     QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, PAIRS: tl.constexpr, BYTES: tl.constexpr, FAST_BYTES: tl.constexpr,
+    LEAST: tl.constexpr, PAIRS: tl.constexpr, BYTES: tl.constexpr, FAST_BYTES: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_S: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
     raised: tl.constexpr = RAISED if PAIRS or BYTES else 0  # pyright: ignore[reportAssignmentType]
     program = tl.program_id(0)
-    # Without splits there is no merge, so the last programs fill in the remaining tokens.
-    if SPLITS == 1:
-        if program >= N * (blocks * K):
-            fill_rest(program - N * (blocks * K), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)  # fmt: skip
+    # Without another kernel that merges, further programs fill in the remaining tokens.
+    if SPLITS == 1 or TOGETHER:
+        if program >= N * (blocks * K * SPLITS):
+            fill_rest(program - N * (blocks * K * SPLITS), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)  # fmt: skip
             return
     # A program takes `BM` rows of one sequence and key head, and one split of its keys.
     row = program % blocks * BM
@@ -80,6 +82,8 @@ def decode_kernel(
     if row >= queries * (H // K):
         return
     lo, hi, size, used = splits_of(first, end, BK, SPLITS, LEAST)
+    if TOGETHER:
+        used = tl.maximum(used, 1)  # of a sequence without keys, too, one program stores the result
     if SPLITS > 1:
         if split >= used:
             return
@@ -164,9 +168,15 @@ def decode_kernel(
     else:
         target = ((n * QUERIES + t) * H + h) * SPLITS + split  # [BM]
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    tl.store(out_ptr + (target * V)[:, None] + c[None, :], acc.to(out_ptr.dtype.element_ty),
+    own_ptr = parts_ptr if TOGETHER else out_ptr
+    own_lse_ptr = part_lse_ptr if TOGETHER else lse_ptr
+    tl.store(own_ptr + (target * V)[:, None] + c[None, :], acc.to(own_ptr.dtype.element_ty),
              mask=inside[:, None] & (c < V)[None, :])  # [BM, BLOCK_V]  # fmt: skip
-    tl.store(lse_ptr + target, lse, mask=inside)
+    tl.store(own_lse_ptr + target, lse, mask=inside)
+    if TOGETHER:
+        if is_last(count_ptr + (n * K + kv_head) * blocks + row // BM, used):
+            merge_splits(row, kv_head, n, used, queries, q_start_ptr, sinks_ptr + shared * H, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
+                         H, K, V, BLOCK_V, QUERIES, SPLITS, SINKS, ROWS, BLOCK_S, STEP)  # fmt: skip
 
 
 @triton.jit
@@ -256,16 +266,39 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
             # Nothing reads the queries as they were, which then need not be stored.
             launch = dataclasses.replace(launch.knowing({"q": half}), absent=half)
     programs = cdiv(rows, tile_rows) * kv_heads * splits * call.num_sequences
+    # What only a launch that merges takes: as the number 1 it is no parameter of the compiled kernel.
+    alone_only = dict.fromkeys(
+        ("zeros_ptr", "count_ptr", "parts_ptr", "part_lse_ptr", "ROWS", "BLOCK_S", "STEP"), 1
+    )
     if splits == 1:
-        return launch(decode_kernel, tile, call.result_types, programs + _fills(call))
-    shape = (call.num_sequences, queries, heads, splits)
-    parts = launch(decode_kernel, tile, {"out": result(*shape, values), "lse": result(*shape)}, programs)
+        return launch(
+            decode_kernel, tile, call.result_types, programs + _fills(call), TOGETHER=False, **alone_only
+        )
+    shape, block_s = (call.num_sequences, queries, heads, splits), padded(splits, 1)
+    out, lse = result(*shape, values), result(*shape)
+    if call.config.together:
+        merged = padded(min(rows, tile_rows), 1)
+        counts = result(programs // splits, dtype=jnp.int32)
+        results = launch(
+            decode_kernel,
+            tile,
+            {"count": counts, "parts": out, "part_lse": lse, **call.result_types},
+            programs + _fills(call),
+            {"zeros": jnp.zeros(counts.shape, counts.dtype)},
+            aliases={"zeros": "count"},
+            TOGETHER=True,
+            ROWS=merged,
+            BLOCK_S=block_s,
+            STEP=min(block_s, max(1, MOST_MERGED // (merged * padded(values)))),
+        )
+        return {name: results[name] for name in call.result_types}
+    parts = launch(decode_kernel, tile, {"out": out, "lse": lse}, programs, TOGETHER=False, **alone_only)
     # Absent arguments are never read; the lengths take their place.
-    merge, block_s = dataclasses.replace(launch, absent=call.arrays.q_len), padded(splits, 1)
-    step = min(block_s, max(2, _MERGED // padded(values)))
+    merge = dataclasses.replace(launch, absent=call.arrays.q_len)
+    step = min(block_s, max(2, MOST_MERGED // padded(values)))
     return merge(
         merge_kernel,
-        Options(4 if step * padded(values) >= _MERGED else 2),
+        Options(4 if step * padded(values) >= MOST_MERGED else 2),
         call.result_types,
         heads * queries * call.num_sequences + _fills(call),
         {"parts": parts["out"], "part_lse": parts["lse"]},

@@ -1,0 +1,326 @@
+"""What is between the launches of a decoding program: 28 layers of attention over pages, one new token for each sequence.
+
+    python benchmarks/decode_gaps.py --json gaps.json       # N1 S1024 and N8 S2048, H32 KV8 D128, bf16; needs a GPU
+    python benchmarks/decode_gaps.py --quick                # a tiny model, anywhere
+
+A layer attends, and its result is the next layer's queries. When appending, it first makes keys and values of its queries and writes them
+into its pages. Each program is timed in five ways: as XLA makes it (on GPUs, launches are recorded as CUDA graphs), without graphs, with the
+merge of splits in the launch that computes them (`together`), both, and with that and smaller splits. Every result is compared with XLA's in
+float32, and with every other result of the same configuration bit for bit.
+
+The time of a layer is that of many calls in a row. A trace says how many kernels a layer has, how long they run, and the gaps between them: XLA
+launches kernels one by one while it is profiled, so a second trace keeps graphs (`xla_enable_command_buffers_during_profiling`).
+"""
+
+import argparse
+import dataclasses
+import itertools
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import ejkernel_eqx as ejx
+from benchmarks import report
+from benchmarks.overlap import gpu_spans, read_trace
+from ejkernel_eqx._tolerances import errors, TOLERANCES
+from ejkernel_eqx.dispatch import device_facts
+
+WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
+TRACED_WITH_GRAPHS = {"xla_enable_command_buffers_during_profiling": True}
+BOUNDS = {"N1 S1024": 9.0, "N8 S2048": 22.0}
+"""Microseconds a layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    N: int
+    S: int
+    layers: int = 28
+    H: int = 32
+    K: int = 8
+    D: int = 128
+    p: int = 16
+    dtype: str = "bfloat16"
+    append: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"N{self.N} S{self.S}" + (", appending" if self.append else "")
+
+
+FULL = tuple(Problem(N, S, append=append) for N, S in ((1, 1024), (8, 2048)) for append in (False, True))
+QUICK = (Problem(2, 40, layers=2, H=4, K=2, D=16, p=4, dtype="float32", append=True),)
+
+
+@dataclasses.dataclass
+class Row:
+    problem: str
+    way: str
+    us_per_layer: float | None = None
+    bound: float | None = None
+    launches: int | None = None
+    """Of a whole program: kernels, copies and calls in its compiled text."""
+    error: float | None = None
+    traces: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reason: str | None = None
+
+
+# The program
+
+
+def make_inputs(problem: Problem) -> tuple[Any, ...]:
+    """Queries, what is added to new keys and values, the pages of each layer, the table, lengths and the query's beginnings."""
+    pages = -(-problem.S // problem.p)
+    rng = np.random.default_rng(0)
+    table = rng.permutation(problem.N * pages).reshape(problem.N, pages).astype(np.int32)
+    keys = iter(jax.random.split(jax.random.key(0), 3 + 2 * problem.layers))
+
+    def normal(*shape: int) -> Array:
+        return jax.random.normal(next(keys), shape, problem.dtype)
+
+    q, new = normal(problem.N, problem.H, problem.D), normal(2, problem.N, problem.K, problem.D)
+    shape = (problem.N * pages, problem.p, problem.K, problem.D)
+    caches = [(normal(*shape), normal(*shape)) for _ in range(problem.layers)]
+    lengths = jnp.full(problem.N, problem.S, jnp.int32)
+    return q, new, caches, jnp.asarray(table), lengths, jnp.arange(problem.N + 1, dtype=jnp.int32)
+
+
+def make_step(problem: Problem, platform: ejx.PlatformLike, config: Any) -> Callable[..., tuple[Array, Any]]:
+    attend = ejx.RaggedPagedAttention(append=problem.append, platform=platform, config=config)
+
+    def step(q: Array, new: Array, caches: Any, table: Array, lengths: Array, start: Array) -> Any:
+        written = []
+        for k, v in caches:
+            cache = ejx.PagedKVCache(k, v, table, lengths)
+            if problem.append:
+                own = q[:, : problem.K] + new[0], q[:, problem.K : 2 * problem.K] + new[1]
+                q, cache = attend(q, cache, *own, query_start_loc=start, max_query_len=1)
+            else:
+                q = attend(q, cache, query_start_loc=start, max_query_len=1)
+            written.append((cache.k, cache.v))
+        return q, written
+
+    return step
+
+
+def compiled(problem: Problem, platform: ejx.PlatformLike, config: Any, options: Mapping[str, Any]) -> Any:
+    step = jax.jit(make_step(problem, platform, config), donate_argnums=2)
+    shapes = jax.eval_shape(lambda: make_inputs(problem))
+    return step.lower(*shapes).compile(compiler_options=dict(options) or None)
+
+
+def default_config(problem: Problem) -> Any:
+    """The Triton configuration that is chosen without tables."""
+    from ejkernel_eqx.paged.example import example_problem
+    from ejkernel_eqx.paged.triton import compiled as triton
+
+    sizes = {
+        "T": problem.N,
+        "N": problem.N,
+        "S": problem.S,
+        "H": problem.H,
+        "K": problem.K,
+        "D": problem.D,
+        "p": problem.p,
+    }
+    found = example_problem("ragged_paged_attention", sizes, problem.dtype, {})
+    return triton.default_config(found, device_facts())
+
+
+def ways(problem: Problem, platform: str | None) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """Configurations and compiler options by name."""
+    if platform == "xla":
+        return {"xla": (None, {})}
+    default = default_config(problem)
+    together = dataclasses.replace(default, together=True)
+    smaller = dataclasses.replace(together, split_k=min(64, -(-problem.S // 64)), chunk_size=64)
+    return {
+        "default": (default, {}),
+        "default, no graphs": (default, WITHOUT_GRAPHS),
+        "together": (together, {}),
+        "together, no graphs": (together, WITHOUT_GRAPHS),
+        "together, 64 keys a split": (smaller, {}),
+    }
+
+
+def count_launches(text: str) -> int:
+    """Instructions of the entry computation, and of loops' bodies, that are a launch or a copy."""
+    named = (" custom-call(", " fusion(", " copy(", " copy-start(", " dot(", " broadcast(", " iota(")
+    inside, count = False, 0
+    for line in text.splitlines():
+        if line.endswith("{"):
+            inside = line.startswith("ENTRY")
+        count += inside and any(name in line for name in named)
+    return count
+
+
+# Measuring
+
+
+class Steps:
+    """A program that takes its own caches again and again."""
+
+    def __init__(self, program: Any, problem: Problem):
+        self.program = program
+        self.inputs = list(make_inputs(problem))
+
+    def __call__(self) -> Array:
+        out, self.inputs[2] = self.program(*self.inputs)
+        return out
+
+
+def time_layer(steps: Steps, problem: Problem, samples: int, calls: int) -> float:
+    for _ in range(3):  # graphs are made in the second call
+        jax.block_until_ready(steps())
+    found = []
+    for _ in range(samples):
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = steps()
+        jax.block_until_ready(out)
+        found.append(1e6 * (time.perf_counter() - start) / calls / problem.layers)
+    return statistics.median(found)
+
+
+def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
+    """Kernels a layer, their microseconds by name, and the gaps between those that follow one another within a call."""
+    jax.block_until_ready(steps())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                jax.block_until_ready(steps())
+        spans = gpu_spans(read_trace(pathlib.Path(folder)))
+    if not spans:
+        return {}
+    gaps = [later[1] - earlier[2] for earlier, later in itertools.pairwise(spans)]
+    within = sorted(gap for gap in gaps if gap < 50.0)  # not those between calls
+    times: dict[str, list[float]] = {}
+    for name, begin, end in spans:
+        times.setdefault(name, []).append(end - begin)
+    each = calls * problem.layers
+    return {
+        "kernels_per_layer": len(spans) / each,
+        "busy_us_per_layer": sum(end - begin for _, begin, end in spans) / each,
+        "median_gap_us": statistics.median(within) if within else None,
+        "us_by_kernel": {
+            name: {"per_layer": len(found) / each, "median_us": statistics.median(found)}
+            for name, found in sorted(times.items(), key=lambda item: -sum(item[1]))
+        },
+    }
+
+
+def expected_result(problem: Problem) -> np.ndarray:
+    """XLA's result in float32."""
+    single = dataclasses.replace(problem, dtype="float32")
+    inputs = [jax.tree.map(lambda x: x.astype(jnp.float32), made) for made in make_inputs(problem)[:3]]
+    with jax.default_matmul_precision("highest"):
+        program = jax.jit(make_step(single, "xla", None))
+        return np.asarray(program(*inputs, *make_inputs(problem)[3:])[0])
+
+
+def check(row: Row, problem: Problem, out: Array, expected: np.ndarray, like: Array) -> None:
+    found, allowed = errors(out, expected), TOLERANCES[problem.dtype]["forward"]
+    row.error = found.rms
+    if not (found.rms <= allowed.rms and found.peak <= allowed.peak):
+        row.reason = f"wrong: relative RMS error {found.rms:.1e}, largest {found.peak:.1e}"
+    elif not np.array_equal(np.asarray(out), np.asarray(like)):
+        row.reason = "two runs of one configuration differ"
+
+
+def measure(problem: Problem, options: argparse.Namespace) -> list[Row]:
+    expected, rows, outs = expected_result(problem), [], {}
+    for way, (config, flags) in ways(problem, options.platform).items():
+        row = Row(problem.name, way, bound=BOUNDS.get(problem.name))
+        rows.append(row)
+        program = compiled(problem, options.platform, config, flags)
+        row.launches = count_launches(program.as_text() or "")
+        steps = Steps(program, problem)
+        for _ in range(3):  # without a graph, while one is made, and with one
+            out = steps()
+            check(row, problem, out, expected, outs.setdefault(config, out))
+            if row.reason:
+                break
+        if row.reason:
+            continue
+        row.us_per_layer = time_layer(steps, problem, options.samples, options.calls)
+        row.traces["one by one"] = trace(steps, problem)
+        if not flags and jax.default_backend() == "gpu":
+            kept = Steps(compiled(problem, options.platform, config, TRACED_WITH_GRAPHS), problem)
+            time_layer(kept, problem, 1, 1)
+            row.traces["graphs"] = trace(kept, problem)
+    return rows
+
+
+def show(rows: Sequence[Row]) -> str:
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2f}"
+
+    header = (
+        "problem",
+        "way",
+        "us a layer",
+        "bar",
+        "launches",
+        "kernels a layer",
+        "their us",
+        "gap, one by one",
+        "gap, graphs",
+    )
+    cells = []
+    for row in rows:
+        one, graphs = row.traces.get("one by one", {}), row.traces.get("graphs", {})
+        cells.append(
+            [
+                row.problem,
+                row.way,
+                row.reason or number(row.us_per_layer),
+                number(row.bound),
+                str(row.launches),
+            ]
+            + [number(one.get(name)) for name in ("kernels_per_layer", "busy_us_per_layer", "median_gap_us")]
+            + [number(graphs.get("median_gap_us"))]
+        )
+    return report.table(header, cells)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a tiny model")
+    add("--platform", help="of the kernels (default: triton on a GPU, else xla)")
+    add("--samples", type=int, default=7)
+    add("--calls", type=int, default=50, help="in a sample (default: %(default)s)")
+    add("--commit", help="version of the code in the result, outside a checkout")
+    add("--json", type=pathlib.Path, metavar="PATH")
+    options = parser.parse_args(arguments)
+    options.platform = options.platform or ("triton" if jax.default_backend() == "gpu" else "xla")
+    if options.quick:
+        options.samples, options.calls = 2, 2
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    rows = [row for problem in (QUICK if options.quick else FULL) for row in measure(problem, options)]
+    print(show(rows))
+    if options.json:
+        content = {"environment": report.environment(options.commit), "bounds": BOUNDS}
+        report.write_json(options.json, content | {"rows": [dataclasses.asdict(row) for row in rows]})
+    return int(any(row.reason for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,117 @@
+"""Triton's cache on disk where it can be used, and compilation without it where it cannot: a launch must not fail for want of a folder."""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_LOG = logging.getLogger("ejkernel_eqx")
+# A folder that cannot be written, and entries of which a crash left a part.
+_UNUSABLE = (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError)
+_warned: set[str] = set()
+"""Folders."""
+
+
+class _WhileUsed:
+    """A change of Triton's settings, which are global to the process: the first of several threads makes it, the last takes it back."""
+
+    def __init__(self, change: Callable[[contextlib.ExitStack], None]):
+        self._change = change
+        self._lock = threading.Lock()
+        self._users = 0
+        self._changes = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._change(self._changes)
+            self._users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._changes.close()
+
+
+def _enabled(changes: contextlib.ExitStack) -> None:
+    from triton import knobs
+
+    if not knobs.cache.dir:  # jax-triton 0.3 disables the cache with an empty name
+        changes.enter_context(knobs.cache.scope())
+        knobs.cache.dir = os.path.join(knobs.cache.home_dir, ".triton", "cache")
+
+
+def _temporary(changes: contextlib.ExitStack) -> None:
+    from triton import knobs
+
+    folder = _temporary_folder().name
+    changes.enter_context(knobs.cache.scope())
+    changes.enter_context(knobs.compilation.scope())
+    knobs.cache.dir = folder
+    knobs.compilation.store_binary_only = False
+
+
+@functools.cache
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="ejkernel_eqx_triton_")
+
+
+_enabled_cache, _temporary_cache = _WhileUsed(_enabled), _WhileUsed(_temporary)
+
+
+_identified = threading.Lock()
+
+
+def identify_triton() -> None:
+    """Triton's keys contain a digest of its own files, half a gigabyte to read. It is kept, but without this each thread that compiles while there is
+    none would make one."""
+    from triton.runtime import cache
+
+    key: Callable[[], Any] | None = getattr(cache, "triton_key", None)  # it is Triton's own
+    with _identified:
+        if key is not None:
+            key()
+
+
+def through_cache(compiling: Callable[[], Any], text: str) -> Any:
+    """What `compiling` makes or finds in the cache. If the cache cannot be used, or its entry lacks the `text` (`"ptx"`, `"amdgcn"`), it compiles
+    once more, in a folder of this process."""
+    from triton import knobs
+
+    identify_triton()
+    with _enabled_cache:
+        folder = knobs.cache.dir
+        try:
+            found = compiling()
+            if _is_whole(found, text):
+                return found
+            problem = f"an entry has no whole {text}"
+        except _UNUSABLE as error:
+            problem = f"{type(error).__name__}: {error}"
+        with _temporary_cache:
+            found = compiling()
+    _warn_once(folder, problem)
+    return found
+
+
+def _is_whole(found: Any, text: str) -> bool:
+    body = found.asm.get(text, "")
+    return found.metadata.name in body and (text != "ptx" or body.rstrip().endswith("}"))
+
+
+def _warn_once(folder: str, problem: str) -> None:
+    if folder in _warned:
+        return
+    _warned.add(folder)
+    _LOG.warning(
+        "Triton's cache in %s cannot be used (%s), so kernels are compiled for this process alone. Make the folder writable, delete it if it is "
+        "damaged, or name another one in TRITON_CACHE_DIR.",
+        folder,
+        problem,
+    )

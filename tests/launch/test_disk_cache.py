@@ -1,0 +1,129 @@
+"""Compilation wherever Triton's cache on disk is unusable, damaged or incomplete, and what it says of that."""
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from ejkernel_eqx.launch import TARGETS
+from tests.launch.test_own_call import square
+
+pytest.importorskip("triton")
+from triton import knobs
+
+compiling = importlib.import_module("ejkernel_eqx.launch.compile")
+disk_cache = importlib.import_module("ejkernel_eqx.launch._disk_cache")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Triton's folder, for this test; and nothing was warned of yet."""
+    monkeypatch.setattr(disk_cache, "_warned", set())
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(knobs.cache.scope())
+        changes.enter_context(knobs.compilation.scope())
+        knobs.cache.dir = str(tmp_path / "cache")
+        yield tmp_path / "cache"
+
+
+def compiled(**options):
+    return compiling.compiled(square(**options), TARGETS["sm_90"])
+
+
+def is_whole(found):
+    return disk_cache._is_whole(found, "ptx")
+
+
+def files(folder: pathlib.Path, ending: str) -> list[pathlib.Path]:
+    return sorted(folder.rglob(f"square_kernel{ending}"))
+
+
+def test_what_is_there_is_used(folder, monkeypatch):
+    first = compiled()
+    assert len(files(folder, ".ptx")) == 1 and is_whole(first)
+
+    def fail(*_, **__):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr("triton.compiler.compiler.ASTSource.make_ir", fail)
+    assert compiled().asm["ptx"] == first.asm["ptx"]
+
+
+@pytest.mark.parametrize("damage", ["metadata", "text", "half a text", "binary"])
+def test_a_damaged_entry(folder, caplog, damage):
+    expected = compiled().asm["ptx"]
+    ending = {"metadata": ".json", "binary": ".cubin"}.get(damage, ".ptx")
+    (file,) = files(folder, ending)
+    if damage == "binary":
+        file.unlink()
+    else:
+        file.write_text(file.read_text()[: file.stat().st_size // 2] if damage == "half a text" else "")
+    with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
+        assert compiled().asm["ptx"] == expected
+        assert compiled().asm["ptx"] == expected
+    assert len(caplog.records) == 1 and str(folder) in caplog.text and "TRITON_CACHE_DIR" in caplog.text
+    assert knobs.cache.dir == str(folder)  # as before
+
+
+def test_a_folder_that_cannot_be_made(folder, caplog):
+    folder.write_text("a file")
+    with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
+        assert is_whole(compiled()) and is_whole(compiled(num_warps=2))
+    assert len(caplog.records) == 1 and folder.read_text() == "a file"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_of_others(folder, caplog):
+    """Kernels that are there are used; the others are compiled."""
+    compiled()
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o555)
+    with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
+        assert is_whole(compiled()) and not caplog.records
+        assert is_whole(compiled(num_warps=2)) and len(caplog.records) == 1
+
+
+def test_only_binaries_are_kept(folder):
+    """`TRITON_STORE_BINARY_ONLY` keeps no text, which is what jaxlib takes."""
+    knobs.compilation.store_binary_only = True
+    assert is_whole(compiled())
+    assert knobs.compilation.store_binary_only
+
+
+def test_an_error_of_the_kernel_is_its_own(folder, monkeypatch):
+    calls = []
+
+    def fail(*_, **__):
+        calls.append(1)
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr("triton.compiler.compiler.ASTSource.make_ir", fail)
+    with pytest.raises(RuntimeError, match="PassManager"):
+        compiled()
+    assert len(calls) == 1 and not disk_cache._warned
+
+
+@pytest.mark.slow
+def test_processes_compile_to_one_text(tmp_path):
+    """JAX's cache of compiled programs finds a program by its text, in which the kernel is: every process must make the same."""
+    program = """
+import json, sys
+from ejkernel_eqx.launch import TARGETS
+from ejkernel_eqx.launch.compile import compiled
+from tests.launch.test_compile import copy, matmul
+print(json.dumps([compiled(launch, TARGETS["sm_90"]).asm["ptx"] for launch in (copy(), matmul())]))
+"""
+    texts = []
+    for seed in ("1", "2"):
+        own = {"PYTHONHASHSEED": seed, "TRITON_CACHE_DIR": str(tmp_path / seed)}
+        variables = os.environ | own | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-W", "ignore", "-c", program]
+        done = subprocess.run(command, env=variables, timeout=300, capture_output=True, text=True, check=True)
+        texts.append(json.loads(done.stdout.splitlines()[-1]))
+    assert texts[0] == texts[1] and all(".entry" in text for text in texts[0])
