@@ -32,7 +32,7 @@ from ..spec import (
     of_sequence,
     positions,
 )
-from . import by_blocks, few, kernels
+from . import by_blocks, few, kernels, steps
 from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
 
 OPAQUE = True
@@ -130,6 +130,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     elif select is _SELECTIONS and device.capability < (9, 0):
         select = (_SPARING_SELECTION, *select)
     programs, count = problem.dim("B") * problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1)
+    step_tiles = steps.tiles_for(pages_of[0], _sizes(problem), device)
     span, rows_of = (
         span_for(programs, count, device),
         _FEW_ROWS if problem.dim("T") <= few.MOST_QUERIES else _ROWS,
@@ -140,16 +141,28 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         forwards = [*by_block, *forwards[:3]]
     # On an H200 four warps take half of the time of eight, although they spill 32 bytes a thread.
     keys_of = _KEYS if device.capability >= (9, 0) else (_SPARING_KEYS, *_KEYS)
-    for n in range(max(map(len, (forwards, _QUERIES, keys_of, *pages_of)))):
+    for n in range(max(map(len, (forwards, _QUERIES, keys_of, step_tiles, *pages_of)))):
         take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
         (qw, qs), (rows, kw, ks) = take(_QUERIES), take(keys_of)
         if is_wide or large:
             qs, rows, ks = 1, 32, 1
         keys = KeyTile(max(1, rows // group), 1024, kw, ks)
         own = take(forwards), RowTile(qw, qs), keys, SelectionTile(*take(select))
-        few_tiles = FewTiles(*map(take, pages_of))
+        few_tiles = FewTiles(take(step_tiles), *map(take, pages_of))
         found.append(TritonConfig(*own, take(compressed), take(sliding), few_tiles, **dot))
     return list(dict.fromkeys(found))
+
+
+def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
+    """Where few queries go branch by branch."""
+    return "" if problem.flag("packed") else steps.remark_on(config.few.step, _sizes(problem))
+
+
+def _sizes(problem: Problem) -> steps.Sizes:
+    size, blocks = problem.dim, cdiv(problem.dim("S"), int(str(problem.flag("block"))))
+    itemsize = jnp.dtype(problem.dtype("qkv")).itemsize
+    rows, channels = size("B") * size("T"), max(size("D"), size("V"))
+    return steps.Sizes(size("T"), rows, size("H"), size("K"), channels, itemsize, size("C"), blocks)
 
 
 def span_for(programs: int, count: int, device: DeviceFacts) -> int:
@@ -170,6 +183,11 @@ def forward(
     execute: Execute = run,
 ) -> dict[str, Array]:
     """The output, the blocks that were chosen, and what the backward needs."""
+    if not save and config.few.step.block_k and few.serves(arrays):
+        step = steps.of_rows(arrays, spec)
+        if not step.sizes.reason_against():
+            results = steps.attend(step, spec, config.few.step, config.float32_dot, execute=execute)
+            return {name: x.reshape(*arrays.q.shape[:2], *x.shape[1:]) for name, x in results.items()}
     found: dict[str, Array] = {}
     for name in (COMPRESSED, SLIDING):
         if few.serves(arrays):

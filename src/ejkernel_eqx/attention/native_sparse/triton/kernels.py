@@ -65,17 +65,23 @@ def query_position(t_of_call, position_ptr, b, T, offset, PLACED: tl.constexpr):
 
 
 @triton.jit
-def _with_keys(acc, total, top, q, k, v, seen, SCALE: tl.constexpr, PRECISION: tl.constexpr):
-    """The sum of values `[GP, BLOCK_V]`, denominators and maxima `[GP]` after the keys of a block, of which some are `seen`."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
-    s = tl.where(seen[None, :], s, float("-inf"))
+def with_scores(acc, total, top, s, v, PRECISION: tl.constexpr):
+    """The sum of values `[GP, BLOCK_V]`, denominators and maxima `[GP]` after keys with scores `s`, minus infinity where unseen."""
     new_top = tl.maximum(top, tl.max(s, axis=1))  # [GP]
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [GP]
-    p = tl.exp2(s - shift[:, None])  # [GP, BLOCK_S]
+    p = tl.exp2(s - shift[:, None])  # [GP, keys]
     alpha = tl.exp2(top - shift)  # [GP]
     total = total * alpha + tl.sum(p, axis=1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, total, new_top
+
+
+@triton.jit
+def _with_keys(acc, total, top, q, k, v, seen, SCALE: tl.constexpr, PRECISION: tl.constexpr):
+    """The same for the keys of a block, of which some are `seen`."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
+    s = tl.where(seen[None, :], s, float("-inf"))
+    return with_scores(acc, total, top, s, v, PRECISION)
 
 
 @triton.jit
