@@ -32,8 +32,8 @@ _NUMBERS = 8192  # of scores at a time
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The arrays of a step, without leading axes: tokens, and pages with their tables. Over dense keys `queries` are those of a row; over the pages of
-    a batch the maximum of a sequence."""
+    """The arrays of a step, without leading axes: tokens, and pages with their tables. Over dense keys `queries` are those of a row; over a batch's
+    pages the maximum of a sequence."""
 
     q: Array  # [T, H, D]
     gates: Array  # [T, H, 3]

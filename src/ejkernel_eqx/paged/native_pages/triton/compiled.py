@@ -144,12 +144,12 @@ def forward(
     found = _named("sliding", pages.forward(arrays.main, spec.sliding, config.sliding, execute=execute))
     # From here on without leading axes: the rows' tokens one after the other, each with a table of its own.
     main = alone(folded(arrays.main, spec.sliding, config.sliding, execute).arrays, spec.max_query_len)
+    # Pages of either kind may be mapped, so each has its own numbers.
     small = folded(arrays.compressed, spec.whole, config.compressed, execute).arrays
+    small = alone(small, spec.max_query_len)
     end = main.kv_len // own.stride
     start = jnp.full_like(end, spec.first_slot) if spec.first_slot else None
-    small = small._replace(
-        page_table=main.page_table, q_start=main.q_start, q_len=main.q_len, kv_len=end, kv_start=start
-    )
+    small = small._replace(kv_len=end, kv_start=start)
     results = pages.forward(_with_lead(small), _alone(spec), config.compressed, execute=execute)
     found |= _named("compressed", results)
     launch = _launcher(main, spec, config, execute)
@@ -241,7 +241,8 @@ def _choose(
     keys = small.page_table.shape[1] * size
     start, base = jnp.full((1, tokens), spec.first_slot, jnp.int32), jnp.zeros((1, tokens), jnp.int32)
     tables = {"start": start, "end": small.kv_len[None], "place": place[None], "base": base}
-    launch = launch.knowing({"k": small.k, "lse": lse.T * LOG2E} | tables, C=keys, PAGE=size)
+    own = {"k": small.k, "table": small.page_table, "lse": lse.T * LOG2E}
+    launch = launch.knowing(own | tables, C=keys, P=small.k.shape[0], PAGE=size)
 
     weights = lambda chunk, count: page_weights(launch, tile, (heads, keys), chunk, count)
     return chosen_by(weights, launch, (1, tokens, heads, keys, blocks), spec.sparse, 64)[0]
