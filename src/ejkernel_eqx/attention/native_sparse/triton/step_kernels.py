@@ -13,6 +13,7 @@ from ....paged.triton.tile import FILLED, load_keys, load_pages, locate, rest_of
 from .kernels import page_rows, rows_of, with_scores
 
 GROUPS = tl.constexpr(32)  # of blocks, one for each lane of a warp
+SCORE_ROW = tl.constexpr(16)  # rows of scores have a multiple of as many, so that four are loaded at once
 
 
 @triton.jit
@@ -58,11 +59,11 @@ def _store_part(part_ptr, lse_ptr, acc, total, top, r, kv, split, H: tl.constexp
 
 
 @triton.jit
-def _attend(q, k_ptr, v_ptr, table_ptr, scores_ptr, first, end, split, kv, P, C,
+def _attend(q, k_ptr, v_ptr, table_ptr, scores_ptr, first, end, split, kv, P, WIDTH,
             K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
             BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
             SPLITS: tl.constexpr, SCORES: tl.constexpr):  # fmt: skip
-    """The sum of values, denominators and maxima of one split of the keys `first .. end`; with `SCORES`, their scores `[G, C]` are stored."""
+    """The sum of values, denominators and maxima of one split of the keys `first .. end`; with `SCORES`, their scores `[G, WIDTH * SCORE_ROW]` are stored, from `first` on."""
     acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
     total = tl.zeros([GP], tl.float32)  # [GP]
     top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
@@ -81,7 +82,7 @@ def _attend(q, k_ptr, v_ptr, table_ptr, scores_ptr, first, end, split, kv, P, C,
         s = tl.where(ok[None, :], s, float("-inf"))
         if SCORES:
             inside = (j >= first) & (j < end)  # [BK]
-            tl.store(scores_ptr + heads * C + j[None, :], s, mask=(heads < G) & inside[None, :])
+            tl.store(scores_ptr + heads * (WIDTH * SCORE_ROW) + (j - first)[None, :], s, mask=(heads < G) & inside[None, :])
         acc, total, top = with_scores(acc, total, top, s, v, PRECISION)
     return acc, total, top
 
@@ -95,8 +96,8 @@ def _compressed(last, limit, FIRST: tl.constexpr, REACH: tl.constexpr, STRIDE: t
 @triton.jit
 def compressed_step_kernel(
     q_ptr, compressed_k_ptr, compressed_v_ptr, small_table_ptr, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr,
-    T, SMALL_M, P_SMALL, C, offset,
-    part_ptr, part_lse_ptr, scores_ptr,  # float32 [R, H, SPLITS, V], [R, H, SPLITS], [R, K, G, C]
+    T, SMALL_M, P_SMALL, WIDTH, offset,
+    part_ptr, part_lse_ptr, scores_ptr,  # float32 [R, H, SPLITS, V], [R, H, SPLITS], [R, K, G, WIDTH * SCORE_ROW]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, SMALL_PAGE: tl.constexpr, SMALL_FAR: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     PAGED: tl.constexpr, PLACED: tl.constexpr, QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, FIRST: tl.constexpr,
@@ -111,9 +112,9 @@ def compressed_step_kernel(
     count = _compressed(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
     end = tl.where(count > 0, FIRST + count, 0)  # a table may end before the first slot
     q = _load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
-    scores = scores_ptr + (r * K + kv).to(tl.int64) * (G * C)
+    scores = scores_ptr + (r * K + kv).to(tl.int64) * (G * WIDTH * SCORE_ROW)
     acc, total, top = _attend(
-        q, compressed_k_ptr, compressed_v_ptr, small_table_ptr + n * SMALL_M, scores, FIRST, end, split, kv, P_SMALL, C,
+        q, compressed_k_ptr, compressed_v_ptr, small_table_ptr + n * SMALL_M, scores, FIRST, end, split, kv, P_SMALL, WIDTH,
         K, D, V, G, GP, SMALL_PAGE, SMALL_FAR, BLOCK_D, BLOCK_V, BLOCK_K, SCALE, PRECISION, SPLITS, SCORES)  # fmt: skip
     _store_part(part_ptr, part_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, SPLITS)
 
@@ -121,8 +122,8 @@ def compressed_step_kernel(
 @triton.jit
 def sliding_step_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, scores_ptr, compressed_lse_ptr,
-    T, N_SEQUENCES, R, M, P, C, BLOCKS, SMALL_M, offset,
-    part_ptr, part_lse_ptr, indices_ptr, keys_ptr,  # float32 [R, H, SPLITS, V], [R, H, SPLITS], int32 [T, K, N], [R, K, BLOCK_M]
+    T, N_SEQUENCES, R, M, P, WIDTH, BLOCKS, SMALL_M, offset,
+    part_ptr, part_lse_ptr, indices_ptr, keys_ptr,  # float32 [R, H, SPLITS, V], [R, H, SPLITS], int32 [T, K, N], [R, K, BLOCK_M + 32]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr, SMALL_PAGE: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr, PAGED: tl.constexpr, PLACED: tl.constexpr, QUERIES: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -147,7 +148,7 @@ def sliding_step_kernel(
         end = tl.minimum(last + 1, M * PAGE)
         q = _load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
         acc, total, top = _attend(
-            q, k_ptr, v_ptr, table_ptr + n * M, scores_ptr, first, end, split, kv, P, C,
+            q, k_ptr, v_ptr, table_ptr + n * M, scores_ptr, first, end, split, kv, P, WIDTH,
             K, D, V, G, GP, PAGE, FAR, BLOCK_D, BLOCK_V, BLOCK_K, SCALE, PRECISION, SPLITS, False)  # fmt: skip
         _store_part(part_ptr, part_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, SPLITS)
     elif token >= 0:
@@ -157,18 +158,18 @@ def sliding_step_kernel(
         if G <= 2 * HEADS and REACH == 1 and BS == STRIDE:  # all loads are in flight together
             for g in tl.static_range(0, G, HEADS):
                 score += _block_scores(
-                    scores_ptr, compressed_lse_ptr, g, row, count, C, G, HEADS, PARTS, BLOCK_PARTS, FIRST, REACH, BS // STRIDE, BLOCK_M)  # fmt: skip
+                    scores_ptr, compressed_lse_ptr, g, row, count, WIDTH, G, HEADS, PARTS, BLOCK_PARTS, REACH, BS // STRIDE, BLOCK_M)  # fmt: skip
         else:
             for g in tl.range(0, G, HEADS):
                 score += _block_scores(
-                    scores_ptr, compressed_lse_ptr, g, row, count, C, G, HEADS, PARTS, BLOCK_PARTS, FIRST, REACH, BS // STRIDE, BLOCK_M)  # fmt: skip
+                    scores_ptr, compressed_lse_ptr, g, row, count, WIDTH, G, HEADS, PARTS, BLOCK_PARTS, REACH, BS // STRIDE, BLOCK_M)  # fmt: skip
         to = indices_ptr + (token.to(tl.int64) * K + kv) * N
-        _choose(score, keys_ptr + row * BLOCK_M, to, last, BLOCKS, N, BS, BLOCK_M)
+        _choose(score, keys_ptr + row * (BLOCK_M + GROUPS), to, last, BLOCKS, N, BS, BLOCK_M)
 
 
 @triton.jit
-def _block_scores(scores_ptr, lse_ptr, g, row, count, C, G: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
-                  BLOCK_PARTS: tl.constexpr, FIRST: tl.constexpr, REACH: tl.constexpr, PER: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
+def _block_scores(scores_ptr, lse_ptr, g, row, count, WIDTH, G: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+                  BLOCK_PARTS: tl.constexpr, REACH: tl.constexpr, PER: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
     """The sum over heads `g .. g + HEADS` of a group of the weights of compressed keys, by the strides that each shares with a block: key
     `m * PER + o` and block `m` have those in both `o .. o + REACH` and `0 .. PER`."""
     heads = g + tl.arange(0, HEADS)  # [HEADS]
@@ -180,13 +181,19 @@ def _block_scores(scores_ptr, lse_ptr, g, row, count, C, G: tl.constexpr, HEADS:
     total = tl.sum(tl.exp2(lse - top[None, :]), axis=0)
     whole = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), 0.0)  # [HEADS]
     m = tl.arange(0, BLOCK_M)  # [BM]
-    score = tl.zeros([BLOCK_M], tl.float32)  # [BM]
-    for o in tl.range(1 - REACH, PER):
-        share = tl.minimum(PER, o + REACH) - tl.maximum(0, o)
-        c = m * PER + o  # [BM]
-        seen = (heads < G)[:, None] & ((c >= 0) & (c < count))[None, :]  # [HEADS, BM]
-        x = tl.load(scores_ptr + (row * G + heads)[:, None] * C + (FIRST + c)[None, :], mask=seen, other=float("-inf"))  # fmt: skip
-        score += tl.sum(tl.exp2(x - whole[:, None]), axis=0) * share
+    rows = scores_ptr + (row * G + heads)[:, None] * (WIDTH * SCORE_ROW)  # [HEADS, 1]
+    real = (heads < G)[:, None]
+    if REACH == 1 and PER == 1:
+        # Four at a time, which rows of scores have room for.
+        x = tl.load(rows + m[None, :], mask=real & (m // 4 < tl.cdiv(count, 4))[None, :], other=float("-inf"))
+        score = tl.sum(tl.where((m < count)[None, :], tl.exp2(x - whole[:, None]), 0.0), axis=0)  # [BM]
+    else:
+        score = tl.zeros([BLOCK_M], tl.float32)  # [BM]
+        for o in tl.range(1 - REACH, PER):
+            c = (m * PER + o)[None, :]  # [1, BM]
+            x = tl.load(rows + c, mask=real & (c >= 0) & (c < count), other=float("-inf"))  # [HEADS, BM]
+            share = tl.minimum(PER, o + REACH) - tl.maximum(0, o)
+            score += tl.sum(tl.exp2(x - whole[:, None]), axis=0) * share
     return score
 
 
@@ -205,7 +212,10 @@ def _choose(score, keys_ptr, to, last, BLOCKS, N: tl.constexpr, BS: tl.constexpr
     tl.debug_barrier()
     g = tl.arange(0, GROUPS)  # [GROUPS]
     w = tl.arange(0, width)  # [width]
-    best = tl.max(tl.load(keys_ptr + g[:, None] * width + w[None, :]), axis=1)  # [GROUPS]
+    # Through memory, so that these numbers lie in the lanes of each warp, and reductions of them need no other warp.
+    tl.store(keys_ptr + BLOCK_M + g, tl.max(tl.load(keys_ptr + g[:, None] * width + w[None, :]), axis=1))
+    tl.debug_barrier()
+    best = tl.load(keys_ptr + BLOCK_M + g)  # [GROUPS]
     tl.store(to, own)
     if N > 1:
         tl.store(to + 1, tl.where(own > 0, 0, -1))

@@ -26,7 +26,7 @@ MOST_BLOCKS = 8192
 _MOST_BYTES = 2**14  # of the queries of a group, whose sums are in registers
 _MANY_BYTES = 2**13
 _SCORE_BYTES = 2**28
-_LEAST_GROUPS = 32  # of blocks, as the kernel has
+_GROUPS = step_kernels.GROUPS.value
 _NUMBERS = 8192  # of scores at a time
 
 
@@ -183,6 +183,7 @@ def attend(
     launch = _launcher(step, spec, float32_dot, execute)
     (tokens, heads, _), (kv_heads, values) = step.q.shape, step.v.shape[2:]
     rows, group, keys = step.rows, heads // kv_heads, step.compressed_keys
+    scores = launch.numbers["WIDTH"] * step_kernels.SCORE_ROW.value
     pairs, chooses = rows * kv_heads, step.indices is None
     # Programs that share the keys of a branch, each with two tiles at least.
     shared = lambda count: max(1, min(tile.split_k, cdiv(count, 2 * tile.block_k)))
@@ -198,15 +199,15 @@ def attend(
     found = launch(
         step_kernels.compressed_step_kernel,
         tile,
-        parts(compressed) | {"scores": result(rows, kv_heads, group, keys) if chooses else NOTHING},
+        parts(compressed) | {"scores": result(rows, kv_heads, group, scores) if chooses else NOTHING},
         pairs * compressed,
         SPLITS=compressed,
         SCORES=chooses,
     )
-    blocks = padded(step.blocks, _LEAST_GROUPS)
+    blocks = padded(step.blocks, _GROUPS)
     chosen = {
         "indices": result(tokens, kv_heads, spec.count, dtype=jnp.int32) if chooses else NOTHING,
-        "keys": result(rows, kv_heads, blocks, dtype=jnp.int32) if chooses else NOTHING,
+        "keys": result(rows, kv_heads, blocks + _GROUPS, dtype=jnp.int32) if chooses else NOTHING,
     }
     near = launch(
         step_kernels.sliding_step_kernel,
@@ -269,7 +270,7 @@ def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) 
         "P": pages,
         "PAGE": page,
         "FAR": far(pages, page),
-        "C": step.compressed_keys,
+        "WIDTH": cdiv(step.compressed_keys, step_kernels.SCORE_ROW.value),
         "SMALL_M": step.small_table.shape[1],
         "P_SMALL": small_pages,
         "SMALL_PAGE": small_page,
