@@ -181,7 +181,7 @@ def test_what_goes_by_branch():
         "": {},
         "query heads a key head, not 128": dict(H=128, K=1),
         "KiB of query heads": dict(K=1, D=256),
-        "of up to 8192 blocks": dict(S=2**20),
+        "of up to 4096 blocks": dict(S=2**20),
         "MiB of scores": dict(N=2048),
     }
     for word, more in refused.items():

@@ -1,5 +1,7 @@
 """What the tuner is given, and what is compiled: inputs of their very problem, results that agree, configurations that fit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from tests.tolerances import errors
 from tests.workloads import assert_agrees
 
 OPERATION, PAGES = "native_sparse_attention", "paged_native_sparse_attention"
+STEP = [f"{name}_step_kernel" for name in ("compressed", "sliding", "selected", "combine")]
 SMALL = dict(T=40, H=4, K=2, D=16, n=3)
 FLAGS = dict(block=4, window=6, given=True)
 KINDS = {
@@ -99,7 +102,7 @@ PAGED = {
 def test_defaults_for_pages_fit(target, name):
     """Without spills, but for float32 on older devices; that of the other kernels is theirs."""
     pytest.importorskip("triton")
-    from ejkernel_eqx.launch import compile_ahead
+    from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH
 
     problem, device = example_problem_of(PAGES)(PAGES, *PAGED[name]), DEVICES[target]
     implementation = kernel_registry.get(PAGES, "triton")
@@ -108,13 +111,69 @@ def test_defaults_for_pages_fit(target, name):
     configs = platform.candidates(problem, device)
     assert configs[0] == platform.default_config(problem, device) and len(set(configs)) == len(configs) > 1
     found = work.launches(configs[0])
+    if name != "mixed":
+        assert [launch.function.fn.__name__ for launch in found] == STEP
+        assert_fit(found, target, name)
+        found = work.launches(dataclasses.replace(configs[0], step=BY_BRANCH))
     own = [launch for launch in found if ".paged_native_sparse." in launch.label]
     kernels = [launch.function.fn.__name__ for launch in own]
     split = [] if name == "mixed" or target == "gfx942" else ["merge_blocks_kernel"]
     assert kernels == ["page_importance_kernel", "choose_kernel", "page_forward_kernel", *split]
-    for launch in own:
+    assert_fit(own, target, name)
+
+
+def assert_fit(launches, target, name):
+    from ejkernel_eqx.launch import compile_ahead
+
+    for launch in launches:
         report = compile_ahead(launch, target)
         assert report.fits and (report.spills == 0 or name == "float32"), (launch.label, report)
+
+
+STEPS = {
+    "groups of 64": (dict(N=4, S=65536, H=64, K=1, D=128), "bfloat16", {}),
+    "wide": (dict(N=2, S=16384, H=32, K=1, D=256), "float16", dict(block=256, span=64)),
+    "float32": (dict(N=2, S=65536, H=64, K=2, D=64, V=60), "float32", {}),
+    "no groups": (dict(N=64, S=8192, H=32, K=32, D=64, p=16), "bfloat16", dict(block=16)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_fit(target, name):
+    """Without spills, on every device."""
+    pytest.importorskip("triton")
+    problem = example_problem_of(PAGES)(PAGES, *STEPS[name])
+    implementation = kernel_registry.get(PAGES, "triton")
+    work = implementation.make_workload(problem)
+    found = work.launches(implementation.load().default_config(problem, DEVICES[target]))
+    assert [launch.function.fn.__name__ for launch in found] == STEP
+    assert_fit(found, target, "")
+
+
+@pytest.mark.slow
+def test_step_candidates_fit():
+    """Over pages and over rows."""
+    pytest.importorskip("triton")
+    from ejkernel_eqx.attention.native_sparse.triton import compiled as triton
+
+    of_pages = example_problem_of(PAGES)(PAGES, *PAGED["decoding"])
+    implementation = kernel_registry.get(PAGES, "triton")
+    for config in implementation.load().candidates(of_pages, DEVICES["sm_90"])[:4]:
+        assert config.step.block_k
+        assert_fit(implementation.make_workload(of_pages).launches(config), "sm_90", "")
+    rows, found = example_problem(OPERATION, *COMPILED["decoding"]), []
+
+    def record(launch, inputs):
+        found.append(launch)
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    config, spec = triton.default_config(rows, DEVICES["sm_90"]), spec_of(rows)
+    forward = lambda: triton.forward(make_arrays(rows, spec, 0), spec, config, save=False, execute=record)
+    jax.eval_shape(forward)
+    assert [launch.function.fn.__name__ for launch in found] == STEP
+    assert_fit(found, "sm_90", "")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,8 @@ def _attend(q, k_ptr, v_ptr, table_ptr, scores_ptr, first, end, split, kv, P, WI
             K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
             BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
             SPLITS: tl.constexpr, SCORES: tl.constexpr):  # fmt: skip
-    """The sum of values, denominators and maxima of one split of the keys `first .. end`; with `SCORES`, their scores `[G, WIDTH * SCORE_ROW]` are stored, from `first` on."""
+    """The sum of values, denominators and maxima of one split of the keys `first .. end`; with `SCORES`, their scores are stored, `[G, WIDTH *
+    SCORE_ROW]` from `first` on."""
     acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
     total = tl.zeros([GP], tl.float32)  # [GP]
     top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
@@ -82,7 +83,11 @@ def _attend(q, k_ptr, v_ptr, table_ptr, scores_ptr, first, end, split, kv, P, WI
         s = tl.where(ok[None, :], s, float("-inf"))
         if SCORES:
             inside = (j >= first) & (j < end)  # [BK]
-            tl.store(scores_ptr + heads * (WIDTH * SCORE_ROW) + (j - first)[None, :], s, mask=(heads < G) & inside[None, :])
+            tl.store(
+                scores_ptr + heads * (WIDTH * SCORE_ROW) + (j - first)[None, :],
+                s,
+                mask=(heads < G) & inside[None, :],
+            )
         acc, total, top = with_scores(acc, total, top, s, v, PRECISION)
     return acc, total, top
 

@@ -22,7 +22,7 @@ from .tiles import StepTile, Warped
 BY_BRANCH = StepTile(0, 1, 4, 1)
 
 MOST_GROUP = 64
-MOST_BLOCKS = 8192
+MOST_BLOCKS = 4096
 _MOST_BYTES = 2**14  # of the queries of a group, whose sums are in registers
 _MANY_BYTES = 2**13
 _SCORE_BYTES = 2**28
