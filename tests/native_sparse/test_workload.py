@@ -134,7 +134,6 @@ STEPS = {
     "groups of 64": (dict(N=4, S=65536, H=64, K=1, D=128), "bfloat16", {}),
     "wide": (dict(N=2, S=16384, H=32, K=1, D=256), "float16", dict(block=256, span=64)),
     "float32": (dict(N=2, S=65536, H=64, K=2, D=64, V=60), "float32", {}),
-    "no groups": (dict(N=64, S=8192, H=32, K=32, D=64, p=16), "bfloat16", dict(block=16)),
 }
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ....dispatch import DeviceFacts
@@ -172,8 +173,9 @@ def of_rows(arrays: NativeArrays, spec: NativeSpec) -> Step:
 def _in_pages(x: Array) -> tuple[Array, Array]:
     batch, length = x.shape[:2]
     part = part_of(length)
-    table = jnp.arange(batch * (length // part), dtype=jnp.int32).reshape(batch, -1)
-    return x.reshape(-1, part, *x.shape[2:]), table
+    # In numpy, so that the device computes nothing for it.
+    table = np.arange(batch * (length // part), dtype=np.int32).reshape(batch, -1)
+    return x.reshape(-1, part, *x.shape[2:]), jnp.asarray(table)
 
 
 def attend(
