@@ -32,7 +32,7 @@ from ..spec import (
     of_sequence,
     positions,
 )
-from . import by_blocks, few, kernels, steps
+from . import by_blocks, choice_kernels, few, kernels, steps
 from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
 
 OPAQUE = True
@@ -51,6 +51,7 @@ _MAX_BLOCK = 256
 _BRANCHES = {COMPRESSED: branches.compressed, SLIDING: branches.sliding}
 _BYTES = 2**28  # of weights of compressed keys at a time
 _MANY = 4096  # queries from which on the forward runs by blocks
+_MANY_BLOCKS = 1024  # to choose from
 _FEW = 512  # programs, which do not fill a GPU evenly
 
 
@@ -202,6 +203,10 @@ def forward(
     indices = arrays.indices
     if indices is None:
         indices = _choose(launch, arrays, spec, config.selection, found["compressed_lse"])
+    if config.forward.tokens and not save:  # the sum of the branches with that of a query's blocks
+        gated = found | {"gates": arrays.gates}
+        out = by_blocks.attended(launch, arrays, spec, config.forward, indices, gated)["out"]
+        return {"out": out, "indices": indices}
     if config.forward.tokens:
         selected = by_blocks.attended(launch, arrays, spec, config.forward, indices)
     else:
@@ -379,24 +384,29 @@ def chosen_by(
     size = max(multiple, _BYTES // max(1, 4 * batch * heads * keys) // multiple * multiple)
     columns = padded(blocks, 1)
     rows = max(1, min(8, 1024 // columns))  # of a warp, whose lanes compare faster than warps do
+    shared = {"M": blocks, "BLOCK": spec.block, "BLOCK_M": columns}
     chosen = []
     for chunk in range(0, length, size):
         count = min(size, length - chunk)
-        found = launch(
-            kernels.choose_kernel,
-            Warped(min(8, max(1, columns // 2048))),
-            {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)},
-            cdiv(count, rows) * heads * batch,
-            {"importance": weights(chunk, count)},
-            chunk=chunk,
-            length=count,
-            M=blocks,
-            BLOCK=spec.block,
-            PER=spec.block // spec.stride,
-            REACH=spec.span // spec.stride,
-            ROWS=rows,
-            BLOCK_M=columns,
-        )
+        own = shared | {"chunk": chunk, "length": count}
+        outputs = {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)}
+        given = {"importance": weights(chunk, count)}
+        if columns >= _MANY_BLOCKS and spec.block == spec.span == spec.stride:
+            programs, groups = count * heads * batch, choice_kernels.GROUPS.value
+            outputs["peaks"] = result(batch, heads, count, groups, dtype=jnp.int32)
+            found = launch(choice_kernels.choose_one_kernel, Warped(1), outputs, programs, given, **own)
+        else:
+            found = launch(
+                choice_kernels.choose_kernel,
+                Warped(min(8, max(1, columns // 2048))),
+                outputs,
+                cdiv(count, rows) * heads * batch,
+                given,
+                PER=spec.block // spec.stride,
+                REACH=spec.span // spec.stride,
+                ROWS=rows,
+                **own,
+            )
         chosen.append(jnp.moveaxis(found["chosen"], 1, 2))
     return jnp.concatenate(chosen, 1)
 

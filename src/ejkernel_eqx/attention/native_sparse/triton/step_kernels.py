@@ -10,9 +10,9 @@ import triton.language as tl
 from ....launch.constants import LOG2E
 from ....paged.triton.decode_kernel import splits_of
 from ....paged.triton.tile import FILLED, load_keys, load_pages, locate, rest_of
+from .choice_kernels import best_group, GROUPS, in_lanes, keys_of, take_from_group
 from .kernels import page_rows, rows_of, with_scores
 
-GROUPS = tl.constexpr(32)  # of blocks, one for each lane of a warp
 SCORE_ROW = tl.constexpr(16)  # rows of scores have a multiple of as many, so that four are loaded at once
 
 
@@ -206,36 +206,23 @@ def _block_scores(scores_ptr, lse_ptr, g, row, count, WIDTH, G: tl.constexpr, HE
 def _choose(score, keys_ptr, to, last, BLOCKS, N: tl.constexpr, BS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Stores the blocks of a query: its own, the first, those of the largest scores, of equal ones the earlier; -1 after the last.
 
-    Scores are not negative, so their bits have their order. A warp keeps the largest of each of 32 groups of blocks in its lanes, and after each
-    choice reads that group again."""
+    A warp keeps the largest of each of 32 groups of blocks in its lanes, and after each choice reads that group again."""
     width: tl.constexpr = BLOCK_M // GROUPS
     m = tl.arange(0, BLOCK_M)  # [BM]
     own = tl.where(last < 0, -1, last // BS)
-    key = score.to(tl.int32, bitcast=True)
-    key = tl.where((m == 0) | (m >= own) | (m >= BLOCKS), -1, key)
-    tl.store(keys_ptr + m, key)
+    tl.store(keys_ptr + m, keys_of(score, m, own, BLOCKS))
     tl.debug_barrier()
     g = tl.arange(0, GROUPS)  # [GROUPS]
     w = tl.arange(0, width)  # [width]
-    # Through memory, so that these numbers lie in the lanes of each warp, and reductions of them need no other warp.
-    tl.store(keys_ptr + BLOCK_M + g, tl.max(tl.load(keys_ptr + g[:, None] * width + w[None, :]), axis=1))
-    tl.debug_barrier()
-    best = tl.load(keys_ptr + BLOCK_M + g)  # [GROUPS]
-    tl.store(to, own)
-    if N > 1:
-        tl.store(to + 1, tl.where(own > 0, 0, -1))
-    taken = own * 0 - 1  # the column of the block chosen before, its group, and its key
+    best = tl.max(tl.load(keys_ptr + g[:, None] * width + w[None, :]), axis=1)  # [GROUPS]
+    best = in_lanes(best, keys_ptr + BLOCK_M)
+    taken = own * 0 - 1
     before = taken
     peak = taken
-    for n in tl.range(2, N):
-        top = tl.max(best, axis=0)
-        group = tl.min(tl.where(best == top, g, GROUPS), axis=0)
+    for n in tl.range(0, N):
+        top, group = best_group(best)
         x = tl.load(keys_ptr + group * width + w)  # [width]
-        # Those of equal scores follow one another.
-        start = tl.where((group == before) & (top == peak), taken, -1)
-        column = tl.min(tl.where((x == top) & (w > start), w, width), axis=0)
-        later = (x < top) | ((x == top) & (w > column))  # [width]
-        best = tl.where(g == group, tl.max(tl.where(later, x, -1), axis=0), best)
+        best, column = take_from_group(best, x, top, group, peak, before, taken, width)
         tl.store(to + n, tl.where(top >= 0, group * width + column, -1))
         taken = column
         before = group
