@@ -146,6 +146,7 @@ def test_steps_fit(target, name):
     problem = example_problem_of(PAGES)(PAGES, *STEPS[name])
     implementation = kernel_registry.get(PAGES, "triton")
     work = implementation.make_workload(problem)
+    assert work is not None and work.launches is not None
     found = work.launches(implementation.load().default_config(problem, DEVICES[target]))
     assert [launch.function.fn.__name__ for launch in found] == STEP
     assert_fit(found, target, "")
@@ -159,9 +160,11 @@ def test_step_candidates_fit():
 
     of_pages = example_problem_of(PAGES)(PAGES, *PAGED["decoding"])
     implementation = kernel_registry.get(PAGES, "triton")
+    work = implementation.make_workload(of_pages)
+    assert work is not None and work.launches is not None
     for config in implementation.load().candidates(of_pages, DEVICES["sm_90"])[:4]:
         assert config.step.block_k
-        assert_fit(implementation.make_workload(of_pages).launches(config), "sm_90", "")
+        assert_fit(work.launches(config), "sm_90", "")
     rows, found = example_problem(OPERATION, *COMPILED["decoding"]), []
 
     def record(launch, inputs):

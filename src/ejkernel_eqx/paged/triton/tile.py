@@ -74,7 +74,7 @@ def rest_of(block, q_start_ptr, q_len_ptr, N, T, LONGEST):
 def fill_rest(block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H: tl.constexpr, V: tl.constexpr):  # fmt: skip
     """Stores 0 and minus infinity for those of `FILLED` tokens that are not among the first `LONGEST` queries of a sequence."""
     NUMBERS: tl.constexpr = 512  # pyright: ignore[reportAssignmentType]
-    token, rest = rest_of(block, q_start_ptr, q_len_ptr, N, T, LONGEST)  # [FILLED] both
+    token, rest = rest_of(block, q_start_ptr, q_len_ptr, N, T, LONGEST)  # [FILLED] both  # pyright: ignore[reportGeneralTypeIssues]
     # Usually there are no such tokens and nothing to store.
     if tl.max(rest.to(tl.int32), axis=0) > 0:
         row = token.to(tl.int64)[:, None]  # [FILLED, 1]

@@ -113,7 +113,7 @@ def compressed_step_kernel(
     kv = pid % K
     split = pid // K % SPLITS
     r = pid // (K * SPLITS)
-    token, n, last = query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAGED, PLACED, QUERIES)  # fmt: skip
+    token, n, last = query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAGED, PLACED, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]  # fmt: skip
     count = _compressed(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
     end = tl.where(count > 0, FIRST + count, 0)  # a table may end before the first slot
     q = _load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
@@ -140,14 +140,14 @@ def sliding_step_kernel(
     each: tl.constexpr = SPLITS + CHOOSES  # programs of a query and key head
     if CHOOSES and PAGED:
         if pid >= R * K * each:
-            token, rest = rest_of(pid - R * K * each, q_start_ptr, q_len_ptr, N_SEQUENCES, T, QUERIES)
+            token, rest = rest_of(pid - R * K * each, q_start_ptr, q_len_ptr, N_SEQUENCES, T, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
             for c in tl.range(0, K * N):
                 tl.store(indices_ptr + token.to(tl.int64) * (K * N) + c, token * 0 - 1, mask=rest)
             return
     kv = pid % K
     split = pid // K % each - CHOOSES
     r = pid // (K * each)
-    token, n, last = query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAGED, PLACED, QUERIES)  # fmt: skip
+    token, n, last = query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAGED, PLACED, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]  # fmt: skip
     if split >= 0:
         first = tl.maximum(last - (WINDOW - 1), 0)
         end = tl.minimum(last + 1, M * PAGE)
@@ -241,10 +241,10 @@ def _part_of_block(indices_ptr, part, table_ptr, last, M, P, N: tl.constexpr, BS
     if BS % BK:
         seen &= part % EACH * BK + column < BS
     if PAGE % BK == 0 and BS % BK == 0:  # one page, whose number is loaded once
-        first, there = page_rows(table_ptr, begin, index >= 0, M, P, PAGE)
+        first, there = page_rows(table_ptr, begin, index >= 0, M, P, PAGE)  # pyright: ignore[reportGeneralTypeIssues]
         return first, column, seen & there
     else:
-        rows, seen = page_rows(table_ptr, j, seen, M, P, PAGE)
+        rows, seen = page_rows(table_ptr, j, seen, M, P, PAGE)  # pyright: ignore[reportGeneralTypeIssues]
         return rows, tl.zeros([BK], tl.int32), seen
 
 
@@ -263,7 +263,7 @@ def selected_step_kernel(
     kv = pid % K
     split = pid // K % SPLITS
     r = pid // (K * SPLITS)
-    token, n, last = query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAGED, PLACED, QUERIES)  # fmt: skip
+    token, n, last = query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAGED, PLACED, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]  # fmt: skip
     q = _load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
     acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
     total = tl.zeros([GP], tl.float32)  # [GP]
@@ -314,7 +314,7 @@ def combine_step_kernel(
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     if PAGED:
         if pid >= R * H:
-            token, rest = rest_of(pid - R * H, q_start_ptr, q_len_ptr, N_SEQUENCES, T, QUERIES)
+            token, rest = rest_of(pid - R * H, q_start_ptr, q_len_ptr, N_SEQUENCES, T, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
             if tl.max(rest.to(tl.int32), axis=0) > 0:
                 nothing = tl.zeros([FILLED, BLOCK_V], out_ptr.dtype.element_ty)
                 for h in tl.range(0, H):
