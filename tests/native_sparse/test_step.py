@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ejkernel_eqx as ejx
 from tests.attention.dense import INTERPRET
 from tests.native_sparse import cases, test_paged
 from tests.native_sparse.test_native_sparse import assert_best
@@ -76,7 +75,7 @@ def test_agrees_with_other_ways(name):
     case = CASES[name]
     _, call = make(case)
     found = run(case.operation(INTERPRET), call)
-    by_branch = run(case.operation(INTERPRET, config=by_branches(ejx.PagedNativeSparseAttention)), call)
+    by_branch = run(case.operation(INTERPRET, config=by_branches()), call)
     for out, indices in (by_branch, run(case.operation("xla"), call)):
         assert_close(found[0], out)
         np.testing.assert_array_equal(found[1], indices)
@@ -84,15 +83,17 @@ def test_agrees_with_other_ways(name):
     np.testing.assert_array_equal(again[0], found[0])
 
 
-def by_branches(operation: Any) -> Any:
-    """The interpreted platform's configuration with kernels for each branch."""
+def by_branches() -> Any:
+    """The interpreted platform's configuration over pages, with kernels for each branch."""
     from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH
     from ejkernel_eqx.dispatch import kernel_registry
+    from ejkernel_eqx.paged.native_pages.workload import example_problem
+    from tests.compiled import DEVICES
 
-    config = kernel_registry.get(operation.operation, INTERPRET).load().default_config(None, None)
-    if operation is ejx.PagedNativeSparseAttention:
-        return dataclasses.replace(config, step=BY_BRANCH)
-    return dataclasses.replace(config, few=dataclasses.replace(config.few, step=BY_BRANCH))
+    name = "paged_native_sparse_attention"
+    problem = example_problem(name, dict(S=64, H=2, D=16), "float32", {})
+    config = kernel_registry.get(name, INTERPRET).load().default_config(problem, DEVICES["sm_90"])
+    return dataclasses.replace(config, step=BY_BRANCH)
 
 
 @pytest.mark.slow
@@ -115,7 +116,7 @@ def test_mapped_pages(names, way):
     """Pages of either kind may be mapped, and the others shared."""
     case = CASES["several queries"]
     _, call = make(case)
-    config = by_branches(ejx.PagedNativeSparseAttention) if way == "by branch" else None
+    config = by_branches() if way == "by branch" else None
     op = case.operation(INTERPRET, config=config)
     alone, pools = op(**call), {name: call[name] for name in names.split()}
     twice = {name: jnp.stack([jnp.stack([x, x]) for x in (pool.k, pool.v)]) for name, pool in pools.items()}
