@@ -164,44 +164,54 @@ def layer_of(p: LatentProblem, platform: Any, seed: int = 0) -> Any:
     return ejx.nn.MultiHeadLatentAttention(p.E, num_heads=p.H, **sizes, key=jax.random.key(seed))
 
 
+def weights_of(p: LatentProblem, seed: int) -> list[Array]:
+    """The layer's arrays, the same on every platform. They are inputs: as constants of a program, hundreds of megabytes would be compiled."""
+    return eqx.filter_jit(lambda: jax.tree.leaves(eqx.filter(layer_of(p, None, seed), eqx.is_array)))()
+
+
+def layer_with(p: LatentProblem, platform: Any, weights: list[Array]) -> Any:
+    """The layer with arrays given."""
+    shapes = eqx.filter_eval_shape(lambda: layer_of(p, platform))
+    arrays, static = eqx.partition(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), weights), static)
+
+
 def batch_of(p: LatentProblem) -> ejx.RaggedBatch:
     pages = np.arange(p.B * -(-p.T // p.page)).reshape(p.B, -1)
     return ejx.RaggedBatch.build([1] * p.B, [p.T] * p.B, pages, page_size=p.page)
 
 
-def make_decoding(p: LatentProblem, seed: int) -> Arrays:
+def make_decoding(p: LatentProblem, seed: int) -> dict[str, Any]:
     count = p.B * -(-p.T // p.page)
     shapes = (p.B, p.E), (count, p.page, p.R), (count, p.page, p.rope), (p.B, p.H, p.R + p.rope)
-    return dict(zip(("x", "latent", "rope", "q"), random(seed, p.dtype, *shapes)))
+    given = dict(zip(("x", "latent", "rope", "q"), random(seed, p.dtype, *shapes)))
+    return {**given, "weights": weights_of(p, seed)}
 
 
-def decoding(
-    p: LatentProblem, platform: Any, wide: bool = False
-) -> Callable[[Array, Any], tuple[Any, Arrays]]:
-    """A step of the layer, in float32 if `wide`, on tokens and pages; and the pages after it."""
-    arrays, static = eqx.partition(eqx.filter_jit(layer_of)(p, platform), eqx.is_array)
-    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays) if wide else arrays
+def decoding(p: LatentProblem, platform: Any) -> Callable[[Any, Any], tuple[Any, Arrays]]:
+    """A step of the layer on tokens and weights, and on pages; and the pages after it."""
     batch = batch_of(p)
 
-    def step(x: Array, pages: Any) -> tuple[Any, Arrays]:
-        out, pages = eqx.combine(arrays, static)(x, pages, batch=batch)
+    def step(given: Any, pages: Any) -> tuple[Any, Arrays]:
+        out, pages = layer_with(p, platform, given["weights"])(given["x"], pages, batch=batch)
         return pages, {"out": out}
 
     return step
 
 
-def pages_of(inputs: Arrays) -> ejx.PagedLatentCache:
+def pages_of(inputs: Any) -> ejx.PagedLatentCache:
     return ejx.PagedLatentCache(inputs["latent"], inputs["rope"])
 
 
-def prepare_decoding(p: LatentProblem, platform: Any, sets: Sequence[Arrays]) -> Prepared:
-    """Steps in place: each takes the pages of the last one."""
+def prepare_decoding(p: LatentProblem, platform: Any, sets: Sequence[Any]) -> Prepared:
+    """Steps in place, as of so many layers: each takes the pages of the last one."""
     step, pages = decoding(p, platform), pages_of(sets[0])
+    given = [{name: inputs[name] for name in ("x", "weights")} for inputs in sets]
 
-    def several(runs: int, x: Array, pages: Any) -> tuple[Any, list[Arrays]]:
+    def several(runs: int, given: Any, pages: Any) -> tuple[Any, list[Arrays]]:
         results = []
         for _ in range(runs):
-            pages, found = step(x, pages)
+            pages, found = step(given, pages)
             pages = jax.lax.optimization_barrier(pages)
             results.append(found)
         return pages, results
@@ -209,56 +219,53 @@ def prepare_decoding(p: LatentProblem, platform: Any, sets: Sequence[Arrays]) ->
     @functools.cache
     def program(runs: int) -> Any:
         function = jax.jit(functools.partial(several, runs), donate_argnums=1)
-        return function.lower(sets[0]["x"], pages).compile()
+        return function.lower(given[0], pages).compile()
 
     copied = lambda: jax.tree.map(jnp.copy, pages)
     once, selection, temporary = compiled(program)
-    _, (results,) = once(sets[0]["x"], copied())
-    make = lambda runs: StateWork(program(runs), copied(), [inputs["x"] for inputs in sets])
+    _, (results,) = once(given[0], copied())
+    make = lambda runs: StateWork(program(runs), copied(), given)
     return Prepared(results, make, selection, temporary)
 
 
-def kernel(p: LatentProblem) -> Callable[[Arrays], Arrays]:
+def kernel(p: LatentProblem) -> Callable[[Any], Arrays]:
     batch, op = batch_of(p), ejx.RaggedPagedAttention(softmax_scale=p.scale)
     how: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": 1}
     return lambda inputs: {"out": op(inputs["q"], pages_of(inputs).bind(batch), **how)}
 
 
-def expected_decoding(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
+def expected_decoding(p: LatentProblem, inputs: Any) -> dict[str, Arrays]:
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     with jax.default_matmul_precision("highest"):
-        return {"forward": jax.jit(decoding(p, "xla", wide=True))(wide["x"], pages_of(wide))[1]}
+        return {"forward": jax.jit(decoding(p, "xla"))(wide, pages_of(wide))[1]}
 
 
 # Chunks
 
 
-def make_chunk(p: LatentProblem, seed: int) -> Arrays:
+def make_chunk(p: LatentProblem, seed: int) -> dict[str, Any]:
     shapes = (p.B, p.chunk, p.E), (p.B, p.T, p.R), (p.B, p.T, p.rope)
-    return dict(zip(("x", "latent", "rope"), random(seed, p.dtype, *shapes)))
+    given = dict(zip(("x", "latent", "rope"), random(seed, p.dtype, *shapes)))
+    return {**given, "weights": weights_of(p, seed)}
 
 
-def chunked(
-    p: LatentProblem, platform: Any, form: bool | None = None, wide: bool = False
-) -> Callable[[Arrays], Arrays]:
+def chunked(p: LatentProblem, platform: Any, form: bool | None = None) -> Callable[[Any], Arrays]:
     """The layer on the last tokens of rows whose cache holds those before; expanded or not, or as it chooses itself."""
-    arrays, static = eqx.partition(eqx.filter_jit(layer_of)(p, platform), eqx.is_array)
-    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays) if wide else arrays
 
-    def run(inputs: Arrays) -> Arrays:
+    def run(inputs: Any) -> Arrays:
         before = jnp.full(p.B, p.T - p.chunk, jnp.int32)
         cache = ejx.nn.LatentCache(inputs["latent"], inputs["rope"], before)
         choice = "ejkernel_eqx.nn.latent_attention.expands"
         with contextlib.nullcontext() if form is None else mock.patch(choice, lambda *_: form):
-            return {"out": eqx.combine(arrays, static)(inputs["x"], cache)[0]}
+            return {"out": layer_with(p, platform, inputs["weights"])(inputs["x"], cache)[0]}
 
     return run
 
 
-def expected_chunk(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
+def expected_chunk(p: LatentProblem, inputs: Any) -> dict[str, Arrays]:
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     with jax.default_matmul_precision("highest"):
-        return {"forward": jax.jit(chunked(p, "xla", False, wide=True))(wide)}
+        return {"forward": jax.jit(chunked(p, "xla", False))(wide)}
 
 
 # Measuring

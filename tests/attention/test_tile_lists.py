@@ -34,9 +34,9 @@ def followed(pattern: Pattern, shape: Shape, head: int) -> np.ndarray:
     row = lists.heads[head if len(lists.heads) > 1 else 0]
     rows, columns = shape.grid
     seen = np.zeros((rows * shape.block_q, columns * shape.block_k), bool)
-    assert sorted(lists.order) == list(range(columns if shape.by_key else rows))
-    for tile in lists.order:
-        begin, whole, end, away = lists.tiles[row, tile]
+    assert sorted(lists.tiles[row, :, 0]) == list(range(columns if shape.by_key else rows))
+    for tile, begin, whole, end, away, entry, partial, _ in lists.tiles[row]:
+        assert (entry, partial) == tuple(lists.entries[[begin, whole]])
         for at in range(begin, end):
             listed = int(lists.entries[at])
             m, n = (listed, tile) if shape.by_key else (tile, listed)
@@ -72,7 +72,7 @@ def test_lists_say_the_mask(name, by_key):
 def test_the_longest_lists_come_first():
     pattern = lowered("local or global")[0]
     lists = lists_of(pattern, SHAPES[0])
-    lengths = (lists.tiles[0, :, 2] - lists.tiles[0, :, 0])[lists.order]
+    lengths = lists.tiles[0, :, 3] - lists.tiles[0, :, 1]
     assert list(lengths) == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
 
 

@@ -1,7 +1,9 @@
 """The benchmark of latent attention runs, checks before it times, and says how it compares with what is beside it."""
 
+import dataclasses
 import json
 
+import jax
 import pytest
 
 from benchmarks import latent
@@ -42,3 +44,10 @@ def test_a_wrong_result_gets_no_time(monkeypatch):
     monkeypatch.setattr(latent, "differentiated", wrong)
     mine, _ = next(latent.measure(problem, options))
     assert mine.reason is not None and mine.reason.startswith("wrong: out is wrong") and mine.ms is None
+
+
+def test_weights_are_no_constants_of_the_program():
+    problem = dataclasses.replace(latent.TINY[1], E=256)
+    inputs = latent.make_decoding(problem, 0)
+    lowered = jax.jit(latent.decoding(problem, "xla")).lower(inputs, latent.pages_of(inputs))
+    assert len(lowered.as_text()) < sum(x.nbytes for x in inputs["weights"])

@@ -16,12 +16,15 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.launch import run
 from ejkernel_eqx.paged.cache import write as xla_write
 from ejkernel_eqx.paged.cache.quantise import LARGEST
 from ejkernel_eqx.paged.core import problem_of
 from ejkernel_eqx.paged.example import example_problem
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec, PAGES, SCALES, WriteArrays
 from tests.paged.cases import assert_agrees, Case, CASES, make, with_leading_axis
+from tests.paged.test_triton_bytes import assert_converted, launch
+from tests.paged.test_triton_bytes import DTYPES as BYTES
 from tests.tolerances import assert_close
 
 if jax.default_backend() != "gpu":
@@ -106,7 +109,46 @@ LONG = {
         scales="token",
     ),
     "latent": Case((1, 70, 1), (700, 130, 33), p=64, H=16, K=1, D=128, rope=64),
+    "latent int8, 128 heads": Case(
+        (1, 2, 1), (700, 130, 33), p=64, H=128, K=1, D=512, rope=64, kv_dtype="int8", scales="token"
+    ),
+    "latent float8, 128 heads": Case(
+        (1, 1),
+        (700, 33),
+        p=64,
+        H=128,
+        K=1,
+        D=512,
+        rope=64,
+        kv_dtype="float8_e4m3fn",
+        scales="head",
+        sinks=True,
+    ),
+    "latent float8, rotary keys of 16 bits": Case(
+        (1, 1),
+        (700, 33),
+        p=64,
+        H=128,
+        K=1,
+        D=512,
+        rope=64,
+        kv_dtype="float8_e5m2",
+        v_dtype="bfloat16",
+        scales="token",
+    ),
+    "latent int8, 16 heads": Case(
+        (1, 2, 1), (700, 130, 33), p=64, H=16, K=1, D=512, rope=64, kv_dtype="int8", scales="token"
+    ),
 }
+
+
+@pytest.mark.parametrize("dtype", BYTES)
+def test_every_code_of_8_bit_pages(dtype):
+    """By the device's instructions, as exactly as on the host."""
+    if dtype == "float8_e4m3fn" and device_facts().capability < (8, 9):
+        pytest.skip("float8_e4m3fn needs compute capability 8.9")
+    launched, inputs = launch(dtype, fast=device_facts().vendor == "nvidia")
+    assert_converted(dtype, jax.jit(functools.partial(run, launched))(inputs))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -57,6 +57,8 @@ GRID = [
     for target in DEVICES
     for dtype in ("bfloat16", "float32")
     for flags in (False, True)
+    # In float32, where all with flags take long to compile: one of the two for a target, both where spills are counted.
+    if dtype == "bfloat16" or target == "sm_90" or flags == (target != "sm_100")
 ]
 
 

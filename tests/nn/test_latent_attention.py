@@ -84,6 +84,21 @@ def test_the_formula(name):
         assert_close(y, by_hand(layer, row), "float32")
 
 
+def test_keys_and_values_from_weights_apart_or_together(monkeypatch):
+    """With many tokens the weights are split, with few what they give; all gradients agree."""
+    layer, x = build(), inputs()
+
+    def both(layer, x):
+        return eqx.filter_value_and_grad(lambda given: jnp.sum(jnp.sin(given[0](given[1]))))((layer, x))
+
+    found = [quick(both)(layer, x)]
+    monkeypatch.setattr("ejkernel_eqx.nn.latent_attention.splits_weights", lambda _: False)
+    found.append(quick(lambda layer, x: both(layer, x))(layer, x))
+    first, second = (jax.tree.leaves(eqx.filter(each, eqx.is_array)) for each in found)
+    for a, b in zip(first, second, strict=True):
+        assert_close(a, np.asarray(b, np.float64), "float32", "gradient")
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("expands", [False, True])
 @pytest.mark.parametrize("chunks", [(TOKENS,), (4, 1, 5), (1,) * TOKENS])

@@ -28,7 +28,7 @@ from .attention_inputs import CallInputs, check_rows
 from .attention_places import locate, Places, places_of, places_over_pages, Rows
 from .latent_cache import LatentCache
 from .parts import Parts
-from .projection import compute_dtype_of, project, stored_dtype_of
+from .projection import compute_dtype_of, product, project, stored_dtype_of
 from .rotary import RotaryEmbedding, YarnScaling
 from .tokens import check_ragged, clear, merge_heads, split_heads
 
@@ -361,8 +361,15 @@ class MultiHeadLatentAttention(eqx.Module):
 
     def _expanded(self, latent: Array) -> tuple[Array, Array]:
         """Keys `[..., T, H, Dn]` and values `[..., T, H, V]`."""
-        width = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
-        both = split_heads(project("kv_b_proj", self.kv_b_proj, latent, width), self.num_heads)
+        linear, heads = self.kv_b_proj, self.num_heads
+        width = self.qk_nope_head_dim + self.v_head_dim
+        is_plain = type(linear) is eqx.nn.Linear and linear.bias is None
+        if is_plain and linear.weight.shape == (heads * width, self.kv_lora_rank) and splits_weights(latent):
+            # Kernels take keys and values apart. With many tokens it is the weights that are fewer to copy.
+            parts = [w.reshape(-1, w.shape[-1]) for w in self._weights(linear.weight.dtype)]
+            k, v = (split_heads(product(latent, w), heads) for w in parts)
+            return k, v
+        both = split_heads(project("kv_b_proj", linear, latent, heads * width), heads)
         k, v = jnp.split(both, [self.qk_nope_head_dim], axis=-1)
         return k, v
 
@@ -397,6 +404,11 @@ class MultiHeadLatentAttention(eqx.Module):
     def _published(self, weights: Weights) -> "MultiHeadLatentAttention":
         weights.skip("rotary_emb.inv_freq")
         return fill_fields(self, weights)
+
+
+def splits_weights(latent: Array) -> bool:
+    """Whether weights have fewer numbers to copy than the keys and values of these latents."""
+    return math.prod(latent.shape[:-1]) > latent.shape[-1]
 
 
 def _read_rope(rope: Any, rope_dim: int) -> RotaryEmbedding:

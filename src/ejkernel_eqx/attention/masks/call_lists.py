@@ -18,9 +18,8 @@ from .tile_table import overlap
 class TileLists(NamedTuple):
     """As `PatternLists`, on the device."""
 
-    row: Array  # int32 [B, H]: the row of lists of every head
+    row: Array | None  # int32 [B, H]: the row of lists of every head; none if all have one
     tiles: Array
-    order: Array
     entries: Array
     patterns: Array
     bits: Array | None
@@ -44,14 +43,16 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
     order = jnp.sort((FULL - kinds).astype(jnp.int32) * others + number, axis=-1) % max(others, 1)
     whole, some = ((kinds >= kind).sum(-1, dtype=jnp.int32) for kind in (FULL, PARTIAL))
     first = jnp.arange(many * count, dtype=jnp.int32).reshape(many, count) * others
+    tile = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), first.shape)
     ahead = lambda x: jnp.pad(x.reshape(-1).astype(jnp.int32), (0, 1))
+    entries = ahead(order)
+    at = first + whole
+    none = jnp.zeros_like(first)
+    records = tile, first, at, first + some, none, entries[first], entries[at], none
     return TileLists(
         _every_head(rows, arrays),
-        jnp.stack([first, first + whole, first + some, jnp.zeros_like(first)], axis=-1),
-        jnp.arange(
-            count - 1, -1, -1, dtype=jnp.int32
-        ),  # the last first, as causal masks have the most keys there
-        ahead(order),
+        jnp.stack(records, axis=-1)[:, ::-1],  # the last first, as causal masks have the most keys there
+        entries,
         ahead(jnp.take_along_axis(patterns, order, axis=-1)),
         bits,
         True,
@@ -59,14 +60,15 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
 
 
 def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
-    row = lists.heads[None]
-    if arrays.heads is not None:
-        row = jnp.asarray(row)[0][arrays.heads]
+    row = None
+    if len(lists.tiles) > 1:
+        row = lists.heads[None]
+        if arrays.heads is not None:
+            row = jnp.asarray(row)[0][arrays.heads]
     bits = None if lists.bits is None else jnp.asarray(lists.bits)
     return TileLists(
-        _every_head(row, arrays),
+        None if row is None else _every_head(row, arrays),
         jnp.asarray(lists.tiles),
-        jnp.asarray(lists.order),
         jnp.asarray(lists.entries),
         jnp.asarray(lists.patterns),
         bits,

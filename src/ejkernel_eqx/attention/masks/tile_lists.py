@@ -21,8 +21,10 @@ class PatternLists(NamedTuple):
     """The lists of a pattern for a kernel with `M` tiles of its own. Entries of one list are contiguous."""
 
     heads: np.ndarray  # int32 [heads or 1]: which row of lists a head reads
-    tiles: np.ndarray  # int32 [rows, M, 4]: a list's first entry, its first partly visible one, its end, and how far patterns are from entries
-    order: np.ndarray  # int32 [M]: the tiles by length of their lists, longest first
+    tiles: np.ndarray
+    """int32 `[rows, M, 8]`: for each of the kernel's tiles, by length of their lists, longest first, what a program reads at once, so that no read
+    waits for another: the tile; where its list begins, where partly visible tiles begin, where it ends, how far patterns are from entries; and
+    the entries at the first two of these."""
     entries: np.ndarray  # uint16 or, with many tiles, int32 [entries + 1]: listed tiles
     patterns: np.ndarray  # int32: of every entry of a partly visible tile, which bits
     bits: np.ndarray | None  # int32 [patterns, rows of a tile, words]
@@ -50,12 +52,15 @@ def lists_of(pattern: Pattern, shape: Shape) -> PatternLists:
         first, before = first + len(listed), before + len(partial)
     stacked = np.stack(tiles)
     # One more entry, which the kernels read ahead.
-    end = np.zeros(1, entries[0].dtype)
+    every = np.concatenate([*entries, np.zeros(1, entries[0].dtype)])
+    order = _longest_first((stacked[..., 2] - stacked[..., 0]).sum(0))
+    stacked = stacked[:, order]
+    tile = np.broadcast_to(order[:, None], (*stacked.shape[:2], 1))
+    records = [tile, stacked, every[stacked[..., :2]], np.zeros_like(tile)]
     return PatternLists(
         known.heads,
-        stacked,
-        _longest_first((stacked[..., 2] - stacked[..., 0]).sum(0)),
-        np.concatenate([*entries, end]),
+        np.concatenate(records, axis=-1, dtype=np.int32),
+        every,
         np.concatenate([*patterns, np.zeros(1, np.int32)]),
         packed_bits(known.bits, shape) if len(known.bits) > 1 else None,
         known.blind,

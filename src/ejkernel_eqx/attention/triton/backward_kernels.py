@@ -131,7 +131,7 @@ def _query_gradient_tiles(
 def query_gradient_kernel(
     q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,  # do as out, lse and delta [B, H, T]; all else as in the forward kernel
     bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
-    seeds_ptr, tiles_ptr, row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
+    seeds_ptr, tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     dq_ptr, dslope_ptr,  # [B, T, H, D + R], [B, H, tiles]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
@@ -144,7 +144,7 @@ def query_gradient_kernel(
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
     # The tiles with the most keys first: of causal masks the last ones.
     if LISTED:
-        m, bh, count = listed_program(order_ptr, T, BQ, GROUP)
+        m, bh, count, at = listed_program(tiles_ptr, T, BQ, GROUP)
     else:
         m, bh, count = program(T, BQ, GROUP)
         m = count - 1 - m
@@ -181,7 +181,7 @@ def query_gradient_kernel(
     map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
     if LISTED:
         lo, full_lo, full_hi, hi, whole, partial, pattern_ptr = listed_tiles(
-            tiles_ptr, tl.load(row_ptr + bh), m, count, list_ptr, pattern_ptr
+            tiles_ptr, row_ptr, bh, at, count, pattern_ptr, LISTED
         )
     else:
         lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
@@ -304,7 +304,7 @@ def _key_gradient_tiles(
 def key_gradient_kernel(
     q_ptr, k_ptr, k_rope_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
     bias_ptr, slopes_ptr, mask_ptr, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, query_seen_ptr, key_seen_ptr,
-    seeds_ptr, tiles_ptr, row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
+    seeds_ptr, tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr, T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     dk_ptr, dk_rope_ptr, dv_ptr,  # [B, S, K, D], float32 [B, K, S, R], [B, S, K, V]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
@@ -316,7 +316,7 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """`dk` and `dv` of one key tile and key head, over all query heads that read it, and their part of the gradient of the shared keys."""
     if LISTED:
-        n, bh, count = listed_program(order_ptr, S, BK, GROUP)
+        n, bh, count, at = listed_program(tiles_ptr, S, BK, GROUP)
     else:
         n, bh, count = program(S, BK, GROUP)
     b = (bh // K).to(tl.int64)
@@ -366,7 +366,7 @@ def key_gradient_kernel(
         map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
         if LISTED:
             lo, full_lo, full_hi, hi, whole, partial, patterns = listed_tiles(
-                tiles_ptr, tl.load(row_ptr + b * H + h), n, count, list_ptr, pattern_ptr
+                tiles_ptr, row_ptr, b * H + h, at, count, pattern_ptr, LISTED
             )
         if not LISTED and (table or RIGHT >= 0 or MASK):
             dk, dk_rope, dv = _key_gradient_tiles(

@@ -332,7 +332,7 @@ def launcher(
         "mask": mask,
         "seeds": arrays.seeds,
         "map": None if arrays.blocks is None else _every_row(arrays.blocks.astype(jnp.int8), arrays),
-        **dict.fromkeys(("row", "order", "list", "pattern", "bits")),
+        **dict.fromkeys(("row", "list", "pattern", "bits")),
     }
     folded = arrays.bias is None and arrays.alibi_slopes is None and spec.scale > 0
     numbers = {
@@ -372,7 +372,7 @@ def launcher(
         # Whether a query that is not padding may still see no key: then its contents must be zeroed. Lists decide for themselves.
         "CLEAN": arrays.mask is not None or (arrays.q_segments is not None and not spec.same_segments),
         "GROUP": _group(arrays, spec),
-        "LISTED": spec.listed,
+        "LISTED": 0,
         "BITS": 0,
         "MAP_HEADS": arrays.blocks is not None and arrays.blocks.shape[1] > 1,
         **dict(zip(("MAP_Q", "MAP_K"), spec.block_size or (0, 0), strict=True)),
@@ -387,12 +387,12 @@ def _tiled(
     numbers = _blocks(arrays, tile)
     if spec.listed:
         shape = Shape(arrays.q.shape[1], arrays.k.shape[1], tile.block_q, tile.block_k, by_key)
-        row, tiles, order, entries, patterns, bits, blind = tile_lists(arrays, spec, shape)
+        row, tiles, entries, patterns, bits, blind = tile_lists(arrays, spec, shape)
         numbers |= {"BITS": 0 if bits is None else bits.shape[-1], "CLEAN": blind or arrays.mask is not None}
+        numbers["LISTED"] = 1 if row is None else 2
         lists = {
             "row": row,
             "tiles": tiles,
-            "order": order,
             "list": entries,
             "pattern": patterns,
             "bits": bits,

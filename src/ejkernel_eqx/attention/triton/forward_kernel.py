@@ -96,8 +96,8 @@ def forward_kernel(
     q_ptr, k_ptr, k_rope_ptr, v_ptr,  # [B, T, H, D + R], [B, S, K, D], [B, S, R] if R > 0, [B, S, K, V]
     bias_ptr, slopes_ptr, sinks_ptr, mask_ptr,  # bias and mask as in `over_scores`; [B, H] each
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, position_ptr, key_seen_ptr,  # [B, T] and, of keys, [B, S]
-    seeds_ptr, tiles_ptr,  # [B, H, SEED_WORDS], [B, tiles, 4] or of lists [rows, tiles, 4]
-    row_ptr, order_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr,  # of lists, as in `TileLists`; the map as in `map_of`
+    seeds_ptr, tiles_ptr,  # [B, H, SEED_WORDS], [B, tiles, 4] or of lists [rows, tiles, 8]
+    row_ptr, list_ptr, pattern_ptr, bits_ptr, map_ptr,  # of lists, as in `TileLists`; the map as in `map_of`
     T, S, offset, bias_run, bias_rows, mask_run, mask_rows,
     out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
@@ -110,7 +110,7 @@ def forward_kernel(
 ):  # fmt: skip
     # The tiles with the most keys first: of causal masks the last ones.
     if LISTED:
-        m, bh, count = listed_program(order_ptr, T, BQ, GROUP)
+        m, bh, count, at = listed_program(tiles_ptr, T, BQ, GROUP)
     else:
         m, bh, count = program(T, BQ, GROUP)
         m = count - 1 - m
@@ -147,7 +147,7 @@ def forward_kernel(
     map_row = map_of(map_ptr, b, h, T, S, H, MAP_HEADS, MAP_Q, MAP_K)
     if LISTED:
         lo, full_lo, full_hi, hi, whole, partial, pattern_ptr = listed_tiles(
-            tiles_ptr, tl.load(row_ptr + bh), m, count, list_ptr, pattern_ptr
+            tiles_ptr, row_ptr, bh, at, count, pattern_ptr, LISTED
         )
     else:
         lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)

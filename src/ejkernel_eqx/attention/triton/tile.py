@@ -199,8 +199,8 @@ def program(length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def listed_program(order_ptr, length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """As `program`, by an order of tiles, longest first. All rows run the longer half of their tiles, then the shorter one, so that the last programs
+def listed_program(tiles_ptr, length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """As `program`, in the order of lists, longest first, and the place in it. All rows run the longer half of their tiles, then the shorter one, so that the last programs
     are short ones."""
     tiles = tl.cdiv(length, BLOCK)
     rows = tl.num_programs(0) // tiles
@@ -211,8 +211,8 @@ def listed_program(order_ptr, length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     group = pid // (count * GROUP)
     index = pid % (count * GROUP)
     size = tl.minimum(rows - group * GROUP, GROUP)
-    tile = tl.load(order_ptr + index // size + tl.where(late, longer, 0))
-    return tile, group * GROUP + index % size, tiles
+    at = index // size + tl.where(late, longer, 0)
+    return tl.load(tiles_ptr + at * 8), group * GROUP + index % size, tiles, at
 
 
 @triton.jit
@@ -276,15 +276,17 @@ def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexp
 
 
 @triton.jit
-def listed_tiles(tiles_ptr, row, tile, count, list_ptr, pattern_ptr):
+def listed_tiles(tiles_ptr, row_ptr, bh, at, count, pattern_ptr, LISTED: tl.constexpr):
     """Entries of a tile's list, as the bounds of `key_tiles`: those before `full_hi` need no mask, the others do. The first of either kind,
     and where the patterns of the latter are, counted as entries.
 
-    Both are read here: an entry that is read between the two loops makes the compiler wait for products (C7515)."""
-    bounds = tiles_ptr + (row * count + tile) * 4
-    lo, full_hi, hi = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2)
-    whole, partial = tl.load(list_ptr + lo).to(tl.int32), tl.load(list_ptr + full_hi).to(tl.int32)
-    return lo, lo, full_hi, hi, whole, partial, pattern_ptr + tl.load(bounds + 3)
+    Both come with the bounds: an entry that is read between the two loops makes the compiler wait for products (C7515)."""
+    record = tiles_ptr + at * 8
+    if LISTED > 1:  # heads have lists of their own
+        record += tl.load(row_ptr + bh) * (count * 8)
+    lo, full_hi, hi = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    whole, partial = tl.load(record + 5), tl.load(record + 6)
+    return lo, lo, full_hi, hi, whole, partial, pattern_ptr + tl.load(record + 4)
 
 
 @triton.constexpr_function

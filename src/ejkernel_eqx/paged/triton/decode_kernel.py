@@ -14,19 +14,18 @@ from ...launch import Options, result
 from ...launch.constants import LN2, LOG2E
 from ...launch.sizes import cdiv, padded
 from .call import Call
+from .latent_bytes import attend_bytes, half_queries
 from .pairs import attend_pairs, PAIRS_OF, RAISED, split_queries
 from .tile import (
     attend_tile,
     fill_rest,
     FILLED,
     head_factors,
-    LEAST_PEAK,
     load_pages,
     load_queries,
     locate,
     query_rows,
     sequence,
-    TOKEN,
 )
 from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
 
@@ -48,6 +47,7 @@ def decode_kernel(
     table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr,  # [N, M], [N] each
     k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K] or, as all that follow, of a row of sequences: [K]
     sinks_ptr, slopes_ptr, qq_bias_ptr,  # [H], [H], [Q, Q]
+    q_half_ptr, q_factor_ptr,  # with BYTES, of half_queries: [T, H, D + R], [T, H]
     P, M, N, Q, ROW, T, LONGEST,
     out_ptr, lse_ptr,  # [T, H, V], [T, H] or, of splits, [N, QUERIES, H, SPLITS, V], [N, QUERIES, H, SPLITS]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
@@ -55,10 +55,10 @@ def decode_kernel(
     LATENT: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr,
     CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, ALIBI: tl.constexpr,
     QQ: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr, PAIRS: tl.constexpr, FAST_BYTES: tl.constexpr,
+    LEAST: tl.constexpr, PAIRS: tl.constexpr, BYTES: tl.constexpr, FAST_BYTES: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (QUERIES * (H // K) + BM - 1) // BM
-    raised: tl.constexpr = RAISED if PAIRS else 0  # pyright: ignore[reportAssignmentType]
+    raised: tl.constexpr = RAISED if PAIRS or BYTES else 0  # pyright: ignore[reportAssignmentType]
     program = tl.program_id(0)
     # Without splits there is no merge, so the last programs fill in the remaining tokens.
     if SPLITS == 1:
@@ -89,10 +89,18 @@ def decode_kernel(
     t, h = query_rows(row, kv_head, H, K, BM)  # [BM] each
     token = tl.load(q_start_ptr + n) + t  # [BM]
     inside = (t < queries) & (token >= 0) & (token < T)  # [BM]
-    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
+    q_factor = 1.0
+    rope_ptr_q = q_ptr
+    if BYTES:
+        q = load_queries(q_half_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
+        q_factor = tl.load(q_factor_ptr + token.to(tl.int64) * H + h, mask=inside, other=1.0)  # [BM]
+        if R_SCALES != 0:
+            rope_ptr_q = q_half_ptr
+    else:
+        q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
     q_rope = q
     if R > 0:
-        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
+        q_rope = load_queries(rope_ptr_q, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
     i = (chunk + t)[:, None]  # [BM, 1]
     shared = n // ROW
     slope = 0.0
@@ -105,16 +113,10 @@ def decode_kernel(
         q_even, q_odd, q_factor = split_queries(q, BM, BLOCK_D)  # [BM, BLOCK_D / 2] twice, [BM]
         acc = tl.zeros([BM, BLOCK_V // 2], tl.float32)  # [BM, BLOCK_V / 2]
         acc_odd = tl.zeros([BM, BLOCK_V // 2], tl.float32)  # [BM, BLOCK_V / 2]
-        peak = tl.full([], LEAST_PEAK, tl.float32)
     else:
         acc = tl.zeros([BM, BLOCK_V], tl.float32)  # [BM, BLOCK_V]
-    # A sink is a key without a value, with weight 1 relative to its own score; with splits, the merge adds it once.
-    if SINKS and SPLITS == 1:
-        top = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]
-        total = tl.exp2(tl.full([BM], raised, tl.float32))  # [BM]
-    else:
-        top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
-        total = tl.zeros([BM], tl.float32)  # [BM]
+    top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
+    total = tl.zeros([BM], tl.float32)  # [BM]
 
     # Page numbers are loaded one tile ahead, so that loads of keys do not wait for them.
     table = table_ptr + n * M
@@ -123,10 +125,15 @@ def decode_kernel(
         j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
         page = load_pages(table, tile + 1, end, PAGE, BK)
         if PAIRS:
-            acc, acc_odd, total, top, peak = attend_pairs(
-                acc, acc_odd, total, top, peak, q_even, q_odd, q_factor, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
+            acc, acc_odd, total, top = attend_pairs(
+                acc, acc_odd, total, top, q_even, q_odd, q_factor, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
                 rope_factor, qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R,
                 BLOCK_D, BLOCK_V, BLOCK_R, BM, BK, LATENT, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PAIRS, FAST_BYTES)  # fmt: skip
+        elif BYTES:
+            acc, total, top = attend_bytes(
+                acc, total, top, q, q_rope, q_factor, j, slot, ok, i, t[:, None], slope, chunk, tile * BK < end, kv_head, k_factor, rope_factor,
+                qq_bias_ptr + shared * Q * Q, Q, k_ptr, rope_ptr, k_scale_ptr, rope_scale_ptr, K, D, R, BLOCK_D, BLOCK_R, BM, BK, K_SCALES,
+                R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, FAST_BYTES)  # fmt: skip
         else:
             acc, total, top = attend_tile(
                 acc, total, top, q, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor, rope_factor,
@@ -137,8 +144,15 @@ def decode_kernel(
     # out = acc / total, lse = top + log2(total): for the sequence or, in units of log2, for the split and its merge.
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)  # [BM, BLOCK_V]
-        if V_SCALES == TOKEN:
-            v_factor = peak
+    # A sink is a key without a value; with splits, the merge adds it once.
+    if SINKS and SPLITS == 1:
+        sink = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]
+        new_top = tl.maximum(top, sink)  # [BM]
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BM]
+        part = tl.exp2(top - shift)  # [BM]
+        total = total * part + tl.exp2(sink - shift + raised)  # [BM]
+        v_factor = v_factor * part  # [BM]
+        top = new_top
     some = total != 0  # [BM]
     acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]  # [BM, BLOCK_V]
     lse = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))  # [BM]
@@ -220,6 +234,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
     (heads, kv_heads), values = call.heads, call.values
     rows = queries * call.group
     tile_rows = min(tile.block_m, padded(rows))
+    in_bytes = _bytes(call, tile_rows)
     splits, alone = num_splits(call, queries), call.spec.max_query_len <= queries
     static = {
         "BM": tile_rows,
@@ -231,8 +246,15 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         "SPLITS": splits,
         "LEAST": cdiv(call.config.chunk_size, tile.block_k),
         "PAIRS": _pairs(call, tile_rows),
+        "BYTES": in_bytes,
     }
-    launch = call.launch.knowing({}, **static)
+    launch = call.launch.knowing({"q_half": None, "q_factor": None}, **static)
+    if in_bytes:
+        half, factor = half_queries(call.arrays.q)
+        launch = launch.knowing({"q_half": half, "q_factor": factor})
+        if call.arrays.rope is None or call.arrays.rope_scale is not None:
+            # Nothing reads the queries as they were, which then need not be stored.
+            launch = dataclasses.replace(launch.knowing({"q": half}), absent=half)
     programs = cdiv(rows, tile_rows) * kv_heads * splits * call.num_sequences
     if splits == 1:
         return launch(decode_kernel, tile, call.result_types, programs + _fills(call))
@@ -259,6 +281,13 @@ def _pairs(call: Call, rows: int) -> int:
         return 0
     fits = pairs_fit(arrays.k.shape[-1], call.values) and rows <= MOST_PAIR_ROWS
     return PAIRS_OF.get(arrays.k.dtype.name, 0) if fits else 0
+
+
+def _bytes(call: Call, rows: int) -> bool:
+    """Whether `attend_bytes` can take the tiles and is better than `attend_tile`: it converts latents once for many rows."""
+    arrays = call.arrays
+    is_half = arrays.v is None and arrays.kernel_operand != jnp.float32
+    return is_half and rows > MOST_PAIR_ROWS and arrays.k.dtype.name in PAIRS_OF
 
 
 def _fills(call: Call) -> int:

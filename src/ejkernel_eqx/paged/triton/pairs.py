@@ -104,6 +104,21 @@ def floats(pair, PAIRS: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def half_weights(
+    qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
+    FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
+):  # fmt: skip
+    """As `weights`, times the scales of the values if each token has one, in float16. All are scaled by `2**RAISED`."""
+    # Float16 cannot represent small scales times small weights: the products are relative to the largest one.
+    p, alpha, total, top = weights(  # pyright: ignore[reportGeneralTypeIssues]
+        qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED,
+        SCALES == TOKEN)  # p [BM, BK]  # fmt: skip
+    if SCALES == TOKEN:
+        p *= v_scale[None, :]
+    return p.to(tl.float16), alpha, total, top
+
+
+@triton.jit
 def _load_pairs(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of pages as 16-bit numbers `[BK, BLOCK / 2]`, zero where not `ok`."""
     pairs = ptr.to(tl.pointer_type(tl.int16))
@@ -112,7 +127,7 @@ def _load_pairs(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BL
 
 @triton.jit
 def attend_pairs(
-    even, odd, total, top, peak,  # [BM, BLOCK_V / 2] twice, [BM], [BM], []
+    even, odd, total, top,  # [BM, BLOCK_V / 2] twice, [BM], [BM]
     q_even, q_odd, q_factor, q_rope,  # [BM, BLOCK_D / 2] twice, [BM], [BM, BLOCK_R]
     j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
     k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D, V or R], [P, PAGE, K]
@@ -123,29 +138,37 @@ def attend_pairs(
 ):  # fmt: skip
     """As `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: of `PAIRS_OF`.
 
-    Sums and denominators are `2**RAISED` times as large. With a scale for each token the sums are in units of `peak`, from
-    `LEAST_PEAK` on."""
+    Sums and denominators are `2**RAISED` times as large."""
     k_pair = _load_pairs(k_ptr, slot, ok, kv_head, K, D, BLOCK_D)  # [BK, BLOCK_D / 2]
     v_pair = k_pair  # latent pages are both keys and values
     if not LATENT:
         v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)  # [BK, BLOCK_V / 2]
-    # q k^T, even channels and odd ones one after the other into the same sums.
+    # q k^T of even and of odd channels.
     if PAIRS == INT8:
         # The sum of products with the excess is the same for every key.
         rest = tl.sum(q_even.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)  # [BM]
         k_even, k_odd = integers(tl.trans(k_pair), False, FAST)  # [BLOCK_D / 2, BK] each
         qk = tl.zeros([BM, BK], tl.float32) - (rest * BIASED)[:, None]  # [BM, BK]
-        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk))  # [BM, BK]
     else:
         k_even, k_odd = floats(tl.trans(k_pair), PAIRS, FAST)  # [BLOCK_D / 2, BK] each
-        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even))  # [BM, BK]
+        qk = tl.zeros([BM, BK], tl.float32)  # [BM, BK]
     if SCALES == TOKEN:
         k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
         v_scale = k_scale  # [BK]
         if not LATENT:
             v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
-        qk *= k_scale[None, :]
-    qk *= (q_factor * k_factor)[:, None]
+        factor = k_scale[None, :]  # [1, BK]
+    else:
+        v_scale = 0.0
+        factor = (q_factor * k_factor)[:, None]  # [BM, 1]
+    if LATENT:
+        # Sums of their own, since a warp has few of so many channels, and each product waits for the last one into the same sums. Of a plain
+        # sum of both, the compiler would make one sum again.
+        qk = tl.fma(tl.dot(q_odd, k_odd), factor, tl.dot(q_even, k_even, qk) * factor)  # [BM, BK]
+    else:
+        qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk)) * factor  # [BM, BK]
+    if SCALES == TOKEN:
+        qk *= q_factor[:, None]
     if R > 0:
         rope = widened(
             load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, True), q_rope, FAST
@@ -154,20 +177,12 @@ def attend_pairs(
         if R_SCALES == TOKEN:
             more *= load_scales(rope_scale_ptr, slot, ok, kv_head, K, True)[None, :]
         qk += more * rope_factor
-    p, alpha, total, top = weights(
-        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED)  # p [BM, BK]  # fmt: skip
+    p, alpha, total, top = half_weights(
+        qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ)  # p [BM, BK]  # fmt: skip
     if PAIRS == INT8:
         v_even, v_odd = integers(v_pair, True, FAST)  # [BK, BLOCK_V / 2] each
     else:
         v_even, v_odd = floats(v_pair, PAIRS, FAST)  # [BK, BLOCK_V / 2] each
-    if SCALES == TOKEN:
-        # Sums are in units of the largest scale so far, because float16 cannot represent small scales times small probabilities.
-        new_peak = tl.maximum(peak, tl.max(tl.abs(v_scale), axis=0))  # []
-        part = 1.0 / new_peak  # []
-        alpha *= peak * part
-        p *= (v_scale * part)[None, :]  # [BM, BK]
-        peak = new_peak
-    p = p.to(tl.float16)
     even = tl.dot(p, v_even, even * alpha[:, None])  # [BM, BLOCK_V / 2]
     odd = tl.dot(p, v_odd, odd * alpha[:, None])  # [BM, BLOCK_V / 2]
-    return even, odd, total, top, peak
+    return even, odd, total, top

@@ -219,11 +219,14 @@ def scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: 
 
 @triton.jit
 def weights(
-    qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, MASKED: tl.constexpr, RAISED: tl.constexpr,
+    qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
+    LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, MASKED: tl.constexpr, RAISED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """From products `qk`: the weights of the keys relative to the rows' new maximum, the factor for earlier sums, and the denominators and
-    maxima `[BM]` including this tile. Weights and denominators are scaled by `2**RAISED`."""
+    maxima `[BM]` including this tile. Weights and denominators are scaled by `2**RAISED`.
+
+    With `SCALED`, the maximum is that of weights times `v_scale [BK]`, from 2^-96 on: these products are at most 1.07 (times `2**RAISED`), while
+    weights are as large as the inverse of the scales, which float32 can represent."""
     # If nothing lies between the product and the softmax, scaling and subtracting the maximum take one instruction.
     folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0  # pyright: ignore[reportAssignmentType]
     multiplier: tl.constexpr = SCALE * LOG2E if folded else 1.0  # pyright: ignore[reportAssignmentType]
@@ -236,7 +239,13 @@ def weights(
             seen = seen & (j[None, :] >= i - LEFT)
         s = tl.where(seen, s, float("-inf"))
     # Online softmax; a row without visible keys so far is shifted by 0, since minus infinity minus itself is NaN.
-    new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)  # [BM]
+    if SCALED:
+        # The bits of a float are its logarithm, up to 0.09 too small, which suffices here.
+        bits = tl.maximum(tl.abs(v_scale), 2.0**-96).to(tl.int32, bitcast=True)  # [BK]
+        size = bits.to(tl.float32) * 2.0**-23 - 127.0  # [BK]
+        new_top = tl.maximum(top, tl.max(tl.fma(s, multiplier, size[None, :]), axis=1))  # [BM]
+    else:
+        new_top = tl.maximum(top, tl.max(s, axis=1) * multiplier)  # [BM]
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BM]
     if RAISED:
         p = tl.exp2(s * multiplier - (shift - RAISED)[:, None])  # [BM, BK]
@@ -288,8 +297,8 @@ def attend_tile(
             else:
                 qk += more * rope_factor
     p, alpha, total, top = weights(
-        qk, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED, 0)  # p [BM, BK]  # fmt: skip
-    acc = acc * alpha[:, None]  # [BM, BLOCK_V]
+        qk, 0.0, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED, 0, False)  # fmt: skip
+    acc = acc * alpha[:, None]  # [BM, BLOCK_V]; p is [BM, BK]
     # acc += p v, with the scales of values on the weights.
     if V_SCALES == TOKEN:
         if LATENT:

@@ -36,9 +36,10 @@ _LATENT: tuple[Sizes, ...] = (
     (32, 32, 4, 3), (16, 32, 4, 3), (16, 16, 4, 2))  # fmt: skip
 _LATENT_FEW: tuple[Sizes, ...] = (  # rows: up to 32
     (32, 64, 8, 3), (32, 64, 4, 2), (32, 32, 4, 3), (32, 32, 8, 3), (16, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2))  # fmt: skip
-# For 8-bit latents, of which twice as many are in flight in the same memory. Up to `MOST_PAIR_ROWS` rows go in pairs.
+# For 8-bit latents, of which twice as many are in flight in the same memory. Up to `MOST_PAIR_ROWS` rows go in pairs. With more, a stage is spent
+# on what has been converted.
 _LATENT_BYTES: tuple[Sizes, ...] = (
-    (64, 64, 8, 2), (32, 64, 8, 3), (32, 64, 4, 2), (64, 32, 8, 3), (32, 32, 4, 3), (16, 64, 8, 3), (64, 32, 8, 2), (16, 32, 4, 3),
+    (64, 64, 8, 3), (64, 64, 8, 2), (32, 64, 8, 3), (32, 64, 4, 2), (64, 32, 8, 3), (32, 32, 4, 3), (16, 64, 8, 3), (64, 32, 8, 2), (16, 32, 4, 3),
     (16, 16, 4, 2))  # fmt: skip
 _LATENT_BYTES_FEW: tuple[Sizes, ...] = (
     (32, 64, 8, 4), (32, 64, 8, 3), (32, 64, 8, 3, 128), (32, 32, 4, 4), (32, 32, 4, 3), (16, 64, 8, 3), (32, 32, 4, 2), (16, 32, 4, 2),
@@ -126,20 +127,23 @@ def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int
     width = padded(problem.dim("D") - problem.dim("V")) if latent else padded(problem.dim("D"))
     queries = tile.block_m * (width + values * bool(latent)) * dot
     first, second = (_BYTES[name] for name in page_dtypes(problem))
-    streamed = tile.block_k * (width * (second if latent else first) + values * (first if latent else second))
+    parts = ((values, first), (width, second)) if latent else ((width, first), (values, second))
     # Narrow tiles are multiplied from registers, wide ones from shared memory, to which other dtypes are converted first.
     stages = max(1, tile.num_stages - (tile.block_m < 64))
+    in_flight = lambda size: max(1, tile.num_stages - (tile.block_m < 64 or (bool(latent) and size < dot)))
+    streamed = sum(tile.block_k * channels * size * in_flight(size) for channels, size in parts)
     scores = tile.block_m * tile.block_k * dot
     if dot == 4:  # in two halves, for the passes of a product
         queries, scores = 2 * queries, 2 * scores
     if tile.block_m >= 64 and (dot == 4 or problem.flag("scales")):
-        scores += tile.block_k * (width + values) * dot
+        converted = (channels for channels, size in parts if size < dot or dot == 4 or not latent)
+        scores += tile.block_k * sum(converted) * dot
     if latent and tile.block_m >= 64 and device.capability >= (10, 0):  # results pass through it
         scores += tile.block_m * values * dot
     over_scores = 4 * bool(problem.flag("qq_bias"))
     more = tile.block_k * stages * (tile.block_m * over_scores + 12)
     results = tile.block_m * values * 4 + (queries if tile.block_m < 64 else 0)
-    return max(queries + scores + stages * streamed + more, results)
+    return max(queries + scores + streamed + more, results)
 
 
 def pairs_fit(dim: int, values: int) -> bool:
@@ -157,9 +161,9 @@ def _is_bytes(problem: Problem) -> bool:
     return keys in LARGEST and dot_bytes(problem) == 2 and bool(problem.flag("latent") or keys == values)
 
 
-def slowed_by_bytes(problem: Problem) -> bool:
-    """Whether converting 8-bit latents is expected to take longer than reading 16-bit ones: with many rows, which share what is read, multiplying is
-    the bound, and waits for the conversion."""
+def bound_by_products(problem: Problem) -> bool:
+    """Whether reading 8-bit latents is not expected to take less time than reading 16-bit ones: with many rows, which share what is read,
+    multiplying is the bound."""
     rows = problem.dim("Q") * (problem.dim("H") // problem.dim("K"))
     return bool(problem.flag("latent")) and _is_bytes(problem) and rows > MOST_PAIR_ROWS
 

@@ -1,0 +1,112 @@
+"""Tiles of 8-bit latents for many rows of 16-bit queries: the latents are converted once, to float16, as keys and as values.
+
+With many rows, matrices are multiplied from shared memory, where the latents are converted to. Float16 represents every int8 and float8 number
+and needs fewer instructions than bfloat16: one for two float8 numbers. For this, each row of the queries is divided by a power of two.
+"""
+
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array, lax
+
+from .pairs import EXPONENT, half_weights, LARGEST_EXPONENT, MANTISSA
+from .tile import load_keys, load_scales, TOKEN
+
+# Flipping the sign bit of a byte adds 128; as the low byte of a float16 number from 1024 on, it counts ones.
+_INTEGERS = tl.constexpr("""{
+.reg .b32 flipped, low, high, bias;
+xor.b32 flipped, $2, 0x80808080;
+prmt.b32 low, flipped, 0x64646464, 0x4140;
+prmt.b32 high, flipped, 0x64646464, 0x4342;
+mov.b32 bias, 0x64806480;
+sub.f16x2 $0, low, bias;
+sub.f16x2 $1, high, bias;
+}""")
+_FLOATS = tl.constexpr("""{
+.reg .b16 low, high;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+# A number in e5m2 is the upper half of one in float16.
+_UPPER_HALVES = tl.constexpr("""{
+prmt.b32 $0, $2, 0, 0x1404;
+prmt.b32 $1, $2, 0, 0x3424;
+}""")
+
+
+@triton.jit
+def _four(x, CODE: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        CODE, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)  # pyright: ignore[reportArgumentType]  # fmt: skip
+
+
+@triton.jit
+def halves(x, FAST: tl.constexpr):
+    """8-bit numbers in float16, four at once."""
+    if FAST and x.dtype == tl.int8:
+        return _four(x, _INTEGERS)
+    elif FAST and x.dtype == tl.float8e4nv:
+        return _four(x, _FLOATS)
+    elif FAST and x.dtype == tl.float8e5:
+        return _four(x, _UPPER_HALVES)
+    else:
+        return x.to(tl.float16)
+
+
+def half_queries(q: Array) -> tuple[Array, Array]:
+    """Queries `[T, H, D]` in float16, at most 2, and what each row has been divided by, `[T, H]`: as `pairs.split_queries`, but before the
+    kernel, because the compiler would keep what is computed in it in registers, of which there are not enough."""
+    q = q.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(q), axis=-1), jnp.int32)
+    exponent = jnp.minimum((bits >> MANTISSA.value) & EXPONENT.value, LARGEST_EXPONENT.value)
+    power = lambda exponent: lax.bitcast_convert_type(exponent << MANTISSA.value, jnp.float32)
+    return (q * power(254 - exponent)[..., None]).astype(jnp.float16), power(exponent)
+
+
+@triton.jit
+def attend_bytes(
+    acc, total, top, q, q_rope, q_factor, j, slot, ok, i, t, slope, chunk, visible, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
+    k_ptr, rope_ptr, k_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D or R], [P, PAGE, K]
+    K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr,
+    ALIBI: tl.constexpr, QQ: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """As `attend_tile`, for latents. `q [BM, BLOCK_D]` and, for 8-bit rotary keys, `q_rope [BM, BLOCK_R]` have been divided by `q_factor
+    [BM]`. `visible`: whether any key of the tile is; always true, see below. Sums and denominators: as in `attend_pairs`."""
+    k = halves(load_keys(k_ptr, slot, ok, kv_head, K, D, BLOCK_D, True), FAST)  # [BK, BLOCK_D]
+    k_scale = 0.0
+    if SCALES == TOKEN:
+        k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
+    # Everything is converted before the first product.
+    if R > 0:
+        rope = load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, True)  # [BK, BLOCK_R]
+        if R_SCALES != 0:
+            rope = halves(rope, FAST)
+        if R_SCALES == TOKEN:
+            rope_factor = load_scales(rope_scale_ptr, slot, ok, kv_head, K, True)[None, :]  # [1, BK]
+        more = tl.dot(q_rope, tl.trans(rope))  # [BM, BK]
+        if R_SCALES != 0:
+            more *= rope_factor
+    qk = tl.dot(q, tl.trans(k))  # [BM, BK]
+    # The branch hides from the compiler that the last product depends on the first. It would have each group of four warps compute all scores,
+    # to share none, where now each computes half of them.
+    if visible:
+        if SCALES == TOKEN:
+            qk *= k_scale[None, :]
+        else:
+            qk *= k_factor
+        if R == 0:
+            qk *= q_factor[:, None]
+        elif R_SCALES != 0:
+            qk = (qk + more) * q_factor[:, None]
+        else:
+            # Not a sum, into which the compiler would move the product of rotary keys.
+            qk = tl.fma(qk, q_factor[:, None], more)
+        p, alpha, total, top = half_weights(
+            qk, k_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ)  # fmt: skip
+    else:
+        p = (qk * 0.0).to(tl.float16)  # [BM, BK]; a constant would have shared memory of its own
+        alpha = tl.full([BM], 1.0, tl.float32)  # [BM]
+    acc = tl.dot(p, k, acc * alpha[:, None])  # [BM, BLOCK_D]
+    return acc, total, top
