@@ -8,7 +8,8 @@
 Every result of ours is first compared with platform `xla` in float32, for the blocks that ours has chosen. "fla" chooses its own, by a score that
 differs in details, and has no window without flash-attn, so its results are not compared: what it leaves out is in its favour. "dense" is causal
 `FlashAttention`. `ratio`: speed over that of "fla"; `over dense`: speed over that of "dense". Decoding reads, of each sequence, all compressed keys,
-the chosen blocks and the window once; `TB/s` is that over the time.
+the chosen blocks and the window once; `TB/s` is that over the time. "by branch" is decoding with kernels for each branch, as it was before steps of
+four launches; `--platforms "default,by branch" --problems 'pages|decode'` has both in one run.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import importlib.util
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,12 +46,15 @@ from benchmarks.prepare import (
     prepare,
     Prepared,
     ratio,
+    UNTUNED,
     worst,
 )
 from ejkernel_eqx._tolerances import TOLERANCES
+from ejkernel_eqx.dispatch import on_selection, Selection
 from ejkernel_eqx.tuning.check import all_errors
 
-OURS = ("default", "triton", "xla")
+BY_BRANCH = "by branch"
+OURS = ("default", "triton", "xla", BY_BRANCH)
 DENSE = "dense"
 Arrays = dict[str, Array]
 TRAIN, DECODE, PAGES = "train", "decode", "pages"
@@ -128,7 +133,9 @@ def make_inputs(p: NativeProblem, seed: int) -> Inputs:
 
 def ours(p: NativeProblem, platform: Any, **more: Any) -> Callable[..., Any]:
     """Extra results are returned too; `more` are arguments of the call."""
-    op: Any = p.operation(platform)
+    op: Any = (
+        p.operation("triton", config=config_by_branch(p)) if platform == BY_BRANCH else p.operation(platform)
+    )
     if p.kind == TRAIN:
         return lambda x: op(**x, **more)
     if p.kind == DECODE:  # the length of a cache is data
@@ -145,6 +152,19 @@ def ours(p: NativeProblem, platform: Any, **more: Any) -> Callable[..., Any]:
         return op(x["q"][:, 0], x["gates"][:, 0], cache, small, **more)
 
     return decode
+
+
+def config_by_branch(p: NativeProblem) -> Any:
+    """The default configuration on Triton with kernels for each branch."""
+    from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH as off
+
+    found: list[Selection] = []
+    with on_selection(found.append):
+        jax.eval_shape(ours(p, "triton"), jax.eval_shape(lambda: make_inputs(p, 0)).learned)
+    config: Any = found[0].config
+    if p.kind == PAGES:
+        return dataclasses.replace(config, step=off)
+    return dataclasses.replace(config, few=dataclasses.replace(config.few, step=off))
 
 
 def dense(p: NativeProblem) -> Callable[[Arrays], Array]:
@@ -180,11 +200,11 @@ def in_torch(peer: linear_peers.Peer, sets: Sequence[Inputs], direction: str) ->
     return linear_peers.prepare(peer, sets, direction != "forward")._replace(results={})
 
 
-def expected_results(p: NativeProblem, blocks: Array, inputs: Inputs) -> dict[str, Arrays]:
+def expected_results(p: NativeProblem, blocks: Array, inputs: Inputs, direction: str) -> Arrays:
     """Those of `xla` in float32 for these blocks."""
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    call = ours(p, "xla", block_indices=blocks)
-    return {way: jax.jit(computed(call, p, way))(wide) for way in p.directions}
+    call = computed(ours(p, "xla", block_indices=blocks), p, direction)
+    return jax.jit(call).lower(wide).compile(UNTUNED)(wide)
 
 
 # Measuring
@@ -197,11 +217,12 @@ def measure(p: NativeProblem, options: argparse.Namespace) -> Iterator[list[Row]
     for direction in p.directions:
         attempts = []
         for name in options.platforms:
-            call = ours(p, None if name == "default" else name)
-            make = functools.partial(prepare, computed(call, p, direction), sets)
+            if name == BY_BRANCH and p.kind == TRAIN:
+                continue
+            make = functools.partial(_prepared, p, direction, name, sets)
             attempts.append(Attempt(Row(p.name, direction, name, False), make))
         if p.kind != PAGES:
-            beside = functools.partial(prepare, computed(dense(p), p, direction), sets)
+            beside = functools.partial(_prepared, p, direction, DENSE, sets)
             make = lambda beside=beside: beside()._replace(results={})
             attempts.append(Attempt(Row(p.name, direction, DENSE, True), make))
         if options.torch and p.kind == TRAIN and not {"torch", "fla"} & set(linear_peers.missing()):
@@ -219,6 +240,16 @@ def measure(p: NativeProblem, options: argparse.Namespace) -> Iterator[list[Row]
         yield rows
 
 
+def _prepared(p: NativeProblem, direction: str, name: str, sets: Sequence[Inputs]) -> Prepared:
+    """Says what is compiled, which takes up to a minute."""
+    start = time.monotonic()
+    print(f"{p.name}, {direction}, {name}: compiling", flush=True)
+    call = dense(p) if name == DENSE else ours(p, None if name == "default" else name)
+    found = prepare(computed(call, p, direction), sets)
+    print(f"{p.name}, {direction}, {name}: compiled in {time.monotonic() - start:.0f} s", flush=True)
+    return found
+
+
 @functools.lru_cache(maxsize=2)
 def _blocks(p: NativeProblem, platform: str) -> Array:
     call = ours(p, None if platform == "default" else platform, return_indices=True)
@@ -230,7 +261,7 @@ def _check(p: NativeProblem, inputs: Inputs, row: Row, results: Arrays) -> str |
     if row.is_peer:
         return None
     blocks = _blocks(p, row.implementation)
-    expected = expected_results(p, blocks, make_inputs(p, 0))[row.direction]
+    expected = expected_results(p, blocks, make_inputs(p, 0), row.direction)
     allowed = {name: TOLERANCES[p.dtype]["forward" if name == "out" else "gradient"] for name in results}
     errors, wrong = all_errors(results, expected, allowed)
     row.errors = finite(errors)
@@ -270,13 +301,13 @@ TABLES = command.Tables(
 )
 P = NativeProblem
 ANCHORS = (
-    P(TRAIN, 1, 65536),
     P(PAGES, 8, 65536),
-    P(TRAIN, 1, 8192),
+    P(PAGES, 64, 65536),
+    P(TRAIN, 1, 65536),
     P(DECODE, 8, 65536),
+    P(TRAIN, 1, 8192),
     P(TRAIN, 1, 32768),
     P(TRAIN, 1, 16384),
-    P(PAGES, 64, 65536),
     P(DECODE, 1, 65536),
 )
 _SMALL: Any = {"H": 4, "K": 2, "D": 16, "block": 8, "count": 4, "window": 16, "dtype": "float32"}

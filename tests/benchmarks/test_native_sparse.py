@@ -36,9 +36,27 @@ def test_every_result_is_checked_and_timed(tmp_path, capsys):
 @pytest.mark.parametrize("problem", native_sparse.TINY, ids=lambda p: p.kind)
 def test_a_wrong_result_gets_no_time(monkeypatch, problem):
     true = native_sparse.expected_results
-    wrong = lambda *given: {
-        way: {n: 1.02 * x for n, x in found.items()} for way, found in true(*given).items()
-    }
+    wrong = lambda *given: {name: 1.02 * x for name, x in true(*given).items()}
     monkeypatch.setattr(native_sparse, "expected_results", wrong)
     mine, *_ = next(native_sparse.measure(problem, native_sparse.parse(_QUICK)))
     assert mine.reason is not None and mine.reason.startswith("wrong: out is wrong") and mine.ms is None
+
+
+@pytest.mark.slow
+def test_both_ways_of_decoding_are_in_one_run():
+    options = native_sparse.parse([*_QUICK[:-1], "default,by branch"])
+    for problem in native_sparse.TINY:
+        names = [row.implementation for row in next(native_sparse.measure(problem, options))]
+        assert (native_sparse.BY_BRANCH in names) == (problem.kind != native_sparse.TRAIN)
+
+
+@pytest.mark.parametrize("problem", native_sparse.TINY[1:], ids=lambda p: p.kind)
+def test_by_branch(monkeypatch, problem):
+    """The default configuration but for its step."""
+    pytest.importorskip("triton")
+    from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH
+
+    ours = native_sparse.ours
+    monkeypatch.setattr(native_sparse, "ours", lambda p, _: ours(p, "triton-interpret"))
+    config = native_sparse.config_by_branch(problem)
+    assert (config.step if problem.kind == native_sparse.PAGES else config.few.step) == BY_BRANCH

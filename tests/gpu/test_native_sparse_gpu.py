@@ -22,6 +22,8 @@ from tests.native_sparse.test_paged import CASES as PAGED_CASES
 from tests.native_sparse.test_paged import make as make_paged
 from tests.native_sparse.test_paged import run as run_paged
 from tests.native_sparse.test_paged import sequences
+from tests.native_sparse.test_step import CASES as STEPS
+from tests.native_sparse.test_step import ROWS
 from tests.tolerances import assert_close, errors
 
 if jax.default_backend() != "gpu":
@@ -129,7 +131,37 @@ PAGED = {
         (900, 2000), (1, 300), H=16, K=1, D=64, V=64, page=64, block=64, count=4, rest=3, **_OVERLAPPING
     ),
     "small pages": Paged((300, 500), (5, 1), H=8, D=100, V=64, page=16, block=32, count=4, **_OVERLAPPING),
+    "groups of 64": Paged(
+        (700, 129),
+        (2, 1),
+        H=64,
+        K=1,
+        D=128,
+        V=128,
+        page=64,
+        block=64,
+        count=4,
+        window=130,
+        span=64,
+        stride=64,
+    ),
+    "blocks of 256": Paged(
+        (4000, 600),
+        (1, 3),
+        H=16,
+        K=1,
+        D=256,
+        V=256,
+        page=64,
+        block=256,
+        count=3,
+        window=100,
+        span=64,
+        stride=64,
+    ),
 }
+# A page that is missing has no dense counterpart.
+PAGED |= {f"step, {name}": case for name, case in STEPS.items() if not case.missing}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -149,6 +181,55 @@ def test_pages(name, dtype):
         again = run_paged(op, call)
         np.testing.assert_array_equal(again[0], out)
         np.testing.assert_array_equal(again[1], indices)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ROWS)
+def test_steps_over_rows(name, dtype):
+    """Decoding without a gradient, which has kernels of its own; the same bit for bit when run again."""
+    case = dataclasses.replace(ROWS[name], dtype=dtype)
+    arrays, _ = make(case)
+    call = jax.jit(lambda x: case.operation("triton")(**x, **case.others(), return_indices=True))
+    out, indices = call(arrays)
+    expected = by_hand(case, arrays, np.asarray(indices), np.zeros(out.shape))
+    assert_close(np.asarray(out.astype(jnp.float32)), expected["out"], dtype)
+    for _ in range(REPEATS):
+        for first, again in zip((out, indices), call(arrays)):
+            np.testing.assert_array_equal(np.asarray(again), np.asarray(first))
+
+
+@pytest.mark.parametrize("sequences", [2, 40])
+def test_a_step_at_64k(sequences):
+    """One program and several for the keys of a query; against kernels for each branch, and against XLA for the same blocks."""
+    from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH
+
+    pages, (block, length) = 1024, (64, 65536)
+    rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(0), 6)
+    table = jnp.asarray(np.stack([rng.permutation(pages) for _ in range(sequences)]))
+    random = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)
+    lengths = jnp.asarray(rng.integers(1, length, sequences).tolist()[:-1] + [length])
+    cache = ejx.PagedKVCache(random(keys[0], pages, block, 4, 128), random(keys[1], pages, block, 4, 128))
+    small = ejx.PagedKVCache(random(keys[2], pages, 1, 4, 128), random(keys[3], pages, 1, 4, 128))
+    cache = cache.bind(table, lengths)
+    q, gates = random(keys[4], sequences, 64, 128), jax.nn.sigmoid(random(keys[5], sequences, 64, 3))
+    problem = example_problem_of("paged_native_sparse_attention")(
+        "paged_native_sparse_attention", dict(N=sequences, S=length, H=64, K=4, D=128), "bfloat16", {}
+    )
+    config: Any = (
+        kernel_registry.get("paged_native_sparse_attention", "triton")
+        .load()
+        .default_config(problem, device_facts())
+    )
+    assert config.step.block_k
+    run = lambda platform, config=None, **more: ejx.PagedNativeSparseAttention(
+        block, 16, 512, platform=platform, config=config
+    )(q, gates, cache, small, return_indices=True, **more)
+    out, blocks = run("triton", config)
+    other, others = run("triton", dataclasses.replace(config, step=BY_BRANCH))
+    assert (np.sort(np.asarray(blocks), -1) == np.sort(np.asarray(others), -1)).all(-1).mean() > 0.95
+    expected, _ = run("xla", block_indices=blocks)
+    assert_close(np.asarray(out.astype(jnp.float32)), np.asarray(expected.astype(jnp.float32)), "bfloat16")
+    assert np.isfinite(np.asarray(other.astype(jnp.float32))).all()
 
 
 CANDIDATES = {

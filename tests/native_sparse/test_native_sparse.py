@@ -81,13 +81,32 @@ def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     size = case.count * int(np.prod(case.lead)) * case.H * case.V * jnp.dtype(case.dtype).itemsize
     monkeypatch.setattr(by_blocks, "_BYTES", 15 * size)
     given = np.random.default_rng(9).integers(-2, 12, (*case.lead, case.T, case.K, case.count))
-    of: Any = lambda op, given: op(**given)
-    for more in ({}, {"block_indices": jnp.asarray(given)}):
-        found, expected = (
-            of(case.operation(INTERPRET, config=which), arrays | case.others() | more)
-            for which in (config, None)
-        )
-        assert_close(found, np.asarray(expected), case.dtype, name="out")
+    plainly: Any = lambda op, given: op(**given)
+    # With a gradient, the selected branch is kept apart.
+    kept: Any = lambda op, given: jax.vjp(lambda q: op(**given | {"q": q}), given["q"])[0]
+    for of in (plainly, kept):
+        for more in ({}, {"block_indices": jnp.asarray(given)}):
+            found, expected = (
+                of(case.operation(INTERPRET, config=which), arrays | case.others() | more)
+                for which in (config, None)
+            )
+            assert_close(found, np.asarray(expected), case.dtype, name="out")
+
+
+@pytest.mark.parametrize("given", [dict(T=140), dict(T=131, offsets=(0, 5, 131))], ids=["rows", "packed"])
+def test_choosing_among_many_blocks(given, monkeypatch):
+    """Kept in a warp's lanes by groups: the same blocks in the same order, and of equal ones the earlier."""
+    from ejkernel_eqx.attention.native_sparse.triton import compiled
+
+    case = Case(B=1, H=2, K=1, count=9, **given)
+    arrays, _ = make(case)
+    op = case.operation(INTERPRET)
+    alike = arrays | {"k": jnp.ones_like(arrays["k"])}
+    call = lambda given: np.asarray(op(**given, **case.others(), return_indices=True)[1])
+    expected = [call(x) for x in (arrays, alike)]
+    monkeypatch.setattr(compiled, "_MANY_BLOCKS", 32)
+    for x, indices in zip((arrays, alike), expected):
+        np.testing.assert_array_equal(call(x), indices)
 
 
 def assert_best(case, arrays, indices, place, first):

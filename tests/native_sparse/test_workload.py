@@ -1,5 +1,7 @@
 """What the tuner is given, and what is compiled: inputs of their very problem, results that agree, configurations that fit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from tests.tolerances import errors
 from tests.workloads import assert_agrees
 
 OPERATION, PAGES = "native_sparse_attention", "paged_native_sparse_attention"
+STEP = [f"{name}_step_kernel" for name in ("compressed", "sliding", "selected", "combine")]
 SMALL = dict(T=40, H=4, K=2, D=16, n=3)
 FLAGS = dict(block=4, window=6, given=True)
 KINDS = {
@@ -99,7 +102,7 @@ PAGED = {
 def test_defaults_for_pages_fit(target, name):
     """Without spills, but for float32 on older devices; that of the other kernels is theirs."""
     pytest.importorskip("triton")
-    from ejkernel_eqx.launch import compile_ahead
+    from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH
 
     problem, device = example_problem_of(PAGES)(PAGES, *PAGED[name]), DEVICES[target]
     implementation = kernel_registry.get(PAGES, "triton")
@@ -108,13 +111,74 @@ def test_defaults_for_pages_fit(target, name):
     configs = platform.candidates(problem, device)
     assert configs[0] == platform.default_config(problem, device) and len(set(configs)) == len(configs) > 1
     found = work.launches(configs[0])
+    if name != "mixed":
+        assert [launch.function.fn.__name__ for launch in found] == STEP
+        assert_fit(found, target, name)
+        found = work.launches(dataclasses.replace(configs[0], step=BY_BRANCH))
     own = [launch for launch in found if ".paged_native_sparse." in launch.label]
     kernels = [launch.function.fn.__name__ for launch in own]
     split = [] if name == "mixed" or target == "gfx942" else ["merge_blocks_kernel"]
-    assert kernels == ["page_importance_kernel", "choose_kernel", "page_forward_kernel", *split]
-    for launch in own:
+    choose = (
+        "choose_one_kernel" if name == "mixed" else "choose_kernel"
+    )  # among more than 512 blocks, of one key each
+    assert kernels == ["page_importance_kernel", choose, "page_forward_kernel", *split]
+    assert_fit(own, target, name)
+
+
+def assert_fit(launches, target, name):
+    from ejkernel_eqx.launch import compile_ahead
+
+    for launch in launches:
         report = compile_ahead(launch, target)
         assert report.fits and (report.spills == 0 or name == "float32"), (launch.label, report)
+
+
+STEPS = {
+    "groups of 64": (dict(N=4, S=65536, H=64, K=1, D=128), "bfloat16", {}),
+    "wide": (dict(N=2, S=16384, H=32, K=1, D=256), "float16", dict(block=256, span=64)),
+    "float32": (dict(N=2, S=65536, H=64, K=2, D=64, V=60), "float32", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_fit(target, name):
+    """Without spills, on every device."""
+    pytest.importorskip("triton")
+    problem = example_problem_of(PAGES)(PAGES, *STEPS[name])
+    implementation = kernel_registry.get(PAGES, "triton")
+    work = implementation.make_workload(problem)
+    assert work is not None and work.launches is not None
+    found = work.launches(implementation.load().default_config(problem, DEVICES[target]))
+    assert [launch.function.fn.__name__ for launch in found] == STEP
+    assert_fit(found, target, "")
+
+
+@pytest.mark.slow
+def test_step_candidates_fit():
+    """Over pages and over rows."""
+    pytest.importorskip("triton")
+    from ejkernel_eqx.attention.native_sparse.triton import compiled as triton
+
+    of_pages = example_problem_of(PAGES)(PAGES, *PAGED["decoding"])
+    implementation = kernel_registry.get(PAGES, "triton")
+    work = implementation.make_workload(of_pages)
+    assert work is not None and work.launches is not None
+    for config in implementation.load().candidates(of_pages, DEVICES["sm_90"])[:4]:
+        assert config.step.block_k
+        assert_fit(work.launches(config), "sm_90", "")
+    rows, found = example_problem(OPERATION, *COMPILED["decoding"]), []
+
+    def record(launch, inputs):
+        found.append(launch)
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    config, spec = triton.default_config(rows, DEVICES["sm_90"]), spec_of(rows)
+    forward = lambda: triton.forward(make_arrays(rows, spec, 0), spec, config, save=False, execute=record)
+    jax.eval_shape(forward)
+    assert [launch.function.fn.__name__ for launch in found] == STEP
+    assert_fit(found, "sm_90", "")
 
 
 @pytest.mark.parametrize(
@@ -166,20 +230,26 @@ def test_defaults_fit(target, name):
     forward = ["block_forward_kernel", "merge_blocks_kernel"] if by_blocks else ["forward_kernel"]
     forward += ["merge_blocks_kernel"] if name == "decoding" and target != "gfx942" else []
     importance = "page_importance_kernel" if name == "decoding" else "importance_kernel"
+    choose = "choose_one_kernel" if name == "decoding" else "choose_kernel"  # among 1024 blocks
     assert kernels == [
-        importance, "choose_kernel", *forward, "query_gradient_kernel", "key_gradient_kernel", *["combine_kernel"] * 2
+        importance, choose, *forward, "query_gradient_kernel", "key_gradient_kernel", *["combine_kernel"] * 2
     ]  # fmt: skip
     others = [launch.label for launch in found if launch not in own]
     few = sum(".paged." in label for label in others)  # the forward of two branches, in parts that are merged
     assert (len(others) - few, few) == ((2 * 2, 4) if name == "decoding" else (2 * 3, 0))
+    if by_blocks:  # without a gradient, with the sum of the branches
+        plain = launches(problem, configs[0], save=False)
+        gated = [launch for launch in plain if launch.constants.get("GATED")]
+        assert gated
+        own += gated[:1]
     for launch in own:
         report = compile_ahead(launch, target)
         most = 32 if target == "sm_90" and launch.function.fn.__name__ == "key_gradient_kernel" else 0
         assert report.fits and (report.spills <= most or name == "float32"), (launch.label, report)
 
 
-def launches(problem, config):
-    """What forward and backward launch, in order."""
+def launches(problem, config, save=True):
+    """What forward and backward launch, in order; without `save` what the forward does."""
     from ejkernel_eqx.attention.native_sparse.triton import compiled as triton
 
     spec, found = spec_of(problem), []
@@ -189,8 +259,10 @@ def launches(problem, config):
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
     def both(arrays, cotangents):
-        saved = triton.forward(arrays, spec, config, execute=record)
+        saved = triton.forward(arrays, spec, config, save=save, execute=record)
         saved.pop("out")
+        if not save:
+            return saved
         return triton.backward(arrays, spec, config, saved, cotangents, execute=record)
 
     jax.eval_shape(both, *jax.eval_shape(lambda: tuple(make_inputs(problem, spec, 0))))

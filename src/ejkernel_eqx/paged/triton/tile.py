@@ -55,10 +55,9 @@ def sequence(n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE: tl.constexpr, MOST
 
 
 @triton.jit
-def fill_rest(block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H: tl.constexpr, V: tl.constexpr):  # fmt: skip
-    """Stores 0 and minus infinity for those of `FILLED` tokens that are not among the first `LONGEST` queries of a sequence."""
+def rest_of(block, q_start_ptr, q_len_ptr, N, T, LONGEST):
+    """`FILLED` tokens, and those of them that are not among the first `LONGEST` queries of a sequence."""
     SEQUENCES: tl.constexpr = 64  # pyright: ignore[reportAssignmentType]
-    NUMBERS: tl.constexpr = 512  # pyright: ignore[reportAssignmentType]
     token = block * FILLED + tl.arange(0, FILLED)  # [FILLED]
     taken = tl.zeros([FILLED], tl.int32)  # [FILLED]
     # Which tokens belong to a sequence: all sequences are checked, `SEQUENCES` at a time.
@@ -68,7 +67,14 @@ def fill_rest(block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H:
         queries = tl.minimum(tl.load(q_len_ptr + n, mask=n < N, other=0), LONGEST)[None, :]  # [1, SEQUENCES]
         own = (token[:, None] >= first) & (token[:, None] < first + queries)  # [FILLED, SEQUENCES]
         taken |= tl.max(own.to(tl.int32), axis=1)  # [FILLED]
-    rest = (taken == 0) & (token < T)  # [FILLED]
+    return token, (taken == 0) & (token < T)  # [FILLED] both
+
+
+@triton.jit
+def fill_rest(block, q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H: tl.constexpr, V: tl.constexpr):  # fmt: skip
+    """Stores 0 and minus infinity for those of `FILLED` tokens that are not among the first `LONGEST` queries of a sequence."""
+    NUMBERS: tl.constexpr = 512  # pyright: ignore[reportAssignmentType]
+    token, rest = rest_of(block, q_start_ptr, q_len_ptr, N, T, LONGEST)  # [FILLED] both  # pyright: ignore[reportGeneralTypeIssues]
     # Usually there are no such tokens and nothing to store.
     if tl.max(rest.to(tl.int32), axis=0) > 0:
         row = token.to(tl.int64)[:, None]  # [FILLED, 1]

@@ -98,13 +98,25 @@ def block_forward_kernel(
 
 
 @triton.jit
+def _under_gate(out_ptr, lse_ptr, gate_ptr, rows, of_lse, real, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    """A branch `[GP, BLOCK_V]` under its gate; 0 where it has no keys, whatever its gate."""
+    c = tl.arange(0, BLOCK_V)[None, :]
+    sees = tl.load(lse_ptr + of_lse, mask=real, other=float("-inf")) > float("-inf")  # [GP]
+    gate = tl.load(gate_ptr, mask=real, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + rows[:, None] * V + c, mask=real[:, None] & (c < V), other=0.0)
+    return out.to(tl.float32) * tl.where(sees, gate, 0.0)[:, None]
+
+
+@triton.jit
 def merge_blocks_kernel(
     part_ptr, part_lse_ptr, indices_ptr,  # [B, K, length * N, G, V], float32 [B, K, length * N, G], [B, T, K, N]
+    gates_ptr, compressed_out_ptr, compressed_lse_ptr, sliding_out_ptr, sliding_lse_ptr,  # [B, T, H, 3], [B, T, H, V], [B, H, T] twice
     T, chunk, length, out_ptr, lse_ptr,  # [B, length, H, V], float32 [B, H, length]
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHOSEN: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHOSEN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The results of the heads of a group at one query from those of its blocks, which with `CHOSEN` are those where `indices` has one."""
+    """The results of the heads of a group at one query from those of its blocks, which with `CHOSEN` are those where `indices` has one; with `GATED`
+    the sum of the three branches under their gates."""
     pid = tl.program_id(0).to(tl.int64)  # (b * K + kv) * length + t
     t = pid % length
     row = pid // length  # b * K + kv
@@ -133,6 +145,25 @@ def merge_blocks_kernel(
     )
     out = tl.sum(part.to(tl.float32) * weight[:, :, None], axis=0)  # [GP, BLOCK_V]
     real = g < G
+    if GATED:
+        real = real & (chunk + t < T)
+        of_query = (b * T + chunk + t) * H + kv * G + g  # [GP]
+        of_lse = (b * H + kv * G + g) * T + chunk + t
+        gate = tl.load(gates_ptr + of_query * 3 + 1, mask=real, other=0.0).to(tl.float32)
+        out = out * tl.where(some, gate, 0.0)[:, None]
+        out += _under_gate(
+            compressed_out_ptr,
+            compressed_lse_ptr,
+            gates_ptr + of_query * 3,
+            of_query,
+            of_lse,
+            real,
+            V,
+            BLOCK_V,
+        )
+        out += _under_gate(
+            sliding_out_ptr, sliding_lse_ptr, gates_ptr + of_query * 3 + 2, of_query, of_lse, real, V, BLOCK_V
+        )
     to = ((b * length + t) * H + kv * G + g)[:, None] * V + c[None, :]
     tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V)[None, :])
     lse = tl.where(some, (shift + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))

@@ -27,9 +27,15 @@ def given(lists: Lists) -> dict[str, Array]:
 
 
 def attended(
-    launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: ForwardTile, indices: Array
+    launch: Launcher,
+    arrays: NativeArrays,
+    spec: NativeSpec,
+    tile: ForwardTile,
+    indices: Array,
+    gated: dict[str, Array] | None = None,
 ) -> dict[str, Array]:
-    """`out [B, T, H, V]` and `lse [B, H, T]` of the selected branch, some queries at a time."""
+    """`out [B, T, H, V]` and `lse [B, H, T]` of the selected branch, some queries at a time. With `gated`, the results of the other branches and the
+    gates, `out` is the sum of all three."""
     batch, length, heads, _ = arrays.q.shape
     (kv_heads, values), dtype = arrays.v.shape[2:], arrays.q.dtype
     size = max(1, _BYTES // (batch * heads * spec.count * values * dtype.itemsize))
@@ -61,7 +67,8 @@ def attended(
             chunk=number * size,
             length=size,
         )
-        found = merged(launch, parts, (batch, size, heads, values), spec.count, dtype, number * size)
+        shape, more = (batch, size, heads, values), gated or {}
+        found = merged(launch, parts | more, shape, spec.count, dtype, number * size)
         outs.append(found["out"])
         lses.append(found["lse"])
     if chunks == 1:
@@ -80,20 +87,24 @@ def merged(
     chunk: int | None = None,
 ) -> dict[str, Array]:
     """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` from `part [B, K, T * slots, G, V]` and `part_lse`: of the blocks of queries from
-    `chunk` on, where these have one, or else of splits."""
+    `chunk` on, where these have one, or else of splits. If `parts` has gates, `out` is the sum of the branches, of which it has the others."""
     batch, count, heads, values = shape
     kv_heads, group = parts["part"].shape[1], parts["part"].shape[3]
     outputs = {"out": result(*shape, dtype=dtype), "lse": result(batch, heads, count)}
     numbers = padded(slots, 1) * padded(group) * padded(values)  # of a program
+    absent = dict.fromkeys(
+        f"{branch}_{what}" for branch in ("compressed", "sliding") for what in ("out", "lse")
+    )
     return launch(
         block_kernels.merge_blocks_kernel,
         Warped(min(8, max(1, numbers // 4096))),
         outputs,
         batch * kv_heads * count,
-        parts,
+        {"gates": None} | absent | parts,
         N=slots,
         BLOCK_N=padded(slots, 1),
         CHOSEN=chunk is not None,
+        GATED="gates" in parts,
         chunk=chunk or 0,
         length=count,
     )

@@ -32,7 +32,7 @@ from ..spec import (
     of_sequence,
     positions,
 )
-from . import by_blocks, few, kernels
+from . import by_blocks, choice_kernels, few, kernels, steps
 from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
 
 OPAQUE = True
@@ -51,6 +51,7 @@ _MAX_BLOCK = 256
 _BRANCHES = {COMPRESSED: branches.compressed, SLIDING: branches.sliding}
 _BYTES = 2**28  # of weights of compressed keys at a time
 _MANY = 4096  # queries from which on the forward runs by blocks
+_MANY_BLOCKS = 1024  # to choose from
 _FEW = 512  # programs, which do not fill a GPU evenly
 
 
@@ -130,6 +131,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     elif select is _SELECTIONS and device.capability < (9, 0):
         select = (_SPARING_SELECTION, *select)
     programs, count = problem.dim("B") * problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1)
+    step_tiles = steps.tiles_for(pages_of[0], _sizes(problem), device)
     span, rows_of = (
         span_for(programs, count, device),
         _FEW_ROWS if problem.dim("T") <= few.MOST_QUERIES else _ROWS,
@@ -140,16 +142,28 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         forwards = [*by_block, *forwards[:3]]
     # On an H200 four warps take half of the time of eight, although they spill 32 bytes a thread.
     keys_of = _KEYS if device.capability >= (9, 0) else (_SPARING_KEYS, *_KEYS)
-    for n in range(max(map(len, (forwards, _QUERIES, keys_of, *pages_of)))):
+    for n in range(max(map(len, (forwards, _QUERIES, keys_of, step_tiles, *pages_of)))):
         take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
         (qw, qs), (rows, kw, ks) = take(_QUERIES), take(keys_of)
         if is_wide or large:
             qs, rows, ks = 1, 32, 1
         keys = KeyTile(max(1, rows // group), 1024, kw, ks)
         own = take(forwards), RowTile(qw, qs), keys, SelectionTile(*take(select))
-        few_tiles = FewTiles(*map(take, pages_of))
+        few_tiles = FewTiles(take(step_tiles), *map(take, pages_of))
         found.append(TritonConfig(*own, take(compressed), take(sliding), few_tiles, **dot))
     return list(dict.fromkeys(found))
+
+
+def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
+    """Where few queries go branch by branch."""
+    return "" if problem.flag("packed") else steps.remark_on(config.few.step, _sizes(problem))
+
+
+def _sizes(problem: Problem) -> steps.Sizes:
+    size, blocks = problem.dim, cdiv(problem.dim("S"), int(str(problem.flag("block"))))
+    itemsize = jnp.dtype(problem.dtype("qkv")).itemsize
+    rows, channels = size("B") * size("T"), max(size("D"), size("V"))
+    return steps.Sizes(size("T"), rows, size("H"), size("K"), channels, itemsize, size("C"), blocks)
 
 
 def span_for(programs: int, count: int, device: DeviceFacts) -> int:
@@ -170,6 +184,11 @@ def forward(
     execute: Execute = run,
 ) -> dict[str, Array]:
     """The output, the blocks that were chosen, and what the backward needs."""
+    if not save and config.few.step.block_k and few.serves(arrays):
+        step = steps.of_rows(arrays, spec)
+        if not step.sizes.reason_against():
+            results = steps.attend(step, spec, config.few.step, config.float32_dot, execute=execute)
+            return {name: x.reshape(*arrays.q.shape[:2], *x.shape[1:]) for name, x in results.items()}
     found: dict[str, Array] = {}
     for name in (COMPRESSED, SLIDING):
         if few.serves(arrays):
@@ -184,6 +203,10 @@ def forward(
     indices = arrays.indices
     if indices is None:
         indices = _choose(launch, arrays, spec, config.selection, found["compressed_lse"])
+    if config.forward.tokens and not save:  # the sum of the branches with that of a query's blocks
+        gated = found | {"gates": arrays.gates}
+        out = by_blocks.attended(launch, arrays, spec, config.forward, indices, gated)["out"]
+        return {"out": out, "indices": indices}
     if config.forward.tokens:
         selected = by_blocks.attended(launch, arrays, spec, config.forward, indices)
     else:
@@ -361,24 +384,29 @@ def chosen_by(
     size = max(multiple, _BYTES // max(1, 4 * batch * heads * keys) // multiple * multiple)
     columns = padded(blocks, 1)
     rows = max(1, min(8, 1024 // columns))  # of a warp, whose lanes compare faster than warps do
+    shared = {"M": blocks, "BLOCK": spec.block, "BLOCK_M": columns}
     chosen = []
     for chunk in range(0, length, size):
         count = min(size, length - chunk)
-        found = launch(
-            kernels.choose_kernel,
-            Warped(min(8, max(1, columns // 2048))),
-            {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)},
-            cdiv(count, rows) * heads * batch,
-            {"importance": weights(chunk, count)},
-            chunk=chunk,
-            length=count,
-            M=blocks,
-            BLOCK=spec.block,
-            PER=spec.block // spec.stride,
-            REACH=spec.span // spec.stride,
-            ROWS=rows,
-            BLOCK_M=columns,
-        )
+        own = shared | {"chunk": chunk, "length": count}
+        outputs = {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)}
+        given = {"importance": weights(chunk, count)}
+        if columns >= _MANY_BLOCKS and spec.block == spec.span == spec.stride:
+            programs, groups = count * heads * batch, choice_kernels.GROUPS.value
+            outputs["peaks"] = result(batch, heads, count, groups, dtype=jnp.int32)
+            found = launch(choice_kernels.choose_one_kernel, Warped(1), outputs, programs, given, **own)
+        else:
+            found = launch(
+                choice_kernels.choose_kernel,
+                Warped(min(8, max(1, columns // 2048))),
+                outputs,
+                cdiv(count, rows) * heads * batch,
+                given,
+                PER=spec.block // spec.stride,
+                REACH=spec.span // spec.stride,
+                ROWS=rows,
+                **own,
+            )
         chosen.append(jnp.moveaxis(found["chosen"], 1, 2))
     return jnp.concatenate(chosen, 1)
 

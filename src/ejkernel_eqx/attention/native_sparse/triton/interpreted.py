@@ -6,7 +6,7 @@ from ...triton.compiled import TileConfig
 from ...triton.compiled import TritonConfig as AttentionConfig
 from . import compiled
 from .compiled import TritonConfig
-from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile
+from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, StepTile
 
 _SQUARE = TileConfig(32, 32, 4, 1)
 _WHOLE = AttentionConfig(_SQUARE, _SQUARE, _SQUARE, fast_tanh=False, float32_dot="ieee")
@@ -19,7 +19,7 @@ platform = Interpreted(
         SelectionTile(16, 16, 4, 1),
         _WHOLE,
         _WHOLE,
-        FewTiles(PAGES, PAGES),
+        FewTiles(StepTile(16, 3, 4, 1), PAGES, PAGES),
     ),
     float32_dot="ieee",
 )

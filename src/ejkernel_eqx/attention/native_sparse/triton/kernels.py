@@ -6,8 +6,6 @@ import triton.language as tl
 
 from ....launch.constants import LN2, LOG2E
 
-NO_BLOCK = tl.constexpr(2**31 - 1)
-
 
 @triton.jit
 def page_rows(table_ptr, j, seen, M, P, PAGE: tl.constexpr):
@@ -65,17 +63,23 @@ def query_position(t_of_call, position_ptr, b, T, offset, PLACED: tl.constexpr):
 
 
 @triton.jit
-def _with_keys(acc, total, top, q, k, v, seen, SCALE: tl.constexpr, PRECISION: tl.constexpr):
-    """The sum of values `[GP, BLOCK_V]`, denominators and maxima `[GP]` after the keys of a block, of which some are `seen`."""
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
-    s = tl.where(seen[None, :], s, float("-inf"))
+def with_scores(acc, total, top, s, v, PRECISION: tl.constexpr):
+    """The sum of values `[GP, BLOCK_V]`, denominators and maxima `[GP]` after keys with scores `s`, minus infinity where unseen."""
     new_top = tl.maximum(top, tl.max(s, axis=1))  # [GP]
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [GP]
-    p = tl.exp2(s - shift[:, None])  # [GP, BLOCK_S]
+    p = tl.exp2(s - shift[:, None])  # [GP, keys]
     alpha = tl.exp2(top - shift)  # [GP]
     total = total * alpha + tl.sum(p, axis=1)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, total, new_top
+
+
+@triton.jit
+def _with_keys(acc, total, top, q, k, v, seen, SCALE: tl.constexpr, PRECISION: tl.constexpr):
+    """The same for the keys of a block, of which some are `seen`."""
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
+    s = tl.where(seen[None, :], s, float("-inf"))
+    return with_scores(acc, total, top, s, v, PRECISION)
 
 
 @triton.jit
@@ -357,43 +361,3 @@ def page_importance_kernel(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BK]
         p = tl.where((heads < G)[:, None] & seen[None, :], tl.exp2(s - lse[:, None]), 0.0)
         tl.store(importance_ptr + (kv * length + own) * C + c, tl.sum(p, axis=0), mask=c < C)
-
-
-@triton.jit
-def choose_kernel(
-    importance_ptr, start_ptr, end_ptr, place_ptr, base_ptr,  # [B, K, length, C], [B, T] four times
-    T, C, M, chunk, length, chosen_ptr,  # [B, K, length, N]
-    K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PER: tl.constexpr, REACH: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """The blocks of some queries: their own, the first, those of the largest weight. Compressed key `m * PER + o` shares with block `m` as many
-    strides as lie in both `o .. o + REACH` and `0 .. PER`."""
-    pid = tl.program_id(0)
-    tiles = tl.cdiv(length, ROWS)
-    own = pid % tiles * ROWS + tl.arange(0, ROWS)  # [ROWS], in the chunk
-    kv = pid // tiles % K
-    b = (pid // (tiles * K)).to(tl.int64)
-    inside = own < length
-    at = b * T + chunk + own
-    start = tl.load(start_ptr + at, mask=inside, other=0)  # [ROWS]
-    end = tl.load(end_ptr + at, mask=inside, other=0)  # [ROWS]
-    place = tl.load(place_ptr + at, mask=inside, other=-1)  # [ROWS]
-    base = tl.load(base_ptr + at, mask=inside, other=0)  # [ROWS]
-    m = tl.arange(0, BLOCK_M)  # [BM], of the query's sequence
-    row = (b * K + kv) * length + own  # [ROWS]
-    score = tl.zeros([ROWS, BLOCK_M], tl.float32)  # [ROWS, BM]
-    for o in tl.static_range(1 - REACH, PER):
-        c = start[:, None] + (m * PER + o)[None, :]  # [ROWS, BM]
-        seen = (c >= start[:, None]) & (c < end[:, None])
-        weight = tl.load(importance_ptr + row[:, None] * C + c, mask=seen, other=0.0)  # [ROWS, BM]
-        score += weight * (min(PER, o + REACH) - max(0, o))
-    last = tl.where(place < 0, -1, place // BLOCK)  # [ROWS]
-    score = tl.where((m == 0)[None, :], 3.0e38, score)
-    score = tl.where(m[None, :] == last[:, None], float("inf"), score)
-    score = tl.where((m[None, :] > last[:, None]) | (m >= M)[None, :], -1.0, score)
-    for n in tl.range(0, N):
-        best = tl.max(score, axis=1)  # [ROWS]
-        index = tl.min(tl.where(score == best[:, None], m[None, :], NO_BLOCK), axis=1)  # [ROWS]
-        chosen = tl.where(best >= 0, index + base, -1)
-        tl.store(chosen_ptr + row * N + n, chosen, mask=inside)
-        score = tl.where(m[None, :] == index[:, None], -1.0, score)

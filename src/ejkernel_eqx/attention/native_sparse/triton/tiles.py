@@ -8,6 +8,8 @@ from ....paged.triton import compiled as pages
 
 _power = power_of_two()
 Tokens = Annotated[int, Rule(f"0 or {_power.words}", lambda x: x == 0 or _power.holds(x))]
+_block = power_of_two(16)
+Keys = Annotated[int, Rule(f"0 or {_block.words}", lambda x: x == 0 or _block.holds(x))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +79,22 @@ class Warped:
 
 
 @dataclasses.dataclass(frozen=True)
-class FewTiles:
-    """The forward of two branches where there are few queries: attention over pages."""
+class StepTile:
+    """A step of decoding in four launches: a program has the heads of one group at one query, and of a branch's keys `block_k` at a time. Up to
+    `split_k` programs share them. With `block_k` 0, each branch has kernels of its own instead."""
 
+    block_k: Keys
+    split_k: Count
+    num_warps: Warps
+    num_stages: Count
+
+    __post_init__ = check_fields
+
+
+@dataclasses.dataclass(frozen=True)
+class FewTiles:
+    """The forward where there are few queries: a step, or two branches as attention over pages."""
+
+    step: StepTile
     compressed: pages.TritonConfig
     sliding: pages.TritonConfig

@@ -9,16 +9,16 @@ from jax import Array
 
 from ....attention.native_sparse import branches
 from ....attention.native_sparse.spec import NativeArrays
-from ....attention.native_sparse.triton import kernels
+from ....attention.native_sparse.triton import kernels, steps
 from ....attention.native_sparse.triton.by_blocks import by_queries
 from ....attention.native_sparse.triton.compiled import chosen_by, launcher_of, page_weights, span_for
 from ....attention.native_sparse.triton.compiled import unsupported as sparse_unsupported
-from ....attention.native_sparse.triton.tiles import ChosenTile
+from ....attention.native_sparse.triton.tiles import ChosenTile, StepTile
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch import Execute, LOG2E, result, run
 from ....launch.fields import Block, check_fields, Count, Float32Dot, Warps
-from ....launch.sizes import padded
+from ....launch.sizes import cdiv, padded
 from ...core import problem_of as pages_problem_of
 from ...spec import PagedArrays, PagedSpec
 from ...tokens import alone
@@ -44,9 +44,10 @@ class KeysTile:
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
-    """Kernels of the selected branch and of its choice, and the configurations of the two branches that are attention over pages. In the compressed
-    one each query is a sequence of its own."""
+    """Kernels of a step of decoding; or those of the selected branch and of its choice, and the configurations of the two branches that are attention
+    over pages. In the compressed one each query is a sequence of its own."""
 
+    step: StepTile
     selected: ChosenTile
     weights: KeysTile
     compressed: pages.TritonConfig
@@ -80,15 +81,37 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     dot: dict[str, Any] = {} if device.vendor == "nvidia" else {"float32_dot": "ieee"}
     compressed, sliding = (pages.candidates(of, device) for of in _parts(problem))
     span = span_for(problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1), device)
+    step_tiles = steps.tiles_for(compressed, _sizes(problem), device)
     found = []
-    for n in range(max(map(len, (_ROWS, compressed)))):
+    for n in range(max(map(len, (_ROWS, step_tiles, compressed)))):
         take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
         (warps, stages), (keys, key_warps, key_stages) = take(_ROWS), take(_WEIGHTS)
         if is_wide or large:
             stages, keys = 1, 32
         tiles = ChosenTile(span, warps, stages), KeysTile(keys, key_warps, key_stages)
-        found.append(TritonConfig(*tiles, take(compressed), take(sliding), **dot))
+        found.append(TritonConfig(take(step_tiles), *tiles, take(compressed), take(sliding), **dot))
     return list(dict.fromkeys(found))
+
+
+def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """Keeps the tiles. The programs that share the keys of a query depend on the number and length of the sequences."""
+    if not config.step.block_k:
+        return config
+    splits = steps.programs_for(_sizes(problem), config.step.block_k, device)
+    return dataclasses.replace(config, step=dataclasses.replace(config.step, split_k=splits))
+
+
+def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
+    """Where few queries go branch by branch."""
+    return steps.remark_on(config.step, _sizes(problem))
+
+
+def _sizes(problem: Problem) -> steps.Sizes:
+    size, tokens = problem.dim, problem.dim("M") * problem.dim("p")
+    keys, blocks = tokens // int(str(problem.flag("stride"))), cdiv(tokens, int(str(problem.flag("block"))))
+    itemsize = jnp.dtype(problem.dtype("qkv")).itemsize
+    rows, channels = size("N") * size("Q"), max(size("D"), size("V"))
+    return steps.Sizes(size("Q"), rows, size("H"), size("K"), channels, itemsize, keys, blocks)
 
 
 @functools.lru_cache(maxsize=256)
@@ -113,15 +136,20 @@ def forward(
 ) -> dict[str, Array]:
     """`out [B, T, H, V]` and the blocks that were chosen, for arrays with one leading axis."""
     own, lead = spec.sparse, arrays.q.shape[:2]
+    if config.step.block_k:
+        step = _step_of(arrays, spec, config, execute)
+        if not step.sizes.reason_against():
+            found = steps.attend(step, own, config.step, config.float32_dot, execute=execute)
+            return {name: x.reshape(*lead, *x.shape[1:]) for name, x in found.items()}
     found = _named("sliding", pages.forward(arrays.main, spec.sliding, config.sliding, execute=execute))
     # From here on without leading axes: the rows' tokens one after the other, each with a table of its own.
     main = alone(folded(arrays.main, spec.sliding, config.sliding, execute).arrays, spec.max_query_len)
+    # Pages of either kind may be mapped, so each has its own numbers.
     small = folded(arrays.compressed, spec.whole, config.compressed, execute).arrays
+    small = alone(small, spec.max_query_len)
     end = main.kv_len // own.stride
     start = jnp.full_like(end, spec.first_slot) if spec.first_slot else None
-    small = small._replace(
-        page_table=main.page_table, q_start=main.q_start, q_len=main.q_len, kv_len=end, kv_start=start
-    )
+    small = small._replace(kv_len=end, kv_start=start)
     results = pages.forward(_with_lead(small), _alone(spec), config.compressed, execute=execute)
     found |= _named("compressed", results)
     launch = _launcher(main, spec, config, execute)
@@ -150,6 +178,33 @@ def forward(
     found = {name: x.swapaxes(1, 2) if name.endswith("lse") else x for name, x in found.items()}
     out = branches.combine(arrays.gates, found, arrays.q.dtype)
     return {"out": out, "indices": indices.reshape(*lead, *indices.shape[1:])}
+
+
+def _step_of(
+    arrays: PagedNativeArrays, spec: PagedNativeSpec, config: TritonConfig, execute: Execute
+) -> steps.Step:
+    """The rows' tokens and sequences one after the other."""
+    main = folded(arrays.main, spec.sliding, config.sliding, execute).arrays
+    small = folded(arrays.compressed, spec.whole, config.compressed, execute).arrays
+    assert main.v is not None and small.v is not None
+    flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
+    return steps.Step(
+        q=main.q,
+        gates=arrays.gates.reshape(-1, *arrays.gates.shape[2:]),
+        k=main.k,
+        v=main.v,
+        compressed_k=small.k,
+        compressed_v=small.v,
+        table=main.page_table,
+        small_table=small.page_table,
+        queries=spec.max_query_len,
+        blocks=most_blocks(arrays, spec),
+        first_slot=spec.first_slot,
+        q_start=main.q_start,
+        q_len=main.q_len,
+        kv_len=main.kv_len,
+        indices=flat(arrays.indices),
+    )
 
 
 def _named(branch: str, results: dict[str, Array]) -> dict[str, Array]:
@@ -186,7 +241,8 @@ def _choose(
     keys = small.page_table.shape[1] * size
     start, base = jnp.full((1, tokens), spec.first_slot, jnp.int32), jnp.zeros((1, tokens), jnp.int32)
     tables = {"start": start, "end": small.kv_len[None], "place": place[None], "base": base}
-    launch = launch.knowing({"k": small.k, "lse": lse.T * LOG2E} | tables, C=keys, PAGE=size)
+    own = {"k": small.k, "table": small.page_table, "lse": lse.T * LOG2E}
+    launch = launch.knowing(own | tables, C=keys, P=small.k.shape[0], PAGE=size)
 
     weights = lambda chunk, count: page_weights(launch, tile, (heads, keys), chunk, count)
     return chosen_by(weights, launch, (1, tokens, heads, keys, blocks), spec.sparse, 64)[0]
