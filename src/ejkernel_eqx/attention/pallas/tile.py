@@ -121,8 +121,8 @@ def positions(form: Form, q_tile: Any, k_tile: Any) -> tuple[Array, Array]:
 
 
 def compared(form: Form, q_tile: Any, k_tile: Any, number: int) -> tuple[Array, Array]:
-    """Two arrays whose difference is that of query and key, plus a number. The first repeats its first rows, the second has one number for as many: the
-    compiler compares one register with constants of instructions, and neither keeps nor computes the numbers of rows."""
+    """Two arrays whose difference is that of query and key, plus a number. The first repeats its first rows, the second has one number for as many,
+    so the compiler compares one register with constants of instructions, and neither keeps nor computes the numbers of rows."""
     (rows, columns), sign = form.shape, -1 if form.by_key else 1
     first = q_tile * form.block_q - k_tile * form.block_k + number
     down, along = (jax.lax.broadcasted_iota(jnp.int32, (_SUBLANES, LANES), axis) for axis in (0, 1))
