@@ -16,6 +16,7 @@ from ejkernel_eqx.matmul.pallas.tile_sizes import TpuTile
 from ejkernel_eqx.matmul.spec import GroupedArrays, GroupedSpec, PAIR
 
 _ROWS, _SIDE, _GROUPS = 8192, 4096, 8
+_UNIT = 512**3
 
 
 def cases(generation: str) -> list[Case]:
@@ -44,25 +45,22 @@ def _kernels(generation: str, name: str, dtype: Any, spec: GroupedSpec) -> list[
         tile: TpuTile = getattr(config, kernel)
         last = tile.block_k if kernel == "rhs" else min(tile.block_k, CHUNK)
         sides = 2 if spec.gated else 1
-        peer = _peer(kernel, tile, last, dtype) if spec.gated is None else None
+        units = tile.block_m * tile.block_n * last / _UNIT
+        peer = _peer(kernel, tile, last, dtype, units) if spec.gated is None else None
         is_loop = kernel != "rhs" and tile.block_k > CHUNK
         turn = chunks_together(jnp.dtype(dtype).name) if is_loop else 1
-        size = jnp.dtype(dtype).itemsize
+        others = {1: "a group's last rows"} if kernel == "rhs" else {}
+        moved = tile.block_m * (last + tile.block_n * (kernel == "rhs")) * jnp.dtype(dtype).itemsize
         found.append(
             Case(
-                f"{kernel} {name} {tile.block_m}x{tile.block_n}x{tile.block_k}",
-                f"{tile.block_m}x{tile.block_n}x{last}",
-                Program(
-                    function,
-                    shapes,
-                    f"matmul.{kernel}",
-                    turn,
-                    others={1: "a group's last rows"} if kernel == "rhs" else {},
-                ),
+                f"{kernel} {name}",
+                "512x512x512 products",
+                Program(function, shapes, f"matmul.{kernel}", units * turn, others=others),
                 peer,
                 "megablox",
-                2.0 * tile.block_m * tile.block_n * last * sides,
-                tile.block_m * (last + tile.block_n * (kernel == "rhs")) * size,
+                2.0 * _UNIT * sides,
+                moved / units,
+                f"{tile.block_m}x{tile.block_n}x{tile.block_k}",
             )
         )
     return found
@@ -76,7 +74,7 @@ def _backward(spec: GroupedSpec, config: Any, arrays: GroupedArrays, dout: Any) 
     return compiled.backward(arrays, spec, config, {}, {"out": dout})
 
 
-def _peer(kernel: str, tile: TpuTile, last: int, dtype: Any) -> Program:
+def _peer(kernel: str, tile: TpuTile, last: int, dtype: Any, units: float) -> Program:
     shape: Any = jax.ShapeDtypeStruct
     rows = shape((_ROWS, _SIDE), dtype)
     right, sizes = shape((_GROUPS, _SIDE, _SIDE), dtype), shape((_GROUPS,), jnp.int32)
@@ -93,6 +91,6 @@ def _peer(kernel: str, tile: TpuTile, last: int, dtype: Any) -> Program:
             return tgmm(x.T, y, sizes, dtype, tiles)
 
     if kernel == "rhs":
-        return Program(right_gradient, (rows, rows, sizes), "tgmm")
+        return Program(right_gradient, (rows, rows, sizes), "tgmm", units)
     # Its last step along the contracted axis, which also writes, is a region of its own, and comes first.
-    return Program(left, (rows, right, sizes), "gmm", step=1, others={0: "the last step"})
+    return Program(left, (rows, right, sizes), "gmm", units, step=1, others={0: "the last step"})
