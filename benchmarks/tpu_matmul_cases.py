@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
-from benchmarks.tpu_static import Case, Program
+from benchmarks.tpu_static import Case, PASSES, Program
 from ejkernel_eqx.launch.tpu_ahead import facts_of
 from ejkernel_eqx.matmul.core import problem_of
 from ejkernel_eqx.matmul.pallas import compiled
@@ -50,7 +50,8 @@ def _kernels(generation: str, name: str, dtype: Any, spec: GroupedSpec) -> list[
         is_loop = kernel != "rhs" and tile.block_k > CHUNK
         turn = chunks_together(jnp.dtype(dtype).name) if is_loop else 1
         others = {1: "a group's last rows"} if kernel == "rhs" else {}
-        moved = tile.block_m * (last + tile.block_n * (kernel == "rhs")) * jnp.dtype(dtype).itemsize
+        size = jnp.dtype(dtype).itemsize
+        moved = tile.block_m * (last + tile.block_n * (kernel == "rhs")) * size
         found.append(
             Case(
                 f"{kernel} {name}",
@@ -58,7 +59,7 @@ def _kernels(generation: str, name: str, dtype: Any, spec: GroupedSpec) -> list[
                 Program(function, shapes, f"matmul.{kernel}", units * turn, others=others),
                 peer,
                 "megablox",
-                2.0 * _UNIT * sides,
+                2.0 * _UNIT * sides * PASSES[size],
                 moved / units,
                 f"{tile.block_m}x{tile.block_n}x{tile.block_k}",
             )
