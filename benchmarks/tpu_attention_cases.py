@@ -30,7 +30,7 @@ def cases(generation: str) -> list[Case]:
 
 
 def arrays_of(dim: int, values: int, dtype: Any) -> AttentionArrays:
-    shape = lambda width: jax.ShapeDtypeStruct((1, _TOKENS, _HEADS, width), dtype)
+    shape: Any = lambda width: jax.ShapeDtypeStruct((1, _TOKENS, _HEADS, width), dtype)
     return AttentionArrays(shape(dim), shape(dim), shape(values))
 
 

@@ -61,8 +61,8 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One kernel on one problem. `unit` says what is counted; `flops`, in passes of bfloat16, and `bytes` are those of a unit, as our kernel moves them; `tiles` is the
-    heuristic's choice for the generation."""
+    """One kernel on one problem. `unit` says what is counted; `flops`, in passes of bfloat16, and `bytes` are those of a unit, as our kernel moves
+    them; `tiles` is the heuristic's choice for the generation."""
 
     name: str
     unit: str

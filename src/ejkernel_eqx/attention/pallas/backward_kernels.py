@@ -45,12 +45,12 @@ def _weights(
         kept, dp = jnp.where(mine, p * rate, 0.0), jnp.where(mine, dp * rate, 0.0)
     ds = p * (dp - rows[1])
     # What nothing sees may hold NaN. All else that holds it has made results NaN already, so that a second choice by the mask would be in vain.
-    hides_nan = seen is not None and form.blind
-    if hides_nan:
-        ds = jnp.where(seen, ds, 0.0)
+    real = seen if form.blind else None
+    if real is not None:
+        ds = jnp.where(real, ds, 0.0)
     through = ds
     if form.cap is not None:
-        t = jnp.where(seen, t, 0.0) if hides_nan else t
+        t = t if real is None else jnp.where(real, t, 0.0)
         through = ds * (1.0 - t * t)
     return Weights(kept, ds, through, seen)
 
