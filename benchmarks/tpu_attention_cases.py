@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from benchmarks.tpu_static import Case, Program
+from benchmarks.tpu_static import Case, PASSES, Program
 from ejkernel_eqx.attention.core import problem_of
 from ejkernel_eqx.attention.pallas import compiled
 from ejkernel_eqx.attention.pallas.compiled import PallasConfig
@@ -30,7 +30,7 @@ def cases(generation: str) -> list[Case]:
 
 
 def arrays_of(dim: int, values: int, dtype: Any) -> AttentionArrays:
-    shape = lambda width: jax.ShapeDtypeStruct((1, _TOKENS, _HEADS, width), dtype)
+    shape: Any = lambda width: jax.ShapeDtypeStruct((1, _TOKENS, _HEADS, width), dtype)
     return AttentionArrays(shape(dim), shape(dim), shape(values))
 
 
@@ -68,7 +68,7 @@ def _kernels(generation: str, dim: int, values: int, dtype: Any, peer: bool = Tr
                 Program(ours[direction], given[direction], f"attention.{kernel}", units, others=_PARTLY),
                 Program(theirs[direction], (shape,) * 3, _SPLASH[kernel], units) if peer else None,
                 "splash",
-                2.0 * _UNIT * flops,
+                2.0 * _UNIT * flops * PASSES[size],
                 streamed * (dim + values) * size / units,
                 f"{tile.block_q}x{tile.block_k}",
             )

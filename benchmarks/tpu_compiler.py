@@ -34,19 +34,29 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """One kernel: all its bundles, the bytes of VMEM that it allocates, what a bundle has room for, and its innermost regions with products."""
+    """One kernel: all its bundles, the bytes of VMEM that it allocates, what a bundle has room for, its innermost regions with products, and its
+    loops."""
 
     kernel: str
     bundles: int
     vmem: int
     capacity: Mapping[str, int]
     regions: tuple[Region, ...]
+    loops: tuple[Region, ...]
 
     def busiest(self, region: Region) -> tuple[str, float]:
         """The slot that alone would take most bundles, and how many."""
         needs = {slot: region.slots[slot] / max(self.capacity[slot], 1) for slot in SLOTS}
         slot = max(needs, key=lambda name: needs[name])
         return slot, needs[slot]
+
+    def turn(self, region: Region) -> Region:
+        """The loop around a region without the other regions with products: what a turn has that runs the region alone of these."""
+        around = min((x for x in self.loops if _inside(region, x)), key=lambda x: x.bundles)
+        rest = [x for x in self.regions if x != region and _inside(x, around)]
+        less = lambda slot: around.slots[slot] - sum(x.slots[slot] for x in rest)
+        bundles = around.bundles - sum(x.bundles for x in rest)
+        return Region(around.start, bundles, {slot: less(slot) for slot in SLOTS})
 
 
 def prepare() -> pathlib.Path:
@@ -100,6 +110,7 @@ def _read(kernel: str, text: str, utilization: str, original: str) -> Schedule:
         branches += [(last, target) for target in _BRANCH.findall(line)]
     ranges = {tuple(sorted((at, starts[target]))) for at, target in branches if target in starts}
     regions = [_region(low, high, used) for low, high in sorted(ranges)]
+    back = sorted({(starts[target], at) for at, target in branches if starts.get(target, at) < at})
     busy = [region for region in regions if region.slots["MXU"]]
     inner = [a for a in busy if not any(_inside(b, a) for b in busy)]
     return Schedule(
@@ -108,6 +119,7 @@ def _read(kernel: str, text: str, utilization: str, original: str) -> Schedule:
         sum(int(size, 16) for size in _VMEM.findall(original)),
         dict(zip(SLOTS, capacity, strict=True)),
         tuple(inner),
+        tuple(_region(low, high, used) for low, high in back),
     )
 
 

@@ -61,7 +61,7 @@ def _decode(
 ) -> Case:
     problem, config, call, arrays = _program(generation, dims, flags)
     units = decode_tile(problem, config).keys / _UNIT
-    ours = Program(call, (arrays,), "paged.decode", units, others=_PARTLY)
+    ours = Program(call, (arrays,), "paged.decode", units, others=_PARTLY, turn=True)
     size = {name: problem.dim(name) for name in "HKDV"}
     key = sum(
         x.size * x.dtype.itemsize / x.shape[0] / x.shape[1]
@@ -76,10 +76,13 @@ def _prompts(generation: str) -> Case:
     problem, config, call, arrays = _program(generation, _PROMPTS, {})
     block = prefill_tile(problem, config)
     units = block.keys * block.queries / _UNIT**2
-    ours = Program(call, (arrays,), "paged.prefill", units, others=_PARTLY)
+    ours = Program(call, (arrays,), "paged.prefill", units, others=_PARTLY, turn=True)
     flops = 4.0 * _UNIT**2 * _PROMPTS["H"] * _PROMPTS["D"]
     moved = 2.0 * 2 * _UNIT * _PROMPTS["K"] * _PROMPTS["D"] * _UNIT / block.queries
-    peer = _ragged(_PROMPTS, block.queries, block.keys, _UNIT**2)
+    memory = facts_of(generation).vmem
+    assert memory is not None
+    # By itself it has 16 MiB, which is not enough on all of them.
+    peer = _ragged(_PROMPTS, block.queries, block.keys, _UNIT**2, memory * 4 // 5)
     return Case(
         "prompts bfloat16",
         f"{_UNIT} queries x {_UNIT} keys",
@@ -103,7 +106,9 @@ def _paged(dims: Mapping[str, int]) -> Program:
     return Program(call, arrays, "paged_attention", keys / _UNIT, times=kv_heads)
 
 
-def _ragged(dims: Mapping[str, int], queries: int = 8, keys: int = 256, unit: int = _UNIT) -> Program:
+def _ragged(
+    dims: Mapping[str, int], queries: int = 8, keys: int = 256, unit: int = _UNIT, memory: int | None = None
+) -> Program:
     """JAX's kernel for both. Its blocks of queries hold those of several sequences; a decode takes all of a block."""
     n, heads, kv_heads, dim, page = (dims[name] for name in "NHKDp")
     shape = jax.ShapeDtypeStruct
@@ -120,7 +125,7 @@ def _ragged(dims: Mapping[str, int], queries: int = 8, keys: int = 256, unit: in
         ragged_paged_attention,
         num_kv_pages_per_block=keys // page,
         num_queries_per_block=queries,
-        vmem_limit_bytes=None,
+        vmem_limit_bytes=memory,
     )
     work = keys * queries if unit > _UNIT else keys
     return Program(call, arrays, "ragged_paged_attention", work / unit)

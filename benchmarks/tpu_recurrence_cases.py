@@ -62,11 +62,12 @@ def _kernels(
         operands = 2 * (2 * _DIM + 2 * width) + 4 * (_DIM if decay == "key" else 1)
         cases.append(
             Case(
-                f"{kernel} {name} {many}x{chunk}",
+                f"{kernel} {name}",
                 "64 tokens of a head",
                 Program(function, shapes, f"recurrence.{kernel}", many * chunk / _UNIT),
                 flops=once * _UNIT * (2 * _DIM * width + chunk * (_DIM + width)),
                 bytes=_UNIT * operands * (1 if kernel == "forward" else 2) + 2 * _DIM * width * _UNIT / chunk,
+                tiles=f"{many}x{chunk}",
             )
         )
     return cases

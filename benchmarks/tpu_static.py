@@ -27,7 +27,12 @@ FAMILIES = {
 }
 """Modules with `cases(generation) -> list[Case]`, by family."""
 
-_BAR = 1.05
+RESULTS = pathlib.Path(__file__).parent / "results"
+GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "tpu.md"
+BAR = 1.05
+PASSES = {2: 1, 4: 6}
+"""How often a product of numbers of so many bytes goes through the unit that multiplies bfloat16."""
+PARTLY = "partly visible"
 _COMPILED: dict[Any, tuple[tpu_compiler.Schedule, ...]] = {}
 
 
@@ -41,6 +46,7 @@ class Program:
     - `step`: which of the kernel's innermost regions with products is the usual step, in the order of the program.
     - `others`: the names of the other regions, by their number.
     - `times`: how often the step's region runs in a step, if it is the body of a loop.
+    - `turn`: whether a step is the turn of a loop that the region is a part of, with copies that it starts.
     """
 
     function: Callable[..., Any]
@@ -50,12 +56,13 @@ class Program:
     step: int = 0
     others: dict[int, str] = dataclasses.field(default_factory=dict)
     times: int = 1
+    turn: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One kernel on one problem. `unit` says what is counted; `flops` and `bytes` are those of a unit, as our kernel moves them; `tiles` is the
-    heuristic's choice for the generation."""
+    """One kernel on one problem. `unit` says what is counted; `flops`, in passes of bfloat16, and `bytes` are those of a unit, as our kernel moves
+    them; `tiles` is the heuristic's choice for the generation."""
 
     name: str
     unit: str
@@ -86,6 +93,7 @@ def measured(program: Program, generation: str, folder: pathlib.Path) -> dict[st
         return {"error": f"the kernel {program.kernel!r} was not found among {[x.kernel for x in found]}"}
     (schedule,) = mine
     region = schedule.regions[program.step]
+    region = schedule.turn(region) if program.turn else region
     slot, bound = schedule.busiest(region)
     per = lambda bundles: bundles * program.times / program.units
     return {
@@ -137,9 +145,14 @@ def run(
     return rows
 
 
-def ratio_of(row: dict[str, Any]) -> float | None:
-    """Our bundles over the peer's."""
-    ours, peer = row["ours"].get("per_unit"), row.get("peer", {}).get("per_unit")
+def bundles_of(row: dict[str, Any], other: str = "") -> float | None:
+    """Our bundles of a unit, of the usual step or of another one by its name."""
+    return row["ours"].get("others", {}).get(other) if other else row["ours"].get("per_unit")
+
+
+def ratio_of(row: dict[str, Any], other: str = "") -> float | None:
+    """Our bundles over those of the peer's usual step."""
+    ours, peer = bundles_of(row, other), row.get("peer", {}).get("per_unit")
     return ours / peer if ours and peer else None
 
 
@@ -156,29 +169,70 @@ def line_of(row: dict[str, Any]) -> str:
 
 def summary_of(rows: list[dict[str, Any]]) -> str:
     ratios = [ratio for row in rows if (ratio := ratio_of(row)) is not None]
-    shorter, longer = sum(ratio < 1 for ratio in ratios), sum(ratio > _BAR for ratio in ratios)
+    shorter, longer = sum(ratio < 1 for ratio in ratios), sum(ratio > BAR for ratio in ratios)
     failed = sum("error" in row["ours"] for row in rows)
     return f"{len(rows)} schedules, {failed} failed; of {len(ratios)} with a peer, {shorter} are shorter and {longer} longer by more than 5%"
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
-    """Markdown: bundles of a unit for each generation, with the ratio to the peer's."""
+    """Markdown: bundles of a unit for each generation, with the ratio to the peer's; and of attention those of tiles that are visible in part."""
+
+    def cell(row: dict[str, Any], other: str) -> str:
+        bundles, ratio = bundles_of(row, other), ratio_of(row, other)
+        return "–" if bundles is None else f"{bundles:.0f}" + (f" ({ratio:.2f})" if ratio is not None else "")
+
+    return _table(rows, ("", PARTLY) if rows[0]["family"] == "attention" else ("",), cell)
+
+
+def bounds_of(rows: list[dict[str, Any]]) -> str:
+    """Markdown: which part of the core the step keeps busiest, and for how much of its bundles; and whether the unit's bytes take longer than its
+    products at the peak rates of the device."""
+
+    def cell(row: dict[str, Any], other: str) -> str:
+        ours = row["ours"]
+        if "error" in ours:
+            return "–"
+        share = f"{ours['busiest']} {ours['bound_per_unit'] / ours['per_unit']:.0%}"
+        return share + (", memory" if row["memory_s"] > row["compute_s"] else "")
+
+    return _table(rows, ("",), cell)
+
+
+def _table(
+    rows: list[dict[str, Any]], others: Sequence[str], cell: Callable[[dict[str, Any], str], str]
+) -> str:
+    """A line for each kernel, or kernel and number of sides of the tile, as these differ between generations, and each of the steps."""
     generations = list(dict.fromkeys(row["generation"] for row in rows))
     lines = [f"| kernel | unit | {' | '.join(generations)} |", "|---" * (len(generations) + 2) + "|"]
     for name, unit in dict.fromkeys((row["case"], row["unit"]) for row in rows):
-        cells = []
-        for generation in generations:
-            found = [row for row in rows if (row["case"], row["generation"]) == (name, generation)]
-            cells.append(_cell(found[0]) if found else "")
-        lines.append(f"| {name} | {unit} | {' | '.join(cells)} |")
+        found = {row["generation"]: row for row in rows if (row["case"], row["unit"]) == (name, unit)}
+        for other in others:
+            cells = [cell(found[x], other) if x in found else "" for x in generations]
+            lines.append(f"| {name}{other and ', ' + other} | {unit} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _cell(row: dict[str, Any]) -> str:
-    if "error" in row["ours"]:
-        return "–"
-    ratio = ratio_of(row)
-    return f"{row['ours']['per_unit']:.0f}" + (f" ({ratio:.2f})" if ratio is not None else "")
+def guide_with(text: str, family: str, rows: list[dict[str, Any]]) -> str:
+    """The guide with a family's tables, between marks."""
+    for name, table in (("bundles", table_of(rows)), ("bounds", bounds_of(rows))):
+        begin, end = (f"<!-- tpu_static {family} {name}: {side} -->" for side in ("begin", "end"))
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def _save(rows: list[dict[str, Any]], families: Sequence[str]) -> None:
+    for family in families:
+        own = [row for row in rows if row["family"] == family]
+        _write(RESULTS / f"tpu_static_{family}.json", own)
+        GUIDE.write_text(guide_with(GUIDE.read_text(), family, own))
+
+
+def _write(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+    import jax
+
+    versions = {"jax": jax.__version__, "libtpu": _libtpu_version()}
+    path.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -188,6 +242,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cases whose name has this part")
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--markdown", type=pathlib.Path)
+    parser.add_argument(
+        "--save", action="store_true", help="as the project's results, and their tables in the guide"
+    )
     parser.add_argument("--render", type=pathlib.Path, help="shows the results of an earlier run")
     given = parser.parse_args(arguments)
     if given.render:
@@ -196,10 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = tpu_compiler.prepare()
         rows = run(given.generations.split(","), given.families.split(","), given.only, folder)
     if given.json:
-        import jax
-
-        versions = {"jax": jax.__version__, "libtpu": _libtpu_version()}
-        given.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+        _write(given.json, rows)
+    if given.save:
+        _save(rows, list(dict.fromkeys(row["family"] for row in rows)))
     if given.markdown:
         given.markdown.write_text(table_of(rows) + "\n")
     print(summary_of(rows))

@@ -59,7 +59,7 @@ def test_agrees_with_the_reference(name):
 LONG = Case(sizes=(9, 0, 14, 3), M=30, K=700, N=256, dtype="bfloat16", activation="silu", gated="halves")
 BLOCKS = {
     "a chunk and a masked step": (dataclasses.replace(LONG, transpose=True, stored="int8"), (16, 128, 512)),
-    "whole chunks": (dataclasses.replace(LONG, K=1024, gated=None), (16, 128, 1024)),
+    "whole chunks": (dataclasses.replace(LONG, K=2048, gated=None), (16, 128, 2048)),
     "chunks of one block": (dataclasses.replace(LONG, gated="pair", K=1100, N=40), (32, 128, 2048)),
     "gate and up of one matrix": (LONG, (16, 128, 1024)),
 }

@@ -44,11 +44,13 @@ def _weights(
         mine, rate = keep(form, refs, head, *tiles), 1 / (1 - form.dropout)
         kept, dp = jnp.where(mine, p * rate, 0.0), jnp.where(mine, dp * rate, 0.0)
     ds = p * (dp - rows[1])
-    if seen is not None:
-        ds = jnp.where(seen, ds, 0.0)  # hidden operands may hold NaN
+    # What nothing sees may hold NaN. All else that holds it has made results NaN already, so that a second choice by the mask would be in vain.
+    real = seen if form.blind else None
+    if real is not None:
+        ds = jnp.where(real, ds, 0.0)
     through = ds
     if form.cap is not None:
-        t = t if seen is None else jnp.where(seen, t, 0.0)
+        t = t if real is None else jnp.where(real, t, 0.0)
         through = ds * (1.0 - t * t)
     return Weights(kept, ds, through, seen)
 

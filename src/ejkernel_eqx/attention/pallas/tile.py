@@ -15,7 +15,7 @@ from jax import Array
 from ...launch.by_name import LOG2E
 from ..philox import philox, threshold
 
-LANES = 128
+LANES, _SUBLANES = 128, 8
 QUERY_ROWS = ("start", "end", "position", "segment")
 """What the packed rows of queries hold, by column or row."""
 
@@ -128,6 +128,19 @@ def positions(form: Form, q_tile: Any, k_tile: Any) -> tuple[Array, Array]:
     return (along, down) if form.by_key else (down, along)
 
 
+def compared(form: Form, q_tile: Any, k_tile: Any, number: int) -> tuple[Array, Array]:
+    """Two arrays whose difference is that of query and key, plus a number. The first repeats its first rows, the second has one number for as many,
+    so the compiler compares one register with constants of instructions, and neither keeps nor computes the numbers of rows."""
+    (rows, columns), sign = form.shape, -1 if form.by_key else 1
+    first = q_tile * form.block_q - k_tile * form.block_k + number
+    down, along = (jax.lax.broadcasted_iota(jnp.int32, (_SUBLANES, LANES), axis) for axis in (0, 1))
+    near = sign * (down - along) + first
+    constant = lambda row: jnp.full((_SUBLANES, LANES), -sign * row, jnp.int32)
+    line = jnp.concatenate([constant(row) for row in range(0, rows, _SUBLANES)])
+    limit = jnp.concatenate([line + sign * column for column in range(0, columns, LANES)], axis=1)
+    return wide(jnp.concatenate([near] * (rows // _SUBLANES)), columns), limit
+
+
 def query_number(form: Form, refs: Any, name: str) -> Array:
     """One of the `QUERY_ROWS`, broadcastable to the tile."""
     at = QUERY_ROWS.index(name)
@@ -171,9 +184,11 @@ def visible(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
         if form.blind and form.queries % form.block_q:
             conditions.append(i < form.queries)
         if form.right is not None:
-            conditions.append(j <= i + (form.offset + form.right))
+            near, limit = compared(form, q_tile, k_tile, form.offset + form.right)
+            conditions.append(near >= limit)
         if form.left is not None:
-            conditions.append(j >= i + (form.offset - form.left))
+            near, limit = compared(form, q_tile, k_tile, form.offset - form.left)
+            conditions.append(near <= limit)
     if form.segments:
         # Hidden queries have a number that no key has.
         ours = query_number(form, refs, "segment")

@@ -65,16 +65,13 @@ def products(label: str, work: Products, groups: Groups, tile: TpuTile, execute:
     visits, count = row_visits(groups.sizes, groups.rows, m, groups.mapped)
     scratch = SCRATCH[: 1 + _is_gated(given)] if down > 1 or k > CHUNK else ()
     form = Form((*given, *work.outputs, *scratch), work.spec, work.operand, work.transposed, m, k, inner)
-    at = _Places(work.shift // n, work.transposed, form.chunked)
-    matrix = (n, k) if work.transposed else (k // CHUNK, CHUNK, n) if form.chunked else (k, n)
+    at = _Places(work.shift // n, work.transposed)
+    matrix = (n, k) if work.transposed else (k, n)
     shapes = dict.fromkeys(("x", "y"), (m, k)) | dict.fromkeys(("w", "u"), (None, *matrix))
     blocks = {name: (None, 1, k if "row_scale" in name else n) for name in given} | shapes
     specs = [pl.BlockSpec(blocks[name], getattr(at, name)) for name in given]
     # One row of each group is a block of its own.
     flat = [x[:, None] if x.ndim == 2 and name not in ("x", "y") else x for name, x in given.items()]
-    if form.chunked:
-        chunks = lambda x: x.reshape(x.shape[0], -1, CHUNK, x.shape[2])
-        flat = [chunks(x) if name in ("w", "u") else x for name, x in zip(given, flat, strict=True)]
     results = [jax.ShapeDtypeStruct((total, work.columns), dtype) for dtype in work.outputs.values()]
     itemsizes = (given[name].dtype.itemsize for name in ("x", "w"))
     launch = TpuLaunch(
@@ -139,8 +136,8 @@ def right_gradient(
 class _Places:
     """The index maps of blocks: of a column tile, a visit and a step along the contracted axis, followed by the table of visits."""
 
-    def __init__(self, shift: int, transposed: bool, chunked: bool):
-        self._shift, self._transposed, self._chunked = shift, transposed, chunked
+    def __init__(self, shift: int, transposed: bool):
+        self._shift, self._transposed = shift, transposed
         self.y = self.x
         self.other_row_scale = self.row_scale
         self.bias = self.scale
@@ -150,8 +147,6 @@ class _Places:
         return tile[v], k
 
     def w(self, n: Any, v: Any, k: Any, tile: Any, matrix: Any, *rest: Any) -> tuple[Any, ...]:
-        if self._chunked:
-            return matrix[v], k, 0, n
         return (matrix[v], n, k) if self._transposed else (matrix[v], k, n)
 
     def u(self, n: Any, *rest: Any) -> tuple[Any, ...]:

@@ -19,6 +19,7 @@ OUTPUTS = ("out", "gate", "up_z")
 SCRATCH = ("total", "other")
 CHUNK = 512
 """Of the contracted axis at once. A longer block is a loop, as the compiler writes out every product of a tile."""
+_PART = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +40,6 @@ class Form:
     inner: int
 
     @property
-    def chunked(self) -> bool:
-        """Whether right sides come as chunks `[block_k / CHUNK, CHUNK, block_n]`: the compiler multiplies these by fewer loads of matrices than parts
-        of one whole."""
-        return (
-            not self.transposed and self.loops > 0 and self.block_k % CHUNK == 0 and self.inner % CHUNK == 0
-        )
-
-    @property
     def steps(self) -> int:
         return -(-self.inner // self.block_k)
 
@@ -54,6 +47,12 @@ class Form:
     def loops(self) -> int:
         """The chunks of a block before its last one."""
         return max(0, -(-self.block_k // CHUNK) - 1)
+
+
+def chunks_together(operand: str) -> int:
+    """The chunks of one turn of the loop. The units that multiply stand still where a turn begins and ends; products of float32 are so many
+    instructions that this does not matter."""
+    return 1 if operand == "float32" else 2
 
 
 def kernel(form: Form, tile: Any, matrix: Any, begin: Any, end: Any, kind: Any, *refs: Any) -> None:
@@ -66,7 +65,7 @@ def kernel(form: Form, tile: Any, matrix: Any, begin: Any, end: Any, kind: Any, 
     totals = [ref[name] for name in SCRATCH if name in ref]
 
     def turn(masked: bool) -> None:
-        def add(place: Any, carry: None) -> None:
+        def add(place: Any) -> None:
             for total, z in zip(totals, _products(form, ref, place, CHUNK, masked), strict=True):
                 total[...] += z
 
@@ -77,14 +76,23 @@ def kernel(form: Form, tile: Any, matrix: Any, begin: Any, end: Any, kind: Any, 
                 for total in totals:
                     total[...] = jnp.zeros_like(total)
 
-        if form.loops:
-            lax.fori_loop(0, form.loops, add, None)
-        products = _products(form, ref, form.loops, form.block_k - form.loops * CHUNK, masked)
+        each = chunks_together(form.operand)
+        turns = form.loops // each
+
+        def several(place: Any, carry: None) -> None:
+            for chunk in range(each):
+                add(place * each + chunk)
+
+        if turns:
+            lax.fori_loop(0, turns, several, None)
+        for chunk in range(turns * each, form.loops):
+            add(chunk)
+        rest = _products(form, ref, form.loops, form.block_k - form.loops * CHUNK, masked)
         if form.steps == 1:
-            sums = [total[...] + z for total, z in zip(totals, products, strict=True)] if totals else products
+            sums = [total[...] + z for total, z in zip(totals, rest, strict=True)] if totals else rest
             _finish(form, ref, store, *sums)
             return
-        for total, z in zip(totals, products, strict=True):
+        for total, z in zip(totals, rest, strict=True):
             total[...] += z
         pl.when(is_last)(lambda: _finish(form, ref, store, *(total[...] for total in totals)))
 
@@ -118,17 +126,23 @@ def _products(form: Form, ref: dict[str, Any], chunk: Any, size: int, masked: bo
 
     def matrix(name: str) -> Array:
         w = ref[name]
-        if form.chunked:
-            return operand(w[chunk], axis=0)
         return operand(w[:, part], axis=1) if form.transposed else operand(w[part, :], axis=0)
 
     x = side("x", "row_scale")
-    z = dot(x, matrix("w"), form.transposed)
+    z = _product(form, x, matrix("w"))
     if "u" not in ref:
         return [z]
     if "y" not in ref:
-        return [z, dot(x, matrix("u"), form.transposed)]
-    return [z + dot(side("y", "other_row_scale"), matrix("u"), form.transposed)]
+        return [z, _product(form, x, matrix("u"))]
+    return [z + _product(form, side("y", "other_row_scale"), matrix("u"))]
+
+
+def _product(form: Form, x: Array, w: Array) -> Array:
+    """`x w` or, transposed, `x w^T`. In bfloat16 the compiler orders the former better as a sum of two products, unless there are several."""
+    alone = "u" not in form.names and not form.transposed
+    if not alone or form.operand == "float32" or x.shape[1] != CHUNK:
+        return dot(x, w, form.transposed)
+    return dot(x[:, :_PART], w[:_PART], False) + dot(x[:, _PART:], w[_PART:], False)
 
 
 def _finish(
