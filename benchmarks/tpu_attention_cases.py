@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from benchmarks.tpu_static import Case, PASSES, Program
+from benchmarks.tpu_static import Case, PARTLY, PASSES, Program
 from ejkernel_eqx.attention.core import problem_of
 from ejkernel_eqx.attention.pallas import compiled
 from ejkernel_eqx.attention.pallas.compiled import PallasConfig
@@ -17,7 +17,7 @@ from ejkernel_eqx.launch.tpu_ahead import facts_of
 
 _TOKENS, _HEADS = 2048, 2
 _UNIT = 512 * 512
-_PARTLY = {1: "partly visible"}
+BODIES = {1: PARTLY}
 _SPLASH = {"forward": "mha_fwd", "key_gradient": "mha_dkv", "query_gradient": "mha_dq"}
 
 
@@ -65,7 +65,7 @@ def _kernels(generation: str, dim: int, values: int, dtype: Any, peer: bool = Tr
             Case(
                 f"{kernel} {name}",
                 "512x512 scores",
-                Program(ours[direction], given[direction], f"attention.{kernel}", units, others=_PARTLY),
+                Program(ours[direction], given[direction], f"attention.{kernel}", units, others=BODIES),
                 Program(theirs[direction], (shape,) * 3, _SPLASH[kernel], units) if peer else None,
                 "splash",
                 2.0 * _UNIT * flops * PASSES[size],

@@ -21,6 +21,7 @@ from benchmarks import tpu_compiler
 
 FAMILIES = {
     "attention": "benchmarks.tpu_attention_cases",
+    "latent": "benchmarks.tpu_latent_cases",
     "matmul": "benchmarks.tpu_matmul_cases",
     "paged": "benchmarks.tpu_paged_cases",
     "recurrence": "benchmarks.tpu_recurrence_cases",
@@ -29,6 +30,7 @@ FAMILIES = {
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "tpu.md"
+GENERATIONS = "v4,v5e,v5p,v6e,tpu7x"
 BAR = 1.05
 PASSES = {2: 1, 4: 6}
 """How often a product of numbers of so many bytes goes through the unit that multiplies bfloat16."""
@@ -181,7 +183,7 @@ def table_of(rows: list[dict[str, Any]]) -> str:
         bundles, ratio = bundles_of(row, other), ratio_of(row, other)
         return "–" if bundles is None else f"{bundles:.0f}" + (f" ({ratio:.2f})" if ratio is not None else "")
 
-    return _table(rows, ("", PARTLY) if rows[0]["family"] == "attention" else ("",), cell)
+    return _table(rows, ("", PARTLY) if rows[0]["family"] in ("attention", "latent") else ("",), cell)
 
 
 def bounds_of(rows: list[dict[str, Any]]) -> str:
@@ -237,7 +239,7 @@ def _write(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--generations", default="v4,v5e,v5p,v6e,tpu7x")
+    parser.add_argument("--generations", default=GENERATIONS)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--only", default="", help="cases whose name has this part")
     parser.add_argument("--json", type=pathlib.Path)
@@ -247,6 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--render", type=pathlib.Path, help="shows the results of an earlier run")
     given = parser.parse_args(arguments)
+    if given.save and (given.only or given.render or given.generations != GENERATIONS):
+        parser.error("--save takes whole families: neither --only, --render nor --generations")
     if given.render:
         rows = json.loads(given.render.read_text())["rows"]
     else:
