@@ -115,7 +115,8 @@ def test_a_value_that_is_infinite_shows_where_it_is_seen(platform):
     slots = jnp.array([5, 6, 7, 8, 9, 0, 1])
     out, lse = op(q, cache.append(k, v, slots).bind(*tables))
     found, found_lse = op(q, cache.append(k, v.at[3, 1, 4].set(jnp.inf), slots).bind(*tables))
-    np.testing.assert_array_equal(found_lse, lse)
+    assert_close(found_lse, lse, "float32")  # weights are relative to another number
+    np.testing.assert_array_equal(found_lse[:, :2], lse[:, :2])
     np.testing.assert_array_equal(found[:, :2], out[:, :2])
     assert (
         np.isfinite(np.asarray(out, np.float32)).all()

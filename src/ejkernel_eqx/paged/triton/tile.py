@@ -225,8 +225,8 @@ def weights(
     """From products `qk`: the weights of the keys relative to the rows' new maximum, the factor for earlier sums, and the denominators and
     maxima `[BM]` including this tile. Weights and denominators are scaled by `2**RAISED`.
 
-    With `SCALED`, the maximum is that of weights times `v_scale [BK]`, from 2^-96 on: these products are at most 1.07 (times `2**RAISED`), while
-    weights are as large as the inverse of the scales, which float32 can represent."""
+    With `SCALED`, the maximum is that of weights times `v_scale [BK]`, from 2^-96 on and where they are finite: these products are at most 1.07 (times
+    `2**RAISED`), while weights are as large as the inverse of the scales, which float32 can represent."""
     # If nothing lies between the product and the softmax, scaling and subtracting the maximum take one instruction.
     folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0  # pyright: ignore[reportAssignmentType]
     multiplier: tl.constexpr = SCALE * LOG2E if folded else 1.0  # pyright: ignore[reportAssignmentType]
@@ -241,7 +241,10 @@ def weights(
     # Online softmax; a row without visible keys so far is shifted by 0, since minus infinity minus itself is NaN.
     if SCALED:
         # The bits of a float are its logarithm, up to 0.09 too small, which suffices here.
-        bits = tl.maximum(tl.abs(v_scale), 2.0**-96).to(tl.int32, bitcast=True)  # [BK]
+        scale = tl.abs(v_scale)  # [BK]
+        # Relative to a scale that is infinite or NaN, all else would vanish.
+        scale = tl.where(scale < float("inf"), tl.maximum(scale, 2.0**-96), 1.0)  # [BK]
+        bits = scale.to(tl.int32, bitcast=True)  # [BK]
         size = bits.to(tl.float32) * 2.0**-23 - 127.0  # [BK]
         new_top = tl.maximum(top, tl.max(tl.fma(s, multiplier, size[None, :]), axis=1))  # [BM]
     else:
