@@ -225,8 +225,8 @@ def weights(
     """From products `qk`: the weights of the keys relative to the rows' new maximum, the factor for earlier sums, and the denominators and
     maxima `[BM]` including this tile. Weights and denominators are scaled by `2**RAISED`.
 
-    With `SCALED`, the maximum is that of weights times `v_scale [BK]`, from 2^-96 on and where they are finite: these products are at most 1.07 (times
-    `2**RAISED`), while weights are as large as the inverse of the scales, which float32 can represent."""
+    With `SCALED`, the maximum is that of weights times `v_scale [BK]`, from 2^-96 on and where they are finite: these products are at most 1.07
+    (times `2**RAISED`), while weights are as large as the inverse of the scales, which float32 can represent."""
     # If nothing lies between the product and the softmax, scaling and subtracting the maximum take one instruction.
     folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0  # pyright: ignore[reportAssignmentType]
     multiplier: tl.constexpr = SCALE * LOG2E if folded else 1.0  # pyright: ignore[reportAssignmentType]
