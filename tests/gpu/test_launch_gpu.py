@@ -18,6 +18,7 @@ import pytest
 
 from ejkernel_eqx.launch import Launch, run
 from tests.launch import kernels
+from tests.launch.launches import added
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -65,19 +66,6 @@ def test_numbers(monkeypatch, n):
 def test_options(monkeypatch, options):
     x = jnp.arange(64.0)
     np.testing.assert_array_equal(both(monkeypatch, square(64, **options), {"x": x})["out"], x * x)
-
-
-def added() -> Launch:
-    pool, rows = S((4, 8), jnp.float32), S((3,), jnp.float32)
-    return Launch(
-        kernels.add_to_slots_kernel,
-        {"pool": pool, "amount": rows, "slots": S((3,), jnp.int32)},
-        {"new_pool": pool, "old": S((3, 8), jnp.float32)},
-        {"n": 8},
-        {"BLOCK": 8, "WRONG": False},
-        (3,),
-        aliases={"pool": "new_pool"},
-    )
 
 
 def in_place() -> dict[str, Any]:

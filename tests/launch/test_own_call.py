@@ -25,6 +25,7 @@ from ejkernel_eqx.launch import Launch, run, Target
 from ejkernel_eqx.launch._workers import Workers
 from ejkernel_eqx.launch.staging import Staged
 from tests.launch import kernels
+from tests.launch.launches import added
 
 own_call = importlib.import_module("ejkernel_eqx.launch.own_call")
 staging = importlib.import_module("ejkernel_eqx.launch.staging")
@@ -112,21 +113,6 @@ def tailed(**options):
         {"n": 5},
         {"TAIL": 1, "BLOCK": 8},
         (2,),
-        **options,
-    )
-
-
-def added(**options):
-    """In place, with a result beside it."""
-    pool, rows = S((4, 8), jnp.float32), S((3,), jnp.float32)
-    return Launch(
-        kernels.add_to_slots_kernel,
-        {"pool": pool, "amount": rows, "slots": S((3,), jnp.int32)},
-        {"new_pool": pool, "old": S((3, 8), jnp.float32)},
-        {"n": 8},
-        {"BLOCK": 8, "WRONG": False},
-        (3,),
-        aliases={"pool": "new_pool"},
         **options,
     )
 

@@ -18,7 +18,7 @@ from .tile_table import overlap
 class TileLists(NamedTuple):
     """As `PatternLists`, on the device."""
 
-    row: Array | None  # int32 [B, H]: the row of lists of every head; none if all have one
+    row: Array  # int32 [B, H]: the row of lists of every head
     tiles: Array
     entries: Array
     patterns: Array
@@ -60,14 +60,12 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
 
 
 def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
-    row = None
-    if len(lists.tiles) > 1:
-        row = lists.heads[None]
-        if arrays.heads is not None:
-            row = jnp.asarray(row)[0][arrays.heads]
+    row = lists.heads[None]
+    if arrays.heads is not None:
+        row = jnp.asarray(row)[0][arrays.heads]
     bits = None if lists.bits is None else jnp.asarray(lists.bits)
     return TileLists(
-        None if row is None else _every_head(row, arrays),
+        _every_head(row, arrays),
         jnp.asarray(lists.tiles),
         jnp.asarray(lists.entries),
         jnp.asarray(lists.patterns),

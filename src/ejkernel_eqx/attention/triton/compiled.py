@@ -389,9 +389,10 @@ def _tiled(
         shape = Shape(arrays.q.shape[1], arrays.k.shape[1], tile.block_q, tile.block_k, by_key)
         row, tiles, entries, patterns, bits, blind = tile_lists(arrays, spec, shape)
         numbers |= {"BITS": 0 if bits is None else bits.shape[-1], "CLEAN": blind or arrays.mask is not None}
-        numbers["LISTED"] = 1 if row is None else 2
+        # If all heads have one list, none looks up which is its own.
+        numbers["LISTED"] = 1 if len(tiles) == 1 else 2
         lists = {
-            "row": row,
+            "row": None if len(tiles) == 1 else row,
             "tiles": tiles,
             "list": entries,
             "pattern": patterns,

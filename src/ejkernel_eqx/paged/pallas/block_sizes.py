@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch.sizes import tile_bytes, too_large_for_vmem
@@ -88,10 +89,15 @@ def _strain(problem: Problem, queries: int, keys: int) -> float:
     return max(used, 1 / used)
 
 
+def heads_fill_words(heads: int, dtype: DTypeLike) -> bool:
+    """Whether XLA puts the few heads of a token, and no other token, into the rows of a tile."""
+    return heads in (1, 2, 4) and heads * jnp.dtype(dtype).itemsize >= 4
+
+
 def read_in_place(heads: int, width: int, dtype: str) -> bool:
     """Whether a page of `width` channels, a multiple of 128, lies in memory as the matrix `[p * K, D]` that kernels read. XLA fills the rows of a
     tile with the heads of a token if these fill a word, and with tokens otherwise."""
-    if heads in (1, 2, 4) and heads * jnp.dtype(dtype).itemsize >= 4:
+    if heads_fill_words(heads, dtype):
         return width == LANES
     return heads == 1 or heads % 8 == 0
 

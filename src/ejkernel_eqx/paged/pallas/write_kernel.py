@@ -20,6 +20,7 @@ from ..cache.quantise import quantise
 from ..cache.write import put
 from ..cache.write import write as scatter
 from ..spec import PAGES, WriteArrays
+from .block_sizes import heads_fill_words
 from .call import LANES
 
 _RUN = 8
@@ -47,7 +48,7 @@ def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
 def _takes(arrays: WriteArrays, name: str) -> bool:
     """Whether a token fills rows of memory by itself, and XLA keeps the pages in this order."""
     *lead, count, page, heads, dim = (pages := arrays.pages[name]).shape
-    alone = heads % 8 == 0 or (heads in (1, 2, 4) and heads * pages.dtype.itemsize >= 4)
+    alone = heads % 8 == 0 or heads_fill_words(heads, pages.dtype)
     few = 0 < arrays.slots.size <= _MOST_TOKENS and _RUN <= math.prod((*lead, count, page)) < 2**31
     return alone and few and dim % LANES == 0
 
