@@ -85,12 +85,13 @@ class Several(list):
 class Program:
     """One program; `read` are the products of each consumer: the queries or `None`, and the keys or values."""
 
-    def __init__(self, kernels: Any, consumers: int, stages: int):
+    def __init__(self, kernels: Any, consumers: int, stages: int, query_places: int = 1):
         self.kernels, self.consumers = kernels, consumers
-        self.buffers = tuple(Several(Buffer() for _ in range(n)) for n in (consumers, stages, stages))
+        places = query_places * consumers
+        self.buffers = tuple(Several(Buffer() for _ in range(n)) for n in (places, stages, stages))
         counts = (
-            (consumers, 1),
-            (consumers, 1),
+            (places, 1),
+            (places, 1),
             (stages, 1),
             (stages, consumers),
             (stages, 1),
@@ -129,12 +130,12 @@ class Program:
         anything = Anything()
         fake = types.SimpleNamespace(
             minimum=min, maximum=max, load=_load, program_id=lambda axis: 0, num_programs=lambda axis: 1, static_range=range,
-            constexpr=Any, **dict.fromkeys(("arange full zeros to_tensor where exp2 log2 sum max expand_dims convert_layout store float32 int64 "
+            constexpr=Any, where=_where, **dict.fromkeys(("arange full zeros to_tensor exp2 log2 sum max expand_dims convert_layout store float32 int32 int64 "
             "NVMMADistributedLayout DotOperandLayout SliceLayout").split(), anything),
         )  # fmt: skip
         barrier = types.SimpleNamespace(
             wait=lambda b, parity: b.wait(parity),
-            arrive=lambda b, count: b.arrive(count),
+            arrive=lambda b, count, pred=True: b.arrive(count) if pred else None,
             expect=lambda b, size: b.arrive(1, size),
         )
         copies = types.SimpleNamespace(
@@ -143,14 +144,16 @@ class Program:
         )  # fmt: skip
         world = dict(
             gl=fake, mbarrier=barrier, tma=copies, fence_async_shared=lambda: None, warpgroup_mma=lambda *a, **_: self._product(w, *a),
-            warpgroup_mma_wait=lambda n, deps: anything, ROWS_EACH=64, LN2=1.0, LOG2E=1.0,
+            warpgroup_mma_wait=lambda n, deps: anything, ROWS_EACH=64, QUERY_PLACES=2, LN2=1.0, LOG2E=1.0,
             _give_turn=lambda consumer: self.turns[consumer].release(),
             _await_turn=lambda consumer: self._await_turn(consumer),
-            _visible=anything, _softmax=lambda *_: (anything,) * 4, _capped=anything,
+            _visible=anything, _begun=lambda *_: (anything,) * 2, _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything,
         )  # fmt: skip
-        world["key_tiles"] = _plain(self.kernels.key_tiles, {"tl": TL})
-        for helper in ("_scores", "_weighted", "_load", "_key_tiles"):
-            world[helper] = _plain(getattr(self.kernels, helper), world)
+        if hasattr(self.kernels, "key_tiles"):
+            world["key_tiles"] = _plain(self.kernels.key_tiles, {"tl": TL})
+        for helper in ("_scores", "_weighted", "_load", "_key_tiles", "_record", "_entry", "_place", "_finish"):
+            if hasattr(self.kernels, helper):
+                world[helper] = _plain(getattr(self.kernels, helper), world)
         return _plain(getattr(self.kernels, name), world)
 
     def _await_turn(self, consumer: int) -> None:
@@ -161,8 +164,18 @@ class Program:
         return Anything()
 
 
+class Number(int):
+    def to(self, _: Any) -> "Number":
+        return self
+
+
 def _load(pointer: Any, **_: Any) -> Any:
-    return int(pointer.numbers.flat[pointer.at]) if isinstance(pointer, Pointer) else Anything()
+    return Number(pointer.numbers.flat[pointer.at]) if isinstance(pointer, Pointer) else Anything()
+
+
+def _where(which: Any, one: Any, other: Any) -> Any:
+    """Of numbers the chosen one."""
+    return (one if which else other) if isinstance(which, bool) else Anything()
 
 
 TL = types.SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, constexpr=Any)

@@ -271,10 +271,10 @@ def test_defaults_compile(of, spills):
     launch = _compiled(*of)
     report = compile_ahead(launch, "sm_90")
     assert report.fits and report.spills <= spills and report.registers <= 168, report
-    assert not _waits(launch)
+    assert not waits(launch)
 
 
-def _waits(launch):
+def waits(launch):
     """Warnings of NVIDIA's assembler that products run one after the other."""
     from triton import knobs
 

@@ -88,6 +88,23 @@ def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np
     )
 
 
+@functools.lru_cache(maxsize=32)
+def keys_seen(pattern: Pattern, shape: Shape) -> np.ndarray:
+    """Which keys any query sees: booleans `[rows, keys]`."""
+    known, count = classify(pattern, shape._replace(by_key=False)), shape.grid[1]
+    if not known.blind:
+        return np.ones((len(known.rows), shape.keys), bool)
+    by_bits = np.bitwise_or.reduce(known.bits, 1)
+    contents = np.unpackbits(by_bits, axis=1, count=shape.block_k, bitorder="little") > 0  # [patterns, block_k]
+    seen = np.zeros((len(known.rows), count, shape.block_k), bool)
+    for tiles, row in zip(seen, known.rows, strict=True):
+        tiles[(row.kinds == FULL).any(0)] = True
+        # Each content of a column of tiles once.
+        n, number = np.divmod(np.unique(row.partial[1] * len(contents) + row.patterns), len(contents))
+        np.logical_or.at(tiles, n, contents[number])
+    return seen.reshape(len(seen), -1)[:, : shape.keys]
+
+
 def _entries(row: Kinds, by_key: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The lists of one row: bounds `[M, 3]`, entries in order, and the patterns of partly visible ones."""
     kinds, (_, n), patterns = row

@@ -32,15 +32,22 @@ def schedule(rows: int, queries: int, keys: int, offset: int, left: int, right: 
     if right >= 0:
         high = np.minimum(high, -(-np.maximum(end + right, 0) // block_k))
     cost = tiles + tile if ragged else np.maximum(high - low, 1) + _OWN
+    table = dealt((row * tiles + tile)[None], cost, programs)[..., 0]
+    table.setflags(write=False)
+    return table
+
+
+def dealt(records: np.ndarray, costs: np.ndarray, programs: int) -> np.ndarray:
+    """Each tile, in this order, to the program that is free first: int32 `[most + 1, programs, n]` from what is known of each tile, `[n, tiles]`, the number of
+    each first; -1 behind a program's last. No program is left without a tile if there are as many."""
     given: list[list[int]] = [[] for _ in range(programs)]
     free = [(0.0, program) for program in range(programs)]
-    for which, takes in zip((row * tiles + tile).tolist(), cost.tolist(), strict=True):
+    for which, takes in enumerate(costs.tolist()):
         until, program = free[0]
         given[program].append(which)
         heapq.heapreplace(free, (until + takes, program))
-    most = max(map(len, given))
-    table = np.full((most + 1, programs), -1, np.int32)
+    table = np.zeros((max(map(len, given)) + 1, programs, len(records)), np.int32)
+    table[..., 0] = -1
     for program, mine in enumerate(given):
-        table[: len(mine), program] = mine
-    table.setflags(write=False)
+        table[: len(mine), program] = records[:, mine].T
     return table

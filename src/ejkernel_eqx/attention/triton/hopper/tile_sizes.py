@@ -18,8 +18,6 @@ _REFUSED = {
     "mask": "takes no mask of all scores",
     "alibi_slopes": "takes no ALiBi slopes",
     "dropout": "has no dropout",
-    "tiles": "takes no lists of tiles",
-    "block_size": "takes no lists of tiles",
     "score_mod": "takes no score_mod",
     "negative_scale": "takes positive scales",
 }
@@ -32,6 +30,13 @@ _TILES: dict[int, tuple[Sizes, ...]] = {
     128: ((128, 128, 2),),
     256: ((128, 64, 2),),
 }
+# The same for lists of tiles, beside which queries take two places.
+_LISTED: dict[int, tuple[Sizes, ...]] = {
+    64: ((128, 128, 4), (128, 128, 2), (128, 64, 4)),
+    128: ((128, 128, 2), (128, 64, 4)),
+}
+LISTS_PREFERRED = False
+"""Whether this kernel is the default for lists of tiles, too."""
 PREFERRED: frozenset[int] = frozenset()
 """Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
 _POSSIBLE = {
@@ -46,6 +51,8 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     if problem.dim("T") < LEAST_QUERIES or unfit(problem, device):
         return []
     programs = device.num_multiprocessors or _MULTIPROCESSORS
+    if _listed(problem):
+        return [(q, k, 4, stages, 0, programs) for q, k, stages in _LISTED[_width(problem)] if not _cuts_blocks(q, k, problem)]
     sizes = list(_TILES[_width(problem)])
     if problem.flag("segments"):  # beside which three consumers would spill
         sizes.sort(key=lambda size: size[0])
@@ -58,6 +65,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return f"is for {LEAST_QUERIES} queries or more"
     if (reason := unfit(problem, device)) is not None:
         return reason
+    if _listed(problem) and not LISTS_PREFERRED:
+        return "was not measured to be faster with lists of tiles: the tuner times both"
     return "" if _width(problem) in PREFERRED else "was not measured to be faster: the tuner times both"
 
 
@@ -78,9 +87,35 @@ def problem_unfit(problem: Problem) -> str | None:
         return f"takes head dims of keys and values that are padded to one size, not {dim} and {values}"
     if dim % 8 or values % 8:
         return f"takes head dims of whole 16 bytes, not of {' and '.join(map(str, dict.fromkeys((dim, values))))} numbers"
+    if _listed(problem) and (reason := _lists_unfit(problem)) is not None:
+        return reason
     if problem.dim("B") * problem.dim("H") * problem.dim("T") > _MOST_NUMBERS:
         return "takes up to 2**31 queries of all heads"
     return None
+
+
+def _lists_unfit(problem: Problem) -> str | None:
+    """Values of keys that no query sees are cleared before the kernel: which ones has to be known."""
+    if _width(problem) not in _LISTED:
+        return f"takes lists of tiles at head dims up to {max(_LISTED)}"
+    if problem.flag("rows") or problem.flag("segments") or problem.flag("unseen"):
+        return "takes no lists of tiles beside ranges and segments in arrays"
+    if problem.flag("block_size") and problem.flag("tiles") != "any":
+        return "takes no map of blocks in an array beside a pattern"
+    if all(_cuts_blocks(*size[:2], problem) for size in _LISTED[_width(problem)]):
+        return "takes maps in arrays whose blocks consist of its tiles"
+    return None
+
+
+def _listed(problem: Problem) -> bool:
+    """Whether lists say which tiles run."""
+    return problem.flag("tiles") is not None
+
+
+def _cuts_blocks(block_q: int, block_k: int, problem: Problem) -> bool:
+    """Whether a map of blocks leaves parts of such tiles visible: of a pattern, bits say which; of an array, nothing would."""
+    size: Any = problem.flag("block_size")
+    return size is not None and bool(size[0] % block_q or size[1] % block_k)
 
 
 def config_unfit(kernel: str, tile: Any, problem: Problem, device: DeviceFacts) -> str | None:
@@ -94,8 +129,9 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
     """The same for a tile on any device."""
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
-    if (tile.block_q, tile.block_k) not in _POSSIBLE[_width(problem)]:
-        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {_width(problem)}"
+    sizes, lists = (tile.block_q, tile.block_k), _listed(problem)
+    if sizes not in _POSSIBLE[_width(problem)] or (lists and (tile.block_q > 128 or _cuts_blocks(*sizes, problem))):
+        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {_width(problem)}{' for these lists' if lists else ''}"
     return None
 
 
@@ -103,6 +139,8 @@ def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: queries, stages of keys and values, the output if it has its own place, barriers."""
     width = _width(problem)
     queries = tile.block_q * width * 2
+    if _listed(problem):
+        return 3 * queries + _streamed(tile, width)
     return (queries if stores_in_place(tile, width) else 2 * queries) + _streamed(tile, width)
 
 
