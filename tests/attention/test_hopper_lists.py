@@ -1,7 +1,5 @@
 """Hopper's forward kernel over lists of tiles, without a Hopper: what it is given, its barriers, and that its tiles compile without spills."""
 
-import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -10,11 +8,11 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx import Mask
+from ejkernel_eqx.attention.arguments import MaskInputs, resolve, ScoreInputs, ScoreOptions
 from ejkernel_eqx.attention.core import problem_of
-from ejkernel_eqx.attention.masks.lower import lower
-from ejkernel_eqx.attention.masks.tile_lists import keys_seen
 from ejkernel_eqx.attention.masks.tile_shape import Shape
-from ejkernel_eqx.launch import compile_ahead, gluon_unavailable
+from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
+from ejkernel_eqx.launch import compile_ahead
 from tests.attention import hopper_protocol
 from tests.attention.patterns import defined, H, PATTERNS, S, T
 from tests.compiled import DEVICES
@@ -29,10 +27,6 @@ MAP = Mask.from_blocks(np.random.default_rng(0).random((64, 64)) < 0.1, 128)
 BY_HEAD = Mask.from_blocks(np.random.default_rng(0).random((16, 64, 64)) < 0.1, 128)
 WIDE = Mask.causal() & (Mask.sliding_window(1000) | Mask.global_tokens(100))
 BIG: dict[str, Any] = dict(batch=2, queries=8192, keys=8192, heads=16, kv_heads=16)
-
-
-def pattern_of(mask: Any, queries: int, keys: int, heads: int):
-    return lower(mask, queries, keys, None, heads).pattern
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -77,3 +71,93 @@ def test_every_product_reads_what_it_should(seed):
         products.append((None, ("v", 0, 0, flat[-1][2] * block_k, 0)))
         assert program.read[w] == products
         assert program.stored[w] == [((0, h, row, 0), "result") for h, row in rows]
+
+
+def resolved(mask: Any, t: int, s: int) -> tuple[AttentionArrays, AttentionSpec]:
+    """A call as the kernels receive it."""
+    x = lambda length, heads: jnp.zeros((2, length, heads, 64), jnp.bfloat16)
+    return resolve(x(t, H), x(s, 2), x(s, 2), ScoreOptions(), mask, MaskInputs(), ScoreInputs(), return_lse=True)
+
+
+def listed_pairs(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape, programs: int) -> np.ndarray:
+    """`[B, H, T, S]`: which pairs the kernel would see; a tile that is taken twice is an error."""
+    found = lists.listed(arrays, spec, shape, 2, programs)
+    table, entries, patterns = (np.asarray(x) for x in (found.schedule, found.entries, found.patterns))
+    bits = None if found.bits is None else np.asarray(found.bits)
+    batch, _, heads, _ = arrays.q.shape
+    count, others = shape.grid
+    grid = np.zeros((batch * heads, count * shape.block_q, others * shape.block_k), bool)
+    taken = np.zeros((batch * heads, count), int)
+    assert table.shape[1:] == (programs, 8) and table.dtype == np.int32 and (table[0, :, 0] >= 0).all()
+    i, j = np.ogrid[: shape.block_q, : shape.block_k]
+    for program in range(programs):
+        ended = False
+        for t, lo, part, hi, away, *_ in table[:, program].tolist():
+            ended |= t < 0
+            assert ended == (t < 0) and 0 <= lo < len(entries)
+            if ended:
+                continue
+            row, m = divmod(t, count)
+            taken[row, m] += 1
+            for at in range(lo, hi):
+                n = int(entries[at])
+                seen = np.ones((shape.block_q, shape.block_k), bool)
+                if at >= part:
+                    query, key = m * shape.block_q + i + spec.offset, n * shape.block_k + j
+                    seen &= (key < shape.keys) & (spec.right is None or key <= query + spec.right)
+                    seen &= spec.left is None or key >= query - spec.left
+                    if bits is not None:
+                        words = bits[patterns[away + at]].astype(np.uint32)
+                        seen &= np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").astype(bool)
+                grid[row, m * shape.block_q :, n * shape.block_k :][: shape.block_q, : shape.block_k] |= seen
+        assert ended
+    assert (taken == 1).all()
+    return grid[:, : shape.queries, : shape.keys].reshape(batch, heads, shape.queries, shape.keys)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_lists_of_patterns(name):
+    """Programs see what the mask says, and values are cleared of exactly the keys that no query sees."""
+    arrays, spec = resolved(PATTERNS[name].mask, T, S)
+    shape, expected = Shape(T, S, 32, 32), defined(PATTERNS[name].sees)
+    for programs in (1, 5):
+        assert (listed_pairs(arrays, spec, shape, programs) == expected).all()
+    check_seen(lists.seen_keys(arrays, spec, shape), expected[None], shape)
+
+
+def check_seen(found: Any, expected: np.ndarray, shape: Shape) -> None:
+    """Without flags, every key of a tile that is read is seen by some query."""
+    batch, heads, t, s = expected.shape
+    seen = expected.any(2).reshape(batch, 2, heads // 2, s)
+    keys = seen.any(2).swapaxes(1, 2)  # [B, S, K]
+    if found is not None:
+        assert (np.broadcast_to(found, (batch, s, found.shape[-1])) == keys).all()
+        return
+    tiles = np.add.reduceat(np.add.reduceat(expected, np.arange(0, t, shape.block_q), 2), np.arange(0, s, shape.block_k), 3)
+    read = (tiles.any(2).repeat(shape.block_k, -1)[..., :s]).reshape(seen.shape).any(2).swapaxes(1, 2)
+    assert (keys | ~read).all()
+
+
+@pytest.mark.parametrize("heads", [1, H])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (40, 5)])
+def test_lists_of_maps(heads, window):
+    """Of maps in arrays, whose blocks consist of tiles, with a static window."""
+    left, right = window
+    t, s = 150, 170
+    table = np.random.default_rng(3).random((2, heads, 3, 3)) < 0.5
+    table[0, 0, 1], table[1, 0, :, 2] = False, False
+    mask = Mask.from_blocks(jnp.asarray(table), (64, 64))
+    if left is not None or right is not None:
+        mask = mask & (Mask.causal() if left is None else Mask.sliding_window(left, right))
+    arrays, spec = resolved(mask, t, s)
+    i, j = np.ogrid[: t, : s]
+    query = i + s - t
+    seen = table.repeat(64, -2).repeat(64, -1)[..., :t, :s]
+    seen = seen & (left is None or j >= query - left) & (right is None or j <= query + right)
+    expected = np.broadcast_to(seen, (2, H, t, s))
+    for size in ((64, 64), (32, 32), (64, 32)):
+        shape = Shape(t, s, *size)
+        assert (listed_pairs(arrays, spec, shape, 5) == expected).all()
+        found = lists.seen_keys(arrays, spec, shape)
+        assert found is None or window != (None, None)
+        check_seen(found, expected, shape)

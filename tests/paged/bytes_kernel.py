@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ejkernel_eqx.paged.triton.latent_bytes import halves
+from ejkernel_eqx.paged.triton.latent_bytes import half_queries, halves
 from ejkernel_eqx.paged.triton.pairs import floats, integers
 
 
@@ -22,3 +22,13 @@ def bytes_kernel(
         even, odd = floats(pair, PAIRS, FAST)  # [BLOCK / 2] each
     tl.store(even_ptr + d, even)
     tl.store(odd_ptr + d, odd)
+
+
+@triton.jit
+def queries_kernel(q_ptr, own_ptr, half_ptr, factor_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Queries `[ROWS, WIDTH]` in float16, and their factors."""
+    at = (tl.arange(0, ROWS) * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]  # [ROWS, WIDTH]
+    q = tl.load(q_ptr + at)
+    half, _, factor = half_queries(q, q, own_ptr, WIDTH, 0, ROWS, WIDTH, WIDTH)
+    tl.store(half_ptr + at, half)
+    tl.store(factor_ptr + tl.arange(0, ROWS), factor)

@@ -16,7 +16,7 @@ from tests.paged.ptx import evaluate, halves_of
 pytest.importorskip("triton")
 from ejkernel_eqx.paged.triton import compiled, latent_bytes, pairs
 from ejkernel_eqx.paged.triton.call import PagedTile
-from tests.paged.bytes_kernel import bytes_kernel
+from tests.paged.bytes_kernel import bytes_kernel, queries_kernel
 from tests.paged.test_triton_decode import CONFIG, interpret, with_axis
 
 DTYPES = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
@@ -139,10 +139,14 @@ def test_latents_of_any_size(kv_dtype, size):
 def test_queries_of_nothing():
     """A row of zeros has no power of two, and one of infinities none that float32 represents; the others are exact."""
     q = jnp.asarray([[[0.0, 0.0], [3.0, -1e-3], [jnp.inf, 1.0], [2.0**-140, 0.0]]], jnp.float32)
-    half, factor = latent_bytes.half_queries(q.astype(jnp.bfloat16))
-    product = np.asarray(half, np.float64) * np.asarray(factor, np.float64)[..., None]
-    np.testing.assert_allclose(
-        product[0, 1], np.asarray(q.astype(jnp.bfloat16)[0, 1], np.float64), rtol=2**-11
+    like = lambda *size, dtype: jax.ShapeDtypeStruct(size, dtype)
+    outputs = {"own_ptr": like(8, dtype=jnp.float16), "half_ptr": like(4, 2, dtype=jnp.float16), "factor_ptr": like(4, dtype=jnp.float32)}
+    x = q[0].astype(jnp.bfloat16)
+    found = interpret(
+        Launch(queries_kernel, {"q_ptr": like(4, 2, dtype=x.dtype)}, outputs, {}, {"ROWS": 4, "WIDTH": 2}, (1,), 1, 1),
+        {"q_ptr": x},
     )
-    assert (product[0, 0] == 0).all() and np.isinf(product[0, 2, 0])
-    assert half.dtype == jnp.float16 and factor.shape == (1, 4)
+    half, factor = found["half_ptr"], found["factor_ptr"]
+    product = np.asarray(half, np.float64) * np.asarray(factor, np.float64)[..., None]
+    np.testing.assert_allclose(product[1], np.asarray(x[1], np.float64), rtol=2**-11)
+    assert (product[0] == 0).all() and np.isinf(product[2, 0])

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from ...launch import Options, result
+from ...launch import NOTHING, Options, result
 from ...launch.constants import LN2, LOG2E
 from ...launch.sizes import cdiv, padded
 from .call import Call
@@ -46,10 +46,10 @@ def decode_kernel(
     table_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr,  # [N, M], [N] each
     k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K] or, as all that follow, of a row of sequences: [K]
     sinks_ptr, slopes_ptr, qq_bias_ptr,  # [H], [H], [Q, Q]
-    q_half_ptr, q_factor_ptr,  # with BYTES, of half_queries: [T, H, D + R], [T, H]
     zeros_ptr, P, M, N, Q, ROW, T, LONGEST,
     # If the last program merges: counts (zeros, in place), out and lse of splits, [N, QUERIES, H, SPLITS, V], [N, QUERIES, H, SPLITS].
     count_ptr, parts_ptr, part_lse_ptr,
+    q_half_ptr,  # with BYTES, queries of each program: [programs, BM, D + R]
     out_ptr, lse_ptr,  # [T, H, V], [T, H] or, if another kernel merges, as of splits
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
     MOST: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
@@ -94,17 +94,15 @@ def decode_kernel(
     token = tl.load(q_start_ptr + n) + t  # [BM]
     inside = (t < queries) & (token >= 0) & (token < T)  # [BM]
     q_factor = 1.0
-    rope_ptr_q = q_ptr
-    if BYTES:
-        q = load_queries(q_half_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
-        q_factor = tl.load(q_factor_ptr + token.to(tl.int64) * H + h, mask=inside, other=1.0)  # [BM]
-        if R_SCALES != 0:
-            rope_ptr_q = q_half_ptr
-    else:
-        q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
+    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
     q_rope = q
     if R > 0:
-        q_rope = load_queries(rope_ptr_q, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
+        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
+    if BYTES:
+        own = q_half_ptr + program.to(tl.int64) * (BM * (D + R))
+        q, half_rope, q_factor = half_queries(q, q_rope, own, D, R, BM, BLOCK_D, BLOCK_R)  # pyright: ignore[reportGeneralTypeIssues]
+        if R_SCALES != 0:
+            q_rope = half_rope
     i = (chunk + t)[:, None]  # [BM, 1]
     shared = n // ROW
     slope = 0.0
@@ -258,22 +256,21 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         "PAIRS": _pairs(call, tile_rows),
         "BYTES": in_bytes,
     }
-    launch = call.launch.knowing({"q_half": None, "q_factor": None}, **static)
-    if in_bytes:
-        half, factor = half_queries(call.arrays.q)
-        launch = launch.knowing({"q_half": half, "q_factor": factor})
-        if call.arrays.rope is None or call.arrays.rope_scale is not None:
-            # Nothing reads the queries as they were, which then need not be stored.
-            launch = dataclasses.replace(launch.knowing({"q": half}), absent=half)
+    launch = call.launch.knowing({}, **static)
     programs = cdiv(rows, tile_rows) * kv_heads * splits * call.num_sequences
+    half = result(programs, tile_rows, call.arrays.q.shape[-1], dtype=jnp.float16) if in_bytes else NOTHING
+    own = {"q_half": half}
     # What only a launch that merges takes: as the number 1 it is no parameter of the compiled kernel.
     alone_only = dict.fromkeys(
         ("zeros_ptr", "count_ptr", "parts_ptr", "part_lse_ptr", "ROWS", "BLOCK_S", "STEP"), 1
     )
+    if not in_bytes and (splits == 1 or not call.config.together):
+        own, alone_only = {}, alone_only | {"q_half_ptr": 1}
     if splits == 1:
-        return launch(
-            decode_kernel, tile, call.result_types, programs + _fills(call), TOGETHER=False, **alone_only
+        results = launch(
+            decode_kernel, tile, own | call.result_types, programs + _fills(call), TOGETHER=False, **alone_only
         )
+        return {name: results[name] for name in call.result_types}
     shape, block_s = (call.num_sequences, queries, heads, splits), padded(splits, 1)
     out, lse = result(*shape, values), result(*shape)
     if call.config.together:
@@ -282,7 +279,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         results = launch(
             decode_kernel,
             tile,
-            {"count": counts, "parts": out, "part_lse": lse, **call.result_types},
+            {"count": counts, "parts": out, "part_lse": lse, **own, **call.result_types},
             programs + _fills(call),
             {"zeros": jnp.zeros(counts.shape, counts.dtype)},
             aliases={"zeros": "count"},
@@ -292,7 +289,9 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
             STEP=min(block_s, max(1, MOST_MERGED // (merged * padded(values)))),
         )
         return {name: results[name] for name in call.result_types}
-    parts = launch(decode_kernel, tile, {"out": out, "lse": lse}, programs, TOGETHER=False, **alone_only)
+    parts = launch(
+        decode_kernel, tile, own | {"out": out, "lse": lse}, programs, TOGETHER=False, **alone_only
+    )
     # Absent arguments are never read; the lengths take their place.
     merge = dataclasses.replace(launch, absent=call.arrays.q_len)
     step = min(block_s, max(2, MOST_MERGED // padded(values)))

@@ -4,10 +4,8 @@ With many rows, matrices are multiplied from shared memory, where the latents ar
 and needs fewer instructions than bfloat16: one for two float8 numbers. For this, each row of the queries is divided by a power of two.
 """
 
-import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import Array, lax
 
 from .pairs import EXPONENT, half_weights, LARGEST_EXPONENT, MANTISSA
 from .tile import load_keys, load_scales, TOKEN
@@ -54,14 +52,31 @@ def halves(x, FAST: tl.constexpr):
         return x.to(tl.float16)
 
 
-def half_queries(q: Array) -> tuple[Array, Array]:
-    """Queries `[T, H, D]` in float16, at most 2, and what each row has been divided by, `[T, H]`: as `pairs.split_queries`, but before the
-    kernel, because the compiler would keep what is computed in it in registers, of which there are not enough."""
-    q = q.astype(jnp.float32)
-    bits = lax.bitcast_convert_type(jnp.max(jnp.abs(q), axis=-1), jnp.int32)
-    exponent = jnp.minimum((bits >> MANTISSA.value) & EXPONENT.value, LARGEST_EXPONENT.value)
-    power = lambda exponent: lax.bitcast_convert_type(exponent << MANTISSA.value, jnp.float32)
-    return (q * power(254 - exponent)[..., None]).astype(jnp.float16), power(exponent)
+@triton.jit
+def half_queries(q, q_rope, own_ptr, D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Queries `[BM, BLOCK_D]` and of rotary keys `[BM, BLOCK_R]` in float16, at most 2, and what each row has been divided by, `[BM]`: as
+    `split_queries`, but they are stored in the program's own memory `[BM, D + R]` and read again, because the compiler would keep what is computed in
+    registers, of which there are not enough."""
+    q = q.to(tl.float32)  # [BM, BLOCK_D]
+    largest = tl.max(tl.abs(q), axis=1)  # [BM]
+    if R > 0:
+        q_rope = q_rope.to(tl.float32)  # [BM, BLOCK_R]
+        largest = tl.maximum(largest, tl.max(tl.abs(q_rope), axis=1))  # [BM]
+    exponent = (largest.to(tl.int32, bitcast=True) >> MANTISSA) & EXPONENT  # [BM]
+    exponent = tl.minimum(exponent, LARGEST_EXPONENT)  # [BM]
+    down = ((254 - exponent) << MANTISSA).to(tl.float32, bitcast=True)[:, None]  # [BM, 1]
+    row = own_ptr + (tl.arange(0, BM) * (D + R))[:, None]  # [BM, 1]
+    c = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
+    tl.store(row + c, (q * down).to(tl.float16), mask=c < D)
+    if R > 0:
+        r = tl.arange(0, BLOCK_R)[None, :]  # [1, BLOCK_R]
+        tl.store(row + D + r, (q_rope * down).to(tl.float16), mask=r < R)
+    tl.debug_barrier()
+    half = tl.load(row + c, mask=c < D, other=0.0)  # [BM, BLOCK_D]
+    half_rope = half
+    if R > 0:
+        half_rope = tl.load(row + D + r, mask=r < R, other=0.0)  # [BM, BLOCK_R]
+    return half, half_rope, (exponent << MANTISSA).to(tl.float32, bitcast=True)  # [BM]
 
 
 @triton.jit

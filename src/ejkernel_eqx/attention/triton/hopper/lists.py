@@ -73,10 +73,10 @@ def seen_keys(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Arr
         if reach is None:
             return None
         low, high = (jnp.asarray(x)[:, None] for x in reach)  # [M, 1]
-        key = jnp.arange(shape.keys, dtype=jnp.int32)
+        key = jnp.arange(shape.keys, dtype=jnp.int32)[None]
         kinds = kinds_of(arrays, spec, shape)[0]  # [B or 1, H or 1, M, N]
         listed_keys = jnp.repeat(kinds != NONE, shape.block_k, axis=-1)[..., : shape.keys]
-        by_head = (listed_keys & (key >= low) & (key <= high)).any(-2)
+        by_head = (listed_keys & ((key >= low) & (key <= high))[None, None]).any(-2)
     if by_head.shape[1] > 1:
         by_head = by_head.reshape(by_head.shape[0], arrays.k.shape[2], -1, shape.keys).any(2)
     return by_head.mT
