@@ -130,7 +130,8 @@ class Program:
         anything = Anything()
         fake = types.SimpleNamespace(
             minimum=min, maximum=max, load=_load, program_id=lambda axis: 0, num_programs=lambda axis: 1, static_range=range,
-            constexpr=Any, where=_where, **dict.fromkeys(("arange full zeros to_tensor exp2 log2 sum max expand_dims convert_layout store float32 int32 int64 "
+            constexpr=Any, where=_where,
+            **dict.fromkeys(("arange full zeros to_tensor exp2 log2 sum max expand_dims convert_layout store float32 int32 int64 "
             "NVMMADistributedLayout DotOperandLayout SliceLayout").split(), anything),
         )  # fmt: skip
         barrier = types.SimpleNamespace(
@@ -147,11 +148,21 @@ class Program:
             warpgroup_mma_wait=lambda n, deps: anything, ROWS_EACH=64, QUERY_PLACES=2, LN2=1.0, LOG2E=1.0,
             _give_turn=lambda consumer: self.turns[consumer].release(),
             _await_turn=lambda consumer: self._await_turn(consumer),
-            _visible=anything, _begun=lambda *_: (anything,) * 2, _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything,
+            _visible=anything, _begun=lambda *_: (anything,) * 2,
+            _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything,
         )  # fmt: skip
         if hasattr(self.kernels, "key_tiles"):
             world["key_tiles"] = _plain(self.kernels.key_tiles, {"tl": TL})
-        for helper in ("_scores", "_weighted", "_load", "_key_tiles", "_record", "_entry", "_place", "_finish"):
+        for helper in (
+            "_scores",
+            "_weighted",
+            "_load",
+            "_key_tiles",
+            "_record",
+            "_entry",
+            "_place",
+            "_finish",
+        ):
             if hasattr(self.kernels, helper):
                 world[helper] = _plain(getattr(self.kernels, helper), world)
         return _plain(getattr(self.kernels, name), world)

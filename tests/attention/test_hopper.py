@@ -101,7 +101,7 @@ def configured(tile=TILE):
         (problem(with_=("mask",)), False),
         (problem(with_=("alibi",)), False),
         (problem(with_=("seeds",), dropout_rate=0.1), False),
-        (problem(block_size=(128, 128)), False),
+        (problem(block_size=(64, 64)), False),
         (problem(scale=-1.0), False),
         (problem(dtype="float32"), False),
         (problem(64, values=128), False),

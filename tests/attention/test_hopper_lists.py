@@ -1,5 +1,6 @@
 """Hopper's forward kernel over lists of tiles, without a Hopper: what it is given, its barriers, and that its tiles compile without spills."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -43,7 +44,9 @@ def test_every_product_reads_what_it_should(seed):
     for h, m in np.random.default_rng(seed).permutation(list(np.ndindex(heads, count))).tolist():
         begin = sum(len(x) for row in which[:h] for x in row) + sum(len(x) for x in which[h][:m])
         length = len(which[h][m])
-        records.append([h * count + m, begin, begin + int(rng.integers(0, length + 1)), begin + length, 0, 0, 0, 0])
+        records.append(
+            [h * count + m, begin, begin + int(rng.integers(0, length + 1)), begin + length, 0, 0, 0, 0]
+        )
     table = np.array([*records, [-1] + [0] * 7])[:, None]
     size, tile = 64 * 64 * 2, block_k * 64 * 2
     program = hopper_protocol.Program(kernels, 2, stages, query_places=2)
@@ -76,7 +79,9 @@ def test_every_product_reads_what_it_should(seed):
 def resolved(mask: Any, t: int, s: int) -> tuple[AttentionArrays, AttentionSpec]:
     """A call as the kernels receive it."""
     x = lambda length, heads: jnp.zeros((2, length, heads, 64), jnp.bfloat16)
-    return resolve(x(t, H), x(s, 2), x(s, 2), ScoreOptions(), mask, MaskInputs(), ScoreInputs(), return_lse=True)
+    return resolve(
+        x(t, H), x(s, 2), x(s, 2), ScoreOptions(), mask, MaskInputs(), ScoreInputs(), return_lse=True
+    )
 
 
 def listed_pairs(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape, programs: int) -> np.ndarray:
@@ -133,7 +138,9 @@ def check_seen(found: Any, expected: np.ndarray, shape: Shape) -> None:
     if found is not None:
         assert (np.broadcast_to(found, (batch, s, found.shape[-1])) == keys).all()
         return
-    tiles = np.add.reduceat(np.add.reduceat(expected, np.arange(0, t, shape.block_q), 2), np.arange(0, s, shape.block_k), 3)
+    tiles = np.add.reduceat(
+        np.add.reduceat(expected, np.arange(0, t, shape.block_q), 2), np.arange(0, s, shape.block_k), 3
+    )
     read = (tiles.any(2).repeat(shape.block_k, -1)[..., :s]).reshape(seen.shape).any(2).swapaxes(1, 2)
     assert (keys | ~read).all()
 
@@ -150,7 +157,7 @@ def test_lists_of_maps(heads, window):
     if left is not None or right is not None:
         mask = mask & (Mask.causal() if left is None else Mask.sliding_window(left, right))
     arrays, spec = resolved(mask, t, s)
-    i, j = np.ogrid[: t, : s]
+    i, j = np.ogrid[:t, :s]
     query = i + s - t
     seen = table.repeat(64, -2).repeat(64, -1)[..., :t, :s]
     seen = seen & (left is None or j >= query - left) & (right is None or j <= query + right)
@@ -161,3 +168,74 @@ def test_lists_of_maps(heads, window):
         found = lists.seen_keys(arrays, spec, shape)
         assert found is None or window != (None, None)
         check_seen(found, expected, shape)
+
+
+COMPILED: dict[str, tuple[dict[str, Any], int]] = {
+    "map 128": (dict(dim=128, pattern=MAP), 0),
+    "map of heads 64": (dict(dim=64, pattern=BY_HEAD), 0),
+    "pattern 128": (dict(dim=128, pattern=WIDE, with_=("sinks",), logits_soft_cap=30.0), 0),
+    "pattern 64": (dict(dim=64, pattern=WIDE), 0),
+    "pattern 80, float16": (dict(dim=80, dtype="float16", pattern=WIDE), 8),
+    "data 128": (dict(dim=128, block_size=(128, 128)), 0),
+    "data, causal 64": (dict(dim=64, block_size=(256, 128), right=0), 0),
+}
+
+
+def requested(pattern: Any = None, **options: Any) -> tuple[AttentionArrays, AttentionSpec]:
+    arrays, spec = call(**options, **BIG)
+    if pattern is not None:
+        spec = dataclasses.replace(spec, pattern=pattern.lower(8192, 8192, num_heads=16).pattern)
+        if spec.pattern.heads:
+            arrays = arrays._replace(heads=jax.ShapeDtypeStruct((1, 16), jnp.int32))
+    if spec.block_size is not None:
+        blocks = (1, 1, *(8192 // size for size in spec.block_size))
+        arrays = arrays._replace(blocks=jax.ShapeDtypeStruct(blocks, jnp.bool_))
+    return arrays, spec
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if i < 1 else pytest.mark.slow) for i, name in enumerate(COMPILED)]
+)
+def test_tiles_compile(name):
+    """All that the tuner would time: without spills to speak of, and without products that wait for one another."""
+    options, spills = COMPILED[name]
+    arrays, spec = requested(**options)
+    problem = problem_of("block_sparse_attention", arrays, spec)
+    tiles = [triton.TileConfig(*sizes) for sizes in tile_sizes.tiles(problem, HOPPER)]
+    assert tiles
+    for tile in tiles:
+        (launch,) = launches(arrays, spec, configured(tile))
+        report = compile_ahead(launch, "sm_90")
+        assert launch.is_gluon and report.fits and report.spills <= spills and not waits(launch), report
+        assert report.shared <= tile_sizes.shared_memory(tile, problem)
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        (dict(pattern=MAP), ""),
+        (dict(block_size=(128, 256)), ""),
+        (dict(dim=256, pattern=MAP), "up to 128"),
+        (dict(block_size=(64, 128)), "blocks consist of its tiles"),
+        (dict(pattern=WIDE, block_size=(128, 128)), "beside a pattern"),
+        (dict(pattern=WIDE, with_=("segments",)), "ranges and segments"),
+        (dict(pattern=WIDE, with_=("rows",)), "ranges and segments"),
+    ],
+)
+def test_which_lists_it_takes(options, word):
+    problem = problem_of("block_sparse_attention", *requested(**options))
+    assert word in (tile_sizes.problem_unfit(problem) or "") and bool(word) == bool(
+        tile_sizes.problem_unfit(problem)
+    )
+    found = {config.forward.hopper_programs > 0 for config in triton.candidates(problem, HOPPER)}
+    assert found == ({False} if word else {False, True})
+
+
+@needs_gluon
+def test_a_tile_that_cuts_blocks():
+    arrays, spec = requested(block_size=(128, 64))
+    with pytest.raises(ValueError, match="128x128 at head dims of 128 for these lists"):
+        launches(arrays, spec, configured(triton.TileConfig(128, 128, 4, 2, 0, 132)))
+    assert launches(arrays, spec, configured(triton.TileConfig(128, 64, 4, 4, 0, 132)))[0].is_gluon

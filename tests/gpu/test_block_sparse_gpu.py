@@ -92,3 +92,58 @@ def test_every_candidate(block_size):
     for config in kernels.candidates(problem, device_facts()):
         op = OPERATION(block_size=block_size, config=config)
         check(op, arrays, seen, "bfloat16", block_map=jnp.asarray(table))
+
+
+# Hopper's kernel over lists.
+
+
+def on_hopper(block_k: int = 128, stages: int = 2) -> Any:
+    from ejkernel_eqx.attention.triton.compiled import TileConfig, TritonConfig
+
+    if device_facts().capability != (9, 0):
+        pytest.skip("needs a Hopper")
+    other = TileConfig(64, 64, 4, 2)
+    return TritonConfig(
+        TileConfig(128, block_k, 4, stages, 0, device_facts().num_multiprocessors), other, other
+    )
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_hopper_takes_patterns(name):
+    """Fewer queries than keys, several tiles of both, the last ones not whole, heads with lists of their own, rows without keys."""
+    arrays = qkv(2, t=700, s=770, heads=H, kv_heads=2, d=128, v=128, dtype=jnp.bfloat16)
+    op = OPERATION(PATTERNS[name].mask, config=on_hopper())
+    check(op, arrays, defined(PATTERNS[name].sees, 700, 770), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim, block_k, stages", [(64, 128, 4), (64, 64, 4), (96, 128, 2), (128, 64, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper_takes_maps(head_dim, block_k, stages, dtype, causal):
+    """Maps of each head and batch row, as data: rows and columns of blocks without anything, and other values without another compilation."""
+    length, blocks = 1300, 11
+    arrays = qkv(2, t=length, s=length, heads=H, kv_heads=2, d=head_dim, v=head_dim, dtype=jnp.dtype(dtype))
+    op = OPERATION(Mask.causal() if causal else None, block_size=128, config=on_hopper(block_k, stages))
+    i = np.arange(length)
+    for seed in range(2):
+        table = np.random.default_rng(seed).random((2, H, blocks, blocks)) < 0.3
+        table[0, :, seed], table[1, seed, :, 3] = False, False
+        seen = table.repeat(128, -2).repeat(128, -1)[..., :length, :length]
+        check(op, arrays, seen & (i <= i[:, None]) if causal else seen, dtype, block_map=jnp.asarray(table))
+
+
+def test_hopper_under_vmap_and_scan():
+    arrays = qkv(3, t=600, s=600, heads=H, kv_heads=2, d=128, v=128, dtype=jnp.bfloat16)
+    mask = Mask.causal() & (Mask.sliding_window(200) | Mask.global_tokens(50))
+    sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0])
+    op = OPERATION(mask, config=on_hopper(), logits_soft_cap=20.0)
+    call = lambda a: op(**a, sinks=sinks)
+    expected = jax.jit(call)(arrays)
+    apart = jax.tree.map(lambda x: x[:, None], arrays)
+    mapped = jax.jit(jax.vmap(call))(apart)[:, 0]
+    scanned = jax.jit(lambda a: jax.lax.scan(lambda c, x: (c, call(x)), None, a)[1])(apart)[:, 0]
+    for found in (mapped, scanned):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    other = OPERATION(mask, platform="xla", logits_soft_cap=20.0)
+    wide = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    assert_close(expected, jax.jit(lambda a: other(**a, sinks=sinks))(wide), "bfloat16")

@@ -140,10 +140,23 @@ def test_queries_of_nothing():
     """A row of zeros has no power of two, and one of infinities none that float32 represents; the others are exact."""
     q = jnp.asarray([[[0.0, 0.0], [3.0, -1e-3], [jnp.inf, 1.0], [2.0**-140, 0.0]]], jnp.float32)
     like = lambda *size, dtype: jax.ShapeDtypeStruct(size, dtype)
-    outputs = {"own_ptr": like(8, dtype=jnp.float16), "half_ptr": like(4, 2, dtype=jnp.float16), "factor_ptr": like(4, dtype=jnp.float32)}
+    outputs = {
+        "own_ptr": like(8, dtype=jnp.float16),
+        "half_ptr": like(4, 2, dtype=jnp.float16),
+        "factor_ptr": like(4, dtype=jnp.float32),
+    }
     x = q[0].astype(jnp.bfloat16)
     found = interpret(
-        Launch(queries_kernel, {"q_ptr": like(4, 2, dtype=x.dtype)}, outputs, {}, {"ROWS": 4, "WIDTH": 2}, (1,), 1, 1),
+        Launch(
+            queries_kernel,
+            {"q_ptr": like(4, 2, dtype=x.dtype)},
+            outputs,
+            {},
+            {"ROWS": 4, "WIDTH": 2},
+            (1,),
+            1,
+            1,
+        ),
         {"q_ptr": x},
     )
     half, factor = found["half_ptr"], found["factor_ptr"]

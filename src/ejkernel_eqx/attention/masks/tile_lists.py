@@ -95,7 +95,9 @@ def keys_seen(pattern: Pattern, shape: Shape) -> np.ndarray:
     if not known.blind:
         return np.ones((len(known.rows), shape.keys), bool)
     by_bits = np.bitwise_or.reduce(known.bits, 1)
-    contents = np.unpackbits(by_bits, axis=1, count=shape.block_k, bitorder="little") > 0  # [patterns, block_k]
+    contents = (
+        np.unpackbits(by_bits, axis=1, count=shape.block_k, bitorder="little") > 0
+    )  # [patterns, block_k]
     seen = np.zeros((len(known.rows), count, shape.block_k), bool)
     for tiles, row in zip(seen, known.rows, strict=True):
         tiles[(row.kinds == FULL).any(0)] = True

@@ -268,7 +268,12 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         own, alone_only = {}, alone_only | {"q_half_ptr": 1}
     if splits == 1:
         results = launch(
-            decode_kernel, tile, own | call.result_types, programs + _fills(call), TOGETHER=False, **alone_only
+            decode_kernel,
+            tile,
+            own | call.result_types,
+            programs + _fills(call),
+            TOGETHER=False,
+            **alone_only,
         )
         return {name: results[name] for name in call.result_types}
     shape, block_s = (call.num_sequences, queries, heads, splits), padded(splits, 1)

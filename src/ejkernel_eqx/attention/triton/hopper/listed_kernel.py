@@ -223,7 +223,8 @@ def _loader(buffers, barriers, q_desc, k_desc, v_desc, list_ptr, schedule_ptr, T
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     at = 0
     r = 0
-    t, lo, part, hi, away = _record(schedule_ptr, 0)
+    record = _record(schedule_ptr, 0)
+    t, lo, hi = record[0], record[1], record[3]
     i = lo + 0
     n = _entry(list_ptr, i, lo, hi, S, BLOCK_K)
     last_b, last_g, last_n = t * 0, t * 0, t * 0  # of the entry before

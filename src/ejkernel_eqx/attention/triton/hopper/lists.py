@@ -21,7 +21,9 @@ _OWN = 0.5
 class Listed(NamedTuple):
     """On the device, or constants of it."""
 
-    schedule: Array | np.ndarray  # int32 [most + 1, programs, 8], of each tile: its number, and of its record the list's bounds
+    schedule: (
+        Array | np.ndarray
+    )  # int32 [most + 1, programs, 8], of each tile: its number, and of its record the list's bounds
     entries: Array
     patterns: Array
     bits: Array | None
@@ -36,7 +38,19 @@ def listed(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape, group: in
         table = _known(spec.pattern, shape, batch, heads, group, programs)
     else:
         # Which lists are long is known on the device only.
-        order = schedule(rows, shape.queries, shape.keys, spec.offset, -1, -1, shape.block_q, shape.block_k, group, programs, True)
+        order = schedule(
+            rows,
+            shape.queries,
+            shape.keys,
+            spec.offset,
+            -1,
+            -1,
+            shape.block_q,
+            shape.block_k,
+            group,
+            programs,
+            True,
+        )
         row, tile = np.maximum(order, 0) // tiles, np.maximum(order, 0) % tiles
         place = jnp.zeros(tiles, jnp.int32).at[lists.tiles[0, :, 0]].set(jnp.arange(tiles, dtype=jnp.int32))
         records = lists.tiles[lists.row.reshape(-1)[row], place[tile]]

@@ -52,7 +52,11 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
         return []
     programs = device.num_multiprocessors or _MULTIPROCESSORS
     if _listed(problem):
-        return [(q, k, 4, stages, 0, programs) for q, k, stages in _LISTED[_width(problem)] if not _cuts_blocks(q, k, problem)]
+        return [
+            (q, k, 4, stages, 0, programs)
+            for q, k, stages in _LISTED[_width(problem)]
+            if not _cuts_blocks(q, k, problem)
+        ]
     sizes = list(_TILES[_width(problem)])
     if problem.flag("segments"):  # beside which three consumers would spill
         sizes.sort(key=lambda size: size[0])
@@ -130,7 +134,9 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
     sizes, lists = (tile.block_q, tile.block_k), _listed(problem)
-    if sizes not in _POSSIBLE[_width(problem)] or (lists and (tile.block_q > 128 or _cuts_blocks(*sizes, problem))):
+    if sizes not in _POSSIBLE[_width(problem)] or (
+        lists and (tile.block_q > 128 or _cuts_blocks(*sizes, problem))
+    ):
         return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {_width(problem)}{' for these lists' if lists else ''}"
     return None
 
