@@ -153,7 +153,6 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
     mbarrier.wait(k_full.index(0), 0)
     qk = warpgroup_mma_wait(0, deps=[_scores(qs.index(W).reshape([ROWS_EACH, D]), ks, 0, BLOCK_K, D, NUM_STAGES)])
     mbarrier.arrive(k_empty.index(0), count=1)
-    mbarrier.arrive(q_empty.index(W), count=1, pred=lo + 1 >= hi)
     top, total = _begun(sinks_ptr, t, T, BLOCK_Q, SINKS, of_rows)
     weights, alpha, top, total = _weights(
         qk, top, total, (t, lo, part, hi, away), lo, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W, H, BLOCK_Q, BLOCK_K, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
@@ -161,23 +160,23 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
     p = gl.convert_layout(weights.to(dtype), weights_layout)
     acc = gl.zeros([ROWS_EACH, V], gl.float32, layout)
     # The others: scores of entry `i` of tile `t`, the tile number `r` of the program, and values of the entry before it, which may be of the tile before.
-    before = t + 0
+    # What follows a tile is read with its first entry.
+    before, i, at, r = t + 0, lo + 1, 1, 0
+    is_first = False
+    next_t, next_lo, next_part, next_hi, next_away = _record(schedule_ptr, 1)
+    if i >= hi:
+        is_first, r = True, 1
+        t, lo, part, hi, away = next_t + 0, next_lo + 0, next_part + 0, next_hi + 0, next_away + 0
+        i = lo + 0
     more = lo < lo  # whether the entry before is not the first of its tile
-    over = lo + 1 >= hi
-    following = _record(schedule_ptr, 1)
-    r = gl.where(over, 1, 0)
-    i = gl.where(over, following[1], lo + 1)
-    t = gl.where(over, following[0], t)
-    lo = gl.where(over, following[1], lo)
-    part = gl.where(over, following[2], part)
-    hi = gl.where(over, following[3], hi)
-    away = gl.where(over, following[4], away)
-    at = 1
     while t >= 0:
-        following = _record(schedule_ptr, r + 1)
-        is_first, over = i == lo, i + 1 >= hi
         place = r % QUERY_PLACES * CONSUMERS + W
-        mbarrier.wait(q_full.index(place), (r // QUERY_PLACES) & 1)
+        ended_top, ended_total = top, total
+        if is_first:
+            next_t, next_lo, next_part, next_hi, next_away = _record(schedule_ptr, r + 1)
+            top, total = _begun(sinks_ptr, t, T, BLOCK_Q, SINKS, of_rows)
+            mbarrier.arrive(q_empty.index((r + 1) % QUERY_PLACES * CONSUMERS + W), count=1)  # of the tile before
+            mbarrier.wait(q_full.index(place), (r // QUERY_PLACES) & 1)
         mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
         _await_turn(W)
         qk = _scores(qs.index(place).reshape([ROWS_EACH, D]), ks, at, BLOCK_K, D, NUM_STAGES)
@@ -185,29 +184,25 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
         _give_turn((W + 1) % CONSUMERS)
         qk = warpgroup_mma_wait(1, deps=[qk])
         mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
-        mbarrier.arrive(q_empty.index(place), count=1, pred=over)
-        ended_top, ended_total = top, total
-        first_top, first_total = _begun(sinks_ptr, t, T, BLOCK_Q, SINKS, of_rows)
         weights, alpha, top, total = _weights(
-            qk, gl.where(is_first, first_top, top), gl.where(is_first, first_total, total), (t, lo, part, hi, away), i, list_ptr, pattern_ptr, bits_ptr, T, S, offset,
-            W, H, BLOCK_Q, BLOCK_K, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT, BITS)
+            qk, top, total, (t, lo, part, hi, away), i, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W, H, BLOCK_Q, BLOCK_K, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
+            RIGHT, BITS)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
         p = gl.convert_layout(weights.to(dtype), weights_layout)
         if is_first:
             _finish(acc, ended_top, ended_total, before, staging, out_desc, lse_ptr, T, W, H, V, BLOCK_Q)
+            before = t + 0
         # Of a new tile, what remains of the last one is not added to.
         acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
         more = i > lo
-        before = t + 0
         at += 1
-        r = gl.where(over, r + 1, r)
-        i = gl.where(over, following[1], i + 1)
-        t = gl.where(over, following[0], t)
-        lo = gl.where(over, following[1], lo)
-        part = gl.where(over, following[2], part)
-        hi = gl.where(over, following[3], hi)
-        away = gl.where(over, following[4], away)
+        i += 1
+        is_first = i >= hi
+        if is_first:
+            t, lo, part, hi, away = next_t + 0, next_lo + 0, next_part + 0, next_hi + 0, next_away + 0
+            i = lo + 0
+            r += 1
     acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, at - 1, acc, more, BLOCK_K, V, NUM_STAGES)])
     mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
     _finish(acc, top, total, before, staging, out_desc, lse_ptr, T, W, H, V, BLOCK_Q)
