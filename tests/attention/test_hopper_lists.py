@@ -134,14 +134,15 @@ def check_seen(found: Any, expected: np.ndarray, shape: Shape) -> None:
     """Without flags, every key of a tile that is read is seen by some query."""
     batch, heads, t, s = expected.shape
     seen = expected.any(2).reshape(batch, 2, heads // 2, s)
-    keys = seen.any(2).swapaxes(1, 2)  # [B, S, K]
+    keys = np.moveaxis(np.asarray(seen.any(2)), 1, 2)  # [B, S, K]
     if found is not None:
         assert (np.broadcast_to(found, (batch, s, found.shape[-1])) == keys).all()
         return
     tiles = np.add.reduceat(
         np.add.reduceat(expected, np.arange(0, t, shape.block_q), 2), np.arange(0, s, shape.block_k), 3
     )
-    read = (tiles.any(2).repeat(shape.block_k, -1)[..., :s]).reshape(seen.shape).any(2).swapaxes(1, 2)
+    repeated = tiles.any(2).repeat(shape.block_k, -1)[..., :s]
+    read = np.moveaxis(np.asarray(repeated.reshape(seen.shape).any(2)), 1, 2)
     assert (keys | ~read).all()
 
 
@@ -184,8 +185,9 @@ COMPILED: dict[str, tuple[dict[str, Any], int]] = {
 def requested(pattern: Any = None, **options: Any) -> tuple[AttentionArrays, AttentionSpec]:
     arrays, spec = call(**options, **BIG)
     if pattern is not None:
-        spec = dataclasses.replace(spec, pattern=pattern.lower(8192, 8192, num_heads=16).pattern)
-        if spec.pattern.heads:
+        known = pattern.lower(8192, 8192, num_heads=16).pattern
+        spec = dataclasses.replace(spec, pattern=known)
+        if known.heads:
             arrays = arrays._replace(heads=jax.ShapeDtypeStruct((1, 16), jnp.int32))
     if spec.block_size is not None:
         blocks = (1, 1, *(8192 // size for size in spec.block_size))

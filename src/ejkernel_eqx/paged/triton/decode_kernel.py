@@ -4,6 +4,7 @@ The keys of a program depend only on its own sequence and on static numbers, so 
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import triton
@@ -261,7 +262,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
     half = result(programs, tile_rows, call.arrays.q.shape[-1], dtype=jnp.float16) if in_bytes else NOTHING
     own = {"q_half": half}
     # What only a launch that merges takes: as the number 1 it is no parameter of the compiled kernel.
-    alone_only = dict.fromkeys(
+    alone_only: dict[str, Any] = dict.fromkeys(
         ("zeros_ptr", "count_ptr", "parts_ptr", "part_lse_ptr", "ROWS", "BLOCK_S", "STEP"), 1
     )
     if not in_bytes and (splits == 1 or not call.config.together):
