@@ -32,42 +32,51 @@ class Listed(NamedTuple):
 def listed(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape, group: int, programs: int) -> Listed:
     """The lists of a call, and who runs them."""
     batch, _, heads, _ = arrays.q.shape
-    rows, tiles = batch * heads, shape.grid[0]
     lists = tile_lists(arrays, spec, shape)
     if spec.pattern is not None and arrays.heads is None:
         table = _known(spec.pattern, shape, batch, heads, group, programs)
     else:
-        # Which lists are long is known on the device only.
-        order = schedule(
-            rows,
-            shape.queries,
-            shape.keys,
-            spec.offset,
-            -1,
-            -1,
-            shape.block_q,
-            shape.block_k,
-            group,
-            programs,
-            True,
-        )
-        row, tile = np.maximum(order, 0) // tiles, np.maximum(order, 0) % tiles
-        place = jnp.zeros(tiles, jnp.int32).at[lists.tiles[0, :, 0]].set(jnp.arange(tiles, dtype=jnp.int32))
+        order, place = _order(spec, shape, batch * heads, group, programs)
+        row, tile = np.divmod(np.maximum(order, 0), shape.grid[0])
         records = lists.tiles[lists.row.reshape(-1)[row], place[tile]]
-        table = records.at[..., 0].set(order)
+        table = jnp.where(np.arange(8) == 0, order[..., None], records)
     return Listed(table, lists.entries, lists.patterns, lists.bits)
 
 
 @functools.lru_cache(maxsize=32)
 def _known(pattern: Pattern, shape: Shape, batch: int, heads: int, group: int, programs: int) -> np.ndarray:
-    """The schedule of lists that are constants: rows in groups as in `schedule`, the longest lists of a group first."""
-    lists, tiles = lists_of(pattern, shape), shape.grid[0]
+    """The schedule of lists that are constants."""
+    lists = lists_of(pattern, shape)
     by_tile = lists.tiles[:, np.argsort(lists.tiles[0, :, 0])]
     row = np.tile(np.broadcast_to(lists.heads, heads), batch)  # of batch times heads: which row of lists
     records = by_tile[row].reshape(-1, 8).copy()
-    length = records[:, 3] - records[:, 1]
     records[:, 0] = np.arange(len(records))
-    order = np.lexsort((-(records[:, 0] % tiles), -length, records[:, 0] // (tiles * group)))
+    return _longest_first(records, records[:, 3] - records[:, 1], shape.grid[0], group, programs)
+
+
+def _order(
+    spec: AttentionSpec, shape: Shape, rows: int, group: int, programs: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The schedule of lists whose rows, or which themselves, are known on the device only: numbers of tiles `[most + 1, programs]`; and where among
+    records each tile's is."""
+    tiles = shape.grid[0]
+    if spec.pattern is None:
+        left, right = (-1 if side is None else side for side in (spec.left, spec.right))
+        order = schedule(rows, shape.queries, shape.keys, spec.offset, left, right, shape.block_q, shape.block_k, group, programs)  # fmt: skip
+        return order, np.arange(tiles)[::-1]
+    records = lists_of(spec.pattern, shape).tiles
+    place = np.argsort(records[0, :, 0])
+    on_average = (records[..., 3] - records[..., 1]).mean(0)[place]
+    numbers = np.arange(rows * tiles)[:, None]
+    return _longest_first(numbers, np.tile(on_average, rows), tiles, group, programs)[..., 0], place
+
+
+def _longest_first(
+    records: np.ndarray, length: np.ndarray, tiles: int, group: int, programs: int
+) -> np.ndarray:
+    """Tiles of rows in groups as in `schedule`, the longest lists of a group first."""
+    number = records[:, 0]
+    order = np.lexsort((-(number % tiles), -length, number // (tiles * group)))
     table = dealt(records[order].T, np.maximum(length[order], 1) + _OWN, programs)
     table.setflags(write=False)
     return table

@@ -35,8 +35,8 @@ _LISTED: dict[int, tuple[Sizes, ...]] = {
     64: ((128, 128, 4), (128, 128, 2), (128, 64, 4)),
     128: ((128, 128, 2), (128, 64, 4)),
 }
-LISTS_PREFERRED = False
-"""Whether this kernel is the default for lists of tiles, too."""
+LISTS_PREFERRED: frozenset[int] = frozenset({128})
+"""Padded head dims at which this kernel was measured to be faster with lists of tiles, too."""
 PREFERRED: frozenset[int] = frozenset()
 """Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
 _POSSIBLE = {
@@ -69,8 +69,9 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return f"is for {LEAST_QUERIES} queries or more"
     if (reason := unfit(problem, device)) is not None:
         return reason
-    if _listed(problem) and not LISTS_PREFERRED:
-        return "was not measured to be faster with lists of tiles: the tuner times both"
+    if _listed(problem):
+        faster = _width(problem) in LISTS_PREFERRED
+        return "" if faster else "was not measured to be faster with lists of tiles: the tuner times both"
     return "" if _width(problem) in PREFERRED else "was not measured to be faster: the tuner times both"
 
 
