@@ -241,3 +241,16 @@ def test_a_tile_that_cuts_blocks():
     with pytest.raises(ValueError, match="128x128 at head dims of 128 for these lists"):
         launches(arrays, spec, configured(triton.TileConfig(128, 128, 4, 2, 0, 132)))
     assert launches(arrays, spec, configured(triton.TileConfig(128, 64, 4, 4, 0, 132)))[0].is_gluon
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "name, chosen",
+    [("map 128", True), ("pattern 128", True), ("map of heads 64", False), ("data 128", False)],
+)
+def test_which_lists_choose_it(name, chosen):
+    """Those that it was measured with."""
+    problem = problem_of("block_sparse_attention", *requested(**COMPILED[name][0]))
+    config = triton.default_config(problem, HOPPER)
+    assert (config.forward.hopper_programs == 132) == chosen
+    assert ("such lists" in triton.remark(config, problem, HOPPER)) != chosen

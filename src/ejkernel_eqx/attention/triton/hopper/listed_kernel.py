@@ -187,6 +187,10 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
         weights, alpha, top, total = _weights(
             qk, top, total, (t, lo, part, hi, away), i, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W, H, BLOCK_Q, BLOCK_K, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
             RIGHT, BITS)
+        # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch that
+        # changes the weights.
+        if T < 0:
+            weights = weights * 2.0
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
         p = gl.convert_layout(weights.to(dtype), weights_layout)

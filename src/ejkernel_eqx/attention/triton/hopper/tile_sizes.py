@@ -36,7 +36,7 @@ _LISTED: dict[int, tuple[Sizes, ...]] = {
     128: ((128, 128, 2), (128, 64, 4)),
 }
 LISTS_PREFERRED: frozenset[int] = frozenset({128})
-"""Padded head dims at which this kernel was measured to be faster with lists of tiles, too."""
+"""Padded head dims at which this kernel was measured to be faster with lists of patterns, too."""
 PREFERRED: frozenset[int] = frozenset()
 """Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
 _POSSIBLE = {
@@ -70,8 +70,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
     if (reason := unfit(problem, device)) is not None:
         return reason
     if _listed(problem):
-        faster = _width(problem) in LISTS_PREFERRED
-        return "" if faster else "was not measured to be faster with lists of tiles: the tuner times both"
+        faster = _width(problem) in LISTS_PREFERRED and not problem.flag("block_size")
+        return "" if faster else "was not measured to be faster with such lists of tiles: the tuner times both"
     return "" if _width(problem) in PREFERRED else "was not measured to be faster: the tuner times both"
 
 
