@@ -122,6 +122,14 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     return None
 
 
+def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """Keeps the tiles, except for that of Hopper's kernel: whether it is used, and with which tile, depends on the number of tiles, on the device
+    and on the software."""
+    if not config.forward.hopper_programs:
+        return config
+    return dataclasses.replace(config, forward=default_config(problem, device).forward)
+
+
 def _arithmetic(device: DeviceFacts) -> dict[str, Any]:
     return {} if device.vendor == "nvidia" else {"fast_tanh": False, "float32_dot": "ieee"}
 
