@@ -171,7 +171,7 @@ def test_where_gluon_is_missing_known_tiles_of_the_backward_stay(monkeypatch):
     of = problem(**CAUSAL)
     known = dataclasses.replace(configured(), forward=TILE)
     assert triton.adapted(configured(TRITON), of, HOPPER) == configured(TRITON)
-    assert triton.adapted(known, problem(64, queries=4096, keys=4096), HOPPER).forward.block_q == 192
+    assert triton.adapted(known, problem(64, heads=32, queries=4096, keys=4096), HOPPER).forward.block_q == 192
     fewer = dataclasses.replace(HOPPER, num_multiprocessors=78)
     assert triton.adapted(known, of, fewer).forward.hopper_programs == 78
     assert not triton.adapted(known, problem(queries=128), HOPPER).forward.hopper_programs
