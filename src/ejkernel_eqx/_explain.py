@@ -16,6 +16,7 @@ from ._inputs import Inputs
 from ._kernel import choices_of, Plan
 from .dispatch import (
     Backend,
+    BOTH,
     Cost,
     device_facts,
     DeviceFacts,
@@ -109,8 +110,10 @@ class _PlacedPlan(Plan):
     def _identity(self) -> tuple[Any, ...]:
         return (self.path, *super()._identity)
 
-    def select(self, problem: Problem, platform: Platform | None = None) -> Selection:
-        plain = super().select(problem, platform)
+    def select(
+        self, problem: Problem, platform: Platform | None = None, direction: str = BOTH
+    ) -> Selection:
+        plain = super().select(problem, platform, direction)
         fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(Selection)}
         return _PlacedSelection(**fields, path=self.path)
 
