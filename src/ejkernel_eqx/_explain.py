@@ -110,9 +110,7 @@ class _PlacedPlan(Plan):
     def _identity(self) -> tuple[Any, ...]:
         return (self.path, *super()._identity)
 
-    def select(
-        self, problem: Problem, platform: Platform | None = None, direction: str = BOTH
-    ) -> Selection:
+    def select(self, problem: Problem, platform: Platform | None = None, direction: str = BOTH) -> Selection:
         plain = super().select(problem, platform, direction)
         fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(Selection)}
         return _PlacedSelection(**fields, path=self.path)

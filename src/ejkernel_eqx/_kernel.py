@@ -134,9 +134,7 @@ class Plan:
         """Where each of the pinned choices came from."""
         return self.here.tiers
 
-    def select(
-        self, problem: Problem, platform: Platform | None = None, direction: str = BOTH
-    ) -> Selection:
+    def select(self, problem: Problem, platform: Platform | None = None, direction: str = BOTH) -> Selection:
         """The platform and configuration for a problem; `UnsupportedError` with every reason if there is none.
 
         `platform` restricts the choice to a platform that was chosen before, possibly for the devices of a mesh that is no longer active.

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx._kernel import choices_of
 from ejkernel_eqx._inputs import inputs
-from ejkernel_eqx.attention import cudnn, reference, xla
+from ejkernel_eqx._kernel import choices_of
+from ejkernel_eqx.attention import cudnn, reference
 from ejkernel_eqx.attention.core import LSE_NAME, OUT_NAME
 from ejkernel_eqx.dispatch import (
     Backend,
@@ -95,7 +95,9 @@ def test_what_is_asked_for_decides(forward, trained):
     plain = ejx.FlashAttention(causal=True, platform="xla")
     weight = loss(module)
     gradient = jax.grad(weight, (0, 1, 2))
-    stepped = jax.value_and_grad(lambda q: jax.lax.scan(lambda x, _: (module(x, k, v), None), q, None, 3)[0].sum())
+    stepped = jax.value_and_grad(
+        lambda q: jax.lax.scan(lambda x, _: (module(x, k, v), None), q, None, 3)[0].sum()
+    )
     assert chosen(module, q, k, v) == chosen(jax.jit(module), q, k, v) == {forward}
     assert chosen(jax.vmap(module), q, k, v) and chosen(weight, q, k, v) == {forward}
     for way in (gradient, jax.jit(gradient), jax.grad(jax.checkpoint(weight)), jax.grad(jax.jit(weight))):
@@ -107,7 +109,9 @@ def test_what_is_asked_for_decides(forward, trained):
         assert_close(a, b, kind="gradient")
     # Named results can be saved.
     names = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
-    for a, b in zip(jax.grad(jax.checkpoint(weight, policy=names), (0, 1, 2))(q, k, v), expected, strict=True):
+    for a, b in zip(
+        jax.grad(jax.checkpoint(weight, policy=names), (0, 1, 2))(q, k, v), expected, strict=True
+    ):
         assert_close(a, b, kind="gradient")
     with pytest.raises(ejx.UnsupportedError, match="reverse-mode"):
         jax.jvp(lambda q: module(q, k, v), (q,), (q,))

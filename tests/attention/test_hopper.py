@@ -132,7 +132,10 @@ def test_where_it_is_chosen(of, chosen):
         (dict(batch=8, queries=2048, **CAUSAL), 192),
         (dict(batch=4, queries=4096, **CAUSAL), 192),
         (dict(batch=1, queries=16384), 192),
-        (dict(batch=4, queries=4096, left=255, **CAUSAL), 128),  # few tiles of keys, of which most are partly hidden
+        (
+            dict(batch=4, queries=4096, left=255, **CAUSAL),
+            128,
+        ),  # few tiles of keys, of which most are partly hidden
         (dict(batch=1, heads=8, queries=2048), 128),  # one tile of queries for each multiprocessor
         (dict(batch=4, queries=4096, with_=("segments",), **CAUSAL), 128),
     ],
@@ -158,7 +161,9 @@ def test_estimated_times_count_what_is_computed():
             for first in range(0, length, size[0]):
                 i = np.arange(first, min(first + size[0], length))[:, None] + more
                 j = np.arange(-(-keys // 128) * 128)[None]
-                seen = (j >= (0 if left is None else i - left)) & (j <= (10**6 if right is None else i + right))
+                seen = (j >= (0 if left is None else i - left)) & (
+                    j <= (10**6 if right is None else i + right)
+                )
                 tiles = np.broadcast_to(seen, (len(i), j.size)).reshape(len(i), -1, 128)
                 some, every = tiles.any((0, 2)), tiles.all((0, 2))
                 expected += 8 * rate * (some.sum() + own + hidden * (some & ~every).sum())
@@ -171,14 +176,20 @@ def test_where_gluon_is_missing_known_tiles_of_the_backward_stay(monkeypatch):
     of = problem(**CAUSAL)
     known = dataclasses.replace(configured(), forward=TILE)
     assert triton.adapted(configured(TRITON), of, HOPPER) == configured(TRITON)
-    assert triton.adapted(known, problem(64, heads=32, queries=4096, keys=4096), HOPPER).forward.block_q == 192
+    assert (
+        triton.adapted(known, problem(64, heads=32, queries=4096, keys=4096), HOPPER).forward.block_q == 192
+    )
     fewer = dataclasses.replace(HOPPER, num_multiprocessors=78)
     assert triton.adapted(known, of, fewer).forward.hopper_programs == 78
     assert not triton.adapted(known, problem(queries=128), HOPPER).forward.hopper_programs
-    monkeypatch.setattr(tile_sizes, "gluon_unavailable", lambda device: "needs JAX 0.11.1 or newer, not 0.10.2")
+    monkeypatch.setattr(
+        tile_sizes, "gluon_unavailable", lambda device: "needs JAX 0.11.1 or newer, not 0.10.2"
+    )
     assert "needs JAX 0.11.1" in (triton.config_unsupported(known, of, HOPPER) or "")
     adapted = triton.adapted(known, of, HOPPER)
-    assert adapted.forward == triton.default_config(of, HOPPER).forward and not adapted.forward.hopper_programs
+    assert (
+        adapted.forward == triton.default_config(of, HOPPER).forward and not adapted.forward.hopper_programs
+    )
     assert (adapted.key_gradient, adapted.query_gradient) == (TRITON, TRITON)
     assert triton.config_unsupported(adapted, of, HOPPER) is None
     assert "Triton's kernel, not Hopper's, which needs JAX 0.11.1" in triton.remark(adapted, of, HOPPER)

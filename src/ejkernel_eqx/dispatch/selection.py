@@ -143,7 +143,9 @@ def _why_slower(
             return None
     implementations = one.implementation, other.implementation
     for index in (snapshot.near, snapshot.near_borrowed):
-        near = nearest_comparison(index, implementations, problem, snapshot.device, direction) if index else None
+        near = (
+            nearest_comparison(index, implementations, problem, snapshot.device, direction) if index else None
+        )
         if near is not None:
             return slow_words(other.name, *near) if near[0][0] > NOISE else None
     return None

@@ -114,7 +114,9 @@ class Snapshot:
         for table in (self._all, _table(self.borrowed)):
             for (platform, key), known in table.items():
                 by_key.setdefault((table is self._all, key), []).append((platform, known))
-        pairs = ((key, a, b) for (_, key), known in by_key.items() for a, b in itertools.permutations(known, 2))
+        pairs = (
+            (key, a, b) for (_, key), known in by_key.items() for a, b in itertools.permutations(known, 2)
+        )
         return sorted(
             (key, f"{a[0].value} {direction}", b[0].value)
             for key, a, b in pairs

@@ -75,7 +75,10 @@ def nearest_comparison(
         if away > MAX_DISTANCE:
             break
         pair = mine[sizes], theirs[sizes]
-        runs = (i.config_unsupported(known.config, problem, device) is None for i, known in zip(implementations, pair))
+        runs = (
+            i.config_unsupported(known.config, problem, device) is None
+            for i, known in zip(implementations, pair)
+        )
         found = compared(*pair, direction)
         if found is not None and all(runs):
             return found, _shape(sizes)
