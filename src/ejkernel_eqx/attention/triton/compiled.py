@@ -123,11 +123,18 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
 
 
 def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
-    """Keeps the tiles, except for that of Hopper's kernel: whether it is used, and with which tile, depends on the number of tiles, on the device
+    """Keeps the tiles, except for those of Hopper's kernels: whether they run, and with which tile, depends on the number of tiles, on the device
     and on the software."""
-    if not config.forward.hopper_programs:
-        return config
-    return dataclasses.replace(config, forward=default_config(problem, device).forward)
+    fit, tiles = default_config(problem, device), {}
+    for kernel in tile_sizes.KERNELS:
+        tile = getattr(config, kernel)
+        if tile.hopper_programs:
+            possible = _hopper_tiles(problem, device) if kernel == "forward" else [tile]
+            runs = lambda tile, kernel=kernel: (
+                config_unsupported(dataclasses.replace(fit, **{kernel: tile}), problem, device) is None
+            )
+            tiles[kernel] = next(filter(runs, possible), getattr(fit, kernel))
+    return dataclasses.replace(config, **tiles)
 
 
 def _arithmetic(device: DeviceFacts) -> dict[str, Any]:
