@@ -126,6 +126,8 @@ def test_explain_and_recording_name_what_runs():
     gradient = jax.jit(jax.grad(loss(module)))
     (row,) = ejx.explain(lambda *args: gradient(*args), q, k, v).choices
     assert row.platform == "cuda" and "cuda" not in dict(row.rejected)
+    both, alone = ejx.explain(OPERATION, B=2, T=40, S=40, H=4, D=16, dtype="float32", causal=False).choices
+    assert (both.platform, alone.platform) == ("cuda", "xla") and alone.notes[0] == "forward alone"
     with ejx.recording() as calls:
         gradient(q, k, v)
     assert [call.platform for call in calls] == ["cuda"]

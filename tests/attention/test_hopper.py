@@ -153,7 +153,7 @@ def test_estimated_times_count_what_is_computed():
     for _ in range(40):
         length, more = (int(x) for x in rng.integers(1, 900, 2))
         keys = length + more
-        left, right = rng.choice([None, 50, 300]), rng.choice([None, 0, 70])
+        left, right = (of[rng.integers(3)] for of in ((None, 50, 300), (None, 0, 70)))
         of = call(64, queries=length, keys=keys, left=left, right=right, offset=more)
         for size in ((128, 128, 2), (192, 128, 2)):
             rate, own, hidden = tile_sizes._COSTS[size[0]]
