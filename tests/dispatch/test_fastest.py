@@ -23,6 +23,7 @@ from ejkernel_eqx.dispatch import (
 )
 from ejkernel_eqx.dispatch.caches import known_of
 from ejkernel_eqx.dispatch.records import Record
+from ejkernel_eqx.dispatch.transfer import COMPARED_DISTANCE, distance
 from tests.dispatch.toy import Fast, FastConfig, OPERATION, problem, Slow, SlowConfig
 
 KEY, SIZES = problem().key(), problem().dims
@@ -53,7 +54,7 @@ def test_the_fastest_measured_one_goes_first():
     assert dict(taken.rejected)["pallas"] == "measured 1.19 times as slow as xla, forward+backward"
     assert taken.ms == ((BOTH, 1.0),) and taken.origin == "measured"
     # Another problem, of which nothing is known; one platform alone in question; a platform, a configuration that was asked for.
-    assert chosen(problem(8)).platform is Platform.PALLAS
+    assert chosen(problem(8, causal=True)).platform is Platform.PALLAS
     assert select(take_snapshot(OPERATION), problem(), platform=Platform.PALLAS).config == FastConfig(3)
     assert chosen(platform="pallas").config == FastConfig(3)
     assert chosen(config=FastConfig(9)).config == FastConfig(9)
@@ -93,7 +94,14 @@ def test_the_nearest_shape_at_which_both_were_timed_decides_where_nothing_is_kno
     assert dict(taken.rejected)["pallas"] == (
         "measured 1.50 times as slow as xla at the nearest shape, D8 T64, forward+backward"
     )
-    assert chosen(problem(8)).platform is Platform.PALLAS  # more than a factor of four away
+    assert distance(problem(1), {"D": 8, "T": 1}, {"D": 8, "T": 64}) == COMPARED_DISTANCE
+    assert chosen(problem(1)).platform is Platform.XLA
+    memory_cache.clear()
+    for platform, ms in ((Platform.PALLAS, 1.5), (Platform.XLA, 1.0)):
+        memory_cache.put(platform, problem(100).key(), known(platform, both=ms))
+    assert chosen(problem(1)).platform is Platform.PALLAS and chosen(problem(2)).platform is Platform.XLA
+    memory_cache.clear()
+    learn(pallas=known(Platform.PALLAS, both=1.5), xla=known(Platform.XLA, both=1.0))
     # Of a nearer shape one platform is known alone, which does not compare them.
     memory_cache.put(Platform.PALLAS, problem(16).key(), known(Platform.PALLAS, both=9.0))
     assert chosen(problem(16)).platform is Platform.PALLAS

@@ -14,6 +14,8 @@ from .registry import Implementation
 
 MAX_DISTANCE = 2.0
 """In factors of two: measurements more than a factor of four away are not used."""
+COMPARED_DISTANCE = 6.0
+"""The same for which of two platforms is faster, which changes less with the sizes than the best configuration does."""
 
 Index = Mapping[tuple[Platform, str], tuple[tuple[dict[str, int], Known], ...]]
 """Maps (platform, the key without its sizes) to sizes and what is known for them."""
@@ -72,7 +74,7 @@ def nearest_comparison(
     )
     near = sorted((distance(problem, dims, dict(sizes)), sizes) for sizes in mine.keys() & theirs.keys())
     for away, sizes in near:
-        if away > MAX_DISTANCE:
+        if away > COMPARED_DISTANCE:
             break
         pair = mine[sizes], theirs[sizes]
         runs = (
