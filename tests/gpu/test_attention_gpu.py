@@ -312,6 +312,22 @@ def test_the_default_platform():
     assert _chosen(ejx.FlashAttention(), 2, 64, 4, 320) == "xla"
 
 
+def test_the_default_by_direction():
+    """Hopper's forward is faster than cuDNN's by the shipped table; its gradients, which may be another platform's, agree with Triton's."""
+    x = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
+    problem = ejx.explain(ejx.FlashAttention(causal=True, platform="triton"), x, x, x).choices[0]
+    if "H200" not in device_facts().kind or "hopper_programs=132" not in problem.config:
+        pytest.skip("needs Hopper's forward and the H200's table")
+    attention, triton = (ejx.FlashAttention(causal=True, platform=p) for p in (None, "triton"))
+    assert _chosen(ejx.FlashAttention(causal=True), 4, 4096, 16, 128) == "triton"
+    q, k, v = (_normal(seed, (1, 2048, 16, 128), 1) for seed in range(3))
+    loss = lambda attention: lambda *qkv: jnp.sin(attention(*qkv).astype(jnp.float32)).sum()
+    assert_same(jax.jit(attention)(q, k, v), jax.jit(triton)(q, k, v))
+    found, expected = (jax.jit(jax.value_and_grad(loss(a), (0, 1, 2)))(q, k, v) for a in (attention, triton))
+    for name, a, b in zip("qkv", found[1], expected[1], strict=True):
+        assert_close(a, b, "bfloat16", "gradient", name=name)
+
+
 @pytest.mark.parametrize("window", [None, 17])
 @pytest.mark.parametrize("platform", [None, "triton", "xla"])
 def test_keys_that_no_query_sees(platform, window):
