@@ -70,7 +70,8 @@ def call(
 
 
 def problem(*args, **kwargs):
-    return problem_of("flash_attention", *call(*args, **kwargs))
+    """Of enough rows."""
+    return problem_of("flash_attention", *call(*args, **{"batch": 32} | kwargs))
 
 
 def launches(arrays, spec, config) -> list[Any]:
@@ -94,7 +95,8 @@ def configured(tile=TILE):
     "of, chosen",
     [
         (problem(**CAUSAL), True),
-        (problem(64, "float16", with_=("sinks", "segments"), logits_soft_cap=30.0, left=99, **CAUSAL), True),
+        (problem(64, "float16", with_=("sinks", "segments"), left=399, **CAUSAL), True),
+        (problem(64, with_=("sinks",), logits_soft_cap=30.0), True),
         (problem(256, with_=("rows",)), True),
         (problem(80), True),
         (problem(with_=("bias",)), False),
@@ -106,7 +108,7 @@ def configured(tile=TILE):
         (problem(dtype="float32"), False),
         (problem(64, values=128), False),
         (problem(90), False),
-        (problem(queries=255), False),
+        (problem(queries=127), False),
     ],
 )
 def test_where_it_is_chosen(of, chosen):
@@ -121,6 +123,23 @@ def test_where_it_is_chosen(of, chosen):
     assert all(triton.config_unsupported(config, of, HOPPER) is None for config in configs)
     assert all(from_dict(to_dict(config), triton.TritonConfig) == config for config in configs)
     assert bool(triton.remark(configs[0], of, HOPPER)) != chosen
+
+
+@needs_gluon
+def test_where_it_is_timed_and_no_default():
+    """Under a mask with little work for each program, and at narrow heads beside a soft cap; the same without a mask is its own."""
+    few = dict(batch=1, heads=8, kv_heads=8, queries=512, keys=512)
+    for of, alike in (
+        (problem(**few, **CAUSAL), problem(**few)),
+        (problem(64, batch=1, heads=8, kv_heads=8, queries=2048, keys=2048, **CAUSAL), problem(64, **few)),
+        (problem(64, logits_soft_cap=30.0, **CAUSAL), problem(64, logits_soft_cap=30.0)),
+    ):
+        first, second, *_ = triton.candidates(of, HOPPER)
+        assert first == triton.default_config(of, HOPPER) and not first.forward.hopper_programs
+        assert second.forward.hopper_programs == 132 and "measured" in triton.remark(first, of, HOPPER)
+        assert triton.config_unsupported(second, of, HOPPER) is None
+        assert not triton.adapted(second, of, HOPPER).forward.hopper_programs
+        assert triton.default_config(alike, HOPPER).forward.hopper_programs == 132
 
 
 @needs_gluon
@@ -181,7 +200,7 @@ def test_where_gluon_is_missing_known_tiles_of_the_backward_stay(monkeypatch):
     )
     fewer = dataclasses.replace(HOPPER, num_multiprocessors=78)
     assert triton.adapted(known, of, fewer).forward.hopper_programs == 78
-    assert not triton.adapted(known, problem(queries=128), HOPPER).forward.hopper_programs
+    assert not triton.adapted(known, problem(queries=127), HOPPER).forward.hopper_programs
     monkeypatch.setattr(
         tile_sizes, "gluon_unavailable", lambda device: "needs JAX 0.11.1 or newer, not 0.10.2"
     )

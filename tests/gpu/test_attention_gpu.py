@@ -183,13 +183,16 @@ _HOPPER = [
 
 
 def _on_hopper(arrays: AttentionArrays, spec: AttentionSpec) -> Any:
-    """The default configuration, if its forward is Hopper's."""
+    """The default configuration of calls with more rows: its forward is Hopper's."""
     problem = problem_of(OPERATION, arrays, spec)
     if (reason := tile_sizes.unfit(problem, device_facts())) is not None:
         pytest.skip(f"Hopper's kernel {reason}")
     config = default_config(arrays, spec)
-    assert config.forward.hopper_programs
-    return config
+    if config.forward.hopper_programs:
+        return config
+    # So few tiles are Triton's by default; the kernel is the same.
+    first = next(c for c in TRITON.load().candidates(problem, device_facts()) if c.forward.hopper_programs)
+    return dataclasses.replace(config, forward=first.forward)
 
 
 @pytest.mark.parametrize("n", range(len(_HOPPER)), ids=[case.name for case in _HOPPER])
@@ -222,14 +225,14 @@ def _wide(arrays: AttentionArrays) -> AttentionArrays:
 
 def test_hopper_under_transformations():
     """The public call, mapped, in a scan over layers and differentiated: one launch of the kernel that runs without them."""
-    case = Case(B=6, T=300, S=300, H=4, K=2, D=64, V=64, right=0, dtype="bfloat16")
+    case = Case(B=12, T=513, S=513, H=16, K=4, D=128, V=128, right=0, dtype="bfloat16")
     arrays, spec = make(case)
     _on_hopper(arrays, spec)
     attention = ejx.FlashAttention(causal=True, platform="triton")
     q, k, v = arrays[:3]
     assert "hopper_programs=132" in str(ejx.explain(attention, q, k, v))
     together = jax.jit(attention)(q, k, v)
-    split = [x.reshape(2, 3, *x.shape[1:]) for x in (q, k, v)]
+    split = [x.reshape(4, 3, *x.shape[1:]) for x in (q, k, v)]
     assert_same(together, jax.jit(jax.vmap(jax.vmap(attention)))(*split).reshape(together.shape))
 
     def layers(q, unrolled: bool):

@@ -128,12 +128,9 @@ def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> Trit
     fit, tiles = default_config(problem, device), {}
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
-        if tile.hopper_programs:
-            possible = _hopper_tiles(problem, device) if kernel == "forward" else [tile]
-            runs = lambda tile, kernel=kernel: (
-                config_unsupported(dataclasses.replace(fit, **{kernel: tile}), problem, device) is None
-            )
-            tiles[kernel] = next(filter(runs, possible), getattr(fit, kernel))
+        alone = dataclasses.replace(fit, **{kernel: tile})
+        if tile.hopper_programs and (kernel == "forward" or config_unsupported(alone, problem, device)):
+            tiles[kernel] = getattr(fit, kernel)
     return dataclasses.replace(config, **tiles)
 
 

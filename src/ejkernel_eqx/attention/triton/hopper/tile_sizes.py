@@ -10,8 +10,8 @@ from ....launch.sizes import padded
 
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
-LEAST_QUERIES = 256
-"""Queries from which on this kernel is used: fewer leave most of its programs without work."""
+LEAST_QUERIES = 128
+"""Queries from which on this kernel is used: fewer do not fill a tile."""
 _MULTIPROCESSORS = 132
 _MOST_SHARED = 232_448
 _MOST_NUMBERS = 2**31 - 1
@@ -37,6 +37,9 @@ _TILES: dict[int, tuple[Sizes, ...]] = {
 # By the queries of a tile: how long a tile of 128 keys takes; how many of them a tile of queries costs besides, and a tile of keys that is partly
 # hidden. From times of head dim 64 at 1,024 to 16,384 tokens; three groups of warps share each tile of keys, and more of theirs are partly hidden.
 _COSTS = {128: (1.0, 0.55, 0.25), 192: (1.21, 0.85, 0.5)}
+# By the padded head dim: how long programs must have work, in the same unit, for this kernel to be faster under a causal mask or a window. Smaller
+# tiles share less work more evenly, and start sooner. Without a mask it was faster even with a tile for every second program.
+_LEAST_TIME = {64: 24.0, 128: 10.0, 256: 10.0}
 _POSSIBLE = {
     64: ((128, 64), (128, 128), (192, 64), (192, 128)),
     128: ((128, 64), (128, 128)),
@@ -48,7 +51,7 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     """Tiles worth timing, best first, as the fields of a configuration."""
     if problem.dim("T") < LEAST_QUERIES or unfit(problem, device):
         return []
-    programs = device.num_multiprocessors or _MULTIPROCESSORS
+    programs = _programs(device)
     sizes = list(_TILES[_width(problem)])
     if problem.flag("segments"):  # beside which three consumers would spill
         sizes.sort(key=lambda size: size[0])
@@ -85,7 +88,18 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
     """Why Triton's kernel is the default, as a clause without its subject; empty if it is not."""
     if problem.dim("T") < LEAST_QUERIES:
         return f"is for {LEAST_QUERIES} queries or more"
-    return unfit(problem, device) or ""
+    if (reason := unfit(problem, device)) is not None:
+        return reason
+    width, is_masked = _width(problem), problem.flag("window") is not None
+    if width == 64 and is_masked and problem.flag("soft_cap"):
+        return "was measured to be slower with a mask and a soft cap at head dims up to 64"
+    if is_masked and _time_of((128, 128, 1), problem, _programs(device)) < _LEAST_TIME[width]:
+        return "was measured to be slower with so few tiles"
+    return ""
+
+
+def _programs(device: DeviceFacts) -> int:
+    return device.num_multiprocessors or _MULTIPROCESSORS
 
 
 def unfit(problem: Problem, device: DeviceFacts) -> str | None:
