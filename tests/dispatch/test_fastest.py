@@ -114,6 +114,21 @@ def test_the_nearest_shape_at_which_both_were_timed_decides_where_nothing_is_kno
         assert chosen(problem(100)).config == FastConfig(7)
 
 
+def test_times_of_the_nearest_device_decide_where_this_one_has_none():
+    entries = [
+        (platform, KEY, known(platform, both=ms))
+        for platform, ms in ((Platform.PALLAS, 1.5), (Platform.XLA, 1.0))
+    ]
+    borrowed = dataclasses.replace(take_snapshot(OPERATION), borrowed=tuple(entries))
+    for length in (64, 100):
+        taken = select(borrowed, problem(length))
+        assert (taken.platform, taken.ms) == (Platform.XLA, ())
+    learn(pallas=known(Platform.PALLAS, both=1.0), xla=known(Platform.XLA, both=1.2))
+    here = dataclasses.replace(take_snapshot(OPERATION), borrowed=tuple(entries))
+    assert select(here, problem(100)).platform is Platform.PALLAS
+    assert len({s.answers for s in (borrowed, here, take_snapshot(OPERATION))}) == 3
+
+
 def test_the_direction_that_is_asked_for_decides():
     learn(
         pallas=known(Platform.PALLAS, both=1.0, forward=1.0), xla=known(Platform.XLA, both=2.0, forward=0.5)
