@@ -30,6 +30,27 @@ WIDE = Mask.causal() & (Mask.sliding_window(1000) | Mask.global_tokens(100))
 BIG: dict[str, Any] = dict(batch=2, queries=8192, keys=8192, heads=16, kv_heads=16)
 
 
+def followed(
+    kernels: Any, table: np.ndarray, entries: np.ndarray, sizes: tuple[int, ...], stages: int, block_k: int
+) -> hopper_protocol.Program:
+    """The kernel's own control flow over the tiles of one program, with threads for its warps."""
+    (heads, queries, keys), anything = sizes, hopper_protocol.Anything()
+    size, tile = 64 * 64 * 2, block_k * 64 * 2
+    program = hopper_protocol.Program(kernels, 2, stages, query_places=2)
+    shared = dict(
+        buffers=program.buffers, barriers=program.barriers, list_ptr=hopper_protocol.Pointer(entries), schedule_ptr=hopper_protocol.Pointer(table),
+        T=queries, S=keys, CONSUMERS=2, H=heads, D=64, V=64, BLOCK_K=block_k, NUM_STAGES=stages,
+    )  # fmt: skip
+    loader = shared | dict(q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=1)
+    consumer = shared | dict(
+        staging=hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(2)), out_desc=anything, lse_ptr=anything, sinks_ptr=anything,
+        pattern_ptr=anything, bits_ptr=anything, offset=0, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, LEFT=-1, RIGHT=-1, SINKS=False,
+        BITS=0,
+    )  # fmt: skip
+    program.run(loader, consumer)
+    return program
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_every_product_reads_what_it_should(seed):
     """As the test of the dense kernel: of every tile of queries all entries in order, and the one past the end for a list without entries."""
@@ -48,20 +69,7 @@ def test_every_product_reads_what_it_should(seed):
             [h * count + m, begin, begin + int(rng.integers(0, length + 1)), begin + length, 0, 0, 0, 0]
         )
     table = np.array([*records, [-1] + [0] * 7])[:, None]
-    size, tile = 64 * 64 * 2, block_k * 64 * 2
-    program = hopper_protocol.Program(kernels, 2, stages, query_places=2)
-    anything = hopper_protocol.Anything()
-    shared = dict(
-        buffers=program.buffers, barriers=program.barriers, list_ptr=hopper_protocol.Pointer(entries), schedule_ptr=hopper_protocol.Pointer(table),
-        T=queries, S=keys, CONSUMERS=2, H=heads, D=64, V=64, BLOCK_K=block_k, NUM_STAGES=stages,
-    )  # fmt: skip
-    loader = shared | dict(q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=1)
-    consumer = shared | dict(
-        staging=hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(2)), out_desc=anything, lse_ptr=anything, sinks_ptr=anything,
-        pattern_ptr=anything, bits_ptr=anything, offset=0, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, LEFT=-1, RIGHT=-1, SINKS=False,
-        BITS=0,
-    )  # fmt: skip
-    program.run(loader, consumer)
+    program = followed(kernels, table, entries, (heads, queries, keys), stages, block_k)
     for w in range(2):
         rows = [(t // count, t % count * 128 + w * 64) for t, *_ in records]
         seen = [which[t // count][t % count].tolist() or [others] for t, *_ in records]
@@ -144,6 +152,19 @@ def check_seen(found: Any, expected: np.ndarray, shape: Shape) -> None:
     repeated = tiles.any(2).repeat(shape.block_k, -1)[..., :s]
     read = np.moveaxis(np.asarray(repeated.reshape(seen.shape).any(2)), 1, 2)
     assert (keys | ~read).all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.3])
+def test_programs_end_whatever_lists_the_device_builds(share):
+    """Of maps in arrays, each batch row's and head's own: lists may be empty, the last one of a program, too."""
+    kernels = pytest.importorskip("ejkernel_eqx.attention.triton.hopper.listed_kernel", exc_type=ImportError)
+    table = np.random.default_rng(0).random((2, H, 4, 4)) < share
+    arrays, spec = resolved(Mask.from_blocks(jnp.asarray(table), 64), 250, 250)
+    found = lists.listed(arrays, spec, Shape(250, 250, 128, 64), 2, 3)
+    for program in range(3):
+        mine = np.asarray(found.schedule)[:, program].copy()[:, None]
+        stored = followed(kernels, mine, np.asarray(found.entries), (H, 250, 250), 2, 64).stored
+        assert len(stored[0]) == len(stored[1]) == (mine[..., 0] >= 0).sum()
 
 
 @pytest.mark.parametrize("heads", [1, H])
