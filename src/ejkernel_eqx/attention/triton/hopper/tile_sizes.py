@@ -86,7 +86,7 @@ def problem_unfit(problem: Problem) -> str | None:
 def config_unfit(kernel: str, tile: Any, problem: Problem, device: DeviceFacts) -> str | None:
     """Why a configuration cannot have the tile for the kernel, as a clause without its subject; shared memory is not checked."""
     if kernel != "forward":
-        return "has no kernel: only the forward has"
+        return "has no kernel of its own"
     return unfit(problem, device) or tile_unfit(tile, problem)
 
 

@@ -1,0 +1,96 @@
+"""When Hopper's backward kernel is used, with which tiles, and why not."""
+
+from typing import Any
+
+from ....dispatch import DeviceFacts, Problem
+from ....launch import gluon_unavailable
+from ....launch.sizes import padded
+from . import tile_sizes
+
+BLOCK_K = 128
+"""Keys of a program."""
+_CACHED_BYTES = 32 * 2**20
+_WRITERS = 2
+
+# Queries and stages by the padded head dim; best first.
+_TILES: dict[int, tuple[tuple[int, int], ...]] = {64: ((64, 2), (128, 2), (64, 3)), 128: ((64, 2),)}
+PREFERRED: frozenset[int] = frozenset()
+"""Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
+
+
+def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
+    """Tiles worth timing, best first, as the fields of a configuration."""
+    if problem.dim("T") < tile_sizes.LEAST_QUERIES or unfit(problem, device):
+        return []
+    return [(q, BLOCK_K, 4, stages, 0, 1) for q, stages in _TILES[_width(problem)]]
+
+
+def not_chosen(problem: Problem, device: DeviceFacts) -> str:
+    """Why Triton's kernels are the default, as a clause without its subject; empty if they are not."""
+    if problem.dim("T") < tile_sizes.LEAST_QUERIES:
+        return f"is for {tile_sizes.LEAST_QUERIES} queries or more"
+    if (reason := unfit(problem, device)) is not None:
+        return reason
+    return "" if _width(problem) in PREFERRED else "was not measured to be faster: the tuner times both"
+
+
+def unfit(problem: Problem, device: DeviceFacts) -> str | None:
+    """Why the kernel cannot run the problem on the device, as a clause without its subject; `None` if it can."""
+    return gluon_unavailable(device) or problem_unfit(problem)
+
+
+def problem_unfit(problem: Problem) -> str | None:
+    """The same for any device."""
+    if (reason := tile_sizes.problem_unfit(problem)) is not None:
+        return reason
+    if problem.flag("soft_cap"):
+        return "takes no soft cap"
+    if _width(problem) not in _TILES:
+        return f"takes head dims up to {max(_TILES)}, not {problem.dim('D')}"
+    return None
+
+
+def config_unfit(tile: Any, problem: Problem, device: DeviceFacts) -> str | None:
+    """Why a configuration cannot have the tile, as a clause without its subject; shared memory is not checked."""
+    return unfit(problem, device) or tile_unfit(tile, problem)
+
+
+def tile_unfit(tile: Any, problem: Problem) -> str | None:
+    """The same for a tile on any device."""
+    if tile.num_warps != 4:
+        return f"has num_warps=4, not {tile.num_warps}"
+    if tile.num_stages < 2:
+        return "has at least 2 stages, not 1"
+    if tile.block_k != BLOCK_K or tile.block_q not in {q for q, _ in _TILES[_width(problem)]}:
+        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {_width(problem)}"
+    return None
+
+
+def shared_memory(tile: Any, problem: Problem) -> int:
+    """The bytes that a program takes: keys and values, stages of queries and cotangents with their terms, gradients of the scores twice, parts of
+    `dq`, barriers."""
+    width = _width(problem)
+    streamed = 2 * tile.num_stages * tile.block_q * (width * 2 + 4)
+    scores, parts = 2 * BLOCK_K * tile.block_q * 2, _WRITERS * 2 * 64 * 64 * 4
+    return 2 * BLOCK_K * width * 2 + streamed + scores + parts + 1024
+
+
+def check(tile: Any, problem: Problem, second_part: bool) -> None:
+    """`ValueError` if a configuration has Hopper's kernel for a call that it cannot run; `second_part`: whether keys have one."""
+    reason = problem_unfit(problem) or tile_unfit(tile, problem)
+    if second_part:
+        reason = "takes no keys with a second part"
+    if reason is not None:
+        raise ValueError(
+            f"config: expected hopper_programs=0 in key_gradient, received {tile.hopper_programs}: Hopper's kernel {reason}."
+        )
+
+
+def together(queries: int, heads: int, width: int) -> int:
+    """How many key heads of how many batch rows run together: those whose queries, cotangents and float32 gradients fit the L2 cache."""
+    most = max(1, _CACHED_BYTES // (max(queries, 1) * heads * width * 8))
+    return 1 << min(most.bit_length() - 1, 6)
+
+
+def _width(problem: Problem) -> int:
+    return padded(problem.dim("D"), tile_sizes.NARROWEST)
