@@ -13,7 +13,7 @@ _CACHED_BYTES = 32 * 2**20
 _WRITERS = 2
 
 # Queries and stages by the padded head dim; best first.
-_TILES: dict[int, tuple[tuple[int, int], ...]] = {64: ((64, 2), (128, 2), (64, 3)), 128: ((64, 2),)}
+_TILES: dict[int, tuple[tuple[int, int], ...]] = {64: ((128, 2),), 128: ((64, 2),)}
 PREFERRED: frozenset[int] = frozenset()
 """Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
 
