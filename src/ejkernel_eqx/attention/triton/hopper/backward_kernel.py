@@ -127,7 +127,7 @@ def _place(e, span, hi, G: gl.constexpr):
 def _consumer(buffers, barriers, out_descs, pointers, bounds, W: gl.constexpr, sizes: gl.constexpr, flags: gl.constexpr):
     """Sums `dk` and `dv` of keys `64 W` to `64 W + 63` of the tile, and computes its part of every `dq`."""
     ks, vs, qs, dos, lses, deltas, dss, dqs = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty = barriers
+    kv_full, q_full, do_full, empty, dq_full, dq_empty = barriers
     dk_desc, dv_desc = out_descs
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr = pointers
     n, b, g, lo, full_lo, full_hi, hi, T, S, offset = bounds
@@ -185,8 +185,7 @@ def _consumer(buffers, barriers, out_descs, pointers, bounds, W: gl.constexpr, s
         dq = _part(dss, e, ks, gl.zeros([64, 64], gl.float32, part_layout), 0, W, False, D, BLOCK_Q)
         dq = _part(dss, e, ks, dq, 1, W, True, D, BLOCK_Q)
         dq, dk, dv = warpgroup_mma_wait(0, deps=[dq, dk, dv])
-        mbarrier.arrive(q_empty.index(at), count=1)
-        mbarrier.arrive(do_empty.index(at), count=1)
+        mbarrier.arrive(empty.index(at), count=1)
         mbarrier.wait(dq_empty.index(e % WRITERS), ((e // WRITERS) & 1) ^ 1)
         dqs.index((e % WRITERS) * CONSUMERS + W).reshape([64, 64]).store(dq)
         fence_async_shared()
@@ -244,7 +243,7 @@ def _writer(dqs, dq_full, dq_empty, dq_desc, turns_ptr, order_ptr, bounds, W: gl
 def _loader(buffers, barriers, descs, bounds, sizes: gl.constexpr):
     """Loads the keys and values once, and the queries and their cotangents as far ahead as there are stages."""
     ks, vs, qs, dos, lses, deltas, _, _ = buffers
-    kv_full, q_full, q_empty, do_full, do_empty, _, _ = barriers
+    kv_full, q_full, do_full, empty, _, _ = barriers
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
     n, b, g, lo, _, _, hi, _, _, _ = bounds
     H: gl.constexpr = sizes[0]
@@ -261,13 +260,11 @@ def _loader(buffers, barriers, descs, bounds, sizes: gl.constexpr):
     span = hi - lo
     for e in range(span * G):
         at = e % NUM_STAGES
-        free = ((e // NUM_STAGES) & 1) ^ 1
         head, m = _place(e, span, hi, G)
-        mbarrier.wait(q_empty.index(at), free)
+        mbarrier.wait(empty.index(at), ((e // NUM_STAGES) & 1) ^ 1)
         mbarrier.expect(q_full.index(at), BLOCK_Q * (D * 2 + 4))
         tma.async_copy_global_to_shared(q_desc, [b, g * G + head, m * BLOCK_Q, 0], q_full.index(at), qs.index(at))
         tma.async_copy_global_to_shared(lse_desc, [b * H + g * G + head, m * BLOCK_Q], q_full.index(at), lses.index(at))
-        mbarrier.wait(do_empty.index(at), free)
         mbarrier.expect(do_full.index(at), BLOCK_Q * (D * 2 + 4))
         tma.async_copy_global_to_shared(do_desc, [b, g * G + head, m * BLOCK_Q, 0], do_full.index(at), dos.index(at))
         tma.async_copy_global_to_shared(delta_desc, [b * H + g * G + head, m * BLOCK_Q], do_full.index(at), deltas.index(at))
@@ -316,11 +313,11 @@ def hopper_backward_kernel(
     dss = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, KEYS_EACH, BLOCK_Q], ds_layout)
     dqs = _tiles_of(gl.float32, WRITERS * CONSUMERS, 64, 64)
     kv_full, _ = _barriers_of(1, 1)
-    q_full, q_empty = _barriers_of(NUM_STAGES, CONSUMERS)
-    do_full, do_empty = _barriers_of(NUM_STAGES, CONSUMERS)
+    q_full, empty = _barriers_of(NUM_STAGES, CONSUMERS)
+    do_full, _ = _barriers_of(NUM_STAGES, CONSUMERS)
     dq_empty, dq_full = _barriers_of(WRITERS, CONSUMERS)
     buffers = (ks, vs, qs, dos, lses, deltas, dss, dqs)
-    barriers = (kv_full, q_full, q_empty, do_full, do_empty, dq_full, dq_empty)
+    barriers = (kv_full, q_full, do_full, empty, dq_full, dq_empty)
     pointers = (q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
     gl.warp_specialize([
         (_consumer, (buffers, barriers, (dk_desc, dv_desc), pointers, bounds, 0, sizes, flags)),
