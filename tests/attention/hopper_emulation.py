@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tests.attention.hopper_protocol import LIMIT
+from tests.attention.hopper_protocol import Barrier, LIMIT
 
 _HELPERS = (
     "_consumer _writer _loader _hidden _scores _part _place _described _barriers_of _tiles_of _await_turn program query_tiles"
@@ -46,31 +46,6 @@ class Pointer:
         return Pointer(self.array, self.at + more)
 
 
-class Barrier:
-    """Phases end when all arrivals and all bytes are there; a wait sees only whether their number is odd."""
-
-    def __init__(self) -> None:
-        self.changed, self.count = threading.Condition(), 0
-
-    def init(self, count: int) -> None:
-        self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
-
-    def arrive(self, arrivals: int = 1, more_bytes: int = 0) -> None:
-        with self.changed:
-            self.pending -= arrivals
-            self.bytes += more_bytes
-            assert self.pending >= 0, "more arrivals than a phase has"
-            if self.pending == 0 and self.bytes == 0:
-                self.pending, self.phase = self.count, self.phase + 1
-                self.changed.notify_all()
-
-    def wait(self, parity: int, pred: Any = True) -> None:
-        if pred:
-            with self.changed:
-                done = self.changed.wait_for(lambda: (self.phase - 1) % 2 == parity, LIMIT)
-            assert done, "a wait without end"
-
-
 class Shared:
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, array.dtype
@@ -82,8 +57,8 @@ class Shared:
         return Shared(self.array[(slice(None),) * dim + (slice(start, start + length),)])
 
     def reshape(self, shape: Any) -> "Shared":
-        view = self.array.view()
-        view.shape = tuple(shape)  # never a copy
+        view = self.array.reshape(tuple(shape))
+        assert np.shares_memory(view, self.array)
         return Shared(view)
 
     def permute(self, order: Any) -> "Shared":
@@ -185,14 +160,14 @@ class Device:
             self.world = dict(
                 gl=number, tl=number, fence_async_shared=lambda: None, _meet=lambda: self.met.wait(LIMIT), KEYS_EACH=64, CONSUMERS=2, WRITERS=2,
                 mbarrier=types.SimpleNamespace(
-                    MBarrierLayout=lambda: Barriers, init=lambda b, count: b.init(count), wait=lambda b, parity, pred=True: b.wait(parity, pred),
+                    MBarrierLayout=lambda: Barriers, init=lambda b, count: b.__init__(count), wait=lambda b, parity: b.wait(parity),
                     arrive=lambda b, count: b.arrive(count), expect=lambda b, size: b.arrive(1, size)),
                 tma=types.SimpleNamespace(
                     make_tensor_descriptor=lambda ptr, shape, strides, block, layout: Descriptor(ptr, shape, strides, block),
                     async_copy_global_to_shared=lambda desc, at, barrier, buffer: desc.load(at, barrier, buffer),
                     async_copy_shared_to_global=lambda desc, at, buffer: desc.store(at, buffer), store_wait=lambda n: None),
                 warpgroup_mma=self._product, warpgroup_mma_wait=self._await, _add=lambda desc, at, buffer: desc.store(at, buffer, True),
-                _turn=None, _await_turn=_check_turn, _end_turn=_end_turn,
+                _await_turn=_check_turn, _end_turn=_end_turn,
             )  # fmt: skip
             for name in _HELPERS.split():
                 if name != "_await_turn":
@@ -245,7 +220,7 @@ class _NoLayout:
 
 def _allocated(dtype: Any, shape: Any, layout: Any) -> Any:
     if layout is Barriers:
-        return Barriers(Barrier() for _ in range(shape[0]))
+        return Barriers(Barrier(1) for _ in range(shape[0]))
     return Shared(np.full(shape, np.nan, dtype))
 
 

@@ -70,7 +70,7 @@ def gradients(
 def turns_of(tiles: Array, count: int) -> tuple[Array, Array]:
     """How many tiles of keys that see a tile of queries come before one, `[B, tiles of keys, count]`, and whether any sees it, `[B, count]`; from
     the bounds `[B, tiles of keys, 4]` of the tiles of queries of each tile of keys."""
-    m = jnp.arange(count, dtype=jnp.int32)
+    m = jnp.arange(count, dtype=jnp.int32)[None, None]
     sees = (tiles[:, :, :1] <= m) & (m < tiles[:, :, 3:])
     seen = jnp.cumsum(sees, axis=1, dtype=jnp.int32)
-    return seen - sees, sees.any(1)
+    return seen - sees.astype(jnp.int32), sees.any(1)
