@@ -12,9 +12,7 @@ import numpy as np
 
 from tests.attention.hopper_protocol import Barrier, LIMIT
 
-_HELPERS = (
-    "_consumer _writer _loader _hidden _scores _part _place _described _barriers_of _tiles_of _await_turn program query_tiles"
-)
+_HELPERS = """_consumer _writer _loader _hidden _scores _part _place _products _half _described _barriers_of _tiles_of program query_tiles""".split()
 
 
 class Tensor(np.ndarray):
@@ -137,7 +135,7 @@ class Device:
         for before, after in launch.aliases.items():
             arrays[after] = arrays[before].copy()
         named = {name: Pointer(x) for name, x in arrays.items()} | launch.scalars | launch.constants
-        kernel, self.programs = self._plain("hopper_backward_kernel"), launch.grid[0]
+        kernel, self.programs = self._plain(launch.function.fn.__name__), launch.grid[0]
         for self.program in range(self.programs):
             kernel(**named)
         return {name: jnp.asarray(arrays[name]) for name in launch.outputs}
@@ -158,7 +156,7 @@ class Device:
                 NVMMASharedLayout=_NoLayout,
             )  # fmt: skip
             self.world = dict(
-                gl=number, tl=number, fence_async_shared=lambda: None, _meet=lambda: self.met.wait(LIMIT), KEYS_EACH=64, CONSUMERS=2, WRITERS=2,
+                gl=number, tl=number, fence_async_shared=lambda: None, _meet=lambda: self.met.wait(LIMIT), KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128,
                 mbarrier=types.SimpleNamespace(
                     MBarrierLayout=lambda: Barriers, init=lambda b, count: b.__init__(count), wait=lambda b, parity: b.wait(parity),
                     arrive=lambda b, count: b.arrive(count), expect=lambda b, size: b.arrive(1, size)),
@@ -169,12 +167,11 @@ class Device:
                 warpgroup_mma=self._product, warpgroup_mma_wait=self._await, _add=lambda desc, at, buffer: desc.store(at, buffer, True),
                 _await_turn=_check_turn, _end_turn=_end_turn,
             )  # fmt: skip
-            for name in _HELPERS.split():
-                if name != "_await_turn":
-                    self.world[name] = self._plain(name)
-            for name in _HELPERS.split():  # which know one another now
-                if name != "_await_turn":
-                    self.world[name].__globals__.update(self.world)
+            found = [name for name in _HELPERS if hasattr(self.kernels, name)]
+            for name in found:
+                self.world[name] = self._plain(name)
+            for name in found:  # which know one another now
+                self.world[name].__globals__.update(self.world)
         return self.world
 
     def _specialised(self, parts: Any, warps: Any, registers: Any) -> None:

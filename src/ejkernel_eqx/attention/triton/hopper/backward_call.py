@@ -23,12 +23,14 @@ def gradients(
     """`dq`, `dk` and `dv`. `rows`: the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`; `empty [B, H, T]`: queries that
     see no key."""
     from .backward_kernel import hopper_backward_kernel
+    from .wide_backward_kernel import hopper_wide_backward_kernel
 
     (batch, queries, heads, dim), (keys, kv_heads) = arrays.q.shape, arrays.k.shape[1:3]
     do, lse, delta = rows
     q, k, v, width = arrays.q, arrays.k, arrays.v, padded(dim, tile_sizes.NARROWEST)
-    block_k = backward_tiles.BLOCK_K
+    block_k, wide = tile.block_k, width > backward_tiles.WIDEST
     count = cdiv(queries, tile.block_q)
+    turns = (batch, heads, count, 2) if wide else (batch, heads, count)
     tiles = order = visited = None
     if arrays.rows is not None or arrays.q_segments is not None:
         # The kernel reads whole tiles. What is not seen can be anything, and 0 * NaN is NaN.
@@ -40,10 +42,10 @@ def gradients(
         order, visited = turns_of(tiles, count)
     past = ((0, 0), (0, 0), (0, count * tile.block_q - queries))
     results = launch(
-        hopper_backward_kernel,
+        hopper_wide_backward_kernel if wide else hopper_backward_kernel,
         tile,
         {
-            "turns": result(batch, heads, count, dtype=jnp.int32),
+            "turns": result(*turns, dtype=jnp.int32),
             "dq": result(*q.shape),
             "dk": result_like(k),
             "dv": result_like(v),
@@ -51,7 +53,7 @@ def gradients(
         cdiv(keys, block_k) * batch * kv_heads,
         {
             "q": q, "k": k, "v": v, "do": do, "lse": jnp.pad(lse, past, constant_values=jnp.inf), "delta": jnp.pad(delta, past), "tiles": tiles,
-            "order": order, "no_turns": jnp.zeros((batch, heads, count), jnp.int32),
+            "order": order, "no_turns": jnp.zeros(turns, jnp.int32),
         },
         aliases={"no_turns": "turns"},
         B=batch,

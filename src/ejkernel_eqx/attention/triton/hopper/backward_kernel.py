@@ -235,8 +235,9 @@ def _writer(dqs, dq_full, dq_empty, dq_desc, turns_ptr, order_ptr, bounds, W: gl
                 tma.async_copy_shared_to_global(dq_desc, [b, h, row, column], dqs.index(W * CONSUMERS + part))
             else:
                 _add(dq_desc, [b, h, row, column], dqs.index(W * CONSUMERS + part))
-        _end_turn(turn_ptr, turn)
+        tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(W), count=1)
+        _end_turn(turn_ptr, turn)
 
 
 @gluon.jit

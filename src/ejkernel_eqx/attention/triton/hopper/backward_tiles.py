@@ -1,4 +1,4 @@
-"""When Hopper's backward kernel is used, with which tiles, and why not."""
+"""When one of Hopper's backward kernels is used, with which tiles, and why not."""
 
 from typing import Any
 
@@ -7,13 +7,12 @@ from ....launch import gluon_unavailable
 from ....launch.sizes import padded
 from . import tile_sizes
 
-BLOCK_K = 128
-"""Keys of a program."""
+WIDEST = 128
+"""Channels of the first kernel; for more there is another one."""
 _CACHED_BYTES = 32 * 2**20
-_WRITERS = 2
 
-# Queries and stages by the padded head dim; best first.
-_TILES: dict[int, tuple[tuple[int, int], ...]] = {64: ((128, 2),), 128: ((64, 2),)}
+# Queries, keys, stages by the padded head dim; best first.
+_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {64: ((128, 128, 2),), 128: ((64, 128, 2),), 256: ((64, 64, 1),)}
 PREFERRED: frozenset[int] = frozenset()
 """Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
 
@@ -22,7 +21,7 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     """Tiles worth timing, best first, as the fields of a configuration."""
     if problem.dim("T") < tile_sizes.LEAST_QUERIES or unfit(problem, device):
         return []
-    return [(q, BLOCK_K, 4, stages, 0, 1) for q, stages in _TILES[_width(problem)]]
+    return [(q, k, 4, stages, 0, 1) for q, k, stages in _TILES[_width(problem)]]
 
 
 def not_chosen(problem: Problem, device: DeviceFacts) -> str:
@@ -45,8 +44,6 @@ def problem_unfit(problem: Problem) -> str | None:
         return reason
     if problem.flag("soft_cap"):
         return "takes no soft cap"
-    if _width(problem) not in _TILES:
-        return f"takes head dims up to {max(_TILES)}, not {problem.dim('D')}"
     return None
 
 
@@ -59,10 +56,10 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
     """The same for a tile on any device."""
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
-    if tile.num_stages < 2:
-        return "has at least 2 stages, not 1"
-    if tile.block_k != BLOCK_K or tile.block_q not in {q for q, _ in _TILES[_width(problem)]}:
+    if (tile.block_q, tile.block_k) not in {size[:2] for size in _TILES[_width(problem)]}:
         return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {_width(problem)}"
+    if (tile.num_stages == 1) != (_width(problem) > WIDEST):
+        return f"does not have {tile.num_stages} stages at head dims of {_width(problem)}"
     return None
 
 
@@ -71,8 +68,10 @@ def shared_memory(tile: Any, problem: Problem) -> int:
     `dq`, barriers."""
     width = _width(problem)
     streamed = 2 * tile.num_stages * tile.block_q * (width * 2 + 4)
-    scores, parts = 2 * BLOCK_K * tile.block_q * 2, _WRITERS * 2 * 64 * 64 * 4
-    return 2 * BLOCK_K * width * 2 + streamed + scores + parts + 1024
+    scores, parts = 2 * tile.block_k * tile.block_q * 2, 65536
+    if width > WIDEST:  # and the weights
+        scores *= 2
+    return 2 * tile.block_k * width * 2 + streamed + scores + parts + 1024
 
 
 def check(tile: Any, problem: Problem, second_part: bool) -> None:
