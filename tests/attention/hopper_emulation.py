@@ -1,4 +1,4 @@
-"""Hopper's backward kernel as plain Python on NumPy arrays: its groups of warps are threads. So its numbers and its barriers are tested without a GPU.
+"""Hopper's backward kernels as plain Python on NumPy arrays: groups of warps are threads. So numbers and barriers are tested without a GPU.
 
 Products take place when they are awaited, as late as they may, and copies when they begin: whoever frees or fills a buffer too early changes results.
 Shared memory is NaN before it is written. Layouts, and what orders memory between threads, are not emulated."""
@@ -88,14 +88,18 @@ class Descriptor:
         for axis, (first, size, stride, length) in enumerate(
             zip(at, self.shape, self.strides, self.block, strict=True)
         ):
-            index = (first + np.arange(length)).reshape([-1 if a == axis else 1 for a in range(len(self.block))])
+            index = (first + np.arange(length)).reshape(
+                [-1 if a == axis else 1 for a in range(len(self.block))]
+            )
             where, inside = where + index * stride, inside & (index >= 0) & (index < size)
         return where, inside
 
     def load(self, at: Any, barrier: Barrier, buffer: Shared) -> None:
         where, inside = self.places(at)
         assert buffer.array.shape == tuple(self.block)
-        buffer.array[...] = np.where(inside, self.flat[np.where(inside, where, 0)], np.zeros((), self.flat.dtype))
+        buffer.array[...] = np.where(
+            inside, self.flat[np.where(inside, where, 0)], np.zeros((), self.flat.dtype)
+        )
         barrier.arrive(0, -buffer.array.nbytes)
 
     def store(self, at: Any, buffer: Shared, add: bool = False) -> None:
@@ -136,36 +140,40 @@ class Device:
             arrays[after] = arrays[before].copy()
         named = {name: Pointer(x) for name, x in arrays.items()} | launch.scalars | launch.constants
         kernel, self.programs = self._plain(launch.function.fn.__name__), launch.grid[0]
-        for self.program in range(self.programs):
+        for program in range(self.programs):
+            self.program = program
             kernel(**named)
         return {name: jnp.asarray(arrays[name]) for name in launch.outputs}
 
     def _plain(self, name: str) -> Any:
         plain = getattr(self.kernels, name).fn
-        return types.FunctionType(plain.__code__, plain.__globals__ | self._world(), name, plain.__defaults__, plain.__closure__)
+        return types.FunctionType(
+            plain.__code__, plain.__globals__ | self._world(), name, plain.__defaults__, plain.__closure__
+        )
 
     def _world(self) -> dict[str, Any]:
         if not hasattr(self, "world"):
-            number = types.SimpleNamespace(
-                minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, program_id=lambda axis: self.program,
-                num_programs=lambda axis: self.programs, static_range=range, constexpr=Any, float32=np.dtype(np.float32), int64=np.dtype(np.int64),
+            language = types.SimpleNamespace(
+                minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, program_id=lambda axis: self.program, constexpr=Any,
+                num_programs=lambda axis: self.programs, static_range=range, float32=np.dtype(np.float32), int64=np.dtype(np.int64),
                 arange=lambda a, b, layout: tensor(np.arange(a, b)), zeros=lambda shape, dtype, layout: tensor(np.zeros(shape, dtype)),
-                to_tensor=Number, where=lambda c, x, y: tensor(np.where(c, x, np.asarray(y, getattr(x, "dtype", y.dtype if hasattr(y, "dtype") else None)))), exp2=np.exp2, expand_dims=np.expand_dims,
-                convert_layout=lambda x, layout: x, allocate_shared_memory=_allocated, warp_specialize=self._specialised,
+                to_tensor=Number, where=_where, exp2=np.exp2, expand_dims=np.expand_dims, convert_layout=lambda x, layout: x,
+                allocate_shared_memory=_allocated, warp_specialize=self._specialised, NVMMASharedLayout=_NoLayout,
                 **dict.fromkeys("NVMMADistributedLayout DotOperandLayout SliceLayout".split(), lambda *_: None),
-                NVMMASharedLayout=_NoLayout,
+            )  # fmt: skip
+            barriers = types.SimpleNamespace(
+                MBarrierLayout=lambda: Barriers, init=lambda b, count: b.__init__(count), wait=lambda b, parity: b.wait(parity),
+                arrive=lambda b, count: b.arrive(count), expect=lambda b, size: b.arrive(1, size),
+            )  # fmt: skip
+            copies = types.SimpleNamespace(
+                make_tensor_descriptor=lambda ptr, shape, strides, block, layout: Descriptor(ptr, shape, strides, block),
+                async_copy_global_to_shared=lambda desc, at, barrier, buffer: desc.load(at, barrier, buffer),
+                async_copy_shared_to_global=lambda desc, at, buffer: desc.store(at, buffer), store_wait=lambda n: None,
             )  # fmt: skip
             self.world = dict(
-                gl=number, tl=number, fence_async_shared=lambda: None, _meet=lambda: self.met.wait(LIMIT), KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128,
-                mbarrier=types.SimpleNamespace(
-                    MBarrierLayout=lambda: Barriers, init=lambda b, count: b.__init__(count), wait=lambda b, parity: b.wait(parity),
-                    arrive=lambda b, count: b.arrive(count), expect=lambda b, size: b.arrive(1, size)),
-                tma=types.SimpleNamespace(
-                    make_tensor_descriptor=lambda ptr, shape, strides, block, layout: Descriptor(ptr, shape, strides, block),
-                    async_copy_global_to_shared=lambda desc, at, barrier, buffer: desc.load(at, barrier, buffer),
-                    async_copy_shared_to_global=lambda desc, at, buffer: desc.store(at, buffer), store_wait=lambda n: None),
-                warpgroup_mma=self._product, warpgroup_mma_wait=self._await, _add=lambda desc, at, buffer: desc.store(at, buffer, True),
-                _await_turn=_check_turn, _end_turn=_end_turn,
+                gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None, _meet=lambda: self.met.wait(LIMIT),
+                KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128, warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
+                _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_check_turn, _end_turn=_end_turn,
             )  # fmt: skip
             found = [name for name in _HELPERS if hasattr(self.kernels, name)]
             for name in found:
@@ -228,6 +236,11 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
     return tensor(np.where(mask, flat[np.where(mask, at, 0)], other))
 
 
+def _where(seen: Any, x: Any, y: Any) -> Tensor:
+    dtype = next(value.dtype for value in (x, y) if hasattr(value, "dtype"))
+    return tensor(np.where(seen, x, y).astype(dtype))
+
+
 def _check_turn(pointer: Pointer, turn: int) -> None:
     flat = pointer.array.reshape(-1)
     assert flat[pointer.at] == turn, "a turn that nobody before gives"
@@ -235,5 +248,3 @@ def _check_turn(pointer: Pointer, turn: int) -> None:
 
 def _end_turn(pointer: Pointer, turn: int) -> None:
     pointer.array.reshape(-1)[pointer.at] = turn + 1
-
-

@@ -11,6 +11,7 @@ import pytest
 
 from ejkernel_eqx.attention.core import problem_of
 from ejkernel_eqx.launch import compile_ahead, gluon_unavailable
+from ejkernel_eqx.launch.sizes import padded
 from tests.attention import hopper_emulation
 from tests.attention.cases import Case, make, poison
 from tests.attention.test_hopper import _waits, call, CAUSAL, problem, TRITON
@@ -26,7 +27,7 @@ HOPPER = DEVICES["sm_90"]
 _MISSING = gluon_unavailable(HOPPER)
 needs_gluon = pytest.mark.skipif(_MISSING is not None, reason=f"Hopper's kernel {_MISSING}")
 TILE = triton.TileConfig(64, 128, 4, 2, 0, 1)
-TILES = {64: triton.TileConfig(128, 128, 4, 2, 0, 1), 128: TILE}
+TILES = {64: triton.TileConfig(128, 128, 4, 2, 0, 1), 128: TILE, 256: triton.TileConfig(64, 64, 4, 1, 0, 1)}
 
 
 def configured(tile: Any = TILE) -> Any:
@@ -57,7 +58,8 @@ def launches(arrays: Any, spec: Any, config: Any) -> list[Any]:
         (problem(**CAUSAL), True),
         (problem(64, "float16", with_=("sinks", "segments"), left=99, **CAUSAL), True),
         (problem(80, with_=("rows",)), True),
-        (problem(256), False),
+        (problem(256), True),
+        (problem(block_size=(128, 128)), False),
         (problem(logits_soft_cap=30.0), False),
         (problem(with_=("bias",)), False),
         (problem(with_=("mask",)), False),
@@ -97,10 +99,10 @@ def test_shared_memory():
     [
         (call(with_=("bias",)), TILE, "bias"),
         (call(logits_soft_cap=20.0), TILE, "soft cap"),
-        (call(256), TILE, "256"),
+        (call(256), TILE, "64x128 at head dims of 256"),
         (call(64), TILE, "64x128 at head dims of 64"),
         (call(), dataclasses.replace(TILE, block_q=128), "128x128"),
-        (call(), dataclasses.replace(TILE, num_stages=1), "2 stages"),
+        (call(), dataclasses.replace(TILE, num_stages=1), "1 stages"),
         (call(), dataclasses.replace(TILE, num_warps=8), "num_warps"),
     ],
 )
@@ -133,6 +135,9 @@ EMULATED = {
     "packed": Case(**ODD, rows="packed"),
     "scattered": Case(**ODD | dict(T=300), rows="scattered"),
     "segments and sinks": Case(**ODD | dict(B=2), segments=True, sinks="BH"),
+    "causal 256": Case(**ODD | dict(T=150, S=150, D=256, V=256), right=0),
+    "window 192": Case(**ODD | dict(T=150, S=250, D=192, V=160), left=70, right=10, offset=90),
+    "segments 256": Case(**ODD | dict(T=150, S=130, D=256, V=256, B=2), segments=True),
     "segments 64": Case(**ODD | dict(S=390, D=64, V=64, B=2), segments=True, right=0, offset=190),
 }
 
@@ -143,15 +148,14 @@ EMULATED = {
 )  # fmt: skip
 def test_gradients(case):
     """The kernel's own code, with threads for its warps; NaN in what is hidden changes nothing."""
-    kernels = pytest.importorskip(
-        "ejkernel_eqx.attention.triton.hopper.backward_kernel", exc_type=ImportError
-    )
+    module = "wide_backward_kernel" if case.D > 128 else "backward_kernel"
+    kernels = pytest.importorskip(f"ejkernel_eqx.attention.triton.hopper.{module}", exc_type=ImportError)
     case = dataclasses.replace(case, dtype="bfloat16")
     arrays, spec = make(case)
     dout, dlse = cotangents(case)
     expected = run_reference(arrays, dout, dlse, spec)
     results = jnp.asarray(expected.out, arrays.q.dtype), jnp.asarray(expected.lse, jnp.float32)
-    config = configured(TILES[64 if case.D == 64 else 128])
+    config = configured(TILES[padded(case.D, 64)])
 
     def emulated(arrays: Any) -> Any:
         run = hopper_emulation.Device(kernels).run
@@ -161,7 +165,9 @@ def test_gradients(case):
     for name in "qkv":
         assert_close(getattr(actual, name), getattr(expected.grads, name), "bfloat16", "gradient", name=name)
     if case.segments or case.rows:
-        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(emulated(poison(case, arrays))), strict=True):
+        for a, b in zip(
+            jax.tree.leaves(actual), jax.tree.leaves(emulated(poison(case, arrays))), strict=True
+        ):
             np.testing.assert_array_equal(a, b)
 
 
@@ -171,10 +177,12 @@ COMPILED = {
     "causal 128": (call(**CAUSAL, **EVEN), 112),
     "full 128": (call(**EVEN), 80),
     "window 96": (call(96, "float16", left=255, right=0), 112),
-    "everything 128": (call(**EVERYTHING), 208),
+    "everything 128": (call(**EVERYTHING), 336),
     "causal 64": (call(64, **CAUSAL, **EVEN), 144),
     "full 64": (call(64, **EVEN), 64),
-    "everything 64": (call(64, **EVERYTHING), 300),
+    "everything 64": (call(64, **EVERYTHING), 576),
+    "causal 256": (call(256, **CAUSAL, **EVEN), 200),
+    "everything 192": (call(192, **EVERYTHING), 240),
     "one row": (call(batch=1, heads=1, kv_heads=1, keys=1), 112),
 }
 

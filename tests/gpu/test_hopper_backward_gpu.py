@@ -1,4 +1,5 @@
-"""Hopper's backward kernel on a Hopper: every option it has, against the float64 reference; repeated when the device is full; many programs in a chain."""
+"""Hopper's backward kernels on a Hopper: every option they have, against the float64 reference; repeated when the device is full, many programs
+in a chain."""
 
 import dataclasses
 import functools
@@ -77,7 +78,9 @@ def test_odd_lengths(case):
         assert_agrees(case, arrays, dout, dlse, run_triton(arrays, dout, dlse, spec, config))
 
 
-@pytest.mark.parametrize("flags", [dict(), dict(right=0), dict(left=300, right=0)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    "flags", [dict(), dict(right=0), dict(left=300, right=0)], ids=["full", "causal", "window"]
+)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_it_repeats_when_the_device_is_full(dim, flags):
     """Many more programs than run at a time, all of which wait for one another's sums."""

@@ -8,7 +8,6 @@ The sum `dq` has one order: a tile of keys adds to a tile of queries after all t
 which are those of programs that were started before it. All of them take the last queries first, of which causal masks let every key be seen: a program
 that is started with the one before it is behind by one addition, never by a tile."""
 
-import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -161,7 +160,7 @@ def _consumer(buffers, barriers, out_descs, pointers, bounds, W: gl.constexpr, s
     mbarrier.wait(kv_full.index(0), 0)
     for e in range(steps):
         at = e % NUM_STAGES
-        head, m = _place(e, span, hi, G)
+        _, m = _place(e, span, hi, G)
         mbarrier.wait(q_full.index(at), (e // NUM_STAGES) & 1)
         s = _scores(k, qs.index(at), BLOCK_Q, D)
         mbarrier.wait(do_full.index(at), (e // NUM_STAGES) & 1)

@@ -12,7 +12,11 @@ WIDEST = 128
 _CACHED_BYTES = 32 * 2**20
 
 # Queries, keys, stages by the padded head dim; best first.
-_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {64: ((128, 128, 2),), 128: ((64, 128, 2),), 256: ((64, 64, 1),)}
+_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    64: ((128, 128, 2),),
+    128: ((64, 128, 2),),
+    256: ((64, 64, 1),),
+}
 PREFERRED: frozenset[int] = frozenset()
 """Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
 
@@ -42,6 +46,8 @@ def problem_unfit(problem: Problem) -> str | None:
     """The same for any device."""
     if (reason := tile_sizes.problem_unfit(problem)) is not None:
         return reason
+    if problem.flag("tiles") or problem.flag("block_size"):
+        return "takes no lists of tiles"
     if problem.flag("soft_cap"):
         return "takes no soft cap"
     return None
