@@ -60,7 +60,8 @@ def launches(arrays: Any, spec: Any, config: Any) -> list[Any]:
         (problem(80, with_=("rows",)), True),
         (problem(256), True),
         (problem(block_size=(128, 128)), False),
-        (problem(logits_soft_cap=30.0), False),
+        (problem(logits_soft_cap=30.0), True),
+        (problem(256, logits_soft_cap=30.0), False),
         (problem(with_=("bias",)), False),
         (problem(with_=("mask",)), False),
         (problem(with_=("seeds",), dropout_rate=0.1), False),
@@ -98,7 +99,7 @@ def test_shared_memory():
     "of, tile, word",
     [
         (call(with_=("bias",)), TILE, "bias"),
-        (call(logits_soft_cap=20.0), TILE, "soft cap"),
+        (call(256, logits_soft_cap=20.0), TILE, "soft cap"),
         (call(256), TILE, "64x128 at head dims of 256"),
         (call(64), TILE, "64x128 at head dims of 64"),
         (call(), dataclasses.replace(TILE, block_q=128), "128x128"),
@@ -130,6 +131,8 @@ EMULATED = {
     "full 64": Case(**ODD | dict(T=140, S=300, D=64, V=64, K=2)),
     "window 128": Case(**ODD | dict(T=330, S=400), left=140, right=20, offset=70),
     "window 64": Case(**ODD | dict(T=300, S=300, D=64, V=64), left=70, right=0),
+    "soft cap 128": Case(**ODD, right=0, soft_cap=3.0),
+    "soft cap 64": Case(**ODD | dict(D=64, V=64, B=2), rows="lengths", soft_cap=1.0),
     "queries without keys": Case(**ODD | dict(T=300, S=100), left=20, right=0, offset=-100),
     "lengths 80": Case(**ODD | dict(B=2, S=300, D=80, V=72), rows="lengths"),
     "packed": Case(**ODD, rows="packed"),
@@ -183,6 +186,8 @@ COMPILED = {
     "everything 64": (call(64, **EVERYTHING), 576),
     "causal 256": (call(256, **CAUSAL, **EVEN), 200),
     "everything 192": (call(192, **EVERYTHING), 240),
+    "soft cap 128": (call(**CAUSAL, **EVEN, logits_soft_cap=30.0), 128),
+    "soft cap 64": (call(64, **CAUSAL, **EVEN, logits_soft_cap=30.0), 544),
     "one row": (call(batch=1, heads=1, kv_heads=1, keys=1), 112),
 }
 

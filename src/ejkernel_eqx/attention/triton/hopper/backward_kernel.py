@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile import program, query_tiles
+from ..tile import program, query_tiles, tanh
 from .forward_kernel import _barriers_of, _described, _tiles_of
 
 KEYS_EACH = gl.constexpr(64)
@@ -142,6 +142,8 @@ def _consumer(buffers, barriers, out_descs, pointers, bounds, W: gl.constexpr, s
     ROWS: gl.constexpr = flags[4]
     SEGMENTS: gl.constexpr = flags[5]
     EVEN_K: gl.constexpr = flags[6]
+    CAP: gl.constexpr = flags[7]
+    FAST_TANH: gl.constexpr = flags[8]
     G: gl.constexpr = H // K
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -166,6 +168,8 @@ def _consumer(buffers, barriers, out_descs, pointers, bounds, W: gl.constexpr, s
         mbarrier.wait(do_full.index(at), (e // NUM_STAGES) & 1)
         dp = _scores(v, dos.index(at), BLOCK_Q, D)
         qk = warpgroup_mma_wait(1, deps=[s])
+        if CAP > 0:
+            qk = tanh(qk * (SCALE / CAP), FAST_TANH)
         if ROWS or SEGMENTS or LEFT >= 0 or RIGHT >= 0 or not EVEN_K:
             if (m < full_lo) | (m >= full_hi) | past:
                 qk = _hidden(qk, first_key, m * BLOCK_Q, b, T, S, offset, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, LEFT, RIGHT, ROWS,
@@ -176,7 +180,12 @@ def _consumer(buffers, barriers, out_descs, pointers, bounds, W: gl.constexpr, s
         dv = warpgroup_mma(weights, dos.index(at).reshape([BLOCK_Q, D]), dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         delta = deltas.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
-        ds = (p * (dp - gl.expand_dims(delta, 0))).to(dtype)  # [64, BLOCK_Q]
+        ds = p * (dp - gl.expand_dims(delta, 0))  # [64, BLOCK_Q]
+        if CAP > 0:  # d tanh = 1 - tanh^2; the tanh again from the weight, because registers are scarce
+            lse = lses.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
+            t = (gl.log2(p) + gl.expand_dims(lse, 0)) * (1.0 / MULTIPLIER)
+            ds = gl.where(p > 0.0, ds * (1.0 - t * t), 0.0)
+        ds = ds.to(dtype)
         dss.index((e & 1) * CONSUMERS + W).store(ds)
         fence_async_shared()
         dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([BLOCK_Q, D]), dk, is_async=True)
@@ -278,15 +287,15 @@ def hopper_backward_kernel(
     B, T, S, terms, offset,
     turns_ptr, dq_ptr, dk_ptr, dv_ptr,  # zeros [B, H, tiles of queries]; float32 as q, as k, as v
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
 ):
     # `dk = scale ds^T q`, `dv = p^T do`, and `dq = ds k` without the scale. `lse`: in units of log2, plus infinity past the end and for rows that see
     # nothing; `delta`: 0 past the end. `turns`: how many tiles of keys have been added to a tile of `dq`; the first one is stored, and nothing
     # is where none sees the queries. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     sizes: gl.constexpr = (H, K, BLOCK_D, BLOCK_Q, NUM_STAGES)
-    flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
+    flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, CAP, FAST_TANH)
     BLOCK_K: gl.constexpr = CONSUMERS * KEYS_EACH
     n, bg, _ = program(S, BLOCK_K, GROUP)
     b = bg // K

@@ -48,8 +48,8 @@ def problem_unfit(problem: Problem) -> str | None:
         return reason
     if problem.flag("tiles") or problem.flag("block_size"):
         return "takes no lists of tiles"
-    if problem.flag("soft_cap"):
-        return "takes no soft cap"
+    if problem.flag("soft_cap") and _width(problem) > WIDEST:
+        return f"takes a soft cap at head dims up to {WIDEST}"
     return None
 
 
