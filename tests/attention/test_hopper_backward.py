@@ -51,34 +51,40 @@ def launches(arrays: Any, spec: Any, config: Any) -> list[Any]:
     return found
 
 
+MANY: dict[str, Any] = dict(batch=8, queries=4096, keys=4096)
+
+
 @needs_gluon
 @pytest.mark.parametrize(
-    "of, chosen",
+    "of, possible, chosen",
     [
-        (problem(**CAUSAL), True),
-        (problem(64, "float16", with_=("sinks", "segments"), left=99, **CAUSAL), True),
-        (problem(80, with_=("rows",)), True),
-        (problem(256), True),
-        (problem(block_size=(128, 128)), False),
-        (problem(logits_soft_cap=30.0), True),
-        (problem(256, logits_soft_cap=30.0), False),
-        (problem(with_=("bias",)), False),
-        (problem(with_=("mask",)), False),
-        (problem(with_=("seeds",), dropout_rate=0.1), False),
-        (problem(dtype="float32"), False),
-        (problem(queries=255), False),
+        (problem(**CAUSAL, **MANY), True, True),
+        (problem(64, "float16", with_=("sinks",), left=1023, **CAUSAL, **MANY), True, True),
+        (problem(192, **MANY), True, True),
+        (problem(**CAUSAL), True, False),
+        (problem(with_=("segments",), **MANY), True, False),
+        (problem(80, with_=("rows",), **MANY), True, False),
+        (problem(logits_soft_cap=30.0, **MANY), True, False),
+        (problem(left=255, **CAUSAL, **MANY), True, False),
+        (problem(block_size=(128, 128), **MANY), False, False),
+        (problem(256, logits_soft_cap=30.0, **MANY), False, False),
+        (problem(with_=("bias",), **MANY), False, False),
+        (problem(with_=("mask",), **MANY), False, False),
+        (problem(with_=("seeds",), dropout_rate=0.1, **MANY), False, False),
+        (problem(dtype="float32", **MANY), False, False),
+        (problem(queries=255), False, False),
     ],
 )
-def test_where_it_is_chosen(of, chosen, monkeypatch):
-    monkeypatch.setattr(backward_tiles, "PREFERRED", {64, 128, 256})
+def test_where_it_is_chosen(of, possible, chosen):
     configs = triton.candidates(of, HOPPER)
-    assert (configs[0].key_gradient.hopper_programs > 0) == chosen
     assert configs[0] == triton.default_config(of, HOPPER)
-    assert {config.key_gradient.hopper_programs > 0 for config in configs} == (
-        {False, True} if chosen else {False}
-    )
+    assert (configs[0].key_gradient.hopper_programs > 0) == chosen
+    # Both kinds are candidates.
+    kinds = {config.key_gradient.hopper_programs > 0 for config in configs}
+    assert kinds == ({False, True} if possible else {False})
     assert all(triton.config_unsupported(config, of, HOPPER) is None for config in configs)
     assert bool(backward_tiles.not_chosen(of, HOPPER)) != chosen
+    assert ("Triton's kernels" in triton.remark(configs[0], of, HOPPER)) != chosen
 
 
 def test_other_devices():

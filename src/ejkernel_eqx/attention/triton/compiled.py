@@ -136,10 +136,19 @@ def _arithmetic(device: DeviceFacts) -> dict[str, Any]:
 
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
-    """On Hopper, why the forward runs in Triton's kernel, if it does."""
-    if device.vendor != "nvidia" or device.capability != (9, 0) or config.forward.hopper_programs:
+    """On Hopper, why forward and backward run in Triton's kernels, if they do."""
+    if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
-    return f"forward: Triton's kernel, not Hopper's, which {hopper.not_chosen(problem, device) or 'the configuration leaves out'}"
+    reasons = []
+    if not config.forward.hopper_programs:
+        reasons.append(
+            f"forward: Triton's kernel, not Hopper's, which {hopper.not_chosen(problem, device) or 'the configuration leaves out'}"
+        )
+    if not config.key_gradient.hopper_programs:
+        reasons.append(
+            f"backward: Triton's kernels, not Hopper's, which {backward_tiles.not_chosen(problem, device) or 'the configuration leaves out'}"
+        )
+    return "; ".join(reasons)
 
 
 def _hopper_tiles(problem: Problem, device: DeviceFacts) -> list[TileConfig]:

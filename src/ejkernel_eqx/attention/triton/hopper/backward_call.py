@@ -40,6 +40,7 @@ def gradients(
         k, v = (jnp.where(seen[:, :, None, None], x, 0) for x in (k, v))
         tiles = tile_table.query_tile_table(arrays, spec, tile.block_q, block_k)
         order, visited = turns_of(tiles, count)
+    are_alike = tiles is None and spec.left is None and spec.right is None
     past = ((0, 0), (0, 0), (0, count * tile.block_q - queries))
     results = launch(
         hopper_wide_backward_kernel if wide else hopper_backward_kernel,
@@ -60,7 +61,7 @@ def gradients(
         terms=count * tile.block_q,
         BLOCK_D=width,
         EVEN_K=keys % block_k == 0,
-        GROUP=backward_tiles.together(queries, heads // kv_heads, width),
+        GROUP=backward_tiles.together(queries, heads // kv_heads, width, are_alike),
         name="backward_kernel",
     )  # fmt: skip
     dq = results["dq"] * spec.scale

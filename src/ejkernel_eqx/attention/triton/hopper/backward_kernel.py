@@ -230,8 +230,8 @@ def _writer(dqs, dq_full, dq_empty, dq_desc, turns_ptr, order_ptr, bounds, W: gl
         elif LEFT >= 0:  # the tiles that are too far before the queries do not count
             turn = n - gl.maximum(m * BLOCK_Q + (offset - LEFT), 0) // BLOCK_K
         turn_ptr = turns_ptr + (b * H + h) * tiles + m
-        mbarrier.wait(dq_full.index(W), u & 1)
         _await_turn(turn_ptr, turn)
+        mbarrier.wait(dq_full.index(W), u & 1)
         for part in gl.static_range(CONSUMERS):
             row = m * BLOCK_Q
             column = 0

@@ -10,6 +10,12 @@ from . import tile_sizes
 WIDEST = 128
 """Channels of the first kernel; for more there is another one."""
 _CACHED_BYTES = 32 * 2**20
+_APART = 32
+_MULTIPROCESSORS = 132
+_LEAST_KEYS = 1024
+"""Keys in a window from which on the kernel was measured."""
+_LEAST_PROGRAMS = 2
+"""Programs for each multiprocessor from which on this kernel is the default: with fewer, what they wait for one another counts."""
 
 # Queries, keys, stages by the padded head dim; best first.
 _TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
@@ -17,7 +23,7 @@ _TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     128: ((64, 128, 2),),
     256: ((64, 64, 1),),
 }
-PREFERRED: frozenset[int] = frozenset()
+PREFERRED: frozenset[int] = frozenset({64, 128, 256})
 """Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
 
 
@@ -34,7 +40,22 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return f"is for {tile_sizes.LEAST_QUERIES} queries or more"
     if (reason := unfit(problem, device)) is not None:
         return reason
-    return "" if _width(problem) in PREFERRED else "was not measured to be faster: the tuner times both"
+    if _width(problem) not in PREFERRED:
+        return "was not measured to be faster: the tuner times both"
+    if problem.flag("segments") or problem.flag("rows") or problem.flag("soft_cap"):
+        return "was measured without segments, lengths and a soft cap: the tuner times both"
+    if _narrow(problem):
+        return f"was measured with windows of {_LEAST_KEYS} keys or more: the tuner times both"
+    programs = -(-problem.dim("S") // _TILES[_width(problem)][0][1]) * problem.dim("B") * problem.dim("K")
+    least = _LEAST_PROGRAMS * (device.num_multiprocessors or _MULTIPROCESSORS)
+    return "" if programs >= least else f"is the default for {least} tiles of keys or more"
+
+
+def _narrow(problem: Problem) -> bool:
+    """Whether a static window leaves a query few keys."""
+    window: Any = problem.flag("window")
+    left, right = window or (None, None)
+    return left is not None and right is not None and left + right + 1 < _LEAST_KEYS
 
 
 def unfit(problem: Problem, device: DeviceFacts) -> str | None:
@@ -91,10 +112,13 @@ def check(tile: Any, problem: Problem, second_part: bool) -> None:
         )
 
 
-def together(queries: int, heads: int, width: int) -> int:
-    """How many key heads of how many batch rows run together: those whose queries, cotangents and float32 gradients fit the L2 cache."""
+def together(queries: int, heads: int, width: int, are_alike: bool) -> int:
+    """How many key heads of how many batch rows run together: those whose queries, cotangents and float32 gradients fit the L2 cache. If tiles of
+    keys differ, more of them, so that few of one head begin together: each that does begins an addition later than the one before, and shorter ones
+    lose what they would be ahead. What they read is read again soon, so it need not fit whole."""
     most = max(1, _CACHED_BYTES // (max(queries, 1) * heads * width * 8))
-    return 1 << min(most.bit_length() - 1, 6)
+    together = 1 << min(most.bit_length() - 1, 6)
+    return together if are_alike else max(together, _APART)
 
 
 def _width(problem: Problem) -> int:

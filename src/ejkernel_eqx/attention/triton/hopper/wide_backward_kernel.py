@@ -132,8 +132,8 @@ def _writer(dqs, dq_full, dq_empty, dq_desc, turns_ptr, order_ptr, bounds, W: gl
         elif LEFT >= 0:  # the tiles that are too far before the queries do not count
             turn = n - gl.maximum(m * SIZE + (offset - LEFT), 0) // SIZE
         turn_ptr = turns_ptr + ((b * H + h) * tiles + m) * 2 + W
-        mbarrier.wait(dq_full.index(W), e & 1)
         _await_turn(turn_ptr, turn)
+        mbarrier.wait(dq_full.index(W), e & 1)
         if turn == 0:
             tma.async_copy_shared_to_global(dq_desc, [b, h, m * SIZE, W * HALF], dqs.index(W))
         else:
