@@ -31,7 +31,7 @@ class Number(int):
         return self
 
 
-def tensor(x: Any) -> Tensor:
+def tensor(x: Any) -> Any:
     return np.asarray(x).view(Tensor)
 
 
@@ -172,13 +172,15 @@ class Device:
             self.world = dict(
                 gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None, _meet=lambda: self.met.wait(LIMIT),
                 KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128, warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
-                _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_check_turn, _end_turn=_end_turn, tanh=lambda x, fast: np.tanh(x),
+                _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_check_turn, _end_turn=_end_turn,
+                tanh=lambda x, fast: np.tanh(x),
             )  # fmt: skip
             found = [name for name in _HELPERS if hasattr(self.kernels, name)]
             for name in found:
                 self.world[name] = self._plain(name)
             for name in found:  # which know one another now
-                self.world[name].__globals__.update(self.world)
+                function: Any = self.world[name]
+                function.__globals__.update(self.world)
         return self.world
 
     def _specialised(self, parts: Any, warps: Any, registers: Any) -> None:
@@ -209,7 +211,7 @@ class Device:
     def _await(self, outstanding: int, deps: Any) -> Any:
         while len(self.own.queue) > outstanding:
             self.own.queue.pop(0).run()
-        values = tuple(dep.value for dep in deps)
+        values: Any = tuple(dep.value for dep in deps)
         assert all(value is not None for value in values), "a product that is not awaited"
         return values if len(values) > 1 else values[0]
 

@@ -115,7 +115,7 @@ def test_shared_memory():
 )
 def test_a_configuration_that_cannot_run(of: Any, tile, word):
     with pytest.raises(ValueError, match=f"hopper_programs=0 in key_gradient.*{word}"):
-        launches(*of, configured(tile))
+        launches(of[0], of[1], configured(tile))
 
 
 def test_no_keys_are_left_to_triton():
@@ -131,23 +131,26 @@ def test_turns():
     np.testing.assert_array_equal(visited, [[True, True, True, False]])
 
 
-ODD = dict(T=200, S=200, H=2, K=1, D=128, V=128, B=1)
+def odd(**more: Any) -> Case:
+    return Case(**{**dict[str, Any](B=1, T=200, S=200, H=2, K=1, D=128, V=128), **more})
+
+
 EMULATED = {
-    "causal 128": Case(**ODD, right=0),
-    "full 64": Case(**ODD | dict(T=140, S=300, D=64, V=64, K=2)),
-    "window 128": Case(**ODD | dict(T=330, S=400), left=140, right=20, offset=70),
-    "window 64": Case(**ODD | dict(T=300, S=300, D=64, V=64), left=70, right=0),
-    "soft cap 128": Case(**ODD, right=0, soft_cap=3.0),
-    "soft cap 64": Case(**ODD | dict(D=64, V=64, B=2), rows="lengths", soft_cap=1.0),
-    "queries without keys": Case(**ODD | dict(T=300, S=100), left=20, right=0, offset=-100),
-    "lengths 80": Case(**ODD | dict(B=2, S=300, D=80, V=72), rows="lengths"),
-    "packed": Case(**ODD, rows="packed"),
-    "scattered": Case(**ODD | dict(T=300), rows="scattered"),
-    "segments and sinks": Case(**ODD | dict(B=2), segments=True, sinks="BH"),
-    "causal 256": Case(**ODD | dict(T=150, S=150, D=256, V=256), right=0),
-    "window 192": Case(**ODD | dict(T=150, S=250, D=192, V=160), left=70, right=10, offset=90),
-    "segments 256": Case(**ODD | dict(T=150, S=130, D=256, V=256, B=2), segments=True),
-    "segments 64": Case(**ODD | dict(S=390, D=64, V=64, B=2), segments=True, right=0, offset=190),
+    "causal 128": odd(right=0),
+    "full 64": odd(T=140, S=300, D=64, V=64, K=2),
+    "window 128": odd(T=330, S=400, left=140, right=20, offset=70),
+    "window 64": odd(T=300, S=300, D=64, V=64, left=70, right=0),
+    "soft cap 128": odd(right=0, soft_cap=3.0),
+    "soft cap 64": odd(D=64, V=64, B=2, rows="lengths", soft_cap=1.0),
+    "queries without keys": odd(T=300, S=100, left=20, right=0, offset=-100),
+    "lengths 80": odd(B=2, S=300, D=80, V=72, rows="lengths"),
+    "packed": odd(rows="packed"),
+    "scattered": odd(T=300, rows="scattered"),
+    "segments and sinks": odd(B=2, segments=True, sinks="BH"),
+    "causal 256": odd(T=150, S=150, D=256, V=256, right=0),
+    "window 192": odd(T=150, S=250, D=192, V=160, left=70, right=10, offset=90),
+    "segments 256": odd(T=150, S=130, D=256, V=256, B=2, segments=True),
+    "segments 64": odd(S=390, D=64, V=64, B=2, segments=True, right=0, offset=190),
 }
 
 
@@ -182,7 +185,7 @@ def test_gradients(case):
 
 EVERYTHING: dict[str, Any] = dict(with_=("sinks", "segments", "rows"))
 EVEN: dict[str, Any] = dict(queries=1024, keys=1024)
-COMPILED = {
+COMPILED: dict[str, Any] = {
     "causal 128": (call(**CAUSAL, **EVEN), 112),
     "full 128": (call(**EVEN), 80),
     "window 96": (call(96, "float16", left=255, right=0), 112),
@@ -206,10 +209,10 @@ COMPILED = {
         for i, (name, of) in enumerate(COMPILED.items())
     ],
 )
-def test_defaults_compile(of, spills):
+def test_defaults_compile(of: Any, spills: int) -> None:
     """Without products that wait for one another; the few bytes that are spilled are addresses."""
     sizes = backward_tiles.tiles(problem_of("flash_attention", *of), HOPPER)[0]
-    (launch,) = launches(*of, configured(triton.TileConfig(*sizes)))
+    (launch,) = launches(of[0], of[1], configured(triton.TileConfig(*sizes)))
     report = compile_ahead(launch, "sm_90")
     assert launch.is_gluon and report.fits and report.spills <= spills and report.registers <= 168, report
     assert report.shared <= backward_tiles.shared_memory(

@@ -25,7 +25,11 @@ from .hopper import call as hopper_call
 from .hopper import tile_sizes as hopper
 
 OPAQUE = True
-PARTS = {"forward": FORWARD, "key_gradient": "q k v", "query_gradient": "q bias alibi_slopes sinks"}  # Hopper's key gradients come with `q`
+PARTS = {
+    "forward": FORWARD,
+    "key_gradient": "q k v",
+    "query_gradient": "q bias alibi_slopes sinks",
+}  # Hopper's key gradients come with `q`
 MAX_HEAD_DIM = 256
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
