@@ -21,7 +21,7 @@ from tests.compiled import DEVICES
 pytest.importorskip("triton")
 from ejkernel_eqx.attention.triton import compiled as triton
 from ejkernel_eqx.attention.triton.hopper import lists, tile_sizes
-from tests.attention.test_hopper import call, configured, launches, needs_gluon, waits
+from tests.attention.test_hopper import _waits, call, configured, launches, needs_gluon
 
 HOPPER = DEVICES["sm_90"]
 MAP = Mask.from_blocks(np.random.default_rng(0).random((64, 64)) < 0.1, 128)
@@ -230,7 +230,7 @@ def test_tiles_compile(name):
     for tile in tiles:
         (launch,) = launches(arrays, spec, configured(tile))
         report = compile_ahead(launch, "sm_90")
-        assert launch.is_gluon and report.fits and report.spills <= spills and not waits(launch), report
+        assert launch.is_gluon and report.fits and report.spills <= spills and not _waits(launch), report
         assert report.shared <= tile_sizes.shared_memory(tile, problem)
 
 
@@ -254,6 +254,9 @@ def test_which_lists_it_takes(options, word):
     )
     found = {config.forward.hopper_programs > 0 for config in triton.candidates(problem, HOPPER)}
     assert found == ({False} if word else {False, True})
+    # The backward of lists is Triton's.
+    config = triton.default_config(problem, HOPPER)
+    assert not (config.key_gradient.hopper_programs or config.query_gradient.hopper_programs)
 
 
 @needs_gluon

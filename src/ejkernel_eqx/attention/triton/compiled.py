@@ -20,11 +20,16 @@ from ..masks.tile_shape import Shape
 from ..philox import threshold
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from . import backward_kernels, forward_kernel, tile_sizes
+from .hopper import backward_call, backward_tiles
 from .hopper import call as hopper_call
 from .hopper import tile_sizes as hopper
 
 OPAQUE = True
-PARTS = {"forward": FORWARD, "key_gradient": "k v", "query_gradient": "q bias alibi_slopes sinks"}
+PARTS = {
+    "forward": FORWARD,
+    "key_gradient": "q k v",
+    "query_gradient": "q bias alibi_slopes sinks",
+}  # Hopper's key gradients come with `q`
 MAX_HEAD_DIM = 256
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
@@ -36,8 +41,8 @@ class TileConfig:
     """One kernel's tile of scores (`block_q` queries by `block_k` keys, powers of two from 16) and compiler options.
 
     `hopper_programs`: how many programs of Hopper's kernel go from tile to tile, usually one for each multiprocessor; 0 for Triton's kernel,
-    with a program for each tile. Only the forward has one; its `block_q` is 128 or 192, and `num_warps` are those that multiply 64 queries,
-    always 4."""
+    with a program for each tile. `num_warps` are those that multiply 64 queries or keys, always 4. The forward's `block_q` is 128 or 192. In
+    `key_gradient` any number stands for Hopper's backward kernel: a program for each tile of 128 keys, which computes `dq`, too."""
 
     block_q: RowBlock
     block_k: Block
@@ -61,6 +66,7 @@ class TritonConfig:
     forward: TileConfig
     key_gradient: TileConfig
     query_gradient: TileConfig
+    """Not used beside Hopper's kernel in `key_gradient`."""
     fast_tanh: bool = True
     """Whether the soft cap of 16-bit inputs uses NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
     float32_dot: Float32Dot = "tf32x3"
@@ -92,6 +98,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     )
     if not hopper.not_chosen(problem, device):
         forward = _hopper_tiles(problem, device)[0]
+    if not backward_tiles.not_chosen(problem, device):
+        keys = TileConfig(*backward_tiles.tiles(problem, device)[0])
     return TritonConfig(forward, keys, queries, **_arithmetic(device))
 
 
@@ -103,6 +111,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         tiles = _fitting(kernel, tile_sizes.choices, problem, device)
         if kernel == "forward":
             tiles = _hopper_tiles(problem, device) + tiles
+        elif kernel == "key_gradient":
+            tiles = [TileConfig(*sizes) for sizes in backward_tiles.tiles(problem, device)] + tiles
         columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
     return [TritonConfig(*tiles, **_arithmetic(device)) for tiles in rows_of(columns)]
 
@@ -112,7 +122,10 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         if tile.hopper_programs:
-            reason = hopper.config_unfit(kernel, tile, problem, device)
+            if kernel == "key_gradient":
+                reason = backward_tiles.config_unfit(tile, problem, device)
+            else:
+                reason = hopper.config_unfit(kernel, tile, problem, device)
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
         needed, sizes = _needed_memory(kernel, problem, tile), f"{tile.block_q}x{tile.block_k}"
@@ -139,10 +152,19 @@ def _arithmetic(device: DeviceFacts) -> dict[str, Any]:
 
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
-    """On Hopper, why the forward runs in Triton's kernel, if it does."""
-    if device.vendor != "nvidia" or device.capability != (9, 0) or config.forward.hopper_programs:
+    """On Hopper, why forward and backward run in Triton's kernels, if they do."""
+    if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
-    return f"forward: Triton's kernel, not Hopper's, which {hopper.not_chosen(problem, device) or 'the configuration leaves out'}"
+    reasons = []
+    if not config.forward.hopper_programs:
+        reasons.append(
+            f"forward: Triton's kernel, not Hopper's, which {hopper.not_chosen(problem, device) or 'the configuration leaves out'}"
+        )
+    if not config.key_gradient.hopper_programs:
+        reasons.append(
+            f"backward: Triton's kernels, not Hopper's, which {backward_tiles.not_chosen(problem, device) or 'the configuration leaves out'}"
+        )
+    return "; ".join(reasons)
 
 
 def _hopper_tiles(problem: Problem, device: DeviceFacts) -> list[TileConfig]:
@@ -151,7 +173,7 @@ def _hopper_tiles(problem: Problem, device: DeviceFacts) -> list[TileConfig]:
 
 def _needed_memory(kernel: str, problem: Problem, tile: TileConfig) -> int:
     if tile.hopper_programs:
-        return hopper.shared_memory(tile, problem)
+        return (backward_tiles if kernel == "key_gradient" else hopper).shared_memory(tile, problem)
     return tile_sizes.shared_memory(kernel, problem, tile.block_q, tile.block_k, tile.num_stages)
 
 
@@ -228,6 +250,8 @@ def gradients(
 ) -> tuple[AttentionGrads, Array | None]:
     """As `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
     (out, lse), (dout, dlse) = results, cotangents
+    if config.key_gradient.hopper_programs:
+        backward_tiles.check(config.key_gradient, problem_of("attention", arrays, spec), k_rope is not None)
     arrays, spec = explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     if arrays.bias is not None:
@@ -239,8 +263,13 @@ def gradients(
         "delta": delta,
     }
     launch = launcher(arrays, spec, config, execute, k_rope).knowing(own)
-    dk, dk_rope, dv = _key_gradient(launch, arrays, spec, config.key_gradient, k_rope)
-    dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)
+    dk_rope = dslopes = None
+    if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
+        rows = own["do"], own["lse"], own["delta"]
+        dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, rows, empty)
+    else:
+        dk, dk_rope, dv = _key_gradient(launch, arrays, spec, config.key_gradient, k_rope)
+        dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)
     dbias, bias = None, arrays.bias
     if bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero

@@ -173,7 +173,7 @@ def _cuts_blocks(block_q: int, block_k: int, problem: Problem) -> bool:
 def config_unfit(kernel: str, tile: Any, problem: Problem, device: DeviceFacts) -> str | None:
     """Why a configuration cannot have the tile for the kernel, as a clause without its subject; shared memory is not checked."""
     if kernel != "forward":
-        return "has no kernel: only the forward has"
+        return "has no kernel of its own"
     if problem.dim("T") < LEAST_QUERIES:
         return f"is for {LEAST_QUERIES} queries or more"
     return unfit(problem, device) or tile_unfit(tile, problem)

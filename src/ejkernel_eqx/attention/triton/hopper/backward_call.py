@@ -1,0 +1,79 @@
+"""The launch of Hopper's backward kernel, and what stands around it: zeros where nothing is seen, and `dq` in its own dtype."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ....launch import Launcher, result, result_like
+from ....launch.sizes import cdiv, padded
+from ...masks import tile_table
+from ...spec import AttentionArrays, AttentionSpec
+from . import backward_tiles, tile_sizes
+
+
+def gradients(
+    launch: Launcher,
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    tile: Any,
+    rows: tuple[Array, Array, Array],
+    empty: Array,
+) -> tuple[Array, Array, Array]:
+    """`dq`, `dk` and `dv`. `rows`: the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`; `empty [B, H, T]`: queries that
+    see no key."""
+    from .backward_kernel import hopper_backward_kernel
+    from .wide_backward_kernel import hopper_wide_backward_kernel
+
+    (batch, queries, heads, dim), (keys, kv_heads) = arrays.q.shape, arrays.k.shape[1:3]
+    do, lse, delta = rows
+    q, k, v, width = arrays.q, arrays.k, arrays.v, padded(dim, tile_sizes.NARROWEST)
+    block_k, wide = tile.block_k, width > backward_tiles.WIDEST
+    count = cdiv(queries, tile.block_q)
+    turns = (batch, heads, count, 2) if wide else (batch, heads, count)
+    tiles = order = visited = None
+    if arrays.rows is not None or arrays.q_segments is not None:
+        # The kernel reads whole tiles. What is not seen can be anything, and 0 * NaN is NaN.
+        blind = empty.swapaxes(1, 2)[..., None]
+        q, do = jnp.where(blind, 0, q), jnp.where(blind, 0, do)
+        seen = jnp.broadcast_to(tile_table.seen(arrays, spec).keys, (batch, keys)) != 0
+        k, v = (jnp.where(seen[:, :, None, None], x, 0) for x in (k, v))
+        tiles = tile_table.query_tile_table(arrays, spec, tile.block_q, block_k)
+        order, visited = turns_of(tiles, count)
+    are_alike = tiles is None and spec.left is None and spec.right is None
+    past = ((0, 0), (0, 0), (0, count * tile.block_q - queries))
+    results = launch(
+        hopper_wide_backward_kernel if wide else hopper_backward_kernel,
+        tile,
+        {
+            "turns": result(*turns, dtype=jnp.int32),
+            "dq": result(*q.shape),
+            "dk": result_like(k),
+            "dv": result_like(v),
+        },
+        cdiv(keys, block_k) * batch * kv_heads,
+        {
+            "q": q, "k": k, "v": v, "do": do, "lse": jnp.pad(lse, past, constant_values=jnp.inf), "delta": jnp.pad(delta, past), "tiles": tiles,
+            "order": order, "no_turns": jnp.zeros(turns, jnp.int32),
+        },
+        aliases={"no_turns": "turns"},
+        B=batch,
+        terms=count * tile.block_q,
+        BLOCK_D=width,
+        EVEN_K=keys % block_k == 0,
+        GROUP=backward_tiles.together(queries, heads // kv_heads, width, are_alike),
+        name="backward_kernel",
+    )  # fmt: skip
+    dq = results["dq"] * spec.scale
+    if visited is not None:  # nothing was stored for the others
+        dq = jnp.where(jnp.repeat(visited, tile.block_q, axis=1)[:, :queries, None, None], dq, 0)
+    return dq.astype(q.dtype), results["dk"], results["dv"]
+
+
+def turns_of(tiles: Array, count: int) -> tuple[Array, Array]:
+    """How many tiles of keys that see a tile of queries come before one, `[B, tiles of keys, count]`, and whether any sees it, `[B, count]`; from
+    the bounds `[B, tiles of keys, 4]` of the tiles of queries of each tile of keys."""
+    m = jnp.arange(count, dtype=jnp.int32)[None, None]
+    sees = (tiles[:, :, :1] <= m) & (m < tiles[:, :, 3:])
+    seen = jnp.cumsum(sees, axis=1, dtype=jnp.int32)
+    return seen - sees.astype(jnp.int32), sees.any(1)

@@ -1,0 +1,125 @@
+"""When one of Hopper's backward kernels is used, with which tiles, and why not."""
+
+from typing import Any
+
+from ....dispatch import DeviceFacts, Problem
+from ....launch import gluon_unavailable
+from ....launch.sizes import padded
+from . import tile_sizes
+
+WIDEST = 128
+"""Channels of the first kernel; for more there is another one."""
+_CACHED_BYTES = 32 * 2**20
+_APART = 32
+_MULTIPROCESSORS = 132
+_LEAST_KEYS = 1024
+"""Keys in a window from which on the kernel was measured."""
+_LEAST_PROGRAMS = 2
+"""Programs for each multiprocessor from which on this kernel is the default: with fewer, what they wait for one another counts."""
+
+# Queries, keys, stages by the padded head dim; best first.
+_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    64: ((128, 128, 2),),
+    128: ((64, 128, 2),),
+    256: ((64, 64, 1),),
+}
+PREFERRED: frozenset[int] = frozenset({64, 128, 256})
+"""Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
+
+
+def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
+    """Tiles worth timing, best first, as the fields of a configuration."""
+    if problem.dim("T") < tile_sizes.LEAST_QUERIES or unfit(problem, device):
+        return []
+    return [(q, k, 4, stages, 0, 1) for q, k, stages in _TILES[_width(problem)]]
+
+
+def not_chosen(problem: Problem, device: DeviceFacts) -> str:
+    """Why Triton's kernels are the default, as a clause without its subject; empty if they are not."""
+    if problem.dim("T") < tile_sizes.LEAST_QUERIES:
+        return f"is for {tile_sizes.LEAST_QUERIES} queries or more"
+    if (reason := unfit(problem, device)) is not None:
+        return reason
+    if _width(problem) not in PREFERRED:
+        return "was not measured to be faster: the tuner times both"
+    if problem.flag("segments") or problem.flag("rows") or problem.flag("soft_cap"):
+        return "was measured without segments, lengths and a soft cap: the tuner times both"
+    if _narrow(problem):
+        return f"was measured with windows of {_LEAST_KEYS} keys or more: the tuner times both"
+    programs = -(-problem.dim("S") // _TILES[_width(problem)][0][1]) * problem.dim("B") * problem.dim("K")
+    least = _LEAST_PROGRAMS * (device.num_multiprocessors or _MULTIPROCESSORS)
+    return "" if programs >= least else f"is the default for {least} tiles of keys or more"
+
+
+def _narrow(problem: Problem) -> bool:
+    """Whether a static window leaves a query few keys."""
+    window: Any = problem.flag("window")
+    left, right = window or (None, None)
+    return left is not None and right is not None and left + right + 1 < _LEAST_KEYS
+
+
+def unfit(problem: Problem, device: DeviceFacts) -> str | None:
+    """Why the kernel cannot run the problem on the device, as a clause without its subject; `None` if it can."""
+    return gluon_unavailable(device) or problem_unfit(problem)
+
+
+def problem_unfit(problem: Problem) -> str | None:
+    """The same for any device."""
+    if (reason := tile_sizes.problem_unfit(problem)) is not None:
+        return reason
+    if problem.flag("tiles") or problem.flag("block_size"):
+        return "takes no lists of tiles"
+    if problem.flag("soft_cap") and _width(problem) > WIDEST:
+        return f"takes a soft cap at head dims up to {WIDEST}"
+    return None
+
+
+def config_unfit(tile: Any, problem: Problem, device: DeviceFacts) -> str | None:
+    """Why a configuration cannot have the tile, as a clause without its subject; shared memory is not checked."""
+    return unfit(problem, device) or tile_unfit(tile, problem)
+
+
+def tile_unfit(tile: Any, problem: Problem) -> str | None:
+    """The same for a tile on any device."""
+    if tile.num_warps != 4:
+        return f"has num_warps=4, not {tile.num_warps}"
+    if (tile.block_q, tile.block_k) not in {size[:2] for size in _TILES[_width(problem)]}:
+        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {_width(problem)}"
+    if (tile.num_stages == 1) != (_width(problem) > WIDEST):
+        return f"does not have {tile.num_stages} stages at head dims of {_width(problem)}"
+    return None
+
+
+def shared_memory(tile: Any, problem: Problem) -> int:
+    """The bytes that a program takes: keys and values, stages of queries and cotangents with their terms, gradients of the scores twice, parts of
+    `dq`, barriers."""
+    width = _width(problem)
+    streamed = 2 * tile.num_stages * tile.block_q * (width * 2 + 4)
+    scores, parts = 2 * tile.block_k * tile.block_q * 2, 65536
+    if width > WIDEST:  # and the weights
+        scores *= 2
+    return 2 * tile.block_k * width * 2 + streamed + scores + parts + 1024
+
+
+def check(tile: Any, problem: Problem, second_part: bool) -> None:
+    """`ValueError` if a configuration has Hopper's kernel for a call that it cannot run; `second_part`: whether keys have one."""
+    reason = problem_unfit(problem) or tile_unfit(tile, problem)
+    if second_part:
+        reason = "takes no keys with a second part"
+    if reason is not None:
+        raise ValueError(
+            f"config: expected hopper_programs=0 in key_gradient, received {tile.hopper_programs}: Hopper's kernel {reason}."
+        )
+
+
+def together(queries: int, heads: int, width: int, are_alike: bool) -> int:
+    """How many key heads of how many batch rows run together: those whose queries, cotangents and float32 gradients fit the L2 cache. If tiles of
+    keys differ, more of them, so that few of one head begin together: each that does begins an addition later than the one before, and shorter ones
+    lose what they would be ahead. What they read is read again soon, so it need not fit whole."""
+    most = max(1, _CACHED_BYTES // (max(queries, 1) * heads * width * 8))
+    together = 1 << min(most.bit_length() - 1, 6)
+    return together if are_alike else max(together, _APART)
+
+
+def _width(problem: Problem) -> int:
+    return padded(problem.dim("D"), tile_sizes.NARROWEST)
