@@ -18,7 +18,7 @@ _HELPERS = """_consumer _writer _loader _hidden _scores _part _place _products _
 class Tensor(np.ndarray):
     """Numbers in registers."""
 
-    def to(self, dtype: Any) -> "Tensor":
+    def to(self, dtype: Any) -> Any:
         return self.astype(dtype)
 
     @property

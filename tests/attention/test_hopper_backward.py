@@ -59,7 +59,9 @@ MANY: dict[str, Any] = dict(batch=8, queries=4096, keys=4096)
     "of, possible, chosen",
     [
         (problem(**CAUSAL, **MANY), True, True),
-        (problem(64, "float16", with_=("sinks",), left=1023, **CAUSAL, **MANY), True, True),
+        (problem(80, "float16", with_=("sinks",), left=2047, **CAUSAL, **MANY), True, True),
+        (problem(64, **CAUSAL, **MANY), True, False),
+        (problem(batch=99, queries=1024, keys=1024), True, False),
         (problem(192, **MANY), True, True),
         (problem(**CAUSAL), True, False),
         (problem(with_=("segments",), **MANY), True, False),

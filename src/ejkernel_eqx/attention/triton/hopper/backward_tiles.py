@@ -12,8 +12,8 @@ WIDEST = 128
 _CACHED_BYTES = 32 * 2**20
 _APART = 32
 _MULTIPROCESSORS = 132
-_LEAST_KEYS = 1024
-"""Keys in a window from which on the kernel was measured."""
+_LEAST_LENGTH = 2048
+"""Queries, and keys in a window, from which on this kernel is the default: a program begins slowly, and shorter ones begin more often."""
 _LEAST_PROGRAMS = 2
 """Programs for each multiprocessor from which on this kernel is the default: with fewer, what they wait for one another counts."""
 
@@ -23,7 +23,7 @@ _TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     128: ((64, 128, 2),),
     256: ((64, 64, 1),),
 }
-PREFERRED: frozenset[int] = frozenset({64, 128, 256})
+PREFERRED: frozenset[int] = frozenset({128, 256})
 """Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
 
 
@@ -44,8 +44,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return "was not measured to be faster: the tuner times both"
     if problem.flag("segments") or problem.flag("rows") or problem.flag("soft_cap"):
         return "was measured without segments, lengths and a soft cap: the tuner times both"
-    if _narrow(problem):
-        return f"was measured with windows of {_LEAST_KEYS} keys or more: the tuner times both"
+    if problem.dim("T") < _LEAST_LENGTH or _narrow(problem):
+        return f"was measured to be faster from {_LEAST_LENGTH} queries and keys on: the tuner times both"
     programs = -(-problem.dim("S") // _TILES[_width(problem)][0][1]) * problem.dim("B") * problem.dim("K")
     least = _LEAST_PROGRAMS * (device.num_multiprocessors or _MULTIPROCESSORS)
     return "" if programs >= least else f"is the default for {least} tiles of keys or more"
@@ -55,7 +55,7 @@ def _narrow(problem: Problem) -> bool:
     """Whether a static window leaves a query few keys."""
     window: Any = problem.flag("window")
     left, right = window or (None, None)
-    return left is not None and right is not None and left + right + 1 < _LEAST_KEYS
+    return left is not None and right is not None and left + right + 1 < _LEAST_LENGTH
 
 
 def unfit(problem: Problem, device: DeviceFacts) -> str | None:
