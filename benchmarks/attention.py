@@ -144,9 +144,9 @@ def torch_sdpa(backend: str) -> Implementation:
 
 
 def implementations(
-    problem: AttentionProblem, options: argparse.Namespace
+    problem: AttentionProblem, options: argparse.Namespace, backward: bool
 ) -> Iterator[tuple[str, Implementation]]:
-    """The implementations for the problem, starting with the peer that ratios are relative to."""
+    """The implementations for the problem and a direction, starting with the peer that ratios are relative to."""
     gpu = jax.default_backend() == "gpu"
     expressible = problem.is_plain or (problem.window is not None and not problem.packed)
     if expressible:
@@ -154,7 +154,7 @@ def implementations(
     resolved = None
     if "default" in options.platforms:
         yield "default", ours(None)
-        resolved = _default_platform(problem)
+        resolved = _default_platform(problem, backward)
     for platform in options.platforms:
         # The same platform gives the same program; the slow one is measured where that tells something.
         if platform in ("default", resolved) or (platform == "xla" and gpu and not problem.every_platform):
@@ -165,12 +165,11 @@ def implementations(
         yield "torch-cudnn", torch_sdpa("CUDNN_ATTENTION")
 
 
-def _default_platform(problem: AttentionProblem) -> str:
+def _default_platform(problem: AttentionProblem, backward: bool) -> str:
     inputs = jax.eval_shape(lambda: problems.make_inputs(problem))
     attention = problems.build(problem)
-    return selected_platform(
-        lambda learned, masking: attention(**learned, **masking), inputs.learned, inputs.masking
-    )
+    forward = lambda learned, masking: attention(**learned, **masking)
+    return selected_platform(problems.direction_of(forward, backward), *inputs)
 
 
 # Measuring
@@ -187,7 +186,7 @@ def measure(problem: AttentionProblem, options: argparse.Namespace) -> Iterator[
                 Row(problem.name, problem.is_plain, direction, name),
                 functools.partial(make_ready, problem, sets, backward),
             )
-            for name, make_ready in implementations(problem, options)
+            for name, make_ready in implementations(problem, options, backward)
         )
         # Launches are long: none has to be run several times in one.
         rows = measure_rows(attempts, functools.partial(_check, problem, expected), options)

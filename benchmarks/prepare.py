@@ -142,7 +142,7 @@ def input_sets(make: Callable[[int], I]) -> list[I]:
 def compiled(program: Callable[[int], Any]) -> tuple[Any, Selection | None, int | None]:
     """For a function that compiles a program of so many runs: the program of one run, its selection, and its temporary memory."""
     found: list[Selection] = []
-    with on_selection(found.append):
+    with on_selection(found.append, found.remove):
         once = program(1)
     memory = once.memory_analysis()
     return once, found[0] if found else None, None if memory is None else memory.temp_size_in_bytes
@@ -166,7 +166,7 @@ def prepare(function: Callable[[I], dict[str, Array]], sets: Sequence[I]) -> Pre
 def selected_platform(function: Callable[..., Any], *inputs: Any) -> str:
     """The platform that our operation chooses for inputs of these shapes."""
     found: list[Selection] = []
-    with on_selection(found.append):
+    with on_selection(found.append, found.remove):
         jax.eval_shape(function, *inputs)
     return found[0].platform.value
 

@@ -16,9 +16,11 @@ from ._inputs import Inputs
 from ._kernel import choices_of, Plan
 from .dispatch import (
     Backend,
+    BOTH,
     Cost,
     device_facts,
     DeviceFacts,
+    FORWARD,
     Implementation,
     kernel_registry,
     names_of,
@@ -109,8 +111,8 @@ class _PlacedPlan(Plan):
     def _identity(self) -> tuple[Any, ...]:
         return (self.path, *super()._identity)
 
-    def select(self, problem: Problem, platform: Platform | None = None) -> Selection:
-        plain = super().select(problem, platform)
+    def select(self, problem: Problem, platform: Platform | None = None, direction: str = BOTH) -> Selection:
+        plain = super().select(problem, platform, direction)
         fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(Selection)}
         return _PlacedSelection(**fields, path=self.path)
 
@@ -190,8 +192,19 @@ def _of_operation(operation: str, args: tuple[Any, ...], words: Mapping[str, Any
     platform, dtype = flags.pop("platform", None), flags.pop("dtype", _DTYPE)
     dims = {name: flags.pop(name) for name in words if name.isupper()}
     problem = example_problem_of(operation)(operation, dims, _dtype_name(dtype), flags)
-    selection = select(take_snapshot(operation, platform=platform), problem)
-    return _explanation(device, [_of_selection("", selection)])
+    known = take_snapshot(operation, platform=platform)
+    both, alone = (select(known, problem, direction=direction) for direction in (BOTH, FORWARD))
+    rows = [_of_selection("", both)]
+    if alone.platform is not both.platform:
+        rows = [
+            _noted(rows[0], "where gradients are computed, too"),
+            _noted(_of_selection("", alone), "forward alone"),
+        ]
+    return _explanation(device, rows)
+
+
+def _noted(row: Choice, note: str) -> Choice:
+    return dataclasses.replace(row, notes=(note, *row.notes))
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -13,6 +13,7 @@ import wadler_lindig
 
 from ._inputs import Inputs
 from .dispatch import (
+    BOTH,
     DeviceFacts,
     Known,
     Place,
@@ -133,13 +134,14 @@ class Plan:
         """Where each of the pinned choices came from."""
         return self.here.tiers
 
-    def select(self, problem: Problem, platform: Platform | None = None) -> Selection:
+    def select(self, problem: Problem, platform: Platform | None = None, direction: str = BOTH) -> Selection:
         """The platform and configuration for a problem; `UnsupportedError` with every reason if there is none.
 
         `platform` restricts the choice to a platform that was chosen before, possibly for the devices of a mesh that is no longer active.
+        `direction`: by whose times platforms are compared.
         """
         known = self.here if platform is None else self._usable(platform)
-        return select(known, problem, platform=platform)
+        return select(known, problem, platform=platform, direction=direction)
 
     def _usable(self, platform: Platform) -> Snapshot:
         here = self.here

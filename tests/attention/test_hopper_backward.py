@@ -74,7 +74,7 @@ MANY: dict[str, Any] = dict(batch=8, queries=4096, keys=4096)
         (problem(with_=("mask",), **MANY), False, False),
         (problem(with_=("seeds",), dropout_rate=0.1, **MANY), False, False),
         (problem(dtype="float32", **MANY), False, False),
-        (problem(queries=255), False, False),
+        (problem(queries=127), False, False),
     ],
 )
 def test_where_it_is_chosen(of, possible, chosen):

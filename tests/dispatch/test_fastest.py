@@ -23,7 +23,8 @@ from ejkernel_eqx.dispatch import (
 )
 from ejkernel_eqx.dispatch.caches import known_of
 from ejkernel_eqx.dispatch.records import Record
-from tests.dispatch.toy import Fast, FastConfig, OPERATION, problem, SlowConfig
+from ejkernel_eqx.dispatch.transfer import COMPARED_DISTANCE, distance
+from tests.dispatch.toy import Fast, FastConfig, OPERATION, problem, Slow, SlowConfig
 
 KEY, SIZES = problem().key(), problem().dims
 CONFIGS = {Platform.PALLAS: FastConfig(3), Platform.XLA: SlowConfig(4)}
@@ -53,7 +54,7 @@ def test_the_fastest_measured_one_goes_first():
     assert dict(taken.rejected)["pallas"] == "measured 1.19 times as slow as xla, forward+backward"
     assert taken.ms == ((BOTH, 1.0),) and taken.origin == "measured"
     # Another problem, of which nothing is known; one platform alone in question; a platform, a configuration that was asked for.
-    assert chosen(problem(16)).platform is Platform.PALLAS
+    assert chosen(problem(8, causal=True)).platform is Platform.PALLAS
     assert select(take_snapshot(OPERATION), problem(), platform=Platform.PALLAS).config == FastConfig(3)
     assert chosen(platform="pallas").config == FastConfig(3)
     assert chosen(config=FastConfig(9)).config == FastConfig(9)
@@ -86,6 +87,62 @@ def test_only_the_same_work_is_compared():
     assert chosen().platform is Platform.XLA
 
 
+def test_the_nearest_shape_at_which_both_were_timed_decides_where_nothing_is_known(monkeypatch):
+    learn(pallas=known(Platform.PALLAS, both=1.5), xla=known(Platform.XLA, both=1.0))
+    taken = chosen(problem(100))
+    assert (taken.platform, taken.config, taken.ms) == (Platform.XLA, SlowConfig(4), ())
+    assert dict(taken.rejected)["pallas"] == (
+        "measured 1.50 times as slow as xla at the nearest shape, D8 T64, forward+backward"
+    )
+    assert distance(problem(1), {"D": 8, "T": 1}, {"D": 8, "T": 64}) == COMPARED_DISTANCE
+    assert chosen(problem(1)).platform is Platform.XLA
+    memory_cache.clear()
+    for platform, ms in ((Platform.PALLAS, 1.5), (Platform.XLA, 1.0)):
+        memory_cache.put(platform, problem(100).key(), known(platform, both=ms))
+    assert chosen(problem(1)).platform is Platform.PALLAS and chosen(problem(2)).platform is Platform.XLA
+    memory_cache.clear()
+    learn(pallas=known(Platform.PALLAS, both=1.5), xla=known(Platform.XLA, both=1.0))
+    # Of a nearer shape one platform is known alone, which does not compare them.
+    memory_cache.put(Platform.PALLAS, problem(16).key(), known(Platform.PALLAS, both=9.0))
+    assert chosen(problem(16)).platform is Platform.PALLAS
+    assert chosen(problem(32)).platform is Platform.XLA
+    # What would not run here was not timed here.
+    refused = lambda config, problem, device: "needs another device" if config == SlowConfig(4) else None
+    monkeypatch.setattr(Slow, "config_unsupported", staticmethod(refused), raising=False)
+    assert chosen(problem(100)).platform is Platform.PALLAS
+    with overlay_cache({OPERATION: FastConfig(7)}):
+        assert chosen(problem(100)).config == FastConfig(7)
+
+
+def test_times_of_the_nearest_device_decide_where_this_one_has_none():
+    entries = [
+        (platform, KEY, known(platform, both=ms))
+        for platform, ms in ((Platform.PALLAS, 1.5), (Platform.XLA, 1.0))
+    ]
+    borrowed = dataclasses.replace(take_snapshot(OPERATION), borrowed=tuple(entries))
+    for length in (64, 100):
+        taken = select(borrowed, problem(length))
+        assert (taken.platform, taken.ms) == (Platform.XLA, ())
+    learn(pallas=known(Platform.PALLAS, both=1.0), xla=known(Platform.XLA, both=1.2))
+    here = dataclasses.replace(take_snapshot(OPERATION), borrowed=tuple(entries))
+    assert select(here, problem(100)).platform is Platform.PALLAS
+    assert len({s.answers for s in (borrowed, here, take_snapshot(OPERATION))}) == 3
+
+
+def test_the_direction_that_is_asked_for_decides():
+    learn(
+        pallas=known(Platform.PALLAS, both=1.0, forward=1.0), xla=known(Platform.XLA, both=2.0, forward=0.5)
+    )
+    for length in (64, 100):
+        found = {way: make_plan(OPERATION).select(problem(length), direction=way) for way in (FORWARD, BOTH)}
+        assert found[BOTH].platform is Platform.PALLAS and found[FORWARD].platform is Platform.XLA
+        assert "2.00 times as slow as xla" in dict(found[FORWARD].rejected)["pallas"]
+        assert dict(found[FORWARD].rejected)["pallas"].endswith("forward")
+    before = make_plan(OPERATION).as_edition()
+    learn(xla=known(Platform.XLA, both=2.0, forward=1.5))
+    assert before != make_plan(OPERATION).as_edition()
+
+
 def test_a_record_tells_at_which_sizes_it_was_measured():
     record = Record(OPERATION, "xla", 1, KEY, problem().to_dict(), {}, {"block": 4}, {BOTH: 1.0})
     assert known_of(record, SlowConfig(4), "here").sizes == SIZES
@@ -100,8 +157,8 @@ def test_times_of_what_would_not_run_decide_nothing(monkeypatch):
     for mine in (FastConfig(7), SlowConfig(7)):  # of which nothing was measured
         with overlay_cache({OPERATION: mine}):
             assert chosen().platform is Platform.PALLAS
-    # Measured at a near shape, or denied.
-    assert chosen(problem(40)).platform is Platform.XLA and chosen(problem(100)).platform is Platform.PALLAS
+    # Another length of the same key; and denied.
+    assert chosen(problem(40)).platform is Platform.XLA
     learn(xla=Known(None, denied="wrong"))
     assert chosen().platform is Platform.PALLAS
     learn(xla=known(Platform.XLA, both=1.0))

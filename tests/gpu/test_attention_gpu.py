@@ -158,6 +158,97 @@ def test_every_tile_of_hopper(n, dtype, monkeypatch):
         assert_same(actual, run(poison(case, arrays)))
 
 
+# Lengths that no tile divides, several tiles of queries; every padded head dim and every option that Hopper's kernel takes.
+_LONG: dict[str, Any] = dict(T=397, S=525, offset=128)
+_HOPPER = [
+    *(Case(name=f"heads-of-{dim}", D=dim, V=dim, right=0, **_LONG) for dim in (40, 64, 80, 96, 112, 128, 160, 256)),
+    Case(name="full", T=512, S=640, D=128, V=128),
+    Case(name="full-odd", T=513, S=333, D=64, V=64, H=6, K=1),
+    Case(name="values-of-another-dim", T=300, S=300, D=96, V=128, right=0),
+    Case(name="window", D=128, V=128, left=99, right=0, **_LONG),
+    Case(name="window-on-both-sides", D=64, V=64, left=140, right=60, **_LONG),
+    Case(name="window-that-misses-keys", T=400, S=700, D=128, V=128, left=20, right=0),
+    Case(name="more-queries", T=700, S=257, D=128, V=128, right=0, offset=257 - 700),
+    Case(name="soft-cap", D=128, V=128, right=0, soft_cap=15.0, **_LONG),
+    Case(name="sinks", D=64, V=64, right=0, sinks="BH", **_LONG),
+    Case(name="sinks-of-blind-rows", B=3, T=300, S=300, D=128, V=128, rows="lengths", sinks="1H"),
+    Case(name="lengths", B=3, T=385, S=430, D=64, V=64, rows="lengths"),
+    Case(name="lengths-of-256", B=3, T=300, S=300, D=256, V=256, rows="lengths", right=0),
+    Case(name="packed", T=700, S=700, D=128, V=128, rows="packed"),
+    Case(name="scattered", T=333, S=444, D=128, V=128, rows="scattered"),
+    Case(name="segments", T=500, S=500, D=64, V=64, segments=True, right=0),
+    Case(name="segments-and-all", T=500, S=500, D=128, V=128, segments=True, left=200, right=0, soft_cap=20.0, sinks="1H"),
+    Case(name="many-rows", B=16, T=257, S=257, H=16, K=4, D=128, V=128, right=0),
+]  # fmt: skip
+
+
+def _on_hopper(arrays: AttentionArrays, spec: AttentionSpec) -> Any:
+    """The default configuration of calls with more rows: its forward is Hopper's."""
+    problem = problem_of(OPERATION, arrays, spec)
+    if (reason := tile_sizes.unfit(problem, device_facts())) is not None:
+        pytest.skip(f"Hopper's kernel {reason}")
+    config = default_config(arrays, spec)
+    if config.forward.hopper_programs:
+        return config
+    # So few tiles are Triton's by default; the kernel is the same.
+    first = next(c for c in TRITON.load().candidates(problem, device_facts()) if c.forward.hopper_programs)
+    return dataclasses.replace(config, forward=first.forward)
+
+
+@pytest.mark.parametrize("n", range(len(_HOPPER)), ids=[case.name for case in _HOPPER])
+def test_the_default_on_hopper(n):
+    """As `test_triton`, at lengths at which the forward is Hopper's; gradients of some."""
+    case = dataclasses.replace(_HOPPER[n], dtype="float16" if n % 3 == 1 else "bfloat16")
+    arrays, spec = make(case)
+    config, (dout, dlse) = _on_hopper(arrays, spec), cotangents(case)
+    poisoned = poison(case, arrays)
+    if case.name in ("window", "lengths", "segments", "sinks-of-blind-rows", "heads-of-160"):
+        run = functools.partial(run_triton, spec=spec, config=config)
+        actual = run(arrays, dout, dlse)
+        assert_agrees(case, arrays, dout, dlse, actual)
+        assert_same(actual, run(poisoned, dout, dlse))
+    else:
+        run = jax.jit(functools.partial(TRITON.load().forward, spec=spec, config=config))
+        actual = run(arrays)
+        expected = on_host(reference.attend, _wide(arrays), spec)
+        for name, x, exact in zip(("out", "lse"), actual, expected, strict=True):
+            assert_close(x, exact, case.dtype, "forward", name=name)
+        for _ in range(REPEATS):
+            assert_same(actual, run(poisoned))
+
+
+def _wide(arrays: AttentionArrays) -> AttentionArrays:
+    """In float32 on the host, for results alone."""
+    host = jax.device_put(arrays, jax.devices("cpu")[0])
+    return host._replace(**{name: getattr(host, name).astype(jnp.float32) for name in "qkv"})
+
+
+def test_hopper_under_transformations():
+    """The public call, mapped, in a scan over layers and differentiated: one launch of the kernel that runs without them."""
+    case = Case(B=12, T=513, S=513, H=16, K=4, D=128, V=128, right=0, dtype="bfloat16")
+    arrays, spec = make(case)
+    _on_hopper(arrays, spec)
+    attention = ejx.FlashAttention(causal=True, platform="triton")
+    q, k, v = arrays[:3]
+    assert "hopper_programs=132" in str(ejx.explain(attention, q, k, v))
+    together = jax.jit(attention)(q, k, v)
+    split = [x.reshape(4, 3, *x.shape[1:]) for x in (q, k, v)]
+    assert_same(together, jax.jit(jax.vmap(jax.vmap(attention)))(*split).reshape(together.shape))
+
+    def layers(q, unrolled: bool):
+        layer = lambda x, scale: (attention(x * scale, k, v), None)
+        return jax.lax.scan(layer, q, jnp.arange(1, 4, dtype=q.dtype), unroll=3 if unrolled else 1)[0]
+
+    gradients = [
+        jax.jit(jax.value_and_grad(lambda q, u=unrolled: layers(q, u).astype(jnp.float32).sum()))(q)
+        for unrolled in (False, True)
+    ]
+    remat = jax.checkpoint(lambda q: layers(q, False))
+    gradients.append(jax.jit(jax.value_and_grad(lambda q: remat(q).astype(jnp.float32).sum()))(q))
+    for other in gradients[1:]:  # XLA fuses what is between launches, and rounds, otherwise
+        assert_close(other[1], gradients[0][1], "bfloat16", "gradient")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "flags", [dict(), dict(right=0), dict(left=300, right=0)], ids=["full", "causal", "window"]
@@ -222,6 +313,22 @@ def test_the_default_platform():
     assert _chosen(ejx.FlashAttention(), *shape, dtype="float32") == "triton"
     assert _chosen(ejx.FlashAttention(), *shape, return_lse=True) == "triton"
     assert _chosen(ejx.FlashAttention(), 2, 64, 4, 320) == "xla"
+
+
+def test_the_default_by_direction():
+    """Hopper's forward is faster than cuDNN's by the shipped table; its gradients, which may be another platform's, agree with Triton's."""
+    x = jax.ShapeDtypeStruct((4, 4096, 16, 128), jnp.bfloat16)
+    problem = ejx.explain(ejx.FlashAttention(causal=True, platform="triton"), x, x, x).choices[0]
+    if "H200" not in device_facts().kind or "hopper_programs=132" not in problem.config:
+        pytest.skip("needs Hopper's forward and the H200's table")
+    attention, triton = (ejx.FlashAttention(causal=True, platform=p) for p in (None, "triton"))
+    assert _chosen(ejx.FlashAttention(causal=True), 4, 4096, 16, 128) == "triton"
+    q, k, v = (_normal(seed, (1, 2048, 16, 128), 1) for seed in range(3))
+    loss = lambda attention: lambda *qkv: jnp.sin(attention(*qkv).astype(jnp.float32)).sum()
+    assert_same(jax.jit(attention)(q, k, v), jax.jit(triton)(q, k, v))
+    found, expected = (jax.jit(jax.value_and_grad(loss(a), (0, 1, 2)))(q, k, v) for a in (attention, triton))
+    for name, a, b in zip("qkv", found[1], expected[1], strict=True):
+        assert_close(a, b, "bfloat16", "gradient", name=name)
 
 
 @pytest.mark.parametrize("window", [None, 17])

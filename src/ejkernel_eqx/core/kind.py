@@ -24,7 +24,7 @@ from .._errors import UnsupportedError
 from .._jitted import jitted
 from .._kernel import Plan
 from .._reverse_only import FORWARD_MODE, reverse_only
-from ..dispatch import hooks_of, Platform, Problem, Selection
+from ..dispatch import BOTH, FORWARD, hooks_of, Platform, Problem, replaceable, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import (
     given_of,
@@ -100,9 +100,22 @@ class Kind:
         return jitted(self._call, plan, operation, spec, finite)(self.given_of(arrays))
 
     def _call(self, plan: Plan, operation: str, spec: Any, finite: bool, given: Named) -> Named:
-        selection = plan.select(self.problem_of(operation, self.make(**given), spec))
-        results = self._on(plan, selection, spec, finite, given)
-        return {name: results[name] for name in (self.wanted(spec) if self.wanted else self.results)}
+        problem = self.problem_of(operation, self.make(**given), spec)
+        alone, both = (plan.select(problem, direction=direction) for direction in (FORWARD, BOTH))
+
+        def compute(selection: Selection, given: Named) -> Named:
+            results = self._on(plan, selection, spec, finite, given)
+            return {name: results[name] for name in (self.wanted(spec) if self.wanted else self.results)}
+
+        if alone.platform is both.platform or self._has_every_derivative(both):
+            return compute(both, given)
+        given = reverse_only(match_varying(given, given), operation, both.platform, self.remedy)
+        return undifferentiated(functools.partial(compute, alone), functools.partial(compute, both))(given)
+
+    def _has_every_derivative(self, selection: Selection) -> bool:
+        """Whether JAX differentiates what it sees, in any mode and as often as it is asked to."""
+        platform = selection.implementation.load()
+        return self.differentiates(platform) and not is_opaque(platform)
 
     def _on(self, plan: Plan, selection: Selection, spec: Any, finite: bool, given: Named) -> Named:
         """The results on the selected platform."""
@@ -405,6 +418,29 @@ def reversible(
                 for name, x in given.items()
             },
         )
+
+    call.defvjp(call_forward, call_backward)
+    return call
+
+
+def undifferentiated(alone: Call, function: Call) -> Call:
+    """`function`, except that where nothing is differentiated `alone` computes its results."""
+    heard: list[Callable[[], None]] = []
+
+    @jax.custom_vjp
+    def call(given: Named) -> Named:
+        with replaceable() as take_back:
+            results = alone(given)
+        heard.append(take_back)
+        return results
+
+    def call_forward(given: Named) -> tuple[Named, Any]:
+        for take_back in heard:
+            take_back()
+        return jax.vjp(function, given)
+
+    def call_backward(pull: Any, cotangents: Named) -> Any:
+        return pull(cotangents)
 
     call.defvjp(call_forward, call_backward)
     return call

@@ -39,21 +39,26 @@ NOISE = 1.01
 """Measured ratios below this are within noise."""
 
 
-def slowness(known: Known, other: Known) -> tuple[float, str] | None:
-    """The ratio of `known`'s time to the other's, and the direction, if the same work was measured for both and `known` is slower.
-
-    Forward and backward together decide if both have that time.
-    """
+def compared(known: Known, other: Known, direction: str = BOTH) -> tuple[float, str] | None:
+    """The ratio of `known`'s time to the other's, and its direction: the one asked for if both have that time, else the other one. `None` if it
+    was not the same work that was timed."""
     mine, theirs = dict(known.ms), dict(other.ms)
-    direction = next((d for d in (BOTH, FORWARD) if d in mine and d in theirs), None)
-    if direction is None or not known.sizes or known.sizes != other.sizes:
+    possible = (direction, FORWARD if direction == BOTH else BOTH)
+    found = next((d for d in possible if d in mine and d in theirs), None)
+    if found is None or not known.sizes or known.sizes != other.sizes:
         return None
-    times = mine[direction] / theirs[direction]
-    return (times, direction) if times > NOISE else None
+    return mine[found] / theirs[found], found
 
 
-def slow_words(other: str, slowness: tuple[float, str]) -> str:
-    return f"measured {slowness[0]:.2f} times as slow as {other}, {slowness[1]}"
+def slowness(known: Known, other: Known, direction: str = BOTH) -> tuple[float, str] | None:
+    """As `compared`, if `known` is slower."""
+    found = compared(known, other, direction)
+    return found if found is not None and found[0] > NOISE else None
+
+
+def slow_words(other: str, slowness: tuple[float, str], where: str = "") -> str:
+    at = f" at the nearest shape, {where}" if where else ""
+    return f"measured {slowness[0]:.2f} times as slow as {other}{at}, {slowness[1]}"
 
 
 Entry = tuple[Platform, str, Known]

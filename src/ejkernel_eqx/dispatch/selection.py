@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import jax
 
 from .._errors import UnsupportedError
-from .caches import Entry, Known, memory_cache, slow_words, slowness
+from .caches import Entry, Known, memory_cache, NOISE, slow_words, slowness
 from .device import DeviceFacts
 from .overlay import Policy
 from .platform import Platform
 from .problem import Problem
 from .registry import Implementation
 from .snapshot import Snapshot, Tier
-from .transfer import nearest
+from .transfer import nearest, nearest_comparison
+from .workload import BOTH
 
 Autotuner = Callable[[Problem, Implementation, DeviceFacts], Any | None]
 Ask = Callable[[Snapshot, Implementation, Problem], Known | None]
@@ -56,10 +57,11 @@ def select(
     *,
     tuning: bool = False,
     platform: Platform | None = None,
+    direction: str = BOTH,
     answers: list[tuple[Entry, Tier]] | None = None,
 ) -> Selection:
     """The first platform that supports the problem, with its configuration, or a later one that tables show to be faster for exactly this
-    problem.
+    problem or, if they know neither, at the nearest shape. `direction`: whose times decide, `FORWARD` or `BOTH`.
 
     Pure unless `tuning`, which lets the autotune tier run if the policy deems the tables insufficient. `platform` restricts the choice to
     one platform. `answers` receives what was known about the supporting platforms, and from which tier: first those passed over, because all
@@ -74,7 +76,7 @@ def select(
             known, tier = _first_answer(snapshot, implementation, problem, tuning)
             if known.config is not None:
                 first = _Answer(name, implementation, known, tier)
-                chosen, slower = _fastest(snapshot, problem, first, asked[n + 1 :])
+                chosen, slower = _fastest(snapshot, problem, first, asked[n + 1 :], direction)
                 rejected.extend((answer.name, reason) for answer, reason in slower)
                 if answers is not None:
                     answers.extend(answer.entry(problem) for answer in (*(a for a, _ in slower), chosen))
@@ -110,21 +112,43 @@ class _Answer(NamedTuple):
 
 
 def _fastest(
-    snapshot: Snapshot, problem: Problem, first: _Answer, later: Iterable[tuple[str, Implementation]]
+    snapshot: Snapshot,
+    problem: Problem,
+    first: _Answer,
+    later: Iterable[tuple[str, Implementation]],
+    direction: str,
 ) -> tuple[_Answer, list[tuple[_Answer, str]]]:
-    """The first answer, or that of a later platform that was measured to be faster for exactly this problem; and the slower ones, each with
-    the reason."""
+    """The first answer, or that of a later platform that was measured to be faster; and the slower ones, each with the reason."""
     best, slower = first, []
-    for name, implementation in later if first.known.sizes else ():
-        if snapshot.known_exactly(implementation.platform, problem.key()) is None:
-            continue
+    for name, implementation in later:
         if implementation.unsupported(problem, snapshot.device) is None:
             answer = _Answer(name, implementation, *_first_answer(snapshot, implementation, problem, False))
-            found = slowness(best.known, answer.known)
-            if found is not None:
-                slower.append((best, slow_words(name, found)))
+            reason = _why_slower(snapshot, problem, best, answer, direction)
+            if reason is not None:
+                slower.append((best, reason))
                 best = answer
     return best, slower
+
+
+def _why_slower(
+    snapshot: Snapshot, problem: Problem, one: _Answer, other: _Answer, direction: str
+) -> str | None:
+    """Why another answer is preferred to one; `None` if it is not. Times of the problem itself decide, or guesses if nothing is known of it."""
+    if one.known.sizes and other.known.sizes:
+        found = slowness(one.known, other.known, direction)
+        return None if found is None else slow_words(other.name, found)
+    for answer in (one, other):
+        guessed = answer.tier in (Tier.PERSISTENT, Tier.HEURISTIC)
+        if not guessed or snapshot.known_exactly(answer.implementation.platform, problem.key()) is not None:
+            return None
+    implementations = one.implementation, other.implementation
+    for index in (snapshot.near, snapshot.near_borrowed):
+        near = (
+            nearest_comparison(index, implementations, problem, snapshot.device, direction) if index else None
+        )
+        if near is not None:
+            return slow_words(other.name, *near) if near[0][0] > NOISE else None
+    return None
 
 
 def _first_answer(

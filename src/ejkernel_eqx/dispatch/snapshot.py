@@ -19,6 +19,7 @@ from .platform import Platform
 from .registry import Implementation, kernel_registry, names_of, of_device
 from .shipped import borrowed_entries, shipped_entries
 from .transfer import Index, make_index
+from .workload import BOTH, FORWARD
 
 
 class Tier(enum.StrEnum):
@@ -109,11 +110,19 @@ class Snapshot:
     @property
     def _order(self) -> list[tuple[str, str, str]]:
         """Which platforms are slower than which others, and for what, according to tables: everything that decides by times."""
-        by_key: dict[str, list[tuple[Platform, Known]]] = {}
-        for (platform, key), known in self._all.items():
-            by_key.setdefault(key, []).append((platform, known))
-        pairs = ((key, a, b) for key, known in by_key.items() for a, b in itertools.permutations(known, 2))
-        return sorted((key, a[0].value, b[0].value) for key, a, b in pairs if slowness(a[1], b[1]))
+        by_key: dict[tuple[bool, str], list[tuple[Platform, Known]]] = {}
+        for table in (self._all, _table(self.borrowed)):
+            for (platform, key), known in table.items():
+                by_key.setdefault((table is self._all, key), []).append((platform, known))
+        pairs = (
+            (key, a, b) for (_, key), known in by_key.items() for a, b in itertools.permutations(known, 2)
+        )
+        return sorted(
+            (key, f"{a[0].value} {direction}", b[0].value)
+            for key, a, b in pairs
+            for direction in (BOTH, FORWARD)
+            if slowness(a[1], b[1], direction)
+        )
 
     def known_exactly(self, platform: Platform, key: str) -> tuple[Known, Tier] | None:
         """What is known about exactly this problem, and from which tier."""

@@ -1,11 +1,12 @@
-"""Guesses from measurements close to a problem: at the nearest shape, or on the most similar device."""
+"""Guesses from measurements close to a problem: at the nearest shape, or on the most similar device. Of a configuration, and of which of two
+platforms is faster."""
 
 import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
 
-from .caches import Entry, Known
+from .caches import compared, Entry, Known
 from .device import DeviceFacts
 from .platform import Platform
 from .problem import Problem
@@ -13,6 +14,8 @@ from .registry import Implementation
 
 MAX_DISTANCE = 2.0
 """In factors of two: measurements more than a factor of four away are not used."""
+COMPARED_DISTANCE = 6.0
+"""The same for which of two platforms is faster, which changes less with the sizes than the best configuration does."""
 
 Index = Mapping[tuple[Platform, str], tuple[tuple[dict[str, int], Known], ...]]
 """Maps (platform, the key without its sizes) to sizes and what is known for them."""
@@ -51,9 +54,41 @@ def nearest(
     for away, sizes, known in sorted(near, key=lambda found: found[:2]):
         config = implementation.adapted(known.config, problem, device)
         if implementation.config_unsupported(config, problem, device) is None:
-            shape = " ".join(f"{name}{size}" for name, size in sizes)
-            return Known(config, (), f"{_guess(known, away, shape)}")
+            return Known(config, (), _guess(known, away, _shape(sizes)))
     return None
+
+
+def nearest_comparison(
+    index: Index,
+    implementations: tuple[Implementation, Implementation],
+    problem: Problem,
+    device: DeviceFacts,
+    direction: str,
+) -> tuple[tuple[float, str], str] | None:
+    """The ratio of the first platform's time to the second's at the nearest shape at which both were timed, with configurations that can run
+    here; its direction; and that shape."""
+    dims, rest = _split(problem.key())
+    mine, theirs = (
+        {tuple(sorted(other.items())): known for other, known in index.get((i.platform, rest), ())}
+        for i in implementations
+    )
+    near = sorted((distance(problem, dims, dict(sizes)), sizes) for sizes in mine.keys() & theirs.keys())
+    for away, sizes in near:
+        if away > COMPARED_DISTANCE:
+            break
+        pair = mine[sizes], theirs[sizes]
+        runs = (
+            i.config_unsupported(known.config, problem, device) is None
+            for i, known in zip(implementations, pair)
+        )
+        found = compared(*pair, direction)
+        if found is not None and all(runs):
+            return found, _shape(sizes)
+    return None
+
+
+def _shape(sizes: Iterable[tuple[str, int]]) -> str:
+    return " ".join(f"{name}{size}" for name, size in sizes)
 
 
 def _guess(known: Known, away: float, shape: str) -> str:

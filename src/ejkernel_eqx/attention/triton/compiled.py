@@ -135,6 +135,18 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     return None
 
 
+def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
+    """Keeps the tiles, except for those of Hopper's kernels: whether they run, and with which tile, depends on the number of tiles, on the device
+    and on the software."""
+    fit, tiles = default_config(problem, device), {}
+    for kernel in tile_sizes.KERNELS:
+        tile = getattr(config, kernel)
+        alone = dataclasses.replace(fit, **{kernel: tile})
+        if tile.hopper_programs and (kernel == "forward" or config_unsupported(alone, problem, device)):
+            tiles[kernel] = getattr(fit, kernel)
+    return dataclasses.replace(config, **tiles)
+
+
 def _arithmetic(device: DeviceFacts) -> dict[str, Any]:
     return {} if device.vendor == "nvidia" else {"fast_tanh": False, "float32_dot": "ieee"}
 

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+import numpy as np
+
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
 from ....launch.sizes import padded
 
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
-LEAST_QUERIES = 256
-"""Queries from which on this kernel is worth timing: fewer leave most of its programs without work."""
+LEAST_QUERIES = 128
+"""Queries from which on this kernel is used: fewer do not fill a tile."""
 _MULTIPROCESSORS = 132
 _MOST_SHARED = 232_448
 _MOST_NUMBERS = 2**31 - 1
@@ -26,14 +28,18 @@ _REFUSED = {
 
 Sizes = tuple[int, int, int]
 
-# Queries, keys, stages by the padded head dim; best first.
+# Queries, keys, stages by the padded head dim; of several, `_time_of` decides which comes first.
 _TILES: dict[int, tuple[Sizes, ...]] = {
-    64: ((192, 128, 2), (192, 128, 4), (128, 128, 4)),
+    64: ((192, 128, 2), (128, 128, 4), (192, 128, 4)),
     128: ((128, 128, 2),),
     256: ((128, 64, 2),),
 }
-PREFERRED: frozenset[int] = frozenset()
-"""Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
+# By the queries of a tile: how long a tile of 128 keys takes; how many of them a tile of queries costs besides, and a tile of keys that is partly
+# hidden. From times of head dim 64 at 1,024 to 16,384 tokens; three groups of warps share each tile of keys, and more of theirs are partly hidden.
+_COSTS = {128: (1.0, 0.55, 0.25), 192: (1.21, 0.85, 0.5)}
+# By the padded head dim: how long programs must have work, in the same unit, for this kernel to be faster under a causal mask or a window. Smaller
+# tiles share less work more evenly, and start sooner. Without a mask it was faster even with a tile for every second program.
+_LEAST_TIME = {64: 24.0, 128: 10.0, 256: 10.0}
 _POSSIBLE = {
     64: ((128, 64), (128, 128), (192, 64), (192, 128)),
     128: ((128, 64), (128, 128)),
@@ -45,11 +51,37 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     """Tiles worth timing, best first, as the fields of a configuration."""
     if problem.dim("T") < LEAST_QUERIES or unfit(problem, device):
         return []
-    programs = device.num_multiprocessors or _MULTIPROCESSORS
+    programs = _programs(device)
     sizes = list(_TILES[_width(problem)])
     if problem.flag("segments"):  # beside which three consumers would spill
         sizes.sort(key=lambda size: size[0])
+    elif len(sizes) > 1:
+        sizes.sort(key=lambda size: _time_of(size, problem, programs))
     return [(q, k, 4, stages, 0, programs) for q, k, stages in sizes]
+
+
+def _time_of(size: Sizes, problem: Problem, programs: int) -> float:
+    """When the last program ends, in times of a tile of 128 queries by 128 keys. Keys that only the device knows to be hidden count as visible."""
+    (block_q, block_k, _), queries, keys = size, problem.dim("T"), problem.dim("S")
+    rate, own, hidden = _COSTS[block_q]
+    window: Any = problem.flag("window")
+    left, right = window or (None, None)
+    first = np.arange(0, queries, block_q) + (0 if problem.flag("top_left") else keys - queries)
+    last = np.minimum(first + block_q, first[0] + queries) - 1
+
+    def tiles_until(key: Any) -> Any:
+        return np.clip(-(-key // block_k), 0, -(-keys // block_k))
+
+    high = np.zeros_like(first) + tiles_until(keys if right is None else last + right + 1)
+    low = 0 if left is None else tiles_until(first - left + 1 - block_k)
+    partly = 0 if right is None else high - tiles_until(first + right + 2 - block_k)
+    partly = partly + (0 if left is None else tiles_until(last - left) - low)
+    seen = np.maximum(high - low, 1)
+    costs = seen + own + hidden * np.minimum(partly, seen)
+    rows, costs = max(problem.dim("B") * problem.dim("H"), 1), np.sort(rate * costs)[::-1]
+    # If there are more than `n` tiles for each program, one program has `n + 1`, none shorter than the shortest of those that come first.
+    rounds = costs[np.arange(0, len(costs) * rows, programs) // rows]
+    return max(float(costs.sum()) * rows / programs, float((rounds * np.arange(1, len(rounds) + 1)).max()))
 
 
 def not_chosen(problem: Problem, device: DeviceFacts) -> str:
@@ -58,7 +90,18 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return f"is for {LEAST_QUERIES} queries or more"
     if (reason := unfit(problem, device)) is not None:
         return reason
-    return "" if _width(problem) in PREFERRED else "was not measured to be faster: the tuner times both"
+    width, is_masked = _width(problem), problem.flag("window") is not None
+    if width == 64 and problem.flag("segments"):
+        return "was measured to be slower with segments at head dims up to 64"
+    if width == 64 and is_masked and problem.flag("soft_cap"):
+        return "was measured to be slower with a mask and a soft cap at head dims up to 64"
+    if is_masked and _time_of((128, 128, 1), problem, _programs(device)) < _LEAST_TIME[width]:
+        return "was measured to be slower with so few tiles"
+    return ""
+
+
+def _programs(device: DeviceFacts) -> int:
+    return device.num_multiprocessors or _MULTIPROCESSORS
 
 
 def unfit(problem: Problem, device: DeviceFacts) -> str | None:
@@ -87,6 +130,8 @@ def config_unfit(kernel: str, tile: Any, problem: Problem, device: DeviceFacts) 
     """Why a configuration cannot have the tile for the kernel, as a clause without its subject; shared memory is not checked."""
     if kernel != "forward":
         return "has no kernel of its own"
+    if problem.dim("T") < LEAST_QUERIES:
+        return f"is for {LEAST_QUERIES} queries or more"
     return unfit(problem, device) or tile_unfit(tile, problem)
 
 
