@@ -95,7 +95,8 @@ def configured(tile=TILE):
     "of, chosen",
     [
         (problem(**CAUSAL), True),
-        (problem(64, "float16", with_=("sinks", "segments"), left=399, **CAUSAL), True),
+        (problem(128, "float16", with_=("sinks", "segments"), left=399, **CAUSAL), True),
+        (problem(64, "float16", with_=("sinks", "rows")), True),
         (problem(64, with_=("sinks",), logits_soft_cap=30.0), True),
         (problem(256, with_=("rows",)), True),
         (problem(80), True),
@@ -133,6 +134,7 @@ def test_where_it_is_timed_and_no_default():
         (problem(**few, **CAUSAL), problem(**few)),
         (problem(64, batch=1, heads=8, kv_heads=8, queries=2048, keys=2048, **CAUSAL), problem(64, **few)),
         (problem(64, logits_soft_cap=30.0, **CAUSAL), problem(64, logits_soft_cap=30.0)),
+        (problem(64, with_=("segments",)), problem(128, with_=("segments",))),
     ):
         first, second, *_ = triton.candidates(of, HOPPER)
         assert first == triton.default_config(of, HOPPER) and not first.forward.hopper_programs
@@ -156,7 +158,6 @@ def test_where_it_is_timed_and_no_default():
             128,
         ),  # few tiles of keys, of which most are partly hidden
         (dict(batch=1, heads=8, queries=2048), 128),  # one tile of queries for each multiprocessor
-        (dict(batch=4, queries=4096, with_=("segments",), **CAUSAL), 128),
     ],
 )
 def test_the_tile_of_narrow_heads(of, block_q):

@@ -104,6 +104,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
     if _listed(problem):
         return _lists_not_chosen(problem, device)
     width, is_masked = _width(problem), problem.flag("window") is not None
+    if width == 64 and problem.flag("segments"):
+        return "was measured to be slower with segments at head dims up to 64"
     if width == 64 and is_masked and problem.flag("soft_cap"):
         return "was measured to be slower with a mask and a soft cap at head dims up to 64"
     if is_masked and _time_of((128, 128, 1), problem, _programs(device)) < _LEAST_TIME[width]:
