@@ -16,7 +16,8 @@ from ....paged.flat import part_of
 from ....paged.triton import compiled as pages
 from ....paged.triton.tile import FILLED
 from ..spec import most_blocks, NativeArrays, NativeSpec
-from . import step_kernels
+from . import step_choice, step_kernels, whole_step
+from .choice_kernels import GROUPS
 from .few import MOST_QUERIES
 from .tiles import StepTile, Warped
 
@@ -27,7 +28,7 @@ MOST_BLOCKS = 4096
 _MOST_BYTES = 2**14  # of the queries of a group, whose sums are in registers
 _MANY_BYTES = 2**13
 _SCORE_BYTES = 2**28
-_GROUPS = step_kernels.GROUPS.value
+_GROUPS = GROUPS.value
 _NUMBERS = 8192  # of scores at a time
 
 
@@ -182,70 +183,70 @@ def attend(
     step: Step, spec: NativeSpec, tile: StepTile, float32_dot: str, *, execute: Execute = run
 ) -> dict[str, Array]:
     """`out [T, H, V]` and the blocks `indices [T, K, n]`."""
-    launch = _launcher(step, spec, float32_dot, execute)
+    launch, chooses = _launcher(step, spec, float32_dot, execute), step.indices is None
+    blocks, group = padded(step.blocks, _GROUPS), step.q.shape[1] // step.v.shape[2]
+    block_k = min(tile.block_k, padded(spec.block))
+    numbers = {
+        "CHOOSES": chooses,
+        "EACH": cdiv(spec.block, block_k),
+        "BK": block_k,
+        "BLOCK_M": blocks,
+        "HEADS": min(padded(group, 1), max(1, _NUMBERS // blocks)),
+    }
+    launch = launch.knowing({"given": step.indices}, **numbers)
+    found = (_in_one if tile.split_k == 1 else _in_three)(launch, step, spec, tile)
+    return {"out": found["out"], "indices": found["indices"] if step.indices is None else step.indices}
+
+
+def _in_one(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
+    tokens, heads, values = *step.q.shape[:2], step.v.shape[-1]
+    outputs = _choice(launch, step, spec, 1) | {
+        "out": result(tokens, heads, values, dtype=step.q.dtype),
+        "lse": result(step.rows, heads) if step.indices is None else NOTHING,
+    }
+    return launch(whole_step.whole_step_kernel, tile, outputs, step.rows * step.v.shape[2] + _fills(step))
+
+
+def _in_three(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
     (tokens, heads, _), (kv_heads, values) = step.q.shape, step.v.shape[2:]
-    rows, group, keys = step.rows, heads // kv_heads, step.compressed_keys
-    scores = launch.numbers["WIDTH"] * step_kernels.SCORE_ROW.value
-    pairs, chooses = rows * kv_heads, step.indices is None
+    rows, keys, pairs = step.rows, step.compressed_keys, step.rows * kv_heads
     # Programs that share the keys of a branch, each with two tiles at least.
     shared = lambda count: max(1, min(tile.split_k, cdiv(count, 2 * tile.block_k)))
     compressed, sliding = shared(keys), shared(min(spec.window, step.table.shape[1] * step.k.shape[1]))
     span = cdiv(spec.count, shared(spec.count * spec.block))
     selected = cdiv(spec.count, span)
-    parts = lambda splits: {
-        "part": result(rows, heads, splits, values),
-        "part_lse": result(rows, heads, splits),
-    }
-    fills = 0 if step.q_len is None else cdiv(tokens, FILLED.value)
-
+    part = lambda splits: result(rows, heads, splits, values)
+    part_lse = lambda splits: result(rows, heads, splits)
+    chosen = _choice(launch, step, spec, selected)
     found = launch(
         step_kernels.compressed_step_kernel,
         tile,
-        parts(compressed) | {"scores": result(rows, kv_heads, group, scores) if chooses else NOTHING},
+        {"part": part(compressed), "part_lse": part_lse(compressed), "scores": chosen.pop("scores")},
         pairs * compressed,
         SPLITS=compressed,
-        SCORES=chooses,
     )
-    blocks = padded(step.blocks, _GROUPS)
-    chosen = {
-        "indices": result(tokens, kv_heads, spec.count, dtype=jnp.int32) if chooses else NOTHING,
-        "keys": result(rows, kv_heads, blocks + _GROUPS, dtype=jnp.int32) if chooses else NOTHING,
-    }
-    near = launch(
-        step_kernels.sliding_step_kernel,
-        tile,
-        parts(sliding) | chosen,
-        pairs * (sliding + chooses) + (fills if chooses else 0),
-        {"scores": found["scores"], "compressed_lse": found["part_lse"]},
-        SPLITS=sliding,
-        CHOOSES=int(chooses),
-        PARTS=compressed,
-        BLOCK_PARTS=padded(compressed, 1),
-        BLOCK_M=blocks,
-        HEADS=min(padded(group, 1), max(1, _NUMBERS // blocks)),
-    )
-    indices = near["indices"] if step.indices is None else step.indices
-    block_k = min(tile.block_k, padded(spec.block))
+    near = {"near_part": part(sliding), "near_lse": part_lse(sliding)}
     picked = launch(
-        step_kernels.selected_step_kernel,
+        step_kernels.chosen_step_kernel,
         tile,
-        parts(selected),
-        pairs * selected,
-        {"indices": indices},
+        {"part": part(selected), "part_lse": part_lse(selected)} | near | chosen,
+        pairs * (selected + sliding) + (_fills(step) if step.indices is None else 0),
+        {"scores": found["scores"], "compressed_lse": found["part_lse"]},
         SPLITS=selected,
         SPAN=span,
-        EACH=cdiv(spec.block, block_k),
-        BK=block_k,
+        NEAR_SPLITS=sliding,
+        PARTS=compressed,
+        BLOCK_PARTS=padded(compressed, 1),
     )
-    branches = {"compressed": found, "selected": picked, "sliding": near}
-    combined = {f"{name}_part": x["part"] for name, x in branches.items()}
-    combined |= {f"{name}_lse": x["part_lse"] for name, x in branches.items()}
+    combined = {"compressed_part": found["part"], "compressed_lse": found["part_lse"]}
+    combined |= {"selected_part": picked["part"], "selected_lse": picked["part_lse"]}
+    combined |= {"sliding_part": picked["near_part"], "sliding_lse": picked["near_lse"]}
     most = max(compressed, selected, sliding)
     out = launch(
         step_kernels.combine_step_kernel,
         Warped(min(4, max(1, padded(most, 1) * padded(values) // 512))),
         {"out": result(tokens, heads, values, dtype=step.q.dtype)},
-        rows * heads + fills,
+        rows * heads + _fills(step),
         combined,
         PARTS=compressed,
         BLOCK_PARTS=padded(compressed, 1),
@@ -254,7 +255,25 @@ def attend(
         NEAR_PARTS=sliding,
         BLOCK_NEAR=padded(sliding, 1),
     )["out"]
-    return {"out": out, "indices": indices}
+    return {"out": out, "indices": picked["indices"]}
+
+
+def _choice(launch: Launcher, step: Step, spec: NativeSpec, splits: int) -> dict[str, Any]:
+    """What a choice by `splits` programs writes."""
+    if step.indices is not None:
+        return dict.fromkeys(("indices", "scores", "keys"), NOTHING)
+    tokens, kv_heads, number = step.q.shape[0], step.v.shape[2], launch.numbers
+    scores = number["WIDTH"] * step_choice.SCORE_ROW.value
+    return {
+        "indices": result(tokens, kv_heads, spec.count, dtype=jnp.int32),
+        "scores": result(step.rows, kv_heads, number["G"], scores),
+        "keys": result(step.rows, kv_heads, splits, number["BLOCK_M"] + _GROUPS, dtype=jnp.int32),
+    }
+
+
+def _fills(step: Step) -> int:
+    """Programs for tokens of no sequence."""
+    return 0 if step.q_len is None else cdiv(step.q.shape[0], FILLED.value)
 
 
 def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) -> Launcher:
@@ -272,7 +291,7 @@ def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) 
         "P": pages,
         "PAGE": page,
         "FAR": far(pages, page),
-        "WIDTH": cdiv(step.compressed_keys, step_kernels.SCORE_ROW.value),
+        "WIDTH": cdiv(step.compressed_keys, step_choice.SCORE_ROW.value),
         "SMALL_M": step.small_table.shape[1],
         "P_SMALL": small_pages,
         "SMALL_PAGE": small_page,
