@@ -1,4 +1,4 @@
-"""A step of decoding in one launch and in three, interpreted: against numpy in float64 over pages, and against dense native sparse attention over rows."""
+"""A step of decoding in one launch and in three, interpreted: against numpy in float64 over pages, and against dense attention over rows."""
 
 import dataclasses
 from typing import Any

@@ -120,7 +120,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     compressed, sliding = (
         attention.candidates(of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)
     )
-    if limits_registers(device) and register_limits_measured(device) and width == 128 and not is_wide:
+    beside = limits_registers(device) and register_limits_measured(device) and width == 128 and not is_wide
+    if beside and not compressed[0].forward.hopper_programs:
         # Ranges that grow with the queries leave two programs a multiprocessor about even.
         first = dataclasses.replace(compressed[0], forward=attention.TileConfig(*tile_sizes.SIDE_BY_SIDE))
         compressed = [first, *compressed]

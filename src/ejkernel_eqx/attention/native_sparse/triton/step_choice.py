@@ -40,7 +40,7 @@ def _block_scores(scores_ptr, lse_ptr, g, row, count, WIDTH, G: tl.constexpr, HE
 
 @triton.jit
 def _choose(score, keys_ptr, to, last, lo, hi, BLOCKS, BS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Stores the blocks `lo .. hi` of those of a query: its own, the first, those of the largest scores, of equal ones the earlier; -1 after the last.
+    """Stores the blocks `lo .. hi` of a query's: its own, the first, those of the largest scores, of equal ones the earlier; -1 after the last.
 
     A warp keeps the largest of each of 32 groups of blocks in its lanes, and after each choice reads that group again."""
     width: tl.constexpr = BLOCK_M // GROUPS

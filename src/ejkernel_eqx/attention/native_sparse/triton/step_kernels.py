@@ -126,8 +126,8 @@ def compressed_step_kernel(
 @triton.jit
 def _part_of_block(indices_ptr, part, end, near, table_ptr, first, last, M, P, BS: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr,
                    PAGE: tl.constexpr):  # fmt: skip
-    """The slots of `BK` keys as `locate` has them, and which of them the query sees: of a chosen block, which has `EACH` such parts, those from `end` on
-    not read; or if `near` the keys from `part * BK` on."""
+    """The slots of `BK` keys as `locate` has them, and which of them the query sees: of a chosen block, which has `EACH` such parts, none from `end`
+    on; or if `near` the keys from `part * BK` on."""
     index = tl.load(indices_ptr + part // EACH, mask=(part < end) & (not near), other=-1)
     begin = tl.where(near, part * BK, tl.maximum(index, 0) * BS + part % EACH * BK)
     there = near | (index >= 0)
@@ -160,7 +160,9 @@ def attend_blocks(q, k_ptr, v_ptr, chosen, near, table, first, last, lo, hi, kv,
         v = load_keys(v_ptr, (start, within), seen, kv, K, V, BLOCK_V, True)  # [BK, BLOCK_V]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BK]
         s = tl.where(seen[None, :], s, float("-inf"))
-        start, within, seen = _part_of_block(chosen, part + 1, hi, near, table, first, last, M, P, BS, EACH, BK, PAGE)
+        start, within, seen = _part_of_block(
+            chosen, part + 1, hi, near, table, first, last, M, P, BS, EACH, BK, PAGE
+        )
         acc, total, top = with_scores(acc, total, top, s, v, PRECISION)
     return acc, total, top
 
@@ -218,7 +220,9 @@ def chosen_step_kernel(
         q, k_ptr, v_ptr, chosen, near, table_ptr + n * M, first, last, lo, hi, kv, M, P,
         K, D, V, BS, GP, BLOCK_D, BLOCK_V, PAGE, SCALE, PRECISION, EACH, BK)  # fmt: skip
     if near:
-        _store_part(near_part_ptr, near_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, NEAR_SPLITS)
+        _store_part(
+            near_part_ptr, near_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, NEAR_SPLITS
+        )
     else:
         _store_part(part_ptr, part_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, SPLITS)
 

@@ -29,7 +29,10 @@ _MOST_BYTES = 2**14  # of the queries of a group, whose sums are in registers
 _MANY_BYTES = 2**13
 _SCORE_BYTES = 2**28
 _GROUPS = GROUPS.value
-_NUMBERS = 8192  # of scores at a time
+_NUMBERS, _MANY_NUMBERS = (
+    4096,
+    8192,
+)  # of scores at a time, so that kernels of the one and of the other kind do not spill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,16 +188,16 @@ def attend(
     """`out [T, H, V]` and the blocks `indices [T, K, n]`."""
     launch, chooses = _launcher(step, spec, float32_dot, execute), step.indices is None
     blocks, group = padded(step.blocks, _GROUPS), step.q.shape[1] // step.v.shape[2]
-    block_k = min(tile.block_k, padded(spec.block))
+    block_k, alone = min(tile.block_k, padded(spec.block)), tile.split_k == 1
     numbers = {
         "CHOOSES": chooses,
         "EACH": cdiv(spec.block, block_k),
         "BK": block_k,
         "BLOCK_M": blocks,
-        "HEADS": min(padded(group, 1), max(1, _NUMBERS // blocks)),
+        "HEADS": min(padded(group, 1), max(1, (_NUMBERS if alone else _MANY_NUMBERS) // blocks)),
     }
     launch = launch.knowing({"given": step.indices}, **numbers)
-    found = (_in_one if tile.split_k == 1 else _in_three)(launch, step, spec, tile)
+    found = (_in_one if alone else _in_three)(launch, step, spec, tile)
     return {"out": found["out"], "indices": found["indices"] if step.indices is None else step.indices}
 
 

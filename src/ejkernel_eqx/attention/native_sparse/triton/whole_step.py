@@ -29,8 +29,8 @@ def whole_step_kernel(
     QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr, WINDOW: tl.constexpr, CHOOSES: tl.constexpr,
     FIRST: tl.constexpr, REACH: tl.constexpr, STRIDE: tl.constexpr, BS: tl.constexpr, BLOCK_M: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """All branches of the heads of a group at one query, and their sum under the gates; tokens of no sequence are 0. Every other query begins with its
-    window, so that not all programs choose, which reads little, at the same time."""
+    """All branches of the heads of a group at one query, and their sum under the gates; tokens of no sequence are 0. Every other query begins with
+    its window, so that not all programs choose, which reads little, at the same time."""
     pid = tl.program_id(0)
     if PAGED:
         if pid >= R * K:
@@ -70,7 +70,9 @@ def whole_step_kernel(
             chosen = given_ptr + at
             if CHOOSES:
                 chosen = indices_ptr + at
-                lse = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))  # [GP]
+                lse = tl.where(
+                    total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf")
+                )  # [GP]
                 tl.store(lse_ptr + row * G + heads, lse, mask=real)
                 tl.debug_barrier()
                 choose_blocks(
