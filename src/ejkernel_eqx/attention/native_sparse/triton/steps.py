@@ -1,6 +1,7 @@
-"""A step of decoding in four launches: compressed keys and their scores, the choice beside the window, the chosen blocks, and the sum of all parts.
+"""A step of decoding: in one launch, or if programs share the keys of a query in three, for compressed keys and their scores, for chosen blocks beside
+the window, and for the sum of all parts.
 
-Each key is read once for all heads of a group, by programs that share the keys of a query. What does not fit goes branch by branch."""
+Each key is read once for all heads of a group. What does not fit goes branch by branch."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -122,7 +123,7 @@ def remark_on(tile: StepTile, sizes: Sizes) -> str:
     if sizes.queries > MOST_QUERIES:
         return ""
     if reason := sizes.reason_against():
-        return f"each branch has kernels of its own, as a step of decoding in four launches {reason}"
+        return f"each branch has kernels of its own, as a step of decoding {reason}"
     return "" if tile.block_k else "each branch has kernels of its own, as the configuration says"
 
 
