@@ -129,11 +129,13 @@ def remark_on(tile: StepTile, sizes: Sizes) -> str:
 
 def programs_for(sizes: Sizes, block_k: int, device: DeviceFacts) -> int:
     """The programs that share a branch's keys of each query and key head, at most: two for each multiprocessor, and with more queries twice that, as
-    those that end early make room for others. Each has at least two tiles, or if there are many programs eight."""
+    those that end early make room for others. Each has at least two tiles, or if there are many programs eight. A program of all branches would
+    spill with 8 KiB of query heads, and on AMD's devices."""
     full, pairs = 2 * (device.num_multiprocessors or 108), max(1, sizes.rows * sizes.kv_heads)
     few = pairs <= full
     count = full // pairs if few else cdiv(4 * full, pairs)
-    return max(1, min(count, cdiv(sizes.keys, (2 if few else 8) * block_k)))
+    least = 1 if device.vendor == "nvidia" and sizes.bytes < _MANY_BYTES else 2
+    return max(least, min(count, cdiv(sizes.keys, (2 if few else 8) * block_k)))
 
 
 def tiles_for(branch: list[pages.TritonConfig], sizes: Sizes, device: DeviceFacts) -> list[StepTile]:
