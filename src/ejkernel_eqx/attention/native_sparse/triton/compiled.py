@@ -120,11 +120,11 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     compressed, sliding = (
         attention.candidates(of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)
     )
-    beside = limits_registers(device) and register_limits_measured(device) and width == 128 and not is_wide
-    if beside and not compressed[0].forward.hopper_programs:
-        # Ranges that grow with the queries leave two programs a multiprocessor about even.
-        first = dataclasses.replace(compressed[0], forward=attention.TileConfig(*tile_sizes.SIDE_BY_SIDE))
-        compressed = [first, *compressed]
+    if limits_registers(device) and register_limits_measured(device) and width == 128 and not is_wide:
+        # Ranges that grow with the queries leave two of Triton's programs a multiprocessor about even.
+        even = dataclasses.replace(compressed[0], forward=attention.TileConfig(*tile_sizes.SIDE_BY_SIDE))
+        hopper = 1 if compressed[0].forward.hopper_programs else 0
+        compressed = [*compressed[:hopper], even, *compressed[hopper:]]
     pages_of = [pages.candidates(few.of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)]
     select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
     if problem.dim("T") <= few.MOST_QUERIES:
