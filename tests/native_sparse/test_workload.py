@@ -152,7 +152,10 @@ def test_steps_fit(target, name):
     work = implementation.make_workload(problem)
     assert work is not None and work.launches is not None
     found = work.launches(implementation.load().default_config(problem, DEVICES[target]))
-    alone = name == "many queries" and target in ("sm_90", "sm_100")  # one program each occupies the others less evenly
+    alone = name == "many queries" and target in (
+        "sm_90",
+        "sm_100",
+    )  # one program each occupies the others less evenly
     kernels = ["whole_step_kernel"] if alone else STEP
     assert [launch.function.fn.__name__ for launch in found] == kernels
     assert_fit(found, target, "")

@@ -1,5 +1,5 @@
-"""A step of decoding: in one launch, or if programs share the keys of a query in three, for compressed keys and their scores, for chosen blocks beside
-the window, and for the sum of all parts.
+"""A step of decoding: in one launch, or if programs share the keys of a query in three, for compressed keys and their scores, for chosen blocks
+beside the window, and for the sum of all parts.
 
 Each key is read once for all heads of a group. What does not fit goes branch by branch."""
 
@@ -33,7 +33,7 @@ _GROUPS = GROUPS.value
 _NUMBERS, _MANY_NUMBERS = (
     4096,
     8192,
-)  # of scores at a time, so that kernels of the one and of the other kind do not spill
+)  # of scores at a time, as many as no kernel spills
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,12 +192,13 @@ def attend(
     launch, chooses = _launcher(step, spec, float32_dot, execute), step.indices is None
     blocks, group = padded(step.blocks, _GROUPS), step.q.shape[1] // step.v.shape[2]
     block_k, alone = min(tile.block_k, padded(spec.block)), tile.split_k == 1
+    many = not alone and spec.block == spec.span == spec.stride
     numbers = {
         "CHOOSES": chooses,
         "EACH": cdiv(spec.block, block_k),
         "BK": block_k,
         "BLOCK_M": blocks,
-        "HEADS": min(padded(group, 1), max(1, (_NUMBERS if alone else _MANY_NUMBERS) // blocks)),
+        "HEADS": min(padded(group, 1), max(1, (_MANY_NUMBERS if many else _NUMBERS) // blocks)),
     }
     launch = launch.knowing({"given": step.indices}, **numbers)
     found = (_in_one if alone else _in_three)(launch, step, spec, tile)
