@@ -143,7 +143,7 @@ def ours(p: NativeProblem, platform: Any, **more: Any) -> Callable[..., Any]:
     if p.kind == TRAIN:
         return lambda x: op(**x, **more)
     if p.kind == DECODE:  # the length of a cache is data
-        return lambda x: op(**x, q_offset=jnp.full(p.B, p.T - 1), **more)
+        return lambda x: op(**x, q_offset=jnp.asarray(np.full(p.B, p.T - 1)), **more)
     size, count = p.block, p.B * (p.T // p.block)
     table = np.random.default_rng(0).permutation(count).reshape(p.B, -1)
 
@@ -152,7 +152,7 @@ def ours(p: NativeProblem, platform: Any, **more: Any) -> Callable[..., Any]:
         cut = lambda x, size: x.reshape(count, size, p.K, p.D)
         cache = ejx.PagedKVCache(cut(x["k"], size), cut(x["v"], size))
         small = ejx.PagedKVCache(cut(x["compressed_k"], 1), cut(x["compressed_v"], 1))
-        cache = cache.bind(jnp.asarray(table), jnp.full(p.B, p.T))
+        cache = cache.bind(jnp.asarray(table), jnp.asarray(np.full(p.B, p.T)))
         return op(x["q"][:, 0], x["gates"][:, 0], cache, small, **more)
 
     return decode

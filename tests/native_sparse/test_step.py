@@ -1,4 +1,4 @@
-"""A step of decoding in one launch and in three, interpreted: against numpy in float64 over pages, and against dense attention over rows."""
+"""A step of decoding in one launch and in four, interpreted: against numpy in float64 over pages, and against dense attention over rows."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,7 @@ from tests.tolerances import assert_close
 pytest.importorskip("triton")
 Paged = test_paged.Case
 LAUNCHES = {
-    "three": [f"{name}_step_kernel" for name in ("compressed", "chosen", "combine")],
+    "four": [f"{name}_step_kernel" for name in ("compressed", "sliding", "selected", "combine")],
     "one": ["whole_step_kernel"],
 }
 CASES = {
@@ -126,13 +126,13 @@ def test_equal_scores():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["one", "three", "by branch"])
+@pytest.mark.parametrize("way", ["one", "four", "by branch"])
 @pytest.mark.parametrize("names", ["cache", "compressed", "cache compressed"])
 def test_mapped_pages(names, way):
     """Pages of either kind may be mapped, and the others shared."""
     case = CASES["several queries"]
     _, call = make(case)
-    config = {"one": configured(split_k=1), "three": None, "by branch": configured(**BY_BRANCH)}[way]
+    config = {"one": configured(split_k=1), "four": None, "by branch": configured(**BY_BRANCH)}[way]
     op = case.operation(INTERPRET, config=config)
     alone, pools = op(**call), {name: call[name] for name in names.split()}
     twice = {name: jnp.stack([jnp.stack([x, x]) for x in (pool.k, pool.v)]) for name, pool in pools.items()}

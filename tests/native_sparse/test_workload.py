@@ -18,7 +18,7 @@ from tests.tolerances import errors
 from tests.workloads import assert_agrees
 
 OPERATION, PAGES = "native_sparse_attention", "paged_native_sparse_attention"
-STEP = [f"{name}_step_kernel" for name in ("compressed", "chosen", "combine")]
+STEP = [f"{name}_step_kernel" for name in ("compressed", "sliding", "selected", "combine")]
 SMALL = dict(T=40, H=4, K=2, D=16, n=3)
 FLAGS = dict(block=4, window=6, given=True)
 KINDS = {

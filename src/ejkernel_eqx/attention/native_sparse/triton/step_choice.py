@@ -39,8 +39,8 @@ def _block_scores(scores_ptr, lse_ptr, g, row, count, WIDTH, G: tl.constexpr, HE
 
 
 @triton.jit
-def _choose(score, keys_ptr, to, last, lo, hi, BLOCKS, BS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Stores the blocks `lo .. hi` of a query's: its own, the first, those of the largest scores, of equal ones the earlier; -1 after the last.
+def _choose(score, keys_ptr, to, last, BLOCKS, N: tl.constexpr, BS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Stores the blocks of a query: its own, the first, those of the largest scores, of equal ones the earlier; -1 after the last.
 
     A warp keeps the largest of each of 32 groups of blocks in its lanes, and after each choice reads that group again."""
     width: tl.constexpr = BLOCK_M // GROUPS
@@ -55,21 +55,21 @@ def _choose(score, keys_ptr, to, last, lo, hi, BLOCKS, BS: tl.constexpr, BLOCK_M
     taken = own * 0 - 1
     before = taken
     peak = taken
-    for n in tl.range(0, hi):  # pyright: ignore[reportGeneralTypeIssues]
+    for n in tl.range(0, N):
         top, group = best_group(best)
         x = tl.load(keys_ptr + group * width + w)  # [width]
         best, column = take_from_group(best, x, top, group, peak, before, taken, width)
-        tl.store(to + n, tl.where(top >= 0, group * width + column, -1), mask=n >= lo)
+        tl.store(to + n, tl.where(top >= 0, group * width + column, -1))
         taken = column
         before = group
         peak = top
 
 
 @triton.jit
-def choose_blocks(scores_ptr, lse_ptr, keys_ptr, to, row, count, last, lo, hi, WIDTH, BLOCKS, G: tl.constexpr, HEADS: tl.constexpr,
-                  PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, REACH: tl.constexpr, STRIDE: tl.constexpr, BS: tl.constexpr,
+def choose_blocks(scores_ptr, lse_ptr, keys_ptr, to, row, count, last, BLOCKS, WIDTH, N: tl.constexpr, G: tl.constexpr,
+                  HEADS: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, REACH: tl.constexpr, STRIDE: tl.constexpr, BS: tl.constexpr,
                   BLOCK_M: tl.constexpr):  # fmt: skip
-    """Stores the blocks `lo .. hi` at `to`, for a query and key head that see `count` compressed keys; this program may read them afterwards."""
+    """Stores the blocks at `to`, for a query and key head that see `count` compressed keys; this program may read them afterwards."""
     score = tl.zeros([BLOCK_M], tl.float32)  # [BM]
     if G <= 2 * HEADS and REACH == 1 and BS == STRIDE:  # all loads are in flight together
         for g in tl.static_range(0, G, HEADS):
@@ -79,5 +79,5 @@ def choose_blocks(scores_ptr, lse_ptr, keys_ptr, to, row, count, last, lo, hi, W
         for g in tl.range(0, G, HEADS):
             score += _block_scores(
                 scores_ptr, lse_ptr, g, row, count, WIDTH, G, HEADS, PARTS, BLOCK_PARTS, REACH, BS // STRIDE, BLOCK_M)  # fmt: skip
-    _choose(score, keys_ptr, to, last, lo, hi, BLOCKS, BS, BLOCK_M)
+    _choose(score, keys_ptr, to, last, BLOCKS, N, BS, BLOCK_M)
     tl.debug_barrier()

@@ -124,107 +124,109 @@ def compressed_step_kernel(
 
 
 @triton.jit
-def _part_of_block(indices_ptr, part, end, near, table_ptr, first, last, M, P, BS: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr,
+def sliding_step_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, scores_ptr, compressed_lse_ptr,
+    T, N_SEQUENCES, R, M, P, WIDTH, BLOCKS, SMALL_M, offset,
+    part_ptr, part_lse_ptr, indices_ptr, keys_ptr,  # float32 [R, H, SPLITS, V], [R, H, SPLITS], int32 [T, K, N], [R, K, BLOCK_M + 32]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr, SMALL_PAGE: tl.constexpr, SCALE: tl.constexpr,
+    PRECISION: tl.constexpr, PAGED: tl.constexpr, PLACED: tl.constexpr, QUERIES: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr, WINDOW: tl.constexpr, CHOOSES: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    FIRST: tl.constexpr, REACH: tl.constexpr, STRIDE: tl.constexpr, BS: tl.constexpr, BLOCK_M: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """The sliding branch, and with `CHOOSES` beside it the choice, which reads little and takes long: so the memory is not idle."""
+    pid = tl.program_id(0)
+    each: tl.constexpr = SPLITS + CHOOSES  # programs of a query and key head
+    if CHOOSES and PAGED:
+        if pid >= R * K * each:
+            token, rest = rest_of(pid - R * K * each, q_start_ptr, q_len_ptr, N_SEQUENCES, T, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
+            for c in tl.range(0, K * N):
+                tl.store(indices_ptr + token.to(tl.int64) * (K * N) + c, token * 0 - 1, mask=rest)
+            return
+    kv = pid % K
+    split = pid // K % each - CHOOSES
+    r = pid // (K * each)
+    token, n, last = query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAGED, PLACED, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]  # fmt: skip
+    if split >= 0:
+        first = tl.maximum(last - (WINDOW - 1), 0)
+        end = tl.minimum(last + 1, M * PAGE)
+        q = load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
+        acc, total, top = attend(
+            q, k_ptr, v_ptr, table_ptr + n * M, scores_ptr, first, end, split, kv, P, WIDTH,
+            K, D, V, G, GP, PAGE, FAR, BLOCK_D, BLOCK_V, BLOCK_K, SCALE, PRECISION, SPLITS, False)  # fmt: skip
+        _store_part(part_ptr, part_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, SPLITS)
+    elif token >= 0:
+        count = compressed_count(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
+        row = (r * K + kv).to(tl.int64)
+        choose_blocks(
+            scores_ptr, compressed_lse_ptr, keys_ptr + row * (BLOCK_M + GROUPS), indices_ptr + (token.to(tl.int64) * K + kv) * N, row, count,
+            last, BLOCKS, WIDTH, N, G, HEADS, PARTS, BLOCK_PARTS, REACH, STRIDE, BS, BLOCK_M)  # fmt: skip
+
+
+@triton.jit
+def _part_of_block(indices_ptr, part, end, table_ptr, last, M, P, BS: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr,
                    PAGE: tl.constexpr):  # fmt: skip
-    """The slots of `BK` keys as `locate` has them, and which of them the query sees: of a chosen block, which has `EACH` such parts, none from `end`
-    on; or if `near` the keys from `part * BK` on."""
-    index = tl.load(indices_ptr + part // EACH, mask=(part < end) & (not near), other=-1)
-    begin = tl.where(near, part * BK, tl.maximum(index, 0) * BS + part % EACH * BK)
-    there = near | (index >= 0)
+    """The slots of `BK` keys of a chosen block, as `locate` has them, and which of them the query sees; a block has `EACH` such parts, and those from
+    `end` on are not read."""
+    index = tl.load(indices_ptr + part // EACH, mask=part < end, other=-1)
+    begin = tl.maximum(index, 0) * BS + part % EACH * BK
     column = tl.arange(0, BK)  # [BK]
     j = begin + column
-    seen = (j >= first) & (j <= last) & there
+    seen = (j <= last) & (index >= 0)
     if BS % BK:
-        seen &= near | (part % EACH * BK + column < BS)
+        seen &= part % EACH * BK + column < BS
     if PAGE % BK == 0 and BS % BK == 0:  # one page, whose number is loaded once
-        row, there = page_rows(table_ptr, begin, there, M, P, PAGE)  # pyright: ignore[reportGeneralTypeIssues]
-        return row, column, seen & there
+        first, there = page_rows(table_ptr, begin, index >= 0, M, P, PAGE)  # pyright: ignore[reportGeneralTypeIssues]
+        return first, column, seen & there
     else:
         rows, seen = page_rows(table_ptr, j, seen, M, P, PAGE)  # pyright: ignore[reportGeneralTypeIssues]
         return rows, tl.zeros([BK], tl.int32), seen
 
 
 @triton.jit
-def attend_blocks(q, k_ptr, v_ptr, chosen, near, table, first, last, lo, hi, kv, M, P,
-                  K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BS: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr,
-                  BLOCK_V: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr,
-                  BK: tl.constexpr):  # fmt: skip
-    """The sum of values, denominators and maxima of the parts `lo .. hi` of chosen blocks, or if `near` of these tiles of keys from `first` on."""
+def attend_blocks(q, k_ptr, v_ptr, chosen, table, last, lo, hi, kv, M, P, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+                  BS: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr,
+                  SCALE: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """The sum of values, denominators and maxima of the chosen blocks `lo .. hi`, each in `EACH` parts of up to `BK` keys."""
     acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
     total = tl.zeros([GP], tl.float32)  # [GP]
     top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
     # Numbers of blocks and pages are loaded one part ahead, so that loads of keys do not wait for them.
-    start, within, seen = _part_of_block(chosen, lo, hi, near, table, first, last, M, P, BS, EACH, BK, PAGE)
-    for part in tl.range(lo, hi):  # pyright: ignore[reportGeneralTypeIssues]
+    start, within, seen = _part_of_block(chosen, lo * EACH, hi * EACH, table, last, M, P, BS, EACH, BK, PAGE)
+    for part in tl.range(lo * EACH, hi * EACH):  # pyright: ignore[reportGeneralTypeIssues]
         k = load_keys(k_ptr, (start, within), seen, kv, K, D, BLOCK_D, True)  # [BK, BLOCK_D]
         v = load_keys(v_ptr, (start, within), seen, kv, K, V, BLOCK_V, True)  # [BK, BLOCK_V]
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BK]
         s = tl.where(seen[None, :], s, float("-inf"))
         start, within, seen = _part_of_block(
-            chosen, part + 1, hi, near, table, first, last, M, P, BS, EACH, BK, PAGE
+            chosen, part + 1, hi * EACH, table, last, M, P, BS, EACH, BK, PAGE
         )
         acc, total, top = with_scores(acc, total, top, s, v, PRECISION)
     return acc, total, top
 
 
 @triton.jit
-def chosen_step_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, scores_ptr, compressed_lse_ptr, given_ptr,
-    T, N_SEQUENCES, R, M, P, WIDTH, BLOCKS, SMALL_M, offset,
-    part_ptr, part_lse_ptr, near_part_ptr, near_lse_ptr,  # of either branch: float32 [R, H, SPLITS, V], [R, H, SPLITS]
-    indices_ptr, keys_ptr,  # int32 [T, K, N], [R, K, SPLITS, BLOCK_M + 32]
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr, SMALL_PAGE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
-    PAGED: tl.constexpr, PLACED: tl.constexpr, QUERIES: tl.constexpr,
-    SPLITS: tl.constexpr, SPAN: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr, NEAR_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    CHOOSES: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, FIRST: tl.constexpr, REACH: tl.constexpr,
-    STRIDE: tl.constexpr, BS: tl.constexpr, BLOCK_M: tl.constexpr, HEADS: tl.constexpr,
+def selected_step_kernel(
+    q_ptr, k_ptr, v_ptr, indices_ptr, table_ptr, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr,
+    T, M, P, offset,
+    part_ptr, part_lse_ptr,  # float32 [R, H, SPLITS, V], [R, H, SPLITS]
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, G: tl.constexpr,
+    GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGED: tl.constexpr, PLACED: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr, EACH: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """The selected branch, `SPAN` blocks a program, and then the sliding branch. With `CHOOSES` each program of the selected branch finds its blocks
-    itself, up to the last of them: this reads little and takes long, and a choice by one program would take a launch of its own. The programs of
-    the window run beside it, so the memory is not idle."""
+    """The selected branch, `SPAN` blocks a program, each in `EACH` parts of up to `BK` keys."""
     pid = tl.program_id(0)
-    pairs = R * K
-    if CHOOSES and PAGED:
-        if pid >= pairs * (SPLITS + NEAR_SPLITS):
-            token, rest = rest_of(pid - pairs * (SPLITS + NEAR_SPLITS), q_start_ptr, q_len_ptr, N_SEQUENCES, T, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]  # fmt: skip
-            for c in tl.range(0, K * N):
-                tl.store(indices_ptr + token.to(tl.int64) * (K * N) + c, token * 0 - 1, mask=rest)
-            return
-    near = pid >= pairs * SPLITS
-    place = tl.where(near, pid - pairs * SPLITS, pid)
-    splits = tl.where(near, NEAR_SPLITS, SPLITS)
-    kv = place % K
-    split = place // K % splits
-    r = place // (K * splits)
+    kv = pid % K
+    split = pid // K % SPLITS
+    r = pid // (K * SPLITS)
     token, n, last = query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAGED, PLACED, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]  # fmt: skip
     q = load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
-    first = tl.where(near, tl.maximum(last - (WINDOW - 1), 0), 0)
-    begin, to, size, _ = splits_of(first, tl.minimum(last + 1, M * PAGE), BK, NEAR_SPLITS, 1)
-    begin += split * size
-    lo = split * SPAN
-    hi = tl.minimum(lo + SPAN, N)
-    at = (tl.maximum(token, 0).to(tl.int64) * K + kv) * N
-    chosen = given_ptr + at
-    if CHOOSES:
-        chosen = indices_ptr + at
-        if (token >= 0) & (not near):
-            count = compressed_count(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
-            row = (r * K + kv).to(tl.int64)
-            choose_blocks(
-                scores_ptr, compressed_lse_ptr, keys_ptr + (row * SPLITS + split) * (BLOCK_M + GROUPS), chosen, row, count, last, lo, hi,
-                WIDTH, BLOCKS, G, HEADS, PARTS, BLOCK_PARTS, REACH, STRIDE, BS, BLOCK_M)  # fmt: skip
-    lo = tl.where(near, begin, lo * EACH)
-    hi = tl.where(near, tl.minimum(begin + size, to), hi * EACH)
+    chosen = indices_ptr + (tl.maximum(token, 0).to(tl.int64) * K + kv) * N
     acc, total, top = attend_blocks(
-        q, k_ptr, v_ptr, chosen, near, table_ptr + n * M, first, last, lo, hi, kv, M, P,
+        q, k_ptr, v_ptr, chosen, table_ptr + n * M, last, split * SPAN, tl.minimum(split * SPAN + SPAN, N), kv, M, P,
         K, D, V, BS, GP, BLOCK_D, BLOCK_V, PAGE, SCALE, PRECISION, EACH, BK)  # fmt: skip
-    if near:
-        _store_part(
-            near_part_ptr, near_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, NEAR_SPLITS
-        )
-    else:
-        _store_part(part_ptr, part_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, SPLITS)
+    _store_part(part_ptr, part_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, SPLITS)
 
 
 @triton.jit
@@ -237,7 +239,9 @@ def _gated(part_ptr, lse_ptr, gate, row, V: tl.constexpr, BLOCK_V: tl.constexpr,
     top = tl.max(lse, axis=0)
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))  # [PARTS]
     total = tl.sum(weight, axis=0)
-    part = tl.load(part_ptr + at[:, None] * V + c, mask=(lse > float("-inf"))[:, None] & (c < V), other=0.0)
+    # Those without keys, which may hold anything, are loaded too, as loads that wait for no other one are in flight together.
+    part = tl.load(part_ptr + at[:, None] * V + c, mask=(s < PARTS)[:, None] & (c < V), other=0.0)
+    part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
     factor = tl.where(total > 0, gate / tl.where(total > 0, total, 1.0), 0.0)
     return tl.sum(part * weight[:, None], axis=0) * factor
 

@@ -1,5 +1,5 @@
-"""A step of decoding: in one launch, or if programs share the keys of a query in three, for compressed keys and their scores, for chosen blocks
-beside the window, and for the sum of all parts.
+"""A step of decoding: in one launch, or if programs share the keys of a query in four: compressed keys and their scores, the choice beside the
+window, the chosen blocks, and the sum of all parts.
 
 Each key is read once for all heads of a group. What does not fit goes branch by branch."""
 
@@ -194,27 +194,27 @@ def attend(
     block_k, alone = min(tile.block_k, padded(spec.block)), tile.split_k == 1
     many = not alone and spec.block == spec.span == spec.stride
     numbers = {
-        "CHOOSES": chooses,
+        "CHOOSES": int(chooses),
         "EACH": cdiv(spec.block, block_k),
         "BK": block_k,
         "BLOCK_M": blocks,
         "HEADS": min(padded(group, 1), max(1, (_MANY_NUMBERS if many else _NUMBERS) // blocks)),
     }
     launch = launch.knowing({"given": step.indices}, **numbers)
-    found = (_in_one if alone else _in_three)(launch, step, spec, tile)
+    found = (_in_one if alone else _in_four)(launch, step, spec, tile)
     return {"out": found["out"], "indices": found["indices"] if step.indices is None else step.indices}
 
 
 def _in_one(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
     tokens, heads, values = *step.q.shape[:2], step.v.shape[-1]
-    outputs = _choice(launch, step, spec, 1) | {
+    outputs = _choice(launch, step, spec) | {
         "out": result(tokens, heads, values, dtype=step.q.dtype),
         "lse": result(step.rows, heads) if step.indices is None else NOTHING,
     }
     return launch(whole_step.whole_step_kernel, tile, outputs, step.rows * step.v.shape[2] + _fills(step))
 
 
-def _in_three(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
+def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
     (tokens, heads, _), (kv_heads, values) = step.q.shape, step.v.shape[2:]
     rows, keys, pairs = step.rows, step.compressed_keys, step.rows * kv_heads
     # Programs that share the keys of a branch, each with two tiles at least.
@@ -224,7 +224,7 @@ def _in_three(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) ->
     selected = cdiv(spec.count, span)
     part = lambda splits: result(rows, heads, splits, values)
     part_lse = lambda splits: result(rows, heads, splits)
-    chosen = _choice(launch, step, spec, selected)
+    chooses, chosen = step.indices is None, _choice(launch, step, spec)
     found = launch(
         step_kernels.compressed_step_kernel,
         tile,
@@ -232,22 +232,28 @@ def _in_three(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) ->
         pairs * compressed,
         SPLITS=compressed,
     )
-    near = {"near_part": part(sliding), "near_lse": part_lse(sliding)}
-    picked = launch(
-        step_kernels.chosen_step_kernel,
+    near = launch(
+        step_kernels.sliding_step_kernel,
         tile,
-        {"part": part(selected), "part_lse": part_lse(selected)} | near | chosen,
-        pairs * (selected + sliding) + (_fills(step) if step.indices is None else 0),
+        {"part": part(sliding), "part_lse": part_lse(sliding)} | chosen,
+        pairs * (sliding + chooses) + (_fills(step) if chooses else 0),
         {"scores": found["scores"], "compressed_lse": found["part_lse"]},
-        SPLITS=selected,
-        SPAN=span,
-        NEAR_SPLITS=sliding,
+        SPLITS=sliding,
         PARTS=compressed,
         BLOCK_PARTS=padded(compressed, 1),
     )
+    picked = launch(
+        step_kernels.selected_step_kernel,
+        tile,
+        {"part": part(selected), "part_lse": part_lse(selected)},
+        pairs * selected,
+        {"indices": near["indices"] if chooses else step.indices},
+        SPLITS=selected,
+        SPAN=span,
+    )
     combined = {"compressed_part": found["part"], "compressed_lse": found["part_lse"]}
     combined |= {"selected_part": picked["part"], "selected_lse": picked["part_lse"]}
-    combined |= {"sliding_part": picked["near_part"], "sliding_lse": picked["near_lse"]}
+    combined |= {"sliding_part": near["part"], "sliding_lse": near["part_lse"]}
     most = max(compressed, selected, sliding)
     out = launch(
         step_kernels.combine_step_kernel,
@@ -262,11 +268,11 @@ def _in_three(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) ->
         NEAR_PARTS=sliding,
         BLOCK_NEAR=padded(sliding, 1),
     )["out"]
-    return {"out": out, "indices": picked["indices"]}
+    return {"out": out, "indices": near["indices"]}
 
 
-def _choice(launch: Launcher, step: Step, spec: NativeSpec, splits: int) -> dict[str, Any]:
-    """What a choice by `splits` programs writes."""
+def _choice(launch: Launcher, step: Step, spec: NativeSpec) -> dict[str, Any]:
+    """What a choice writes."""
     if step.indices is not None:
         return dict.fromkeys(("indices", "scores", "keys"), NOTHING)
     tokens, kv_heads, number = step.q.shape[0], step.v.shape[2], launch.numbers
@@ -274,7 +280,7 @@ def _choice(launch: Launcher, step: Step, spec: NativeSpec, splits: int) -> dict
     return {
         "indices": result(tokens, kv_heads, spec.count, dtype=jnp.int32),
         "scores": result(step.rows, kv_heads, number["G"], scores),
-        "keys": result(step.rows, kv_heads, splits, number["BLOCK_M"] + _GROUPS, dtype=jnp.int32),
+        "keys": result(step.rows, kv_heads, number["BLOCK_M"] + _GROUPS, dtype=jnp.int32),
     }
 
 

@@ -81,7 +81,7 @@ class Warped:
 @dataclasses.dataclass(frozen=True)
 class StepTile:
     """A step of decoding: a program has the heads of one group at one query, and of a branch's keys `block_k` at a time. With `split_k` 1 it has all
-    branches, in one launch; else up to so many programs share the keys of each, in three. With `block_k` 0, each branch has kernels of its own."""
+    branches, in one launch; else up to so many programs share the keys of each, in four. With `block_k` 0, each branch has kernels of its own."""
 
     block_k: Keys
     split_k: Count

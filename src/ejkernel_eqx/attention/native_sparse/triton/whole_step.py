@@ -76,10 +76,10 @@ def whole_step_kernel(
                 tl.store(lse_ptr + row * G + heads, lse, mask=real)
                 tl.debug_barrier()
                 choose_blocks(
-                    scores_ptr, lse_ptr, keys_ptr + row * (BLOCK_M + GROUPS), chosen, row, count, last, 0, N,
-                    WIDTH, BLOCKS, G, HEADS, 1, 1, REACH, STRIDE, BS, BLOCK_M)  # fmt: skip
+                    scores_ptr, lse_ptr, keys_ptr + row * (BLOCK_M + GROUPS), chosen, row, count, last, BLOCKS, WIDTH,
+                    N, G, HEADS, 1, 1, REACH, STRIDE, BS, BLOCK_M)  # fmt: skip
             acc, total, top = attend_blocks(
-                q, k_ptr, v_ptr, chosen, False, table, 0, last, 0, N * EACH, kv, M, P,
+                q, k_ptr, v_ptr, chosen, table, last, 0, N, kv, M, P,
                 K, D, V, BS, GP, BLOCK_D, BLOCK_V, PAGE, SCALE, PRECISION, EACH, BK)  # fmt: skip
             out += _gated(acc, total, gates_ptr + own * 3 + 1, real)
         else:
