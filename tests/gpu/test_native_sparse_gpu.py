@@ -200,7 +200,7 @@ def test_steps_over_rows(name, dtype):
 
 @pytest.mark.parametrize("sequences", [2, 40])
 def test_a_step_at_64k(sequences):
-    """One program and several for the keys of a query; against kernels for each branch, and against XLA for the same blocks."""
+    """Several programs and one for the keys of a query; against kernels for each branch, and against XLA for the same blocks."""
     from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH
 
     pages, (block, length) = 1024, (64, 65536)
@@ -220,7 +220,7 @@ def test_a_step_at_64k(sequences):
         .load()
         .default_config(problem, device_facts())
     )
-    assert config.step.block_k
+    assert config.step.block_k and (config.step.split_k == 1) == (sequences == 40)
     run = lambda platform, config=None, **more: ejx.PagedNativeSparseAttention(
         block, 16, 512, platform=platform, config=config
     )(q, gates, cache, small, return_indices=True, **more)
