@@ -1,21 +1,25 @@
 """Native sparse attention compared with flash-linear-attention's `parallel_nsa`, if installed, and with our own dense attention; and decoding.
 
     python benchmarks/native_sparse.py --json native_sparse.json --plot native_sparse.png
-    python benchmarks/native_sparse.py --problems 'train T65536' --time-limit 300
+    python benchmarks/native_sparse.py --problems 'train.*T65536' --directions forward+backward --no-torch
+    python benchmarks/native_sparse.py --problems 'train.*T8192' --no-dense --compile-peers 12
     python benchmarks/native_sparse.py --quick                               # tiny problems, anywhere
     python benchmarks/native_sparse.py --render native_sparse.json --markdown native_sparse.md
 
 Every result of ours is first compared with platform `xla` in float32, for the blocks that ours has chosen. "fla" chooses its own, by a score that
 differs in details, and has no window without flash-attn, so its results are not compared: what it leaves out is in its favour. "dense" is causal
 `FlashAttention`. `ratio`: speed over that of "fla"; `over dense`: speed over that of "dense". Decoding reads, of each sequence, all compressed keys,
-the chosen blocks and the window once; `TB/s` is that over the time. "by branch" is decoding with kernels for each branch, as it was before steps of
-four launches; `--platforms "default,by branch" --problems 'pages|decode'` has both in one run.
+the chosen blocks and the window once; `TB/s` is that over the time. "by branch" is decoding with kernels for each branch;
+`--platforms "default,by branch" --problems 'pages|decode'` has both in one run.
+
+"fla" searches its configurations once a process, whatever the length: problems with few tokens run first, where the search takes seconds. With
+`--compile-peers` several processes compile them before.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
-import importlib.util
 import os
 import pathlib
 import sys
@@ -31,7 +35,7 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import command, linear_peers
+from benchmarks import command, linear_peers, native_sparse_peers
 from benchmarks.linear_plot import plot as plot_ratios
 from benchmarks.linear_problems import Inputs
 from benchmarks.measure import launch_floor
@@ -139,7 +143,7 @@ def ours(p: NativeProblem, platform: Any, **more: Any) -> Callable[..., Any]:
     if p.kind == TRAIN:
         return lambda x: op(**x, **more)
     if p.kind == DECODE:  # the length of a cache is data
-        return lambda x: op(**x, q_offset=jnp.full(p.B, p.T - 1), **more)
+        return lambda x: op(**x, q_offset=jnp.asarray(np.full(p.B, p.T - 1)), **more)
     size, count = p.block, p.B * (p.T // p.block)
     table = np.random.default_rng(0).permutation(count).reshape(p.B, -1)
 
@@ -148,7 +152,7 @@ def ours(p: NativeProblem, platform: Any, **more: Any) -> Callable[..., Any]:
         cut = lambda x, size: x.reshape(count, size, p.K, p.D)
         cache = ejx.PagedKVCache(cut(x["k"], size), cut(x["v"], size))
         small = ejx.PagedKVCache(cut(x["compressed_k"], 1), cut(x["compressed_v"], 1))
-        cache = cache.bind(jnp.asarray(table), jnp.full(p.B, p.T))
+        cache = cache.bind(jnp.asarray(table), jnp.asarray(np.full(p.B, p.T)))
         return op(x["q"][:, 0], x["gates"][:, 0], cache, small, **more)
 
     return decode
@@ -183,21 +187,14 @@ def computed(call: Callable[[Arrays], Any], p: NativeProblem, direction: str) ->
 
 
 def fla(p: NativeProblem) -> linear_peers.Peer:
-    window = p.window if importlib.util.find_spec("flash_attn") else 0
-
-    def run(x: dict[str, Any]) -> Any:
-        from fla.ops.nsa import parallel_nsa
-
-        gates = dict(zip(("g_cmp", "g_slc", "g_swa"), x["gates"].unbind(-1)))
-        return parallel_nsa(
-            x["q"], x["k"], x["v"], **gates, block_counts=p.count, block_size=p.block, window_size=window
-        )
-
+    window = p.window if native_sparse_peers.has_window() else 0
+    run = lambda x: native_sparse_peers.attend(x, p.block, p.count, window)
     return linear_peers.Peer("fla" if window else "fla without window", "fla", run)
 
 
 def in_torch(peer: linear_peers.Peer, sets: Sequence[Inputs], direction: str) -> Prepared:
-    return linear_peers.prepare(peer, sets, direction != "forward")._replace(results={})
+    with _said(f"{peer.name}, {direction}: searched"):
+        return linear_peers.prepare(peer, sets, direction != "forward")._replace(results={})
 
 
 def expected_results(p: NativeProblem, blocks: Array, inputs: Inputs, direction: str) -> Arrays:
@@ -214,14 +211,14 @@ def measure(p: NativeProblem, options: argparse.Namespace) -> Iterator[list[Row]
     """The rows of a problem, by direction."""
     sets = input_sets(functools.partial(make_inputs, p))
     floor = launch_floor(sets[0])
-    for direction in p.directions:
+    for direction in (way for way in p.directions if way in options.directions):
         attempts = []
         for name in options.platforms:
             if name == BY_BRANCH and p.kind == TRAIN:
                 continue
             make = functools.partial(_prepared, p, direction, name, sets)
             attempts.append(Attempt(Row(p.name, direction, name, False), make))
-        if p.kind != PAGES:
+        if p.kind != PAGES and options.dense:
             beside = functools.partial(_prepared, p, direction, DENSE, sets)
             make = lambda beside=beside: beside()._replace(results={})
             attempts.append(Attempt(Row(p.name, direction, DENSE, True), make))
@@ -241,13 +238,17 @@ def measure(p: NativeProblem, options: argparse.Namespace) -> Iterator[list[Row]
 
 
 def _prepared(p: NativeProblem, direction: str, name: str, sets: Sequence[Inputs]) -> Prepared:
-    """Says what is compiled, which takes up to a minute."""
-    start = time.monotonic()
-    print(f"{p.name}, {direction}, {name}: compiling", flush=True)
+    """Says how long compiling took, which may be a minute."""
     call = dense(p) if name == DENSE else ours(p, None if name == "default" else name)
-    found = prepare(computed(call, p, direction), sets)
-    print(f"{p.name}, {direction}, {name}: compiled in {time.monotonic() - start:.0f} s", flush=True)
-    return found
+    with _said(f"{p.name}, {direction}, {name}: compiled"):
+        return prepare(computed(call, p, direction), sets)
+
+
+@contextlib.contextmanager
+def _said(what: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    print(f"{what} in {time.monotonic() - start:.0f} s", flush=True)
 
 
 @functools.lru_cache(maxsize=2)
@@ -260,10 +261,11 @@ def _check(p: NativeProblem, inputs: Inputs, row: Row, results: Arrays) -> str |
     """The error in the results, if any; those beside ours are not compared."""
     if row.is_peer:
         return None
-    blocks = _blocks(p, row.implementation)
-    expected = expected_results(p, blocks, make_inputs(p, 0), row.direction)
-    allowed = {name: TOLERANCES[p.dtype]["forward" if name == "out" else "gradient"] for name in results}
-    errors, wrong = all_errors(results, expected, allowed)
+    with _said(f"{row.label}: checked"):
+        blocks = _blocks(p, row.implementation)
+        expected = expected_results(p, blocks, make_inputs(p, 0), row.direction)
+        allowed = {name: TOLERANCES[p.dtype]["forward" if name == "out" else "gradient"] for name in results}
+        errors, wrong = all_errors(results, expected, allowed)
     row.errors = finite(errors)
     return wrong
 
@@ -303,9 +305,9 @@ P = NativeProblem
 ANCHORS = (
     P(PAGES, 8, 65536),
     P(PAGES, 64, 65536),
+    P(TRAIN, 1, 8192),
     P(TRAIN, 1, 65536),
     P(DECODE, 8, 65536),
-    P(TRAIN, 1, 8192),
     P(TRAIN, 1, 32768),
     P(TRAIN, 1, 16384),
     P(DECODE, 1, 65536),
@@ -319,7 +321,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command.parser(__doc__)
     command.add_platforms(parser, OURS, "default")
     command.add_torch(parser)
-    return command.parse(parser, arguments)
+    add = parser.add_argument
+    add("--directions", default=",".join(DIRECTIONS), help="comma-separated (default: %(default)s)")
+    add("--no-dense", dest="dense", action="store_false", help="omit dense attention")
+    words = "compile flash-linear-attention's kernels in so many processes first"
+    add("--compile-peers", type=int, default=0, metavar="PROCESSES", help=words)
+    options = command.parse(parser, arguments)
+    options.directions = options.directions.split(",")
+    return options
 
 
 def choose(options: argparse.Namespace) -> list[NativeProblem]:
@@ -330,6 +339,10 @@ def choose(options: argparse.Namespace) -> list[NativeProblem]:
 
 def about(options: argparse.Namespace, chosen: Sequence[NativeProblem]) -> dict[str, Any]:
     missing = [name for name in linear_peers.missing() if name in ("torch", "fla")]
+    trained = [p for p in chosen if p.kind == TRAIN]
+    if options.compile_peers and options.torch and trained and not missing:
+        p, window = trained[0], trained[0].window if native_sparse_peers.has_window() else 0
+        native_sparse_peers.compile_ahead(options.compile_peers, (p.H, p.K, p.D, p.block, p.count, window))
     return {"missing": missing if jax.default_backend() != "cpu" else []}
 
 

@@ -200,7 +200,7 @@ def test_steps_over_rows(name, dtype):
 
 @pytest.mark.parametrize("sequences", [2, 40])
 def test_a_step_at_64k(sequences):
-    """One program and several for the keys of a query; against kernels for each branch, and against XLA for the same blocks."""
+    """Several programs and one for the keys of a query; against kernels for each branch, and against XLA for the same blocks."""
     from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH
 
     pages, (block, length) = 1024, (64, 65536)
@@ -220,7 +220,7 @@ def test_a_step_at_64k(sequences):
         .load()
         .default_config(problem, device_facts())
     )
-    assert config.step.block_k
+    assert config.step.block_k and (config.step.split_k == 1) == (sequences == 40)
     run = lambda platform, config=None, **more: ejx.PagedNativeSparseAttention(
         block, 16, 512, platform=platform, config=config
     )(q, gates, cache, small, return_indices=True, **more)
@@ -262,13 +262,21 @@ def test_every_candidate(name):
             assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (config, name, measured)
 
 
-def test_a_long_sequence():
-    """Lists of many pieces and several chunks of queries, against XLA for the last queries."""
+def test_a_long_sequence(monkeypatch):
+    """Lists of many pieces and several chunks of queries, whose results are written into one array, against XLA for the first and the last queries,
+    without a gradient and with one."""
+    from ejkernel_eqx.attention.native_sparse.triton import by_blocks
+
+    monkeypatch.setattr(by_blocks, "_BYTES", 2**27)
+    jax.clear_caches()  # what has been traced before has one chunk
     op = {p: ejx.NativeSparseAttention(64, 16, 512, platform=p) for p in ("triton", "xla")}
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (1, 40_000, h, 64), jnp.bfloat16) for key, h in zip(keys, (8, 1, 1)))
     gates = jnp.full((1, 40_000, 8, 3), 0.5)
     out, blocks = op["triton"](q, k, v, gates, return_indices=True)
-    last = slice(-64, None)
-    expected = op["xla"](q[:, last], k, v, gates[:, last], block_indices=blocks[:, last])
-    assert_close(out[:, last], np.asarray(expected.astype(jnp.float32)), "bfloat16")
+    saved, _ = jax.vjp(lambda q: op["triton"](q, k, v, gates), q)
+    for part, offset in ((slice(64), 0), (slice(-64, None), None)):
+        expected = op["xla"](q[:, part], k, v, gates[:, part], block_indices=blocks[:, part], q_offset=offset)
+        for found in (out, saved):
+            assert_close(found[:, part], np.asarray(expected.astype(jnp.float32)), "bfloat16")
+    jax.clear_caches()

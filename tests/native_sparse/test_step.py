@@ -1,4 +1,4 @@
-"""A step of decoding in four launches, interpreted: against numpy in float64 over pages, and against dense native sparse attention over rows."""
+"""A step of decoding in one launch and in four, interpreted: against numpy in float64 over pages, and against dense attention over rows."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,10 @@ from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 Paged = test_paged.Case
-STEP = [f"{name}_step_kernel" for name in ("compressed", "sliding", "selected", "combine")]
+LAUNCHES = {
+    "four": [f"{name}_step_kernel" for name in ("compressed", "sliding", "selected", "combine")],
+    "one": ["whole_step_kernel"],
+}
 CASES = {
     "several queries": Paged(queries=(3, 2, 0, 1), rest=2),
     "overlapping": Paged(queries=(1, 2, 0, 3), block=8, span=4, stride=2, V=8, scale=0.3, D=12),
@@ -52,14 +55,16 @@ def launched(monkeypatch):
     return names
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
-def test_pages(name, launched):
+@pytest.mark.parametrize("launches", LAUNCHES)
+def test_pages(name, launches, launched):
     """For the blocks that were chosen, which are the best; tokens of no sequence give 0. Whatever is not stored is NaN."""
     case = CASES[name]
     dense, call = make(case)
-    out, indices = run(case.operation(INTERPRET), call)
-    assert list(dict.fromkeys(launched)) == STEP  # traced more than once
+    config = configured(split_k=1 if launches == "one" else 3)
+    out, indices = run(case.operation(INTERPRET, config=config), call)
+    assert list(dict.fromkeys(launched)) == LAUNCHES[launches]  # traced more than once
     nobody = slice(case.starts[-1], None)
     assert not out[nobody].any() and (indices[nobody] == -1).all()
     if case.missing:
@@ -76,25 +81,34 @@ def test_agrees_with_other_ways(name):
     case = CASES[name]
     _, call = make(case)
     found = run(case.operation(INTERPRET), call)
-    by_branch = run(case.operation(INTERPRET, config=by_branches()), call)
-    for out, indices in (by_branch, run(case.operation("xla"), call)):
+    by_branch, whole = (
+        run(case.operation(INTERPRET, config=configured(**own)), call) for own in (BY_BRANCH, {"split_k": 1})
+    )
+    for out, indices in (by_branch, whole, run(case.operation("xla"), call)):
         assert_close(found[0], out)
         np.testing.assert_array_equal(found[1], indices)
-    again = run(case.operation(INTERPRET), call | {"block_indices": jnp.asarray(found[1])})
-    np.testing.assert_array_equal(again[0], found[0])
+    for config, first in ((None, found), (configured(split_k=1), whole)):
+        given = call | {"block_indices": jnp.asarray(first[1])}
+        again = run(case.operation(INTERPRET, config=config), given)
+        np.testing.assert_array_equal(again[0], first[0])
 
 
-def by_branches() -> Any:
-    """The interpreted platform's configuration over pages, with kernels for each branch."""
-    from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH
+BY_BRANCH = {"block_k": 0, "split_k": 1}
+
+
+def configured(**step: int) -> Any:
+    """The interpreted platform's configuration over pages, with these fields of a step."""
+    config = default("paged_native_sparse_attention", S=64, H=2, D=16)
+    return dataclasses.replace(config, step=dataclasses.replace(config.step, **step))
+
+
+def default(name: str, **dims: int) -> Any:
+    from ejkernel_eqx._explain import example_problem_of
     from ejkernel_eqx.dispatch import kernel_registry
-    from ejkernel_eqx.paged.native_pages.workload import example_problem
     from tests.compiled import DEVICES
 
-    name = "paged_native_sparse_attention"
-    problem = example_problem(name, dict(S=64, H=2, D=16), "float32", {})
-    config = kernel_registry.get(name, INTERPRET).load().default_config(problem, DEVICES["sm_90"])
-    return dataclasses.replace(config, step=BY_BRANCH)
+    problem = example_problem_of(name)(name, dims, "float32", {})
+    return kernel_registry.get(name, INTERPRET).load().default_config(problem, DEVICES["sm_90"])
 
 
 @pytest.mark.slow
@@ -104,20 +118,21 @@ def test_equal_scores():
     _, call = make(case)
     alike = lambda x: jnp.ones_like(x) * jnp.asarray([1.0, 0.5])[None, None, :, None]
     call["compressed"] = dataclasses.replace(call["compressed"], k=alike(call["compressed"].k))
-    _, indices = run(case.operation(INTERPRET), call)
-    for row, length in zip(indices, case.lengths):
-        own = (length - 1) // case.block
-        assert (row == [own, *range(case.count - 1)]).all()
+    for config in (None, configured(split_k=1)):
+        _, indices = run(case.operation(INTERPRET, config=config), call)
+        for row, length in zip(indices, case.lengths):
+            own = (length - 1) // case.block
+            assert (row == [own, *range(case.count - 1)]).all()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["step", "by branch"])
+@pytest.mark.parametrize("way", ["one", "four", "by branch"])
 @pytest.mark.parametrize("names", ["cache", "compressed", "cache compressed"])
 def test_mapped_pages(names, way):
     """Pages of either kind may be mapped, and the others shared."""
     case = CASES["several queries"]
     _, call = make(case)
-    config = by_branches() if way == "by branch" else None
+    config = {"one": configured(split_k=1), "four": None, "by branch": configured(**BY_BRANCH)}[way]
     op = case.operation(INTERPRET, config=config)
     alone, pools = op(**call), {name: call[name] for name in names.split()}
     twice = {name: jnp.stack([jnp.stack([x, x]) for x in (pool.k, pool.v)]) for name, pool in pools.items()}
@@ -136,9 +151,10 @@ ROWS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ROWS)
-def test_rows(name, launched):
+@pytest.mark.parametrize("launches", LAUNCHES)
+def test_rows(name, launches, launched):
     """Over dense keys, of which those after a query are NaN."""
     case = ROWS[name]
     arrays, _ = cases.make(case)
@@ -149,11 +165,14 @@ def test_rows(name, launched):
         compressed = {f"compressed_{n}": compressed_means(case, arrays[n]) for n in "kv"}
         call |= compressed
         arrays |= {n: jnp.where(unseen[..., None, None], jnp.nan, arrays[n]) for n in "kv"}
-    op = case.operation(INTERPRET)
+    whole: Any = default("native_sparse_attention", T=4, H=2, D=16)
+    step = dataclasses.replace(whole.few.step, split_k=1 if launches == "one" else 3)
+    config = dataclasses.replace(whole, few=dataclasses.replace(whole.few, step=step))
+    op = case.operation(INTERPRET, config=config)
     out, indices = jax.jit(lambda x: op(**x, **case.others(), return_indices=True))(
         arrays | {name: x for name, x in call.items() if name.startswith("compressed")}
     )
-    assert list(dict.fromkeys(launched)) == STEP  # traced more than once
+    assert list(dict.fromkeys(launched)) == LAUNCHES[launches]  # traced more than once
     finite = {name: jnp.nan_to_num(x) for name, x in arrays.items()}
     own = dataclasses.replace(case, means="compressed_k" not in call)
     finite |= {name: x for name, x in call.items() if name.startswith("compressed")}

@@ -137,6 +137,7 @@ STEPS = {
     "groups of 64": (dict(N=4, S=65536, H=64, K=1, D=128), "bfloat16", {}),
     "wide": (dict(N=2, S=16384, H=32, K=1, D=256), "float16", dict(block=256, span=64)),
     "float32": (dict(N=2, S=65536, H=64, K=2, D=64, V=60), "float32", {}),
+    "many queries": (dict(N=64, S=65536, H=64, K=4, D=128), "bfloat16", {}),
 }
 
 
@@ -151,7 +152,12 @@ def test_steps_fit(target, name):
     work = implementation.make_workload(problem)
     assert work is not None and work.launches is not None
     found = work.launches(implementation.load().default_config(problem, DEVICES[target]))
-    assert [launch.function.fn.__name__ for launch in found] == STEP
+    alone = name == "many queries" and target in (
+        "sm_90",
+        "sm_100",
+    )  # one program each occupies the others less evenly
+    kernels = ["whole_step_kernel"] if alone else STEP
+    assert [launch.function.fn.__name__ for launch in found] == kernels
     assert_fit(found, target, "")
 
 

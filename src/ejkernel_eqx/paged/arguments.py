@@ -147,8 +147,9 @@ def one_each(q: Array, cache: Cache) -> Tokens:
             "RaggedPagedAttention accepts more."
         )
     shape = (*q.shape[:-3], count)
-    start = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), shape)
-    return Tokens(start, jnp.ones(shape, jnp.int32), 1)
+    # In numpy, so that the device computes nothing for it.
+    start = np.broadcast_to(np.arange(count, dtype=np.int32), shape)
+    return Tokens(jnp.asarray(start), jnp.asarray(np.ones(shape, np.int32)), 1)
 
 
 def packed(q: Array, cache: Cache, query_start_loc: Any, max_query_len: Any) -> Tokens:

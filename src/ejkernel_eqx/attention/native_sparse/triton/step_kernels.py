@@ -10,10 +10,9 @@ import triton.language as tl
 from ....launch.constants import LOG2E
 from ....paged.triton.decode_kernel import splits_of
 from ....paged.triton.tile import FILLED, load_keys, load_pages, locate, rest_of
-from .choice_kernels import best_group, GROUPS, in_lanes, keys_of, take_from_group
+from .choice_kernels import GROUPS
 from .kernels import page_rows, rows_of, with_scores
-
-SCORE_ROW = tl.constexpr(16)  # rows of scores have a multiple of as many, so that four are loaded at once
+from .step_choice import choose_blocks, SCORE_ROW
 
 
 @triton.jit
@@ -38,7 +37,7 @@ def query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAG
 
 
 @triton.jit
-def _load_query(q_ptr, token, kv, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def load_query(q_ptr, token, kv, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """The heads of a group `[GP, BLOCK_D]`; of the first token for a query that is not there."""
     own = tl.minimum(tl.arange(0, GP), G - 1)  # [GP]
     return rows_of(q_ptr + (tl.maximum(token, 0).to(tl.int64) * H + kv * G) * D, own, D, D, BLOCK_D)
@@ -59,7 +58,7 @@ def _store_part(part_ptr, lse_ptr, acc, total, top, r, kv, split, H: tl.constexp
 
 
 @triton.jit
-def _attend(q, k_ptr, v_ptr, table_ptr, scores_ptr, first, end, split, kv, P, WIDTH,
+def attend(q, k_ptr, v_ptr, table_ptr, scores_ptr, first, end, split, kv, P, WIDTH,
             K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, PAGE: tl.constexpr, FAR: tl.constexpr,
             BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BK: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
             SPLITS: tl.constexpr, SCORES: tl.constexpr):  # fmt: skip
@@ -93,7 +92,7 @@ def _attend(q, k_ptr, v_ptr, table_ptr, scores_ptr, first, end, split, kv, P, WI
 
 
 @triton.jit
-def _compressed(last, limit, FIRST: tl.constexpr, REACH: tl.constexpr, STRIDE: tl.constexpr):
+def compressed_count(last, limit, FIRST: tl.constexpr, REACH: tl.constexpr, STRIDE: tl.constexpr):
     """How many compressed keys a query sees, of slots from `FIRST` up to `limit`."""
     return tl.maximum(tl.minimum((last + 1) // STRIDE - (REACH - 1), limit - FIRST), 0)
 
@@ -106,21 +105,21 @@ def compressed_step_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, SMALL_PAGE: tl.constexpr, SMALL_FAR: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
     PAGED: tl.constexpr, PLACED: tl.constexpr, QUERIES: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, FIRST: tl.constexpr,
-    REACH: tl.constexpr, STRIDE: tl.constexpr, SCORES: tl.constexpr,
+    REACH: tl.constexpr, STRIDE: tl.constexpr, CHOOSES: tl.constexpr,
 ):  # fmt: skip
-    """The compressed branch, and the scores of its keys."""
+    """The compressed branch, and with `CHOOSES` the scores of its keys."""
     pid = tl.program_id(0)
     kv = pid % K
     split = pid // K % SPLITS
     r = pid // (K * SPLITS)
     token, n, last = query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAGED, PLACED, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]  # fmt: skip
-    count = _compressed(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
+    count = compressed_count(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
     end = tl.where(count > 0, FIRST + count, 0)  # a table may end before the first slot
-    q = _load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
+    q = load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
     scores = scores_ptr + (r * K + kv).to(tl.int64) * (G * WIDTH * SCORE_ROW)
-    acc, total, top = _attend(
+    acc, total, top = attend(
         q, compressed_k_ptr, compressed_v_ptr, small_table_ptr + n * SMALL_M, scores, FIRST, end, split, kv, P_SMALL, WIDTH,
-        K, D, V, G, GP, SMALL_PAGE, SMALL_FAR, BLOCK_D, BLOCK_V, BLOCK_K, SCALE, PRECISION, SPLITS, SCORES)  # fmt: skip
+        K, D, V, G, GP, SMALL_PAGE, SMALL_FAR, BLOCK_D, BLOCK_V, BLOCK_K, SCALE, PRECISION, SPLITS, CHOOSES)  # fmt: skip
     _store_part(part_ptr, part_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, SPLITS)
 
 
@@ -151,89 +150,25 @@ def sliding_step_kernel(
     if split >= 0:
         first = tl.maximum(last - (WINDOW - 1), 0)
         end = tl.minimum(last + 1, M * PAGE)
-        q = _load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
-        acc, total, top = _attend(
+        q = load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
+        acc, total, top = attend(
             q, k_ptr, v_ptr, table_ptr + n * M, scores_ptr, first, end, split, kv, P, WIDTH,
             K, D, V, G, GP, PAGE, FAR, BLOCK_D, BLOCK_V, BLOCK_K, SCALE, PRECISION, SPLITS, False)  # fmt: skip
         _store_part(part_ptr, part_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, SPLITS)
     elif token >= 0:
-        count = _compressed(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
+        count = compressed_count(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
         row = (r * K + kv).to(tl.int64)
-        score = tl.zeros([BLOCK_M], tl.float32)  # [BM]
-        if G <= 2 * HEADS and REACH == 1 and BS == STRIDE:  # all loads are in flight together
-            for g in tl.static_range(0, G, HEADS):
-                score += _block_scores(
-                    scores_ptr, compressed_lse_ptr, g, row, count, WIDTH, G, HEADS, PARTS, BLOCK_PARTS, REACH, BS // STRIDE, BLOCK_M)  # fmt: skip
-        else:
-            for g in tl.range(0, G, HEADS):
-                score += _block_scores(
-                    scores_ptr, compressed_lse_ptr, g, row, count, WIDTH, G, HEADS, PARTS, BLOCK_PARTS, REACH, BS // STRIDE, BLOCK_M)  # fmt: skip
-        to = indices_ptr + (token.to(tl.int64) * K + kv) * N
-        _choose(score, keys_ptr + row * (BLOCK_M + GROUPS), to, last, BLOCKS, N, BS, BLOCK_M)
+        choose_blocks(
+            scores_ptr, compressed_lse_ptr, keys_ptr + row * (BLOCK_M + GROUPS), indices_ptr + (token.to(tl.int64) * K + kv) * N, row, count,
+            last, BLOCKS, WIDTH, N, G, HEADS, PARTS, BLOCK_PARTS, REACH, STRIDE, BS, BLOCK_M)  # fmt: skip
 
 
 @triton.jit
-def _block_scores(scores_ptr, lse_ptr, g, row, count, WIDTH, G: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
-                  BLOCK_PARTS: tl.constexpr, REACH: tl.constexpr, PER: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """The sum over heads `g .. g + HEADS` of a group of the weights of compressed keys, by the strides that each shares with a block: key
-    `m * PER + o` and block `m` have those in both `o .. o + REACH` and `0 .. PER`."""
-    heads = g + tl.arange(0, HEADS)  # [HEADS]
-    s = tl.arange(0, BLOCK_PARTS)[:, None]  # [PARTS, 1]
-    at = (row * G + heads)[None, :] * PARTS + s  # [PARTS, HEADS]
-    lse = tl.load(lse_ptr + at, mask=(s < PARTS) & (heads < G)[None, :], other=float("-inf"))
-    top = tl.max(lse, axis=0)  # [HEADS]
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse - top[None, :]), axis=0)
-    whole = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), 0.0)  # [HEADS]
-    m = tl.arange(0, BLOCK_M)  # [BM]
-    rows = scores_ptr + (row * G + heads)[:, None] * (WIDTH * SCORE_ROW)  # [HEADS, 1]
-    real = (heads < G)[:, None]
-    if REACH == 1 and PER == 1:
-        # Four at a time, which rows of scores have room for.
-        x = tl.load(rows + m[None, :], mask=real & (m // 4 < tl.cdiv(count, 4))[None, :], other=float("-inf"))
-        score = tl.sum(tl.where((m < count)[None, :], tl.exp2(x - whole[:, None]), 0.0), axis=0)  # [BM]
-    else:
-        score = tl.zeros([BLOCK_M], tl.float32)  # [BM]
-        for o in tl.range(1 - REACH, PER):
-            c = (m * PER + o)[None, :]  # [1, BM]
-            x = tl.load(rows + c, mask=real & (c >= 0) & (c < count), other=float("-inf"))  # [HEADS, BM]
-            share = tl.minimum(PER, o + REACH) - tl.maximum(0, o)
-            score += tl.sum(tl.exp2(x - whole[:, None]), axis=0) * share
-    return score
-
-
-@triton.jit
-def _choose(score, keys_ptr, to, last, BLOCKS, N: tl.constexpr, BS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Stores the blocks of a query: its own, the first, those of the largest scores, of equal ones the earlier; -1 after the last.
-
-    A warp keeps the largest of each of 32 groups of blocks in its lanes, and after each choice reads that group again."""
-    width: tl.constexpr = BLOCK_M // GROUPS
-    m = tl.arange(0, BLOCK_M)  # [BM]
-    own = tl.where(last < 0, -1, last // BS)
-    tl.store(keys_ptr + m, keys_of(score, m, own, BLOCKS))
-    tl.debug_barrier()
-    g = tl.arange(0, GROUPS)  # [GROUPS]
-    w = tl.arange(0, width)  # [width]
-    best = tl.max(tl.load(keys_ptr + g[:, None] * width + w[None, :]), axis=1)  # [GROUPS]
-    best = in_lanes(best, keys_ptr + BLOCK_M)
-    taken = own * 0 - 1
-    before = taken
-    peak = taken
-    for n in tl.range(0, N):
-        top, group = best_group(best)
-        x = tl.load(keys_ptr + group * width + w)  # [width]
-        best, column = take_from_group(best, x, top, group, peak, before, taken, width)
-        tl.store(to + n, tl.where(top >= 0, group * width + column, -1))
-        taken = column
-        before = group
-        peak = top
-
-
-@triton.jit
-def _part_of_block(indices_ptr, part, table_ptr, last, M, P, N: tl.constexpr, BS: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr,
+def _part_of_block(indices_ptr, part, end, table_ptr, last, M, P, BS: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr,
                    PAGE: tl.constexpr):  # fmt: skip
-    """The slots of `BK` keys of a chosen block, as `locate` has them, and which of them the query sees; a block has `EACH` such parts."""
-    index = tl.load(indices_ptr + part // EACH, mask=part < N * EACH, other=-1)
+    """The slots of `BK` keys of a chosen block, as `locate` has them, and which of them the query sees; a block has `EACH` such parts, and those from
+    `end` on are not read."""
+    index = tl.load(indices_ptr + part // EACH, mask=part < end, other=-1)
     begin = tl.maximum(index, 0) * BS + part % EACH * BK
     column = tl.arange(0, BK)  # [BK]
     j = begin + column
@@ -246,6 +181,28 @@ def _part_of_block(indices_ptr, part, table_ptr, last, M, P, N: tl.constexpr, BS
     else:
         rows, seen = page_rows(table_ptr, j, seen, M, P, PAGE)  # pyright: ignore[reportGeneralTypeIssues]
         return rows, tl.zeros([BK], tl.int32), seen
+
+
+@triton.jit
+def attend_blocks(q, k_ptr, v_ptr, chosen, table, last, lo, hi, kv, M, P, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+                  BS: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr,
+                  SCALE: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """The sum of values, denominators and maxima of the chosen blocks `lo .. hi`, each in `EACH` parts of up to `BK` keys."""
+    acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
+    total = tl.zeros([GP], tl.float32)  # [GP]
+    top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
+    # Numbers of blocks and pages are loaded one part ahead, so that loads of keys do not wait for them.
+    start, within, seen = _part_of_block(chosen, lo * EACH, hi * EACH, table, last, M, P, BS, EACH, BK, PAGE)
+    for part in tl.range(lo * EACH, hi * EACH):  # pyright: ignore[reportGeneralTypeIssues]
+        k = load_keys(k_ptr, (start, within), seen, kv, K, D, BLOCK_D, True)  # [BK, BLOCK_D]
+        v = load_keys(v_ptr, (start, within), seen, kv, K, V, BLOCK_V, True)  # [BK, BLOCK_V]
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BK]
+        s = tl.where(seen[None, :], s, float("-inf"))
+        start, within, seen = _part_of_block(
+            chosen, part + 1, hi * EACH, table, last, M, P, BS, EACH, BK, PAGE
+        )
+        acc, total, top = with_scores(acc, total, top, s, v, PRECISION)
+    return acc, total, top
 
 
 @triton.jit
@@ -264,23 +221,11 @@ def selected_step_kernel(
     split = pid // K % SPLITS
     r = pid // (K * SPLITS)
     token, n, last = query_of(r, position_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, T, offset, PAGED, PLACED, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]  # fmt: skip
-    q = _load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
-    acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
-    total = tl.zeros([GP], tl.float32)  # [GP]
-    top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
+    q = load_query(q_ptr, token, kv, H, D, G, GP, BLOCK_D)  # [GP, BLOCK_D]
     chosen = indices_ptr + (tl.maximum(token, 0).to(tl.int64) * K + kv) * N
-    table = table_ptr + n * M
-    lo = split * SPAN * EACH
-    hi = tl.minimum(lo + SPAN * EACH, N * EACH)
-    # Numbers of blocks and pages are loaded one part ahead, so that loads of keys do not wait for them.
-    start, within, seen = _part_of_block(chosen, lo, table, last, M, P, N, BS, EACH, BK, PAGE)
-    for part in tl.range(lo, hi):
-        k = load_keys(k_ptr, (start, within), seen, kv, K, D, BLOCK_D, True)  # [BK, BLOCK_D]
-        v = load_keys(v_ptr, (start, within), seen, kv, K, V, BLOCK_V, True)  # [BK, BLOCK_V]
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BK]
-        s = tl.where(seen[None, :], s, float("-inf"))
-        start, within, seen = _part_of_block(chosen, part + 1, table, last, M, P, N, BS, EACH, BK, PAGE)
-        acc, total, top = with_scores(acc, total, top, s, v, PRECISION)
+    acc, total, top = attend_blocks(
+        q, k_ptr, v_ptr, chosen, table_ptr + n * M, last, split * SPAN, tl.minimum(split * SPAN + SPAN, N), kv, M, P,
+        K, D, V, BS, GP, BLOCK_D, BLOCK_V, PAGE, SCALE, PRECISION, EACH, BK)  # fmt: skip
     _store_part(part_ptr, part_lse_ptr, acc, total, top, r, kv, split, H, V, G, GP, BLOCK_V, SPLITS)
 
 
@@ -294,7 +239,9 @@ def _gated(part_ptr, lse_ptr, gate, row, V: tl.constexpr, BLOCK_V: tl.constexpr,
     top = tl.max(lse, axis=0)
     weight = tl.exp2(lse - tl.where(top == float("-inf"), 0.0, top))  # [PARTS]
     total = tl.sum(weight, axis=0)
-    part = tl.load(part_ptr + at[:, None] * V + c, mask=(lse > float("-inf"))[:, None] & (c < V), other=0.0)
+    # Those without keys, which may hold anything, are loaded too, as loads that wait for no other one are in flight together.
+    part = tl.load(part_ptr + at[:, None] * V + c, mask=(s < PARTS)[:, None] & (c < V), other=0.0)
+    part = tl.where((lse > float("-inf"))[:, None], part, 0.0)
     factor = tl.where(total > 0, gate / tl.where(total > 0, total, 1.0), 0.0)
     return tl.sum(part * weight[:, None], axis=0) * factor
 

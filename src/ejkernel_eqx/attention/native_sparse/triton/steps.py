@@ -1,6 +1,7 @@
-"""A step of decoding in four launches: compressed keys and their scores, the choice beside the window, the chosen blocks, and the sum of all parts.
+"""A step of decoding: in one launch, or if programs share the keys of a query in four: compressed keys and their scores, the choice beside the
+window, the chosen blocks, and the sum of all parts.
 
-Each key is read once for all heads of a group, by programs that share the keys of a query. What does not fit goes branch by branch."""
+Each key is read once for all heads of a group. What does not fit goes branch by branch."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from ....paged.flat import part_of
 from ....paged.triton import compiled as pages
 from ....paged.triton.tile import FILLED
 from ..spec import most_blocks, NativeArrays, NativeSpec
-from . import step_kernels
+from . import step_choice, step_kernels, whole_step
+from .choice_kernels import GROUPS
 from .few import MOST_QUERIES
 from .tiles import StepTile, Warped
 
@@ -27,8 +29,11 @@ MOST_BLOCKS = 4096
 _MOST_BYTES = 2**14  # of the queries of a group, whose sums are in registers
 _MANY_BYTES = 2**13
 _SCORE_BYTES = 2**28
-_GROUPS = step_kernels.GROUPS.value
-_NUMBERS = 8192  # of scores at a time
+_GROUPS = GROUPS.value
+_NUMBERS, _MANY_NUMBERS = (
+    4096,
+    8192,
+)  # of scores at a time, as many as no kernel spills
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,17 +123,19 @@ def remark_on(tile: StepTile, sizes: Sizes) -> str:
     if sizes.queries > MOST_QUERIES:
         return ""
     if reason := sizes.reason_against():
-        return f"each branch has kernels of its own, as a step of decoding in four launches {reason}"
+        return f"each branch has kernels of its own, as a step of decoding {reason}"
     return "" if tile.block_k else "each branch has kernels of its own, as the configuration says"
 
 
 def programs_for(sizes: Sizes, block_k: int, device: DeviceFacts) -> int:
     """The programs that share a branch's keys of each query and key head, at most: two for each multiprocessor, and with more queries twice that, as
-    those that end early make room for others. Each has at least two tiles, or if there are many programs eight."""
+    those that end early make room for others. Each has at least two tiles, or if there are many programs eight. A program of all branches would
+    spill with 8 KiB of query heads, and on AMD's devices."""
     full, pairs = 2 * (device.num_multiprocessors or 108), max(1, sizes.rows * sizes.kv_heads)
     few = pairs <= full
     count = full // pairs if few else cdiv(4 * full, pairs)
-    return max(1, min(count, cdiv(sizes.keys, (2 if few else 8) * block_k)))
+    least = 1 if device.vendor == "nvidia" and sizes.bytes < _MANY_BYTES else 2
+    return max(least, min(count, cdiv(sizes.keys, (2 if few else 8) * block_k)))
 
 
 def tiles_for(branch: list[pages.TritonConfig], sizes: Sizes, device: DeviceFacts) -> list[StepTile]:
@@ -182,70 +189,77 @@ def attend(
     step: Step, spec: NativeSpec, tile: StepTile, float32_dot: str, *, execute: Execute = run
 ) -> dict[str, Array]:
     """`out [T, H, V]` and the blocks `indices [T, K, n]`."""
-    launch = _launcher(step, spec, float32_dot, execute)
+    launch, chooses = _launcher(step, spec, float32_dot, execute), step.indices is None
+    blocks, group = padded(step.blocks, _GROUPS), step.q.shape[1] // step.v.shape[2]
+    block_k, alone = min(tile.block_k, padded(spec.block)), tile.split_k == 1
+    many = not alone and spec.block == spec.span == spec.stride
+    numbers = {
+        "CHOOSES": int(chooses),
+        "EACH": cdiv(spec.block, block_k),
+        "BK": block_k,
+        "BLOCK_M": blocks,
+        "HEADS": min(padded(group, 1), max(1, (_MANY_NUMBERS if many else _NUMBERS) // blocks)),
+    }
+    launch = launch.knowing({"given": step.indices}, **numbers)
+    found = (_in_one if alone else _in_four)(launch, step, spec, tile)
+    return {"out": found["out"], "indices": found["indices"] if step.indices is None else step.indices}
+
+
+def _in_one(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
+    tokens, heads, values = *step.q.shape[:2], step.v.shape[-1]
+    outputs = _choice(launch, step, spec) | {
+        "out": result(tokens, heads, values, dtype=step.q.dtype),
+        "lse": result(step.rows, heads) if step.indices is None else NOTHING,
+    }
+    return launch(whole_step.whole_step_kernel, tile, outputs, step.rows * step.v.shape[2] + _fills(step))
+
+
+def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
     (tokens, heads, _), (kv_heads, values) = step.q.shape, step.v.shape[2:]
-    rows, group, keys = step.rows, heads // kv_heads, step.compressed_keys
-    scores = launch.numbers["WIDTH"] * step_kernels.SCORE_ROW.value
-    pairs, chooses = rows * kv_heads, step.indices is None
+    rows, keys, pairs = step.rows, step.compressed_keys, step.rows * kv_heads
     # Programs that share the keys of a branch, each with two tiles at least.
     shared = lambda count: max(1, min(tile.split_k, cdiv(count, 2 * tile.block_k)))
     compressed, sliding = shared(keys), shared(min(spec.window, step.table.shape[1] * step.k.shape[1]))
     span = cdiv(spec.count, shared(spec.count * spec.block))
     selected = cdiv(spec.count, span)
-    parts = lambda splits: {
-        "part": result(rows, heads, splits, values),
-        "part_lse": result(rows, heads, splits),
-    }
-    fills = 0 if step.q_len is None else cdiv(tokens, FILLED.value)
-
+    part = lambda splits: result(rows, heads, splits, values)
+    part_lse = lambda splits: result(rows, heads, splits)
+    chooses, chosen = step.indices is None, _choice(launch, step, spec)
     found = launch(
         step_kernels.compressed_step_kernel,
         tile,
-        parts(compressed) | {"scores": result(rows, kv_heads, group, scores) if chooses else NOTHING},
+        {"part": part(compressed), "part_lse": part_lse(compressed), "scores": chosen.pop("scores")},
         pairs * compressed,
         SPLITS=compressed,
-        SCORES=chooses,
     )
-    blocks = padded(step.blocks, _GROUPS)
-    chosen = {
-        "indices": result(tokens, kv_heads, spec.count, dtype=jnp.int32) if chooses else NOTHING,
-        "keys": result(rows, kv_heads, blocks + _GROUPS, dtype=jnp.int32) if chooses else NOTHING,
-    }
     near = launch(
         step_kernels.sliding_step_kernel,
         tile,
-        parts(sliding) | chosen,
-        pairs * (sliding + chooses) + (fills if chooses else 0),
+        {"part": part(sliding), "part_lse": part_lse(sliding)} | chosen,
+        pairs * (sliding + chooses) + (_fills(step) if chooses else 0),
         {"scores": found["scores"], "compressed_lse": found["part_lse"]},
         SPLITS=sliding,
-        CHOOSES=int(chooses),
         PARTS=compressed,
         BLOCK_PARTS=padded(compressed, 1),
-        BLOCK_M=blocks,
-        HEADS=min(padded(group, 1), max(1, _NUMBERS // blocks)),
     )
-    indices = near["indices"] if step.indices is None else step.indices
-    block_k = min(tile.block_k, padded(spec.block))
     picked = launch(
         step_kernels.selected_step_kernel,
         tile,
-        parts(selected),
+        {"part": part(selected), "part_lse": part_lse(selected)},
         pairs * selected,
-        {"indices": indices},
+        {"indices": near["indices"] if chooses else step.indices},
         SPLITS=selected,
         SPAN=span,
-        EACH=cdiv(spec.block, block_k),
-        BK=block_k,
     )
-    branches = {"compressed": found, "selected": picked, "sliding": near}
-    combined = {f"{name}_part": x["part"] for name, x in branches.items()}
-    combined |= {f"{name}_lse": x["part_lse"] for name, x in branches.items()}
+    combined = {"compressed_part": found["part"], "compressed_lse": found["part_lse"]}
+    combined |= {"selected_part": picked["part"], "selected_lse": picked["part_lse"]}
+    combined |= {"sliding_part": near["part"], "sliding_lse": near["part_lse"]}
     most = max(compressed, selected, sliding)
     out = launch(
         step_kernels.combine_step_kernel,
         Warped(min(4, max(1, padded(most, 1) * padded(values) // 512))),
         {"out": result(tokens, heads, values, dtype=step.q.dtype)},
-        rows * heads + fills,
+        rows * heads + _fills(step),
         combined,
         PARTS=compressed,
         BLOCK_PARTS=padded(compressed, 1),
@@ -254,7 +268,25 @@ def attend(
         NEAR_PARTS=sliding,
         BLOCK_NEAR=padded(sliding, 1),
     )["out"]
-    return {"out": out, "indices": indices}
+    return {"out": out, "indices": near["indices"]}
+
+
+def _choice(launch: Launcher, step: Step, spec: NativeSpec) -> dict[str, Any]:
+    """What a choice writes."""
+    if step.indices is not None:
+        return dict.fromkeys(("indices", "scores", "keys"), NOTHING)
+    tokens, kv_heads, number = step.q.shape[0], step.v.shape[2], launch.numbers
+    scores = number["WIDTH"] * step_choice.SCORE_ROW.value
+    return {
+        "indices": result(tokens, kv_heads, spec.count, dtype=jnp.int32),
+        "scores": result(step.rows, kv_heads, number["G"], scores),
+        "keys": result(step.rows, kv_heads, number["BLOCK_M"] + _GROUPS, dtype=jnp.int32),
+    }
+
+
+def _fills(step: Step) -> int:
+    """Programs for tokens of no sequence."""
+    return 0 if step.q_len is None else cdiv(step.q.shape[0], FILLED.value)
 
 
 def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) -> Launcher:
@@ -272,7 +304,7 @@ def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) 
         "P": pages,
         "PAGE": page,
         "FAR": far(pages, page),
-        "WIDTH": cdiv(step.compressed_keys, step_kernels.SCORE_ROW.value),
+        "WIDTH": cdiv(step.compressed_keys, step_choice.SCORE_ROW.value),
         "SMALL_M": step.small_table.shape[1],
         "P_SMALL": small_pages,
         "SMALL_PAGE": small_page,
