@@ -151,7 +151,11 @@ def test_hoppers_single_pass(case, block_v, stages, splits):
     assert_close(actual["out"], exact.out, case.dtype, "forward", name="out")
     assert_close(actual["final_state"], exact.final_state, case.dtype, "forward", name="final_state")
     many = arrays._replace(
-        **{name: jnp.tile(x, (32, *(1,) * (x.ndim - 1))) for name, x in arrays._asdict().items() if x is not None}
+        **{
+            name: jnp.tile(x, (32, *(1,) * (x.ndim - 1)))
+            for name, x in arrays._asdict().items()
+            if x is not None
+        }
     )
     found = forward(many)
     for name in ("out", "final_state"):

@@ -147,7 +147,9 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     if config.splits > 1 and problem.flag("delta"):
         return "splits are for members without a delta rule"
     if config.out.hopper:
-        reason = hopper.unfit(config.out.block_v, config.splits, problem, device) or hopper.config_unfit(config, problem)
+        reason = hopper.unfit(config.out.block_v, config.splits, problem, device) or hopper.config_unfit(
+            config, problem
+        )
         return reason and f"out with hopper=True {reason}"
     return None
 

@@ -187,8 +187,8 @@ def _described(ptr, B, length, HEADS: gl.constexpr, CHANNELS: gl.constexpr, ROWS
     """A descriptor of `[B, length, HEADS, CHANNELS]` with boxes of a chunk of one head."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, ROWS, COLUMNS], ptr.dtype.element_ty)
     row: gl.constexpr = HEADS * CHANNELS
-    return tma.make_tensor_descriptor(ptr, [B, HEADS, length, CHANNELS], [gl.to_tensor(length).to(gl.int64) * row, CHANNELS, row, 1], [1, 1, ROWS, COLUMNS],
-                                      layout)
+    return tma.make_tensor_descriptor(
+        ptr, [B, HEADS, length, CHANNELS], [gl.to_tensor(length).to(gl.int64) * row, CHANNELS, row, 1], [1, 1, ROWS, COLUMNS], layout)
 
 
 @gluon.jit
@@ -234,15 +234,15 @@ def hopper_single_kernel(
     barriers = (full, empty)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, where, TOKENS, T,
-                         0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
+            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
+                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS)),
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, where, TOKENS, T,
-                         0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
-            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, where, TOKENS, T,
-                         1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
+            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
+                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
+            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
+                         where, TOKENS, T, 1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS)),
         ], [4, 1], [240, 24])

@@ -51,7 +51,9 @@ def problem_unfit(block_v: int, splits: int, problem: Problem) -> str | None:
     if block_v > WIDTH and (shared % 2 if values == WIDTH else values % block_v):
         return f"has programs of {block_v} value channels where these are one head's, or of two heads that share queries and keys"
     if problem.dim("T") % (CHUNK * splits) or not problem.dim("T"):
-        return f"takes whole chunks of {CHUNK} tokens in each of {splits} splits, not {problem.dim('T')} tokens"
+        return (
+            f"takes whole chunks of {CHUNK} tokens in each of {splits} splits, not {problem.dim('T')} tokens"
+        )
     return None
 
 
