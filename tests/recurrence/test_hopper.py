@@ -120,6 +120,21 @@ def test_it_is_not_for_other_devices():
 
 
 @needs_gluon
+def test_it_is_the_default_for_long_sequences():
+    for of in (problem(), problem(CONSTANT, batch=1, tokens=65536), problem(NONE, batch=8, tokens=1024)):
+        config = triton.default_config(of, HOPPER)
+        assert config.single and config.out.hopper
+        assert triton.config_unsupported(config, of, HOPPER) is None
+    for of in (
+        problem(tokens=4000),
+        problem(tokens=960),
+        problem(with_=("starts",)),
+        problem(dtype="float32"),
+    ):
+        assert not triton.default_config(of, HOPPER).out.hopper
+
+
+@needs_gluon
 def test_the_tuner_times_it():
     """Programs of two groups where these are enough, else of one; a configuration survives JSON."""
     for of, first in (

@@ -104,7 +104,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         # Three passes over chunks of 64 would take more tensor memory than Blackwell has.
         chunk_size = 32
     tiles = {name: _narrowed(row, problem) for name, row in rows.items()}
-    if single and problem.flag("decay") in hopper.PREFERRED:
+    if single and problem.dim("T") >= splits * hopper.LEAST_TOKENS:
         tiles["out"] = next(iter(_hopper_tiles(problem, splits, device)), tiles["out"])
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
     return TritonConfig(chunk_size, **tiles, single=single, float32_dot=precision, splits=splits)

@@ -9,8 +9,8 @@ from ...spec import CONSTANT, NONE, SCALAR
 CHUNK = 64
 WIDTH = 64
 """Value channels of a group of warps; a program has one or two."""
-PREFERRED: frozenset[str] = frozenset()
-"""The kinds of decay for which this kernel is the default, because it was measured to be faster; for others the tuner times it."""
+LEAST_TOKENS = 1024
+"""Tokens of a split from which on this kernel is the default; for fewer the tuner times it."""
 _MULTIPROCESSORS = 132
 
 Sizes = tuple[int, int]
@@ -24,7 +24,7 @@ def tiles(problem: Problem, splits: int, device: DeviceFacts) -> list[Sizes]:
         if unfit(sizes[0], splits, problem, device) is None
     ]
     programs = splits * problem.dim("B") * problem.dim("R") * problem.dim("V") // (2 * WIDTH)
-    if 4 * programs < 3 * (device.num_multiprocessors or _MULTIPROCESSORS):
+    if 2 * programs <= (device.num_multiprocessors or _MULTIPROCESSORS):
         found.sort(key=lambda sizes: sizes[0])
     return found
 
