@@ -4,12 +4,14 @@
     python benchmarks/decode_gaps.py --quick                # a tiny model, anywhere
 
 A layer attends, and its result is the next layer's queries. When appending, it first makes keys and values of its queries and writes them
-into its pages. Each program is timed in five ways: as XLA makes it (on GPUs, launches are recorded as CUDA graphs), without graphs, with the
-merge of splits in the launch that computes them (`together`), both, and with that and smaller splits. Every result is compared with XLA's in
-float32, and with every other result of the same configuration bit for bit.
+into its pages. Each program is timed in seven ways: as XLA makes it (on GPUs, launches are recorded as CUDA graphs); with every argument donated
+that has a successor, so that memory keeps its addresses and a graph is launched as it was recorded (else it is updated, launch by launch); with
+several tokens a call; without graphs; with the merge of splits in the launch that computes them (`together`); both; and with that and smaller
+splits. Every result is compared with XLA's in float32, and with every other result of the same configuration bit for bit.
 
-The time of a layer is that of many calls in a row. A trace says how many kernels a layer has, how long they run, and the gaps between them: XLA
-launches kernels one by one while it is profiled, so a second trace keeps graphs (`xla_enable_command_buffers_during_profiling`).
+The time of a layer is that of many calls in a row; `call alone` is the host's time for a call with these arguments that does nothing. A trace says
+how many kernels a layer has, how long they run, and the gaps between them: XLA launches kernels one by one while it is profiled, so a second trace
+keeps graphs (`xla_enable_command_buffers_during_profiling`).
 """
 
 import argparse
@@ -53,6 +55,8 @@ class Problem:
     p: int = 16
     dtype: str = "bfloat16"
     append: bool = False
+    tokens: int = 1
+    """Of each sequence in a call, one after the other."""
 
     @property
     def name(self) -> str:
@@ -63,12 +67,24 @@ FULL = tuple(Problem(N, S, append=append) for N, S in ((1, 1024), (8, 2048)) for
 QUICK = (Problem(2, 40, layers=2, H=4, K=2, D=16, p=4, dtype="float32", append=True),)
 
 
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """`options`: of the compiler. `in_place`: the result takes the place of the queries, and is those of the next call."""
+
+    config: Any
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    in_place: bool = False
+    tokens: int = 1
+
+
 @dataclasses.dataclass
 class Row:
     problem: str
     way: str
     us_per_layer: float | None = None
     bound: float | None = None
+    call_alone_us: float | None = None
+    """Of the host, for a call with as many arguments that does nothing."""
     launches: int | None = None
     """Of a whole program: kernels, copies and calls in its compiled text."""
     error: float | None = None
@@ -99,7 +115,7 @@ def make_inputs(problem: Problem) -> tuple[Any, ...]:
 def make_step(problem: Problem, platform: ejx.PlatformLike, config: Any) -> Callable[..., tuple[Array, Any]]:
     attend = ejx.RaggedPagedAttention(append=problem.append, platform=platform, config=config)
 
-    def step(q: Array, new: Array, caches: Any, table: Array, lengths: Array, start: Array) -> Any:
+    def token(q: Array, new: Array, caches: Any, table: Array, lengths: Array, start: Array) -> Any:
         written = []
         for k, v in caches:
             cache = ejx.PagedKVCache(k, v, table, lengths)
@@ -111,11 +127,17 @@ def make_step(problem: Problem, platform: ejx.PlatformLike, config: Any) -> Call
             written.append((cache.k, cache.v))
         return q, written
 
+    def step(q: Array, new: Array, caches: Any, *rest: Array) -> Any:
+        for _ in range(problem.tokens):
+            q, caches = token(q, new, caches, *rest)
+        return q, caches
+
     return step
 
 
-def compiled(problem: Problem, platform: ejx.PlatformLike, config: Any, options: Mapping[str, Any]) -> Any:
-    step = jax.jit(make_step(problem, platform, config), donate_argnums=2)
+def compiled(problem: Problem, platform: ejx.PlatformLike, way: Way, options: Mapping[str, Any]) -> Any:
+    problem = dataclasses.replace(problem, tokens=way.tokens)
+    step = jax.jit(make_step(problem, platform, way.config), donate_argnums=(0, 2) if way.in_place else 2)
     shapes = jax.eval_shape(lambda: make_inputs(problem))
     return step.lower(*shapes).compile(compiler_options=dict(options) or None)
 
@@ -133,24 +155,26 @@ def default_config(problem: Problem) -> Any:
         "K": problem.K,
         "D": problem.D,
         "p": problem.p,
+        "Q": 1,
     }
     found = example_problem("ragged_paged_attention", sizes, problem.dtype, {})
     return triton.default_config(found, device_facts())
 
 
-def ways(problem: Problem, platform: str | None) -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Configurations and compiler options by name."""
+def ways(problem: Problem, platform: str | None) -> dict[str, Way]:
     if platform == "xla":
-        return {"xla": (None, {})}
+        return {"xla": Way(None), "xla, in place": Way(None, in_place=True)}
     default = default_config(problem)
     together = dataclasses.replace(default, together=True)
     smaller = dataclasses.replace(together, split_k=min(64, -(-problem.S // 64)), chunk_size=64)
     return {
-        "default": (default, {}),
-        "default, no graphs": (default, WITHOUT_GRAPHS),
-        "together": (together, {}),
-        "together, no graphs": (together, WITHOUT_GRAPHS),
-        "together, 64 keys a split": (smaller, {}),
+        "default": Way(default),
+        "default, in place": Way(default, in_place=True),
+        "default, in place, 4 tokens a call": Way(default, in_place=True, tokens=4),
+        "default, no graphs": Way(default, WITHOUT_GRAPHS),
+        "together": Way(together),
+        "together, no graphs": Way(together, WITHOUT_GRAPHS),
+        "together, 64 keys a split": Way(smaller),
     }
 
 
@@ -169,28 +193,50 @@ def count_launches(text: str) -> int:
 
 
 class Steps:
-    """A program that takes its own caches again and again."""
+    """A program that takes its own caches again and again and, in place, its own result as queries."""
 
-    def __init__(self, program: Any, problem: Problem):
-        self.program = program
+    def __init__(self, program: Any, problem: Problem, way: Way):
+        self.program, self.in_place = program, way.in_place
         self.inputs = list(make_inputs(problem))
+        self._first = jnp.copy(self.inputs[0])
+
+    def restart(self) -> None:
+        """Attends with the first queries again."""
+        self.inputs[0] = jnp.copy(self._first)
 
     def __call__(self) -> Array:
         out, self.inputs[2] = self.program(*self.inputs)
+        if self.in_place:
+            self.inputs[0] = out
         return out
+
+
+def time_call(calls: int) -> Callable[[Callable[[], Any]], float]:
+    """Microseconds of one of many calls in a row."""
+
+    def timed(call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = call()
+        jax.block_until_ready(out)
+        return 1e6 * (time.perf_counter() - start) / calls
+
+    return timed
+
+
+def call_alone(problem: Problem, samples: int, calls: int) -> float:
+    """Of a program with the same arguments that returns queries and caches."""
+    shapes = jax.eval_shape(lambda: make_inputs(problem))
+    function = jax.jit(lambda q, new, caches, *rest: (q, caches), donate_argnums=(0, 2))
+    steps = Steps(function.lower(*shapes).compile(), problem, Way(None, in_place=True))
+    return statistics.median(map(time_call(calls), [steps] * samples))
 
 
 def time_layer(steps: Steps, problem: Problem, samples: int, calls: int) -> float:
     for _ in range(3):  # graphs are made in the second call
         jax.block_until_ready(steps())
-    found = []
-    for _ in range(samples):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = steps()
-        jax.block_until_ready(out)
-        found.append(1e6 * (time.perf_counter() - start) / calls / problem.layers)
-    return statistics.median(found)
+    found = map(time_call(calls), [steps] * samples)
+    return statistics.median(found) / problem.layers / problem.tokens
 
 
 def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
@@ -208,7 +254,7 @@ def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
     times: dict[str, list[float]] = {}
     for name, begin, end in spans:
         times.setdefault(name, []).append(end - begin)
-    each = calls * problem.layers
+    each = calls * problem.layers * problem.tokens
     return {
         "kernels_per_layer": len(spans) / each,
         "busy_us_per_layer": sum(end - begin for _, begin, end in spans) / each,
@@ -239,26 +285,31 @@ def check(row: Row, problem: Problem, out: Array, expected: np.ndarray, like: Ar
 
 
 def measure(problem: Problem, options: argparse.Namespace) -> list[Row]:
-    expected, rows, outs = expected_result(problem), [], {}
-    for way, (config, flags) in ways(problem, options.platform).items():
-        row = Row(problem.name, way, bound=BOUNDS.get(problem.name))
+    expected, rows, outs = {}, [], {}
+    alone = call_alone(problem, options.samples, options.calls)
+    for name, way in ways(problem, options.platform).items():
+        several = dataclasses.replace(problem, tokens=way.tokens)
+        if way.tokens not in expected:
+            expected[way.tokens] = expected_result(several)
+        row = Row(problem.name, name, bound=BOUNDS.get(problem.name), call_alone_us=alone)
         rows.append(row)
-        program = compiled(problem, options.platform, config, flags)
+        program = compiled(problem, options.platform, way, way.options)
         row.launches = count_launches(program.as_text() or "")
-        steps = Steps(program, problem)
+        steps = Steps(program, several, way)
         for _ in range(3):  # without a graph, while one is made, and with one
-            out = steps()
-            check(row, problem, out, expected, outs.setdefault(config, out))
+            steps.restart()
+            out = jnp.copy(steps())
+            check(row, several, out, expected[way.tokens], outs.setdefault((way.config, way.tokens), out))
             if row.reason:
                 break
         if row.reason:
             continue
-        row.us_per_layer = time_layer(steps, problem, options.samples, options.calls)
-        row.traces["one by one"] = trace(steps, problem)
-        if not flags and jax.default_backend() == "gpu":
-            kept = Steps(compiled(problem, options.platform, config, TRACED_WITH_GRAPHS), problem)
-            time_layer(kept, problem, 1, 1)
-            row.traces["graphs"] = trace(kept, problem)
+        row.us_per_layer = time_layer(steps, several, options.samples, options.calls)
+        row.traces["one by one"] = trace(steps, several)
+        if not way.options and jax.default_backend() == "gpu":
+            kept = Steps(compiled(problem, options.platform, way, TRACED_WITH_GRAPHS), several, way)
+            time_layer(kept, several, 1, 1)
+            row.traces["graphs"] = trace(kept, several)
     return rows
 
 
@@ -271,6 +322,7 @@ def show(rows: Sequence[Row]) -> str:
         "way",
         "us a layer",
         "bar",
+        "call alone",
         "launches",
         "kernels a layer",
         "their us",
@@ -286,6 +338,7 @@ def show(rows: Sequence[Row]) -> str:
                 row.way,
                 row.reason or number(row.us_per_layer),
                 number(row.bound),
+                number(row.call_alone_us),
                 str(row.launches),
             ]
             + [number(one.get(name)) for name in ("kernels_per_layer", "busy_us_per_layer", "median_gap_us")]

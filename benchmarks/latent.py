@@ -35,7 +35,7 @@ from benchmarks import command, comparison
 from benchmarks.comparison import Implementation
 from benchmarks.linear_plot import plot as plot_bars
 from benchmarks.measure import StateWork
-from benchmarks.prepare import compiled, DIRECTIONS, fastest, input_sets, PeerRow, prepare, Prepared
+from benchmarks.prepare import compiled, DIRECTIONS, fastest, input_sets, PeerRow, prepare, Prepared, UNTUNED
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.tuning.check import all_errors
 
@@ -147,7 +147,7 @@ def flash(direction: str) -> Callable[[Arrays], Arrays]:
 
 def expected_training(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
     wide = {name: x.astype(jnp.float32) for name, x in inputs.items()}
-    return {way: jax.jit(training(p, "xla", way))(wide) for way in p.directions}
+    return {way: jax.jit(training(p, "xla", way), compiler_options=UNTUNED)(wide) for way in p.directions}
 
 
 # Decoding
@@ -237,7 +237,8 @@ def kernel(p: LatentProblem) -> Callable[[Any], Arrays]:
 def expected_decoding(p: LatentProblem, inputs: Any) -> dict[str, Arrays]:
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     with jax.default_matmul_precision("highest"):
-        return {"forward": jax.jit(decoding(p, "xla"))(wide, pages_of(wide))[1]}
+        step = jax.jit(decoding(p, "xla"), compiler_options=UNTUNED)
+        return {"forward": step(wide, pages_of(wide))[1]}
 
 
 # Chunks
@@ -265,7 +266,7 @@ def chunked(p: LatentProblem, platform: Any, form: bool | None = None) -> Callab
 def expected_chunk(p: LatentProblem, inputs: Any) -> dict[str, Arrays]:
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     with jax.default_matmul_precision("highest"):
-        return {"forward": jax.jit(chunked(p, "xla", False))(wide)}
+        return {"forward": jax.jit(chunked(p, "xla", False), compiler_options=UNTUNED)(wide)}
 
 
 # Measuring

@@ -11,9 +11,12 @@ from benchmarks.overlap import gpu_spans, hidden
 def test_layers_are_timed_and_checked(tmp_path, capsys):
     path = tmp_path / "gaps.json"
     assert decode_gaps.main(["--quick", "--commit", "abc", "--json", str(path)]) == 0
-    (row,) = json.loads(path.read_text())["rows"]
-    assert row["us_per_layer"] > 0 and row["error"] < 2e-6 and row["reason"] is None
-    assert row["launches"] > 0 and "us a layer" in capsys.readouterr().out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["xla", "xla, in place"]
+    for row in rows:
+        assert row["us_per_layer"] > 0 and row["error"] < 2e-6 and row["reason"] is None
+        assert row["launches"] > 0 and row["call_alone_us"] > 0
+    assert "us a layer" in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch, capsys):

@@ -55,11 +55,18 @@ def square(n: int, **options: Any) -> Launch:
     )
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 63, 2**31, 2**40, -3])
+@pytest.mark.parametrize("n", [0, 1, 2, 63, -3])
 def test_numbers(monkeypatch, n):
     x = jnp.arange(1.0, 65.0)
     out = both(monkeypatch, square(n), {"x": x})["out"]
     np.testing.assert_array_equal(out[: max(n, 0)], (x * x)[: max(n, 0)])
+
+
+@pytest.mark.parametrize("n", [2**31, 2**40])
+def test_numbers_beyond_32_bits(n):
+    """By our own launch alone: jax-triton 0.4.1 asks JAX for the type of the number, which is one of 32 bits there."""
+    x = jnp.arange(1.0, 65.0)
+    np.testing.assert_array_equal(jax.jit(functools.partial(run, square(n)))({"x": x})["out"], x * x)
 
 
 @pytest.mark.parametrize("options", [{"num_warps": 1}, {"num_warps": 8}, {"max_registers": 32}])

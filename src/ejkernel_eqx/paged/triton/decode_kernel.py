@@ -196,6 +196,14 @@ def merge_kernel(
     h = program % H
     t = program // H % QUERIES
     n = (program // (H * QUERIES)).to(tl.int64)
+    # Results of splits are read before it is known which of them there are, so that no load waits for another one.
+    at = ((n * QUERIES + t) * H + h) * SPLITS
+    s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
+    c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
+    lse = tl.load(part_lse_ptr + at + s, mask=s < SPLITS, other=float("-inf"))  # [BLOCK_S]
+    if STEP == BLOCK_S:
+        part = tl.load(parts_ptr + ((at + s) * V)[:, None] + c[None, :], mask=(s < SPLITS)[:, None] & (c < V)[None, :],
+                       other=0.0)  # [BLOCK_S, BLOCK_V]  # fmt: skip
     queries, _, first, end = sequence(  # pyright: ignore[reportGeneralTypeIssues]
         n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE, MOST, LEFT, RANGED)  # fmt: skip
     if not ALONE:
@@ -208,27 +216,28 @@ def merge_kernel(
     _, _, _, used = splits_of(first, end, BK, SPLITS, LEAST)
 
     # Their weights, exp(lse - top), and the sum of all weights including the sink's.
-    at = ((n * QUERIES + t) * H + h) * SPLITS
-    s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
-    lse = tl.load(part_lse_ptr + at + s, mask=s < used, other=float("-inf"))  # [BLOCK_S]
+    lse = tl.where(s < used, lse, float("-inf"))  # [BLOCK_S]
     top = tl.max(lse, axis=0)  # []
     sink = float("-inf")
     if SINKS:
         sink = tl.load(sinks_ptr + n // ROW * H + h) * LOG2E
         top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse - top), axis=0)  # []
+    weights = tl.exp2(lse - top)  # [BLOCK_S]
+    total = tl.sum(weights, axis=0)  # []
     if SINKS:
         total += tl.exp2(sink - top)
-    c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    acc = tl.zeros([BLOCK_V], tl.float32)  # [BLOCK_V]
     # out = sum of weight * part, `STEP` splits at a time.
-    for begin in tl.range(0, used, STEP):
-        r = begin + tl.arange(0, STEP)  # [STEP]
-        weight = tl.exp2(tl.load(part_lse_ptr + at + r, mask=r < used, other=float("-inf")) - top)  # [STEP]
-        part = tl.load(parts_ptr + ((at + r) * V)[:, None] + c[None, :],
-                       mask=(r < used)[:, None] & (c < V)[None, :], other=0.0)  # [STEP, BLOCK_V]  # fmt: skip
-        acc += tl.sum(weight[:, None] * part, axis=0)  # [BLOCK_V]
+    if STEP == BLOCK_S:
+        acc = tl.sum(weights[:, None] * tl.where((s < used)[:, None], part, 0.0), axis=0)  # [BLOCK_V]
+    else:
+        acc = tl.zeros([BLOCK_V], tl.float32)  # [BLOCK_V]
+        for begin in tl.range(0, used, STEP):
+            r = begin + tl.arange(0, STEP)  # [STEP]
+            weight = tl.exp2(tl.load(part_lse_ptr + at + r, mask=r < used, other=float("-inf")) - top)  # [STEP]
+            part = tl.load(parts_ptr + ((at + r) * V)[:, None] + c[None, :],
+                           mask=(r < used)[:, None] & (c < V)[None, :], other=0.0)  # [STEP, BLOCK_V]  # fmt: skip
+            acc += tl.sum(weight[:, None] * part, axis=0)  # [BLOCK_V]
     some = total != 0
     acc = acc / tl.where(some, total, 1.0)
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
