@@ -98,6 +98,7 @@ SPILLS = {
     ("sm_90", "ssd", 128): {"single": 280, "shared_channels": 176},
     ("sm_90", "packed", 128): {"gradients": 144},
     ("sm_100", "batched", 128): {"gradients": 232},
+    ("sm_100", "long", 64): {"local_dstates": 16},
     ("sm_100", "long", 128): {"gradients": 96},
     ("sm_100", "packed", 128): {"gradients": 16},
     ("sm_100", "ssd", 64): {"single": 16, "shared_pairs": 8, "shared_channels": 136},
