@@ -15,10 +15,11 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.launch import gluon_unavailable
 from ejkernel_eqx.recurrence import samples
 from ejkernel_eqx.recurrence.core import problem_of
 from ejkernel_eqx.recurrence.example import example_problem
-from ejkernel_eqx.recurrence.spec import RecurrenceArrays, RecurrenceSpec
+from ejkernel_eqx.recurrence.spec import NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
 from tests.recurrence.cases import (
     assert_agrees,
     Case,
@@ -111,6 +112,54 @@ def test_triton(case):
     for _ in range(REPEATS - 1):
         again = run_triton(arrays, dout, dstate, spec, config)
         assert same(masked(case, arrays, actual), masked(case, arrays, again))
+
+
+WHOLE = Case(T=512, D=128, V=128, decay=SCALAR, dtype="bfloat16")
+EVERYTHING: dict[str, Any] = dict(beta=1.0, skip=True, initial_state=True)
+HOPPER = [
+    dataclasses.replace(WHOLE, name="one a token"),
+    dataclasses.replace(WHOLE, name="everything", **EVERYTHING),
+    dataclasses.replace(WHOLE, name="none", decay=NONE),
+    dataclasses.replace(WHOLE, name="none, everything", decay=NONE, **EVERYTHING),
+    dataclasses.replace(WHOLE, name="constant", decay=CONSTANT, log_decays=-0.02),
+    dataclasses.replace(WHOLE, name="strong", log_decays=-50.0),
+    dataclasses.replace(WHOLE, name="closed", log_decays="closed", initial_state=True),
+    dataclasses.replace(WHOLE, name="heads that share", Hq=1, Hk=1, Hv=4, Hg=4, Hb=4, V=64, **EVERYTHING),
+    dataclasses.replace(WHOLE, name="64 channels", D=64, V=64, Hv=4, Hg=2, state_dtype="bfloat16"),
+    dataclasses.replace(WHOLE, name="256 values", V=256, Hv=4, Hg=1, decay=CONSTANT),
+]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("block_v, stages", [(128, 3), (64, 4), (64, 2)])
+@pytest.mark.parametrize("case", HOPPER, ids=lambda case: case.name)
+def test_hoppers_single_pass(case, block_v, stages, splits):
+    """Output and final state; the same bit for bit when run again, on a device that is full."""
+    if (reason := gluon_unavailable(device_facts())) is not None:
+        pytest.skip(f"Hopper's kernel {reason}")
+    arrays, spec = make(case)
+    config = default_config(arrays, spec)
+    tile = dataclasses.replace(config.out, block_k=case.D, block_v=block_v, num_warps=4, num_stages=stages)
+    config = dataclasses.replace(
+        config, single=True, splits=splits, out=dataclasses.replace(tile, hopper=True)
+    )
+    if TRITON.load().config_unsupported(config, problem_of(OPERATION, arrays, spec), device_facts()):
+        pytest.skip("no tile of this problem")
+    forward = jax.jit(lambda arrays: TRITON.load().forward(arrays, spec, config))
+    actual = forward(arrays)
+    exact = on_host(run_reference, arrays, *cotangents(case), spec)
+    assert_close(actual["out"], exact.out, case.dtype, "forward", name="out")
+    assert_close(actual["final_state"], exact.final_state, case.dtype, "forward", name="final_state")
+    many = arrays._replace(
+        **{
+            name: jnp.tile(x, (32, *(1,) * (x.ndim - 1)))
+            for name, x in arrays._asdict().items()
+            if x is not None
+        }
+    )
+    found = forward(many)
+    for name in ("out", "final_state"):
+        assert same(found[name], jnp.tile(actual[name], (32, *(1,) * (actual[name].ndim - 1))))
 
 
 @pytest.mark.parametrize("decay", ["none", "constant", "one a token", "by key", "normalized"])

@@ -24,8 +24,10 @@ from tests.recurrence.cases import (
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
+import triton.language as tl
+
 from ejkernel_eqx.recurrence.triton import interpreted as triton_interpret
-from ejkernel_eqx.recurrence.triton import linear_host, shared_host
+from ejkernel_eqx.recurrence.triton import linear_host, reach, shared_host
 from ejkernel_eqx.recurrence.triton.tile_sizes import Tile, TritonConfig
 
 CHUNK = 16
@@ -174,6 +176,33 @@ def test_the_forward_pass_in_one_kernel(case):
 def test_sequences_in_splits(case, single):
     """Splits of several chunks, of one, and of none; the state passes through all of them."""
     check(case, dataclasses.replace(config(), splits=4, single=single))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(SMALL, T=22 * CHUNK + 3, log_decays=-6.0),
+        dataclasses.replace(SMALL, T=24 * CHUNK, log_decays=-5.0, decay=CONSTANT),
+        dataclasses.replace(SMALL, T=22 * CHUNK + 3, log_decays=-8.0, decay=CONSTANT, packing="offsets"),
+        dataclasses.replace(SMALL, T=22 * CHUNK, log_decays="mixed", packing="segments"),
+        dataclasses.replace(SMALL, T=24 * CHUNK, log_decays=-6.0, dtype="bfloat16"),
+    ],
+    ids=["one a token", "constant", "packed", "mixed", "bfloat16"],
+)
+def test_splits_longer_than_the_reach_of_their_tokens(case, monkeypatch):
+    """In several blocks of chunks; what has decayed to nothing before the edge of its split changes no number beyond it."""
+    monkeypatch.setattr(reach, "BLOCK", tl.constexpr(2))
+    splits = dataclasses.replace(config(), splits=4)
+    check(case, splits)
+    if case.packing is not None:
+        return
+    arrays, spec = make(case)
+    edge = 6 * CHUNK  # of the first split
+    forward = lambda v: triton_interpret.platform.forward(arrays._replace(v=v), spec, splits)["out"]
+    poisoned = forward(arrays.v.at[:, 0].set(np.inf))
+    assert not np.isfinite(np.asarray(poisoned[:, edge - 1], np.float32)).any()
+    np.testing.assert_array_equal(poisoned[:, edge:], forward(arrays.v)[:, edge:])
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from ...launch import Execute, given, Launcher, result
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
 from . import decay_phase, out_phase, single_pass, states_phase
+from .hopper import call as hopper_call
 from .tables import tables_of
 from .tile_sizes import Tile, TritonConfig
 
@@ -118,6 +119,8 @@ class Call:
 
     def single(self, effects: dict[str, Array]) -> tuple[Array, Array]:
         """Outputs and final state from the single kernel that holds all key channels; `effects` are those of splits."""
+        if self.config.out.hopper:
+            return hopper_call.single(self, effects)
         heads, dim, values = self.sizes
         tile = dataclasses.replace(self.config.out, block_k=padded(dim))
         results = self.launch(

@@ -4,16 +4,20 @@ A split decays the state before it and adds to it: `local [sequences, splits, HS
 `passed [sequences, splits, HS, D]` its decay, both in float32.
 """
 
+import dataclasses
+
 from jax import Array
 
+from ...dispatch import facts_of_calls
 from ...launch import NOTHING, result
-from ..spec import heads_of, RecurrenceArrays, RecurrenceSpec
+from ..spec import CONSTANT, heads_of, RecurrenceArrays, RecurrenceSpec, SCALAR
 from . import states_phase
 from .call import Call
-from .tile_sizes import CHUNK_SIZES
+from .tile_sizes import CHUNK_SIZES, Tile
 
 Effects = dict[str, Array]
 """By name; empty if sequences are not split."""
+_MOST_LOADED = 144 * 1024  # bytes of shared memory for what a program loads ahead
 _AXES = {"local": ("D", "V"), "passed": ("D",)}  # those after splits and heads
 
 
@@ -27,6 +31,8 @@ def effects_of(call: Call, dout: Array | None = None) -> Effects:
         tile, kernel, others = call.config.states, states_phase.states_kernel, ("states", "final")
     else:
         tile, kernel, others = call.config.dstates, states_phase.dstates_kernel, ("dstates", "dinitial")
+    if call.spec.decay in (CONSTANT, SCALAR):
+        tile = _ahead(tile, call)
     results = call.launch(
         kernel,
         tile,
@@ -37,6 +43,18 @@ def effects_of(call: Call, dout: Array | None = None) -> Effects:
         LOCAL=True,
     )
     return {name: results[name] for name in effects}
+
+
+def _ahead(tile: Tile, call: Call) -> Tile:
+    """The tile with more stages on Hopper, where it was measured; on Blackwell it would spill. The few splits that are read from end to end, of
+    heads that hardly decay, wait for memory in each step."""
+    device = facts_of_calls()
+    if device.vendor != "nvidia" or device.capability != (9, 0) or tile.num_stages == 1:
+        return tile
+    step = call.config.chunk_size * (tile.block_k + tile.block_v) * call.arrays.q.dtype.itemsize
+    return dataclasses.replace(
+        tile, num_stages=max(tile.num_stages, min(2 * tile.num_stages, _MOST_LOADED // step))
+    )
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:

@@ -4,12 +4,14 @@ Each program has a tile of the state of a linear member, whose channels are inde
 already include their decays, masks and the scale.
 
 If there are few programs, sequences are split. A split decays the state before it and adds to it, so a first launch (`LOCAL`) computes both
-effects of all splits but the last, and in the second launch each split begins with those before it.
+effects of all splits but the last, and in the second launch each split begins with those before it. The first reads only what has not
+decayed to nothing at the edge of its split, so a value that is not finite does not pass from one split to the next through such a decay.
 """
 
 import triton
 import triton.language as tl
 
+from .reach import chunks_in_reach
 from .tile import (
     chunks_of_split,
     decays_of,
@@ -55,6 +57,10 @@ def states_kernel(
 
     # S <- e^{G_C} S + sum_j k_j (e^{G_C - G_j} b_j v_j)^T, chunk by chunk.
     begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
+    if LOCAL and DECAY != NONE and DECAY != KEY:
+        kept = chunks_in_reach(g_ptr, logs_ptr, begin, end, first, length, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EXACT, True)
+        passed = tl.where(kept < end - begin, 0.0, passed)  # [BK]
+        begin = end - kept
     for c in tl.range(begin, end):
         row = first + c * CHUNK
         count = tl.minimum(length - c * CHUNK, CHUNK)
@@ -118,6 +124,10 @@ def dstates_kernel(
                     state, local_ptr, passed_ptr, SPLITS - 1 - n, seq, h, d0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)  # [BK, BV]
 
     begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
+    if LOCAL and DECAY != NONE and DECAY != KEY:
+        kept = chunks_in_reach(g_ptr, logs_ptr, begin, end, first, length, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EXACT, False)
+        passed = tl.where(kept < end - begin, 0.0, passed)  # [BK]
+        end = begin + kept
     # dS <- e^{G_C} dS + sum_i scale e^{G_i} q_i do_i^T, from the last chunk to the first.
     for n in tl.range(0, end - begin):
         c = end - 1 - n

@@ -7,16 +7,21 @@ from ...dispatch import DeviceFacts, Problem
 from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, KEY, NONE
+from .hopper import tile_sizes as hopper
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """One kernel's tile of key channels (`block_k`) by value channels (`block_v`), powers of two from 16, and compiler options."""
+    """One kernel's tile of key channels (`block_k`) by value channels (`block_v`), powers of two from 16, and compiler options.
+
+    `hopper`: whether it is Hopper's kernel, in Gluon, instead of Triton's; only the single one has that form.
+    """
 
     block_k: Block
     block_v: Block
     num_warps: Warps
     num_stages: Count
+    hopper: bool = False
 
     __post_init__ = check_fields
 
@@ -99,6 +104,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         # Three passes over chunks of 64 would take more tensor memory than Blackwell has.
         chunk_size = 32
     tiles = {name: _narrowed(row, problem) for name, row in rows.items()}
+    if single and problem.dim("T") >= splits * hopper.LEAST_TOKENS:
+        tiles["out"] = next(iter(_hopper_tiles(problem, splits, device)), tiles["out"])
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
     return TritonConfig(chunk_size, **tiles, single=single, float32_dot=precision, splits=splits)
 
@@ -118,6 +125,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     else:
         for row in ((128, 32, 4, 3), (128, 64, 4, 3)):
             others.append(dataclasses.replace(first, out=_narrowed(row, problem)))
+        for tile in _hopper_tiles(problem, first.splits, device):
+            others.append(dataclasses.replace(first, out=tile))
     key = problem.flag("decay") == KEY and not problem.flag("delta")
     rows = ((32, 64, 4, 1),) if key else ((128, 32, 4, 1), (128, 32, 4, 2), (128, 64, 4, 1), (128, 64, 8, 2))
     if _shared(problem) and not key:
@@ -137,6 +146,11 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
         return "single=True is for members without a delta rule and without a decay per key channel"
     if config.splits > 1 and problem.flag("delta"):
         return "splits are for members without a delta rule"
+    if config.out.hopper:
+        reason = hopper.unfit(config.out.block_v, config.splits, problem, device) or hopper.config_unfit(
+            config, problem
+        )
+        return reason and f"out with hopper=True {reason}"
     return None
 
 
@@ -169,6 +183,13 @@ def _splits(problem: Problem, device: DeviceFacts) -> int:
 def _single_programs(problem: Problem) -> int:
     sequences = problem.dim("B") * (problem.dim("N") if problem.flag("packed") == "offsets" else 1)
     return sequences * problem.dim("R") * cdiv(problem.dim("V"), 64)
+
+
+def _hopper_tiles(problem: Problem, splits: int, device: DeviceFacts) -> list[Tile]:
+    return [
+        Tile(padded(problem.dim("D")), block_v, 4, stages, True)
+        for block_v, stages in hopper.tiles(problem, splits, device)
+    ]
 
 
 def _multiprocessors(device: DeviceFacts) -> int:

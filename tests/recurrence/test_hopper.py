@@ -1,0 +1,191 @@
+"""Hopper's single pass without a Hopper: what it takes, and that every tile of it compiles without products that wait for one another."""
+
+import dataclasses
+import re
+import subprocess
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel_eqx.dispatch import from_dict, to_dict
+from ejkernel_eqx.launch import compile_ahead, gluon_unavailable, Launch
+from ejkernel_eqx.launch.sizes import padded
+from ejkernel_eqx.recurrence.core import problem_of
+from ejkernel_eqx.recurrence.spec import CONSTANT, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
+from tests.compiled import DEVICES
+
+pytest.importorskip("triton")
+from ejkernel_eqx.recurrence.triton import compiled as triton
+from ejkernel_eqx.recurrence.triton.hopper import tile_sizes
+from ejkernel_eqx.recurrence.triton.tile_sizes import Tile
+
+HOPPER = DEVICES["sm_90"]
+_MISSING = gluon_unavailable(HOPPER)
+needs_gluon = pytest.mark.skipif(_MISSING is not None, reason=f"Hopper's kernel {_MISSING}")
+
+
+def call(
+    decay: Any = SCALAR,
+    batch: int = 4,
+    tokens: int = 4096,
+    heads: int = 16,
+    shared: int = 16,
+    dim: int = 128,
+    values: int = 128,
+    dtype: str = "bfloat16",
+    with_: tuple[str, ...] = (),
+) -> tuple[RecurrenceArrays, RecurrenceSpec]:
+    """The shapes of a call, and its description."""
+
+    def shape(*size: int, dtype: str = dtype) -> Any:
+        return jax.ShapeDtypeStruct(size, jnp.dtype(dtype))
+
+    keys = shape(batch, tokens, shared, dim)
+    arrays = RecurrenceArrays(keys, keys, shape(batch, tokens, heads, values))
+    if decay != NONE:
+        lead = (batch, tokens) if decay == SCALAR else (batch,)
+        arrays = arrays._replace(g=shape(*lead, heads, dtype="float32"))
+    options = {
+        "beta": shape(batch, tokens, heads, dtype="float32"),
+        "skip": shape(batch, heads, values, dtype="float32"),
+        "initial_state": shape(batch, heads, dim, values, dtype="float32"),
+        "starts": shape(batch, tokens, dtype="int32"),
+        "offsets": shape(batch, 3, dtype="int32"),
+    }
+    return arrays._replace(**{name: options[name] for name in with_}), RecurrenceSpec(0.1, decay)
+
+
+def problem(*args: Any, **kwargs: Any) -> Any:
+    return problem_of("linear_attention", *call(*args, **kwargs))
+
+
+def configured(of: Any, block_v: int, stages: int, **changes: Any) -> Any:
+    config = dataclasses.replace(triton.default_config(of, HOPPER), **changes)
+    return dataclasses.replace(config, single=True, out=Tile(padded(of.dim("D")), block_v, 4, stages, True))
+
+
+def launch_of(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any) -> Launch:
+    """The single pass that a call would launch; nothing is run."""
+    found = []
+
+    def record(launch, inputs):
+        found.append(launch)
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    jax.eval_shape(lambda arrays: triton.forward(arrays, spec, config, execute=record), arrays)
+    return found[-1]
+
+
+@pytest.mark.parametrize(
+    "of, block_v, splits, reason",
+    [
+        (problem(with_=("starts",)), 128, 1, "takes no packed sequences"),
+        (problem(with_=("offsets",)), 128, 1, "takes no packed sequences"),
+        (problem(dtype="float16"), 128, 1, "takes bfloat16, not float16"),
+        (problem(dim=96), 128, 1, "takes 64 or 128 key channels and whole 64 value channels, not 96 and 128"),
+        (
+            problem(values=96),
+            64,
+            1,
+            "takes 64 or 128 key channels and whole 64 value channels, not 128 and 96",
+        ),
+        (problem(tokens=4000), 64, 1, "takes whole chunks of 64 tokens in each of 1 splits, not 4000 tokens"),
+        (problem(), 64, 3, "takes whole chunks of 64 tokens in each of 3 splits, not 4096 tokens"),
+        (problem(values=192), 128, 1, "of two heads that share queries and keys"),
+        (problem(values=64), 128, 1, "of two heads that share queries and keys"),
+        (problem(), 32, 1, "has programs of 64 or 128 value channels, not 32"),
+    ],
+)
+def test_what_it_does_not_take(of, block_v, splits, reason):
+    assert reason in (tile_sizes.problem_unfit(block_v, splits, of) or "")
+    config = configured(of, block_v, 3, splits=splits)
+    assert "hopper=True" in (triton.config_unsupported(config, of, HOPPER) or "")
+
+
+def test_a_configuration_for_a_call_that_it_cannot_run_raises():
+    arrays, spec = call(tokens=4000)
+    with pytest.raises(ValueError, match=r"expected hopper=False in out, received True: .* not 4000 tokens"):
+        launch_of(arrays, spec, configured(problem(tokens=4000), 128, 3))
+
+
+def test_it_is_not_for_other_devices():
+    of = problem()
+    config = configured(of, 128, 3)
+    assert "compute capability 9.0" in (triton.config_unsupported(config, of, DEVICES["sm_80"]) or "")
+    for name, device in DEVICES.items():
+        if name != "sm_90":
+            assert not any(config.out.hopper for config in triton.candidates(of, device))
+
+
+@needs_gluon
+def test_it_is_the_default_for_long_sequences():
+    for of in (problem(), problem(CONSTANT, batch=1, tokens=65536), problem(NONE, batch=8, tokens=1024)):
+        config = triton.default_config(of, HOPPER)
+        assert config.single and config.out.hopper
+        assert triton.config_unsupported(config, of, HOPPER) is None
+    for of in (
+        problem(tokens=4000),
+        problem(tokens=960),
+        problem(with_=("starts",)),
+        problem(dtype="float32"),
+    ):
+        assert not triton.default_config(of, HOPPER).out.hopper
+
+
+@needs_gluon
+def test_the_tuner_times_it():
+    """Programs of two groups where these are enough, else of one; a configuration survives JSON."""
+    for of, first in (
+        (problem(), 64),
+        (problem(batch=8), 128),
+        (problem(heads=64, shared=1, values=64), 128),
+    ):
+        found = [config for config in triton.candidates(of, HOPPER) if config.out.hopper]
+        assert found[0].out.block_v == first
+        for config in found:
+            assert triton.config_unsupported(config, of, HOPPER) is None
+            assert from_dict(to_dict(config), triton.config_type) == config
+
+
+COMPILED = {
+    "scalar": (call(), 128, 1, 16),
+    "everything": (call(with_=("beta", "skip", "initial_state")), 128, 2, 120),
+    "constant": (call(CONSTANT), 64, 1, 0),
+    "constant, splits": (call(CONSTANT, batch=1), 128, 8, 48),
+    "none": (call(NONE), 128, 1, 0),
+    "heads that share": (call(heads=64, shared=1, values=64, with_=("beta", "skip")), 128, 1, 48),
+    "64 channels": (call(dim=64, values=64), 64, 1, 0),
+}
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "of, block_v, splits, spills",
+    [
+        pytest.param(*of, id=name, marks=() if name == "scalar" else pytest.mark.slow)
+        for name, of in COMPILED.items()
+    ],
+)
+def test_tiles_compile(of, block_v, splits, spills):
+    arrays, spec = of
+    config = configured(problem_of("linear_attention", arrays, spec), block_v, 3, splits=splits)
+    launch = launch_of(arrays, spec, config)
+    assert launch.is_gluon
+    report = compile_ahead(launch, "sm_90")
+    assert report.fits and report.spills <= spills, report
+    assert not _waits(launch)
+
+
+def _waits(launch):
+    """Notes of NVIDIA's assembler that products run one after the other."""
+    from triton import knobs
+
+    from ejkernel_eqx.launch.compile import compiled, TARGETS
+
+    ptx = compiled(launch, TARGETS["sm_90"]).asm["ptx"]
+    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "/dev/stdin", "-o", "/dev/null"]
+    assembled = subprocess.run(command, input=ptx, text=True, capture_output=True)
+    assert assembled.returncode == 0, assembled.stderr
+    return re.findall(r"C75\d\d", assembled.stderr + assembled.stdout)
