@@ -234,7 +234,9 @@ def merge_kernel(
         acc = tl.zeros([BLOCK_V], tl.float32)  # [BLOCK_V]
         for begin in tl.range(0, used, STEP):
             r = begin + tl.arange(0, STEP)  # [STEP]
-            weight = tl.exp2(tl.load(part_lse_ptr + at + r, mask=r < used, other=float("-inf")) - top)  # [STEP]
+            weight = tl.exp2(
+                tl.load(part_lse_ptr + at + r, mask=r < used, other=float("-inf")) - top
+            )  # [STEP]
             part = tl.load(parts_ptr + ((at + r) * V)[:, None] + c[None, :],
                            mask=(r < used)[:, None] & (c < V)[None, :], other=0.0)  # [STEP, BLOCK_V]  # fmt: skip
             acc += tl.sum(weight[:, None] * part, axis=0)  # [BLOCK_V]
