@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..dispatch import Backend, place_of_calls
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of GPT-OSS
@@ -17,14 +19,15 @@ def gated(name: str, gate: Array, up: Array) -> Array:
     r"""$f(\mathrm{gate}) \odot \mathrm{up}$; `"clamped_swiglu"` is GPT-OSS's
     $(\mathrm{up} + 1) \odot \mathrm{gate} \odot \sigma(1.702\,\mathrm{gate})$, with both clamped at 7.
 
-    Only `gate` and `up` are kept for the gradient, also in a loop over layers, and XLA computes both gradients in one pass over memory."""
+    Only `gate` and `up` are kept for the gradient, also in a loop over layers, and on GPUs XLA computes both gradients in one pass over
+    memory."""
     return _gated(name, gate, up)
 
 
 @gated.defjvp
 def _gated_jvp(name: str, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    # Without the barrier, XLA makes two passes over memory of the gradients on GPUs, as what they are computed from is shared with the result.
-    kept = jax.lax.optimization_barrier(primals)
+    # On GPUs, without the barrier, XLA makes two passes over memory for the gradients, as the result has a part of what they are computed from.
+    kept = jax.lax.optimization_barrier(primals) if place_of_calls()[0] is Backend.GPU else primals
     return jax.jvp(jax.checkpoint(functools.partial(_gated, name), prevent_cse=False), kept, tangents)
 
 
