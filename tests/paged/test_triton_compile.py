@@ -23,6 +23,7 @@ DIMS: dict[str, int] = {"N": 64, "H": 32, "K": 8, "D": 128, "p": 16, "M": 256, "
 KINDS: dict[str, dict[str, Any]] = {
     "grouped": {},
     "one sequence, one page": {"N": 1, "M": 1, "p": 4096, "options": True},
+    "one long sequence": {"N": 1, "M": 8192},  # more splits than are merged in one step
     "narrow heads": {"H": 16, "K": 16, "D": 64},
     "wide heads": {"H": 16, "K": 2, "D": 256, "p": 64},
     "odd heads": {"H": 14, "K": 2, "D": 80, "p": 24},
@@ -77,6 +78,7 @@ QUICK = {
     ("sm_90", "grouped"),
     ("sm_90", "latent"),
     ("sm_90", "one sequence, one page"),
+    ("sm_90", "one long sequence"),
     ("sm_100", "latent, 16 heads"),
     ("gfx942", "int8, scales of heads"),
 }

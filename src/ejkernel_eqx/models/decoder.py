@@ -84,8 +84,8 @@ class Decoder(eqx.Module):
         """**Arguments:**
 
         - `config`: the architecture.
-        - `scan_layers`: whether training and serving run a loop over stacked layers. By default the layers are written out, which is faster and
-            takes longer to compile; decoding from dense caches always loops.
+        - `scan_layers`: whether training runs a loop over stacked layers. By default the layers are written out, which is faster and
+            takes longer to compile; decoding always loops.
         - `remat`: what the forward pass keeps for the gradient: `"none"`: everything; `"matmuls"`: products of matrices and the outputs
             of kernels; `"kernels"`: the latter only.
         - `platform`: of every kernel, as in [`ejkernel_eqx.FlashAttention`][].
@@ -377,8 +377,7 @@ class Decoder(eqx.Module):
     def _serve(
         self, stack: Any, repeats: int, x: Array, state: Any, rows: dict[str, Any]
     ) -> tuple[Array, Any]:
-        """The caches are part of the carry and written in place; as part of what is scanned over they would be copied. In a loop, the compiler
-        also copies the weights of every layer, and a GPU is told each launch anew; written out, the whole step is one graph of launches."""
+        """The caches are part of the carry and written in place; as part of what is scanned over they would be copied."""
         arrays, static = eqx.partition(stack, eqx.is_array)
 
         def period(carry: Any, own: Any) -> tuple[Any, None]:
@@ -391,8 +390,7 @@ class Decoder(eqx.Module):
             return (x, state.with_layers(new)), None
 
         indices = jnp.arange(repeats, dtype=jnp.int32)
-        unroll = 1 if self.scan_layers else repeats
-        return jax.lax.scan(period, (x, state), (indices, arrays), unroll=unroll)[0]
+        return jax.lax.scan(period, (x, state), (indices, arrays))[0]
 
     # Published weights
 

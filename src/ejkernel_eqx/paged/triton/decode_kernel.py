@@ -223,13 +223,13 @@ def merge_kernel(
         sink = tl.load(sinks_ptr + n // ROW * H + h) * LOG2E
         top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(lse - top)  # [BLOCK_S]
-    total = tl.sum(weight, axis=0)  # []
+    weights = tl.exp2(lse - top)  # [BLOCK_S]
+    total = tl.sum(weights, axis=0)  # []
     if SINKS:
         total += tl.exp2(sink - top)
     # out = sum of weight * part, `STEP` splits at a time.
     if STEP == BLOCK_S:
-        acc = tl.sum(weight[:, None] * tl.where((s < used)[:, None], part, 0.0), axis=0)  # [BLOCK_V]
+        acc = tl.sum(weights[:, None] * tl.where((s < used)[:, None], part, 0.0), axis=0)  # [BLOCK_V]
     else:
         acc = tl.zeros([BLOCK_V], tl.float32)  # [BLOCK_V]
         for begin in tl.range(0, used, STEP):
