@@ -173,7 +173,7 @@ _HOPPER = [
     Case(name="sinks", D=64, V=64, right=0, sinks="BH", **_LONG),
     Case(name="sinks-of-blind-rows", B=3, T=300, S=300, D=128, V=128, rows="lengths", sinks="1H"),
     Case(name="lengths", B=3, T=385, S=430, D=64, V=64, rows="lengths"),
-    Case(name="lengths-of-256", B=3, T=300, S=300, D=256, V=256, rows="lengths", right=0),
+    Case(name="lengths-of-256", B=3, T=300, S=300, D=256, V=256, rows="lengths"),
     Case(name="packed", T=700, S=700, D=128, V=128, rows="packed"),
     Case(name="scattered", T=333, S=444, D=128, V=128, rows="scattered"),
     Case(name="segments", T=500, S=500, D=64, V=64, segments=True, right=0),

@@ -108,7 +108,8 @@ def on_hopper(block_k: int = 128, stages: int = 2) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+# The other patterns look positions up in tables of 70 queries and 77 keys.
+@pytest.mark.parametrize("name", sorted(set(PATTERNS) - {"documents", "blocks", "no such blocks"}))
 def test_hopper_takes_patterns(name):
     """Fewer queries than keys, several tiles of both, the last ones not whole, heads with lists of their own, rows without keys."""
     arrays = qkv(2, t=700, s=770, heads=H, kv_heads=2, d=128, v=128, dtype=jnp.bfloat16)
