@@ -97,16 +97,17 @@ def merge_blocks_kernel(
 ):  # fmt: skip
     """The results of the heads of a group at one query of the chunk from those of its blocks, which with `CHOSEN` are those where `indices` has one;
     with `GATED` the sum of the three branches under their gates. The results of other queries stay as they are."""
-    first = tl.program_id(0)  # (b * K + kv) * length + t
-    pid = first.to(tl.int64)
-    t = chunk + first % length
-    row = first // length  # b * K + kv
+    pid = tl.program_id(0).to(tl.int64)  # (b * K + kv) * length + t
+    t = chunk + pid % length
+    row = pid // length  # b * K + kv
     kv = row % K
-    b = (row // K).to(tl.int64)
+    b = row // K
+    if t >= T:  # the last chunk may be shorter
+        return
     n = tl.arange(0, BLOCK_N)  # [NB]
     g = tl.arange(0, GP)  # [GP]
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    has = (n < N) & (t < T)  # [NB]; the last chunk may be shorter
+    has = n < N  # [NB]
     if CHOSEN:
         has = tl.load(indices_ptr + ((b * T + t) * K + kv) * N + n, mask=has, other=-1) >= 0
     there = has[:, None] & (g < G)[None, :]  # [NB, GP]
@@ -124,7 +125,7 @@ def merge_blocks_kernel(
         other=0.0,
     )
     out = tl.sum(part.to(tl.float32) * weight[:, :, None], axis=0)  # [GP, BLOCK_V]
-    real = (g < G) & (t < T)
+    real = g < G
     of_query = (b * T + t) * H + kv * G + g  # [GP]
     of_lse = (b * H + kv * G + g) * T + t  # [GP]
     if GATED:
@@ -145,6 +146,5 @@ def merge_blocks_kernel(
         )
     to = of_query[:, None] * V + c[None, :]
     tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V)[None, :])
-    if not GATED:
-        lse = tl.where(some, (shift + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
-        tl.store(lse_ptr + of_lse, lse, mask=real)
+    lse = tl.where(some, (shift + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
+    tl.store(lse_ptr + of_lse, lse, mask=real)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ....launch import Launcher, NOTHING, result
+from ....launch import Launcher, result
 from ....launch.sizes import cdiv, padded
 from ..lists import Lists, lists_of
 from ..spec import NativeArrays, NativeSpec, num_blocks
@@ -35,7 +35,7 @@ def attended(
     gated: dict[str, Array] | None = None,
 ) -> dict[str, Array]:
     """`out [B, T, H, V]` and `lse [B, H, T]` of the selected branch, some queries at a time. With `gated`, the results of the other branches and the
-    gates, `out` is the sum of all three, and there is no `lse`."""
+    gates, `out` is the sum of all three."""
     batch, length, heads, _ = arrays.q.shape
     (kv_heads, values), dtype = arrays.v.shape[2:], arrays.q.dtype
     size = max(1, _BYTES // (batch * heads * spec.count * values * dtype.itemsize))
@@ -67,53 +67,49 @@ def attended(
             chunk=number * size,
             length=size,
         )
-        part = Part(spec.count, size, number * size, found, tile.merge_registers)
+        part = Part(spec.count, size, number * size, found)
         found = merged(launch, parts | (gated or {}), (batch, length, heads, values), part, dtype)
     return found
 
 
 class Part(NamedTuple):
     """Which queries are merged: `count` of them, with so many `slots` of parts each; of the blocks that queries have, if there is a `chunk` that they
-    begin at. Results of other chunks, `before`, are completed in place. `registers` are the most of a thread, if not 0."""
+    begin at. Results of other chunks, `before`, are completed in place."""
 
     slots: int
     count: int
     chunk: int | None = None
     before: dict[str, Array] | None = None
-    registers: int = 0
 
 
 def merged(
     launch: Launcher, parts: dict[str, Array], shape: tuple[int, ...], which: Part, dtype: Any
 ) -> dict[str, Array]:
     """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` from `part [B, K, count * slots, G, V]` and `part_lse`: of the blocks of queries, where
-    these have one, or else of splits. If `parts` has gates, `out` is the sum of the branches, of which it has the others, without `lse`."""
+    these have one, or else of splits. If `parts` has gates, `out` is the sum of the branches, of which it has the others."""
     batch, length, heads, values = shape
     kv_heads, group = parts["part"].shape[1], parts["part"].shape[3]
     outputs = {"out": result(*shape, dtype=dtype), "lse": result(batch, heads, length)}
-    if gated := "gates" in parts:
-        outputs["lse"] = NOTHING
     numbers = padded(which.slots, 1) * padded(group) * padded(values)  # of a program
     absent = dict.fromkeys(
         f"{branch}_{what}" for branch in ("compressed", "sliding") for what in ("out", "lse")
     )
     known = which.before or {}
     before = {"before": known.get("out"), "before_lse": known.get("lse")}
-    found = launch(
+    return launch(
         block_kernels.merge_blocks_kernel,
-        Warped(min(8, max(1, numbers // 4096)), max_registers=which.registers),
+        Warped(min(8, max(1, numbers // 4096)), max_registers=80),
         outputs,
         batch * kv_heads * which.count,
         {"gates": None} | absent | before | parts,
-        aliases={} if not known else {"before": "out"} if gated else {"before": "out", "before_lse": "lse"},
+        aliases={"before": "out", "before_lse": "lse"} if known else {},
         N=which.slots,
         BLOCK_N=padded(which.slots, 1),
         CHOSEN=which.chunk is not None,
-        GATED=gated,
+        GATED="gates" in parts,
         chunk=which.chunk or 0,
         length=which.count,
     )
-    return {"out": found["out"]} if gated else found
 
 
 def by_queries(
