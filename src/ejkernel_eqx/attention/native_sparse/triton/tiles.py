@@ -76,7 +76,6 @@ class Warped:
 
     num_warps: int
     num_stages: int = 1
-    max_registers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
