@@ -111,7 +111,7 @@ def test_the_triton_kernels_agree_with_the_reference():
     tuned = work(of, "triton-interpret")
     assert {part.field: part.results for part in tuned.parts} == {
         "forward": ("out", "lse"),
-        "key_gradient": ("k", "v"),
+        "key_gradient": ("q", "k", "v"),
         "query_gradient": ("q", "bias", "sinks"),
     }
     forward, keys, queries = (TileConfig(*sizes, 4, 1) for sizes in ((32, 16), (16, 32), (16, 16)))

@@ -29,6 +29,8 @@ def queries_kernel(q_ptr, own_ptr, half_ptr, factor_ptr, ROWS: tl.constexpr, WID
     """Queries `[ROWS, WIDTH]` in float16, and their factors."""
     at = (tl.arange(0, ROWS) * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]  # [ROWS, WIDTH]
     q = tl.load(q_ptr + at)
-    half, _, factor = half_queries(q, q, own_ptr, WIDTH, 0, ROWS, WIDTH, WIDTH)
+    half, _, factor = half_queries(  # pyright: ignore[reportGeneralTypeIssues]
+        q, q, own_ptr, WIDTH, 0, ROWS, WIDTH, WIDTH
+    )
     tl.store(half_ptr + at, half)
     tl.store(factor_ptr + tl.arange(0, ROWS), factor)
