@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from ejkernel_eqx.attention.triton.hopper import backward_tiles
 from ejkernel_eqx.attention.triton.hopper import tile_sizes as hopper
 from ejkernel_eqx.dispatch import (
     Backend,
@@ -335,7 +336,8 @@ def test_every_record_that_comes_with_the_package_answers_on_its_device(
     """As a module built there finds it: the kernel's version is that of the record, and its class takes the configuration."""
     triton = pytest.importorskip(f"ejkernel_eqx.{family}.triton.compiled")
     monkeypatch.setattr(triton, "unavailable", lambda device: None)  # which asks this machine
-    monkeypatch.setattr(hopper, "gluon_unavailable", lambda device: None)
+    for module in (hopper, backward_tiles):
+        monkeypatch.setattr(module, "gluon_unavailable", lambda device: None)
     monkeypatch.setattr(snapshot, "shipped_entries", shipped_entries)
     monkeypatch.setattr(snapshot, "device_facts", lambda: H200)
     file = importlib.resources.files("ejkernel_eqx").joinpath(f"data/nvidia_h200/{family}.json")
@@ -351,10 +353,13 @@ def test_every_record_that_comes_with_the_package_answers_on_its_device(
 
 
 def test_where_gluon_is_missing_every_record_answers_with_another_forward(monkeypatch):
-    """The tiles of the backward stay; times with the other forward decide nothing."""
+    """The tiles of the backward stay, if they are not Hopper's; times with the other forward decide nothing."""
     triton = pytest.importorskip("ejkernel_eqx.attention.triton.compiled")
     monkeypatch.setattr(triton, "unavailable", lambda device: None)
-    monkeypatch.setattr(hopper, "gluon_unavailable", lambda device: "needs JAX 0.11.1 or newer, not 0.10.2")
+    for module in (hopper, backward_tiles):
+        monkeypatch.setattr(
+            module, "gluon_unavailable", lambda device: "needs JAX 0.11.1 or newer, not 0.10.2"
+        )
     monkeypatch.setattr(snapshot, "shipped_entries", shipped_entries)
     monkeypatch.setattr(snapshot, "device_facts", lambda: H200)
     file = importlib.resources.files("ejkernel_eqx").joinpath("data/nvidia_h200/attention.json")
@@ -367,9 +372,15 @@ def test_where_gluon_is_missing_every_record_answers_with_another_forward(monkey
         selection = select(table, problem)
         config = to_dict(selection.config)
         assert selection.tier is Tier.PERSISTENT and selection.origin.startswith("shipped for NVIDIA H200")
-        assert not config["forward"]["hopper_programs"] and r.config is not None
-        if r.config["forward"]["hopper_programs"]:
-            assert config == r.config | {"forward": config["forward"]} and not selection.ms
+        assert r.config is not None
+        replaced = {
+            kernel: config[kernel]
+            for kernel in ("forward", "key_gradient")
+            if r.config[kernel]["hopper_programs"]
+        }
+        assert not config["forward"]["hopper_programs"] and not config["key_gradient"]["hopper_programs"]
+        if "forward" in replaced:
+            assert config == r.config | replaced and not selection.ms
             assert "needs JAX 0.11.1" in triton.remark(selection.config, problem, H200)
             found += 1
         else:
