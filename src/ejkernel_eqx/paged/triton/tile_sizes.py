@@ -105,7 +105,8 @@ def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) ->
     room = max(1, _PARTIAL_BYTES // (4 * vectors))
     if programs <= full:
         count, chunk, long = _in_waves(programs, full), CHUNK, 2 * _LONG
-        if not problem.flag("latent") and 4 * programs * cdiv(keys, chunk) < full:  # most of the device would wait
+        # With so few programs most of the device would wait.
+        if not problem.flag("latent") and 4 * programs * cdiv(keys, chunk) < full:
             chunk //= 2
     else:
         count, long = cdiv(4 * full, programs), _LONG
