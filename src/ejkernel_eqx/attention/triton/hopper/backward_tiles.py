@@ -4,14 +4,12 @@ from typing import Any
 
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
-from ....launch.sizes import padded
 from . import tile_sizes
 
 WIDEST = 128
 """Channels of the first kernel; for more there is another one."""
 _CACHED_BYTES = 32 * 2**20
 _APART = 32
-_MULTIPROCESSORS = 132
 _LEAST_LENGTH = 2048
 """Queries, and keys in a window, from which on this kernel is the default: a program begins slowly, and shorter ones begin more often."""
 _LEAST_PROGRAMS = 2
@@ -31,7 +29,7 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     """Tiles worth timing, best first, as the fields of a configuration."""
     if problem.dim("T") < tile_sizes.LEAST_QUERIES or unfit(problem, device):
         return []
-    return [(q, k, 4, stages, 0, 1) for q, k, stages in _TILES[_width(problem)]]
+    return [(q, k, 4, stages, 0, 1) for q, k, stages in _TILES[tile_sizes.padded_width(problem)]]
 
 
 def not_chosen(problem: Problem, device: DeviceFacts) -> str:
@@ -40,14 +38,18 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return f"is for {tile_sizes.LEAST_QUERIES} queries or more"
     if (reason := unfit(problem, device)) is not None:
         return reason
-    if _width(problem) not in PREFERRED:
+    if tile_sizes.padded_width(problem) not in PREFERRED:
         return "was not measured to be faster: the tuner times both"
     if problem.flag("segments") or problem.flag("rows") or problem.flag("soft_cap"):
         return "was measured without segments, lengths and a soft cap: the tuner times both"
     if problem.dim("T") < _LEAST_LENGTH or _narrow(problem):
         return f"was measured to be faster from {_LEAST_LENGTH} queries and keys on: the tuner times both"
-    programs = -(-problem.dim("S") // _TILES[_width(problem)][0][1]) * problem.dim("B") * problem.dim("K")
-    least = _LEAST_PROGRAMS * (device.num_multiprocessors or _MULTIPROCESSORS)
+    programs = (
+        -(-problem.dim("S") // _TILES[tile_sizes.padded_width(problem)][0][1])
+        * problem.dim("B")
+        * problem.dim("K")
+    )
+    least = _LEAST_PROGRAMS * tile_sizes.multiprocessors(device)
     return "" if programs >= least else f"is the default for {least} tiles of keys or more"
 
 
@@ -69,7 +71,7 @@ def problem_unfit(problem: Problem) -> str | None:
         return reason
     if problem.flag("tiles") or problem.flag("block_size"):
         return "takes no lists of tiles"
-    if problem.flag("soft_cap") and _width(problem) > WIDEST:
+    if problem.flag("soft_cap") and tile_sizes.padded_width(problem) > WIDEST:
         return f"takes a soft cap at head dims up to {WIDEST}"
     return None
 
@@ -83,17 +85,17 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
     """The same for a tile on any device."""
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
-    if (tile.block_q, tile.block_k) not in {size[:2] for size in _TILES[_width(problem)]}:
-        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {_width(problem)}"
-    if (tile.num_stages == 1) != (_width(problem) > WIDEST):
-        return f"does not have {tile.num_stages} stages at head dims of {_width(problem)}"
+    if (tile.block_q, tile.block_k) not in {size[:2] for size in _TILES[tile_sizes.padded_width(problem)]}:
+        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {tile_sizes.padded_width(problem)}"
+    if (tile.num_stages == 1) != (tile_sizes.padded_width(problem) > WIDEST):
+        return f"does not have {tile.num_stages} stages at head dims of {tile_sizes.padded_width(problem)}"
     return None
 
 
 def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: keys and values, stages of queries and cotangents with their terms, gradients of the scores twice, parts of
     `dq`, barriers."""
-    width = _width(problem)
+    width = tile_sizes.padded_width(problem)
     streamed = 2 * tile.num_stages * tile.block_q * (width * 2 + 4)
     scores, parts = 2 * tile.block_k * tile.block_q * 2, 65536
     if width > WIDEST:  # and the weights
@@ -103,13 +105,7 @@ def shared_memory(tile: Any, problem: Problem) -> int:
 
 def check(tile: Any, problem: Problem, second_part: bool) -> None:
     """`ValueError` if a configuration has Hopper's kernel for a call that it cannot run; `second_part`: whether keys have one."""
-    reason = problem_unfit(problem) or tile_unfit(tile, problem)
-    if second_part:
-        reason = "takes no keys with a second part"
-    if reason is not None:
-        raise ValueError(
-            f"config: expected hopper_programs=0 in key_gradient, received {tile.hopper_programs}: Hopper's kernel {reason}."
-        )
+    tile_sizes.refuse("key_gradient", tile, problem_unfit(problem) or tile_unfit(tile, problem), second_part)
 
 
 def together(queries: int, heads: int, width: int, are_alike: bool) -> int:
@@ -119,7 +115,3 @@ def together(queries: int, heads: int, width: int, are_alike: bool) -> int:
     most = max(1, _CACHED_BYTES // (max(queries, 1) * heads * width * 8))
     together = 1 << min(most.bit_length() - 1, 6)
     return together if are_alike else max(together, _APART)
-
-
-def _width(problem: Problem) -> int:
-    return padded(problem.dim("D"), tile_sizes.NARROWEST)

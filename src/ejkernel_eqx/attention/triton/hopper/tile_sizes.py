@@ -56,14 +56,14 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     """Tiles worth timing, best first, as the fields of a configuration."""
     if problem.dim("T") < LEAST_QUERIES or unfit(problem, device):
         return []
-    programs = _programs(device)
+    programs = multiprocessors(device)
     if _listed(problem):
         return [
             (q, k, 4, stages, 0, programs)
-            for q, k, stages in _LISTED[_width(problem)]
+            for q, k, stages in _LISTED[padded_width(problem)]
             if not _cuts_blocks(q, k, problem)
         ]
-    sizes = list(_TILES[_width(problem)])
+    sizes = list(_TILES[padded_width(problem)])
     if problem.flag("segments"):  # beside which three consumers would spill
         sizes.sort(key=lambda size: size[0])
     elif len(sizes) > 1:
@@ -103,24 +103,26 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return reason
     if _listed(problem):
         return _lists_not_chosen(problem, device)
-    width, is_masked = _width(problem), problem.flag("window") is not None
+    width, is_masked = padded_width(problem), problem.flag("window") is not None
     if width == 64 and problem.flag("segments"):
         return "was measured to be slower with segments at head dims up to 64"
     if width == 64 and is_masked and problem.flag("soft_cap"):
         return "was measured to be slower with a mask and a soft cap at head dims up to 64"
-    if is_masked and _time_of((128, 128, 1), problem, _programs(device)) < _LEAST_TIME[width]:
+    if is_masked and _time_of((128, 128, 1), problem, multiprocessors(device)) < _LEAST_TIME[width]:
         return "was measured to be slower with so few tiles"
     return ""
 
 
 def _lists_not_chosen(problem: Problem, device: DeviceFacts) -> str:
-    if _width(problem) not in LISTS_PREFERRED or problem.flag("block_size"):
+    if padded_width(problem) not in LISTS_PREFERRED or problem.flag("block_size"):
         return "was not measured to be faster with such lists of tiles: the tuner times both"
     rows = problem.dim("B") * problem.dim("H")
-    return "" if rows * -(-problem.dim("T") // 128) >= _programs(device) else "is for lists of more tiles"
+    return (
+        "" if rows * -(-problem.dim("T") // 128) >= multiprocessors(device) else "is for lists of more tiles"
+    )
 
 
-def _programs(device: DeviceFacts) -> int:
+def multiprocessors(device: DeviceFacts) -> int:
     return device.num_multiprocessors or _MULTIPROCESSORS
 
 
@@ -150,13 +152,13 @@ def problem_unfit(problem: Problem) -> str | None:
 
 def _lists_unfit(problem: Problem) -> str | None:
     """Values of keys that no query sees are cleared before the kernel: which ones has to be known."""
-    if _width(problem) not in _LISTED:
+    if padded_width(problem) not in _LISTED:
         return f"takes lists of tiles at head dims up to {max(_LISTED)}"
     if problem.flag("rows") or problem.flag("segments") or problem.flag("unseen"):
         return "takes no lists of tiles beside ranges and segments in arrays"
     if problem.flag("block_size") and problem.flag("tiles") != "any":
         return "takes no map of blocks in an array beside a pattern"
-    if all(_cuts_blocks(*size[:2], problem) for size in _LISTED[_width(problem)]):
+    if all(_cuts_blocks(*size[:2], problem) for size in _LISTED[padded_width(problem)]):
         return "takes maps in arrays whose blocks consist of its tiles"
     return None
 
@@ -186,16 +188,16 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
     sizes, lists = (tile.block_q, tile.block_k), _listed(problem)
-    if sizes not in _POSSIBLE[_width(problem)] or (
+    if sizes not in _POSSIBLE[padded_width(problem)] or (
         lists and (tile.block_q > 128 or _cuts_blocks(*sizes, problem))
     ):
-        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {_width(problem)}{' for these lists' if lists else ''}"
+        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {padded_width(problem)}{' for these lists' if lists else ''}"
     return None
 
 
 def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: queries, stages of keys and values, the output if it has its own place, barriers."""
-    width = _width(problem)
+    width = padded_width(problem)
     queries = tile.block_q * width * 2
     if _listed(problem):
         return 3 * queries + _streamed(tile, width)
@@ -213,14 +215,19 @@ def _streamed(tile: Any, width: int) -> int:
 
 def check(tile: Any, problem: Problem, second_part: bool) -> None:
     """`ValueError` if a configuration has Hopper's kernel for a call that it cannot run; `second_part`: whether keys have one."""
-    reason = problem_unfit(problem) or tile_unfit(tile, problem)
+    refuse("forward", tile, problem_unfit(problem) or tile_unfit(tile, problem), second_part)
+
+
+def refuse(kernel: str, tile: Any, reason: str | None, second_part: bool) -> None:
+    """The error of `check`, for a kernel of the configuration, if there is a reason."""
     if second_part:
         reason = "takes no keys with a second part"
     if reason is not None:
         raise ValueError(
-            f"config: expected hopper_programs=0 in forward, received {tile.hopper_programs}: Hopper's kernel {reason}."
+            f"config: expected hopper_programs=0 in {kernel}, received {tile.hopper_programs}: Hopper's kernel {reason}."
         )
 
 
-def _width(problem: Problem) -> int:
+def padded_width(problem: Problem) -> int:
+    """Channels of a tile."""
     return padded(problem.dim("D"), NARROWEST)
