@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tests.attention.hopper_protocol import Barrier, LIMIT
+from tests.attention.hopper_protocol import Barrier, finish, LIMIT
 
 _HELPERS = """_consumer _writer _loader _hidden _scores _part _place _products _half _described _barriers_of _tiles_of program query_tiles""".split()
 
@@ -186,13 +186,7 @@ class Device:
     def _specialised(self, parts: Any, warps: Any, registers: Any) -> None:
         assert len(warps) == len(registers) == len(parts) - 1
         threads = [threading.Thread(target=self._guarded, args=part, daemon=True) for part in parts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(3 * LIMIT)
-        if self.errors:
-            raise self.errors[0]
-        assert not any(thread.is_alive() for thread in threads)
+        finish(threads, self.errors)
 
     def _guarded(self, function: Any, arguments: Any) -> None:
         self.own.queue = []

@@ -9,6 +9,17 @@ LIMIT = 5.0
 """Seconds that a thread may wait."""
 
 
+def finish(threads: list[threading.Thread], errors: list[BaseException]) -> None:
+    """Runs the threads to their end. Raises the first error that one of them has noted."""
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * LIMIT)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+
+
 class Anything:
     """A tensor, a layout, a type: what happens to it is of no interest."""
 
@@ -111,13 +122,7 @@ class Program:
                     target=self._guarded, args=("_consumer", w, consumer | {"W": w}), daemon=True
                 )
             )
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(3 * LIMIT)
-        if self.errors:
-            raise self.errors[0]
-        assert not any(thread.is_alive() for thread in threads)
+        finish(threads, self.errors)
 
     def _guarded(self, name: str, w: int, arguments: dict[str, Any]) -> None:
         try:
