@@ -2,6 +2,7 @@
 wait for one another."""
 
 import dataclasses
+import importlib
 from typing import Any
 
 import jax
@@ -164,6 +165,7 @@ def test_gradients(case):
     """The kernel's own code, with threads for its warps; NaN in what is hidden changes nothing."""
     module = "wide_backward_kernel" if case.D > 128 else "backward_kernel"
     kernels = pytest.importorskip(f"ejkernel_eqx.attention.triton.hopper.{module}", exc_type=ImportError)
+    parts = importlib.import_module("ejkernel_eqx.attention.triton.hopper.backward_parts")
     case = dataclasses.replace(case, dtype="bfloat16")
     arrays, spec = make(case)
     dout, dlse = cotangents(case)
@@ -172,7 +174,7 @@ def test_gradients(case):
     config = configured(TILES[padded(case.D, 64)])
 
     def emulated(arrays: Any) -> Any:
-        run = hopper_emulation.Device(kernels).run
+        run = hopper_emulation.Device(kernels, parts).run
         return triton.backward(arrays, spec, config, *results, dout, dlse, execute=run)
 
     actual = emulated(arrays)
