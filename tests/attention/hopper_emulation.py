@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.attention.hopper_protocol import Barrier, finish, LIMIT
 
-_HELPERS = """_consumer _scores _part _products _half _quarter _described _barriers_of _tiles_of""".split()
+_HELPERS = """_consumer _scores _part _products _half _described _barriers_of _tiles_of""".split()
 _SHARED = """_writer _loader _load _hidden _place _bounds _tell _told _hand_over _announce _return_keys query_tiles""".split()
 
 
@@ -155,7 +155,8 @@ class Device:
     def _world(self) -> dict[str, Any]:
         if not hasattr(self, "world"):
             language = types.SimpleNamespace(
-                minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, constexpr=Any, static_range=range, int32=np.dtype(np.int32), float32=np.dtype(np.float32), int64=np.dtype(np.int64),
+                minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, constexpr=Any,
+                static_range=range, int32=np.dtype(np.int32), float32=np.dtype(np.float32), int64=np.dtype(np.int64),
                 arange=lambda a, b, layout: tensor(np.arange(a, b)), zeros=lambda shape, dtype, layout: tensor(np.zeros(shape, dtype)),
                 full=lambda shape, value, dtype, layout: tensor(np.full(shape, value, dtype)), max=lambda x, axis: int(x.max(axis)),
                 to_tensor=Number, where=_where, exp2=np.exp2, log2=np.log2, expand_dims=np.expand_dims,
@@ -173,7 +174,8 @@ class Device:
             )  # fmt: skip
             self.world = dict(
                 gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None, _meet=lambda: self.met.wait(LIMIT),
-                KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128, STAGES=2, BOXES=4, PLACES=3, _claimed=_claimed, warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
+                KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128, _claimed=_claimed,
+                warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
                 _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_await_turn, _end_turn=_end_turn,
                 tanh=lambda x, fast: np.tanh(x),
             )  # fmt: skip

@@ -146,20 +146,20 @@ def _hidden(s, first_key, first_query, b, extents, pointers, flags: gl.constexpr
 @gluon.jit
 def _hand_over(dq, sums, s, J: gl.constexpr, sizes: gl.constexpr):
     """Gives box `J` of the `dq` of step `s`, counted over all of the program's tiles, to the step's writer."""
-    dqs, dq_full, dq_empty = sums
+    dqs, _, dq_empty = sums
     BOXES: gl.constexpr = sizes[7]
     PLACES: gl.constexpr = sizes[8]
     number = s * BOXES + J
     before = number + (WRITERS * BOXES - PLACES)  # the box that was in its place, and the barriers' turn before theirs
     step = before // BOXES
     mbarrier.wait(dq_empty.index((step % WRITERS) * BOXES + before % BOXES), ((step // WRITERS) & 1) ^ 1)
-    dqs.index(number % PLACES).reshape([64, 64]).store(dq)
+    dqs.index(number % PLACES).reshape([64, sizes[10]]).store(dq)
 
 
 @gluon.jit
 def _announce(sums, s, J: gl.constexpr, sizes: gl.constexpr):
-    dqs, dq_full, dq_empty = sums
-    mbarrier.arrive(dq_full.index((s % WRITERS) * sizes[7] + J), count=1)
+    """Says so, when what was stored is visible to copies."""
+    mbarrier.arrive(sums[1].index((s % WRITERS) * sizes[7] + J), count=1)
 
 
 @gluon.jit
@@ -198,7 +198,7 @@ def _writer(board, sums, dq_desc, turns_ptr, order_ptr, tiles_ptr, extents, W: g
                 for part in gl.static_range(CONSUMERS):
                     mbarrier.wait(dq_full.index(W * BOXES + pair * CONSUMERS + part), (s // WRITERS) & 1)
                     row = m * BLOCK_Q
-                    column = part * (D // CONSUMERS) + pair * 64
+                    column = part * (D // CONSUMERS) + pair * sizes[10]
                     if BLOCK_Q > 64:
                         row = m * BLOCK_Q + part * 64
                         column = 0

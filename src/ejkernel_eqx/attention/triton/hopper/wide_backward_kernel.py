@@ -1,7 +1,6 @@
 """Hopper's backward kernel for head dims above 128, as `backward_kernel.py`'s but for what its consumers share: a tile has 64 keys, and each of them
 half of the channels of `dk`, `dv` and `dq`. One computes the scores and from them the weights, the other one the gradients of the weights and from
-them those of the scores; they exchange both through shared memory. Queries are loaded a step ahead, so that their scores run under the step before;
-what that takes is saved at `dq`, of which there is place for three boxes of the four of a step."""
+them those of the scores; they exchange both through shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,31 +32,20 @@ SIZE = gl.constexpr(64)
 """Queries and keys of a tile."""
 HALF = gl.constexpr(128)
 """Channels of a consumer."""
-STAGES = gl.constexpr(2)
-"""Tiles of queries."""
-BOXES = gl.constexpr(4)
-PLACES = gl.constexpr(3)
 
 
 # fmt: off
 @gluon.jit
-def _products(rows, columns, at):
-    """Of 64 keys and queries, or values and cotangents, `[64, 64]`, both in two halves; not awaited."""
+def _products(rows, columns):
+    """Of 64 keys and queries, or values and cotangents, `[64, 64]`, both in two halves."""
     acc = gl.zeros([SIZE, SIZE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16]))
-    acc = warpgroup_mma(_half(rows, 0), _half(columns, 2 * at).permute((1, 0)), acc, use_acc=False, is_async=True)
-    return warpgroup_mma(_half(rows, 1), _half(columns, 2 * at + 1).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(_half(rows, 0), _half(columns, 0).permute((1, 0)), acc, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=[warpgroup_mma(_half(rows, 1), _half(columns, 1).permute((1, 0)), acc, is_async=True)])
 
 
 @gluon.jit
 def _half(tiles, at):
     return tiles.index(at).reshape([SIZE, HALF])
-
-
-@gluon.jit
-def _quarter(ds, k, PART: gl.constexpr):
-    """64 channels `[64, 64]` of `dq`; not awaited."""
-    zero = gl.zeros([SIZE, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-    return warpgroup_mma(ds.permute((1, 0)), k.slice(PART * 64, 64, dim=1), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -76,8 +64,6 @@ def _consumer(board, buffers, ps, dss, sums, barriers, out_descs, pointers, tile
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     of_queries: gl.constexpr = gl.SliceLayout(0, scores_layout)
     dtype: gl.constexpr = ks.dtype
-    p_shared = ps.index(0)
-    ds_shared = dss.index(0)
     k = _half(ks, W)
     done = 0  # steps of earlier tiles
     r = 0
@@ -89,65 +75,46 @@ def _consumer(board, buffers, ps, dss, sums, barriers, out_descs, pointers, tile
         dk = gl.zeros([SIZE, HALF], gl.float32, layout)
         dv = gl.zeros([SIZE, HALF], gl.float32, layout)
         mbarrier.wait(kv_full.index(0), r & 1)
-        if W == 0:
-            if steps > 0:
-                mbarrier.wait(q_full.index(done % STAGES), (done // STAGES) & 1)
-            qk = warpgroup_mma_wait(0, deps=[_products(ks, qs, done % STAGES)])
         for e in range(steps):
             s = done + e
-            at = s % STAGES
             _, m = _place(e, hi, G)
             if W == 0:
+                mbarrier.wait(q_full.index(0), s & 1)
+                qk = _products(ks, qs)
                 if HIDES:
                     if (m < full_lo) | (m >= full_hi) | past:
                         qk = _hidden(qk, n * SIZE, m * SIZE, b, extents, pointers, flags)
-                lse = lses.index(at).reshape([SIZE]).load(of_queries)  # [64]
+                lse = lses.index(0).reshape([SIZE]).load(of_queries)  # [64]
                 weights = gl.exp2(qk * MULTIPLIER - gl.expand_dims(lse, 0)).to(dtype)  # [64, 64]
-                p_shared.store(weights)
+                ps.index(s & 1).store(weights)
                 fence_async_shared()
                 _meet()
                 mbarrier.wait(do_full.index(0), s & 1)
                 dv = warpgroup_mma(gl.convert_layout(weights, weights_layout), _half(dos, 0), dv, is_async=True)
                 _meet()
-                dk = warpgroup_mma(ds_shared, _half(qs, 2 * at), dk, is_async=True)
+                dk = warpgroup_mma(dss.index(s & 1), _half(qs, 0), dk, is_async=True)
             else:
                 mbarrier.wait(do_full.index(0), s & 1)
-                dp = warpgroup_mma_wait(0, deps=[_products(vs, dos, 0)])
+                dp = _products(vs, dos)
                 delta = deltas.index(0).reshape([SIZE]).load(of_queries)  # [64]
                 dp = dp - gl.expand_dims(delta, 0)
                 _meet()
-                weights = p_shared.load(scores_layout)  # [64, 64]
-                dv = warpgroup_mma(gl.convert_layout(weights, weights_layout), _half(dos, 1), dv, is_async=True)
-                ds = (weights.to(gl.float32) * dp).to(dtype)  # [64, 64]
-                ds_shared.store(ds)
+                dv = warpgroup_mma(ps.index(s & 1), _half(dos, 1), dv, is_async=True)
+                ds = (ps.index(s & 1).load(scores_layout).to(gl.float32) * dp).to(dtype)  # [64, 64]
+                dss.index(s & 1).store(ds)
                 fence_async_shared()
                 _meet()
-                mbarrier.wait(q_full.index(at), (s // STAGES) & 1)
-                dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), _half(qs, 2 * at + 1), dk, is_async=True)
-            first = _quarter(ds_shared, k, 0)
+                mbarrier.wait(q_full.index(0), s & 1)
+                dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), _half(qs, 1), dk, is_async=True)
+            dq = warpgroup_mma(dss.index(s & 1).permute((1, 0)), k, gl.zeros([SIZE, HALF], gl.float32, layout), use_acc=False, is_async=True)
             dv = warpgroup_mma_wait(2, deps=[dv])
             mbarrier.arrive(do_empty.index(0), count=1)
             dk = warpgroup_mma_wait(1, deps=[dk])
-            mbarrier.arrive(q_empty.index(at), count=1)
-            second = _quarter(ds_shared, k, 1)
-            first = warpgroup_mma_wait(1, deps=[first])
-            _hand_over(first, sums, s, W, sizes)
+            mbarrier.arrive(q_empty.index(0), count=1)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            _hand_over(dq, sums, s, W, sizes)
             fence_async_shared()
             _announce(sums, s, W, sizes)
-            if W == 0:
-                # The next scores run while `dq` is stored; after the last step those of any queries, unused.
-                following = (s + 1) % STAGES
-                if e + 1 < steps:
-                    mbarrier.wait(q_full.index(following), ((s + 1) // STAGES) & 1)
-                upcoming = _products(ks, qs, following)
-                second = warpgroup_mma_wait(2, deps=[second])
-            else:
-                second = warpgroup_mma_wait(0, deps=[second])
-            _hand_over(second, sums, s, CONSUMERS + W, sizes)
-            fence_async_shared()
-            _announce(sums, s, CONSUMERS + W, sizes)
-            if W == 0:
-                qk = warpgroup_mma_wait(0, deps=[upcoming])
         _return_keys((dk * SCALE).to(dtype), dv.to(dtype), ks, vs, out_descs, kv_empty, [b, g, n * SIZE, W * HALF], W, HALF)
         done += steps
         r += 1
@@ -165,9 +132,9 @@ def hopper_wide_backward_kernel(
     BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
 ):
-    # As `hopper_backward_kernel`, for tiles of 64 and 256 channels; `NUM_STAGES` is that of cotangents, 1.
+    # As `hopper_backward_kernel`, for tiles of 64 and 256 channels in one stage.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    sizes: gl.constexpr = (H, K, BLOCK_D, SIZE, SIZE, STAGES, GROUP, BOXES, PLACES, NUM_STAGES)
+    sizes: gl.constexpr = (H, K, BLOCK_D, SIZE, SIZE, NUM_STAGES, GROUP, CONSUMERS, CONSUMERS, NUM_STAGES, HALF)
     flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
     extents = (B, T, S, offset)
     q_desc = _described(q_ptr, B, T, H, D, SIZE, HALF)
@@ -176,26 +143,26 @@ def hopper_wide_backward_kernel(
     v_desc = _described(v_ptr, B, S, K, V, SIZE, HALF)
     dk_desc = _described(dk_ptr, B, S, K, D, SIZE, HALF)
     dv_desc = _described(dv_ptr, B, S, K, V, SIZE, HALF)
-    dq_desc = _described(dq_ptr, B, T, H, D, SIZE, 64)
+    dq_desc = _described(dq_ptr, B, T, H, D, SIZE, HALF)
     ks = _tiles_of(dtype, 2, SIZE, HALF)
     vs = _tiles_of(dtype, 2, SIZE, HALF)
-    qs = _tiles_of(dtype, 2 * STAGES, SIZE, HALF)
+    qs = _tiles_of(dtype, 2, SIZE, HALF)
     dos = _tiles_of(dtype, 2, SIZE, HALF)
-    dqs = _tiles_of(gl.float32, PLACES, SIZE, 64)
+    dqs = _tiles_of(gl.float32, CONSUMERS, SIZE, HALF)
     terms_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     lse_desc = tma.make_tensor_descriptor(lse_ptr, [B * H, terms], [terms, 1], [1, SIZE], terms_layout)
     delta_desc = tma.make_tensor_descriptor(delta_ptr, [B * H, terms], [terms, 1], [1, SIZE], terms_layout)
-    lses = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SIZE], terms_layout)
+    lses = gl.allocate_shared_memory(gl.float32, [1, 1, SIZE], terms_layout)
     deltas = gl.allocate_shared_memory(gl.float32, [1, 1, SIZE], terms_layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, SIZE], dtype)
-    ps = gl.allocate_shared_memory(dtype, [1, SIZE, SIZE], ds_layout)
-    dss = gl.allocate_shared_memory(dtype, [1, SIZE, SIZE], ds_layout)
+    ps = gl.allocate_shared_memory(dtype, [2, SIZE, SIZE], ds_layout)
+    dss = gl.allocate_shared_memory(dtype, [2, SIZE, SIZE], ds_layout)
     told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     told_full, told_empty = _barriers_of(2, WRITERS)
     kv_full, kv_empty = _barriers_of(1, CONSUMERS)
-    q_full, q_empty = _barriers_of(STAGES, CONSUMERS)
+    q_full, q_empty = _barriers_of(1, CONSUMERS)
     do_full, do_empty = _barriers_of(1, CONSUMERS)
-    dq_full, dq_empty = _barriers_of(WRITERS * BOXES, 1)
+    dq_full, dq_empty = _barriers_of(WRITERS * CONSUMERS, 1)
     board = (told, told_full, told_empty)
     buffers = (ks, vs, qs, dos, lses, deltas)
     sums = (dqs, dq_full, dq_empty)
