@@ -61,8 +61,9 @@ MANY: dict[str, Any] = dict(batch=8, queries=4096, keys=4096)
     [
         (problem(**CAUSAL, **MANY), True, True),
         (problem(80, "float16", with_=("sinks",), left=2047, **CAUSAL, **MANY), True, True),
-        (problem(64, **CAUSAL, **MANY), True, False),
-        (problem(batch=99, queries=1024, keys=1024), True, False),
+        (problem(64, **CAUSAL, **MANY), True, True),
+        (problem(batch=99, queries=1024, keys=1024), True, True),
+        (problem(batch=99, queries=512, keys=512), True, False),
         (problem(192, **MANY), True, True),
         (problem(**CAUSAL), True, False),
         (problem(with_=("segments",), **MANY), True, False),
