@@ -220,12 +220,21 @@ class Engine:
 
         return {name: (size, make(name, size)) for name, size in sizes.items()}
 
-    def warm_up(self, *, drawn: bool = True) -> None:
-        """Compiles the programs before the first request; without `drawn`, only those of greedy texts."""
-        for name in self.programs:
-            if drawn or name != "decode and draw":
-                nothing = self.programs[name][0].pack(Batch([], [], [], [], []), self._sampling)
-                self._compute(name, nothing)
+    def warm_up(self, *names: str) -> None:
+        """Compiles these programs, by default all, side by side before the first request."""
+        nothing = {
+            name: self.programs[name][0].pack(Batch([], [], [], [], []), self._sampling)
+            for name in names or self.programs
+        }
+        # All are traced before the first is lowered, which waits for its kernels. What is compiled here, the calls below find.
+        traced = [
+            self.programs[name][1].trace(self._weights, self._state, data) for name, data in nothing.items()
+        ]
+        with concurrent.futures.ThreadPoolExecutor(len(traced), "ejkernel_eqx.warm_up") as pool:
+            for compiled in [pool.submit(program.lower().compile) for program in traced]:
+                compiled.result()
+        for name, data in nothing.items():
+            self._compute(name, data)
 
     @property
     def num_running(self) -> int:
