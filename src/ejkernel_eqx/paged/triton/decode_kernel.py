@@ -97,10 +97,10 @@ def decode_kernel(
     t, h = query_rows(row, kv_head, H, K, BM)  # [BM] each
     token = start + t  # [BM]
     inside = own & (t < queries) & (token >= 0) & (token < T)  # [BM]
-    target = ((n * QUERIES + t) * H + h) * SPLITS + split  # [BM], of splits
     if not busy:
-        if SPLITS > 1 and not TOGETHER:
-            tl.store(lse_ptr + target, tl.full([BM], float("-inf"), tl.float32), mask=inside)  # what the merge takes for no keys  # fmt: skip
+        if SPLITS > 1 and not TOGETHER:  # to the merge, minus infinity says that there are no keys
+            target = ((n * QUERIES + t) * H + h) * SPLITS + split  # [BM]
+            tl.store(lse_ptr + target, tl.full([BM], float("-inf"), tl.float32), mask=inside)
         return
 
     # Page numbers are loaded one tile ahead, so that loads of keys do not wait for them.
@@ -173,6 +173,8 @@ def decode_kernel(
     if SPLITS == 1:
         target = token.to(tl.int64) * H + h  # [BM]
         lse = lse * LN2
+    else:
+        target = ((n * QUERIES + t) * H + h) * SPLITS + split  # [BM]
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     own_ptr = parts_ptr if TOGETHER else out_ptr
     own_lse_ptr = part_lse_ptr if TOGETHER else lse_ptr
