@@ -183,7 +183,7 @@ def decode_kernel(
     tl.store(own_lse_ptr + target, lse, mask=inside)
     if TOGETHER:
         if is_last(count_ptr + (n * K + kv_head) * blocks + row // BM, used):
-            merge_splits(row, kv_head, n, used, queries, q_start_ptr, sinks_ptr + shared * H, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
+            merge_splits(row, kv_head, n, used, queries, start, sinks_ptr + shared * H, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
                          H, K, V, BLOCK_V, QUERIES, SPLITS, SINKS, ROWS, BLOCK_S, STEP)  # fmt: skip
 
 
