@@ -64,7 +64,7 @@ class Event(NamedTuple):
     finish: str | None = None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Request:
     number: int
     tokens: list[int]  # the prompt and the generated tokens, as far as the host knows them
@@ -388,12 +388,16 @@ class Engine:
     def _take(self, request: _Request, token: int) -> None:
         """Appends a token to the request, and ends it if it is the last."""
         request.awaited -= 1
-        finish = "error"
-        if token >= 0:
+        finish = None
+        if token < 0:
+            finish = "error"
+        else:
             request.tokens.append(token)
             self.tokens_written += 1
-            finish = "length" if len(request.tokens) == request.last_length else None
-            finish = "stop" if token in request.stop else finish
+            if token in request.stop:
+                finish = "stop"
+            elif len(request.tokens) == request.last_length:
+                finish = "length"
         self._events.append(Event(request.number, token, finish))
         if finish is not None:
             self._release(request)
@@ -405,13 +409,19 @@ class Engine:
 
     def _batch(self, plan: dict[_Request, int]) -> Batch:
         tokens: list[int] = []
+        lengths: list[int] = []
+        slots: list[int] = []
         for request, count in plan.items():
+            first, slot = request.computed, request.slot
             if request.awaited:
-                tokens.append(last_of(request.slot))
+                tokens.append(last_of(slot))
+            elif count == 1:
+                tokens.append(request.tokens[first])
             else:
-                tokens += request.tokens[request.computed : request.computed + count]
-        lengths = [request.computed + count for request, count in plan.items()]
-        return Batch(tokens, list(plan.values()), lengths, [r.slot for r in plan], self._new_pages)
+                tokens += request.tokens[first : first + count]
+            lengths.append(first + count)
+            slots.append(slot)
+        return Batch(tokens, list(plan.values()), lengths, slots, self._new_pages)
 
     def _compute(self, name: str, data: np.ndarray) -> Array:
         """Calls a program, which takes the state and gives the next one; returns, without waiting for them, the tokens it chooses."""
