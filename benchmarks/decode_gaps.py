@@ -17,6 +17,7 @@ keeps graphs (`xla_enable_command_buffers_during_profiling`).
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import pathlib
 import re
@@ -24,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -286,13 +287,22 @@ def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
     }
 
 
-def expected_result(problem: Problem) -> np.ndarray:
-    """XLA's result in float32."""
-    single = dataclasses.replace(problem, dtype="float32")
-    inputs = [jax.tree.map(lambda x: x.astype(jnp.float32), made) for made in make_inputs(problem)[:3]]
+@functools.lru_cache
+def exact_step(problem: Problem) -> Callable[..., tuple[Array, Any]]:
     with jax.default_matmul_precision("highest"):
-        program = jax.jit(make_step(single, "xla", None))
-        return np.asarray(program(*inputs, *make_inputs(problem)[3:])[0])
+        program = jax.jit(make_step(problem, "xla", None))
+        shapes = jax.eval_shape(lambda: make_inputs(problem))
+        return program.lower(*shapes).compile()
+
+
+def expected_result(problem: Problem) -> np.ndarray:
+    """XLA's result in float32, token by token."""
+    inputs = list(make_inputs(problem))
+    inputs[:3] = jax.tree.map(lambda x: x.astype(jnp.float32), inputs[:3])
+    program = exact_step(dataclasses.replace(problem, dtype="float32", tokens=1))
+    for _ in range(problem.tokens):
+        inputs[0], inputs[2] = program(*inputs)
+    return np.asarray(inputs[0])
 
 
 def check(row: Row, problem: Problem, out: Array, expected: np.ndarray, like: Array) -> None:
@@ -304,17 +314,18 @@ def check(row: Row, problem: Problem, out: Array, expected: np.ndarray, like: Ar
         row.reason = "two runs of one configuration differ"
 
 
-def measure(problem: Problem, options: argparse.Namespace) -> list[Row]:
-    expected, rows, outs = {}, [], {}
+def chosen_ways(problem: Problem, options: argparse.Namespace) -> dict[str, Way]:
+    return {name: way for name, way in ways(problem, options.platform).items() if options.ways.search(name)}
+
+
+def measure(problem: Problem, programs: Programs, options: argparse.Namespace) -> Iterator[Row]:
+    expected, outs = {}, {}
     alone = call_alone(problem, options.samples, options.calls)
-    found = {name: way for name, way in ways(problem, options.platform).items() if options.ways.search(name)}
-    programs = Programs(problem, options.platform, found)
-    for name, way in found.items():
+    for name, way in chosen_ways(problem, options).items():
         several = dataclasses.replace(problem, tokens=way.tokens)
         if way.tokens not in expected:
             expected[way.tokens] = expected_result(several)
         row = Row(problem.name, name, bound=BOUNDS.get(problem.name), call_alone_us=alone)
-        rows.append(row)
         program = programs(name)
         row.launches = count_launches(program.as_text() or "")
         steps = Steps(program, several, way)
@@ -325,6 +336,7 @@ def measure(problem: Problem, options: argparse.Namespace) -> list[Row]:
             if row.reason:
                 break
         if row.reason:
+            yield row
             continue
         row.us_per_layer = time_layer(steps, several, options.samples, options.calls)
         row.traces["one by one"] = trace(steps, several)
@@ -332,7 +344,7 @@ def measure(problem: Problem, options: argparse.Namespace) -> list[Row]:
             kept = Steps(kept, several, way)
             time_layer(kept, several, 1, 1)
             row.traces["graphs"] = trace(kept, several)
-    return rows
+        yield row
 
 
 def show(rows: Sequence[Row]) -> str:
@@ -391,14 +403,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    problems = [p for p in (QUICK if options.quick else FULL) if options.problems.search(p.name)]
+    programs = {
+        problem: Programs(problem, options.platform, chosen_ways(problem, options)) for problem in problems
+    }
     rows = []
-    for problem in QUICK if options.quick else FULL:
-        if options.problems.search(problem.name):
-            rows += measure(problem, options)
+    for problem in problems:
+        for row in measure(problem, programs[problem], options):
+            print(
+                f"{row.problem}, {row.way}: {row.reason or f'{row.us_per_layer:.2f} us a layer'}", flush=True
+            )
+            rows.append(row)
+            if options.json:  # after every row: what was measured is kept if the rest is not
+                content = {"environment": report.environment(options.commit), "bounds": BOUNDS}
+                report.write_json(options.json, content | {"rows": [dataclasses.asdict(row) for row in rows]})
     print(show(rows))
-    if options.json:
-        content = {"environment": report.environment(options.commit), "bounds": BOUNDS}
-        report.write_json(options.json, content | {"rows": [dataclasses.asdict(row) for row in rows]})
     return int(any(row.reason for row in rows))
 
 
