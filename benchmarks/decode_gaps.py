@@ -15,14 +15,17 @@ keeps graphs (`xla_enable_command_buffers_during_profiling`).
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import pathlib
+import re
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
@@ -135,11 +138,29 @@ def make_step(problem: Problem, platform: ejx.PlatformLike, config: Any) -> Call
     return step
 
 
-def compiled(problem: Problem, platform: ejx.PlatformLike, way: Way, options: Mapping[str, Any]) -> Any:
+def lowered(problem: Problem, platform: ejx.PlatformLike, way: Way) -> Any:
     problem = dataclasses.replace(problem, tokens=way.tokens)
     step = jax.jit(make_step(problem, platform, way.config), donate_argnums=(0, 2) if way.in_place else 2)
-    shapes = jax.eval_shape(lambda: make_inputs(problem))
-    return step.lower(*shapes).compile(compiler_options=dict(options) or None)
+    return step.lower(*jax.eval_shape(lambda: make_inputs(problem)))
+
+
+class Programs:
+    """The programs of a problem, all compiled side by side: by the name of the way, as it says and, on GPUs, with graphs kept while traced."""
+
+    def __init__(self, problem: Problem, platform: ejx.PlatformLike, found: Mapping[str, Way]):
+        self._pool = concurrent.futures.ThreadPoolExecutor()
+        self._made = {}
+        for name, way in found.items():
+            program = lowered(problem, platform, way)
+            kept = [TRACED_WITH_GRAPHS] if not way.options and jax.default_backend() == "gpu" else []
+            for options in (way.options, *kept):
+                compiling = self._pool.submit(program.compile, dict(options) or None)
+                self._made[name, options is TRACED_WITH_GRAPHS] = compiling
+
+    def __call__(self, name: str, kept: bool = False) -> Any:
+        """`None` if there is no such program."""
+        compiling = self._made.get((name, kept))
+        return None if compiling is None else compiling.result()
 
 
 def default_config(problem: Problem) -> Any:
@@ -266,13 +287,22 @@ def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
     }
 
 
-def expected_result(problem: Problem) -> np.ndarray:
-    """XLA's result in float32."""
-    single = dataclasses.replace(problem, dtype="float32")
-    inputs = [jax.tree.map(lambda x: x.astype(jnp.float32), made) for made in make_inputs(problem)[:3]]
+@functools.lru_cache
+def exact_step(problem: Problem) -> Callable[..., tuple[Array, Any]]:
     with jax.default_matmul_precision("highest"):
-        program = jax.jit(make_step(single, "xla", None))
-        return np.asarray(program(*inputs, *make_inputs(problem)[3:])[0])
+        program = jax.jit(make_step(problem, "xla", None))
+        shapes = jax.eval_shape(lambda: make_inputs(problem))
+        return program.lower(*shapes).compile()
+
+
+def expected_result(problem: Problem) -> np.ndarray:
+    """XLA's result in float32, token by token."""
+    inputs = list(make_inputs(problem))
+    inputs[:3] = jax.tree.map(lambda x: x.astype(jnp.float32), inputs[:3])
+    program = exact_step(dataclasses.replace(problem, dtype="float32", tokens=1))
+    for _ in range(problem.tokens):
+        inputs[0], inputs[2] = program(*inputs)
+    return np.asarray(inputs[0])
 
 
 def check(row: Row, problem: Problem, out: Array, expected: np.ndarray, like: Array) -> None:
@@ -284,16 +314,19 @@ def check(row: Row, problem: Problem, out: Array, expected: np.ndarray, like: Ar
         row.reason = "two runs of one configuration differ"
 
 
-def measure(problem: Problem, options: argparse.Namespace) -> list[Row]:
-    expected, rows, outs = {}, [], {}
+def chosen_ways(problem: Problem, options: argparse.Namespace) -> dict[str, Way]:
+    return {name: way for name, way in ways(problem, options.platform).items() if options.ways.search(name)}
+
+
+def measure(problem: Problem, programs: Programs, options: argparse.Namespace) -> Iterator[Row]:
+    expected, outs = {}, {}
     alone = call_alone(problem, options.samples, options.calls)
-    for name, way in ways(problem, options.platform).items():
+    for name, way in chosen_ways(problem, options).items():
         several = dataclasses.replace(problem, tokens=way.tokens)
         if way.tokens not in expected:
             expected[way.tokens] = expected_result(several)
         row = Row(problem.name, name, bound=BOUNDS.get(problem.name), call_alone_us=alone)
-        rows.append(row)
-        program = compiled(problem, options.platform, way, way.options)
+        program = programs(name)
         row.launches = count_launches(program.as_text() or "")
         steps = Steps(program, several, way)
         for _ in range(3):  # without a graph, while one is made, and with one
@@ -303,14 +336,15 @@ def measure(problem: Problem, options: argparse.Namespace) -> list[Row]:
             if row.reason:
                 break
         if row.reason:
+            yield row
             continue
         row.us_per_layer = time_layer(steps, several, options.samples, options.calls)
         row.traces["one by one"] = trace(steps, several)
-        if not way.options and jax.default_backend() == "gpu":
-            kept = Steps(compiled(problem, options.platform, way, TRACED_WITH_GRAPHS), several, way)
+        if (kept := programs(name, kept=True)) is not None:
+            kept = Steps(kept, several, way)
             time_layer(kept, several, 1, 1)
             row.traces["graphs"] = trace(kept, several)
-    return rows
+        yield row
 
 
 def show(rows: Sequence[Row]) -> str:
@@ -354,6 +388,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="a tiny model")
     add("--platform", help="of the kernels (default: triton on a GPU, else xla)")
+    add("--problems", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these")
+    add("--ways", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these")
     add("--samples", type=int, default=7)
     add("--calls", type=int, default=50, help="in a sample (default: %(default)s)")
     add("--commit", help="version of the code in the result, outside a checkout")
@@ -367,11 +403,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    rows = [row for problem in (QUICK if options.quick else FULL) for row in measure(problem, options)]
+    problems = [p for p in (QUICK if options.quick else FULL) if options.problems.search(p.name)]
+    programs = {
+        problem: Programs(problem, options.platform, chosen_ways(problem, options)) for problem in problems
+    }
+    rows = []
+    for problem in problems:
+        for row in measure(problem, programs[problem], options):
+            print(
+                f"{row.problem}, {row.way}: {row.reason or f'{row.us_per_layer:.2f} us a layer'}", flush=True
+            )
+            rows.append(row)
+            if options.json:  # after every row: what was measured is kept if the rest is not
+                content = {"environment": report.environment(options.commit), "bounds": BOUNDS}
+                report.write_json(options.json, content | {"rows": [dataclasses.asdict(row) for row in rows]})
     print(show(rows))
-    if options.json:
-        content = {"environment": report.environment(options.commit), "bounds": BOUNDS}
-        report.write_json(options.json, content | {"rows": [dataclasses.asdict(row) for row in rows]})
     return int(any(row.reason for row in rows))
 
 

@@ -4,11 +4,12 @@
     python benchmarks/serving_steps.py --quick                 # a tiny model, anywhere
 
 A step is timed while all texts decode. The device's time is that of the same compiled program, launched many times in a row with the same
-inputs, so that the host has nothing to do between the launches. A start is that of a process of its own, until its first token, with an
-empty and with a full compilation cache (`JAX_COMPILATION_CACHE_DIR`).
+inputs, so that the host has nothing to do between the launches. A start is that of a process of its own, until its first token, with empty
+and with full compilation caches (`JAX_COMPILATION_CACHE_DIR`, `TRITON_CACHE_DIR`), and how far it had come when.
 """
 
 import argparse
+import concurrent.futures
 import os
 import pathlib
 import statistics
@@ -22,6 +23,11 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
+
+if "--start" in sys.argv:  # as in `serve_lm.py`
+    concurrent.futures.ThreadPoolExecutor(1).submit(jax.devices)
+
+import equinox as eqx
 import numpy as np
 
 from benchmarks import report
@@ -34,7 +40,8 @@ SIZES = {
 BATCHES = {"full": (64, 256), "quick": (4,)}
 PROMPT, PAGE = 100, 16
 BOUND, MOST_PROGRAMS, COLD = 1.3, 3, 10.0
-"""What a step may take of the device's time, programs, and seconds of a start with a full cache."""
+"""What a step may take of the device's time, programs, and seconds of a start with full caches."""
+PHASES = ("imports", "device", "model", "programs", "token")
 
 
 def make_engine(options: argparse.Namespace, batch: int) -> Any:
@@ -42,11 +49,13 @@ def make_engine(options: argparse.Namespace, batch: int) -> Any:
 
     names = ("embed_dim", "num_layers", "num_heads", "num_kv_heads")
     arch = train_lm.Architecture(*(getattr(options, name) for name in names))
-    model = train_lm.make_model(arch, options.platform, key=jax.random.key(0))
+    # One program, where a call of the class runs one for every array.
+    make = lambda key: train_lm.cast(train_lm.make_model(arch, options.platform, key=key), options.dtype)
+    model = eqx.filter_jit(make)(jax.random.key(0))
     length = PROMPT + 4 * options.steps
     pages = batch * -(-length // PAGE)
     sizes = {"num_pages": pages, "page_size": PAGE, "max_batch": batch, "max_length": length}
-    return Engine(train_lm.cast(model, options.dtype), **sizes, step_tokens=max(512, batch))
+    return Engine(model, **sizes, step_tokens=max(512, batch))
 
 
 def fill(engine: Any, options: argparse.Namespace) -> None:
@@ -114,31 +123,49 @@ def measure(options: argparse.Namespace, batch: int) -> dict[str, Any]:
 
 
 def serve_once(options: argparse.Namespace) -> None:
-    """Starts a server of the first batch size, and prints a line when it has its programs and when it has a token."""
+    """Starts a server of the first batch size, and prints a line for each of `PHASES`."""
+    phases = iter(PHASES)
+    tell = lambda: print(next(phases), flush=True)
+    tell()
+    options.dtype = dtype_here()
+    tell()
     engine = make_engine(options, options.batches[0])
-    engine.warm_up(drawn=options.temperature > 0)
+    jax.block_until_ready(engine._weights + engine._state)
+    tell()
+    engine.warm_up("prompts", "decode and draw" if options.temperature > 0 else "decode")
     jax.block_until_ready(engine._state)
-    print("programs", flush=True)
+    tell()
     engine.submit([1, 2, 3], 2, stop=())
-    print("token", next(engine.run()).token, flush=True)
+    next(engine.run())
+    tell()
 
 
 def time_starts(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A start with an empty cache, and one with a full one."""
+    """A start with empty caches, and two with full ones: seconds from the start of the process to the end of each phase."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         settings = {"JAX_COMPILATION_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
         settings |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         command = [sys.executable, __file__, "--start", *(["--quick"] if options.quick else [])]
-        for cache in ("empty", "full"):
+        for caches in ("empty", "full", "full"):
             start = time.perf_counter()
             process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True)
             assert process.stdout is not None
-            seconds = [time.perf_counter() - start for _ in process.stdout]
-            if process.wait() or len(seconds) != 2:
-                raise SystemExit(f"a start with the {cache} cache failed; its output says why")
-            rows.append({"cache": cache, "programs_seconds": seconds[0], "first_token_seconds": seconds[1]})
+            seconds = {line.strip(): time.perf_counter() - start for line in process.stdout}
+            if process.wait() or tuple(seconds) != PHASES:
+                raise SystemExit(f"a start with {caches} caches failed; its output says why")
+            rows.append({"caches": caches, "seconds": seconds})
+            print(describe_start(rows[-1]), flush=True)
     return rows
+
+
+def describe_start(row: dict[str, Any]) -> str:
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["seconds"].items())
+    return f"start, {row['caches']} caches, seconds: {phases}"
+
+
+def dtype_here() -> str:
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -157,7 +184,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     size = "quick" if options.quick else "full"
     vars(options).update(SIZES[size])
     options.batches = BATCHES[size]
-    options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return options
 
 
@@ -166,7 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.start:
         serve_once(options)
         return 0
-    starts = [] if options.no_starts else time_starts(options)
+    starts = [] if options.no_starts else time_starts(options)  # before this process takes the device
+    options.dtype = dtype_here()
     rows = [measure(options, batch) for batch in options.batches]
     cells = [
         [str(row["batch"]), *(f"{row[name]:.3f}" for name in ("step_ms", "device_ms", "ratio"))]
@@ -183,11 +210,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "programs",
     ]
     print(report.table(header, cells))
-    for row in starts:
-        print(
-            f"start, {row['cache']} cache: programs after {row['programs_seconds']:.1f} s, first token after "
-            f"{row['first_token_seconds']:.1f} s"
-        )
     if options.json:
         bars = {"ratio": BOUND, "programs": MOST_PROGRAMS, "first_token_seconds": COLD}
         size = {name: getattr(options, name) for name in SIZES["full"]}

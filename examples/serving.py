@@ -64,7 +64,7 @@ class Event(NamedTuple):
     finish: str | None = None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class _Request:
     number: int
     tokens: list[int]  # the prompt and the generated tokens, as far as the host knows them
@@ -220,12 +220,21 @@ class Engine:
 
         return {name: (size, make(name, size)) for name, size in sizes.items()}
 
-    def warm_up(self, *, drawn: bool = True) -> None:
-        """Compiles the programs before the first request; without `drawn`, only those of greedy texts."""
-        for name in self.programs:
-            if drawn or name != "decode and draw":
-                nothing = self.programs[name][0].pack(Batch([], [], [], [], []), self._sampling)
-                self._compute(name, nothing)
+    def warm_up(self, *names: str) -> None:
+        """Compiles these programs, by default all, side by side before the first request."""
+        nothing = {
+            name: self.programs[name][0].pack(Batch([], [], [], [], []), self._sampling)
+            for name in names or self.programs
+        }
+        # All are traced before the first is lowered, which waits for its kernels. What is compiled here, the calls below find.
+        traced = [
+            self.programs[name][1].trace(self._weights, self._state, data) for name, data in nothing.items()
+        ]
+        with concurrent.futures.ThreadPoolExecutor(len(traced), "ejkernel_eqx.warm_up") as pool:
+            for compiled in [pool.submit(program.lower().compile) for program in traced]:
+                compiled.result()
+        for name, data in nothing.items():
+            self._compute(name, data)
 
     @property
     def num_running(self) -> int:
@@ -379,12 +388,16 @@ class Engine:
     def _take(self, request: _Request, token: int) -> None:
         """Appends a token to the request, and ends it if it is the last."""
         request.awaited -= 1
-        finish = "error"
-        if token >= 0:
+        finish = None
+        if token < 0:
+            finish = "error"
+        else:
             request.tokens.append(token)
             self.tokens_written += 1
-            finish = "length" if len(request.tokens) == request.last_length else None
-            finish = "stop" if token in request.stop else finish
+            if token in request.stop:
+                finish = "stop"
+            elif len(request.tokens) == request.last_length:
+                finish = "length"
         self._events.append(Event(request.number, token, finish))
         if finish is not None:
             self._release(request)
@@ -396,13 +409,19 @@ class Engine:
 
     def _batch(self, plan: dict[_Request, int]) -> Batch:
         tokens: list[int] = []
+        lengths: list[int] = []
+        slots: list[int] = []
         for request, count in plan.items():
+            first, slot = request.computed, request.slot
             if request.awaited:
-                tokens.append(last_of(request.slot))
+                tokens.append(last_of(slot))
+            elif count == 1:
+                tokens.append(request.tokens[first])
             else:
-                tokens += request.tokens[request.computed : request.computed + count]
-        lengths = [request.computed + count for request, count in plan.items()]
-        return Batch(tokens, list(plan.values()), lengths, [r.slot for r in plan], self._new_pages)
+                tokens += request.tokens[first : first + count]
+            lengths.append(first + count)
+            slots.append(slot)
+        return Batch(tokens, list(plan.values()), lengths, slots, self._new_pages)
 
     def _compute(self, name: str, data: np.ndarray) -> Array:
         """Calls a program, which takes the state and gives the next one; returns, without waiting for them, the tokens it chooses."""

@@ -107,7 +107,7 @@ def new_state(caches: ServingCache, slots: int, pages: int) -> State:
 
 
 Leaves = tuple[Any, ...]
-Program = Callable[[Leaves, Leaves, np.ndarray], tuple[Array, Leaves]]
+Program = jax.stages.Wrapped  # (weights, state, data) -> (chosen, state)
 
 
 def make_program(

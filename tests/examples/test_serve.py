@@ -308,7 +308,7 @@ def test_a_step_that_fails_on_the_device(engine, monkeypatch):
 
 def test_programs_are_compiled_before_they_are_needed(examples):
     engine = _engine(examples, "attention", 1, max_batch=2, step_tokens=4)
-    engine.warm_up(drawn=False)
+    engine.warm_up("prompts", "decode")
     assert engine.compiled == {"prompts": 1, "decode": 1}
     assert len(_alone(engine, [(b"abc", 3)])[0]) == 3 and engine.compiled == {"prompts": 1, "decode": 1}
     _check_empty(engine)

@@ -218,7 +218,7 @@ def test_tiles_that_cannot_fit_are_told():
     (
         ("grouped", {}, 512, 2048),
         ("grouped", {"N": 1, "M": 8192}, 256, 264),
-        ("grouped", {"N": 1, "M": 64}, 64, 64),
+        ("grouped", {"N": 1, "M": 64}, 128, 128),
         ("grouped", {"N": 8, "M": 1024}, 256, 264),
         ("grouped", {"N": 512}, 4096, 4096),
         ("grouped", {"N": 17}, 256, 792),

@@ -1,6 +1,7 @@
 """Decoding in Triton, for sequences with few queries: splits the keys of a sequence over several programs and merges their results.
 
-The keys of a program depend only on its own sequence and on static numbers, so the results of a sequence do not depend on the others.
+The keys of a program depend only on its own sequence and on static numbers, so the results of a sequence do not depend on the others. A launch
+takes a few microseconds, so what counts is how many loads wait for another one: lengths, then page numbers and queries, then keys.
 """
 
 import dataclasses
@@ -34,11 +35,10 @@ from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
 
 @triton.jit
 def splits_of(first, end, BK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
-    """The first tile and the end of the tiles that hold keys `first .. end`, the tiles per split, and the number of nonempty splits."""
+    """The first tile and the end of the tiles that hold keys `first .. end`, and the tiles per split."""
     lo = first // BK
     hi = tl.maximum(tl.cdiv(end, BK), lo)
-    size = tl.maximum(tl.cdiv(hi - lo, SPLITS), LEAST)
-    return lo, hi, size, tl.cdiv(hi - lo, size)
+    return lo, hi, tl.maximum(tl.cdiv(hi - lo, SPLITS), LEAST)
 
 
 @triton.jit
@@ -74,26 +74,38 @@ def decode_kernel(
     split = program // (blocks * K) % SPLITS
     n = (program // (blocks * K * SPLITS)).to(tl.int64)
 
-    # The keys that its queries see, and the tiles of this split among them.
+    # The keys that its queries see, and the tiles of this split among them. All that says whether there is something to do is loaded before any of
+    # it decides, since a load after a branch waits for the loads before it.
+    start = tl.load(q_start_ptr + n)
     queries, chunk, first, end = sequence(  # pyright: ignore[reportGeneralTypeIssues]
         n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE, MOST, LEFT, RANGED)  # fmt: skip
-    if not ALONE:
-        if queries > QUERIES:  # another kernel's
-            return
-    if row >= queries * (H // K):
-        return
-    lo, hi, size, used = splits_of(first, end, BK, SPLITS, LEAST)
+    lo, hi, size = splits_of(first, end, BK, SPLITS, LEAST)
+    used = 1
     if TOGETHER:
-        used = tl.maximum(used, 1)  # of a sequence without keys, too, one program stores the result
+        used = tl.maximum(tl.cdiv(hi - lo, size), 1)  # of a sequence without keys, too, one program stores the result  # fmt: skip
+    own = (row < queries * (H // K)) & (start < T) & (start + queries > 0)
+    if not ALONE:
+        own &= queries <= QUERIES  # else it is another kernel's
+    busy = own
     if SPLITS > 1:
-        if split >= used:
-            return
         lo += split * size
+        if TOGETHER:
+            busy &= split < used
+        else:
+            busy &= lo < hi
         hi = tl.minimum(lo + size, hi)
-
     t, h = query_rows(row, kv_head, H, K, BM)  # [BM] each
-    token = tl.load(q_start_ptr + n) + t  # [BM]
-    inside = (t < queries) & (token >= 0) & (token < T)  # [BM]
+    token = start + t  # [BM]
+    inside = own & (t < queries) & (token >= 0) & (token < T)  # [BM]
+    if not busy:
+        if SPLITS > 1 and not TOGETHER:  # to the merge, minus infinity says that there are no keys
+            target = ((n * QUERIES + t) * H + h) * SPLITS + split  # [BM]
+            tl.store(lse_ptr + target, tl.full([BM], float("-inf"), tl.float32), mask=inside)
+        return
+
+    # Page numbers are loaded one tile ahead, so that loads of keys do not wait for them.
+    table = table_ptr + n * M
+    page = load_pages(table, lo, end, PAGE, BK)
     q_factor = 1.0
     q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
     q_rope = q
@@ -121,9 +133,6 @@ def decode_kernel(
     top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
     total = tl.zeros([BM], tl.float32)  # [BM]
 
-    # Page numbers are loaded one tile ahead, so that loads of keys do not wait for them.
-    table = table_ptr + n * M
-    page = load_pages(table, lo, end, PAGE, BK)
     for tile in tl.range(lo, hi):
         j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
         page = load_pages(table, tile + 1, end, PAGE, BK)
@@ -174,18 +183,17 @@ def decode_kernel(
     tl.store(own_lse_ptr + target, lse, mask=inside)
     if TOGETHER:
         if is_last(count_ptr + (n * K + kv_head) * blocks + row // BM, used):
-            merge_splits(row, kv_head, n, used, queries, q_start_ptr, sinks_ptr + shared * H, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
+            merge_splits(row, kv_head, n, used, queries, start, sinks_ptr + shared * H, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
                          H, K, V, BLOCK_V, QUERIES, SPLITS, SINKS, ROWS, BLOCK_S, STEP)  # fmt: skip
 
 
 @triton.jit
 def merge_kernel(
-    q_start_ptr, q_len_ptr, kv_len_ptr, kv_start_ptr, sinks_ptr, parts_ptr, part_lse_ptr,  # the last two: out and lse of the splits
-    M, N, ROW, T, LONGEST,
+    q_start_ptr, q_len_ptr, sinks_ptr, parts_ptr, part_lse_ptr,  # the last two: out and lse of the splits
+    N, ROW, T, LONGEST,
     out_ptr, lse_ptr,  # [T, H, V], [T, H]
-    H: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, BK: tl.constexpr,
-    LEFT: tl.constexpr, RANGED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, ALONE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
+    H: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     # One program for each sequence, query and head, and further programs for tokens of no sequence.
     program = tl.program_id(0)
@@ -195,7 +203,14 @@ def merge_kernel(
     h = program % H
     t = program // H % QUERIES
     n = (program // (H * QUERIES)).to(tl.int64)
-    # Results of splits are read before it is known which of them there are, so that no load waits for another one.
+    token = tl.load(q_start_ptr + n) + t
+    queries = tl.load(q_len_ptr + n)
+    mine = (t < queries) & (queries <= QUERIES) & (token >= 0) & (token < T)
+    # With one query a sequence, hardly any program is idle: none branches, so that no load waits for another one.
+    if QUERIES > 1:
+        if not mine:
+            return
+    # Splits without keys have stored minus infinity for lse, and no result.
     at = ((n * QUERIES + t) * H + h) * SPLITS
     s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
@@ -203,19 +218,8 @@ def merge_kernel(
     if STEP == BLOCK_S:
         part = tl.load(parts_ptr + ((at + s) * V)[:, None] + c[None, :], mask=(s < SPLITS)[:, None] & (c < V)[None, :],
                        other=0.0)  # [BLOCK_S, BLOCK_V]  # fmt: skip
-    queries, _, first, end = sequence(  # pyright: ignore[reportGeneralTypeIssues]
-        n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE, MOST, LEFT, RANGED)  # fmt: skip
-    if not ALONE:
-        if queries > QUERIES:
-            return
-    token = tl.load(q_start_ptr + n) + t
-    if (t >= queries) | (token < 0) | (token >= T):
-        return
-    # Only splits with keys have stored results.
-    _, _, _, used = splits_of(first, end, BK, SPLITS, LEAST)
 
     # Their weights, exp(lse - top), and the sum of all weights including the sink's.
-    lse = tl.where(s < used, lse, float("-inf"))  # [BLOCK_S]
     top = tl.max(lse, axis=0)  # []
     sink = float("-inf")
     if SINKS:
@@ -228,23 +232,23 @@ def merge_kernel(
         total += tl.exp2(sink - top)
     # out = sum of weight * part, `STEP` splits at a time.
     if STEP == BLOCK_S:
-        acc = tl.sum(weights[:, None] * tl.where((s < used)[:, None], part, 0.0), axis=0)  # [BLOCK_V]
+        acc = tl.sum(
+            weights[:, None] * tl.where((lse > float("-inf"))[:, None], part, 0.0), axis=0
+        )  # [BLOCK_V]
     else:
         acc = tl.zeros([BLOCK_V], tl.float32)  # [BLOCK_V]
-        for begin in tl.range(0, used, STEP):
+        for begin in tl.range(0, SPLITS, STEP):
             r = begin + tl.arange(0, STEP)  # [STEP]
-            weight = tl.exp2(
-                tl.load(part_lse_ptr + at + r, mask=r < used, other=float("-inf")) - top
-            )  # [STEP]
+            own = tl.load(part_lse_ptr + at + r, mask=r < SPLITS, other=float("-inf"))  # [STEP]
             part = tl.load(parts_ptr + ((at + r) * V)[:, None] + c[None, :],
-                           mask=(r < used)[:, None] & (c < V)[None, :], other=0.0)  # [STEP, BLOCK_V]  # fmt: skip
-            acc += tl.sum(weight[:, None] * part, axis=0)  # [BLOCK_V]
+                           mask=(own > float("-inf"))[:, None] & (c < V)[None, :], other=0.0)  # [STEP, BLOCK_V]  # fmt: skip
+            acc += tl.sum(tl.exp2(own - top)[:, None] * part, axis=0)  # [BLOCK_V]
     some = total != 0
     acc = acc / tl.where(some, total, 1.0)
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
     target = token.to(tl.int64) * H + h
-    tl.store(out_ptr + target * V + c, acc.to(out_ptr.dtype.element_ty), mask=c < V)
-    tl.store(lse_ptr + target, lse)
+    tl.store(out_ptr + target * V + c, acc.to(out_ptr.dtype.element_ty), mask=(c < V) & mine)
+    tl.store(lse_ptr + target, lse, mask=mine)
 
 
 def decode(call: Call, queries: int) -> dict[str, Array]:
@@ -312,9 +316,10 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
     # Absent arguments are never read; the lengths take their place.
     merge = dataclasses.replace(launch, absent=call.arrays.q_len)
     step = min(block_s, max(2, MOST_MERGED // padded(values)))
+    numbers = step * padded(values)
     return merge(
         merge_kernel,
-        Options(4 if step * padded(values) >= MOST_MERGED else 2),
+        Options(1 if numbers <= 512 else 2 if numbers < MOST_MERGED else 4),  # one warp needs no barriers
         call.result_types,
         heads * queries * call.num_sequences + _fills(call),
         {"parts": parts["out"], "part_lse": parts["lse"]},

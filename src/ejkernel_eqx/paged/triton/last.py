@@ -23,41 +23,50 @@ def is_last(count_ptr, programs):
 
 @triton.jit
 def merge_splits(
-    row, kv_head, n, used, queries, q_start_ptr, sink_ptr, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
+    row, kv_head, n, used, queries, start, sink_ptr, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
     SINKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Stores `out` and `lse` of the `ROWS` rows from `row` on: sums of the results of `used` splits, each weighted by exp(its lse)."""
+    """Stores `out` and `lse` of the `ROWS` rows from `row` on: sums of the results of `used` splits, each weighted by exp(its lse). `start` is the
+    sequence's first token."""
     t, h = query_rows(row, kv_head, H, K, ROWS)  # [ROWS] each  # pyright: ignore[reportGeneralTypeIssues]
-    token = tl.load(q_start_ptr + n) + t  # [ROWS]
+    token = start + t  # [ROWS]
     inside = (t < queries) & (token >= 0) & (token < T)  # [ROWS]
     at = ((n * QUERIES + t) * H + h) * SPLITS  # [ROWS]
+    c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
 
     # Their weights, exp(lse - top), and the sum of all weights including the sink's.
     s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
     there = (s < used)[:, None] & inside[None, :]  # [BLOCK_S, ROWS]
-    lse = tl.load(part_lse_ptr + at[None, :] + s[:, None], mask=there, other=float("-inf"))  # [BLOCK_S, ROWS]
+    place = at[None, :] + s[:, None]  # [BLOCK_S, ROWS]
+    lse = tl.load(part_lse_ptr + place, mask=there, other=float("-inf"))  # [BLOCK_S, ROWS]
+    if STEP == BLOCK_S:
+        part = tl.load(parts_ptr + (place * V)[:, :, None] + c[None, None, :],
+                       mask=there[:, :, None] & (c < V)[None, None, :], other=0.0)  # [BLOCK_S, ROWS, BLOCK_V]  # fmt: skip
     top = tl.max(lse, axis=0)  # [ROWS]
     if SINKS:
         sink = tl.load(sink_ptr + h) * LOG2E  # [ROWS]
         top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(lse - top[None, :]), axis=0)  # [ROWS]
+    weights = tl.exp2(lse - top[None, :])  # [BLOCK_S, ROWS]
+    total = tl.sum(weights, axis=0)  # [ROWS]
     if SINKS:
         total += tl.exp2(sink - top)
     # out = sum of weight * part, `STEP` splits at a time.
-    c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    acc = tl.zeros([ROWS, BLOCK_V], tl.float32)  # [ROWS, BLOCK_V]
-    for begin in tl.range(0, used, STEP):
-        r = begin + tl.arange(0, STEP)  # [STEP]
-        here = (r < used)[:, None] & inside[None, :]  # [STEP, ROWS]
-        place = at[None, :] + r[:, None]  # [STEP, ROWS]
-        weight = tl.exp2(
-            tl.load(part_lse_ptr + place, mask=here, other=float("-inf")) - top[None, :]
-        )  # [STEP, ROWS]
-        part = tl.load(parts_ptr + (place * V)[:, :, None] + c[None, None, :],
-                       mask=here[:, :, None] & (c < V)[None, None, :], other=0.0)  # [STEP, ROWS, BLOCK_V]  # fmt: skip
-        acc += tl.sum(weight[:, :, None] * part, axis=0)  # [ROWS, BLOCK_V]
+    if STEP == BLOCK_S:
+        acc = tl.sum(weights[:, :, None] * part, axis=0)  # [ROWS, BLOCK_V]
+    else:
+        acc = tl.zeros([ROWS, BLOCK_V], tl.float32)  # [ROWS, BLOCK_V]
+        for begin in tl.range(0, used, STEP):
+            r = begin + tl.arange(0, STEP)  # [STEP]
+            here = (r < used)[:, None] & inside[None, :]  # [STEP, ROWS]
+            spot = at[None, :] + r[:, None]  # [STEP, ROWS]
+            weight = tl.exp2(
+                tl.load(part_lse_ptr + spot, mask=here, other=float("-inf")) - top[None, :]
+            )  # [STEP, ROWS]
+            part = tl.load(parts_ptr + (spot * V)[:, :, None] + c[None, None, :],
+                           mask=here[:, :, None] & (c < V)[None, None, :], other=0.0)  # [STEP, ROWS, BLOCK_V]  # fmt: skip
+            acc += tl.sum(weight[:, :, None] * part, axis=0)  # [ROWS, BLOCK_V]
     some = total != 0  # [ROWS]
     total = tl.where(some, total, 1.0)  # [ROWS]
     target = token.to(tl.int64) * H + h  # [ROWS]

@@ -11,6 +11,7 @@ _BYTES = {**dict.fromkeys(LARGEST, 1), "bfloat16": 2, "float16": 2, "float32": 4
 # block_m, block_k, num_warps, num_stages, and where the compiler is limited max_registers
 Sizes = tuple[int, ...]
 CHUNK, _MEDIUM, _LONG = 256, 1024, 4096  # minimum keys per program with few, more and many programs
+_SHORTEST = 64  # keys of a program where there are hardly any
 _PARTIAL_BYTES = 2**27
 SMALLEST = PagedTile(16, 16, 4, 1)
 MOST_PAIR_ROWS = (
@@ -106,7 +107,7 @@ def splits(problem: Problem, device: DeviceFacts, queries: int, block_m: int) ->
     if programs <= full:
         count, chunk, long = _in_waves(programs, full), CHUNK, 2 * _LONG
         # With so few programs most of the device would wait.
-        if not problem.flag("latent") and 4 * programs * cdiv(keys, chunk) < full:
+        while not problem.flag("latent") and chunk > _SHORTEST and 4 * programs * cdiv(keys, chunk) < full:
             chunk //= 2
     else:
         count, long = cdiv(4 * full, programs), _LONG

@@ -67,7 +67,7 @@ def attend(q, k_ptr, v_ptr, table_ptr, scores_ptr, first, end, split, kv, P, WID
     acc = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
     total = tl.zeros([GP], tl.float32)  # [GP]
     top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
-    lo, hi, size, _ = splits_of(first, end, BK, SPLITS, 1)
+    lo, hi, size = splits_of(first, end, BK, SPLITS, 1)
     lo += split * size
     hi = tl.minimum(lo + size, hi)
     heads = tl.arange(0, GP)[:, None]  # [GP, 1]
