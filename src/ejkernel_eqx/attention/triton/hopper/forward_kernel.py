@@ -19,6 +19,7 @@ from ....launch.constants import LN2, LOG2E
 from ..tile import key_tiles, tanh
 
 ROWS_EACH = gl.constexpr(64)
+MAIL_PLACES = gl.constexpr(2)
 FIRST_TURN = gl.constexpr(8)
 """The number of the first consumer's hardware barrier; Triton uses those from 0 on, one for each group of warps and a few more."""
 
@@ -37,6 +38,13 @@ def _give_turn(consumer: gl.constexpr):
 
 
 @gluon.jit
+def _least(number):
+    """Of the lanes of a warp. They may all have one number: then this tells the assembler, which else takes branches for divergent and addresses for
+    different ones."""
+    return gl.inline_asm_elementwise("redux.sync.min.s32 $0, $1, -1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
                TABLE: gl.constexpr):
     """As `key_tiles`, but at least one tile."""
@@ -46,27 +54,50 @@ def _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q: gl.constexpr, BLOCK_K: gl
 
 
 @gluon.jit
-def _visible(s, row, first, T, S, offset, limits, kv_segments_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr,
+def _visible(s, row, first, T, S, offset, limits, marks_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr,
              SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr):
-    """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden."""
+    """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden; and whether no query at all sees one of
+    the keys, as `marks_ptr` says."""
     layout: gl.constexpr = s.type.layout
     start, end, q_segment = limits
     i = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)  # [64, 1]
     columns = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))  # [BLOCK_K]
     j = gl.expand_dims(columns, 0)  # [1, BLOCK_K]
+    unseen = False
     if ROWS:
         s = gl.where((j >= gl.expand_dims(start, 1)) & (j < gl.expand_dims(end, 1)), s, float("-inf"))
     else:
+        # Where there is more than one reason to hide keys, most tiles have one of them only.
+        SEVERAL: gl.constexpr = SEGMENTS or (LEFT >= 0 and RIGHT >= 0)
         if RIGHT >= 0:
-            s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
+            if not SEVERAL or first + s.shape[1] - 1 > row + (offset + RIGHT):
+                s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
         if LEFT >= 0:
-            s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
+            if not SEVERAL or first < row + (s.shape[0] - 1 + offset - LEFT):
+                s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
         if not EVEN_K:
             s = gl.where(j < S, s, float("-inf"))
-    if SEGMENTS:
-        k_segment = gl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)  # [BLOCK_K]
-        s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(k_segment, 0), s, float("-inf"))
-    return s
+    if ROWS or SEGMENTS:
+        mark = gl.load(gl.multiple_of(marks_ptr + columns, [16]))  # [BLOCK_K]
+        unseen = _least(gl.min(mark, 0)) < 0
+        if SEGMENTS:
+            s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(mark, 0), s, float("-inf"))
+    return s, unseen
+
+
+@gluon.jit
+def _clear(vs, v_full, at, marks_ptr, BLOCK_K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """Zeros for the values that were loaded as number `at` of keys that no query sees, which can be anything: 0 * NaN is NaN. All consumers write the
+    same, each before its own product."""
+    ROWS: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8] if V < 256 else [1, 32], [4, 1], [1, 0])
+    mbarrier.wait(v_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
+    v = vs.index(at % NUM_STAGES).reshape([BLOCK_K, V])
+    for n in gl.static_range(BLOCK_K // ROWS):
+        part = v.slice(n * ROWS, ROWS)
+        mark = gl.load(marks_ptr + n * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))  # [ROWS]
+        part.store(gl.where(gl.expand_dims(mark, 1) < 0, 0.0, part.load(layout)).to(v.dtype))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -102,7 +133,63 @@ def _weighted(p, vs, v_full, at, acc, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
 
 
 @gluon.jit
-def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, T, S,
+def _take(counter_ptr):
+    """The next number of a counter that all programs share."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 lane;
+        mov.u32 lane, %laneid;
+        setp.eq.u32 first, lane, 0;
+        @first atom.global.relaxed.gpu.add.u32 $0, [$1], 1;
+        shfl.sync.idx.b32 $0, $0, 0, 31, -1;
+        }""",
+        "=&r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _send(mail, r, t, bounds):
+    """From the loader to all consumers: tile `r` of the program is number `t`, and its bounds."""
+    letters, mail_full, mail_empty = mail
+    place = r % MAIL_PLACES
+    mbarrier.wait(mail_empty.index(place), ((r // MAIL_PLACES) & 1) ^ 1)
+    _write(letters, place * 5, t)
+    for n in gl.static_range(4):
+        _write(letters, place * 5 + n + 1, bounds[n])
+    mbarrier.arrive(mail_full.index(place), count=1)
+
+
+@gluon.jit
+def _receive(mail, r):
+    """What `_send` has sent."""
+    letters, mail_full, mail_empty = mail
+    place = r % MAIL_PLACES
+    mbarrier.wait(mail_full.index(place), (r // MAIL_PLACES) & 1)
+    t, lo, full_lo = _read(letters, place * 5), _read(letters, place * 5 + 1), _read(letters, place * 5 + 2)
+    full_hi, hi = _read(letters, place * 5 + 3), _read(letters, place * 5 + 4)
+    mbarrier.arrive(mail_empty.index(place), count=1)
+    return t, lo, full_lo, full_hi, hi
+
+
+@gluon.jit
+def _write(letters, at, number):
+    letters.index(at).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
+
+
+@gluon.jit
+def _read(letters, at):
+    return _least(gl.max(letters.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0))
+
+
+@gluon.jit
+def _number(i, T, rows, BLOCK_Q: gl.constexpr):
+    """Tile number `i` of those that programs take, -1 behind the last one: the last queries of all rows of batch times heads first."""
+    tiles = (T + BLOCK_Q - 1) // BLOCK_Q
+    return gl.where(i < tiles * rows, i % rows * tiles + (tiles - 1 - i // rows), -1)
+
+
+@gluon.jit
+def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr, marks_ptr, T, S,
               offset, W: gl.constexpr, CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr,
               NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
               LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, SINKS: gl.constexpr,
@@ -122,14 +209,18 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
         _give_turn(0)
     done = 0  # tiles of keys before this tile of queries
     r = 0
-    t = gl.load(schedule_ptr + gl.program_id(0))
+    if TABLE:
+        t, lo, full_lo, full_hi, hi = _receive(mail, r)
+    else:
+        t = gl.load(schedule_ptr + gl.program_id(0))
     while t >= 0:
-        upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
         # Which queries, and what they see.
         count = (T + BLOCK_Q - 1) // BLOCK_Q
         m, bh = t % count, t // count
         b, h = bh // H, bh % H
-        lo, full_lo, full_hi, hi = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
+        if not TABLE:
+            upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
+            lo, full_lo, full_hi, hi = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, False)
         row = m * BLOCK_Q + W * ROWS_EACH
         rows = row + gl.arange(0, ROWS_EACH, of_rows)  # [64]
         start, end, q_segment = rows, rows, rows
@@ -140,7 +231,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
             q_segment = gl.load(q_segments_ptr + b * T + rows, mask=rows < T, other=-1)
             q_segment = gl.where(q_segment < 0, -2, q_segment)  # padding, equal to no key's
         limits = (start, end, q_segment)
-        kv_segments = kv_segments_ptr + b * S
+        marks = marks_ptr + b * ((S + BLOCK_K - 1) // BLOCK_K * BLOCK_K)
         if SINKS:
             top = gl.full([ROWS_EACH], 0.0, gl.float32, of_rows) + gl.load(sinks_ptr + bh) * LOG2E
             total = gl.full([ROWS_EACH], 1.0, gl.float32, of_rows)
@@ -155,8 +246,11 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
         qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, BLOCK_K, D, NUM_STAGES)])
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
         s = _capped(qk, SCALE, CAP, FAST_TANH)
-        s = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kv_segments, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
+        s, unseen = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
         p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
+        if TABLE:
+            if unseen:
+                _clear(vs, v_full, done, marks + (hi - 1) * BLOCK_K, BLOCK_K, V, NUM_STAGES)
         p = gl.convert_layout(p.to(dtype), weights_layout)
         # The others: scores of tile `n` and values of the one before it.
         for i in range(1, hi - lo):
@@ -170,12 +264,16 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
             qk = warpgroup_mma_wait(1, deps=[qk])
             mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
             s = _capped(qk, SCALE, CAP, FAST_TANH)
+            unseen = n < 0
             if GUARD:
                 if (n >= full_hi) | (n < full_lo):
-                    s = _visible(s, row, n * BLOCK_K, T, S, offset, limits, kv_segments, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
+                    s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
             weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
+            if TABLE:
+                if unseen:
+                    _clear(vs, v_full, at, marks + n * BLOCK_K, BLOCK_K, V, NUM_STAGES)
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
             p = gl.convert_layout(weights.to(dtype), weights_layout)
         if not IN_PLACE:
@@ -197,13 +295,16 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
         if IN_PLACE:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(W), count=1)
-        t = upcoming
         r += 1
+        if TABLE:
+            t, lo, full_lo, full_hi, hi = _receive(mail, r)
+        else:
+            t = upcoming
     tma.store_wait(0)
 
 
 @gluon.jit
-def _loader(buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
+def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, counter_ptr, B, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
             K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, LEFT: gl.constexpr,
             RIGHT: gl.constexpr, TABLE: gl.constexpr):
     """Loads the queries of every tile, and keys and values as far ahead as there are stages; across tiles of queries, too."""
@@ -212,27 +313,47 @@ def _loader(buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, 
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     done = 0
     r = 0
-    t = gl.load(schedule_ptr + gl.program_id(0))
+    if TABLE:
+        t = _number(gl.program_id(0), T, B * H, BLOCK_Q)
+    else:
+        t = gl.load(schedule_ptr + gl.program_id(0))
+    lo, full_lo, full_hi, hi = _bounds(t, tiles_ptr, offset, T, S, H, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
+    if TABLE:
+        _send(mail, 0, t, (lo, full_lo, full_hi, hi))
     while t >= 0:
-        upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
+        if not TABLE:
+            upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
         count = (T + BLOCK_Q - 1) // BLOCK_Q
         m, bh = t % count, t // count
         b, h = bh // H, bh % H
         g = h // (H // K)
-        seen = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
-        lo, hi = seen[0], seen[3]
         _load(k_desc, b, g, (hi - 1) * BLOCK_K, ks, k_full, k_empty, done, BLOCK_K, D, NUM_STAGES)
         for w in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
             mbarrier.expect(q_full.index(w), ROWS_EACH * D * 2)
             tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_Q + w * ROWS_EACH, 0], q_full.index(w), qs.index(w))
+        if TABLE:  # the latency of both passes while tiles are awaited
+            upcoming = _number(gl.num_programs(0) + _take(counter_ptr), T, B * H, BLOCK_Q)
+        following = _bounds(upcoming, tiles_ptr, offset, T, S, H, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
         for i in range(1, hi - lo):
             _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, done + i, BLOCK_K, D, NUM_STAGES)
             _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1, BLOCK_K, V, NUM_STAGES)
         done += hi - lo
         _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1, BLOCK_K, V, NUM_STAGES)
         t = upcoming
+        lo, hi = following[0], following[3]
         r += 1
+        if TABLE:
+            _send(mail, r, t, following)
+
+
+@gluon.jit
+def _bounds(t, tiles_ptr, offset, T, S, H: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+            TABLE: gl.constexpr):
+    """`_key_tiles` of tile number `t`, of any tile if that is -1."""
+    count = (T + BLOCK_Q - 1) // BLOCK_Q
+    t = gl.maximum(t, 0)
+    return _key_tiles(tiles_ptr, t // count // H, t % count, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
 
 
 @gluon.jit
@@ -271,16 +392,17 @@ def _barriers_of(COUNT: gl.constexpr, READERS: gl.constexpr):
 @gluon.jit
 def hopper_forward_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], [B, H]
-    q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S]
-    tiles_ptr, schedule_ptr,  # [B, tiles, 4], [tiles of each program + 1, programs]
+    q_segments_ptr, marks_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S rounded up to whole tiles]
+    tiles_ptr, schedule_ptr, no_taken_ptr,  # [B, tiles, 4], [tiles of each program + 1, programs], as taken
     B, T, S, offset,
-    out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
+    taken_ptr, out_ptr, lse_ptr,  # 0 [1], [B, T, H, V], [B, H, T]
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
 ):
-    # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end.
+    # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end. Which tiles of keys are seen may be known on
+    # the device only, in `tiles_ptr`: then programs have no schedule, and take the next tile when they have loaded one.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_Q // ROWS_EACH
     q_desc = _described(q_ptr, B, T, H, D, ROWS_EACH, BLOCK_D)
@@ -297,29 +419,34 @@ def hopper_forward_kernel(
     k_full, k_empty = _barriers_of(NUM_STAGES, CONSUMERS)
     v_full, v_empty = _barriers_of(NUM_STAGES, CONSUMERS)
     buffers = (qs, ks, vs)
+    mail = (q_full, q_full, q_empty)  # not used
+    if ROWS or SEGMENTS:
+        mail_full, mail_empty = _barriers_of(MAIL_PLACES, CONSUMERS)
+        letters = gl.allocate_shared_memory(gl.int32, [MAIL_PLACES * 5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        mail = (letters, mail_full, mail_empty)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
-                         kv_segments_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
-                         kv_segments_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
+            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
-                         kv_segments_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
-                         kv_segments_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
-                         kv_segments_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         marks_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
+            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 4, 1], [160, 160, 24])
