@@ -19,6 +19,9 @@ from ....launch.constants import LN2, LOG2E
 from ..tile import key_tiles, tanh
 
 ROWS_EACH = gl.constexpr(64)
+BOUND = gl.constexpr(80.0)
+"""Scores in units of log2 up to which no maximum is needed in bfloat16: weights and their sums over all keys stay between 2^-126 and 2^127."""
+UNDER = gl.constexpr(True)
 MAIL_PLACES = gl.constexpr(2)
 FIRST_TURN = gl.constexpr(8)
 """The number of the first consumer's hardware barrier; Triton uses those from 0 on, one for each group of warps and a few more."""
@@ -101,8 +104,12 @@ def _clear(vs, v_full, at, marks_ptr, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
 
 
 @gluon.jit
-def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr):
-    """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel."""
+def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUNDED: gl.constexpr):
+    """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel. `BOUNDED`: without a maximum,
+    and so nothing to scale: a soft cap keeps the weights far from the ends of their range."""
+    if BOUNDED:
+        p = _exp2(s * MULTIPLIER)  # [64, BLOCK_K]
+        return p, top, top, total + gl.sum(p, 1)
     new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
     shift = new_top
     if GUARD:
@@ -110,6 +117,31 @@ def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr):
     p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
     alpha = gl.exp2(top - shift)  # [64]
     return p, alpha, new_top, total * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def _exp2(x):
+    """Of numbers up to 127. Beside a soft cap's tanh, special functions take longer than products; so one of four is a polynomial of degree 3 of what is left of
+    the next integer, whose error is below 1e-4, times a power of two."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 x, n;
+        .reg .b32 e, p;
+        ex2.approx.ftz.f32 $0, $4;
+        ex2.approx.ftz.f32 $1, $5;
+        ex2.approx.ftz.f32 $2, $6;
+        max.f32 x, $7, 0fC2FE0000;
+        add.rn.f32 n, x, 0f4B400000;
+        shl.b32 e, n, 23;
+        sub.rn.f32 n, n, 0f4B400000;
+        sub.rn.f32 x, x, n;
+        fma.rn.f32 p, x, 0f3D61510B, 0f3E780626;
+        fma.rn.f32 p, p, x, 0f3F317AFD;
+        fma.rn.f32 p, p, x, 0f3F800000;
+        add.s32 e, e, p;
+        mov.b32 $3, e;
+        }""",
+        "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
 
 
 @gluon.jit
@@ -205,6 +237,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q = qs.index(W).reshape([ROWS_EACH, D])
     dtype: gl.constexpr = q.dtype
+    BOUNDED: gl.constexpr = CAP > 0 and MULTIPLIER <= BOUND and not SINKS and dtype == gl.bfloat16
     if W == CONSUMERS - 1:
         _give_turn(0)
     done = 0  # tiles of keys before this tile of queries
@@ -236,7 +269,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             top = gl.full([ROWS_EACH], 0.0, gl.float32, of_rows) + gl.load(sinks_ptr + bh) * LOG2E
             total = gl.full([ROWS_EACH], 1.0, gl.float32, of_rows)
         else:
-            top = gl.full([ROWS_EACH], float("-inf"), gl.float32, of_rows)
+            top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, of_rows)
             total = gl.zeros([ROWS_EACH], gl.float32, of_rows)
         acc = gl.zeros([ROWS_EACH, V], gl.float32, layout)
         # The last tile of keys, which may be partly hidden or past the end. (A sum that two loops or branches carry would be spilled or unpacked:
@@ -247,7 +280,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
         s = _capped(qk, SCALE, CAP, FAST_TANH)
         s, unseen = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
-        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
+        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
         if TABLE:
             if unseen:
                 _clear(vs, v_full, done, marks + (hi - 1) * BLOCK_K, BLOCK_K, V, NUM_STAGES)
@@ -268,13 +301,19 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             if GUARD:
                 if (n >= full_hi) | (n < full_lo):
                     s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
-            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
+            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
+            if UNDER:
+                # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
+                # that changes the weights.
+                if T < 0:
+                    weights = weights * 2.0
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
             if TABLE:
                 if unseen:
                     _clear(vs, v_full, at, marks + n * BLOCK_K, BLOCK_K, V, NUM_STAGES)
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
+            if not BOUNDED:
+                acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
             p = gl.convert_layout(weights.to(dtype), weights_layout)
         if not IN_PLACE:
             mbarrier.arrive(q_empty.index(W), count=1)
@@ -282,7 +321,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, done - 1, acc, BLOCK_K, V, NUM_STAGES)])
         mbarrier.arrive(v_empty.index((done - 1) % NUM_STAGES), count=1)
         # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
-        some = top > float("-inf")  # [64]
+        some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
         total = gl.where(some, total, 1.0)
         lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
         gl.store(lse_ptr + gl.to_tensor(bh).to(gl.int64) * T + rows, lse, mask=rows < T)

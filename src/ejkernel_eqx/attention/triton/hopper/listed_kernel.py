@@ -92,7 +92,7 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
             pattern = gl.load(pattern_ptr + away + i)
         first = _entry(list_ptr, i, lo, hi, S, BLOCK_K) * BLOCK_K
         s = _visible(s, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS)
-    return _softmax(s, top, total, MULTIPLIER, True)
+    return _softmax(s, top, total, MULTIPLIER, True, False)
 
 
 @gluon.jit
