@@ -141,7 +141,7 @@ def _exp2(x):
         add.s32 e, e, p;
         mov.b32 $3, e;
         }""",
-        "=f,=f,=f,=f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
+        "=&f,=&f,=&f,=&f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
 
 
 @gluon.jit
