@@ -389,34 +389,37 @@ def test_every_product_reads_what_it_should(seed):
     left, right = (int(x) for x in rng.choice([-1, 0, 200], 2))
     table, in_place = bool(rng.random() < 0.3), bool(rng.random() < 0.5)
     heads, kv_heads, offset, block_q = rows, 1, keys - queries, 64 * consumers
+    unseen = table and bool(rng.random() < 0.5)
     counts = -(-queries // block_q), -(-keys // block_k)
     bounds = np.sort(rng.integers(0, counts[1] + 1, (counts[0], 4)), 1)
     order = schedule(rows, queries, keys, offset, left, right, block_q, block_k, 2, 1)
     size = 64 * 64 * 2
-    program = hopper_protocol.Program(kernels, consumers, stages)
+    if table:  # as `_number` says
+        order = np.asarray([m + counts[0] * r for m in range(counts[0])[::-1] for r in range(rows)] + [-1])[:, None]
+    program = hopper_protocol.Program(kernels, consumers, stages, unseen=unseen)
     shared = dict(
-        buffers=program.buffers, barriers=program.barriers, tiles_ptr=hopper_protocol.Pointer(bounds),
+        buffers=program.buffers, barriers=program.barriers, mail=program.mail, tiles_ptr=hopper_protocol.Pointer(bounds),
         schedule_ptr=hopper_protocol.Pointer(order), T=queries, S=keys, offset=offset, CONSUMERS=consumers, H=heads, D=64, V=64,
         BLOCK_K=block_k, NUM_STAGES=stages, LEFT=left, RIGHT=right,
     )  # fmt: skip
     anything = hopper_protocol.Anything()
     tile = block_k * 64 * 2
     loader = shared | dict(
-        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table
-    )
+        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table, counter_ptr=anything, B=1,
+    )  # fmt: skip
     consumer = shared | dict(
         staging=program.buffers[0] if in_place else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
         out_desc=anything, lse_ptr=anything, sinks_ptr=anything, start_ptr=anything, end_ptr=anything, q_segments_ptr=anything,
-        kv_segments_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, ROWS=False, SEGMENTS=table, SINKS=False,
+        marks_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, ROWS=False, SEGMENTS=table, SINKS=False,
         EVEN_K=False, GUARD=True, IN_PLACE=in_place,
     )  # fmt: skip
     program.run(loader, consumer)
     key_tiles = hopper_protocol._plain(kernels.key_tiles, {"tl": hopper_protocol.TL})
     for w in range(consumers):
-        read, stored = iter(program.read[w]), []
+        read, stored, cleared = iter(program.read[w]), [], []
         for t in order[:, 0][order[:, 0] >= 0].tolist():
             m, h = t % counts[0], t // counts[0]
-            lo, _, _, hi = key_tiles(
+            lo, full_lo, full_hi, hi = key_tiles(
                 hopper_protocol.Pointer(bounds),
                 0,
                 m,
@@ -440,6 +443,9 @@ def test_every_product_reads_what_it_should(seed):
                     (None, ("v", 0, 0, before * block_k, 0)),
                 ]
             products.append((None, ("v", 0, 0, seen[-1] * block_k, 0)))
+            partly = [n for n in seen if n == seen[0] or not full_lo <= n < full_hi]
+            cleared += [("v", 0, 0, n * block_k, 0) for n in partly]
             assert [next(read) for _ in products] == products
             stored.append(((0, h, row, 0), "result"))
         assert next(read, None) is None and program.stored[w] == stored
+        assert program.cleared[w] == (cleared if unseen else [])
