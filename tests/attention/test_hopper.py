@@ -1,6 +1,7 @@
 """Hopper's forward kernel without a Hopper: when it is chosen, what it is given, and that every tile of it compiles without spills."""
 
 import dataclasses
+import functools
 import itertools
 import re
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.attention.core import problem_of
+from ejkernel_eqx.attention.masks import tile_table
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
 from ejkernel_eqx.dispatch import from_dict, to_dict
 from ejkernel_eqx.launch import compile_ahead, gluon_unavailable, run
@@ -20,6 +22,7 @@ from tests.compiled import DEVICES
 
 pytest.importorskip("triton")
 from ejkernel_eqx.attention.triton import compiled as triton
+from ejkernel_eqx.attention.triton.hopper import call as hopper_call
 from ejkernel_eqx.attention.triton.hopper import tile_sizes
 from ejkernel_eqx.attention.triton.hopper.schedule import schedule
 
@@ -285,7 +288,6 @@ def test_tiles_of_queries_are_dealt_once(seed):
         block_k,
         int(rng.choice([1, 4, 64])),
         programs,
-        bool(rng.random() < 0.3),
     )
     assert table.dtype == np.int32 and table.shape[1] == programs and (table[-1] == -1).all()
     tiles = -(-queries // block_q)
@@ -306,18 +308,51 @@ def test_programs_end_together(rows, length, group, block):
     assert takes.max() <= takes.mean() + longest * (0.3 if length > 1000 else 0.6)
 
 
-def test_programs_have_like_tiles_where_only_the_device_knows_what_they_see():
-    """Documents of 8 tiles, and a causal mask of lengths: no program has much more to do than the average."""
-    table = schedule(64, 4096, 4096, 0, -1, 0, 128, 128, 8, 132, True)
-    tile = table % 32
-    for seen in (tile % 8, tile):
-        takes = np.where(table >= 0, seen + 2, 0).sum(0)
-        assert takes.max() <= 1.15 * takes.mean()
+RANGED = {
+    "segments": dict(with_=("segments",)),
+    "segments, window": dict(with_=("segments",), left=300, right=0),
+    "rows": dict(with_=("rows",)),
+    "rows, segments": dict(with_=("rows", "segments")),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", RANGED)
+def test_bounds_in_one_launch(kind, seed):
+    """Against the array operations that other kernels use; and keys that no query sees are marked."""
+    rng = np.random.default_rng(seed)
+    batch, queries, keys = (int(rng.integers(1, most)) for most in (3, 500, 2600))
+    of = RANGED[kind] | ({} if "rows" in kind else dict(offset=keys - queries))
+    arrays, spec = call(64, batch=batch, queries=queries, keys=keys, **of)
+    arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
+    ids = [
+        np.sort(x, 1) if rng.random() < 0.7 else np.minimum(x, 1)
+        for x in (rng.integers(-1, 5, (batch, length), np.int32) for length in (queries, keys))
+    ]
+    start = rng.integers(0, keys + 1, (1, queries))
+    start = np.sort(start, 1) if rng.random() < 0.5 else start
+    end = np.minimum(keys, start + rng.integers(0, keys, (1, 1)))
+    if "segments" in kind:
+        arrays = arrays._replace(q_segments=jnp.asarray(ids[0]), kv_segments=jnp.asarray(ids[1]))
+    if "rows" in kind:
+        arrays = arrays._replace(rows=RowRanges(*(jnp.asarray(x, jnp.int32) for x in (start, end, start))))
+    arrays, spec = triton.explicit_ranges(arrays, spec)
+    block_q, block_k = ((128, 128), (192, 128), (128, 64))[seed]
+    tile = dataclasses.replace(TILE, block_q=block_q, block_k=block_k)
+    launch = triton.launcher(arrays, spec, configured(tile), functools.partial(run, interpret=True))
+    found = hopper_call.bounds(launch, arrays, spec, tile)
+    marks = found["marks"][:, :keys]
+    # Keys that no range reaches count as padding: the bounds may be tighter.
+    marked = arrays if arrays.q_segments is None else arrays._replace(kv_segments=marks)
+    np.testing.assert_array_equal(found["tiles"], tile_table.key_tile_table(marked, spec, block_q, block_k))
+    assert found["no_taken"][0] == 0 and found["marks"].shape == (batch, -(-keys // block_k) * block_k)
+    seen = np.broadcast_to(tile_table.seen(arrays, spec).keys, (batch, keys))
+    np.testing.assert_array_equal(marks >= 0, seen != 0)
 
 
 def _compiled(arrays, spec):
     sizes = tile_sizes.tiles(problem_of("flash_attention", arrays, spec), HOPPER)[0]
-    (launch,) = launches(arrays, spec, configured(triton.TileConfig(*sizes)))
+    *_, launch = launches(arrays, spec, configured(triton.TileConfig(*sizes)))  # behind that of the bounds
     assert launch.is_gluon
     return launch
 

@@ -27,7 +27,7 @@ def attended(
     left, right = (-1 if side is None else side for side in (spec.left, spec.right))
     programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads)
     if ragged:
-        launch = launch.knowing(_bounds(launch, arrays, spec, tile))
+        launch = launch.knowing(bounds(launch, arrays, spec, tile))
         given: dict[str, Any] = {"schedule": None}
     else:
         table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
@@ -56,7 +56,7 @@ def attended(
     return results["out"], results["lse"]
 
 
-def _bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any) -> dict[str, Array]:
+def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any) -> dict[str, Array]:
     """What is known on the device only: the bounds of each tile of queries; `marks` of keys, negative if no query sees the key, whose value can then be
     anything, and the segment if there are any, of whole tiles; and a counter of the tiles that are taken."""
     from .bounds_kernel import key_bounds_kernel
