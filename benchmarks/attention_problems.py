@@ -166,7 +166,9 @@ def expected_results(problem: AttentionProblem, inputs: Inputs) -> dict[str, Arr
         left=problem.window and problem.window - 1,
         right=0 if problem.causal else None,
     )
-    ids = jnp.repeat(_documents(problem), kv_heads, axis=0)[:, None] if problem.packed else None  # [B K, 1, S]
+    ids = (
+        jnp.repeat(_documents(problem), kv_heads, axis=0)[:, None] if problem.packed else None
+    )  # [B K, 1, S]
 
     def split(x: Array, heads: int) -> Array:
         x = x.astype(jnp.float32).reshape(rows, problem.S, kv_heads, heads, problem.D)

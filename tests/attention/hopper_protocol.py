@@ -98,7 +98,9 @@ class Program:
     """One program; `read` are the products of each consumer: the queries or `None`, and the keys or values; `cleared` are the values that a consumer
     clears, if it finds keys that nobody sees (`unseen`) in every tile."""
 
-    def __init__(self, kernels: Any, consumers: int, stages: int, query_places: int = 1, unseen: bool = False):
+    def __init__(
+        self, kernels: Any, consumers: int, stages: int, query_places: int = 1, unseen: bool = False
+    ):
         self.kernels, self.consumers, self.unseen = kernels, consumers, unseen
         places = query_places * consumers
         self.buffers = tuple(Several(Buffer() for _ in range(n)) for n in (places, stages, stages))
@@ -188,7 +190,9 @@ class Program:
                 world[helper] = _plain(getattr(self.kernels, helper), world)
         return _plain(getattr(self.kernels, name), world)
 
-    def _clear(self, w: int, vs: Any, full: Any, at: int, marks: Any, block_k: int, v: int, stages: int) -> None:
+    def _clear(
+        self, w: int, vs: Any, full: Any, at: int, marks: Any, block_k: int, v: int, stages: int
+    ) -> None:
         full.index(at % stages).wait((at // stages) & 1)
         self.cleared[w].append(vs.index(at % stages).content)
 

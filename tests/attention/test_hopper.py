@@ -430,7 +430,9 @@ def test_every_product_reads_what_it_should(seed):
     order = schedule(rows, queries, keys, offset, left, right, block_q, block_k, 2, 1)
     size = 64 * 64 * 2
     if table:  # as `_number` says
-        order = np.asarray([m + counts[0] * r for m in range(counts[0])[::-1] for r in range(rows)] + [-1])[:, None]
+        order = np.asarray([m + counts[0] * r for m in range(counts[0])[::-1] for r in range(rows)] + [-1])[
+            :, None
+        ]
     program = hopper_protocol.Program(kernels, consumers, stages, unseen=unseen)
     shared = dict(
         buffers=program.buffers, barriers=program.barriers, mail=program.mail, tiles_ptr=hopper_protocol.Pointer(bounds),

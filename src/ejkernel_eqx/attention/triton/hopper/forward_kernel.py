@@ -16,13 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....launch.constants import LN2, LOG2E
-from ..tile import key_tiles, tanh
+from ..tile import key_tiles
+from .mail import _number, _receive, _send, _take, MAIL_PLACES, MAIL_WORDS
+from .scores import _capped, _clear, _softmax, _visible, BOUND
 
 ROWS_EACH = gl.constexpr(64)
-BOUND = gl.constexpr(80.0)
-"""Scores in units of log2 up to which no maximum is needed in bfloat16: weights and their sums over all keys stay between 2^-126 and 2^127."""
 UNDER = gl.constexpr(True)
-MAIL_PLACES = gl.constexpr(2)
 FIRST_TURN = gl.constexpr(8)
 """The number of the first consumer's hardware barrier; Triton uses those from 0 on, one for each group of warps and a few more."""
 
@@ -41,112 +40,12 @@ def _give_turn(consumer: gl.constexpr):
 
 
 @gluon.jit
-def _least(number):
-    """Of the lanes of a warp. They may all have one number: then this tells the assembler, which else takes branches for divergent and addresses for
-    different ones."""
-    return gl.inline_asm_elementwise("redux.sync.min.s32 $0, $1, -1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
                TABLE: gl.constexpr):
     """As `key_tiles`, but at least one tile."""
     lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE, False)
     lo = gl.maximum(gl.minimum(lo, (S + BLOCK_K - 1) // BLOCK_K - 1), 0)
     return lo, full_lo, full_hi, gl.maximum(hi, lo + 1)
-
-
-@gluon.jit
-def _visible(s, row, first, T, S, offset, limits, marks_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr,
-             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr):
-    """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden; and whether no query at all sees one of
-    the keys, as `marks_ptr` says."""
-    layout: gl.constexpr = s.type.layout
-    start, end, q_segment = limits
-    i = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)  # [64, 1]
-    columns = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))  # [BLOCK_K]
-    j = gl.expand_dims(columns, 0)  # [1, BLOCK_K]
-    unseen = False
-    if ROWS:
-        s = gl.where((j >= gl.expand_dims(start, 1)) & (j < gl.expand_dims(end, 1)), s, float("-inf"))
-    else:
-        # Where there is more than one reason to hide keys, most tiles have one of them only.
-        SEVERAL: gl.constexpr = SEGMENTS or (LEFT >= 0 and RIGHT >= 0)
-        if RIGHT >= 0:
-            if not SEVERAL or first + s.shape[1] - 1 > row + (offset + RIGHT):
-                s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
-        if LEFT >= 0:
-            if not SEVERAL or first < row + (s.shape[0] - 1 + offset - LEFT):
-                s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
-        if not EVEN_K:
-            s = gl.where(j < S, s, float("-inf"))
-    if ROWS or SEGMENTS:
-        mark = gl.load(gl.multiple_of(marks_ptr + columns, [16]))  # [BLOCK_K]
-        unseen = _least(gl.min(mark, 0)) < 0
-        if SEGMENTS:
-            s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(mark, 0), s, float("-inf"))
-    return s, unseen
-
-
-@gluon.jit
-def _clear(vs, v_full, at, marks_ptr, BLOCK_K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """Zeros for the values that were loaded as number `at` of keys that no query sees, which can be anything: 0 * NaN is NaN. All consumers write the
-    same, each before its own product."""
-    ROWS: gl.constexpr = 16
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8] if V < 256 else [1, 32], [4, 1], [1, 0])
-    mbarrier.wait(v_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
-    v = vs.index(at % NUM_STAGES).reshape([BLOCK_K, V])
-    for n in gl.static_range(BLOCK_K // ROWS):
-        part = v.slice(n * ROWS, ROWS)
-        mark = gl.load(marks_ptr + n * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))  # [ROWS]
-        part.store(gl.where(gl.expand_dims(mark, 1) < 0, 0.0, part.load(layout)).to(v.dtype))
-    fence_async_shared()
-
-
-@gluon.jit
-def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUNDED: gl.constexpr):
-    """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel. `BOUNDED`: without a maximum,
-    and so nothing to scale: a soft cap keeps the weights far from the ends of their range."""
-    if BOUNDED:
-        p = _exp2(s * MULTIPLIER)  # [64, BLOCK_K]
-        return p, top, top, total + gl.sum(p, 1)
-    new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
-    shift = new_top
-    if GUARD:
-        shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
-    p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
-    alpha = gl.exp2(top - shift)  # [64]
-    return p, alpha, new_top, total * alpha + gl.sum(p, 1)
-
-
-@gluon.jit
-def _exp2(x):
-    """Of numbers up to 127. Beside a soft cap's tanh, special functions take longer than products; so one of four is a polynomial of degree 3 of what is left of
-    the next integer, whose error is below 1e-4, times a power of two."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 x, n;
-        .reg .b32 e, p;
-        ex2.approx.ftz.f32 $0, $4;
-        ex2.approx.ftz.f32 $1, $5;
-        ex2.approx.ftz.f32 $2, $6;
-        max.f32 x, $7, 0fC2FE0000;
-        add.rn.f32 n, x, 0f4B400000;
-        shl.b32 e, n, 23;
-        sub.rn.f32 n, n, 0f4B400000;
-        sub.rn.f32 x, x, n;
-        fma.rn.f32 p, x, 0f3D61510B, 0f3E780626;
-        fma.rn.f32 p, p, x, 0f3F317AFD;
-        fma.rn.f32 p, p, x, 0f3F800000;
-        add.s32 e, e, p;
-        mov.b32 $3, e;
-        }""",
-        "=&f,=&f,=&f,=&f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
-
-
-@gluon.jit
-def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr):
-    return tanh(qk * (SCALE / CAP), FAST_TANH) if CAP > 0 else qk
 
 
 @gluon.jit
@@ -162,62 +61,6 @@ def _weighted(p, vs, v_full, at, acc, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
     """Adds the product by the values that were loaded as number `at`; not awaited."""
     mbarrier.wait(v_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
     return warpgroup_mma(p, vs.index(at % NUM_STAGES).reshape([BLOCK_K, V]), acc, is_async=True)
-
-
-@gluon.jit
-def _take(counter_ptr):
-    """The next number of a counter that all programs share."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 lane;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        @first atom.global.relaxed.gpu.add.u32 $0, [$1], 1;
-        shfl.sync.idx.b32 $0, $0, 0, 31, -1;
-        }""",
-        "=&r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _send(mail, r, t, bounds):
-    """From the loader to all consumers: tile `r` of the program is number `t`, and its bounds."""
-    letters, mail_full, mail_empty = mail
-    place = r % MAIL_PLACES
-    mbarrier.wait(mail_empty.index(place), ((r // MAIL_PLACES) & 1) ^ 1)
-    _write(letters, place * 5, t)
-    for n in gl.static_range(4):
-        _write(letters, place * 5 + n + 1, bounds[n])
-    mbarrier.arrive(mail_full.index(place), count=1)
-
-
-@gluon.jit
-def _receive(mail, r):
-    """What `_send` has sent."""
-    letters, mail_full, mail_empty = mail
-    place = r % MAIL_PLACES
-    mbarrier.wait(mail_full.index(place), (r // MAIL_PLACES) & 1)
-    t, lo, full_lo = _read(letters, place * 5), _read(letters, place * 5 + 1), _read(letters, place * 5 + 2)
-    full_hi, hi = _read(letters, place * 5 + 3), _read(letters, place * 5 + 4)
-    mbarrier.arrive(mail_empty.index(place), count=1)
-    return t, lo, full_lo, full_hi, hi
-
-
-@gluon.jit
-def _write(letters, at, number):
-    letters.index(at).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
-
-
-@gluon.jit
-def _read(letters, at):
-    return _least(gl.max(letters.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), 0))
-
-
-@gluon.jit
-def _number(i, T, rows, BLOCK_Q: gl.constexpr):
-    """Tile number `i` of those that programs take, -1 behind the last one: the last queries of all rows of batch times heads first."""
-    tiles = (T + BLOCK_Q - 1) // BLOCK_Q
-    return gl.where(i < tiles * rows, i % rows * tiles + (tiles - 1 - i // rows), -1)
 
 
 @gluon.jit
@@ -461,7 +304,7 @@ def hopper_forward_kernel(
     mail = (q_full, q_full, q_empty)  # not used
     if ROWS or SEGMENTS:
         mail_full, mail_empty = _barriers_of(MAIL_PLACES, CONSUMERS)
-        letters = gl.allocate_shared_memory(gl.int32, [MAIL_PLACES * 5, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        letters = gl.allocate_shared_memory(gl.int32, [MAIL_PLACES * MAIL_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         mail = (letters, mail_full, mail_empty)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:

@@ -18,15 +18,14 @@ from ....launch.constants import LN2, LOG2E
 from .forward_kernel import (
     _await_turn,
     _barriers_of,
-    _capped,
     _described,
     _give_turn,
     _load,
     _scores,
-    _softmax,
     _tiles_of,
     ROWS_EACH,
 )
+from .scores import _capped, _softmax
 
 QUERY_PLACES = gl.constexpr(2)
 """Tiles of queries in shared memory: while the entries of one run, the next one is loaded."""
