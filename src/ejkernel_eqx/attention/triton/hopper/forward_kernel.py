@@ -72,6 +72,8 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     TABLE: gl.constexpr = ROWS or SEGMENTS
+    ROOM: gl.constexpr = V < 256 or not TABLE  # else registers would be spilled
+    APART: gl.constexpr = ROOM and CONSUMERS == 2
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -122,7 +124,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, BLOCK_K, D, NUM_STAGES)])
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
         s = _capped(qk, SCALE, CAP, FAST_TANH)
-        s, unseen = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
+        s, unseen = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, APART)
         p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
         if TABLE:
             if unseen:
@@ -143,9 +145,9 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             unseen = n < 0
             if GUARD:
                 if (n >= full_hi) | (n < full_lo):
-                    s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
+                    s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, APART)
             weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
-            if UNDER:
+            if UNDER and ROOM:
                 # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
                 # that changes the weights.
                 if T < 0:

@@ -14,7 +14,7 @@ BOUND = gl.constexpr(80.0)
 # fmt: off
 @gluon.jit
 def _visible(s, row, first, T, S, offset, limits, marks_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr,
-             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr):
+             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, APART: gl.constexpr):
     """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden; and whether no query at all sees one of
     the keys, as `marks_ptr` says."""
     layout: gl.constexpr = s.type.layout
@@ -26,8 +26,8 @@ def _visible(s, row, first, T, S, offset, limits, marks_ptr, LEFT: gl.constexpr,
     if ROWS:
         s = gl.where((j >= gl.expand_dims(start, 1)) & (j < gl.expand_dims(end, 1)), s, float("-inf"))
     else:
-        # Where there is more than one reason to hide keys, most tiles have one of them only.
-        SEVERAL: gl.constexpr = SEGMENTS or (LEFT >= 0 and RIGHT >= 0)
+        # Where there is more than one reason to hide keys, most tiles have one of them only: they are looked at `APART`, which takes registers.
+        SEVERAL: gl.constexpr = APART and (SEGMENTS or (LEFT >= 0 and RIGHT >= 0))
         if RIGHT >= 0:
             if not SEVERAL or first + s.shape[1] - 1 > row + (offset + RIGHT):
                 s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
