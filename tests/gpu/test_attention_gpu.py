@@ -229,8 +229,8 @@ def _wide(arrays: AttentionArrays) -> AttentionArrays:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_hopper_under_transformations(packed):
-    """The public call, mapped, in a scan over layers and differentiated: one launch of the kernel that runs without them. Layers share the bounds of packed
-    documents, but not the counter of their tiles."""
+    """The public call, mapped, in a scan over layers and differentiated: one launch of the kernel that runs without them. Layers
+    share the bounds of packed documents, but not the counter of their tiles."""
     case = Case(B=12, T=513, S=513, H=16, K=4, D=128, V=128, right=0, dtype="bfloat16")
     arrays, spec = make(case)
     _on_hopper(arrays, spec)
