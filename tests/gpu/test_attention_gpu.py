@@ -239,7 +239,7 @@ def test_hopper_under_transformations(packed):
     ids = jnp.arange(q.shape[1]) // 100
 
     def attention(q: Array, k: Array, v: Array) -> Array:
-        own = {"segment_ids": jnp.broadcast_to(ids, q.shape[:-2])} if packed else {}
+        own: Any = {"segment_ids": jnp.broadcast_to(ids, q.shape[:-2])} if packed else {}
         return operation(q, k, v, **own)
 
     assert "hopper_programs=132" in str(ejx.explain(operation, q, k, v))

@@ -62,7 +62,7 @@ def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile:
     from .bounds_kernel import key_bounds_kernel
 
     (batch, queries), keys = arrays.q.shape[:2], arrays.k.shape[1]
-    marks = arrays.kv_segments
+    marks: Any = arrays.kv_segments
     if arrays.rows is not None:
         seen = tile_table.seen(arrays, spec).keys != 0
         marks = jnp.where(seen, 0 if marks is None else marks, -1)
