@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import re
 import subprocess
@@ -348,6 +349,26 @@ def test_bounds_in_one_launch(kind, seed):
     assert found["no_taken"][0] == 0 and found["marks"].shape == (batch, -(-keys // block_k) * block_k)
     seen = np.broadcast_to(tile_table.seen(arrays, spec).keys, (batch, keys))
     np.testing.assert_array_equal(marks >= 0, seen != 0)
+
+
+def test_the_polynomial_for_powers_of_two():
+    """The constants of the assembly, by its rounding: the error, exact integers, and zero for what is hidden."""
+    scores = pytest.importorskip("ejkernel_eqx.attention.triton.hopper.scores", exc_type=ImportError)
+    words = re.findall(r"0f([0-9A-F]{8})", inspect.getsource(scores._exp2.fn))
+    least, magic, again, c3, c2, c1, one = (np.array(int(w, 16), np.uint32).view(np.float32) for w in words)
+    assert magic == again and one == 1
+
+    def power(x: np.ndarray) -> np.ndarray:
+        x = np.maximum(x.astype(np.float32), least)
+        shifted = x + magic
+        rest = x - (shifted - magic)
+        polynomial = ((c3 * rest + c2) * rest + c1) * rest + one
+        return ((shifted.view(np.int32) << 23) + polynomial.view(np.int32)).view(np.float32)
+
+    x = np.linspace(-100, 100, 100_001)
+    assert np.abs(power(x) / 2.0 ** x.astype(np.float32).astype(np.float64) - 1).max() < 1.1e-4
+    np.testing.assert_array_equal(power(np.arange(-126.0, 127.0)), 2.0 ** np.arange(-126.0, 127.0))
+    np.testing.assert_array_equal(power(np.array([-np.inf, -200.0, -127.0])), 0)
 
 
 def _compiled(arrays, spec):
