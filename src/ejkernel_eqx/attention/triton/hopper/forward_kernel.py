@@ -21,7 +21,6 @@ from .mail import _number, _receive, _send, _take, MAIL_PLACES, MAIL_WORDS
 from .scores import _capped, _clear, _softmax, _visible, BOUND
 
 ROWS_EACH = gl.constexpr(64)
-UNDER = gl.constexpr(True)
 FIRST_TURN = gl.constexpr(8)
 """The number of the first consumer's hardware barrier; Triton uses those from 0 on, one for each group of warps and a few more."""
 
@@ -74,6 +73,8 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
     TABLE: gl.constexpr = ROWS or SEGMENTS
     ROOM: gl.constexpr = V < 256 or not TABLE  # else registers would be spilled
     APART: gl.constexpr = ROOM and CONSUMERS == 2
+    # Where it was measured to be faster, or as fast: not with three consumers, without a mask, or at 256 channels.
+    UNDER: gl.constexpr = CONSUMERS == 2 and GUARD and V < 256 and (V > 64 or TABLE or LEFT >= 0 or CAP > 0)
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -147,7 +148,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
                 if (n >= full_hi) | (n < full_lo):
                     s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, APART)
             weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
-            if UNDER and ROOM:
+            if UNDER:
                 # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
                 # that changes the weights.
                 if T < 0:

@@ -69,7 +69,7 @@ def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUND
     """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel. `BOUNDED`: without a maximum,
     and so nothing to scale: a soft cap keeps the weights far from the ends of their range."""
     if BOUNDED:
-        p = _exp2(s * MULTIPLIER)  # [64, BLOCK_K]
+        p = gl.exp2(s * MULTIPLIER)  # [64, BLOCK_K]
         return p, top, top, total + gl.sum(p, 1)
     new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
     shift = new_top
@@ -78,28 +78,3 @@ def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUND
     p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
     alpha = gl.exp2(top - shift)  # [64]
     return p, alpha, new_top, total * alpha + gl.sum(p, 1)
-
-
-@gluon.jit
-def _exp2(x):
-    """Of numbers up to 127. Beside a soft cap's tanh, special functions take longer than products; so one of four is a polynomial of degree 3 of what is left of
-    the next integer, whose error is below 1e-4, times a power of two."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 x, n;
-        .reg .b32 e, p;
-        ex2.approx.ftz.f32 $0, $4;
-        ex2.approx.ftz.f32 $1, $5;
-        ex2.approx.ftz.f32 $2, $6;
-        max.f32 x, $7, 0fC2FE0000;
-        add.rn.f32 n, x, 0f4B400000;
-        shl.b32 e, n, 23;
-        sub.rn.f32 n, n, 0f4B400000;
-        sub.rn.f32 x, x, n;
-        fma.rn.f32 p, x, 0f3D61510B, 0f3E780626;
-        fma.rn.f32 p, p, x, 0f3F317AFD;
-        fma.rn.f32 p, p, x, 0f3F800000;
-        add.s32 e, e, p;
-        mov.b32 $3, e;
-        }""",
-        "=&f,=&f,=&f,=&f,f,f,f,f", [x], dtype=gl.float32, is_pure=True, pack=4)
