@@ -177,7 +177,7 @@ class Program:
             "_weighted",
             "_load",
             "_key_tiles",
-            "_bounds",
+            "_listed_bounds",
             "_number",
             "_send",
             "_receive",

@@ -200,11 +200,10 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule
     r = 0
     if TABLE:
         t = _number(gl.program_id(0), T, B * H, BLOCK_Q)
+        lo, full_lo, full_hi, hi = _listed_bounds(t, tiles_ptr, T, S, H, BLOCK_Q, BLOCK_K)
+        _send(mail, 0, t, (lo, full_lo, full_hi, hi))
     else:
         t = gl.load(schedule_ptr + gl.program_id(0))
-    lo, full_lo, full_hi, hi = _bounds(t, tiles_ptr, offset, T, S, H, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
-    if TABLE:
-        _send(mail, 0, t, (lo, full_lo, full_hi, hi))
     while t >= 0:
         if not TABLE:
             upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
@@ -212,6 +211,9 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule
         m, bh = t % count, t // count
         b, h = bh // H, bh % H
         g = h // (H // K)
+        if not TABLE:
+            seen = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, False)
+            lo, hi = seen[0], seen[3]
         _load(k_desc, b, g, (hi - 1) * BLOCK_K, ks, k_full, k_empty, done, BLOCK_K, D, NUM_STAGES)
         for w in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
@@ -219,26 +221,25 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule
             tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_Q + w * ROWS_EACH, 0], q_full.index(w), qs.index(w))
         if TABLE:  # the latency of both passes while tiles are awaited
             upcoming = _number(gl.num_programs(0) + _take(counter_ptr), T, B * H, BLOCK_Q)
-        following = _bounds(upcoming, tiles_ptr, offset, T, S, H, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
+            following = _listed_bounds(upcoming, tiles_ptr, T, S, H, BLOCK_Q, BLOCK_K)
         for i in range(1, hi - lo):
             _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, done + i, BLOCK_K, D, NUM_STAGES)
             _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1, BLOCK_K, V, NUM_STAGES)
         done += hi - lo
         _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1, BLOCK_K, V, NUM_STAGES)
         t = upcoming
-        lo, hi = following[0], following[3]
         r += 1
         if TABLE:
+            lo, hi = following[0], following[3]
             _send(mail, r, t, following)
 
 
 @gluon.jit
-def _bounds(t, tiles_ptr, offset, T, S, H: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-            TABLE: gl.constexpr):
-    """`_key_tiles` of tile number `t`, of any tile if that is -1."""
+def _listed_bounds(t, tiles_ptr, T, S, H: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """`_key_tiles` of tile number `t` from the table, of any tile if that is -1."""
     count = (T + BLOCK_Q - 1) // BLOCK_Q
     t = gl.maximum(t, 0)
-    return _key_tiles(tiles_ptr, t // count // H, t % count, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
+    return _key_tiles(tiles_ptr, t // count // H, t % count, 0, T, S, BLOCK_Q, BLOCK_K, -1, -1, True)
 
 
 @gluon.jit
