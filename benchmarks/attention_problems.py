@@ -20,7 +20,8 @@ class AttentionProblem:
     """Self-attention over `B` rows of `S` tokens.
 
     `packed` splits every row into documents of `document` tokens that do not see each other, given by
-    `"segment_ids"` or by `"cu_seqlens"` (then all rows form one). `baselines` names the plain problems that a
+    `"segment_ids"` or by `"cu_seqlens"` (then all rows form one); or into as many documents of random lengths as `documents` says, given by
+    segment ids. `baselines` names the plain problems that a
     problem with options is compared with. `every_platform`: slow platforms are measured on a GPU too.
     """
 
@@ -35,6 +36,7 @@ class AttentionProblem:
     sinks: bool = False
     packed: str | None = None
     document: int = 1024
+    documents: int = 0
     dtype: str = "bfloat16"
     baselines: tuple[str, ...] = ()
     every_platform: bool = False
@@ -48,7 +50,8 @@ class AttentionProblem:
         heads = f"H{self.H}" if self.kv_heads == self.H else f"H{self.H} KV{self.K}"
         words = [f"B{self.B} S{self.S} {heads} D{self.D}", "causal" if self.causal else "full"]
         words += [f"window {self.window}"] if self.window else []
-        words += [f"{self.packed} {self.document}"] if self.packed else []
+        random = f"{self.documents} documents of random lengths"
+        words += [random if self.documents else f"{self.packed} {self.document}"] if self.packed else []
         words += ["sinks"] if self.sinks else []
         words += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
         words += [] if self.dtype == "bfloat16" else [self.dtype]
@@ -61,12 +64,12 @@ class AttentionProblem:
     def visible_scores(self) -> int:
         """The number of pairs of a query and a visible key, for one head and all rows."""
         start, end = self._ranges()
-        return self.B * int((end - start).sum())
+        return int((end - start).sum())
 
     def visible_tiles(self, size: int = 128) -> int:
         """The number of tiles of `size` queries by `size` keys that contain a visible pair."""
         start, end = (x.reshape(-1, min(size, self.S)) for x in self._ranges())
-        return self.B * int((-(-end.max(1) // size) - start.min(1) // size).sum())
+        return int((-(-end.max(1) // size) - start.min(1) // size).sum())
 
     def flops(self, backward: bool) -> float:
         """`4 B S S H D`, halved if causal, or the visible scores if fewer; 3.5 times that with the backward pass."""
@@ -75,16 +78,29 @@ class AttentionProblem:
             scores = self.visible_scores()
         return 4 * scores * self.H * self.D * (3.5 if backward else 1)
 
+    def document_of(self) -> np.ndarray:
+        """The number of the document of every token of a packed problem, `[B, S]`."""
+        if not self.documents:
+            return np.broadcast_to(np.arange(self.S) // self.document, (self.B, self.S))
+        rng, starts = np.random.default_rng(0), np.zeros((self.B, self.S), np.int32)
+        for row in starts:
+            row[rng.choice(np.arange(1, self.S), self.documents - 1, replace=False)] = 1
+        return starts.cumsum(1)
+
     def _ranges(self) -> tuple[np.ndarray, np.ndarray]:
-        i = np.arange(self.S)
+        """The first key of every query and the one behind its last, `[B, S]`."""
+        i = np.broadcast_to(np.arange(self.S), (self.B, self.S))
         start, end = np.zeros_like(i), np.full_like(i, self.S)
         if self.causal:
             end = i + 1
         if self.window:
             start = np.maximum(start, i - self.window + 1)
         if self.packed:
-            first = i // self.document * self.document
-            start, end = np.maximum(start, first), np.minimum(end, first + self.document)
+            changes = np.diff(self.document_of(), axis=1, prepend=-1, append=-1) != 0  # [B, S + 1]
+            at = np.arange(self.S + 1)
+            start = np.maximum(start, np.maximum.accumulate(np.where(changes, at, 0), axis=1)[:, :-1])
+            following = np.where(changes, at, self.S)[:, ::-1]
+            end = np.minimum(end, np.minimum.accumulate(following, axis=1)[:, ::-1][:, 1:])
         return start, end
 
 
@@ -116,8 +132,7 @@ def make_inputs(problem: AttentionProblem, seed: int = 0) -> Inputs:
 
 
 def _documents(problem: AttentionProblem) -> Array:
-    ids = jnp.arange(problem.S, dtype=jnp.int32) // problem.document
-    return jnp.broadcast_to(ids, (problem.B, problem.S))
+    return jnp.asarray(problem.document_of(), jnp.int32)
 
 
 def build(
@@ -151,7 +166,9 @@ def expected_results(problem: AttentionProblem, inputs: Inputs) -> dict[str, Arr
         left=problem.window and problem.window - 1,
         right=0 if problem.causal else None,
     )
-    ids = _documents(problem)[:1] if problem.packed else None
+    ids = (
+        jnp.repeat(_documents(problem), kv_heads, axis=0)[:, None] if problem.packed else None
+    )  # [B K, 1, S]
 
     def split(x: Array, heads: int) -> Array:
         x = x.astype(jnp.float32).reshape(rows, problem.S, kv_heads, heads, problem.D)
@@ -162,10 +179,10 @@ def expected_results(problem: AttentionProblem, inputs: Inputs) -> dict[str, Arr
         return jnp.moveaxis(x, 1, 2).reshape(shape)
 
     def one(parts: dict[str, Array]) -> dict[str, Array]:
-        cotangent = parts.pop("cotangent")
+        cotangent, own = parts.pop("cotangent"), parts.pop("ids", None)
 
         def forward(learned: dict[str, Any]) -> Array:
-            return reference.attend(AttentionArrays(**learned, q_segments=ids, kv_segments=ids), spec)[0]
+            return reference.attend(AttentionArrays(**learned, q_segments=own, kv_segments=own), spec)[0]
 
         out, pull = jax.vjp(forward, parts)
         return {"out": out, **pull(cotangent)[0]}
@@ -173,6 +190,8 @@ def expected_results(problem: AttentionProblem, inputs: Inputs) -> dict[str, Arr
     learned = inputs.learned
     parts = {"q": split(learned["q"], groups), "k": split(learned["k"], 1), "v": split(learned["v"], 1)}
     parts["cotangent"] = split(inputs.cotangent, groups)
+    if ids is not None:
+        parts["ids"] = ids
     if problem.sinks:
         sinks = learned["sinks"].reshape(1, kv_heads, 1, groups)
         parts["sinks"] = jnp.broadcast_to(sinks, (rows, kv_heads, 1, groups)).reshape(-1, 1, groups)
@@ -215,8 +234,10 @@ FEATURES = (
     # Documents of 1024 tokens touch the same tiles as rows of 1024 tokens.
     P(4, 4096, 16, 128, packed="segment_ids", baselines=(_D128, _SHORT)),
     P(4, 4096, 16, 128, packed="cu_seqlens", baselines=(_D128, _SHORT)),
+    P(4, 4096, 16, 128, packed="segment_ids", documents=8, baselines=(_D128,)),
     P(4, 4096, 16, 128, sinks=True, baselines=(_D128,)),
     P(4, 4096, 16, 128, soft_cap=30.0, baselines=(_D128,)),
+    P(4, 4096, 32, 64, window=1024, baselines=(_D64,)),
     P(4, 4096, 32, 64, soft_cap=30.0, baselines=(_D64,)),
 )
 _GRID = tuple(
@@ -232,7 +253,6 @@ MODELS = (
     P(32, 1024, 12, 64, K=4),
     P(4, 4096, 32, 96, K=8),
     P(2, 4096, 16, 256, causal=False),
-    P(4, 4096, 32, 64, window=1024),
     P(4, 4096, 32, 64, packed="segment_ids"),
     P(4, 4096, 16, 128, dtype="float16"),
     P(4, 2048, 16, 64, dtype="float32"),

@@ -1,6 +1,7 @@
 """Hopper's forward kernel as plain Python: its groups of warps are threads, and numbers are replaced by what they are made of. So its barriers are
 tested without a GPU: that nobody waits for ever, and that every product reads the tile it should."""
 
+import itertools
 import threading
 import types
 from typing import Any
@@ -94,10 +95,13 @@ class Several(list):
 
 
 class Program:
-    """One program; `read` are the products of each consumer: the queries or `None`, and the keys or values."""
+    """One program; `read` are the products of each consumer: the queries or `None`, and the keys or values; `cleared` are the values that a consumer
+    clears, if it finds keys that nobody sees (`unseen`) in every tile."""
 
-    def __init__(self, kernels: Any, consumers: int, stages: int, query_places: int = 1):
-        self.kernels, self.consumers = kernels, consumers
+    def __init__(
+        self, kernels: Any, consumers: int, stages: int, query_places: int = 1, unseen: bool = False
+    ):
+        self.kernels, self.consumers, self.unseen = kernels, consumers, unseen
         places = query_places * consumers
         self.buffers = tuple(Several(Buffer() for _ in range(n)) for n in (places, stages, stages))
         counts = (
@@ -109,8 +113,16 @@ class Program:
             (stages, consumers),
         )
         self.barriers = tuple(Several(Barrier(count) for _ in range(n)) for n, count in counts)
+        places = 2
+        self.mail = (
+            [None] * (5 * places),
+            Several(Barrier(1) for _ in range(places)),
+            Several(Barrier(consumers) for _ in range(places)),
+        )
+        self.taken = itertools.count()
         self.turns = [threading.Semaphore(0) for _ in range(consumers)]
         self.read: list[list[Any]] = [[] for _ in range(consumers)]
+        self.cleared: list[list[Any]] = [[] for _ in range(consumers)]
         self.stored: list[list[Any]] = [[] for _ in range(consumers)]
         self.errors: list[BaseException] = []
 
@@ -153,7 +165,9 @@ class Program:
             warpgroup_mma_wait=lambda n, deps: anything, ROWS_EACH=64, QUERY_PLACES=2, LN2=1.0, LOG2E=1.0,
             _give_turn=lambda consumer: self.turns[consumer].release(),
             _await_turn=lambda consumer: self._await_turn(consumer),
-            _visible=anything, _begun=lambda *_: (anything,) * 2,
+            MAIL_PLACES=2, MAIL_WORDS=5, _take=lambda pointer: next(self.taken), _write=lambda letters, at, number: letters.__setitem__(at, number),
+            _read=lambda letters, at: letters[at], _clear=lambda *arguments: self._clear(w, *arguments),
+            _visible=lambda *_: (anything, self.unseen), _begun=lambda *_: (anything,) * 2,
             _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything,
         )  # fmt: skip
         if hasattr(self.kernels, "key_tiles"):
@@ -163,6 +177,10 @@ class Program:
             "_weighted",
             "_load",
             "_key_tiles",
+            "_listed_bounds",
+            "_number",
+            "_send",
+            "_receive",
             "_record",
             "_entry",
             "_place",
@@ -171,6 +189,12 @@ class Program:
             if hasattr(self.kernels, helper):
                 world[helper] = _plain(getattr(self.kernels, helper), world)
         return _plain(getattr(self.kernels, name), world)
+
+    def _clear(
+        self, w: int, vs: Any, full: Any, at: int, marks: Any, block_k: int, v: int, stages: int
+    ) -> None:
+        full.index(at % stages).wait((at // stages) & 1)
+        self.cleared[w].append(vs.index(at % stages).content)
 
     def _await_turn(self, consumer: int) -> None:
         assert self.turns[consumer].acquire(timeout=LIMIT), "a turn that nobody gives"

@@ -1,6 +1,7 @@
 """Hopper's forward kernel without a Hopper: when it is chosen, what it is given, and that every tile of it compiles without spills."""
 
 import dataclasses
+import functools
 import itertools
 import re
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.attention.core import problem_of
+from ejkernel_eqx.attention.masks import tile_table
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
 from ejkernel_eqx.dispatch import from_dict, to_dict
 from ejkernel_eqx.launch import compile_ahead, gluon_unavailable, run
@@ -20,6 +22,7 @@ from tests.compiled import DEVICES
 
 pytest.importorskip("triton")
 from ejkernel_eqx.attention.triton import compiled as triton
+from ejkernel_eqx.attention.triton.hopper import call as hopper_call
 from ejkernel_eqx.attention.triton.hopper import tile_sizes
 from ejkernel_eqx.attention.triton.hopper.schedule import schedule
 
@@ -134,7 +137,6 @@ def test_where_it_is_timed_and_no_default():
         (problem(**few, **CAUSAL), problem(**few)),
         (problem(64, batch=1, heads=8, kv_heads=8, queries=2048, keys=2048, **CAUSAL), problem(64, **few)),
         (problem(64, logits_soft_cap=30.0, **CAUSAL), problem(64, logits_soft_cap=30.0)),
-        (problem(64, with_=("segments",)), problem(128, with_=("segments",))),
     ):
         first, second, *_ = triton.candidates(of, HOPPER)
         assert first == triton.default_config(of, HOPPER) and not first.forward.hopper_programs
@@ -285,7 +287,6 @@ def test_tiles_of_queries_are_dealt_once(seed):
         block_k,
         int(rng.choice([1, 4, 64])),
         programs,
-        bool(rng.random() < 0.3),
     )
     assert table.dtype == np.int32 and table.shape[1] == programs and (table[-1] == -1).all()
     tiles = -(-queries // block_q)
@@ -306,18 +307,51 @@ def test_programs_end_together(rows, length, group, block):
     assert takes.max() <= takes.mean() + longest * (0.3 if length > 1000 else 0.6)
 
 
-def test_programs_have_like_tiles_where_only_the_device_knows_what_they_see():
-    """Documents of 8 tiles, and a causal mask of lengths: no program has much more to do than the average."""
-    table = schedule(64, 4096, 4096, 0, -1, 0, 128, 128, 8, 132, True)
-    tile = table % 32
-    for seen in (tile % 8, tile):
-        takes = np.where(table >= 0, seen + 2, 0).sum(0)
-        assert takes.max() <= 1.15 * takes.mean()
+RANGED = {
+    "segments": dict(with_=("segments",)),
+    "segments, window": dict(with_=("segments",), left=300, right=0),
+    "rows": dict(with_=("rows",)),
+    "rows, segments": dict(with_=("rows", "segments")),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", RANGED)
+def test_bounds_in_one_launch(kind, seed):
+    """Against the array operations that other kernels use; and keys that no query sees are marked."""
+    rng = np.random.default_rng(seed)
+    batch, queries, keys = (int(rng.integers(1, most)) for most in (3, 500, 2600))
+    of = RANGED[kind] | ({} if "rows" in kind else dict(offset=keys - queries))
+    arrays, spec = call(64, batch=batch, queries=queries, keys=keys, **of)
+    arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
+    ids = [
+        np.sort(x, 1) if rng.random() < 0.7 else np.minimum(x, 1)
+        for x in (rng.integers(-1, 5, (batch, length), np.int32) for length in (queries, keys))
+    ]
+    start = rng.integers(0, keys + 1, (1, queries))
+    start = np.sort(start, 1) if rng.random() < 0.5 else start
+    end = np.minimum(keys, start + rng.integers(0, keys, (1, 1)))
+    if "segments" in kind:
+        arrays = arrays._replace(q_segments=jnp.asarray(ids[0]), kv_segments=jnp.asarray(ids[1]))
+    if "rows" in kind:
+        arrays = arrays._replace(rows=RowRanges(*(jnp.asarray(x, jnp.int32) for x in (start, end, start))))
+    arrays, spec = triton.explicit_ranges(arrays, spec)
+    block_q, block_k = ((128, 128), (192, 128), (128, 64))[seed]
+    tile = dataclasses.replace(TILE, block_q=block_q, block_k=block_k)
+    launch = triton.launcher(arrays, spec, configured(tile), functools.partial(run, interpret=True))
+    found = hopper_call.bounds(launch, arrays, spec, tile)
+    marks = found["marks"][:, :keys]
+    # Keys that no range reaches count as padding: the bounds may be tighter.
+    marked = arrays if arrays.q_segments is None else arrays._replace(kv_segments=marks)
+    np.testing.assert_array_equal(found["tiles"], tile_table.key_tile_table(marked, spec, block_q, block_k))
+    assert found["no_taken"][0] == 0 and found["marks"].shape == (batch, -(-keys // block_k) * block_k)
+    seen = np.broadcast_to(tile_table.seen(arrays, spec).keys, (batch, keys))
+    np.testing.assert_array_equal(marks >= 0, seen != 0)
 
 
 def _compiled(arrays, spec):
     sizes = tile_sizes.tiles(problem_of("flash_attention", arrays, spec), HOPPER)[0]
-    (launch,) = launches(arrays, spec, configured(triton.TileConfig(*sizes)))
+    *_, launch = launches(arrays, spec, configured(triton.TileConfig(*sizes)))  # behind that of the bounds
     assert launch.is_gluon
     return launch
 
@@ -325,9 +359,11 @@ def _compiled(arrays, spec):
 EVERYTHING: dict[str, Any] = dict(with_=("sinks", "segments"), logits_soft_cap=30.0, left=255, right=0)
 COMPILED = {
     "causal 128": (call(**CAUSAL), 0),
-    "everything 64": (call(64, **EVERYTHING), 160),
-    "everything 128": (call(**EVERYTHING), 0),
-    "everything 256": (call(256, **EVERYTHING), 16),
+    "everything 64": (call(64, **EVERYTHING), 0),
+    "everything 128": (call(**EVERYTHING), 24),
+    "everything 256": (call(256, **EVERYTHING), 24),
+    "soft cap 128": (call(logits_soft_cap=30.0, **CAUSAL), 0),
+    "window 64": (call(64, batch=32, queries=4096, keys=4096, left=1023, right=0), 0),
     "causal 64": (call(64, **CAUSAL), 0),
     "causal 256": (call(256, **CAUSAL), 0),
     "full 64": (call(64, queries=1024, keys=1024), 0),
@@ -389,34 +425,39 @@ def test_every_product_reads_what_it_should(seed):
     left, right = (int(x) for x in rng.choice([-1, 0, 200], 2))
     table, in_place = bool(rng.random() < 0.3), bool(rng.random() < 0.5)
     heads, kv_heads, offset, block_q = rows, 1, keys - queries, 64 * consumers
+    unseen = table and bool(rng.random() < 0.5)
     counts = -(-queries // block_q), -(-keys // block_k)
     bounds = np.sort(rng.integers(0, counts[1] + 1, (counts[0], 4)), 1)
     order = schedule(rows, queries, keys, offset, left, right, block_q, block_k, 2, 1)
     size = 64 * 64 * 2
-    program = hopper_protocol.Program(kernels, consumers, stages)
+    if table:  # as `_number` says
+        order = np.asarray([m + counts[0] * r for m in range(counts[0])[::-1] for r in range(rows)] + [-1])[
+            :, None
+        ]
+    program = hopper_protocol.Program(kernels, consumers, stages, unseen=unseen)
     shared = dict(
-        buffers=program.buffers, barriers=program.barriers, tiles_ptr=hopper_protocol.Pointer(bounds),
+        buffers=program.buffers, barriers=program.barriers, mail=program.mail, tiles_ptr=hopper_protocol.Pointer(bounds),
         schedule_ptr=hopper_protocol.Pointer(order), T=queries, S=keys, offset=offset, CONSUMERS=consumers, H=heads, D=64, V=64,
         BLOCK_K=block_k, NUM_STAGES=stages, LEFT=left, RIGHT=right,
     )  # fmt: skip
     anything = hopper_protocol.Anything()
     tile = block_k * 64 * 2
     loader = shared | dict(
-        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table
-    )
+        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table, counter_ptr=anything, B=1,
+    )  # fmt: skip
     consumer = shared | dict(
         staging=program.buffers[0] if in_place else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
         out_desc=anything, lse_ptr=anything, sinks_ptr=anything, start_ptr=anything, end_ptr=anything, q_segments_ptr=anything,
-        kv_segments_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, ROWS=False, SEGMENTS=table, SINKS=False,
+        marks_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, ROWS=False, SEGMENTS=table, SINKS=False,
         EVEN_K=False, GUARD=True, IN_PLACE=in_place,
     )  # fmt: skip
     program.run(loader, consumer)
     key_tiles = hopper_protocol._plain(kernels.key_tiles, {"tl": hopper_protocol.TL})
     for w in range(consumers):
-        read, stored = iter(program.read[w]), []
+        read, stored, cleared = iter(program.read[w]), [], []
         for t in order[:, 0][order[:, 0] >= 0].tolist():
             m, h = t % counts[0], t // counts[0]
-            lo, _, _, hi = key_tiles(
+            lo, full_lo, full_hi, hi = key_tiles(
                 hopper_protocol.Pointer(bounds),
                 0,
                 m,
@@ -440,6 +481,9 @@ def test_every_product_reads_what_it_should(seed):
                     (None, ("v", 0, 0, before * block_k, 0)),
                 ]
             products.append((None, ("v", 0, 0, seen[-1] * block_k, 0)))
+            partly = [n for n in seen if n == seen[0] or not full_lo <= n < full_hi]
+            cleared += [("v", 0, 0, n * block_k, 0) for n in partly]
             assert [next(read) for _ in products] == products
             stored.append(((0, h, row, 0), "result"))
         assert next(read, None) is None and program.stored[w] == stored
+        assert program.cleared[w] == (cleared if unseen else [])

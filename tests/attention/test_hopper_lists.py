@@ -196,6 +196,7 @@ COMPILED: dict[str, tuple[dict[str, Any], int]] = {
     "map 128": (dict(dim=128, pattern=MAP), 0),
     "map of heads 64": (dict(dim=64, pattern=BY_HEAD), 0),
     "pattern 128": (dict(dim=128, pattern=WIDE, with_=("sinks",), logits_soft_cap=30.0), 0),
+    "soft cap 128": (dict(dim=128, pattern=WIDE, logits_soft_cap=30.0), 0),
     "pattern 64": (dict(dim=64, pattern=WIDE), 0),
     "pattern 80, float16": (dict(dim=80, dtype="float16", pattern=WIDE), 8),
     "data 128": (dict(dim=128, block_size=(128, 128)), 0),

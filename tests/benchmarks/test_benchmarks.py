@@ -126,7 +126,7 @@ def test_the_visible_scores_are_counted(problem):
 def test_names_are_unique():
     every = (*attention_problems.ANCHORS, *attention_problems.FEATURES, *attention_problems.GRID)
     names = [problem.name for problem in every]
-    assert len(set(names)) == len(names) == 28
+    assert len(set(names)) == len(names) == 30
     assert all(baseline in names for problem in every for baseline in problem.baselines)
     # The same number of tokens and of heads times their size: a constant amount of memory.
     assert {p.B * p.S for p in attention_problems.GRID} == {16384}

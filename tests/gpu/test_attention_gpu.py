@@ -179,6 +179,10 @@ _HOPPER = [
     Case(name="segments", T=500, S=500, D=64, V=64, segments=True, right=0),
     Case(name="segments-and-all", T=500, S=500, D=128, V=128, segments=True, left=200, right=0, soft_cap=20.0, sinks="1H"),
     Case(name="many-rows", B=16, T=257, S=257, H=16, K=4, D=128, V=128, right=0),
+    Case(name="soft-cap-of-blind-rows", B=3, T=300, S=300, D=128, V=128, rows="lengths", soft_cap=50.0),
+    Case(name="segments-of-256", T=500, S=500, D=256, V=256, segments=True, right=0),
+    Case(name="segments-in-a-window", T=900, S=900, D=128, V=128, segments=True, left=300, right=0),
+    Case(name="soft-cap-of-64", D=64, V=64, right=0, soft_cap=30.0, **_LONG),
 ]  # fmt: skip
 
 
@@ -223,14 +227,22 @@ def _wide(arrays: AttentionArrays) -> AttentionArrays:
     return host._replace(**{name: getattr(host, name).astype(jnp.float32) for name in "qkv"})
 
 
-def test_hopper_under_transformations():
-    """The public call, mapped, in a scan over layers and differentiated: one launch of the kernel that runs without them."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_hopper_under_transformations(packed):
+    """The public call, mapped, in a scan over layers and differentiated: one launch of the kernel that runs without them. Layers
+    share the bounds of packed documents, but not the counter of their tiles."""
     case = Case(B=12, T=513, S=513, H=16, K=4, D=128, V=128, right=0, dtype="bfloat16")
     arrays, spec = make(case)
     _on_hopper(arrays, spec)
-    attention = ejx.FlashAttention(causal=True, platform="triton")
+    operation = ejx.FlashAttention(causal=True, platform="triton")
     q, k, v = arrays[:3]
-    assert "hopper_programs=132" in str(ejx.explain(attention, q, k, v))
+    ids = jnp.arange(q.shape[1]) // 100
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        own: Any = {"segment_ids": jnp.broadcast_to(ids, q.shape[:-2])} if packed else {}
+        return operation(q, k, v, **own)
+
+    assert "hopper_programs=132" in str(ejx.explain(operation, q, k, v))
     together = jax.jit(attention)(q, k, v)
     split = [x.reshape(4, 3, *x.shape[1:]) for x in (q, k, v)]
     assert_same(together, jax.jit(jax.vmap(jax.vmap(attention)))(*split).reshape(together.shape))
@@ -251,7 +263,9 @@ def test_hopper_under_transformations():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "flags", [dict(), dict(right=0), dict(left=300, right=0)], ids=["full", "causal", "window"]
+    "flags",
+    [dict(), dict(right=0), dict(left=300, right=0), dict(right=0, segments=True)],
+    ids=["full", "causal", "window", "segments"],
 )
 def test_triton_repeats_when_the_device_is_full(flags, dtype):
     """Enough programs that they run in ever different orders."""

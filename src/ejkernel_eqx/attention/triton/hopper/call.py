@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ....launch import Launcher, result
+from ....launch import Launcher, Options, result
 from ....launch.sizes import cdiv, padded
 from ...masks import tile_table
 from ...masks.tile_shape import Shape
@@ -24,25 +24,26 @@ def attended(
 
     (batch, queries, heads, dim), (keys, values) = arrays.q.shape, (arrays.k.shape[1], arrays.v.shape[-1])
     ragged = arrays.rows is not None or arrays.q_segments is not None
-    v, tiles = arrays.v, None
     left, right = (-1 if side is None else side for side in (spec.left, spec.right))
-    if ragged:
-        # The kernel reads whole tiles. Values that no query may see can be anything, and 0 * NaN is NaN.
-        seen = jnp.broadcast_to(tile_table.seen(arrays, spec).keys, (batch, keys)) != 0
-        v = jnp.where(seen[:, :, None, None], v, 0)
-        tiles = tile_table.key_tile_table(arrays, spec, tile.block_q, tile.block_k)
-    sinks = None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads))
     programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads)
-    table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs, ragged)  # fmt: skip
+    if ragged:
+        launch = launch.knowing(bounds(launch, arrays, spec, tile))
+        given: dict[str, Any] = {"schedule": None}
+    else:
+        table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
+        given = {"schedule": jnp.asarray(table), "tiles": None, "marks": None, "no_taken": None}
+    sinks = None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads))
     results = launch(
         hopper_forward_kernel,
         tile,
         {
+            "taken": result(1, dtype=jnp.int32),
             "out": result(batch, queries, heads, values, dtype=arrays.q.dtype),
             "lse": result(batch, heads, queries),
         },
         programs,
-        {"v": v, "sinks": sinks, "tiles": tiles, "schedule": jnp.asarray(table)},
+        {"sinks": sinks, **given},
+        aliases={"no_taken": "taken"} if ragged else None,
         B=batch,
         SINKS=arrays.sinks is not None,
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
@@ -53,6 +54,33 @@ def attended(
         name="forward_kernel",
     )
     return results["out"], results["lse"]
+
+
+def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any) -> dict[str, Array]:
+    """What is known on the device only: the bounds of each tile of queries; `marks` of keys, negative if no query sees the key, whose value can then be
+    anything, and the segment if there are any, of whole tiles; and a counter of the tiles that are taken."""
+    from .bounds_kernel import key_bounds_kernel
+
+    (batch, queries), keys = arrays.q.shape[:2], arrays.k.shape[1]
+    marks: Any = arrays.kv_segments
+    if arrays.rows is not None:
+        seen = tile_table.seen(arrays, spec).keys != 0
+        marks = jnp.where(seen, 0 if marks is None else marks, -1)
+    past = cdiv(keys, tile.block_k) * tile.block_k - keys
+    marks = jnp.broadcast_to(marks, (batch, keys)).astype(jnp.int32)
+    marks = jnp.pad(marks, ((0, 0), (0, past)), constant_values=jnp.iinfo(jnp.int32).max)
+    count = cdiv(queries, tile.block_q)
+    results = launch(
+        key_bounds_kernel,
+        Options(4),
+        {"tiles": result(batch, count, 4, dtype=jnp.int32), "no_taken": result(1, dtype=jnp.int32)},
+        batch * count,
+        {"marks": marks},
+        BLOCK_Q=tile.block_q,
+        BLOCK_K=tile.block_k,
+        MOST=padded(tile.block_q),
+    )
+    return {"marks": marks, **results}
 
 
 def _attended_by_lists(

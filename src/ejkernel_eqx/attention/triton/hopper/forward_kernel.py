@@ -16,7 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ....launch.constants import LN2, LOG2E
-from ..tile import key_tiles, tanh
+from ..tile import key_tiles
+from .mail import _number, _receive, _send, _take, MAIL_PLACES, MAIL_WORDS
+from .scores import _capped, _clear, _softmax, _visible, BOUND
 
 ROWS_EACH = gl.constexpr(64)
 FIRST_TURN = gl.constexpr(8)
@@ -46,47 +48,6 @@ def _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q: gl.constexpr, BLOCK_K: gl
 
 
 @gluon.jit
-def _visible(s, row, first, T, S, offset, limits, kv_segments_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr,
-             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr):
-    """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden."""
-    layout: gl.constexpr = s.type.layout
-    start, end, q_segment = limits
-    i = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)  # [64, 1]
-    columns = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))  # [BLOCK_K]
-    j = gl.expand_dims(columns, 0)  # [1, BLOCK_K]
-    if ROWS:
-        s = gl.where((j >= gl.expand_dims(start, 1)) & (j < gl.expand_dims(end, 1)), s, float("-inf"))
-    else:
-        if RIGHT >= 0:
-            s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
-        if LEFT >= 0:
-            s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
-        if not EVEN_K:
-            s = gl.where(j < S, s, float("-inf"))
-    if SEGMENTS:
-        k_segment = gl.load(kv_segments_ptr + columns, mask=columns < S, other=-1)  # [BLOCK_K]
-        s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(k_segment, 0), s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr):
-    """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel."""
-    new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
-    shift = new_top
-    if GUARD:
-        shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
-    p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
-    alpha = gl.exp2(top - shift)  # [64]
-    return p, alpha, new_top, total * alpha + gl.sum(p, 1)
-
-
-@gluon.jit
-def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr):
-    return tanh(qk * (SCALE / CAP), FAST_TANH) if CAP > 0 else qk
-
-
-@gluon.jit
 def _scores(q, ks, at, BLOCK_K: gl.constexpr, D: gl.constexpr, NUM_STAGES: gl.constexpr):
     """The product by the keys that were loaded as number `at`; not awaited."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
@@ -102,7 +63,7 @@ def _weighted(p, vs, v_full, at, acc, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
 
 
 @gluon.jit
-def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, T, S,
+def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr, marks_ptr, T, S,
               offset, W: gl.constexpr, CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr,
               NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
               LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, SINKS: gl.constexpr,
@@ -110,6 +71,10 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     TABLE: gl.constexpr = ROWS or SEGMENTS
+    ROOM: gl.constexpr = V < 256 or not TABLE  # else registers would be spilled
+    APART: gl.constexpr = ROOM and CONSUMERS == 2
+    # Where it was measured to be faster, or as fast: not with three consumers, without a mask, or at 256 channels.
+    UNDER: gl.constexpr = CONSUMERS == 2 and GUARD and V < 256 and (V > 64 or TABLE or LEFT >= 0 or CAP > 0)
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -118,18 +83,23 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q = qs.index(W).reshape([ROWS_EACH, D])
     dtype: gl.constexpr = q.dtype
+    BOUNDED: gl.constexpr = CAP > 0 and MULTIPLIER <= BOUND and not SINKS and dtype == gl.bfloat16
     if W == CONSUMERS - 1:
         _give_turn(0)
     done = 0  # tiles of keys before this tile of queries
     r = 0
-    t = gl.load(schedule_ptr + gl.program_id(0))
+    if TABLE:
+        t, lo, full_lo, full_hi, hi = _receive(mail, r)
+    else:
+        t = gl.load(schedule_ptr + gl.program_id(0))
     while t >= 0:
-        upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
         # Which queries, and what they see.
         count = (T + BLOCK_Q - 1) // BLOCK_Q
         m, bh = t % count, t // count
         b, h = bh // H, bh % H
-        lo, full_lo, full_hi, hi = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
+        if not TABLE:
+            upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
+            lo, full_lo, full_hi, hi = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, False)
         row = m * BLOCK_Q + W * ROWS_EACH
         rows = row + gl.arange(0, ROWS_EACH, of_rows)  # [64]
         start, end, q_segment = rows, rows, rows
@@ -140,12 +110,12 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
             q_segment = gl.load(q_segments_ptr + b * T + rows, mask=rows < T, other=-1)
             q_segment = gl.where(q_segment < 0, -2, q_segment)  # padding, equal to no key's
         limits = (start, end, q_segment)
-        kv_segments = kv_segments_ptr + b * S
+        marks = marks_ptr + b * ((S + BLOCK_K - 1) // BLOCK_K * BLOCK_K)
         if SINKS:
             top = gl.full([ROWS_EACH], 0.0, gl.float32, of_rows) + gl.load(sinks_ptr + bh) * LOG2E
             total = gl.full([ROWS_EACH], 1.0, gl.float32, of_rows)
         else:
-            top = gl.full([ROWS_EACH], float("-inf"), gl.float32, of_rows)
+            top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, of_rows)
             total = gl.zeros([ROWS_EACH], gl.float32, of_rows)
         acc = gl.zeros([ROWS_EACH, V], gl.float32, layout)
         # The last tile of keys, which may be partly hidden or past the end. (A sum that two loops or branches carry would be spilled or unpacked:
@@ -155,8 +125,11 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
         qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, BLOCK_K, D, NUM_STAGES)])
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
         s = _capped(qk, SCALE, CAP, FAST_TANH)
-        s = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kv_segments, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
-        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
+        s, unseen = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, APART)
+        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
+        if TABLE:
+            if unseen:
+                _clear(vs, v_full, done, marks + (hi - 1) * BLOCK_K, BLOCK_K, V, NUM_STAGES)
         p = gl.convert_layout(p.to(dtype), weights_layout)
         # The others: scores of tile `n` and values of the one before it.
         for i in range(1, hi - lo):
@@ -170,13 +143,23 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
             qk = warpgroup_mma_wait(1, deps=[qk])
             mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
             s = _capped(qk, SCALE, CAP, FAST_TANH)
+            unseen = n < 0
             if GUARD:
                 if (n >= full_hi) | (n < full_lo):
-                    s = _visible(s, row, n * BLOCK_K, T, S, offset, limits, kv_segments, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
-            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD)
+                    s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, APART)
+            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
+            if UNDER:
+                # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
+                # that changes the weights.
+                if T < 0:
+                    weights = weights * 2.0
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
+            if TABLE:
+                if unseen:
+                    _clear(vs, v_full, at, marks + n * BLOCK_K, BLOCK_K, V, NUM_STAGES)
+            if not BOUNDED:
+                acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
             p = gl.convert_layout(weights.to(dtype), weights_layout)
         if not IN_PLACE:
             mbarrier.arrive(q_empty.index(W), count=1)
@@ -184,7 +167,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
         acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, done - 1, acc, BLOCK_K, V, NUM_STAGES)])
         mbarrier.arrive(v_empty.index((done - 1) % NUM_STAGES), count=1)
         # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
-        some = top > float("-inf")  # [64]
+        some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
         total = gl.where(some, total, 1.0)
         lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
         gl.store(lse_ptr + gl.to_tensor(bh).to(gl.int64) * T + rows, lse, mask=rows < T)
@@ -197,13 +180,16 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_pt
         if IN_PLACE:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(W), count=1)
-        t = upcoming
         r += 1
+        if TABLE:
+            t, lo, full_lo, full_hi, hi = _receive(mail, r)
+        else:
+            t = upcoming
     tma.store_wait(0)
 
 
 @gluon.jit
-def _loader(buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
+def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, counter_ptr, B, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
             K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, LEFT: gl.constexpr,
             RIGHT: gl.constexpr, TABLE: gl.constexpr):
     """Loads the queries of every tile, and keys and values as far ahead as there are stages; across tiles of queries, too."""
@@ -212,20 +198,30 @@ def _loader(buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, 
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     done = 0
     r = 0
-    t = gl.load(schedule_ptr + gl.program_id(0))
+    if TABLE:
+        t = _number(gl.program_id(0), T, B * H, BLOCK_Q)
+        lo, full_lo, full_hi, hi = _listed_bounds(t, tiles_ptr, T, S, H, BLOCK_Q, BLOCK_K)
+        _send(mail, 0, t, (lo, full_lo, full_hi, hi))
+    else:
+        t = gl.load(schedule_ptr + gl.program_id(0))
     while t >= 0:
-        upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
+        if not TABLE:
+            upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
         count = (T + BLOCK_Q - 1) // BLOCK_Q
         m, bh = t % count, t // count
         b, h = bh // H, bh % H
         g = h // (H // K)
-        seen = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE)
-        lo, hi = seen[0], seen[3]
+        if not TABLE:
+            seen = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, False)
+            lo, hi = seen[0], seen[3]
         _load(k_desc, b, g, (hi - 1) * BLOCK_K, ks, k_full, k_empty, done, BLOCK_K, D, NUM_STAGES)
         for w in gl.static_range(CONSUMERS):
             mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
             mbarrier.expect(q_full.index(w), ROWS_EACH * D * 2)
             tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_Q + w * ROWS_EACH, 0], q_full.index(w), qs.index(w))
+        if TABLE:  # the latency of both passes while tiles are awaited
+            upcoming = _number(gl.num_programs(0) + _take(counter_ptr), T, B * H, BLOCK_Q)
+            following = _listed_bounds(upcoming, tiles_ptr, T, S, H, BLOCK_Q, BLOCK_K)
         for i in range(1, hi - lo):
             _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, done + i, BLOCK_K, D, NUM_STAGES)
             _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1, BLOCK_K, V, NUM_STAGES)
@@ -233,6 +229,17 @@ def _loader(buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, 
         _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1, BLOCK_K, V, NUM_STAGES)
         t = upcoming
         r += 1
+        if TABLE:
+            lo, hi = following[0], following[3]
+            _send(mail, r, t, following)
+
+
+@gluon.jit
+def _listed_bounds(t, tiles_ptr, T, S, H: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """`_key_tiles` of tile number `t` from the table, of any tile if that is -1."""
+    count = (T + BLOCK_Q - 1) // BLOCK_Q
+    t = gl.maximum(t, 0)
+    return _key_tiles(tiles_ptr, t // count // H, t % count, 0, T, S, BLOCK_Q, BLOCK_K, -1, -1, True)
 
 
 @gluon.jit
@@ -271,16 +278,17 @@ def _barriers_of(COUNT: gl.constexpr, READERS: gl.constexpr):
 @gluon.jit
 def hopper_forward_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], [B, H]
-    q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S]
-    tiles_ptr, schedule_ptr,  # [B, tiles, 4], [tiles of each program + 1, programs]
+    q_segments_ptr, marks_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S rounded up to whole tiles]
+    tiles_ptr, schedule_ptr, no_taken_ptr,  # [B, tiles, 4], [tiles of each program + 1, programs], as taken
     B, T, S, offset,
-    out_ptr, lse_ptr,  # [B, T, H, V], [B, H, T]
+    taken_ptr, out_ptr, lse_ptr,  # 0 [1], [B, T, H, V], [B, H, T]
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
 ):
-    # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end.
+    # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end. Which tiles of keys are seen may be known on
+    # the device only, in `tiles_ptr`: then programs have no schedule, and take the next tile when they have loaded one.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_Q // ROWS_EACH
     q_desc = _described(q_ptr, B, T, H, D, ROWS_EACH, BLOCK_D)
@@ -297,29 +305,34 @@ def hopper_forward_kernel(
     k_full, k_empty = _barriers_of(NUM_STAGES, CONSUMERS)
     v_full, v_empty = _barriers_of(NUM_STAGES, CONSUMERS)
     buffers = (qs, ks, vs)
+    mail = (q_full, q_full, q_empty)  # not used
+    if ROWS or SEGMENTS:
+        mail_full, mail_empty = _barriers_of(MAIL_PLACES, CONSUMERS)
+        letters = gl.allocate_shared_memory(gl.int32, [MAIL_PLACES * MAIL_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        mail = (letters, mail_full, mail_empty)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
-                         kv_segments_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
-                         kv_segments_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
+            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
-                         kv_segments_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
-                         kv_segments_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
-                         kv_segments_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+                         marks_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
+            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 4, 1], [160, 160, 24])

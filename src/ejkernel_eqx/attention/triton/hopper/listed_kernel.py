@@ -18,15 +18,14 @@ from ....launch.constants import LN2, LOG2E
 from .forward_kernel import (
     _await_turn,
     _barriers_of,
-    _capped,
     _described,
     _give_turn,
     _load,
     _scores,
-    _softmax,
     _tiles_of,
     ROWS_EACH,
 )
+from .scores import _capped, _softmax, BOUND
 
 QUERY_PLACES = gl.constexpr(2)
 """Tiles of queries in shared memory: while the entries of one run, the next one is loaded."""
@@ -81,7 +80,7 @@ def _visible(s, row, W: gl.constexpr, first, S, offset, bits_ptr, pattern, BLOCK
 @gluon.jit
 def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W: gl.constexpr, H: gl.constexpr, BLOCK_Q: gl.constexpr,
              BLOCK_K: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr,
-             RIGHT: gl.constexpr, BITS: gl.constexpr):
+             RIGHT: gl.constexpr, BITS: gl.constexpr, BOUNDED: gl.constexpr):
     """`_softmax` of entry `i` of a tile."""
     t, lo, part, hi, away = tile
     s = _capped(qk, SCALE, CAP, FAST_TANH)
@@ -92,13 +91,13 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
             pattern = gl.load(pattern_ptr + away + i)
         first = _entry(list_ptr, i, lo, hi, S, BLOCK_K) * BLOCK_K
         s = _visible(s, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS)
-    return _softmax(s, top, total, MULTIPLIER, True)
+    return _softmax(s, top, total, MULTIPLIER, True, BOUNDED)
 
 
 @gluon.jit
-def _begun(sinks_ptr, t, T, BLOCK_Q: gl.constexpr, SINKS: gl.constexpr, layout: gl.constexpr):
+def _begun(sinks_ptr, t, T, BLOCK_Q: gl.constexpr, SINKS: gl.constexpr, BOUNDED: gl.constexpr, layout: gl.constexpr):
     """Maximum and denominator of a tile before its first entry."""
-    top = gl.full([ROWS_EACH], float("-inf"), gl.float32, layout)
+    top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, layout)
     total = gl.zeros([ROWS_EACH], gl.float32, layout)
     if SINKS:
         top = gl.zeros([ROWS_EACH], gl.float32, layout) + gl.load(sinks_ptr + t // ((T + BLOCK_Q - 1) // BLOCK_Q)) * LOG2E
@@ -114,13 +113,14 @@ def _weighted(p, vs, v_full, at, acc, more, BLOCK_K: gl.constexpr, V: gl.constex
 
 
 @gluon.jit
-def _finish(acc, top, total, t, staging, out_desc, lse_ptr, T, W: gl.constexpr, H: gl.constexpr, V: gl.constexpr, BLOCK_Q: gl.constexpr):
+def _finish(acc, top, total, t, staging, out_desc, lse_ptr, T, W: gl.constexpr, H: gl.constexpr, V: gl.constexpr, BLOCK_Q: gl.constexpr,
+            BOUNDED: gl.constexpr):
     """out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key."""
     layout: gl.constexpr = acc.type.layout
     b, h, row = _place(t, T, H, BLOCK_Q)
     row += W * ROWS_EACH
     rows = row + gl.arange(0, ROWS_EACH, top.type.layout)  # [64]
-    some = top > float("-inf")  # [64]
+    some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
     total = gl.where(some, total, 1.0)
     lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
     gl.store(lse_ptr + gl.to_tensor(b * H + h).to(gl.int64) * T + rows, lse, mask=rows < T)
@@ -145,6 +145,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
     qs, ks, vs = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     dtype: gl.constexpr = qs.index(0).dtype
+    BOUNDED: gl.constexpr = CAP > 0 and MULTIPLIER <= BOUND and not SINKS and dtype == gl.bfloat16
     if W == CONSUMERS - 1:
         _give_turn(0)
     # The first entry. Nothing is weighted under its softmax.
@@ -153,10 +154,10 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
     mbarrier.wait(k_full.index(0), 0)
     qk = warpgroup_mma_wait(0, deps=[_scores(qs.index(W).reshape([ROWS_EACH, D]), ks, 0, BLOCK_K, D, NUM_STAGES)])
     mbarrier.arrive(k_empty.index(0), count=1)
-    top, total = _begun(sinks_ptr, t, T, BLOCK_Q, SINKS, of_rows)
+    top, total = _begun(sinks_ptr, t, T, BLOCK_Q, SINKS, BOUNDED, of_rows)
     weights, alpha, top, total = _weights(
         qk, top, total, (t, lo, part, hi, away), lo, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W, H, BLOCK_Q, BLOCK_K, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
-        RIGHT, BITS)
+        RIGHT, BITS, BOUNDED)
     p = gl.convert_layout(weights.to(dtype), weights_layout)
     acc = gl.zeros([ROWS_EACH, V], gl.float32, layout)
     # The others: scores of entry `i` of tile `t`, the tile number `r` of the program, and values of the entry before it, which may be of the tile before.
@@ -174,7 +175,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
         ended_top, ended_total = top, total
         if is_first:
             next_t, next_lo, next_part, next_hi, next_away = _record(schedule_ptr, r + 1)
-            top, total = _begun(sinks_ptr, t, T, BLOCK_Q, SINKS, of_rows)
+            top, total = _begun(sinks_ptr, t, T, BLOCK_Q, SINKS, BOUNDED, of_rows)
             mbarrier.arrive(q_empty.index((r + 1) % QUERY_PLACES * CONSUMERS + W), count=1)  # of the tile before
             mbarrier.wait(q_full.index(place), (r // QUERY_PLACES) & 1)
         mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
@@ -186,7 +187,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
         mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
         weights, alpha, top, total = _weights(
             qk, top, total, (t, lo, part, hi, away), i, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W, H, BLOCK_Q, BLOCK_K, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
-            RIGHT, BITS)
+            RIGHT, BITS, BOUNDED)
         # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch that
         # changes the weights.
         if T < 0:
@@ -195,10 +196,11 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
         mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
         p = gl.convert_layout(weights.to(dtype), weights_layout)
         if is_first:
-            _finish(acc, ended_top, ended_total, before, staging, out_desc, lse_ptr, T, W, H, V, BLOCK_Q)
+            _finish(acc, ended_top, ended_total, before, staging, out_desc, lse_ptr, T, W, H, V, BLOCK_Q, BOUNDED)
             before = t + 0
         # Of a new tile, what remains of the last one is not added to.
-        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
+        if not BOUNDED:
+            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
         more = i > lo
         at += 1
         i += 1
@@ -209,7 +211,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
             r += 1
     acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, at - 1, acc, more, BLOCK_K, V, NUM_STAGES)])
     mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
-    _finish(acc, top, total, before, staging, out_desc, lse_ptr, T, W, H, V, BLOCK_Q)
+    _finish(acc, top, total, before, staging, out_desc, lse_ptr, T, W, H, V, BLOCK_Q, BOUNDED)
     tma.store_wait(0)
 
 

@@ -1,5 +1,5 @@
-"""Which program of Hopper's forward kernel takes which tiles of queries, and in which order: decided on the host, so that no program waits for
-another one to say it, and the last ones end together."""
+"""Which program of Hopper's forward kernel takes which tiles of queries, and in which order: decided on the host where it knows what tiles see, so that
+the last programs end together."""
 
 import functools
 import heapq
@@ -11,15 +11,13 @@ _OWN = 1.0
 
 
 @functools.lru_cache(maxsize=256)
-def schedule(rows: int, queries: int, keys: int, offset: int, left: int, right: int, block_q: int, block_k: int, group: int, programs: int, ragged: bool = False) -> np.ndarray:  # fmt: skip
+def schedule(rows: int, queries: int, keys: int, offset: int, left: int, right: int, block_q: int, block_k: int, group: int, programs: int) -> np.ndarray:  # fmt: skip
     """The tiles of each program, int32 `[most + 1, programs]`, and -1 behind its last. Tile `m` of queries of row `r` of `rows`, of batch times
     heads, is number `r * tiles + m`.
 
     Rows run in groups of `group`, few enough for the cache; in a group the tiles with the most keys (`left` and `right` of a query, -1 for all)
-    run first, each on the program that is free first. `ragged`: which keys a tile sees is known on the device only. Then the tiles of the same queries
-    of all rows run together, the last ones first: programs have like tiles at a time."""
+    run first, each on the program that is free first."""
     tiles = -(-queries // block_q)
-    group = rows if ragged else group
     number = np.arange(tiles * rows)
     first_row = number // (tiles * group) * group
     inside, width = number % (tiles * group), np.minimum(rows - first_row, group)
@@ -31,8 +29,7 @@ def schedule(rows: int, queries: int, keys: int, offset: int, left: int, right: 
         low = np.maximum(begin - left, 0) // block_k
     if right >= 0:
         high = np.minimum(high, -(-np.maximum(end + right, 0) // block_k))
-    cost = tiles + tile if ragged else np.maximum(high - low, 1) + _OWN
-    table = dealt((row * tiles + tile)[None], cost, programs)[..., 0]
+    table = dealt((row * tiles + tile)[None], np.maximum(high - low, 1) + _OWN, programs)[..., 0]
     table.setflags(write=False)
     return table
 

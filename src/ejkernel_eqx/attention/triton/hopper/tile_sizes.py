@@ -64,7 +64,9 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
             if not _cuts_blocks(q, k, problem)
         ]
     sizes = list(_TILES[padded_width(problem)])
-    if problem.flag("segments"):  # beside which three consumers would spill
+    window: Any = problem.flag("window") or (None, None)
+    if problem.flag("segments") or problem.flag("soft_cap") or window[0] is not None:
+        # Beside segments three consumers would spill, beside the others they were measured to be slower.
         sizes.sort(key=lambda size: size[0])
     elif len(sizes) > 1:
         sizes.sort(key=lambda size: _time_of(size, problem, programs))
@@ -104,8 +106,6 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
     if _listed(problem):
         return _lists_not_chosen(problem, device)
     width, is_masked = padded_width(problem), problem.flag("window") is not None
-    if width == 64 and problem.flag("segments"):
-        return "was measured to be slower with segments at head dims up to 64"
     if width == 64 and is_masked and problem.flag("soft_cap"):
         return "was measured to be slower with a mask and a soft cap at head dims up to 64"
     if is_masked and _time_of((128, 128, 1), problem, multiprocessors(device)) < _LEAST_TIME[width]:

@@ -1,0 +1,74 @@
+"""The bounds of `tile_table.key_tile_table` in one launch: its dozen array operations would take as long as short attention does."""
+
+import triton
+import triton.language as tl
+
+_CHUNK = tl.constexpr(16)
+"""Tiles of keys that are looked at together."""
+_FAR = tl.constexpr(2**31 - 1)
+
+
+# fmt: off
+@triton.jit
+def key_bounds_kernel(
+    q_segments_ptr, marks_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S rounded up to whole tiles]
+    T, S, offset,
+    tiles_ptr, no_taken_ptr,  # [B, tiles of queries, 4], [1]: 0
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MOST: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+):
+    """A program for each tile of queries; `MOST`: their number, rounded up to a power of two."""
+    tiles, count = tl.cdiv(T, BLOCK_Q), tl.cdiv(S, BLOCK_K)
+    b, m = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    each = tl.arange(0, MOST)
+    row = m * BLOCK_Q + each  # [MOST]
+    inside = (each < BLOCK_Q) & (row < T)  # [MOST]
+    # The keys that the first query sees to the last one, and those that all of them see, by ranges.
+    if ROWS:
+        start = tl.load(start_ptr + b * T + row, mask=inside, other=0)  # [MOST]
+        end = tl.load(end_ptr + b * T + row, mask=inside, other=0)  # [MOST]
+    else:
+        start = row * 0
+        end = row * 0 + S
+        if LEFT >= 0:
+            start = tl.minimum(tl.maximum(row + (offset - LEFT), 0), S)
+        if RIGHT >= 0:
+            end = tl.minimum(tl.maximum(row + (offset + RIGHT + 1), 0), S)
+    some = inside & (start < end)  # [MOST]
+    first = tl.min(tl.where(some, start, _FAR), 0)
+    last = tl.max(tl.where(some, end, 0), 0)
+    latest = tl.max(tl.where(inside, start, 0), 0)
+    earliest = tl.min(tl.where(inside, tl.where(start < end, end, 0), _FAR), 0)
+    q_low, q_high, alike = 0, 0, True
+    if SEGMENTS:
+        segment = tl.load(q_segments_ptr + b * T + row, mask=inside, other=-1)  # [MOST]
+        q_low = tl.min(tl.where(segment >= 0, segment, _FAR), 0)
+        q_high = tl.max(segment, 0)
+        alike = tl.min(tl.where(inside, segment, _FAR), 0) == q_high
+    lo, hi, whole_lo, whole_hi = count, 0, count, count
+    for c in range(0, tl.cdiv(count, _CHUNK)):
+        n = c * _CHUNK + tl.arange(0, _CHUNK)  # [_CHUNK]
+        touched = (first < n * BLOCK_K + BLOCK_K) & (last > n * BLOCK_K)  # [_CHUNK]
+        whole = (latest <= n * BLOCK_K) & (earliest >= n * BLOCK_K + BLOCK_K)  # [_CHUNK]
+        if SEGMENTS:
+            j = n[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [_CHUNK, BLOCK_K]
+            mark = tl.load(marks_ptr + b * (count * BLOCK_K) + j, mask=j < S, other=-1)  # [_CHUNK, BLOCK_K]
+            k_low = tl.min(tl.where(mark >= 0, mark, _FAR), 1)  # [_CHUNK]
+            k_high = tl.max(mark, 1)  # [_CHUNK]
+            lowest = tl.min(tl.where(j < S, mark, _FAR), 1)  # [_CHUNK]
+            touched = touched & (q_low <= k_high) & (k_low <= q_high)
+            whole = whole & alike & (lowest == k_high) & (q_low == k_low)
+        touched = touched & (n < count)
+        whole = whole & touched
+        lo = tl.minimum(lo, tl.min(tl.where(touched, n, count), 0))
+        hi = tl.maximum(hi, tl.max(tl.where(touched, n + 1, 0), 0))
+        whole_lo = tl.minimum(whole_lo, tl.min(tl.where(whole, n, count), 0))
+        whole_hi = tl.minimum(whole_hi, tl.min(tl.where((n > whole_lo) & (whole == 0), n, count), 0))
+    whole_lo = tl.minimum(whole_lo, hi)
+    record = tiles_ptr + tl.program_id(0) * 4
+    tl.store(record, tl.minimum(lo, hi))
+    tl.store(record + 1, whole_lo)
+    tl.store(record + 2, tl.minimum(tl.maximum(whole_hi, whole_lo), hi))
+    tl.store(record + 3, hi)
+    if tl.program_id(0) == 0:
+        tl.store(no_taken_ptr, 0)

@@ -1,0 +1,80 @@
+"""What happens to a tile of scores in Hopper's forward kernels, and to values of keys that no query sees."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ..tile import tanh
+from .mail import _least
+
+BOUND = gl.constexpr(80.0)
+"""Scores in units of log2 up to which no maximum is needed in bfloat16: weights and their sums over all keys stay between 2^-126 and 2^127."""
+
+
+# fmt: off
+@gluon.jit
+def _visible(s, row, first, T, S, offset, limits, marks_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr,
+             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, APART: gl.constexpr):
+    """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden; and whether no query at all sees one of
+    the keys, as `marks_ptr` says."""
+    layout: gl.constexpr = s.type.layout
+    start, end, q_segment = limits
+    i = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)  # [64, 1]
+    columns = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))  # [BLOCK_K]
+    j = gl.expand_dims(columns, 0)  # [1, BLOCK_K]
+    unseen = False
+    if ROWS:
+        s = gl.where((j >= gl.expand_dims(start, 1)) & (j < gl.expand_dims(end, 1)), s, float("-inf"))
+    else:
+        # Where there is more than one reason to hide keys, most tiles have one of them only: they are looked at `APART`, which takes registers.
+        SEVERAL: gl.constexpr = APART and (SEGMENTS or (LEFT >= 0 and RIGHT >= 0))
+        if RIGHT >= 0:
+            if not SEVERAL or first + s.shape[1] - 1 > row + (offset + RIGHT):
+                s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
+        if LEFT >= 0:
+            if not SEVERAL or first < row + (s.shape[0] - 1 + offset - LEFT):
+                s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
+        if not EVEN_K:
+            s = gl.where(j < S, s, float("-inf"))
+    if ROWS or SEGMENTS:
+        mark = gl.load(gl.multiple_of(marks_ptr + columns, [16]))  # [BLOCK_K]
+        unseen = _least(gl.min(mark, 0)) < 0
+        if SEGMENTS:
+            s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(mark, 0), s, float("-inf"))
+    return s, unseen
+
+
+@gluon.jit
+def _clear(vs, v_full, at, marks_ptr, BLOCK_K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """Zeros for the values that were loaded as number `at` of keys that no query sees, which can be anything: 0 * NaN is NaN. All consumers write the
+    same, each before its own product."""
+    ROWS: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8] if V < 256 else [1, 32], [4, 1], [1, 0])
+    mbarrier.wait(v_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
+    v = vs.index(at % NUM_STAGES).reshape([BLOCK_K, V])
+    for n in gl.static_range(BLOCK_K // ROWS):
+        part = v.slice(n * ROWS, ROWS)
+        mark = gl.load(marks_ptr + n * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))  # [ROWS]
+        part.store(gl.where(gl.expand_dims(mark, 1) < 0, 0.0, part.load(layout)).to(v.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr):
+    return tanh(qk * (SCALE / CAP), FAST_TANH) if CAP > 0 else qk
+
+
+@gluon.jit
+def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUNDED: gl.constexpr):
+    """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel. `BOUNDED`: without a maximum,
+    and so nothing to scale: a soft cap keeps the weights far from the ends of their range."""
+    if BOUNDED:
+        p = gl.exp2(s * MULTIPLIER)  # [64, BLOCK_K]
+        return p, top, top, total + gl.sum(p, 1)
+    new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
+    shift = new_top
+    if GUARD:
+        shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
+    p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
+    alpha = gl.exp2(top - shift)  # [64]
+    return p, alpha, new_top, total * alpha + gl.sum(p, 1)
