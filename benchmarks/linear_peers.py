@@ -1,10 +1,12 @@
 """The linear-time family in PyTorch: flash-linear-attention and mamba_ssm, if installed."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks import turns
 from benchmarks.comparison import Implementation, is_installed
 from benchmarks.linear_problems import Inputs, LinearProblem
 from benchmarks.measure import torch_work
@@ -14,11 +16,13 @@ Tensors = dict[str, Any]
 
 
 class Peer(NamedTuple):
-    """An implementation of a member: a function of the tensors by name that returns the output."""
+    """An implementation of a member: a function of the tensors by name that returns the output. It takes the `swapped` ones, and gives the output
+    if any is, with tokens last, as in the layers that it is for."""
 
     name: str
     package: str
     run: Callable[[Tensors], Any]
+    swapped: tuple[str, ...] = ()
 
 
 def _gla(x: Tensors) -> Any:
@@ -66,6 +70,13 @@ def _ssd(chunk_size: int) -> Callable[[Tensors], Any]:
     return run
 
 
+def _scan(x: Tensors) -> Any:
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    named = {"u": x["x"], "delta": x["dt"], "delta_bias": x["dt_bias"], "D": x["D"]}
+    return selective_scan_fn(**named, A=x["A"], B=x["B"], C=x["C"], z=x["z"], delta_softplus=True)
+
+
 PEERS: dict[str, tuple[Peer, ...]] = {
     "GLA": (Peer("fla", "fla", _gla),),
     "lightning": (Peer("fla", "fla", _lightning),),
@@ -76,6 +87,8 @@ PEERS: dict[str, tuple[Peer, ...]] = {
         Peer("mamba_ssm, chunk 256", "mamba_ssm", _ssd(256)),
         Peer("mamba_ssm, chunk 128", "mamba_ssm", _ssd(128)),
     ),
+    # In CUDA: a build of mamba_ssm for Triton alone lacks it.
+    "selective scan": (Peer("mamba_ssm", "mamba_ssm", _scan, ("x", "dt", "B", "C", "z")),),
 }
 
 
@@ -95,19 +108,46 @@ def peers_of(problem: LinearProblem) -> Iterator[Peer]:
             yield peer
 
 
+_MANY = 12
+
+
+@functools.cache
+def tune_briefly() -> None:
+    """Makes peers take short samples when they tune themselves, and leaves out configurations of one and eight warps, and of one and of more than
+    three stages, of kernels with a dozen and more: none of those was ever the fastest."""
+    import triton.testing
+    from triton.runtime.autotuner import Autotuner
+
+    prune, bench = Autotuner.prune_configs, triton.testing.do_bench
+
+    def fewer(self: Any, kwargs: Any) -> Any:
+        found = prune(self, kwargs)
+        usual = [c for c in found if c.num_warps in (2, 4) and c.num_stages in (2, 3)]
+        return usual or found if len(found) >= _MANY else found
+
+    def briefly(function: Any, *args: Any, warmup: int = 0, rep: int = 0, **kwargs: Any) -> Any:
+        return bench(function, *args, warmup=3, rep=12, **kwargs)
+
+    Autotuner.prune_configs = fewer  # type: ignore[method-assign]
+    triton.testing.do_bench = briefly
+
+
 def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
     """Computes once, on the same data."""
     import torch
 
     jax.block_until_ready(sets)
 
+    names = tuple(sets[0].learned)
+    swapped = {*peer.swapped, "out"} if peer.swapped else set()
+
     def tensors(inputs: Inputs) -> tuple[Any, ...]:
+        named = {**inputs.learned, "out": inputs.cotangent}
+        given = {name: torch.from_dlpack(x) for name, x in named.items()}
         *learned, cotangent = (
-            torch.from_dlpack(x).clone() for x in (*inputs.learned.values(), inputs.cotangent)
+            x.transpose(1, 2).contiguous() if name in swapped else x.clone() for name, x in given.items()
         )
         return (*(x.requires_grad_(backward) for x in learned), cotangent)
-
-    names = tuple(sets[0].learned)
 
     def run(*given: Any) -> tuple[Any, ...]:
         *learned, cotangent = given
@@ -115,6 +155,8 @@ def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
         return torch.autograd.grad(out, learned, cotangent) if backward else (out,)
 
     torch_sets = [tensors(inputs) for inputs in sets]
+    if turns.are_shared():
+        tune_briefly()
     run(*torch_sets[0])  # it tunes itself, which may need more memory
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -123,9 +165,12 @@ def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
     torch.cuda.synchronize()
     outputs = sum(x.numel() * x.element_size() for x in found)
     temporary = torch.cuda.max_memory_allocated() - before - outputs
-    results = [jax.numpy.from_dlpack(x.detach().contiguous()) for x in found]
+    results = {
+        name: jax.numpy.from_dlpack((x.transpose(1, 2) if name in swapped else x).detach().contiguous())
+        for name, x in zip(names if backward else ("out",), found)
+    }
     return Prepared(
-        dict(zip(names if backward else ("out",), results)),
+        results,
         lambda runs: torch_work(run, torch_sets, runs),
         temporary_bytes=temporary,
     )
