@@ -1,4 +1,5 @@
-"""The linear-time family and its peers in one run: a process for each member, as `linear.py` for it alone; they compile at once and take turns on the device.
+"""The linear-time family and its peers in one run: a process for each member, as `linear.py` for it alone. They compile at once and take turns on the
+device.
 
     python benchmarks/linear_members.py --json linear.json
     python benchmarks/linear_members.py --problems 'B4 T4096|T65536' --time-limit 120 --json linear.json
@@ -61,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = pathlib.Path(name)
         environment = {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            **os.environ,
             turns.VARIABLE: str(folder / "turn"),
+            **os.environ,
         }
         script = str(pathlib.Path(linear.__file__))
         workers = []

@@ -113,8 +113,8 @@ _MANY = 12
 
 @functools.cache
 def tune_briefly() -> None:
-    """Makes peers take short samples when they tune themselves, and leaves out configurations of one and eight warps, and of one and of more than
-    three stages, of kernels with a dozen and more: none of those was ever the fastest."""
+    """Makes peers take short samples when they tune themselves and, of kernels with a dozen configurations and more, only those of two or four warps
+    and two or three stages."""
     import triton.testing
     from triton.runtime.autotuner import Autotuner
 
