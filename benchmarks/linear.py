@@ -145,6 +145,8 @@ def least_bytes(inputs: Inputs, direction: str) -> int:
 
 def measure(problem: LinearProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction. In turns with other processes that measure on the device."""
+    if options.torch:
+        peers.load(peers.peers_of(problem))
     make = jax.jit(functools.partial(problems.make_inputs, problem)).lower(0).compile()
     with turns.held():
         yield from _measure(problem, input_sets(make), options)

@@ -70,6 +70,8 @@ def run_peers(problem: LinearProblem, direction: str) -> None:
         return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="cuda")
 
     for peer in peers.peers_of(problem):
+        if not peer.is_triton:
+            continue
         backward = direction != "forward"
         learned = {name: empty(x).requires_grad_(backward) for name, x in inputs.learned.items()}
         out = peer.run(learned)
