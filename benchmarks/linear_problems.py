@@ -254,8 +254,10 @@ def _in_segments(problem: LinearProblem, learned: Arrays, block: int) -> tuple[A
     unit = jnp.eye(problem.D) if problem.member in _DELTA else jnp.ones(())
     passed = plain(nothing, jnp.broadcast_to(unit, state_shape(each)), block)[1]
     local = plain(tokens, _no_state(each), block)[1]
-    ends = [jnp.moveaxis(x.reshape(problem.B, segments, *x.shape[1:]), 1, 0) for x in (local, passed)]
-    last, before = lax.scan(join, _no_state(problem), tuple(ends))
+    local, passed = (
+        jnp.moveaxis(x.reshape(problem.B, segments, *x.shape[1:]), 1, 0) for x in (local, passed)
+    )
+    last, before = lax.scan(join, _no_state(problem), (local, passed))
     out, _ = plain(tokens, jnp.moveaxis(before, 0, 1).reshape(state_shape(each)), block)
     return out.reshape(problem.B, -1, *out.shape[2:]), last
 
