@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from benchmarks import command, comparison
+from benchmarks import command, comparison, turns
 from benchmarks import linear_peers as peers
 from benchmarks import linear_problems as problems
 from benchmarks.comparison import Implementation
@@ -144,8 +144,17 @@ def least_bytes(inputs: Inputs, direction: str) -> int:
 
 
 def measure(problem: LinearProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of a problem, by direction."""
-    sets = input_sets(functools.partial(problems.make_inputs, problem))
+    """The rows of a problem, by direction. In turns with other processes that measure on the device."""
+    if options.torch:
+        peers.load(peers.peers_of(problem))
+    make = jax.jit(functools.partial(problems.make_inputs, problem)).lower(0).compile()
+    with turns.held():
+        yield from _measure(problem, input_sets(make), options)
+
+
+def _measure(
+    problem: LinearProblem, sets: Sequence[Inputs], options: argparse.Namespace
+) -> Iterator[list[Row]]:
     expected = problems.expected_results(problem, sets[0])
 
     def check(row: Row, results: Arrays) -> str | None:

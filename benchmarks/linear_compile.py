@@ -23,6 +23,7 @@ import jax
 
 from benchmarks import linear_peers as peers
 from benchmarks import linear_problems as problems
+from benchmarks import turns
 from benchmarks.linear_problems import LinearProblem
 from benchmarks.prepare import DIRECTIONS, FAILURES
 
@@ -45,6 +46,7 @@ def compile_only(process: int, processes: int) -> None:
     def tune(self: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal tuning
         self.nargs = dict(zip(self.arg_names, args))
+        self.best_config = self.configs[0]  # some ask for it after the launch
         for config in self.prune_configs(kwargs):
             if is_mine():
                 tuning = True
@@ -68,6 +70,8 @@ def run_peers(problem: LinearProblem, direction: str) -> None:
         return torch.empty(x.shape, dtype=getattr(torch, str(x.dtype)), device="cuda")
 
     for peer in peers.peers_of(problem):
+        if not peer.is_triton:
+            continue
         backward = direction != "forward"
         learned = {name: empty(x).requires_grad_(backward) for name, x in inputs.learned.items()}
         out = peer.run(learned)
@@ -99,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             subprocess.Popen([*command, f"--process={i}"], env=environment) for i in range(options.processes)
         ]
         return max(worker.wait() for worker in workers)
+    if turns.are_shared():
+        peers.tune_briefly()
     compile_only(options.process, options.processes)
     for direction in options.directions.split(","):
         for problem in problems.ANCHORS + problems.LONG:

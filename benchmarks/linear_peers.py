@@ -1,10 +1,13 @@
 """The linear-time family in PyTorch: flash-linear-attention and mamba_ssm, if installed."""
 
+import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks import turns
 from benchmarks.comparison import Implementation, is_installed
 from benchmarks.linear_problems import Inputs, LinearProblem
 from benchmarks.measure import torch_work
@@ -12,13 +15,22 @@ from benchmarks.prepare import Prepared
 
 Tensors = dict[str, Any]
 
+_SCAN = "selective_scan_cuda"
+"""The part of mamba_ssm in CUDA, which a build for Triton alone lacks."""
+
 
 class Peer(NamedTuple):
-    """An implementation of a member: a function of the tensors by name that returns the output."""
+    """An implementation of a member: a function of the tensors by name that returns the output. It takes the `swapped` ones, and gives the output
+    if any is, with tokens last, as in the layers that it is for."""
 
     name: str
     package: str
     run: Callable[[Tensors], Any]
+    swapped: tuple[str, ...] = ()
+
+    @property
+    def is_triton(self) -> bool:
+        return self.package != _SCAN
 
 
 def _gla(x: Tensors) -> Any:
@@ -66,20 +78,37 @@ def _ssd(chunk_size: int) -> Callable[[Tensors], Any]:
     return run
 
 
+def _scan(x: Tensors) -> Any:
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    named = {"u": x["x"], "delta": x["dt"], "delta_bias": x["dt_bias"], "D": x["D"]}
+    return selective_scan_fn(**named, A=x["A"], B=x["B"], C=x["C"], z=x["z"], delta_softplus=True)
+
+
+# Of several, the first is the fastest forward at the anchors.
 PEERS: dict[str, tuple[Peer, ...]] = {
     "GLA": (Peer("fla", "fla", _gla),),
     "lightning": (Peer("fla", "fla", _lightning),),
     "scalar decay": (Peer("fla", "fla", _scalar_decay),),
-    "KDA": (Peer("fla", "fla", _kda), Peer("fla, g >= -5", "fla", _kda_bounded)),
+    "KDA": (Peer("fla, g >= -5", "fla", _kda_bounded), Peer("fla", "fla", _kda)),
     "gated delta rule": (Peer("fla", "fla", _gated_delta),),
     "SSD": (
         Peer("mamba_ssm, chunk 256", "mamba_ssm", _ssd(256)),
         Peer("mamba_ssm, chunk 128", "mamba_ssm", _ssd(128)),
     ),
+    "selective scan": (Peer("mamba_ssm", _SCAN, _scan, ("x", "dt", "B", "C", "z")),),
 }
 
 
-PACKAGES = ("torch", "fla", "mamba_ssm")
+_MODULES = {
+    "fla": "fla.ops",
+    "mamba_ssm": "mamba_ssm.ops.triton.ssd_combined",
+    _SCAN: "mamba_ssm.ops.selective_scan_interface",
+}
+_USUAL = 4096
+
+
+PACKAGES = ("torch", "fla", "mamba_ssm", _SCAN)
 
 
 def missing() -> list[str]:
@@ -88,11 +117,43 @@ def missing() -> list[str]:
 
 
 def peers_of(problem: LinearProblem) -> Iterator[Peer]:
-    """The installed peers that support many tokens of this member."""
+    """The installed peers that support many tokens of this member; of longer rows than the anchors', one of each package, the first."""
     absent = missing()
+    found: set[str] = set()
     for peer in () if problem.is_step or "torch" in absent else PEERS.get(problem.member, ()):
-        if peer.package not in absent:
+        if peer.package not in absent and not (problem.T > _USUAL and peer.package in found):
+            found.add(peer.package)
             yield peer
+
+
+def load(peers: Iterable[Peer]) -> None:
+    """Imports their packages, which takes seconds."""
+    for peer in peers:
+        importlib.import_module(_MODULES[peer.package])
+
+
+_MANY = 12
+
+
+@functools.cache
+def tune_briefly() -> None:
+    """Makes peers take short samples when they tune themselves and, of kernels with a dozen configurations and more, only those of two or four warps
+    and two or three stages."""
+    import triton.testing
+    from triton.runtime.autotuner import Autotuner
+
+    prune, bench = Autotuner.prune_configs, triton.testing.do_bench
+
+    def fewer(self: Any, kwargs: Any) -> Any:
+        found = prune(self, kwargs)
+        usual = [c for c in found if c.num_warps in (2, 4) and c.num_stages in (2, 3)]
+        return usual or found if len(found) >= _MANY else found
+
+    def briefly(function: Any, *args: Any, warmup: int = 0, rep: int = 0, **kwargs: Any) -> Any:
+        return bench(function, *args, warmup=1, rep=5, **kwargs)
+
+    Autotuner.prune_configs = fewer  # type: ignore[method-assign]
+    triton.testing.do_bench = briefly
 
 
 def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
@@ -101,13 +162,16 @@ def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
 
     jax.block_until_ready(sets)
 
+    names = tuple(sets[0].learned)
+    swapped = {*peer.swapped, "out"} if peer.swapped else set()
+
     def tensors(inputs: Inputs) -> tuple[Any, ...]:
+        named = {**inputs.learned, "out": inputs.cotangent}
+        given = {name: torch.from_dlpack(x) for name, x in named.items()}
         *learned, cotangent = (
-            torch.from_dlpack(x).clone() for x in (*inputs.learned.values(), inputs.cotangent)
+            x.transpose(1, 2).contiguous() if name in swapped else x.clone() for name, x in given.items()
         )
         return (*(x.requires_grad_(backward) for x in learned), cotangent)
-
-    names = tuple(sets[0].learned)
 
     def run(*given: Any) -> tuple[Any, ...]:
         *learned, cotangent = given
@@ -115,6 +179,8 @@ def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
         return torch.autograd.grad(out, learned, cotangent) if backward else (out,)
 
     torch_sets = [tensors(inputs) for inputs in sets]
+    if turns.are_shared():
+        tune_briefly()
     run(*torch_sets[0])  # it tunes itself, which may need more memory
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -123,9 +189,12 @@ def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
     torch.cuda.synchronize()
     outputs = sum(x.numel() * x.element_size() for x in found)
     temporary = torch.cuda.max_memory_allocated() - before - outputs
-    results = [jax.numpy.from_dlpack(x.detach().contiguous()) for x in found]
+    results = {
+        name: jax.numpy.from_dlpack((x.transpose(1, 2) if name in swapped else x).detach().contiguous())
+        for name, x in zip(names if backward else ("out",), found)
+    }
     return Prepared(
-        dict(zip(names if backward else ("out",), results)),
+        results,
         lambda runs: torch_work(run, torch_sets, runs),
         temporary_bytes=temporary,
     )

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 
-from benchmarks import command, comparison, linear_peers, report
+from benchmarks import command, comparison, linear_peers, report, turns
 from benchmarks import pooling_peers as peers
 from benchmarks import pooling_problems as problems
 from benchmarks.comparison import Implementation
@@ -79,7 +79,12 @@ def least_bytes(inputs: Inputs, direction: str) -> int:
 
 
 def measure(problem: PoolProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of a problem, by direction."""
+    """The rows of a problem, by direction. In turns with other processes that measure on the device."""
+    with turns.held():
+        yield from _measure(problem, options)
+
+
+def _measure(problem: PoolProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
     sets = input_sets(functools.partial(problems.make_inputs, problem))
     expected = problems.expected_results(problem, sets[0])
 

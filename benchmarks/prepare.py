@@ -10,6 +10,7 @@ import jax
 from jax import Array
 
 import ejkernel_eqx as ejx
+from benchmarks import turns
 from benchmarks.measure import input_set_count, JaxWork, repeated, time_whole, Work
 from ejkernel_eqx.dispatch import on_selection, Selection, to_json
 
@@ -142,7 +143,7 @@ def input_sets(make: Callable[[int], I]) -> list[I]:
 def compiled(program: Callable[[int], Any]) -> tuple[Any, Selection | None, int | None]:
     """For a function that compiles a program of so many runs: the program of one run, its selection, and its temporary memory."""
     found: list[Selection] = []
-    with on_selection(found.append, found.remove):
+    with on_selection(found.append, found.remove), turns.released():
         once = program(1)
     memory = once.memory_analysis()
     return once, found[0] if found else None, None if memory is None else memory.temp_size_in_bytes

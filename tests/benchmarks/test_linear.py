@@ -101,7 +101,7 @@ def test_names_and_sizes():
     names = [problem.name for problem in every]
     assert len(set(names)) == len(names)
     assert {p.member for p in linear_problems.ANCHORS} == set(linear_problems.MEMBERS)
-    assert set(linear_peers.PEERS) < set(linear_problems.MEMBERS)
+    assert set(linear_peers.PEERS) == set(linear_problems.MEMBERS)
     for problem in linear_problems.STEPS:
         assert problem.B >= 64 and 4 * math.prod(linear_problems.state_shape(problem)) >= 64 * 2**20
 
@@ -112,6 +112,21 @@ def test_blocks_change_nothing():
     start = jnp.ones(linear_problems.state_shape(problem))
     whole, blocks = (member.plain(inputs.learned, start, block) for block in (0, 16))
     assert all(jnp.array_equal(a, b) for a, b in zip(whole, blocks))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("problem", linear_problems.TINY[:7], ids=lambda p: p.name)
+def test_segments_side_by_side_and_some_heads_are_the_whole(monkeypatch, problem):
+    """The reference of long rows."""
+    monkeypatch.setattr(linear_problems, "_SEGMENT", 16)
+    monkeypatch.setattr(linear_problems, "_PART", 2)
+    monkeypatch.setattr(linear_problems, "_MOST_WHOLE", 0)
+    inputs = linear_problems.make_inputs(problem)
+    out, state = linear_problems.plain(problem)(inputs.learned)
+    found = linear_problems.expected_results(problem, inputs)["forward"]
+    assert found["out"].size == out.size // 2
+    _, wrong = linear_problems.errors_of(problem, "forward", {"out": out, "state": state}, {"forward": found})
+    assert wrong is None
 
 
 def test_a_state_goes_from_launch_to_launch():

@@ -12,7 +12,7 @@ from ejkernel_eqx.dispatch.device import shared_memory_limit
 from ejkernel_eqx.launch import compile_ahead, Launch
 from ejkernel_eqx.recurrence.core import problem_of
 from ejkernel_eqx.recurrence.example import example_problem
-from ejkernel_eqx.recurrence.spec import CONSTANT, RecurrenceArrays, RecurrenceSpec, SCALAR
+from ejkernel_eqx.recurrence.spec import CONSTANT, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR
 
 pytest.importorskip("triton")
 from ejkernel_eqx.recurrence.triton import compiled as triton
@@ -54,7 +54,9 @@ def request(member: str, dim: int, dtype: str) -> tuple[RecurrenceArrays, Recurr
     return arrays, RecurrenceSpec(0.1, SCALAR)
 
 
-def launches_of(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any) -> dict[str, Launch]:
+def launches_of(
+    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any, backward: bool = True
+) -> dict[str, Launch]:
     """What forward and backward would launch; nothing is run."""
     found = {}
 
@@ -64,6 +66,8 @@ def launches_of(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any) -> 
 
     def both(arrays):
         results = dict(triton.forward(arrays, spec, config, execute=record))
+        if not backward:
+            return results
         out, final = results.pop("out"), results.pop("final_state")
         return triton.backward(
             arrays, spec, config, results, {"out": out, "final_state": final}, execute=record
@@ -142,6 +146,22 @@ def test_defaults_fit(target, member, dim, dtype):
         )
         if most_spills is not None:
             assert report.spills <= most_spills.get(name.removesuffix("_kernel"), 0), (name, report, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_scores_of_a_key_decay_need_not_spill(target):
+    problem = example_problem(
+        "kernel_delta_attention", {"B": 1, "T": 4096, "H": 16, "D": 128}, "bfloat16", {}
+    )
+    tile = Tile(32, 64, 4, 1)
+    config = next(x for x in triton.candidates(problem, DEVICES[target]) if x.scores == tile)
+    shape = lambda *sizes: jax.ShapeDtypeStruct((1, 4096, 16, *sizes), jnp.bfloat16)
+    arrays = RecurrenceArrays(*(shape(128) for _ in "qkv"), g=shape(128), beta=shape())
+    launch = launches_of(arrays, RecurrenceSpec(0.1, KEY, delta=True), config, backward=False)[
+        "delta_key_scores_kernel"
+    ]
+    assert compile_ahead(launch, target).spills == 0
 
 
 def test_candidates_begin_with_the_heuristic_and_differ():
