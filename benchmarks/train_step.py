@@ -108,7 +108,7 @@ def make_variant(name: str, options: argparse.Namespace, state: Any, tokens: Any
         return state, (loss, jnp.sqrt(sum(jnp.sum(g * g) for g in gradients)))
 
     start = time.perf_counter()
-    program = jax.jit(step, donate_argnums=0).lower(state, tokens).compile()
+    program = jax.jit(step, donate_argnums=0).lower(state, tokens).compile(train_lm.compiler_options())
     return Variant(name, program, time.perf_counter() - start)
 
 
