@@ -35,6 +35,10 @@ HYBRIDS = {name: ",".join([name] * 3 + ["attention"]) for name in ("gated_deltan
 LOSS_BOUND = 0.05  # of the first losses, which differ by the random weights and tokens
 
 
+class PeerFailed(RuntimeError):
+    """The process of a peer ended early."""
+
+
 class Torch:
     """The process that times PyTorch's steps."""
 
@@ -62,7 +66,7 @@ class Torch:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"train_step_torch.py ended with {self._process.wait()}; its output says why")
+            raise PeerFailed(f"train_step_torch.py ended with {self._process.wait()}; its output says why")
         return json.loads(line)
 
     def end(self) -> None:
@@ -179,9 +183,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         variants.append([train_step.compiled(name, one) for name in one.variants])
         seconds = sum(variant.compile_seconds for variant in variants[-1])
         print(f"{name_of(one)}: compiled in {seconds:.1f} s", flush=True)
-    for torch in peers:  # none uses the device while others are timed
-        if torch is not None:
-            torch.wait()
+    for i, (one, torch) in enumerate(zip(options.problems, peers, strict=True)):
+        try:  # none uses the device while others are timed
+            if torch is not None:
+                torch.wait()
+        except PeerFailed as error:
+            print(f"{name_of(one)}: without PyTorch; {error}", flush=True)
+            peers[i] = None
     rows: list[dict[str, Any]] = []
     for one, mine, torch in zip(options.problems, variants, peers, strict=True):
         rows += [{"problem": name_of(one)} | row for row in measure(one, mine, torch)]
