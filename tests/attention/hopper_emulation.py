@@ -4,6 +4,7 @@ Products take place when they are awaited, as late as they may, and copies when 
 Shared memory is NaN before it is written. Layouts, and what orders memory between threads, are not emulated."""
 
 import threading
+import time
 import types
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 
 from tests.attention.hopper_protocol import Barrier, finish, LIMIT
 
-_HELPERS = """_consumer _writer _loader _hidden _scores _part _place _products _half _described _barriers_of _tiles_of program query_tiles""".split()
+_HELPERS = """_consumer _scores _part _products _half _described _barriers_of _tiles_of""".split()
+_SHARED = """_writer _loader _load _hidden _place _bounds _tell _told _hand_over _announce _return_keys query_tiles""".split()
 
 
 class Tensor(np.ndarray):
@@ -124,10 +126,11 @@ class Product:
 
 
 class Device:
-    """Runs the programs of a launch one after the other, in the order in which they are started."""
+    """Runs the programs of a launch one after the other: the first one does everything, if it does what it should. `parts`: what the kernels
+    have in common."""
 
-    def __init__(self, kernels: Any):
-        self.kernels, self.own = kernels, threading.local()
+    def __init__(self, kernels: Any, parts: Any):
+        self.kernels, self.parts, self.own = kernels, parts, threading.local()
         self.errors: list[BaseException] = []
         self.met = threading.Barrier(2)
 
@@ -138,14 +141,13 @@ class Device:
         for before, after in launch.aliases.items():
             arrays[after] = arrays[before].copy()
         named = {name: Pointer(x) for name, x in arrays.items()} | launch.scalars | launch.constants
-        kernel, self.programs = self._plain(launch.function.fn.__name__), launch.grid[0]
-        for program in range(self.programs):
-            self.program = program
+        kernel = self._plain(self.kernels, launch.function.fn.__name__)
+        for _ in range(launch.grid[0]):
             kernel(**named)
         return {name: jnp.asarray(arrays[name]) for name in launch.outputs}
 
-    def _plain(self, name: str) -> Any:
-        plain = getattr(self.kernels, name).fn
+    def _plain(self, module: Any, name: str) -> Any:
+        plain = getattr(module, name).fn
         return types.FunctionType(
             plain.__code__, plain.__globals__ | self._world(), name, plain.__defaults__, plain.__closure__
         )
@@ -153,12 +155,13 @@ class Device:
     def _world(self) -> dict[str, Any]:
         if not hasattr(self, "world"):
             language = types.SimpleNamespace(
-                minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, program_id=lambda axis: self.program, constexpr=Any,
-                num_programs=lambda axis: self.programs, static_range=range, float32=np.dtype(np.float32), int64=np.dtype(np.int64),
+                minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, constexpr=Any,
+                static_range=range, int32=np.dtype(np.int32), float32=np.dtype(np.float32), int64=np.dtype(np.int64),
                 arange=lambda a, b, layout: tensor(np.arange(a, b)), zeros=lambda shape, dtype, layout: tensor(np.zeros(shape, dtype)),
+                full=lambda shape, value, dtype, layout: tensor(np.full(shape, value, dtype)), max=lambda x, axis: int(x.max(axis)),
                 to_tensor=Number, where=_where, exp2=np.exp2, log2=np.log2, expand_dims=np.expand_dims,
                 convert_layout=lambda x, layout: x, allocate_shared_memory=_allocated, warp_specialize=self._specialised, NVMMASharedLayout=_NoLayout,
-                **dict.fromkeys("NVMMADistributedLayout DotOperandLayout SliceLayout".split(), lambda *_: None),
+                **dict.fromkeys("NVMMADistributedLayout DotOperandLayout SliceLayout BlockedLayout SwizzledSharedLayout".split(), lambda *_: None),
             )  # fmt: skip
             barriers = types.SimpleNamespace(
                 MBarrierLayout=lambda: Barriers, init=lambda b, count: b.__init__(count), wait=lambda b, parity: b.wait(parity),
@@ -171,13 +174,17 @@ class Device:
             )  # fmt: skip
             self.world = dict(
                 gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None, _meet=lambda: self.met.wait(LIMIT),
-                KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128, warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
-                _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_check_turn, _end_turn=_end_turn,
+                KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128, _claimed=_claimed,
+                warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
+                _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_await_turn, _end_turn=_end_turn,
                 tanh=lambda x, fast: np.tanh(x),
             )  # fmt: skip
             found = [name for name in _HELPERS if hasattr(self.kernels, name)]
             for name in found:
-                self.world[name] = self._plain(name)
+                self.world[name] = self._plain(self.kernels, name)
+            for name in _SHARED:
+                self.world[name] = self._plain(self.parts, name)
+            found += _SHARED
             for name in found:  # which know one another now
                 function: Any = self.world[name]
                 function.__globals__.update(self.world)
@@ -222,7 +229,7 @@ class _NoLayout:
 def _allocated(dtype: Any, shape: Any, layout: Any) -> Any:
     if layout is Barriers:
         return Barriers(Barrier(1) for _ in range(shape[0]))
-    return Shared(np.full(shape, np.nan, dtype))
+    return Shared(np.full(shape, -7 if dtype == np.int32 else np.nan, dtype))
 
 
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
@@ -237,9 +244,18 @@ def _where(seen: Any, x: Any, y: Any) -> Tensor:
     return tensor(np.where(seen, x, y).astype(dtype))
 
 
-def _check_turn(pointer: Pointer, turn: int) -> None:
-    flat = pointer.array.reshape(-1)
-    assert flat[pointer.at] == turn, "a turn that nobody before gives"
+def _claimed(pointer: Pointer) -> int:
+    claimed = int(pointer.array.reshape(-1)[pointer.at])
+    pointer.array.reshape(-1)[pointer.at] += 1
+    return claimed
+
+
+def _await_turn(pointer: Pointer, turn: int) -> None:
+    """The program's other writer may have to give it; nobody else is at work."""
+    flat, end = pointer.array.reshape(-1), time.monotonic() + LIMIT
+    while flat[pointer.at] != turn:
+        assert time.monotonic() < end, "a turn that nobody before gives"
+        time.sleep(1e-4)
 
 
 def _end_turn(pointer: Pointer, turn: int) -> None:

@@ -30,7 +30,7 @@ def gradients(
     q, k, v, width = arrays.q, arrays.k, arrays.v, padded(dim, tile_sizes.NARROWEST)
     block_k, wide = tile.block_k, width > backward_tiles.WIDEST
     count = cdiv(queries, tile.block_q)
-    turns = (batch, heads, count, 2) if wide else (batch, heads, count)
+    turns = 1 + batch * heads * count
     tiles = order = visited = None
     if arrays.rows is not None or arrays.q_segments is not None:
         # The kernel reads whole tiles. What is not seen can be anything, and 0 * NaN is NaN.
@@ -46,12 +46,12 @@ def gradients(
         hopper_wide_backward_kernel if wide else hopper_backward_kernel,
         tile,
         {
-            "turns": result(*turns, dtype=jnp.int32),
+            "turns": result(turns, dtype=jnp.int32),
             "dq": result(*q.shape),
             "dk": result_like(k),
             "dv": result_like(v),
         },
-        cdiv(keys, block_k) * batch * kv_heads,
+        min(cdiv(keys, block_k) * batch * kv_heads, backward_tiles.PROGRAMS),
         {
             "q": q, "k": k, "v": v, "do": do, "lse": jnp.pad(lse, past, constant_values=jnp.inf), "delta": jnp.pad(delta, past), "tiles": tiles,
             "order": order, "no_turns": jnp.zeros(turns, jnp.int32),

@@ -1,17 +1,11 @@
-"""Hopper's backward kernel: one program for a tile of keys, five products for each tile of queries that sees it.
+"""Hopper's backward kernel: for every tile of keys, five products for each tile of queries that sees it.
 
-A program has two groups of four warps, the consumers, each with 64 of the tile's 128 keys, of which it sums `dk` and `dv` in registers. They exchange
+A program has two groups of four warps, the consumers, each with 64 of a tile's 128 keys, of which it sums `dk` and `dv` in registers. They exchange
 their score gradients through shared memory, and each multiplies all 128 by half of the keys' channels (or of the queries): its part of `dq`. Two
-warps add those parts in device memory, one the even tiles of queries and one the odd ones; and one warp loads.
+warps add those parts in device memory, one the even steps and one the odd ones; and one warp loads."""
 
-The sum `dq` has one order: a tile of keys adds to a tile of queries after all tiles before it. A program waits only for tiles of keys before its own,
-which are those of programs that were started before it. All of them take the last queries first, of which causal masks let every key be seen: a program
-that is started with the one before it is behind by one addition, never by a tile."""
-
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -20,80 +14,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile import program, query_tiles, tanh
+from ..tile import tanh
+from .backward_parts import (
+    _announce,
+    _bounds,
+    _hand_over,
+    _hidden,
+    _loader,
+    _meet,
+    _place,
+    _return_keys,
+    _told,
+    _writer,
+    CONSUMERS,
+    WRITERS,
+)
 from .forward_kernel import _barriers_of, _described, _tiles_of
 
 KEYS_EACH = gl.constexpr(64)
-CONSUMERS = gl.constexpr(2)
-WRITERS = gl.constexpr(2)
-MEETING = gl.constexpr(8)
-"""The number of the consumers' hardware barrier; Triton uses those from 0 on."""
 
 
 # fmt: off
-@_core.builtin
-def _add(desc, at, tile, _semantic=None):
-    """Adds a tile in shared memory to device memory; not awaited. Gluon of Triton 3.7 has the operation, but no name for it."""
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, _semantic._convert_to_ir_values(at, require_i64=False),
-                                              tile.handle)
-
-
-@gluon.jit
-def _meet():
-    """Both consumers wait for one another, and for what they have stored."""
-    gl.inline_asm_elementwise("bar.sync $1, 256; mov.u32 $0, 0;", "=r,r,~{memory}", [gl.to_tensor(MEETING)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _await_turn(turn_ptr, turn):
-    """Waits until `turn` tiles of keys have been added."""
-    seen = _turns(turn_ptr)
-    while seen != turn:
-        seen = _turns(turn_ptr)
-    gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, $1;", "=r,r,~{memory}", [seen], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _turns(turn_ptr):
-    return gl.inline_asm_elementwise("ld.acquire.gpu.global.b32 $0, [$1];", "=r,l,~{memory}", [turn_ptr], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _end_turn(turn_ptr, turn):
-    """Waits until what this warp has added is in device memory, and says so. All its lanes store the same."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; fence.proxy.async; st.release.gpu.global.b32 [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r,~{memory}", [turn_ptr, turn + 1], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _hidden(s, first_key, first_query, b, T, S, offset, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, LEFT: gl.constexpr,
-            RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr):
-    """Scores `[64, BLOCK_Q]` of the keys from `first_key` and the queries from `first_query` on, minus infinity where hidden."""
-    layout: gl.constexpr = s.type.layout
-    keys = first_key + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))  # [64]
-    queries = first_query + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))  # [BLOCK_Q]
-    j = gl.expand_dims(keys, 1)
-    i = gl.expand_dims(queries, 0)
-    if ROWS:
-        start = gl.load(start_ptr + b * T + queries, mask=queries < T, other=0)
-        end = gl.load(end_ptr + b * T + queries, mask=queries < T, other=0)
-        s = gl.where((j >= gl.expand_dims(start, 0)) & (j < gl.expand_dims(end, 0)), s, float("-inf"))
-    else:
-        if RIGHT >= 0:
-            s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
-        if LEFT >= 0:
-            s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
-        if not EVEN_K:
-            s = gl.where(j < S, s, float("-inf"))
-    if SEGMENTS:
-        k_segment = gl.load(kv_segments_ptr + b * S + keys, mask=keys < S, other=-1)
-        q_segment = gl.load(q_segments_ptr + b * T + queries, mask=queries < T, other=-1)
-        q_segment = gl.where(q_segment < 0, -2, q_segment)  # padding, equal to no key's
-        s = gl.where(gl.expand_dims(k_segment, 1) == gl.expand_dims(q_segment, 0), s, float("-inf"))
-    return s
-
-
 @gluon.jit
 def _scores(rows, columns, BLOCK_Q: gl.constexpr, D: gl.constexpr):
     """The product of 64 keys (or values) by the queries (or cotangents) of a stage, `[64, BLOCK_Q]`; not awaited."""
@@ -103,10 +44,10 @@ def _scores(rows, columns, BLOCK_Q: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _part(dss, e, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
+def _part(dss, s, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
     """Adds to a consumer's part `[64, 64]` of `dq` what one consumer's 64 keys give; not awaited."""
     k = keys.index(PART).reshape([KEYS_EACH, D])
-    ds = dss.index((e & 1) * CONSUMERS + PART)
+    ds = dss.index((s & 1) * CONSUMERS + PART)
     if BLOCK_Q == 64:  # half of the channels
         dq = warpgroup_mma(ds.permute((1, 0)), k.slice(W * 64, 64, dim=1), dq, use_acc=USE, is_async=True)
     else:  # half of the queries
@@ -115,36 +56,23 @@ def _part(dss, e, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constex
 
 
 @gluon.jit
-def _place(e, span, hi, G: gl.constexpr):
-    """Head of the group and tile of queries of step `e`."""
-    if G == 1:
-        return 0, hi - 1 - e
-    return e // span, hi - 1 - e % span
-
-
-@gluon.jit
-def _consumer(buffers, barriers, out_descs, pointers, bounds, W: gl.constexpr, sizes: gl.constexpr, flags: gl.constexpr):
-    """Sums `dk` and `dv` of keys `64 W` to `64 W + 63` of the tile, and computes its part of every `dq`."""
-    ks, vs, qs, dos, lses, deltas, dss, dqs = buffers
-    kv_full, q_full, do_full, empty, dq_full, dq_empty = barriers
-    dk_desc, dv_desc = out_descs
-    q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr = pointers
-    n, b, g, lo, full_lo, full_hi, hi, T, S, offset = bounds
-    H: gl.constexpr = sizes[0]
-    K: gl.constexpr = sizes[1]
+def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_ptr, extents, W: gl.constexpr, sizes: gl.constexpr, flags: gl.constexpr):
+    """Sums `dk` and `dv` of keys `64 W` to `64 W + 63` of every tile, and computes its part of every `dq`."""
+    ks, vs, qs, dos, lses, deltas = buffers
+    kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
+    S = extents[2]
     D: gl.constexpr = sizes[2]
     BLOCK_Q: gl.constexpr = sizes[3]
-    NUM_STAGES: gl.constexpr = sizes[4]
+    BLOCK_K: gl.constexpr = sizes[4]
+    NUM_STAGES: gl.constexpr = sizes[5]
+    G: gl.constexpr = sizes[0] // sizes[1]
     SCALE: gl.constexpr = flags[0]
     MULTIPLIER: gl.constexpr = flags[1]
-    LEFT: gl.constexpr = flags[2]
-    RIGHT: gl.constexpr = flags[3]
-    ROWS: gl.constexpr = flags[4]
-    SEGMENTS: gl.constexpr = flags[5]
-    EVEN_K: gl.constexpr = flags[6]
+    HIDES: gl.constexpr = flags[2] >= 0 or flags[3] >= 0 or flags[4] or flags[5] or not flags[6]
+    # Scores a step ahead, under the storing of `dq`, pay where nothing is hidden; with a branch that hides they cost 8%.
+    AHEAD: gl.constexpr = D == 128 and not HIDES
     CAP: gl.constexpr = flags[7]
     FAST_TANH: gl.constexpr = flags[8]
-    G: gl.constexpr = H // K
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -153,130 +81,75 @@ def _consumer(buffers, barriers, out_descs, pointers, bounds, W: gl.constexpr, s
     k = ks.index(W).reshape([KEYS_EACH, D])
     v = vs.index(W).reshape([KEYS_EACH, D])
     dtype: gl.constexpr = k.dtype
-    first_key = n * (CONSUMERS * KEYS_EACH) + W * KEYS_EACH
-    dk = gl.zeros([KEYS_EACH, D], gl.float32, layout)
-    dv = gl.zeros([KEYS_EACH, D], gl.float32, layout)
-    span = hi - lo
-    steps = span * G
-    past = first_key + KEYS_EACH > S  # some keys are past the end, where they are 0
-    mbarrier.wait(kv_full.index(0), 0)
-    for e in range(steps):
-        at = e % NUM_STAGES
-        _, m = _place(e, span, hi, G)
-        mbarrier.wait(q_full.index(at), (e // NUM_STAGES) & 1)
-        s = _scores(k, qs.index(at), BLOCK_Q, D)
-        mbarrier.wait(do_full.index(at), (e // NUM_STAGES) & 1)
-        dp = _scores(v, dos.index(at), BLOCK_Q, D)
-        qk = warpgroup_mma_wait(1, deps=[s])
-        if CAP > 0:
-            qk = tanh(qk * (SCALE / CAP), FAST_TANH)
-        if ROWS or SEGMENTS or LEFT >= 0 or RIGHT >= 0 or not EVEN_K:
-            if (m < full_lo) | (m >= full_hi) | past:
-                qk = _hidden(qk, first_key, m * BLOCK_Q, b, T, S, offset, q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr, LEFT, RIGHT, ROWS,
-                             SEGMENTS, EVEN_K)
-        lse = lses.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
-        p = gl.exp2(qk * MULTIPLIER - gl.expand_dims(lse, 0))  # [64, BLOCK_Q]
-        weights = gl.convert_layout(p.to(dtype), weights_layout)
-        dv = warpgroup_mma(weights, dos.index(at).reshape([BLOCK_Q, D]), dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
-        delta = deltas.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
-        ds = p * (dp - gl.expand_dims(delta, 0))  # [64, BLOCK_Q]
-        if CAP > 0:  # d tanh = 1 - tanh^2; the tanh again from the weight, because registers are scarce
+    done = 0  # steps of earlier tiles
+    r = 0
+    t = _told(board, r, 4)
+    while t >= 0:
+        n, b, g, lo, full_lo, full_hi, hi = _bounds(t, extents, tiles_ptr, sizes, flags)
+        first_key = n * BLOCK_K + W * KEYS_EACH
+        past = first_key + KEYS_EACH > S  # some keys are past the end, where they are 0
+        steps = (hi - lo) * G
+        dk = gl.zeros([KEYS_EACH, D], gl.float32, layout)
+        dv = gl.zeros([KEYS_EACH, D], gl.float32, layout)
+        mbarrier.wait(kv_full.index(0), r & 1)
+        if AHEAD:
+            mbarrier.wait(q_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
+            qk = warpgroup_mma_wait(0, deps=[_scores(k, qs.index(done % NUM_STAGES), BLOCK_Q, D)])
+        for e in range(steps):
+            s = done + e
+            at = s % NUM_STAGES
+            _, m = _place(e, hi, G)
+            if not AHEAD:
+                mbarrier.wait(q_full.index(at), (s // NUM_STAGES) & 1)
+                qk = _scores(k, qs.index(at), BLOCK_Q, D)
+            mbarrier.wait(do_full.index(at), (s // NUM_STAGES) & 1)
+            dp = _scores(v, dos.index(at), BLOCK_Q, D)
+            if not AHEAD:
+                qk = warpgroup_mma_wait(1, deps=[qk])
+            if CAP > 0:
+                qk = tanh(qk * (SCALE / CAP), FAST_TANH)
+            if HIDES:
+                if (m < full_lo) | (m >= full_hi) | past:
+                    qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags)
             lse = lses.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
-            t = (gl.log2(p) + gl.expand_dims(lse, 0)) * (1.0 / MULTIPLIER)
-            ds = gl.where(p > 0.0, ds * (1.0 - t * t), 0.0)
-        ds = ds.to(dtype)
-        dss.index((e & 1) * CONSUMERS + W).store(ds)
-        fence_async_shared()
-        dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([BLOCK_Q, D]), dk, is_async=True)
-        _meet()
-        dq = _part(dss, e, ks, gl.zeros([64, 64], gl.float32, part_layout), 0, W, False, D, BLOCK_Q)
-        dq = _part(dss, e, ks, dq, 1, W, True, D, BLOCK_Q)
-        dq, dk, dv = warpgroup_mma_wait(0, deps=[dq, dk, dv])
-        mbarrier.arrive(empty.index(at), count=1)
-        mbarrier.wait(dq_empty.index(e % WRITERS), ((e // WRITERS) & 1) ^ 1)
-        dqs.index((e % WRITERS) * CONSUMERS + W).reshape([64, 64]).store(dq)
-        fence_async_shared()
-        mbarrier.arrive(dq_full.index(e % WRITERS), count=1)
-    # The gradients take the place of keys and values, which the other consumer has read, too.
-    _meet()
-    ks.index(W).reshape([KEYS_EACH, D]).store((dk * SCALE).to(dtype))
-    vs.index(W).reshape([KEYS_EACH, D]).store(dv.to(dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [b, g, first_key, 0], ks.index(W))
-    tma.async_copy_shared_to_global(dv_desc, [b, g, first_key, 0], vs.index(W))
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _writer(dqs, dq_full, dq_empty, dq_desc, turns_ptr, order_ptr, bounds, W: gl.constexpr, sizes: gl.constexpr, flags: gl.constexpr):
-    """Adds `dq` of every other step, when all tiles of keys before this one have added theirs."""
-    n, b, g, lo, _, _, hi, T, S, offset = bounds
-    H: gl.constexpr = sizes[0]
-    K: gl.constexpr = sizes[1]
-    BLOCK_Q: gl.constexpr = sizes[3]
-    LEFT: gl.constexpr = flags[2]
-    TABLE: gl.constexpr = flags[4] or flags[5]
-    G: gl.constexpr = H // K
-    BLOCK_K: gl.constexpr = CONSUMERS * KEYS_EACH
-    span = hi - lo
-    tiles = (T + BLOCK_Q - 1) // BLOCK_Q
-    for u in range((span * G + WRITERS - 1 - W) // WRITERS):
-        head, m = _place(u * WRITERS + W, span, hi, G)
-        h = g * G + head
-        turn = n
-        if TABLE:
-            turn = gl.load(order_ptr + (b * ((S + BLOCK_K - 1) // BLOCK_K) + n) * tiles + m)
-        elif LEFT >= 0:  # the tiles that are too far before the queries do not count
-            turn = n - gl.maximum(m * BLOCK_Q + (offset - LEFT), 0) // BLOCK_K
-        turn_ptr = turns_ptr + (b * H + h) * tiles + m
-        _await_turn(turn_ptr, turn)
-        mbarrier.wait(dq_full.index(W), u & 1)
-        for part in gl.static_range(CONSUMERS):
-            row = m * BLOCK_Q
-            column = 0
-            if BLOCK_Q == 64:
-                column = part * 64
+            p = gl.exp2(qk * MULTIPLIER - gl.expand_dims(lse, 0))  # [64, BLOCK_Q]
+            weights = gl.convert_layout(p.to(dtype), weights_layout)
+            dv = warpgroup_mma(weights, dos.index(at).reshape([BLOCK_Q, D]), dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            delta = deltas.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
+            ds = p * (dp - gl.expand_dims(delta, 0))  # [64, BLOCK_Q]
+            if CAP > 0:  # d tanh = 1 - tanh^2; the tanh again from the weight, because registers are scarce
+                lse = lses.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
+                y = (gl.log2(p) + gl.expand_dims(lse, 0)) * (1.0 / MULTIPLIER)
+                ds = gl.where(p > 0.0, ds * (1.0 - y * y), 0.0)
+            ds = ds.to(dtype)
+            dss.index((s & 1) * CONSUMERS + W).store(ds)
+            fence_async_shared()
+            dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([BLOCK_Q, D]), dk, is_async=True)
+            _meet()
+            dq = _part(dss, s, ks, gl.zeros([64, 64], gl.float32, part_layout), 0, W, False, D, BLOCK_Q)
+            dq = _part(dss, s, ks, dq, 1, W, True, D, BLOCK_Q)
+            if AHEAD:
+                dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
             else:
-                row = m * BLOCK_Q + part * 64
-            if turn == 0:
-                tma.async_copy_shared_to_global(dq_desc, [b, h, row, column], dqs.index(W * CONSUMERS + part))
-            else:
-                _add(dq_desc, [b, h, row, column], dqs.index(W * CONSUMERS + part))
-        tma.store_wait(0)
-        mbarrier.arrive(dq_empty.index(W), count=1)
-        _end_turn(turn_ptr, turn)
-
-
-@gluon.jit
-def _loader(buffers, barriers, descs, bounds, sizes: gl.constexpr):
-    """Loads the keys and values once, and the queries and their cotangents as far ahead as there are stages."""
-    ks, vs, qs, dos, lses, deltas, _, _ = buffers
-    kv_full, q_full, do_full, empty, _, _ = barriers
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
-    n, b, g, lo, _, _, hi, _, _, _ = bounds
-    H: gl.constexpr = sizes[0]
-    K: gl.constexpr = sizes[1]
-    D: gl.constexpr = sizes[2]
-    BLOCK_Q: gl.constexpr = sizes[3]
-    NUM_STAGES: gl.constexpr = sizes[4]
-    G: gl.constexpr = H // K
-    mbarrier.expect(kv_full.index(0), 2 * CONSUMERS * KEYS_EACH * D * 2)
-    for w in gl.static_range(CONSUMERS):
-        row = (n * CONSUMERS + w) * KEYS_EACH
-        tma.async_copy_global_to_shared(k_desc, [b, g, row, 0], kv_full.index(0), ks.index(w))
-        tma.async_copy_global_to_shared(v_desc, [b, g, row, 0], kv_full.index(0), vs.index(w))
-    span = hi - lo
-    for e in range(span * G):
-        at = e % NUM_STAGES
-        head, m = _place(e, span, hi, G)
-        mbarrier.wait(empty.index(at), ((e // NUM_STAGES) & 1) ^ 1)
-        mbarrier.expect(q_full.index(at), BLOCK_Q * (D * 2 + 4))
-        tma.async_copy_global_to_shared(q_desc, [b, g * G + head, m * BLOCK_Q, 0], q_full.index(at), qs.index(at))
-        tma.async_copy_global_to_shared(lse_desc, [b * H + g * G + head, m * BLOCK_Q], q_full.index(at), lses.index(at))
-        mbarrier.expect(do_full.index(at), BLOCK_Q * (D * 2 + 4))
-        tma.async_copy_global_to_shared(do_desc, [b, g * G + head, m * BLOCK_Q, 0], do_full.index(at), dos.index(at))
-        tma.async_copy_global_to_shared(delta_desc, [b * H + g * G + head, m * BLOCK_Q], do_full.index(at), deltas.index(at))
+                dq, dk, dv = warpgroup_mma_wait(0, deps=[dq, dk, dv])
+            mbarrier.arrive(q_empty.index(at), count=1)
+            mbarrier.arrive(do_empty.index(at), count=1)
+            if AHEAD:  # after the last step the scores of any queries, unused
+                following = (s + 1) % NUM_STAGES
+                if e + 1 < steps:
+                    mbarrier.wait(q_full.index(following), ((s + 1) // NUM_STAGES) & 1)
+                upcoming = _scores(k, qs.index(following), BLOCK_Q, D)
+                dq = warpgroup_mma_wait(1, deps=[dq])
+            _hand_over(dq, sums, s, W, sizes)
+            fence_async_shared()
+            _announce(sums, s, W, sizes)
+            if AHEAD:
+                qk = warpgroup_mma_wait(0, deps=[upcoming])
+        _return_keys((dk * SCALE).to(dtype), dv.to(dtype), ks, vs, out_descs, kv_empty, [b, g, first_key, 0], W, D)
+        done += steps
+        r += 1
+        t = _told(board, r, 4)
 
 
 @gluon.jit
@@ -285,23 +158,19 @@ def hopper_backward_kernel(
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S]
     tiles_ptr, order_ptr, no_turns_ptr,  # [B, tiles of keys, 4], [B, tiles of keys, tiles of queries], as turns
     B, T, S, terms, offset,
-    turns_ptr, dq_ptr, dk_ptr, dv_ptr,  # zeros [B, H, tiles of queries]; float32 as q, as k, as v
+    turns_ptr, dq_ptr, dk_ptr, dv_ptr,  # zeros [1 + B H tiles of queries]; float32 as q, as k, as v
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
 ):
     # `dk = scale ds^T q`, `dv = p^T do`, and `dq = ds k` without the scale. `lse`: in units of log2, plus infinity past the end and for rows that see
-    # nothing; `delta`: 0 past the end. `turns`: how many tiles of keys have been added to a tile of `dq`; the first one is stored, and nothing
-    # is where none sees the queries. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
+    # nothing; `delta`: 0 past the end. `turns`: how many tiles of keys are claimed, then how many have been added to a tile of `dq`; the first one is
+    # stored, and nothing is where none sees the queries. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    sizes: gl.constexpr = (H, K, BLOCK_D, BLOCK_Q, NUM_STAGES)
-    flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, CAP, FAST_TANH)
     BLOCK_K: gl.constexpr = CONSUMERS * KEYS_EACH
-    n, bg, _ = program(S, BLOCK_K, GROUP)
-    b = bg // K
-    g = bg % K
-    lo, full_lo, full_hi, hi = query_tiles(tiles_ptr, b, n, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, ROWS or SEGMENTS, False)
-    bounds = (n, b, g, lo, full_lo, full_hi, hi, T, S, offset)
+    sizes: gl.constexpr = (H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, CONSUMERS, WRITERS * CONSUMERS, NUM_STAGES, 64)
+    flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, CAP, FAST_TANH)
+    extents = (B, T, S, offset)
     q_desc = _described(q_ptr, B, T, H, D, BLOCK_Q, BLOCK_D)
     do_desc = _described(do_ptr, B, T, H, V, BLOCK_Q, BLOCK_D)
     k_desc = _described(k_ptr, B, S, K, D, KEYS_EACH, BLOCK_D)
@@ -321,17 +190,21 @@ def hopper_backward_kernel(
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_EACH, BLOCK_Q], dtype)
     dss = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, KEYS_EACH, BLOCK_Q], ds_layout)
     dqs = _tiles_of(gl.float32, WRITERS * CONSUMERS, 64, 64)
-    kv_full, _ = _barriers_of(1, 1)
-    q_full, empty = _barriers_of(NUM_STAGES, CONSUMERS)
-    do_full, _ = _barriers_of(NUM_STAGES, CONSUMERS)
-    dq_empty, dq_full = _barriers_of(WRITERS, CONSUMERS)
-    buffers = (ks, vs, qs, dos, lses, deltas, dss, dqs)
-    barriers = (kv_full, q_full, do_full, empty, dq_full, dq_empty)
+    told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told_full, told_empty = _barriers_of(2, WRITERS)
+    kv_full, kv_empty = _barriers_of(1, CONSUMERS)
+    q_full, q_empty = _barriers_of(NUM_STAGES, CONSUMERS)
+    do_full, do_empty = _barriers_of(NUM_STAGES, CONSUMERS)
+    dq_full, dq_empty = _barriers_of(WRITERS * CONSUMERS, 1)
+    board = (told, told_full, told_empty)
+    buffers = (ks, vs, qs, dos, lses, deltas)
+    sums = (dqs, dq_full, dq_empty)
+    barriers = (kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
     pointers = (q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
     gl.warp_specialize([
-        (_consumer, (buffers, barriers, (dk_desc, dv_desc), pointers, bounds, 0, sizes, flags)),
-        (_consumer, (buffers, barriers, (dk_desc, dv_desc), pointers, bounds, 1, sizes, flags)),
-        (_loader, (buffers, barriers, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc), bounds, sizes)),
-        (_writer, (dqs, dq_full, dq_empty, dq_desc, turns_ptr, order_ptr, bounds, 0, sizes, flags)),
-        (_writer, (dqs, dq_full, dq_empty, dq_desc, turns_ptr, order_ptr, bounds, 1, sizes, flags)),
+        (_consumer, (board, buffers, dss, sums, barriers, (dk_desc, dv_desc), pointers, tiles_ptr, extents, 0, sizes, flags)),
+        (_consumer, (board, buffers, dss, sums, barriers, (dk_desc, dv_desc), pointers, tiles_ptr, extents, 1, sizes, flags)),
+        (_loader, (board, buffers, barriers, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc), turns_ptr, tiles_ptr, extents, sizes, flags)),
+        (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 0, sizes, flags)),
+        (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 1, sizes, flags)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])

@@ -8,6 +8,8 @@ from . import tile_sizes
 
 WIDEST = 128
 """Channels of the first kernel; for more there is another one."""
+PROGRAMS = 132
+"""Programs that are started: one for each multiprocessor of the largest Hopper. Where there are fewer, the last ones find nothing left to do."""
 _CACHED_BYTES = 32 * 2**20
 _APART = 32
 _LEAST_LENGTH = 2048
