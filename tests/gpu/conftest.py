@@ -16,6 +16,18 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 
+_CASES = 4
+_HERE = pathlib.Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before `few` is looked at
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test of this folder is `few(4)`: all of them take half an hour on 16 processors, most of it compiling."""
+    for item in items:
+        if _HERE in item.path.parents and hasattr(item, "callspec") and not item.get_closest_marker("few"):
+            item.add_marker(pytest.mark.few(_CASES))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _usable(request):
     """A module that names the operation whose Triton kernels it tests, `NEEDS`, is skipped where they cannot run."""

@@ -9,52 +9,6 @@ from .kernels import query_position, rows_of
 
 
 @triton.jit
-def _attend_queries(
-    q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi,
-    j, column, b, kv, row, T, S, chunk, length, offset,  # the first two [BLOCK_S]
-    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BS: tl.constexpr, BLOCK_S: tl.constexpr, G: tl.constexpr,
-    GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PLACED: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Attention of the queries of pairs `lo .. hi` to one block of keys, of which without `MASKED` they see all."""
-    r = tl.arange(0, TOKENS * GP)  # [R], tokens by heads
-    head = kv * G + tl.minimum(r % GP, G - 1)
-    c = tl.arange(0, BLOCK_V)[None, :]
-    for n in tl.range(lo, hi, TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
-        at = n + r // GP
-        pair = tl.load(pairs_ptr + tl.minimum(at, hi - 1))  # [R]
-        t = chunk + pair // N
-        q = rows_of(q_ptr, (b * T + t) * H + head, D, D, BLOCK_D)  # [R, BLOCK_D]
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [R, BLOCK_S]
-        if MASKED:
-            last = query_position(t, position_ptr, b, T, offset, PLACED)
-            seen = (j[None, :] <= last[:, None]) & (j < S)[None, :]  # [R, BLOCK_S]
-            if BS != BLOCK_S:
-                seen &= (column < BS)[None, :]
-            s = tl.where(seen, s, float("-inf"))
-        elif BS != BLOCK_S:
-            s = tl.where((column < BS)[None, :], s, float("-inf"))
-        top = tl.max(s, axis=1) * (SCALE * LOG2E)  # [R]
-        if MASKED:
-            top = tl.where(top == float("-inf"), 0.0, top)
-        p = tl.exp2(s * (SCALE * LOG2E) - top[:, None])  # [R, BLOCK_S]
-        total = tl.sum(p, axis=1)  # [R]
-        if MASKED:
-            some = total > 0  # [R]
-            total = tl.where(some, total, 1.0)
-        p = p * (1.0 / total)[:, None]
-        out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)  # [R, BLOCK_V]
-        lse = top + tl.log2(total)  # [R]
-        if MASKED:
-            lse = tl.where(some, lse, float("-inf"))
-        real = (at < hi) & (r % GP < G)
-        to = ((row * length) * N + pair) * G + r % GP
-        tl.store(part_lse_ptr + to, lse, mask=real)
-        # Written for the next kernel: queries, which other blocks read again, stay in the cache.
-        tl.store(part_ptr + to[:, None] * V + c, out.to(part_ptr.dtype.element_ty), mask=real[:, None] & (c < V), cache_modifier=".cs")  # fmt: skip
-
-
-@triton.jit
 def block_forward_kernel(
     q_ptr, k_ptr, v_ptr, position_ptr, begin_ptr, pairs_ptr, owner_ptr, from_ptr, to_ptr,  # pairs [B * K * length * N], [B * K, PIECES] thrice
     T, S, M, PIECES, chunk, length, offset, part_ptr, part_lse_ptr,  # [B, K, length * N, G, V], float32 [B, K, length * N, G]
@@ -87,14 +41,39 @@ def block_forward_kernel(
         whole = (query_position(oldest, position_ptr, b, T, offset, PLACED) >= begin + BS - 1) & (
             begin + BS <= S
         )
-        if whole:
-            _attend_queries(
-                q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi, j, column, b, kv, row, T, S, chunk, length, offset,
-                H, D, V, N, BS, BLOCK_S, G, GP, BLOCK_D, BLOCK_V, SCALE, PLACED, PRECISION, TOKENS, False)  # fmt: skip
-        else:
-            _attend_queries(
-                q_ptr, k, v, position_ptr, pairs_ptr, part_ptr, part_lse_ptr, lo, hi, j, column, b, kv, row, T, S, chunk, length, offset,
-                H, D, V, N, BS, BLOCK_S, G, GP, BLOCK_D, BLOCK_V, SCALE, PLACED, PRECISION, TOKENS, True)  # fmt: skip
+        r = tl.arange(0, TOKENS * GP)  # [R], tokens by heads
+        head = kv * G + tl.minimum(r % GP, G - 1)
+        c = tl.arange(0, BLOCK_V)[None, :]
+        # Pairs are loaded one turn ahead, so that loads of queries do not wait for them.
+        following = tl.load(pairs_ptr + tl.minimum(lo + r // GP, hi - 1))  # [R]
+        for n in tl.range(lo, hi, TOKENS):
+            at = n + r // GP
+            pair = following
+            t = chunk + pair // N
+            q = rows_of(q_ptr, (b * T + t) * H + head, D, D, BLOCK_D)  # [R, BLOCK_D]
+            following = tl.load(pairs_ptr + tl.minimum(at + TOKENS, hi - 1))  # [R]
+            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [R, BLOCK_S]
+            if not whole:
+                last = query_position(t, position_ptr, b, T, offset, PLACED)
+                seen = (j[None, :] <= last[:, None]) & (j < S)[None, :]  # [R, BLOCK_S]
+                s = tl.where(seen, s, float("-inf"))
+            if BS != BLOCK_S:
+                s = tl.where((column < BS)[None, :], s, float("-inf"))
+            top = tl.max(s, axis=1) * (SCALE * LOG2E)  # [R]
+            top = tl.where(top == float("-inf"), 0.0, top)
+            p = tl.exp2(s * (SCALE * LOG2E) - top[:, None])  # [R, BLOCK_S]
+            total = tl.sum(p, axis=1)  # [R]
+            some = total > 0  # [R]
+            total = tl.where(some, total, 1.0)
+            p = p * (1.0 / total)[:, None]
+            out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)  # [R, BLOCK_V]
+            lse = tl.where(some, top + tl.log2(total), float("-inf"))  # [R]
+            real = (at < hi) & (r % GP < G)
+            to = ((row * length) * N + pair) * G + r % GP
+            tl.store(part_lse_ptr + to, lse, mask=real)
+            # Written for the next kernel: queries, which other blocks read again, stay in the cache.
+            out = out.to(part_ptr.dtype.element_ty)
+            tl.store(part_ptr + to[:, None] * V + c, out, mask=real[:, None] & (c < V), cache_modifier=".cs")
 
 
 @triton.jit
@@ -111,24 +90,25 @@ def _under_gate(out_ptr, lse_ptr, gate_ptr, rows, of_lse, real, V: tl.constexpr,
 def merge_blocks_kernel(
     part_ptr, part_lse_ptr, indices_ptr,  # [B, K, length * N, G, V], float32 [B, K, length * N, G], [B, T, K, N]
     gates_ptr, compressed_out_ptr, compressed_lse_ptr, sliding_out_ptr, sliding_lse_ptr,  # [B, T, H, 3], [B, T, H, V], [B, H, T] twice
-    T, chunk, length, out_ptr, lse_ptr,  # [B, length, H, V], float32 [B, H, length]
+    before_ptr, before_lse_ptr,  # where other chunks wrote the same arrays
+    T, chunk, length, out_ptr, lse_ptr,  # [B, T, H, V], float32 [B, H, T]
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     BLOCK_V: tl.constexpr, CHOSEN: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The results of the heads of a group at one query from those of its blocks, which with `CHOSEN` are those where `indices` has one; with `GATED`
-    the sum of the three branches under their gates."""
-    pid = tl.program_id(0).to(tl.int64)  # (b * K + kv) * length + t
-    t = pid % length
-    row = pid // length  # b * K + kv
+    """The results of the heads of a group at one query of the chunk from those of its blocks, which with `CHOSEN` are those where `indices` has one;
+    with `GATED` the sum of the three branches under their gates. The results of other queries stay as they are."""
+    first = tl.program_id(0)  # (b * K + kv) * length + t
+    pid = first.to(tl.int64)
+    t = chunk + first % length
+    row = first // length  # b * K + kv
     kv = row % K
-    b = row // K
+    b = (row // K).to(tl.int64)
     n = tl.arange(0, BLOCK_N)  # [NB]
     g = tl.arange(0, GP)  # [GP]
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    has = n < N  # [NB]
+    has = (n < N) & (t < T)  # [NB]; the last chunk may be shorter
     if CHOSEN:
-        has = has & (chunk + t < T)  # the last chunk may be shorter
-        has = tl.load(indices_ptr + ((b * T + chunk + t) * K + kv) * N + n, mask=has, other=-1) >= 0
+        has = tl.load(indices_ptr + ((b * T + t) * K + kv) * N + n, mask=has, other=-1) >= 0
     there = has[:, None] & (g < G)[None, :]  # [NB, GP]
     at = (pid * N + n)[:, None] * G + g[None, :]  # [NB, GP]
     lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"))  # [NB, GP]
@@ -144,11 +124,10 @@ def merge_blocks_kernel(
         other=0.0,
     )
     out = tl.sum(part.to(tl.float32) * weight[:, :, None], axis=0)  # [GP, BLOCK_V]
-    real = g < G
+    real = (g < G) & (t < T)
+    of_query = (b * T + t) * H + kv * G + g  # [GP]
+    of_lse = (b * H + kv * G + g) * T + t  # [GP]
     if GATED:
-        real = real & (chunk + t < T)
-        of_query = (b * T + chunk + t) * H + kv * G + g  # [GP]
-        of_lse = (b * H + kv * G + g) * T + chunk + t
         gate = tl.load(gates_ptr + of_query * 3 + 1, mask=real, other=0.0).to(tl.float32)
         out = out * tl.where(some, gate, 0.0)[:, None]
         out += _under_gate(
@@ -164,7 +143,8 @@ def merge_blocks_kernel(
         out += _under_gate(
             sliding_out_ptr, sliding_lse_ptr, gates_ptr + of_query * 3 + 2, of_query, of_lse, real, V, BLOCK_V
         )
-    to = ((b * length + t) * H + kv * G + g)[:, None] * V + c[None, :]
+    to = of_query[:, None] * V + c[None, :]
     tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V)[None, :])
-    lse = tl.where(some, (shift + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
-    tl.store(lse_ptr + (b * H + kv * G + g) * length + t, lse, mask=real)
+    if not GATED:
+        lse = tl.where(some, (shift + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
+        tl.store(lse_ptr + of_lse, lse, mask=real)

@@ -3,13 +3,13 @@
 By queries, each program reads its blocks through the second cache, which bounds it: for a group of 16 heads, 32 KB for 16 rows of a product. By
 blocks, a query's results of each block are written and read instead: in 16 bits twice 4 KB."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ....launch import Launcher, result
+from ....launch import Launcher, NOTHING, result
 from ....launch.sizes import cdiv, padded
 from ..lists import Lists, lists_of
 from ..spec import NativeArrays, NativeSpec, num_blocks
@@ -35,7 +35,7 @@ def attended(
     gated: dict[str, Array] | None = None,
 ) -> dict[str, Array]:
     """`out [B, T, H, V]` and `lse [B, H, T]` of the selected branch, some queries at a time. With `gated`, the results of the other branches and the
-    gates, `out` is the sum of all three."""
+    gates, `out` is the sum of all three, and there is no `lse`."""
     batch, length, heads, _ = arrays.q.shape
     (kv_heads, values), dtype = arrays.v.shape[2:], arrays.q.dtype
     size = max(1, _BYTES // (batch * heads * spec.count * values * dtype.itemsize))
@@ -50,11 +50,11 @@ def attended(
         tile.span,
         together=True,
     )
-    launch, pieces, outs, lses = launch.knowing({"indices": indices}), lists.owner.shape[-1], [], []
+    launch, pieces, found = launch.knowing({"indices": indices}), lists.owner.shape[-1], {}
     for number in range(chunks):
         own = jax.tree.map(lambda x, n=number: x[n * batch : (n + 1) * batch], lists)
-        if outs:  # one after the other, in the same memory
-            own, outs[-1] = lax.optimization_barrier((own, outs[-1]))
+        if found:  # one after the other, in the same memory
+            own, found = lax.optimization_barrier((own, found))
         # Of the last chunk, which may be shorter, too: queries past the end have no pairs.
         pairs = (batch, kv_heads, size * spec.count, heads // kv_heads)
         parts = launch(
@@ -67,47 +67,53 @@ def attended(
             chunk=number * size,
             length=size,
         )
-        shape, more = (batch, size, heads, values), gated or {}
-        found = merged(launch, parts | more, shape, spec.count, dtype, number * size)
-        outs.append(found["out"])
-        lses.append(found["lse"])
-    if chunks == 1:
-        return {"out": outs[0], "lse": lses[0]}
-    # What reads the output would else read each of its numbers from one of many arrays.
-    out = lax.optimization_barrier(jnp.concatenate(outs, 1)[:, :length])
-    return {"out": out, "lse": jnp.concatenate(lses, 2)[..., :length]}
+        part = Part(spec.count, size, number * size, found, tile.merge_registers)
+        found = merged(launch, parts | (gated or {}), (batch, length, heads, values), part, dtype)
+    return found
+
+
+class Part(NamedTuple):
+    """Which queries are merged: `count` of them, with so many `slots` of parts each; of the blocks that queries have, if there is a `chunk` that they
+    begin at. Results of other chunks, `before`, are completed in place. `registers` are the most of a thread, if not 0."""
+
+    slots: int
+    count: int
+    chunk: int | None = None
+    before: dict[str, Array] | None = None
+    registers: int = 0
 
 
 def merged(
-    launch: Launcher,
-    parts: dict[str, Array],
-    shape: tuple[int, ...],
-    slots: int,
-    dtype: Any,
-    chunk: int | None = None,
+    launch: Launcher, parts: dict[str, Array], shape: tuple[int, ...], which: Part, dtype: Any
 ) -> dict[str, Array]:
-    """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` from `part [B, K, T * slots, G, V]` and `part_lse`: of the blocks of queries from
-    `chunk` on, where these have one, or else of splits. If `parts` has gates, `out` is the sum of the branches, of which it has the others."""
-    batch, count, heads, values = shape
+    """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` from `part [B, K, count * slots, G, V]` and `part_lse`: of the blocks of queries, where
+    these have one, or else of splits. If `parts` has gates, `out` is the sum of the branches, of which it has the others, without `lse`."""
+    batch, length, heads, values = shape
     kv_heads, group = parts["part"].shape[1], parts["part"].shape[3]
-    outputs = {"out": result(*shape, dtype=dtype), "lse": result(batch, heads, count)}
-    numbers = padded(slots, 1) * padded(group) * padded(values)  # of a program
+    outputs = {"out": result(*shape, dtype=dtype), "lse": result(batch, heads, length)}
+    if gated := "gates" in parts:
+        outputs["lse"] = NOTHING
+    numbers = padded(which.slots, 1) * padded(group) * padded(values)  # of a program
     absent = dict.fromkeys(
         f"{branch}_{what}" for branch in ("compressed", "sliding") for what in ("out", "lse")
     )
-    return launch(
+    known = which.before or {}
+    before = {"before": known.get("out"), "before_lse": known.get("lse")}
+    found = launch(
         block_kernels.merge_blocks_kernel,
-        Warped(min(8, max(1, numbers // 4096))),
+        Warped(min(8, max(1, numbers // 4096)), max_registers=which.registers),
         outputs,
-        batch * kv_heads * count,
-        {"gates": None} | absent | parts,
-        N=slots,
-        BLOCK_N=padded(slots, 1),
-        CHOSEN=chunk is not None,
-        GATED="gates" in parts,
-        chunk=chunk or 0,
-        length=count,
+        batch * kv_heads * which.count,
+        {"gates": None} | absent | before | parts,
+        aliases={} if not known else {"before": "out"} if gated else {"before": "out", "before_lse": "lse"},
+        N=which.slots,
+        BLOCK_N=padded(which.slots, 1),
+        CHOSEN=which.chunk is not None,
+        GATED=gated,
+        chunk=which.chunk or 0,
+        length=which.count,
     )
+    return {"out": found["out"]} if gated else found
 
 
 def by_queries(
@@ -138,4 +144,5 @@ def by_queries(
     pairs = (batch, kv_heads, length * splits, heads // kv_heads)
     outputs = {"out": result(*pairs, values), "lse": result(*pairs)}
     found = launch(kernel, tile, outputs, programs, **numbers)
-    return merged(launch, {"part": found["out"], "part_lse": found["lse"]}, shape, splits, dtype)
+    parts = {"part": found["out"], "part_lse": found["lse"]}
+    return merged(launch, parts, shape, Part(splits, length), dtype)

@@ -139,7 +139,13 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     )
     forwards = [ForwardTile(0, span, warps, 1 if is_wide or large else stages) for warps, stages in rows_of]
     if problem.dim("T") >= _MANY and not (is_wide or large):
-        by_block = [ForwardTile(max(1, rows // group), 256, *more) for rows, *more in _BLOCKS]
+        # Of the merge: a thread has 128 numbers in 64 registers, and with 80 three programs share a multiprocessor.
+        numbers = count * group * padded(problem.dim("V"))
+        registers = 80 if numbers == 8 * 4096 and device.capability < (10, 0) else 0
+        by_block = [
+            ForwardTile(max(1, rows // group), 256, warps, stages, registers)
+            for rows, warps, stages in _BLOCKS
+        ]
         forwards = [*by_block, *forwards[:3]]
     # On an H200 four warps take half of the time of eight, although they spill 32 bytes a thread.
     keys_of = _KEYS if device.capability >= (9, 0) else (_SPARING_KEYS, *_KEYS)

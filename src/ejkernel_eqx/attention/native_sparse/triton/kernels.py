@@ -329,7 +329,9 @@ def importance_kernel(
             q = rows_of(q_ptr + (b * T * H + kv * G + g) * D, safe, H * D, D, BLOCK_D)  # [BQ, BLOCK_D]
             lse = tl.load(lse_ptr + (b * H + kv * G + g) * T + safe)  # [BQ]
             s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [BQ, BK]
-            total += tl.where(seen, tl.exp2(s - lse[:, None]), 0.0)
+            total += tl.exp2(s - lse[:, None])
+        # All heads of a query see the same keys. Sums over others may be NaN.
+        total = tl.where(seen, total, 0.0)
         at = ((b * K + kv) * length + own)[:, None] * C + c[None, :]
         tl.store(importance_ptr + at, total, mask=inside[:, None] & (c < C)[None, :])
 

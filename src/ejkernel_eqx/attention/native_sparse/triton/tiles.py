@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated
 
-from ....launch.fields import Block, check_fields, Count, Power, power_of_two, Rule, Warps
+from ....launch.fields import Block, check_fields, Count, Power, power_of_two, Registers, Rule, Warps
 from ....paged.triton import compiled as pages
 
 _power = power_of_two()
@@ -36,12 +36,14 @@ class ChosenTile:
 @dataclasses.dataclass(frozen=True)
 class ForwardTile:
     """A program has the heads of one group at one query, and up to `span` of its blocks; or, with `tokens`, a block of keys and up to `span` of the
-    queries that chose it, `tokens` at a time."""
+    queries that chose it, `tokens` at a time. The kernel that then merges the results of blocks has up to `merge_registers` a thread, 0 for the
+    compiler's choice."""
 
     tokens: Tokens
     span: Power
     num_warps: Warps
     num_stages: Count
+    merge_registers: Registers = 0
 
     __post_init__ = check_fields
 
@@ -76,6 +78,7 @@ class Warped:
 
     num_warps: int
     num_stages: int = 1
+    max_registers: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
