@@ -160,10 +160,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.num_kv_heads = options.num_heads  # as in the PyTorch model
     options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     shapes, vocabularies = PROBLEMS[size], VOCABULARIES[size]
-    every = [options_of(options, *shape, v) for shape in shapes for v in vocabularies]
+    every = [options_of(options, batch, seq, v) for batch, seq in shapes for v in vocabularies]
     if not options.quick:
         hybrids = [mixer for name, mixer in HYBRIDS.items() if options.no_torch or _has_peer(name)]
-        every += [options_of(options, *shapes[0], vocabularies[0], mixer) for mixer in hybrids]
+        (batch, seq), vocabulary = shapes[0], vocabularies[0]
+        every += [options_of(options, batch, seq, vocabulary, mixer) for mixer in hybrids]
     wanted = None if options.problems is None else options.problems.split(",")
     if wanted is not None and (unknown := sorted(set(wanted) - set(map(name_of, every)))):
         parser.error(f"--problems: expected some of {', '.join(map(name_of, every))}, received {unknown[0]}")

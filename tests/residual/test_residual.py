@@ -125,7 +125,8 @@ def test_each_reader_has_an_array_of_its_own(readers, branch, platform):
     found = pull((tuple(scale * dout for scale in scales), dsum))
     (out, plain_total), pull = jax.vjp(op, x, added, w)
     # In float32, as the kernel adds them.
-    whole = sum((scale * dout).astype(jnp.float32) for scale in scales).astype(dout.dtype)
+    parts = jnp.stack([(scale * dout).astype(jnp.float32) for scale in scales])
+    whole = parts.sum(0).astype(dout.dtype)
     expected = pull((whole, dsum))
     for a in outs:
         np.testing.assert_array_equal(a, out)
