@@ -126,13 +126,13 @@ class Product:
 
 
 class Device:
-    """Runs the programs of a launch one after the other: the first one does everything, if it does what it should. `parts`: what the kernels
+    """Runs a launch's programs, `at_once` of them at a time: the first ones do everything, if they do what they should. `parts`: what the kernels
     have in common."""
 
-    def __init__(self, kernels: Any, parts: Any):
-        self.kernels, self.parts, self.own = kernels, parts, threading.local()
+    def __init__(self, kernels: Any, parts: Any, at_once: int = 1):
+        self.kernels, self.parts, self.at_once, self.own = kernels, parts, at_once, threading.local()
         self.errors: list[BaseException] = []
-        self.met = threading.Barrier(2)
+        self.claiming = threading.Lock()
 
     def run(self, launch: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         arrays = {name: np.array(x) for name, x in inputs.items()}
@@ -142,8 +142,11 @@ class Device:
             arrays[after] = arrays[before].copy()
         named = {name: Pointer(x) for name, x in arrays.items()} | launch.scalars | launch.constants
         kernel = self._plain(self.kernels, launch.function.fn.__name__)
-        for _ in range(launch.grid[0]):
-            kernel(**named)
+        for first in range(0, launch.grid[0], self.at_once):
+            together = range(first, min(first + self.at_once, launch.grid[0]))
+            finish(
+                [threading.Thread(target=kernel, kwargs=named, daemon=True) for _ in together], self.errors
+            )
         return {name: jnp.asarray(arrays[name]) for name in launch.outputs}
 
     def _plain(self, module: Any, name: str) -> Any:
@@ -173,8 +176,8 @@ class Device:
                 async_copy_shared_to_global=lambda desc, at, buffer: desc.store(at, buffer), store_wait=lambda n: None,
             )  # fmt: skip
             self.world = dict(
-                gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None, _meet=lambda: self.met.wait(LIMIT),
-                KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128, _claimed=_claimed,
+                gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None, _meet=lambda: self.own.met.wait(LIMIT),
+                KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128, _claimed=self._claimed,
                 warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
                 _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_await_turn, _end_turn=_end_turn,
                 tanh=lambda x, fast: np.tanh(x),
@@ -192,17 +195,26 @@ class Device:
 
     def _specialised(self, parts: Any, warps: Any, registers: Any) -> None:
         assert len(warps) == len(registers) == len(parts) - 1
-        threads = [threading.Thread(target=self._guarded, args=part, daemon=True) for part in parts]
-        finish(threads, self.errors)
+        met = threading.Barrier(2)
+        finish(
+            [threading.Thread(target=self._guarded, args=(*part, met), daemon=True) for part in parts],
+            self.errors,
+        )
 
-    def _guarded(self, function: Any, arguments: Any) -> None:
-        self.own.queue = []
+    def _guarded(self, function: Any, arguments: Any, met: threading.Barrier) -> None:
+        self.own.queue, self.own.met = [], met
         try:
             with np.errstate(all="ignore"):  # as on a device
                 function(*arguments)
             assert not self.own.queue, "products that nobody awaits"
         except BaseException as error:  # the thread of the test raises it
             self.errors.append(error)
+
+    def _claimed(self, pointer: Pointer) -> int:
+        flat = pointer.array.reshape(-1)
+        with self.claiming:
+            flat[pointer.at] += 1
+            return int(flat[pointer.at]) - 1
 
     def _product(self, a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = False) -> Product:
         assert is_async
@@ -244,14 +256,8 @@ def _where(seen: Any, x: Any, y: Any) -> Tensor:
     return tensor(np.where(seen, x, y).astype(dtype))
 
 
-def _claimed(pointer: Pointer) -> int:
-    claimed = int(pointer.array.reshape(-1)[pointer.at])
-    pointer.array.reshape(-1)[pointer.at] += 1
-    return claimed
-
-
 def _await_turn(pointer: Pointer, turn: int) -> None:
-    """The program's other writer may have to give it; nobody else is at work."""
+    """The program's other writer, or another program, may have to give it."""
     flat, end = pointer.array.reshape(-1), time.monotonic() + LIMIT
     while flat[pointer.at] != turn:
         assert time.monotonic() < end, "a turn that nobody before gives"

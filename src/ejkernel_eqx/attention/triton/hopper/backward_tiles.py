@@ -12,8 +12,8 @@ PROGRAMS = 132
 """Programs that are started: one for each multiprocessor of the largest Hopper. Where there are fewer, the last ones find nothing left to do."""
 _CACHED_BYTES = 32 * 2**20
 _APART = 32
-_LEAST_LENGTH = 2048
-"""Queries, and keys in a window, from which on this kernel is the default: a program begins slowly, and shorter ones begin more often."""
+_LEAST_LENGTH = 1024
+"""Queries, and keys in a window, from which on this kernel is the default."""
 _LEAST_PROGRAMS = 2
 """Programs for each multiprocessor from which on this kernel is the default: with fewer, what they wait for one another counts."""
 
@@ -23,8 +23,6 @@ _TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
     128: ((64, 128, 2),),
     256: ((64, 64, 1),),
 }
-PREFERRED: frozenset[int] = frozenset({128, 256})
-"""Padded head dims at which this kernel is the default, because it was measured to be faster; at others the tuner times it."""
 
 
 def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
@@ -40,8 +38,6 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return f"is for {tile_sizes.LEAST_QUERIES} queries or more"
     if (reason := unfit(problem, device)) is not None:
         return reason
-    if tile_sizes.padded_width(problem) not in PREFERRED:
-        return "was not measured to be faster: the tuner times both"
     if problem.flag("segments") or problem.flag("rows") or problem.flag("soft_cap"):
         return "was measured without segments, lengths and a soft cap: the tuner times both"
     if problem.dim("T") < _LEAST_LENGTH or _narrow(problem):
