@@ -72,7 +72,8 @@ class Variant:
 
 def make_model(name: str, options: argparse.Namespace) -> Decoder:
     sizes = (options.embed_dim, options.num_layers, options.num_heads, options.num_kv_heads)
-    config = dataclasses.replace(train_lm.Architecture(*sizes).config(), vocab_size=options.vocabulary)
+    architecture = train_lm.Architecture(*sizes, mixer=options.mixer)
+    config = dataclasses.replace(architecture.config(), vocab_size=options.vocabulary)
     return Decoder(config, platform=options.platform, **VARIANTS[name], key=jax.random.key(0))
 
 
@@ -107,7 +108,7 @@ def make_variant(name: str, options: argparse.Namespace, state: Any, tokens: Any
         return state, (loss, jnp.sqrt(sum(jnp.sum(g * g) for g in gradients)))
 
     start = time.perf_counter()
-    program = jax.jit(step, donate_argnums=0).lower(state, tokens).compile()
+    program = jax.jit(step, donate_argnums=0).lower(state, tokens).compile(train_lm.compiler_options())
     return Variant(name, program, time.perf_counter() - start)
 
 
@@ -155,6 +156,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="a tiny model")
     add("--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)")
     add("--vocabulary", type=int, default=train_lm.VOCABULARY)
+    add("--mixer", default="attention", help="of the layers in turn, by commas (default: %(default)s)")
     add("--platform", help="of the kernels (default: chosen by device)")
     add("--samples", type=int, default=5)
     add("--steps", type=int, default=4, help="steps per sample")

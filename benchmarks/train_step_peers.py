@@ -25,18 +25,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import report, train_step
+from benchmarks.comparison import is_installed
 from benchmarks.tuned_model import SIZES
 
 PROBLEMS = {"full": ((8, 2048), (2, 8192)), "quick": ((2, 64),)}
 VOCABULARIES = {"full": (256, 50304), "quick": (256,)}
+HYBRIDS = {name: ",".join([name] * 3 + ["attention"]) for name in ("gated_deltanet", "kda", "mamba2")}
+"""Mixers of the layers in turn, by the name in a problem; for the first shape and vocabulary, where their peer is installed."""
 LOSS_BOUND = 0.05  # of the first losses, which differ by the random weights and tokens
+
+
+class PeerFailed(RuntimeError):
+    """The process of a peer ended early."""
 
 
 class Torch:
     """The process that times PyTorch's steps."""
 
     def __init__(self, options: argparse.Namespace, *more: str):
-        names = ("embed_dim", "num_layers", "num_heads", "vocabulary", "batch", "seq")
+        names = ("embed_dim", "num_layers", "num_heads", "vocabulary", "batch", "seq", "mixer")
         sizes = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
         script = pathlib.Path(__file__).with_name("train_step_torch.py")
         pipe = subprocess.PIPE
@@ -59,19 +66,23 @@ class Torch:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"train_step_torch.py ended with {self._process.wait()}; its output says why")
+            raise PeerFailed(f"train_step_torch.py ended with {self._process.wait()}; its output says why")
         return json.loads(line)
 
     def end(self) -> None:
         self._process.communicate()
 
 
-def options_of(options: argparse.Namespace, batch: int, seq: int, vocabulary: int) -> argparse.Namespace:
-    return argparse.Namespace(**vars(options) | {"batch": batch, "seq": seq, "vocabulary": vocabulary})
+def options_of(
+    options: argparse.Namespace, batch: int, seq: int, vocabulary: int, mixer: str = "attention"
+) -> argparse.Namespace:
+    own = {"batch": batch, "seq": seq, "vocabulary": vocabulary, "mixer": mixer}
+    return argparse.Namespace(**vars(options) | own)
 
 
 def name_of(options: argparse.Namespace) -> str:
-    return f"B{options.batch}_T{options.seq}_V{options.vocabulary}"
+    hybrid = "" if options.mixer == "attention" else "_" + options.mixer.split(",")[0]
+    return f"B{options.batch}_T{options.seq}_V{options.vocabulary}{hybrid}"
 
 
 def measure(
@@ -90,6 +101,8 @@ def measure(
             raise SystemExit(
                 f"{name_of(options)}: first loss {variants[0].loss:.3f}, PyTorch's {torch.ready['loss']:.3f}"
             )
+        if (count := sum(x.size for x in state[0])) != torch.ready["parameters"]:
+            raise SystemExit(f"{name_of(options)}: {count} parameters, PyTorch's {torch.ready['parameters']}")
         torch.run(1)
     once = argparse.Namespace(samples=1, steps=options.steps)
     for _ in range(options.samples):
@@ -146,12 +159,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     vars(options).update(SIZES[size])
     options.num_kv_heads = options.num_heads  # as in the PyTorch model
     options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    every = [options_of(options, *shape, v) for shape in PROBLEMS[size] for v in VOCABULARIES[size]]
+    shapes, vocabularies = PROBLEMS[size], VOCABULARIES[size]
+    every = [options_of(options, batch, seq, v) for batch, seq in shapes for v in vocabularies]
+    if not options.quick:
+        hybrids = [mixer for name, mixer in HYBRIDS.items() if options.no_torch or _has_peer(name)]
+        (batch, seq), vocabulary = shapes[0], vocabularies[0]
+        every += [options_of(options, batch, seq, vocabulary, mixer) for mixer in hybrids]
     wanted = None if options.problems is None else options.problems.split(",")
     if wanted is not None and (unknown := sorted(set(wanted) - set(map(name_of, every)))):
         parser.error(f"--problems: expected some of {', '.join(map(name_of, every))}, received {unknown[0]}")
     options.problems = [one for one in every if wanted is None or name_of(one) in wanted]
     return options
+
+
+def _has_peer(mixer: str) -> bool:
+    return is_installed("fla") and (mixer != "mamba2" or is_installed("mamba_ssm"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,9 +184,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         variants.append([train_step.compiled(name, one) for name in one.variants])
         seconds = sum(variant.compile_seconds for variant in variants[-1])
         print(f"{name_of(one)}: compiled in {seconds:.1f} s", flush=True)
-    for torch in peers:  # none uses the device while others are timed
-        if torch is not None:
-            torch.wait()
+    for i, (one, torch) in enumerate(zip(options.problems, peers, strict=True)):
+        try:  # none uses the device while others are timed
+            if torch is not None:
+                torch.wait()
+        except PeerFailed as error:
+            print(f"{name_of(one)}: without PyTorch; {error}", flush=True)
+            peers[i] = None
     rows: list[dict[str, Any]] = []
     for one, mine, torch in zip(options.problems, variants, peers, strict=True):
         rows += [{"problem": name_of(one)} | row for row in measure(one, mine, torch)]

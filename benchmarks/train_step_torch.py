@@ -9,9 +9,12 @@ import contextlib
 import itertools
 import json
 import math
+import pathlib
 import sys
 import time
 from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import torch
@@ -19,13 +22,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
-
-class Linear(nn.Linear):
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+from benchmarks.train_step_torch_mixers import Linear, MIXERS
 
 
 class Norm(nn.Module):
@@ -43,21 +40,30 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
-class Layer(nn.Module):
-    def __init__(self, features: int, heads: int, hidden: int):
+class Attention(nn.Module):
+    def __init__(self, features: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.mixer_norm, self.mlp_norm = Norm(features), Norm(features)
         self.q, self.k, self.v, self.o = (Linear(features, features) for _ in range(4))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)) for p in (self.q, self.k, self.v))
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        out = F.scaled_dot_product_attention(*(a.transpose(1, 2) for a in (q, k, v)), is_causal=True)
+        return self.o(out.transpose(1, 2).flatten(-2))
+
+
+class Layer(nn.Module):
+    def __init__(self, features: int, heads: int, hidden: int, mixer: str):
+        super().__init__()
+        self.mixer_norm, self.mlp_norm = Norm(features), Norm(features)
+        self.mixer = (Attention if mixer == "attention" else MIXERS[mixer])(features, heads)
         self.gate, self.up = Linear(features, hidden), Linear(features, hidden)
         self.down = Linear(hidden, features)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *tables: Tensor) -> Tensor:
         h = self.mixer_norm(x)
-        q, k, v = (p(h).unflatten(-1, (self.heads, -1)) for p in (self.q, self.k, self.v))
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        out = F.scaled_dot_product_attention(*(a.transpose(1, 2) for a in (q, k, v)), is_causal=True)
-        x = x + self.o(out.transpose(1, 2).flatten(-2))
+        x = x + (self.mixer(h, *tables) if isinstance(self.mixer, Attention) else self.mixer(h))
         h = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
@@ -69,7 +75,8 @@ class Model(nn.Module):
         hidden = -(-8 * width // 3 // 32) * 32
         dim = width // sizes.num_heads
         self.embedding = nn.Embedding(sizes.vocabulary, width)
-        self.layers = nn.ModuleList(Layer(width, sizes.num_heads, hidden) for _ in range(sizes.num_layers))
+        mixers = itertools.islice(itertools.cycle(sizes.mixer.split(",")), sizes.num_layers)
+        self.layers = nn.ModuleList(Layer(width, sizes.num_heads, hidden, mixer) for mixer in mixers)
         self.norm, self.head = Norm(width), Linear(width, sizes.vocabulary)
         # Tables, as in most code for PyTorch: in the compiled layers, sines and cosines were computed again for every head of every token,
         # which took 32 of 125 ms a step.
@@ -99,6 +106,7 @@ def main() -> int:
     )
     for name in ("embed-dim", "num-layers", "num-heads", "vocabulary", "batch", "seq"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--mixer", default="attention", help="of the layers in turn, by commas")
     parser.add_argument("--kernels", help="file for the device's time by kernel in one more step")
     sizes = parser.parse_args()
     torch.manual_seed(0)

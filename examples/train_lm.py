@@ -310,11 +310,19 @@ def split_training_loss(
     return loss + args.balance * ejx.nn.load_balancing_loss(statistics), loss
 
 
+def compiler_options() -> dict[str, Any]:
+    """For the compiler of a training step: on a GPU, queries and keys are not computed by one product, as the gradient of their weights
+    would then be one of arrays that first have to be written next to each other."""
+    return {"xla_gpu_dot_merger_threshold_mb": 0} if jax.default_backend() == "gpu" else {}
+
+
 def make_steps(args: argparse.Namespace):
     optimiser = make_optimiser(args)
     loss_with_parts = training_loss if args.mesh is None else split_training_loss
 
-    @eqx.filter_jit(donate="all")
+    compiled: dict[str, Any] = {"compiler_options": compiler_options()}
+
+    @eqx.filter_jit(donate="all", **compiled)
     def train_step(model, optimiser_state, tokens):
         parameters, frozen = eqx.partition(model, trained(model))
         loss_of = lambda parameters: loss_with_parts(eqx.combine(parameters, frozen), tokens, args)

@@ -11,6 +11,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.models.vocabulary import embed
 from ejkernel_eqx.normalization.residual.workload import example_problem
 from tests.gpu.host import on_host
 from tests.losses import cases as losses
@@ -59,3 +60,31 @@ def test_cross_entropy(name):
     found = losses.results(case.operation(), inputs, labels, dout)
     for name, x in on_host(losses.exact, case, inputs, labels, dout).items():
         assert_close(found[name], x, case.dtype, "forward" if name == "out" else "gradient", name=name)
+
+
+@pytest.mark.parametrize("readers", [2, 3])
+def test_norm_for_several_readers(readers):
+    """Each reader's norm, and the gradients of what all return, as those of one that returns their sum."""
+    inputs, (dout, dsum) = cases.make(LONG["of a model"])
+    op, given = ejx.ResidualRMSNorm(platform="triton"), (inputs["x"], inputs["branch"], inputs["weight"])
+    (outs, total), pull = jax.vjp(lambda *given: op.for_readers(readers, *given), *given)
+    (out, plain), one = jax.vjp(op, *given)
+    for x, y in zip((*outs, total), (*[out] * readers, plain), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    found = pull(((dout,) * readers, dsum))
+    expected = one(((readers * dout.astype("float32")).astype(dout.dtype), dsum))
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x, np.asarray(y, np.float64), "bfloat16", "gradient")
+
+
+def test_rows_of_a_small_vocabulary():
+    """The product of a table with ones and zeros is the rows of the table, and its gradient their sums in float32."""
+    random = np.random.default_rng(0)
+    table = jax.numpy.asarray(random.standard_normal((256, 128)), "bfloat16")
+    tokens = jax.numpy.asarray(random.integers(0, 256, (4, 1500)), "int32")
+    dout = jax.numpy.asarray(random.standard_normal((4, 1500, 128)), "bfloat16")
+    found, pull = jax.vjp(lambda table: embed(table, tokens), table)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(table[tokens]))
+    expected = np.zeros((256, 128))
+    np.add.at(expected, np.asarray(tokens), np.asarray(dout, np.float64))
+    assert_close(pull(dout)[0], expected, "bfloat16", "gradient")

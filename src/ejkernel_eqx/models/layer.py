@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..nn import ExpertParallel, MixtureOfExperts, RouterStatistics
+from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
 from ..nn.activations import gated
 from ..nn.projection import project
 from ..normalization import ResidualRMSNorm
@@ -34,10 +34,11 @@ class MLP(eqx.Module):
         self.config = config
 
     @jax.named_scope("ejx.models.MLP")
-    def __call__(self, x: Array) -> Array:
-        """`x`: `[..., E]`, any number of leading axes. **Returns:** an array of its shape and dtype."""
+    def __call__(self, x: Array, again: Array | None = None) -> Array:
+        """`x`: `[..., E]`, any number of leading axes; `again`: the same, for the second projection, from
+        [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. **Returns:** an array of its shape and dtype."""
         gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
-        up = project("up_proj", self.up_proj, x, self.config.hidden_dim)
+        up = project("up_proj", self.up_proj, x if again is None else again, self.config.hidden_dim)
         return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
     def _published(self, weights: Any) -> "MLP":
@@ -110,17 +111,22 @@ class DecoderLayer(eqx.Module):
     def _through(
         self, x: Array, cache: Any, rows: dict[str, Any], return_statistics: bool
     ) -> tuple[Array, Any, RouterStatistics | None]:
-        h, x = self._into_branch(self.mixer_norm, x)
+        apart = cache is None and type(self.mixer) is MultiHeadAttention
+        (h, *copies), x = self._into_branch(self.mixer_norm, x, readers=3 if apart else 1)
         residual = h if self.config.norms == "residual" else x
-        out, cache = (self.mixer(h, **rows), None) if cache is None else self.mixer(h, cache, **rows)
+        if copies:
+            out = self.mixer.apart(h, *copies, **rows)
+        else:
+            out, cache = (self.mixer(h, **rows), None) if cache is None else self.mixer(h, cache, **rows)
         out = normed(self.mixer_out_norm, out.astype(x.dtype))
         if self.mlp is None:
             return _added(residual, out, self.config.mixer_scales), cache, None
-        h, x = self._into_branch(self.mlp_norm, residual, out)
+        readers = 2 if cache is None and type(self.mlp) is MLP else 1
+        (h, *copies), x = self._into_branch(self.mlp_norm, residual, out, readers)
         residual = h if self.config.norms == "residual" else x
         statistics = None
         if not isinstance(self.mlp, MixtureOfExperts):
-            y = self.mlp(h)
+            y = self.mlp(h, *copies)
         elif return_statistics:
             y, statistics = self.mlp(h, padding_mask=_real(rows), return_statistics=True)
         else:
@@ -129,17 +135,18 @@ class DecoderLayer(eqx.Module):
         return x, cache, statistics
 
     def _into_branch(
-        self, norm: eqx.nn.RMSNorm | None, residual: Array, out: Array | None = None
-    ) -> tuple[Array, Array]:
-        """The input of a branch, and the residual beside it, after the output of the mixer was added."""
-        scales = self.config.mixer_scales
+        self, norm: eqx.nn.RMSNorm | None, residual: Array, out: Array | None = None, readers: int = 1
+    ) -> tuple[tuple[Array, ...], Array]:
+        """The input of a branch, for each of its readers where one pass adds their gradients, and the residual beside it, after the output of
+        the mixer was added."""
+        scales, give = self.config.mixer_scales, self.residual_norm.for_readers
         if norm is not None and _is_plain(norm, self.residual_norm) and self.config.norms != "residual":
             if out is None:
-                return self.residual_norm(residual, None, norm.weight)
+                return give(readers, residual, None, norm.weight)
             if scales == (1, 1):
-                return self.residual_norm(residual, _laid_out_as(residual, out), norm.weight)
+                return give(readers, residual, _laid_out_as(residual, out), norm.weight)
         x = residual if out is None else _added(residual, out, scales)
-        return normed(norm, x), x
+        return (normed(norm, x),), x
 
 
 def _is_plain(norm: eqx.nn.RMSNorm, operation: ResidualRMSNorm) -> bool:

@@ -8,13 +8,34 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..dispatch import Backend, place_of_calls
 from ..nn.projection import mesh_axes, mesh_of, on_mesh, product
 
 
 def embed(table: Array, tokens: Array) -> Array:
     """The rows `[..., E]` of the table `[vocabulary, E]`; on an explicit mesh laid out as the tokens, with all features on each device."""
     mesh = mesh_of((table, tokens))
-    return table[tokens] if mesh is None else _embed_on(mesh, table, tokens)
+    if mesh is not None:
+        return _embed_on(mesh, table, tokens)
+    return _embed_few(table, tokens) if _are_few(table, tokens) else table[tokens]
+
+
+_FEW_WORDS, _MANY_TOKENS = 512, 4096
+
+
+def _are_few(table: Array, tokens: Array) -> bool:
+    """Whether many tokens share each row of the table on a GPU. There the gradient of the rows would be added up token by token, in memory
+    that many write to at once, and rounded each time; a product with ones and zeros gives the same rows and sums in float32. In 16 bits it
+    is exact in the forward pass."""
+    few = table.shape[0] <= _FEW_WORDS and table.dtype.itemsize == 2 and tokens.size >= _MANY_TOKENS
+    return few and place_of_calls()[0] is Backend.GPU
+
+
+def _embed_few(table: Array, tokens: Array) -> Array:
+    words = table.shape[0]
+    # As the index of an array: negative ones count from the end, and those past the end are the last one.
+    tokens = jnp.clip(jnp.where(tokens < 0, tokens + words, tokens), 0, words - 1)
+    return product(jax.nn.one_hot(tokens, words, dtype=table.dtype), table.T)
 
 
 # Compiled, as the products of `nn.projection`: outside of `jit` only a compiled function takes arrays on a mesh together with others.

@@ -474,21 +474,37 @@ class MultiHeadAttention(eqx.Module):
         x = clear(x.astype(dtype), rows.real)
         source = x if given.kv_input is None else clear(given.kv_input.astype(dtype), kv_padding_mask)
         values = source if given.v_input is None else clear(given.v_input.astype(dtype), kv_padding_mask)
+        return self._attend((x, source, values), cache, given, rows, return_lse)
+
+    def apart(self, x: Array, keys: Array, values: Array, **given: Any) -> Array:
+        """`layer(x, padding_mask=..., segment_ids=...)`, whose input comes three times, for queries, keys and values:
+        [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers` then adds their three gradients."""
+        read, x = check_call(self, x, None, CallInputs(**given))
+        rows = locate(x, None, read)
+        dtype = compute_dtype_of(self.compute_dtype, self._projections(), x)
+        x, keys, values = (clear(a.astype(dtype), rows.real) for a in (x, keys, values))
+        return self._attend((x, keys, values), None, read, rows, False)
+
+    def _attend(
+        self, inputs: tuple[Array, Array, Array], cache: Any, given: CallInputs, rows: Any, return_lse: bool
+    ) -> Any:
+        """The results of a call, from the inputs of queries, keys and values."""
+        x, source, values = inputs
         attention = self.attention if cache is None else on_whole_rows(self.attention)
-        places = places_over(attention, self.rope, positions, rows, x)
+        places = places_over(attention, self.rope, given.positions, rows, x)
         q, k, v, gate = self._heads(x, source, values, places)
         cache, keys = keys_of(cache, k, v, rows)
         out: Any = attention(
             q,
             keys.k.astype(q.dtype),
             keys.v.astype(q.dtype),
-            bias=bias,
-            mask=with_window(self.sliding_window, mask),
+            bias=given.bias,
+            mask=with_window(self.sliding_window, given.mask),
             **keys.how,
             sinks=self.sinks,
             alibi_slopes=self._slopes(q),
-            key=key,
-            inference=inference,
+            key=given.key,
+            inference=given.inference,
             return_lse=return_lse,
         )
         return self._results(out, gate, cache, return_lse)

@@ -1,5 +1,6 @@
 """`ResidualRMSNorm`: the sum of a residual and a branch, and its RMS norm, in one pass."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -12,8 +13,8 @@ from ...core.arguments import array, fitting, is_finite
 from ...core.plans import plan_of
 from ...core.platforms import register
 from ...dispatch import PlatformLike
-from .core import NORMALIZE
-from .spec import ResidualArrays, ResidualSpec
+from .core import normalize_for
+from .spec import COPIES, ResidualArrays, ResidualSpec
 
 register("residual_rms_norm", __package__)
 
@@ -71,6 +72,27 @@ class ResidualRMSNorm(Kernel):
 
         **Returns:** the norm of the sum, and the sum, `[..., features]` in the dtype of `x`. Raises the errors of [`ejkernel_eqx.CausalConv1d`][].
         """
+        (out,), total = self.for_readers(1, x, branch, weight)
+        return out, total
+
+    def for_readers(
+        self,
+        readers: int,
+        x: Float[AnyArray, "*B C"],
+        branch: Float[AnyArray, "*B C"] | None = None,
+        weight: Float[AnyArray, " C"] | None = None,
+    ) -> tuple[tuple[Float[Array, "*B C"], ...], Float[Array, "*B C"]]:
+        """A call whose norm several others read, such as the projections of queries, keys and values: each is given the norm as an array of
+        its own, and the backward adds their gradients in the same pass. It is computed and stored once.
+
+        **Arguments:** those of a call, and `readers`, 1 to 3.
+
+        **Returns:** the norm for each reader, and the sum.
+        """
+        if readers not in range(1, len(COPIES) + 1):
+            raise ValueError(
+                f"readers: expected 1 to {len(COPIES)}, received {readers!r}; let others share the last one."
+            )
         x = array("x", x, "features")
         if x.shape[-1] == 0:
             raise ValueError(f"x: expected at least one feature, received shape {x.shape}.")
@@ -81,8 +103,10 @@ class ResidualRMSNorm(Kernel):
         if weight is not None:
             weight = fitting("weight", weight, x.shape[-1:], "features")
         if not x.size:  # nothing to launch
-            return x, x
+            return (x,) * readers, x
         rows: Any = lambda a: None if a is None else a.reshape(-1, a.shape[-1]) if a.ndim == 1 else a
         arrays = ResidualArrays(rows(x), rows(branch), weight)
-        results = NORMALIZE.call(self.plan, self.operation, arrays, self.spec)
-        return results["out"].reshape(x.shape), results["sum"].reshape(x.shape)
+        spec = dataclasses.replace(self.spec, readers=readers)
+        results = normalize_for(readers).call(self.plan, self.operation, arrays, spec)
+        outs = tuple(results[name].reshape(x.shape) for name in COPIES[:readers])
+        return outs, results["sum"].reshape(x.shape)

@@ -5,11 +5,11 @@ from jax import Array
 
 from ..._broadcast import like
 from ...core.arguments import accumulator
-from .spec import ResidualArrays, ResidualSpec
+from .spec import COPIES, ResidualArrays, ResidualSpec
 
 
 def normalise(arrays: ResidualArrays, spec: ResidualSpec) -> dict[str, Array]:
-    """`out` and `sum` `[*, M, F]` in float32 (float64 for float64 inputs)."""
+    """`out`, for every reader, and `sum` `[*, M, F]` in float32 (float64 for float64 inputs)."""
     wide = accumulator(arrays.x.dtype)
     total = arrays.x.astype(wide)
     if arrays.branch is not None:
@@ -17,4 +17,4 @@ def normalise(arrays: ResidualArrays, spec: ResidualSpec) -> dict[str, Array]:
     out = total / jnp.sqrt(jnp.mean(total**2, -1, keepdims=True) + spec.eps)
     if arrays.weight is not None:
         out = out * like(arrays.weight.astype(wide), out)
-    return {"out": out, "sum": total}
+    return dict.fromkeys(COPIES[: spec.readers], out) | {"sum": total}

@@ -14,9 +14,10 @@ from ...core.letters import Letters
 
 @dataclasses.dataclass(frozen=True)
 class ResidualSpec:
-    """The static half of a call."""
+    """The static half of a call. `readers`: how often `out` is returned, as `out`, `out_2` and `out_3`, whose gradients are added."""
 
     eps: float = 1e-6
+    readers: int = 1
 
 
 class ResidualArrays(NamedTuple):
@@ -27,7 +28,10 @@ class ResidualArrays(NamedTuple):
     weight: Array | None = None  # [F], any float dtype
 
 
-LETTERS = Letters.of({"x": "M F", "branch": "M F", "weight": "F", "out": "M F", "sum": "M F"})
+COPIES = ("out", "out_2", "out_3")
+_AXES = {"x": "M F", "branch": "M F", "weight": "F", "out": "M F", "sum": "M F"}
+LETTERS = Letters.of(_AXES)
+WITH_COPIES = Letters.of(_AXES | dict.fromkeys(COPIES, "M F"))
 LEARNED = ("x", "branch", "weight")
 SHARED = frozenset({"weight"})
 RESULTS = ("out", "sum")  # [*, M, F] each, in the dtype of x

@@ -6,17 +6,17 @@ from jax import Array, lax
 from ..._broadcast import like
 from ...core.arguments import accumulator
 from ...core.platforms import Plain
-from .spec import ResidualArrays, ResidualSpec
+from .spec import COPIES, ResidualArrays, ResidualSpec
 
 
 def apply(arrays: ResidualArrays, spec: ResidualSpec) -> dict[str, Array]:
-    """`out` and `sum` `[*, M, F]` in the dtype of `x`."""
+    """`out`, for every reader, and `sum` `[*, M, F]` in the dtype of `x`."""
     dtype = arrays.x.dtype
     total = arrays.x if arrays.branch is None else arrays.x + arrays.branch
     wide = total.astype(accumulator(dtype))
     out = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + spec.eps)
     out = out if arrays.weight is None else out * like(arrays.weight.astype(wide.dtype), out)
-    return {"out": out.astype(dtype), "sum": total}
+    return dict.fromkeys(COPIES[: spec.readers], out.astype(dtype)) | {"sum": total}
 
 
 platform = Plain(apply)

@@ -10,7 +10,7 @@ from ....dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ....launch import Execute, Launcher, NOTHING, Options, result, result_like, run
 from ....launch.sizes import cdiv, padded
 from ...triton.tile_sizes import NormTile, tile_pairs
-from ..spec import ResidualArrays, ResidualSpec
+from ..spec import COPIES, ResidualArrays, ResidualSpec
 from . import kernels
 
 OPAQUE = True
@@ -64,7 +64,8 @@ def forward(
     launch = _launcher(arrays._asdict(), arrays, spec, tile, execute)
     programs, has = cdiv(total, tile.block_m), arrays.branch is not None
     found = launch(kernels.forward_kernel, Options(tile.num_warps), results, programs, rows=total, BRANCH=has)
-    return {"out": found["out"], "sum": arrays.x if arrays.branch is None else found["sum"]}
+    outs = dict.fromkeys(COPIES[: spec.readers], found["out"])
+    return outs | {"sum": arrays.x if arrays.branch is None else found["sum"]}
 
 
 def backward(
@@ -88,7 +89,8 @@ def backward(
             "partial": NOTHING if arrays.weight is None else result(batch, chunks, features),
         },
         chunks * batch,
-        {"dout": cotangents["out"], "dsum": cotangents["sum"]},
+        {f"d{name}": cotangents.get(name) for name in (*COPIES, "sum")},
+        READERS=spec.readers,
         TURNS=tile.turns,
         STAGES=tile.num_stages,
     )

@@ -34,10 +34,10 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    sum_ptr, weight_ptr, dout_ptr, dsum_ptr, M,  # dout and dsum as sum; else as in the forward kernel
+    sum_ptr, weight_ptr, dout_ptr, dout_2_ptr, dout_3_ptr, dsum_ptr, M,  # dout (of each reader) and dsum as sum; else as in the forward kernel
     dx_ptr, partial_ptr,  # as sum
     F: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr, MAPPED: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
-    TURNS: tl.constexpr, STAGES: tl.constexpr,
+    TURNS: tl.constexpr, STAGES: tl.constexpr, READERS: tl.constexpr,
 ):  # fmt: skip
     """`dx`, also the gradient of the branch, and these rows' share of the gradient of the weight, `partial [B, chunks, F]`. A program processes
     `BM` rows, `TURNS` times."""
@@ -57,6 +57,10 @@ def backward_kernel(
         inside = (m < M)[:, None] & (f < F)[None, :]  # [BM, BF]
         x = tl.load(sum_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
         dout = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
+        if READERS > 1:
+            dout += tl.load(dout_2_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
+        if READERS > 2:
+            dout += tl.load(dout_3_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
         dsum = tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
         # With n = scale x and dn = dout weight: dx = dsum + scale (dn - n mean(dn n)).
         dn = dout * weight  # [BM, BF]
