@@ -15,7 +15,7 @@ from ejkernel_eqx.custom.workload import example_problem
 from ejkernel_eqx.dispatch import Backend, DeviceFacts, kernel_registry
 from ejkernel_eqx.dispatch.device import shared_memory_limit
 from ejkernel_eqx.launch import compile_ahead
-from tests.processes import environment
+from tests.processes import environment, programs
 from tests.tolerances import assert_close
 
 PATH = pathlib.Path(__file__).parents[2] / "examples" / "custom_kernel.py"
@@ -35,7 +35,7 @@ def example():
 
 @pytest.mark.slow
 def test_it_runs(example):
-    variables = environment() | {"PYTHONPATH": str(PATH.parents[1] / "src")}
+    variables = environment() | programs() | {"PYTHONPATH": str(PATH.parents[1] / "src")}
     command = [sys.executable, "-W", "error", str(PATH)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
     assert done.returncode == 0, done.stderr[-4000:]

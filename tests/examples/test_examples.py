@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.processes import environment
+from tests.processes import environment, programs
 from tests.tolerances import assert_close
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -23,7 +23,7 @@ SMALL += "--validate-every 10 --checkpoint-every 10 --sample-length 20 --learnin
 
 
 def _environment(devices=1):
-    return environment(devices) | {"PYTHONPATH": str(ROOT / "src")}
+    return environment(devices) | programs() | {"PYTHONPATH": str(ROOT / "src")}
 
 
 def _start(example, *options, devices=1):
