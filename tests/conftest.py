@@ -47,6 +47,10 @@ if not _OPTIMISED:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in the processes that tests start, too
     _flags = " ".join([_flags, *(flag for flag in _QUICK_FLAGS if flag not in _flags and _known(flag))])
 os.environ["XLA_FLAGS"] = _flags.strip()
+# A program that one worker has compiled is read by the others, and by later runs where the variable names a folder that stays.
+if "EJKERNEL_EQX_TESTS_PROGRAMS" not in os.environ:
+    os.environ["EJKERNEL_EQX_TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="ejkernel_eqx-programs-")
+    atexit.register(shutil.rmtree, os.environ["EJKERNEL_EQX_TESTS_PROGRAMS"], ignore_errors=True)
 # Several processes share one GPU: none of them may reserve most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Nothing that the tests tune may reach the tables of whoever runs them, and no such table may decide what is tested. Processes that
@@ -61,6 +65,9 @@ import pytest  # noqa: E402
 # What a user may switch on must work: an implicit promotion between dtypes or ranks is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", os.environ["EJKERNEL_EQX_TESTS_PROGRAMS"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _keep_contexts() -> None:

@@ -1,7 +1,6 @@
 """The example of a user's kernel: run as it stands, and its two Triton kernels against the formula in float64."""
 
 import importlib.util
-import os
 import pathlib
 import re
 import subprocess
@@ -16,6 +15,7 @@ from ejkernel_eqx.custom.workload import example_problem
 from ejkernel_eqx.dispatch import Backend, DeviceFacts, kernel_registry
 from ejkernel_eqx.dispatch.device import shared_memory_limit
 from ejkernel_eqx.launch import compile_ahead
+from tests.processes import environment, programs
 from tests.tolerances import assert_close
 
 PATH = pathlib.Path(__file__).parents[2] / "examples" / "custom_kernel.py"
@@ -35,10 +35,9 @@ def example():
 
 @pytest.mark.slow
 def test_it_runs(example):
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = str(PATH.parents[1] / "src")
+    variables = environment() | programs() | {"PYTHONPATH": str(PATH.parents[1] / "src")}
     command = [sys.executable, "-W", "error", str(PATH)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
     assert done.returncode == 0, done.stderr[-4000:]
     out = done.stdout
     errors = [float(line.rsplit(" ", 1)[1]) for line in out.splitlines() if "largest" in line]

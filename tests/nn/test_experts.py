@@ -190,7 +190,7 @@ def test_a_compute_dtype_of_its_own():
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_any_sizes(data):
     groups = data.draw(st.integers(1, 3))

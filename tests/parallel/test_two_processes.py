@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.parallel.two_processes import loss, model_of, TOKENS
+from tests.processes import environment
 from tests.tolerances import assert_close
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -24,11 +25,11 @@ def run(dies: int, *file: pathlib.Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    variables = environment(devices=2) | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.parallel.two_processes", *map(str, (port, rank, dies, *file))],
-            env=environment,
+            env=variables,
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

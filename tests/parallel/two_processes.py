@@ -1,7 +1,7 @@
 """One of the two processes of a test: `python -m tests.parallel.two_processes PORT RANK DIES [FILE]`.
 
-Each has two of four devices, which share the tokens. With FILE, the first process writes the loss and the gradients of a model to it. Then both
-repeat a call of attention, until the process of rank DIES kills itself; the other goes on.
+Each has two of four devices, as `XLA_FLAGS` says, which share the tokens. With FILE, the first process writes the loss and the gradients of a
+model to it. Then both repeat a call of attention, until the process of rank DIES kills itself; the other goes on.
 """
 
 import os
@@ -11,7 +11,6 @@ from typing import Any
 
 if __name__ == "__main__":  # not where the test imports the model
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 
 import equinox as eqx
 import jax
