@@ -156,7 +156,7 @@ def test_scores_of_a_key_decay_need_not_spill(target):
     )
     tile = Tile(32, 64, 4, 1)
     config = next(x for x in triton.candidates(problem, DEVICES[target]) if x.scores == tile)
-    shape = lambda *sizes: jax.ShapeDtypeStruct((1, 4096, 16, *sizes), jnp.bfloat16)
+    shape: Any = lambda *sizes: jax.ShapeDtypeStruct((1, 4096, 16, *sizes), jnp.bfloat16)
     arrays = RecurrenceArrays(*(shape(128) for _ in "qkv"), g=shape(128), beta=shape())
     launch = launches_of(arrays, RecurrenceSpec(0.1, KEY, delta=True), config, backward=False)[
         "delta_key_scores_kernel"
