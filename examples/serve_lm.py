@@ -29,9 +29,8 @@ from typing import Any, TextIO
 
 import jax
 
-if (
-    __name__ == "__main__"
-):  # the device starts in a thread while Python imports the rest, which takes about as long
+# The device starts in a thread while Python imports the rest, which takes about as long.
+if __name__ == "__main__":
     concurrent.futures.ThreadPoolExecutor(1).submit(jax.devices)
 
 import numpy as np
