@@ -10,12 +10,11 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DEFAULTS = {"default", "default (cuDNN)"}
 
 
 @functools.cache
 def results() -> list[dict[str, Any]]:
-    names = ("attention", "linear", "decode")
+    names = ("attention_backward", "linear_peers", "decode")
     files = [ROOT / f"benchmarks/results/{name}_h200_triton_3.7.1.json" for name in names]
     return [row for file in files for row in json.loads(file.read_text())["rows"]]
 
@@ -44,7 +43,6 @@ def test_times(row):
     problem, ours, forward, backward, peer, peer_forward, peer_backward = row
     problem = problem.removeprefix("attention, ")
     for name, times in ((ours, (forward, backward)), (peer, (peer_forward, peer_backward))):
-        name = "default" if name in DEFAULTS else name
         measured = tuple(fastest(problem, name, part) for part in ("forward", "forward+backward"))
         assert times == measured
     assert forward and peer_forward
