@@ -26,30 +26,26 @@ def _file() -> IO[str]:
     return open(os.environ[VARIABLE], "w", encoding="utf-8")
 
 
-@contextlib.contextmanager
-def held() -> Iterator[None]:
+def held() -> contextlib.AbstractContextManager[None]:
     """Has the device for itself."""
-    if not are_shared():
-        yield
-        return
-    _lock(True)
-    try:
-        yield
-    finally:
-        _lock(False)
+    return _locked(True)
+
+
+def released() -> contextlib.AbstractContextManager[None]:
+    """Lets others have the device; within `held`."""
+    return _locked(False)
 
 
 @contextlib.contextmanager
-def released() -> Iterator[None]:
-    """Lets others have the device; within `held`."""
+def _locked(hold: bool) -> Iterator[None]:
     if not are_shared():
         yield
         return
-    _lock(False)
+    _lock(hold)
     try:
         yield
     finally:
-        _lock(True)
+        _lock(not hold)
 
 
 def _lock(hold: bool) -> None:
