@@ -163,6 +163,14 @@ def test_absorbed(heads, queries, is_causal):
         assert_close(x, np.asarray(y, np.float64), "bfloat16")
 
 
+@pytest.fixture
+def in_full_precision():
+    """Products in float32 are not rounded to TF32: a chunk's are of other shapes than those of the whole, and round differently."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.mark.usefixtures("in_full_precision")
 @pytest.mark.parametrize("rank", [None, 96])
 def test_the_layer_decodes_as_the_whole(rank, monkeypatch):
     """In float32: a long chunk, expanded and merged; a short one and tokens, absorbed; dense and in pages."""
