@@ -2,6 +2,9 @@
 
 It reads one number per line, runs that many steps, and answers with one line of JSON; `train_step_peers.py` starts it. The same model and
 arithmetic as the JAX one: parameters in float32, computed in bfloat16, norms and the loss in float32; AdamW, clipping by the global norm.
+
+Kernels of recurrent mixers are tuned in the step after the line `tune`, and until then run as they come: a process can compile while others
+use the device. With `--process` and `--processes` it is one of several that only compile them.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
+from benchmarks import peers_tuning, turns
 from benchmarks.train_step_torch_mixers import Linear, MIXERS
 
 
@@ -100,7 +104,19 @@ def attention() -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel(known, set_priority=True)
 
 
-def main() -> int:
+def compile_mixers(sizes: argparse.Namespace) -> None:
+    """Compiles this process's share of the kernels of recurrent mixers, on memory without contents."""
+    peers_tuning.compile_only(sizes.process, sizes.processes)
+    for name in dict.fromkeys(sizes.mixer.split(",")):
+        if name != "attention":
+            mixer = MIXERS[name](sizes.embed_dim, sizes.num_heads).to("cuda")
+            shape = (sizes.batch, sizes.seq, sizes.embed_dim)
+            x = torch.empty(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            out = mixer(x)
+            out.backward(torch.empty_like(out))
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -108,10 +124,20 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--mixer", default="attention", help="of the layers in turn, by commas")
     parser.add_argument("--kernels", help="file for the device's time by kernel in one more step")
-    sizes = parser.parse_args()
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    sizes = parse()
+    if sizes.process is not None:
+        compile_mixers(sizes)
+        return 0
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
+    later = peers_tuning.Later() if on_gpu and set(sizes.mixer.split(",")) != {"attention"} else None
     model = Model(sizes).to(device)
     optimiser = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True
@@ -130,18 +156,27 @@ def main() -> int:
         return loss.detach()
 
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    start = time.perf_counter()
-    first = float(step(batches[0]))
-    seconds = time.perf_counter() - start
-    step(batches[1])
-    synchronize()
-    if on_gpu:
-        torch.cuda.empty_cache()
+    with turns.held():  # of processes that compile, one at a time has activations
+        start = time.perf_counter()
+        first = float(step(batches[0]))
+        seconds = time.perf_counter() - start
+        step(batches[1])
+        synchronize()
+        if on_gpu:
+            torch.cuda.empty_cache()
     assert math.isfinite(first)
     count = sum(p.numel() for p in model.parameters())
     ready = {"loss": first, "compile_seconds": seconds, "parameters": count}
     print(json.dumps(ready), flush=True)
     for line in sys.stdin:
+        if line.strip() == "tune":
+            start = time.perf_counter()
+            if later is not None:
+                later.tune()
+                step(batches[0])
+            synchronize()
+            print(json.dumps({"tuning_seconds": time.perf_counter() - start}), flush=True)
+            continue
         synchronize()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
