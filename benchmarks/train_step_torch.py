@@ -94,8 +94,12 @@ class Model(nn.Module):
         x = self.embedding(tokens[:, :-1]).to(torch.bfloat16)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
+        return self.loss(x, tokens[:, 1:])
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Compiled as one, also where kernels that the compiler does not know keep it from taking all layers at once."""
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def attention() -> contextlib.AbstractContextManager[Any]:
@@ -114,6 +118,15 @@ def compile_mixers(sizes: argparse.Namespace) -> None:
             x = torch.empty(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
             out = mixer(x)
             out.backward(torch.empty_like(out))
+
+
+def compile_layers(sizes: argparse.Namespace, device: torch.device) -> None:
+    """Compiles the layers, each for itself, where kernels that the compiler does not know keep it from taking all at once: with a model of
+    one turn of the mixers, which needs little memory."""
+    few = argparse.Namespace(**vars(sizes) | {"num_layers": len(sizes.mixer.split(","))})
+    model = torch.compile(Model(few).to(device), dynamic=False)
+    with attention():
+        model(torch.zeros((sizes.batch, sizes.seq + 1), dtype=torch.int64, device=device)).backward()
 
 
 def parse() -> argparse.Namespace:
@@ -143,6 +156,10 @@ def main() -> int:
         model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     compiled = torch.compile(model, dynamic=False) if on_gpu else model
+    start = time.perf_counter()
+    if later is not None:
+        compile_layers(sizes, device)
+        print(f"layers: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     shape = (4, sizes.batch, sizes.seq + 1)
     batches = torch.from_numpy(np.random.default_rng(0).integers(0, sizes.vocabulary, shape)).to(device)
 
@@ -157,7 +174,6 @@ def main() -> int:
 
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
     with turns.held():  # of processes that compile, one at a time has activations
-        start = time.perf_counter()
         first = float(step(batches[0]))
         seconds = time.perf_counter() - start
         step(batches[1])
