@@ -1,6 +1,8 @@
 """`RecurrentState`: the state of a recurrent layer; and how the parts of a layer run from it."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -71,6 +73,25 @@ class Rows:
     def convolve(self, layer: ShortConvolution, x: Array) -> Array:
         """Runs the next short convolution of the layer."""
         return self.run(layer.convolution, {"x": x}, {"weight": layer.weight[:, 0], "bias": layer.bias})
+
+    def convolve_parts(self, layer: ShortConvolution, parts: Sequence[Array]) -> tuple[Array, ...]:
+        """Runs the next short convolution of the layer on channels that come in parts, and gives those of the output in the same parts."""
+        ends = [*itertools.accumulate(part.shape[-1] for part in parts)]
+        if self.state is not None:
+            mixed = self.convolve(layer, jnp.concatenate(parts, axis=-1))
+            return tuple(jnp.split(mixed, ends[:-1], axis=-1))
+        self._before.append(None)
+        self.given.append({"x": jnp.concatenate(parts, axis=-1)})
+        packing = {"segment_ids": self.segment_ids, "cu_seqlens": self.cu_seqlens}
+        outs, states = [], []
+        for part, end in zip(parts, ends, strict=True):
+            own = slice(end - part.shape[-1], end)
+            bias = None if layer.bias is None else layer.bias[own]
+            out, state = layer.convolution(part, layer.weight[own, 0], bias, **packing)
+            outs.append(out)
+            states.append(state)
+        self._left.append(jnp.concatenate(states, axis=-1))
+        return tuple(outs)
 
     def run(
         self, operation: Any, tokens: dict[str, Array], parameters: dict[str, Any] | None = None
