@@ -24,10 +24,24 @@ def softplus(x: Array) -> Array:
     return jnp.logaddexp(x, jnp.zeros((), x.dtype))
 
 
+@jax.custom_jvp
 def l2norm(x: Array) -> Array:
-    """`x / sqrt(sum x^2 + 1e-6)` over the last axis, in the dtype of `x`."""
+    """`x / sqrt(sum x^2 + 1e-6)` over the last axis, in the dtype of `x`. Its gradient takes the result, which is kept anyway, and not `x`."""
+    return _l2norm(x)[0]
+
+
+def _l2norm(x: Array) -> tuple[Array, Array]:
+    """The result, and what it was multiplied by."""
     y = wide(x)
-    return (y * lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    scale = lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + 1e-6)
+    return (y * scale).astype(x.dtype), scale
+
+
+@l2norm.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    out, scale = _l2norm(*primals)
+    y, dx = wide(out), wide(tangents[0])
+    return out, (scale * (dx - y * jnp.sum(y * dx, axis=-1, keepdims=True))).astype(out.dtype)
 
 
 def check_gate(gate: str, lower_bound: float | None) -> float | None:
