@@ -40,8 +40,14 @@ def _l2norm(x: Array) -> tuple[Array, Array]:
 @l2norm.defjvp
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     out, scale = _l2norm(*primals)
-    y, dx = wide(out), wide(tangents[0])
-    return out, (scale * (dx - y * jnp.sum(y * dx, axis=-1, keepdims=True))).astype(out.dtype)
+    # Without the barrier, XLA would not take the rounded result but what it was rounded from, and keep or recompute that.
+    kept = lax.optimization_barrier((out, scale))
+    return out, jax.checkpoint(_l2norm_tangent, prevent_cse=False)(*kept, *tangents)
+
+
+def _l2norm_tangent(out: Array, scale: Array, dx: Array) -> Array:
+    y, wide_dx = wide(out), wide(dx)
+    return (scale * (wide_dx - y * jnp.sum(y * wide_dx, axis=-1, keepdims=True))).astype(out.dtype)
 
 
 def check_gate(gate: str, lower_bound: float | None) -> float | None:
