@@ -57,9 +57,9 @@ class Torch:
         """Until it has compiled."""
         self.ready = self.ready or self._answer()
 
-    def tune(self) -> None:
-        """Has the device for itself."""
-        self.ready |= self._asked("tune")
+    def begin(self) -> None:
+        """Builds the model, and tunes its kernels, for which it has the device for itself."""
+        self.ready |= self._asked("begin")
 
     def run(self, steps: int) -> dict[str, Any]:
         return self._asked(str(steps))
@@ -132,6 +132,7 @@ def measure(
     """A row for each variant, and one for PyTorch."""
     if torch is not None:
         torch.wait()
+        torch.begin()
     state, random = train_step.make_state(options), np.random.default_rng(0)
     shape = (4, options.batch, options.seq + 1)
     batches = [*jnp.asarray(random.integers(0, options.vocabulary, shape, np.int32))]
@@ -144,7 +145,6 @@ def measure(
             )
         if (count := sum(x.size for x in state[0])) != torch.ready["parameters"]:
             raise SystemExit(f"{name_of(options)}: {count} parameters, PyTorch's {torch.ready['parameters']}")
-        torch.tune()
         torch.run(1)
     once = argparse.Namespace(samples=1, steps=options.steps)
     for _ in range(options.samples):

@@ -1,10 +1,11 @@
 """The decoder of `train_step_peers.py` in PyTorch, compiled, as a process that times steps on request.
 
-It reads one number per line, runs that many steps, and answers with one line of JSON; `train_step_peers.py` starts it. The same model and
-arithmetic as the JAX one: parameters in float32, computed in bfloat16, norms and the loss in float32; AdamW, clipping by the global norm.
+After the line `begin` it reads one number per line, runs that many steps, and answers with one line of JSON; `train_step_peers.py` starts it.
+The same model and arithmetic as the JAX one: parameters in float32, computed in bfloat16, norms and the loss in float32; AdamW, clipping by
+the global norm.
 
-Kernels of recurrent mixers are tuned in the step after the line `tune`, and until then run as they come: a process can compile while others
-use the device. With `--process` and `--processes` it is one of several that only compile them.
+Kernels of recurrent mixers are tuned after `begin`, and until then run as they come, in a model of few layers: a process can compile while
+others use the device. With `--process` and `--processes` it is one of several that only compile them.
 """
 
 import argparse
@@ -120,13 +121,13 @@ def compile_mixers(sizes: argparse.Namespace) -> None:
             out.backward(torch.empty_like(out))
 
 
-def compile_layers(sizes: argparse.Namespace, device: torch.device) -> None:
+def compile_layers(sizes: argparse.Namespace) -> None:
     """Compiles the layers, each for itself, where kernels that the compiler does not know keep it from taking all at once: with a model of
     one turn of the mixers, which needs little memory."""
     few = argparse.Namespace(**vars(sizes) | {"num_layers": len(sizes.mixer.split(","))})
-    model = torch.compile(Model(few).to(device), dynamic=False)
+    model = torch.compile(Model(few).to("cuda"), dynamic=False)
     with attention():
-        model(torch.zeros((sizes.batch, sizes.seq + 1), dtype=torch.int64, device=device)).backward()
+        model(torch.zeros((sizes.batch, sizes.seq + 1), dtype=torch.int64, device="cuda")).backward()
 
 
 def parse() -> argparse.Namespace:
@@ -142,75 +143,84 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class Steps:
+    """The model, its optimiser, and the tokens of its steps."""
+
+    def __init__(self, sizes: argparse.Namespace):
+        torch.manual_seed(0)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.on_gpu = device.type == "cuda"
+        self.model = Model(sizes).to(device)
+        self.optimiser = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+        )
+        self.compiled = torch.compile(self.model, dynamic=False) if self.on_gpu else self.model
+        random = np.random.default_rng(0)
+        tokens = random.integers(0, sizes.vocabulary, (4, sizes.batch, sizes.seq + 1))
+        self.batches = torch.from_numpy(tokens).to(device)
+
+    def run(self, count: int) -> float:
+        """The loss before the last of so many steps."""
+        loss = torch.zeros(())
+        for tokens in itertools.islice(itertools.cycle(self.batches), count):
+            with attention():
+                loss = self.compiled(tokens)
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimiser.step()
+            self.optimiser.zero_grad()
+        return float(loss.detach())  # waits
+
+    def timed(self, count: int) -> dict[str, float]:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        self.run(count)
+        ms = 1e3 * (time.perf_counter() - start) / count
+        return {"ms": ms, "bytes": torch.cuda.max_memory_allocated() if self.on_gpu else 0}
+
+    def write_kernels(self, path: str) -> None:
+        with torch.profiler.profile() as trace:
+            self.run(1)
+        order = "cuda_time_total" if self.on_gpu else None
+        pathlib.Path(path).write_text(trace.key_averages().table(sort_by=order, row_limit=60))
+
+
 def main() -> int:
     sizes = parse()
     if sizes.process is not None:
         compile_mixers(sizes)
         return 0
-    torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    later = peers_tuning.Later() if on_gpu and set(sizes.mixer.split(",")) != {"attention"} else None
-    model = Model(sizes).to(device)
-    optimiser = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
-    compiled = torch.compile(model, dynamic=False) if on_gpu else model
-    start = time.perf_counter()
-    if later is not None:
-        compile_layers(sizes, device)
-        print(f"layers: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
-    shape = (4, sizes.batch, sizes.seq + 1)
-    batches = torch.from_numpy(np.random.default_rng(0).integers(0, sizes.vocabulary, shape)).to(device)
-
-    def step(tokens: Tensor) -> Tensor:
-        with attention():
-            loss = compiled(tokens)
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        return loss.detach()
-
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    with turns.held():  # of processes that compile, one at a time has activations
-        first = float(step(batches[0]))
-        seconds = time.perf_counter() - start
-        step(batches[1])
-        synchronize()
-        if on_gpu:
-            torch.cuda.empty_cache()
-    assert math.isfinite(first)
-    count = sum(p.numel() for p in model.parameters())
-    ready = {"loss": first, "compile_seconds": seconds, "parameters": count}
-    print(json.dumps(ready), flush=True)
+    start, later = time.perf_counter(), None
+    steps: Steps | None = None
+    loss: float | None = None
+    if torch.cuda.is_available() and set(sizes.mixer.split(",")) != {"attention"}:
+        later = peers_tuning.Later()
+        compile_layers(sizes)
+    else:
+        with turns.held():  # of processes that compile, one at a time has activations
+            steps = Steps(sizes)
+            loss = steps.run(1)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    print(json.dumps({"compile_seconds": time.perf_counter() - start}), flush=True)
     for line in sys.stdin:
-        if line.strip() == "tune":
-            start = time.perf_counter()
-            if later is not None:
-                later.tune()
-                step(batches[0])
-            synchronize()
-            print(json.dumps({"tuning_seconds": time.perf_counter() - start}), flush=True)
+        if line.strip() != "begin":
+            assert steps is not None
+            print(json.dumps(steps.timed(int(line))), flush=True)
             continue
-        synchronize()
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        for tokens in itertools.islice(itertools.cycle(batches), int(line)):
-            step(tokens)
-        synchronize()
-        ms = 1e3 * (time.perf_counter() - start) / int(line)
-        peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-        print(json.dumps({"ms": ms, "bytes": peak}), flush=True)
-    if sizes.kernels:
-        with torch.profiler.profile() as trace:
-            step(batches[0])
-            synchronize()
-        with open(sizes.kernels, "w") as file:
-            file.write(
-                trace.key_averages().table(sort_by="cuda_time_total" if on_gpu else None, row_limit=60)
-            )
+        if later is not None:
+            later.tune()
+        steps = steps or Steps(sizes)
+        loss = steps.run(1) if loss is None else loss
+        assert math.isfinite(loss)
+        count = sum(p.numel() for p in steps.model.parameters())
+        seconds = {"begin_seconds": time.perf_counter() - start}
+        print(json.dumps({"loss": loss, "parameters": count, **seconds}), flush=True)
+    if sizes.kernels and steps is not None:
+        steps.write_kernels(sizes.kernels)
     return 0
 
 
