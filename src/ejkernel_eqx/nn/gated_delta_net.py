@@ -127,10 +127,12 @@ class GatedDeltaNet(RecurrentLayer):
         *qkv, z = project_parts("in_proj_qkvz", self.in_proj_qkvz, x, widths, self.num_k_heads)
         ba = project("in_proj_ba", self.in_proj_ba, x, 2 * self.num_v_heads)
         b, a = jnp.split(split_heads(ba, self.num_k_heads), 2, axis=-1)
-        q, k, v = rows.convolve_parts(self.conv1d, qkv)
+        size = self.head_dim if rows.normalises(self.conv1d) else None
+        q, k, v = rows.convolve_parts(self.conv1d, qkv, (size, size, None))
         q, k = split_heads(q, self.num_k_heads), split_heads(k, self.num_k_heads)
         v, g, beta = split_heads(v, self.num_v_heads), merge_heads(a), merge_heads(b)
         tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-        out = rows.run(self.recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
+        recurrence = self.recurrence if size is None else self.recurrence.of_normalised()
+        out = rows.run(recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
         y = merge_heads(self.norm(out, split_heads(z, self.num_v_heads)))
         return project("out_proj", self.out_proj, y, self.embed_dim)

@@ -134,7 +134,7 @@ class Mamba2Mixer(RecurrentLayer):
         widths = (inner, inner, 2 * shared + self.num_heads)
         z, x, others = project_parts("in_proj", self.in_proj, x, widths)
         BC, dt = jnp.split(others, [2 * shared], axis=-1)
-        x, BC = rows.convolve_parts(self.conv1d, (x, BC))
+        x, BC = rows.convolve_parts(self.conv1d, (x, BC), (None, None))
         B, C = jnp.split(BC, 2, axis=-1)
         B, C = split_heads(B, self.num_groups), split_heads(C, self.num_groups)
         tokens = {"x": split_heads(x, self.num_heads), "dt": dt, "B": B, "C": C}

@@ -1,7 +1,8 @@
 """Shared by the delta rules: options, operands, and everything of the gated ones."""
 
+import copy
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -20,6 +21,7 @@ from .gates import check_gate, l2norm, LOG, log_decay, write_strength
 from .operation import plan_of, run, run_step
 from .spec import KEY
 
+G = TypeVar("G", bound="GatedDelta")
 _KEPT = jax.checkpoint_policies.save_only_these_names(OUT_NAME, STATE_NAME, SAVED_NAME)
 
 
@@ -125,6 +127,12 @@ class GatedDelta(Kernel):
         self.state_dtype = check_state_dtype(state_dtype)
         self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(type(self), self, platform, config, tune_for)
+
+    def of_normalised(self: G) -> G:
+        """The same operation for queries and keys that are normalised already."""
+        new = copy.copy(self)
+        object.__setattr__(new, "options", dataclasses.replace(self.options, use_qk_l2norm=False))
+        return new
 
     @over_sequence_axis()
     def __call__(
