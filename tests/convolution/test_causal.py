@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -286,7 +287,8 @@ def test_wrong_options_and_steps(unchecked):
     inputs, _ = make(Case())
     with pytest.raises(ValueError, match="'silu', received 'gelu'"):
         ejx.CausalConv1d("gelu")
-    for size in (0, True, 2.0):
+    wrong: tuple[Any, ...] = (0, True, 2.0)
+    for size in wrong:
         with pytest.raises(ValueError, match="norm_size: expected a positive integer"):
             ejx.CausalConv1d(norm_size=size)
     with pytest.raises(ValueError, match="norm_size: expected None with sequence_axis='seq'"):

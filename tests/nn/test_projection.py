@@ -198,7 +198,7 @@ def test_parts_of_a_projection(tokens, biased, mapped):
 @pytest.mark.parametrize("tokens", [2, 40])
 @pytest.mark.parametrize("other", ["bias", "dtype", "mapped", None])
 def test_narrow_projections_together(tokens, other):
-    narrow = {
+    narrow: dict[str, Any] = {
         name: eqx.nn.Linear(IN, 4, use_bias=False, key=jax.random.key(i)) for i, name in enumerate("ab")
     }
     if other == "bias":

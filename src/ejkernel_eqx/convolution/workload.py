@@ -28,7 +28,7 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 def spec_of(problem: Problem) -> ConvSpec:
     activation, size = problem.flag("activation"), problem.flag("norm_size")
-    return ConvSpec(None if activation is None else str(activation), None if size is None else int(size))
+    return ConvSpec(None if activation is None else str(activation), size if isinstance(size, int) else None)
 
 
 def make_inputs(problem: Problem, spec: ConvSpec, seed: int) -> Inputs:
