@@ -83,8 +83,9 @@ def project_together(layers: Mapping[str, Any], x: Array, widths: Sequence[int])
 def _parts_of(x: Array, ends: Sequence[int], groups: int, axis: int) -> list[Array]:
     """The parts along an axis that consists of `groups` groups of them."""
     lead, rest = x.shape[:axis], x.shape[axis + 1 :]
-    grouped = x.reshape(*lead, groups, -1, *rest)
-    return [part.reshape(*lead, -1, *rest) for part in jnp.split(grouped, ends, axis=axis + 1)]
+    grouped = x.reshape(*lead, groups, x.shape[axis] // groups, *rest)
+    parts = jnp.split(grouped, ends, axis=axis + 1)
+    return [part.reshape(*lead, groups * part.shape[axis + 1], *rest) for part in parts]
 
 
 def _check_linear(name: str, layer: eqx.nn.Linear, x: Array, features: int) -> None:
