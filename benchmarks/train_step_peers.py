@@ -161,7 +161,7 @@ def measure(
             {"variant": "torch.compile", "ms": ms, "spread": (max(samples) - min(samples)) / ms}
             | {"samples_ms": samples, "tokens_per_second": 1e3 * tokens / ms}
             | {"bytes": max(answer["bytes"] for answer in peer), "first_loss": torch.ready["loss"]}
-            | {"compile_seconds": torch.ready["compile_seconds"]}
+            | {"compile_seconds": torch.ready["compile_seconds"], "graph": torch.ready["graph"]}
         )
         for row in rows:
             row["time_of_torch"], row["bytes_of_torch"] = row["ms"] / ms, row["bytes"] / rows[-1]["bytes"]

@@ -5,7 +5,8 @@ The same model and arithmetic as the JAX one: parameters in float32, computed in
 the global norm.
 
 Kernels of recurrent mixers are tuned after `begin`, and until then run as they come, in a model of few layers: a process can compile while
-others use the device. With `--process` and `--processes` it is one of several that only compile them.
+others use the device. Steps with such kernels are one CUDA graph, where that can be captured. With `--process` and `--processes` it is one
+of several that only compile them.
 """
 
 import argparse
@@ -144,7 +145,7 @@ def parse() -> argparse.Namespace:
 
 
 class Steps:
-    """The model, its optimiser, and the tokens of its steps."""
+    """The model, its optimiser, and the tokens of its steps; as one CUDA graph after `capture`."""
 
     def __init__(self, sizes: argparse.Namespace):
         torch.manual_seed(0)
@@ -152,33 +153,67 @@ class Steps:
         self.on_gpu = device.type == "cuda"
         self.model = Model(sizes).to(device)
         self.optimiser = torch.optim.AdamW(
-            self.model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+            self.model.parameters(),
+            lr=1e-4,
+            betas=(0.9, 0.98),
+            weight_decay=0.01,
+            fused=True,
+            capturable=self.on_gpu,
         )
         self.compiled = torch.compile(self.model, dynamic=False) if self.on_gpu else self.model
         random = np.random.default_rng(0)
         tokens = random.integers(0, sizes.vocabulary, (4, sizes.batch, sizes.seq + 1))
         self.batches = torch.from_numpy(tokens).to(device)
+        self.graph: Any = None
+        self.bytes = 0  # the most that steps allocated; replays of a graph allocate nothing
+
+    def step(self, tokens: Tensor) -> Tensor:
+        with attention():
+            loss = self.compiled(tokens)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        return loss.detach()
+
+    def capture(self) -> None:
+        """Makes the step one CUDA graph: the host takes longer than the device to launch kernels that the compiler does not know."""
+        self.run(1)
+        self.given = self.batches[0].clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step(self.given)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.loss = self.step(self.given)
+        self.graph = graph
 
     def run(self, count: int) -> float:
         """The loss before the last of so many steps."""
         loss = torch.zeros(())
+        if self.graph is None and self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         for tokens in itertools.islice(itertools.cycle(self.batches), count):
-            with attention():
-                loss = self.compiled(tokens)
-                loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimiser.step()
-            self.optimiser.zero_grad()
-        return float(loss.detach())  # waits
+            if self.graph is None:
+                loss = self.step(tokens)
+            else:
+                self.given.copy_(tokens)
+                self.graph.replay()
+                loss = self.loss
+        found = float(loss)  # waits
+        if self.graph is None and self.on_gpu:
+            self.bytes = torch.cuda.max_memory_allocated()
+        return found
 
     def timed(self, count: int) -> dict[str, float]:
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         self.run(count)
         ms = 1e3 * (time.perf_counter() - start) / count
-        return {"ms": ms, "bytes": torch.cuda.max_memory_allocated() if self.on_gpu else 0}
+        return {"ms": ms, "bytes": self.bytes}
 
     def write_kernels(self, path: str) -> None:
         with torch.profiler.profile() as trace:
@@ -216,9 +251,15 @@ def main() -> int:
         steps = steps or Steps(sizes)
         loss = steps.run(1) if loss is None else loss
         assert math.isfinite(loss)
+        if later is not None:
+            try:
+                steps.capture()
+            except RuntimeError as error:
+                print(f"not as a CUDA graph: {error}", file=sys.stderr, flush=True)
         count = sum(p.numel() for p in steps.model.parameters())
         seconds = {"begin_seconds": time.perf_counter() - start}
-        print(json.dumps({"loss": loss, "parameters": count, **seconds}), flush=True)
+        ready = {"loss": loss, "parameters": count, "graph": steps.graph is not None, **seconds}
+        print(json.dumps(ready), flush=True)
     if sizes.kernels and steps is not None:
         steps.write_kernels(sizes.kernels)
     return 0
