@@ -7,7 +7,6 @@ it is that process's turn.
 """
 
 import argparse
-import itertools
 import os
 import pathlib
 import re
@@ -23,41 +22,9 @@ import jax
 
 from benchmarks import linear_peers as peers
 from benchmarks import linear_problems as problems
-from benchmarks import turns
+from benchmarks import peers_tuning, turns
 from benchmarks.linear_problems import LinearProblem
-from benchmarks.prepare import DIRECTIONS, FAILURES
-
-
-def compile_only(process: int, processes: int) -> None:
-    """Makes this process's Triton compile every `processes`-th configuration, and launch nothing."""
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
-
-    turns, launch = itertools.count(), JITFunction.run
-    tuning = False
-
-    def is_mine() -> bool:
-        return next(turns) % processes == process
-
-    def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        if tuning or is_mine():
-            launch(self, *args, **{**kwargs, "warmup": True})
-
-    def tune(self: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal tuning
-        self.nargs = dict(zip(self.arg_names, args))
-        self.best_config = self.configs[0]  # some ask for it after the launch
-        for config in self.prune_configs(kwargs):
-            if is_mine():
-                tuning = True
-                try:
-                    self.fn.run(*args, **kwargs, **config.all_kwargs())
-                except FAILURES:  # a configuration that does not fit, which tuning skips too
-                    pass
-                finally:
-                    tuning = False
-
-    JITFunction.run, Autotuner.run = run, tune  # type: ignore[method-assign]
+from benchmarks.prepare import DIRECTIONS
 
 
 def run_peers(problem: LinearProblem, direction: str) -> None:
@@ -104,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         return max(worker.wait() for worker in workers)
     if turns.are_shared():
-        peers.tune_briefly()
-    compile_only(options.process, options.processes)
+        peers_tuning.tune_briefly()
+    peers_tuning.compile_only(options.process, options.processes)
     for direction in options.directions.split(","):
         for problem in problems.ANCHORS + problems.LONG:
             if re.search(options.problems, problem.name):

@@ -4,7 +4,7 @@ device.
     python benchmarks/linear_members.py --json linear.json
     python benchmarks/linear_members.py --problems 'B4 T4096|T65536' --time-limit 120 --json linear.json
 
-Peers tune themselves briefly (`linear_peers.tune_briefly`). Other options are those of `linear.py`, which also shows the result (`--render`).
+Peers tune themselves briefly (`peers_tuning.tune_briefly`). Other options are those of `linear.py`, which also shows the result (`--render`).
 """
 
 import argparse

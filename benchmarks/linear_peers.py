@@ -1,13 +1,12 @@
 """The linear-time family in PyTorch: flash-linear-attention and mamba_ssm, if installed."""
 
-import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from benchmarks import turns
+from benchmarks import peers_tuning, turns
 from benchmarks.comparison import Implementation, is_installed
 from benchmarks.linear_problems import Inputs, LinearProblem
 from benchmarks.measure import torch_work
@@ -132,30 +131,6 @@ def load(peers: Iterable[Peer]) -> None:
         importlib.import_module(_MODULES[peer.package])
 
 
-_MANY = 12
-
-
-@functools.cache
-def tune_briefly() -> None:
-    """Makes peers take short samples when they tune themselves and, of kernels with a dozen configurations and more, only those of two or four warps
-    and two or three stages."""
-    import triton.testing
-    from triton.runtime.autotuner import Autotuner
-
-    prune, bench = Autotuner.prune_configs, triton.testing.do_bench
-
-    def fewer(self: Any, kwargs: Any) -> Any:
-        found = prune(self, kwargs)
-        usual = [c for c in found if c.num_warps in (2, 4) and c.num_stages in (2, 3)]
-        return usual or found if len(found) >= _MANY else found
-
-    def briefly(function: Any, *args: Any, warmup: int = 0, rep: int = 0, **kwargs: Any) -> Any:
-        return bench(function, *args, warmup=1, rep=5, **kwargs)
-
-    Autotuner.prune_configs = fewer  # type: ignore[method-assign]
-    triton.testing.do_bench = briefly
-
-
 def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
     """Computes once, on the same data."""
     import torch
@@ -180,7 +155,7 @@ def prepare(peer: Peer, sets: Sequence[Inputs], backward: bool) -> Prepared:
 
     torch_sets = [tensors(inputs) for inputs in sets]
     if turns.are_shared():
-        tune_briefly()
+        peers_tuning.tune_briefly()
     run(*torch_sets[0])  # it tunes itself, which may need more memory
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

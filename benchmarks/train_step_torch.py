@@ -1,7 +1,12 @@
 """The decoder of `train_step_peers.py` in PyTorch, compiled, as a process that times steps on request.
 
-It reads one number per line, runs that many steps, and answers with one line of JSON; `train_step_peers.py` starts it. The same model and
-arithmetic as the JAX one: parameters in float32, computed in bfloat16, norms and the loss in float32; AdamW, clipping by the global norm.
+After the line `begin` it reads one number per line, runs that many steps, and answers with one line of JSON; `train_step_peers.py` starts it.
+The same model and arithmetic as the JAX one: parameters in float32, computed in bfloat16, norms and the loss in float32; AdamW, clipping by
+the global norm.
+
+Kernels of recurrent mixers are tuned after `begin`, and until then run as they come, in a model of few layers: a process can compile while
+others use the device. Steps with such kernels are one CUDA graph, where that can be captured. With `--process` and `--processes` it is one
+of several that only compile them.
 """
 
 import argparse
@@ -22,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn, Tensor
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
+from benchmarks import peers_tuning, turns
 from benchmarks.train_step_torch_mixers import Linear, MIXERS
 
 
@@ -90,8 +96,12 @@ class Model(nn.Module):
         x = self.embedding(tokens[:, :-1]).to(torch.bfloat16)
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
+        return self.loss(x, tokens[:, 1:])
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Compiled as one, also where kernels that the compiler does not know keep it from taking all layers at once."""
         logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def attention() -> contextlib.AbstractContextManager[Any]:
@@ -100,7 +110,28 @@ def attention() -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel(known, set_priority=True)
 
 
-def main() -> int:
+def compile_mixers(sizes: argparse.Namespace) -> None:
+    """Compiles this process's share of the kernels of recurrent mixers, on memory without contents."""
+    peers_tuning.compile_only(sizes.process, sizes.processes)
+    for name in dict.fromkeys(sizes.mixer.split(",")):
+        if name != "attention":
+            mixer = MIXERS[name](sizes.embed_dim, sizes.num_heads).to("cuda")
+            shape = (sizes.batch, sizes.seq, sizes.embed_dim)
+            x = torch.empty(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            out = mixer(x)
+            out.backward(torch.empty_like(out))
+
+
+def compile_layers(sizes: argparse.Namespace) -> None:
+    """Compiles the layers, each for itself, where kernels that the compiler does not know keep it from taking all at once: with a model of
+    one turn of the mixers, which needs little memory."""
+    few = argparse.Namespace(**vars(sizes) | {"num_layers": len(sizes.mixer.split(","))})
+    model = torch.compile(Model(few).to("cuda"), dynamic=False)
+    with attention():
+        model(torch.zeros((sizes.batch, sizes.seq + 1), dtype=torch.int64, device="cuda")).backward()
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -108,58 +139,129 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--mixer", default="attention", help="of the layers in turn, by commas")
     parser.add_argument("--kernels", help="file for the device's time by kernel in one more step")
-    sizes = parser.parse_args()
-    torch.manual_seed(0)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu = device.type == "cuda"
-    model = Model(sizes).to(device)
-    optimiser = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
-    compiled = torch.compile(model, dynamic=False) if on_gpu else model
-    shape = (4, sizes.batch, sizes.seq + 1)
-    batches = torch.from_numpy(np.random.default_rng(0).integers(0, sizes.vocabulary, shape)).to(device)
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args()
 
-    def step(tokens: Tensor) -> Tensor:
+
+class Steps:
+    """The model, its optimiser, and the tokens of its steps; as one CUDA graph after `capture`."""
+
+    def __init__(self, sizes: argparse.Namespace):
+        torch.manual_seed(0)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.on_gpu = device.type == "cuda"
+        self.model = Model(sizes).to(device)
+        self.optimiser = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=1e-4,
+            betas=(0.9, 0.98),
+            weight_decay=0.01,
+            fused=True,
+            capturable=self.on_gpu,
+        )
+        self.compiled = torch.compile(self.model, dynamic=False) if self.on_gpu else self.model
+        random = np.random.default_rng(0)
+        tokens = random.integers(0, sizes.vocabulary, (4, sizes.batch, sizes.seq + 1))
+        self.batches = torch.from_numpy(tokens).to(device)
+        self.graph: Any = None
+        self.bytes = 0  # the most that steps allocated; replays of a graph allocate nothing
+
+    def step(self, tokens: Tensor) -> Tensor:
         with attention():
-            loss = compiled(tokens)
+            loss = self.compiled(tokens)
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
         return loss.detach()
 
-    synchronize = torch.cuda.synchronize if on_gpu else lambda: None
-    start = time.perf_counter()
-    first = float(step(batches[0]))
-    seconds = time.perf_counter() - start
-    step(batches[1])
-    synchronize()
-    if on_gpu:
+    def capture(self) -> None:
+        """Makes the step one CUDA graph: the host takes longer than the device to launch kernels that the compiler does not know."""
+        self.run(1)
+        self.given = self.batches[0].clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step(self.given)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
-    assert math.isfinite(first)
-    count = sum(p.numel() for p in model.parameters())
-    ready = {"loss": first, "compile_seconds": seconds, "parameters": count}
-    print(json.dumps(ready), flush=True)
-    for line in sys.stdin:
-        synchronize()
-        if on_gpu:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.loss = self.step(self.given)
+        self.graph = graph
+
+    def run(self, count: int) -> float:
+        """The loss before the last of so many steps."""
+        loss = torch.zeros(())
+        if self.graph is None and self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        for tokens in itertools.islice(itertools.cycle(self.batches), count):
+            if self.graph is None:
+                loss = self.step(tokens)
+            else:
+                self.given.copy_(tokens)
+                self.graph.replay()
+                loss = self.loss
+        found = float(loss)  # waits
+        if self.graph is None and self.on_gpu:
+            self.bytes = torch.cuda.max_memory_allocated()
+        return found
+
+    def timed(self, count: int) -> dict[str, float]:
         start = time.perf_counter()
-        for tokens in itertools.islice(itertools.cycle(batches), int(line)):
-            step(tokens)
-        synchronize()
-        ms = 1e3 * (time.perf_counter() - start) / int(line)
-        peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-        print(json.dumps({"ms": ms, "bytes": peak}), flush=True)
-    if sizes.kernels:
+        self.run(count)
+        ms = 1e3 * (time.perf_counter() - start) / count
+        return {"ms": ms, "bytes": self.bytes}
+
+    def write_kernels(self, path: str) -> None:
         with torch.profiler.profile() as trace:
-            step(batches[0])
-            synchronize()
-        with open(sizes.kernels, "w") as file:
-            file.write(
-                trace.key_averages().table(sort_by="cuda_time_total" if on_gpu else None, row_limit=60)
-            )
+            self.run(1)
+        order = "cuda_time_total" if self.on_gpu else None
+        pathlib.Path(path).write_text(trace.key_averages().table(sort_by=order, row_limit=60))
+
+
+def main() -> int:
+    sizes = parse()
+    if sizes.process is not None:
+        compile_mixers(sizes)
+        return 0
+    start, later = time.perf_counter(), None
+    steps: Steps | None = None
+    loss: float | None = None
+    if torch.cuda.is_available() and set(sizes.mixer.split(",")) != {"attention"}:
+        later = peers_tuning.Later()
+        compile_layers(sizes)
+    else:
+        with turns.held():  # of processes that compile, one at a time has activations
+            steps = Steps(sizes)
+            loss = steps.run(1)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    print(json.dumps({"compile_seconds": time.perf_counter() - start}), flush=True)
+    for line in sys.stdin:
+        if line.strip() != "begin":
+            assert steps is not None
+            print(json.dumps(steps.timed(int(line))), flush=True)
+            continue
+        start = time.perf_counter()
+        if later is not None:
+            later.tune()
+        steps = steps or Steps(sizes)
+        loss = steps.run(1) if loss is None else loss
+        assert math.isfinite(loss)
+        if later is not None:
+            try:
+                steps.capture()
+            except RuntimeError as error:
+                print(f"not as a CUDA graph: {error}", file=sys.stderr, flush=True)
+        count = sum(p.numel() for p in steps.model.parameters())
+        seconds = {"begin_seconds": time.perf_counter() - start}
+        ready = {"loss": loss, "parameters": count, "graph": steps.graph is not None, **seconds}
+        print(json.dumps(ready), flush=True)
+    if sizes.kernels and steps is not None:
+        steps.write_kernels(sizes.kernels)
     return 0
 
 

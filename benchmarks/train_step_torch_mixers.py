@@ -23,6 +23,10 @@ def kernel(name: str, *given: Any, **options: Any) -> Any:
 
 CONVOLUTION = "fla.modules.causal_conv1d.causal_conv1d"
 NORM = "fla.modules.norm.fused_norm_gate.rms_norm_gated"
+IN_KERNELS: dict[str, Any] = dict.fromkeys(
+    ("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "state_v_first"), True
+)
+"""As flash-linear-attention's layers call its kernels."""
 
 
 class Linear(nn.Linear):
@@ -71,10 +75,10 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         by_head = lambda a: a.unflatten(-1, (self.heads, -1))
         q, k, v = (by_head(c(p(x))) for c, p in zip(self.convolutions, (self.q, self.k, self.v), strict=True))
-        given: dict[str, Any] = {"A_log": self.A_log, "dt_bias": self.dt_bias, "use_gate_in_kernel": True}
-        given |= {"use_qk_l2norm_in_kernel": True}
-        beta = self.b(x).float().sigmoid()
-        out = kernel("fla.ops.gated_delta_rule.chunk_gated_delta_rule", q, k, v, self.a(x), beta, **given)[0]
+        given = {"A_log": self.A_log, "dt_bias": self.dt_bias, **IN_KERNELS}
+        out = kernel(
+            "fla.ops.gated_delta_rule.chunk_gated_delta_rule", q, k, v, self.a(x), self.b(x), **given
+        )[0]
         out = kernel(NORM, out, by_head(self.z(x)), self.norm, None, activation="swish")
         return self.o(out.flatten(-2))
 
@@ -94,10 +98,9 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         by_head = lambda a: a.unflatten(-1, (self.heads, -1))
         q, k, v = (by_head(c(p(x))) for c, p in zip(self.convolutions, (self.q, self.k, self.v), strict=True))
-        given: dict[str, Any] = {"A_log": self.A_log, "dt_bias": self.dt_bias, "use_gate_in_kernel": True}
-        given |= {"use_qk_l2norm_in_kernel": True}
-        decay, beta = by_head(self.f_b(self.f_a(x))), self.b(x).float().sigmoid()
-        out = kernel("fla.ops.kda.chunk_kda", q, k, v, decay, beta, **given)[0]
+        given = {"A_log": self.A_log, "dt_bias": self.dt_bias, **IN_KERNELS}
+        decay = by_head(self.f_b(self.f_a(x)))
+        out = kernel("fla.ops.kda.chunk_kda", q, k, v, decay, self.b(x), **given)[0]
         gate = by_head(self.g_b(self.g_a(x)))
         out = kernel(NORM, out, gate, self.norm, None, activation="sigmoid", eps=1e-5)
         return self.o(out.flatten(-2))

@@ -236,6 +236,7 @@ def causal_conv1d(
     cu_seqlens: Int[Numbers, ' N+1'] | None = None,
     segment_ids: Int[Numbers, '*B T'] | None = None,
     activation: str | None = None,
+    norm_size: int | None = None,
     sequence_axis: str | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,

@@ -58,7 +58,8 @@ def test_a_peer_with_another_loss_is_not_timed(monkeypatch):
     options = train_step_peers.parse(["--quick"]).problems[0]
     variant = train_step.Variant("unrolled", lambda state, tokens: (state, (5.7, 1.0)), 0.0)
     peer = object.__new__(train_step_peers.Torch)
-    peer.ready = {"loss": 5.9}
+    peer.ready = {"compile_seconds": 1.0}
+    monkeypatch.setattr(peer, "begin", lambda: peer.ready.update(loss=5.9))
     monkeypatch.setattr(train_step, "make_state", lambda options: jnp.zeros(2))
     with pytest.raises(SystemExit, match=r"first loss 5.700, PyTorch's 5.900"):
         train_step_peers.measure(options, [variant], peer)

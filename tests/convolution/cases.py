@@ -11,7 +11,7 @@ import numpy as np
 import ejkernel_eqx as ejx
 from ejkernel_eqx.convolution.arguments import resolve
 from ejkernel_eqx.convolution.core import CONVOLVE
-from ejkernel_eqx.convolution.spec import ConvSpec
+from ejkernel_eqx.convolution.spec import as_called, by_head, ConvSpec
 from ejkernel_eqx.core.workload import exact_results, Inputs
 from tests.attention.dense import quick
 
@@ -29,6 +29,7 @@ class Case:
     bias: bool = True
     activation: str | None = "silu"
     dtype: str = "float32"
+    norm: int | None = None
 
     @property
     def offsets(self) -> np.ndarray | None:
@@ -96,7 +97,8 @@ def exact(case: Case, inputs: Named, cotangents: Any) -> Named:
         dout, dfinal = (jnp.asarray(np.asarray(x, np.float64), np.float64) for x in cotangents)
         axis = () if case.offsets is not None else -3
         named = {"out": dout, "final_state": jnp.expand_dims(dfinal, axis)}
-        results = _reference(ConvSpec(case.activation), Inputs(call.arrays, named))
+        spec = ConvSpec(case.activation, case.norm)
+        results = _reference(spec, Inputs(by_head(call.arrays, spec), as_called(named, spec)))
         return {
             name: np.asarray(x).reshape(np.shape(like))
             for name, x, like in _matched(results, inputs, cotangents)
@@ -129,6 +131,12 @@ CASES = {
     "width 1": Case(T=7, W=1),
     "offsets": Case(T=12, packed=(0, 5, 5, 6, 10)),
     "offsets from 2": Case(T=9, W=3, packed=(2, 3, 9), activation=None),
+    "heads": Case(T=17, C=8, norm=4),
+    "heads without a state": Case(T=11, C=24, norm=8, initial=False, bias=False, activation=None),
+    "heads, 16 bits": Case(T=10, C=4, norm=4, dtype="bfloat16"),
+    "heads, offsets": Case(T=12, C=8, norm=2, packed=(0, 5, 5, 6, 10)),
+    "heads, padding inside": Case(C=8, norm=4, packed=IDS["padding inside"]),
+    "heads of three": Case(C=6, norm=3, packed=IDS["left padding"]),
 } | {
     name: Case(packed=ids, initial=n % 2 == 0 or "left" in name) for n, (name, ids) in enumerate(IDS.items())
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def test_agrees_with_the_reference(name, platform):
     """Results and every gradient; bit for bit the same with NaN in the padding."""
     case = CASES[name]
     inputs, cotangents = make(case)
-    op = ejx.CausalConv1d(case.activation, platform=platform)
+    op = ejx.CausalConv1d(case.activation, norm_size=case.norm, platform=platform)
     found = results(op, inputs, case.packing, cotangents)
     for n, x in inputs.items():
         assert found[n].dtype == x.dtype and found[n].shape == x.shape
@@ -46,6 +47,22 @@ def test_agrees_with_the_reference(name, platform):
         again = results(op, poison(case, inputs), case.packing, cotangents)
         for n in found:
             np.testing.assert_array_equal(np.asarray(again[n]), np.asarray(found[n]), err_msg=n)
+
+
+def test_heads_are_normalised(platform):
+    """By hand; in a call, in steps, and by a convolution made from one that does not."""
+    inputs, _ = make(CASES["heads"])
+    op = ejx.CausalConv1d("silu", platform=platform).normalising(4)
+    out, final = quick(lambda inputs: op(**inputs))(inputs)
+    state = inputs["initial_state"]
+    for row in range(2):
+        y, last = plain(inputs["x"][row], inputs["weight"], inputs["bias"], state[row])
+        heads = y.reshape(-1, 2, 4)
+        assert_close(out[row], (heads / np.sqrt((heads**2).sum(-1, keepdims=True) + 1e-6)).reshape(y.shape))
+        assert_close(final[row], last)
+    for t in range(3):
+        y, state = op.step(inputs["x"][:, t], inputs["weight"], inputs["bias"], state)
+        assert_close(y, out[:, t])
 
 
 def plain(x, weight, bias, initial):
@@ -270,6 +287,17 @@ def test_wrong_options_and_steps(unchecked):
     inputs, _ = make(Case())
     with pytest.raises(ValueError, match="'silu', received 'gelu'"):
         ejx.CausalConv1d("gelu")
+    wrong: tuple[Any, ...] = (0, True, 2.0)
+    for size in wrong:
+        with pytest.raises(ValueError, match="norm_size: expected a positive integer"):
+            ejx.CausalConv1d(norm_size=size)
+    with pytest.raises(ValueError, match="norm_size: expected None with sequence_axis='seq'"):
+        ejx.CausalConv1d(norm_size=4, sequence_axis="seq")
+    heads = ejx.CausalConv1d(norm_size=2)
+    with pytest.raises(ValueError, match="multiple of norm_size=2 channels, received 5"):
+        heads(**inputs)
+    with pytest.raises(ValueError, match="multiple of norm_size=2 channels, received 5"):
+        heads.step(inputs["x"][:, 0], inputs["weight"], None, inputs["initial_state"])
     step = functools.partial(ejx.CausalConv1d().step, inputs["x"][:, 0], inputs["weight"], None)
     with pytest.raises(ValueError, match="state: expected shape"):
         step(inputs["initial_state"][:, :2])

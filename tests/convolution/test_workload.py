@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.convolution.core import problem_of
-from ejkernel_eqx.convolution.spec import ConvSpec
-from ejkernel_eqx.convolution.workload import example_problem, make_arrays, make_inputs
-from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry, Problem
+from ejkernel_eqx.convolution.workload import example_problem, make_arrays, make_inputs, spec_of
+from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
 from tests.compiled import DEVICES, launches_of
 from tests.workloads import assert_agrees
 
@@ -23,11 +22,11 @@ KINDS = {
     "offsets": example_problem(
         OPERATION, dict(T=40, C=6, N=4), "float16", dict(packed=True, initial_state=True)
     ),
+    "heads": example_problem(OPERATION, dict(B=2, T=20, C=64), "float32", dict(norm_size=32)),
+    "packed heads": example_problem(
+        OPERATION, dict(B=2, T=40, C=64), "bfloat16", dict(norm_size=64, packed=True)
+    ),
 }
-
-
-def spec_of(problem: Problem) -> ConvSpec:
-    return ConvSpec("silu" if problem.flag("activation") else None)
 
 
 @pytest.mark.few(1)
@@ -45,7 +44,8 @@ def test_inputs_are_of_their_problem(name):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "platform, name", [("xla", "plain"), ("xla", "segments"), ("triton-interpret", "offsets")]
+    "platform, name",
+    [("xla", "plain"), ("xla", "segments"), ("triton-interpret", "offsets"), ("triton-interpret", "heads")],
 )
 def test_agrees_with_the_reference(platform, name):
     work, reference = assert_agrees(OPERATION, platform, KINDS[name])
@@ -70,6 +70,8 @@ def test_costs_are_the_arrays_once():
         (dict(T=4, C=4), dict(activation="gelu"), "gelu"),
         (dict(T=4, C=4), dict(packed=1), "packed"),
         (dict(T=4, C=4), dict(causal=True), "causal"),
+        (dict(T=4, C=64), dict(norm_size=6), "norm_size"),
+        (dict(T=4, C=48), dict(norm_size=32), "norm_size=32"),
     ],
 )
 def test_words_that_do_not_fit(dims, flags, word):
@@ -80,13 +82,14 @@ def test_words_that_do_not_fit(dims, flags, word):
 TARGETS = {
     "sm_80": (dict(T=1000, C=4096), "bfloat16", {}),
     "sm_90": (dict(T=50, C=100, W=3), "float32", dict(initial_state=True)),
+    "sm_90 heads": (dict(B=8, T=2048, C=1024), "bfloat16", dict(norm_size=64, bias=False)),
     "sm_100": (dict(B=4, T=4096, C=4096), "bfloat16", dict(packed=True)),
     "gfx942": (dict(T=300, C=40, W=2, N=2), "float16", dict(packed=True, initial_state=True)),
 }
 
 
 @pytest.mark.parametrize(
-    "target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in TARGETS if t != "sm_90")]
+    "target", [pytest.param(t, marks=() if t.startswith("sm_90") else pytest.mark.slow) for t in TARGETS]
 )
 def test_defaults_fit(target):
     pytest.importorskip("triton")
@@ -94,6 +97,7 @@ def test_defaults_fit(target):
     from ejkernel_eqx.launch import compile_ahead
 
     sizes, dtype, flags = TARGETS[target]
+    target = target.split()[0]
     problem, device = example_problem(OPERATION, sizes, dtype, flags), DEVICES[target]
     assert triton.unsupported(problem, device) is None
     configs = triton.candidates(problem, device)

@@ -55,10 +55,15 @@ def longer(case: conv.Case) -> conv.Case:
         packed = tuple(tuple(int(n) for n in np.repeat(row, 37)) for row in case.ids)
     else:
         packed = None
-    return dataclasses.replace(case, T=length, C=200, packed=packed)
+    channels = 200 if case.norm is None else 50 * case.norm
+    return dataclasses.replace(case, T=length, C=channels, packed=packed)
 
 
 CONVOLUTIONS = conv.CASES | {f"{name}, long": longer(case) for name, case in conv.CASES.items()}
+CONVOLUTIONS |= {
+    f"heads of {size}": conv.Case(T=333, C=5 * size, norm=size, initial=size == 64, bias=False)
+    for size in (32, 64, 128)
+}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -67,7 +72,7 @@ def test_convolution(name, dtype):
     """Results and every gradient; the same bit for bit when run again, and with NaN in the padding."""
     case = dataclasses.replace(CONVOLUTIONS[name], dtype=dtype)
     inputs, cotangents = conv.make(case)
-    op = ejx.CausalConv1d(case.activation, platform="triton")
+    op = ejx.CausalConv1d(case.activation, norm_size=case.norm, platform="triton")
     found = conv.results(op, inputs, case.packing, cotangents)
     assert_agrees(found, on_host(conv.exact, case, inputs, cotangents), dtype)
     poisoned = conv.results(op, conv.poison(case, inputs), case.packing, cotangents)

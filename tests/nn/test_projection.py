@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_eqx.nn.projection import project, project_apart
+from ejkernel_eqx.nn.projection import project, project_apart, project_parts, project_together
 from tests.meshes import COLLECTIVE
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
@@ -179,3 +179,44 @@ def test_a_bias_has_a_gradient_summed_in_float32(dtype):
     dbias = quick(jax.vjp(_projected, x, weight, bias)[1])(dy)[2]
     assert dbias.dtype == dtype
     assert_close(dbias, np.asarray(dy, np.float64).sum(0), dtype, name="bias")
+
+
+@pytest.mark.parametrize("tokens", [3, 40])  # fewer and more than features
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_parts_of_a_projection(tokens, biased, mapped):
+    linear = eqx.nn.Linear(IN, 3 * 8, use_bias=biased, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, tokens, IN))
+    layer = eqx.nn.Lambda(linear) if mapped else linear
+    whole = project("in_proj", linear, x, 24).reshape(2, tokens, 3, 8)
+    expected = [part.reshape(2, tokens, -1) for part in jnp.split(whole, [1, 5], axis=-1)]
+    parts = project_parts("in_proj", layer, x, (1, 4, 3), 3)
+    for part, wanted in zip(parts, expected, strict=True):
+        assert_close(part, np.asarray(wanted, np.float64))
+
+
+@pytest.mark.parametrize("tokens", [2, 40])
+@pytest.mark.parametrize("other", ["bias", "dtype", "mapped", None])
+def test_narrow_projections_together(tokens, other):
+    narrow: dict[str, Any] = {
+        name: eqx.nn.Linear(IN, 4, use_bias=False, key=jax.random.key(i)) for i, name in enumerate("ab")
+    }
+    if other == "bias":
+        narrow["b"] = eqx.nn.Linear(IN, 4, key=jax.random.key(1))
+    if other == "dtype":
+        narrow["b"] = eqx.nn.Linear(IN, 4, use_bias=False, dtype=jnp.bfloat16, key=jax.random.key(1))
+    if other == "mapped":
+        narrow["b"] = eqx.nn.Lambda(narrow["b"])
+    x = jax.random.normal(jax.random.key(1), (2, tokens, IN))
+    for name, part in zip(narrow, project_together(narrow, x, (4, 4)), strict=True):
+        assert_close(part, np.asarray(project(name, narrow[name], x, 4), np.float64))
+
+
+def test_a_part_of_the_wrong_size():
+    linear = eqx.nn.Linear(IN, 9, use_bias=False, key=jax.random.key(0))
+    for tokens in (2, 40):
+        x = jnp.zeros((tokens, IN))
+        with pytest.raises(ValueError, match=r"in_proj: expected an equinox.nn.Linear from \[16\] to \[8\]"):
+            project_parts("in_proj", linear, x, (4, 4))
+        with pytest.raises(ValueError, match=r"b_proj: expected an equinox.nn.Linear from \[16\] to \[8\]"):
+            project_together({"b_proj": linear}, x, (8,))

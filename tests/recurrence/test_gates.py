@@ -66,6 +66,18 @@ def test_l2norm():
     assert jnp.isfinite(elementwise_gradient(gates.l2norm, x)).all()
 
 
+def test_derivatives_of_l2norm():
+    x = jax.random.normal(jax.random.key(0), (3, 5)) * jnp.array([[1.0], [1e-3], [30.0]])
+    weight = jax.random.normal(jax.random.key(1), (3, 5))
+    plain = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    of = lambda norm: lambda x: jnp.sum(weight * norm(x))
+    squared = lambda norm: lambda x: jnp.sum(jax.grad(of(norm))(x) ** 2)
+    for derivative in (lambda norm: jax.grad(of(norm)), jax.jacfwd, lambda norm: jax.grad(squared(norm))):
+        assert_close(
+            derivative(gates.l2norm)(x), np.asarray(derivative(plain)(x), np.float64), kind="gradient"
+        )
+
+
 def test_write_strengths():
     raw = jnp.array([-1.0, 0.0, 2.0])
     assert_close(gates.write_strength(raw, True, False), jax.nn.sigmoid(raw))

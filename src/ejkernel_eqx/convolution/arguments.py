@@ -1,6 +1,7 @@
 """Checks what a user passes to a convolution and resolves it to `ConvArrays`."""
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -19,6 +20,32 @@ def check_activation(activation: str | None) -> str | None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected None or 'silu', received {activation!r}.")
     return activation
+
+
+def check_norm_size(size: Any, sequence_axis: str | None) -> int | None:
+    if size is None:
+        return None
+    if isinstance(size, bool) or not hasattr(size, "__index__") or operator.index(size) < 1:
+        raise ValueError(
+            f"norm_size: expected a positive integer or None, received {size!r}; it is the size of a head."
+        )
+    if sequence_axis is not None:
+        raise ValueError(
+            f"norm_size: expected None with sequence_axis={sequence_axis!r}, received {size}; normalise the result instead."
+        )
+    return operator.index(size)
+
+
+def check_heads(size: int | None, channels: int) -> None:
+    if size is not None and channels % size:
+        raise ValueError(
+            f"x: expected a multiple of norm_size={size} channels, received {channels}; heads have equal sizes."
+        )
+
+
+def fits_kernels(size: int | None) -> bool:
+    """Whether a program has whole heads of this size."""
+    return size is not None and size & (size - 1) == 0 and size <= 128
 
 
 def parameters(x: Array, weight: Any, bias: Any) -> tuple[Array, Array | None]:

@@ -1,5 +1,6 @@
 """`CausalConv1d`: a short causal depthwise convolution."""
 
+import copy
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -9,14 +10,15 @@ from jax import Array
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
+from ..core.l2norm import l2norm
 from ..core.plans import plan_of
 from ..core.platforms import register
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .along import with_entering
-from .arguments import check_activation, resolve, resolve_step
+from .arguments import check_activation, check_heads, check_norm_size, fits_kernels, resolve, resolve_step
 from .core import CONVOLVE
-from .spec import ConvSpec
+from .spec import by_head, ConvSpec, merged_results
 from .step import advance
 from .xla import entering
 
@@ -40,6 +42,7 @@ class CausalConv1d(Kernel):
     operation: ClassVar[str] = "causal_conv1d"
 
     activation: str | None = eqx.field(static=True)
+    norm_size: int | None = eqx.field(static=True)
     sequence_axis: str | None = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
 
@@ -47,22 +50,32 @@ class CausalConv1d(Kernel):
         self,
         activation: str | None = None,
         *,
+        norm_size: int | None = None,
         sequence_axis: str | None = None,
         platform: PlatformLike | None = None,
         config: Any | None = None,
         tune_for: Any | None = None,
     ):
-        """**Arguments:**
+        r"""**Arguments:**
 
         - `activation`: `None` or `"silu"`.
+        - `norm_size`: divide the outputs of every `norm_size` channels by $\sqrt{\sum y^2 + 10^{-6}}$, as delta rules do with the heads of
+            queries and keys; in the same pass over memory for powers of two up to 128. Not with `sequence_axis`.
         - `sequence_axis`: a mesh axis that the tokens are split over, as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `platform`: use this platform or raise; `None` chooses by device and call.
         - `config`: use this kernel configuration, which implies its platform.
         - `tune_for`: `(x, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """
         self.activation = check_activation(activation)
+        self.norm_size = check_norm_size(norm_size, sequence_axis)
         self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(CausalConv1d, self, platform, config, tune_for)
+
+    def normalising(self, size: int) -> "CausalConv1d":
+        """The same convolution with a `norm_size`."""
+        new = copy.copy(self)
+        object.__setattr__(new, "norm_size", check_norm_size(size, self.sequence_axis))
+        return new
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d")
     @over_sequence_axis()
@@ -92,12 +105,19 @@ class CausalConv1d(Kernel):
         the call.
         """
         call = resolve(x, weight, bias, initial_state, cu_seqlens, segment_ids, self.sequence_axis)
+        check_heads(self.norm_size, call.arrays.x.shape[-1])
         if not call.arrays.x.size:  # nothing to launch; states are unchanged
             return call.finish({"out": call.arrays.x, "final_state": entering(call.arrays)})
         arrays, final = call.arrays, None
         if call.along is not None:
             arrays, final = with_entering(call.along, arrays)
-        results = CONVOLVE.call(self.plan, self.operation, arrays, ConvSpec(self.activation))
+        spec = ConvSpec(self.activation, self.norm_size if fits_kernels(self.norm_size) else None)
+        given = by_head(arrays, spec)
+        results = merged_results(CONVOLVE.call(self.plan, self.operation, given, spec), spec)
+        if self.norm_size != spec.norm_size:
+            assert self.norm_size is not None
+            out = results["out"]
+            results["out"] = l2norm(out.reshape(*out.shape[:-1], -1, self.norm_size)).reshape(out.shape)
         return call.finish(results if final is None else results | {"final_state": final})
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d.step")
@@ -123,4 +143,5 @@ class CausalConv1d(Kernel):
         `(out, state)`: `[..., C]` in the dtype of `x`, and the new states (with `state_indices`, the whole pool).
         """
         arguments = resolve_step(x, weight, bias, state, state_indices)
-        return advance(*arguments, ConvSpec(self.activation))
+        check_heads(self.norm_size, arguments[0].shape[-1])
+        return advance(*arguments, ConvSpec(self.activation, self.norm_size))

@@ -5,17 +5,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..core.arguments import accumulator
-from .spec import ConvArrays, ConvSpec, Places
+from .spec import as_called, ConvArrays, ConvSpec, merged, Places
 
 
 def convolve(arrays: ConvArrays, spec: ConvSpec) -> dict[str, Array]:
     """`out [*, T, C]` and `final_state [*, N, K, C]` in float32 (float64 for float64 inputs)."""
+    arrays = merged(arrays, spec)
     weight = arrays.weight
     call = lambda x, initial, places: _row(x, initial, places, weight, arrays.bias, spec)
     for _ in range(arrays.x.ndim - 2):
         call = jax.vmap(call)
     out, final = call(arrays.x, arrays.initial_state, arrays.places)
-    return {"out": out, "final_state": final}
+    return as_called({"out": out, "final_state": final}, spec)
 
 
 def _row(
@@ -42,6 +43,9 @@ def _row(
         window = jnp.concatenate([state, x[None]])
         y = jnp.sum(weight * window, 0) + offset
         y = jax.nn.silu(y) if spec.activation == "silu" else y
+        if spec.norm_size is not None:
+            heads = y.reshape(-1, spec.norm_size)
+            y = (heads / jnp.sqrt(jnp.sum(heads**2, -1, keepdims=True) + 1e-6)).reshape(channels)
         real = first >= 0
         return jnp.where(real, window[1:], state), (jnp.where(real, y, 0.0), window[1:])
 

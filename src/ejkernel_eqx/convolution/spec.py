@@ -5,6 +5,7 @@ Everything below the public operation (the reference, XLA, Triton) uses only the
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jax import Array
@@ -19,6 +20,8 @@ class ConvSpec:
     """The static half of a call."""
 
     activation: str | None = None
+    norm_size: int | None = None
+    """Channels that are scaled together to length 1 after the activation; with it, arrays and results have the axes `H D` instead of `C`."""
 
 
 class Places(NamedTuple):
@@ -68,6 +71,66 @@ LETTERS = Letters.of(
     },
     heads="C",
 )
+HEADS = Letters.of(
+    {
+        "x": "T H D",
+        "weight": "H D W",
+        "bias": "H D",
+        "initial_state": "N K H D",
+        **PLACES,
+        "out": "T H D",
+        "final_state": "N K H D",
+    },
+    heads="H",
+)
 LEARNED = ("x", "weight", "bias", "initial_state")
 SHARED = frozenset({"weight", "bias"})
 RESULTS = ("out", "final_state")  # [*, T, C] and [*, N, K, C], in the dtype of x
+
+
+def letters_of(spec: ConvSpec) -> Letters:
+    return LETTERS if spec.norm_size is None else HEADS
+
+
+def by_head(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
+    """The arrays of a call, from those with one axis of channels: a mesh then splits no head that is normalised."""
+    size = spec.norm_size
+    if size is None:
+        return arrays
+    at = {"x": -1, "weight": -2, "bias": -1, "initial_state": -1}
+    return _reshaped(arrays, lambda name, x: _split(x, at[name] % x.ndim, size))
+
+
+def merged(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
+    """The arrays of a call with one axis of channels."""
+    if spec.norm_size is None:
+        return arrays
+    at = {"x": -2, "weight": -3, "bias": -2, "initial_state": -2}
+    return _reshaped(arrays, lambda name, x: _merge(x, at[name] % x.ndim))
+
+
+def merged_results(results: Mapping[str, Array], spec: ConvSpec) -> dict[str, Array]:
+    """Results, or their cotangents, with one axis of channels."""
+    return {name: x if spec.norm_size is None else _merge(x, x.ndim - 2) for name, x in results.items()}
+
+
+def as_called(results: Mapping[str, Array], spec: ConvSpec) -> dict[str, Array]:
+    """Results, or gradients of the arrays, with the axes of the call."""
+    size = spec.norm_size
+    if size is None:
+        return dict(results)
+    axis = {name: x.ndim - 2 if name == "weight" else x.ndim - 1 for name, x in results.items()}
+    return {name: _split(x, axis[name], size) for name, x in results.items()}
+
+
+def _reshaped(arrays: ConvArrays, change: Callable[[str, Array], Array]) -> ConvArrays:
+    given = {name: x for name in LEARNED if (x := getattr(arrays, name)) is not None}
+    return arrays._replace(**{name: change(name, x) for name, x in given.items()})
+
+
+def _split(x: Array, axis: int, size: int) -> Array:
+    return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+
+
+def _merge(x: Array, axis: int) -> Array:
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])

@@ -12,19 +12,23 @@ from .._words import read_flags, read_sizes, SWITCH
 from ..core.letters import wide_dtype
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
-from .arguments import resolve
+from .arguments import check_heads, resolve
 from .core import CONVOLVE, problem_of
-from .spec import ACTIVATIONS, ConvArrays, ConvSpec, LETTERS, PLACES, SHARED
+from .spec import ACTIVATIONS, by_head, ConvArrays, ConvSpec, LETTERS, PLACES, SHARED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
-    activation = problem.flag("activation")
-    spec = ConvSpec(None if activation is None else str(activation))
+    spec = spec_of(problem)
     flops = 2.0 * problem.dim("B") * problem.dim("T") * problem.dim("C") * problem.dim("W")
     return workload_of(
         CONVOLVE, implementation, spec, functools.partial(make_inputs, problem, spec), flops=flops
     )
+
+
+def spec_of(problem: Problem) -> ConvSpec:
+    activation, size = problem.flag("activation"), problem.flag("norm_size")
+    return ConvSpec(None if activation is None else str(activation), size if isinstance(size, int) else None)
 
 
 def make_inputs(problem: Problem, spec: ConvSpec, seed: int) -> Inputs:
@@ -37,11 +41,13 @@ def make_arrays(problem: Problem, seed: int) -> ConvArrays:
     size = dict(problem.dims)
     size |= {"N": size.get("N", 1), "K": size["W"] - 1}
     arrays = _random(problem, size, seed)
+    spec = spec_of(problem)
     if not problem.flag("packed"):
-        return arrays
+        return by_head(arrays, spec)
     rng = np.random.default_rng(seed)
     rows = [_places(arrays.x[row], arrays.weight, size, rng) for row in range(size["B"])]
-    return arrays._replace(**{name: jnp.stack([row[name] for row in rows]) for name in rows[0]})
+    packed = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}
+    return by_head(arrays._replace(**packed), spec)
 
 
 def _random(problem: Problem, size: dict[str, int], seed: int) -> ConvArrays:
@@ -81,7 +87,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     - `dims`: at least `T` tokens and `C` channels; `B` defaults to 1, the width `W` to 4, the packed sequences `N` to 1.
     - `dtype`: the dtype of the inputs and the state; weight and bias are float32 (float64 with float64).
-    - `flags`: `activation` (`silu` by default, or none), `bias` (default true), `initial_state`, `packed`: segments, or offsets with `N` above 1.
+    - `flags`: `activation` (`silu` by default, or none), `bias` (default true), `initial_state`, `packed`: segments, or offsets with `N` above 1;
+        `norm_size` (none by default, 32, 64 or 128).
 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
@@ -91,11 +98,14 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
         "bias": SWITCH[::-1],
         "initial_state": SWITCH,
         "packed": SWITCH,
+        "norm_size": (None, 32, 64, 128),
     }
     given = read_flags(flags, choices)
+    check_heads(given["norm_size"], size["C"])
     wide = wide_dtype(dtype)
     dtypes = {"x": dtype, "weight": wide} | ({"bias": wide} if given["bias"] else {})
     dtypes |= {"initial_state": dtype} if given["initial_state"] else {}
     dtypes |= dict.fromkeys(PLACES, "int32") if given["packed"] else {}
     arrays = ConvArrays(**LETTERS.shapes({**size, "K": size["W"] - 1, "four": 4}, dtypes, SHARED))
-    return problem_of(operation, arrays, ConvSpec(given["activation"]))
+    spec = ConvSpec(given["activation"], given["norm_size"])
+    return problem_of(operation, jax.eval_shape(lambda x: by_head(x, spec), arrays), spec)

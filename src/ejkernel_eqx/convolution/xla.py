@@ -2,17 +2,18 @@
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from .._broadcast import like
 from .._sizes import least
 from ..core.arguments import accumulator
 from ..core.platforms import Plain
-from .spec import ConvArrays, ConvSpec, Places
+from .spec import as_called, ConvArrays, ConvSpec, merged, Places
 
 
 def apply(arrays: ConvArrays, spec: ConvSpec) -> dict[str, Array]:
     """`out [*, T, C]` and `final_state [*, N, K, C]` in the dtype of `x`."""
+    arrays = merged(arrays, spec)
     x, wide = arrays.x, accumulator(arrays.x.dtype)
     weight = arrays.weight.astype(wide)
     bias = None if arrays.bias is None else arrays.bias.astype(wide)
@@ -22,7 +23,7 @@ def apply(arrays: ConvArrays, spec: ConvSpec) -> dict[str, Array]:
         out = valid(jnp.concatenate([before, x], -2), weight, bias, spec)
     else:
         out = _packed(arrays, places, weight, bias, spec)
-    return {"out": out.astype(x.dtype), "final_state": final_state(arrays)}
+    return as_called({"out": out.astype(x.dtype), "final_state": final_state(arrays)}, spec)
 
 
 def valid(x: Array, weight: Array, bias: Array | None, spec: ConvSpec) -> Array:
@@ -38,7 +39,11 @@ def _shifted_sum(x: Array, weight: Array) -> Array:
 
 def _activated(y: Array, bias: Array | None, spec: ConvSpec) -> Array:
     y = y if bias is None else y + like(bias, y)
-    return jax.nn.silu(y) if spec.activation == "silu" else y
+    y = jax.nn.silu(y) if spec.activation == "silu" else y
+    if spec.norm_size is None:
+        return y
+    heads = y.reshape(*y.shape[:-1], -1, spec.norm_size)
+    return (heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + 1e-6)).reshape(y.shape)
 
 
 def _packed(arrays: ConvArrays, places: Places, weight: Array, bias: Array | None, spec: ConvSpec) -> Array:

@@ -16,7 +16,7 @@ from ..weights.view import Weights
 from .arguments import check_divides, check_eps, check_flags, read_sizes
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
-from .projection import project
+from .projection import project, project_parts
 from .recurrent import RecurrentLayer, Rows
 from .short_convolution import ShortConvolution
 from .tokens import merge_heads, split_heads
@@ -123,20 +123,16 @@ class GatedDeltaNet(RecurrentLayer):
 
     def _mix(self, x: Array, rows: Rows) -> Array:
         per_key = self.num_v_heads // self.num_k_heads
-        ends = [self.head_dim, 2 * self.head_dim, 2 * self.head_dim + per_key * self.v_head_dim]
-        width = ends[2] + per_key * self.v_head_dim  # of one key head's q, k, v, z
-        qkvz = project("in_proj_qkvz", self.in_proj_qkvz, x, self.num_k_heads * width)
-        *qkv, z = (
-            merge_heads(part) for part in jnp.split(split_heads(qkvz, self.num_k_heads), ends, axis=-1)
-        )
+        widths = (self.head_dim, self.head_dim, per_key * self.v_head_dim, per_key * self.v_head_dim)
+        *qkv, z = project_parts("in_proj_qkvz", self.in_proj_qkvz, x, widths, self.num_k_heads)
         ba = project("in_proj_ba", self.in_proj_ba, x, 2 * self.num_v_heads)
         b, a = jnp.split(split_heads(ba, self.num_k_heads), 2, axis=-1)
-        key_dim = self.num_k_heads * self.head_dim
-        mixed = rows.convolve(self.conv1d, jnp.concatenate(qkv, axis=-1))
-        q, k, v = jnp.split(mixed, [key_dim, 2 * key_dim], axis=-1)
+        size = self.head_dim if rows.normalises(self.conv1d) else None
+        q, k, v = rows.convolve_parts(self.conv1d, qkv, (size, size, None))
         q, k = split_heads(q, self.num_k_heads), split_heads(k, self.num_k_heads)
         v, g, beta = split_heads(v, self.num_v_heads), merge_heads(a), merge_heads(b)
         tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-        out = rows.run(self.recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
+        recurrence = self.recurrence if size is None else self.recurrence.of_normalised()
+        out = rows.run(recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
         y = merge_heads(self.norm(out, split_heads(z, self.num_v_heads)))
         return project("out_proj", self.out_proj, y, self.embed_dim)

@@ -16,7 +16,7 @@ from ..weights.view import Weights
 from .arguments import check_divides, check_eps, check_flags, check_numbers, read_sizes
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
-from .projection import project
+from .projection import project, project_together
 from .recurrent import RecurrentLayer, Rows
 from .short_convolution import ShortConvolution
 from .tokens import merge_heads, split_heads
@@ -150,15 +150,17 @@ class KimiDeltaAttention(RecurrentLayer):
     def _mix(self, x: Array, rows: Rows) -> Array:
         heads, v_heads = self.num_heads, self.num_v_heads
         key_dim, value_dim = heads * self.head_dim, v_heads * self.v_head_dim
-        q = rows.convolve(self.q_conv1d, project("q_proj", self.q_proj, x, key_dim))
-        k = rows.convolve(self.k_conv1d, project("k_proj", self.k_proj, x, key_dim))
+        size = self.head_dim if rows.normalises(self.q_conv1d, self.k_conv1d) else None
+        q = rows.convolve(self.q_conv1d, project("q_proj", self.q_proj, x, key_dim), size)
+        k = rows.convolve(self.k_conv1d, project("k_proj", self.k_proj, x, key_dim), size)
         v = rows.convolve(self.v_conv1d, project("v_proj", self.v_proj, x, value_dim))
-        low = project("f_a_proj", self.f_a_proj, x, self.v_head_dim)
+        narrow = {"f_a_proj": self.f_a_proj, "g_a_proj": self.g_a_proj, "b_proj": self.b_proj}
+        low, gate, beta = project_together(narrow, x, (self.v_head_dim, self.v_head_dim, v_heads))
         decay = project("f_b_proj", self.f_b_proj, low, v_heads * self.head_dim)
         tokens = {"q": split_heads(q, heads), "k": split_heads(k, heads), "v": split_heads(v, v_heads)}
-        tokens |= {"g": split_heads(decay, v_heads), "beta": project("b_proj", self.b_proj, x, v_heads)}
+        tokens |= {"g": split_heads(decay, v_heads), "beta": beta}
         parameters = {"A_log": self.A_log, "dt_bias": self.dt_bias.reshape(v_heads, self.head_dim)}
-        out = rows.run(self.recurrence, tokens, parameters)
-        low = project("g_a_proj", self.g_a_proj, x, self.v_head_dim)
-        gate = split_heads(project("g_b_proj", self.g_b_proj, low, value_dim), v_heads)
+        recurrence = self.recurrence if size is None else self.recurrence.of_normalised()
+        out = rows.run(recurrence, tokens, parameters)
+        gate = split_heads(project("g_b_proj", self.g_b_proj, gate, value_dim), v_heads)
         return project("o_proj", self.o_proj, merge_heads(self.o_norm(out, gate)), self.embed_dim)

@@ -15,7 +15,7 @@ from ..selective_scan import StateSpaceV1
 from ..weights.recurrent_configs import mamba1_options
 from .arguments import check_eps, check_flags, read_sizes, width_of
 from .parts import negative_exp, Parts
-from .projection import project, project_apart
+from .projection import project, project_apart, project_parts
 from .recurrent import RecurrentLayer, Rows
 from .short_convolution import ShortConvolution
 
@@ -121,7 +121,7 @@ class Mamba1Mixer(RecurrentLayer):
         return (self.conv1d,), (self.inner_dim, self.state_size)
 
     def _mix(self, x: Array, rows: Rows) -> Array:
-        x, z = jnp.split(project("in_proj", self.in_proj, x, 2 * self.inner_dim), 2, axis=-1)
+        x, z = project_parts("in_proj", self.in_proj, x, (self.inner_dim, self.inner_dim))
         x = rows.convolve(self.conv1d, x)
         mixed = project("x_proj", self.x_proj, x, self.dt_rank + 2 * self.state_size)
         parts = jnp.split(mixed, [self.dt_rank, self.dt_rank + self.state_size], axis=-1)

@@ -14,7 +14,7 @@ from ..weights.recurrent_configs import mamba2_options
 from .arguments import check_divides, check_eps, check_flags, read_sizes, width_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import negative_exp, Parts
-from .projection import project
+from .projection import project, project_parts
 from .recurrent import RecurrentLayer, Rows
 from .short_convolution import ShortConvolution
 from .tokens import merge_heads, split_heads
@@ -131,9 +131,11 @@ class Mamba2Mixer(RecurrentLayer):
 
     def _mix(self, x: Array, rows: Rows) -> Array:
         inner, shared = self.inner_dim, self.num_groups * self.state_size
-        all_parts = project("in_proj", self.in_proj, x, 2 * inner + 2 * shared + self.num_heads)
-        z, mixed, dt = jnp.split(all_parts, [inner, 2 * inner + 2 * shared], axis=-1)
-        x, B, C = jnp.split(rows.convolve(self.conv1d, mixed), [inner, inner + shared], axis=-1)
+        widths = (inner, inner, 2 * shared + self.num_heads)
+        z, x, others = project_parts("in_proj", self.in_proj, x, widths)
+        BC, dt = jnp.split(others, [2 * shared], axis=-1)
+        x, BC = rows.convolve_parts(self.conv1d, (x, BC), (None, None))
+        B, C = jnp.split(BC, 2, axis=-1)
         B, C = split_heads(B, self.num_groups), split_heads(C, self.num_groups)
         tokens = {"x": split_heads(x, self.num_heads), "dt": dt, "B": B, "C": C}
         if self.norm is None:

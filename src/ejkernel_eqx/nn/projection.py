@@ -1,6 +1,9 @@
 """Projections of all layers: over any number of leading axes, on any mesh, and in the right dtype."""
 
 import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -20,11 +23,7 @@ def project(name: str, layer: Any, x: Array, features: int) -> Array:
     the layer has cast to its compute dtype.
     """
     if type(layer) is eqx.nn.Linear:
-        if layer.weight.shape != (features, x.shape[-1]):
-            raise ValueError(
-                f"{name}: expected an equinox.nn.Linear from [{x.shape[-1]}] to [{features}], received one with a weight of shape "
-                f"{layer.weight.shape}; build it with the sizes of the one it replaces, and use jax.vmap over stacked layers."
-            )
+        _check_linear(name, layer, x, features)
         return _linear(layer, x)
     if not callable(layer):
         raise ValueError(
@@ -42,6 +41,59 @@ def project(name: str, layer: Any, x: Array, features: int) -> Array:
             f"{getattr(y, 'shape', type(y).__name__)} for {x.shape}, not {expected}; build it with the sizes of the one it replaces."
         )
     return y.astype(x.dtype)
+
+
+def project_parts(
+    name: str, layer: Any, x: Array, widths: Sequence[int], groups: int = 1
+) -> tuple[Array, ...]:
+    """The parts of a projection whose features are, for each of `groups` groups, parts of these `widths`: each `[..., groups * width]`.
+
+    Parts of a result that other kernels read are copied. With more tokens than features it is the rows of the weight that are, and each part
+    is a product of its own.
+    """
+    features, ends = groups * sum(widths), [*itertools.accumulate(widths)][:-1]
+    many = math.prod(x.shape[:-1]) >= features
+    if type(layer) is eqx.nn.Linear and many and mesh_of((x, layer.weight)) is None:
+        _check_linear(name, layer, x, features)
+        apart = lambda a: _parts_of(a, ends, groups, 0)
+        weights = apart(layer.weight)
+        biases = [None for _ in widths] if layer.bias is None else apart(layer.bias)
+        return tuple(product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    y = project(name, layer, x, features)
+    return tuple(_parts_of(y, ends, groups, y.ndim - 1))
+
+
+def project_together(layers: Mapping[str, Any], x: Array, widths: Sequence[int]) -> tuple[Array, ...]:
+    """`project` of several layers by name, of these widths. Narrow ones take the time of reading `x`: with more tokens than features in all,
+    those of `equinox.nn.Linear`s without biases are one product."""
+    plain = all(type(layer) is eqx.nn.Linear and layer.bias is None for layer in layers.values())
+    weights = [layer.weight for layer in layers.values()] if plain else []
+    if plain and math.prod(x.shape[:-1]) >= sum(widths) and mesh_of((x, weights)) is None:
+        for (name, layer), width in zip(layers.items(), widths, strict=True):
+            _check_linear(name, layer, x, width)
+        ends = [*itertools.accumulate(widths)][:-1]
+        return tuple(
+            jnp.split(product(x, jnp.concatenate([w.astype(x.dtype) for w in weights])), ends, axis=-1)
+        )
+    return tuple(
+        project(name, layer, x, width) for (name, layer), width in zip(layers.items(), widths, strict=True)
+    )
+
+
+def _parts_of(x: Array, ends: Sequence[int], groups: int, axis: int) -> list[Array]:
+    """The parts along an axis that consists of `groups` groups of them."""
+    lead, rest = x.shape[:axis], x.shape[axis + 1 :]
+    grouped = x.reshape(*lead, groups, x.shape[axis] // groups, *rest)
+    parts = jnp.split(grouped, ends, axis=axis + 1)
+    return [part.reshape(*lead, groups * part.shape[axis + 1], *rest) for part in parts]
+
+
+def _check_linear(name: str, layer: eqx.nn.Linear, x: Array, features: int) -> None:
+    if layer.weight.shape != (features, x.shape[-1]):
+        raise ValueError(
+            f"{name}: expected an equinox.nn.Linear from [{x.shape[-1]}] to [{features}], received one with a weight of shape "
+            f"{layer.weight.shape}; build it with the sizes of the one it replaces, and use jax.vmap over stacked layers."
+        )
 
 
 def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array, Array | None]:

@@ -1,6 +1,8 @@
 """`RecurrentState`: the state of a recurrent layer; and how the parts of a layer run from it."""
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -68,9 +70,38 @@ class Rows:
     _before: list[Array | None] = dataclasses.field(default_factory=list)
     _left: list[Array] = dataclasses.field(default_factory=list)
 
-    def convolve(self, layer: ShortConvolution, x: Array) -> Array:
-        """Runs the next short convolution of the layer."""
-        return self.run(layer.convolution, {"x": x}, {"weight": layer.weight[:, 0], "bias": layer.bias})
+    def normalises(self, *layers: ShortConvolution) -> bool:
+        """Whether short convolutions can normalise the heads of queries and keys in their pass over memory. A state is that of operations that do
+        so themselves."""
+        return self.state is None and all(layer.convolution.sequence_axis is None for layer in layers)
+
+    def convolve(self, layer: ShortConvolution, x: Array, norm_size: int | None = None) -> Array:
+        """Runs the next short convolution of the layer; `norm_size` as in `CausalConv1d`."""
+        operation = layer.convolution if norm_size is None else layer.convolution.normalising(norm_size)
+        return self.run(operation, {"x": x}, {"weight": layer.weight[:, 0], "bias": layer.bias})
+
+    def convolve_parts(
+        self, layer: ShortConvolution, parts: Sequence[Array], norm_sizes: Sequence[int | None]
+    ) -> tuple[Array, ...]:
+        """Runs the next short convolution of the layer on channels that come in parts, and gives those of the output in the same parts, each with
+        its `norm_size`."""
+        ends = [*itertools.accumulate(part.shape[-1] for part in parts)]
+        if self.state is not None:
+            mixed = self.convolve(layer, jnp.concatenate(parts, axis=-1))
+            return tuple(jnp.split(mixed, ends[:-1], axis=-1))
+        self._before.append(None)
+        self.given.append({"x": jnp.concatenate(parts, axis=-1)})
+        packing = {"segment_ids": self.segment_ids, "cu_seqlens": self.cu_seqlens}
+        outs, states = [], []
+        for part, end, size in zip(parts, ends, norm_sizes, strict=True):
+            own = slice(end - part.shape[-1], end)
+            bias = None if layer.bias is None else layer.bias[own]
+            operation = layer.convolution if size is None else layer.convolution.normalising(size)
+            out, state = operation(part, layer.weight[own, 0], bias, **packing)
+            outs.append(out)
+            states.append(state)
+        self._left.append(jnp.concatenate(states, axis=-1))
+        return tuple(outs)
 
     def run(
         self, operation: Any, tokens: dict[str, Array], parameters: dict[str, Any] | None = None

@@ -1,7 +1,8 @@
 """Shared by the delta rules: options, operands, and everything of the gated ones."""
 
+import copy
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -15,9 +16,13 @@ from ..core.arguments import check_state_dtype, fitting
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
+from .core import OUT_NAME, SAVED_NAME, STATE_NAME
 from .gates import check_gate, l2norm, LOG, log_decay, write_strength
 from .operation import plan_of, run, run_step
 from .spec import KEY
+
+G = TypeVar("G", bound="GatedDelta")
+_KEPT = jax.checkpoint_policies.save_only_these_names(OUT_NAME, STATE_NAME, SAVED_NAME)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +60,10 @@ def delta_operands(
     return Operands(q, k, v, scale, beta=beta, delta=True)
 
 
-def log_decays(frame: Frame, options: DeltaOptions, inputs: GateInputs, channels: tuple[int, ...]) -> Array:
-    """The log-decays of every token and head, and of every key channel if there are `channels`."""
+def gate_operands(
+    frame: Frame, options: DeltaOptions, inputs: GateInputs, channels: tuple[int, ...]
+) -> tuple[Array, Array | None, Array | None]:
+    """What determines the log-decays of every token and head, and of every key channel if there are `channels`."""
     letters = "H D" if channels else "H"
     raw = frame.operand("g", inputs.g, (None, *channels), letters)
     heads = raw.shape[-1 - len(channels)]
@@ -72,7 +79,7 @@ def log_decays(frame: Frame, options: DeltaOptions, inputs: GateInputs, channels
     else:
         A_log = fitting("A_log", A_log, (heads,), "H").reshape(heads, *(1 for _ in channels))
         dt_bias = None if dt_bias is None else fitting("dt_bias", dt_bias, (heads, *channels), letters)
-    return frame.mask(log_decay(options.gate, options.lower_bound, raw, A_log, dt_bias))
+    return raw, A_log, dt_bias
 
 
 class GatedDelta(Kernel):
@@ -121,6 +128,12 @@ class GatedDelta(Kernel):
         self.sequence_axis = check_sequence_axis(sequence_axis)
         self.plan = plan_of(type(self), self, platform, config, tune_for)
 
+    def of_normalised(self: G) -> G:
+        """The same operation for queries and keys that are normalised already."""
+        new = copy.copy(self)
+        object.__setattr__(new, "options", dataclasses.replace(self.options, use_qk_l2norm=False))
+        return new
+
     @over_sequence_axis()
     def __call__(
         self,
@@ -152,8 +165,17 @@ class GatedDelta(Kernel):
             frame = frame_of(
                 q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
             )
-            operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
-            return run(self.plan, frame, operands, initial_state, self.state_dtype)
+            operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
+            gate = self._gate(frame, operands, GateInputs(g, A_log, dt_bias))
+
+            def decayed(gate: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
+                whole = self._with_decays(frame, operands, gate)
+                return run(self.plan, frame, whole, initial_state, self.state_dtype)
+
+            if self.decay == KEY and self.options.gate != LOG:
+                # Log-decays of channels take twice the memory of what they come from: the gradient computes them again.
+                decayed = jax.checkpoint(decayed, policy=_KEPT)
+            return decayed(gate)
 
     def step(
         self,
@@ -172,15 +194,22 @@ class GatedDelta(Kernel):
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         with self._scope(".step"):
             frame = step_frame_of(q, "q", "H D", state_indices)
-            operands = self._operands(frame, (q, k, v), beta, GateInputs(g, A_log, dt_bias))
+            operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
+            gate = self._gate(frame, operands, GateInputs(g, A_log, dt_bias))
+            operands = self._with_decays(frame, operands, gate)
             return run_step(self.plan, frame, operands, state)
 
     def _scope(self, method: str = "") -> Any:
         return jax.named_scope(f"ejkernel_eqx.{type(self).__name__}{method}")
 
-    def _operands(
-        self, frame: Frame, qkv: tuple[AnyArray, AnyArray, AnyArray], beta: AnyArray, gate: GateInputs
+    def _gate(
+        self, frame: Frame, operands: Operands, inputs: GateInputs
+    ) -> tuple[Array, Array | None, Array | None]:
+        channels = operands.q.shape[-1:] if self.decay == KEY else ()
+        return gate_operands(frame, self.options, inputs, channels)
+
+    def _with_decays(
+        self, frame: Frame, operands: Operands, gate: tuple[Array, Array | None, Array | None]
     ) -> Operands:
-        operands = delta_operands(frame, self.options, self.scale, qkv, beta)
-        g = log_decays(frame, self.options, gate, operands.q.shape[-1:] if self.decay == KEY else ())
+        g = frame.mask(log_decay(self.options.gate, self.options.lower_bound, *gate))
         return dataclasses.replace(operands, g=g, decay=self.decay)

@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from .._broadcast import aligned, like
 from ..core.arguments import wide
+from ..core.l2norm import l2norm as l2norm
 
 LOG, SOFTPLUS, BOUNDED = "log", "softplus", "bounded"
 GATES = (LOG, SOFTPLUS, BOUNDED)
@@ -22,12 +23,6 @@ GATES = (LOG, SOFTPLUS, BOUNDED)
 def softplus(x: Array) -> Array:
     """`log(1 + e^x)` without overflow."""
     return jnp.logaddexp(x, jnp.zeros((), x.dtype))
-
-
-def l2norm(x: Array) -> Array:
-    """`x / sqrt(sum x^2 + 1e-6)` over the last axis, in the dtype of `x`."""
-    y = wide(x)
-    return (y * lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
 def check_gate(gate: str, lower_bound: float | None) -> float | None:

@@ -11,7 +11,7 @@ from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, given, Launcher, result, result_like, run
 from ...launch.fields import check_fields, Power, Warps
 from ...launch.sizes import cdiv, padded
-from ..spec import ConvArrays, ConvSpec
+from ..spec import as_called, ConvArrays, ConvSpec, merged, merged_results
 from ..xla import entering, final_state, take_rows, valid
 from . import kernels
 
@@ -96,9 +96,10 @@ def forward(
     arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> dict[str, Array]:
     """The results; nothing is saved."""
-    launch, programs = _launcher(_alike(arrays), spec, config.forward, config.fast_sigmoid, execute)
-    results = launch(kernels.forward_kernel, config.forward, {"out": result_like(arrays.x)}, programs)
-    return results | {"final_state": final_state(arrays)}
+    arrays, tile = merged(arrays, spec), _with_heads(config.forward, spec)
+    launch, programs = _launcher(_alike(arrays), spec, tile, config.fast_sigmoid, execute)
+    results = launch(kernels.forward_kernel, tile, {"out": result_like(arrays.x)}, programs)
+    return as_called(results | {"final_state": final_state(arrays)}, spec)
 
 
 def backward(
@@ -111,7 +112,8 @@ def backward(
     execute: Execute = run,
 ) -> dict[str, Array]:
     """All gradients; those of weight and bias are per batch row and summed in a fixed order."""
-    arrays, tile = _alike(arrays), config.backward
+    arrays, tile = _alike(merged(arrays, spec)), _with_heads(config.backward, spec)
+    cotangents = merged_results(cotangents, spec)
     launch, programs = _launcher(arrays, spec, tile, config.fast_sigmoid, execute)
     batch, length, channels = arrays.x.shape
     width = arrays.weight.shape[-1]
@@ -125,7 +127,12 @@ def backward(
         grads["bias"] = sums[:, width]
     if arrays.initial_state is not None:
         grads["initial_state"] = _initial_gradient(arrays, spec, dout, dfinal)
-    return grads
+    return as_called(grads, spec)
+
+
+def _with_heads(tile: ConvTile, spec: ConvSpec) -> ConvTile:
+    """The tile with at least the channels of a head."""
+    return dataclasses.replace(tile, block_c=max(tile.block_c, spec.norm_size or 1))
 
 
 def _initial_gradient(arrays: ConvArrays, spec: ConvSpec, dout: Array, dfinal: Array) -> Array:
@@ -189,6 +196,7 @@ def _launcher(
         "C": channels,
         "WIDTH": arrays.weight.shape[-1],
         "SILU": spec.activation == "silu",
+        "NORM": spec.norm_size or 0,
         "MAPPED": arrays.weight.ndim == 3,
         "FAST": fast,
         **given(BIAS=arrays.bias, INITIAL=arrays.initial_state, PACKED=arrays.order),

@@ -135,11 +135,25 @@ def _weighted(taps, weights, bias, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _sums(x, SIZE: tl.constexpr):
+    """The sums over the `SIZE` channels of each head, in each of them, `[LANES, BLOCK_C]`."""
+    lanes: tl.constexpr = x.shape[0]
+    heads: tl.constexpr = x.shape[1] // SIZE
+    sums = tl.sum(tl.reshape(x, [lanes, heads, SIZE]), 2)  # [LANES, heads]
+    return tl.reshape(tl.broadcast_to(sums[:, :, None], [lanes, heads, SIZE]), [lanes, heads * SIZE])
+
+
+@triton.jit
+def _inverse_lengths(x, SIZE: tl.constexpr):
+    return tl.rsqrt(_sums(x * x, SIZE) + 1e-6)
+
+
+@triton.jit
 def forward_kernel(
     x_ptr, weight_ptr, bias_ptr, initial_ptr,  # [B, T, C], [C, W], [C], [B, W - 1, C] or [B, N, W - 1, C]
     order_ptr, first_ptr, enter_ptr, T, N,  # [B, T] each
     out_ptr,  # [B, T, C]
-    C: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
     MAPPED: tl.constexpr, FAST: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     # Each lane begins with the inputs before its run, and carries along those that the next turn needs.
@@ -156,6 +170,8 @@ def forward_kernel(
             y = _weighted(taps, weights, bias, WIDTH)  # [LANES, BLOCK_C]
             if SILU:
                 y *= sigmoid(y, FAST)
+            if NORM > 0:
+                y *= _inverse_lengths(y, NORM)
             inside = place < T
             to = at + i * C  # [LANES, BLOCK_C]
             if PACKED:
@@ -196,7 +212,7 @@ def backward_kernel(
     x_ptr, weight_ptr, bias_ptr, initial_ptr, order_ptr, first_ptr, enter_ptr,  # as in the forward kernel
     leave_ptr, dout_ptr, dfinal_ptr, T, N,  # [B, T], [B, T, C], as initial
     dx_ptr, partial_ptr,  # [B, T, C]
-    C: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr,
     MAPPED: tl.constexpr, FAST: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, UNROLL: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`dx`, and this run's share of the gradients of weight and bias, `partial [B, runs, W + 1, C]`."""
@@ -221,7 +237,9 @@ def backward_kernel(
         for i in tl.static_range(UNROLL):
             place = begin + i  # [LANES]
             first, taps = _taps(window, i, place, initial_ptr, first_ptr, enter_ptr, b, c, T, N, C, WIDTH, INITIAL, PACKED)  # W tiles  # fmt: skip
-            d = _inner(douts[i], taps, weights, bias, first, WIDTH, SILU, PACKED, FAST)  # [LANES, BLOCK_C]
+            d = _inner(
+                douts[i], taps, weights, bias, first, WIDTH, SILU, NORM, PACKED, FAST
+            )  # [LANES, BLOCK_C]
             summed = ()
             for w in tl.static_range(WIDTH):
                 summed = summed + (shares[w] + d * taps[w],)  # [LANES, BLOCK_C]
@@ -237,7 +255,7 @@ def backward_kernel(
     for i in tl.static_range(held):
         place = begin + i  # [LANES]
         first, taps = _taps(window, i, place, initial_ptr, first_ptr, enter_ptr, b, c, T, N, C, WIDTH, INITIAL, PACKED)  # W tiles  # fmt: skip
-        d = _inner(douts[i], taps, weights, bias, first, WIDTH, SILU, PACKED, FAST)  # [LANES, BLOCK_C]
+        d = _inner(douts[i], taps, weights, bias, first, WIDTH, SILU, NORM, PACKED, FAST)  # [LANES, BLOCK_C]
         inner, firsts = _store_dx(
             dx_ptr, dfinal_ptr, order_ptr, leave_ptr, inner + (d,), firsts + (first,), weights, b, place - held, start, c, T, N,
             C, WIDTH, PACKED)  # fmt: skip
@@ -248,14 +266,22 @@ def backward_kernel(
 
 @triton.jit
 def _inner(dout, taps, weights, bias, first,
-           WIDTH: tl.constexpr, SILU: tl.constexpr, PACKED: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
+           WIDTH: tl.constexpr, SILU: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
     """The gradient before the activation; zero for padding."""
     d = dout.to(tl.float32)  # [LANES, BLOCK_C]
     if PACKED:
         d = tl.where((first >= 0)[:, None], d, 0.0)  # [LANES, BLOCK_C]
+    if SILU or NORM > 0:
+        y = _weighted(taps, weights, bias, WIDTH)  # [LANES, BLOCK_C]
+    if SILU:
+        s = sigmoid(y, FAST)  # [LANES, BLOCK_C]
+    # Of n = a |a|^-1: (d - n (n . d)) |a|^-1.
+    if NORM > 0:
+        a = y * s if SILU else y  # [LANES, BLOCK_C]
+        scale = _inverse_lengths(a, NORM)  # [LANES, BLOCK_C]
+        n = a * scale  # [LANES, BLOCK_C]
+        d = scale * (d - n * _sums(n * d, NORM))  # [LANES, BLOCK_C]
     # d silu(y) = s (1 + y (1 - s)), with s = sigmoid(y).
     if SILU:
-        y = _weighted(taps, weights, bias, WIDTH)  # [LANES, BLOCK_C]
-        s = sigmoid(y, FAST)  # [LANES, BLOCK_C]
         d *= s * (1.0 + y * (1.0 - s))  # [LANES, BLOCK_C]
     return d

@@ -4,7 +4,7 @@ import dataclasses
 from types import ModuleType
 from typing import Any
 
-from jax import Array
+from jax import Array, lax
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
@@ -101,6 +101,8 @@ def backward(
     execute: Execute = run,
 ) -> dict[str, Array]:
     """Gradients of all float arrays of the call; bitwise repeatable, as every sum has a fixed order."""
+    # States are computed again from the arrays alone. Bound to the cotangents, so that no compiler does so early and holds them until here.
+    arrays, saved, cotangents = lax.optimization_barrier((arrays, saved, cotangents))
     dout, dfinal_state = cotangents["out"], cotangents["final_state"]
     return _member(spec).backward(arrays, spec, config, saved, dout, dfinal_state, execute=execute)
 
