@@ -1,7 +1,6 @@
-"""Sequences in splits that have programs of their own: what each does to the state that passes through it.
+"""Sequences in splits that have programs of their own: the state before each, and the gradient of the state after it.
 
-A split decays the state before it and adds to it: `local [sequences, splits, HS, D, V]` is what it makes of a zero state, and
-`passed [sequences, splits, HS, D]` its decay, both in float32.
+Both are `edges [sequences, splits, HS, D, V]`, in float32.
 """
 
 import dataclasses
@@ -9,40 +8,65 @@ import dataclasses
 from jax import Array
 
 from ...dispatch import facts_of_calls
-from ...launch import NOTHING, result
+from ...launch import result
+from ...launch.sizes import padded
 from ..spec import CONSTANT, heads_of, RecurrenceArrays, RecurrenceSpec, SCALAR
-from . import states_phase
+from . import split_phase
 from .call import Call
 from .tile_sizes import CHUNK_SIZES, Tile
 
-Effects = dict[str, Array]
+Edges = dict[str, Array]
 """By name; empty if sequences are not split."""
 _MOST_LOADED = 144 * 1024  # bytes of shared memory for what a program loads ahead
-_AXES = {"local": ("D", "V"), "passed": ("D",)}  # those after splits and heads
+_MOST_PIECES, _LEAST_PIECE = 8, 32  # of a split; chunks
+_NAME = "edges"
 
 
-def effects_of(call: Call, dout: Array | None = None) -> Effects:
-    """The effects of every split except the last on states; with `dout`, of every split except the first on gradients of states."""
+def edges_of(call: Call, dout: Array | None = None, dfinal: Array | None = None) -> Edges:
+    """The state before every split or, with the gradients of outputs and final state, the gradient of the state after it."""
     if call.splits == 1:
         return {}
-    shape, (heads, dim, values) = (call.sequences, call.splits), call.sizes
-    effects = {"local": result(*shape, heads, dim, values), "passed": result(*shape, heads, dim)}
-    if dout is None:
-        tile, kernel, others = call.config.states, states_phase.states_kernel, ("states", "final")
-    else:
-        tile, kernel, others = call.config.dstates, states_phase.dstates_kernel, ("dstates", "dinitial")
-    if call.spec.decay in (CONSTANT, SCALAR):
-        tile = _ahead(tile, call)
-    results = call.launch(
-        kernel,
-        tile,
-        effects | dict.fromkeys(others, NOTHING),
-        call.state_programs(tile, call.splits - 1),
-        {"do": dout, "dfinal": None},
-        name=f"local_{kernel.fn.__name__}",
-        LOCAL=True,
+    (heads, dim, values), forward = call.sizes, dout is None
+    pieces = pieces_of(call)
+    tile = _ahead(call.config.states if forward else call.config.dstates, call)
+    lead = call.sequences, call.splits - 1
+    shapes = {
+        "local": result(*lead, pieces, heads, dim, values),
+        "passed": result(*lead, heads, dim),
+        "pieces": result(*lead, heads, dtype="int32"),
+    }
+    programs = call.state_programs(tile, pieces * (call.splits - 1))
+    name = "local_states_kernel" if forward else "local_dstates_kernel"
+    local = call.launch(
+        split_phase.local_kernel, tile, shapes, programs, {"do": dout}, name=name, PIECES=pieces, TO_END=forward
     )
-    return {name: results[name] for name in effects}
+    edge = call.arrays.initial_state if forward else dfinal
+    tile = _chained(pieces, dim, values)
+    return call.launch(
+        split_phase.chain_kernel,
+        tile,
+        {_NAME: result(call.sequences, call.splits, heads, dim, values)},
+        call.state_programs(tile, 1),
+        {"edge": edge, **local},
+        GIVEN=edge is not None,
+        PIECES=pieces,
+        PADDED=padded(pieces, 1),
+        TO_END=forward,
+    )
+
+
+def pieces_of(call: Call) -> int:
+    """How many programs add up a split: several if few of its tokens count where its heads decay, so that it costs little to try."""
+    if call.spec.decay not in (CONSTANT, SCALAR):
+        return 1
+    chunks = call.chunks // (call.sequences * call.splits)
+    return max(1, min(_MOST_PIECES, chunks // _LEAST_PIECE))
+
+
+def _chained(pieces: int, dim: int, values: int) -> Tile:
+    """Tiles of few channels, since every program waits for its own loads only."""
+    width = min(64, padded(values))
+    return Tile(max(1, min(padded(dim), 2048 // (width * padded(pieces, 1)))), width, 2, 1)
 
 
 def _ahead(tile: Tile, call: Call) -> Tile:
@@ -58,26 +82,22 @@ def _ahead(tile: Tile, call: Call) -> Tile:
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The axes, after the leading one, of effects as residuals. Names include the chunk size, on which the lengths of splits depend."""
+    """The axes, after the leading one, of states before splits as residuals. Names include the chunk size, on which the lengths of splits
+    depend."""
     heads = f"H{heads_of(arrays, spec).out}"
-    return {f"{name}{size}": ("splits", heads, *_AXES[name]) for name in _AXES for size in CHUNK_SIZES}
+    return {f"{_NAME}{size}": ("splits", heads, "D", "V") for size in CHUNK_SIZES}
 
 
-def to_saved(call: Call, effects: Effects) -> dict[str, Array]:
-    """Effects as residuals, with the call's leading axis first."""
+def to_saved(call: Call, edges: Edges) -> dict[str, Array]:
+    """States before splits as residuals, with the call's leading axis first."""
     batch, size = call.arrays.q.shape[0], call.config.chunk_size
-    return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in effects.items()}
+    return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in edges.items()}
 
 
-def from_saved(call: Call, saved: dict[str, Array]) -> Effects:
+def from_saved(call: Call, saved: dict[str, Array]) -> Edges:
     """The inverse of `to_saved`. They are computed again if this call has other splits, as a pullback that is mapped may have."""
-    found = {name: saved.get(f"{name}{call.config.chunk_size}") for name in _AXES}
+    found = saved.get(f"{_NAME}{call.config.chunk_size}")
     batch = call.arrays.q.shape[0]
-    expected = batch, call.sequences // batch * call.splits
-    if any(x is None or x.shape[:2] != expected for x in found.values()):
-        return effects_of(call)
-    return {
-        name: x.reshape(call.sequences, call.splits, *x.shape[2:])
-        for name, x in found.items()
-        if x is not None
-    }
+    if found is None or found.shape[:2] != (batch, call.sequences // batch * call.splits):
+        return edges_of(call)
+    return {_NAME: found.reshape(call.sequences, call.splits, *found.shape[2:])}

@@ -8,7 +8,7 @@ from ...core import problem_of
 from . import tile_sizes
 
 
-def single(call: Any, effects: dict[str, Array]) -> tuple[Array, Array]:
+def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
     """Outputs and final state, as `Call.single`.
 
     **Raises:** `ValueError` if the configuration has this kernel for a call that it cannot run.
@@ -25,7 +25,7 @@ def single(call: Any, effects: dict[str, Array]) -> tuple[Array, Array]:
         tile,
         {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)},
         call.sequences * call.splits * heads * values // tile.block_v,
-        effects,
+        edges,
         NUM_STAGES=tile.num_stages,
         name="single_kernel",
     )

@@ -72,7 +72,7 @@ def _pairs(high, g, logs_ptr, beta_ptr, row, HB: gl.constexpr, DECAY: gl.constex
 
 
 @gluon.jit
-def _consumer(buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, where, TOKENS, T,
+def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, where, TOKENS, T,
               W: gl.constexpr, HS: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr,
               CONSUMERS: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
               INITIAL: gl.constexpr, SPLITS: gl.constexpr):
@@ -102,13 +102,11 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_p
     inside = gl.expand_dims(d, 1) * V + gl.expand_dims(c, 0)  # [D, 64]
     own_state = (gl.to_tensor(seq).to(gl.int64) * HS + h) * (D * V)
     state = gl.zeros([D, WIDTH], gl.float32, layout)  # [D, 64]
-    if INITIAL:
-        state = gl.load(initial_ptr + own_state + inside).to(gl.float32)
     if SPLITS > 1:
-        for before in range(0, split):
-            at = (gl.to_tensor(seq).to(gl.int64) * SPLITS + before) * HS + h
-            carry = gl.load(passed_ptr + at * D + d)  # [D]
-            state = state * gl.expand_dims(carry, 1) + gl.load(local_ptr + at * (D * V) + inside)
+        at = (gl.to_tensor(seq).to(gl.int64) * SPLITS + split) * HS + h
+        state = gl.load(edges_ptr + at * (D * V) + inside)
+    elif INITIAL:
+        state = gl.load(initial_ptr + own_state + inside).to(gl.float32)
     if SKIP:
         skip = gl.expand_dims(gl.load(skip_ptr + (gl.to_tensor(seq).to(gl.int64) * HS + h) * V + c).to(gl.float32), 0)  # [1, 64]
     row = gl.to_tensor(seq).to(gl.int64) * T + token
@@ -199,7 +197,7 @@ def _tiles_of(dtype: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def hopper_single_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, initial_ptr, local_ptr, passed_ptr, T, TOKENS,
+    q_ptr, k_ptr, v_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, initial_ptr, edges_ptr, T, TOKENS,
     out_ptr, final_ptr,
     HS: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr,
     V: gl.constexpr, BLOCK_V: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
@@ -234,15 +232,15 @@ def hopper_single_kernel(
     barriers = (full, empty)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
+            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
                          where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS)),
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
+            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
                          where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
-            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
+            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
                          where, TOKENS, T, 1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS)),
         ], [4, 1], [240, 24])
