@@ -182,7 +182,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         "chunks": tables[0],
         "bounds": tables[1],
         # Arguments of some members only.
-        **dict.fromkeys(("logs", "carry", "scores", "k_end", "edges")),
+        **dict.fromkeys(("logs", "carry", "scores", "k_end", "edges", "kept", "beyond")),
     }
     numbers = counts | {
         "T": length,

@@ -8,10 +8,11 @@ import dataclasses
 from jax import Array
 
 from ...dispatch import facts_of_calls
-from ...launch import result
+from ...launch import NOTHING, result
+from ...launch.by_name import Options
 from ...launch.sizes import padded
-from ..spec import CONSTANT, heads_of, RecurrenceArrays, RecurrenceSpec, SCALAR
-from . import split_phase
+from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR
+from . import reach, split_phase
 from .call import Call
 from .tile_sizes import CHUNK_SIZES, Tile
 
@@ -26,47 +27,83 @@ def edges_of(call: Call, dout: Array | None = None, dfinal: Array | None = None)
     """The state before every split or, with the gradients of outputs and final state, the gradient of the state after it."""
     if call.splits == 1:
         return {}
-    (heads, dim, values), forward = call.sizes, dout is None
-    pieces = pieces_of(call)
-    tile = _ahead(call.config.states if forward else call.config.dstates, call)
-    lead = call.sequences, call.splits - 1
-    shapes = {
-        "local": result(*lead, pieces, heads, dim, values),
-        "passed": result(*lead, heads, dim),
-        "pieces": result(*lead, heads, dtype="int32"),
-    }
-    programs = call.state_programs(tile, pieces * (call.splits - 1))
-    name = "local_states_kernel" if forward else "local_dstates_kernel"
-    local = call.launch(
-        split_phase.local_kernel, tile, shapes, programs, {"do": dout}, name=name, PIECES=pieces, TO_END=forward
-    )
+    pieces, forward = pieces_of(call), dout is None
+    call = call.knowing({}, PIECES=pieces, TO_END=forward)
+    passed = _reached(call, pieces)
+    local = _local(call, dout, passed, pieces)
     edge = call.arrays.initial_state if forward else dfinal
-    tile = _chained(pieces, dim, values)
+    tile = _chained(pieces, *call.sizes[1:])
     return call.launch(
         split_phase.chain_kernel,
         tile,
-        {_NAME: result(call.sequences, call.splits, heads, dim, values)},
+        {_NAME: result(call.sequences, call.splits, *call.sizes)},
         call.state_programs(tile, 1),
-        {"edge": edge, **local},
+        {"edge": edge, **passed, **local},
         GIVEN=edge is not None,
-        PIECES=pieces,
-        PADDED=padded(pieces, 1),
-        TO_END=forward,
     )
 
 
+def _reached(call: Call, pieces: int) -> dict[str, Array | None]:
+    """How many chunks of each split count beyond it, and the decays over them; nothing where decays are found with what a split adds."""
+    if call.spec.decay == KEY:
+        return dict.fromkeys(("kept", "beyond"))
+    heads, dim, _ = call.sizes
+    lead = call.sequences, call.splits - 1, heads
+    return call.launch(
+        reach.reach_kernel,
+        Options(4, 1),
+        {"kept": result(*lead, dtype="int32"), "beyond": result(*lead, pieces), "passed": result(*lead, dim)},
+        call.sequences * (call.splits - 1) * heads,
+        BLOCK_K=padded(dim),
+    )
+
+
+def _local(
+    call: Call, dout: Array | None, passed: dict[str, Array | None], pieces: int
+) -> dict[str, Array]:
+    """What each piece of a split adds."""
+    heads, dim, values = call.sizes
+    tile = _ahead(call.config.states if dout is None else call.config.dstates, call)
+    lead = call.sequences, call.splits - 1
+    results = call.launch(
+        split_phase.local_kernel,
+        tile,
+        {
+            "local": result(*lead, pieces, heads, dim, values),
+            "decay": result(*lead, heads, dim) if call.spec.decay == KEY else NOTHING,
+        },
+        call.state_programs(tile, pieces * (call.splits - 1)),
+        {"do": dout, **passed},
+        name="local_states_kernel" if dout is None else "local_dstates_kernel",
+    )
+    return {"local": results["local"]} | ({"passed": results["decay"]} if call.spec.decay == KEY else {})
+
+
 def pieces_of(call: Call) -> int:
-    """How many programs add up a split: several if few of its tokens count where its heads decay, so that it costs little to try."""
+    """How many programs add up a split, a power of two: several if few of its tokens count where its heads decay, so that it costs little to try."""
     if call.spec.decay not in (CONSTANT, SCALAR):
         return 1
     chunks = call.chunks // (call.sequences * call.splits)
-    return max(1, min(_MOST_PIECES, chunks // _LEAST_PIECE))
+    pieces = 1
+    while 2 * pieces <= min(_MOST_PIECES, chunks // _LEAST_PIECE):
+        pieces *= 2
+    return pieces
 
 
-def _chained(pieces: int, dim: int, values: int) -> Tile:
-    """Tiles of few channels, since every program waits for its own loads only."""
+@dataclasses.dataclass(frozen=True)
+class _ChainTile:
+    """The tile of the launch that takes states from split to split."""
+
+    block_k: int
+    block_v: int
+    num_warps: int = 2
+    num_stages: int = 1
+
+
+def _chained(pieces: int, dim: int, values: int) -> _ChainTile:
+    """All pieces of a split, which are loaded at once, and few channels."""
     width = min(64, padded(values))
-    return Tile(max(1, min(padded(dim), 2048 // (width * padded(pieces, 1)))), width, 2, 1)
+    return _ChainTile(min(padded(dim), max(1, 2048 // (width * pieces))), width)
 
 
 def _ahead(tile: Tile, call: Call) -> Tile:
