@@ -14,6 +14,7 @@ from ...launch.sizes import padded
 from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR
 from . import reach, split_phase
 from .call import Call
+from .hopper import call as hopper_call
 from .tile_sizes import CHUNK_SIZES, Tile
 
 Edges = dict[str, Array]
@@ -63,13 +64,16 @@ def _local(
 ) -> dict[str, Array]:
     """What each piece of a split adds."""
     heads, dim, values = call.sizes
-    tile = _ahead(call.config.states if dout is None else call.config.dstates, call)
     lead = call.sequences, call.splits - 1
+    shape = result(*lead, pieces, heads, dim, values)
+    if call.config.single and call.config.out.hopper:
+        return {"local": hopper_call.local(call, dout, passed, shape)}
+    tile = _ahead(call.config.states if dout is None else call.config.dstates, call)
     results = call.launch(
         split_phase.local_kernel,
         tile,
         {
-            "local": result(*lead, pieces, heads, dim, values),
+            "local": shape,
             "decay": result(*lead, heads, dim) if call.spec.decay == KEY else NOTHING,
         },
         call.state_programs(tile, pieces * (call.splits - 1)),

@@ -1,9 +1,11 @@
-"""The launch of Hopper's single pass. It is in Gluon, which is imported when it is first launched."""
+"""The launches of Hopper's kernels. They are in Gluon, which is imported when one is first launched."""
 
+import math
 from typing import Any
 
 from jax import Array
 
+from ....launch import Options
 from ...core import problem_of
 from . import tile_sizes
 
@@ -30,3 +32,25 @@ def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
         name="single_kernel",
     )
     return results["out"], results["final"]
+
+
+def local(call: Any, dout: Array | None, passed: dict[str, Array], shape: Any) -> Array:
+    """What each piece of a split adds, as `splits` finds it, in the given shape; for calls that `single` can run."""
+    from .local_kernel import hopper_local_kernel
+
+    numbers = call.launch.numbers
+    heads, _, values = call.sizes
+    x, y = ("k", "v") if dout is None else ("q", "do")
+    operands = {"q": call.arrays.q, "k": call.arrays.k, "v": call.arrays.v, "do": dout}
+    results = call.launch(
+        hopper_local_kernel,
+        Options(4, 1, tile_sizes.LOCAL_REGISTERS),
+        {"local": shape},
+        math.prod(shape.shape[:4]) * values // tile_sizes.WIDTH,
+        {"x": operands[x], "y": operands[y], **passed},
+        name="local_states_kernel" if dout is None else "local_dstates_kernel",
+        HX=numbers["HK"] if dout is None else numbers["HQ"],
+        HY=numbers["HV"] if dout is None else heads,
+        NUM_STAGES=tile_sizes.LOCAL_STAGES,
+    )
+    return results["local"]

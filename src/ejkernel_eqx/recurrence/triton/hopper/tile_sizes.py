@@ -11,6 +11,10 @@ WIDTH = 64
 """Value channels of a group of warps; a program has one or two."""
 LEAST_TOKENS = 1024
 """Tokens of a split from which on this kernel is the default; for fewer the tuner times it."""
+LOCAL_STAGES = 3
+"""Chunks that are loaded ahead for what a split adds."""
+LOCAL_REGISTERS = 96
+"""A thread, so that two programs of it share a multiprocessor."""
 _MULTIPROCESSORS = 132
 
 Sizes = tuple[int, int]
