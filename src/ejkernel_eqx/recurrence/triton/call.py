@@ -70,8 +70,11 @@ class Call:
         heads = self.launch.numbers["HG"]
         tile = Tile(16, min(padded(heads), 64), 4, 1)
         logs = result(heads, 3 if self.launch.numbers["EXACT"] else 2, batch * length)
+        shapes = {"logs": logs, "spans": result(heads, self.chunks)}
         programs = self.chunks * cdiv(heads, tile.block_v)
-        return self.knowing(self.launch(decay_phase.decays_kernel, tile, {"logs": logs}, programs))
+        return self.knowing(
+            self.launch(decay_phase.decays_kernel, tile, shapes, programs, CHUNKS=self.chunks)
+        )
 
     def states(self, edges: dict[str, Array]) -> tuple[Array, Array]:
         """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's; `edges` are
@@ -182,7 +185,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         "chunks": tables[0],
         "bounds": tables[1],
         # Arguments of some members only.
-        **dict.fromkeys(("logs", "carry", "scores", "k_end", "edges", "kept", "beyond")),
+        **dict.fromkeys(("logs", "spans", "carry", "scores", "k_end", "edges", "kept", "beyond")),
     }
     numbers = counts | {
         "T": length,
