@@ -68,6 +68,27 @@ def test_tiles_that_do_not_divide(decay):
     check(dataclasses.replace(SMALL, T=CHUNK + 3, decay=decay, D=40, V=24), config())
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(SMALL, T=5 * CHUNK + 3),
+        dataclasses.replace(SMALL, T=7 * CHUNK, decay=KEY, D=40, V=24),
+        dataclasses.replace(SMALL, B=2, T=5 * CHUNK + 3, packing="offsets", decay=CONSTANT),
+        dataclasses.replace(SMALL, B=2, T=5 * CHUNK + 3, packing="segments", decay=KEY),
+        dataclasses.replace(SMALL, T=CHUNK + 3, packing="many"),
+        dataclasses.replace(SMALL, T=6 * CHUNK, decay=NONE, initial_state=False, Hv=2),
+        dataclasses.replace(SMALL, T=5 * CHUNK + 3, log_decays="mixed", dtype="bfloat16"),
+        dataclasses.replace(SMALL, T=5 * CHUNK + 3, log_decays=-50.0, decay=KEY),
+        EMPTY[2],
+    ],
+    ids=["one a token", "channels", "packed", "segments", "many", "none", "mixed", "closed", "no tokens"],
+)
+def test_sequences_in_splits(case):
+    """Splits of several chunks, of one, and of none; the state passes through all of them."""
+    check(case, dataclasses.replace(config(), splits=4))
+
+
 @pytest.mark.parametrize("case", EMPTY[2:], ids=lambda case: case.name)
 def test_no_tokens(case):
     check(case, config())

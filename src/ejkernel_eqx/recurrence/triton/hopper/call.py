@@ -5,8 +5,10 @@ from typing import Any
 
 from jax import Array
 
-from ....launch import Options
+from ....launch import Options, result
 from ...core import problem_of
+from ...spec import SCALAR
+from ..shared_gradients import masked_products_kernel
 from . import tile_sizes
 
 
@@ -22,16 +24,34 @@ def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
 
     heads, _, values = call.sizes
     tile = call.config.out
+    products = _products(call)
     results = call.launch(
         hopper_single_kernel,
         tile,
         {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)},
         call.sequences * call.splits * heads * values // tile.block_v,
-        edges,
+        edges | {"products": products},
+        PRODUCTS=products is not None,
         NUM_STAGES=tile.num_stages,
         name="single_kernel",
     )
     return results["out"], results["final"]
+
+
+def _products(call: Any) -> Array | None:
+    """The masked products of queries and keys, where enough heads share them."""
+    numbers, (batch, length) = call.launch.numbers, call.arrays.q.shape[:2]
+    heads = numbers["HQ"]
+    weighed = call.spec.decay == SCALAR or call.arrays.beta is not None
+    if not weighed or heads != numbers["HK"] or call.sizes[0] < tile_sizes.LEAST_SHARED * heads:
+        return None
+    results = call.launch(
+        masked_products_kernel,
+        call.config.scores,
+        {"products": result(batch, length, heads, tile_sizes.CHUNK, dtype=call.arrays.q.dtype)},
+        call.chunks * heads,
+    )
+    return results["products"]
 
 
 def local(call: Any, dout: Array | None, passed: dict[str, Array], shape: Any) -> Array:

@@ -92,7 +92,7 @@ def _stored(out, staging, out_desc, seq, h, token, v0):
 
 @gluon.jit
 def _gentle_chunk(state, skip, high, middle, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, SCALE: gl.constexpr,
-                  BETA: gl.constexpr, SKIP: gl.constexpr, NUM_STAGES: gl.constexpr):
+                  BETA: gl.constexpr, SKIP: gl.constexpr):
     """A chunk whose decays can be taken apart: `state` includes `middle`, values are weighted by what is left of it at each token, and outputs by
     the rest. The state that is returned lacks what follows `middle`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -124,12 +124,41 @@ def _gentle_chunk(state, skip, high, middle, strength, q, k, v, own, full, phase
 
 
 @gluon.jit
+def _shared_chunk(state, skip, high, middle, strength, q, k, v, p, own, full, phase, out_desc, seq, h, token, v0, SCALE: gl.constexpr,
+                  BETA: gl.constexpr, SKIP: gl.constexpr):
+    """The same where the products of queries and keys are given, masked: all products of the chunk then follow one another."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    read, tile, _staging = own
+    weighted = tile.reshape([CHUNK, WIDTH])
+    weight = gl.exp2(middle - high)  # [C]
+    if BETA:
+        weight = weight * strength
+    read.store(state.to(read.dtype))
+    mbarrier.wait(full, phase)
+    values = v.load(layout)  # [C, 64]
+    weighted.store((values.to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
+    fence_async_shared()
+    out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
+    out = warpgroup_mma(p, weighted, out, is_async=True)
+    state = warpgroup_mma(k.permute((1, 0)), weighted, state, is_async=True)
+    out = warpgroup_mma_wait(1, deps=[out])
+    out = out * gl.expand_dims(gl.exp2(high - middle) * SCALE, 1)
+    if SKIP:
+        out = out + values.to(gl.float32) * skip
+    state = warpgroup_mma_wait(0, deps=[state])
+    _stored(out, tile, out_desc, seq, h, token, v0)
+    return state
+
+
+@gluon.jit
 def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, SCALE: gl.constexpr,
-           DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr, NUM_STAGES: gl.constexpr):
+           DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr, PRODUCTS: gl.constexpr):
     """A chunk with any decays; returns the state after it."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     read, weighted, staging = own
+    if PRODUCTS:
+        weighted = weighted.reshape([CHUNK, WIDTH])
     # A = Q K^T and O = scale (Q e^G) S, under which scores and values are weighted.
     read.store(state.to(read.dtype))
     fence_async_shared()
@@ -156,18 +185,23 @@ def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, 
     out = warpgroup_mma_wait(1, deps=[out])
     if SKIP:
         out = out + v.load(layout).to(gl.float32) * skip
-    _stored(out, staging, out_desc, seq, h, token, v0)
-    return warpgroup_mma_wait(0, deps=[state])
+    if not PRODUCTS:
+        _stored(out, staging, out_desc, seq, h, token, v0)
+        return warpgroup_mma_wait(0, deps=[state])
+    else:
+        state = warpgroup_mma_wait(0, deps=[state])
+        _stored(out, staging, out_desc, seq, h, token, v0)
+        return state
 
 
 @gluon.jit
 def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr, where, TOKENS, T,
               W: gl.constexpr, HS: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr,
               CONSUMERS: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
-              INITIAL: gl.constexpr, SPLITS: gl.constexpr):
+              INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr):
     """The outputs and the final state of 64 value channels."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    qs, ks, vs = buffers
+    qs, ks, vs, ps = buffers
     full, empty = barriers
     seq, split, h, v0, token, count = where
     if V > WIDTH:
@@ -212,22 +246,28 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         v = vs.index(s * CONSUMERS + W).reshape([CHUNK, WIDTH])
         phase = (n // NUM_STAGES) & 1
         tma.store_wait(0)  # before a barrier that all pass who write to the place again
+        if PRODUCTS:
+            gl.barrier()  # that is the weighted values' place
         if fixed:
             state = _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                           token + n * CHUNK, v0, SCALE, DECAY, BETA, SKIP, NUM_STAGES)
+                           token + n * CHUNK, v0, SCALE, DECAY, BETA, SKIP, PRODUCTS)
         else:
             next = _ahead(logs_ptr, spans_ptr, beta_ptr, row + gl.minimum(n + 1, count - 1) * CHUNK, TOKENS, HB, DECAY, BETA)
             if span <= GENTLE:
                 state = state * gl.exp2(pending + 0.5 * whole)
-                state = _gentle_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                      token + n * CHUNK, v0, SCALE, BETA, SKIP, NUM_STAGES)
+                if PRODUCTS:
+                    state = _shared_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, ps.index(s).reshape([CHUNK, CHUNK]), own,
+                                          full.index(s), phase, out_desc, seq, h, token + n * CHUNK, v0, SCALE, BETA, SKIP)
+                else:
+                    state = _gentle_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                          token + n * CHUNK, v0, SCALE, BETA, SKIP)
                 pending = 0.5 * whole
             else:
                 state = state * gl.exp2(pending)
                 _high, rest, _whole, _strength = _decays(g, logs_ptr, beta_ptr, row + n * CHUNK, TOKENS, HB, DECAY, BETA)
                 factors = _pairs(high, g, logs_ptr, beta_ptr, row + n * CHUNK, HB, DECAY, BETA, SCALE)  # [C, C]
                 state = _chunk(state, factors, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                               token + n * CHUNK, v0, SCALE, DECAY, BETA, SKIP, NUM_STAGES)
+                               token + n * CHUNK, v0, SCALE, DECAY, BETA, SKIP, PRODUCTS)
                 pending = nothing
             high, whole, strength, span = next
         mbarrier.arrive(empty.index(s), count=1)
@@ -239,16 +279,18 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
 
 
 @gluon.jit
-def _loader(buffers, barriers, q_desc, k_desc, v_desc, where, HS: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr,
-            D: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    qs, ks, vs = buffers
+def _loader(buffers, barriers, q_desc, k_desc, v_desc, p_desc, where, HS: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr,
+            D: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCTS: gl.constexpr):
+    qs, ks, vs, ps = buffers
     full, empty = barriers
     seq, _split, h, v0, token, count = where
     for n in range(0, count):
         s = n % NUM_STAGES
         row = token + n * CHUNK
         mbarrier.wait(empty.index(s), ((n // NUM_STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(s), CHUNK * (2 * D + CONSUMERS * WIDTH) * 2)
+        mbarrier.expect(full.index(s), CHUNK * (2 * D + CONSUMERS * WIDTH + (CHUNK if PRODUCTS else 0)) * 2)
+        if PRODUCTS:
+            tma.async_copy_global_to_shared(p_desc, [seq, h // (HS // HQ), row, 0], full.index(s), ps.index(s))
         tma.async_copy_global_to_shared(q_desc, [seq, h // (HS // HQ), row, 0], full.index(s), qs.index(s))
         tma.async_copy_global_to_shared(k_desc, [seq, h // (HS // HK), row, 0], full.index(s), ks.index(s))
         for w in gl.static_range(CONSUMERS):
@@ -276,13 +318,14 @@ def _tiles_of(dtype: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def hopper_single_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr, initial_ptr, edges_ptr, T, TOKENS,
+    q_ptr, k_ptr, v_ptr, products_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr, initial_ptr, edges_ptr, T, TOKENS,
     out_ptr, final_ptr,
     HS: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr,
     V: gl.constexpr, BLOCK_V: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
-    INITIAL: gl.constexpr, SPLITS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):
-    """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks."""
+    """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. `PRODUCTS`: those of queries and keys, each
+    token's with its chunk's, zero where it would see a later one, are given."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_V // WIDTH
     EACH: gl.constexpr = CONSUMERS if V == WIDTH else 1  # heads
@@ -299,10 +342,18 @@ def hopper_single_kernel(
     k_desc = _described(k_ptr, B, T, HK, D, CHUNK, D)
     v_desc = _described(v_ptr, B, T, HV, V, CHUNK, WIDTH)
     out_desc = _described(out_ptr, B, T, HS, V, CHUNK, WIDTH)
-    buffers = (_tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES * CONSUMERS, WIDTH))
+    buffers = (_tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES * CONSUMERS, WIDTH), None)
+    p_desc = None
+    if PRODUCTS:
+        p_desc = _described(products_ptr, B, T, HQ, CHUNK, CHUNK, CHUNK)
+        buffers = (buffers[0], buffers[1], buffers[2], _tiles_of(dtype, NUM_STAGES, CHUNK))
     read = gl.allocate_shared_memory(dtype, [CONSUMERS, D, WIDTH], gl.NVMMASharedLayout.get_default_for([D, WIDTH], dtype))
-    weighted = gl.allocate_shared_memory(dtype, [CONSUMERS, CHUNK, WIDTH], gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], dtype))
-    own = (read, weighted, _tiles_of(dtype, CONSUMERS, WIDTH))
+    staging = _tiles_of(dtype, CONSUMERS, WIDTH)
+    if PRODUCTS:
+        own = (read, staging, staging)
+    else:
+        weighted = gl.allocate_shared_memory(dtype, [CONSUMERS, CHUNK, WIDTH], gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], dtype))
+        own = (read, weighted, staging)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
@@ -312,14 +363,14 @@ def hopper_single_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
-            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS)),
+                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS)),
+            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, p_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS, PRODUCTS)),
         ], [1], [24])
     else:
         gl.warp_specialize([
             (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
+                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS)),
             (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
-            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS)),
+                         where, TOKENS, T, 1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS)),
+            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, p_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS, PRODUCTS)),
         ], [4, 1], [240, 24])
