@@ -342,11 +342,13 @@ def hopper_single_kernel(
     k_desc = _described(k_ptr, B, T, HK, D, CHUNK, D)
     v_desc = _described(v_ptr, B, T, HV, V, CHUNK, WIDTH)
     out_desc = _described(out_ptr, B, T, HS, V, CHUNK, WIDTH)
-    buffers = (_tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES * CONSUMERS, WIDTH), None)
-    p_desc = None
+    qs, ks, vs = _tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES * CONSUMERS, WIDTH)
     if PRODUCTS:
         p_desc = _described(products_ptr, B, T, HQ, CHUNK, CHUNK, CHUNK)
-        buffers = (buffers[0], buffers[1], buffers[2], _tiles_of(dtype, NUM_STAGES, CHUNK))
+        buffers = (qs, ks, vs, _tiles_of(dtype, NUM_STAGES, CHUNK))
+    else:  # neither is used
+        p_desc = q_desc
+        buffers = (qs, ks, vs, qs)
     read = gl.allocate_shared_memory(dtype, [CONSUMERS, D, WIDTH], gl.NVMMASharedLayout.get_default_for([D, WIDTH], dtype))
     staging = _tiles_of(dtype, CONSUMERS, WIDTH)
     if PRODUCTS:
