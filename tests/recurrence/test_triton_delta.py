@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax
 import pytest
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx.recurrence.spec import CONSTANT, KEY, NONE, SCALAR
 from tests.recurrence.cases import Case, CASES, EMPTY
+from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 from tests.recurrence.test_triton_linear import check, CHUNK, config
@@ -92,3 +95,23 @@ def test_sequences_in_splits(case):
 @pytest.mark.parametrize("case", EMPTY[2:], ids=lambda case: case.name)
 def test_no_tokens(case):
     check(case, config())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", [ejx.GatedDeltaRule, ejx.KernelDeltaAttention])
+def test_pullbacks_of_splits(operation):
+    """What the forward pass keeps of splits serves a pullback, also a mapped one."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k, v, g = (jax.random.normal(key, (2, 5 * CHUNK + 3, 2, 16)) / 4 for key in keys[:4])
+    g, beta = -jax.nn.softplus(g), jax.nn.sigmoid(jax.random.normal(keys[4], q.shape[:-1]))
+    cotangents = jax.random.normal(keys[5], (3, *v.shape))
+
+    def gradients(**options):
+        attend = operation(**options)
+        gates = g[..., 0] if operation is ejx.GatedDeltaRule else g
+        _, pull = jax.vjp(lambda q: attend(q, k, v, gates, beta)[0], q)
+        return pull(cotangents[0])[0], jax.vmap(lambda x: pull(x)[0])(cotangents)
+
+    mine = gradients(platform="triton-interpret", config=dataclasses.replace(config(), splits=3))
+    for x, y in zip(mine, gradients(platform="xla"), strict=True):
+        assert_close(x, y, "float32")

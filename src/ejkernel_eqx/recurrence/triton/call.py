@@ -149,7 +149,7 @@ class Call:
         """The number of parts of each sequence that have their own programs."""
         return self.launch.numbers["SPLITS"]
 
-    def state_programs(self, tile: Tile, splits: int) -> int:
+    def state_programs(self, tile: Any, splits: int) -> int:
         """The number of programs that have a tile of a state over a split each."""
         heads, dim, values = self.sizes
         return self.sequences * splits * heads * cdiv(dim, tile.block_k) * cdiv(values, tile.block_v)

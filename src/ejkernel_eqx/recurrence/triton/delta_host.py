@@ -47,7 +47,8 @@ def forward(
     results = serial.launch(
         delta_states_kernel,
         serial.config.out,
-        delta_splits.NO_STATES | {"out": call.rows(heads, values), "final": call.edge_states(spec.state_dtype)},
+        delta_splits.NO_STATES
+        | {"out": call.rows(heads, values), "final": call.edge_states(spec.state_dtype)},
         _programs(call, config.out),
         solved | {"edges": edges},
         OUT=True,

@@ -17,7 +17,8 @@ from .tile_sizes import CHUNK_SIZES, Tile
 Arrays = dict[str, Array]
 NO_STATES = dict.fromkeys(("out", "final", "states", "written", "local", "turns"), NOTHING)
 """The results of `delta_states_kernel`, none of which are written."""
-_CHAIN_ROWS, _CHAIN_CHANNELS = 16, 32  # values of a program that goes from split to split, and channels of a step
+# Values of a program that goes from split to split, and channels of a step.
+_CHAIN_ROWS, _CHAIN_CHANNELS = 16, 32
 
 
 def edges_of(call: Call, solved: Arrays) -> tuple[Array | None, Array | None]:

@@ -20,7 +20,7 @@ from .tile_sizes import CHUNK_SIZES, Tile
 Edges = dict[str, Array]
 """By name; empty if sequences are not split."""
 _MOST_LOADED = 144 * 1024  # bytes of shared memory for what a program loads ahead
-_MOST_PIECES, _LEAST_PIECE = 8, 32  # of a split; chunks
+MOST_PIECES, LEAST_PIECE = 8, 32  # of a split; chunks
 _NAME = "edges"
 
 
@@ -59,9 +59,7 @@ def _reached(call: Call, pieces: int) -> dict[str, Array | None]:
     )
 
 
-def _local(
-    call: Call, dout: Array | None, passed: dict[str, Array | None], pieces: int
-) -> dict[str, Array]:
+def _local(call: Call, dout: Array | None, passed: dict[str, Array | None], pieces: int) -> dict[str, Array]:
     """What each piece of a split adds."""
     heads, dim, values = call.sizes
     lead = call.sequences, call.splits - 1
@@ -89,7 +87,7 @@ def pieces_of(call: Call) -> int:
         return 1
     chunks = call.chunks // (call.sequences * call.splits)
     pieces = 1
-    while 2 * pieces <= min(_MOST_PIECES, chunks // _LEAST_PIECE):
+    while 2 * pieces <= min(MOST_PIECES, chunks // LEAST_PIECE):
         pieces *= 2
     return pieces
 
