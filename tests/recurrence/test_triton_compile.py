@@ -209,7 +209,7 @@ def test_one_kernel_for_the_outputs_by_how_many_programs_there_are(monkeypatch):
 @pytest.mark.parametrize("decay", [KEY, SCALAR])
 def test_delta_rules_in_splits_fit(target, decay):
     shape: Any = lambda *sizes: jax.ShapeDtypeStruct((1, 8192, 16, *sizes), jnp.bfloat16)
-    gates = shape(128) if decay == KEY else jax.ShapeDtypeStruct((1, 8192, 16), jnp.float32)
+    gates: Any = shape(128) if decay == KEY else jax.ShapeDtypeStruct((1, 8192, 16), jnp.float32)
     arrays = RecurrenceArrays(*(shape(128) for _ in "qkv"), g=gates, beta=shape())
     spec = RecurrenceSpec(0.1, decay, delta=True)
     config = triton.default_config(problem_of("delta_rule", arrays, spec), DEVICES[target])

@@ -41,10 +41,11 @@ def local_kernel(
     """What each piece of a split adds to the state at the split's end (`TO_END`) or to the gradient at its start, `local [sequences, SPLITS - 1,
     PIECES, HS, D, V]`, pieces counted from that edge; nothing is written of those that are not reached. With a decay per key channel there is
     one piece, and the decay of the split `[sequences, SPLITS - 1, HS, D]` is found on the way."""
-    seq, index, h, d0, v0, _first, _length, _chunk, _own = state_tile(
+    seq, index, h, d0, v0, _first, _length, _chunk, _own = state_tile(  # pyright: ignore[reportGeneralTypeIssues]
         bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, PIECES * (SPLITS - 1))
     piece, at = index // (SPLITS - 1), index % (SPLITS - 1)
-    first, length, chunk, begin, end, size = split_at_edge(at, seq, bounds_ptr, T, CHUNK, TABLE, SPLITS, PIECES, TO_END)
+    first, length, chunk, begin, end, size = split_at_edge(  # pyright: ignore[reportGeneralTypeIssues]
+        at, seq, bounds_ptr, T, CHUNK, TABLE, SPLITS, PIECES, TO_END)
     own = (seq.to(tl.int64) * (SPLITS - 1) + at) * HS + h
     near, far = piece * size, end - begin
     beyond = 0.0
@@ -117,7 +118,7 @@ def chain_kernel(
 ):
     """The state before each split (`TO_END`), or the gradient of the state after it, `edges [sequences, SPLITS, HS, D, V]`: from `edge`, that of the
     whole sequence, and what the other kernels found of every split."""
-    seq, _split, h, d0, v0, _first, _length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
+    seq, _split, h, d0, v0, _first, _length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
     if GIVEN:
         state = load_state(edge_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
@@ -133,7 +134,8 @@ def chain_kernel(
             split_own = (seq.to(tl.int64) * (SPLITS - 1) + at) * HS + h
             written = inside
             if DECAY != KEY:
-                _first, _length, _chunk, _begin, _end, size = split_at_edge(at, seq, bounds_ptr, T, CHUNK, TABLE, SPLITS, PIECES, TO_END)
+                _first, _length, _chunk, _begin, _end, size = split_at_edge(  # pyright: ignore[reportGeneralTypeIssues]
+                    at, seq, bounds_ptr, T, CHUNK, TABLE, SPLITS, PIECES, TO_END)
                 written = inside & (p * size < tl.load(kept_ptr + split_own))
             pieces = local_ptr + ((seq.to(tl.int64) * (SPLITS - 1) + at) * PIECES + p) * (HS * D * V) + h * (D * V) + d * V + v  # [P, BK, BV]
             local = tl.sum(tl.load(pieces, mask=written, other=0.0), axis=0)  # [BK, BV]

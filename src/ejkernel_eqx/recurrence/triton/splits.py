@@ -4,6 +4,7 @@ Both are `edges [sequences, splits, HS, D, V]`, in float32.
 """
 
 import dataclasses
+from typing import Any
 
 from jax import Array
 
@@ -44,7 +45,7 @@ def edges_of(call: Call, dout: Array | None = None, dfinal: Array | None = None)
     )
 
 
-def _reached(call: Call, pieces: int) -> dict[str, Array | None]:
+def _reached(call: Call, pieces: int) -> dict[str, Any]:
     """How many chunks of each split count beyond it, and the decays over them; nothing where decays are found with what a split adds."""
     if call.spec.decay == KEY:
         return dict.fromkeys(("kept", "beyond"))
@@ -59,7 +60,7 @@ def _reached(call: Call, pieces: int) -> dict[str, Array | None]:
     )
 
 
-def _local(call: Call, dout: Array | None, passed: dict[str, Array | None], pieces: int) -> dict[str, Array]:
+def _local(call: Call, dout: Array | None, passed: dict[str, Any], pieces: int) -> dict[str, Array]:
     """What each piece of a split adds."""
     heads, dim, values = call.sizes
     lead = call.sequences, call.splits - 1
