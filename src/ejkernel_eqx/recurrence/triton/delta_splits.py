@@ -9,7 +9,7 @@ from jax import Array
 
 from ...launch import NOTHING, result
 from ...launch.sizes import cdiv, padded
-from ..spec import heads_of, RecurrenceArrays, RecurrenceSpec
+from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec
 from .call import Call
 from .delta_states import delta_chain_kernel, delta_dstates_kernel, delta_states_kernel
 from .tile_sizes import CHUNK_SIZES, Tile
@@ -18,7 +18,7 @@ Arrays = dict[str, Array]
 NO_STATES = dict.fromkeys(("out", "final", "states", "written", "local", "turns"), NOTHING)
 """The results of `delta_states_kernel`, none of which are written."""
 # Values of a program that goes from split to split, and channels of a step.
-_CHAIN_ROWS, _CHAIN_CHANNELS = 16, 32
+_CHAIN_ROWS, _CHAIN_CHANNELS = 16, 64
 
 
 def edges_of(call: Call, solved: Arrays) -> tuple[Array | None, Array | None]:
@@ -26,7 +26,9 @@ def edges_of(call: Call, solved: Arrays) -> tuple[Array | None, Array | None]:
     if call.splits == 1:
         return None, None
     heads, dim, values = call.sizes
-    tile = _local_tile(call.config.states)
+    tile = call.config.states
+    if call.spec.decay == KEY:  # two programs of two stages share a multiprocessor
+        tile = dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
     lead = call.sequences, call.splits, heads
     results = call.launch(
         delta_states_kernel,
@@ -46,7 +48,7 @@ def gradients_of(call: Call, given: Arrays, dfinal: Array, turns: Array | None) 
     if turns is None:
         return None
     heads, dim, values = call.sizes
-    tile = _local_tile(call.config.dstates)
+    tile = call.config.dstates
     results = call.launch(
         delta_dstates_kernel,
         tile,
@@ -75,11 +77,6 @@ def _chain(call: Call, edge: Array | None, local: Array, turns: Array, forward: 
         FORWARD=forward,
     )
     return results["edges"]
-
-
-def _local_tile(tile: Tile) -> Tile:
-    """With two stages, so that two programs share a multiprocessor: there are twice as many as in the other launches."""
-    return dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:

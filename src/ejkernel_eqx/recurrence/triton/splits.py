@@ -6,6 +6,7 @@ Both are `edges [sequences, splits, HS, D, V]`, in float32.
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from ...dispatch import facts_of_calls
@@ -15,12 +16,10 @@ from ...launch.sizes import padded
 from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR
 from . import reach, split_phase
 from .call import Call
-from .hopper import call as hopper_call
 from .tile_sizes import CHUNK_SIZES, Tile
 
 Edges = dict[str, Array]
 """By name; empty if sequences are not split."""
-_MOST_LOADED = 144 * 1024  # bytes of shared memory for what a program loads ahead
 MOST_PIECES, LEAST_PIECE = 8, 32  # of a split; chunks
 _NAME = "edges"
 
@@ -65,9 +64,7 @@ def _local(call: Call, dout: Array | None, passed: dict[str, Any], pieces: int) 
     heads, dim, values = call.sizes
     lead = call.sequences, call.splits - 1
     shape = result(*lead, pieces, heads, dim, values)
-    if call.config.single and call.config.out.hopper:
-        return {"local": hopper_call.local(call, dout, passed, shape)}
-    tile = _ahead(call.config.states if dout is None else call.config.dstates, call)
+    tile = _local_tile(call, call.config.states if dout is None else call.config.dstates)
     results = call.launch(
         split_phase.local_kernel,
         tile,
@@ -109,16 +106,19 @@ def _chained(pieces: int, dim: int, values: int) -> _ChainTile:
     return _ChainTile(min(padded(dim), max(1, 2048 // (width * pieces))), width)
 
 
-def _ahead(tile: Tile, call: Call) -> Tile:
-    """The tile with more stages on Hopper, where it was measured; on Blackwell it would spill. The few splits that are read from end to end, of
-    heads that hardly decay, wait for memory in each step."""
-    device = facts_of_calls()
-    if device.vendor != "nvidia" or device.capability != (9, 0) or tile.num_stages == 1:
+def _local_tile(call: Call, tile: Tile) -> Tile:
+    """All key channels, so that values are weighed once, where it was measured."""
+    device, dim = facts_of_calls(), padded(call.sizes[1])
+    if (
+        device.vendor != "nvidia"
+        or device.capability != (9, 0)
+        or dim > 128
+        or call.arrays.q.dtype != jnp.bfloat16
+    ):
         return tile
-    step = call.config.chunk_size * (tile.block_k + tile.block_v) * call.arrays.q.dtype.itemsize
-    return dataclasses.replace(
-        tile, num_stages=max(tile.num_stages, min(2 * tile.num_stages, _MOST_LOADED // step))
-    )
+    if call.spec.decay not in (CONSTANT, SCALAR):
+        return tile
+    return Tile(dim, min(64, padded(call.sizes[2])), 4, 3)
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:

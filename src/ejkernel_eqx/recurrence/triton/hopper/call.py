@@ -1,11 +1,11 @@
-"""The launches of Hopper's kernels. They are in Gluon, which is imported when one is first launched."""
+"""The launch of Hopper's single pass. It is in Gluon, which is imported when it is first launched."""
 
-import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
-from ....launch import Options, result
+from ....launch import result
 from ...core import problem_of
 from ...spec import SCALAR
 from ..shared_gradients import masked_products_kernel
@@ -30,7 +30,8 @@ def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
         tile,
         {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)},
         call.sequences * call.splits * heads * values // tile.block_v,
-        edges | {"products": products},
+        edges | {"products": products, "beta": _by_head(call)},
+        GENTLE=tile_sizes.GENTLE,
         PRODUCTS=products is not None,
         NUM_STAGES=tile.num_stages,
         name="single_kernel",
@@ -54,23 +55,7 @@ def _products(call: Any) -> Array | None:
     return results["products"]
 
 
-def local(call: Any, dout: Array | None, passed: dict[str, Array], shape: Any) -> Array:
-    """What each piece of a split adds, as `splits` finds it, in the given shape; for calls that `single` can run."""
-    from .local_kernel import hopper_local_kernel
-
-    numbers = call.launch.numbers
-    heads, _, values = call.sizes
-    x, y = ("k", "v") if dout is None else ("q", "do")
-    operands = {"q": call.arrays.q, "k": call.arrays.k, "v": call.arrays.v, "do": dout}
-    results = call.launch(
-        hopper_local_kernel,
-        Options(4, 1, tile_sizes.LOCAL_REGISTERS),
-        {"local": shape},
-        math.prod(shape.shape[:4]) * values // tile_sizes.WIDTH,
-        {"x": operands[x], "y": operands[y], **passed},
-        name="local_states_kernel" if dout is None else "local_dstates_kernel",
-        HX=numbers["HK"] if dout is None else numbers["HQ"],
-        HY=numbers["HV"] if dout is None else heads,
-        NUM_STAGES=tile_sizes.LOCAL_STAGES,
-    )
-    return results["local"]
+def _by_head(call: Any) -> Array | None:
+    """Write strengths with the tokens of a head side by side, of which a program reads a chunk at a time."""
+    beta = call.arrays.beta
+    return None if beta is None else jnp.moveaxis(beta.astype(jnp.float32), -1, 0)

@@ -19,13 +19,11 @@ from ..tile import closed, CONSTANT, NONE, SCALAR
 CHUNK = gl.constexpr(64)
 WIDTH = gl.constexpr(64)
 """Value channels of a consumer."""
-GENTLE = gl.constexpr(48.0)
-"""Up to this distance from the middle of a chunk's log2 decay, powers of two times operands are far from bfloat16's limits."""
 
 
 # fmt: off
 @gluon.jit
-def _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr):
+def _decays(g, logs_ptr, beta_ptr, row, TOKENS, DECAY: gl.constexpr, BETA: gl.constexpr):
     """Of the chunk at `row`: log2 decays from its start to each of its tokens, from there to its end, and of the whole; and write strengths."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))  # [C]
@@ -40,12 +38,12 @@ def _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB: gl.constexpr, DECAY: gl.cons
         rest, whole = high, 0.0 * g
     strength = rest
     if BETA:
-        strength = gl.load(beta_ptr + (row + i) * HB).to(gl.float32)  # [C]
+        strength = gl.load(beta_ptr + row + i).to(gl.float32)  # [C]
     return high, rest, whole, strength
 
 
 @gluon.jit
-def _pairs(high, g, logs_ptr, beta_ptr, row, HB: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SCALE: gl.constexpr):
+def _pairs(high, g, logs_ptr, beta_ptr, row, DECAY: gl.constexpr, BETA: gl.constexpr, SCALE: gl.constexpr):
     """The factors between tokens of the chunk at `row`, and the scale; zero where a token would see a later one. What `_decays` read before is
     in the first cache."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
@@ -53,34 +51,22 @@ def _pairs(high, g, logs_ptr, beta_ptr, row, HB: gl.constexpr, DECAY: gl.constex
     j = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))  # [C]
     across = gl.zeros([CHUNK], gl.float32, j.type.layout)  # [C]
     if DECAY == SCALAR:
-        across = gl.load(logs_ptr + row + j)
+        across = gl.load(gl.multiple_of(logs_ptr + row + j, 8))
     elif DECAY == CONSTANT:
         across = (j + 1).to(gl.float32) * g
     exponent = gl.expand_dims(high, 1) - gl.expand_dims(across, 0)  # [C, C]
     pairs = gl.exp2(gl.where(i >= gl.expand_dims(j, 0), exponent, float("-inf"))) * SCALE  # [C, C]
     if BETA:
-        pairs = pairs * gl.expand_dims(gl.load(beta_ptr + (row + j) * HB).to(gl.float32), 0)
+        pairs = pairs * gl.expand_dims(gl.load(gl.multiple_of(beta_ptr + row + j, 8)).to(gl.float32), 0)
     return pairs
 
 
 @gluon.jit
-def _ahead(logs_ptr, spans_ptr, beta_ptr, row, TOKENS, HB: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr):
-    """Of the chunk at `row`: log2 decays from its start to each of its tokens, and of the whole; write strengths; and how far the decays are from
-    half of the whole."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    i = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))  # [C]
+def _span(spans_ptr, row, whole, DECAY: gl.constexpr):
+    """How far decays from the start of the chunk at `row` to its tokens are from half of the whole."""
     if DECAY == SCALAR:
-        high = gl.load(logs_ptr + row + i)  # [C]
-        whole = gl.load(logs_ptr + row + (CHUNK - 1))  # []
-        span = gl.load(spans_ptr + row // CHUNK)  # []
-    else:
-        high = gl.zeros([CHUNK], gl.float32, i.type.layout)  # [C]
-        whole = 0.0 * row.to(gl.float32)  # []
-        span = whole
-    strength = high
-    if BETA:
-        strength = gl.load(beta_ptr + (row + i) * HB).to(gl.float32)  # [C]
-    return high, whole, strength, span
+        return gl.load(spans_ptr + row // CHUNK)  # []
+    return whole
 
 
 @gluon.jit
@@ -198,7 +184,7 @@ def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, 
 def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr, where, TOKENS, T,
               W: gl.constexpr, HS: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr,
               CONSUMERS: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
-              INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr):
+              INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr, GENTLE: gl.constexpr):
     """The outputs and the final state of 64 value channels."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     qs, ks, vs, ps = buffers
@@ -215,7 +201,7 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         logs_ptr += gl.to_tensor(h // (HS // HG)).to(gl.int64) * (2 * TOKENS)
         spans_ptr += gl.to_tensor(h // (HS // HG)).to(gl.int64) * (TOKENS // CHUNK)
     if BETA:
-        beta_ptr += h // (HS // HB)
+        beta_ptr += gl.to_tensor(h // (HS // HB)).to(gl.int64) * TOKENS
     own = (own[0].index(W), own[1].index(W), own[2].index(W))
     # The state before the split.
     d = gl.arange(0, D, gl.SliceLayout(1, layout))  # [D]
@@ -233,13 +219,15 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         skip = gl.expand_dims(gl.load(skip_ptr + (gl.to_tensor(seq).to(gl.int64) * HS + h) * V + c).to(gl.float32), 0)
     row = gl.to_tensor(seq).to(gl.int64) * T + token
     fixed: gl.constexpr = DECAY != SCALAR and not BETA
+    high, rest, whole, strength = _decays(g, logs_ptr, beta_ptr, row, TOKENS, DECAY, BETA)
     if fixed:
-        high, rest, whole, strength = _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB, DECAY, BETA)
-        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, HB, DECAY, BETA, SCALE)  # [C, C]
+        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, DECAY, BETA, SCALE)  # [C, C]
     else:
-        high, whole, strength, span = _ahead(logs_ptr, spans_ptr, beta_ptr, row, TOKENS, HB, DECAY, BETA)
         nothing = 0.0 * gl.to_tensor(count).to(gl.float32)  # []
         pending = nothing  # the log2 decay that the state still lacks
+        span = nothing
+        if GENTLE > 0:
+            span = _span(spans_ptr, row, nothing, DECAY)
     for n in range(0, count):
         s = n % NUM_STAGES
         q, k = qs.index(s).reshape([CHUNK, D]), ks.index(s).reshape([CHUNK, D])
@@ -252,24 +240,31 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
             state = _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
                            token + n * CHUNK, v0, SCALE, DECAY, BETA, SKIP, PRODUCTS)
         else:
-            next = _ahead(logs_ptr, spans_ptr, beta_ptr, row + gl.minimum(n + 1, count - 1) * CHUNK, TOKENS, HB, DECAY, BETA)
-            if span <= GENTLE:
-                state = state * gl.exp2(pending + 0.5 * whole)
-                if PRODUCTS:
-                    state = _shared_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, ps.index(s).reshape([CHUNK, CHUNK]), own,
-                                          full.index(s), phase, out_desc, seq, h, token + n * CHUNK, v0, SCALE, BETA, SKIP)
+            after = row + gl.minimum(n + 1, count - 1) * CHUNK
+            ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
+            if GENTLE > 0:
+                next = _span(spans_ptr, after, nothing, DECAY)
+                if span <= GENTLE:
+                    state = state * gl.exp2(pending + 0.5 * whole)
+                    if PRODUCTS:
+                        state = _shared_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, ps.index(s).reshape([CHUNK, CHUNK]), own,
+                                              full.index(s), phase, out_desc, seq, h, token + n * CHUNK, v0, SCALE, BETA, SKIP)
+                    else:
+                        state = _gentle_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                              token + n * CHUNK, v0, SCALE, BETA, SKIP)
+                    pending = 0.5 * whole
                 else:
-                    state = _gentle_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                          token + n * CHUNK, v0, SCALE, BETA, SKIP)
-                pending = 0.5 * whole
+                    state = state * gl.exp2(pending)
+                    factors = _pairs(high, g, logs_ptr, beta_ptr, row + n * CHUNK, DECAY, BETA, SCALE)  # [C, C]
+                    state = _chunk(state, factors, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                   token + n * CHUNK, v0, SCALE, DECAY, BETA, SKIP, PRODUCTS)
+                    pending = nothing
+                span = next
             else:
-                state = state * gl.exp2(pending)
-                _high, rest, _whole, _strength = _decays(g, logs_ptr, beta_ptr, row + n * CHUNK, TOKENS, HB, DECAY, BETA)
-                factors = _pairs(high, g, logs_ptr, beta_ptr, row + n * CHUNK, HB, DECAY, BETA, SCALE)  # [C, C]
+                factors = _pairs(high, g, logs_ptr, beta_ptr, row + n * CHUNK, DECAY, BETA, SCALE)  # [C, C]
                 state = _chunk(state, factors, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
                                token + n * CHUNK, v0, SCALE, DECAY, BETA, SKIP, PRODUCTS)
-                pending = nothing
-            high, whole, strength, span = next
+            high, rest, whole, strength = ahead
         mbarrier.arrive(empty.index(s), count=1)
     if not fixed:
         state = state * gl.exp2(pending)
@@ -322,7 +317,7 @@ def hopper_single_kernel(
     out_ptr, final_ptr,
     HS: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr,
     V: gl.constexpr, BLOCK_V: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
-    INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr, GENTLE: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):
     """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. `PRODUCTS`: those of queries and keys, each
     token's with its chunk's, zero where it would see a later one, are given."""
@@ -365,14 +360,14 @@ def hopper_single_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS)),
+                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS, GENTLE)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, p_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS, PRODUCTS)),
         ], [1], [24])
     else:
         gl.warp_specialize([
             (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS)),
+                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS, GENTLE)),
             (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS)),
+                         where, TOKENS, T, 1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS, GENTLE)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, p_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS, PRODUCTS)),
         ], [4, 1], [240, 24])
