@@ -77,8 +77,8 @@ def _stored(out, staging, out_desc, seq, h, token, v0):
 
 
 @gluon.jit
-def _gentle_chunk(state, skip, high, middle, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, SCALE: gl.constexpr,
-                  BETA: gl.constexpr, SKIP: gl.constexpr):
+def _gentle_chunk(state, skip, high, middle, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, after, TOKENS,
+                  SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr):
     """A chunk whose decays can be taken apart: `state` includes `middle`, values are weighted by what is left of it at each token, and outputs by
     the rest. The state that is returned lacks what follows `middle`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -89,6 +89,7 @@ def _gentle_chunk(state, skip, high, middle, strength, q, k, v, own, full, phase
     mbarrier.wait(full, phase)
     qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
     out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
+    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
     weight = gl.exp2(middle - high)  # [C]
     if BETA:
         weight = weight * strength
@@ -106,12 +107,12 @@ def _gentle_chunk(state, skip, high, middle, strength, q, k, v, own, full, phase
     if SKIP:
         out = out + values.to(gl.float32) * skip
     _stored(out, staging, out_desc, seq, h, token, v0)
-    return warpgroup_mma_wait(0, deps=[state])
+    return warpgroup_mma_wait(0, deps=[state]), ahead
 
 
 @gluon.jit
-def _shared_chunk(state, skip, high, middle, strength, q, k, v, p, own, full, phase, out_desc, seq, h, token, v0, SCALE: gl.constexpr,
-                  BETA: gl.constexpr, SKIP: gl.constexpr):
+def _shared_chunk(state, skip, high, middle, strength, q, k, v, p, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, after,
+                  TOKENS, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr):
     """The same where the products of queries and keys are given, masked: all products of the chunk then follow one another."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     read, tile, _staging = own
@@ -127,19 +128,21 @@ def _shared_chunk(state, skip, high, middle, strength, q, k, v, p, own, full, ph
     out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
     out = warpgroup_mma(p, weighted, out, is_async=True)
     state = warpgroup_mma(k.permute((1, 0)), weighted, state, is_async=True)
+    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
     out = warpgroup_mma_wait(1, deps=[out])
     out = out * gl.expand_dims(gl.exp2(high - middle) * SCALE, 1)
     if SKIP:
         out = out + values.to(gl.float32) * skip
     state = warpgroup_mma_wait(0, deps=[state])
     _stored(out, tile, out_desc, seq, h, token, v0)
-    return state
+    return state, ahead
 
 
 @gluon.jit
-def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, SCALE: gl.constexpr,
-           DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr, PRODUCTS: gl.constexpr):
-    """A chunk with any decays; returns the state after it."""
+def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, row, after,
+           TOKENS, FIXED: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
+           PRODUCTS: gl.constexpr):
+    """A chunk with any decays: the state after it, and what `_decays` finds of the next, which is the same for all if `FIXED`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     read, weighted, staging = own
@@ -151,6 +154,10 @@ def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, 
     mbarrier.wait(full, phase)
     qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
     out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
+    ahead = (high, rest, whole, strength)
+    if not FIXED:
+        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, DECAY, BETA, SCALE)  # [C, C]
+        ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
     weight = gl.exp2(rest)  # [C]
     if BETA:
         weight = weight * strength
@@ -173,11 +180,11 @@ def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, 
         out = out + v.load(layout).to(gl.float32) * skip
     if not PRODUCTS:
         _stored(out, staging, out_desc, seq, h, token, v0)
-        return warpgroup_mma_wait(0, deps=[state])
+        return warpgroup_mma_wait(0, deps=[state]), ahead
     else:
         state = warpgroup_mma_wait(0, deps=[state])
         _stored(out, staging, out_desc, seq, h, token, v0)
-        return state
+        return state, ahead
 
 
 @gluon.jit
@@ -236,34 +243,32 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         tma.store_wait(0)  # before a barrier that all pass who write to the place again
         if PRODUCTS:
             gl.barrier()  # that is the weighted values' place
+        at, after = row + n * CHUNK, row + gl.minimum(n + 1, count - 1) * CHUNK
         if fixed:
-            state = _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                           token + n * CHUNK, v0, SCALE, DECAY, BETA, SKIP, PRODUCTS)
-        else:
-            after = row + gl.minimum(n + 1, count - 1) * CHUNK
-            ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
-            if GENTLE > 0:
-                next = _span(spans_ptr, after, nothing, DECAY)
-                if span <= GENTLE:
-                    state = state * gl.exp2(pending + 0.5 * whole)
-                    if PRODUCTS:
-                        state = _shared_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, ps.index(s).reshape([CHUNK, CHUNK]), own,
-                                              full.index(s), phase, out_desc, seq, h, token + n * CHUNK, v0, SCALE, BETA, SKIP)
-                    else:
-                        state = _gentle_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                              token + n * CHUNK, v0, SCALE, BETA, SKIP)
-                    pending = 0.5 * whole
+            state, _ahead = _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                   token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP, PRODUCTS)
+        elif GENTLE > 0:
+            next = _span(spans_ptr, after, nothing, DECAY)
+            if span <= GENTLE:
+                state = state * gl.exp2(pending + 0.5 * whole)
+                pending = 0.5 * whole
+                if PRODUCTS:
+                    state, ahead = _shared_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, ps.index(s).reshape([CHUNK, CHUNK]), own,
+                                                 full.index(s), phase, out_desc, seq, h, token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after,
+                                                 TOKENS, SCALE, DECAY, BETA, SKIP)
                 else:
-                    state = state * gl.exp2(pending)
-                    factors = _pairs(high, g, logs_ptr, beta_ptr, row + n * CHUNK, DECAY, BETA, SCALE)  # [C, C]
-                    state = _chunk(state, factors, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                   token + n * CHUNK, v0, SCALE, DECAY, BETA, SKIP, PRODUCTS)
-                    pending = nothing
-                span = next
+                    state, ahead = _gentle_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                                 token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after, TOKENS, SCALE, DECAY, BETA, SKIP)
             else:
-                factors = _pairs(high, g, logs_ptr, beta_ptr, row + n * CHUNK, DECAY, BETA, SCALE)  # [C, C]
-                state = _chunk(state, factors, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                               token + n * CHUNK, v0, SCALE, DECAY, BETA, SKIP, PRODUCTS)
+                state = state * gl.exp2(pending)
+                pending = nothing
+                state, ahead = _chunk(state, 0, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                      token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP, PRODUCTS)
+            span = next
+            high, rest, whole, strength = ahead
+        else:
+            state, ahead = _chunk(state, 0, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                  token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP, PRODUCTS)
             high, rest, whole, strength = ahead
         mbarrier.arrive(empty.index(s), count=1)
     if not fixed:
