@@ -96,7 +96,7 @@ SPILLS = {
     ("sm_80", "packed", 128): {"gradients": 8},
     ("sm_90", "batched", 64): {"single": 24},
     ("sm_90", "batched", 128): {"single": 256, "gradients": 392},
-    ("sm_90", "long", 64): {"single": 8},
+    ("sm_90", "long", 64): {"single": 32},
     ("sm_90", "long", 128): {"single": 216, "gradients": 392},
     ("sm_90", "ssd", 64): {"single": 24, "shared_channels": 8},
     ("sm_90", "ssd", 128): {"single": 280, "shared_channels": 176},

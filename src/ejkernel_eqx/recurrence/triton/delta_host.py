@@ -20,10 +20,9 @@ from .delta_states import delta_dstates_kernel, delta_states_kernel
 from .key_scores import gates
 from .tile_sizes import Tile, TritonConfig
 from .wy import delta_scores_kernel
-from .wy_key import delta_key_scores_kernel, delta_rare_scores_kernel
+from .wy_key import delta_key_scores_kernel
 
 Arrays = dict[str, Array]
-_RARE_CHANNELS = 32  # of a slice whose decays are taken by halves: more spill
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
@@ -151,8 +150,7 @@ def _key_scores(call: Call, key_gates: Arrays, *, solving: bool) -> Arrays:
     """Queries and keys with their decays included instead of the plain ones; with `solving` also the scores and inverses."""
     heads, dim, _ = call.sizes
     wide = call.rows(heads, dim)
-    shapes = _solutions(call) | {"rare": result(call.chunks, heads, dtype="int32")}
-    solutions = shapes if solving else dict.fromkeys(shapes, NOTHING)
+    solutions = _solutions(call) if solving else dict.fromkeys(_solutions(call), NOTHING)
     results = call.launch(
         delta_key_scores_kernel,
         call.config.scores,
@@ -168,30 +166,11 @@ def _key_scores(call: Call, key_gates: Arrays, *, solving: bool) -> Arrays:
         SOLVE=_solving(call),
         SOLVING=solving,
     )
-    if solving:
-        results |= _rare_scores(call, key_gates, results)
     kept = ("scores", "inverse", "factors") if solving else ()
     return {name: results[name] for name in (*kept, "k_end", "carry")} | {
         "q": results["q_in"],
         "k": results["k_in"],
     }
-
-
-def _rare_scores(call: Call, key_gates: Arrays, found: Arrays) -> Arrays:
-    """The scores and inverses with those of chunks whose decays are large."""
-    tile = call.config.scores
-    shapes = _solutions(call)
-    results = call.launch(
-        delta_rare_scores_kernel,
-        dataclasses.replace(tile, block_k=min(tile.block_k, _RARE_CHANNELS)),
-        {name: shapes[name] for name in ("scores", "inverse", "scratch")},
-        call.chunks * call.sizes[0],
-        key_gates
-        | {"rare": found["rare"], "usual_scores": found["scores"], "usual_inverse": found["inverse"]},
-        aliases={"usual_scores": "scores", "usual_inverse": "inverse"},
-        SOLVE=_solving(call),
-    )
-    return {name: results[name] for name in ("scores", "inverse")}
 
 
 def _solutions(call: Call) -> dict[str, jax.ShapeDtypeStruct]:

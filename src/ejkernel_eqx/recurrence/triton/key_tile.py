@@ -115,10 +115,10 @@ def add_scores_by_halves(
 @triton.jit
 def add_key_scores(
     a, kk, q, k, g_ptr, low_ptr, stride, count, column,
-    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, KK: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """Adds to `a` the scores of a slice of channels, and to `kk` those of keys with keys; and whether one middle row sufficed. Otherwise they are
-    added by halves, or not at all without `HALVES`. Valid only below the diagonal. `g_ptr`, `low_ptr`: the chunk's first row; `count > 0`."""
+    """Adds to `a` the scores of a slice of channels, and with `KK` to `kk` those of keys with keys. Valid only below the
+    diagonal. `g_ptr`, `low_ptr`: the chunk's first row; `count > 0`."""
     operand: tl.constexpr = tl.bfloat16 if q.dtype == tl.bfloat16 else tl.float32
     last = tl.minimum(tl.arange(0, CHUNK), count - 1)  # [C]; rows past the chunk's last repeat it
     high, low = load_gates(g_ptr, low_ptr, last, stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
@@ -128,10 +128,11 @@ def add_key_scores(
         rows = tl.exp2(exponent)  # [C, BK]
         keys = tl.trans(_scale(k, tl.exp2(-exponent), operand, PRECISION))  # [BK, C]
         a = tl.dot(_scale(q, rows, operand, PRECISION), keys, a, input_precision=PRECISION)  # [C, C]
-        kk = tl.dot(_scale(k, rows, operand, PRECISION), keys, kk, input_precision=PRECISION)  # [C, C]
-    elif HALVES:
-        a, kk = add_scores_by_halves(a, kk, q, k, high, low, g_ptr, low_ptr, stride, count, column, D, CHUNK, BLOCK_K, EXACT, True, PRECISION)
-    return a, kk, whole
+        if KK:
+            kk = tl.dot(_scale(k, rows, operand, PRECISION), keys, kk, input_precision=PRECISION)  # [C, C]
+    else:
+        a, kk = add_scores_by_halves(a, kk, q, k, high, low, g_ptr, low_ptr, stride, count, column, D, CHUNK, BLOCK_K, EXACT, KK, PRECISION)
+    return a, kk
 
 
 @triton.jit

@@ -44,55 +44,30 @@ def _fold(
 
 
 @triton.jit
-def _solve(
-    scores, lower, own, row, count, h, index, starts_ptr, beta_ptr, scores_ptr, inverse_ptr, scratch_ptr, T,
-    HS: tl.constexpr, HB: tl.constexpr, CHUNK: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, EVEN: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
-):
-    """Writes the scores and the inverse of a chunk, from products that are undefined on and above the diagonal, `own` on it; the write strengths."""
-    r = tl.arange(0, CHUNK)  # [C]
-    below = r[:, None] > r[None, :]  # [C, C]
-    if SEGMENTS:
-        below = below & (r[None, :] >= segment_starts(starts_ptr, row, count, row // T, T, CHUNK)[:, None])  # [C, C]
-    beta = tl.where(r < count, 1.0, 0.0)  # [C]
-    if BETA:
-        beta = load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
-    operand: tl.constexpr = scores_ptr.dtype.element_ty
-    place = (row * HS + h) * CHUNK
-    scores = tl.where(below, scores, 0.0)  # [C, C]
-    scores = tl.where(r[:, None] == r[None, :], own[:, None], scores) * SCALE  # [C, C]
-    store_tile(scores_ptr + place, operand_of(scores, operand, PRECISION), HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
-    lower = tl.where(below, lower * beta[:, None], 0.0)  # [C, C]
-    inverse = unit_inverse(lower, scratch_ptr + index.to(tl.int64) * (CHUNK * SCRATCH), CHUNK, SOLVE)  # [C, C]
-    inverse = operand_of(inverse, operand, PRECISION)  # [C, C]
-    store_tile(inverse_ptr + place, inverse, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
-    return beta
-
-
-@triton.jit
 def delta_key_scores_kernel(
     q_ptr, k_ptr, gates_ptr, low_ptr, beta_ptr, starts_ptr, chunks_ptr, T,
-    scores_ptr, inverse_ptr, factors_ptr, rare_ptr, q_in_ptr, k_in_ptr, k_end_ptr, carry_ptr, scratch_ptr,
+    scores_ptr, inverse_ptr, factors_ptr, q_in_ptr, k_in_ptr, k_end_ptr, carry_ptr, scratch_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, SOLVING: tl.constexpr,
 ):
     """For one chunk and state head: the results of `delta_scores_kernel` (only with `SOLVING`; the factors are without decays), the operands
-    with their decays included, over tokens and state heads, and the decay of the chunk `[chunks, HS, D]`. `rare [chunks, HS]`: whether scores and
-    inverse are still to be computed, because decays do not fit about a middle row."""
+    with their decays included, over tokens and state heads, and the decay of the chunk `[chunks, HS, D]`."""
     # A program: a chunk, a state head (fastest).
     index = tl.program_id(0)
     h = index % HS
     row, count, _ = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)
-    rare = count > 0
     if count > 0:
         r = tl.arange(0, CHUNK)  # [C]
+        below = r[:, None] > r[None, :]  # [C, C]
         visible = tl.full([CHUNK], 1.0, tl.float32)  # [C], 1 where the incoming state is seen
         kept = visible  # [C], 1 where the outgoing state holds the token
         carried = 1.0  # [], 1 if it holds the incoming state
         if SEGMENTS:
+            starts = segment_starts(starts_ptr, row, count, row // T, T, CHUNK)  # [C]
+            below = below & (r[None, :] >= starts[:, None])  # [C, C]
             last = last_start(starts_ptr, row, count, row // T, T)
-            visible = tl.where(segment_starts(starts_ptr, row, count, row // T, T, CHUNK) < 0, 1.0, 0.0)  # [C]
+            visible = tl.where(starts < 0, 1.0, 0.0)  # [C]
             kept = tl.where(r >= last, 1.0, 0.0)  # [C]
             carried = tl.where(last < 0, 1.0, 0.0)
         gates = gates_ptr + row * (HG * D) + h // (HS // HG) * D
@@ -101,7 +76,6 @@ def delta_key_scores_kernel(
         lower = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
         own = tl.zeros([CHUNK], tl.float32)  # [C]
         wide = (row * HS + h) * D
-        rare = count < 0
         # Sums over slices of channels, as each channel has its own decays: q_i k_j and k_i k_j below the diagonal, q_i k_i on it.
         for column in tl.range(0, D, BLOCK_K):
             q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
@@ -110,45 +84,22 @@ def delta_key_scores_kernel(
                   carry_ptr + index.to(tl.int64) * D, HG * D, count, column, HS, D, CHUNK, BLOCK_K, SCALE, EXACT, PRECISION)
             if SOLVING:
                 own += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
-                scores, lower, whole = add_key_scores(  # [C, C], [C, C], []
-                    scores, lower, q, k, gates, low, HG * D, count, column, D, CHUNK, BLOCK_K, EXACT, False, PRECISION)
-                rare = rare | (whole == 0)
+                scores, lower = add_key_scores(  # [C, C] each
+                    scores, lower, q, k, gates, low, HG * D, count, column, D, CHUNK, BLOCK_K, EXACT, True, PRECISION)
+        # The products are undefined on and above the diagonal: corrected here, before L is inverted.
         if SOLVING:
-            beta = _solve(  # [C]
-                scores, lower, own, row, count, h, index, starts_ptr, beta_ptr, scores_ptr, inverse_ptr, scratch_ptr, T,
-                HS, HB, CHUNK, BETA, SEGMENTS, EVEN, SCALE, PRECISION, SOLVE)
+            beta = tl.where(r < count, 1.0, 0.0)  # [C]
+            if BETA:
+                beta = load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
+            place = (row * HS + h) * CHUNK
+            scores = tl.where(below, scores, 0.0)  # [C, C]
+            scores = tl.where(r[:, None] == r[None, :], own[:, None], scores) * SCALE  # [C, C]
+            store_tile(scores_ptr + place, operand_of(scores, k_ptr.dtype.element_ty, PRECISION), HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+            lower = tl.where(below, lower * beta[:, None], 0.0)  # [C, C]
+            inverse = unit_inverse(lower, scratch_ptr + index.to(tl.int64) * (CHUNK * SCRATCH), CHUNK, SOLVE)  # [C, C]
+            inverse = operand_of(inverse, k_ptr.dtype.element_ty, PRECISION)  # [C, C]
+            store_tile(inverse_ptr + place, inverse, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
             factors = factors_at(factors_ptr, row, h, T, HS) + r  # [C]
             tl.store(factors, visible, mask=r < count)
             tl.store(factors + T, kept, mask=r < count)
             tl.store(factors + T * 2, beta, mask=r < count)
-    if SOLVING:
-        tl.store(rare_ptr + index, rare.to(tl.int32))
-
-
-@triton.jit
-def delta_rare_scores_kernel(
-    q_ptr, k_ptr, gates_ptr, low_ptr, beta_ptr, starts_ptr, chunks_ptr, rare_ptr, usual_scores_ptr, usual_inverse_ptr, T,
-    scores_ptr, inverse_ptr, scratch_ptr,
-    HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
-    SCALE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
-):
-    """Scores and inverses of the chunks that `delta_key_scores_kernel` left, in place. A launch of its own, so that what decays by halves take does
-    not cost the usual ones registers."""
-    index = tl.program_id(0)
-    if tl.load(rare_ptr + index) != 0:
-        h = index % HS
-        row, count, _ = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)
-        gates = gates_ptr + row * (HG * D) + h // (HS // HG) * D
-        low = low_ptr + row * (HG * D) + h // (HS // HG) * D
-        scores = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
-        lower = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
-        own = tl.zeros([CHUNK], tl.float32)  # [C]
-        for column in tl.range(0, D, BLOCK_K):
-            q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            own += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
-            scores, lower, _whole = add_key_scores(  # [C, C], [C, C], []
-                scores, lower, q, k, gates, low, HG * D, count, column, D, CHUNK, BLOCK_K, EXACT, True, PRECISION)
-        _solve(scores, lower, own, row, count, h, index, starts_ptr, beta_ptr, scores_ptr, inverse_ptr, scratch_ptr, T,
-               HS, HB, CHUNK, BETA, SEGMENTS, EVEN, SCALE, PRECISION, SOLVE)
