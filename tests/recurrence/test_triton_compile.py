@@ -90,7 +90,7 @@ SPILLS = {
     ("sm_80", "batched", 64): {"single": 72, "gradients": 88},
     ("sm_80", "batched", 128): {"gradients": 128},
     ("sm_80", "long", 64): {"gradients": 88},
-    ("sm_80", "long", 128): {"dstates": 16, "gradients": 128},
+    ("sm_80", "long", 128): {"local_dstates": 8, "dstates": 16, "gradients": 128},
     ("sm_80", "ssd", 64): {"single": 96, "dstates": 32, "shared_channels": 80},
     ("sm_80", "ssd", 128): {"shared_pairs": 24, "shared_channels": 128},
     ("sm_80", "packed", 128): {"gradients": 8},
