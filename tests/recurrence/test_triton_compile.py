@@ -198,9 +198,9 @@ def test_one_kernel_for_the_outputs_by_how_many_programs_there_are(monkeypatch):
     delta = triton.default_config(example_problem("delta_rule", {"B": 4, **sizes}, "bfloat16", {}), sm_90)
     for_delta = example_problem("delta_rule", {"B": 16, **sizes}, "bfloat16", {})
     assert triton.adapted(delta, for_delta, sm_90) == delta and delta.splits == 1
-    # What a split of a delta rule makes of the identity takes as many programs again: not for two splits.
-    for batch, splits in ((1, 4), (2, 1)):
-        few = example_problem("delta_rule", {"B": batch, **sizes}, "bfloat16", {})
+    # What a split of a delta rule makes of the identity takes as many programs again: not for two splits, nor for short ones.
+    for batch, length, splits in ((1, 8192, 4), (2, 8192, 1), (1, 4096, 1)):
+        few = example_problem("delta_rule", {**sizes, "B": batch, "T": length}, "bfloat16", {})
         assert triton.default_config(few, sm_90).splits == triton.adapted(delta, few, sm_90).splits == splits
 
 

@@ -10,7 +10,7 @@ from ...launch.sizes import cdiv, fitting, padded
 from ..spec import KEY
 from .tile_sizes import Tile, TritonConfig
 
-_LEAST_SPLIT, _FEWEST = 1024, 4  # tokens of a sequence's part, and parts
+_LEAST_SPLIT, _FEWEST = 2048, 4  # tokens of a sequence's part, and parts
 _Row = tuple[int, int, int, int]
 # 64 rows (values) of a state per program of 4 warps, where products have 64 rows, so that they stay in a warp's registers from one product
 # to the next. Devices before Hopper do not have that many registers.
