@@ -447,7 +447,7 @@ ANCHORS = (
 # One long sequence, whose heads are fewer than a device's multiprocessors, and several of as many tokens.
 LONG = tuple(
     dataclasses.replace(problem, B=rows, T=length)
-    for rows, length in ((1, 65536), (4, 16384), (1, 16384), (1, 131072))
+    for rows, length in ((1, 65536), (4, 16384), (1, 16384), (1, 32768), (1, 131072))
     for problem in ANCHORS
 )
 # States of 64 MiB and more, so that a launch does not find its state in the cache.

@@ -19,7 +19,7 @@ from ejkernel_eqx.launch import gluon_unavailable
 from ejkernel_eqx.recurrence import samples
 from ejkernel_eqx.recurrence.core import problem_of
 from ejkernel_eqx.recurrence.example import example_problem
-from ejkernel_eqx.recurrence.spec import NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
+from ejkernel_eqx.recurrence.spec import KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
 from tests.recurrence.cases import (
     assert_agrees,
     Case,
@@ -33,6 +33,9 @@ from tests.recurrence.cases import (
     scale_of_constant,
 )
 from tests.tolerances import assert_close
+
+pytest.importorskip("triton")
+from ejkernel_eqx.recurrence.triton import splits as splitting
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -123,6 +126,8 @@ HOPPER = [
     dataclasses.replace(WHOLE, name="none, everything", decay=NONE, **EVERYTHING),
     dataclasses.replace(WHOLE, name="constant", decay=CONSTANT, log_decays=-0.02),
     dataclasses.replace(WHOLE, name="strong", log_decays=-50.0),
+    dataclasses.replace(WHOLE, name="taken apart", log_decays=-0.9, skip=True, initial_state=True),
+    dataclasses.replace(WHOLE, name="mixed", log_decays="mixed", skip=True),
     dataclasses.replace(WHOLE, name="closed", log_decays="closed", initial_state=True),
     dataclasses.replace(WHOLE, name="heads that share", Hq=1, Hk=1, Hv=4, Hg=4, Hb=4, V=64, **EVERYTHING),
     dataclasses.replace(WHOLE, name="64 channels", D=64, V=64, Hv=4, Hg=2, state_dtype="bfloat16"),
@@ -160,6 +165,37 @@ def test_hoppers_single_pass(case, block_v, stages, splits):
     found = forward(many)
     for name in ("out", "final_state"):
         assert same(found[name], jnp.tile(actual[name], (32, *(1,) * (actual[name].ndim - 1))))
+
+
+LONG = Case(T=1000, D=128, V=128, decay=SCALAR, dtype="bfloat16", initial_state=True)
+SPLIT = [
+    dataclasses.replace(LONG, name="one a token"),
+    dataclasses.replace(LONG, name="slow", log_decays=-0.002, skip=True),
+    dataclasses.replace(LONG, name="constant", decay=CONSTANT, log_decays=-0.01),
+    dataclasses.replace(LONG, name="by key", decay=KEY),
+    dataclasses.replace(LONG, name="delta", delta=True, beta=1.0),
+    dataclasses.replace(LONG, name="delta, packed", delta=True, beta=1.0, packing="offsets"),
+    dataclasses.replace(LONG, name="delta by key", decay=KEY, delta=True, beta=1.0),
+    dataclasses.replace(
+        LONG, name="delta by key, segments", decay=KEY, delta=True, beta=1.0, packing="segments"
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
+def test_sequences_in_splits(case, monkeypatch):
+    """Output, final state and all gradients; the same bit for bit when run again."""
+    monkeypatch.setattr(splitting, "LEAST_PIECE", 2)
+    arrays, spec = make(case)
+    config = dataclasses.replace(default_config(arrays, spec), splits=3)
+    if config.out.hopper:  # takes whole splits only
+        config = dataclasses.replace(config, out=dataclasses.replace(config.out, hopper=False, block_v=64))
+    dout, dstate = cotangents(case)
+    actual = run_triton(arrays, dout, dstate, spec, config)
+    exact = on_host(run_reference, arrays, dout, dstate, spec)
+    assert_agrees(case, masked(case, arrays, actual), exact)
+    again = run_triton(arrays, dout, dstate, spec, config)
+    assert same(masked(case, arrays, actual), masked(case, arrays, again))
 
 
 @pytest.mark.parametrize("decay", ["none", "constant", "one a token", "by key", "normalized"])

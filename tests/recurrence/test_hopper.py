@@ -150,7 +150,7 @@ def test_the_tuner_times_it():
 
 
 COMPILED = {
-    "scalar": (call(), 128, 1, 16),
+    "scalar": (call(), 128, 1, 40),
     "everything": (call(with_=("beta", "skip", "initial_state")), 128, 2, 120),
     "constant": (call(CONSTANT), 64, 1, 0),
     "constant, splits": (call(CONSTANT, batch=1), 128, 8, 48),

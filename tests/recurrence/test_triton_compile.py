@@ -90,13 +90,13 @@ SPILLS = {
     ("sm_80", "batched", 64): {"single": 72, "gradients": 88},
     ("sm_80", "batched", 128): {"gradients": 128},
     ("sm_80", "long", 64): {"gradients": 88},
-    ("sm_80", "long", 128): {"dstates": 16, "gradients": 128},
+    ("sm_80", "long", 128): {"local_dstates": 8, "dstates": 16, "gradients": 128},
     ("sm_80", "ssd", 64): {"single": 96, "dstates": 32, "shared_channels": 80},
     ("sm_80", "ssd", 128): {"shared_pairs": 24, "shared_channels": 128},
     ("sm_80", "packed", 128): {"gradients": 8},
     ("sm_90", "batched", 64): {"single": 24},
     ("sm_90", "batched", 128): {"single": 256, "gradients": 392},
-    ("sm_90", "long", 64): {"single": 8},
+    ("sm_90", "long", 64): {"single": 32},
     ("sm_90", "long", 128): {"single": 216, "gradients": 392},
     ("sm_90", "ssd", 64): {"single": 24, "shared_channels": 8},
     ("sm_90", "ssd", 128): {"single": 280, "shared_channels": 176},
@@ -195,10 +195,25 @@ def test_one_kernel_for_the_outputs_by_how_many_programs_there_are(monkeypatch):
     gated = example_problem("gated_linear_attention", {"B": 1, **sizes}, "bfloat16", {})
     first, *others = triton.candidates(gated, sm_90)
     assert first.splits == 8 and {config.splits for config in others} == {4, 8, 16}
-    reason = triton.config_unsupported(
-        first, example_problem("delta_rule", {"B": 1, **sizes}, "bfloat16", {}), sm_90
-    )
-    assert reason == "splits are for members without a delta rule"
     delta = triton.default_config(example_problem("delta_rule", {"B": 4, **sizes}, "bfloat16", {}), sm_90)
     for_delta = example_problem("delta_rule", {"B": 16, **sizes}, "bfloat16", {})
-    assert triton.adapted(delta, for_delta, sm_90) == delta
+    assert triton.adapted(delta, for_delta, sm_90) == delta and delta.splits == 1
+    # What a split of a delta rule makes of the identity takes as many programs again: not for two splits, nor for short ones.
+    for batch, length, splits in ((1, 8192, 4), (2, 8192, 1), (1, 4096, 1)):
+        few = example_problem("delta_rule", {**sizes, "B": batch, "T": length}, "bfloat16", {})
+        assert triton.default_config(few, sm_90).splits == triton.adapted(delta, few, sm_90).splits == splits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("decay", [KEY, SCALAR])
+def test_delta_rules_in_splits_fit(target, decay):
+    shape: Any = lambda *sizes: jax.ShapeDtypeStruct((1, 8192, 16, *sizes), jnp.bfloat16)
+    gates: Any = shape(128) if decay == KEY else jax.ShapeDtypeStruct((1, 8192, 16), jnp.float32)
+    arrays = RecurrenceArrays(*(shape(128) for _ in "qkv"), g=gates, beta=shape())
+    spec = RecurrenceSpec(0.1, decay, delta=True)
+    config = triton.default_config(problem_of("delta_rule", arrays, spec), DEVICES[target])
+    launches = launches_of(arrays, spec, dataclasses.replace(config, splits=4))
+    for name in ("delta_local_states_kernel", "delta_local_dstates_kernel", "delta_chain_kernel"):
+        report = compile_ahead(launches[name], target)
+        assert report.fits and report.spills <= 64, (name, report)

@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax
 import pytest
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx.recurrence.spec import CONSTANT, KEY, NONE, SCALAR
 from tests.recurrence.cases import Case, CASES, EMPTY
+from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 from tests.recurrence.test_triton_linear import check, CHUNK, config
@@ -68,6 +71,47 @@ def test_tiles_that_do_not_divide(decay):
     check(dataclasses.replace(SMALL, T=CHUNK + 3, decay=decay, D=40, V=24), config())
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(SMALL, T=5 * CHUNK + 3),
+        dataclasses.replace(SMALL, T=7 * CHUNK, decay=KEY, D=40, V=24),
+        dataclasses.replace(SMALL, B=2, T=5 * CHUNK + 3, packing="offsets", decay=CONSTANT),
+        dataclasses.replace(SMALL, B=2, T=5 * CHUNK + 3, packing="segments", decay=KEY),
+        dataclasses.replace(SMALL, T=CHUNK + 3, packing="many"),
+        dataclasses.replace(SMALL, T=6 * CHUNK, decay=NONE, initial_state=False, Hv=2),
+        dataclasses.replace(SMALL, T=5 * CHUNK + 3, log_decays="mixed", dtype="bfloat16"),
+        dataclasses.replace(SMALL, T=5 * CHUNK + 3, log_decays=-50.0, decay=KEY),
+        EMPTY[2],
+    ],
+    ids=["one a token", "channels", "packed", "segments", "many", "none", "mixed", "closed", "no tokens"],
+)
+def test_sequences_in_splits(case):
+    """Splits of several chunks, of one, and of none; the state passes through all of them."""
+    check(case, dataclasses.replace(config(), splits=4))
+
+
 @pytest.mark.parametrize("case", EMPTY[2:], ids=lambda case: case.name)
 def test_no_tokens(case):
     check(case, config())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", [ejx.GatedDeltaRule, ejx.KernelDeltaAttention])
+def test_pullbacks_of_splits(operation):
+    """What the forward pass keeps of splits serves a pullback, also a mapped one."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k, v, g = (jax.random.normal(key, (2, 5 * CHUNK + 3, 2, 16)) / 4 for key in keys[:4])
+    g, beta = -jax.nn.softplus(g), jax.nn.sigmoid(jax.random.normal(keys[4], q.shape[:-1]))
+    cotangents = jax.random.normal(keys[5], (3, *v.shape))
+
+    def gradients(**options):
+        attend = operation(**options)
+        gates = g[..., 0] if operation is ejx.GatedDeltaRule else g
+        _, pull = jax.vjp(lambda q: attend(q, k, v, gates, beta)[0], q)
+        return pull(cotangents[0])[0], jax.vmap(lambda x: pull(x)[0])(cotangents)
+
+    mine = gradients(platform="triton-interpret", config=dataclasses.replace(config(), splits=3))
+    for x, y in zip(mine, gradients(platform="xla"), strict=True):
+        assert_close(x, y, "float32")

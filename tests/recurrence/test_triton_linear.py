@@ -28,6 +28,7 @@ import triton.language as tl
 
 from ejkernel_eqx.recurrence.triton import interpreted as triton_interpret
 from ejkernel_eqx.recurrence.triton import linear_host, reach, shared_host
+from ejkernel_eqx.recurrence.triton import splits as splitting
 from ejkernel_eqx.recurrence.triton.tile_sizes import Tile, TritonConfig
 
 CHUNK = 16
@@ -191,8 +192,9 @@ def test_sequences_in_splits(case, single):
     ids=["one a token", "constant", "packed", "mixed", "bfloat16"],
 )
 def test_splits_longer_than_the_reach_of_their_tokens(case, monkeypatch):
-    """In several blocks of chunks; what has decayed to nothing before the edge of its split changes no number beyond it."""
+    """In several blocks of chunks and several pieces; what has decayed to nothing before the edge of its split changes no number beyond it."""
     monkeypatch.setattr(reach, "BLOCK", tl.constexpr(2))
+    monkeypatch.setattr(splitting, "LEAST_PIECE", 2)
     splits = dataclasses.replace(config(), splits=4)
     check(case, splits)
     if case.packing is not None:
@@ -203,6 +205,21 @@ def test_splits_longer_than_the_reach_of_their_tokens(case, monkeypatch):
     poisoned = forward(arrays.v.at[:, 0].set(np.inf))
     assert not np.isfinite(np.asarray(poisoned[:, edge - 1], np.float32)).any()
     np.testing.assert_array_equal(poisoned[:, edge:], forward(arrays.v)[:, edge:])
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(SMALL, T=22 * CHUNK + 3, log_decays=-0.01, skip=True),
+        dataclasses.replace(SMALL, T=23 * CHUNK, log_decays=-0.01, packing="segments"),
+        dataclasses.replace(SMALL, T=22 * CHUNK + 3, log_decays=-0.01, decay=CONSTANT, packing="offsets"),
+    ],
+    ids=["one a token", "segments", "packed"],
+)
+def test_splits_in_pieces_that_all_count(case, monkeypatch):
+    monkeypatch.setattr(splitting, "LEAST_PIECE", 2)
+    check(case, dataclasses.replace(config(), splits=3))
 
 
 @pytest.mark.slow

@@ -70,33 +70,35 @@ class Call:
         heads = self.launch.numbers["HG"]
         tile = Tile(16, min(padded(heads), 64), 4, 1)
         logs = result(heads, 3 if self.launch.numbers["EXACT"] else 2, batch * length)
+        shapes = {"logs": logs, "spans": result(heads, self.chunks)}
         programs = self.chunks * cdiv(heads, tile.block_v)
-        return self.knowing(self.launch(decay_phase.decays_kernel, tile, {"logs": logs}, programs))
+        return self.knowing(
+            self.launch(decay_phase.decays_kernel, tile, shapes, programs, CHUNKS=self.chunks)
+        )
 
-    def states(self, effects: dict[str, Array]) -> tuple[Array, Array]:
-        """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's; `effects` are
-        those of splits."""
+    def states(self, edges: dict[str, Array]) -> tuple[Array, Array]:
+        """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's; `edges` are
+        the states before splits."""
         tile = self.config.states
         results = self.launch(
             states_phase.states_kernel,
             tile,
             {"states": self.stored_states, "final": self.edge_states(self.spec.state_dtype)},
             self.state_programs(tile, self.splits),
-            effects,
-            LOCAL=False,
+            edges,
         )
         return results["states"], results["final"]
 
-    def dstates(self, dout: Array, dfinal: Array, effects: dict[str, Array]) -> tuple[Array, Array]:
-        """Gradients with respect to the state at the end of every chunk and, in float32, to the initial state; `effects` are those of splits."""
+    def dstates(self, dout: Array, dfinal: Array, edges: dict[str, Array]) -> tuple[Array, Array]:
+        """Gradients with respect to the state at the end of every chunk and, in float32, to the initial state; `edges` are
+        those after splits."""
         tile = self.config.dstates
         results = self.launch(
             states_phase.dstates_kernel,
             tile,
             {"dstates": self.stored_states, "dinitial": self.edge_states("float32")},
             self.state_programs(tile, self.splits),
-            {"do": dout, "dfinal": dfinal, **effects},
-            LOCAL=False,
+            {"do": dout, "dfinal": dfinal, **edges},
         )
         return results["dstates"], results["dinitial"]
 
@@ -117,10 +119,10 @@ class Call:
         )
         return results["out"]
 
-    def single(self, effects: dict[str, Array]) -> tuple[Array, Array]:
-        """Outputs and final state from the single kernel that holds all key channels; `effects` are those of splits."""
+    def single(self, edges: dict[str, Array]) -> tuple[Array, Array]:
+        """Outputs and final state from the single kernel that holds all key channels; `edges` are the states before splits."""
         if self.config.out.hopper:
-            return hopper_call.single(self, effects)
+            return hopper_call.single(self, edges)
         heads, dim, values = self.sizes
         tile = dataclasses.replace(self.config.out, block_k=padded(dim))
         results = self.launch(
@@ -128,7 +130,7 @@ class Call:
             tile,
             {"out": self.rows(heads, values), "final": self.edge_states(self.spec.state_dtype)},
             self.sequences * self.splits * heads * cdiv(values, tile.block_v),
-            effects,
+            edges,
         )
         return results["out"], results["final"]
 
@@ -147,7 +149,7 @@ class Call:
         """The number of parts of each sequence that have their own programs."""
         return self.launch.numbers["SPLITS"]
 
-    def state_programs(self, tile: Tile, splits: int) -> int:
+    def state_programs(self, tile: Any, splits: int) -> int:
         """The number of programs that have a tile of a state over a split each."""
         heads, dim, values = self.sizes
         return self.sequences * splits * heads * cdiv(dim, tile.block_k) * cdiv(values, tile.block_v)
@@ -183,7 +185,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         "chunks": tables[0],
         "bounds": tables[1],
         # Arguments of some members only.
-        **dict.fromkeys(("logs", "carry", "scores", "k_end", "local", "passed")),
+        **dict.fromkeys(("logs", "spans", "carry", "scores", "k_end", "edges", "kept", "beyond")),
     }
     numbers = counts | {
         "T": length,

@@ -9,14 +9,15 @@ from .tile import add_pairs, chunk_tile, closed, load_tile
 # fmt: off
 @triton.jit
 def decays_kernel(
-    g_ptr, chunks_ptr, T, TOKENS,
-    logs_ptr,
+    g_ptr, chunks_ptr, T, TOKENS, CHUNKS,
+    logs_ptr, spans_ptr,
     HG: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):
     """`logs [HG, 2 or 3, tokens]` of one chunk and `BLOCK_V` heads: the log2 decay from before the chunk up to and including each of its
-    tokens; from the token to the end of the chunk; and with `EXACT` the rounding error of the first."""
+    tokens; from the token to the end of the chunk; and with `EXACT` the rounding error of the first. `spans [HG, chunks]`: how far the first is
+    from half of the whole chunk's, at most."""
     planes: tl.constexpr = 3 if EXACT else 2
-    _chunk, _, _tile, start, first, count, _seq = chunk_tile(chunks_ptr, T, 1, HG, BLOCK_V, CHUNK, TABLE)
+    chunk, _, _tile, start, first, count, _seq = chunk_tile(chunks_ptr, T, 1, HG, BLOCK_V, CHUNK, TABLE)
     g = closed(load_tile(g_ptr + first * HG, HG, count, start, HG, CHUNK, BLOCK_V, EVEN).to(tl.float32))  # [C, BV]
     r = tl.arange(0, CHUNK)[:, None]  # [C, 1]
     head = start + tl.arange(0, BLOCK_V)[None, :]  # [1, BV]
@@ -33,4 +34,7 @@ def decays_kernel(
     else:
         high = tl.cumsum(g, axis=0)  # [C, BV]
         tl.store(logs, high, mask=mask)
-        tl.store(logs + TOKENS, tl.sum(g, axis=0)[None, :] - high, mask=mask)
+        end = tl.sum(g, axis=0)[None, :]  # [1, BV]
+        tl.store(logs + TOKENS, end - high, mask=mask)
+    spans = tl.max(tl.where(high == high, tl.abs(high - end * 0.5), float("inf")), axis=0)[None, :]  # [1, BV]
+    tl.store(spans_ptr + head.to(tl.int64) * CHUNKS + chunk, spans, mask=head < HG)

@@ -3,6 +3,8 @@
 The forward pass keeps the scores, the inverse of every chunk's matrix, and three factors per token. States are recomputed.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -10,6 +12,7 @@ from jax import Array
 from ...launch import Execute, NOTHING, result, run
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec
+from . import delta_splits
 from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies, sum_heads
 from .delta_gradients import delta_gradients_kernel, delta_pairs_kernel
 from .delta_key_gradients import delta_key_gradients_kernel
@@ -25,7 +28,8 @@ Arrays = dict[str, Array]
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
     heads = f"H{heads_of(arrays, spec).out}"
     matrix = ("T", heads, "chunk")
-    return {"scores": matrix, "inverse": matrix, "factors": (heads, "factors", "T")}
+    solved = {"scores": matrix, "inverse": matrix, "factors": (heads, "factors", "T")}
+    return solved | delta_splits.saved_axes(arrays, spec)
 
 
 def forward(
@@ -38,24 +42,23 @@ def forward(
         solved = _key_scores(call, _gates(call), solving=True)
     else:
         solved = _scores(call)
-    results = call.launch(
+    serial = _serial(call)
+    edges, turns = delta_splits.edges_of(serial, solved)
+    results = serial.launch(
         delta_states_kernel,
-        config.out,
-        {
-            "out": call.rows(heads, values),
-            "final": call.edge_states(spec.state_dtype),
-            "states": NOTHING,
-            "written": NOTHING,
-        },
+        serial.config.out,
+        delta_splits.NO_STATES
+        | {"out": call.rows(heads, values), "final": call.edge_states(spec.state_dtype)},
         _programs(call, config.out),
-        solved,
-        **_serial(call),
+        solved | {"edges": edges},
         OUT=True,
+        LOCAL=False,
     )
     return {
         "out": results["out"].astype(arrays.v.dtype),
         "final_state": first_copies(results["final"], _copies(call, arrays)),
         **{name: solved[name] for name in ("scores", "inverse", "factors")},
+        **delta_splits.to_saved(call, edges, turns),
     }
 
 
@@ -76,32 +79,32 @@ def backward(
     given = {name: x for name, x in saved.items()} | {"do": dout.astype(call.arrays.q.dtype)}
     key_gates = _gates(call) if spec.decay == KEY else {}
     folded = _key_scores(call, key_gates, solving=False) if spec.decay == KEY else {}
-    results = call.launch(
+    serial = _serial(call)
+    edges, turns = delta_splits.from_saved(serial, given | folded)
+    results = serial.launch(
         delta_states_kernel,
-        config.states,
-        {
-            "out": NOTHING,
-            "final": NOTHING,
-            "states": _states(call),
-            "written": call.rows(heads, values),
-        },
+        serial.config.states,
+        delta_splits.NO_STATES | {"states": _states(call), "written": call.rows(heads, values)},
         _programs(call, config.states),
-        given | folded,
-        **_serial(call),
+        given | folded | {"edges": edges},
         OUT=False,
+        LOCAL=False,
     )
     given |= {name: results[name] for name in ("states", "written")}
-    results = call.launch(
+    dfinal = in_first_copies(dfinal_state, copies)
+    edges = delta_splits.gradients_of(serial, given | folded, dfinal, turns)
+    results = serial.launch(
         delta_dstates_kernel,
-        config.dstates,
+        serial.config.dstates,
         {
             "dstates": _states(call),
             "derrors": call.rows(heads, values),
             "dinitial": call.edge_states("float32"),
+            "local": NOTHING,
         },
         _programs(call, config.dstates),
-        given | folded | {"dfinal": in_first_copies(dfinal_state, copies)},
-        **_serial(call),
+        given | folded | {"dfinal": dfinal, "edges": edges},
+        LOCAL=False,
     )
     given |= {name: results[name] for name in ("dstates", "derrors")}
     dinitial = results["dinitial"]
@@ -245,16 +248,21 @@ def _solving(call: Call) -> str:
     return call.config.float32_dot
 
 
-def _serial(call: Call) -> dict[str, int | bool]:
-    """Constants of the serial passes."""
-    decayed = call.spec.decay == KEY
+def _serial(call: Call) -> Call:
+    """The call as the serial passes see it: their programs hold all key channels, and operands that include their decays are over state heads."""
     heads, dim, _ = call.sizes
-    return {"BLOCK_K": padded(dim), "DECAYED": decayed} | ({"HQ": heads, "HK": heads} if decayed else {})
+    whole = {
+        name: dataclasses.replace(getattr(call.config, name), block_k=padded(dim))
+        for name in ("out", "states", "dstates")
+    }
+    decayed = call.spec.decay == KEY
+    call = call.knowing({}, DECAYED=decayed, **({"HQ": heads, "HK": heads} if decayed else {}))
+    return dataclasses.replace(call, config=dataclasses.replace(call.config, **whole))
 
 
 def _programs(call: Call, tile: Tile) -> int:
     heads, _, values = call.sizes
-    return call.sequences * heads * cdiv(values, tile.block_v)
+    return call.sequences * call.splits * heads * cdiv(values, tile.block_v)
 
 
 def _states(call: Call) -> jax.ShapeDtypeStruct:

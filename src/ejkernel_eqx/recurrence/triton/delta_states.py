@@ -3,12 +3,16 @@
 A state is held transposed, `[BV, BK]`, so that every matrix in the chain from one state to the next is the left operand of a product
 and stays in the registers of the threads that computed it. With a decay per key, `q`, `k` and `k_end` already include their decays
 (`DECAYED`), over tokens and state heads, and `carry [chunks, HS, D]` is the decay of a whole chunk.
+
+If there are few programs, sequences are split. A split takes the state before it, a row of `D` numbers for every value, to `S M + L`: `L` is what it
+makes of a zero state, and `M` of the identity. A first launch (`LOCAL`) computes both side by side, `delta_chain_kernel` goes from split to split,
+and then each split begins with its own state. Gradients of states go the other way, to `dS M^T + dL`, with the same `M`.
 """
 
 import triton
 import triton.language as tl
 
-from .tile import load_carry, load_tile, load_vector, operand_of, state_tile, store_tile
+from .tile import chunks_of_split, load_carry, load_tile, load_vector, operand_of, state_tile, store_tile
 
 
 # fmt: off
@@ -43,26 +47,44 @@ def identity(CHUNK: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def load_rows(ptr, split, h, start, HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Rows from `start` on of a head's part of `[splits, HS, V, D]`."""
+    at = split.to(tl.int64) * HS + h
+    return load_tile(ptr + at * (V * D) + start * D, D, V - start, 0, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0)  # [BV, BK]
+
+
+@triton.jit
 def delta_states_kernel(
-    q_ptr, k_ptr, k_end_ptr, v_ptr, scores_ptr, inverse_ptr, factors_ptr, carry_ptr, initial_ptr, bounds_ptr, T,
-    out_ptr, final_ptr, states_ptr, written_ptr,
+    q_ptr, k_ptr, k_end_ptr, v_ptr, scores_ptr, inverse_ptr, factors_ptr, carry_ptr, initial_ptr, edges_ptr, bounds_ptr, T,
+    out_ptr, final_ptr, states_ptr, written_ptr, local_ptr, turns_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, INITIAL: tl.constexpr, TABLE: tl.constexpr,
-    EVEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, LOCAL: tl.constexpr,
 ):
-    """With `OUT` the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it."""
-    _seq, _split, h, _d0, start, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
+    """With `OUT` the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it. With
+    `LOCAL` what every split makes of a zero state, `local [sequences, SPLITS, HS, V, D]`, and of the identity, `turns [.., D, D]`."""
+    # Tiles of rows of the identity follow those of values.
+    values: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V * BLOCK_V
+    seq, split, h, _d0, start, first, length, chunk, own = state_tile(
+        bounds_ptr, T, HS, D, values + D if LOCAL else V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
-    if INITIAL:
+    if LOCAL:
+        rows = start - values + tl.arange(0, BLOCK_V)[:, None]  # [BV, 1], of the identity
+        state = tl.where(rows == tl.arange(0, BLOCK_K)[None, :], 1.0, state)  # [BV, BK]
+    elif SPLITS > 1:
+        state = load_rows(edges_ptr, seq * SPLITS + split, h, start, HS, D, V, BLOCK_K, BLOCK_V)  # [BV, BK]
+    elif INITIAL:
         state = tl.load(initial_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
     factors = factors_at(factors_ptr, first, h, T, HS)
     one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
-    for n in tl.range(0, tl.cdiv(length, CHUNK)):
+    begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
+    for n in tl.range(begin, end):
         row = first + n * CHUNK
         count = tl.minimum(length - n * CHUNK, CHUNK)
         k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, start, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        given = tl.where(start < V, count, 0) if LOCAL else count  # no values are written to the identity
+        v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, given, start, V, CHUNK, BLOCK_V, EVEN and not LOCAL)  # [C, BV]
         place = (row * HS + h) * CHUNK
         inverse = load_tile(inverse_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
         beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)  # [C]
@@ -94,31 +116,47 @@ def delta_states_kernel(
                 out *= (before * SCALE)[None, :]
             out = tl.dot(written, tl.trans(scores), out, input_precision=PRECISION)  # [BV, C]
             store_tile(out_ptr + (row * HS + h) * V, tl.trans(out), HS * V, count, start, V, CHUNK, BLOCK_V)
-        else:
+        elif not LOCAL:
             stored = states_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
             store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
             store_tile(written_ptr + (row * HS + h) * V, tl.trans(written), HS * V, count, start, V, CHUNK, BLOCK_V)
-    if OUT:
-        tl.store(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask=mask)
+    if LOCAL:
+        at = (seq.to(tl.int64) * SPLITS + split) * HS + h
+        store_tile(local_ptr + at * (V * D) + start * D, state, D, V - start, 0, D, BLOCK_V, BLOCK_K)
+        rows = tl.where(start < values, 0, values + D - start)
+        store_tile(turns_ptr + at * (D * D) + (start - values) * D, state, D, rows, 0, D, BLOCK_V, BLOCK_K)
+    elif OUT:
+        if SPLITS == 1:
+            tl.store(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask=mask)
+        else:
+            tl.store(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask=mask & (split == SPLITS - 1))
 
 
 @triton.jit
 def delta_dstates_kernel(
-    q_ptr, k_ptr, k_end_ptr, do_ptr, scores_ptr, inverse_ptr, factors_ptr, carry_ptr, dfinal_ptr, bounds_ptr, T,
-    dstates_ptr, derrors_ptr, dinitial_ptr,
+    q_ptr, k_ptr, k_end_ptr, do_ptr, scores_ptr, inverse_ptr, factors_ptr, carry_ptr, dfinal_ptr, edges_ptr, bounds_ptr, T,
+    dstates_ptr, derrors_ptr, dinitial_ptr, local_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, LOCAL: tl.constexpr,
 ):
-    """Gradients with respect to the state after each chunk, `[chunks, HS, V, D]`, to `beta (v - e^G k S)`, and to the initial state."""
-    _seq, _split, h, _d0, start, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
+    """Gradients with respect to the state after each chunk, `[chunks, HS, V, D]`, to `beta (v - e^G k S)`, and to the initial state. With
+    `LOCAL` what every split but the first makes of a zero gradient, `local [sequences, SPLITS - 1, HS, V, D]`."""
+    seq, split, h, _d0, start, first, length, chunk, own = state_tile(
+        bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS - 1 if LOCAL else SPLITS)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
-    dstate = tl.load(dfinal_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK], all key channels
-    chunks = tl.cdiv(length, CHUNK)
+    if LOCAL:
+        dstate = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
+    elif SPLITS > 1:
+        dstate = load_rows(edges_ptr, seq * SPLITS + split, h, start, HS, D, V, BLOCK_K, BLOCK_V)  # [BV, BK]
+    else:
+        dstate = tl.load(dfinal_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
+    begin, end = chunks_of_split(split + 1 if LOCAL else split, length, CHUNK, SPLITS)
     factors = factors_at(factors_ptr, first, h, T, HS)
     one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
     # From the last chunk to the first; `dstate` is the gradient with respect to the state after it.
-    for step in tl.range(0, chunks):
-        n = chunks - 1 - step
+    for step in tl.range(0, end - begin):
+        n = end - 1 - step
         row = first + n * CHUNK
         count = tl.minimum(length - n * CHUNK, CHUNK)
         k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
@@ -131,8 +169,9 @@ def delta_dstates_kernel(
         if not DECAYED:
             before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)  # [C], [C], []
         old = operand_of(dstate, k.dtype, PRECISION)  # [BV, BK]
-        stored = dstates_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
-        store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
+        if not LOCAL:
+            stored = dstates_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
+            store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
         # dv' = A^T do + e^{G_C - G} k dS, and dv'^T (I + L)^-1 is the gradient of beta (v - e^G k S); all transposed.
         do = tl.trans(do)  # [BV, C]
         if DECAYED:
@@ -143,8 +182,9 @@ def delta_dstates_kernel(
         dwrite = tl.dot(do, scores, dwrite, input_precision=PRECISION)  # [BV, C]
         dwrite = operand_of(dwrite, k.dtype, PRECISION)  # [BV, C]
         derror = tl.dot(dwrite, inverse, input_precision=PRECISION)  # [BV, C]
-        stored = operand_of(derror, k.dtype, PRECISION)  # [BV, C]
-        store_tile(derrors_ptr + (row * HS + h) * V, tl.trans(stored), HS * V, count, start, V, CHUNK, BLOCK_V)
+        if not LOCAL:
+            stored = operand_of(derror, k.dtype, PRECISION)  # [BV, C]
+            store_tile(derrors_ptr + (row * HS + h) * V, tl.trans(stored), HS * V, count, start, V, CHUNK, BLOCK_V)
         # dS <- e^{G_C} dS + (scale e^G q)^T do - (beta e^G k)^T derror.
         if DECAYED:
             carried = load_carry(carry_ptr + ((chunk + n) * HS + h) * D, 0, D, BLOCK_K)  # [BK]
@@ -156,4 +196,43 @@ def delta_dstates_kernel(
             dstate = tl.dot(seen, q, dstate * carry, input_precision=PRECISION)  # [BV, BK]
             dread = operand_of(derror * -(beta * before)[None, :], k.dtype, PRECISION)  # [BV, C]
         dstate = tl.dot(dread, k, dstate, input_precision=PRECISION)  # [BV, BK]
-    tl.store(dinitial_ptr + own + offsets, dstate, mask=mask)
+    if LOCAL:
+        at = (seq.to(tl.int64) * (SPLITS - 1) + split) * HS + h
+        store_tile(local_ptr + at * (V * D) + start * D, dstate, D, V - start, 0, D, BLOCK_V, BLOCK_K)
+    elif SPLITS == 1:
+        tl.store(dinitial_ptr + own + offsets, dstate, mask=mask)
+    else:
+        tl.store(dinitial_ptr + own + offsets, dstate, mask=mask & (split == 0))
+
+
+@triton.jit
+def delta_chain_kernel(
+    edge_ptr, local_ptr, turns_ptr, bounds_ptr, T,
+    edges_ptr,
+    HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, PASS: tl.constexpr, GIVEN: tl.constexpr, TABLE: tl.constexpr, SPLITS: tl.constexpr, FORWARD: tl.constexpr,
+):
+    """The state before each split, or the gradient of the state after it, `edges [sequences, SPLITS, HS, V, D]`: from `edge [.., D, V]`, that of the
+    whole sequence, and the results of the `LOCAL` kernels."""
+    seq, _split, h, _d0, start, _first, _length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
+    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK]
+    if GIVEN:
+        offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
+        state = tl.load(edge_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
+    for n in tl.range(0, SPLITS):
+        split = n if FORWARD else SPLITS - 1 - n
+        place = (seq.to(tl.int64) * SPLITS + split) * HS + h
+        store_tile(edges_ptr + place * (V * D) + start * D, state, D, V - start, 0, D, BLOCK_V, BLOCK_K)
+        if n < SPLITS - 1:
+            at = seq * SPLITS + split if FORWARD else seq * (SPLITS - 1) + split - 1  # the first split has no gradient of its own
+            state = load_rows(local_ptr, at, h, start, HS, D, V, BLOCK_K, BLOCK_V)  # [BV, BK]
+            turn = turns_ptr + ((seq * SPLITS + split).to(tl.int64) * HS + h) * (D * D)
+            # A part of the channels at a time, of the state as it is in memory now.
+            tl.debug_barrier()
+            for d in tl.range(0, D, BLOCK_D):
+                part = load_tile(edges_ptr + place * (V * D) + start * D, D, V - start, d, D, BLOCK_V, BLOCK_D, V % BLOCK_V == 0)  # [BV, BD]
+                if FORWARD:
+                    through = load_tile(turn + d * D, D, D - d, 0, D, BLOCK_D, BLOCK_K, D % BLOCK_D == 0)  # [BD, BK]
+                else:
+                    through = tl.trans(load_tile(turn, D, D, d, D, BLOCK_K, BLOCK_D, D % BLOCK_K == 0))  # [BD, BK]
+                state = tl.dot(part, through, state, input_precision=PASS)  # [BV, BK]

@@ -6,10 +6,11 @@ Chosen by measurements on an H200; on other devices the first that fits in share
 import dataclasses
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.sizes import fitting, padded
+from ...launch.sizes import cdiv, fitting, padded
 from ..spec import KEY
 from .tile_sizes import Tile, TritonConfig
 
+_LEAST_SPLIT, _FEWEST = 2048, 4  # tokens of a sequence's part, and parts
 _Row = tuple[int, int, int, int]
 # 64 rows (values) of a state per program of 4 warps, where products have 64 rows, so that they stay in a warp's registers from one product
 # to the next. Devices before Hopper do not have that many registers.
@@ -60,7 +61,22 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
         chunk = 32
     tiles = {name: _fitting(name, rows[name], chunk, problem, device)[0] for name in rows}
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
-    return TritonConfig(chunk, **tiles, float32_dot=precision, single=False, splits=1)
+    splits = _splits(problem, tiles["out"].block_v, device)
+    return TritonConfig(chunk, **tiles, float32_dot=precision, single=False, splits=splits)
+
+
+def _splits(problem: Problem, block_v: int, device: DeviceFacts) -> int:
+    """How many parts of each sequence have a program each on the device at once, if that is enough to pay for what they make of zero states and of
+    the identity, which is computed first."""
+    if problem.flag("step"):
+        return 1
+    sequences = problem.dim("B") * (problem.dim("N") if problem.flag("packed") == "offsets" else 1)
+    programs = sequences * problem.dim("R") * cdiv(problem.dim("V"), block_v)
+    most = problem.dim("T") * problem.dim("B") // (sequences * _LEAST_SPLIT)
+    splits = 1
+    while 2 * splits <= most and 2 * splits * programs <= (device.num_multiprocessors or 108):
+        splits *= 2
+    return splits if splits >= _FEWEST else 1
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
@@ -74,6 +90,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         for name, rows in tried.items()
         for tile in _fitting(name, rows, first.chunk_size, problem, device)
     ]
+    if first.splits > 1:
+        others += [dataclasses.replace(first, splits=splits) for splits in (1, 2 * first.splits)]
     return list(dict.fromkeys([first, *others]))
 
 

@@ -24,7 +24,7 @@ from .tile_sizes import TritonConfig
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The scores and the effects of splits; states and gates are recomputed."""
+    """The scores and the states before splits; states and gates are recomputed."""
     return {"scores": ("T", f"H{heads_of(arrays, spec).out}", "chunk")} | splits.saved_axes(arrays, spec)
 
 
@@ -35,13 +35,13 @@ def forward(
     call, copies = _call(arrays, spec, config, execute)
     folded, scores = fold(call, *gates(call), scores=True)
     assert scores is not None
-    effects = splits.effects_of(folded)
-    states, final = folded.states(effects)
+    edges = splits.edges_of(folded)
+    states, final = folded.states(edges)
     out = folded.out(states, scores=scores)
     if arrays.skip is not None:
         skipped = _per_head(arrays.v, out.shape[2]) * arrays.skip.astype(jnp.float32)[:, None]
         out = (out.astype(jnp.float32) + skipped).astype(out.dtype)
-    saved = {"scores": scores, **splits.to_saved(folded, effects)}
+    saved = {"scores": scores, **splits.to_saved(folded, edges)}
     return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
 
 
@@ -61,8 +61,8 @@ def backward(
     folded, _ = fold(call, high, low, scores=False)
     states, _ = folded.states(splits.from_saved(folded, saved))
     dout = dout.astype(call.arrays.q.dtype)
-    effects = splits.effects_of(folded, dout)
-    dstates, dinitial = folded.dstates(dout, in_first_copies(dfinal_state, copies), effects)
+    dfinal = in_first_copies(dfinal_state, copies)
+    dstates, dinitial = folded.dstates(dout, dfinal, splits.edges_of(folded, dout, dfinal))
     given = {
         "folded_k": folded.launch.arrays["k"],
         "gates": high,

@@ -25,7 +25,7 @@ _PARTS = 8  # at most this many partial sums of the gradient of a shared head
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The effects of splits; the backward recomputes the states."""
+    """The states before splits; the backward recomputes the states."""
     return splits.saved_axes(arrays, spec)
 
 
@@ -33,14 +33,14 @@ def forward(
     arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
 ) -> dict[str, Array]:
     call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
-    effects = splits.effects_of(call)
+    edges = splits.edges_of(call)
     if config.single:
-        out, final = call.single(effects)
+        out, final = call.single(edges)
     else:
-        states, final = call.states(effects)
+        states, final = call.states(edges)
         out = call.out(states, heads_each=_heads_each(call))
     copies = call.sizes[0] // heads_of(arrays, spec).state
-    saved = splits.to_saved(call, effects)
+    saved = splits.to_saved(call, edges)
     return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
 
 
@@ -58,8 +58,8 @@ def backward(
     copies = call.sizes[0] // heads_of(arrays, spec).state
     dout = dout.astype(call.arrays.q.dtype)
     states, _ = call.states(splits.from_saved(call, saved))
-    effects = splits.effects_of(call, dout)
-    dstates, dinitial = call.dstates(dout, in_first_copies(dfinal, copies), effects)
+    dfinal = in_first_copies(dfinal, copies)
+    dstates, dinitial = call.dstates(dout, dfinal, splits.edges_of(call, dout, dfinal))
     grads = _gradients(call, states, dstates, dout)
     grads["v"] = sum_heads(grads["v"], arrays.v.shape[2])
     if arrays.initial_state is not None:

@@ -9,12 +9,12 @@ from .tile import (
     decays_of,
     from_start,
     last_start,
+    load_edge,
     load_state,
     load_tile,
     load_vector,
     NONE,
     operand_of,
-    pass_split,
     SCALAR,
     segment_starts,
     state_tile,
@@ -25,7 +25,7 @@ from .tile import (
 # fmt: off
 @triton.jit
 def single_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, initial_ptr, starts_ptr, bounds_ptr, local_ptr, passed_ptr, T, TOKENS,
+    q_ptr, k_ptr, v_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, initial_ptr, starts_ptr, bounds_ptr, edges_ptr, T, TOKENS,
     out_ptr, final_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr,
     V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr,
@@ -35,11 +35,10 @@ def single_kernel(
     """The outputs and the final state for one split of a sequence, head and tile of value channels (`BLOCK_K >= D`)."""
     seq, split, h, _d0, v0, first, length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
-    if INITIAL:
-        state = load_state(initial_ptr + own, 0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
     if SPLITS > 1:
-        for before in tl.range(0, split):
-            state = pass_split(state, local_ptr, passed_ptr, before, seq, h, 0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)  # [BK, BV]
+        state = load_edge(edges_ptr, split, seq, h, 0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)  # [BK, BV]
+    elif INITIAL:
+        state = load_state(initial_ptr + own, 0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
     r = tl.arange(0, CHUNK)  # [C]
     c = v0 + tl.arange(0, BLOCK_V)  # [BV]
     if SKIP:

@@ -1,83 +1,143 @@
-"""Sequences in splits that have programs of their own: what each does to the state that passes through it.
+"""Sequences in splits that have programs of their own: the state before each, and the gradient of the state after it.
 
-A split decays the state before it and adds to it: `local [sequences, splits, HS, D, V]` is what it makes of a zero state, and
-`passed [sequences, splits, HS, D]` its decay, both in float32.
+Both are `edges [sequences, splits, HS, D, V]`, in float32.
 """
 
 import dataclasses
+from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from ...dispatch import facts_of_calls
 from ...launch import NOTHING, result
-from ..spec import CONSTANT, heads_of, RecurrenceArrays, RecurrenceSpec, SCALAR
-from . import states_phase
+from ...launch.by_name import Options
+from ...launch.sizes import padded
+from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR
+from . import reach, split_phase
 from .call import Call
 from .tile_sizes import CHUNK_SIZES, Tile
 
-Effects = dict[str, Array]
+Edges = dict[str, Array]
 """By name; empty if sequences are not split."""
-_MOST_LOADED = 144 * 1024  # bytes of shared memory for what a program loads ahead
-_AXES = {"local": ("D", "V"), "passed": ("D",)}  # those after splits and heads
+MOST_PIECES, LEAST_PIECE = 8, 32  # of a split; chunks
+_NAME = "edges"
 
 
-def effects_of(call: Call, dout: Array | None = None) -> Effects:
-    """The effects of every split except the last on states; with `dout`, of every split except the first on gradients of states."""
+def edges_of(call: Call, dout: Array | None = None, dfinal: Array | None = None) -> Edges:
+    """The state before every split or, with the gradients of outputs and final state, the gradient of the state after it."""
     if call.splits == 1:
         return {}
-    shape, (heads, dim, values) = (call.sequences, call.splits), call.sizes
-    effects = {"local": result(*shape, heads, dim, values), "passed": result(*shape, heads, dim)}
-    if dout is None:
-        tile, kernel, others = call.config.states, states_phase.states_kernel, ("states", "final")
-    else:
-        tile, kernel, others = call.config.dstates, states_phase.dstates_kernel, ("dstates", "dinitial")
-    if call.spec.decay in (CONSTANT, SCALAR):
-        tile = _ahead(tile, call)
-    results = call.launch(
-        kernel,
+    pieces, forward = pieces_of(call), dout is None
+    call = call.knowing({}, PIECES=pieces, TO_END=forward)
+    passed = _reached(call, pieces)
+    local = _local(call, dout, passed, pieces)
+    edge = call.arrays.initial_state if forward else dfinal
+    tile = _chained(pieces, *call.sizes[1:])
+    return call.launch(
+        split_phase.chain_kernel,
         tile,
-        effects | dict.fromkeys(others, NOTHING),
-        call.state_programs(tile, call.splits - 1),
-        {"do": dout, "dfinal": None},
-        name=f"local_{kernel.fn.__name__}",
-        LOCAL=True,
+        {_NAME: result(call.sequences, call.splits, *call.sizes)},
+        call.state_programs(tile, 1),
+        {"edge": edge, **passed, **local},
+        GIVEN=edge is not None,
     )
-    return {name: results[name] for name in effects}
 
 
-def _ahead(tile: Tile, call: Call) -> Tile:
-    """The tile with more stages on Hopper, where it was measured; on Blackwell it would spill. The few splits that are read from end to end, of
-    heads that hardly decay, wait for memory in each step."""
-    device = facts_of_calls()
-    if device.vendor != "nvidia" or device.capability != (9, 0) or tile.num_stages == 1:
+def _reached(call: Call, pieces: int) -> dict[str, Any]:
+    """How many chunks of each split count beyond it, and the decays over them; nothing where decays are found with what a split adds."""
+    if call.spec.decay == KEY:
+        return dict.fromkeys(("kept", "beyond"))
+    heads, dim, _ = call.sizes
+    lead = call.sequences, call.splits - 1, heads
+    return call.launch(
+        reach.reach_kernel,
+        Options(4, 1),
+        {"kept": result(*lead, dtype="int32"), "beyond": result(*lead, pieces), "passed": result(*lead, dim)},
+        call.sequences * (call.splits - 1) * heads,
+        BLOCK_K=padded(dim),
+    )
+
+
+def _local(call: Call, dout: Array | None, passed: dict[str, Any], pieces: int) -> dict[str, Array]:
+    """What each piece of a split adds."""
+    heads, dim, values = call.sizes
+    lead = call.sequences, call.splits - 1
+    shape = result(*lead, pieces, heads, dim, values)
+    tile = _local_tile(call, call.config.states if dout is None else call.config.dstates)
+    results = call.launch(
+        split_phase.local_kernel,
+        tile,
+        {
+            "local": shape,
+            "decay": result(*lead, heads, dim) if call.spec.decay == KEY else NOTHING,
+        },
+        call.state_programs(tile, pieces * (call.splits - 1)),
+        {"do": dout, **passed},
+        name="local_states_kernel" if dout is None else "local_dstates_kernel",
+    )
+    return {"local": results["local"]} | ({"passed": results["decay"]} if call.spec.decay == KEY else {})
+
+
+def pieces_of(call: Call) -> int:
+    """How many programs add up a split, a power of two: several if few of its tokens count where its heads decay, so that it costs little to try."""
+    if call.spec.decay not in (CONSTANT, SCALAR):
+        return 1
+    chunks = call.chunks // (call.sequences * call.splits)
+    pieces = 1
+    while 2 * pieces <= min(MOST_PIECES, chunks // LEAST_PIECE):
+        pieces *= 2
+    return pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChainTile:
+    """The tile of the launch that takes states from split to split."""
+
+    block_k: int
+    block_v: int
+    num_warps: int = 2
+    num_stages: int = 1
+
+
+def _chained(pieces: int, dim: int, values: int) -> _ChainTile:
+    """All pieces of a split, which are loaded at once, and few channels."""
+    width = min(64, padded(values))
+    return _ChainTile(min(padded(dim), max(1, 2048 // (width * pieces))), width)
+
+
+def _local_tile(call: Call, tile: Tile) -> Tile:
+    """All key channels, so that values are weighed once, where it was measured."""
+    device, dim = facts_of_calls(), padded(call.sizes[1])
+    if (
+        device.vendor != "nvidia"
+        or device.capability != (9, 0)
+        or dim > 128
+        or call.arrays.q.dtype != jnp.bfloat16
+    ):
         return tile
-    step = call.config.chunk_size * (tile.block_k + tile.block_v) * call.arrays.q.dtype.itemsize
-    return dataclasses.replace(
-        tile, num_stages=max(tile.num_stages, min(2 * tile.num_stages, _MOST_LOADED // step))
-    )
+    if call.spec.decay not in (CONSTANT, SCALAR):
+        return tile
+    return Tile(dim, min(64, padded(call.sizes[2])), 4, 3)
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The axes, after the leading one, of effects as residuals. Names include the chunk size, on which the lengths of splits depend."""
+    """The axes, after the leading one, of states before splits as residuals. Names include the chunk size, on which the lengths of splits
+    depend."""
     heads = f"H{heads_of(arrays, spec).out}"
-    return {f"{name}{size}": ("splits", heads, *_AXES[name]) for name in _AXES for size in CHUNK_SIZES}
+    return {f"{_NAME}{size}": ("splits", heads, "D", "V") for size in CHUNK_SIZES}
 
 
-def to_saved(call: Call, effects: Effects) -> dict[str, Array]:
-    """Effects as residuals, with the call's leading axis first."""
+def to_saved(call: Call, edges: Edges) -> dict[str, Array]:
+    """States before splits as residuals, with the call's leading axis first."""
     batch, size = call.arrays.q.shape[0], call.config.chunk_size
-    return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in effects.items()}
+    return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in edges.items()}
 
 
-def from_saved(call: Call, saved: dict[str, Array]) -> Effects:
+def from_saved(call: Call, saved: dict[str, Array]) -> Edges:
     """The inverse of `to_saved`. They are computed again if this call has other splits, as a pullback that is mapped may have."""
-    found = {name: saved.get(f"{name}{call.config.chunk_size}") for name in _AXES}
+    found = saved.get(f"{_NAME}{call.config.chunk_size}")
     batch = call.arrays.q.shape[0]
-    expected = batch, call.sequences // batch * call.splits
-    if any(x is None or x.shape[:2] != expected for x in found.values()):
-        return effects_of(call)
-    return {
-        name: x.reshape(call.sequences, call.splits, *x.shape[2:])
-        for name, x in found.items()
-        if x is not None
-    }
+    if found is None or found.shape[:2] != (batch, call.sequences // batch * call.splits):
+        return edges_of(call)
+    return {_NAME: found.reshape(call.sequences, call.splits, *found.shape[2:])}

@@ -3,15 +3,12 @@
 Each program has a tile of the state of a linear member, whose channels are independent. With a decay per key channel, queries and keys
 already include their decays, masks and the scale.
 
-If there are few programs, sequences are split. A split decays the state before it and adds to it, so a first launch (`LOCAL`) computes both
-effects of all splits but the last, and in the second launch each split begins with those before it. The first reads only what has not
-decayed to nothing at the edge of its split, so a value that is not finite does not pass from one split to the next through such a decay.
+If there are few programs, sequences are split, and each split begins with the state that `split_phase` found.
 """
 
 import triton
 import triton.language as tl
 
-from .reach import chunks_in_reach
 from .tile import (
     chunks_of_split,
     decays_of,
@@ -19,15 +16,14 @@ from .tile import (
     KEY,
     last_start,
     load_carry,
+    load_edge,
     load_state,
     load_tile,
     load_vector,
     NONE,
     operand_of,
-    pass_split,
     segment_starts,
     state_tile,
-    store_split,
     store_tile,
 )
 
@@ -35,38 +31,28 @@ from .tile import (
 # fmt: off
 @triton.jit
 def states_kernel(
-    k_ptr, v_ptr, g_ptr, logs_ptr, carry_ptr, beta_ptr, initial_ptr, starts_ptr, bounds_ptr, T, TOKENS,
-    local_ptr, passed_ptr, states_ptr, final_ptr,  # the first two are results if LOCAL, the others if not
+    k_ptr, v_ptr, g_ptr, logs_ptr, carry_ptr, beta_ptr, initial_ptr, edges_ptr, starts_ptr, bounds_ptr, T, TOKENS,
+    states_ptr, final_ptr,
     HS: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr,
     INITIAL: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-    SPLITS: tl.constexpr, LOCAL: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
-    """The state at the start of each chunk and the final state; with `LOCAL` what each split makes of a zero state, and its decay."""
-    seq, split, h, d0, v0, first, length, chunk, own = state_tile(
-        bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS - 1 if LOCAL else SPLITS)
+    """The state at the start of each chunk and the final state."""
+    seq, split, h, d0, v0, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS)
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
-    if LOCAL:
-        passed = tl.zeros([BLOCK_K], tl.float32) + 1.0  # [BK]
-    else:
-        if INITIAL:
-            state = load_state(initial_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
-        if SPLITS > 1:
-            for before in tl.range(0, split):
-                state = pass_split(state, local_ptr, passed_ptr, before, seq, h, d0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)  # [BK, BV]
+    if SPLITS > 1:
+        state = load_edge(edges_ptr, split, seq, h, d0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)  # [BK, BV]
+    elif INITIAL:
+        state = load_state(initial_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
 
     # S <- e^{G_C} S + sum_j k_j (e^{G_C - G_j} b_j v_j)^T, chunk by chunk.
     begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
-    if LOCAL and DECAY != NONE and DECAY != KEY:
-        kept = chunks_in_reach(g_ptr, logs_ptr, begin, end, first, length, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EXACT, True)
-        passed = tl.where(kept < end - begin, 0.0, passed)  # [BK]
-        begin = end - kept
     for c in tl.range(begin, end):
         row = first + c * CHUNK
         count = tl.minimum(length - c * CHUNK, CHUNK)
-        if not LOCAL:
-            stored = operand_of(state, states_ptr.dtype.element_ty, PRECISION)  # [BK, BV], on entering the chunk
-            store_tile(states_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+        stored = operand_of(state, states_ptr.dtype.element_ty, PRECISION)  # [BK, BV], on entering the chunk
+        store_tile(states_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
         k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         carried = 1.0
@@ -88,13 +74,9 @@ def states_kernel(
                 v = operand_of(v.to(tl.float32) * weight[:, None], k.dtype, PRECISION)  # [C, BV]
             factor = tl.exp2(whole + 0.0) * carried  # []
             state *= factor
-        if LOCAL:
-            passed *= factor
         state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)  # [BK, BV]
 
-    if LOCAL:
-        store_split(state, passed, local_ptr, passed_ptr, split, seq, h, d0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)
-    elif SPLITS == 1:
+    if SPLITS == 1:
         store_tile(final_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
     elif split == SPLITS - 1:
         store_tile(final_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
@@ -102,40 +84,27 @@ def states_kernel(
 
 @triton.jit
 def dstates_kernel(
-    q_ptr, do_ptr, g_ptr, logs_ptr, carry_ptr, dfinal_ptr, starts_ptr, bounds_ptr, T, TOKENS,
-    local_ptr, passed_ptr, dstates_ptr, dinitial_ptr,  # as in the other direction
+    q_ptr, do_ptr, g_ptr, logs_ptr, carry_ptr, dfinal_ptr, edges_ptr, starts_ptr, bounds_ptr, T, TOKENS,
+    dstates_ptr, dinitial_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
-    TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, LOCAL: tl.constexpr,
+    TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
 ):
-    """The gradient with respect to the state at the end of each chunk and to the initial state; with `LOCAL` what each split makes of a zero
-    gradient, and its decay."""
-    seq, split, h, d0, v0, first, length, chunk, own = state_tile(
-        bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS - 1 if LOCAL else SPLITS)
-    if LOCAL:
-        split += 1  # nothing comes before the first
-        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
-        passed = tl.zeros([BLOCK_K], tl.float32) + 1.0  # [BK]
+    """The gradient with respect to the state at the end of each chunk and to the initial state."""
+    seq, split, h, d0, v0, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS)
+    if SPLITS > 1:
+        state = load_edge(edges_ptr, split, seq, h, d0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)  # [BK, BV]
     else:
         state = load_state(dfinal_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
-        if SPLITS > 1:
-            for n in tl.range(0, SPLITS - 1 - split):
-                state = pass_split(
-                    state, local_ptr, passed_ptr, SPLITS - 1 - n, seq, h, d0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)  # [BK, BV]
 
     begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
-    if LOCAL and DECAY != NONE and DECAY != KEY:
-        kept = chunks_in_reach(g_ptr, logs_ptr, begin, end, first, length, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EXACT, False)
-        passed = tl.where(kept < end - begin, 0.0, passed)  # [BK]
-        end = begin + kept
     # dS <- e^{G_C} dS + sum_i scale e^{G_i} q_i do_i^T, from the last chunk to the first.
     for n in tl.range(0, end - begin):
         c = end - 1 - n
         row = first + c * CHUNK
         count = tl.minimum(length - c * CHUNK, CHUNK)
-        if not LOCAL:
-            stored = operand_of(state, dstates_ptr.dtype.element_ty, PRECISION)  # [BK, BV], at the end of the chunk
-            store_tile(dstates_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+        stored = operand_of(state, dstates_ptr.dtype.element_ty, PRECISION)  # [BK, BV], at the end of the chunk
+        store_tile(dstates_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
         q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         do = load_tile(do_ptr + row * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
@@ -155,13 +124,9 @@ def dstates_kernel(
             do = operand_of(do.to(tl.float32) * read[:, None], q.dtype, PRECISION)  # [C, BV]
             factor = tl.exp2(whole + 0.0) * carried  # []
             state *= factor
-        if LOCAL:
-            passed *= factor
         state = tl.dot(tl.trans(q), do, state, input_precision=PRECISION)  # [BK, BV]
 
-    if LOCAL:
-        store_split(state, passed, local_ptr, passed_ptr, split, seq, h, d0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)
-    elif SPLITS == 1:
+    if SPLITS == 1:
         store_tile(dinitial_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
     elif split == 0:
         store_tile(dinitial_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)

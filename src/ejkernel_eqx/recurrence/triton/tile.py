@@ -82,26 +82,6 @@ def chunks_of_split(split, length, CHUNK: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def pass_split(state, local_ptr, passed_ptr, split, seq, h, d0, v0, HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-               BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr):
-    """A state (or its gradient) after a split, from the one before it: `local` is what the split makes of a zero state, `passed` the decay over
-    all of it."""
-    at = (seq.to(tl.int64) * SPLITS + split) * HS + h
-    local = load_state(local_ptr + at * (D * V), d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
-    return state * load_carry(passed_ptr + at * D, d0, D, BLOCK_K)[:, None] + local
-
-
-@triton.jit
-def store_split(local, passed, local_ptr, passed_ptr, split, seq, h, d0, v0, HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-                BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SPLITS: tl.constexpr):
-    """What `pass_split` reads: `local [sequences, SPLITS, HS, D, V]` and `passed [sequences, SPLITS, HS, D]`."""
-    at = (seq.to(tl.int64) * SPLITS + split) * HS + h
-    store_tile(local_ptr + at * (D * V) + d0 * V, local, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
-    d = d0 + tl.arange(0, BLOCK_K)  # [BK]
-    tl.store(passed_ptr + at * D + d, passed, mask=(d < D) & (v0 == 0))
-
-
-@triton.jit
 def chunk_tile(chunks_ptr, T, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TABLE: tl.constexpr):
     """For programs over chunks, `HEADS` heads or groups of heads, and tiles of `WIDTH` channels (fastest): the index of each, the channel
     where the tile begins, and the results of `chunk_of`."""
@@ -142,6 +122,14 @@ def store_tile(ptr, tile, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.c
 def load_state(ptr, d0, v0, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
     """A tile of a state `[D, V]`, zero past its channels."""
     return load_tile(ptr + d0 * V, V, D - d0, v0, V, BLOCK_K, BLOCK_V, D % BLOCK_K == 0)  # [BK, BV]
+
+
+@triton.jit
+def load_edge(edges_ptr, split, seq, h, d0, v0, HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+              BLOCK_V: tl.constexpr, SPLITS: tl.constexpr):
+    """A tile of the state before a split, or of the gradient after it: `edges [sequences, SPLITS, HS, D, V]`."""
+    at = (seq.to(tl.int64) * SPLITS + split) * HS + h
+    return load_state(edges_ptr + at * (D * V), d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
 
 
 @triton.jit

@@ -45,7 +45,7 @@ class TritonConfig:
     single: bool = False
     """Whether the forward pass of a linear member without a decay per key is a single kernel, with the value channels of `out`."""
     splits: Count = 1
-    """The number of parts of each sequence of a linear member that have programs of their own."""
+    """The number of parts of each sequence that have programs of their own."""
 
     __post_init__ = check_fields
 
@@ -144,8 +144,6 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     if config.single and (problem.flag("delta") or problem.flag("decay") == KEY):
         return "single=True is for members without a delta rule and without a decay per key channel"
-    if config.splits > 1 and problem.flag("delta"):
-        return "splits are for members without a delta rule"
     if config.out.hopper:
         reason = hopper.unfit(config.out.block_v, config.splits, problem, device) or hopper.config_unfit(
             config, problem

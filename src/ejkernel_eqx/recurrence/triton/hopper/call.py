@@ -5,10 +5,11 @@ from typing import Any
 from jax import Array
 
 from ...core import problem_of
+from ...spec import SCALAR
 from . import tile_sizes
 
 
-def single(call: Any, effects: dict[str, Array]) -> tuple[Array, Array]:
+def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
     """Outputs and final state, as `Call.single`.
 
     **Raises:** `ValueError` if the configuration has this kernel for a call that it cannot run.
@@ -20,12 +21,15 @@ def single(call: Any, effects: dict[str, Array]) -> tuple[Array, Array]:
 
     heads, _, values = call.sizes
     tile = call.config.out
+    # With write strengths it was measured to be slower.
+    gentle = call.spec.decay == SCALAR and call.arrays.beta is None
     results = call.launch(
         hopper_single_kernel,
         tile,
         {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)},
         call.sequences * call.splits * heads * values // tile.block_v,
-        effects,
+        edges,
+        GENTLE=tile_sizes.GENTLE if gentle else 0.0,
         NUM_STAGES=tile.num_stages,
         name="single_kernel",
     )

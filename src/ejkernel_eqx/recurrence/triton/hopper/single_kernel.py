@@ -23,16 +23,6 @@ WIDTH = gl.constexpr(64)
 
 # fmt: off
 @gluon.jit
-def _scores(qs, ks, full, at, D: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """The product of queries and keys that are loaded as number `at`; not awaited."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    s = at % NUM_STAGES
-    mbarrier.wait(full.index(s), (at // NUM_STAGES) & 1)
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
-    return warpgroup_mma(qs.index(s).reshape([CHUNK, D]), ks.index(s).reshape([CHUNK, D]).permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr):
     """Of the chunk at `row`: log2 decays from its start to each of its tokens, from there to its end, and of the whole; and write strengths."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
@@ -72,18 +62,95 @@ def _pairs(high, g, logs_ptr, beta_ptr, row, HB: gl.constexpr, DECAY: gl.constex
 
 
 @gluon.jit
-def _consumer(buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, where, TOKENS, T,
-              W: gl.constexpr, HS: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr,
-              CONSUMERS: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
-              INITIAL: gl.constexpr, SPLITS: gl.constexpr):
-    """The outputs and the final state of 64 value channels."""
+def _stored(out, staging, out_desc, seq, h, token, v0):
+    staging.reshape([CHUNK, WIDTH]).store(out.to(staging.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [seq, h, token, v0], staging)
+
+
+@gluon.jit
+def _gentle_chunk(state, skip, high, middle, q, k, v, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, after, TOKENS,
+                  SCALE: gl.constexpr, DECAY: gl.constexpr, SKIP: gl.constexpr):
+    """A chunk whose decays can be taken apart: `state` includes `middle`, values are weighted by what is left of it at each token, and outputs by
+    the rest. The state that is returned lacks what follows `middle`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    qs, ks, vs = buffers
     read, weighted, staging = own
+    read.store(state.to(read.dtype))
+    fence_async_shared()
+    mbarrier.wait(full, phase)
+    qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
+    out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
+    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, 1, DECAY, False)
+    weight = gl.exp2(middle - high)  # [C]
+    values = v.load(layout)  # [C, 64]
+    weighted.store((values.to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
+    fence_async_shared()
+    qk = warpgroup_mma_wait(1, deps=[qk])
+    i = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), 1)  # [C, 1]
+    visible = i >= gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)  # [C, C]
+    scores = gl.convert_layout(gl.where(visible, qk, 0.0).to(weighted.dtype), operand)  # [C, C]
+    out = warpgroup_mma(scores, weighted, out, is_async=True)
+    state = warpgroup_mma(k.permute((1, 0)), weighted, state, is_async=True)
+    out = warpgroup_mma_wait(1, deps=[out])
+    out = out * gl.expand_dims(gl.exp2(high - middle) * SCALE, 1)
+    if SKIP:
+        out = out + values.to(gl.float32) * skip
+    _stored(out, staging, out_desc, seq, h, token, v0)
+    return warpgroup_mma_wait(0, deps=[state]), ahead
+
+
+@gluon.jit
+def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, row, after,
+           TOKENS, HB: gl.constexpr, FIXED: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr):
+    """A chunk with any decays: the state after it, and what `_decays` finds of the next, which is the same for all if `FIXED`."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    read, weighted, staging = own
+    # A = Q K^T and O = scale (Q e^G) S, under which scores and values are weighted.
+    read.store(state.to(read.dtype))
+    fence_async_shared()
+    mbarrier.wait(full, phase)
+    qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
+    out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
+    ahead = (high, rest, whole, strength)
+    if not FIXED:
+        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, HB, DECAY, BETA, SCALE)  # [C, C]
+        ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, HB, DECAY, BETA)
+    weight = gl.exp2(rest)  # [C]
+    if BETA:
+        weight = weight * strength
+    if DECAY != NONE or BETA:
+        weighted.store((v.load(layout).to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
+        fence_async_shared()
+    qk = warpgroup_mma_wait(1, deps=[qk])
+    scores = gl.convert_layout((qk * pairs).to(weighted.dtype), operand)  # [C, C]
+    # O += A V, and S <- e^{G_C} S + (K e^{G_C - G} b)^T V.
+    out = warpgroup_mma_wait(0, deps=[out])
+    out = out * gl.expand_dims(gl.exp2(high) * SCALE, 1)
+    out = warpgroup_mma(scores, v, out, is_async=True)
+    state = state * gl.exp2(whole)
+    if DECAY != NONE or BETA:
+        state = warpgroup_mma(k.permute((1, 0)), weighted, state, is_async=True)
+    else:
+        state = warpgroup_mma(k.permute((1, 0)), v, state, is_async=True)
+    out = warpgroup_mma_wait(1, deps=[out])
+    if SKIP:
+        out = out + v.load(layout).to(gl.float32) * skip
+    _stored(out, staging, out_desc, seq, h, token, v0)
+    return warpgroup_mma_wait(0, deps=[state]), ahead
+
+
+@gluon.jit
+def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr, where, TOKENS, T,
+              W: gl.constexpr, HS: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr,
+              CONSUMERS: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
+              INITIAL: gl.constexpr, SPLITS: gl.constexpr, GENTLE: gl.constexpr):
+    """The outputs and the final state of 64 value channels."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    qs, ks, vs = buffers
     full, empty = barriers
     seq, split, h, v0, token, count = where
-    dtype: gl.constexpr = qs.dtype
     if V > WIDTH:
         v0 += W * WIDTH
     else:
@@ -93,69 +160,64 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_p
         g = closed(gl.load(g_ptr + gl.to_tensor(seq).to(gl.int64) * HG + h // (HS // HG)).to(gl.float32))  # []
     if DECAY == SCALAR:
         logs_ptr += gl.to_tensor(h // (HS // HG)).to(gl.int64) * (2 * TOKENS)
+        spans_ptr += gl.to_tensor(h // (HS // HG)).to(gl.int64) * (TOKENS // CHUNK)
     if BETA:
         beta_ptr += h // (HS // HB)
-    read, weighted, staging = read.index(W), weighted.index(W), staging.index(W)
+    own = (own[0].index(W), own[1].index(W), own[2].index(W))
     # The state before the split.
     d = gl.arange(0, D, gl.SliceLayout(1, layout))  # [D]
     c = v0 + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))  # [64]
     inside = gl.expand_dims(d, 1) * V + gl.expand_dims(c, 0)  # [D, 64]
     own_state = (gl.to_tensor(seq).to(gl.int64) * HS + h) * (D * V)
     state = gl.zeros([D, WIDTH], gl.float32, layout)  # [D, 64]
-    if INITIAL:
-        state = gl.load(initial_ptr + own_state + inside).to(gl.float32)
     if SPLITS > 1:
-        for before in range(0, split):
-            at = (gl.to_tensor(seq).to(gl.int64) * SPLITS + before) * HS + h
-            carry = gl.load(passed_ptr + at * D + d)  # [D]
-            state = state * gl.expand_dims(carry, 1) + gl.load(local_ptr + at * (D * V) + inside)
+        at = (gl.to_tensor(seq).to(gl.int64) * SPLITS + split) * HS + h
+        state = gl.load(edges_ptr + at * (D * V) + inside)
+    elif INITIAL:
+        state = gl.load(initial_ptr + own_state + inside).to(gl.float32)
+    skip = gl.zeros([1, WIDTH], gl.float32, layout)  # [1, 64]
     if SKIP:
-        skip = gl.expand_dims(gl.load(skip_ptr + (gl.to_tensor(seq).to(gl.int64) * HS + h) * V + c).to(gl.float32), 0)  # [1, 64]
+        skip = gl.expand_dims(gl.load(skip_ptr + (gl.to_tensor(seq).to(gl.int64) * HS + h) * V + c).to(gl.float32), 0)
     row = gl.to_tensor(seq).to(gl.int64) * T + token
-    high, rest, whole, strength = _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB, DECAY, BETA)
     fixed: gl.constexpr = DECAY != SCALAR and not BETA
+    high, rest, whole, strength = _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB, DECAY, BETA)
     if fixed:
         pairs = _pairs(high, g, logs_ptr, beta_ptr, row, HB, DECAY, BETA, SCALE)  # [C, C]
+    if GENTLE > 0:
+        nothing = 0.0 * gl.to_tensor(count).to(gl.float32)  # []
+        pending = nothing  # the log2 decay that the state still lacks
+        span = gl.load(spans_ptr + row // CHUNK)  # []
     for n in range(0, count):
         s = n % NUM_STAGES
         q, k = qs.index(s).reshape([CHUNK, D]), ks.index(s).reshape([CHUNK, D])
         v = vs.index(s * CONSUMERS + W).reshape([CHUNK, WIDTH])
-        # A = Q K^T and O = scale (Q e^G) S, under which scores and values are weighted.
+        phase = (n // NUM_STAGES) & 1
         tma.store_wait(0)  # before a barrier that all pass who write to the place again
-        read.store(state.to(dtype))
-        fence_async_shared()
-        qk = _scores(qs, ks, full, n, D, NUM_STAGES)
-        out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
-        if not fixed:
-            pairs = _pairs(high, g, logs_ptr, beta_ptr, row + n * CHUNK, HB, DECAY, BETA, SCALE)  # [C, C]
-            ahead = _decays(g, logs_ptr, beta_ptr, row + gl.minimum(n + 1, count - 1) * CHUNK, TOKENS, HB, DECAY, BETA)
-        weight = gl.exp2(rest)  # [C]
-        if BETA:
-            weight = weight * strength
-        if DECAY != NONE or BETA:
-            weighted.store((v.load(layout).to(gl.float32) * gl.expand_dims(weight, 1)).to(dtype))
-            fence_async_shared()
-        qk = warpgroup_mma_wait(1, deps=[qk])
-        scores = gl.convert_layout((qk * pairs).to(dtype), operand)  # [C, C]
-        # O += A V, and S <- e^{G_C} S + (K e^{G_C - G} b)^T V.
-        out = warpgroup_mma_wait(0, deps=[out])
-        out = out * gl.expand_dims(gl.exp2(high) * SCALE, 1)
-        out = warpgroup_mma(scores, v, out, is_async=True)
-        state = state * gl.exp2(whole)
-        if DECAY != NONE or BETA:
-            state = warpgroup_mma(k.permute((1, 0)), weighted, state, is_async=True)
-        else:
-            state = warpgroup_mma(k.permute((1, 0)), v, state, is_async=True)
-        out = warpgroup_mma_wait(1, deps=[out])
-        if SKIP:
-            out = out + v.load(layout).to(gl.float32) * skip
-        staging.reshape([CHUNK, WIDTH]).store(out.to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [seq, h, token + n * CHUNK, v0], staging)
-        state = warpgroup_mma_wait(0, deps=[state])
-        mbarrier.arrive(empty.index(s), count=1)
-        if not fixed:
+        at, after = row + n * CHUNK, row + gl.minimum(n + 1, count - 1) * CHUNK
+        if fixed:
+            state, _ahead = _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                   token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, HB, fixed, SCALE, DECAY, BETA, SKIP)
+        elif GENTLE > 0:
+            next = gl.load(spans_ptr + after // CHUNK)  # []
+            if span <= GENTLE:
+                state = state * gl.exp2(pending + 0.5 * whole)
+                pending = 0.5 * whole
+                state, ahead = _gentle_chunk(state, skip, high, 0.5 * whole, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                             token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after, TOKENS, SCALE, DECAY, SKIP)
+            else:
+                state = state * gl.exp2(pending)
+                pending = nothing
+                state, ahead = _chunk(state, 0, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                      token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, HB, fixed, SCALE, DECAY, BETA, SKIP)
+            span = next
             high, rest, whole, strength = ahead
+        else:
+            state, ahead = _chunk(state, 0, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                  token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, HB, fixed, SCALE, DECAY, BETA, SKIP)
+            high, rest, whole, strength = ahead
+        mbarrier.arrive(empty.index(s), count=1)
+    if GENTLE > 0:
+        state = state * gl.exp2(pending)
     if split == SPLITS - 1:
         gl.store(final_ptr + own_state + inside, state.to(final_ptr.dtype.element_ty))
     tma.store_wait(0)
@@ -199,13 +261,14 @@ def _tiles_of(dtype: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def hopper_single_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr, initial_ptr, local_ptr, passed_ptr, T, TOKENS,
+    q_ptr, k_ptr, v_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr, initial_ptr, edges_ptr, T, TOKENS,
     out_ptr, final_ptr,
     HS: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr,
     V: gl.constexpr, BLOCK_V: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
-    INITIAL: gl.constexpr, SPLITS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    INITIAL: gl.constexpr, SPLITS: gl.constexpr, GENTLE: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):
-    """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks."""
+    """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. Decays per token without write strengths are
+    taken apart in chunks where they are at most `GENTLE` from their half, if that is not 0."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_V // WIDTH
     EACH: gl.constexpr = CONSUMERS if V == WIDTH else 1  # heads
@@ -234,15 +297,15 @@ def hopper_single_kernel(
     barriers = (full, empty)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
+            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
+                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, GENTLE)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS)),
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
-            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, local_ptr, passed_ptr, final_ptr, g_ptr, logs_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS)),
+            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
+                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, GENTLE)),
+            (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
+                         where, TOKENS, T, 1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, GENTLE)),
             (_loader, (buffers, barriers, q_desc, k_desc, v_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS)),
         ], [4, 1], [240, 24])

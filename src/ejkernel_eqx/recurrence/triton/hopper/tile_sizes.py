@@ -11,6 +11,8 @@ WIDTH = 64
 """Value channels of a group of warps; a program has one or two."""
 LEAST_TOKENS = 1024
 """Tokens of a split from which on this kernel is the default; for fewer the tuner times it."""
+GENTLE = 48.0
+"""Up to this distance from half of a chunk's log2 decay, powers of two times operands are far from bfloat16's limits."""
 _MULTIPROCESSORS = 132
 
 Sizes = tuple[int, int]

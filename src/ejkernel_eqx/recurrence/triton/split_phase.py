@@ -1,0 +1,143 @@
+"""What passes from one split of a sequence to the next: the state before each, or the gradient of the state after it.
+
+Sequences are split where there would be few programs otherwise. A split decays the state that passes through it and adds to it. One launch adds up
+what every split adds that others follow: each of its programs has one piece of a split, a product of keys and values with weights that decay to
+the split's edge, so that no piece waits for another. It reads only what has not decayed to nothing at the edge (`reach`), so a value that is not
+finite does not pass from one split to the next through such a decay. Another launch takes the state from split to split.
+
+Gradients go the other way, from the last split to the first, through queries and the outputs' gradients.
+"""
+
+import triton
+import triton.language as tl
+
+from .reach import open_segment, split_at_edge
+from .tile import (
+    decays_of,
+    from_start,
+    KEY,
+    load_carry,
+    load_state,
+    load_tile,
+    load_vector,
+    NONE,
+    operand_of,
+    segment_starts,
+    state_tile,
+    store_tile,
+)
+
+
+# fmt: off
+@triton.jit
+def local_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, g_ptr, logs_ptr, carry_ptr, beta_ptr, starts_ptr, bounds_ptr, kept_ptr, beyond_ptr, T, TOKENS,
+    local_ptr, decay_ptr,  # the second is a result if DECAY is KEY
+    HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, HB: tl.constexpr, D: tl.constexpr,
+    V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAY: tl.constexpr,
+    BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, PIECES: tl.constexpr, TO_END: tl.constexpr,
+):
+    """What each piece of a split adds to the state at the split's end (`TO_END`) or to the gradient at its start, `local [sequences, SPLITS - 1,
+    PIECES, HS, D, V]`, pieces counted from that edge; nothing is written of those that are not reached. With a decay per key channel there is
+    one piece, and the decay of the split `[sequences, SPLITS - 1, HS, D]` is found on the way."""
+    seq, index, h, d0, v0, _first, _length, _chunk, _own = state_tile(  # pyright: ignore[reportGeneralTypeIssues]
+        bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, PIECES * (SPLITS - 1))
+    piece, at = index // (SPLITS - 1), index % (SPLITS - 1)
+    first, length, chunk, begin, end, size = split_at_edge(  # pyright: ignore[reportGeneralTypeIssues]
+        at, seq, bounds_ptr, T, CHUNK, TABLE, SPLITS, PIECES, TO_END)
+    own = (seq.to(tl.int64) * (SPLITS - 1) + at) * HS + h
+    near, far = piece * size, end - begin
+    beyond = 0.0
+    if DECAY == KEY:
+        passed = tl.zeros([BLOCK_K], tl.float32) + 1.0  # [BK]
+    else:
+        far = tl.minimum(tl.load(kept_ptr + own), near + size)
+        beyond = tl.load(beyond_ptr + own * PIECES + piece)
+    if SEGMENTS:
+        opened = open_segment(starts_ptr, begin, end, first, length, seq, T, CHUNK)
+
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
+    for n in tl.range(near, far):
+        if DECAY == KEY:
+            away = far - 1 - n  # towards the edge
+        else:
+            away = n
+        c = end - 1 - away if TO_END else begin + away
+        row = first + c * CHUNK
+        count = tl.minimum(length - c * CHUNK, CHUNK)
+        if TO_END:
+            x = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            y = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        else:
+            x = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            y = load_tile(do_ptr + row * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        # Only the segment that is open at the split's end writes to the state there; only the one that is open at its start reads it.
+        if SEGMENTS:
+            if TO_END:
+                seen = c * CHUNK + tl.arange(0, CHUNK) >= opened  # [C]
+            else:
+                seen = c * CHUNK + segment_starts(starts_ptr, row, count, seq, T, CHUNK) < begin * CHUNK  # [C]
+            y = tl.where(seen[:, None], y, 0.0).to(x.dtype)  # [C, BV]
+        if DECAY == KEY:
+            # Operands include their decays to the edge of the chunk.
+            carry = load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)  # [BK]
+            state *= carry[:, None]
+            passed *= carry
+        else:
+            high, low, rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+            if TO_END:
+                weight = tl.exp2(rest + beyond)  # [C]
+                if BETA:
+                    weight *= load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
+            else:
+                weight = from_start(high + beyond, low, DECAY, EXACT) * SCALE  # [C]
+            if DECAY != NONE or BETA or not TO_END:
+                y = operand_of(y.to(tl.float32) * weight[:, None], x.dtype, PRECISION)  # [C, BV]
+            beyond += whole
+        state = tl.dot(tl.trans(x), y, state, input_precision=PRECISION)  # [BK, BV]
+
+    place = ((seq.to(tl.int64) * (SPLITS - 1) + at) * PIECES + piece) * HS + h
+    rows = D - d0
+    if DECAY == KEY:
+        if SEGMENTS:
+            passed = tl.where(opened < begin * CHUNK, passed, 0.0)
+        d = d0 + tl.arange(0, BLOCK_K)  # [BK]
+        tl.store(decay_ptr + own * D + d, passed, mask=(d < D) & (v0 == 0))
+    else:
+        rows = tl.where(near < far, rows, 0)
+    store_tile(local_ptr + place * (D * V) + d0 * V, state, V, rows, v0, V, BLOCK_K, BLOCK_V)
+
+
+@triton.jit
+def chain_kernel(
+    edge_ptr, local_ptr, passed_ptr, kept_ptr, bounds_ptr, T,
+    edges_ptr,
+    HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    DECAY: tl.constexpr, GIVEN: tl.constexpr, TABLE: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr, TO_END: tl.constexpr,
+):
+    """The state before each split (`TO_END`), or the gradient of the state after it, `edges [sequences, SPLITS, HS, D, V]`: from `edge`, that of the
+    whole sequence, and what the other kernels found of every split."""
+    seq, _split, h, d0, v0, _first, _length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
+    if GIVEN:
+        state = load_state(edge_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
+    p = tl.arange(0, PIECES)[:, None, None]  # [P, 1, 1]
+    d = d0 + tl.arange(0, BLOCK_K)[None, :, None]  # [1, BK, 1]
+    v = v0 + tl.arange(0, BLOCK_V)[None, None, :]  # [1, 1, BV]
+    inside = (p >= 0) & (d < D) & (v < V)  # [P, BK, BV]
+    for n in tl.static_range(SPLITS):
+        split = n if TO_END else SPLITS - 1 - n
+        store_tile(edges_ptr + ((seq.to(tl.int64) * SPLITS + split) * HS + h) * (D * V) + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+        if n < SPLITS - 1:
+            at = n if TO_END else SPLITS - 2 - n
+            split_own = (seq.to(tl.int64) * (SPLITS - 1) + at) * HS + h
+            written = inside
+            if DECAY != KEY:
+                _first, _length, _chunk, _begin, _end, size = split_at_edge(  # pyright: ignore[reportGeneralTypeIssues]
+                    at, seq, bounds_ptr, T, CHUNK, TABLE, SPLITS, PIECES, TO_END)
+                written = inside & (p * size < tl.load(kept_ptr + split_own))
+            pieces = local_ptr + ((seq.to(tl.int64) * (SPLITS - 1) + at) * PIECES + p) * (HS * D * V) + h * (D * V) + d * V + v  # [P, BK, BV]
+            local = tl.sum(tl.load(pieces, mask=written, other=0.0), axis=0)  # [BK, BV]
+            passed = load_carry(passed_ptr + split_own * D, d0, D, BLOCK_K)[:, None]  # [BK, 1]
+            state = tl.where(passed == 0.0, 0.0, state * passed) + local
