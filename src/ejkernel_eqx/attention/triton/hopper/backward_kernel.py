@@ -48,11 +48,7 @@ def _part(dss, s, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constex
     """Adds to a consumer's part `[64, 64]` of `dq` what one consumer's 64 keys give; not awaited."""
     k = keys.index(PART).reshape([KEYS_EACH, D])
     ds = dss.index((s & 1) * CONSUMERS + PART)
-    if BLOCK_Q == 64:  # half of the channels
-        dq = warpgroup_mma(ds.permute((1, 0)), k.slice(W * 64, 64, dim=1), dq, use_acc=USE, is_async=True)
-    else:  # half of the queries
-        dq = warpgroup_mma(ds.slice(W * 64, 64, dim=1).permute((1, 0)), k, dq, use_acc=USE, is_async=True)
-    return dq
+    return warpgroup_mma(ds.permute((1, 0)), k.slice(W * 64, 64, dim=1), dq, use_acc=USE, is_async=True)
 
 
 @gluon.jit
@@ -168,7 +164,7 @@ def hopper_backward_kernel(
     # stored, and nothing is where none sees the queries. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_K: gl.constexpr = CONSUMERS * KEYS_EACH
-    sizes: gl.constexpr = (H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, CONSUMERS, WRITERS * CONSUMERS, NUM_STAGES, 64)
+    sizes: gl.constexpr = (H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, CONSUMERS, WRITERS * CONSUMERS, NUM_STAGES, 64, 1, WRITERS)
     flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, CAP, FAST_TANH)
     extents = (B, T, S, offset)
     q_desc = _described(q_ptr, B, T, H, D, BLOCK_Q, BLOCK_D)
