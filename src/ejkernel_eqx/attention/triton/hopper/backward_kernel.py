@@ -1,7 +1,7 @@
 """Hopper's backward kernel: for every tile of keys, five products for each tile of queries that sees it.
 
 A program has two groups of four warps, the consumers, each with 64 of a tile's 128 keys, of which it sums `dk` and `dv` in registers. They exchange
-their score gradients through shared memory, and each multiplies all 128 by half of the keys' channels (or of the queries): its part of `dq`. Two
+their score gradients through shared memory, and each multiplies all 128 by half of the keys' channels: its part of `dq`. Two
 warps add those parts in device memory, one the even steps and one the odd ones; and one warp loads."""
 
 from triton.experimental import gluon
@@ -44,7 +44,7 @@ def _scores(rows, columns, BLOCK_Q: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _part(dss, s, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
+def _part(dss, s, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constexpr, D: gl.constexpr):
     """Adds to a consumer's part `[64, 64]` of `dq` what one consumer's 64 keys give; not awaited."""
     k = keys.index(PART).reshape([KEYS_EACH, D])
     ds = dss.index((s & 1) * CONSUMERS + PART)
@@ -66,7 +66,7 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
     MULTIPLIER: gl.constexpr = flags[1]
     HIDES: gl.constexpr = flags[2] >= 0 or flags[3] >= 0 or flags[4] or flags[5] or not flags[6]
     # Scores a step ahead, under the storing of `dq`, pay where nothing is hidden; with a branch that hides they cost 8%.
-    AHEAD: gl.constexpr = D == 128 and not HIDES
+    AHEAD: gl.constexpr = not HIDES
     CAP: gl.constexpr = flags[7]
     FAST_TANH: gl.constexpr = flags[8]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
@@ -123,8 +123,8 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
             fence_async_shared()
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([BLOCK_Q, D]), dk, is_async=True)
             _meet()
-            dq = _part(dss, s, ks, gl.zeros([64, 64], gl.float32, part_layout), 0, W, False, D, BLOCK_Q)
-            dq = _part(dss, s, ks, dq, 1, W, True, D, BLOCK_Q)
+            dq = _part(dss, s, ks, gl.zeros([64, 64], gl.float32, part_layout), 0, W, False, D)
+            dq = _part(dss, s, ks, dq, 1, W, True, D)
             if AHEAD:
                 dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
             else:
