@@ -10,10 +10,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.attention.hopper_protocol import Barrier, finish, LIMIT
 
-_HELPERS = """_consumer _scores _part _products _half _described _barriers_of _tiles_of""".split()
+constexpr = pytest.importorskip("triton.language").constexpr
+
+_HELPERS = """_consumer _query_gradients _give _nothing _scores _part _products _half _described _barriers_of _tiles_of""".split()
 _SHARED = """_writer _loader _load _hidden _place _bounds _tell _told _hand_over _announce _return_keys query_tiles""".split()
 
 
@@ -48,7 +51,7 @@ class Pointer:
 
 class Shared:
     def __init__(self, array: np.ndarray):
-        self.array, self.dtype = array, array.dtype
+        self.array, self.dtype, self.shape = array, array.dtype, array.shape
 
     def index(self, at: Any) -> Any:
         return Shared(self.array[at])
@@ -177,11 +180,14 @@ class Device:
             )  # fmt: skip
             self.world = dict(
                 gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None, _meet=lambda: self.own.met.wait(LIMIT),
-                KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128, _claimed=self._claimed,
+                _claimed=self._claimed,
                 warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
                 _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_await_turn, _end_turn=_end_turn,
                 tanh=lambda x, fast: np.tanh(x),
             )  # fmt: skip
+            for module in (self.parts, self.kernels):
+                constants = {name: x.value for name, x in vars(module).items() if isinstance(x, constexpr)}
+                self.world |= constants
             found = [name for name in _HELPERS if hasattr(self.kernels, name)]
             for name in found:
                 self.world[name] = self._plain(self.kernels, name)

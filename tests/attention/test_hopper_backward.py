@@ -28,7 +28,7 @@ HOPPER = DEVICES["sm_90"]
 _MISSING = gluon_unavailable(HOPPER)
 needs_gluon = pytest.mark.skipif(_MISSING is not None, reason=f"Hopper's kernel {_MISSING}")
 TILE = triton.TileConfig(64, 128, 4, 2, 0, 1)
-TILES = {64: triton.TileConfig(128, 128, 4, 2, 0, 1), 128: TILE, 256: triton.TileConfig(64, 64, 4, 1, 0, 1)}
+TILES = {64: triton.TileConfig(64, 128, 4, 3, 0, 1), 128: TILE, 256: triton.TileConfig(64, 64, 4, 1, 0, 1)}
 
 
 def configured(tile: Any = TILE) -> Any:
@@ -111,7 +111,7 @@ def test_shared_memory():
         (call(with_=("bias",)), TILE, "bias"),
         (call(256, logits_soft_cap=20.0), TILE, "soft cap"),
         (call(256), TILE, "64x128 at head dims of 256"),
-        (call(64), TILE, "64x128 at head dims of 64"),
+        (call(64), dataclasses.replace(TILE, block_q=128), "128x128 at head dims of 64"),
         (call(), dataclasses.replace(TILE, block_q=128), "128x128"),
         (call(), dataclasses.replace(TILE, num_stages=1), "1 stages"),
         (call(), dataclasses.replace(TILE, num_warps=8), "num_warps"),
@@ -139,8 +139,19 @@ def odd(**more: Any) -> Case:
     return Case(**{**dict[str, Any](B=1, T=200, S=200, H=2, K=1, D=128, V=128), **more})
 
 
+def modules_of(case: Case) -> tuple[Any, Any]:
+    """That of the kernel, and of what all of them have in common."""
+    name = {64: "narrow_backward_kernel", 128: "backward_kernel", 256: "wide_backward_kernel"}[
+        padded(case.D, 64)
+    ]
+    folder = "ejkernel_eqx.attention.triton.hopper"
+    kernels = pytest.importorskip(f"{folder}.{name}", exc_type=ImportError)
+    return kernels, importlib.import_module(f"{folder}.backward_parts")
+
+
 EMULATED = {
     "causal 128": odd(right=0),
+    "causal 64": odd(T=330, S=420, D=64, V=64, right=0, offset=90),
     "full 64": odd(T=140, S=300, D=64, V=64, K=2),
     "window 128": odd(T=330, S=400, left=140, right=20, offset=70),
     "window 64": odd(T=300, S=300, D=64, V=64, left=70, right=0),
@@ -164,9 +175,7 @@ EMULATED = {
 )  # fmt: skip
 def test_gradients(case):
     """The kernel's own code, with threads for its warps; NaN in what is hidden changes nothing."""
-    module = "wide_backward_kernel" if case.D > 128 else "backward_kernel"
-    kernels = pytest.importorskip(f"ejkernel_eqx.attention.triton.hopper.{module}", exc_type=ImportError)
-    parts = importlib.import_module("ejkernel_eqx.attention.triton.hopper.backward_parts")
+    kernels, parts = modules_of(case)
     case = dataclasses.replace(case, dtype="bfloat16")
     arrays, spec = make(case)
     dout, dlse = cotangents(case)
@@ -189,14 +198,18 @@ def test_gradients(case):
 
 
 @pytest.mark.parametrize(
-    "case", [odd(T=260, S=390, K=2, right=0, offset=130), odd(T=130, S=200, D=256, V=256)], ids=["128", "256"]
+    "case",
+    [
+        odd(T=260, S=390, K=2, right=0, offset=130),
+        odd(T=260, S=390, D=64, V=64, right=0, offset=130),
+        odd(T=130, S=200, D=256, V=256),
+    ],
+    ids=["128", "64", "256"],
 )
 @pytest.mark.slow
 def test_programs_at_once(case):
     """However many programs share the tiles of keys, the results are the same bit for bit."""
-    module = "wide_backward_kernel" if case.D > 128 else "backward_kernel"
-    kernels = pytest.importorskip(f"ejkernel_eqx.attention.triton.hopper.{module}", exc_type=ImportError)
-    parts = importlib.import_module("ejkernel_eqx.attention.triton.hopper.backward_parts")
+    kernels, parts = modules_of(case)
     arrays, spec = make(dataclasses.replace(case, dtype="bfloat16"))
     lse = jnp.zeros((case.B, case.H, case.T))
     results = []

@@ -20,7 +20,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.core import problem_of
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, AttentionSpec
-from ejkernel_eqx.attention.triton.hopper import tile_sizes
+from ejkernel_eqx.attention.triton.hopper import backward_tiles, tile_sizes
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.attention.cases import Case, CASES, EVERYTHING, make, poison
 from tests.attention.test_xla import (
@@ -219,6 +219,24 @@ def test_the_default_on_hopper(n):
             assert_close(x, exact, case.dtype, "forward", name=name)
         for _ in range(REPEATS):
             assert_same(actual, run(poisoned))
+
+
+@pytest.mark.parametrize("n", range(len(_HOPPER)), ids=[case.name for case in _HOPPER])
+def test_every_tile_of_hoppers_backward(n):
+    """As `test_triton`; the default of longer calls."""
+    case = dataclasses.replace(_HOPPER[n], dtype="float16" if n % 3 == 1 else "bfloat16")
+    arrays, spec = make(case)
+    problem, (dout, dlse) = problem_of(OPERATION, arrays, spec), cotangents(case)
+    configs = [c for c in TRITON.load().candidates(problem, device_facts()) if c.key_gradient.hopper_programs]
+    if not configs:
+        pytest.skip(
+            f"Hopper's backward {backward_tiles.unfit(problem, device_facts()) or 'has no tile for it'}"
+        )
+    for config in configs:
+        run = functools.partial(run_triton, spec=spec, config=config)
+        actual = run(arrays, dout, dlse)
+        assert_agrees(case, arrays, dout, dlse, actual)
+        assert_same(actual, run(poison(case, arrays), dout, dlse))
 
 
 def _wide(arrays: AttentionArrays) -> AttentionArrays:

@@ -1,4 +1,4 @@
-"""The launch of Hopper's backward kernel, and what stands around it: zeros where nothing is seen, and `dq` in its own dtype."""
+"""The launch of one of Hopper's backward kernels, and what stands around it: zeros where nothing is seen, and `dq` in its own dtype."""
 
 from typing import Any
 
@@ -23,12 +23,17 @@ def gradients(
     """`dq`, `dk` and `dv`. `rows`: the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`; `empty [B, H, T]`: queries that
     see no key."""
     from .backward_kernel import hopper_backward_kernel
+    from .narrow_backward_kernel import hopper_narrow_backward_kernel
     from .wide_backward_kernel import hopper_wide_backward_kernel
 
     (batch, queries, heads, dim), (keys, kv_heads) = arrays.q.shape, arrays.k.shape[1:3]
     do, lse, delta = rows
     q, k, v, width = arrays.q, arrays.k, arrays.v, padded(dim, tile_sizes.NARROWEST)
-    block_k, wide = tile.block_k, width > backward_tiles.WIDEST
+    block_k, kernel = tile.block_k, hopper_backward_kernel
+    if width <= backward_tiles.NARROWEST:
+        kernel = hopper_narrow_backward_kernel
+    elif width > backward_tiles.WIDEST:
+        kernel = hopper_wide_backward_kernel
     count = cdiv(queries, tile.block_q)
     turns = 1 + batch * heads * count
     tiles = order = visited = None
@@ -43,7 +48,7 @@ def gradients(
     are_alike = tiles is None and spec.left is None and spec.right is None
     past = ((0, 0), (0, 0), (0, count * tile.block_q - queries))
     results = launch(
-        hopper_wide_backward_kernel if wide else hopper_backward_kernel,
+        kernel,
         tile,
         {
             "turns": result(turns, dtype=jnp.int32),

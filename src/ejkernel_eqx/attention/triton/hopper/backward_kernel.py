@@ -1,7 +1,7 @@
 """Hopper's backward kernel: for every tile of keys, five products for each tile of queries that sees it.
 
 A program has two groups of four warps, the consumers, each with 64 of a tile's 128 keys, of which it sums `dk` and `dv` in registers. They exchange
-their score gradients through shared memory, and each multiplies all 128 by half of the keys' channels (or of the queries): its part of `dq`. Two
+their score gradients through shared memory, and each multiplies all 128 by half of the keys' channels: its part of `dq`. Two
 warps add those parts in device memory, one the even steps and one the odd ones; and one warp loads."""
 
 from triton.experimental import gluon
@@ -44,15 +44,11 @@ def _scores(rows, columns, BLOCK_Q: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _part(dss, s, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
+def _part(dss, s, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constexpr, D: gl.constexpr):
     """Adds to a consumer's part `[64, 64]` of `dq` what one consumer's 64 keys give; not awaited."""
     k = keys.index(PART).reshape([KEYS_EACH, D])
     ds = dss.index((s & 1) * CONSUMERS + PART)
-    if BLOCK_Q == 64:  # half of the channels
-        dq = warpgroup_mma(ds.permute((1, 0)), k.slice(W * 64, 64, dim=1), dq, use_acc=USE, is_async=True)
-    else:  # half of the queries
-        dq = warpgroup_mma(ds.slice(W * 64, 64, dim=1).permute((1, 0)), k, dq, use_acc=USE, is_async=True)
-    return dq
+    return warpgroup_mma(ds.permute((1, 0)), k.slice(W * 64, 64, dim=1), dq, use_acc=USE, is_async=True)
 
 
 @gluon.jit
@@ -70,7 +66,7 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
     MULTIPLIER: gl.constexpr = flags[1]
     HIDES: gl.constexpr = flags[2] >= 0 or flags[3] >= 0 or flags[4] or flags[5] or not flags[6]
     # Scores a step ahead, under the storing of `dq`, pay where nothing is hidden; with a branch that hides they cost 8%.
-    AHEAD: gl.constexpr = D == 128 and not HIDES
+    AHEAD: gl.constexpr = not HIDES
     CAP: gl.constexpr = flags[7]
     FAST_TANH: gl.constexpr = flags[8]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
@@ -127,8 +123,8 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
             fence_async_shared()
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([BLOCK_Q, D]), dk, is_async=True)
             _meet()
-            dq = _part(dss, s, ks, gl.zeros([64, 64], gl.float32, part_layout), 0, W, False, D, BLOCK_Q)
-            dq = _part(dss, s, ks, dq, 1, W, True, D, BLOCK_Q)
+            dq = _part(dss, s, ks, gl.zeros([64, 64], gl.float32, part_layout), 0, W, False, D)
+            dq = _part(dss, s, ks, dq, 1, W, True, D)
             if AHEAD:
                 dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
             else:
@@ -168,7 +164,7 @@ def hopper_backward_kernel(
     # stored, and nothing is where none sees the queries. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_K: gl.constexpr = CONSUMERS * KEYS_EACH
-    sizes: gl.constexpr = (H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, CONSUMERS, WRITERS * CONSUMERS, NUM_STAGES, 64)
+    sizes: gl.constexpr = (H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, CONSUMERS, WRITERS * CONSUMERS, NUM_STAGES, 64, 1, WRITERS)
     flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, CAP, FAST_TANH)
     extents = (B, T, S, offset)
     q_desc = _described(q_ptr, B, T, H, D, BLOCK_Q, BLOCK_D)

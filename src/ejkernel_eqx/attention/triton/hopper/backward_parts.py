@@ -71,19 +71,23 @@ def _claimed(claims_ptr):
 def _tell(board, r, t):
     """The loading warp says which tile is the program's number `r`."""
     told, told_full, told_empty = board
-    mbarrier.wait(told_empty.index(r & 1), ((r // 2) & 1) ^ 1)
-    told.index(r & 1).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(told_full.index(r & 1), count=1)
+    PLACES: gl.constexpr = told.shape[0]
+    at = r % PLACES
+    mbarrier.wait(told_empty.index(at), ((r // PLACES) & 1) ^ 1)
+    told.index(at).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(told_full.index(at), count=1)
 
 
 @gluon.jit
 def _told(board, r, WARPS: gl.constexpr):
     """Which tile it is. Only writers, of one warp, say that they have read it; consumers have before they give back the keys of the tile."""
     told, told_full, told_empty = board
-    mbarrier.wait(told_full.index(r & 1), (r // 2) & 1)
-    t = gl.max(told.index(r & 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
+    PLACES: gl.constexpr = told.shape[0]
+    at = r % PLACES
+    mbarrier.wait(told_full.index(at), (r // PLACES) & 1)
+    t = gl.max(told.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
     if WARPS == 1:
-        mbarrier.arrive(told_empty.index(r & 1), count=1)
+        mbarrier.arrive(told_empty.index(at), count=1)
     return t
 
 
@@ -150,6 +154,7 @@ def _hand_over(dq, sums, s, J: gl.constexpr, sizes: gl.constexpr):
     BOXES: gl.constexpr = sizes[7]
     PLACES: gl.constexpr = sizes[8]
     number = s * BOXES + J
+    WRITERS: gl.constexpr = sizes[12]
     before = number + (WRITERS * BOXES - PLACES)  # the box that was in its place, and the barriers' turn before theirs
     step = before // BOXES
     mbarrier.wait(dq_empty.index((step % WRITERS) * BOXES + before % BOXES), ((step // WRITERS) & 1) ^ 1)
@@ -159,12 +164,13 @@ def _hand_over(dq, sums, s, J: gl.constexpr, sizes: gl.constexpr):
 @gluon.jit
 def _announce(sums, s, J: gl.constexpr, sizes: gl.constexpr):
     """Says so, when what was stored is visible to copies."""
-    mbarrier.arrive(sums[1].index((s % WRITERS) * sizes[7] + J), count=1)
+    mbarrier.arrive(sums[1].index((s % sizes[12]) * sizes[7] + J), count=1)
 
 
 @gluon.jit
 def _writer(board, sums, dq_desc, turns_ptr, order_ptr, tiles_ptr, extents, W: gl.constexpr, sizes: gl.constexpr, flags: gl.constexpr):
-    """Adds `dq` of every other step, when all tiles of keys before this one have added theirs."""
+    """Adds `dq` of every step that is this writer's turn, when all tiles of keys before this one have added theirs."""
+    WRITERS: gl.constexpr = sizes[12]
     dqs, dq_full, dq_empty = sums
     _, T, S, offset = extents
     H: gl.constexpr = sizes[0]
@@ -175,6 +181,7 @@ def _writer(board, sums, dq_desc, turns_ptr, order_ptr, tiles_ptr, extents, W: g
     PLACES: gl.constexpr = sizes[8]
     LEFT: gl.constexpr = flags[2]
     TABLE: gl.constexpr = flags[4] or flags[5]
+    PARTS: gl.constexpr = BOXES if BOXES < CONSUMERS else CONSUMERS  # boxes that are added together
     G: gl.constexpr = H // sizes[1]
     tiles = (T + BLOCK_Q - 1) // BLOCK_Q
     done = 0
@@ -183,7 +190,7 @@ def _writer(board, sums, dq_desc, turns_ptr, order_ptr, tiles_ptr, extents, W: g
     while t >= 0:
         n, b, g, lo, _, _, hi = _bounds(t, extents, tiles_ptr, sizes, flags)
         steps = (hi - lo) * G
-        for e in range((W + done) % WRITERS, steps, WRITERS):
+        for e in range((W + (WRITERS - 1) * done) % WRITERS, steps, WRITERS):
             s = done + e
             head, m = _place(e, hi, G)
             h = g * G + head
@@ -194,22 +201,19 @@ def _writer(board, sums, dq_desc, turns_ptr, order_ptr, tiles_ptr, extents, W: g
                 turn = n - gl.maximum(m * BLOCK_Q + (offset - LEFT), 0) // BLOCK_K
             turn_ptr = turns_ptr + (b * H + h) * tiles + m
             _await_turn(turn_ptr, turn)
-            for pair in gl.static_range(BOXES // CONSUMERS):
-                for part in gl.static_range(CONSUMERS):
-                    mbarrier.wait(dq_full.index(W * BOXES + pair * CONSUMERS + part), (s // WRITERS) & 1)
+            for pair in gl.static_range(BOXES // PARTS):
+                for part in gl.static_range(PARTS):
+                    mbarrier.wait(dq_full.index(W * BOXES + pair * PARTS + part), (s // WRITERS) & 1)
                     row = m * BLOCK_Q
-                    column = part * (D // CONSUMERS) + pair * sizes[10]
-                    if BLOCK_Q > 64:
-                        row = m * BLOCK_Q + part * 64
-                        column = 0
-                    place = (s * BOXES + pair * CONSUMERS + part) % PLACES
+                    column = part * (D // PARTS) + pair * sizes[10]
+                    place = (s * BOXES + pair * PARTS + part) % PLACES
                     if turn == 0:
                         tma.async_copy_shared_to_global(dq_desc, [b, h, row, column], dqs.index(place))
                     else:
                         _add(dq_desc, [b, h, row, column], dqs.index(place))
                 tma.store_wait(0)
-                for part in gl.static_range(CONSUMERS):
-                    mbarrier.arrive(dq_empty.index(W * BOXES + pair * CONSUMERS + part), count=1)
+                for part in gl.static_range(PARTS):
+                    mbarrier.arrive(dq_empty.index(W * BOXES + pair * PARTS + part), count=1)
             _end_turn(turn_ptr, turn)
         done += steps
         r += 1
@@ -230,6 +234,7 @@ def _loader(board, buffers, barriers, descs, claims_ptr, tiles_ptr, extents, siz
     BLOCK_K: gl.constexpr = sizes[4]
     Q_STAGES: gl.constexpr = sizes[5]
     DO_STAGES: gl.constexpr = sizes[9]
+    KEY_PLACES: gl.constexpr = sizes[11]
     G: gl.constexpr = H // K
     WIDE: gl.constexpr = D > 128  # rows in two halves
     count = (S + BLOCK_K - 1) // BLOCK_K * B * K
@@ -239,16 +244,17 @@ def _loader(board, buffers, barriers, descs, claims_ptr, tiles_ptr, extents, siz
     while t < count:
         _tell(board, r, t)
         n, b, g, lo, _, _, hi = _bounds(t, extents, tiles_ptr, sizes, flags)
-        mbarrier.wait(kv_empty.index(0), (r & 1) ^ 1)
-        mbarrier.expect(kv_full.index(0), 2 * BLOCK_K * D * 2)
+        place = r % KEY_PLACES
+        mbarrier.wait(kv_empty.index(place), ((r // KEY_PLACES) & 1) ^ 1)
+        mbarrier.expect(kv_full.index(place), 2 * BLOCK_K * D * 2)
         for half in gl.static_range(2):
             row = n * BLOCK_K
             column = half * 128
             if not WIDE:
                 row = n * BLOCK_K + half * 64
                 column = 0
-            tma.async_copy_global_to_shared(k_desc, [b, g, row, column], kv_full.index(0), ks.index(half))
-            tma.async_copy_global_to_shared(v_desc, [b, g, row, column], kv_full.index(0), vs.index(half))
+            tma.async_copy_global_to_shared(k_desc, [b, g, row, column], kv_full.index(place), ks.index(place * 2 + half))
+            tma.async_copy_global_to_shared(v_desc, [b, g, row, column], kv_full.index(place), vs.index(place * 2 + half))
         steps = (hi - lo) * G
         for e in range(steps):
             head, m = _place(e, hi, G)

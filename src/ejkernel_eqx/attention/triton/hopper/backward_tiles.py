@@ -6,8 +6,8 @@ from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
 from . import tile_sizes
 
-WIDEST = 128
-"""Channels of the first kernel; for more there is another one."""
+NARROWEST, WIDEST = 64, 128
+"""Channels up to which there is a kernel for narrow heads, and from which on there is one for wide ones."""
 PROGRAMS = 132
 """Programs that are started: one for each multiprocessor of the largest Hopper. Where there are fewer, the last ones find nothing left to do."""
 _CACHED_BYTES = 32 * 2**20
@@ -19,7 +19,7 @@ _LEAST_PROGRAMS = 2
 
 # Queries, keys, stages by the padded head dim; best first.
 _TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
-    64: ((128, 128, 2),),
+    64: ((64, 128, 3),),
     128: ((64, 128, 2),),
     256: ((64, 64, 1),),
 }
@@ -94,11 +94,14 @@ def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: keys and values, stages of queries and cotangents with their terms, gradients of the scores twice, parts of
     `dq`, barriers."""
     width = tile_sizes.padded_width(problem)
+    keys = 2 * tile.block_k * width * 2
     streamed = 2 * tile.num_stages * tile.block_q * (width * 2 + 4)
     scores, parts = 2 * tile.block_k * tile.block_q * 2, 65536
     if width > WIDEST:  # and the weights
         scores *= 2
-    return 2 * tile.block_k * width * 2 + streamed + scores + parts + 1024
+    if width <= NARROWEST:  # keys twice, and their gradients; a part for each of three writers
+        keys, parts = 3 * keys, 3 * tile.block_q * width * 4
+    return keys + streamed + scores + parts + 1024
 
 
 def check(tile: Any, problem: Problem, second_part: bool) -> None:

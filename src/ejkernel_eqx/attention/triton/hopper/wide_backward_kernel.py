@@ -134,7 +134,7 @@ def hopper_wide_backward_kernel(
 ):
     # As `hopper_backward_kernel`, for tiles of 64 and 256 channels in one stage.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    sizes: gl.constexpr = (H, K, BLOCK_D, SIZE, SIZE, NUM_STAGES, GROUP, CONSUMERS, CONSUMERS, NUM_STAGES, HALF)
+    sizes: gl.constexpr = (H, K, BLOCK_D, SIZE, SIZE, NUM_STAGES, GROUP, CONSUMERS, CONSUMERS, NUM_STAGES, HALF, 1, WRITERS)
     flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
     extents = (B, T, S, offset)
     q_desc = _described(q_ptr, B, T, H, D, SIZE, HALF)

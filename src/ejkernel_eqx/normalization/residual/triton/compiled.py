@@ -9,7 +9,7 @@ from ....core.platforms import kernels_unavailable
 from ....dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ....launch import Execute, Launcher, NOTHING, Options, result, result_like, run
 from ....launch.sizes import cdiv, padded
-from ...triton.tile_sizes import NormTile, tile_pairs
+from ...triton.tile_sizes import DEEP, NormTile, tile_pairs
 from ..spec import COPIES, ResidualArrays, ResidualSpec
 from . import kernels
 
@@ -44,7 +44,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     rows, item = problem.dim("B") * problem.dim("M"), 4 if problem.dtype("x") == "float32" else 2
-    tiles = tile_pairs(device, rows, problem.dim("M"), problem.dim("F"), item)
+    first = (DEEP,) if padded(problem.dim("F"), 1) == 1024 else ()
+    tiles = tile_pairs(device, rows, problem.dim("M"), problem.dim("F"), item, first)
     return list(dict.fromkeys(TritonConfig(*pair) for pair in tiles))
 
 
