@@ -124,9 +124,9 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         mbarrier.wait(k_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
         qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, BLOCK_K, D, NUM_STAGES)])
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
-        s = _capped(qk, SCALE, CAP, FAST_TANH)
+        s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER)
         s, unseen = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, APART)
-        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
+        p, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
         if TABLE:
             if unseen:
                 _clear(vs, v_full, done, marks + (hi - 1) * BLOCK_K, BLOCK_K, V, NUM_STAGES)
@@ -142,12 +142,12 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             _give_turn((W + 1) % CONSUMERS)
             qk = warpgroup_mma_wait(1, deps=[qk])
             mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
-            s = _capped(qk, SCALE, CAP, FAST_TANH)
+            s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER)
             unseen = n < 0
             if GUARD:
                 if (n >= full_hi) | (n < full_lo):
                     s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, APART)
-            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
+            weights, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
             if UNDER:
                 # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
                 # that changes the weights.

@@ -83,7 +83,7 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
              RIGHT: gl.constexpr, BITS: gl.constexpr, BOUNDED: gl.constexpr):
     """`_softmax` of entry `i` of a tile."""
     t, lo, part, hi, away = tile
-    s = _capped(qk, SCALE, CAP, FAST_TANH)
+    s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER)
     if i >= part:
         row = _place(t, T, H, BLOCK_Q)[2] + W * ROWS_EACH
         pattern = i
@@ -91,7 +91,7 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
             pattern = gl.load(pattern_ptr + away + i)
         first = _entry(list_ptr, i, lo, hi, S, BLOCK_K) * BLOCK_K
         s = _visible(s, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS)
-    return _softmax(s, top, total, MULTIPLIER, True, BOUNDED)
+    return _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, True, BOUNDED)
 
 
 @gluon.jit

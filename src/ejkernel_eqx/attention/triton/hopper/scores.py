@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..tile import tanh
+from .assembly import cap_operands, cap_text, within_operands, within_text
 from .mail import _least
 
 BOUND = gl.constexpr(80.0)
@@ -60,8 +61,14 @@ def _clear(vs, v_full, at, marks_ptr, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
 
 
 @gluon.jit
-def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr):
-    return tanh(qk * (SCALE / CAP), FAST_TANH) if CAP > 0 else qk
+def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr):
+    """Scores; if they are capped, in units of log2."""
+    PACK: gl.constexpr = 32
+    if CAP == 0:
+        return qk
+    if FAST_TANH:
+        return gl.inline_asm_elementwise(cap_text(PACK, SCALE / CAP, MULTIPLIER), cap_operands(PACK), [qk], dtype=gl.float32, is_pure=True, pack=PACK)
+    return tanh(qk * (SCALE / CAP), False) * MULTIPLIER
 
 
 @gluon.jit

@@ -1,0 +1,67 @@
+"""What Hopper's kernels do to the scores of a thread in PTX: where a branch of a whole warp, or bits as predicates, save instructions that Triton's operations
+cannot."""
+
+from triton.experimental import gluon
+
+# fmt: off
+@gluon.constexpr_function
+def cap_text(pack, slope, factor):
+    """`factor * tanh(slope * x)` of `pack` scores `x`: if those of the whole warp are in its range, by a polynomial, since exponentials wait for the unit that has
+    `tanh.approx`."""
+    # tanh(y) / y in powers of y * y, of least relative error (8e-5, where `tanh.approx` has 5e-4) up to 1.
+    terms = (0.99991856, -0.33065427, 0.11889745, -0.0266296)
+    coefficients = [number(factor * slope ** (2 * n + 1) * term) for n, term in enumerate(terms)]
+    scores = [f"${pack + i}" for i in range(pack)]
+    lines = [f".reg .b32 u<{pack}>, r, most;", ".reg .pred far;"]
+    lines += [f"mul.f32 u{i}, {x}, {x};" for i, x in enumerate(scores)]
+    lines += ["max.s32 most, u0, u1;"] + [f"max.s32 most, most, u{i};" for i in range(2, pack)]
+    lines += [f"setp.gtu.f32 far, most, {number(slope**-2)};", "vote.sync.any.pred far, far, -1;", "@far bra.uni FAR;"]
+    for i, x in enumerate(scores):
+        lines.append(f"fma.rn.f32 r, u{i}, {coefficients[-1]}, {coefficients[-2]};")
+        lines += [f"fma.rn.f32 r, u{i}, r, {c};" for c in coefficients[-3::-1]]
+        lines.append(f"mul.f32 ${i}, r, {x};")
+    lines += ["bra.uni DONE;", "FAR:"]
+    for i, x in enumerate(scores):
+        lines += [f"mul.f32 r, {x}, {number(slope)};", "tanh.approx.f32 r, r;", f"mul.f32 ${i}, r, {number(factor)};"]
+    return "{\n" + "\n".join([*lines, "DONE:", "}"])
+
+
+@gluon.constexpr_function
+def cap_operands(pack):
+    return ",".join(["=f"] * pack + ["f"] * pack)
+
+
+@gluon.constexpr_function
+def number(x):
+    """A float32 in PTX."""
+    return f"{x:.9e}"
+
+
+@gluon.constexpr_function
+def within_text(pack, bounded_below):
+    """Scores `[16, columns]` of a warp, minus infinity outside of the columns that a row sees: from `low`, if there is one, up to `high`. A thread has of two
+    rows, 8 apart, columns 0 and 1, or 2 and 3, ..., 6 and 7 of every 8, by its lane."""
+    columns = pack * 2
+    lows, highs = (f"${2 * pack}", f"${2 * pack + 2}"), (f"${3 * pack}", f"${3 * pack + 2}")
+    if not bounded_below:
+        highs = lows
+    lines = [".reg .b32 base, c, r, seen<2>;", ".reg .pred p;", "mov.u32 base, %laneid;", "and.b32 base, base, 3;", "shl.b32 base, base, 1;"]
+
+    def count(bound, result):
+        """How many of the thread's columns are before `bound`."""
+        return [f"sub.s32 c, {bound}, base;", "max.s32 c, c, 0;", f"min.s32 c, c, {columns};", "and.b32 r, c, 7;", "min.s32 r, r, 2;", "shr.u32 c, c, 3;",
+                f"mad.lo.s32 {result}, c, 2, r;"]
+
+    for half in range(2):
+        lines += [*count(highs[half], "c"), f"shl.b32 seen{half}, -1, c;", f"not.b32 seen{half}, seen{half};"]
+        if bounded_below:
+            lines += [*count(lows[half], "c"), "shl.b32 c, -1, c;", f"and.b32 seen{half}, seen{half}, c;"]
+    for i in range(pack):
+        bit = i // 4 * 2 + i % 2
+        lines += [f"and.b32 c, seen{i // 2 % 2}, {1 << bit};", "setp.ne.s32 p, c, 0;", f"selp.f32 ${i}, ${pack + i}, 0fFF800000, p;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@gluon.constexpr_function
+def within_operands(pack, bounded_below):
+    return ",".join(["=f"] * pack + ["f"] * pack + ["r"] * (pack * (2 if bounded_below else 1)))
