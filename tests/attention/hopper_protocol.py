@@ -115,7 +115,7 @@ class Program:
         self.barriers = tuple(Several(Barrier(count) for _ in range(n)) for n, count in counts)
         places = 2
         self.mail = (
-            [None] * (5 * places),
+            [None] * (6 * places),
             Several(Barrier(1) for _ in range(places)),
             Several(Barrier(consumers) for _ in range(places)),
         )
@@ -165,7 +165,7 @@ class Program:
             warpgroup_mma_wait=lambda n, deps: anything, ROWS_EACH=64, QUERY_PLACES=2, LN2=1.0, LOG2E=1.0,
             _give_turn=lambda consumer: self.turns[consumer].release(),
             _await_turn=lambda consumer: self._await_turn(consumer),
-            MAIL_PLACES=2, MAIL_WORDS=5, _take=lambda pointer: next(self.taken), _write=lambda letters, at, number: letters.__setitem__(at, number),
+            MAIL_PLACES=2, MAIL_WORDS=6, _take=lambda pointer: next(self.taken), _write=lambda letters, at, number: letters.__setitem__(at, number),
             _read=lambda letters, at: letters[at], _clear=lambda *arguments: self._clear(w, *arguments),
             _visible=lambda *_: (anything, self.unseen), _begun=lambda *_: (anything,) * 2,
             _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything,

@@ -443,11 +443,11 @@ def test_every_product_reads_what_it_should(seed):
     anything = hopper_protocol.Anything()
     tile = block_k * 64 * 2
     loader = shared | dict(
-        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table, counter_ptr=anything, B=1,
+        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table, counter_ptr=anything, kinds_ptr=anything, B=1,
     )  # fmt: skip
     consumer = shared | dict(
         staging=program.buffers[0] if in_place else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
-        out_desc=anything, lse_ptr=anything, sinks_ptr=anything, start_ptr=anything, end_ptr=anything, q_segments_ptr=anything,
+        out_desc=anything, lse_ptr=anything, sinks_ptr=anything, first_ptr=anything, past_ptr=anything, q_segments_ptr=anything,
         marks_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, ROWS=False, SEGMENTS=table, SINKS=False,
         EVEN_K=False, GUARD=True, IN_PLACE=in_place,
     )  # fmt: skip

@@ -42,9 +42,7 @@ def within_text(pack, bounded_below):
     """Scores `[16, columns]` of a warp, minus infinity outside of the columns that a row sees: from `low`, if there is one, up to `high`. A thread has of two
     rows, 8 apart, columns 0 and 1, or 2 and 3, ..., 6 and 7 of every 8, by its lane."""
     columns = pack * 2
-    lows, highs = (f"${2 * pack}", f"${2 * pack + 2}"), (f"${3 * pack}", f"${3 * pack + 2}")
-    if not bounded_below:
-        highs = lows
+    highs, lows = (f"${2 * pack}", f"${2 * pack + 2}"), (f"${3 * pack}", f"${3 * pack + 2}")
     lines = [".reg .b32 base, c, r, seen<2>;", ".reg .pred p;", "mov.u32 base, %laneid;", "and.b32 base, base, 3;", "shl.b32 base, base, 1;"]
 
     def count(bound, result):
@@ -53,12 +51,12 @@ def within_text(pack, bounded_below):
                 f"mad.lo.s32 {result}, c, 2, r;"]
 
     for half in range(2):
-        lines += [*count(highs[half], "c"), f"shl.b32 seen{half}, -1, c;", f"not.b32 seen{half}, seen{half};"]
+        lines += [*count(highs[half], "c"), f"shl.b32 seen{half}, 1, c;", f"sub.s32 seen{half}, seen{half}, 1;"]
         if bounded_below:
             lines += [*count(lows[half], "c"), "shl.b32 c, -1, c;", f"and.b32 seen{half}, seen{half}, c;"]
-    for i in range(pack):
-        bit = i // 4 * 2 + i % 2
-        lines += [f"and.b32 c, seen{i // 2 % 2}, {1 << bit};", "setp.ne.s32 p, c, 0;", f"selp.f32 ${i}, ${pack + i}, 0fFF800000, p;"]
+    for half, bit in [(half, bit) for half in range(2) for bit in range(pack // 2)]:
+        i = bit // 2 * 4 + half * 2 + bit % 2
+        lines += [f"and.b32 c, seen{half}, {1 << bit};", "setp.ne.s32 p, c, 0;", f"selp.f32 ${i}, ${pack + i}, 0fFF800000, p;"]
     return "{\n" + "\n".join(lines) + "\n}"
 
 

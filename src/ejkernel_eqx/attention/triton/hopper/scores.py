@@ -11,38 +11,48 @@ from .mail import _least
 BOUND = gl.constexpr(80.0)
 """Scores in units of log2 up to which no maximum is needed in bfloat16: weights and their sums over all keys stay between 2^-126 and 2^127."""
 
+SCATTERED = gl.constexpr(2)
+"""What is odd about the keys that a tile of queries may see: 1 if no query at all sees one of them, plus this if the keys of a segment are not all side by
+side, so that segments have to be compared."""
+
 
 # fmt: off
 @gluon.jit
-def _visible(s, row, first, T, S, offset, limits, marks_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr,
-             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, APART: gl.constexpr):
+def _visible(s, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TABLE: gl.constexpr,
+             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr):
     """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden; and whether no query at all sees one of
     the keys, as `marks_ptr` says."""
     layout: gl.constexpr = s.type.layout
-    start, end, q_segment = limits
-    i = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)  # [64, 1]
-    columns = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))  # [BLOCK_K]
-    j = gl.expand_dims(columns, 0)  # [1, BLOCK_K]
+    rows = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))  # [64]
+    start, end = limits
     unseen = False
-    if ROWS:
-        s = gl.where((j >= gl.expand_dims(start, 1)) & (j < gl.expand_dims(end, 1)), s, float("-inf"))
-    else:
-        # Where there is more than one reason to hide keys, most tiles have one of them only: they are looked at `APART`, which takes registers.
-        SEVERAL: gl.constexpr = APART and (SEGMENTS or (LEFT >= 0 and RIGHT >= 0))
-        if RIGHT >= 0:
-            if not SEVERAL or first + s.shape[1] - 1 > row + (offset + RIGHT):
-                s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
-        if LEFT >= 0:
-            if not SEVERAL or first < row + (s.shape[0] - 1 + offset - LEFT):
-                s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
-        if not EVEN_K:
-            s = gl.where(j < S, s, float("-inf"))
-    if ROWS or SEGMENTS:
-        mark = gl.load(gl.multiple_of(marks_ptr + columns, [16]))  # [BLOCK_K]
-        unseen = _least(gl.min(mark, 0)) < 0
-        if SEGMENTS:
-            s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(mark, 0), s, float("-inf"))
+    if TABLE:
+        s = _within(s, start - first, end - first, True)
+        if kind != 0:
+            mark = gl.load(gl.multiple_of(marks_ptr + first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), [16]))  # [BLOCK_K]
+            unseen = _least(gl.min(mark, 0)) < 0
+            if SEGMENTS:
+                if kind >= SCATTERED:
+                    q_segment = gl.load(q_segments_ptr + rows, mask=rows < T, other=-1)  # [64]
+                    q_segment = gl.where(q_segment < 0, -2, q_segment)  # padding, equal to no key's
+                    s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(mark, 0), s, float("-inf"))
+    elif LEFT >= 0 or RIGHT >= 0 or not EVEN_K:
+        last = rows * 0 + S if RIGHT < 0 else rows + (offset + RIGHT + 1)
+        if not EVEN_K and RIGHT >= 0:
+            last = gl.minimum(last, S)
+        s = _within(s, rows + (offset - LEFT - first), last - first, LEFT >= 0)
     return s, unseen
+
+
+@gluon.jit
+def _within(s, low, high, BELOW: gl.constexpr):
+    """Scores `[64, BLOCK_K]`, minus infinity outside of the columns that a row sees: up to `high` and, if `BELOW`, from `low`."""
+    PACK: gl.constexpr = s.shape[1] // 2
+    if BELOW:
+        bounds = [s, gl.expand_dims(high, 1), gl.expand_dims(low, 1)]
+    else:
+        bounds = [s, gl.expand_dims(high, 1)]
+    return gl.inline_asm_elementwise(within_text(PACK, BELOW), within_operands(PACK, BELOW), bounds, dtype=gl.float32, is_pure=True, pack=PACK)
 
 
 @gluon.jit
@@ -64,11 +74,11 @@ def _clear(vs, v_full, at, marks_ptr, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
 def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr):
     """Scores; if they are capped, in units of log2."""
     PACK: gl.constexpr = 32
-    if CAP == 0:
-        return qk
-    if FAST_TANH:
-        return gl.inline_asm_elementwise(cap_text(PACK, SCALE / CAP, MULTIPLIER), cap_operands(PACK), [qk], dtype=gl.float32, is_pure=True, pack=PACK)
-    return tanh(qk * (SCALE / CAP), False) * MULTIPLIER
+    if CAP > 0 and FAST_TANH:
+        qk = gl.inline_asm_elementwise(cap_text(PACK, SCALE / CAP, MULTIPLIER), cap_operands(PACK), [qk], dtype=gl.float32, is_pure=True, pack=PACK)
+    elif CAP > 0:
+        qk = tanh(qk * (SCALE / CAP), False) * MULTIPLIER
+    return qk
 
 
 @gluon.jit
