@@ -73,7 +73,7 @@ def _clear(vs, v_full, at, marks_ptr, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
 @gluon.jit
 def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr):
     """Scores; if they are capped, in units of log2."""
-    PACK: gl.constexpr = 32
+    PACK: gl.constexpr = 32 if qk.shape[1] > 64 else 16
     if CAP > 0 and FAST_TANH:
         qk = gl.inline_asm_elementwise(cap_text(PACK, SCALE / CAP, MULTIPLIER), cap_operands(PACK), [qk], dtype=gl.float32, is_pure=True, pack=PACK)
     elif CAP > 0:
