@@ -170,8 +170,7 @@ class Program:
             _visible=lambda *_: (anything, self.unseen), _begun=lambda *_: (anything,) * 2,
             _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything,
         )  # fmt: skip
-        if hasattr(self.kernels, "key_tiles"):
-            world["key_tiles"] = _plain(self.kernels.key_tiles, {"tl": TL})
+        world["key_tiles"] = key_tiles()
         for helper in (
             "_scores",
             "_weighted",
@@ -185,6 +184,7 @@ class Program:
             "_entry",
             "_place",
             "_finish",
+            "_limits",
         ):
             if hasattr(self.kernels, helper):
                 world[helper] = _plain(getattr(self.kernels, helper), world)
@@ -220,6 +220,13 @@ def _where(which: Any, one: Any, other: Any) -> Any:
 
 TL = types.SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, constexpr=Any)
 """What `key_tiles` needs of Triton's language."""
+
+
+def key_tiles() -> Any:
+    """The function of the kernels that says which tiles of keys there are."""
+    from ejkernel_eqx.attention.triton.tile import key_tiles as function
+
+    return _plain(function, {"tl": TL})
 
 
 def _copied(desc: tuple[str, int], at: Any, barrier: Barrier, buffer: Buffer) -> None:
