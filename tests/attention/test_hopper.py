@@ -315,7 +315,7 @@ RANGED = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", RANGED)
 def test_bounds_in_one_launch(kind, seed):
     """Against the array operations that other kernels use; and keys that no query sees are marked."""
@@ -324,10 +324,12 @@ def test_bounds_in_one_launch(kind, seed):
     of = RANGED[kind] | ({} if "rows" in kind else dict(offset=keys - queries))
     arrays, spec = call(64, batch=batch, queries=queries, keys=keys, **of)
     arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
+    padded = rng.choice([-1, 5])  # before or behind the segments, if they are in order
     ids = [
-        np.sort(x, 1) if rng.random() < 0.7 else np.minimum(x, 1)
+        np.sort(np.where(x < 0, padded, x), 1) if rng.random() < 0.7 else np.minimum(x, 1)
         for x in (rng.integers(-1, 5, (batch, length), np.int32) for length in (queries, keys))
     ]
+    ids = [np.where(x == 5, -1, x) for x in ids]
     start = rng.integers(0, keys + 1, (1, queries))
     start = np.sort(start, 1) if rng.random() < 0.5 else start
     end = np.minimum(keys, start + rng.integers(0, keys, (1, 1)))
@@ -336,7 +338,7 @@ def test_bounds_in_one_launch(kind, seed):
     if "rows" in kind:
         arrays = arrays._replace(rows=RowRanges(*(jnp.asarray(x, jnp.int32) for x in (start, end, start))))
     arrays, spec = triton.explicit_ranges(arrays, spec)
-    block_q, block_k = ((128, 128), (192, 128), (128, 64))[seed]
+    block_q, block_k = ((128, 128), (192, 128), (128, 64))[seed % 3]
     tile = dataclasses.replace(TILE, block_q=block_q, block_k=block_k)
     launch = triton.launcher(arrays, spec, configured(tile), functools.partial(run, interpret=True))
     found = hopper_call.bounds(launch, arrays, spec, tile)
@@ -347,6 +349,30 @@ def test_bounds_in_one_launch(kind, seed):
     assert found["no_taken"][0] == 0 and found["marks"].shape == (batch, -(-keys // block_k) * block_k)
     seen = np.broadcast_to(tile_table.seen(arrays, spec).keys, (batch, keys))
     np.testing.assert_array_equal(marks >= 0, seen != 0)
+    # The range of each query is what it sees, unless the keys of a segment are apart: then it is what it sees by ranges alone.
+    first, past, kinds = (np.asarray(found[name]) for name in ("first", "past", "kinds"))
+    key = np.arange(keys)
+    ranged = (key >= first[..., None]) & (key < past[..., None])
+    low, high = (np.asarray(x)[..., None] for x in tile_table.row_ranges(arrays, spec))
+    by_range = np.broadcast_to((key >= low) & (key < high), ranged.shape)
+    alike = np.ones_like(by_range)
+    if arrays.q_segments is not None:
+        q_ids, k_ids = np.asarray(arrays.q_segments)[..., None], np.asarray(marked.kv_segments)[:, None]
+        alike = (q_ids == k_ids) & (q_ids >= 0)
+        by_range = by_range & (q_ids >= 0)
+    lo, hi = np.asarray(found["tiles"])[..., 0], np.asarray(found["tiles"])[..., 3]
+    for b in range(batch):
+        scattered = kinds[b, 0] >= 2  # `scores.SCATTERED`
+        real = np.flatnonzero(np.asarray(marks)[b] >= 0)
+        inner = np.asarray(marks)[b, real[0] : real[-1] + 1] if real.size else np.zeros(1, np.int32)
+        together = (inner >= 0).all() and (np.diff(inner) >= 0).all()
+        assert scattered == (arrays.q_segments is not None and not together) and (kinds[b] // 2 == kinds[b, 0] // 2).all()
+        np.testing.assert_array_equal(ranged[b] & alike[b], by_range[b] & alike[b])
+        if not scattered:
+            np.testing.assert_array_equal(ranged[b], by_range[b] & alike[b])
+        for m in range(kinds.shape[1]):
+            reached = np.asarray(marks)[b, lo[b, m] * block_k : hi[b, m] * block_k]
+            assert kinds[b, m] % 2 == (lo[b, m] >= hi[b, m] or (reached < 0).any())
 
 
 def _compiled(arrays, spec):

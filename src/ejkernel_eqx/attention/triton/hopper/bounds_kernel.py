@@ -37,7 +37,7 @@ def key_bounds_kernel(
             start = tl.minimum(tl.maximum(row + (offset - LEFT), 0), S)
         if RIGHT >= 0:
             end = tl.minimum(tl.maximum(row + (offset + RIGHT + 1), 0), S)
-    scattered, uncovered = count < 0, count + 0
+    scattered, real, uncovered = count < 0, S + 0, count + 0
     some = inside & (start < end)  # [MOST]
     first = tl.min(tl.where(some, start, _FAR), 0)
     last = tl.max(tl.where(some, end, 0), 0)
@@ -60,7 +60,8 @@ def key_bounds_kernel(
         lowest = tl.min(tl.where(j < S, mark, _FAR), 1)  # [_CHUNK]
         if SEGMENTS:
             before = tl.load(marks_ptr + j - 1, mask=(j > 0) & (j < S), other=0)  # [_CHUNK, BLOCK_K]
-            falls = (j < S) & (mark >= 0) & ((before < 0) | (before > mark))
+            real = tl.minimum(real, tl.min(tl.min(tl.where(mark >= 0, j, S), 1), 0))  # the first key of a segment
+            falls = (j < S) & (mark >= 0) & (j > real) & ((before < 0) | (before > mark))
             scattered |= tl.max(tl.max(falls.to(tl.int32), 1), 0) > 0
             k_low = tl.min(tl.where(mark >= 0, mark, _FAR), 1)  # [_CHUNK]
             k_high = tl.max(mark, 1)  # [_CHUNK]
@@ -82,7 +83,7 @@ def key_bounds_kernel(
     # A tile of queries without keys runs one tile of them, too.
     tl.store(kinds_ptr + tl.program_id(0), ((uncovered < hi) | (lo >= hi)).to(tl.int32) + scattered.to(tl.int32) * 2)
     if SEGMENTS:
-        low, high = _among(marks_ptr, S, segment, STEPS)
+        low, high = _among(marks_ptr, S, real, segment, STEPS)
         start = tl.where(scattered, start, tl.maximum(start, low))
         end = tl.where(scattered, end, tl.minimum(end, high))
         end = tl.where(segment >= 0, end, 0)
@@ -93,14 +94,14 @@ def key_bounds_kernel(
 
 
 @triton.jit
-def _among(marks_ptr, S, segment, STEPS: tl.constexpr):
-    """Where the keys of segments begin and end, if they are in order, those of none last."""
+def _among(marks_ptr, S, real, segment, STEPS: tl.constexpr):
+    """Where the keys of segments begin and end, if they are in order from key `real` on, with those of none before and behind."""
     begin, end = segment * 0, segment * 0  # [MOST]
     size = 1 << (STEPS - 1)
     for _ in range(0, STEPS):
         for_begin = tl.load(marks_ptr + begin + size - 1, mask=begin + size <= S, other=-1)  # [MOST]
         for_end = tl.load(marks_ptr + end + size - 1, mask=end + size <= S, other=-1)  # [MOST]
-        begin += tl.where((for_begin >= 0) & (for_begin < segment), size, 0)
-        end += tl.where((for_end >= 0) & (for_end <= segment), size, 0)
+        begin += tl.where((begin + size <= real) | ((for_begin >= 0) & (for_begin < segment)), size, 0)
+        end += tl.where((end + size <= real) | ((for_end >= 0) & (for_end <= segment)), size, 0)
         size = size // 2
     return begin, end
