@@ -460,10 +460,11 @@ def test_every_product_reads_what_it_should(kernel, seed):
     bounds = np.sort(rng.integers(0, counts[1] + 1, (counts[0], 4)), 1)
     order = schedule(rows, queries, keys, offset, left, right, block_q, block_k, 2, 1)
     size = 64 * 64 * 2
+    group = int(rng.choice([1, 2, 8]))
     if table:  # as `_number` says
-        order = np.asarray([m + counts[0] * r for m in range(counts[0])[::-1] for r in range(rows)] + [-1])[
-            :, None
-        ]
+        groups = [range(first, min(first + group, rows)) for first in range(0, rows, group)]
+        tiles = [m + counts[0] * r for some in groups for m in range(counts[0])[::-1] for r in some]
+        order = np.asarray([*tiles, -1])[:, None]
     program = hopper_protocol.Program(kernels, consumers, stages, 1 + joined, unseen=unseen)
     shared = dict(
         buffers=program.buffers, barriers=program.barriers, mail=program.mail, tiles_ptr=hopper_protocol.Pointer(bounds),
@@ -473,7 +474,7 @@ def test_every_product_reads_what_it_should(kernel, seed):
     anything = hopper_protocol.Anything()
     tile = block_k * 64 * 2
     loader = shared | dict(
-        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table, counter_ptr=anything, kinds_ptr=anything, B=1,
+        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table, counter_ptr=anything, kinds_ptr=anything, B=1, GROUP=group,
     )  # fmt: skip
     consumer = shared | dict(
         staging=program.buffers[0] if in_place and not joined else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),

@@ -14,6 +14,10 @@ from . import lists, tile_sizes
 from .schedule import schedule
 
 
+_ACTIVE = 4
+"""How many times as many rows as fit the cache run together where documents and lengths leave only a part of their keys in use at a time."""
+
+
 def attended(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int
 ) -> tuple[Array, Array]:
@@ -51,6 +55,7 @@ def attended(
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         EVEN_K=keys % tile.block_k == 0,
+        GROUP=_ACTIVE * group if ragged else 1,
         GUARD=ragged or left >= 0 or right >= 0,
         **({} if joined else {"IN_PLACE": tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))}),
         name="forward_kernel",

@@ -184,7 +184,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
 @gluon.jit
 def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, counter_ptr, B, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
             K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, LEFT: gl.constexpr,
-            RIGHT: gl.constexpr, TABLE: gl.constexpr):
+            RIGHT: gl.constexpr, TABLE: gl.constexpr, GROUP: gl.constexpr):
     """Loads the queries of every tile, and keys and values as far ahead as there are stages; across tiles of queries, too."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     qs, ks, vs = buffers
@@ -192,7 +192,7 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_pt
     done = 0
     r = 0
     if TABLE:
-        t = _number(gl.program_id(0), T, B * H, BLOCK_Q)
+        t = _number(gl.program_id(0), T, B * H, BLOCK_Q, GROUP)
         lo, full_lo, full_hi, hi, kind = _listed_bounds(t, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
         _send(mail, 0, t, (lo, full_lo, full_hi, hi, kind))
     else:
@@ -213,7 +213,7 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_pt
             mbarrier.expect(q_full.index(w), ROWS_EACH * D * 2)
             tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_Q + w * ROWS_EACH, 0], q_full.index(w), qs.index(w))
         if TABLE:  # the latency of both passes while tiles are awaited
-            upcoming = _number(gl.num_programs(0) + _take(counter_ptr), T, B * H, BLOCK_Q)
+            upcoming = _number(gl.num_programs(0) + _take(counter_ptr), T, B * H, BLOCK_Q, GROUP)
             following = _listed_bounds(upcoming, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
         for i in range(1, hi - lo):
             _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, done + i, BLOCK_K, D, NUM_STAGES)
@@ -280,7 +280,8 @@ def hopper_forward_kernel(
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
-    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
+    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, GROUP: gl.constexpr,
+    IN_PLACE: gl.constexpr,
 ):
     # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end. Which tiles of keys are seen may be known on
     # the device only, in `tiles_ptr`: then programs have no schedule, and take the next tile when they have loaded one.
@@ -315,7 +316,7 @@ def hopper_forward_kernel(
                          marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
             (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
-                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
+                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS, GROUP)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
@@ -329,5 +330,5 @@ def hopper_forward_kernel(
                          marks_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
             (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
-                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
+                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS, GROUP)),
         ], [4, 4, 1], [160, 160, 24])

@@ -161,7 +161,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
 @gluon.jit
 def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, counter_ptr, B, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
             K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, LEFT: gl.constexpr,
-            RIGHT: gl.constexpr, TABLE: gl.constexpr):
+            RIGHT: gl.constexpr, TABLE: gl.constexpr, GROUP: gl.constexpr):
     """Loads keys, queries with the first keys of their tile, and values one tile of keys later."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     qs, ks, vs = buffers
@@ -169,7 +169,7 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_pt
     at = 0
     r = 0
     if TABLE:
-        t = _number(gl.program_id(0), T, B * H, BLOCK_Q)
+        t = _number(gl.program_id(0), T, B * H, BLOCK_Q, GROUP)
         lo, full_lo, full_hi, hi, kind = _listed_bounds(t, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
         _send(mail, 0, t, (lo, full_lo, full_hi, hi, kind))
     else:
@@ -192,7 +192,7 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_pt
         if at > 0:
             _load(v_desc, last_b, last_g, last_n * BLOCK_K, vs, v_full, v_empty, at - 1, BLOCK_K, V, NUM_STAGES)
         if TABLE:  # the latency of both passes while tiles are awaited
-            upcoming = _number(gl.num_programs(0) + _take(counter_ptr), T, B * H, BLOCK_Q)
+            upcoming = _number(gl.num_programs(0) + _take(counter_ptr), T, B * H, BLOCK_Q, GROUP)
             following = _listed_bounds(upcoming, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
         at += 1
         for i in range(1, hi - lo):
@@ -218,7 +218,7 @@ def hopper_joined_kernel(
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
-    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr,
+    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, GROUP: gl.constexpr,
 ):
     # As `hopper_forward_kernel`, for two consumers.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -248,5 +248,5 @@ def hopper_joined_kernel(
                      offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT, TABLE, SEGMENTS, SINKS, EVEN_K,
                      GUARD)),
         (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
-                   BLOCK_K, NUM_STAGES, LEFT, RIGHT, TABLE)),
+                   BLOCK_K, NUM_STAGES, LEFT, RIGHT, TABLE, GROUP)),
     ], [4, 1], [240, 24])
