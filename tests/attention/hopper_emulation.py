@@ -180,7 +180,7 @@ class Device:
                 KEYS_EACH=64, CONSUMERS=2, WRITERS=2, SIZE=64, HALF=128, _claimed=self._claimed,
                 warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
                 _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_await_turn, _end_turn=_end_turn,
-                _capped=lambda x, scale, cap, fast, factor: np.tanh(x * (scale / cap)) * factor if cap > 0 else x, _log2=np.log2, LEAST=0.0,
+                _capped=lambda x, scale, cap, fast, factor, *_: np.tanh(x * (scale / cap)) * factor if cap > 0 else x, _log2=np.log2, LEAST=0.0,
             )  # fmt: skip
             found = [name for name in _HELPERS if hasattr(self.kernels, name)]
             for name in found:

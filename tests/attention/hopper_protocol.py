@@ -184,7 +184,6 @@ class Program:
             "_entry",
             "_place",
             "_finish",
-            "_limits",
         ):
             if hasattr(self.kernels, helper):
                 world[helper] = _plain(getattr(self.kernels, helper), world)

@@ -5,24 +5,27 @@ from triton.experimental import gluon
 
 # fmt: off
 @gluon.constexpr_function
-def cap_text(pack, slope, factor):
-    """`factor * tanh(slope * x)` of `pack` scores `x`: if those of the whole warp are in its range, by a polynomial, since exponentials wait for the unit that has
-    `tanh.approx`."""
+def cap_text(pack, slope, factor, weigh):
+    """`factor * tanh(slope * x)` of `pack` scores `x`, or 2 to the power of it if `weigh`: if those of the whole warp are in its range, by a polynomial, since
+    powers of two wait for the unit that has `tanh.approx`, too."""
     # tanh(y) / y in powers of y * y, of least relative error (8e-5, where `tanh.approx` has 5e-4) up to 1.
     terms = (0.99991856, -0.33065427, 0.11889745, -0.0266296)
     coefficients = [number(factor * slope ** (2 * n + 1) * term) for n, term in enumerate(terms)]
-    scores = [f"${pack + i}" for i in range(pack)]
-    lines = [f".reg .b32 u<{pack}>, r, most;", ".reg .pred far;"]
-    lines += [f"mul.f32 u{i}, {x}, {x};" for i, x in enumerate(scores)]
-    lines += ["max.s32 most, u0, u1;"] + [f"max.s32 most, most, u{i};" for i in range(2, pack)]
-    lines += [f"setp.gtu.f32 far, most, {number(slope**-2)};", "vote.sync.any.pred far, far, -1;", "@far bra.uni FAR;"]
+    scores, parts = [f"${pack + i}" for i in range(pack)], 4
+    lines = [f".reg .f32 u, r, most<{parts}>;", ".reg .pred far;"]
+    lines += [f"abs.f32 most{i}, {scores[i]};" for i in range(parts)]
+    for i in range(parts, pack):
+        lines += [f"abs.f32 u, {scores[i]};", f"max.NaN.f32 most{i % parts}, most{i % parts}, u;"]
+    lines += [f"max.NaN.f32 most0, most0, most{i};" for i in range(1, parts)]
+    lines += [f"setp.gtu.f32 far, most0, {number(1.0 / slope)};", "vote.sync.any.pred far, far, -1;", "@far bra.uni FAR;"]
     for i, x in enumerate(scores):
-        lines.append(f"fma.rn.f32 r, u{i}, {coefficients[-1]}, {coefficients[-2]};")
-        lines += [f"fma.rn.f32 r, u{i}, r, {c};" for c in coefficients[-3::-1]]
-        lines.append(f"mul.f32 ${i}, r, {x};")
+        lines += [f"mul.f32 u, {x}, {x};", f"fma.rn.f32 r, u, {coefficients[-1]}, {coefficients[-2]};"]
+        lines += [f"fma.rn.f32 r, u, r, {c};" for c in coefficients[-3::-1]]
+        lines += [f"mul.f32 ${i}, r, {x};", *([f"ex2.approx.ftz.f32 ${i}, ${i};"] if weigh else [])]
     lines += ["bra.uni DONE;", "FAR:"]
     for i, x in enumerate(scores):
         lines += [f"mul.f32 r, {x}, {number(slope)};", "tanh.approx.f32 r, r;", f"mul.f32 ${i}, r, {number(factor)};"]
+        lines += [f"ex2.approx.ftz.f32 ${i}, ${i};"] if weigh else []
     return "{\n" + "\n".join([*lines, "DONE:", "}"])
 
 
@@ -38,8 +41,8 @@ def number(x):
 
 
 @gluon.constexpr_function
-def within_text(pack, bounded_below):
-    """Scores `[16, columns]` of a warp, minus infinity outside of the columns that a row sees: from `low`, if there is one, up to `high`. A thread has of two
+def within_text(pack, bounded_below, hidden):
+    """Scores or weights `[16, columns]` of a warp, `hidden` outside of the columns that a row sees: from `low`, if there is one, up to `high`. A thread has of two
     rows, 8 apart, columns 0 and 1, or 2 and 3, ..., 6 and 7 of every 8, by its lane."""
     columns = pack * 2
     highs, lows = (f"${2 * pack}", f"${2 * pack + 2}"), (f"${3 * pack}", f"${3 * pack + 2}")
@@ -56,7 +59,7 @@ def within_text(pack, bounded_below):
             lines += [*count(lows[half], "c"), "shl.b32 c, -1, c;", f"and.b32 seen{half}, seen{half}, c;"]
     for half, bit in [(half, bit) for half in range(2) for bit in range(pack // 2)]:
         i = bit // 2 * 4 + half * 2 + bit % 2
-        lines += [f"and.b32 c, seen{half}, {1 << bit};", "setp.ne.s32 p, c, 0;", f"selp.f32 ${i}, ${pack + i}, 0fFF800000, p;"]
+        lines += [f"and.b32 c, seen{half}, {1 << bit};", "setp.ne.s32 p, c, 0;", f"selp.f32 ${i}, ${pack + i}, {hidden}, p;"]
     return "{\n" + "\n".join(lines) + "\n}"
 
 

@@ -106,7 +106,7 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
             dp = _scores(v, dos.index(at), BLOCK_Q, D)
             if not AHEAD:
                 qk = warpgroup_mma_wait(1, deps=[qk])
-            qk = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER)
+            qk = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, False, 16)
             if HIDES:
                 if (m < full_lo) | (m >= full_hi) | past:
                     qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags)

@@ -82,6 +82,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
     q = qs.index(W).reshape([ROWS_EACH, D])
     dtype: gl.constexpr = q.dtype
     BOUNDED: gl.constexpr = CAP > 0 and MULTIPLIER <= BOUND and not SINKS and dtype == gl.bfloat16
+    HIDDEN: gl.constexpr = 0.0 if BOUNDED else float("-inf")
     if W == CONSUMERS - 1:
         _give_turn(0)
     done = 0  # tiles of keys before this tile of queries
@@ -117,8 +118,8 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         mbarrier.wait(k_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
         qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, BLOCK_K, D, NUM_STAGES)])
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
-        s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER)
-        s, unseen = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, LEFT, RIGHT, TABLE, SEGMENTS, EVEN_K)
+        s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, BLOCK_K // 2)
+        s, unseen = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, LEFT, RIGHT, TABLE, SEGMENTS, EVEN_K, HIDDEN)
         p, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
         if TABLE:
             if unseen:
@@ -135,11 +136,11 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             _give_turn((W + 1) % CONSUMERS)
             qk = warpgroup_mma_wait(1, deps=[qk])
             mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
-            s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER)
+            s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, BLOCK_K // 2)
             unseen = n < 0
             if GUARD:
                 if (n >= full_hi) | (n < full_lo):
-                    s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, LEFT, RIGHT, TABLE, SEGMENTS, EVEN_K)
+                    s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, LEFT, RIGHT, TABLE, SEGMENTS, EVEN_K, HIDDEN)
             weights, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
             if UNDER:
                 # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch

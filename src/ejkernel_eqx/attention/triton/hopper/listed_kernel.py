@@ -57,23 +57,23 @@ def _place(t, T, H: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _visible(s, row, W: gl.constexpr, first, S, offset, bits_ptr, pattern, BLOCK_Q: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-             BITS: gl.constexpr):
-    """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden."""
+             BITS: gl.constexpr, HIDDEN: gl.constexpr):
+    """Scores or weights `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, `HIDDEN` where hidden."""
     layout: gl.constexpr = s.type.layout
     each = gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))  # [64]
     column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)  # [1, BLOCK_K]
     i, j = gl.expand_dims(row + each, 1), first + column
-    s = gl.where(j < S, s, float("-inf"))
+    s = gl.where(j < S, s, HIDDEN)
     if RIGHT >= 0:
-        s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
+        s = gl.where(j <= i + (offset + RIGHT), s, HIDDEN)
     if LEFT >= 0:
-        s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
+        s = gl.where(j >= i + (offset - LEFT), s, HIDDEN)
     if BITS > 0:  # words of each row, as in `load_bits`
         words = bits_ptr + gl.to_tensor(pattern).to(gl.int64) * (BLOCK_Q * BITS) + (W * ROWS_EACH + each) * BITS  # [64]
         word = gl.expand_dims(gl.load(words), 1)  # [64, 1]
         for n in gl.static_range(1, BITS):
             word = gl.where(column < n * 32, word, gl.expand_dims(gl.load(words + n), 1))  # [64, BLOCK_K]
-        s = gl.where(((word >> (column % 32)) & 1) != 0, s, float("-inf"))
+        s = gl.where(((word >> (column % 32)) & 1) != 0, s, HIDDEN)
     return s
 
 
@@ -83,14 +83,14 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
              RIGHT: gl.constexpr, BITS: gl.constexpr, BOUNDED: gl.constexpr):
     """`_softmax` of entry `i` of a tile."""
     t, lo, part, hi, away = tile
-    s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER)
+    s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, BLOCK_K // 2)
     if i >= part:
         row = _place(t, T, H, BLOCK_Q)[2] + W * ROWS_EACH
         pattern = i
         if BITS > 0:
             pattern = gl.load(pattern_ptr + away + i)
         first = _entry(list_ptr, i, lo, hi, S, BLOCK_K) * BLOCK_K
-        s = _visible(s, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS)
+        s = _visible(s, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS, 0.0 if BOUNDED else float("-inf"))
     return _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, True, BOUNDED)
 
 

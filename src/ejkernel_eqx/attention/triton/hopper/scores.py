@@ -21,15 +21,15 @@ side, so that segments have to be compared."""
 # fmt: off
 @gluon.jit
 def _visible(s, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TABLE: gl.constexpr,
-             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr):
-    """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden; and whether no query at all sees one of
+             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, HIDDEN: gl.constexpr):
+    """Scores or weights `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, `HIDDEN` where hidden; and whether no query at all sees one of
     the keys, as `marks_ptr` says."""
     layout: gl.constexpr = s.type.layout
     rows = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))  # [64]
     start, end = limits
     unseen = False
     if TABLE:
-        s = _within(s, start - first, end - first, True)
+        s = _within(s, start - first, end - first, True, HIDDEN)
         if kind != 0:
             mark = gl.load(gl.multiple_of(marks_ptr + first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), [16]))  # [BLOCK_K]
             unseen = _least(gl.min(mark, 0)) < 0
@@ -37,24 +37,24 @@ def _visible(s, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_pt
                 if kind >= SCATTERED:
                     q_segment = gl.load(q_segments_ptr + rows, mask=rows < T, other=-1)  # [64]
                     q_segment = gl.where(q_segment < 0, -2, q_segment)  # padding, equal to no key's
-                    s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(mark, 0), s, float("-inf"))
+                    s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(mark, 0), s, HIDDEN)
     elif LEFT >= 0 or RIGHT >= 0 or not EVEN_K:
         last = rows * 0 + S if RIGHT < 0 else rows + (offset + RIGHT + 1)
         if not EVEN_K and RIGHT >= 0:
             last = gl.minimum(last, S)
-        s = _within(s, rows + (offset - LEFT - first), last - first, LEFT >= 0)
+        s = _within(s, rows + (offset - LEFT - first), last - first, LEFT >= 0, HIDDEN)
     return s, unseen
 
 
 @gluon.jit
-def _within(s, low, high, BELOW: gl.constexpr):
-    """Scores `[64, BLOCK_K]`, minus infinity outside of the columns that a row sees: up to `high` and, if `BELOW`, from `low`."""
+def _within(s, low, high, BELOW: gl.constexpr, HIDDEN: gl.constexpr):
+    """Scores or weights `[64, BLOCK_K]`, `HIDDEN` outside of the columns that a row sees: up to `high` and, if `BELOW`, from `low`."""
     PACK: gl.constexpr = s.shape[1] // 2
     if BELOW:
         bounds = [s, gl.expand_dims(high, 1), gl.expand_dims(low, 1)]
     else:
         bounds = [s, gl.expand_dims(high, 1)]
-    return gl.inline_asm_elementwise(within_text(PACK, BELOW), within_operands(PACK, BELOW), bounds, dtype=gl.float32, is_pure=True, pack=PACK)
+    return gl.inline_asm_elementwise(within_text(PACK, BELOW, "0fFF800000" if HIDDEN < 0 else "0f00000000"), within_operands(PACK, BELOW), bounds, dtype=gl.float32, is_pure=True, pack=PACK)
 
 
 @gluon.jit
@@ -73,13 +73,15 @@ def _clear(vs, v_full, at, marks_ptr, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
 
 
 @gluon.jit
-def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr):
-    """Scores; if they are capped, in units of log2."""
-    PACK: gl.constexpr = 32 if qk.shape[1] > 64 else 16
+def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, BOUNDED: gl.constexpr,
+            PACK: gl.constexpr):
+    """Scores; if they are capped, in units of log2, or weights if they are `BOUNDED`. `PACK`: how many of a thread are looked at together."""
     if CAP > 0 and FAST_TANH:
-        qk = gl.inline_asm_elementwise(cap_text(PACK, SCALE / CAP, MULTIPLIER), cap_operands(PACK), [qk], dtype=gl.float32, is_pure=True, pack=PACK)
+        qk = gl.inline_asm_elementwise(cap_text(PACK, SCALE / CAP, MULTIPLIER, BOUNDED), cap_operands(PACK), [qk], dtype=gl.float32, is_pure=True, pack=PACK)
     elif CAP > 0:
         qk = tanh(qk * (SCALE / CAP), False) * MULTIPLIER
+        if BOUNDED:
+            qk = gl.exp2(qk)
     return qk
 
 
@@ -93,9 +95,8 @@ def _log2(x):
 def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUNDED: gl.constexpr):
     """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel. `BOUNDED`: without a maximum,
     and so nothing to scale: a soft cap keeps the weights far from the ends of their range."""
-    if BOUNDED:
-        p = gl.exp2(s * MULTIPLIER)  # [64, BLOCK_K]
-        return p, top, top, total + gl.sum(p, 1)
+    if BOUNDED:  # `s` are the weights
+        return s, top, top, total + gl.sum(s, 1)
     new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
     shift = new_top
     if GUARD:
