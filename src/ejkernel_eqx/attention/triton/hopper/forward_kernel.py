@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ....launch.constants import LN2, LOG2E
 from ..tile import key_tiles
 from .mail import _number, _receive, _send, _take, MAIL_PLACES, MAIL_WORDS
-from .scores import _capped, _clear, _softmax, _visible, BOUND
+from .scores import _capped, _clear, _own_sum, _row_sum, _softmax, _visible, BOUND
 
 ROWS_EACH = gl.constexpr(64)
 FIRST_TURN = gl.constexpr(8)
@@ -105,12 +105,11 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         if TABLE:
             limits = (gl.load(first_ptr + b * T + rows, mask=rows < T, other=0), gl.load(past_ptr + b * T + rows, mask=rows < T, other=0))
         marks = marks_ptr + b * ((S + BLOCK_K - 1) // BLOCK_K * BLOCK_K)
+        total = _own_sum(gl.zeros([ROWS_EACH, BLOCK_K], gl.float32, scores_layout))  # [64, 4]
+        top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, of_rows)
         if SINKS:
             top = gl.full([ROWS_EACH], 0.0, gl.float32, of_rows) + gl.load(sinks_ptr + bh) * LOG2E
-            total = gl.full([ROWS_EACH], 1.0, gl.float32, of_rows)
-        else:
-            top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, of_rows)
-            total = gl.zeros([ROWS_EACH], gl.float32, of_rows)
+            total = total + 0.25
         acc = gl.zeros([ROWS_EACH, V], gl.float32, layout)
         # The last tile of keys, which may be partly hidden or past the end. (A sum that two loops or branches carry would be spilled or unpacked:
         # there is one loop, and what hides keys is a branch in it.)
@@ -161,6 +160,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, done - 1, acc, BLOCK_K, V, NUM_STAGES)])
         mbarrier.arrive(v_empty.index((done - 1) % NUM_STAGES), count=1)
         # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
+        total = _row_sum(total, of_rows)
         some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
         total = gl.where(some, total, 1.0)
         lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))

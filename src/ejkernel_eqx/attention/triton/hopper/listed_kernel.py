@@ -25,7 +25,7 @@ from .forward_kernel import (
     _tiles_of,
     ROWS_EACH,
 )
-from .scores import _capped, _softmax, BOUND
+from .scores import _capped, _own_sum, _row_sum, _softmax, BOUND
 
 QUERY_PLACES = gl.constexpr(2)
 """Tiles of queries in shared memory: while the entries of one run, the next one is loaded."""
@@ -98,10 +98,10 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
 def _begun(sinks_ptr, t, T, BLOCK_Q: gl.constexpr, SINKS: gl.constexpr, BOUNDED: gl.constexpr, layout: gl.constexpr):
     """Maximum and denominator of a tile before its first entry."""
     top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, layout)
-    total = gl.zeros([ROWS_EACH], gl.float32, layout)
+    total = _own_sum(gl.zeros([ROWS_EACH, layout.parent.instr_shape[1]], gl.float32, layout.parent))  # [64, 4]
     if SINKS:
         top = gl.zeros([ROWS_EACH], gl.float32, layout) + gl.load(sinks_ptr + t // ((T + BLOCK_Q - 1) // BLOCK_Q)) * LOG2E
-        total = gl.full([ROWS_EACH], 1.0, gl.float32, layout)
+        total = total + 0.25
     return top, total
 
 
@@ -120,6 +120,7 @@ def _finish(acc, top, total, t, staging, out_desc, lse_ptr, T, W: gl.constexpr, 
     b, h, row = _place(t, T, H, BLOCK_Q)
     row += W * ROWS_EACH
     rows = row + gl.arange(0, ROWS_EACH, top.type.layout)  # [64]
+    total = _row_sum(total, top.type.layout)
     some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
     total = gl.where(some, total, 1.0)
     lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))

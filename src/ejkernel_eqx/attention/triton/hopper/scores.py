@@ -96,11 +96,24 @@ def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUND
     """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel. `BOUNDED`: without a maximum,
     and so nothing to scale: a soft cap keeps the weights far from the ends of their range."""
     if BOUNDED:  # `s` are the weights
-        return s, top, top, total + gl.sum(s, 1)
+        return s, top, top, total + _own_sum(s)
     new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
     shift = new_top
     if GUARD:
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
     p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
     alpha = gl.exp2(top - shift)  # [64]
-    return p, alpha, new_top, total * alpha + gl.sum(p, 1)
+    decay = gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
+    return p, alpha, new_top, total * gl.expand_dims(decay, 1) + _own_sum(p)
+
+
+@gluon.jit
+def _own_sum(p):
+    """Sums of each row, `[64, 4]`: each over the columns of one of the four threads that have the row, which meet only when the tile of queries ends."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _row_sum(total, layout: gl.constexpr):
+    """The sum of each row `[64]` of such sums."""
+    return gl.convert_layout(gl.sum(total, 1), layout, assert_trivial=True)
