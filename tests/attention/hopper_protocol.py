@@ -165,7 +165,7 @@ class Program:
             warpgroup_mma_wait=lambda n, deps: anything, ROWS_EACH=64, QUERY_PLACES=2, LN2=1.0, LOG2E=1.0,
             _give_turn=lambda consumer: self.turns[consumer].release(),
             _await_turn=lambda consumer: self._await_turn(consumer),
-            MAIL_PLACES=2, MAIL_WORDS=6, _take=lambda pointer: next(self.taken), _write=lambda letters, at, number: letters.__setitem__(at, number),
+            MAIL_PLACES=2, MAIL_WORDS=6, _take=lambda pointer: next(self.taken), _taken=lambda number: number, _write=lambda letters, at, number: letters.__setitem__(at, number),
             _read=lambda letters, at: letters[at], _clear=lambda *arguments: self._clear(w, *arguments),
             _visible=lambda *_: (anything, self.unseen), _begun=lambda *_: (anything,) * 2,
             _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything, _own_sum=anything, _row_sum=anything,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-_CHUNK = tl.constexpr(16)
+_CHUNK = tl.constexpr(32)
 """Tiles of keys that are looked at together."""
 _FAR = tl.constexpr(2**31 - 1)
 

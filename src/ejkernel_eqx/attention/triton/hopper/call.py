@@ -77,7 +77,7 @@ def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile:
     count = cdiv(queries, tile.block_q)
     results = launch(
         key_bounds_kernel,
-        Options(4),
+        Options(8),
         {
             "tiles": result(batch, count, 4, dtype=jnp.int32),
             "kinds": result(batch, count, dtype=jnp.int32),

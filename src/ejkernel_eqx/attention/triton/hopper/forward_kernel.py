@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....launch.constants import LN2, LOG2E
 from ..tile import key_tiles
-from .mail import _number, _receive, _send, _take, MAIL_PLACES, MAIL_WORDS
+from .mail import _number, _receive, _send, _take, _taken, MAIL_PLACES, MAIL_WORDS
 from .scores import _capped, _clear, _own_sum, _row_sum, _softmax, _visible, BOUND
 
 ROWS_EACH = gl.constexpr(64)
@@ -157,7 +157,11 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         if not IN_PLACE:
             mbarrier.arrive(q_empty.index(W), count=1)
         done += hi - lo
-        acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, done - 1, acc, BLOCK_K, V, NUM_STAGES)])
+        acc = _weighted(p, vs, v_full, done - 1, acc, BLOCK_K, V, NUM_STAGES)
+        r += 1
+        if TABLE:
+            upcoming, next_lo, next_full_lo, next_full_hi, next_hi, next_kind = _receive(mail, r)
+        acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((done - 1) % NUM_STAGES), count=1)
         # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
         total = _row_sum(total, of_rows)
@@ -174,11 +178,9 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         if IN_PLACE:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(W), count=1)
-        r += 1
+        t = upcoming
         if TABLE:
-            t, lo, full_lo, full_hi, hi, kind = _receive(mail, r)
-        else:
-            t = upcoming
+            lo, full_lo, full_hi, hi, kind = next_lo, next_full_lo, next_full_hi, next_hi, next_kind
     tma.store_wait(0)
 
 
@@ -213,19 +215,21 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_pt
             mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
             mbarrier.expect(q_full.index(w), ROWS_EACH * D * 2)
             tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_Q + w * ROWS_EACH, 0], q_full.index(w), qs.index(w))
-        if TABLE:  # the latency of both passes while tiles are awaited
-            upcoming = _number(gl.num_programs(0) + _take(counter_ptr), T, B * H, BLOCK_Q, GROUP)
-            following = _listed_bounds(upcoming, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
+        if TABLE:
+            number = _take(counter_ptr)
         for i in range(1, hi - lo):
             _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, done + i, BLOCK_K, D, NUM_STAGES)
             _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1, BLOCK_K, V, NUM_STAGES)
         done += hi - lo
+        r += 1
+        if TABLE:  # while all but the last values are on their way
+            upcoming = _number(gl.num_programs(0) + _taken(number), T, B * H, BLOCK_Q, GROUP)
+            following = _listed_bounds(upcoming, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
+            _send(mail, r, upcoming, following)
         _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1, BLOCK_K, V, NUM_STAGES)
         t = upcoming
-        r += 1
         if TABLE:
             lo, hi = following[0], following[3]
-            _send(mail, r, t, following)
 
 
 @gluon.jit

@@ -13,17 +13,23 @@ MAIL_WORDS = gl.constexpr(6)
 # fmt: off
 @gluon.jit
 def _take(counter_ptr):
-    """The next number of a counter that all programs share."""
+    """The next number of a counter that all programs share, in the first lane; not awaited."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
         .reg .b32 lane;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
         @first atom.global.relaxed.gpu.add.u32 $0, [$1], 1;
-        shfl.sync.idx.b32 $0, $0, 0, 31, -1;
         }""",
         "=&r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _taken(number):
+    """A number that `_take` has taken, in all lanes."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
