@@ -98,7 +98,8 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
 def _begun(sinks_ptr, t, T, BLOCK_Q: gl.constexpr, SINKS: gl.constexpr, BOUNDED: gl.constexpr, layout: gl.constexpr):
     """Maximum and denominator of a tile before its first entry."""
     top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, layout)
-    total = _own_sum(gl.zeros([ROWS_EACH, layout.parent.instr_shape[1]], gl.float32, layout.parent))  # [64, 4]
+    COLUMNS: gl.constexpr = layout.parent.instr_shape[1]
+    total = _own_sum(gl.zeros([ROWS_EACH, COLUMNS], gl.float32, layout.parent))  # [64, 4]
     if SINKS:
         top = gl.zeros([ROWS_EACH], gl.float32, layout) + gl.load(sinks_ptr + t // ((T + BLOCK_Q - 1) // BLOCK_Q)) * LOG2E
         total = total + 0.25
