@@ -66,3 +66,11 @@ def within_text(pack, bounded_below, hidden):
 @gluon.constexpr_function
 def within_operands(pack, bounded_below):
     return ",".join(["=f"] * pack + ["f"] * pack + ["r"] * (pack * (2 if bounded_below else 1)))
+
+
+@gluon.constexpr_function
+def fence_text(pack):
+    """`pack` numbers in a loop, which the assembler cannot turn into predicated instructions."""
+    lines = [".reg .b32 left;", ".reg .pred more;", f"mov.b32 left, ${pack};", *[f"mov.b32 ${i}, ${pack + i};" for i in range(pack)], "AGAIN:"]
+    lines += [f"add.f32 ${i}, ${i}, ${i};" for i in range(pack)]
+    return "{\n" + "\n".join([*lines, "shr.u32 left, left, 1;", "setp.ne.u32 more, left, 0;", "@more bra AGAIN;", "}"])

@@ -106,10 +106,13 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
             dp = _scores(v, dos.index(at), BLOCK_Q, D)
             if not AHEAD:
                 qk = warpgroup_mma_wait(1, deps=[qk])
+            if CAP > 0 and HIDES:  # as in `scores._scored`
+                if (m < full_lo) | (m >= full_hi) | past:
+                    qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags, 0.0)
             qk = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, False, 16)
             if HIDES:
                 if (m < full_lo) | (m >= full_hi) | past:
-                    qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags)
+                    qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags, float("-inf"))
             lse = lses.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
             p = gl.exp2(qk * (1.0 if CAP > 0 else MULTIPLIER) - gl.expand_dims(lse, 0))  # [64, BLOCK_Q]
             weights = gl.convert_layout(p.to(dtype), weights_layout)

@@ -14,10 +14,6 @@ from . import lists, tile_sizes
 from .schedule import schedule
 
 
-_ACTIVE = 4
-"""How many times as many rows as fit the cache run together where documents and lengths leave only a part of their keys in use at a time."""
-
-
 def attended(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int
 ) -> tuple[Array, Array]:
@@ -25,6 +21,7 @@ def attended(
     if spec.listed:
         return _attended_by_lists(launch, arrays, spec, tile, group)
     from .forward_kernel import hopper_forward_kernel
+    from .joined_kernel import hopper_joined_kernel
 
     (batch, queries, heads, dim), (keys, values) = arrays.q.shape, (arrays.k.shape[1], arrays.v.shape[-1])
     ragged = arrays.rows is not None or arrays.q_segments is not None
@@ -37,8 +34,9 @@ def attended(
         table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
         given = {"schedule": jnp.asarray(table), **dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_taken"))}
     sinks = None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads))
+    joined = tile_sizes.joined(tile, padded(dim, tile_sizes.NARROWEST))
     results = launch(
-        hopper_forward_kernel,
+        hopper_joined_kernel if joined else hopper_forward_kernel,
         tile,
         {
             "taken": result(1, dtype=jnp.int32),
@@ -53,9 +51,8 @@ def attended(
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         EVEN_K=keys % tile.block_k == 0,
-        GROUP=_ACTIVE * group if ragged else 1,
         GUARD=ragged or left >= 0 or right >= 0,
-        IN_PLACE=tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST)),
+        **({} if joined else {"IN_PLACE": tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))}),
         name="forward_kernel",
     )
     return results["out"], results["lse"]

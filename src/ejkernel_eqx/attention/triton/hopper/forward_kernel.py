@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ....launch.constants import LN2, LOG2E
 from ..tile import key_tiles
 from .mail import _number, _receive, _send, _take, _taken, MAIL_PLACES, MAIL_WORDS
-from .scores import _capped, _clear, _own_sum, _row_sum, _softmax, _visible, BOUND
+from .scores import _before_wait, _clear, _own_sum, _row_sum, _scored, _softmax, BOUND
 
 ROWS_EACH = gl.constexpr(64)
 FIRST_TURN = gl.constexpr(8)
@@ -82,7 +82,6 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
     q = qs.index(W).reshape([ROWS_EACH, D])
     dtype: gl.constexpr = q.dtype
     BOUNDED: gl.constexpr = CAP > 0 and MULTIPLIER <= BOUND and not SINKS and dtype == gl.bfloat16
-    HIDDEN: gl.constexpr = 0.0 if BOUNDED else float("-inf")
     if W == CONSUMERS - 1:
         _give_turn(0)
     done = 0  # tiles of keys before this tile of queries
@@ -117,8 +116,8 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         mbarrier.wait(k_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
         qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, BLOCK_K, D, NUM_STAGES)])
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
-        s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, BLOCK_K // 2)
-        s, unseen = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, LEFT, RIGHT, TABLE, SEGMENTS, EVEN_K, HIDDEN)
+        s, unseen = _scored(qk, True, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
+                            RIGHT, TABLE, SEGMENTS, EVEN_K, BOUNDED)
         p, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
         if TABLE:
             if unseen:
@@ -135,17 +134,14 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             _give_turn((W + 1) % CONSUMERS)
             qk = warpgroup_mma_wait(1, deps=[qk])
             mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
-            s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, BLOCK_K // 2)
-            unseen = n < 0
+            partly = GUARD
             if GUARD:
-                if (n >= full_hi) | (n < full_lo):
-                    s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, LEFT, RIGHT, TABLE, SEGMENTS, EVEN_K, HIDDEN)
+                partly = (n >= full_hi) | (n < full_lo)
+            s, unseen = _scored(qk, partly, row, n * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
+                                RIGHT, TABLE, SEGMENTS, EVEN_K, BOUNDED)
             weights, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
             if UNDER:
-                # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
-                # that changes the weights.
-                if T < 0:
-                    weights = weights * 2.0
+                weights = _before_wait(weights, T)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
             if TABLE:
@@ -187,7 +183,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
 @gluon.jit
 def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, counter_ptr, B, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
             K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, LEFT: gl.constexpr,
-            RIGHT: gl.constexpr, TABLE: gl.constexpr, GROUP: gl.constexpr):
+            RIGHT: gl.constexpr, TABLE: gl.constexpr):
     """Loads the queries of every tile, and keys and values as far ahead as there are stages; across tiles of queries, too."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     qs, ks, vs = buffers
@@ -195,7 +191,7 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_pt
     done = 0
     r = 0
     if TABLE:
-        t = _number(gl.program_id(0), T, B * H, BLOCK_Q, GROUP)
+        t = _number(gl.program_id(0), T, B * H, BLOCK_Q)
         lo, full_lo, full_hi, hi, kind = _listed_bounds(t, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
         _send(mail, 0, t, (lo, full_lo, full_hi, hi, kind))
     else:
@@ -223,7 +219,7 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_pt
         done += hi - lo
         r += 1
         if TABLE:  # while all but the last values are on their way
-            upcoming = _number(gl.num_programs(0) + _taken(number), T, B * H, BLOCK_Q, GROUP)
+            upcoming = _number(gl.num_programs(0) + _taken(number), T, B * H, BLOCK_Q)
             following = _listed_bounds(upcoming, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
             _send(mail, r, upcoming, following)
         _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1, BLOCK_K, V, NUM_STAGES)
@@ -285,8 +281,7 @@ def hopper_forward_kernel(
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
-    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, GROUP: gl.constexpr,
-    IN_PLACE: gl.constexpr,
+    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
 ):
     # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end. Which tiles of keys are seen may be known on
     # the device only, in `tiles_ptr`: then programs have no schedule, and take the next tile when they have loaded one.
@@ -321,7 +316,7 @@ def hopper_forward_kernel(
                          marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
             (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
-                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS, GROUP)),
+                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
@@ -335,5 +330,5 @@ def hopper_forward_kernel(
                          marks_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
             (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
-                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS, GROUP)),
+                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 4, 1], [160, 160, 24])

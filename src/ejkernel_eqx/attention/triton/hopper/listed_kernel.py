@@ -25,7 +25,7 @@ from .forward_kernel import (
     _tiles_of,
     ROWS_EACH,
 )
-from .scores import _capped, _own_sum, _row_sum, _softmax, BOUND
+from .scores import _before_wait, _capped, _own_sum, _row_sum, _softmax, BOUND
 
 QUERY_PLACES = gl.constexpr(2)
 """Tiles of queries in shared memory: while the entries of one run, the next one is loaded."""
@@ -83,13 +83,16 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
              RIGHT: gl.constexpr, BITS: gl.constexpr, BOUNDED: gl.constexpr):
     """`_softmax` of entry `i` of a tile."""
     t, lo, part, hi, away = tile
-    s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, BLOCK_K // 2)
+    row, first, pattern = 0, 0, i
     if i >= part:
         row = _place(t, T, H, BLOCK_Q)[2] + W * ROWS_EACH
-        pattern = i
         if BITS > 0:
             pattern = gl.load(pattern_ptr + away + i)
         first = _entry(list_ptr, i, lo, hi, S, BLOCK_K) * BLOCK_K
+        if CAP > 0:  # as in `scores._scored`
+            qk = _visible(qk, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS, 0.0)
+    s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, BLOCK_K // 2)
+    if i >= part:
         s = _visible(s, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS, 0.0 if BOUNDED else float("-inf"))
     return _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, True, BOUNDED)
 
@@ -190,10 +193,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
         weights, alpha, top, total = _weights(
             qk, top, total, (t, lo, part, hi, away), i, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W, H, BLOCK_Q, BLOCK_K, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
             RIGHT, BITS, BOUNDED)
-        # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch that
-        # changes the weights.
-        if T < 0:
-            weights = weights * 2.0
+        weights = _before_wait(weights, T)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
         p = gl.convert_layout(weights.to(dtype), weights_layout)

@@ -33,13 +33,10 @@ def _taken(number):
 
 
 @gluon.jit
-def _number(i, T, rows, BLOCK_Q: gl.constexpr, GROUP: gl.constexpr):
-    """Tile number `i` of those that programs take, -1 behind the last one: of `GROUP` rows of batch times heads after another, which fit the cache, and of
-    each group the last queries of all rows first."""
+def _number(i, T, rows, BLOCK_Q: gl.constexpr):
+    """Tile number `i` of those that programs take, -1 behind the last one: the last queries of all rows of batch times heads first."""
     tiles = (T + BLOCK_Q - 1) // BLOCK_Q
-    first = i // (tiles * GROUP) * GROUP
-    inside, width = i % (tiles * GROUP), gl.maximum(gl.minimum(rows - first, GROUP), 1)
-    return gl.where(i < tiles * rows, (first + inside % width) * tiles + (tiles - 1 - inside // width), -1)
+    return gl.where(i < tiles * rows, i % rows * tiles + (tiles - 1 - i // rows), -1)
 
 
 @gluon.jit

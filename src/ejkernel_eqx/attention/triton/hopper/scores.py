@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..tile import tanh
-from .assembly import cap_operands, cap_text, within_operands, within_text
+from .assembly import cap_operands, cap_text, fence_text, within_operands, within_text
 from .mail import _least
 
 BOUND = gl.constexpr(80.0)
@@ -19,6 +19,23 @@ side, so that segments have to be compared."""
 
 
 # fmt: off
+@gluon.jit
+def _scored(qk, partly, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_ptr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr,
+            MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TABLE: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr,
+            BOUNDED: gl.constexpr):
+    """`_capped` of a product by the keys from `first` on, hidden as by `_visible` if the tile is `partly` visible. What is hidden decides nothing: not how the
+    others are capped, either."""
+    unseen = first < 0
+    if CAP > 0:
+        if partly:
+            qk, unseen = _visible(qk, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_ptr, LEFT, RIGHT, TABLE, SEGMENTS, EVEN_K, 0.0)
+    s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, qk.shape[1] // 2)
+    if partly:
+        s, unseen = _visible(s, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_ptr, LEFT, RIGHT, TABLE, SEGMENTS, EVEN_K,
+                             0.0 if BOUNDED else float("-inf"))
+    return s, unseen
+
+
 @gluon.jit
 def _visible(s, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TABLE: gl.constexpr,
              SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, HIDDEN: gl.constexpr):
@@ -117,3 +134,13 @@ def _own_sum(p):
 def _row_sum(total, layout: gl.constexpr):
     """The sum of each row `[64]` of such sums."""
     return gl.convert_layout(gl.sum(total, 1), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _before_wait(weights, T):
+    """Weights, computed before products are awaited that run meanwhile: NVIDIA's assembler would else move the wait to before them. It moves none across a
+    branch that changes them, if it cannot do without the branch."""
+    PACK: gl.constexpr = weights.shape[1] // 2
+    if T < 0:  # never so
+        weights = gl.inline_asm_elementwise(fence_text(PACK), cap_operands(PACK), [weights], dtype=gl.float32, is_pure=False, pack=PACK)
+    return weights

@@ -204,6 +204,11 @@ def shared_memory(tile: Any, problem: Problem) -> int:
     return (queries if stores_in_place(tile, width) else 2 * queries) + _streamed(tile, width)
 
 
+def joined(tile: Any, width: int) -> bool:
+    """Whether one loop runs over all tiles of queries of a program, of which two are in shared memory."""
+    return tile.block_q == 128 and 3 * tile.block_q * width * 2 + _streamed(tile, width) <= _MOST_SHARED
+
+
 def stores_in_place(tile: Any, width: int) -> bool:
     """Whether the output takes the place of the queries, whose successors then wait for it."""
     return 2 * tile.block_q * width * 2 + _streamed(tile, width) > _MOST_SHARED
