@@ -196,10 +196,11 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
 
 
 def shared_memory(tile: Any, problem: Problem) -> int:
-    """The bytes that a program takes: queries, stages of keys and values, the output if it has its own place, barriers."""
+    """The bytes that a program takes: queries, twice if there is one loop over all tiles, stages of keys and values, the output if it has its own place,
+    barriers."""
     width = padded_width(problem)
     queries = tile.block_q * width * 2
-    if _listed(problem):
+    if _listed(problem) or joined(tile, width):
         return 3 * queries + _streamed(tile, width)
     return (queries if stores_in_place(tile, width) else 2 * queries) + _streamed(tile, width)
 
