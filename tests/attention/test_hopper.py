@@ -368,7 +368,10 @@ def test_bounds_in_one_launch(kind, seed):
         real = np.flatnonzero(np.asarray(marks)[b] >= 0)
         inner = np.asarray(marks)[b, real[0] : real[-1] + 1] if real.size else np.zeros(1, np.int32)
         together = (inner >= 0).all() and (np.diff(inner) >= 0).all()
-        assert scattered == (arrays.q_segments is not None and not together) and (kinds[b] // 2 == kinds[b, 0] // 2).all()
+        assert (
+            scattered == (arrays.q_segments is not None and not together)
+            and (kinds[b] // 2 == kinds[b, 0] // 2).all()
+        )
         np.testing.assert_array_equal(ranged[b] & alike[b], by_range[b] & alike[b])
         if not scattered:
             np.testing.assert_array_equal(ranged[b], by_range[b] & alike[b])

@@ -3,6 +3,7 @@ cannot."""
 
 from triton.experimental import gluon
 
+
 # fmt: off
 @gluon.constexpr_function
 def cap_text(pack, slope, factor, weigh):

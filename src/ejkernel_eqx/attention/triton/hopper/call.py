@@ -32,7 +32,10 @@ def attended(
         given: dict[str, Any] = {"schedule": None}
     else:
         table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
-        given = {"schedule": jnp.asarray(table), **dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_taken"))}
+        given = {
+            "schedule": jnp.asarray(table),
+            **dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_taken")),
+        }
     sinks = None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads))
     joined = tile_sizes.joined(tile, padded(dim, tile_sizes.NARROWEST))
     results = launch(
@@ -52,7 +55,11 @@ def attended(
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         EVEN_K=keys % tile.block_k == 0,
         GUARD=ragged or left >= 0 or right >= 0,
-        **({} if joined else {"IN_PLACE": tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))}),
+        **(
+            {}
+            if joined
+            else {"IN_PLACE": tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))}
+        ),
         name="forward_kernel",
     )
     return results["out"], results["lse"]

@@ -64,7 +64,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         upcoming = gl.load(schedule_ptr + gl.num_programs(0) + gl.program_id(0))
         m, b = t % ((T + BLOCK_Q - 1) // BLOCK_Q), 0
         lo, full_lo, full_hi, hi = _key_tiles(tiles_ptr, 0, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, False)
-    b, h, row = _place(t, T, H, BLOCK_Q)
+    b, _, row = _place(t, T, H, BLOCK_Q)
     row += W * ROWS_EACH
     start, end = _limits(first_ptr, past_ptr, row, b, T, of_rows, TABLE)
     mbarrier.wait(q_full.index(W), 0)
@@ -100,7 +100,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         place = r % QUERY_PLACES * CONSUMERS + W
         ended_top, ended_total = top, total
         if is_first:
-            b, h, row = _place(t, T, H, BLOCK_Q)
+            b, _, row = _place(t, T, H, BLOCK_Q)
             row += W * ROWS_EACH
             start, end = _limits(first_ptr, past_ptr, row, b, T, of_rows, TABLE)
             if not TABLE:
@@ -169,6 +169,7 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_pt
         _send(mail, 0, t, (lo, full_lo, full_hi, hi, kind))
     else:
         t = gl.load(schedule_ptr + gl.program_id(0))
+        lo, hi = t, t
     last_b, last_g, last_n = t * 0, t * 0, t * 0  # of the keys before
     while t >= 0:
         if not TABLE:
