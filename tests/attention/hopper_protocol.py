@@ -169,8 +169,7 @@ class Program:
             _write=lambda letters, at, number: letters.__setitem__(at, number),
             _read=lambda letters, at: letters[at], _clear=lambda *arguments: self._clear(w, *arguments),
             _scored=lambda qk, partly, *_: (anything, partly and self.unseen), _before_wait=anything, _begun=lambda *_: (anything,) * 2,
-            _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4,
-            **dict.fromkeys("_capped _own_sum _row_sum _rescaled".split(), anything),
+            _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything, _own_sum=anything, _row_sum=anything,
         )  # fmt: skip
         world["key_tiles"] = key_tiles()
         for helper in (

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ....launch.constants import LN2, LOG2E
 from ..tile import key_tiles
 from .mail import _number, _receive, _send, _take, _taken, MAIL_PLACES, MAIL_WORDS
-from .scores import _before_wait, _clear, _own_sum, _rescaled, _row_sum, _scored, _softmax, BOUND
+from .scores import _before_wait, _clear, _own_sum, _row_sum, _scored, _softmax, BOUND
 
 ROWS_EACH = gl.constexpr(64)
 FIRST_TURN = gl.constexpr(8)
@@ -148,7 +148,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
                 if unseen:
                     _clear(vs, v_full, at, marks + n * BLOCK_K, BLOCK_K, V, NUM_STAGES)
             if not BOUNDED:
-                acc = _rescaled(acc, alpha)
+                acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
             p = gl.convert_layout(weights.to(dtype), weights_layout)
         if not IN_PLACE:
             mbarrier.arrive(q_empty.index(W), count=1)

@@ -20,7 +20,7 @@ from .forward_kernel import (
 )
 from .listed_kernel import _begun, _finish, _place, _weighted, QUERY_PLACES
 from .mail import _number, _receive, _send, _take, _taken, MAIL_PLACES, MAIL_WORDS
-from .scores import _before_wait, _clear, _rescaled, _scored, _softmax, BOUND
+from .scores import _before_wait, _clear, _scored, _softmax, BOUND
 
 
 # fmt: off
@@ -133,7 +133,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             before = t + 0
         # Of a new tile, what remains of the last one is not added to.
         if not BOUNDED:
-            acc = _rescaled(acc, alpha)
+            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
         more = n < hi - 1
         at += 1
         n -= 1

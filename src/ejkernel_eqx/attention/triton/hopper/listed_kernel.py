@@ -25,7 +25,7 @@ from .forward_kernel import (
     _tiles_of,
     ROWS_EACH,
 )
-from .scores import _before_wait, _capped, _own_sum, _rescaled, _row_sum, _softmax, BOUND
+from .scores import _before_wait, _capped, _own_sum, _row_sum, _softmax, BOUND
 
 QUERY_PLACES = gl.constexpr(2)
 """Tiles of queries in shared memory: while the entries of one run, the next one is loaded."""
@@ -202,7 +202,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
             before = t + 0
         # Of a new tile, what remains of the last one is not added to.
         if not BOUNDED:
-            acc = _rescaled(acc, alpha)
+            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
         more = i > lo
         at += 1
         i += 1

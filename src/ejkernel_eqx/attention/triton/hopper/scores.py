@@ -5,22 +5,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..tile import tanh
-from .assembly import (
-    cap_operands,
-    cap_text,
-    fence_text,
-    rescale_operands,
-    rescale_text,
-    within_operands,
-    within_text,
-)
+from .assembly import cap_operands, cap_text, fence_text, within_operands, within_text
 from .mail import _least
 
 BOUND = gl.constexpr(80.0)
 """Scores in units of log2 up to which no maximum is needed in bfloat16: weights and their sums over all keys stay between 2^-126 and 2^127."""
 
-PATIENCE = gl.constexpr(8.0)
-"""By how much, in units of log2, a maximum has to grow before sums are scaled to it."""
 LEAST = gl.constexpr(2.0**-126)
 """The least float32 that the GPU's fast instructions do not take for 0."""
 SCATTERED = gl.constexpr(2)
@@ -124,9 +114,7 @@ def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUND
     and so nothing to scale: a soft cap keeps the weights far from the ends of their range."""
     if BOUNDED:  # `s` are the weights
         return s, top, top, total + _own_sum(s)
-    # A maximum that grows by less than `PATIENCE` stays what it was: weights and sums have room for it, and sums are not scaled.
-    most = gl.max(s, 1) * MULTIPLIER  # [64]
-    new_top = gl.where(most > top + PATIENCE, most, top)  # [64]
+    new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
     shift = new_top
     if GUARD:
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
@@ -156,11 +144,3 @@ def _before_wait(weights, T):
     if T < 0:  # never so
         weights = gl.inline_asm_elementwise(fence_text(PACK), cap_operands(PACK), [weights], dtype=gl.float32, is_pure=False, pack=PACK)
     return weights
-
-
-@gluon.jit
-def _rescaled(acc, alpha):
-    """Sums `[64, V]` times the factors of their rows, which are mostly 1."""
-    PACK: gl.constexpr = acc.shape[1] // 2
-    factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1)
-    return gl.inline_asm_elementwise(rescale_text(PACK), rescale_operands(PACK), [acc, factor], dtype=gl.float32, is_pure=True, pack=PACK)
