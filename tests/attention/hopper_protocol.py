@@ -168,7 +168,7 @@ class Program:
             MAIL_PLACES=2, MAIL_WORDS=6, _take=lambda pointer: next(self.taken), _taken=lambda number: number,
             _write=lambda letters, at, number: letters.__setitem__(at, number),
             _read=lambda letters, at: letters[at], _clear=lambda *arguments: self._clear(w, *arguments),
-            _scored=lambda qk, partly, *_: (anything, partly and self.unseen), _before_wait=anything, _begun=lambda *_: (anything,) * 2,
+            _scored=lambda qk, partly, *_: (anything, partly and self.unseen), _begun=lambda *_: (anything,) * 2,
             _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything, _own_sum=anything, _row_sum=anything,
         )  # fmt: skip
         world["key_tiles"] = key_tiles()
@@ -185,7 +185,6 @@ class Program:
             "_entry",
             "_place",
             "_finish",
-            "_limits",
         ):
             if hasattr(self.kernels, helper):
                 world[helper] = _plain(getattr(self.kernels, helper), world)

@@ -419,7 +419,8 @@ def test_defaults_compile(of, spills):
     assert report.fits and report.spills <= spills and report.registers <= 168, report
     assert not _waits(launch)
     under, behind = _powers_of_two(launch)
-    if "joined" in launch.function.fn.__name__:
+    constants = launch.constants
+    if constants["BLOCK_Q"] == 128 and constants["BLOCK_V"] < 256 and constants["GUARD"]:
         assert under >= 64 and behind <= 2
 
 
@@ -454,34 +455,25 @@ def _waits(launch):
 
 @needs_gluon
 def test_the_estimate_of_shared_memory():
-    """Where two tiles of queries do not fit, there is one; and its output takes its place, if it has to."""
-    joined, in_place = [], []
     for dim, stages in itertools.product((64, 128, 256), (1, 2, 3)):
-        of = problem(dim, left=500, **CAUSAL)
+        of = problem(dim, **CAUSAL)
         tile = triton.TileConfig(*tile_sizes.tiles(of, HOPPER)[0])
         tile = dataclasses.replace(tile, num_stages=stages)
-        (launch,) = launches(*call(dim, left=500, **CAUSAL), configured(tile))
-        if "joined" in launch.function.fn.__name__:
-            joined.append((dim, stages))
-        elif launch.constants["IN_PLACE"]:
-            in_place.append((dim, stages))
-    assert joined == [(64, 1), (64, 2), (64, 3), (128, 1), (128, 2)]
-    assert in_place == [(128, 3), (256, 2), (256, 3)]
+        (launch,) = launches(*call(dim, **CAUSAL), configured(tile))
+        assert {"queries": launch.constants["IN_PLACE"]} == {
+            "queries": (dim, stages) in ((128, 3), (256, 2), (256, 3))
+        }
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("kernel", ["forward", "joined"])
-def test_every_product_reads_what_it_should(kernel, seed):
+def test_every_product_reads_what_it_should(seed):
     """The kernel's own control flow, with threads for its warps: every consumer multiplies its queries by each tile of keys that they see, the last
     one first, then the weights by the same tile of values, and stores one tile."""
-    kernels = pytest.importorskip(
-        f"ejkernel_eqx.attention.triton.hopper.{kernel}_kernel", exc_type=ImportError
-    )
-    rng, joined = np.random.default_rng(seed), kernel == "joined"
+    kernels = pytest.importorskip("ejkernel_eqx.attention.triton.hopper.forward_kernel", exc_type=ImportError)
+    rng = np.random.default_rng(seed)
     consumers, stages, block_k = int(rng.choice([2, 3])), int(rng.integers(1, 5)), int(rng.choice([64, 128]))
     rows, queries, keys = int(rng.integers(1, 5)), int(rng.integers(1, 900)), int(rng.integers(1, 900))
     left, right = (int(x) for x in rng.choice([-1, 0, 200], 2))
-    consumers = 2 if joined else consumers
     table, in_place = bool(rng.random() < 0.3), bool(rng.random() < 0.5)
     heads, kv_heads, offset, block_q = rows, 1, keys - queries, 64 * consumers
     unseen = table and bool(rng.random() < 0.5)
@@ -493,7 +485,7 @@ def test_every_product_reads_what_it_should(kernel, seed):
         order = np.asarray([m + counts[0] * r for m in range(counts[0])[::-1] for r in range(rows)] + [-1])[
             :, None
         ]
-    program = hopper_protocol.Program(kernels, consumers, stages, 1 + joined, unseen=unseen)
+    program = hopper_protocol.Program(kernels, consumers, stages, unseen=unseen)
     shared = dict(
         buffers=program.buffers, barriers=program.barriers, mail=program.mail, tiles_ptr=hopper_protocol.Pointer(bounds),
         schedule_ptr=hopper_protocol.Pointer(order), T=queries, S=keys, offset=offset, CONSUMERS=consumers, H=heads, D=64, V=64,
@@ -505,15 +497,15 @@ def test_every_product_reads_what_it_should(kernel, seed):
         q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table, counter_ptr=anything, kinds_ptr=anything, B=1,
     )  # fmt: skip
     consumer = shared | dict(
-        staging=program.buffers[0] if in_place and not joined else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
+        staging=program.buffers[0] if in_place else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
         out_desc=anything, lse_ptr=anything, sinks_ptr=anything, first_ptr=anything, past_ptr=anything, q_segments_ptr=anything,
         marks_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, SEGMENTS=table, SINKS=False,
-        EVEN_K=False, GUARD=True, **({"TABLE": table} if joined else {"ROWS": False, "IN_PLACE": in_place}),
+        EVEN_K=False, GUARD=True, ROWS=False, IN_PLACE=in_place,
     )  # fmt: skip
     program.run(loader, consumer)
     key_tiles = hopper_protocol.key_tiles()
     for w in range(consumers):
-        read, stored, cleared, last = iter(program.read[w]), [], [], []
+        read, stored, cleared = iter(program.read[w]), [], []
         for t in order[:, 0][order[:, 0] >= 0].tolist():
             m, h = t % counts[0], t // counts[0]
             lo, full_lo, full_hi, hi = key_tiles(
@@ -533,18 +525,16 @@ def test_every_product_reads_what_it_should(kernel, seed):
             lo = min(lo, counts[1] - 1)
             seen = range(max(hi, lo + 1) - 1, lo - 1, -1)
             row = m * block_q + w * 64
-            products: list[Any] = [(("q", 0, h, row, 0), ("k", 0, 0, seen[0] * block_k, 0)), *last]
+            products: list[Any] = [(("q", 0, h, row, 0), ("k", 0, 0, seen[0] * block_k, 0))]
             for before, n in itertools.pairwise(seen):
                 products += [
                     (("q", 0, h, row, 0), ("k", 0, 0, n * block_k, 0)),
                     (None, ("v", 0, 0, before * block_k, 0)),
                 ]
-            last = [(None, ("v", 0, 0, seen[-1] * block_k, 0))]
-            if not joined:
-                products, last = products + last, []
+            products.append((None, ("v", 0, 0, seen[-1] * block_k, 0)))
             partly = [n for n in seen if n == seen[0] or not full_lo <= n < full_hi]
             cleared += [("v", 0, 0, n * block_k, 0) for n in partly]
             assert [next(read) for _ in products] == products
             stored.append(((0, h, row, 0), "result"))
-        assert list(read) == last and program.stored[w] == stored
+        assert next(read, None) is None and program.stored[w] == stored
         assert program.cleared[w] == (cleared if unseen else [])

@@ -9,8 +9,8 @@ from triton.experimental import gluon
 def cap_text(pack, slope, factor, weigh):
     """`factor * tanh(slope * x)` of `pack` scores `x`, or 2 to the power of it if `weigh`: if those of the whole warp are in its range, by a polynomial, since
     powers of two wait for the unit that has `tanh.approx`, too."""
-    # tanh(y) / y in powers of y * y, of least relative error (8e-5, where `tanh.approx` has 5e-4) up to 1.
-    terms = (0.99991856, -0.33065427, 0.11889745, -0.0266296)
+    # tanh(y) / y in powers of y * y, of least relative error (6e-5, where `tanh.approx` has 5e-4) up to 0.6.
+    terms = (0.99993685, -0.33012801, 0.10839778)
     coefficients = [number(factor * slope ** (2 * n + 1) * term) for n, term in enumerate(terms)]
     scores, parts = [f"${pack + i}" for i in range(pack)], 4
     lines = [f".reg .f32 u, r, most<{parts}>;", ".reg .pred far;"]
@@ -18,7 +18,7 @@ def cap_text(pack, slope, factor, weigh):
     for i in range(parts, pack):
         lines += [f"abs.f32 u, {scores[i]};", f"max.NaN.f32 most{i % parts}, most{i % parts}, u;"]
     lines += [f"max.NaN.f32 most0, most0, most{i};" for i in range(1, parts)]
-    lines += [f"setp.gtu.f32 far, most0, {number(1.0 / slope)};", "vote.sync.any.pred far, far, -1;", "@far bra.uni FAR;"]
+    lines += [f"setp.gtu.f32 far, most0, {number(0.6 / slope)};", "vote.sync.any.pred far, far, -1;", "@far bra.uni FAR;"]
     for i, x in enumerate(scores):
         lines += [f"mul.f32 u, {x}, {x};", f"fma.rn.f32 r, u, {coefficients[-1]}, {coefficients[-2]};"]
         lines += [f"fma.rn.f32 r, u, r, {c};" for c in coefficients[-3::-1]]
@@ -67,11 +67,3 @@ def within_text(pack, bounded_below, hidden):
 @gluon.constexpr_function
 def within_operands(pack, bounded_below):
     return ",".join(["=f"] * pack + ["f"] * pack + ["r"] * (pack * (2 if bounded_below else 1)))
-
-
-@gluon.constexpr_function
-def fence_text(pack):
-    """`pack` numbers in a loop, which the assembler cannot turn into predicated instructions."""
-    lines = [".reg .b32 left;", ".reg .pred more;", f"mov.b32 left, ${pack};", *[f"mov.b32 ${i}, ${pack + i};" for i in range(pack)], "AGAIN:"]
-    lines += [f"add.f32 ${i}, ${i}, ${i};" for i in range(pack)]
-    return "{\n" + "\n".join([*lines, "shr.u32 left, left, 1;", "setp.ne.u32 more, left, 0;", "@more bra AGAIN;", "}"])

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ....launch.constants import LN2, LOG2E
 from ..tile import key_tiles
 from .mail import _number, _receive, _send, _take, _taken, MAIL_PLACES, MAIL_WORDS
-from .scores import _before_wait, _clear, _own_sum, _row_sum, _scored, _softmax, BOUND
+from .scores import _clear, _own_sum, _row_sum, _scored, _softmax, BOUND
 
 ROWS_EACH = gl.constexpr(64)
 FIRST_TURN = gl.constexpr(8)
@@ -141,7 +141,10 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
                                 RIGHT, TABLE, SEGMENTS, EVEN_K, BOUNDED)
             weights, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
             if UNDER:
-                weights = _before_wait(weights, T)
+                # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
+                # that changes the weights.
+                if T < 0:
+                    weights = weights * 2.0
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
             if TABLE:

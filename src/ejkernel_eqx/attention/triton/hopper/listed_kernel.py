@@ -25,7 +25,7 @@ from .forward_kernel import (
     _tiles_of,
     ROWS_EACH,
 )
-from .scores import _before_wait, _capped, _own_sum, _row_sum, _softmax, BOUND
+from .scores import _capped, _own_sum, _row_sum, _softmax, BOUND
 
 QUERY_PLACES = gl.constexpr(2)
 """Tiles of queries in shared memory: while the entries of one run, the next one is loaded."""
@@ -193,7 +193,10 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
         weights, alpha, top, total = _weights(
             qk, top, total, (t, lo, part, hi, away), i, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W, H, BLOCK_Q, BLOCK_K, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
             RIGHT, BITS, BOUNDED)
-        weights = _before_wait(weights, T)
+        # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch that
+        # changes the weights.
+        if T < 0:
+            weights = weights * 2.0
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
         p = gl.convert_layout(weights.to(dtype), weights_layout)

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..tile import tanh
-from .assembly import cap_operands, cap_text, fence_text, within_operands, within_text
+from .assembly import cap_operands, cap_text, within_operands, within_text
 from .mail import _least
 
 BOUND = gl.constexpr(80.0)
@@ -134,13 +134,3 @@ def _own_sum(p):
 def _row_sum(total, layout: gl.constexpr):
     """The sum of each row `[64]` of such sums."""
     return gl.convert_layout(gl.sum(total, 1), layout, assert_trivial=True)
-
-
-@gluon.jit
-def _before_wait(weights, T):
-    """Weights, computed before products are awaited that run meanwhile: NVIDIA's assembler would else move the wait to before them. It moves none across a
-    branch that changes them, if it cannot do without the branch."""
-    PACK: gl.constexpr = weights.shape[1] // 2
-    if T < 0:  # never so
-        weights = gl.inline_asm_elementwise(fence_text(PACK), cap_operands(PACK), [weights], dtype=gl.float32, is_pure=False, pack=PACK)
-    return weights

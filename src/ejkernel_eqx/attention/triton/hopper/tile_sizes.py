@@ -196,18 +196,12 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
 
 
 def shared_memory(tile: Any, problem: Problem) -> int:
-    """The bytes that a program takes: queries, twice if there is one loop over all tiles, stages of keys and values, the output if it has its own place,
-    barriers."""
+    """The bytes that a program takes: queries, stages of keys and values, the output if it has its own place, barriers."""
     width = padded_width(problem)
     queries = tile.block_q * width * 2
-    if _listed(problem) or joined(tile, width):
+    if _listed(problem):
         return 3 * queries + _streamed(tile, width)
     return (queries if stores_in_place(tile, width) else 2 * queries) + _streamed(tile, width)
-
-
-def joined(tile: Any, width: int) -> bool:
-    """Whether one loop runs over all tiles of queries of a program, of which two are in shared memory."""
-    return tile.block_q == 128 and 3 * tile.block_q * width * 2 + _streamed(tile, width) <= _MOST_SHARED
 
 
 def stores_in_place(tile: Any, width: int) -> bool:
