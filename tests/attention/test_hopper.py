@@ -418,9 +418,11 @@ def test_defaults_compile(of, spills):
     report = compile_ahead(launch, "sm_90")
     assert report.fits and report.spills <= spills and report.registers <= 168, report
     assert not _waits(launch)
-    under, behind = _powers_of_two(launch)
     constants = launch.constants
-    if constants["BLOCK_Q"] == 128 and constants["BLOCK_V"] < 256 and constants["GUARD"]:
+    option = constants["SEGMENTS"] or constants["ROWS"] or constants["LEFT"] >= 0 or constants["CAP"] > 0
+    wide = constants["BLOCK_V"] == 128 or (constants["BLOCK_V"] == 64 and option)
+    if constants["BLOCK_Q"] == 128 and wide and constants["GUARD"]:  # as `UNDER` in the kernel
+        under, behind = _powers_of_two(launch)
         assert under >= 64 and behind <= 2
 
 
