@@ -183,7 +183,7 @@ class Device:
                 _claimed=self._claimed,
                 warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
                 _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_await_turn, _end_turn=_end_turn,
-                tanh=lambda x, fast: np.tanh(x),
+                _capped=lambda x, scale, cap, fast, factor, *_: np.tanh(x * (scale / cap)) * factor if cap > 0 else x, _log2=np.log2, LEAST=0.0,
             )  # fmt: skip
             for module in (self.parts, self.kernels):
                 constants = {name: x.value for name, x in vars(module).items() if isinstance(x, constexpr)}

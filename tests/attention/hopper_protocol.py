@@ -115,7 +115,7 @@ class Program:
         self.barriers = tuple(Several(Barrier(count) for _ in range(n)) for n, count in counts)
         places = 2
         self.mail = (
-            [None] * (5 * places),
+            [None] * (6 * places),
             Several(Barrier(1) for _ in range(places)),
             Several(Barrier(consumers) for _ in range(places)),
         )
@@ -165,13 +165,13 @@ class Program:
             warpgroup_mma_wait=lambda n, deps: anything, ROWS_EACH=64, QUERY_PLACES=2, LN2=1.0, LOG2E=1.0,
             _give_turn=lambda consumer: self.turns[consumer].release(),
             _await_turn=lambda consumer: self._await_turn(consumer),
-            MAIL_PLACES=2, MAIL_WORDS=5, _take=lambda pointer: next(self.taken), _write=lambda letters, at, number: letters.__setitem__(at, number),
+            MAIL_PLACES=2, MAIL_WORDS=6, _take=lambda pointer: next(self.taken), _taken=lambda number: number,
+            _write=lambda letters, at, number: letters.__setitem__(at, number),
             _read=lambda letters, at: letters[at], _clear=lambda *arguments: self._clear(w, *arguments),
-            _visible=lambda *_: (anything, self.unseen), _begun=lambda *_: (anything,) * 2,
-            _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything,
+            _scored=lambda qk, partly, *_: (anything, partly and self.unseen), _begun=lambda *_: (anything,) * 2,
+            _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything, _own_sum=anything, _row_sum=anything,
         )  # fmt: skip
-        if hasattr(self.kernels, "key_tiles"):
-            world["key_tiles"] = _plain(self.kernels.key_tiles, {"tl": TL})
+        world["key_tiles"] = key_tiles()
         for helper in (
             "_scores",
             "_weighted",
@@ -220,6 +220,13 @@ def _where(which: Any, one: Any, other: Any) -> Any:
 
 TL = types.SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, constexpr=Any)
 """What `key_tiles` needs of Triton's language."""
+
+
+def key_tiles() -> Any:
+    """The function of the kernels that says which tiles of keys there are."""
+    from ejkernel_eqx.attention.triton.tile import key_tiles as function
+
+    return _plain(function, {"tl": TL})
 
 
 def _copied(desc: tuple[str, int], at: Any, barrier: Barrier, buffer: Buffer) -> None:

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import itertools
+import pathlib
 import re
 import subprocess
+import tempfile
 from typing import Any
 
 import jax
@@ -315,7 +317,7 @@ RANGED = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", RANGED)
 def test_bounds_in_one_launch(kind, seed):
     """Against the array operations that other kernels use; and keys that no query sees are marked."""
@@ -324,10 +326,12 @@ def test_bounds_in_one_launch(kind, seed):
     of = RANGED[kind] | ({} if "rows" in kind else dict(offset=keys - queries))
     arrays, spec = call(64, batch=batch, queries=queries, keys=keys, **of)
     arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
+    padded = rng.choice([-1, 5])  # before or behind the segments, if they are in order
     ids = [
-        np.sort(x, 1) if rng.random() < 0.7 else np.minimum(x, 1)
+        np.sort(np.where(x < 0, padded, x), 1) if rng.random() < 0.7 else np.minimum(x, 1)
         for x in (rng.integers(-1, 5, (batch, length), np.int32) for length in (queries, keys))
     ]
+    ids = [np.where(x == 5, -1, x) for x in ids]
     start = rng.integers(0, keys + 1, (1, queries))
     start = np.sort(start, 1) if rng.random() < 0.5 else start
     end = np.minimum(keys, start + rng.integers(0, keys, (1, 1)))
@@ -336,7 +340,7 @@ def test_bounds_in_one_launch(kind, seed):
     if "rows" in kind:
         arrays = arrays._replace(rows=RowRanges(*(jnp.asarray(x, jnp.int32) for x in (start, end, start))))
     arrays, spec = triton.explicit_ranges(arrays, spec)
-    block_q, block_k = ((128, 128), (192, 128), (128, 64))[seed]
+    block_q, block_k = ((128, 128), (192, 128), (128, 64))[seed % 3]
     tile = dataclasses.replace(TILE, block_q=block_q, block_k=block_k)
     launch = triton.launcher(arrays, spec, configured(tile), functools.partial(run, interpret=True))
     found = hopper_call.bounds(launch, arrays, spec, tile)
@@ -347,6 +351,33 @@ def test_bounds_in_one_launch(kind, seed):
     assert found["no_taken"][0] == 0 and found["marks"].shape == (batch, -(-keys // block_k) * block_k)
     seen = np.broadcast_to(tile_table.seen(arrays, spec).keys, (batch, keys))
     np.testing.assert_array_equal(marks >= 0, seen != 0)
+    # The range of each query is what it sees, unless the keys of a segment are apart: then it is what it sees by ranges alone.
+    first, past, kinds = (np.asarray(found[name]) for name in ("first", "past", "kinds"))
+    key = np.arange(keys)
+    ranged = (key >= first[..., None]) & (key < past[..., None])
+    low, high = (np.asarray(x)[..., None] for x in tile_table.row_ranges(arrays, spec))
+    by_range = np.broadcast_to((key >= low) & (key < high), ranged.shape)
+    alike = np.ones_like(by_range)
+    if arrays.q_segments is not None:
+        q_ids, k_ids = np.asarray(arrays.q_segments)[..., None], np.asarray(marked.kv_segments)[:, None]
+        alike = (q_ids == k_ids) & (q_ids >= 0)
+        by_range = by_range & (q_ids >= 0)
+    lo, hi = np.asarray(found["tiles"])[..., 0], np.asarray(found["tiles"])[..., 3]
+    for b in range(batch):
+        scattered = kinds[b, 0] >= 2  # `scores.SCATTERED`
+        real = np.flatnonzero(np.asarray(marks)[b] >= 0)
+        inner = np.asarray(marks)[b, real[0] : real[-1] + 1] if real.size else np.zeros(1, np.int32)
+        together = (inner >= 0).all() and (np.diff(inner) >= 0).all()
+        assert (
+            scattered == (arrays.q_segments is not None and not together)
+            and (kinds[b] // 2 == kinds[b, 0] // 2).all()
+        )
+        np.testing.assert_array_equal(ranged[b] & alike[b], by_range[b] & alike[b])
+        if not scattered:
+            np.testing.assert_array_equal(ranged[b], by_range[b] & alike[b])
+        for m in range(kinds.shape[1]):
+            reached = np.asarray(marks)[b, lo[b, m] * block_k : hi[b, m] * block_k]
+            assert kinds[b, m] % 2 == (lo[b, m] >= hi[b, m] or (reached < 0).any())
 
 
 def _compiled(arrays, spec):
@@ -361,7 +392,7 @@ COMPILED = {
     "causal 128": (call(**CAUSAL), 0),
     "everything 64": (call(64, **EVERYTHING), 0),
     "everything 128": (call(**EVERYTHING), 24),
-    "everything 256": (call(256, **EVERYTHING), 24),
+    "everything 256": (call(256, **EVERYTHING), 96),
     "soft cap 128": (call(logits_soft_cap=30.0, **CAUSAL), 0),
     "window 64": (call(64, batch=32, queries=4096, keys=4096, left=1023, right=0), 0),
     "causal 64": (call(64, **CAUSAL), 0),
@@ -387,6 +418,28 @@ def test_defaults_compile(of, spills):
     report = compile_ahead(launch, "sm_90")
     assert report.fits and report.spills <= spills and report.registers <= 168, report
     assert not _waits(launch)
+    constants = launch.constants
+    option = constants["SEGMENTS"] or constants["ROWS"] or constants["LEFT"] >= 0 or constants["CAP"] > 0
+    wide = constants["BLOCK_V"] == 128 or (constants["BLOCK_V"] == 64 and option)
+    if constants["BLOCK_Q"] == 128 and wide and constants["GUARD"]:  # as `UNDER` in the kernel
+        under, behind = _powers_of_two(launch)
+        assert under >= 64 and behind <= 2
+
+
+def _powers_of_two(launch):
+    """Of a tile of keys: how many a thread takes while the product before runs, and how many only behind it."""
+    from triton import knobs
+
+    from ejkernel_eqx.launch.compile import compiled, TARGETS
+
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = pathlib.Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled(launch, TARGETS["sm_90"]).asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-sass", str(cubin)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    # From the wait for scores to that for the product of weights, and from there to the next product.
+    under, behind = re.search(r"gsb0, 0x1 ;(.*?)gsb0, 0x0 ;(.*?)HGMMA", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    return under.count("MUFU.EX2"), behind.count("MUFU.EX2")
 
 
 def _waits(launch):
@@ -443,16 +496,16 @@ def test_every_product_reads_what_it_should(seed):
     anything = hopper_protocol.Anything()
     tile = block_k * 64 * 2
     loader = shared | dict(
-        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table, counter_ptr=anything, B=1,
+        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table, counter_ptr=anything, kinds_ptr=anything, B=1,
     )  # fmt: skip
     consumer = shared | dict(
         staging=program.buffers[0] if in_place else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
-        out_desc=anything, lse_ptr=anything, sinks_ptr=anything, start_ptr=anything, end_ptr=anything, q_segments_ptr=anything,
-        marks_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, ROWS=False, SEGMENTS=table, SINKS=False,
-        EVEN_K=False, GUARD=True, IN_PLACE=in_place,
+        out_desc=anything, lse_ptr=anything, sinks_ptr=anything, first_ptr=anything, past_ptr=anything, q_segments_ptr=anything,
+        marks_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, SEGMENTS=table, SINKS=False,
+        EVEN_K=False, GUARD=True, ROWS=False, IN_PLACE=in_place,
     )  # fmt: skip
     program.run(loader, consumer)
-    key_tiles = hopper_protocol._plain(kernels.key_tiles, {"tl": hopper_protocol.TL})
+    key_tiles = hopper_protocol.key_tiles()
     for w in range(consumers):
         read, stored, cleared = iter(program.read[w]), [], []
         for t in order[:, 0][order[:, 0] >= 0].tolist():

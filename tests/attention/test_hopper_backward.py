@@ -233,8 +233,8 @@ COMPILED: dict[str, Any] = {
     "everything 64": (call(64, **EVERYTHING), 576),
     "causal 256": (call(256, **CAUSAL, **EVEN), 208),
     "everything 192": (call(192, **EVERYTHING), 240),
-    "soft cap 128": (call(**CAUSAL, **EVEN, logits_soft_cap=30.0), 128),
-    "soft cap 64": (call(64, **CAUSAL, **EVEN, logits_soft_cap=30.0), 544),
+    "soft cap 128": (call(**CAUSAL, **EVEN, logits_soft_cap=30.0), 152),
+    "soft cap 64": (call(64, **CAUSAL, **EVEN, logits_soft_cap=30.0), 136),
     "one row": (call(batch=1, heads=1, kv_heads=1, keys=1), 112),
 }
 

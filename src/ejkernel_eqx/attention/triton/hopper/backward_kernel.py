@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile import tanh
 from .backward_parts import (
     _announce,
     _bounds,
@@ -30,6 +29,7 @@ from .backward_parts import (
     WRITERS,
 )
 from .forward_kernel import _barriers_of, _described, _tiles_of
+from .scores import _capped, _log2, LEAST
 
 KEYS_EACH = gl.constexpr(64)
 
@@ -102,13 +102,15 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
             dp = _scores(v, dos.index(at), BLOCK_Q, D)
             if not AHEAD:
                 qk = warpgroup_mma_wait(1, deps=[qk])
-            if CAP > 0:
-                qk = tanh(qk * (SCALE / CAP), FAST_TANH)
+            if CAP > 0 and HIDES:  # as in `scores._scored`
+                if (m < full_lo) | (m >= full_hi) | past:
+                    qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags, 0.0)
+            qk = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, False, 16)
             if HIDES:
                 if (m < full_lo) | (m >= full_hi) | past:
-                    qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags)
+                    qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags, float("-inf"))
             lse = lses.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
-            p = gl.exp2(qk * MULTIPLIER - gl.expand_dims(lse, 0))  # [64, BLOCK_Q]
+            p = gl.exp2(qk * (1.0 if CAP > 0 else MULTIPLIER) - gl.expand_dims(lse, 0))  # [64, BLOCK_Q]
             weights = gl.convert_layout(p.to(dtype), weights_layout)
             dv = warpgroup_mma(weights, dos.index(at).reshape([BLOCK_Q, D]), dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
@@ -116,8 +118,8 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
             ds = p * (dp - gl.expand_dims(delta, 0))  # [64, BLOCK_Q]
             if CAP > 0:  # d tanh = 1 - tanh^2; the tanh again from the weight, because registers are scarce
                 lse = lses.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
-                y = (gl.log2(p) + gl.expand_dims(lse, 0)) * (1.0 / MULTIPLIER)
-                ds = gl.where(p > 0.0, ds * (1.0 - y * y), 0.0)
+                y = (_log2(p) + gl.expand_dims(lse, 0)) * (1.0 / MULTIPLIER)
+                ds = gl.where(p > LEAST, ds * (1.0 - y * y), 0.0)
             ds = ds.to(dtype)
             dss.index((s & 1) * CONSUMERS + W).store(ds)
             fence_async_shared()

@@ -116,8 +116,8 @@ def _place(e, hi, G: gl.constexpr):
 
 
 @gluon.jit
-def _hidden(s, first_key, first_query, b, extents, pointers, flags: gl.constexpr):
-    """Scores `[64, BLOCK_Q]` of the keys from `first_key` and the queries from `first_query` on, minus infinity where hidden."""
+def _hidden(s, first_key, first_query, b, extents, pointers, flags: gl.constexpr, HIDDEN: gl.constexpr):
+    """Scores `[64, BLOCK_Q]` of the keys from `first_key` and the queries from `first_query` on, `HIDDEN` where hidden."""
     _, T, S, offset = extents
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr = pointers
     LEFT: gl.constexpr = flags[2]
@@ -131,19 +131,19 @@ def _hidden(s, first_key, first_query, b, extents, pointers, flags: gl.constexpr
     if flags[4]:
         start = gl.load(start_ptr + b * T + queries, mask=queries < T, other=0)
         end = gl.load(end_ptr + b * T + queries, mask=queries < T, other=0)
-        s = gl.where((j >= gl.expand_dims(start, 0)) & (j < gl.expand_dims(end, 0)), s, float("-inf"))
+        s = gl.where((j >= gl.expand_dims(start, 0)) & (j < gl.expand_dims(end, 0)), s, HIDDEN)
     else:
         if RIGHT >= 0:
-            s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
+            s = gl.where(j <= i + (offset + RIGHT), s, HIDDEN)
         if LEFT >= 0:
-            s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
+            s = gl.where(j >= i + (offset - LEFT), s, HIDDEN)
         if not EVEN_K:
-            s = gl.where(j < S, s, float("-inf"))
+            s = gl.where(j < S, s, HIDDEN)
     if flags[5]:
         k_segment = gl.load(kv_segments_ptr + b * S + keys, mask=keys < S, other=-1)
         q_segment = gl.load(q_segments_ptr + b * T + queries, mask=queries < T, other=-1)
         q_segment = gl.where(q_segment < 0, -2, q_segment)  # padding, equal to no key's
-        s = gl.where(gl.expand_dims(k_segment, 1) == gl.expand_dims(q_segment, 0), s, float("-inf"))
+        s = gl.where(gl.expand_dims(k_segment, 1) == gl.expand_dims(q_segment, 0), s, HIDDEN)
     return s
 
 

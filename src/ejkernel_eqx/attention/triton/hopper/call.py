@@ -31,7 +31,10 @@ def attended(
         given: dict[str, Any] = {"schedule": None}
     else:
         table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
-        given = {"schedule": jnp.asarray(table), "tiles": None, "marks": None, "no_taken": None}
+        given = {
+            "schedule": jnp.asarray(table),
+            **dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_taken")),
+        }
     sinks = None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads))
     results = launch(
         hopper_forward_kernel,
@@ -72,13 +75,20 @@ def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile:
     count = cdiv(queries, tile.block_q)
     results = launch(
         key_bounds_kernel,
-        Options(4),
-        {"tiles": result(batch, count, 4, dtype=jnp.int32), "no_taken": result(1, dtype=jnp.int32)},
+        Options(8),
+        {
+            "tiles": result(batch, count, 4, dtype=jnp.int32),
+            "kinds": result(batch, count, dtype=jnp.int32),
+            "first": result(batch, queries, dtype=jnp.int32),
+            "past": result(batch, queries, dtype=jnp.int32),
+            "no_taken": result(1, dtype=jnp.int32),
+        },
         batch * count,
         {"marks": marks},
         BLOCK_Q=tile.block_q,
         BLOCK_K=tile.block_k,
         MOST=padded(tile.block_q),
+        STEPS=keys.bit_length(),
     )
     return {"marks": marks, **results}
 

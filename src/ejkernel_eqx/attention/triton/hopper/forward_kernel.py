@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ....launch.constants import LN2, LOG2E
 from ..tile import key_tiles
-from .mail import _number, _receive, _send, _take, MAIL_PLACES, MAIL_WORDS
-from .scores import _capped, _clear, _softmax, _visible, BOUND
+from .mail import _number, _receive, _send, _take, _taken, MAIL_PLACES, MAIL_WORDS
+from .scores import _clear, _own_sum, _row_sum, _scored, _softmax, BOUND
 
 ROWS_EACH = gl.constexpr(64)
 FIRST_TURN = gl.constexpr(8)
@@ -63,7 +63,7 @@ def _weighted(p, vs, v_full, at, acc, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
 
 
 @gluon.jit
-def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr, marks_ptr, T, S,
+def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr, marks_ptr, T, S,
               offset, W: gl.constexpr, CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr,
               NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
               LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, SINKS: gl.constexpr,
@@ -71,8 +71,6 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     TABLE: gl.constexpr = ROWS or SEGMENTS
-    ROOM: gl.constexpr = V < 256 or not TABLE  # else registers would be spilled
-    APART: gl.constexpr = ROOM and CONSUMERS == 2
     # Where it was measured to be faster, or as fast: not with three consumers, without a mask, or at 256 channels.
     UNDER: gl.constexpr = CONSUMERS == 2 and GUARD and V < 256 and (V > 64 or TABLE or LEFT >= 0 or CAP > 0)
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
@@ -89,9 +87,9 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
     done = 0  # tiles of keys before this tile of queries
     r = 0
     if TABLE:
-        t, lo, full_lo, full_hi, hi = _receive(mail, r)
+        t, lo, full_lo, full_hi, hi, kind = _receive(mail, r)
     else:
-        t = gl.load(schedule_ptr + gl.program_id(0))
+        t, kind = gl.load(schedule_ptr + gl.program_id(0)), 0
     while t >= 0:
         # Which queries, and what they see.
         count = (T + BLOCK_Q - 1) // BLOCK_Q
@@ -102,21 +100,15 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             lo, full_lo, full_hi, hi = _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, False)
         row = m * BLOCK_Q + W * ROWS_EACH
         rows = row + gl.arange(0, ROWS_EACH, of_rows)  # [64]
-        start, end, q_segment = rows, rows, rows
-        if ROWS:
-            start = gl.load(start_ptr + b * T + rows, mask=rows < T, other=0)
-            end = gl.load(end_ptr + b * T + rows, mask=rows < T, other=0)
-        if SEGMENTS:
-            q_segment = gl.load(q_segments_ptr + b * T + rows, mask=rows < T, other=-1)
-            q_segment = gl.where(q_segment < 0, -2, q_segment)  # padding, equal to no key's
-        limits = (start, end, q_segment)
+        limits = (rows, rows)
+        if TABLE:
+            limits = (gl.load(first_ptr + b * T + rows, mask=rows < T, other=0), gl.load(past_ptr + b * T + rows, mask=rows < T, other=0))
         marks = marks_ptr + b * ((S + BLOCK_K - 1) // BLOCK_K * BLOCK_K)
+        total = _own_sum(gl.zeros([ROWS_EACH, BLOCK_K], gl.float32, scores_layout))  # [64, 4]
+        top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, of_rows)
         if SINKS:
             top = gl.full([ROWS_EACH], 0.0, gl.float32, of_rows) + gl.load(sinks_ptr + bh) * LOG2E
-            total = gl.full([ROWS_EACH], 1.0, gl.float32, of_rows)
-        else:
-            top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, of_rows)
-            total = gl.zeros([ROWS_EACH], gl.float32, of_rows)
+            total = total + 0.25
         acc = gl.zeros([ROWS_EACH, V], gl.float32, layout)
         # The last tile of keys, which may be partly hidden or past the end. (A sum that two loops or branches carry would be spilled or unpacked:
         # there is one loop, and what hides keys is a branch in it.)
@@ -124,9 +116,9 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         mbarrier.wait(k_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
         qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, BLOCK_K, D, NUM_STAGES)])
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
-        s = _capped(qk, SCALE, CAP, FAST_TANH)
-        s, unseen = _visible(s, row, (hi - 1) * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, APART)
-        p, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
+        s, unseen = _scored(qk, True, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
+                            RIGHT, TABLE, SEGMENTS, EVEN_K, BOUNDED)
+        p, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
         if TABLE:
             if unseen:
                 _clear(vs, v_full, done, marks + (hi - 1) * BLOCK_K, BLOCK_K, V, NUM_STAGES)
@@ -142,12 +134,12 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             _give_turn((W + 1) % CONSUMERS)
             qk = warpgroup_mma_wait(1, deps=[qk])
             mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
-            s = _capped(qk, SCALE, CAP, FAST_TANH)
-            unseen = n < 0
+            partly = GUARD
             if GUARD:
-                if (n >= full_hi) | (n < full_lo):
-                    s, unseen = _visible(s, row, n * BLOCK_K, T, S, offset, limits, marks, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, APART)
-            weights, alpha, top, total = _softmax(s, top, total, MULTIPLIER, GUARD, BOUNDED)
+                partly = (n >= full_hi) | (n < full_lo)
+            s, unseen = _scored(qk, partly, row, n * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
+                                RIGHT, TABLE, SEGMENTS, EVEN_K, BOUNDED)
+            weights, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
             if UNDER:
                 # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
                 # that changes the weights.
@@ -164,9 +156,14 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         if not IN_PLACE:
             mbarrier.arrive(q_empty.index(W), count=1)
         done += hi - lo
-        acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, done - 1, acc, BLOCK_K, V, NUM_STAGES)])
+        acc = _weighted(p, vs, v_full, done - 1, acc, BLOCK_K, V, NUM_STAGES)
+        r += 1
+        if TABLE:
+            upcoming, next_lo, next_full_lo, next_full_hi, next_hi, next_kind = _receive(mail, r)
+        acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((done - 1) % NUM_STAGES), count=1)
         # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
+        total = _row_sum(total, of_rows)
         some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
         total = gl.where(some, total, 1.0)
         lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
@@ -180,16 +177,14 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         if IN_PLACE:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(W), count=1)
-        r += 1
+        t = upcoming
         if TABLE:
-            t, lo, full_lo, full_hi, hi = _receive(mail, r)
-        else:
-            t = upcoming
+            lo, full_lo, full_hi, hi, kind = next_lo, next_full_lo, next_full_hi, next_hi, next_kind
     tma.store_wait(0)
 
 
 @gluon.jit
-def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, counter_ptr, B, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
+def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, counter_ptr, B, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
             K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, LEFT: gl.constexpr,
             RIGHT: gl.constexpr, TABLE: gl.constexpr):
     """Loads the queries of every tile, and keys and values as far ahead as there are stages; across tiles of queries, too."""
@@ -200,8 +195,8 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule
     r = 0
     if TABLE:
         t = _number(gl.program_id(0), T, B * H, BLOCK_Q)
-        lo, full_lo, full_hi, hi = _listed_bounds(t, tiles_ptr, T, S, H, BLOCK_Q, BLOCK_K)
-        _send(mail, 0, t, (lo, full_lo, full_hi, hi))
+        lo, full_lo, full_hi, hi, kind = _listed_bounds(t, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
+        _send(mail, 0, t, (lo, full_lo, full_hi, hi, kind))
     else:
         t = gl.load(schedule_ptr + gl.program_id(0))
     while t >= 0:
@@ -219,27 +214,31 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule
             mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
             mbarrier.expect(q_full.index(w), ROWS_EACH * D * 2)
             tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_Q + w * ROWS_EACH, 0], q_full.index(w), qs.index(w))
-        if TABLE:  # the latency of both passes while tiles are awaited
-            upcoming = _number(gl.num_programs(0) + _take(counter_ptr), T, B * H, BLOCK_Q)
-            following = _listed_bounds(upcoming, tiles_ptr, T, S, H, BLOCK_Q, BLOCK_K)
+        if TABLE:
+            number = _take(counter_ptr)
         for i in range(1, hi - lo):
             _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, done + i, BLOCK_K, D, NUM_STAGES)
             _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1, BLOCK_K, V, NUM_STAGES)
         done += hi - lo
+        r += 1
+        if TABLE:  # while all but the last values are on their way
+            upcoming = _number(gl.num_programs(0) + _taken(number), T, B * H, BLOCK_Q)
+            following = _listed_bounds(upcoming, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
+            _send(mail, r, upcoming, following)
         _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1, BLOCK_K, V, NUM_STAGES)
         t = upcoming
-        r += 1
         if TABLE:
             lo, hi = following[0], following[3]
-            _send(mail, r, t, following)
 
 
 @gluon.jit
-def _listed_bounds(t, tiles_ptr, T, S, H: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """`_key_tiles` of tile number `t` from the table, of any tile if that is -1."""
+def _listed_bounds(t, tiles_ptr, kinds_ptr, T, S, H: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """`_key_tiles` of tile number `t` from the table, and of which kind its keys are; of any tile if that is -1."""
     count = (T + BLOCK_Q - 1) // BLOCK_Q
     t = gl.maximum(t, 0)
-    return _key_tiles(tiles_ptr, t // count // H, t % count, 0, T, S, BLOCK_Q, BLOCK_K, -1, -1, True)
+    b, m = t // count // H, t % count
+    lo, full_lo, full_hi, hi = _key_tiles(tiles_ptr, b, m, 0, T, S, BLOCK_Q, BLOCK_K, -1, -1, True)
+    return lo, full_lo, full_hi, hi, gl.load(kinds_ptr + b * count + m)
 
 
 @gluon.jit
@@ -278,8 +277,8 @@ def _barriers_of(COUNT: gl.constexpr, READERS: gl.constexpr):
 @gluon.jit
 def hopper_forward_kernel(
     q_ptr, k_ptr, v_ptr, sinks_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], [B, H]
-    q_segments_ptr, marks_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S rounded up to whole tiles]
-    tiles_ptr, schedule_ptr, no_taken_ptr,  # [B, tiles, 4], [tiles of each program + 1, programs], as taken
+    q_segments_ptr, marks_ptr, first_ptr, past_ptr,  # [B, T] and, of keys, [B, S rounded up to whole tiles]
+    tiles_ptr, kinds_ptr, schedule_ptr, no_taken_ptr,  # [B, tiles, 4], [B, tiles], [tiles of each program + 1, programs], as taken
     B, T, S, offset,
     taken_ptr, out_ptr, lse_ptr,  # 0 [1], [B, T, H, V], [B, H, T]
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
@@ -313,26 +312,26 @@ def hopper_forward_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
+            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, start_ptr, end_ptr, q_segments_ptr,
+            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
-            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
+            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 4, 1], [160, 160, 24])

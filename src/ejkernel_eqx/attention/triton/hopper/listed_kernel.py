@@ -25,7 +25,7 @@ from .forward_kernel import (
     _tiles_of,
     ROWS_EACH,
 )
-from .scores import _capped, _softmax, BOUND
+from .scores import _capped, _own_sum, _row_sum, _softmax, BOUND
 
 QUERY_PLACES = gl.constexpr(2)
 """Tiles of queries in shared memory: while the entries of one run, the next one is loaded."""
@@ -57,23 +57,23 @@ def _place(t, T, H: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _visible(s, row, W: gl.constexpr, first, S, offset, bits_ptr, pattern, BLOCK_Q: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-             BITS: gl.constexpr):
-    """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden."""
+             BITS: gl.constexpr, HIDDEN: gl.constexpr):
+    """Scores or weights `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, `HIDDEN` where hidden."""
     layout: gl.constexpr = s.type.layout
     each = gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))  # [64]
     column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)  # [1, BLOCK_K]
     i, j = gl.expand_dims(row + each, 1), first + column
-    s = gl.where(j < S, s, float("-inf"))
+    s = gl.where(j < S, s, HIDDEN)
     if RIGHT >= 0:
-        s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
+        s = gl.where(j <= i + (offset + RIGHT), s, HIDDEN)
     if LEFT >= 0:
-        s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
+        s = gl.where(j >= i + (offset - LEFT), s, HIDDEN)
     if BITS > 0:  # words of each row, as in `load_bits`
         words = bits_ptr + gl.to_tensor(pattern).to(gl.int64) * (BLOCK_Q * BITS) + (W * ROWS_EACH + each) * BITS  # [64]
         word = gl.expand_dims(gl.load(words), 1)  # [64, 1]
         for n in gl.static_range(1, BITS):
             word = gl.where(column < n * 32, word, gl.expand_dims(gl.load(words + n), 1))  # [64, BLOCK_K]
-        s = gl.where(((word >> (column % 32)) & 1) != 0, s, float("-inf"))
+        s = gl.where(((word >> (column % 32)) & 1) != 0, s, HIDDEN)
     return s
 
 
@@ -83,25 +83,29 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
              RIGHT: gl.constexpr, BITS: gl.constexpr, BOUNDED: gl.constexpr):
     """`_softmax` of entry `i` of a tile."""
     t, lo, part, hi, away = tile
-    s = _capped(qk, SCALE, CAP, FAST_TANH)
+    row, first, pattern = 0, 0, i
     if i >= part:
         row = _place(t, T, H, BLOCK_Q)[2] + W * ROWS_EACH
-        pattern = i
         if BITS > 0:
             pattern = gl.load(pattern_ptr + away + i)
         first = _entry(list_ptr, i, lo, hi, S, BLOCK_K) * BLOCK_K
-        s = _visible(s, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS)
-    return _softmax(s, top, total, MULTIPLIER, True, BOUNDED)
+        if CAP > 0:  # as in `scores._scored`
+            qk = _visible(qk, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS, 0.0)
+    s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, BLOCK_K // 2)
+    if i >= part:
+        s = _visible(s, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS, 0.0 if BOUNDED else float("-inf"))
+    return _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, True, BOUNDED)
 
 
 @gluon.jit
 def _begun(sinks_ptr, t, T, BLOCK_Q: gl.constexpr, SINKS: gl.constexpr, BOUNDED: gl.constexpr, layout: gl.constexpr):
     """Maximum and denominator of a tile before its first entry."""
     top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, layout)
-    total = gl.zeros([ROWS_EACH], gl.float32, layout)
+    COLUMNS: gl.constexpr = layout.parent.instr_shape[1]
+    total = _own_sum(gl.zeros([ROWS_EACH, COLUMNS], gl.float32, layout.parent))  # [64, 4]
     if SINKS:
         top = gl.zeros([ROWS_EACH], gl.float32, layout) + gl.load(sinks_ptr + t // ((T + BLOCK_Q - 1) // BLOCK_Q)) * LOG2E
-        total = gl.full([ROWS_EACH], 1.0, gl.float32, layout)
+        total = total + 0.25
     return top, total
 
 
@@ -120,6 +124,7 @@ def _finish(acc, top, total, t, staging, out_desc, lse_ptr, T, W: gl.constexpr, 
     b, h, row = _place(t, T, H, BLOCK_Q)
     row += W * ROWS_EACH
     rows = row + gl.arange(0, ROWS_EACH, top.type.layout)  # [64]
+    total = _row_sum(total, top.type.layout)
     some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
     total = gl.where(some, total, 1.0)
     lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))

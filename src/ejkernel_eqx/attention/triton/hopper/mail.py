@@ -7,23 +7,29 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 MAIL_PLACES = gl.constexpr(2)
 """Letters that may be on their way: the one that consumers work on, and the next."""
-MAIL_WORDS = gl.constexpr(5)
+MAIL_WORDS = gl.constexpr(6)
 
 
 # fmt: off
 @gluon.jit
 def _take(counter_ptr):
-    """The next number of a counter that all programs share."""
+    """The next number of a counter that all programs share, in the first lane; not awaited."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
         .reg .b32 lane;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
+        mov.u32 $0, 0;
         @first atom.global.relaxed.gpu.add.u32 $0, [$1], 1;
-        shfl.sync.idx.b32 $0, $0, 0, 31, -1;
         }""",
         "=&r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _taken(number):
+    """A number that `_take` has taken, in all lanes."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -35,12 +41,12 @@ def _number(i, T, rows, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def _send(mail, r, t, bounds):
-    """From the loader to all consumers: tile `r` of the program is number `t`, and its bounds."""
+    """From the loader to all consumers: tile `r` of the program is number `t`, its bounds, and of which kind its keys are."""
     letters, mail_full, mail_empty = mail
     place = r % MAIL_PLACES
     mbarrier.wait(mail_empty.index(place), ((r // MAIL_PLACES) & 1) ^ 1)
     _write(letters, place * MAIL_WORDS, t)
-    for n in gl.static_range(4):
+    for n in gl.static_range(5):
         _write(letters, place * MAIL_WORDS + n + 1, bounds[n])
     mbarrier.arrive(mail_full.index(place), count=1)
 
@@ -52,9 +58,9 @@ def _receive(mail, r):
     place = r % MAIL_PLACES
     mbarrier.wait(mail_full.index(place), (r // MAIL_PLACES) & 1)
     t, lo, full_lo = _read(letters, place * MAIL_WORDS), _read(letters, place * MAIL_WORDS + 1), _read(letters, place * MAIL_WORDS + 2)
-    full_hi, hi = _read(letters, place * MAIL_WORDS + 3), _read(letters, place * MAIL_WORDS + 4)
+    full_hi, hi, kind = _read(letters, place * MAIL_WORDS + 3), _read(letters, place * MAIL_WORDS + 4), _read(letters, place * MAIL_WORDS + 5)
     mbarrier.arrive(mail_empty.index(place), count=1)
-    return t, lo, full_lo, full_hi, hi
+    return t, lo, full_lo, full_hi, hi, kind
 
 
 @gluon.jit

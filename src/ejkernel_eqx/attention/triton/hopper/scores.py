@@ -5,43 +5,73 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..tile import tanh
+from .assembly import cap_operands, cap_text, within_operands, within_text
 from .mail import _least
 
 BOUND = gl.constexpr(80.0)
 """Scores in units of log2 up to which no maximum is needed in bfloat16: weights and their sums over all keys stay between 2^-126 and 2^127."""
 
+LEAST = gl.constexpr(2.0**-126)
+"""The least float32 that the GPU's fast instructions do not take for 0."""
+SCATTERED = gl.constexpr(2)
+"""What is odd about the keys that a tile of queries may see: 1 if no query at all sees one of them, plus this if the keys of a segment are not all side by
+side, so that segments have to be compared."""
+
 
 # fmt: off
 @gluon.jit
-def _visible(s, row, first, T, S, offset, limits, marks_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr,
-             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, APART: gl.constexpr):
-    """Scores `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, minus infinity where hidden; and whether no query at all sees one of
+def _scored(qk, partly, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_ptr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr,
+            MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TABLE: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr,
+            BOUNDED: gl.constexpr):
+    """`_capped` of a product by the keys from `first` on, hidden as by `_visible` if the tile is `partly` visible. What is hidden decides nothing: not how the
+    others are capped, either."""
+    unseen = first < 0
+    if CAP > 0:
+        if partly:
+            qk, unseen = _visible(qk, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_ptr, LEFT, RIGHT, TABLE, SEGMENTS, EVEN_K, 0.0)
+    s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, qk.shape[1] // 2)
+    if partly:
+        s, unseen = _visible(s, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_ptr, LEFT, RIGHT, TABLE, SEGMENTS, EVEN_K,
+                             0.0 if BOUNDED else float("-inf"))
+    return s, unseen
+
+
+@gluon.jit
+def _visible(s, row, first, T, S, offset, limits, kind, q_segments_ptr, marks_ptr, LEFT: gl.constexpr, RIGHT: gl.constexpr, TABLE: gl.constexpr,
+             SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, HIDDEN: gl.constexpr):
+    """Scores or weights `[64, BLOCK_K]` of the queries from `row` and the keys from `first` on, `HIDDEN` where hidden; and whether no query at all sees one of
     the keys, as `marks_ptr` says."""
     layout: gl.constexpr = s.type.layout
-    start, end, q_segment = limits
-    i = gl.expand_dims(row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout)), 1)  # [64, 1]
-    columns = first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))  # [BLOCK_K]
-    j = gl.expand_dims(columns, 0)  # [1, BLOCK_K]
+    rows = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))  # [64]
+    start, end = limits
     unseen = False
-    if ROWS:
-        s = gl.where((j >= gl.expand_dims(start, 1)) & (j < gl.expand_dims(end, 1)), s, float("-inf"))
-    else:
-        # Where there is more than one reason to hide keys, most tiles have one of them only: they are looked at `APART`, which takes registers.
-        SEVERAL: gl.constexpr = APART and (SEGMENTS or (LEFT >= 0 and RIGHT >= 0))
-        if RIGHT >= 0:
-            if not SEVERAL or first + s.shape[1] - 1 > row + (offset + RIGHT):
-                s = gl.where(j <= i + (offset + RIGHT), s, float("-inf"))
-        if LEFT >= 0:
-            if not SEVERAL or first < row + (s.shape[0] - 1 + offset - LEFT):
-                s = gl.where(j >= i + (offset - LEFT), s, float("-inf"))
-        if not EVEN_K:
-            s = gl.where(j < S, s, float("-inf"))
-    if ROWS or SEGMENTS:
-        mark = gl.load(gl.multiple_of(marks_ptr + columns, [16]))  # [BLOCK_K]
-        unseen = _least(gl.min(mark, 0)) < 0
-        if SEGMENTS:
-            s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(mark, 0), s, float("-inf"))
+    if TABLE:
+        s = _within(s, start - first, end - first, True, HIDDEN)
+        if kind != 0:
+            mark = gl.load(gl.multiple_of(marks_ptr + first + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), [16]))  # [BLOCK_K]
+            unseen = _least(gl.min(mark, 0)) < 0
+            if SEGMENTS:
+                if kind >= SCATTERED:
+                    q_segment = gl.load(q_segments_ptr + rows, mask=rows < T, other=-1)  # [64]
+                    q_segment = gl.where(q_segment < 0, -2, q_segment)  # padding, equal to no key's
+                    s = gl.where(gl.expand_dims(q_segment, 1) == gl.expand_dims(mark, 0), s, HIDDEN)
+    elif LEFT >= 0 or RIGHT >= 0 or not EVEN_K:
+        last = rows * 0 + S if RIGHT < 0 else rows + (offset + RIGHT + 1)
+        if not EVEN_K and RIGHT >= 0:
+            last = gl.minimum(last, S)
+        s = _within(s, rows + (offset - LEFT - first), last - first, LEFT >= 0, HIDDEN)
     return s, unseen
+
+
+@gluon.jit
+def _within(s, low, high, BELOW: gl.constexpr, HIDDEN: gl.constexpr):
+    """Scores or weights `[64, BLOCK_K]`, `HIDDEN` outside of the columns that a row sees: up to `high` and, if `BELOW`, from `low`."""
+    PACK: gl.constexpr = s.shape[1] // 2
+    if BELOW:
+        bounds = [s, gl.expand_dims(high, 1), gl.expand_dims(low, 1)]
+    else:
+        bounds = [s, gl.expand_dims(high, 1)]
+    return gl.inline_asm_elementwise(within_text(PACK, BELOW, "0fFF800000" if HIDDEN < 0 else "0f00000000"), within_operands(PACK, BELOW), bounds, dtype=gl.float32, is_pure=True, pack=PACK)
 
 
 @gluon.jit
@@ -60,21 +90,47 @@ def _clear(vs, v_full, at, marks_ptr, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
 
 
 @gluon.jit
-def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr):
-    return tanh(qk * (SCALE / CAP), FAST_TANH) if CAP > 0 else qk
+def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, BOUNDED: gl.constexpr,
+            PACK: gl.constexpr):
+    """Scores; if they are capped, in units of log2, or weights if they are `BOUNDED`. `PACK`: how many of a thread are looked at together."""
+    if CAP > 0 and FAST_TANH:
+        qk = gl.inline_asm_elementwise(cap_text(PACK, SCALE / CAP, MULTIPLIER, BOUNDED), cap_operands(PACK), [qk], dtype=gl.float32, is_pure=True, pack=PACK)
+    elif CAP > 0:
+        qk = tanh(qk * (SCALE / CAP), False) * MULTIPLIER
+        if BOUNDED:
+            qk = gl.exp2(qk)
+    return qk
+
+
+@gluon.jit
+def _log2(x):
+    """With 22 bits, in one instruction where Triton's takes two dozen; of numbers from `LEAST` on."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUNDED: gl.constexpr):
     """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel. `BOUNDED`: without a maximum,
     and so nothing to scale: a soft cap keeps the weights far from the ends of their range."""
-    if BOUNDED:
-        p = gl.exp2(s * MULTIPLIER)  # [64, BLOCK_K]
-        return p, top, top, total + gl.sum(p, 1)
+    if BOUNDED:  # `s` are the weights
+        return s, top, top, total + _own_sum(s)
     new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
     shift = new_top
     if GUARD:
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
     p = gl.exp2(s * MULTIPLIER - gl.expand_dims(shift, 1))  # [64, BLOCK_K]
     alpha = gl.exp2(top - shift)  # [64]
-    return p, alpha, new_top, total * alpha + gl.sum(p, 1)
+    decay = gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
+    return p, alpha, new_top, total * gl.expand_dims(decay, 1) + _own_sum(p)
+
+
+@gluon.jit
+def _own_sum(p):
+    """Sums of each row, `[64, 4]`: each over the columns of one of the four threads that have the row, which meet only when the tile of queries ends."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _row_sum(total, layout: gl.constexpr):
+    """The sum of each row `[64]` of such sums."""
+    return gl.convert_layout(gl.sum(total, 1), layout, assert_trivial=True)

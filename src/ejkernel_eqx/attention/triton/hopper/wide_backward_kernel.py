@@ -83,7 +83,7 @@ def _consumer(board, buffers, ps, dss, sums, barriers, out_descs, pointers, tile
                 qk = _products(ks, qs)
                 if HIDES:
                     if (m < full_lo) | (m >= full_hi) | past:
-                        qk = _hidden(qk, n * SIZE, m * SIZE, b, extents, pointers, flags)
+                        qk = _hidden(qk, n * SIZE, m * SIZE, b, extents, pointers, flags, float("-inf"))
                 lse = lses.index(0).reshape([SIZE]).load(of_queries)  # [64]
                 weights = gl.exp2(qk * MULTIPLIER - gl.expand_dims(lse, 0)).to(dtype)  # [64, 64]
                 ps.index(s & 1).store(weights)
