@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..tile import query_tiles, tanh
+from ..tile import query_tiles
 from .backward_parts import (
     _announce,
     _bounds,
@@ -27,6 +27,7 @@ from .backward_parts import (
     CONSUMERS,
 )
 from .forward_kernel import _barriers_of, _described, _tiles_of
+from .scores import _capped, _log2, LEAST
 
 SIZE = gl.constexpr(64)
 """Queries of a tile, and keys of a consumer."""
@@ -118,13 +119,15 @@ def _consumer(board, buffers, dss, results, barriers, out_descs, pointers, tiles
             qk = _scores(k, qs.index(at), D)
             dp = _scores(v, dos.index(at), D)
             qk = warpgroup_mma_wait(1, deps=[qk])
-            if CAP > 0:
-                qk = tanh(qk * (SCALE / CAP), FAST_TANH)
+            if CAP > 0 and HIDES:  # as in `scores._scored`
+                if (m < full_lo) | (m >= full_hi) | past:
+                    qk = _hidden(qk, first_key, m * SIZE, b, extents, pointers, flags, 0.0)
+            qk = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, False, 16)
             if HIDES:
                 if (m < full_lo) | (m >= full_hi) | past:
-                    qk = _hidden(qk, first_key, m * SIZE, b, extents, pointers, flags)
+                    qk = _hidden(qk, first_key, m * SIZE, b, extents, pointers, flags, float("-inf"))
             lse = lses.index(at).reshape([SIZE]).load(of_queries)  # [64]
-            p = gl.exp2(qk * MULTIPLIER - gl.expand_dims(lse, 0))  # [64, 64]
+            p = gl.exp2(qk * (1.0 if CAP > 0 else MULTIPLIER) - gl.expand_dims(lse, 0))  # [64, 64]
             weights = gl.convert_layout(p.to(dtype), weights_layout)
             dv = warpgroup_mma(weights, dos.index(at).reshape([SIZE, D]), dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
@@ -132,8 +135,8 @@ def _consumer(board, buffers, dss, results, barriers, out_descs, pointers, tiles
             ds = p * (dp - gl.expand_dims(delta, 0))  # [64, 64]
             if CAP > 0:  # d tanh = 1 - tanh^2; the tanh again from the weight, because registers are scarce
                 lse = lses.index(at).reshape([SIZE]).load(of_queries)  # [64]
-                y = (gl.log2(p) + gl.expand_dims(lse, 0)) * (1.0 / MULTIPLIER)
-                ds = gl.where(p > 0.0, ds * (1.0 - y * y), 0.0)
+                y = (_log2(p) + gl.expand_dims(lse, 0)) * (1.0 / MULTIPLIER)
+                ds = gl.where(p > LEAST, ds * (1.0 - y * y), 0.0)
             ds = ds.to(dtype)
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([SIZE, D]), dk, is_async=True)
             _give(ds, s, dss, ds_full, ds_empty, W)
