@@ -3,6 +3,7 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -134,5 +135,8 @@ class GatedDeltaNet(RecurrentLayer):
         tokens = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
         recurrence = self.recurrence if size is None else self.recurrence.of_normalised()
         out = rows.run(recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
-        y = merge_heads(self.norm(out, split_heads(z, self.num_v_heads)))
-        return project("out_proj", self.out_proj, y, self.embed_dim)
+        # The gradient of the projection computes its input again.
+        return jax.checkpoint(lambda *given: self._out(*given))(out, split_heads(z, self.num_v_heads))
+
+    def _out(self, out: Array, z: Array) -> Array:
+        return project("out_proj", self.out_proj, merge_heads(self.norm(out, z)), self.embed_dim)

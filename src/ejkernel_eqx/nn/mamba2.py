@@ -4,7 +4,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
@@ -133,7 +133,8 @@ class Mamba2Mixer(RecurrentLayer):
         inner, shared = self.inner_dim, self.num_groups * self.state_size
         widths = (inner, inner, 2 * shared + self.num_heads)
         z, x, others = project_parts("in_proj", self.in_proj, x, widths)
-        BC, dt = jnp.split(others, [2 * shared], axis=-1)
+        # Without the barrier, the product would be kept for the gradient as well as its parts.
+        BC, dt = lax.optimization_barrier(tuple(jnp.split(others, [2 * shared], axis=-1)))
         x, BC = rows.convolve_parts(self.conv1d, (x, BC), (None, None))
         B, C = jnp.split(BC, 2, axis=-1)
         B, C = split_heads(B, self.num_groups), split_heads(C, self.num_groups)

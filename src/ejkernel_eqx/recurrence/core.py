@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -24,6 +25,8 @@ from .spec import (
 
 OUT_NAME, STATE_NAME, SAVED_NAME = "recurrence_out", "recurrence_state", "recurrence_saved"
 """Names for `jax.checkpoint_policies.save_only_these_names`: the results and what only the forward kernels can recompute."""
+KEPT = jax.checkpoint_policies.save_only_these_names(OUT_NAME, STATE_NAME, SAVED_NAME)
+"""The policy of calls that compute their decays in float32 from something smaller, and again for the gradient."""
 
 
 def problem_of(operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Problem:

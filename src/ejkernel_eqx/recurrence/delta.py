@@ -16,13 +16,12 @@ from ..core.arguments import check_state_dtype, fitting
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
-from .core import OUT_NAME, SAVED_NAME, STATE_NAME
+from .core import KEPT
 from .gates import check_gate, l2norm, LOG, log_decay, write_strength
 from .operation import plan_of, run, run_step
 from .spec import KEY
 
 G = TypeVar("G", bound="GatedDelta")
-_KEPT = jax.checkpoint_policies.save_only_these_names(OUT_NAME, STATE_NAME, SAVED_NAME)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,9 +171,9 @@ class GatedDelta(Kernel):
                 whole = self._with_decays(frame, operands, gate)
                 return run(self.plan, frame, whole, initial_state, self.state_dtype)
 
-            if self.decay == KEY and self.options.gate != LOG:
-                # Log-decays of channels take twice the memory of what they come from: the gradient computes them again.
-                decayed = jax.checkpoint(decayed, policy=_KEPT)
+            if self.options.gate != LOG:
+                # Log-decays take twice the memory of what they come from, or more: the gradient computes them again.
+                decayed = jax.checkpoint(decayed, policy=KEPT)
             return decayed(gate)
 
     def step(

@@ -1,5 +1,6 @@
 """`StateSpaceV2`: the state space model of Mamba-2."""
 
+import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
@@ -16,6 +17,7 @@ from ..core.arguments import check_state_dtype, finite_rate, fitting, wide
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import Frame, frame_of, Operands, step_frame_of
+from .core import KEPT
 from .gates import check_limit, rms_norm, silu_gated, time_step
 from .operation import plan_of, register, run, run_step
 from .spec import SCALAR
@@ -35,6 +37,14 @@ class _Inputs(NamedTuple):
     z: Any
     dt_bias: Any
     norm_weight: Any
+
+
+class _Rates(NamedTuple):
+    """What determines the time steps and the decays."""
+
+    dt: Array
+    A: Array
+    dt_bias: Array | None
 
 
 class StateSpaceV2(Kernel):
@@ -133,8 +143,13 @@ class StateSpaceV2(Kernel):
             x, "x", "H P", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
         )
         inputs = _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight)
-        operands, epilogue = self._operands(frame, inputs)
-        return run(self.plan, frame, operands, initial_state, self.state_dtype, epilogue)
+        operands, rates, epilogue = self._operands(frame, inputs)
+
+        def decayed(rates: _Rates) -> tuple[Array, Array]:
+            whole = self._with_decays(frame, operands, rates)
+            return run(self.plan, frame, whole, initial_state, self.state_dtype, epilogue)
+
+        return jax.checkpoint(decayed, policy=KEPT)(rates)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV2.step")
     def step(
@@ -155,11 +170,12 @@ class StateSpaceV2(Kernel):
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state` is `[..., H, P, N]`,
         `state_indices` and results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(x, "x", "H P", state_indices)
-        operands, epilogue = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight))
-        return run_step(self.plan, frame, operands, state, epilogue)
+        inputs = _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight)
+        operands, rates, epilogue = self._operands(frame, inputs)
+        return run_step(self.plan, frame, self._with_decays(frame, operands, rates), state, epilogue)
 
-    def _operands(self, frame: Frame, inputs: _Inputs) -> tuple[Operands, Any]:
-        """The operands of the recurrence, with `B` as key and `x` as value, and the function applied to its output."""
+    def _operands(self, frame: Frame, inputs: _Inputs) -> tuple[Operands, _Rates, Any]:
+        """The operands of the recurrence, with `B` as key and `x` as value, what determines its decays, and the function applied to its output."""
         x = frame.main("x", inputs.x, (None, None), "H P")
         heads, channels = x.shape[-2:]
         B = frame.main("B", inputs.B, (None, None), "G N")
@@ -171,22 +187,16 @@ class StateSpaceV2(Kernel):
             )
         bias = None if inputs.dt_bias is None else fitting("dt_bias", inputs.dt_bias, (heads,), "H")
         raw = frame.operand("dt", inputs.dt, (heads,), "H")
-        dt = frame.mask(time_step(raw, bias, self.dt_softplus, self.dt_limit))
+        rates = _Rates(raw, fitting("A", inputs.A, (heads,), "H"), bias)
+        skip = self._skip(frame, inputs.D, heads, channels)
+        operands = Operands(C, B, x, 1.0, skip=skip, decay=SCALAR, transposed=True)
+        return operands, rates, self._epilogue(frame, inputs, x, groups)
+
+    def _with_decays(self, frame: Frame, operands: Operands, rates: _Rates) -> Operands:
+        dt = frame.mask(time_step(rates.dt, rates.dt_bias, self.dt_softplus, self.dt_limit))
         # Masked separately, because the gradient that a kernel leaves at padding must not reach `A`.
-        rate = finite_rate(fitting("A", inputs.A, (heads,), "H").astype(dt.dtype))
-        g = frame.mask(dt * like(rate, dt))
-        operands = Operands(
-            C,
-            B,
-            x,
-            1.0,
-            g,
-            beta=dt,
-            skip=self._skip(frame, inputs.D, heads, channels),
-            decay=SCALAR,
-            transposed=True,
-        )
-        return operands, self._epilogue(frame, inputs, x, groups)
+        g = frame.mask(dt * like(finite_rate(rates.A.astype(dt.dtype)), dt))
+        return dataclasses.replace(operands, g=g, beta=dt)
 
     def _skip(self, frame: Frame, D: Any, heads: int, channels: int) -> Array | None:
         if D is None:
