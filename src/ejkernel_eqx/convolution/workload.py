@@ -14,7 +14,7 @@ from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .arguments import check_heads, resolve
 from .core import CONVOLVE, problem_of
-from .spec import ACTIVATIONS, by_head, ConvArrays, ConvSpec, LETTERS, PLACES, SHARED
+from .spec import ACTIVATIONS, by_head, ConvArrays, ConvSpec, letters_of, PLACES, SHARED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -106,6 +106,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     dtypes = {"x": dtype, "weight": wide} | ({"bias": wide} if given["bias"] else {})
     dtypes |= {"initial_state": dtype} if given["initial_state"] else {}
     dtypes |= dict.fromkeys(PLACES, "int32") if given["packed"] else {}
-    arrays = ConvArrays(**LETTERS.shapes({**size, "K": size["W"] - 1, "four": 4}, dtypes, SHARED))
     spec = ConvSpec(given["activation"], given["norm_size"])
-    return problem_of(operation, jax.eval_shape(lambda x: by_head(x, spec), arrays), spec)
+    head = spec.norm_size or size["C"]
+    more = {"K": size["W"] - 1, "four": 4, "H": size["C"] // head, "D": head}
+    arrays = ConvArrays(**letters_of(spec).shapes({**size, **more}, dtypes, SHARED))
+    return problem_of(operation, arrays, spec)
