@@ -18,18 +18,18 @@ from .backward_parts import (
     _announce,
     _bounds,
     _hand_over,
-    _hidden,
     _loader,
     _meet,
     _place,
     _return_keys,
+    _score_gradients,
     _told,
+    _weights,
     _writer,
     CONSUMERS,
     WRITERS,
 )
 from .forward_kernel import _barriers_of, _described, _tiles_of
-from .scores import _capped, _log2, LEAST
 
 KEYS_EACH = gl.constexpr(64)
 
@@ -63,17 +63,12 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
     NUM_STAGES: gl.constexpr = sizes[5]
     G: gl.constexpr = sizes[0] // sizes[1]
     SCALE: gl.constexpr = flags[0]
-    MULTIPLIER: gl.constexpr = flags[1]
     HIDES: gl.constexpr = flags[2] >= 0 or flags[3] >= 0 or flags[4] or flags[5] or not flags[6]
     # Scores a step ahead, under the storing of `dq`, pay where nothing is hidden; with a branch that hides they cost 8%.
     AHEAD: gl.constexpr = not HIDES
-    CAP: gl.constexpr = flags[7]
-    FAST_TANH: gl.constexpr = flags[8]
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    of_queries: gl.constexpr = gl.SliceLayout(0, scores_layout)
     k = ks.index(W).reshape([KEYS_EACH, D])
     v = vs.index(W).reshape([KEYS_EACH, D])
     dtype: gl.constexpr = k.dtype
@@ -102,25 +97,11 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
             dp = _scores(v, dos.index(at), BLOCK_Q, D)
             if not AHEAD:
                 qk = warpgroup_mma_wait(1, deps=[qk])
-            if CAP > 0 and HIDES:  # as in `scores._scored`
-                if (m < full_lo) | (m >= full_hi) | past:
-                    qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags, 0.0)
-            qk = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, False, 16)
-            if HIDES:
-                if (m < full_lo) | (m >= full_hi) | past:
-                    qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags, float("-inf"))
-            lse = lses.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
-            p = gl.exp2(qk * (1.0 if CAP > 0 else MULTIPLIER) - gl.expand_dims(lse, 0))  # [64, BLOCK_Q]
+            p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, extents, pointers, HIDES, flags)
             weights = gl.convert_layout(p.to(dtype), weights_layout)
             dv = warpgroup_mma(weights, dos.index(at).reshape([BLOCK_Q, D]), dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
-            delta = deltas.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
-            ds = p * (dp - gl.expand_dims(delta, 0))  # [64, BLOCK_Q]
-            if CAP > 0:  # d tanh = 1 - tanh^2; the tanh again from the weight, because registers are scarce
-                lse = lses.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
-                y = (_log2(p) + gl.expand_dims(lse, 0)) * (1.0 / MULTIPLIER)
-                ds = gl.where(p > LEAST, ds * (1.0 - y * y), 0.0)
-            ds = ds.to(dtype)
+            ds = _score_gradients(p, dp, lses, deltas, at, flags).to(dtype)
             dss.index((s & 1) * CONSUMERS + W).store(ds)
             fence_async_shared()
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([BLOCK_Q, D]), dk, is_async=True)

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ..tile import query_tiles
+from .scores import _capped, _log2, LEAST
 
 CONSUMERS = gl.constexpr(2)
 WRITERS = gl.constexpr(2)
@@ -145,6 +146,41 @@ def _hidden(s, first_key, first_query, b, extents, pointers, flags: gl.constexpr
         q_segment = gl.where(q_segment < 0, -2, q_segment)  # padding, equal to no key's
         s = gl.where(gl.expand_dims(k_segment, 1) == gl.expand_dims(q_segment, 0), s, HIDDEN)
     return s
+
+
+@gluon.jit
+def _weights(qk, lses, at, first_key, m, is_partly_hidden, b, extents, pointers, HIDES: gl.constexpr, flags: gl.constexpr):
+    """The weights `[64, BLOCK_Q]` of scores `qk` with the tile of queries `m`, whose log-sums are at `at`."""
+    SCALE: gl.constexpr = flags[0]
+    MULTIPLIER: gl.constexpr = flags[1]
+    CAP: gl.constexpr = flags[7]
+    FAST_TANH: gl.constexpr = flags[8]
+    BLOCK_Q: gl.constexpr = qk.shape[1]
+    if CAP > 0 and HIDES:  # as in `scores._scored`
+        if is_partly_hidden:
+            qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags, 0.0)
+    qk = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, False, 16)
+    if HIDES:
+        if is_partly_hidden:
+            qk = _hidden(qk, first_key, m * BLOCK_Q, b, extents, pointers, flags, float("-inf"))
+    lse = lses.index(at).reshape([BLOCK_Q]).load(gl.SliceLayout(0, qk.type.layout))  # [BLOCK_Q]
+    return gl.exp2(qk * (1.0 if CAP > 0 else MULTIPLIER) - gl.expand_dims(lse, 0))
+
+
+@gluon.jit
+def _score_gradients(p, dp, lses, deltas, at, flags: gl.constexpr):
+    """The gradients of the scores `[64, BLOCK_Q]` from the weights `p` and their gradients `dp`."""
+    MULTIPLIER: gl.constexpr = flags[1]
+    CAP: gl.constexpr = flags[7]
+    BLOCK_Q: gl.constexpr = p.shape[1]
+    of_queries: gl.constexpr = gl.SliceLayout(0, p.type.layout)
+    delta = deltas.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
+    ds = p * (dp - gl.expand_dims(delta, 0))
+    if CAP > 0:  # d tanh = 1 - tanh^2; the tanh again from the weight, because registers are scarce
+        lse = lses.index(at).reshape([BLOCK_Q]).load(of_queries)  # [BLOCK_Q]
+        y = (_log2(p) + gl.expand_dims(lse, 0)) * (1.0 / MULTIPLIER)
+        ds = gl.where(p > LEAST, ds * (1.0 - y * y), 0.0)
+    return ds
 
 
 @gluon.jit

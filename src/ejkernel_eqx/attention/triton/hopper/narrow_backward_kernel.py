@@ -19,15 +19,15 @@ from .backward_parts import (
     _announce,
     _bounds,
     _hand_over,
-    _hidden,
     _loader,
     _place,
+    _score_gradients,
     _told,
+    _weights,
     _writer,
     CONSUMERS,
 )
 from .forward_kernel import _barriers_of, _described, _tiles_of
-from .scores import _capped, _log2, LEAST
 
 SIZE = gl.constexpr(64)
 """Queries of a tile, and keys of a consumer."""
@@ -80,16 +80,12 @@ def _consumer(board, buffers, dss, results, barriers, out_descs, pointers, tiles
     NUM_STAGES: gl.constexpr = sizes[5]
     G: gl.constexpr = sizes[0] // sizes[1]
     SCALE: gl.constexpr = flags[0]
-    MULTIPLIER: gl.constexpr = flags[1]
     TABLE: gl.constexpr = flags[4] or flags[5]
     HIDES: gl.constexpr = flags[2] >= 0 or flags[3] >= 0 or TABLE or not flags[6]
-    CAP: gl.constexpr = flags[7]
-    FAST_TANH: gl.constexpr = flags[8]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     keys_layout: gl.constexpr = gl.DotOperandLayout(0, scores_layout, 2)
-    of_queries: gl.constexpr = gl.SliceLayout(0, scores_layout)
     dtype: gl.constexpr = ks.dtype
     done = 0  # steps of earlier tiles
     r = 0
@@ -119,25 +115,11 @@ def _consumer(board, buffers, dss, results, barriers, out_descs, pointers, tiles
             qk = _scores(k, qs.index(at), D)
             dp = _scores(v, dos.index(at), D)
             qk = warpgroup_mma_wait(1, deps=[qk])
-            if CAP > 0 and HIDES:  # as in `scores._scored`
-                if (m < full_lo) | (m >= full_hi) | past:
-                    qk = _hidden(qk, first_key, m * SIZE, b, extents, pointers, flags, 0.0)
-            qk = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, False, 16)
-            if HIDES:
-                if (m < full_lo) | (m >= full_hi) | past:
-                    qk = _hidden(qk, first_key, m * SIZE, b, extents, pointers, flags, float("-inf"))
-            lse = lses.index(at).reshape([SIZE]).load(of_queries)  # [64]
-            p = gl.exp2(qk * (1.0 if CAP > 0 else MULTIPLIER) - gl.expand_dims(lse, 0))  # [64, 64]
+            p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, extents, pointers, HIDES, flags)
             weights = gl.convert_layout(p.to(dtype), weights_layout)
             dv = warpgroup_mma(weights, dos.index(at).reshape([SIZE, D]), dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
-            delta = deltas.index(at).reshape([SIZE]).load(of_queries)  # [64]
-            ds = p * (dp - gl.expand_dims(delta, 0))  # [64, 64]
-            if CAP > 0:  # d tanh = 1 - tanh^2; the tanh again from the weight, because registers are scarce
-                lse = lses.index(at).reshape([SIZE]).load(of_queries)  # [64]
-                y = (_log2(p) + gl.expand_dims(lse, 0)) * (1.0 / MULTIPLIER)
-                ds = gl.where(p > LEAST, ds * (1.0 - y * y), 0.0)
-            ds = ds.to(dtype)
+            ds = _score_gradients(p, dp, lses, deltas, at, flags).to(dtype)
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([SIZE, D]), dk, is_async=True)
             _give(ds, s, dss, ds_full, ds_empty, W)
             dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
