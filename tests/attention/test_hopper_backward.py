@@ -165,6 +165,8 @@ EMULATED = {
     "causal 256": odd(T=150, S=150, D=256, V=256, right=0),
     "window 192": odd(T=150, S=250, D=192, V=160, left=70, right=10, offset=90),
     "segments 256": odd(T=150, S=130, D=256, V=256, B=2, segments=True),
+    "window and soft cap 64": odd(T=200, S=300, D=64, V=64, left=90, right=20, soft_cap=20.0),
+    "scattered 40": odd(T=130, S=300, D=40, V=64, rows="scattered"),
     "segments 64": odd(S=390, D=64, V=64, B=2, segments=True, right=0, offset=190),
 }
 

@@ -11,7 +11,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.attention.core import problem_of
-from ejkernel_eqx.attention.triton.hopper import tile_sizes
+from ejkernel_eqx.attention.triton.hopper import backward_tiles, tile_sizes
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.attention.cases import Case, CASES, make, poison
 from tests.attention.test_xla import cotangents
@@ -65,12 +65,29 @@ ODD = Case(B=1, T=777, S=777, H=4, K=2, D=128, V=128)
         dataclasses.replace(ODD, left=150, right=40),
         dataclasses.replace(ODD, T=300, S=1300, right=0, offset=1000),
         dataclasses.replace(ODD, D=64, V=64, right=0),
+        dataclasses.replace(ODD, D=64, V=64, left=150, right=40, soft_cap=20.0),
+        dataclasses.replace(ODD, D=64, V=64, segments=True, right=0),
+        dataclasses.replace(ODD, D=40, V=64, T=400, S=700, rows="scattered"),
         dataclasses.replace(ODD, D=80, V=72, rows="packed"),
         dataclasses.replace(ODD, segments=True, sinks="BH"),
     ],
-    ids=["full", "causal", "window", "late", "64", "packed", "segments"],
+    ids=[
+        "full",
+        "causal",
+        "window",
+        "late",
+        "64",
+        "64-window-cap",
+        "64-segments",
+        "40-scattered",
+        "packed",
+        "segments",
+    ],
 )
-def test_odd_lengths(case):
+@pytest.mark.parametrize("programs", [backward_tiles.PROGRAMS, 2])
+def test_odd_lengths(case, programs, monkeypatch):
+    """With two programs each takes several tiles of keys."""
+    monkeypatch.setattr(backward_tiles, "PROGRAMS", programs)
     case = dataclasses.replace(case, dtype="bfloat16")
     arrays, spec = make(case)
     dout, dlse = cotangents(case)

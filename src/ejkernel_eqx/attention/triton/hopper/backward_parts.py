@@ -1,4 +1,4 @@
-"""What both of Hopper's backward kernels have: how programs come by tiles of keys, how these are loaded, and how `dq` is summed.
+"""What all three of Hopper's backward kernels have: how programs come by tiles of keys, how these are loaded, and how `dq` is summed.
 
 Programs stay, so that what they begin with is paid for once, and take the next tile of keys when they are free. The loading warp claims it and tells
 the others. Tiles are claimed in one order, and a tile waits only for those before it, which others are at work on: it does not matter how many

@@ -29,7 +29,7 @@ def key_bounds_kernel(
     # The keys that the first query sees to the last one, and those that all of them see, by ranges.
     if ROWS:
         start = tl.load(start_ptr + b * T + row, mask=inside, other=0)  # [MOST]
-        end = tl.load(end_ptr + b * T + row, mask=inside, other=0)  # [MOST]
+        end = tl.maximum(tl.load(end_ptr + b * T + row, mask=inside, other=0), 0)  # [MOST]; differences of it are taken
     else:
         start = row * 0
         end = row * 0 + S
