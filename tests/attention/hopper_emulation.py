@@ -17,7 +17,8 @@ from tests.attention.hopper_protocol import Barrier, finish, LIMIT
 constexpr = pytest.importorskip("triton.language").constexpr
 
 _HELPERS = """_consumer _query_gradients _give _nothing _scores _part _products _half _described _barriers_of _tiles_of""".split()
-_SHARED = """_writer _loader _load _hidden _place _bounds _tell _told _hand_over _announce _return_keys _weights _score_gradients query_tiles""".split()
+_SHARED = """
+_writer _loader _load _hidden _place _bounds _tell _told _hand_over _announce _return_keys _weights _score_gradients query_tiles""".split()
 
 
 class Tensor(np.ndarray):
