@@ -240,6 +240,12 @@ def choices_of(function: Callable[..., Any], call: Inputs) -> Iterator[Selection
 
 def with_plan(kernel: K, plan: Plan) -> K:
     """A copy of the kernel with another plan; the original is unchanged."""
-    new = copy.copy(kernel)
-    object.__setattr__(new, "plan", plan)
+    return replaced(kernel, plan=plan)
+
+
+def replaced(operation: K, **fields: Any) -> K:
+    """The operation with other values of these fields. Its `__init__`, which chooses a platform, does not run."""
+    new = copy.copy(operation)
+    for name, value in fields.items():
+        object.__setattr__(new, name, value)
     return new

@@ -1,13 +1,12 @@
 """`CausalConv1d`: a short causal depthwise convolution."""
 
-import copy
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 from jax import Array
 
-from .._kernel import Kernel, Plan
+from .._kernel import Kernel, Plan, replaced
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.l2norm import l2norm
@@ -73,9 +72,7 @@ class CausalConv1d(Kernel):
 
     def normalising(self, size: int) -> "CausalConv1d":
         """The same convolution with a `norm_size`."""
-        new = copy.copy(self)
-        object.__setattr__(new, "norm_size", check_norm_size(size, self.sequence_axis))
-        return new
+        return replaced(self, norm_size=check_norm_size(size, self.sequence_axis))
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d")
     @over_sequence_axis()

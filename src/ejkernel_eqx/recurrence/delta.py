@@ -1,6 +1,5 @@
 """Shared by the delta rules: options, operands, and everything of the gated ones."""
 
-import copy
 import dataclasses
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -9,7 +8,7 @@ import jax
 from jax import Array
 from jax.typing import DTypeLike
 
-from .._kernel import Kernel, Plan
+from .._kernel import Kernel, Plan, replaced
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype, fitting
@@ -129,9 +128,7 @@ class GatedDelta(Kernel):
 
     def of_normalised(self: G) -> G:
         """The same operation for queries and keys that are normalised already."""
-        new = copy.copy(self)
-        object.__setattr__(new, "options", dataclasses.replace(self.options, use_qk_l2norm=False))
-        return new
+        return replaced(self, options=dataclasses.replace(self.options, use_qk_l2norm=False))
 
     @over_sequence_axis()
     def __call__(
