@@ -1,6 +1,7 @@
 """The family's two kinds of calls, sequences and single tokens of every row: their problems and axes."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax import Array
 
 from .._kernel import Plan
 from ..core import Kind, StepKind
-from ..dispatch import Problem
+from ..dispatch import Platform, Problem
 from . import reference
 from .spec import (
     FLOATS,
@@ -25,8 +26,16 @@ from .spec import (
 
 OUT_NAME, STATE_NAME, SAVED_NAME = "recurrence_out", "recurrence_state", "recurrence_saved"
 """Names for `jax.checkpoint_policies.save_only_these_names`: the results and what only the forward kernels can recompute."""
-KEPT = jax.checkpoint_policies.save_only_these_names(OUT_NAME, STATE_NAME, SAVED_NAME)
-"""The policy of calls that compute their decays in float32 from something smaller, and again for the gradient."""
+_KEPT = jax.checkpoint_policies.save_only_these_names(OUT_NAME, STATE_NAME, SAVED_NAME)
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def again_for_gradients(plan: Plan, function: C) -> C:
+    """`function`, which calls a kernel of `plan`, such that its gradient computes again what the kernel does not: for calls whose decays, in
+    float32, come from something smaller. Simulated TPU kernels have effects, which `jax.checkpoint` refuses, so that with them all is kept."""
+    simulated = plan.snapshot.requested is Platform.PALLAS_INTERPRET
+    return function if simulated else jax.checkpoint(function, policy=_KEPT)
 
 
 def problem_of(operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Problem:

@@ -17,7 +17,7 @@ from ..core.arguments import check_state_dtype, finite_rate, fitting, wide
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import Frame, frame_of, Operands, step_frame_of
-from .core import KEPT
+from .core import again_for_gradients
 from .gates import check_limit, rms_norm, silu_gated, time_step
 from .operation import plan_of, register, run, run_step
 from .spec import SCALAR
@@ -149,7 +149,7 @@ class StateSpaceV2(Kernel):
             whole = self._with_decays(frame, operands, rates)
             return run(self.plan, frame, whole, initial_state, self.state_dtype, epilogue)
 
-        return jax.checkpoint(decayed, policy=KEPT)(rates)
+        return again_for_gradients(self.plan, decayed)(rates)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV2.step")
     def step(
