@@ -10,7 +10,18 @@ from jax import Array
 from ...core.platforms import kernels_unavailable
 from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch import Execute, given, Launcher, LOG2E, NOTHING, result, result_like, run
-from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
+from ...launch.fields import (
+    Block,
+    check_fields,
+    Count,
+    Ends,
+    Float32Dot,
+    Patience,
+    Programs,
+    Registers,
+    RowBlock,
+    Warps,
+)
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
 from ..core import problem_of
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
@@ -42,7 +53,11 @@ class TileConfig:
 
     `hopper_programs`: how many programs of Hopper's kernel go from tile to tile, usually one for each multiprocessor; 0 for Triton's kernel,
     with a program for each tile. `num_warps` are those that multiply 64 queries or keys, always 4. The forward's `block_q` is 128 or 192. In
-    `key_gradient` any number stands for Hopper's backward kernel: a program for each tile of 128 keys, which computes `dq`, too."""
+    `key_gradient` any number stands for Hopper's backward kernel: a program for each tile of 128 keys, which computes `dq`, too.
+
+    `hopper_ends`: whether tiles of queries of Hopper's forward kernel run `"apart"`, one behind the other, or `"joined"`, the last product of one under the
+    first softmax of the next; `"one_loop"`: this in one loop over the keys of all tiles. `hopper_patience`: by how many units of log2 a row's maximum grows
+    before sums are scaled to it."""
 
     block_q: RowBlock
     block_k: Block
@@ -50,9 +65,16 @@ class TileConfig:
     num_stages: Count
     max_registers: Registers = 0
     hopper_programs: Programs = 0
+    hopper_ends: Ends = "apart"
+    hopper_patience: Patience = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not self.hopper_programs and (self.hopper_ends != "apart" or self.hopper_patience):
+            raise ValueError(
+                f"TileConfig: expected hopper_ends='apart' and hopper_patience=0 without hopper_programs, received {self.hopper_ends!r} and "
+                f"{self.hopper_patience}."
+            )
         if self.block_q & (self.block_q - 1) and not self.hopper_programs:
             raise ValueError(
                 f"TileConfig.block_q: expected a power of two without hopper_programs, received {self.block_q}."

@@ -83,6 +83,8 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
     """The same for a tile on any device."""
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
+    if tile.hopper_ends != "apart" or tile.hopper_patience:
+        return "has hopper_ends='apart' and hopper_patience=0"
     if (tile.block_q, tile.block_k) not in {size[:2] for size in _TILES[tile_sizes.padded_width(problem)]}:
         return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {tile_sizes.padded_width(problem)}"
     if (tile.num_stages == 1) != (tile_sizes.padded_width(problem) > WIDEST):

@@ -21,6 +21,7 @@ def attended(
     if spec.listed:
         return _attended_by_lists(launch, arrays, spec, tile, group)
     from .forward_kernel import hopper_forward_kernel
+    from .joined_kernel import hopper_joined_kernel
 
     (batch, queries, heads, dim), (keys, values) = arrays.q.shape, (arrays.k.shape[1], arrays.v.shape[-1])
     ragged = arrays.rows is not None or arrays.q_segments is not None
@@ -36,8 +37,12 @@ def attended(
             **dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_taken")),
         }
     sinks = None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads))
+    if tile.hopper_ends == "apart":
+        kernel, own = hopper_forward_kernel, {"IN_PLACE": tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))}
+    else:
+        kernel, own = hopper_joined_kernel, {"ONE_LOOP": tile.hopper_ends == "one_loop"}
     results = launch(
-        hopper_forward_kernel,
+        kernel,
         tile,
         {
             "taken": result(1, dtype=jnp.int32),
@@ -53,7 +58,8 @@ def attended(
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         EVEN_K=keys % tile.block_k == 0,
         GUARD=ragged or left >= 0 or right >= 0,
-        IN_PLACE=tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST)),
+        PATIENCE=tile.hopper_patience,
+        **own,
         name="forward_kernel",
     )
     return results["out"], results["lse"]

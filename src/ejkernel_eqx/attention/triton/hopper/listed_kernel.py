@@ -94,7 +94,7 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
     s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, BLOCK_K // 2)
     if i >= part:
         s = _visible(s, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS, 0.0 if BOUNDED else float("-inf"))
-    return _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, True, BOUNDED)
+    return _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, True, BOUNDED, 0.0)
 
 
 @gluon.jit

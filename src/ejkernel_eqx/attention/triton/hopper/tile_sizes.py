@@ -24,6 +24,8 @@ _REFUSED = {
     "negative_scale": "takes positive scales",
 }
 
+_WIDEST_JOINED = 128
+"""The most channels of a tile at which shared memory has room for the queries of two."""
 Sizes = tuple[int, int, int]
 
 # Queries, keys, stages by the padded head dim; of several, `_time_of` decides which comes first.
@@ -192,6 +194,20 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
         lists and (tile.block_q > 128 or _cuts_blocks(*sizes, problem))
     ):
         return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {padded_width(problem)}{' for these lists' if lists else ''}"
+    return _ends_unfit(tile, problem)
+
+
+def _ends_unfit(tile: Any, problem: Problem) -> str | None:
+    if _listed(problem) and (tile.hopper_ends != "apart" or tile.hopper_patience):
+        return "has one loop for lists of tiles, and hopper_ends='apart' and hopper_patience=0"
+    if tile.hopper_patience and problem.flag("soft_cap"):
+        return "has hopper_patience=0 beside a soft cap"
+    if tile.hopper_ends == "apart":
+        return None
+    if padded_width(problem) > _WIDEST_JOINED:
+        return f"has hopper_ends='apart' at head dims of {padded_width(problem)}: there is no room for two tiles of queries"
+    if tile.block_q > 128 and (tile.hopper_ends == "one_loop" or problem.flag("segments")):
+        return f"has hopper_ends='apart' for tiles of {tile.block_q} queries"
     return None
 
 
@@ -199,7 +215,7 @@ def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: queries, stages of keys and values, the output if it has its own place, barriers."""
     width = padded_width(problem)
     queries = tile.block_q * width * 2
-    if _listed(problem):
+    if _listed(problem) or tile.hopper_ends != "apart":
         return 3 * queries + _streamed(tile, width)
     return (queries if stores_in_place(tile, width) else 2 * queries) + _streamed(tile, width)
 
