@@ -151,7 +151,10 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
                 if unseen:
                     _clear(vs, v_full, at, marks + n * BLOCK_K, BLOCK_K, V, NUM_STAGES)
             if not BOUNDED:
-                acc = _rescaled(acc, alpha, PATIENCE)
+                if PATIENCE > 0:
+                    acc = _rescaled(acc, alpha)
+                else:
+                    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
             p = gl.convert_layout(weights.to(dtype), weights_layout)
         if not IN_PLACE:
             mbarrier.arrive(q_empty.index(W), count=1)

@@ -150,7 +150,10 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
                 if unseen:
                     _clear(vs, v_full, at, marks + n * BLOCK_K, BLOCK_K, V, NUM_STAGES)
             if not BOUNDED:
-                acc = _rescaled(acc, alpha, PATIENCE)
+                if PATIENCE > 0:
+                    acc = _rescaled(acc, alpha)
+                else:
+                    acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
             p = _packed(weights, dtype)
         done += hi - lo
         r += 1
@@ -264,7 +267,10 @@ def _consumer_in_one_loop(buffers, staging, barriers, mail, out_desc, lse_ptr, s
             before = t + 0
         # Of a new tile, what remains of the last one is not added to.
         if not BOUNDED:
-            acc = _rescaled(acc, alpha, PATIENCE)
+            if PATIENCE > 0:
+                acc = _rescaled(acc, alpha)
+            else:
+                acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
         more = n < hi - 1
         at += 1
         n -= 1

@@ -160,12 +160,8 @@ def _before_wait(weights, T):
 
 
 @gluon.jit
-def _rescaled(acc, alpha, PATIENCE: gl.constexpr):
-    """Sums `[64, V]` times the factors of their rows, which are mostly 1 if there is `PATIENCE`."""
+def _rescaled(acc, alpha):
+    """Sums `[64, V]` times the factors of their rows, which are mostly 1."""
+    PACK: gl.constexpr = acc.shape[1] // 2
     factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1)
-    if PATIENCE > 0:
-        PACK: gl.constexpr = acc.shape[1] // 2
-        acc = gl.inline_asm_elementwise(rescale_text(PACK), rescale_operands(PACK), [acc, factor], dtype=gl.float32, is_pure=True, pack=PACK)
-    else:
-        acc = acc * factor
-    return acc
+    return gl.inline_asm_elementwise(rescale_text(PACK), rescale_operands(PACK), [acc, factor], dtype=gl.float32, is_pure=True, pack=PACK)
