@@ -355,7 +355,7 @@ def hopper_joined_kernel(
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, PATIENCE: gl.constexpr, ONE_LOOP: gl.constexpr,
 ):
-    # As `hopper_forward_kernel`.
+    # As `hopper_forward_kernel`, for two consumers.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_Q // ROWS_EACH
     TABLE: gl.constexpr = ROWS or SEGMENTS
@@ -386,7 +386,7 @@ def hopper_joined_kernel(
             (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, TABLE)),
         ], [4, 1], [240, 24])
-    elif CONSUMERS == 2:
+    else:
         gl.warp_specialize([
             (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT,
@@ -397,17 +397,3 @@ def hopper_joined_kernel(
             (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, TABLE)),
         ], [4, 1], [240, 24])
-    else:
-        gl.warp_specialize([
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
-                         marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT,
-                         TABLE, SEGMENTS, SINKS, EVEN_K, GUARD, PATIENCE)),
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
-                         marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT,
-                         TABLE, SEGMENTS, SINKS, EVEN_K, GUARD, PATIENCE)),
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
-                         marks_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT,
-                         TABLE, SEGMENTS, SINKS, EVEN_K, GUARD, PATIENCE)),
-            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
-                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, TABLE)),
-        ], [4, 4, 1], [160, 160, 24])

@@ -24,6 +24,7 @@ _REFUSED = {
     "negative_scale": "takes positive scales",
 }
 
+_PATIENCE = 8
 _WIDEST_JOINED = 128
 """The most channels of a tile at which shared memory has room for the queries of two."""
 Sizes = tuple[int, int, int]
@@ -54,7 +55,7 @@ _POSSIBLE = {
 }
 
 
-def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
+def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[Any, ...]]:
     """Tiles worth timing, best first, as the fields of a configuration."""
     if problem.dim("T") < LEAST_QUERIES or unfit(problem, device):
         return []
@@ -72,7 +73,12 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
         sizes.sort(key=lambda size: size[0])
     elif len(sizes) > 1:
         sizes.sort(key=lambda size: _time_of(size, problem, programs))
-    return [(q, k, 4, stages, 0, programs) for q, k, stages in sizes]
+    found = [(q, k, 4, stages, 0, programs) for q, k, stages in sizes]
+    # Not measured yet, so no defaults: the ends of tiles of queries joined, and sums scaled late.
+    kinds = (("joined", 0), ("joined", _PATIENCE), ("apart", _PATIENCE))
+    narrow = next(tile for tile in found if tile[0] == 128)
+    others = [(*narrow, *ends) for ends in kinds if _ends_unfit(narrow[0], *ends, problem) is None]
+    return [found[0], *others, *found[1:]]
 
 
 def _time_of(size: Sizes, problem: Problem, programs: int) -> float:
@@ -194,20 +200,20 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
         lists and (tile.block_q > 128 or _cuts_blocks(*sizes, problem))
     ):
         return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {padded_width(problem)}{' for these lists' if lists else ''}"
-    return _ends_unfit(tile, problem)
+    return _ends_unfit(tile.block_q, tile.hopper_ends, tile.hopper_patience, problem)
 
 
-def _ends_unfit(tile: Any, problem: Problem) -> str | None:
-    if _listed(problem) and (tile.hopper_ends != "apart" or tile.hopper_patience):
+def _ends_unfit(block_q: int, ends: str, patience: int, problem: Problem) -> str | None:
+    if _listed(problem) and (ends != "apart" or patience):
         return "has one loop for lists of tiles, and hopper_ends='apart' and hopper_patience=0"
-    if tile.hopper_patience and problem.flag("soft_cap"):
+    if patience and problem.flag("soft_cap"):
         return "has hopper_patience=0 beside a soft cap"
-    if tile.hopper_ends == "apart":
+    if ends == "apart":
         return None
     if padded_width(problem) > _WIDEST_JOINED:
         return f"has hopper_ends='apart' at head dims of {padded_width(problem)}: there is no room for two tiles of queries"
-    if tile.block_q > 128 and (tile.hopper_ends == "one_loop" or problem.flag("segments")):
-        return f"has hopper_ends='apart' for tiles of {tile.block_q} queries"
+    if block_q > 128:
+        return f"has hopper_ends='apart' for tiles of {block_q} queries, whose consumers would spill"
     return None
 
 
