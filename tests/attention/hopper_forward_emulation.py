@@ -12,7 +12,7 @@ import pytest
 from ejkernel_eqx.launch import run
 from tests.attention import hopper_emulation
 from tests.attention.hopper_emulation import Pointer, Tensor, tensor
-from tests.attention.hopper_protocol import LIMIT
+from tests.attention.hopper_protocol import Barrier, LIMIT
 
 triton = pytest.importorskip("triton")
 
@@ -32,7 +32,13 @@ class Device(hopper_emulation.Device):
         return super().run(launch, inputs)
 
     def _shared(self, parts: int) -> dict[str, Any]:
-        return {"program": self.own.program, "turns": [threading.Semaphore(0) for _ in range(parts - 1)]}
+        consumers = parts - 1
+        return {
+            "program": self.own.program,
+            "turns": [threading.Semaphore(0) for _ in range(consumers)],
+            "free": [Barrier(consumers) for _ in range(16)],
+            "awaited": [0] * 16,
+        }
 
     def _plain(self, module: Any, name: str) -> Any:
         return self._as_python(getattr(module, name))
@@ -83,6 +89,7 @@ class Device(hopper_emulation.Device):
                 gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None,
                 warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
                 _await_turn=self._await_own, _give_turn=lambda consumer: self.own.turns[consumer].release(),
+                _free=lambda place: self.own.free[place].arrive(), _await_free=self._await_free,
                 _take=self._taken, _taken=lambda number: number, _least=lambda number: number,
                 _within=_within, _capped=_capped, _rescaled=lambda acc, alpha: acc * alpha[:, None],
                 _packed=lambda weights, dtype: weights.to(dtype),
@@ -94,6 +101,10 @@ class Device(hopper_emulation.Device):
 
     def _await_own(self, consumer: int) -> None:
         assert self.own.turns[consumer].acquire(timeout=LIMIT), "a turn that nobody gives"
+
+    def _await_free(self, place: int) -> None:
+        self.own.free[place].wait(self.own.awaited[place] & 1)
+        self.own.awaited[place] += 1
 
     def _taken(self, pointer: Pointer) -> int:
         return self._claimed(pointer)

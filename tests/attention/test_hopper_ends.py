@@ -33,9 +33,10 @@ from tests.tolerances import assert_close
 # Two programs, so that each has several tiles of queries.
 APART = triton.TileConfig(128, 128, 4, 2, 0, 2)
 JOINED = dataclasses.replace(APART, hopper_ends="joined")
+BY_WARP = dataclasses.replace(APART, hopper_ends="joined_by_warp")
 ONE_LOOP = dataclasses.replace(APART, hopper_ends="one_loop")
 PATIENT = dataclasses.replace(JOINED, hopper_patience=8)
-TILES = {"apart": APART, "joined": JOINED, "one loop": ONE_LOOP, "joined, patient": PATIENT}
+TILES = {"apart": APART, "joined": JOINED, "by warp": BY_WARP, "one loop": ONE_LOOP, "joined, patient": PATIENT}
 
 
 def odd(**more: Any) -> Case:
@@ -96,7 +97,7 @@ def test_results(case, tile):
 @needs_gluon
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("ends", ["joined", "one_loop"])
+@pytest.mark.parametrize("ends", ["joined", "joined_by_warp", "one_loop"])
 def test_however_many_programs_stages_and_keys(ends, seed):
     """Bit for bit what tiles apart give."""
     rng = np.random.default_rng(seed)
@@ -141,9 +142,9 @@ def test_patience_with_maxima_that_grow(growth):
 @pytest.mark.parametrize(
     "of, expected",
     [
-        (problem(**CAUSAL), {("apart", 0), ("joined", 0), ("joined", 8), ("apart", 8)}),
-        (problem(64, with_=("segments",)), {("apart", 0), ("joined", 0), ("joined", 8), ("apart", 8)}),
-        (problem(logits_soft_cap=30.0), {("apart", 0), ("joined", 0)}),
+        (problem(**CAUSAL), {("apart", 0), ("joined", 0), ("joined_by_warp", 0), ("joined", 8), ("apart", 8)}),
+        (problem(64, with_=("segments",)), {("apart", 0), ("joined", 0), ("joined_by_warp", 0), ("joined", 8), ("apart", 8)}),
+        (problem(logits_soft_cap=30.0), {("apart", 0), ("joined", 0), ("joined_by_warp", 0)}),
         (problem(256), {("apart", 0), ("apart", 8)}),
         (problem(block_size=(128, 128)), {("apart", 0)}),
         (problem(with_=("bias",)), {("apart", 0)}),
@@ -162,6 +163,7 @@ def test_what_is_timed(of, expected):
     [
         (call(256), dataclasses.replace(JOINED, block_k=64), "hopper_ends='apart' at head dims of 256"),
         (call(64), dataclasses.replace(JOINED, block_q=192), "tiles of 192 queries"),
+        (call(64), dataclasses.replace(BY_WARP, num_stages=5), "up to 4 stages"),
         (call(logits_soft_cap=3.0), PATIENT, "hopper_patience=0 beside a soft cap"),
         (call(block_size=(128, 128)), JOINED, "one loop for lists"),
     ],
@@ -174,7 +176,7 @@ def test_what_is_refused(of: Any, tile, words):
 def test_other_kernels_have_no_such_ends():
     with pytest.raises(ValueError, match="hopper_ends='apart' and hopper_patience=0 without hopper_programs"):
         triton.TileConfig(64, 64, 4, 2, hopper_ends="joined")
-    with pytest.raises(ValueError, match="TileConfig.hopper_ends: expected 'apart', 'joined' or 'one_loop'"):
+    with pytest.raises(ValueError, match="TileConfig.hopper_ends: expected 'apart', 'joined', 'joined_by_warp' or 'one_loop'"):
         dataclasses.replace(APART, hopper_ends="together")
     backward = triton.TileConfig(64, 128, 4, 2, 0, 1, "joined")
     config = dataclasses.replace(configured(), key_gradient=backward)
@@ -184,6 +186,8 @@ def test_other_kernels_have_no_such_ends():
 
 COMPILED: dict[str, Any] = {
     "causal 128": (call(**CAUSAL), "joined", 0, 0),
+    "causal 128, by warp": (call(**CAUSAL), "joined_by_warp", 0, 0),
+    "segments 128, by warp": (call(with_=("segments",), **CAUSAL), "joined_by_warp", 0, 32),
     "causal 128, one loop": (call(**CAUSAL), "one_loop", 0, 0),
     "causal 128, patient": (call(**CAUSAL), "joined", 8, 0),
     "window 128, patient, apart": (call(left=255, **CAUSAL), "apart", 8, 0),

@@ -56,7 +56,7 @@ class TileConfig:
     `key_gradient` any number stands for Hopper's backward kernel: a program for each tile of 128 keys, which computes `dq`, too.
 
     `hopper_ends`: whether tiles of queries of Hopper's forward kernel run `"apart"`, one behind the other, or `"joined"`, the last product of one under the
-    first softmax of the next; `"one_loop"`: this in one loop over the keys of all tiles. `hopper_patience`: by how many units of log2 a row's maximum grows
+    first softmax of the next; `"joined_by_warp"`: so, and each warp frees keys and values for itself; `"one_loop"`: in one loop over the keys of all tiles. `hopper_patience`: by how many units of log2 a row's maximum grows
     before sums are scaled to it."""
 
     block_q: RowBlock

@@ -40,7 +40,7 @@ def attended(
     if tile.hopper_ends == "apart":
         kernel, own = hopper_forward_kernel, {"IN_PLACE": tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))}
     else:
-        kernel, own = hopper_joined_kernel, {"ONE_LOOP": tile.hopper_ends == "one_loop"}
+        kernel, own = hopper_joined_kernel, {"ONE_LOOP": tile.hopper_ends == "one_loop", "BY_WARP": tile.hopper_ends == "joined_by_warp"}
     results = launch(
         kernel,
         tile,

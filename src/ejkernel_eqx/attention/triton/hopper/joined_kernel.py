@@ -22,6 +22,9 @@ from .listed_kernel import _begun, _finish, _place, _weighted, QUERY_PLACES
 from .mail import _number, _receive, _send, _take, _taken, MAIL_PLACES, MAIL_WORDS
 from .scores import _before_wait, _clear, _rescaled, _scored, _softmax, BOUND
 
+KEYS_FREE = gl.constexpr(4)
+VALUES_FREE = gl.constexpr(10)
+"""The numbers of hardware barriers, one for each place, beside those of turns."""
 PACKED_BFLOAT = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 PACKED_HALF = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 
@@ -36,6 +39,41 @@ def _limits(first_ptr, past_ptr, row, b, T, layout: gl.constexpr, TABLE: gl.cons
         start = gl.load(first_ptr + b * T + rows, mask=rows < T, other=0)
         end = gl.load(past_ptr + b * T + rows, mask=rows < T, other=0)
     return start, end
+
+
+@gluon.jit
+def _free(place):
+    """Of a warp: that it has read what is in a place of keys or values. The loader waits with `_await_free`. An arrival at a barrier in shared memory is one of
+    the whole group, whose warps have to meet before it."""
+    gl.inline_asm_elementwise("bar.arrive $1, 288; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(place)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _await_free(place):
+    gl.inline_asm_elementwise("bar.sync $1, 288; mov.u32 $0, 0;", "=r,r", [gl.to_tensor(place)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _release(empty, place, FIRST: gl.constexpr, BY_WARP: gl.constexpr, used=True):
+    """From consumers to `_fill`; of a place that was not `used` by the latter only if `BY_WARP`."""
+    if BY_WARP:
+        _free(FIRST + place)
+    else:
+        mbarrier.arrive(empty.index(place), count=1, pred=used)
+
+
+@gluon.jit
+def _fill(desc, b, head, row, buffer, full, empty, at, FIRST: gl.constexpr, RELEASED: gl.constexpr, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr,
+          NUM_STAGES: gl.constexpr, BY_WARP: gl.constexpr):
+    """As `_load`. `RELEASED`: how many of the last places consumers release before anything is in them."""
+    if BY_WARP:
+        s = at % NUM_STAGES
+        if at >= NUM_STAGES - RELEASED:
+            _await_free(FIRST + s)
+        mbarrier.expect(full.index(s), BLOCK_K * WIDTH * 2)
+        tma.async_copy_global_to_shared(desc, [b, head, row, 0], full.index(s), buffer.index(s))
+    else:
+        _load(desc, b, head, row, buffer, full, empty, at, BLOCK_K, WIDTH, NUM_STAGES)
 
 
 @gluon.jit
@@ -59,7 +97,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
               offset, W: gl.constexpr, CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr,
               NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
               LEFT: gl.constexpr, RIGHT: gl.constexpr, TABLE: gl.constexpr, SEGMENTS: gl.constexpr, SINKS: gl.constexpr, EVEN_K: gl.constexpr,
-              GUARD: gl.constexpr, PATIENCE: gl.constexpr):
+              GUARD: gl.constexpr, PATIENCE: gl.constexpr, BY_WARP: gl.constexpr):
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries: a loop over the tiles, in it what a tile's first keys share with the tile before, and a
     loop over its other keys."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
@@ -108,14 +146,14 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         ended_top, ended_total = top, total
         top, total = _begun(sinks_ptr, t, T, BLOCK_Q, SINKS, BOUNDED, of_rows)
         qk = warpgroup_mma_wait(1, deps=[qk])
-        mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
+        _release(k_empty, done % NUM_STAGES, KEYS_FREE, BY_WARP)
         mbarrier.arrive(q_empty.index((r + 1) % QUERY_PLACES * CONSUMERS + W), count=1, pred=r > 0)  # of the tile before
         s, unseen = _scored(qk, True, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
                             RIGHT, TABLE, SEGMENTS, EVEN_K, BOUNDED)
         weights, alpha, top, total = _softmax(s, top, total, FACTOR, GUARD, BOUNDED, PATIENCE)
         weights = _before_wait(weights, T)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(v_empty.index(last), count=1, pred=r > 0)
+        _release(v_empty, last, VALUES_FREE, BY_WARP, used=r > 0)
         if TABLE:
             if unseen:
                 _clear(vs, v_full, done, marks + (hi - 1) * BLOCK_K, BLOCK_K, V, NUM_STAGES)
@@ -135,7 +173,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             acc = _added(p, vs, (at - 1) % NUM_STAGES, acc, BLOCK_K, V)
             _give_turn((W + 1) % CONSUMERS)
             qk = warpgroup_mma_wait(1, deps=[qk])
-            mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
+            _release(k_empty, at % NUM_STAGES, KEYS_FREE, BY_WARP)
             partly = GUARD
             if GUARD:
                 partly = (n >= full_hi) | (n < full_lo)
@@ -145,7 +183,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
             if UNDER:
                 weights = _before_wait(weights, T)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
+            _release(v_empty, (at - 1) % NUM_STAGES, VALUES_FREE, BY_WARP)
             if TABLE:
                 if unseen:
                     _clear(vs, v_full, at, marks + n * BLOCK_K, BLOCK_K, V, NUM_STAGES)
@@ -164,7 +202,6 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
     last = (done - 1) % NUM_STAGES
     mbarrier.wait(v_full.index(last), ((done - 1) // NUM_STAGES) & 1)
     acc = warpgroup_mma_wait(0, deps=[_added(p, vs, last, acc, BLOCK_K, V)])
-    mbarrier.arrive(v_empty.index(last), count=1)
     _finish(acc, top, total, before, staging, out_desc, lse_ptr, T, W, H, V, BLOCK_Q, BOUNDED)
     tma.store_wait(0)
 
@@ -293,7 +330,7 @@ def _consumer_in_one_loop(buffers, staging, barriers, mail, out_desc, lse_ptr, s
 @gluon.jit
 def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, counter_ptr, B, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
             K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, LEFT: gl.constexpr,
-            RIGHT: gl.constexpr, TABLE: gl.constexpr):
+            RIGHT: gl.constexpr, TABLE: gl.constexpr, BY_WARP: gl.constexpr):
     """Loads keys, queries with the first keys of their tile, and values one tile of keys later."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     qs, ks, vs = buffers
@@ -318,21 +355,21 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_pt
         if not TABLE:
             seen = _key_tiles(tiles_ptr, b, row // BLOCK_Q, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, False)
             lo, hi = seen[0], seen[3]
-        _load(k_desc, b, g, (hi - 1) * BLOCK_K, ks, k_full, k_empty, at, BLOCK_K, D, NUM_STAGES)
+        _fill(k_desc, b, g, (hi - 1) * BLOCK_K, ks, k_full, k_empty, at, KEYS_FREE, 0, BLOCK_K, D, NUM_STAGES, BY_WARP)
         for w in gl.static_range(CONSUMERS):
             place = r % QUERY_PLACES * CONSUMERS + w
             mbarrier.wait(q_empty.index(place), ((r // QUERY_PLACES) & 1) ^ 1)
             mbarrier.expect(q_full.index(place), ROWS_EACH * D * 2)
             tma.async_copy_global_to_shared(q_desc, [b, h, row + w * ROWS_EACH, 0], q_full.index(place), qs.index(place))
         if at > 0:
-            _load(v_desc, last_b, last_g, last_n * BLOCK_K, vs, v_full, v_empty, at - 1, BLOCK_K, V, NUM_STAGES)
+            _fill(v_desc, last_b, last_g, last_n * BLOCK_K, vs, v_full, v_empty, at - 1, VALUES_FREE, 1, BLOCK_K, V, NUM_STAGES, BY_WARP)
         if TABLE:  # known and read while the other keys are awaited
             upcoming = _number(gl.num_programs(0) + _taken(number), T, B * H, BLOCK_Q)
             following = _listed_bounds(upcoming, tiles_ptr, kinds_ptr, T, S, H, BLOCK_Q, BLOCK_K)
         at += 1
         for i in range(1, hi - lo):
-            _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, at, BLOCK_K, D, NUM_STAGES)
-            _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, at - 1, BLOCK_K, V, NUM_STAGES)
+            _fill(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, at, KEYS_FREE, 0, BLOCK_K, D, NUM_STAGES, BY_WARP)
+            _fill(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, at - 1, VALUES_FREE, 1, BLOCK_K, V, NUM_STAGES, BY_WARP)
             at += 1
         last_b, last_g, last_n = b + 0, g + 0, lo + 0
         r += 1
@@ -340,7 +377,7 @@ def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_pt
             _send(mail, r, upcoming, following)
             lo, hi = following[0], following[3]
         t = upcoming + 0
-    _load(v_desc, last_b, last_g, last_n * BLOCK_K, vs, v_full, v_empty, at - 1, BLOCK_K, V, NUM_STAGES)
+    _fill(v_desc, last_b, last_g, last_n * BLOCK_K, vs, v_full, v_empty, at - 1, VALUES_FREE, 1, BLOCK_K, V, NUM_STAGES, BY_WARP)
 
 
 @gluon.jit
@@ -354,6 +391,7 @@ def hopper_joined_kernel(
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, PATIENCE: gl.constexpr, ONE_LOOP: gl.constexpr,
+    BY_WARP: gl.constexpr,
 ):
     # As `hopper_forward_kernel`, for two consumers.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -384,16 +422,16 @@ def hopper_joined_kernel(
                          marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT,
                          TABLE, SEGMENTS, SINKS, EVEN_K, GUARD, PATIENCE)),
             (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
-                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, TABLE)),
+                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, TABLE, False)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
             (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT,
-                         TABLE, SEGMENTS, SINKS, EVEN_K, GUARD, PATIENCE)),
+                         TABLE, SEGMENTS, SINKS, EVEN_K, GUARD, PATIENCE, BY_WARP)),
             (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT,
-                         TABLE, SEGMENTS, SINKS, EVEN_K, GUARD, PATIENCE)),
+                         TABLE, SEGMENTS, SINKS, EVEN_K, GUARD, PATIENCE, BY_WARP)),
             (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
-                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, TABLE)),
+                       BLOCK_K, NUM_STAGES, LEFT, RIGHT, TABLE, BY_WARP)),
         ], [4, 1], [240, 24])

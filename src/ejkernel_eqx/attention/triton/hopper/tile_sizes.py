@@ -25,6 +25,8 @@ _REFUSED = {
 }
 
 _PATIENCE = 8
+_MOST_FREED = 4
+"""Stages of keys and values for which there are hardware barriers."""
 _WIDEST_JOINED = 128
 """The most channels of a tile at which shared memory has room for the queries of two."""
 Sizes = tuple[int, int, int]
@@ -75,7 +77,7 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[Any, ...]]:
         sizes.sort(key=lambda size: _time_of(size, problem, programs))
     found = [(q, k, 4, stages, 0, programs) for q, k, stages in sizes]
     # Not measured yet, so no defaults: the ends of tiles of queries joined, and sums scaled late.
-    kinds = (("joined", 0), ("joined", _PATIENCE), ("apart", _PATIENCE))
+    kinds = (("joined", 0), ("joined_by_warp", 0), ("joined", _PATIENCE), ("apart", _PATIENCE))
     narrow = next(tile for tile in found if tile[0] == 128)
     others = [(*narrow, *ends) for ends in kinds if _ends_unfit(narrow[0], *ends, problem) is None]
     return [found[0], *others, *found[1:]]
@@ -200,6 +202,8 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
         lists and (tile.block_q > 128 or _cuts_blocks(*sizes, problem))
     ):
         return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {padded_width(problem)}{' for these lists' if lists else ''}"
+    if tile.hopper_ends == "joined_by_warp" and tile.num_stages > _MOST_FREED:
+        return f"has up to {_MOST_FREED} stages with hopper_ends='joined_by_warp', not {tile.num_stages}"
     return _ends_unfit(tile.block_q, tile.hopper_ends, tile.hopper_patience, problem)
 
 
