@@ -1,5 +1,5 @@
-"""Hopper's forward kernels as plain Python on NumPy arrays, as `hopper_emulation` has the backward ones. What is written in PTX is replaced by what it
-computes."""
+"""Hopper's forward kernels as plain Python on NumPy arrays, as `hopper_emulation` has the backward ones. What is written in PTX is
+replaced by what it computes."""
 
 import threading
 import types

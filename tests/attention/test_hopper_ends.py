@@ -4,13 +4,11 @@ import dataclasses
 import re
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ejkernel_eqx.attention.core import problem_of
-from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
 from ejkernel_eqx.launch import compile_ahead
 from tests.attention import hopper_forward_emulation
 from tests.attention.cases import Case, make, poison
@@ -36,7 +34,13 @@ JOINED = dataclasses.replace(APART, hopper_ends="joined")
 BY_WARP = dataclasses.replace(APART, hopper_ends="joined_by_warp")
 ONE_LOOP = dataclasses.replace(APART, hopper_ends="one_loop")
 PATIENT = dataclasses.replace(JOINED, hopper_patience=8)
-TILES = {"apart": APART, "joined": JOINED, "by warp": BY_WARP, "one loop": ONE_LOOP, "joined, patient": PATIENT}
+TILES = {
+    "apart": APART,
+    "joined": JOINED,
+    "by warp": BY_WARP,
+    "one loop": ONE_LOOP,
+    "joined, patient": PATIENT,
+}
 
 
 def odd(**more: Any) -> Case:
@@ -124,14 +128,12 @@ def test_however_many_programs_stages_and_keys(ends, seed):
 @needs_gluon
 @pytest.mark.parametrize("growth", [0.2, 7.0, 30.0])
 def test_patience_with_maxima_that_grow(growth):
-    """Scores grow from tile to tile of keys, which run from the last to the first, by so many units of log2: less than the patience, about it, and more."""
+    """Scores grow from tile to tile of keys, from the last to the first, by so many units of log2: less than the patience, about it, more."""
     case = odd(T=128, S=640, D=64, V=64, H=1, dtype="bfloat16")
     arrays, spec = make(case)
     step = growth * np.log(2) / 128 / spec.scale / 4
     rising = jnp.asarray(-step * np.arange(case.S), jnp.bfloat16)[None, :, None]
-    arrays = arrays._replace(
-        q=arrays.q.at[..., :4].set(1.0), k=arrays.k.at[..., :4].set(rising[..., None])
-    )
+    arrays = arrays._replace(q=arrays.q.at[..., :4].set(1.0), k=arrays.k.at[..., :4].set(rising[..., None]))
     expected = run_reference(arrays, *cotangents(case), spec)
     out, lse = emulated(arrays, spec, PATIENT)
     assert_close(out, expected.out, "bfloat16", name="out")
@@ -142,8 +144,14 @@ def test_patience_with_maxima_that_grow(growth):
 @pytest.mark.parametrize(
     "of, expected",
     [
-        (problem(**CAUSAL), {("apart", 0), ("joined", 0), ("joined_by_warp", 0), ("joined", 8), ("apart", 8)}),
-        (problem(64, with_=("segments",)), {("apart", 0), ("joined", 0), ("joined_by_warp", 0), ("joined", 8), ("apart", 8)}),
+        (
+            problem(**CAUSAL),
+            {("apart", 0), ("joined", 0), ("joined_by_warp", 0), ("joined", 8), ("apart", 8)},
+        ),
+        (
+            problem(64, with_=("segments",)),
+            {("apart", 0), ("joined", 0), ("joined_by_warp", 0), ("joined", 8), ("apart", 8)},
+        ),
         (problem(logits_soft_cap=30.0), {("apart", 0), ("joined", 0), ("joined_by_warp", 0)}),
         (problem(256), {("apart", 0), ("apart", 8)}),
         (problem(block_size=(128, 128)), {("apart", 0)}),
@@ -176,7 +184,10 @@ def test_what_is_refused(of: Any, tile, words):
 def test_other_kernels_have_no_such_ends():
     with pytest.raises(ValueError, match="hopper_ends='apart' and hopper_patience=0 without hopper_programs"):
         triton.TileConfig(64, 64, 4, 2, hopper_ends="joined")
-    with pytest.raises(ValueError, match="TileConfig.hopper_ends: expected 'apart', 'joined', 'joined_by_warp' or 'one_loop'"):
+    with pytest.raises(
+        ValueError,
+        match=r"TileConfig\.hopper_ends: expected 'apart', 'joined', 'joined_by_warp' or 'one_loop'",
+    ):
         dataclasses.replace(APART, hopper_ends="together")
     backward = triton.TileConfig(64, 128, 4, 2, 0, 1, "joined")
     config = dataclasses.replace(configured(), key_gradient=backward)
@@ -230,7 +241,7 @@ def test_what_compiles(of: Any, ends: str, patience: int, spills: int):
     # Of each consumer, the first tile of keys and the others; in one loop there is no difference.
     assert len(found) == (2 if ends == "one_loop" or ends == "apart" else 4)
     constants = launch.constants
-    plain = not constants["GUARD"] or constants["BLOCK_V"] == 64 and constants["RIGHT"] == 0 and constants["LEFT"] < 0  # fmt: skip
+    plain = not constants["GUARD"] or (constants["BLOCK_V"] == 64 and constants["RIGHT"] == 0 and constants["LEFT"] < 0)  # fmt: skip
     option = constants["SEGMENTS"] or constants["ROWS"] or constants["CAP"] > 0
     hidden = found if not plain or option else found[::2]
     assert all(under >= 64 and behind <= 2 for under, behind in hidden)

@@ -42,10 +42,11 @@ RowBlock = Annotated[
 Programs = Annotated[int, whole(0)]
 """How many programs of a Hopper kernel go from tile to tile; 0 for another kernel."""
 Ends = Annotated[str, one_of("apart", "joined", "joined_by_warp", "one_loop")]
-"""How a Hopper kernel goes from one tile to the next: one behind the other; the end of one under the start of the next; so, and with memory that each warp
-frees for itself; or so in one loop."""
+"""How a Hopper kernel goes from one tile to the next: one behind the other; the end of one under the start of the next; so, with
+memory that each warp frees for itself; or so in one loop."""
 Patience = Annotated[int, whole(0, 8)]
-"""By how many units of log2 a row's maximum grows before a Hopper kernel scales its sums to it: up to which 16-bit weights and float32 sums have room."""
+"""By how many units of log2 a row's maximum grows before a Hopper kernel scales its sums to it: 16-bit weights and float32 sums have
+room for as many."""
 Lanes = Annotated[int, multiple_of(128)]
 """A side of a tile on a TPU: whole vector registers, whose rows have 128 numbers."""
 Warps = Annotated[int, one_of(1, 2, 4, 8, 16)]

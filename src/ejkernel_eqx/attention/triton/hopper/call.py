@@ -38,9 +38,15 @@ def attended(
         }
     sinks = None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads))
     if tile.hopper_ends == "apart":
-        kernel, own = hopper_forward_kernel, {"IN_PLACE": tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))}
+        kernel, own = (
+            hopper_forward_kernel,
+            {"IN_PLACE": tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))},
+        )
     else:
-        kernel, own = hopper_joined_kernel, {"ONE_LOOP": tile.hopper_ends == "one_loop", "BY_WARP": tile.hopper_ends == "joined_by_warp"}
+        kernel, own = (
+            hopper_joined_kernel,
+            {"ONE_LOOP": tile.hopper_ends == "one_loop", "BY_WARP": tile.hopper_ends == "joined_by_warp"},
+        )
     results = launch(
         kernel,
         tile,

@@ -136,7 +136,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         acc = _added(p, vs, last, acc, BLOCK_K, V)
         _give_turn((W + 1) % CONSUMERS)
         # Which queries, and what they see.
-        b, h, row = _place(t, T, H, BLOCK_Q)
+        b, _, row = _place(t, T, H, BLOCK_Q)
         if not TABLE:
             upcoming = gl.load(schedule_ptr + (r + 1) * gl.num_programs(0) + gl.program_id(0))
             lo, full_lo, full_hi, hi = _key_tiles(tiles_ptr, b, row // BLOCK_Q, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, False)
