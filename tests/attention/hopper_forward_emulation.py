@@ -5,7 +5,7 @@ import threading
 import types
 from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -64,7 +64,7 @@ class Device(hopper_emulation.Device):
         if not hasattr(self, "world"):
             language = types.SimpleNamespace(
                 minimum=_least, maximum=_most, cdiv=lambda a, b: -(-a // b), load=_load, store=_store, static_range=range, constexpr=Any,
-                int32=np.dtype(np.int32), float32=np.dtype(np.float32), int64=np.dtype(np.int64), bfloat16=np.dtype(ml_dtypes.bfloat16),
+                int32=np.dtype(np.int32), float32=np.dtype(np.float32), int64=np.dtype(np.int64), bfloat16=np.dtype(jnp.bfloat16),
                 arange=lambda a, b, layout: tensor(np.arange(a, b)), zeros=lambda shape, dtype, layout: tensor(np.zeros(shape, dtype)),
                 full=lambda shape, value, dtype, layout: tensor(np.full(shape, value, dtype)), sum=np.sum, max=_reduced(np.max),
                 min=_reduced(np.min), to_tensor=hopper_emulation.Number, where=_where, exp2=np.exp2, log2=np.log2, expand_dims=np.expand_dims,
@@ -91,13 +91,14 @@ class Device(hopper_emulation.Device):
                 _await_turn=self._await_own, _give_turn=lambda consumer: self.own.turns[consumer].release(),
                 _free=lambda place: self.own.free[place].arrive(), _await_free=self._await_free,
                 _take=self._taken, _taken=lambda number: number, _least=lambda number: number,
-                _within=_within, _capped=_capped, _rescaled=lambda acc, alpha: acc * alpha[:, None],
+                _within=_within, _capped=_capped, _rescaled=_rescaled,
                 _packed=lambda weights, dtype: weights.to(dtype),
-                _added=lambda p, vs, place, acc, keys, width: self._product(
-                    p, vs.index(place).reshape([keys, width]), acc, is_async=True
-                ),
+                _added=self._added,
             )  # fmt: skip
         return self.world
+
+    def _added(self, p: Any, vs: Any, place: int, acc: Any, keys: int, width: int) -> Any:
+        return self._product(p, vs.index(place).reshape([keys, width]), acc, is_async=True)
 
     def _await_own(self, consumer: int) -> None:
         assert self.own.turns[consumer].acquire(timeout=LIMIT), "a turn that nobody gives"
@@ -147,6 +148,10 @@ def _store(pointer: Pointer, value: Tensor, mask: Any) -> None:
     pointer.array.reshape(-1)[np.asarray(pointer.at)[mask]] = value[mask]
 
 
+def _rescaled(acc: Tensor, alpha: Tensor) -> Any:
+    return acc * alpha[:, None]
+
+
 def _within(s: Tensor, low: Any, high: Any, bounded_below: bool, hidden: float) -> Tensor:
     column = np.arange(s.shape[1])
     seen = column < high[:, None]
@@ -157,7 +162,7 @@ def _within(s: Tensor, low: Any, high: Any, bounded_below: bool, hidden: float) 
 
 def _capped(
     qk: Tensor, scale: float, cap: float, fast: bool, multiplier: float, bounded: bool, pack: int
-) -> Tensor:
+) -> Any:
     if cap == 0:
         return qk
     s = np.tanh(qk * np.float32(scale / cap)) * np.float32(multiplier)

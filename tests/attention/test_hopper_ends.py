@@ -178,7 +178,7 @@ def test_what_is_timed(of, expected):
 )
 def test_what_is_refused(of: Any, tile, words):
     with pytest.raises(ValueError, match=words):
-        launches(*of, configured(tile))
+        launches(of[0], of[1], configured(tile))
 
 
 def test_other_kernels_have_no_such_ends():
@@ -228,7 +228,7 @@ def test_what_compiles(of: Any, ends: str, patience: int, spills: int):
     numbers of tiles, none of the loop over keys' scores or sums."""
     stages = 4 if of[0].q.shape[-1] == 64 else 2
     tile = triton.TileConfig(128, 128, 4, stages, 0, 132, ends, patience)
-    *_, launch = launches(*of, configured(tile))
+    *_, launch = launches(of[0], of[1], configured(tile))
     report = compile_ahead(launch, "sm_90")
     assert report.fits and report.spills <= spills and report.registers <= 168, report
     assert not _waits(launch)
@@ -248,10 +248,11 @@ def test_what_compiles(of: Any, ends: str, patience: int, spills: int):
 
 
 @needs_gluon
+@pytest.mark.slow
 def test_the_estimate_of_shared_memory():
     for dim, stages in ((64, 4), (128, 2)):
         for ends in ("joined", "one_loop"):
             of = call(dim, with_=("segments",), **CAUSAL)
             tile = triton.TileConfig(128, 128, 4, stages, 0, 132, ends)
-            report = compile_ahead(launches(*of, configured(tile))[-1], "sm_90")
+            report = compile_ahead(launches(of[0], of[1], configured(tile))[-1], "sm_90")
             assert report.shared <= triton.hopper.shared_memory(tile, problem_of("flash_attention", *of))

@@ -44,7 +44,7 @@ PARTS = {
 MAX_HEAD_DIM = 256
 _CACHED_BYTES = 24 * 2**20
 _MOST_CANDIDATES = 12  # of each kernel
-Sizes = Callable[[str, Problem, DeviceFacts], list[tuple[int, ...]]]
+Sizes = Callable[[str, Problem, DeviceFacts], list[tuple[Any, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ _TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
 }
 
 
-def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
+def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[Any, ...]]:
     """Tiles worth timing, best first, as the fields of a configuration."""
     if problem.dim("T") < tile_sizes.LEAST_QUERIES or unfit(problem, device):
         return []
