@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -210,6 +211,18 @@ def test_narrow_projections_together(tokens, other):
     x = jax.random.normal(jax.random.key(1), (2, tokens, IN))
     for name, part in zip(narrow, project_together(narrow, x, (4, 4)), strict=True):
         assert_close(part, np.asarray(project(name, narrow[name], x, 4), np.float64))
+
+
+def test_parts_of_any_number_of_tokens():
+    layer = eqx.nn.Linear(IN, OUT, key=jax.random.key(0))
+    narrow = {"b": eqx.nn.Linear(IN, 4, use_bias=False, key=jax.random.key(1))}
+    call = lambda x: (*project_parts("in_proj", layer, x, (5, 3)), *project_together(narrow, x, (4,)))
+    of_any = jax.ShapeDtypeStruct(export.symbolic_shape(f"b, t, {IN}"), jnp.float32)
+    program = export.export(jax.jit(call))(of_any)
+    for shape in ((1, 1, IN), (2, 30, IN)):
+        x = jax.random.normal(jax.random.key(2), shape)
+        for part, expected in zip(program.call(x), call(x), strict=True):
+            assert_close(part, expected)
 
 
 def test_a_part_of_the_wrong_size():
