@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from ..core.plans import has_simulated
 from ..dispatch import PlatformLike
 from ..recurrence import GatedDeltaRule
 from ..weights.recurrent import gated_delta_net
@@ -136,7 +137,10 @@ class GatedDeltaNet(RecurrentLayer):
         recurrence = self.recurrence if size is None else self.recurrence.of_normalised()
         out = rows.run(recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
         # The gradient of the projection computes its input again.
-        return jax.checkpoint(lambda *given: self._out(*given))(out, split_heads(z, self.num_v_heads))
+        project_out = lambda *given: self._out(*given)
+        if not has_simulated(self.out_proj):
+            project_out = jax.checkpoint(project_out)
+        return project_out(out, split_heads(z, self.num_v_heads))
 
     def _out(self, out: Array, z: Array) -> Array:
         return project("out_proj", self.out_proj, merge_heads(self.norm(out, z)), self.embed_dim)
