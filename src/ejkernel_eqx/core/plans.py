@@ -25,4 +25,6 @@ def plan_of(
 def has_simulated(tree: Any) -> bool:
     """Whether a module holds an operation whose plan `is_simulated`."""
     is_kernel = lambda node: isinstance(node, Kernel)
-    return any(is_kernel(node) and node.plan.is_simulated for node in jax.tree.leaves(tree, is_leaf=is_kernel))
+    return any(
+        is_kernel(node) and node.plan.is_simulated for node in jax.tree.leaves(tree, is_leaf=is_kernel)
+    )
