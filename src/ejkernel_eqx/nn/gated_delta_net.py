@@ -129,7 +129,7 @@ class GatedDeltaNet(RecurrentLayer):
         *qkv, z = project_parts("in_proj_qkvz", self.in_proj_qkvz, x, widths, self.num_k_heads)
         ba = project("in_proj_ba", self.in_proj_ba, x, 2 * self.num_v_heads)
         b, a = jnp.split(split_heads(ba, self.num_k_heads), 2, axis=-1)
-        size = self.head_dim if rows.normalises(self.conv1d) else None
+        size = self.head_dim if rows.normalises(self.recurrence, self.conv1d) else None
         q, k, v = rows.convolve_parts(self.conv1d, qkv, (size, size, None))
         q, k = split_heads(q, self.num_k_heads), split_heads(k, self.num_k_heads)
         v, g, beta = split_heads(v, self.num_v_heads), merge_heads(a), merge_heads(b)
