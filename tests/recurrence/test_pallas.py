@@ -18,6 +18,7 @@ from ejkernel_eqx.recurrence.pallas.tile_sizes import heads_of_step, PallasConfi
 from ejkernel_eqx.recurrence.samples import make_inputs, spec_of
 from tests import tpus
 from tests.attention.dense import quick
+from tests.recurrence import operations
 from tests.recurrence.cases import (
     assert_agrees,
     Case,
@@ -208,6 +209,24 @@ def compiled_for(generation: str, name: str, dtype: str = "bfloat16") -> None:
     problem = example_problem(operation, dims | SHORT, dtype, flags)
     call, *arrays = both(problem, compiled.default_config(problem, tpus.FACTS[generation]))
     tpus.compile_ahead(generation, call, *arrays)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["gated delta softplus", "kernel delta bounded", "state space norm"])
+def test_gradients_through_what_is_computed_from_smaller(name):
+    case = operations.CASES[name]
+    arrays, state = case.make(1, 3, dtype=jnp.float32), case.make_state(1, dtype=jnp.float32)
+
+    def gradients(module):
+        loss = lambda *given: sum(jnp.sum(jnp.sin(x)) for x in case.run(module)(*given))
+        return jax.tree.leaves(quick(jax.grad(loss, (0, 1)))(arrays, state))
+
+    found, expected = (
+        gradients(case.module(platform="pallas-interpret", config=None)),
+        gradients(case.module()),
+    )
+    for got, want in zip(found, expected, strict=True):
+        assert_close(got, want, kind="gradient")
 
 
 @tpus.needs_libtpu

@@ -4,7 +4,6 @@ Which axis of which array is what is read from the annotations of the call. On a
 split, and JAX differentiates what devices do. On an automatic one only the compiler knows; there the backward computes the forward again.
 """
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
+from .._kernel import replaced
 from .._reverse_only import reverse_only
 from ..dispatch import Platform, replaceable
 from ..parallel import explicit_mesh, how_split, output_shapes, Split
@@ -83,7 +83,9 @@ class _Call:
             of_results[:] = [treedef]
             return {str(n): x for n, x in enumerate(flat)}
 
-        function, whole = (functools.partial(by_name, o) for o in (operation, _without_axis(operation)))
+        function, whole = (
+            functools.partial(by_name, o) for o in (operation, replaced(operation, sequence_axis=None))
+        )
         outs = output_shapes(whole, arrays)  # raises the errors of invalid arguments
         main = next(iter(given))
         lead = arrays[main].ndim - len(self.letters[main][0].split()) + 1
@@ -153,13 +155,6 @@ def _restored(arrays: Named, structure: dict[str, Sequence[str]]) -> dict[str, A
     }
 
 
-def _without_axis(operation: Any) -> Any:
-    """The same operation on all tokens."""
-    whole = copy.copy(operation)
-    object.__setattr__(whole, "sequence_axis", None)
-    return whole
-
-
 def _over_devices(plan: Any, split: TokenSplit, function: Any, whole: Any, outs: Any, arrays: Named) -> Named:
     mesh = explicit_mesh(arrays)
     if mesh is not None:
@@ -191,18 +186,18 @@ def _over_devices(plan: Any, split: TokenSplit, function: Any, whole: Any, outs:
 
 def _mapped(function: Callable[[Any], Named], whole: Callable[[Any], Named]) -> Callable[[Any], Named]:
     """`function`; under `jax.vmap`, `whole`."""
-    replaced: list[Callable[[], None]] = []
+    undo: list[Callable[[], None]] = []
 
     @custom_vmap
     def call(given: Any) -> Named:
         with replaceable() as take_back:
-            replaced.append(take_back)
+            undo.append(take_back)
             return function(given)
 
     @call.def_vmap
     def rule(size: int, in_batched: Any, given: Any) -> Any:
         # The unmapped call was traced but is never launched.
-        for take_back in replaced:
+        for take_back in undo:
             take_back()
         axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, in_batched[0])
         results = jax.vmap(whole, in_axes=(axes,), axis_size=size)(given)

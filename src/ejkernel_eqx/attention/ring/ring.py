@@ -1,6 +1,5 @@
 """`RingAttention`: exact attention over sequences that are split over the devices of a mesh axis."""
 
-import copy
 from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
-from ..._kernel import Kernel, Plan
+from ..._kernel import Kernel, Plan, replaced
 from ..._shapes import AnyArray, Bool, Float, Int, Numbers
 from ...core.plans import plan_of
 from ...core.platforms import register, USUAL
@@ -98,9 +97,7 @@ class RingAttention(Kernel):
 
     def on_whole_rows(self) -> "RingAttention":
         """The same attention for calls whose tokens no axis splits, such as those of decoding."""
-        whole = copy.copy(self)
-        object.__setattr__(whole, "split", Split("", "contiguous", None))
-        return whole
+        return replaced(self, split=Split("", "contiguous", None))
 
     if TYPE_CHECKING:
 
