@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from ...core import problem_of
@@ -28,9 +29,14 @@ def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
         tile,
         {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)},
         call.sequences * call.splits * heads * values // tile.block_v,
-        edges,
+        edges | {"beta": _by_head(call.arrays.beta)},
         GENTLE=tile_sizes.GENTLE if gentle else 0.0,
         NUM_STAGES=tile.num_stages,
         name="single_kernel",
     )
     return results["out"], results["final"]
+
+
+def _by_head(beta: Array | None) -> Array | None:
+    """Write strengths with the tokens of a head side by side, of which a program reads a chunk at a time."""
+    return None if beta is None else jnp.moveaxis(beta.astype(jnp.float32), -1, 0)

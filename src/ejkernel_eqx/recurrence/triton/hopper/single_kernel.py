@@ -23,7 +23,7 @@ WIDTH = gl.constexpr(64)
 
 # fmt: off
 @gluon.jit
-def _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr):
+def _decays(g, logs_ptr, beta_ptr, row, TOKENS, DECAY: gl.constexpr, BETA: gl.constexpr):
     """Of the chunk at `row`: log2 decays from its start to each of its tokens, from there to its end, and of the whole; and write strengths."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))  # [C]
@@ -38,12 +38,12 @@ def _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB: gl.constexpr, DECAY: gl.cons
         rest, whole = high, 0.0 * g
     strength = rest
     if BETA:
-        strength = gl.load(beta_ptr + (row + i) * HB).to(gl.float32)  # [C]
+        strength = gl.load(beta_ptr + row + i)  # [C]
     return high, rest, whole, strength
 
 
 @gluon.jit
-def _pairs(high, g, logs_ptr, beta_ptr, row, HB: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SCALE: gl.constexpr):
+def _pairs(high, g, logs_ptr, beta_ptr, row, DECAY: gl.constexpr, BETA: gl.constexpr, SCALE: gl.constexpr):
     """The factors between tokens of the chunk at `row`, and the scale; zero where a token would see a later one. What `_decays` read before is
     in the first cache."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
@@ -51,13 +51,13 @@ def _pairs(high, g, logs_ptr, beta_ptr, row, HB: gl.constexpr, DECAY: gl.constex
     j = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))  # [C]
     across = gl.zeros([CHUNK], gl.float32, j.type.layout)  # [C]
     if DECAY == SCALAR:
-        across = gl.load(logs_ptr + row + j)
+        across = gl.load(gl.multiple_of(logs_ptr + row + j, 8))
     elif DECAY == CONSTANT:
         across = (j + 1).to(gl.float32) * g
     exponent = gl.expand_dims(high, 1) - gl.expand_dims(across, 0)  # [C, C]
     pairs = gl.exp2(gl.where(i >= gl.expand_dims(j, 0), exponent, float("-inf"))) * SCALE  # [C, C]
     if BETA:
-        pairs = pairs * gl.expand_dims(gl.load(beta_ptr + (row + j) * HB).to(gl.float32), 0)
+        pairs = pairs * gl.expand_dims(gl.load(gl.multiple_of(beta_ptr + row + j, 8)), 0)
     return pairs
 
 
@@ -81,7 +81,7 @@ def _gentle_chunk(state, skip, high, middle, q, k, v, own, full, phase, out_desc
     mbarrier.wait(full, phase)
     qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
     out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
-    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, 1, DECAY, False)
+    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, False)
     weight = gl.exp2(middle - high)  # [C]
     values = v.load(layout)  # [C, 64]
     weighted.store((values.to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
@@ -102,7 +102,7 @@ def _gentle_chunk(state, skip, high, middle, q, k, v, own, full, phase, out_desc
 
 @gluon.jit
 def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, row, after,
-           TOKENS, HB: gl.constexpr, FIXED: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr):
+           TOKENS, FIXED: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr):
     """A chunk with any decays: the state after it, and what `_decays` finds of the next, which is the same for all if `FIXED`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -115,8 +115,8 @@ def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, 
     out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
     ahead = (high, rest, whole, strength)
     if not FIXED:
-        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, HB, DECAY, BETA, SCALE)  # [C, C]
-        ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, HB, DECAY, BETA)
+        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, DECAY, BETA, SCALE)  # [C, C]
+        ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
     weight = gl.exp2(rest)  # [C]
     if BETA:
         weight = weight * strength
@@ -162,7 +162,7 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         logs_ptr += gl.to_tensor(h // (HS // HG)).to(gl.int64) * (2 * TOKENS)
         spans_ptr += gl.to_tensor(h // (HS // HG)).to(gl.int64) * (TOKENS // CHUNK)
     if BETA:
-        beta_ptr += h // (HS // HB)
+        beta_ptr += gl.to_tensor(h // (HS // HB)).to(gl.int64) * TOKENS
     own = (own[0].index(W), own[1].index(W), own[2].index(W))
     # The state before the split.
     d = gl.arange(0, D, gl.SliceLayout(1, layout))  # [D]
@@ -180,9 +180,9 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         skip = gl.expand_dims(gl.load(skip_ptr + (gl.to_tensor(seq).to(gl.int64) * HS + h) * V + c).to(gl.float32), 0)
     row = gl.to_tensor(seq).to(gl.int64) * T + token
     fixed: gl.constexpr = DECAY != SCALAR and not BETA
-    high, rest, whole, strength = _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB, DECAY, BETA)
+    high, rest, whole, strength = _decays(g, logs_ptr, beta_ptr, row, TOKENS, DECAY, BETA)
     if fixed:
-        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, HB, DECAY, BETA, SCALE)  # [C, C]
+        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, DECAY, BETA, SCALE)  # [C, C]
     if GENTLE > 0:
         nothing = 0.0 * gl.to_tensor(count).to(gl.float32)  # []
         pending = nothing  # the log2 decay that the state still lacks
@@ -196,7 +196,7 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         at, after = row + n * CHUNK, row + gl.minimum(n + 1, count - 1) * CHUNK
         if fixed:
             state, _ahead = _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                   token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, HB, fixed, SCALE, DECAY, BETA, SKIP)
+                                   token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP)
         elif GENTLE > 0:
             next = gl.load(spans_ptr + after // CHUNK)  # []
             if span <= GENTLE:
@@ -208,12 +208,12 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
                 state = state * gl.exp2(pending)
                 pending = nothing
                 state, ahead = _chunk(state, 0, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                      token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, HB, fixed, SCALE, DECAY, BETA, SKIP)
+                                      token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP)
             span = next
             high, rest, whole, strength = ahead
         else:
             state, ahead = _chunk(state, 0, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                  token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, HB, fixed, SCALE, DECAY, BETA, SKIP)
+                                  token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP)
             high, rest, whole, strength = ahead
         mbarrier.arrive(empty.index(s), count=1)
     if GENTLE > 0:
