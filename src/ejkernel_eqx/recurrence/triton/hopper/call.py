@@ -31,7 +31,7 @@ def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
         {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)},
         call.sequences * call.splits * heads * values // tile.block_v,
         edges | {"products": products, "beta": _by_head(call)},
-        GENTLE=tile_sizes.GENTLE,
+        GENTLE=tile_sizes.GENTLE if _taken_apart(call, products) else 0.0,
         PRODUCTS=products is not None,
         NUM_STAGES=tile.num_stages,
         name="single_kernel",
@@ -39,12 +39,17 @@ def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
     return results["out"], results["final"]
 
 
+def _taken_apart(call: Any, products: Array | None) -> bool:
+    """Whether decays are taken apart where they are gentle: with write strengths only where products are given, else registers spill."""
+    return call.spec.decay == SCALAR and (call.arrays.beta is None or products is not None)
+
+
 def _products(call: Any) -> Array | None:
-    """The masked products of queries and keys, where enough heads share them."""
+    """The masked products of queries and keys, where enough heads share them that are weighted by token, as in state spaces."""
     numbers, (batch, length) = call.launch.numbers, call.arrays.q.shape[:2]
     heads = numbers["HQ"]
-    weighed = call.spec.decay == SCALAR or call.arrays.beta is not None
-    if not weighed or heads != numbers["HK"] or call.sizes[0] < tile_sizes.LEAST_SHARED * heads:
+    is_weighted = call.spec.decay == SCALAR and call.arrays.beta is not None
+    if not is_weighted or heads != numbers["HK"] or call.sizes[0] < tile_sizes.LEAST_SHARED * heads:
         return None
     results = call.launch(
         masked_products_kernel,

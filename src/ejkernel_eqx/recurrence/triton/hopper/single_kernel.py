@@ -62,14 +62,6 @@ def _pairs(high, g, logs_ptr, beta_ptr, row, DECAY: gl.constexpr, BETA: gl.const
 
 
 @gluon.jit
-def _span(spans_ptr, row, whole, DECAY: gl.constexpr):
-    """How far decays from the start of the chunk at `row` to its tokens are from half of the whole."""
-    if DECAY == SCALAR:
-        return gl.load(spans_ptr + row // CHUNK)  # []
-    return whole
-
-
-@gluon.jit
 def _stored(out, staging, out_desc, seq, h, token, v0):
     staging.reshape([CHUNK, WIDTH]).store(out.to(staging.dtype))
     fence_async_shared()
@@ -139,8 +131,8 @@ def _shared_chunk(state, skip, high, middle, strength, q, k, v, p, own, full, ph
 
 
 @gluon.jit
-def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, p, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, row, after,
-           TOKENS, FIXED: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
+def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, p, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, row,
+           after, TOKENS, FIXED: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
            PRODUCTS: gl.constexpr):
     """A chunk with any decays: the state after it, and what `_decays` finds of the next, which is the same for all if `FIXED`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -234,12 +226,10 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
     high, rest, whole, strength = _decays(g, logs_ptr, beta_ptr, row, TOKENS, DECAY, BETA)
     if fixed:
         pairs = _pairs(high, g, logs_ptr, beta_ptr, row, DECAY, BETA, SCALE)  # [C, C]
-    else:
+    if GENTLE > 0:
         nothing = 0.0 * gl.to_tensor(count).to(gl.float32)  # []
         pending = nothing  # the log2 decay that the state still lacks
-        span = nothing
-        if GENTLE > 0:
-            span = _span(spans_ptr, row, nothing, DECAY)
+        span = gl.load(spans_ptr + row // CHUNK)  # []
     for n in range(0, count):
         s = n % NUM_STAGES
         q, k = qs.index(s).reshape([CHUNK, D]), ks.index(s).reshape([CHUNK, D])
@@ -256,14 +246,13 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
             state, _ahead = _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, p, own, full.index(s), phase, out_desc, seq, h,
                                    token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP, PRODUCTS)
         elif GENTLE > 0:
-            next = _span(spans_ptr, after, nothing, DECAY)
+            next = gl.load(spans_ptr + after // CHUNK)  # []
             if span <= GENTLE:
                 state = state * gl.exp2(pending + 0.5 * whole)
                 pending = 0.5 * whole
                 if PRODUCTS:
-                    state, ahead = _shared_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, p, own,
-                                                 full.index(s), phase, out_desc, seq, h, token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after,
-                                                 TOKENS, SCALE, DECAY, BETA, SKIP)
+                    state, ahead = _shared_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, p, own, full.index(s), phase, out_desc, seq,
+                                                 h, token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after, TOKENS, SCALE, DECAY, BETA, SKIP)
                 else:
                     state, ahead = _gentle_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
                                                  token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after, TOKENS, SCALE, DECAY, BETA, SKIP)
@@ -279,7 +268,7 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
                                   token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP, PRODUCTS)
             high, rest, whole, strength = ahead
         mbarrier.arrive(empty.index(s), count=1)
-    if not fixed:
+    if GENTLE > 0:
         state = state * gl.exp2(pending)
     if split == SPLITS - 1:
         gl.store(final_ptr + own_state + inside, state.to(final_ptr.dtype.element_ty))
@@ -333,7 +322,8 @@ def hopper_single_kernel(
     INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr, GENTLE: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):
     """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. `PRODUCTS`: those of queries and keys, each
-    token's with its chunk's, zero where it would see a later one, are given."""
+    token's with its chunk's, zero where it would see a later one, are given. Decays per token are taken apart in chunks where they are at most `GENTLE`
+    from their half, if that is not 0."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_V // WIDTH
     EACH: gl.constexpr = CONSUMERS if V == WIDTH else 1  # heads
