@@ -322,8 +322,8 @@ def hopper_single_kernel(
     INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr, GENTLE: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):
     """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. `PRODUCTS`: those of queries and keys, each
-    token's with its chunk's, zero where it would see a later one, are given. Decays per token are taken apart in chunks where they are at most `GENTLE`
-    from their half, if that is not 0."""
+    token's with its chunk's, zero where it would see a later one, are given. Decays per token are taken apart in chunks where they are at most
+    `GENTLE` from their half, if that is not 0."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_V // WIDTH
     EACH: gl.constexpr = CONSUMERS if V == WIDTH else 1  # heads
