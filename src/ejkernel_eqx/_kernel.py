@@ -125,6 +125,11 @@ class Plan:
         return tuple(dict.fromkeys(i.platform for i in self.snapshot.implementations))
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether calls run in JAX's simulation of a TPU, which has effects; `jax.checkpoint` takes none under differentiation."""
+        return self.snapshot.requested is Platform.PALLAS_INTERPRET
+
+    @property
     def pinned(self) -> tuple[tuple[Platform, str, Known], ...]:
         """The choices fixed by `tune_for=` or by tuning on this device: (platform, problem key, `Known`)."""
         return self.here.pinned

@@ -110,6 +110,7 @@ def test_shared_memory():
     [
         (call(with_=("bias",)), TILE, "bias"),
         (call(256, logits_soft_cap=20.0), TILE, "soft cap"),
+        (call(64, logits_soft_cap=1e-12), TILE, "soft caps from 0.01 to 1e9"),
         (call(256), TILE, "64x128 at head dims of 256"),
         (call(64), dataclasses.replace(TILE, block_q=128), "128x128 at head dims of 64"),
         (call(), dataclasses.replace(TILE, block_q=128), "128x128"),

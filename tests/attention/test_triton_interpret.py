@@ -83,6 +83,13 @@ def test_everything_at_once(config):
     check(EVERYTHING, config)
 
 
+@pytest.mark.few(2)
+@pytest.mark.parametrize("cap", [1e-30, 1e-12, 1e-2, 101.0, 1e6, 1e19, 1e30])
+def test_any_soft_cap(cap):
+    """All scores at the cap, or all far from it."""
+    check(Case(B=1, T=40, S=40, H=2, K=1, D=16, V=16, right=0, soft_cap=cap), TILES[0])
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", EMPTY, ids=lambda case: case.name)
 def test_empty(case):

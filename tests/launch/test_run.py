@@ -30,7 +30,15 @@ from tests.launch import kernels
 triton_call = importlib.import_module("ejkernel_eqx.launch.triton_call")
 
 S = jax.ShapeDtypeStruct
-interpret: Any = functools.partial(run, interpret=True)  # of numpy arrays, too
+
+
+def interpret(launch: Launch, arrays: dict[str, Any]) -> Any:
+    """What the launch gives for these arrays, numpy's among them."""
+    return run(
+        launch,
+        {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()},
+        interpret=True,
+    )
 
 
 def array(shape, dtype=jnp.float32, seed=0):

@@ -112,6 +112,26 @@ def test_on_an_explicit_mesh():
     assert meshes.lies(found["rhs"], mesh, meshes.spec("tensor", *lie["rhs"]))
 
 
+@pytest.mark.parametrize("transform", ["jit", "vmap", "checkpoint", "loop"])
+def test_without_a_gradient(transform):
+    """The call that `vmap` folds first is still in the program when it is compiled."""
+    case = CASES["plain"]
+    given, _ = make(case)
+
+    def run(platform: str) -> Any:
+        op = ejx.GroupedMatmul(platform=platform)
+        call = lambda lhs: op(lhs, given["rhs"], given["group_sizes"])
+        if transform == "vmap":
+            return jax.vmap(call)(jnp.stack([given["lhs"]] * 2))
+        if transform == "checkpoint":
+            return jax.checkpoint(call)(given["lhs"])
+        if transform == "loop":
+            return jax.jit(lambda lhs: jax.lax.map(call, lhs[None]))(given["lhs"])
+        return jax.jit(call)(given["lhs"])
+
+    assert_close(np.asarray(run(PLATFORM)), np.asarray(run("xla")), case.dtype)
+
+
 @pytest.mark.slow
 def test_inside_shard_map():
     """The same columns, as each device sees them."""

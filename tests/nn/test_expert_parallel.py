@@ -158,6 +158,19 @@ def test_tokens_that_do_not_divide():
     meshes.agree(layer(x[0, 0]), layer_of()(x[0, 0]))
 
 
+@pytest.mark.usefixtures("no_races")
+def test_simulated_kernels():
+    """In several rounds, of which `jax.checkpoint` keeps nothing where it can."""
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    x = inputs(4, 2) + 4 * layer_of().gate.weight[:1, None]
+    on_one = layer_of()
+    split = layer_of(nn.ExpertParallel(mesh=mesh, exchange="padded"), platform="pallas-interpret")
+    total = lambda of: jnp.sum(jnp.sin(of[0](of[1])))
+    gradients = [eqx.filter_jit(eqx.filter_grad(total))((layer, x)) for layer in (split, on_one)]
+    meshes.agree(*(jax.tree.leaves(found) for found in gradients), "gradient")
+    meshes.agree(eqx.filter_jit(split)(x), on_one(x))
+
+
 def test_ragged_compiles_for_gpus():
     """As far as a machine without one can tell."""
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

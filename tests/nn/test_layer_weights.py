@@ -106,7 +106,8 @@ def _gradients(layer, x):
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_any_module_in_a_projections_place(name, first):
-    layer, x, random = _layer(name), inputs(2, 5), np.random.default_rng(3)
+    # Small inputs: with large ones rounding, which float32 cannot help, comes near what is allowed.
+    layer, x, random = _layer(name), 0.5 * inputs(2, 5), np.random.default_rng(3)
     places = lambda layer: _linears(layer, name)
     made = [_replaced(linear, i % 2 == first, random) for i, linear in enumerate(places(layer))]
     merged = [

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx.nn.projection import project, project_apart, project_parts, project_together
 from tests.meshes import COLLECTIVE
 from tests.recurrence.quick import quick
@@ -212,6 +214,18 @@ def test_narrow_projections_together(tokens, other):
         assert_close(part, np.asarray(project(name, narrow[name], x, 4), np.float64))
 
 
+def test_parts_of_any_number_of_tokens():
+    layer = eqx.nn.Linear(IN, OUT, key=jax.random.key(0))
+    narrow = {"b": eqx.nn.Linear(IN, 4, use_bias=False, key=jax.random.key(1))}
+    call = lambda x: (*project_parts("in_proj", layer, x, (5, 3)), *project_together(narrow, x, (4,)))
+    of_any = jax.ShapeDtypeStruct(export.symbolic_shape(f"b, t, {IN}"), jnp.float32)
+    program = export.export(jax.jit(call))(of_any)
+    for shape in ((1, 1, IN), (2, 30, IN)):
+        x = jax.random.normal(jax.random.key(2), shape)
+        for part, expected in zip(program.call(x), call(x), strict=True):
+            assert_close(part, expected)
+
+
 def test_a_part_of_the_wrong_size():
     linear = eqx.nn.Linear(IN, 9, use_bias=False, key=jax.random.key(0))
     for tokens in (2, 40):
@@ -220,3 +234,23 @@ def test_a_part_of_the_wrong_size():
             project_parts("in_proj", linear, x, (4, 4))
         with pytest.raises(ValueError, match=r"b_proj: expected an equinox.nn.Linear from \[16\] to \[8\]"):
             project_together({"b_proj": linear}, x, (8,))
+
+
+class Multiplied(eqx.Module):
+    """A projection by a kernel."""
+
+    weight: jax.Array
+    product: ejx.GroupedMatmul
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.product(x[None], self.weight[None], jnp.ones(1, jnp.int32))[0]
+
+
+@pytest.mark.usefixtures("no_races")
+def test_a_kernel_in_the_place_of_a_projection_whose_input_is_computed_again():
+    layer = ejx.nn.GatedDeltaNet(IN, num_k_heads=1, head_dim=16, key=jax.random.key(0))
+    product = Multiplied(layer.out_proj.weight.T, ejx.GroupedMatmul(platform="pallas-interpret"))
+    x = jax.random.normal(jax.random.key(1), (3, IN))
+    gradient = jax.jit(jax.grad(lambda x, layer: jnp.sum(jnp.sin(layer(x)))))
+    found = gradient(x, eqx.tree_at(lambda m: m.out_proj, layer, product))
+    assert_close(found, np.asarray(gradient(x, layer), np.float64), kind="gradient")

@@ -55,6 +55,14 @@ def test_prefill_in_chunks_and_steps_equal_the_full_pass(name):
     _same(state, _row(states, -1), f"{name}, last state")
 
 
+@pytest.mark.parametrize("name", ["kimi", "qwen3-next"])
+def test_another_recurrence_normalises_as_it_says(name):
+    """Short convolutions normalise queries and keys for a recurrence that would, and for no other."""
+    layer, x, _, _ = _expected(name)
+    other = eqx.tree_at(lambda m: m.recurrence, layer, layer.recurrence.of_normalised())
+    assert_close(call(other, x), call(other, x, other.init_state(ROWS))[0], name=name)
+
+
 def _padded(x, before, lengths, width):
     """Rows with NaN around their first `lengths` tokens, and where these are."""
     padded, real = np.full((len(x), width, x.shape[-1]), np.nan, np.float32), np.zeros((len(x), width), bool)

@@ -22,6 +22,11 @@ from .spec import AttentionArrays, AttentionSpec, RowRanges
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
+def is_cap(cap: float) -> bool:
+    """Whether scores over the cap, and their tanh times it, are numbers of float32."""
+    return 1e-30 <= cap <= 1e30
+
+
 @dataclasses.dataclass(frozen=True)
 class ScoreOptions:
     """The static options shared by every softmax attention."""
@@ -36,9 +41,9 @@ class ScoreOptions:
         self.check()
 
     def check(self) -> None:
-        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
+        if self.logits_soft_cap is not None and not is_cap(self.logits_soft_cap):
             raise ValueError(
-                f"logits_soft_cap: expected a positive number or None, received {self.logits_soft_cap}; None disables it."
+                f"logits_soft_cap: expected a number from 1e-30 to 1e+30 or None, received {self.logits_soft_cap}; None disables it."
             )
         if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
             raise ValueError(
@@ -181,7 +186,7 @@ def _with_known_form(
     form = known_form(options.score_mod, heads)
     # A soft cap comes before everything else.
     capped = options.logits_soft_cap is not None or scoring.bias is not None
-    if form is None or (form.cap is not None and capped):
+    if form is None or (form.cap is not None and (capped or not is_cap(form.cap))):
         return options, scoring
     cap = options.logits_soft_cap if form.cap is None else form.cap
     options = dataclasses.replace(options, logits_soft_cap=cap, score_mod=None)

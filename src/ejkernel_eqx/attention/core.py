@@ -58,6 +58,8 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         flags["tiles"] = _tiles(spec, dims["T"], dims["S"])
         flags["block_size"] = spec.block_size
     requirements = {"deterministic", "lse", "nested"}
+    if _is_extreme(spec):
+        flags["extreme_cap"] = True
     if spec.score_mod is not None:
         flags["score_mod"] = True
         requirements.add("score_mod")
@@ -71,6 +73,12 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         counts={"H", "K"},
         requirements=requirements,
     )
+
+
+def _is_extreme(spec: AttentionSpec) -> bool:
+    """Whether a polynomial, or a tanh found again from a weight, would not do for the soft cap."""
+    cap = spec.logits_soft_cap
+    return cap is not None and not (1e-2 <= cap <= 1e9 and 1e-18 * cap <= abs(spec.scale) <= 1e6 * cap)
 
 
 def _tiles(spec: AttentionSpec, queries: int, keys: int) -> str:

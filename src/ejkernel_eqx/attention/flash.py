@@ -63,7 +63,7 @@ class FlashAttention(Kernel):
         - `causal`: query $i$ sees keys up to its own position $p_i$ only.
         - `sliding_window`: an int $w$ (requires `causal=True`): the last $w$ keys, including the query's own. A pair `(left, right)`: the number
             of keys on either side, not counting the query's own; `None` is unbounded.
-        - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
+        - `logits_soft_cap`: the bound $c$ of the tanh soft cap, from 1e-30 to 1e30.
         - `softmax_scale`: default `D**-0.5`.
         - `dropout_rate`: probability of dropping an attention weight; the others are scaled by `1 / (1 - rate)`.
         - `deterministic`: use only platforms that are bitwise repeatable (all of ours are; cuDNN's backward is not).

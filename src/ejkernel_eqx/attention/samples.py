@@ -23,7 +23,7 @@ from .masks.pattern import Pattern
 from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 
-SOFT_CAP, DROPOUT_RATE, VISIBLE = 30.0, 0.1, 0.7
+SOFT_CAP, EXTREME_CAP, DROPOUT_RATE, VISIBLE = 30.0, 1e12, 0.1, 0.7
 _BLOCK, _SHARE = 128, 0.25  # a block of a pattern, and the share of a map's blocks that is visible
 
 
@@ -34,7 +34,7 @@ def spec_of(problem: Problem) -> AttentionSpec:
     scale = problem.dim("D") ** -0.5
     return AttentionSpec(
         scale=-scale if problem.flag("negative_scale") else scale,
-        logits_soft_cap=SOFT_CAP if problem.flag("soft_cap") else None,
+        logits_soft_cap=_cap_of(problem),
         left=left,
         right=right,
         offset=_offset(problem, left, right),
@@ -45,6 +45,12 @@ def spec_of(problem: Problem) -> AttentionSpec:
         pattern=_pattern(problem),
         block_size=_block_size(problem),
     )
+
+
+def _cap_of(problem: Problem) -> float | None:
+    if not problem.flag("soft_cap"):
+        return None
+    return EXTREME_CAP if problem.flag("extreme_cap") else SOFT_CAP
 
 
 def _pattern(problem: Problem) -> Pattern | None:

@@ -67,7 +67,9 @@ def _differentiate(leaves: Any, tangents: Any, *, jaxpr: Any, call: _Call) -> tu
 
 _call_p.multiple_results = True
 _call_p.def_impl(_run)
-_call_p.def_abstract_eval(lambda *_, jaxpr, call: jaxpr.out_avals)
+# Simulated TPU kernels have effects, and types of their own that are replaced before anything is compiled.
+_call_p.def_effectful_abstract_eval(lambda *_, jaxpr, call: (jaxpr.out_avals, jaxpr.effects))
+_call_p.to_lojax = _run  # pyright: ignore[reportAttributeAccessIssue]
 mlir.register_lowering(_call_p, mlir.lower_fun(_run, multiple_results=True))
 ad.primitive_jvps[_call_p] = _differentiate
 batching.primitive_batchers[_call_p] = _map

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from .._inputs import as_inputs
 from .._kernel import Kernel, make_plan, Plan, settle
 from ..dispatch import PlatformLike
@@ -18,3 +20,11 @@ def plan_of(
     for name, value in {**vars(module), "plan": plan}.items():
         object.__setattr__(probe, name, value)
     return settle(probe, as_inputs(tune_for))
+
+
+def has_simulated(tree: Any) -> bool:
+    """Whether a module holds an operation whose plan `is_simulated`."""
+    is_kernel = lambda node: isinstance(node, Kernel)
+    return any(
+        is_kernel(node) and node.plan.is_simulated for node in jax.tree.leaves(tree, is_leaf=is_kernel)
+    )

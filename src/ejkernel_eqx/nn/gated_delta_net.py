@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from ..core.plans import has_simulated
 from ..dispatch import PlatformLike
 from ..recurrence import GatedDeltaRule
 from ..weights.recurrent import gated_delta_net
@@ -128,7 +129,7 @@ class GatedDeltaNet(RecurrentLayer):
         *qkv, z = project_parts("in_proj_qkvz", self.in_proj_qkvz, x, widths, self.num_k_heads)
         ba = project("in_proj_ba", self.in_proj_ba, x, 2 * self.num_v_heads)
         b, a = jnp.split(split_heads(ba, self.num_k_heads), 2, axis=-1)
-        size = self.head_dim if rows.normalises(self.conv1d) else None
+        size = self.head_dim if rows.normalises(self.recurrence, self.conv1d) else None
         q, k, v = rows.convolve_parts(self.conv1d, qkv, (size, size, None))
         q, k = split_heads(q, self.num_k_heads), split_heads(k, self.num_k_heads)
         v, g, beta = split_heads(v, self.num_v_heads), merge_heads(a), merge_heads(b)
@@ -136,7 +137,10 @@ class GatedDeltaNet(RecurrentLayer):
         recurrence = self.recurrence if size is None else self.recurrence.of_normalised()
         out = rows.run(recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
         # The gradient of the projection computes its input again.
-        return jax.checkpoint(lambda *given: self._out(*given))(out, split_heads(z, self.num_v_heads))
+        project_out = lambda *given: self._out(*given)
+        if not has_simulated(self.out_proj):
+            project_out = jax.checkpoint(project_out)
+        return project_out(out, split_heads(z, self.num_v_heads))
 
     def _out(self, out: Array, z: Array) -> Array:
         return project("out_proj", self.out_proj, merge_heads(self.norm(out, z)), self.embed_dim)

@@ -150,7 +150,7 @@ class KimiDeltaAttention(RecurrentLayer):
     def _mix(self, x: Array, rows: Rows) -> Array:
         heads, v_heads = self.num_heads, self.num_v_heads
         key_dim, value_dim = heads * self.head_dim, v_heads * self.v_head_dim
-        size = self.head_dim if rows.normalises(self.q_conv1d, self.k_conv1d) else None
+        size = self.head_dim if rows.normalises(self.recurrence, self.q_conv1d, self.k_conv1d) else None
         q = rows.convolve(self.q_conv1d, project("q_proj", self.q_proj, x, key_dim), size)
         k = rows.convolve(self.k_conv1d, project("k_proj", self.k_proj, x, key_dim), size)
         v = rows.convolve(self.v_conv1d, project("v_proj", self.v_proj, x, value_dim))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._sizes import is_symbolic
 from ..core.arguments import accumulator
 
 
@@ -52,8 +53,7 @@ def project_parts(
     is a product of its own.
     """
     features, ends = groups * sum(widths), [*itertools.accumulate(widths)][:-1]
-    many = math.prod(x.shape[:-1]) >= features
-    if type(layer) is eqx.nn.Linear and many and mesh_of((x, layer.weight)) is None:
+    if type(layer) is eqx.nn.Linear and _more_tokens(x, features) and mesh_of((x, layer.weight)) is None:
         _check_linear(name, layer, x, features)
         apart = lambda a: _parts_of(a, ends, groups, 0)
         weights = apart(layer.weight)
@@ -68,7 +68,7 @@ def project_together(layers: Mapping[str, Any], x: Array, widths: Sequence[int])
     those of `equinox.nn.Linear`s without biases are one product."""
     plain = all(type(layer) is eqx.nn.Linear and layer.bias is None for layer in layers.values())
     weights = [layer.weight for layer in layers.values()] if plain else []
-    if plain and math.prod(x.shape[:-1]) >= sum(widths) and mesh_of((x, weights)) is None:
+    if plain and _more_tokens(x, sum(widths)) and mesh_of((x, weights)) is None:
         for (name, layer), width in zip(layers.items(), widths, strict=True):
             _check_linear(name, layer, x, width)
         ends = [*itertools.accumulate(widths)][:-1]
@@ -78,6 +78,12 @@ def project_together(layers: Mapping[str, Any], x: Array, widths: Sequence[int])
     return tuple(
         project(name, layer, x, width) for (name, layer), width in zip(layers.items(), widths, strict=True)
     )
+
+
+def _more_tokens(x: Array, features: int) -> bool:
+    """Whether a call has as many tokens as features, or a number that is symbolic."""
+    tokens = math.prod(x.shape[:-1])
+    return is_symbolic(tokens) or tokens >= features
 
 
 def _parts_of(x: Array, ends: Sequence[int], groups: int, axis: int) -> list[Array]:

@@ -11,6 +11,7 @@ from jax import Array
 
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..paged import RaggedBatch
+from ..recurrence.delta import GatedDelta
 from .drafts import Drafts, like_rows, new_tokens
 from .short_convolution import ShortConvolution
 
@@ -70,10 +71,13 @@ class Rows:
     _before: list[Array | None] = dataclasses.field(default_factory=list)
     _left: list[Array] = dataclasses.field(default_factory=list)
 
-    def normalises(self, *layers: ShortConvolution) -> bool:
-        """Whether short convolutions can normalise the heads of queries and keys in their pass over memory. A state is that of operations that do
-        so themselves."""
-        return self.state is None and all(layer.convolution.sequence_axis is None for layer in layers)
+    def normalises(self, recurrence: Any, *layers: ShortConvolution) -> bool:
+        """Whether short convolutions can normalise the heads of queries and keys in their pass over memory, for a recurrence that does so otherwise.
+        A state is that of operations that do so themselves."""
+        asked = isinstance(recurrence, GatedDelta) and recurrence.options.use_qk_l2norm
+        return (
+            asked and self.state is None and all(layer.convolution.sequence_axis is None for layer in layers)
+        )
 
     def convolve(self, layer: ShortConvolution, x: Array, norm_size: int | None = None) -> Array:
         """Runs the next short convolution of the layer; `norm_size` as in `CausalConv1d`."""

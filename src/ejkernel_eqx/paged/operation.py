@@ -37,7 +37,7 @@ class PagedOperation(Kernel):
 
         - `sliding_window`: an int $w$: the last $w$ keys, including the query's own; a pair `(left, right)`: `left` keys before its own (`None`:
             all). `right` has no effect, because no key follows the query's own.
-        - `logits_soft_cap`: the bound $c$ of the tanh soft cap.
+        - `logits_soft_cap`: the bound $c$ of the tanh soft cap, from 1e-30 to 1e30.
         - `softmax_scale`: default `D**-0.5`; required with a `PagedLatentCache`.
         - `platform`: use this platform or raise; `None` chooses by device and call.
         - `config`: use this kernel configuration, which implies its platform.

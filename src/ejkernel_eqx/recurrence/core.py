@@ -9,7 +9,7 @@ from jax import Array
 
 from .._kernel import Plan
 from ..core import Kind, StepKind
-from ..dispatch import Platform, Problem
+from ..dispatch import Problem
 from . import reference
 from .spec import (
     FLOATS,
@@ -33,9 +33,8 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 def again_for_gradients(plan: Plan, function: C) -> C:
     """`function`, which calls a kernel of `plan`, such that its gradient computes again what the kernel does not: for calls whose decays, in
-    float32, come from something smaller. Simulated TPU kernels have effects, which `jax.checkpoint` refuses, so that with them all is kept."""
-    simulated = plan.snapshot.requested is Platform.PALLAS_INTERPRET
-    return function if simulated else jax.checkpoint(function, policy=_KEPT)
+    float32, come from something smaller. With simulated kernels, all is kept."""
+    return function if plan.is_simulated else jax.checkpoint(function, policy=_KEPT)
 
 
 def problem_of(operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Problem:

@@ -14,19 +14,26 @@ from .. import philox
 OVER_BATCH, OVER_HEADS, OVER_QUERIES, OVER_KEYS, SHARED = (tl.constexpr(2 << axis) for axis in range(5))
 
 PHILOX_ROUNDS = tl.constexpr(philox.ROUNDS)
+LARGE_CAP = tl.constexpr(100.0)  # a cap from which on absolute errors of its tanh would be seen
 PHILOX_M0, PHILOX_M1 = (tl.constexpr(word) for word in philox.MULTIPLIERS)
 PHILOX_W0, PHILOX_W1 = (tl.constexpr(word) for word in philox.WEYL)
 
 
 @triton.jit
-def tanh(x, APPROXIMATE: tl.constexpr):
+def tanh(x, APPROXIMATE: tl.constexpr, NEAR_ZERO: tl.constexpr):
+    """With an absolute error of 1e-7 or, `APPROXIMATE`, a relative one of 5e-4. `NEAR_ZERO`: with a small relative error there, by the series, for what a
+    large cap multiplies."""
     if APPROXIMATE:
         return tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     decay = tl.exp2(-2.8853900817779268 * tl.abs(x))  # e^(-2|x|)
     magnitude = (1.0 - decay) / (1.0 + decay)  # of the shape of x; e^(-2|x|) is at most 1, however large x is
-    return tl.where(x < 0, -magnitude, magnitude)
+    y = tl.where(x < 0, -magnitude, magnitude)  # of the shape of x
+    if NEAR_ZERO:
+        s = x * x  # of the shape of x
+        y = tl.where(tl.abs(x) < 0.2, x * (1.0 - s * (1.0 / 3.0 - s * (2.0 / 15.0 - s * (17.0 / 315.0)))), y)
+    return y
 
 
 @triton.jit
@@ -109,7 +116,7 @@ def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: 
     caller fuses with a subtraction into one instruction."""
     t = qk  # [BQ, BK], as all below; the tanh if there is a soft cap
     if CAP > 0:
-        t = tanh(qk * (SCALE / CAP), FAST_TANH)
+        t = tanh(qk * (SCALE / CAP), FAST_TANH, CAP > LARGE_CAP)
     s = t
     if not FOLDED:
         if CAP > 0:

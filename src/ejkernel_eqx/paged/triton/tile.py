@@ -8,7 +8,7 @@ multiplication.
 import triton
 import triton.language as tl
 
-from ...attention.triton.tile import tanh
+from ...attention.triton.tile import LARGE_CAP, tanh
 from ...launch.constants import LOG2E
 
 FILLED = tl.constexpr(16)  # tokens that one program checks
@@ -204,7 +204,7 @@ def scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: 
     """Scores, in log2 units, of queries `t` at positions `i` (columns) and keys `j` (a row); `slope` is in log2 units; `chunk` is the
     position of query 0."""
     if CAP > 0:
-        s = tanh(qk * (SCALE / CAP), FAST_TANH) * (CAP * LOG2E)  # [BM, BK]
+        s = tanh(qk * (SCALE / CAP), FAST_TANH, CAP > LARGE_CAP) * (CAP * LOG2E)  # [BM, BK]
     else:
         s = qk * (SCALE * LOG2E)  # [BM, BK]
     if ALIBI:

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..tile import tanh
+from ..tile import LARGE_CAP, tanh
 from .assembly import cap_operands, cap_text, within_operands, within_text
 from .mail import _least
 
@@ -96,7 +96,7 @@ def _capped(qk, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr,
     if CAP > 0 and FAST_TANH:
         qk = gl.inline_asm_elementwise(cap_text(PACK, SCALE / CAP, MULTIPLIER, BOUNDED), cap_operands(PACK), [qk], dtype=gl.float32, is_pure=True, pack=PACK)
     elif CAP > 0:
-        qk = tanh(qk * (SCALE / CAP), False) * MULTIPLIER
+        qk = tanh(qk * (SCALE / CAP), False, CAP > LARGE_CAP) * MULTIPLIER
         if BOUNDED:
             qk = gl.exp2(qk)
     return qk

@@ -22,6 +22,7 @@ _REFUSED = {
     "dropout": "has no dropout",
     "score_mod": "takes no score_mod",
     "negative_scale": "takes positive scales",
+    "extreme_cap": "takes soft caps from 0.01 to 1e9, and scales of 1e-18 to 1e6 times the cap",
 }
 
 Sizes = tuple[int, int, int]
