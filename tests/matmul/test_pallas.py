@@ -118,7 +118,7 @@ def test_without_a_gradient(transform):
     case = CASES["plain"]
     given, _ = make(case)
 
-    def run(platform: str) -> Any:
+    def run(platform: Any) -> Any:
         op = ejx.GroupedMatmul(platform=platform)
         call = lambda lhs: op(lhs, given["rhs"], given["group_sizes"])
         if transform == "vmap":

@@ -167,7 +167,7 @@ def test_simulated_kernels():
     split = layer_of(nn.ExpertParallel(mesh=mesh, exchange="padded"), platform="pallas-interpret")
     total = lambda of: jnp.sum(jnp.sin(of[0](of[1])))
     gradients = [eqx.filter_jit(eqx.filter_grad(total))((layer, x)) for layer in (split, on_one)]
-    meshes.agree(*(jax.tree.leaves(found) for found in gradients), "gradient")
+    meshes.agree(*(jax.tree.leaves(found) for found in gradients), kind="gradient")
     meshes.agree(eqx.filter_jit(split)(x), on_one(x))
 
 

@@ -28,10 +28,10 @@ OUT_NAME, STATE_NAME, SAVED_NAME = "recurrence_out", "recurrence_state", "recurr
 """Names for `jax.checkpoint_policies.save_only_these_names`: the results and what only the forward kernels can recompute."""
 _KEPT = jax.checkpoint_policies.save_only_these_names(OUT_NAME, STATE_NAME, SAVED_NAME)
 
-C = TypeVar("C", bound=Callable[..., Any])
+R = TypeVar("R")
 
 
-def again_for_gradients(plan: Plan, function: C) -> C:
+def again_for_gradients(plan: Plan, function: Callable[..., R]) -> Callable[..., R]:
     """`function`, which calls a kernel of `plan`, such that its gradient computes again what the kernel does not: for calls whose decays, in
     float32, come from something smaller. With simulated kernels, all is kept."""
     return function if plan.is_simulated else jax.checkpoint(function, policy=_KEPT)
