@@ -158,6 +158,7 @@ def test_tokens_that_do_not_divide():
     meshes.agree(layer(x[0, 0]), layer_of()(x[0, 0]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_races")
 def test_simulated_kernels():
     """In several rounds, of which `jax.checkpoint` keeps nothing where it can."""

@@ -246,6 +246,7 @@ class Multiplied(eqx.Module):
         return self.product(x[None], self.weight[None], jnp.ones(1, jnp.int32))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_races")
 def test_a_kernel_in_the_place_of_a_projection_whose_input_is_computed_again():
     layer = ejx.nn.GatedDeltaNet(IN, num_k_heads=1, head_dim=16, key=jax.random.key(0))
