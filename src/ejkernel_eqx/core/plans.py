@@ -1,12 +1,15 @@
-"""The plan that a module creates when it is built."""
+"""The plan that a module creates when it is built, and what simulated kernels, which a plan may ask for, keep a caller from."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 
 from .._inputs import as_inputs
 from .._kernel import Kernel, make_plan, Plan, settle
 from ..dispatch import PlatformLike
+
+R = TypeVar("R")
 
 
 def plan_of(
@@ -28,3 +31,8 @@ def has_simulated(tree: Any) -> bool:
     return any(
         is_kernel(node) and node.plan.is_simulated for node in jax.tree.leaves(tree, is_leaf=is_kernel)
     )
+
+
+def again_for_gradients(function: Callable[..., R], modules: Any, policy: Any = None) -> Callable[..., R]:
+    """`jax.checkpoint` of a function that calls these modules. With simulated kernels, of whose effects `jax.checkpoint` takes none, all is kept."""
+    return function if has_simulated(modules) else jax.checkpoint(function, policy=policy)

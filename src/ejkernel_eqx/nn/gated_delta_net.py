@@ -3,13 +3,12 @@
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
-from ..core.plans import has_simulated
+from ..core.plans import again_for_gradients
 from ..dispatch import PlatformLike
 from ..recurrence import GatedDeltaRule
 from ..weights.recurrent import gated_delta_net
@@ -137,9 +136,7 @@ class GatedDeltaNet(RecurrentLayer):
         recurrence = self.recurrence if size is None else self.recurrence.of_normalised()
         out = rows.run(recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
         # The gradient of the projection computes its input again.
-        project_out = lambda *given: self._out(*given)
-        if not has_simulated(self.out_proj):
-            project_out = jax.checkpoint(project_out)
+        project_out = again_for_gradients(lambda *given: self._out(*given), (self.norm, self.out_proj))
         return project_out(out, split_heads(z, self.num_v_heads))
 
     def _out(self, out: Array, z: Array) -> Array:

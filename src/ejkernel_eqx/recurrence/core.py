@@ -1,7 +1,6 @@
 """The family's two kinds of calls, sequences and single tokens of every row: their problems and axes."""
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +25,8 @@ from .spec import (
 
 OUT_NAME, STATE_NAME, SAVED_NAME = "recurrence_out", "recurrence_state", "recurrence_saved"
 """Names for `jax.checkpoint_policies.save_only_these_names`: the results and what only the forward kernels can recompute."""
-_KEPT = jax.checkpoint_policies.save_only_these_names(OUT_NAME, STATE_NAME, SAVED_NAME)
-
-R = TypeVar("R")
-
-
-def again_for_gradients(plan: Plan, function: Callable[..., R]) -> Callable[..., R]:
-    """`function`, which calls a kernel of `plan`, such that its gradient computes again what the kernel does not: for calls whose decays, in
-    float32, come from something smaller. With simulated kernels, all is kept."""
-    return function if plan.is_simulated else jax.checkpoint(function, policy=_KEPT)
+KEPT = jax.checkpoint_policies.save_only_these_names(OUT_NAME, STATE_NAME, SAVED_NAME)
+"""The policy of calls that compute their decays in float32 from something smaller, and again for the gradient."""
 
 
 def problem_of(operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Problem:

@@ -12,10 +12,11 @@ from .._kernel import Kernel, Plan, replaced
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype, fitting
+from ..core.plans import again_for_gradients
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
-from .core import again_for_gradients
+from .core import KEPT
 from .gates import check_gate, l2norm, LOG, log_decay, write_strength
 from .operation import plan_of, run, run_step
 from .spec import KEY
@@ -169,8 +170,8 @@ class GatedDelta(Kernel):
                 return run(self.plan, frame, whole, initial_state, self.state_dtype)
 
             if self.options.gate != LOG:
-                # Log-decays take twice the memory of what they come from, or more.
-                decayed = again_for_gradients(self.plan, decayed)
+                # Log-decays take twice the memory of what they come from, or more: the gradient computes them again.
+                decayed = again_for_gradients(decayed, self, KEPT)
             return decayed(gate)
 
     def step(

@@ -14,10 +14,11 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype, finite_rate, fitting, wide
+from ..core.plans import again_for_gradients
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import Frame, frame_of, Operands, step_frame_of
-from .core import again_for_gradients
+from .core import KEPT
 from .gates import check_limit, rms_norm, silu_gated, time_step
 from .operation import plan_of, register, run, run_step
 from .spec import SCALAR
@@ -149,7 +150,7 @@ class StateSpaceV2(Kernel):
             whole = self._with_decays(frame, operands, rates)
             return run(self.plan, frame, whole, initial_state, self.state_dtype, epilogue)
 
-        return again_for_gradients(self.plan, decayed)(rates)
+        return again_for_gradients(decayed, self, KEPT)(rates)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV2.step")
     def step(

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...core.plans import has_simulated
+from ...core.plans import again_for_gradients, has_simulated
 from ...dispatch import Backend
 from ...dispatch.device import place_of_calls
 from ...parallel.mesh import explicit_mesh, resharded, spec_of
@@ -256,7 +256,7 @@ def _elsewhere(split: _Split, experts: Any, rows: Array, numbers: Array, sizes: 
         return lax.cond(exchange.is_needed(number), more, lambda total: total, total), None
 
     # Nothing of these rounds is kept for the gradient: hardly ever is one of them needed.
-    body = further if has_simulated(experts) else jax.checkpoint(further)
+    body = again_for_gradients(further, experts)
     return lax.scan(body, total, jnp.arange(1, exchange.rounds, dtype=jnp.int32))[0]
 
 
