@@ -1,22 +1,37 @@
-"""Launches that tests with and without a GPU share."""
+"""Launches, arrays for them and their interpretation, which the tests of this folder and those on a GPU share."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ejkernel_eqx.launch import Launch
+from ejkernel_eqx.launch import Launch, run
 from tests.launch import kernels
+
+S = jax.ShapeDtypeStruct
+
+
+def interpret(launch: Launch, arrays: dict[str, Any]) -> Any:
+    """What the launch gives for these arrays, numpy's among them."""
+    return run(
+        launch,
+        {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arrays.items()},
+        interpret=True,
+    )
+
+
+def array(shape, dtype=jnp.float32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def added(**options: Any) -> Launch:
     """In place, with a result beside it."""
-    shape = jax.ShapeDtypeStruct
-    pool, rows = shape((4, 8), jnp.float32), shape((3,), jnp.float32)
+    pool, rows = S((4, 8), jnp.float32), S((3,), jnp.float32)
     return Launch(
         kernels.add_to_slots_kernel,
-        {"pool": pool, "amount": rows, "slots": shape((3,), jnp.int32)},
-        {"new_pool": pool, "old": shape((3, 8), jnp.float32)},
+        {"pool": pool, "amount": rows, "slots": S((3,), jnp.int32)},
+        {"new_pool": pool, "old": S((3, 8), jnp.float32)},
         {"n": 8},
         {"BLOCK": 8, "WRONG": False},
         (3,),
