@@ -1,6 +1,7 @@
-"""Hopper's backward kernels as plain Python on NumPy arrays: groups of warps are threads. So numbers and barriers are tested without a GPU.
+"""Hopper's kernels as plain Python on NumPy arrays: groups of warps are threads. So numbers and barriers are tested without a GPU.
 
-Products take place when they are awaited, as late as they may, and copies when they begin: whoever frees or fills a buffer too early changes results.
+Products, and copies to device memory, take place when they are awaited, as late as they may, and copies from there when they begin: whoever frees or
+fills a buffer too early changes results.
 Shared memory is NaN before it is written. Layouts, and what orders memory between threads, are not emulated."""
 
 import threading
@@ -16,9 +17,10 @@ from tests.attention.hopper_protocol import Barrier, finish, LIMIT
 
 constexpr = pytest.importorskip("triton.language").constexpr
 
-_HELPERS = """_consumer _query_gradients _give _nothing _scores _part _products _half _described _barriers_of _tiles_of""".split()
-_SHARED = """
-_writer _loader _load _hidden _place _bounds _tell _told _hand_over _announce _return_keys _weights _score_gradients query_tiles""".split()
+_FUNCTIONS = """
+_consumer _query_gradients _give _nothing _scores _part _products _half _described _barriers_of _tiles_of _writer _loader _load _hidden _place _bounds
+_tell _told _hand_over _announce _return_keys _weights _score_gradients query_tiles _decays _pairs _stored _gentle_chunk _chunk _shared_chunk
+closed""".split()
 
 
 class Tensor(np.ndarray):
@@ -149,9 +151,17 @@ class Device:
         for first in range(0, launch.grid[0], self.at_once):
             together = range(first, min(first + self.at_once, launch.grid[0]))
             finish(
-                [threading.Thread(target=kernel, kwargs=named, daemon=True) for _ in together], self.errors
+                [
+                    threading.Thread(target=self._program, args=(index, kernel, named), daemon=True)
+                    for index in together
+                ],
+                self.errors,
             )
         return {name: jnp.asarray(arrays[name]) for name in launch.outputs}
+
+    def _program(self, index: int, kernel: Any, named: dict[str, Any]) -> None:
+        self.own.program = index
+        kernel(**named)
 
     def _plain(self, module: Any, name: str) -> Any:
         plain = getattr(module, name).fn
@@ -166,7 +176,8 @@ class Device:
                 static_range=range, int32=np.dtype(np.int32), float32=np.dtype(np.float32), int64=np.dtype(np.int64),
                 arange=lambda a, b, layout: tensor(np.arange(a, b)), zeros=lambda shape, dtype, layout: tensor(np.zeros(shape, dtype)),
                 full=lambda shape, value, dtype, layout: tensor(np.full(shape, value, dtype)), max=lambda x, axis: int(x.max(axis)),
-                to_tensor=Number, where=_where, exp2=np.exp2, log2=np.log2, expand_dims=np.expand_dims,
+                to_tensor=Number, where=_where, exp2=np.exp2, log2=np.log2, expand_dims=np.expand_dims, store=_store,
+                program_id=lambda axis: self.own.program, multiple_of=lambda x, n: x, barrier=lambda: None,
                 convert_layout=lambda x, layout: x, allocate_shared_memory=_allocated, warp_specialize=self._specialised, NVMMASharedLayout=_NoLayout,
                 **dict.fromkeys("NVMMADistributedLayout DotOperandLayout SliceLayout BlockedLayout SwizzledSharedLayout".split(), lambda *_: None),
             )  # fmt: skip
@@ -177,24 +188,24 @@ class Device:
             copies = types.SimpleNamespace(
                 make_tensor_descriptor=lambda ptr, shape, strides, block, layout: Descriptor(ptr, shape, strides, block),
                 async_copy_global_to_shared=lambda desc, at, barrier, buffer: desc.load(at, barrier, buffer),
-                async_copy_shared_to_global=lambda desc, at, buffer: desc.store(at, buffer), store_wait=lambda n: None,
+                async_copy_shared_to_global=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, False)), store_wait=self._stored,
             )  # fmt: skip
             self.world = dict(
                 gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None, _meet=lambda: self.own.met.wait(LIMIT),
                 _claimed=self._claimed,
                 warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
-                _add=lambda desc, at, buffer: desc.store(at, buffer, True), _await_turn=_await_turn, _end_turn=_end_turn,
+                _add=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, True)), _await_turn=_await_turn, _end_turn=_end_turn,
                 _capped=lambda x, scale, cap, fast, factor, *_: np.tanh(x * (scale / cap)) * factor if cap > 0 else x, _log2=np.log2, LEAST=0.0,
             )  # fmt: skip
             for module in (self.parts, self.kernels):
                 constants = {name: x.value for name, x in vars(module).items() if isinstance(x, constexpr)}
                 self.world |= constants
-            found = [name for name in _HELPERS if hasattr(self.kernels, name)]
-            for name in found:
-                self.world[name] = self._plain(self.kernels, name)
-            for name in _SHARED:
-                self.world[name] = self._plain(self.parts, name)
-            found += _SHARED
+            found = []
+            for name in _FUNCTIONS:
+                modules = [module for module in (self.kernels, self.parts) if hasattr(module, name)]
+                if modules:
+                    self.world[name] = self._plain(modules[0], name)
+                    found.append(name)
             for name in found:  # which know one another now
                 function: Any = self.world[name]
                 function.__globals__.update(self.world)
@@ -209,13 +220,19 @@ class Device:
         )
 
     def _guarded(self, function: Any, arguments: Any, met: threading.Barrier) -> None:
-        self.own.queue, self.own.met = [], met
+        self.own.queue, self.own.stores, self.own.met = [], [], met
         try:
             with np.errstate(all="ignore"):  # as on a device
                 function(*arguments)
             assert not self.own.queue, "products that nobody awaits"
+            assert not self.own.stores, "copies that nobody awaits"
         except BaseException as error:  # the thread of the test raises it
             self.errors.append(error)
+
+    def _stored(self, outstanding: int) -> None:
+        while len(self.own.stores) > outstanding:
+            desc, at, buffer, add = self.own.stores.pop(0)
+            desc.store(at, buffer, add)
 
     def _claimed(self, pointer: Pointer) -> int:
         flat = pointer.array.reshape(-1)
@@ -254,8 +271,14 @@ def _allocated(dtype: Any, shape: Any, layout: Any) -> Any:
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
     flat, at = pointer.array.reshape(-1), np.asarray(pointer.at)
     if mask is None:
-        return tensor(flat[at]) if at.ndim else int(flat[at])
+        return tensor(flat[at]) if at.ndim or flat.dtype != np.int32 else int(flat[at])
     return tensor(np.where(mask, flat[np.where(mask, at, 0)], other))
+
+
+def _store(pointer: Pointer, value: Any) -> None:
+    flat = pointer.array.reshape(-1)
+    assert value.dtype == flat.dtype
+    flat[pointer.at] = value
 
 
 def _where(seen: Any, x: Any, y: Any) -> Tensor:

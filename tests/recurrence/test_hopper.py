@@ -1,6 +1,8 @@
-"""Hopper's single pass without a Hopper: what it takes, and that every tile of it compiles without products that wait for one another."""
+"""Hopper's single pass without a Hopper: what it takes, its numbers by emulation, and that every tile of it compiles without products that wait for
+one another."""
 
 import dataclasses
+import importlib
 import re
 import subprocess
 from typing import Any
@@ -11,10 +13,14 @@ import pytest
 
 from ejkernel_eqx.dispatch import from_dict, to_dict
 from ejkernel_eqx.launch import compile_ahead, gluon_unavailable, Launch
+from ejkernel_eqx.launch import run as run_launch
 from ejkernel_eqx.launch.sizes import padded
 from ejkernel_eqx.recurrence.core import problem_of
 from ejkernel_eqx.recurrence.spec import CONSTANT, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
+from tests.attention import hopper_emulation
 from tests.compiled import DEVICES
+from tests.recurrence.cases import Case, cotangents, make, run_reference
+from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 from ejkernel_eqx.recurrence.triton import compiled as triton
@@ -147,6 +153,51 @@ def test_the_tuner_times_it():
         for config in found:
             assert triton.config_unsupported(config, of, HOPPER) is None
             assert from_dict(to_dict(config), triton.config_type) == config
+
+
+def odd(**more: Any) -> Case:
+    sizes = dict[str, Any](B=2, T=256, Hq=1, Hk=1, Hv=1, Hg=1, Hb=1, D=64, V=64, dtype="bfloat16")
+    return Case(**(sizes | more))
+
+
+# With value channels of a program, stages and splits.
+EMULATED = {
+    "beta": (odd(decay=SCALAR, beta=1.0, Hv=4, Hg=4, Hb=4, skip=True, keys="normal"), 128, 2, 1),
+    "beta of all heads": (odd(decay=SCALAR, beta=1.0, Hv=2, Hg=2, initial_state=True), 64, 2, 2),
+    "decays of all heads": (odd(decay=SCALAR, beta=1.0, Hv=2, Hb=2, log_decays="mixed"), 128, 3, 1),
+    "fast decays": (odd(decay=SCALAR, beta=1.0, Hv=4, Hg=4, Hb=4, log_decays="mixed"), 64, 2, 1),
+    "all at once": (odd(decay=SCALAR, beta=1.0, Hv=4, Hg=4, Hb=4, log_decays="closed"), 128, 2, 2),
+    "two tiles of values": (odd(decay=SCALAR, Hg=2, Hb=2, beta=1.0, V=128, D=128), 128, 2, 1),
+    "scalar": (odd(decay=SCALAR, Hv=2, Hg=2, log_decays="mixed"), 64, 3, 1),
+    "scalar, slow": (odd(decay=SCALAR, Hv=2, Hg=2, keys="normal"), 128, 2, 2),
+    "constant": (odd(decay=CONSTANT, Hv=2, Hg=2, skip=True), 128, 2, 1),
+    "constant and beta": (odd(decay=CONSTANT, beta=1.0, Hv=2, Hg=2, Hb=2), 64, 2, 1),
+    "none": (odd(Hq=2, Hk=2, Hv=2, Hg=2, Hb=2, D=128, V=128, initial_state=True), 128, 2, 1),
+}
+
+
+@pytest.mark.parametrize(
+    "case, block_v, stages, splits",
+    [
+        pytest.param(*of, id=name, marks=() if name == "beta" else pytest.mark.slow)
+        for name, of in EMULATED.items()
+    ],
+)
+def test_results(case, block_v, stages, splits):
+    """The kernel's own code, with threads for its warps; what stands around it is interpreted."""
+    folder = "ejkernel_eqx.recurrence.triton"
+    kernels = pytest.importorskip(f"{folder}.hopper.single_kernel", exc_type=ImportError)
+    device = hopper_emulation.Device(kernels, importlib.import_module(f"{folder}.tile"))
+    arrays, spec = make(case)
+    config = configured(problem_of("linear_attention", arrays, spec), block_v, stages, splits=splits)
+
+    def emulated(launch, inputs):
+        return device.run(launch, inputs) if launch.is_gluon else run_launch(launch, inputs, interpret=True)
+
+    actual = triton.forward(arrays, spec, config, execute=emulated)
+    exact = run_reference(arrays, *cotangents(case), spec)
+    assert_close(actual["out"], exact.out, "bfloat16", "forward", name="out")
+    assert_close(actual["final_state"], exact.final_state, "bfloat16", "forward", name="final state")
 
 
 COMPILED = {

@@ -23,7 +23,7 @@ WIDTH = gl.constexpr(64)
 
 # fmt: off
 @gluon.jit
-def _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr):
+def _decays(g, logs_ptr, beta_ptr, row, TOKENS, DECAY: gl.constexpr, BETA: gl.constexpr):
     """Of the chunk at `row`: log2 decays from its start to each of its tokens, from there to its end, and of the whole; and write strengths."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     i = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))  # [C]
@@ -38,12 +38,12 @@ def _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB: gl.constexpr, DECAY: gl.cons
         rest, whole = high, 0.0 * g
     strength = rest
     if BETA:
-        strength = gl.load(beta_ptr + (row + i) * HB).to(gl.float32)  # [C]
+        strength = gl.load(beta_ptr + row + i).to(gl.float32)  # [C]
     return high, rest, whole, strength
 
 
 @gluon.jit
-def _pairs(high, g, logs_ptr, beta_ptr, row, HB: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SCALE: gl.constexpr):
+def _pairs(high, g, logs_ptr, beta_ptr, row, DECAY: gl.constexpr, BETA: gl.constexpr, SCALE: gl.constexpr):
     """The factors between tokens of the chunk at `row`, and the scale; zero where a token would see a later one. What `_decays` read before is
     in the first cache."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
@@ -51,13 +51,13 @@ def _pairs(high, g, logs_ptr, beta_ptr, row, HB: gl.constexpr, DECAY: gl.constex
     j = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))  # [C]
     across = gl.zeros([CHUNK], gl.float32, j.type.layout)  # [C]
     if DECAY == SCALAR:
-        across = gl.load(logs_ptr + row + j)
+        across = gl.load(gl.multiple_of(logs_ptr + row + j, 8))
     elif DECAY == CONSTANT:
         across = (j + 1).to(gl.float32) * g
     exponent = gl.expand_dims(high, 1) - gl.expand_dims(across, 0)  # [C, C]
     pairs = gl.exp2(gl.where(i >= gl.expand_dims(j, 0), exponent, float("-inf"))) * SCALE  # [C, C]
     if BETA:
-        pairs = pairs * gl.expand_dims(gl.load(beta_ptr + (row + j) * HB).to(gl.float32), 0)
+        pairs = pairs * gl.expand_dims(gl.load(gl.multiple_of(beta_ptr + row + j, 8)).to(gl.float32), 0)
     return pairs
 
 
@@ -69,8 +69,8 @@ def _stored(out, staging, out_desc, seq, h, token, v0):
 
 
 @gluon.jit
-def _gentle_chunk(state, skip, high, middle, q, k, v, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, after, TOKENS,
-                  SCALE: gl.constexpr, DECAY: gl.constexpr, SKIP: gl.constexpr):
+def _gentle_chunk(state, skip, high, middle, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, after, TOKENS,
+                  SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr):
     """A chunk whose decays can be taken apart: `state` includes `middle`, values are weighted by what is left of it at each token, and outputs by
     the rest. The state that is returned lacks what follows `middle`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -81,8 +81,10 @@ def _gentle_chunk(state, skip, high, middle, q, k, v, own, full, phase, out_desc
     mbarrier.wait(full, phase)
     qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
     out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
-    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, 1, DECAY, False)
+    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
     weight = gl.exp2(middle - high)  # [C]
+    if BETA:
+        weight = weight * strength
     values = v.load(layout)  # [C, 64]
     weighted.store((values.to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
     fence_async_shared()
@@ -101,29 +103,65 @@ def _gentle_chunk(state, skip, high, middle, q, k, v, own, full, phase, out_desc
 
 
 @gluon.jit
-def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, row, after,
-           TOKENS, HB: gl.constexpr, FIXED: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr):
+def _shared_chunk(state, skip, high, middle, strength, q, k, v, p, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, after,
+                  TOKENS, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr):
+    """The same where the products of queries and keys are given, masked: all products of the chunk then follow one another."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    read, tile, _staging = own
+    weighted = tile.reshape([CHUNK, WIDTH])
+    weight = gl.exp2(middle - high)  # [C]
+    if BETA:
+        weight = weight * strength
+    read.store(state.to(read.dtype))
+    mbarrier.wait(full, phase)
+    values = v.load(layout)  # [C, 64]
+    weighted.store((values.to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
+    fence_async_shared()
+    out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
+    out = warpgroup_mma(p, weighted, out, is_async=True)
+    state = warpgroup_mma(k.permute((1, 0)), weighted, state, is_async=True)
+    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
+    out = warpgroup_mma_wait(1, deps=[out])
+    out = out * gl.expand_dims(gl.exp2(high - middle) * SCALE, 1)
+    if SKIP:
+        out = out + values.to(gl.float32) * skip
+    state = warpgroup_mma_wait(0, deps=[state])
+    _stored(out, tile, out_desc, seq, h, token, v0)
+    return state, ahead
+
+
+@gluon.jit
+def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, p, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, row,
+           after, TOKENS, FIXED: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
+           PRODUCTS: gl.constexpr):
     """A chunk with any decays: the state after it, and what `_decays` finds of the next, which is the same for all if `FIXED`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     read, weighted, staging = own
-    # A = Q K^T and O = scale (Q e^G) S, under which scores and values are weighted.
+    if PRODUCTS:
+        weighted = weighted.reshape([CHUNK, WIDTH])
+    # A = Q K^T, if it is not given, and O = scale (Q e^G) S, under which scores and values are weighted.
     read.store(state.to(read.dtype))
     fence_async_shared()
     mbarrier.wait(full, phase)
-    qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
+    qk = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
+    if not PRODUCTS:
+        qk = warpgroup_mma(q, k.permute((1, 0)), qk, use_acc=False, is_async=True)
     out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
     ahead = (high, rest, whole, strength)
     if not FIXED:
-        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, HB, DECAY, BETA, SCALE)  # [C, C]
-        ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, HB, DECAY, BETA)
+        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, DECAY, BETA, SCALE)  # [C, C]
+        ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
     weight = gl.exp2(rest)  # [C]
     if BETA:
         weight = weight * strength
     if DECAY != NONE or BETA:
         weighted.store((v.load(layout).to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
         fence_async_shared()
-    qk = warpgroup_mma_wait(1, deps=[qk])
+    if PRODUCTS:
+        qk = p.load(layout).to(gl.float32)
+    else:
+        qk = warpgroup_mma_wait(1, deps=[qk])
     scores = gl.convert_layout((qk * pairs).to(weighted.dtype), operand)  # [C, C]
     # O += A V, and S <- e^{G_C} S + (K e^{G_C - G} b)^T V.
     out = warpgroup_mma_wait(0, deps=[out])
@@ -137,18 +175,23 @@ def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full, 
     out = warpgroup_mma_wait(1, deps=[out])
     if SKIP:
         out = out + v.load(layout).to(gl.float32) * skip
-    _stored(out, staging, out_desc, seq, h, token, v0)
-    return warpgroup_mma_wait(0, deps=[state]), ahead
+    if not PRODUCTS:
+        _stored(out, staging, out_desc, seq, h, token, v0)
+        return warpgroup_mma_wait(0, deps=[state]), ahead
+    else:
+        state = warpgroup_mma_wait(0, deps=[state])
+        _stored(out, staging, out_desc, seq, h, token, v0)
+        return state, ahead
 
 
 @gluon.jit
 def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr, where, TOKENS, T,
               W: gl.constexpr, HS: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr,
               CONSUMERS: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
-              INITIAL: gl.constexpr, SPLITS: gl.constexpr, GENTLE: gl.constexpr):
+              INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr, GENTLE: gl.constexpr):
     """The outputs and the final state of 64 value channels."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    qs, ks, vs = buffers
+    qs, ks, vs, ps = buffers
     full, empty = barriers
     seq, split, h, v0, token, count = where
     if V > WIDTH:
@@ -162,7 +205,7 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         logs_ptr += gl.to_tensor(h // (HS // HG)).to(gl.int64) * (2 * TOKENS)
         spans_ptr += gl.to_tensor(h // (HS // HG)).to(gl.int64) * (TOKENS // CHUNK)
     if BETA:
-        beta_ptr += h // (HS // HB)
+        beta_ptr += gl.to_tensor(h // (HS // HB)).to(gl.int64) * TOKENS
     own = (own[0].index(W), own[1].index(W), own[2].index(W))
     # The state before the split.
     d = gl.arange(0, D, gl.SliceLayout(1, layout))  # [D]
@@ -180,9 +223,9 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         skip = gl.expand_dims(gl.load(skip_ptr + (gl.to_tensor(seq).to(gl.int64) * HS + h) * V + c).to(gl.float32), 0)
     row = gl.to_tensor(seq).to(gl.int64) * T + token
     fixed: gl.constexpr = DECAY != SCALAR and not BETA
-    high, rest, whole, strength = _decays(g, logs_ptr, beta_ptr, row, TOKENS, HB, DECAY, BETA)
+    high, rest, whole, strength = _decays(g, logs_ptr, beta_ptr, row, TOKENS, DECAY, BETA)
     if fixed:
-        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, HB, DECAY, BETA, SCALE)  # [C, C]
+        pairs = _pairs(high, g, logs_ptr, beta_ptr, row, DECAY, BETA, SCALE)  # [C, C]
     if GENTLE > 0:
         nothing = 0.0 * gl.to_tensor(count).to(gl.float32)  # []
         pending = nothing  # the log2 decay that the state still lacks
@@ -191,29 +234,38 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         s = n % NUM_STAGES
         q, k = qs.index(s).reshape([CHUNK, D]), ks.index(s).reshape([CHUNK, D])
         v = vs.index(s * CONSUMERS + W).reshape([CHUNK, WIDTH])
+        p = v  # not used
+        if PRODUCTS:
+            p = ps.index(s).reshape([CHUNK, CHUNK])
         phase = (n // NUM_STAGES) & 1
         tma.store_wait(0)  # before a barrier that all pass who write to the place again
+        if PRODUCTS:
+            gl.barrier()  # that is the weighted values' place
         at, after = row + n * CHUNK, row + gl.minimum(n + 1, count - 1) * CHUNK
         if fixed:
-            state, _ahead = _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                   token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, HB, fixed, SCALE, DECAY, BETA, SKIP)
+            state, _ahead = _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, p, own, full.index(s), phase, out_desc, seq, h,
+                                   token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP, PRODUCTS)
         elif GENTLE > 0:
             next = gl.load(spans_ptr + after // CHUNK)  # []
             if span <= GENTLE:
                 state = state * gl.exp2(pending + 0.5 * whole)
                 pending = 0.5 * whole
-                state, ahead = _gentle_chunk(state, skip, high, 0.5 * whole, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                             token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after, TOKENS, SCALE, DECAY, SKIP)
+                if PRODUCTS:
+                    state, ahead = _shared_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, p, own, full.index(s), phase, out_desc, seq,
+                                                 h, token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after, TOKENS, SCALE, DECAY, BETA, SKIP)
+                else:
+                    state, ahead = _gentle_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                                 token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after, TOKENS, SCALE, DECAY, BETA, SKIP)
             else:
                 state = state * gl.exp2(pending)
                 pending = nothing
-                state, ahead = _chunk(state, 0, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                      token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, HB, fixed, SCALE, DECAY, BETA, SKIP)
+                state, ahead = _chunk(state, 0, skip, high, rest, whole, strength, q, k, v, p, own, full.index(s), phase, out_desc, seq, h,
+                                      token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP, PRODUCTS)
             span = next
             high, rest, whole, strength = ahead
         else:
-            state, ahead = _chunk(state, 0, skip, high, rest, whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                  token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, HB, fixed, SCALE, DECAY, BETA, SKIP)
+            state, ahead = _chunk(state, 0, skip, high, rest, whole, strength, q, k, v, p, own, full.index(s), phase, out_desc, seq, h,
+                                  token + n * CHUNK, v0, g, logs_ptr, beta_ptr, at, after, TOKENS, fixed, SCALE, DECAY, BETA, SKIP, PRODUCTS)
             high, rest, whole, strength = ahead
         mbarrier.arrive(empty.index(s), count=1)
     if GENTLE > 0:
@@ -224,16 +276,18 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
 
 
 @gluon.jit
-def _loader(buffers, barriers, q_desc, k_desc, v_desc, where, HS: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr,
-            D: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    qs, ks, vs = buffers
+def _loader(buffers, barriers, q_desc, k_desc, v_desc, p_desc, where, HS: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr,
+            D: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PRODUCTS: gl.constexpr):
+    qs, ks, vs, ps = buffers
     full, empty = barriers
     seq, _split, h, v0, token, count = where
     for n in range(0, count):
         s = n % NUM_STAGES
         row = token + n * CHUNK
         mbarrier.wait(empty.index(s), ((n // NUM_STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(s), CHUNK * (2 * D + CONSUMERS * WIDTH) * 2)
+        mbarrier.expect(full.index(s), CHUNK * (2 * D + CONSUMERS * WIDTH + (CHUNK if PRODUCTS else 0)) * 2)
+        if PRODUCTS:
+            tma.async_copy_global_to_shared(p_desc, [seq, h // (HS // HQ), row, 0], full.index(s), ps.index(s))
         tma.async_copy_global_to_shared(q_desc, [seq, h // (HS // HQ), row, 0], full.index(s), qs.index(s))
         tma.async_copy_global_to_shared(k_desc, [seq, h // (HS // HK), row, 0], full.index(s), ks.index(s))
         for w in gl.static_range(CONSUMERS):
@@ -261,14 +315,15 @@ def _tiles_of(dtype: gl.constexpr, COUNT: gl.constexpr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def hopper_single_kernel(
-    q_ptr, k_ptr, v_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr, initial_ptr, edges_ptr, T, TOKENS,
+    q_ptr, k_ptr, v_ptr, products_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr, initial_ptr, edges_ptr, T, TOKENS,
     out_ptr, final_ptr,
     HS: gl.constexpr, HQ: gl.constexpr, HK: gl.constexpr, HV: gl.constexpr, HG: gl.constexpr, HB: gl.constexpr, D: gl.constexpr,
     V: gl.constexpr, BLOCK_V: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
-    INITIAL: gl.constexpr, SPLITS: gl.constexpr, GENTLE: gl.constexpr, NUM_STAGES: gl.constexpr,
+    INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr, GENTLE: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):
-    """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. Decays per token without write strengths are
-    taken apart in chunks where they are at most `GENTLE` from their half, if that is not 0."""
+    """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. `PRODUCTS`: those of queries and keys, each
+    token's with its chunk's, zero where it would see a later one, are given. Decays per token are taken apart in chunks where they are at most
+    `GENTLE` from their half, if that is not 0."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_V // WIDTH
     EACH: gl.constexpr = CONSUMERS if V == WIDTH else 1  # heads
@@ -285,10 +340,20 @@ def hopper_single_kernel(
     k_desc = _described(k_ptr, B, T, HK, D, CHUNK, D)
     v_desc = _described(v_ptr, B, T, HV, V, CHUNK, WIDTH)
     out_desc = _described(out_ptr, B, T, HS, V, CHUNK, WIDTH)
-    buffers = (_tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES * CONSUMERS, WIDTH))
+    qs, ks, vs = _tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES * CONSUMERS, WIDTH)
+    if PRODUCTS:
+        p_desc = _described(products_ptr, B, T, HQ, CHUNK, CHUNK, CHUNK)
+        buffers = (qs, ks, vs, _tiles_of(dtype, NUM_STAGES, CHUNK))
+    else:  # neither is used
+        p_desc = q_desc
+        buffers = (qs, ks, vs, qs)
     read = gl.allocate_shared_memory(dtype, [CONSUMERS, D, WIDTH], gl.NVMMASharedLayout.get_default_for([D, WIDTH], dtype))
-    weighted = gl.allocate_shared_memory(dtype, [CONSUMERS, CHUNK, WIDTH], gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], dtype))
-    own = (read, weighted, _tiles_of(dtype, CONSUMERS, WIDTH))
+    staging = _tiles_of(dtype, CONSUMERS, WIDTH)
+    if PRODUCTS:
+        own = (read, staging, staging)
+    else:
+        weighted = gl.allocate_shared_memory(dtype, [CONSUMERS, CHUNK, WIDTH], gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], dtype))
+        own = (read, weighted, staging)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
@@ -298,14 +363,14 @@ def hopper_single_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, GENTLE)),
-            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS)),
+                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS, GENTLE)),
+            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, p_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS, PRODUCTS)),
         ], [1], [24])
     else:
         gl.warp_specialize([
             (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, GENTLE)),
+                         where, TOKENS, T, 0, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS, GENTLE)),
             (_consumer, (buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_ptr, g_ptr, logs_ptr, spans_ptr, beta_ptr, skip_ptr,
-                         where, TOKENS, T, 1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, GENTLE)),
-            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS)),
+                         where, TOKENS, T, 1, HS, HG, HB, D, V, NUM_STAGES, CONSUMERS, SCALE, DECAY, BETA, SKIP, INITIAL, SPLITS, PRODUCTS, GENTLE)),
+            (_loader, (buffers, barriers, q_desc, k_desc, v_desc, p_desc, where, HS, HQ, HK, HV, D, V, NUM_STAGES, CONSUMERS, PRODUCTS)),
         ], [4, 1], [240, 24])
