@@ -19,7 +19,7 @@ constexpr = pytest.importorskip("triton.language").constexpr
 
 _FUNCTIONS = """
 _consumer _query_gradients _give _nothing _scores _part _products _half _described _barriers_of _tiles_of _writer _loader _load _hidden _place _bounds
-_tell _told _hand_over _announce _return_keys _weights _score_gradients query_tiles _decays _pairs _stored _gentle_chunk _chunk _shared_chunk
+_tell _told _hand_over _announce _return_keys _weights _score_gradients query_tiles _decays _pairs _stored _gentle_chunk _chunk
 closed""".split()
 
 

@@ -72,8 +72,8 @@ def configured(of: Any, block_v: int, stages: int, **changes: Any) -> Any:
     return dataclasses.replace(config, single=True, out=Tile(padded(of.dim("D")), block_v, 4, stages, True))
 
 
-def launch_of(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any) -> Launch:
-    """The single pass that a call would launch; nothing is run."""
+def launches_of(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any) -> list[Launch]:
+    """What a call would launch, the single pass last; nothing is run."""
     found = []
 
     def record(launch, inputs):
@@ -81,7 +81,11 @@ def launch_of(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: Any) -> La
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
     jax.eval_shape(lambda arrays: triton.forward(arrays, spec, config, execute=record), arrays)
-    return found[-1]
+    return found
+
+
+def products_of(launches: list[Launch]) -> list[Launch]:
+    return [launch for launch in launches if launch.name.endswith("masked_products_kernel")]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +117,7 @@ def test_what_it_does_not_take(of, block_v, splits, reason):
 def test_a_configuration_for_a_call_that_it_cannot_run_raises():
     arrays, spec = call(tokens=4000)
     with pytest.raises(ValueError, match=r"expected hopper=False in out, received True: .* not 4000 tokens"):
-        launch_of(arrays, spec, configured(problem(tokens=4000), 128, 3))
+        launches_of(arrays, spec, configured(problem(tokens=4000), 128, 3))
 
 
 def test_it_is_not_for_other_devices():
@@ -155,21 +159,38 @@ def test_the_tuner_times_it():
             assert from_dict(to_dict(config), triton.config_type) == config
 
 
+@needs_gluon
+def test_what_products_are_given_and_what_is_taken_apart():
+    """Products of queries and keys where many heads share them and have write strengths; decays where these have none."""
+    for of, products, gentle in (
+        (call(heads=64, shared=1, values=64, with_=("beta",)), True, False),
+        (call(heads=64, shared=2, values=64, with_=("beta",)), True, False),
+        (call(heads=64, shared=8, values=64, with_=("beta",)), False, False),
+        (call(heads=64, shared=1, values=64), False, True),
+        (call(), False, True),
+        (call(CONSTANT, heads=64, shared=1, with_=("beta",)), False, False),
+        (call(NONE), False, False),
+    ):
+        *before, single = launches_of(*of, configured(problem_of("linear_attention", *of), 128, 3))
+        assert single.constants["PRODUCTS"] == products == bool(products_of(before))
+        assert (single.constants["GENTLE"] > 0) == gentle
+
+
 def odd(**more: Any) -> Case:
     sizes = dict[str, Any](B=2, T=256, Hq=1, Hk=1, Hv=1, Hg=1, Hb=1, D=64, V=64, dtype="bfloat16")
     return Case(**(sizes | more))
 
 
-# With value channels of a program, stages and splits.
+# With value channels of a program, stages and splits. Products are given for four heads with write strengths.
 EMULATED = {
     "beta": (odd(decay=SCALAR, beta=1.0, Hv=4, Hg=4, Hb=4, skip=True, keys="normal"), 128, 2, 1),
     "beta of all heads": (odd(decay=SCALAR, beta=1.0, Hv=2, Hg=2, initial_state=True), 64, 2, 2),
     "decays of all heads": (odd(decay=SCALAR, beta=1.0, Hv=2, Hb=2, log_decays="mixed"), 128, 3, 1),
-    "fast decays": (odd(decay=SCALAR, beta=1.0, Hv=4, Hg=4, Hb=4, log_decays="mixed"), 64, 2, 1),
-    "all at once": (odd(decay=SCALAR, beta=1.0, Hv=4, Hg=4, Hb=4, log_decays="closed"), 128, 2, 2),
+    "beta, mixed": (odd(decay=SCALAR, beta=1.0, Hv=4, Hg=4, Hb=4, log_decays="mixed"), 64, 2, 1),
+    "beta, closed": (odd(decay=SCALAR, beta=1.0, Hv=4, Hg=4, Hb=4, log_decays="closed"), 128, 2, 2),
     "two tiles of values": (odd(decay=SCALAR, Hg=2, Hb=2, beta=1.0, V=128, D=128), 128, 2, 1),
-    "scalar": (odd(decay=SCALAR, Hv=2, Hg=2, log_decays="mixed"), 64, 3, 1),
-    "scalar, slow": (odd(decay=SCALAR, Hv=2, Hg=2, keys="normal"), 128, 2, 2),
+    "scalar, mixed": (odd(decay=SCALAR, Hv=2, Hg=2, log_decays="mixed"), 64, 3, 1),
+    "scalar": (odd(decay=SCALAR, Hv=2, Hg=2, keys="normal"), 128, 2, 2),
     "constant": (odd(decay=CONSTANT, Hv=2, Hg=2, skip=True), 128, 2, 1),
     "constant and beta": (odd(decay=CONSTANT, beta=1.0, Hv=2, Hg=2, Hb=2), 64, 2, 1),
     "none": (odd(Hq=2, Hk=2, Hv=2, Hg=2, Hb=2, D=128, V=128, initial_state=True), 128, 2, 1),
@@ -183,8 +204,9 @@ EMULATED = {
         for name, of in EMULATED.items()
     ],
 )
-def test_results(case, block_v, stages, splits):
+def test_results(case, block_v, stages, splits, monkeypatch):
     """The kernel's own code, with threads for its warps; what stands around it is interpreted."""
+    monkeypatch.setattr(tile_sizes, "LEAST_SHARED", 4)
     folder = "ejkernel_eqx.recurrence.triton"
     kernels = pytest.importorskip(f"{folder}.hopper.single_kernel", exc_type=ImportError)
     device = hopper_emulation.Device(kernels, importlib.import_module(f"{folder}.tile"))
@@ -206,7 +228,7 @@ COMPILED = {
     "constant": (call(CONSTANT), 64, 1, 0),
     "constant, splits": (call(CONSTANT, batch=1), 128, 8, 48),
     "none": (call(NONE), 128, 1, 0),
-    "heads that share": (call(heads=64, shared=1, values=64, with_=("beta", "skip")), 128, 1, 48),
+    "heads that share": (call(heads=64, shared=1, values=64, with_=("beta", "skip")), 128, 1, 16),
     "64 channels": (call(dim=64, values=64), 64, 1, 0),
 }
 
@@ -222,11 +244,14 @@ COMPILED = {
 def test_tiles_compile(of, block_v, splits, spills):
     arrays, spec = of
     config = configured(problem_of("linear_attention", arrays, spec), block_v, 3, splits=splits)
-    launch = launch_of(arrays, spec, config)
+    *before, launch = launches_of(arrays, spec, config)
     assert launch.is_gluon
     report = compile_ahead(launch, "sm_90")
     assert report.fits and report.spills <= spills, report
     assert not _waits(launch)
+    for products in products_of(before):
+        report = compile_ahead(products, "sm_90")
+        assert report.fits and not report.spills, report
 
 
 def _waits(launch):

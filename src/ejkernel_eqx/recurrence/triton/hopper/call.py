@@ -1,11 +1,10 @@
-"""The launch of Hopper's single pass. It is in Gluon, which is imported when it is first launched."""
+"""The launches of Hopper's single pass. It is in Gluon, which is imported when it is first launched."""
 
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from ....launch import result
 from ...core import problem_of
 from ...spec import SCALAR
 from ..shared_gradients import masked_products_kernel
@@ -23,44 +22,40 @@ def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
     from .single_kernel import hopper_single_kernel
 
     heads, _, values = call.sizes
-    tile = call.config.out
+    tile, beta = call.config.out, call.arrays.beta
+    # With write strengths it was measured to be slower.
+    gentle = call.spec.decay == SCALAR and beta is None
     products = _products(call)
     results = call.launch(
         hopper_single_kernel,
         tile,
         {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)},
         call.sequences * call.splits * heads * values // tile.block_v,
-        edges | {"products": products, "beta": _by_head(call)},
-        GENTLE=tile_sizes.GENTLE if _taken_apart(call, products) else 0.0,
+        edges | {"products": products, "beta": None if beta is None else _by_head(beta)},
         PRODUCTS=products is not None,
+        GENTLE=tile_sizes.GENTLE if gentle else 0.0,
         NUM_STAGES=tile.num_stages,
         name="single_kernel",
     )
     return results["out"], results["final"]
 
 
-def _taken_apart(call: Any, products: Array | None) -> bool:
-    """Whether decays are taken apart where they are gentle: with write strengths only where products are given, else registers spill."""
-    return call.spec.decay == SCALAR and (call.arrays.beta is None or products is not None)
-
-
 def _products(call: Any) -> Array | None:
-    """The masked products of queries and keys, where enough heads share them that are weighted by token, as in state spaces."""
-    numbers, (batch, length) = call.launch.numbers, call.arrays.q.shape[:2]
-    heads = numbers["HQ"]
-    is_weighted = call.spec.decay == SCALAR and call.arrays.beta is not None
-    if not is_weighted or heads != numbers["HK"] or call.sizes[0] < tile_sizes.LEAST_SHARED * heads:
+    """The products of queries and keys of a chunk `[B, T, HQ, chunk]`, masked, where many heads share them and weigh tokens, as in state spaces."""
+    heads, queries = call.sizes[0], call.launch.numbers["HQ"]
+    if call.spec.decay != SCALAR or call.arrays.beta is None or queries != call.launch.numbers["HK"]:
+        return None
+    if heads < tile_sizes.LEAST_SHARED * queries:
         return None
     results = call.launch(
         masked_products_kernel,
         call.config.scores,
-        {"products": result(batch, length, heads, tile_sizes.CHUNK, dtype=call.arrays.q.dtype)},
-        call.chunks * heads,
+        {"products": call.rows(queries, tile_sizes.CHUNK)},
+        call.chunks * queries,
     )
     return results["products"]
 
 
-def _by_head(call: Any) -> Array | None:
-    """Write strengths with the tokens of a head side by side, of which a program reads a chunk at a time."""
-    beta = call.arrays.beta
-    return None if beta is None else jnp.moveaxis(beta.astype(jnp.float32), -1, 0)
+def _by_head(beta: Array) -> Array:
+    """Write strengths with the tokens of a head side by side, as a program reads them."""
+    return jnp.moveaxis(beta.astype(jnp.float32), -1, 0)

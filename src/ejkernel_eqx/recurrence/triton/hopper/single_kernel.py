@@ -38,14 +38,14 @@ def _decays(g, logs_ptr, beta_ptr, row, TOKENS, DECAY: gl.constexpr, BETA: gl.co
         rest, whole = high, 0.0 * g
     strength = rest
     if BETA:
-        strength = gl.load(beta_ptr + row + i).to(gl.float32)  # [C]
+        strength = gl.load(beta_ptr + row + i)  # [C]
     return high, rest, whole, strength
 
 
 @gluon.jit
 def _pairs(high, g, logs_ptr, beta_ptr, row, DECAY: gl.constexpr, BETA: gl.constexpr, SCALE: gl.constexpr):
     """The factors between tokens of the chunk at `row`, and the scale; zero where a token would see a later one. What `_decays` read before is
-    in the first cache."""
+    in the first cache. Two columns of a thread are one load, which takes to know that they do not cross 8 bytes."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     i = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), 1)  # [C, 1]
     j = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))  # [C]
@@ -57,7 +57,7 @@ def _pairs(high, g, logs_ptr, beta_ptr, row, DECAY: gl.constexpr, BETA: gl.const
     exponent = gl.expand_dims(high, 1) - gl.expand_dims(across, 0)  # [C, C]
     pairs = gl.exp2(gl.where(i >= gl.expand_dims(j, 0), exponent, float("-inf"))) * SCALE  # [C, C]
     if BETA:
-        pairs = pairs * gl.expand_dims(gl.load(gl.multiple_of(beta_ptr + row + j, 8)).to(gl.float32), 0)
+        pairs = pairs * gl.expand_dims(gl.load(gl.multiple_of(beta_ptr + row + j, 8)), 0)
     return pairs
 
 
@@ -69,8 +69,8 @@ def _stored(out, staging, out_desc, seq, h, token, v0):
 
 
 @gluon.jit
-def _gentle_chunk(state, skip, high, middle, strength, q, k, v, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, after, TOKENS,
-                  SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr):
+def _gentle_chunk(state, skip, high, middle, q, k, v, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, after, TOKENS,
+                  SCALE: gl.constexpr, DECAY: gl.constexpr, SKIP: gl.constexpr):
     """A chunk whose decays can be taken apart: `state` includes `middle`, values are weighted by what is left of it at each token, and outputs by
     the rest. The state that is returned lacks what follows `middle`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -81,10 +81,8 @@ def _gentle_chunk(state, skip, high, middle, strength, q, k, v, own, full, phase
     mbarrier.wait(full, phase)
     qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
     out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
-    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
+    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, False)
     weight = gl.exp2(middle - high)  # [C]
-    if BETA:
-        weight = weight * strength
     values = v.load(layout)  # [C, 64]
     weighted.store((values.to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
     fence_async_shared()
@@ -103,34 +101,6 @@ def _gentle_chunk(state, skip, high, middle, strength, q, k, v, own, full, phase
 
 
 @gluon.jit
-def _shared_chunk(state, skip, high, middle, strength, q, k, v, p, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, after,
-                  TOKENS, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr):
-    """The same where the products of queries and keys are given, masked: all products of the chunk then follow one another."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    read, tile, _staging = own
-    weighted = tile.reshape([CHUNK, WIDTH])
-    weight = gl.exp2(middle - high)  # [C]
-    if BETA:
-        weight = weight * strength
-    read.store(state.to(read.dtype))
-    mbarrier.wait(full, phase)
-    values = v.load(layout)  # [C, 64]
-    weighted.store((values.to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
-    fence_async_shared()
-    out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
-    out = warpgroup_mma(p, weighted, out, is_async=True)
-    state = warpgroup_mma(k.permute((1, 0)), weighted, state, is_async=True)
-    ahead = _decays(g, logs_ptr, beta_ptr, after, TOKENS, DECAY, BETA)
-    out = warpgroup_mma_wait(1, deps=[out])
-    out = out * gl.expand_dims(gl.exp2(high - middle) * SCALE, 1)
-    if SKIP:
-        out = out + values.to(gl.float32) * skip
-    state = warpgroup_mma_wait(0, deps=[state])
-    _stored(out, tile, out_desc, seq, h, token, v0)
-    return state, ahead
-
-
-@gluon.jit
 def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, p, own, full, phase, out_desc, seq, h, token, v0, g, logs_ptr, beta_ptr, row,
            after, TOKENS, FIXED: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
            PRODUCTS: gl.constexpr):
@@ -144,9 +114,8 @@ def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, p, own, ful
     read.store(state.to(read.dtype))
     fence_async_shared()
     mbarrier.wait(full, phase)
-    qk = gl.zeros([CHUNK, CHUNK], gl.float32, layout)
     if not PRODUCTS:
-        qk = warpgroup_mma(q, k.permute((1, 0)), qk, use_acc=False, is_async=True)
+        qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
     out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
     ahead = (high, rest, whole, strength)
     if not FIXED:
@@ -175,13 +144,12 @@ def _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, p, own, ful
     out = warpgroup_mma_wait(1, deps=[out])
     if SKIP:
         out = out + v.load(layout).to(gl.float32) * skip
-    if not PRODUCTS:
-        _stored(out, staging, out_desc, seq, h, token, v0)
-        return warpgroup_mma_wait(0, deps=[state]), ahead
-    else:
+    if PRODUCTS:
         state = warpgroup_mma_wait(0, deps=[state])
-        _stored(out, staging, out_desc, seq, h, token, v0)
-        return state, ahead
+    _stored(out, staging, out_desc, seq, h, token, v0)
+    if not PRODUCTS:
+        state = warpgroup_mma_wait(0, deps=[state])
+    return state, ahead
 
 
 @gluon.jit
@@ -234,13 +202,13 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
         s = n % NUM_STAGES
         q, k = qs.index(s).reshape([CHUNK, D]), ks.index(s).reshape([CHUNK, D])
         v = vs.index(s * CONSUMERS + W).reshape([CHUNK, WIDTH])
-        p = v  # not used
+        p = v
         if PRODUCTS:
             p = ps.index(s).reshape([CHUNK, CHUNK])
         phase = (n // NUM_STAGES) & 1
         tma.store_wait(0)  # before a barrier that all pass who write to the place again
         if PRODUCTS:
-            gl.barrier()  # that is the weighted values' place
+            gl.barrier()  # such a one: values are weighted there, too
         at, after = row + n * CHUNK, row + gl.minimum(n + 1, count - 1) * CHUNK
         if fixed:
             state, _ahead = _chunk(state, pairs, skip, high, rest, whole, strength, q, k, v, p, own, full.index(s), phase, out_desc, seq, h,
@@ -250,12 +218,8 @@ def _consumer(buffers, own, barriers, out_desc, initial_ptr, edges_ptr, final_pt
             if span <= GENTLE:
                 state = state * gl.exp2(pending + 0.5 * whole)
                 pending = 0.5 * whole
-                if PRODUCTS:
-                    state, ahead = _shared_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, p, own, full.index(s), phase, out_desc, seq,
-                                                 h, token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after, TOKENS, SCALE, DECAY, BETA, SKIP)
-                else:
-                    state, ahead = _gentle_chunk(state, skip, high, 0.5 * whole, strength, q, k, v, own, full.index(s), phase, out_desc, seq, h,
-                                                 token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after, TOKENS, SCALE, DECAY, BETA, SKIP)
+                state, ahead = _gentle_chunk(state, skip, high, 0.5 * whole, q, k, v, own, full.index(s), phase, out_desc, seq, h,
+                                             token + n * CHUNK, v0, g, logs_ptr, beta_ptr, after, TOKENS, SCALE, DECAY, SKIP)
             else:
                 state = state * gl.exp2(pending)
                 pending = nothing
@@ -321,9 +285,9 @@ def hopper_single_kernel(
     V: gl.constexpr, BLOCK_V: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
     INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr, GENTLE: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):
-    """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. `PRODUCTS`: those of queries and keys, each
-    token's with its chunk's, zero where it would see a later one, are given. Decays per token are taken apart in chunks where they are at most
-    `GENTLE` from their half, if that is not 0."""
+    """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. `beta [HB, B, T]`, in float32.
+    `PRODUCTS`: those of queries and keys, each token's with its chunk's, zero where it would see a later one, are given. Decays per token without
+    write strengths are taken apart in chunks where they are at most `GENTLE` from their half, if that is not 0."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_V // WIDTH
     EACH: gl.constexpr = CONSUMERS if V == WIDTH else 1  # heads
@@ -341,19 +305,16 @@ def hopper_single_kernel(
     v_desc = _described(v_ptr, B, T, HV, V, CHUNK, WIDTH)
     out_desc = _described(out_ptr, B, T, HS, V, CHUNK, WIDTH)
     qs, ks, vs = _tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES, D), _tiles_of(dtype, NUM_STAGES * CONSUMERS, WIDTH)
+    p_desc, ps = q_desc, qs  # not used
     if PRODUCTS:
-        p_desc = _described(products_ptr, B, T, HQ, CHUNK, CHUNK, CHUNK)
-        buffers = (qs, ks, vs, _tiles_of(dtype, NUM_STAGES, CHUNK))
-    else:  # neither is used
-        p_desc = q_desc
-        buffers = (qs, ks, vs, qs)
+        p_desc, ps = _described(products_ptr, B, T, HQ, CHUNK, CHUNK, CHUNK), _tiles_of(dtype, NUM_STAGES, CHUNK)
+    buffers = (qs, ks, vs, ps)
     read = gl.allocate_shared_memory(dtype, [CONSUMERS, D, WIDTH], gl.NVMMASharedLayout.get_default_for([D, WIDTH], dtype))
     staging = _tiles_of(dtype, CONSUMERS, WIDTH)
-    if PRODUCTS:
-        own = (read, staging, staging)
-    else:
+    weighted = staging  # with products there is no room for both
+    if not PRODUCTS:
         weighted = gl.allocate_shared_memory(dtype, [CONSUMERS, CHUNK, WIDTH], gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], dtype))
-        own = (read, weighted, staging)
+    own = (read, weighted, staging)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):

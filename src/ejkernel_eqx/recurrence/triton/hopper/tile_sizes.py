@@ -13,8 +13,8 @@ LEAST_TOKENS = 1024
 """Tokens of a split from which on this kernel is the default; for fewer the tuner times it."""
 GENTLE = 48.0
 """Up to this distance from half of a chunk's log2 decay, powers of two times operands are far from bfloat16's limits."""
-LEAST_SHARED = 4
-"""Heads that share queries and keys, from which on their products are computed once, by a kernel of their own."""
+LEAST_SHARED = 32
+"""Heads that share queries and keys, from which on a kernel of its own computes their products once, which takes as long as 15 heads gain by it."""
 _MULTIPROCESSORS = 132
 
 Sizes = tuple[int, int]
