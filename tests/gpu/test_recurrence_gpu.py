@@ -119,6 +119,7 @@ def test_triton(case):
 
 WHOLE = Case(T=512, D=128, V=128, decay=SCALAR, dtype="bfloat16")
 EVERYTHING: dict[str, Any] = dict(beta=1.0, skip=True, initial_state=True)
+MANY: dict[str, Any] = dict(B=1, Hq=1, Hk=1, Hv=32, Hg=32, Hb=32, V=64, beta=1.0)
 HOPPER = [
     dataclasses.replace(WHOLE, name="one a token"),
     dataclasses.replace(WHOLE, name="everything", **EVERYTHING),
@@ -130,9 +131,18 @@ HOPPER = [
     dataclasses.replace(WHOLE, name="mixed", log_decays="mixed", skip=True),
     dataclasses.replace(WHOLE, name="closed", log_decays="closed", initial_state=True),
     dataclasses.replace(WHOLE, name="heads that share", Hq=1, Hk=1, Hv=4, Hg=4, Hb=4, V=64, **EVERYTHING),
+    dataclasses.replace(WHOLE, name="many heads that share", **MANY | EVERYTHING),
+    dataclasses.replace(WHOLE, name="many heads that share, mixed", log_decays="mixed", **MANY),
+    dataclasses.replace(WHOLE, name="many heads that share, closed", log_decays="closed", D=64, **MANY),
     dataclasses.replace(WHOLE, name="64 channels", D=64, V=64, Hv=4, Hg=2, state_dtype="bfloat16"),
     dataclasses.replace(WHOLE, name="256 values", V=256, Hv=4, Hg=1, decay=CONSTANT),
 ]
+
+
+@functools.cache
+def exact_of(case: Case) -> Result:
+    arrays, spec = make(case)
+    return on_host(run_reference, arrays, *cotangents(case), spec)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -152,7 +162,7 @@ def test_hoppers_single_pass(case, block_v, stages, splits):
         pytest.skip("no tile of this problem")
     forward = jax.jit(lambda arrays: TRITON.load().forward(arrays, spec, config))
     actual = forward(arrays)
-    exact = on_host(run_reference, arrays, *cotangents(case), spec)
+    exact = exact_of(case)
     assert_close(actual["out"], exact.out, case.dtype, "forward", name="out")
     assert_close(actual["final_state"], exact.final_state, case.dtype, "forward", name="final_state")
     many = arrays._replace(
