@@ -7,8 +7,8 @@ from jax import Array
 
 from ...core import problem_of
 from ...spec import SCALAR
-from ..shared_gradients import masked_products_kernel
 from . import tile_sizes
+from .products_kernel import masked_products_kernel
 
 
 def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:

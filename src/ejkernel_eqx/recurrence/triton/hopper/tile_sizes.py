@@ -14,7 +14,7 @@ LEAST_TOKENS = 1024
 GENTLE = 48.0
 """Up to this distance from half of a chunk's log2 decay, powers of two times operands are far from bfloat16's limits."""
 LEAST_SHARED = 32
-"""Heads that share queries and keys, from which on a kernel of its own computes their products once, which takes as long as 15 heads gain by it."""
+"""Heads that share queries and keys, from which on a kernel of its own computes their products once. It takes as long as about 15 heads gain."""
 _MULTIPROCESSORS = 132
 
 Sizes = tuple[int, int]
