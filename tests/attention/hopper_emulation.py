@@ -1,4 +1,4 @@
-"""Hopper's backward kernels as plain Python on NumPy arrays: groups of warps are threads. So numbers and barriers are tested without a GPU.
+"""Hopper's kernels as plain Python on NumPy arrays: groups of warps are threads. So numbers and barriers are tested without a GPU.
 
 Products take place when they are awaited, as late as they may, and copies when they begin: whoever frees or fills a buffer too early changes results.
 Shared memory is NaN before it is written. Layouts, and what orders memory between threads, are not emulated."""
@@ -149,9 +149,17 @@ class Device:
         for first in range(0, launch.grid[0], self.at_once):
             together = range(first, min(first + self.at_once, launch.grid[0]))
             finish(
-                [threading.Thread(target=kernel, kwargs=named, daemon=True) for _ in together], self.errors
+                [
+                    threading.Thread(target=self._program, args=(i, kernel, named), daemon=True)
+                    for i in together
+                ],
+                self.errors,
             )
         return {name: jnp.asarray(arrays[name]) for name in launch.outputs}
+
+    def _program(self, number: int, kernel: Any, named: dict[str, Any]) -> None:
+        self.own.program = number
+        kernel(**named)
 
     def _plain(self, module: Any, name: str) -> Any:
         plain = getattr(module, name).fn
@@ -202,14 +210,19 @@ class Device:
 
     def _specialised(self, parts: Any, warps: Any, registers: Any) -> None:
         assert len(warps) == len(registers) == len(parts) - 1
-        met = threading.Barrier(2)
+        shared = self._shared(len(parts))
         finish(
-            [threading.Thread(target=self._guarded, args=(*part, met), daemon=True) for part in parts],
+            [threading.Thread(target=self._guarded, args=(*part, shared), daemon=True) for part in parts],
             self.errors,
         )
 
-    def _guarded(self, function: Any, arguments: Any, met: threading.Barrier) -> None:
-        self.own.queue, self.own.met = [], met
+    def _shared(self, parts: int) -> dict[str, Any]:
+        """What the groups of warps of a program know of one another."""
+        return {"met": threading.Barrier(2)}
+
+    def _guarded(self, function: Any, arguments: Any, shared: dict[str, Any]) -> None:
+        self.own.queue = []
+        vars(self.own).update(shared)
         try:
             with np.errstate(all="ignore"):  # as on a device
                 function(*arguments)
