@@ -404,6 +404,8 @@ COMPILED = {
     "full 64": (call(64, queries=1024, keys=1024), 0),
     "full 128": (call(queries=1024, keys=1024), 0),
     "rows 96": (call(96, "float16", with_=("rows",)), 0),
+    "segments and window 128": (call(with_=("segments",), left=255, right=0), 0),
+    "sinks and segments 256": (call(256, with_=("sinks", "segments"), **CAUSAL), 96),
     "one row, one key": (call(batch=1, heads=1, kv_heads=1, keys=1), 0),
 }
 

@@ -31,6 +31,7 @@ CASES = {
     "window": odd(T=400, S=520, left=140, right=20, offset=120),
     "causal 64": odd(T=330, S=420, D=64, V=64, right=0, offset=90),
     "without a mask": odd(T=256, S=384),
+    "causal 256": odd(T=200, S=300, D=256, V=256, right=0, offset=100),
     "keys past the end": odd(T=300, S=290),
     "one key": odd(S=1),
     "soft cap": odd(right=0, soft_cap=3.0),
