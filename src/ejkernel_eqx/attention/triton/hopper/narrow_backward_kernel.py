@@ -2,7 +2,7 @@
 consumers leave of the scores' gradients. So these never wait for one another, and one multiplies while the other computes weights.
 
 Shared memory is what such narrow products are short of: 64 rows by 64 columns read as much of it as they have time for. So keys and values, which a
-tile keeps, are operands in registers, and `dq` is computed transposed, which lets the keys be one there, too, and is stored without conflicts."""
+tile keeps, are operands in registers for the consumers, and `dq` is computed transposed, which is stored without conflicts."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -146,7 +146,6 @@ def _query_gradients(board, ks, dss, sums, barriers, tiles_ptr, extents, sizes: 
     D: gl.constexpr = sizes[2]
     G: gl.constexpr = sizes[0] // sizes[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
-    keys_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     done = 0
     r = 0
     t = _told(board, r, 4)
@@ -155,8 +154,8 @@ def _query_gradients(board, ks, dss, sums, barriers, tiles_ptr, extents, sizes: 
         steps = (hi - lo) * G
         held = r % KEY_PLACES
         mbarrier.wait(kv_full.index(held), (r // KEY_PLACES) & 1)
-        first = ks.index(held * CONSUMERS).reshape([SIZE, D]).permute((1, 0)).load(keys_layout)  # [D, 64]
-        second = ks.index(held * CONSUMERS + 1).reshape([SIZE, D]).permute((1, 0)).load(keys_layout)  # [D, 64]
+        first = ks.index(held * CONSUMERS).reshape([SIZE, D]).permute((1, 0))  # [D, 64]
+        second = ks.index(held * CONSUMERS + 1).reshape([SIZE, D]).permute((1, 0))  # [D, 64]
         for e in range(steps):
             s = done + e
             place = s % SCORE_PLACES
