@@ -152,15 +152,15 @@ class Device:
             together = range(first, min(first + self.at_once, launch.grid[0]))
             finish(
                 [
-                    threading.Thread(target=self._program, args=(index, kernel, named), daemon=True)
-                    for index in together
+                    threading.Thread(target=self._program, args=(i, kernel, named), daemon=True)
+                    for i in together
                 ],
                 self.errors,
             )
         return {name: jnp.asarray(arrays[name]) for name in launch.outputs}
 
-    def _program(self, index: int, kernel: Any, named: dict[str, Any]) -> None:
-        self.own.program = index
+    def _program(self, number: int, kernel: Any, named: dict[str, Any]) -> None:
+        self.own.program = number
         kernel(**named)
 
     def _plain(self, module: Any, name: str) -> Any:
@@ -213,14 +213,19 @@ class Device:
 
     def _specialised(self, parts: Any, warps: Any, registers: Any) -> None:
         assert len(warps) == len(registers) == len(parts) - 1
-        met = threading.Barrier(2)
+        shared = self._shared(len(parts))
         finish(
-            [threading.Thread(target=self._guarded, args=(*part, met), daemon=True) for part in parts],
+            [threading.Thread(target=self._guarded, args=(*part, shared), daemon=True) for part in parts],
             self.errors,
         )
 
-    def _guarded(self, function: Any, arguments: Any, met: threading.Barrier) -> None:
-        self.own.queue, self.own.stores, self.own.met = [], [], met
+    def _shared(self, parts: int) -> dict[str, Any]:
+        """What the groups of warps of a program know of one another."""
+        return {"met": threading.Barrier(2)}
+
+    def _guarded(self, function: Any, arguments: Any, shared: dict[str, Any]) -> None:
+        self.own.queue, self.own.stores = [], []
+        vars(self.own).update(shared)
         try:
             with np.errstate(all="ignore"):  # as on a device
                 function(*arguments)

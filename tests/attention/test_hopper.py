@@ -404,6 +404,8 @@ COMPILED = {
     "full 64": (call(64, queries=1024, keys=1024), 0),
     "full 128": (call(queries=1024, keys=1024), 0),
     "rows 96": (call(96, "float16", with_=("rows",)), 0),
+    "segments and window 128": (call(with_=("segments",), left=255, right=0), 0),
+    "sinks and segments 256": (call(256, with_=("sinks", "segments"), **CAUSAL), 96),
     "one row, one key": (call(batch=1, heads=1, kv_heads=1, keys=1), 0),
 }
 
@@ -430,8 +432,8 @@ def test_defaults_compile(of, spills):
         assert under >= 64 and behind <= 2
 
 
-def _powers_of_two(launch):
-    """Of a tile of keys: how many a thread takes while the product before runs, and how many only behind it."""
+def sass(launch):
+    """The machine code of a launch."""
     from triton import knobs
 
     from ejkernel_eqx.launch.compile import compiled, TARGETS
@@ -440,9 +442,13 @@ def _powers_of_two(launch):
         cubin = pathlib.Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled(launch, TARGETS["sm_90"]).asm["cubin"])
         command = [knobs.nvidia.cuobjdump.path, "--dump-sass", str(cubin)]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _powers_of_two(launch):
+    """Of a tile of keys: how many a thread takes while the product before runs, and how many only behind it."""
     # From the wait for scores to that for the product of weights, and from there to the next product.
-    under, behind = re.search(r"gsb0, 0x1 ;(.*?)gsb0, 0x0 ;(.*?)HGMMA", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    under, behind = re.search(r"gsb0, 0x1 ;(.*?)gsb0, 0x0 ;(.*?)HGMMA", sass(launch), re.DOTALL).groups()  # type: ignore[union-attr]
     return under.count("MUFU.EX2"), behind.count("MUFU.EX2")
 
 
@@ -506,7 +512,7 @@ def test_every_product_reads_what_it_should(seed):
         staging=program.buffers[0] if in_place else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
         out_desc=anything, lse_ptr=anything, sinks_ptr=anything, first_ptr=anything, past_ptr=anything, q_segments_ptr=anything,
         marks_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, SEGMENTS=table, SINKS=False,
-        EVEN_K=False, GUARD=True, ROWS=False, IN_PLACE=in_place,
+        EVEN_K=False, GUARD=True, ROWS=False, IN_PLACE=in_place, PATIENCE=8,
     )  # fmt: skip
     program.run(loader, consumer)
     key_tiles = hopper_protocol.key_tiles()

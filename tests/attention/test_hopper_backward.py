@@ -168,6 +168,7 @@ EMULATED = {
     "segments 256": odd(T=150, S=130, D=256, V=256, B=2, segments=True),
     "window and soft cap 64": odd(T=200, S=300, D=64, V=64, left=90, right=20, soft_cap=20.0),
     "scattered 40": odd(T=130, S=300, D=40, V=64, rows="scattered"),
+    "keys without queries 64": odd(T=100, S=420, D=64, V=64, right=0),
     "segments 64": odd(S=390, D=64, V=64, B=2, segments=True, right=0, offset=190),
 }
 

@@ -45,7 +45,7 @@ def followed(
     consumer = shared | dict(
         staging=hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(2)), out_desc=anything, lse_ptr=anything, sinks_ptr=anything,
         pattern_ptr=anything, bits_ptr=anything, offset=0, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, LEFT=-1, RIGHT=-1, SINKS=False,
-        BITS=0,
+        BITS=0, PATIENCE=8,
     )  # fmt: skip
     program.run(loader, consumer)
     return program

@@ -67,3 +67,17 @@ def within_text(pack, bounded_below, hidden):
 @gluon.constexpr_function
 def within_operands(pack, bounded_below):
     return ",".join(["=f"] * pack + ["f"] * pack + ["r"] * (pack * (2 if bounded_below else 1)))
+
+
+@gluon.constexpr_function
+def rescale_text(pack):
+    """`pack` sums of two rows of a thread, times the factor of their row: unless all factors of the warp are 1."""
+    factors = [f"${2 * pack + i}" for i in range(pack)]
+    lines = [".reg .pred some, other;", f"setp.neu.f32 some, {factors[0]}, 1.0;", f"setp.neu.f32 other, {factors[2]}, 1.0;", "or.pred some, some, other;"]
+    lines += ["vote.sync.any.pred some, some, -1;", "@!some bra.uni DONE;", *[f"mul.f32 ${i}, ${i}, {factor};" for i, factor in enumerate(factors)], "DONE:"]
+    return "{\n" + "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def rescale_operands(pack):
+    return ",".join(["=f"] * pack + [str(i) for i in range(pack)] + ["f"] * pack)

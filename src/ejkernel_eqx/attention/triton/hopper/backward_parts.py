@@ -184,7 +184,7 @@ def _score_gradients(p, dp, lses, deltas, at, flags: gl.constexpr):
 
 
 @gluon.jit
-def _hand_over(dq, sums, s, J: gl.constexpr, sizes: gl.constexpr):
+def _hand_over(dq, sums, s, J: gl.constexpr, sizes: gl.constexpr, TRANSPOSED: gl.constexpr = False):
     """Gives box `J` of the `dq` of step `s`, counted over all of the program's tiles, to the step's writer."""
     dqs, _, dq_empty = sums
     BOXES: gl.constexpr = sizes[7]
@@ -194,7 +194,10 @@ def _hand_over(dq, sums, s, J: gl.constexpr, sizes: gl.constexpr):
     before = number + (WRITERS * BOXES - PLACES)  # the box that was in its place, and the barriers' turn before theirs
     step = before // BOXES
     mbarrier.wait(dq_empty.index((step % WRITERS) * BOXES + before % BOXES), ((step // WRITERS) & 1) ^ 1)
-    dqs.index(number % PLACES).reshape([64, sizes[10]]).store(dq)
+    box = dqs.index(number % PLACES).reshape([64, sizes[10]])
+    if TRANSPOSED:
+        box = box.permute((1, 0))
+    box.store(dq)
 
 
 @gluon.jit

@@ -53,6 +53,7 @@ def attended(
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         EVEN_K=keys % tile.block_k == 0,
         GUARD=ragged or left >= 0 or right >= 0,
+        PATIENCE=tile_sizes.patience(dim, spec.logits_soft_cap),
         IN_PLACE=tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST)),
         name="forward_kernel",
     )
@@ -123,6 +124,7 @@ def _attended_by_lists(
         B=batch,
         SINKS=arrays.sinks is not None,
         BITS=0 if listed.bits is None else listed.bits.shape[-1],
+        PATIENCE=tile_sizes.patience(dim, spec.logits_soft_cap),
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         name="forward_kernel",

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ....launch.constants import LN2, LOG2E
 from ..tile import key_tiles
 from .mail import _number, _receive, _send, _take, _taken, MAIL_PLACES, MAIL_WORDS
-from .scores import _clear, _own_sum, _row_sum, _scored, _softmax, BOUND
+from .scores import _clear, _own_sum, _rescaled, _row_sum, _scored, _softmax, BOUND
 
 ROWS_EACH = gl.constexpr(64)
 FIRST_TURN = gl.constexpr(8)
@@ -67,7 +67,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
               offset, W: gl.constexpr, CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr,
               NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
               LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, SINKS: gl.constexpr,
-              EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr):
+              EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr, PATIENCE: gl.constexpr):
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     TABLE: gl.constexpr = ROWS or SEGMENTS
@@ -118,7 +118,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
         s, unseen = _scored(qk, True, row, (hi - 1) * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
                             RIGHT, TABLE, SEGMENTS, EVEN_K, BOUNDED)
-        p, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
+        p, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED, PATIENCE)
         if TABLE:
             if unseen:
                 _clear(vs, v_full, done, marks + (hi - 1) * BLOCK_K, BLOCK_K, V, NUM_STAGES)
@@ -139,7 +139,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
                 partly = (n >= full_hi) | (n < full_lo)
             s, unseen = _scored(qk, partly, row, n * BLOCK_K, T, S, offset, limits, kind, q_segments_ptr + b * T, marks, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
                                 RIGHT, TABLE, SEGMENTS, EVEN_K, BOUNDED)
-            weights, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED)
+            weights, alpha, top, total = _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, GUARD, BOUNDED, PATIENCE)
             if UNDER:
                 # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch
                 # that changes the weights.
@@ -151,7 +151,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
                 if unseen:
                     _clear(vs, v_full, at, marks + n * BLOCK_K, BLOCK_K, V, NUM_STAGES)
             if not BOUNDED:
-                acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
+                acc = _rescaled(acc, alpha, PATIENCE)
             p = gl.convert_layout(weights.to(dtype), weights_layout)
         if not IN_PLACE:
             mbarrier.arrive(q_empty.index(W), count=1)
@@ -285,6 +285,7 @@ def hopper_forward_kernel(
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr,
+    PATIENCE: gl.constexpr,
 ):
     # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end. Which tiles of keys are seen may be known on
     # the device only, in `tiles_ptr`: then programs have no schedule, and take the next tile when they have loaded one.
@@ -314,10 +315,10 @@ def hopper_forward_kernel(
         gl.warp_specialize([
             (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, PATIENCE)),
             (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, PATIENCE)),
             (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 1], [240, 24])
@@ -325,13 +326,13 @@ def hopper_forward_kernel(
         gl.warp_specialize([
             (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, PATIENCE)),
             (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, PATIENCE)),
             (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
                          marks_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
-                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE)),
+                         MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, PATIENCE)),
             (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 4, 1], [160, 160, 24])

@@ -25,7 +25,7 @@ from .forward_kernel import (
     _tiles_of,
     ROWS_EACH,
 )
-from .scores import _capped, _own_sum, _row_sum, _softmax, BOUND
+from .scores import _capped, _own_sum, _rescaled, _row_sum, _softmax, BOUND
 
 QUERY_PLACES = gl.constexpr(2)
 """Tiles of queries in shared memory: while the entries of one run, the next one is loaded."""
@@ -80,7 +80,7 @@ def _visible(s, row, W: gl.constexpr, first, S, offset, bits_ptr, pattern, BLOCK
 @gluon.jit
 def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W: gl.constexpr, H: gl.constexpr, BLOCK_Q: gl.constexpr,
              BLOCK_K: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr,
-             RIGHT: gl.constexpr, BITS: gl.constexpr, BOUNDED: gl.constexpr):
+             RIGHT: gl.constexpr, BITS: gl.constexpr, BOUNDED: gl.constexpr, PATIENCE: gl.constexpr):
     """`_softmax` of entry `i` of a tile."""
     t, lo, part, hi, away = tile
     row, first, pattern = 0, 0, i
@@ -94,7 +94,7 @@ def _weights(qk, top, total, tile, i, list_ptr, pattern_ptr, bits_ptr, T, S, off
     s = _capped(qk, SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, BLOCK_K // 2)
     if i >= part:
         s = _visible(s, row, W, first, S, offset, bits_ptr, pattern, BLOCK_Q, LEFT, RIGHT, BITS, 0.0 if BOUNDED else float("-inf"))
-    return _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, True, BOUNDED)
+    return _softmax(s, top, total, 1.0 if CAP > 0 else MULTIPLIER, True, BOUNDED, PATIENCE)
 
 
 @gluon.jit
@@ -141,7 +141,7 @@ def _finish(acc, top, total, t, staging, out_desc, lse_ptr, T, W: gl.constexpr, 
 def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr, pattern_ptr, bits_ptr, schedule_ptr, T, S, offset, W: gl.constexpr,
               CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr,
               SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-              SINKS: gl.constexpr, BITS: gl.constexpr):
+              SINKS: gl.constexpr, BITS: gl.constexpr, PATIENCE: gl.constexpr):
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     of_rows: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
@@ -162,7 +162,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
     top, total = _begun(sinks_ptr, t, T, BLOCK_Q, SINKS, BOUNDED, of_rows)
     weights, alpha, top, total = _weights(
         qk, top, total, (t, lo, part, hi, away), lo, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W, H, BLOCK_Q, BLOCK_K, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
-        RIGHT, BITS, BOUNDED)
+        RIGHT, BITS, BOUNDED, PATIENCE)
     p = gl.convert_layout(weights.to(dtype), weights_layout)
     acc = gl.zeros([ROWS_EACH, V], gl.float32, layout)
     # The others: scores of entry `i` of tile `t`, the tile number `r` of the program, and values of the entry before it, which may be of the tile before.
@@ -192,7 +192,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
         mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
         weights, alpha, top, total = _weights(
             qk, top, total, (t, lo, part, hi, away), i, list_ptr, pattern_ptr, bits_ptr, T, S, offset, W, H, BLOCK_Q, BLOCK_K, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT,
-            RIGHT, BITS, BOUNDED)
+            RIGHT, BITS, BOUNDED, PATIENCE)
         # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch that
         # changes the weights.
         if T < 0:
@@ -205,7 +205,7 @@ def _consumer(buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr
             before = t + 0
         # Of a new tile, what remains of the last one is not added to.
         if not BOUNDED:
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
+            acc = _rescaled(acc, alpha, PATIENCE)
         more = i > lo
         at += 1
         i += 1
@@ -270,6 +270,7 @@ def listed_forward_kernel(
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr,
     FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, SINKS: gl.constexpr, BITS: gl.constexpr,
+    PATIENCE: gl.constexpr,
 ):
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_Q // ROWS_EACH
@@ -286,8 +287,8 @@ def listed_forward_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize([
         (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr, pattern_ptr, bits_ptr, schedule_ptr, T, S, offset, 0, CONSUMERS, H,
-                     BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT, SINKS, BITS)),
+                     BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT, SINKS, BITS, PATIENCE)),
         (_consumer, (buffers, staging, barriers, out_desc, lse_ptr, sinks_ptr, list_ptr, pattern_ptr, bits_ptr, schedule_ptr, T, S, offset, 1, CONSUMERS, H,
-                     BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT, SINKS, BITS)),
+                     BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH, MULTIPLIER, LEFT, RIGHT, SINKS, BITS, PATIENCE)),
         (_loader, (buffers, barriers, q_desc, k_desc, v_desc, list_ptr, schedule_ptr, T, S, CONSUMERS, H, K, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES)),
     ], [4, 1], [240, 24])

@@ -2,7 +2,7 @@
 consumers leave of the scores' gradients. So these never wait for one another, and one multiplies while the other computes weights.
 
 Shared memory is what such narrow products are short of: 64 rows by 64 columns read as much of it as they have time for. So keys and values, which a
-tile keeps, are operands in registers."""
+tile keeps, are operands in registers for the consumers, and `dq` is computed transposed, which is stored without conflicts."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -141,11 +141,11 @@ def _consumer(board, buffers, dss, results, barriers, out_descs, pointers, tiles
 
 @gluon.jit
 def _query_gradients(board, ks, dss, sums, barriers, tiles_ptr, extents, sizes: gl.constexpr, flags: gl.constexpr):
-    """Computes every `dq`."""
+    """Computes every `dq`, transposed."""
     kv_full, kv_empty, ds_full, ds_empty = barriers
     D: gl.constexpr = sizes[2]
     G: gl.constexpr = sizes[0] // sizes[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     done = 0
     r = 0
     t = _told(board, r, 4)
@@ -154,17 +154,18 @@ def _query_gradients(board, ks, dss, sums, barriers, tiles_ptr, extents, sizes: 
         steps = (hi - lo) * G
         held = r % KEY_PLACES
         mbarrier.wait(kv_full.index(held), (r // KEY_PLACES) & 1)
+        first = ks.index(held * CONSUMERS).reshape([SIZE, D]).permute((1, 0))  # [D, 64]
+        second = ks.index(held * CONSUMERS + 1).reshape([SIZE, D]).permute((1, 0))  # [D, 64]
         for e in range(steps):
             s = done + e
             place = s % SCORE_PLACES
             mbarrier.wait(ds_full.index(place), (s // SCORE_PLACES) & 1)
-            dq = gl.zeros([SIZE, D], gl.float32, layout)
-            for part in gl.static_range(CONSUMERS):
-                ds = dss.index(place * CONSUMERS + part).permute((1, 0))
-                dq = warpgroup_mma(ds, ks.index(held * CONSUMERS + part).reshape([SIZE, D]), dq, use_acc=part > 0, is_async=True)
+            dq = gl.zeros([D, SIZE], gl.float32, layout)
+            dq = warpgroup_mma(first, dss.index(place * CONSUMERS), dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma(second, dss.index(place * CONSUMERS + 1), dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(ds_empty.index(place), count=1)
-            _hand_over(dq, sums, s, 0, sizes)
+            _hand_over(dq, sums, s, 0, sizes, TRANSPOSED=True)
             fence_async_shared()
             _announce(sums, s, 0, sizes)
         mbarrier.arrive(kv_empty.index(held), count=1)
@@ -230,7 +231,7 @@ def hopper_narrow_backward_kernel(
     pointers = (q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
     descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
     outs = (dk_desc, dv_desc)
-    # The first consumer has what the others leave of 512 registers, as many as the second.
+    # The first consumer has what the others leave of 512 registers, 192.
     gl.warp_specialize([
         (_consumer, (board, buffers, dss, (dks, dvs), barriers, outs, pointers, tiles_ptr, extents, 0, sizes, flags)),
         (_consumer, (board, buffers, dss, (dks, dvs), barriers, outs, pointers, tiles_ptr, extents, 1, sizes, flags)),
@@ -239,4 +240,4 @@ def hopper_narrow_backward_kernel(
         (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 0, sizes, flags)),
         (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 1, sizes, flags)),
         (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 2, sizes, flags)),
-    ], [4, 4, 1, 1, 1, 1], [200, 88, 24, 24, 24, 24])
+    ], [4, 4, 1, 1, 1, 1], [200, 96, 24, 24, 24, 24])

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..tile import LARGE_CAP, tanh
-from .assembly import cap_operands, cap_text, within_operands, within_text
+from .assembly import cap_operands, cap_text, rescale_operands, rescale_text, within_operands, within_text
 from .mail import _least
 
 BOUND = gl.constexpr(80.0)
@@ -109,12 +109,17 @@ def _log2(x):
 
 
 @gluon.jit
-def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUNDED: gl.constexpr):
+def _softmax(s, top, total, MULTIPLIER: gl.constexpr, GUARD: gl.constexpr, BOUNDED: gl.constexpr, PATIENCE: gl.constexpr):
     """Weights of a tile of scores, what earlier sums are scaled by, and the new maximum and denominator, as in Triton's kernel. `BOUNDED`: without a maximum,
-    and so nothing to scale: a soft cap keeps the weights far from the ends of their range."""
+    and so nothing to scale: a soft cap keeps the weights far from the ends of their range. A maximum that grows by no more than `PATIENCE` stays what it was:
+    weights and sums have room for it, and sums are not scaled."""
     if BOUNDED:  # `s` are the weights
         return s, top, top, total + _own_sum(s)
-    new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
+    if PATIENCE > 0:
+        most = gl.max(s, 1) * MULTIPLIER  # [64]
+        new_top = gl.where(most > top + PATIENCE, most, top)  # [64]
+    else:
+        new_top = gl.maximum(top, gl.max(s, 1) * MULTIPLIER)  # [64]
     shift = new_top
     if GUARD:
         shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # [64]
@@ -134,3 +139,13 @@ def _own_sum(p):
 def _row_sum(total, layout: gl.constexpr):
     """The sum of each row `[64]` of such sums."""
     return gl.convert_layout(gl.sum(total, 1), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _rescaled(acc, alpha, PATIENCE: gl.constexpr):
+    """Sums `[64, V]` times the factors of their rows, which with `PATIENCE` are mostly 1."""
+    factor = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout)), 1)
+    if PATIENCE == 0:
+        return acc * factor
+    PACK: gl.constexpr = acc.shape[1] // 2
+    return gl.inline_asm_elementwise(rescale_text(PACK), rescale_operands(PACK), [acc, factor], dtype=gl.float32, is_pure=True, pack=PACK)
