@@ -8,7 +8,7 @@ import pytest
 
 from tests.attention import hopper_forward_emulation
 from tests.attention.cases import Case, make, poison
-from tests.attention.test_hopper import configured, needs_gluon, tile_sizes, triton
+from tests.attention.test_hopper import call, CAUSAL, configured, launches, needs_gluon, tile_sizes, triton
 from tests.attention.test_xla import cotangents, run_reference
 from tests.tolerances import assert_close
 
@@ -75,9 +75,9 @@ def test_results(case):
 )
 def test_maxima_that_grow(growth, dtype):
     """Scores grow from tile to tile of keys, from the last to the first, by so many units of log2: less than sums wait for, about it, more."""
-    case = odd(T=128, S=640, H=1, dtype=dtype)
+    case = odd(T=128, S=640, H=1, dtype=dtype, right=640)  # hides nothing
     arrays, spec = make(case)
-    assert tile_sizes.patience(case.D, None) == 8
+    assert tile_sizes.patience(case.D, None, True) == 8
     step = growth * np.log(2) / 128 / spec.scale / 4
     rising = jnp.asarray(-step * np.arange(case.S), dtype)[None, :, None]
     arrays = arrays._replace(q=arrays.q.at[..., :4].set(1.0), k=arrays.k.at[..., :4].set(rising[..., None]))
@@ -85,3 +85,24 @@ def test_maxima_that_grow(growth, dtype):
     out, lse = emulated(arrays, spec)
     assert_close(out, expected.out, dtype, name="out")
     assert_close(lse, expected.lse, dtype, name="lse")
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    "of, patience",
+    [
+        (call(**CAUSAL), 8),
+        (call(), 0),
+        (call(with_=("segments",)), 8),
+        (call(96, left=100), 8),
+        (call(logits_soft_cap=30.0, **CAUSAL), 0),
+        (call(64, **CAUSAL), 0),
+        (call(256), 8),
+        (call(256, **CAUSAL), 8),
+    ],
+)
+def test_where_sums_wait(of: Any, patience: int):
+    """Where it was measured to pay."""
+    tile = TILE if of[0].q.shape[-1] <= 128 else triton.TileConfig(128, 64, 4, 2, 0, 132)
+    *_, launch = launches(of[0], of[1], configured(tile))
+    assert launch.constants["PATIENCE"] == patience

@@ -25,6 +25,7 @@ def attended(
     (batch, queries, heads, dim), (keys, values) = arrays.q.shape, (arrays.k.shape[1], arrays.v.shape[-1])
     ragged = arrays.rows is not None or arrays.q_segments is not None
     left, right = (-1 if side is None else side for side in (spec.left, spec.right))
+    hides = ragged or left >= 0 or right >= 0
     programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads)
     if ragged:
         launch = launch.knowing(bounds(launch, arrays, spec, tile))
@@ -52,8 +53,8 @@ def attended(
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         EVEN_K=keys % tile.block_k == 0,
-        GUARD=ragged or left >= 0 or right >= 0,
-        PATIENCE=tile_sizes.patience(dim, spec.logits_soft_cap),
+        GUARD=hides,
+        PATIENCE=tile_sizes.patience(dim, spec.logits_soft_cap, hides),
         IN_PLACE=tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST)),
         name="forward_kernel",
     )
@@ -124,7 +125,7 @@ def _attended_by_lists(
         B=batch,
         SINKS=arrays.sinks is not None,
         BITS=0 if listed.bits is None else listed.bits.shape[-1],
-        PATIENCE=tile_sizes.patience(dim, spec.logits_soft_cap),
+        PATIENCE=tile_sizes.patience(dim, spec.logits_soft_cap, True),
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         name="forward_kernel",
