@@ -170,7 +170,7 @@ class Program:
             _read=lambda letters, at: letters[at], _clear=lambda *arguments: self._clear(w, *arguments),
             _scored=lambda qk, partly, *_: (anything, partly and self.unseen), _begun=lambda *_: (anything,) * 2,
             _weights=lambda *_: (anything,) * 4, _softmax=lambda *_: (anything,) * 4, _capped=anything, _own_sum=anything, _row_sum=anything,
-            _rescaled=anything,
+            _rescaled=anything, _described=lambda pointer, *_: pointer,
         )  # fmt: skip
         world["key_tiles"] = key_tiles()
         for helper in (

@@ -500,17 +500,18 @@ def test_every_product_reads_what_it_should(seed):
     program = hopper_protocol.Program(kernels, consumers, stages, unseen=unseen)
     shared = dict(
         buffers=program.buffers, barriers=program.barriers, mail=program.mail, tiles_ptr=hopper_protocol.Pointer(bounds),
-        schedule_ptr=hopper_protocol.Pointer(order), T=queries, S=keys, offset=offset, CONSUMERS=consumers, H=heads, D=64, V=64,
+        schedule_ptr=hopper_protocol.Pointer(order), B=1, T=queries, S=keys, offset=offset, WIDTHS=(64, 64),
+        CONSUMERS=consumers, H=heads, D=64, V=64,
         BLOCK_K=block_k, NUM_STAGES=stages, LEFT=left, RIGHT=right,
     )  # fmt: skip
     anything = hopper_protocol.Anything()
     tile = block_k * 64 * 2
     loader = shared | dict(
-        q_desc=("q", size), k_desc=("k", tile), v_desc=("v", tile), K=kv_heads, TABLE=table, counter_ptr=anything, kinds_ptr=anything, B=1,
+        operands=(("q", size), ("k", tile), ("v", tile)), K=kv_heads, TABLE=table, counter_ptr=anything, kinds_ptr=anything,
     )  # fmt: skip
     consumer = shared | dict(
         staging=program.buffers[0] if in_place else hopper_protocol.Several(hopper_protocol.Buffer() for _ in range(consumers)),
-        out_desc=anything, lse_ptr=anything, sinks_ptr=anything, first_ptr=anything, past_ptr=anything, q_segments_ptr=anything,
+        out_ptr=anything, lse_ptr=anything, sinks_ptr=anything, first_ptr=anything, past_ptr=anything, q_segments_ptr=anything,
         marks_ptr=anything, SCALE=1.0, CAP=0.0, FAST_TANH=False, MULTIPLIER=1.0, SEGMENTS=table, SINKS=False,
         EVEN_K=False, GUARD=True, ROWS=False, IN_PLACE=in_place, PATIENCE=8,
     )  # fmt: skip

@@ -12,7 +12,8 @@ from tests.attention.test_hopper import call, CAUSAL, configured, launches, need
 from tests.attention.test_xla import cotangents, run_reference
 from tests.tolerances import assert_close
 
-TILE = triton.TileConfig(128, 128, 4, 2, 0, 2)  # two programs, so that each has several tiles of queries
+# Two programs, so that each has several tiles of queries.
+TILE, WIDE = triton.TileConfig(128, 128, 4, 2, 0, 2), triton.TileConfig(128, 64, 4, 2, 0, 2)
 
 
 def odd(**more: Any) -> Case:
@@ -20,8 +21,9 @@ def odd(**more: Any) -> Case:
     return Case(**{**sizes, **more})
 
 
-def emulated(arrays: Any, spec: Any, tile: Any = TILE) -> Any:
+def emulated(arrays: Any, spec: Any) -> Any:
     run = hopper_forward_emulation.Device().run
+    tile = TILE if arrays.q.shape[-1] <= 128 else WIDE
     return triton.forward(arrays, spec, configured(tile), execute=run)
 
 
@@ -103,6 +105,6 @@ def test_maxima_that_grow(growth, dtype):
 )
 def test_where_sums_wait(of: Any, patience: int):
     """Where it was measured to pay."""
-    tile = TILE if of[0].q.shape[-1] <= 128 else triton.TileConfig(128, 64, 4, 2, 0, 132)
+    tile = TILE if of[0].q.shape[-1] <= 128 else WIDE
     *_, launch = launches(of[0], of[1], configured(tile))
     assert launch.constants["PATIENCE"] == patience

@@ -161,11 +161,13 @@ def test_the_tuner_times_it():
 
 @needs_gluon
 def test_what_products_are_given_and_what_is_taken_apart():
-    """Products of queries and keys where many heads share them and have write strengths; decays where these have none."""
+    """Products of queries and keys where many heads share them and have write strengths, for enough tokens; decays where these have none."""
     for of, products, gentle in (
         (call(heads=64, shared=1, values=64, with_=("beta",)), True, False),
         (call(heads=64, shared=2, values=64, with_=("beta",)), True, False),
         (call(heads=64, shared=8, values=64, with_=("beta",)), False, False),
+        (call(heads=64, shared=1, values=64, with_=("beta",), batch=2), True, False),
+        (call(heads=64, shared=1, values=64, with_=("beta",), batch=1), False, False),
         (call(heads=64, shared=1, values=64), False, True),
         (call(), False, True),
         (call(CONSTANT, heads=64, shared=1, with_=("beta",)), False, False),
@@ -207,6 +209,7 @@ EMULATED = {
 def test_results(case, block_v, stages, splits, monkeypatch):
     """The kernel's own code, with threads for its warps; what stands around it is interpreted."""
     monkeypatch.setattr(tile_sizes, "LEAST_SHARED", 4)
+    monkeypatch.setattr(tile_sizes, "LEAST_ROWS", 0)
     folder = "ejkernel_eqx.recurrence.triton"
     kernels = pytest.importorskip(f"{folder}.hopper.single_kernel", exc_type=ImportError)
     device = hopper_emulation.Device(kernels, importlib.import_module(f"{folder}.tile"))

@@ -11,7 +11,7 @@ NARROWEST, WIDEST = 64, 128
 PROGRAMS = 132
 """Programs that are started: one for each multiprocessor of the largest Hopper. Where there are fewer, the last ones find nothing left to do."""
 _CACHED_BYTES = 32 * 2**20
-_APART = 32
+_APART = {64: 32, 128: 32, 256: 16}
 _LEAST_LENGTH = 1024
 """Queries, and keys in a window, from which on this kernel is the default."""
 _LEAST_PROGRAMS = 2
@@ -115,4 +115,4 @@ def together(queries: int, heads: int, width: int, are_alike: bool) -> int:
     lose what they would be ahead. What they read is read again soon, so it need not fit whole."""
     most = max(1, _CACHED_BYTES // (max(queries, 1) * heads * width * 8))
     together = 1 << min(most.bit_length() - 1, 6)
-    return together if are_alike else max(together, _APART)
+    return together if are_alike else max(together, _APART[width])

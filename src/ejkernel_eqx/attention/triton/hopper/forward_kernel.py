@@ -63,8 +63,8 @@ def _weighted(p, vs, v_full, at, acc, BLOCK_K: gl.constexpr, V: gl.constexpr, NU
 
 
 @gluon.jit
-def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr, marks_ptr, T, S,
-              offset, W: gl.constexpr, CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr,
+def _consumer(buffers, staging, barriers, mail, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr, marks_ptr, B, T,
+              S, offset, WIDTHS: gl.constexpr, W: gl.constexpr, CONSUMERS: gl.constexpr, H: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr,
               NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
               LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, SINKS: gl.constexpr,
               EVEN_K: gl.constexpr, GUARD: gl.constexpr, IN_PLACE: gl.constexpr, PATIENCE: gl.constexpr):
@@ -79,6 +79,7 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
     of_rows: gl.constexpr = gl.SliceLayout(1, scores_layout)
     qs, ks, vs = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    out_desc = _described(out_ptr, B, T, H, WIDTHS[1], ROWS_EACH, V)
     q = qs.index(W).reshape([ROWS_EACH, D])
     dtype: gl.constexpr = q.dtype
     BOUNDED: gl.constexpr = CAP > 0 and MULTIPLIER <= BOUND and not SINKS and dtype == gl.bfloat16
@@ -184,13 +185,17 @@ def _consumer(buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, ti
 
 
 @gluon.jit
-def _loader(buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, counter_ptr, B, T, S, offset, CONSUMERS: gl.constexpr, H: gl.constexpr,
-            K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, LEFT: gl.constexpr,
+def _loader(buffers, barriers, mail, operands, tiles_ptr, kinds_ptr, schedule_ptr, counter_ptr, B, T, S, offset, WIDTHS: gl.constexpr,
+            CONSUMERS: gl.constexpr, H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_K: gl.constexpr, NUM_STAGES: gl.constexpr, LEFT: gl.constexpr,
             RIGHT: gl.constexpr, TABLE: gl.constexpr):
     """Loads the queries of every tile, and keys and values as far ahead as there are stages; across tiles of queries, too."""
     BLOCK_Q: gl.constexpr = ROWS_EACH * CONSUMERS
     qs, ks, vs = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q_ptr, k_ptr, v_ptr = operands
+    k_desc = _described(k_ptr, B, S, K, WIDTHS[0], BLOCK_K, D)
+    q_desc = _described(q_ptr, B, T, H, WIDTHS[0], ROWS_EACH, D)
+    v_desc = _described(v_ptr, B, S, K, WIDTHS[1], BLOCK_K, V)
     done = 0
     r = 0
     if TABLE:
@@ -288,13 +293,12 @@ def hopper_forward_kernel(
     PATIENCE: gl.constexpr,
 ):
     # As `forward_kernel`. `GUARD`: whether any tile of keys is partly hidden, except for keys past the end. Which tiles of keys are seen may be known on
-    # the device only, in `tiles_ptr`: then programs have no schedule, and take the next tile when they have loaded one.
+    # the device only, in `tiles_ptr`: then programs have no schedule, and take the next tile when they have loaded one. Descriptors are made by who uses
+    # them, side by side: each takes most of a microsecond.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSUMERS: gl.constexpr = BLOCK_Q // ROWS_EACH
-    q_desc = _described(q_ptr, B, T, H, D, ROWS_EACH, BLOCK_D)
-    k_desc = _described(k_ptr, B, S, K, D, BLOCK_K, BLOCK_D)
-    v_desc = _described(v_ptr, B, S, K, V, BLOCK_K, BLOCK_V)
-    out_desc = _described(out_ptr, B, T, H, V, ROWS_EACH, BLOCK_V)
+    WIDTHS: gl.constexpr = (D, V)
+    operands = (q_ptr, k_ptr, v_ptr)
     qs = _tiles_of(dtype, CONSUMERS, ROWS_EACH, BLOCK_D)
     ks = _tiles_of(dtype, NUM_STAGES, BLOCK_K, BLOCK_D)
     vs = _tiles_of(dtype, NUM_STAGES, BLOCK_K, BLOCK_V)
@@ -313,26 +317,26 @@ def hopper_forward_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
-                         marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
+                         marks_ptr, B, T, S, offset, WIDTHS, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, PATIENCE)),
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
-                         marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
+                         marks_ptr, B, T, S, offset, WIDTHS, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, PATIENCE)),
-            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
+            (_loader, (buffers, barriers, mail, operands, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, WIDTHS, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 1], [240, 24])
     else:
         gl.warp_specialize([
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
-                         marks_ptr, T, S, offset, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
+                         marks_ptr, B, T, S, offset, WIDTHS, 0, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, PATIENCE)),
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
-                         marks_ptr, T, S, offset, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
+                         marks_ptr, B, T, S, offset, WIDTHS, 1, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, PATIENCE)),
-            (_consumer, (buffers, staging, barriers, mail, out_desc, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
-                         marks_ptr, T, S, offset, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
+            (_consumer, (buffers, staging, barriers, mail, out_ptr, lse_ptr, sinks_ptr, tiles_ptr, schedule_ptr, first_ptr, past_ptr, q_segments_ptr,
+                         marks_ptr, B, T, S, offset, WIDTHS, 2, CONSUMERS, H, BLOCK_D, BLOCK_V, BLOCK_K, NUM_STAGES, SCALE, CAP, FAST_TANH,
                          MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, SINKS, EVEN_K, GUARD, IN_PLACE, PATIENCE)),
-            (_loader, (buffers, barriers, mail, q_desc, k_desc, v_desc, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
+            (_loader, (buffers, barriers, mail, operands, tiles_ptr, kinds_ptr, schedule_ptr, taken_ptr, B, T, S, offset, WIDTHS, CONSUMERS, H, K, BLOCK_D, BLOCK_V,
                        BLOCK_K, NUM_STAGES, LEFT, RIGHT, ROWS or SEGMENTS)),
         ], [4, 4, 1], [160, 160, 24])

@@ -45,7 +45,7 @@ def _products(call: Any) -> Array | None:
     heads, queries = call.sizes[0], call.launch.numbers["HQ"]
     if call.spec.decay != SCALAR or call.arrays.beta is None or queries != call.launch.numbers["HK"]:
         return None
-    if heads < tile_sizes.LEAST_SHARED * queries:
+    if heads < tile_sizes.LEAST_SHARED * queries or call.chunks * tile_sizes.CHUNK < tile_sizes.LEAST_ROWS:
         return None
     results = call.launch(
         masked_products_kernel,

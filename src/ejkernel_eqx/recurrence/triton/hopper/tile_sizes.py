@@ -15,6 +15,8 @@ GENTLE = 48.0
 """Up to this distance from half of a chunk's log2 decay, powers of two times operands are far from bfloat16's limits."""
 LEAST_SHARED = 32
 """Heads that share queries and keys, from which on a kernel of its own computes their products once. It takes as long as about 15 heads gain."""
+LEAST_ROWS = 8192
+"""Tokens of all rows from which on that kernel is used: for fewer, another launch takes longer than it saves."""
 _MULTIPROCESSORS = 132
 
 Sizes = tuple[int, int]
