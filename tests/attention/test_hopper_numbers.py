@@ -13,7 +13,9 @@ from tests.attention.test_xla import cotangents, run_reference
 from tests.tolerances import assert_close
 
 # Two programs, so that each has several tiles of queries.
-TILE, WIDE = triton.TileConfig(128, 128, 4, 2, 0, 2), triton.TileConfig(128, 64, 4, 2, 0, 2)
+TILE, WIDE, TALL = (
+    triton.TileConfig(*size, 0, 2) for size in ((128, 128, 4, 2), (128, 64, 4, 2), (192, 128, 4, 2))
+)
 
 
 def odd(**more: Any) -> Case:
@@ -21,9 +23,9 @@ def odd(**more: Any) -> Case:
     return Case(**{**sizes, **more})
 
 
-def emulated(arrays: Any, spec: Any) -> Any:
+def emulated(arrays: Any, spec: Any, tile: Any = None) -> Any:
     run = hopper_forward_emulation.Device().run
-    tile = TILE if arrays.q.shape[-1] <= 128 else WIDE
+    tile = tile or (TILE if arrays.q.shape[-1] <= 128 else WIDE)
     return triton.forward(arrays, spec, configured(tile), execute=run)
 
 
@@ -68,6 +70,18 @@ def test_results(case):
     if case.segments or case.rows:
         for a, b in zip((out, lse), emulated(poison(case, arrays), spec), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@needs_gluon
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"right": 0, "sinks": "1H"}, {"left": 150, "right": 30}], ids=str)
+def test_three_consumers(options):
+    """Of tiles of 192 queries."""
+    case = odd(T=500, S=420, D=40, V=64, **options)
+    arrays, spec = make(case)
+    expected = run_reference(arrays, *cotangents(case), spec)
+    for result, exact in zip(emulated(arrays, spec, TALL), (expected.out, expected.lse), strict=True):
+        assert_close(result, exact, case.dtype)
 
 
 @needs_gluon
