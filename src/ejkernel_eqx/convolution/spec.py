@@ -5,12 +5,16 @@ Everything below the public operation (the reference, XLA, Triton) uses only the
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from ..core.letters import Letters
+from ..parallel.mesh import explicit_mesh, resharded, spec_of
 
 ACTIVATIONS = (None, "silu")
 
@@ -98,7 +102,7 @@ def by_head(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
     if size is None:
         return arrays
     at = {"x": -1, "weight": -2, "bias": -1, "initial_state": -1}
-    return _reshaped(arrays, lambda name, x: _split(x, at[name] % x.ndim, size))
+    return _reshaped(arrays, lambda name, x: split_heads(x, at[name] % x.ndim, size))
 
 
 def merged(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
@@ -120,7 +124,7 @@ def as_called(results: Mapping[str, Array], spec: ConvSpec) -> dict[str, Array]:
     if size is None:
         return dict(results)
     axis = {name: x.ndim - 2 if name == "weight" else x.ndim - 1 for name, x in results.items()}
-    return {name: _split(x, axis[name], size) for name, x in results.items()}
+    return {name: split_heads(x, axis[name], size) for name, x in results.items()}
 
 
 def _reshaped(arrays: ConvArrays, change: Callable[[str, Array], Array]) -> ConvArrays:
@@ -128,8 +132,23 @@ def _reshaped(arrays: ConvArrays, change: Callable[[str, Array], Array]) -> Conv
     return arrays._replace(**{name: change(name, x) for name, x in given.items()})
 
 
-def _split(x: Array, axis: int, size: int) -> Array:
+def split_heads(x: Array, axis: int, size: int) -> Array:
+    """An axis of channels as two, of heads and of the channels of one. Where a mesh in the type of `x` splits heads, every device has all of them."""
+    spec = spec_of(x)
+    mesh_axes = (spec[axis],) if isinstance(spec[axis], str) else spec[axis] or ()
+    if mesh_axes:
+        mesh: Any = jax.typeof(x).sharding.mesh
+        if (x.shape[axis] // size) % math.prod(mesh.shape[name] for name in mesh_axes):
+            x = resharded(x, mesh, PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+
+
+def channels_as(result: Array, x: Array) -> Array:
+    """A result whose last axis, of channels, a mesh in the types splits as that of `x`."""
+    mesh, spec = explicit_mesh(x), spec_of(result)
+    if mesh is None or spec[-1] == spec_of(x)[-1]:
+        return result
+    return resharded(result, mesh, PartitionSpec(*spec[:-1], spec_of(x)[-1]))
 
 
 def _merge(x: Array, axis: int) -> Array:

@@ -8,7 +8,7 @@ from .._broadcast import like
 from .._sizes import least
 from ..core.arguments import accumulator
 from ..core.platforms import Plain
-from .spec import as_called, ConvArrays, ConvSpec, merged, Places
+from .spec import as_called, channels_as, ConvArrays, ConvSpec, merged, Places, split_heads
 
 
 def apply(arrays: ConvArrays, spec: ConvSpec) -> dict[str, Array]:
@@ -42,8 +42,9 @@ def _activated(y: Array, bias: Array | None, spec: ConvSpec) -> Array:
     y = jax.nn.silu(y) if spec.activation == "silu" else y
     if spec.norm_size is None:
         return y
-    heads = y.reshape(*y.shape[:-1], -1, spec.norm_size)
-    return (heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + 1e-6)).reshape(y.shape)
+    heads = split_heads(y, y.ndim - 1, spec.norm_size)
+    normal = heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + 1e-6)
+    return channels_as(normal.reshape(y.shape), y)
 
 
 def _packed(arrays: ConvArrays, places: Places, weight: Array, bias: Array | None, spec: ConvSpec) -> Array:

@@ -1,0 +1,68 @@
+"""Meshes that split the channels of a convolution, and heads that it normalises."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import ejkernel_eqx as ejx
+from tests import meshes
+from tests.meshes import HEADS, ROWS
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+SPECS = {
+    "x": P(ROWS, None, HEADS),
+    "weight": P(HEADS, None),
+    "bias": P(HEADS),
+    "initial_state": P(ROWS, None, HEADS),
+}
+INPUTS = {
+    "x": normal(0, 2, 9, 32),
+    "weight": normal(1, 32, 3),
+    "bias": normal(2, 32),
+    "initial_state": normal(3, 2, 2, 32),
+}
+
+
+@pytest.mark.parametrize(
+    "size", [32, pytest.param(16, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k == "explicit" else pytest.mark.slow) for k in meshes.KINDS]
+)
+def test_normalised_heads(kind, size):
+    """Of which a mesh has fewer than devices, as many, or more: results and gradients, split as without a norm."""
+    op: Any = ejx.CausalConv1d("silu", norm_size=size, platform="xla")
+
+    def call(inputs):
+        return op(**inputs)
+
+    def step(inputs):
+        return op.step(inputs["x"][:, 0], inputs["weight"], inputs["bias"], inputs["initial_state"])
+
+    def loss(inputs):
+        out, final = call(inputs)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(final))
+
+    mesh = meshes.mesh_of(kind, (1, 4) if size > 8 else (2, 2))
+    for function in (call, step, jax.grad(loss)):
+        expected = jax.jit(function)(INPUTS)
+        with meshes.context(kind, mesh):
+            found = jax.jit(function)(meshes.place(mesh, INPUTS, SPECS))
+        meshes.agree(found, expected, "gradient")
+        if kind == "automatic":
+            continue
+        if function is call:
+            assert all(meshes.lies(x, mesh, P(ROWS, None, HEADS)) for x in found)
+        elif function is step:
+            assert meshes.lies(found[0], mesh, P(ROWS, HEADS)) and meshes.lies(
+                found[1], mesh, P(ROWS, None, HEADS)
+            )
+        else:
+            assert all(meshes.lies(found[name], mesh, SPECS[name]) for name in found)
