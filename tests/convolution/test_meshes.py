@@ -66,3 +66,16 @@ def test_normalised_heads(kind, size):
             )
         else:
             assert all(meshes.lies(found[name], mesh, SPECS[name]) for name in found)
+
+
+@pytest.mark.parametrize("size", [None, 8, 32])
+def test_a_mesh_that_splits_the_weights_alone(size):
+    """Results are split as these are, with whole heads and with parts of one on a device."""
+    op: Any = ejx.CausalConv1d("silu", norm_size=size, platform="xla")
+    specs = SPECS | {"x": P(ROWS, None, None), "initial_state": P(ROWS, None, None)}
+    mesh = meshes.mesh_of("explicit", (1, 4))
+    expected = op(**INPUTS)
+    with meshes.context("explicit", mesh):
+        found = jax.jit(lambda inputs: op(**inputs))(meshes.place(mesh, INPUTS, specs))
+    meshes.agree(found, expected)
+    assert all(meshes.lies(x, mesh, P(ROWS, None, HEADS)) for x in found)

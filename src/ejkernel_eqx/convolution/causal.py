@@ -17,7 +17,7 @@ from ..dispatch import PlatformLike
 from .along import with_entering
 from .arguments import check_activation, check_heads, check_norm_size, fits_kernels, resolve, resolve_step
 from .core import CONVOLVE
-from .spec import by_head, channels_as, ConvSpec, merged_results, split_heads
+from .spec import by_head, channels_as, ConvSpec, merged_results, split_heads, split_of
 from .step import advance
 from .xla import entering
 
@@ -116,7 +116,7 @@ class CausalConv1d(Kernel):
             out = results["out"]
             results["out"] = l2norm(split_heads(out, out.ndim - 1, self.norm_size)).reshape(out.shape)
         if self.norm_size is not None:  # a mesh may split heads
-            results = {name: channels_as(result, arrays.x) for name, result in results.items()}
+            results = {name: channels_as(result, split_of(arrays)) for name, result in results.items()}
         return call.finish(results if final is None else results | {"final_state": final})
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d.step")

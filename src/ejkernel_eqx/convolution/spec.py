@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from ..core.letters import Letters
+from ..parallel.layout import mesh_axes
 from ..parallel.mesh import explicit_mesh, resharded, spec_of
 
 ACTIVATIONS = (None, "silu")
@@ -87,6 +88,7 @@ HEADS = Letters.of(
     },
     heads="H",
 )
+_CHANNELS = {"x": -1, "weight": -2, "bias": -1, "initial_state": -1}  # which axis they are
 LEARNED = ("x", "weight", "bias", "initial_state")
 SHARED = frozenset({"weight", "bias"})
 RESULTS = ("out", "final_state")  # [*, T, C] and [*, N, K, C], in the dtype of x
@@ -101,8 +103,7 @@ def by_head(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
     size = spec.norm_size
     if size is None:
         return arrays
-    at = {"x": -1, "weight": -2, "bias": -1, "initial_state": -1}
-    return _reshaped(arrays, lambda name, x: split_heads(x, at[name] % x.ndim, size))
+    return _reshaped(arrays, lambda name, x: split_heads(x, _CHANNELS[name] % x.ndim, size))
 
 
 def merged(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
@@ -135,20 +136,26 @@ def _reshaped(arrays: ConvArrays, change: Callable[[str, Array], Array]) -> Conv
 def split_heads(x: Array, axis: int, size: int) -> Array:
     """An axis of channels as two, of heads and of the channels of one. Where a mesh in the type of `x` splits heads, every device has all of them."""
     spec = spec_of(x)
-    mesh_axes = (spec[axis],) if isinstance(spec[axis], str) else spec[axis] or ()
-    if mesh_axes:
+    if spec[axis]:
         mesh: Any = jax.typeof(x).sharding.mesh
-        if (x.shape[axis] // size) % math.prod(mesh.shape[name] for name in mesh_axes):
+        if (x.shape[axis] // size) % math.prod(mesh.shape[name] for name in mesh_axes(spec[axis])):
             x = resharded(x, mesh, PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 
-def channels_as(result: Array, x: Array) -> Array:
-    """A result whose last axis, of channels, a mesh in the types splits as that of `x`."""
-    mesh, spec = explicit_mesh(x), spec_of(result)
-    if mesh is None or spec[-1] == spec_of(x)[-1]:
+def split_of(arrays: ConvArrays) -> Any:
+    """Over which mesh axes the types split channels: the first array that does so decides, as in calls without a norm."""
+    given = (spec_of(x)[_CHANNELS[name]] for name in LEARNED if (x := getattr(arrays, name)) is not None)
+    return next((entry for entry in given if entry), None)
+
+
+def channels_as(result: Array, split: Any) -> Array:
+    """A result whose last axis, of channels, is split over these mesh axes, unless others of its axes are."""
+    mesh, spec = explicit_mesh(result), spec_of(result)
+    taken = {name for entry in spec[:-1] if entry for name in mesh_axes(entry)}
+    if mesh is None or not split or spec[-1] == split or mesh_axes(split) & taken:
         return result
-    return resharded(result, mesh, PartitionSpec(*spec[:-1], spec_of(x)[-1]))
+    return resharded(result, mesh, PartitionSpec(*spec[:-1], split))
 
 
 def _merge(x: Array, axis: int) -> Array:

@@ -8,6 +8,7 @@ from .._broadcast import like
 from .._sizes import least
 from ..core.arguments import accumulator
 from ..core.platforms import Plain
+from ..parallel.mesh import spec_of
 from .spec import as_called, channels_as, ConvArrays, ConvSpec, merged, Places, split_heads
 
 
@@ -44,7 +45,7 @@ def _activated(y: Array, bias: Array | None, spec: ConvSpec) -> Array:
         return y
     heads = split_heads(y, y.ndim - 1, spec.norm_size)
     normal = heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + 1e-6)
-    return channels_as(normal.reshape(y.shape), y)
+    return channels_as(normal.reshape(y.shape), spec_of(y)[-1])
 
 
 def _packed(arrays: ConvArrays, places: Places, weight: Array, bias: Array | None, spec: ConvSpec) -> Array:
