@@ -81,7 +81,7 @@ class Device(hopper_emulation.Device):
             copies = types.SimpleNamespace(
                 make_tensor_descriptor=lambda ptr, shape, strides, block, layout: hopper_emulation.Descriptor(ptr, shape, strides, block),
                 async_copy_global_to_shared=lambda desc, at, barrier, buffer: desc.load(at, barrier, buffer),
-                async_copy_shared_to_global=lambda desc, at, buffer: desc.store(at, buffer), store_wait=lambda n: None,
+                async_copy_shared_to_global=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, False)), store_wait=self._stored,
             )  # fmt: skip
             self.world = dict(
                 gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None,
