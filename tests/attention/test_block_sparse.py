@@ -92,6 +92,14 @@ def test_half_precision_bias_and_dropout_of_nothing(platform, dtype):
     check(lse_of(module(platform, mask)), arrays, seen)
 
 
+def test_a_map_that_heads_share_beside_numbers_of_64_bits():
+    arrays = qkv(2, t=40, s=40, heads=H)
+    op = module("xla", Mask.from_blocks(TABLE[0, :3, :3], 16) | Mask.sliding_window(4))
+    expected = op(**arrays)
+    with jax.enable_x64(True):
+        assert_close(op(**arrays), np.asarray(expected))
+
+
 @PLATFORMS
 def test_nothing_visible(platform):
     """Every row gives 0, whatever it holds."""

@@ -85,7 +85,7 @@ class BlockTable:
         return hash(self._identity)
 
     def __call__(self, head: Any, query: Any, key: Any) -> Any:
-        row = head if self.table.shape[0] > 1 else 0
+        row = head if self.table.shape[0] > 1 else np.int32(0)
         # Not negative, so that truncation is the same as rounding down.
         block = jax.lax.div(query - self.offset, np.int32(self.size[0]))
         return jax.lax.dynamic_slice(
