@@ -128,7 +128,9 @@ def _where(which: Any, x: Any, y: Any) -> Any:
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
     flat, at = pointer.array.reshape(-1), np.asarray(pointer.at)
     if mask is None:
-        return tensor(flat[at]) if at.ndim else flat[at].item()
+        if at.ndim:
+            return tensor(flat[at])
+        return hopper_emulation.Number(flat[at]) if flat.dtype.kind in "iu" else flat[at].item()
     return tensor(np.where(mask, flat[np.where(mask, at, 0)], other))
 
 
