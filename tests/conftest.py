@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import zlib
 
 _ASKED = os.environ.get("EJKERNEL_EQX_TESTS", "").split()
@@ -23,6 +22,8 @@ _CHECKED = "checked" in _ASKED
 # Cases that took long when the suite was last timed, by the ids that pytest prints: they are slow too.
 _DEAR = pathlib.Path(__file__).with_name("dear_cases.txt")
 _ROOMS = "attention cells convolution custom matmul nn normalization paged pooling recurrence selective_scan sequences weights".split()
+# JAX makes so many objects that looking for garbage among them takes long; little of it is large.
+gc.set_threshold(50_000, 20, 20)
 # Programs that run once: the CPU's newer emitters take four times as long to make them, and parts of a program are for more cores.
 _QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 
@@ -62,6 +63,8 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.shortcuts import take_shortcuts  # noqa: E402
+
 # What a user may switch on must work: an implicit promotion between dtypes or ranks is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -70,30 +73,8 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _keep_contexts() -> None:
-    """JAX makes an MLIR context for each program that it lowers, which takes longer than the lowering of most. One serves for a while: what it
-    has seen, constants among it, it never lets go. Not in other threads: XLA's, which partition a program, come and go."""
-    try:
-        from jax._src.interpreters import mlir
-
-        make = mlir.make_ir_context
-    except (ImportError, AttributeError):  # another version of JAX: nothing but time depends on it
-        return
-    uses, kept = 0, None
-
-    def make_ir_context():
-        nonlocal uses, kept
-        if threading.current_thread() is not threading.main_thread():
-            return make()
-        if kept is None or uses == 100:
-            uses, kept = 0, make()
-        uses += 1
-        return kept
-
-    mlir.make_ir_context = make_ir_context
-
-
-_keep_contexts()
+if not _OPTIMISED:
+    take_shortcuts()
 
 
 def _checked_modules(package: str) -> list[str]:
@@ -158,6 +139,11 @@ def _others(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
         seen |= values[best]
         del left[best]
     return left
+
+
+def pytest_collection_finish() -> None:
+    """What was made so far stays: it is not looked at again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
