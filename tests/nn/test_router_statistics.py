@@ -12,8 +12,8 @@ from ejkernel_eqx.nn.moe.statistics import statistics_of
 from tests.nn.experts import build, EMBED, inputs
 from tests.tolerances import assert_close
 
-LOGITS = 2 * jax.random.normal(jax.random.key(0), (3, 20, 5))  # of three layers
-REAL = jax.random.bernoulli(jax.random.key(1), 0.7, (20,))
+LOGITS = jnp.asarray(2 * np.random.default_rng(0).standard_normal((3, 20, 5), np.float32))  # of three layers
+REAL = jnp.asarray(np.random.default_rng(1).random(20) < 0.7)
 
 
 def balance(logits, real, top_k):
