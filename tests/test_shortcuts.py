@@ -1,0 +1,64 @@
+"""What numpy is asked in the place of XLA (`tests/shortcuts.py`) is what JAX itself gives, and is not asked where programs are counted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.compilations import compilations
+from tests.shortcuts import no_shortcuts
+
+X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 7
+MOVED = {
+    "array": lambda: jnp.asarray(X),
+    "integers of 64 bits": lambda: jnp.asarray(np.arange(5)),
+    "zeros": lambda: jnp.zeros((2, 3), jnp.bfloat16),
+    "a weak number": lambda: jnp.full((2, 3), 2.0),
+    "count": lambda: jnp.arange(7),
+    "rounded": lambda: jnp.asarray(X).astype(jnp.bfloat16),
+    "cut off": lambda: jnp.asarray(X).astype(jnp.int8),
+    "shorter integers": lambda: jnp.arange(250, 260).astype(jnp.int8),
+    "last": lambda: jnp.asarray(X)[-1, ..., 1:],
+    "steps": lambda: jnp.asarray(X)[:, ::2, None],
+    "turned": lambda: jnp.asarray(X).T.reshape(6, 4),
+    "joined": lambda: jnp.concatenate([jnp.asarray(X), jnp.ones((2, 1, 4), jnp.float32)], axis=1),
+    "mapped": lambda: jax.vmap(lambda x: jnp.broadcast_to(x[0], (5, 4)))(jnp.asarray(X)),
+}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("name", MOVED)
+def test_moved_as_by_jax(name, wide):
+    with jax.enable_x64(wide):
+        found = MOVED[name]()
+        with no_shortcuts():
+            expected = MOVED[name]()
+    assert found.aval == expected.aval and found.weak_type == expected.weak_type
+    assert found.sharding == expected.sharding and found.committed == expected.committed
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_programs_are_counted():
+    with compilations() as found:
+        jnp.zeros((3, 1, 5, 1, 2, 7))
+    assert found
+
+
+def test_nothing_is_moved_beside_what_was_placed():
+    """Numpy's results are on no mesh, and on the default device."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    placed = jax.device_put(X, jax.NamedSharding(mesh, jax.P("x")))
+    assert placed.reshape(2, 12).sharding.spec == jax.P("x", None)
+    second = jax.device_put(X, jax.devices()[1])
+    assert second[0].devices() == {jax.devices()[1]}
+
+
+def test_numbers_drawn_are_even():
+    drawn = np.asarray(jax.random.bits(jax.random.key(0), (64, 1000)))
+    ones = np.unpackbits(drawn.view(np.uint8), axis=None).mean()
+    assert abs(ones - 0.5) < 0.005 and len(np.unique(drawn)) > 0.9999 * drawn.size
+    keys = jax.random.split(jax.random.key(1), 200)
+    rows = np.asarray(jax.vmap(lambda key: jax.random.normal(key, (100,)))(keys), np.float64)
+    assert abs(rows.mean()) < 0.03 and abs(rows.std() - 1) < 0.03
+    for related in (np.corrcoef(rows), np.corrcoef(rows.T)):
+        assert np.abs(related - np.eye(len(related))).max() < 0.6
