@@ -87,7 +87,8 @@ def _moving(rule: Callable[..., Any], usual: Callable[..., Any]) -> Callable[...
             given = {name: value for name, value in params.items() if name != "sharding"}
             found = rule(*map(np.asarray, args), **given)
             if found is not None:
-                return jax.device_put(np.array(found, order="C"))
+                # A copy of a copy, which JAX alone holds: so it can be donated.
+                return jax.device_put(jax.device_put(np.asarray(found, order="C")), may_alias=False)
         return usual(*args, **params)
 
     return impl
@@ -155,10 +156,11 @@ def _draw_with_a_short_hash() -> None:
 
 def _hash(key1: Any, key2: Any, x1: Any, x2: Any) -> tuple[Any, Any]:
     first = _mix(_mix(x2 + key1) + x1 ^ key2)
-    return first, _mix(first + key1 + np.uint32(0x9E3779B9))
+    return first, _mix(first + key1)
 
 
 def _mix(x: Any) -> Any:
-    x = (x ^ lax.shift_right_logical(x, np.uint32(16))) * np.uint32(0x7FEB352D)
-    x = (x ^ lax.shift_right_logical(x, np.uint32(15))) * np.uint32(0x846CA68B)
-    return x ^ lax.shift_right_logical(x, np.uint32(16))
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(shift)))
+        x = lax.mul(x, np.uint32(factor))
+    return lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(16)))
