@@ -23,15 +23,15 @@ _CHECKED = "checked" in _ASKED
 _DEAR = pathlib.Path(__file__).with_name("dear_cases.txt")
 _ROOMS = "attention cells convolution custom matmul nn normalization paged pooling recurrence selective_scan sequences weights".split()
 # JAX makes so many objects that looking for garbage among them takes long; little of it is large.
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(50_000, 20, 100)
 # Programs that run once: the CPU's newer emitters take four times as long to make them, and parts of a program are for more cores.
 _QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 
 
-def _known(flag: str) -> bool:
-    """Whether this version of XLA has the flag: it aborts the process over one that it has not."""
+def _known(*flags: str) -> bool:
+    """Whether this version of XLA has the flags: it aborts the process over one that it has not."""
     script = "import resource, jaxlib.xla_client as x; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); x.make_cpu_client()"
-    environment = {**os.environ, "XLA_FLAGS": flag}
+    environment = {**os.environ, "XLA_FLAGS": " ".join(flags)}
     return (
         subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True).returncode == 0
     )
@@ -46,12 +46,17 @@ if "PYTEST_XDIST_WORKER" in os.environ and "--xla_cpu_multi_thread_eigen" not in
     _flags += " --xla_cpu_multi_thread_eigen=false"
 if not _OPTIMISED:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in the processes that tests start, too
-    _flags = " ".join([_flags, *(flag for flag in _QUICK_FLAGS if flag not in _flags and _known(flag))])
+    _quick = [flag for flag in _QUICK_FLAGS if flag not in _flags]
+    _flags = " ".join([_flags, *(_quick if not _quick or _known(*_quick) else filter(_known, _quick))])
 os.environ["XLA_FLAGS"] = _flags.strip()
 # A program that one worker has compiled is read by the others, and by later runs where the variable names a folder that stays.
 if "EJKERNEL_EQX_TESTS_PROGRAMS" not in os.environ:
     os.environ["EJKERNEL_EQX_TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="ejkernel_eqx-programs-")
     atexit.register(shutil.rmtree, os.environ["EJKERNEL_EQX_TESTS_PROGRAMS"], ignore_errors=True)
+    # For one run, programs that compile faster than this are not worth storing.
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+else:
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Several processes share one GPU: none of them may reserve most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Nothing that the tests tune may reach the tables of whoever runs them, and no such table may decide what is tested. Processes that
@@ -69,7 +74,6 @@ from tests.shortcuts import take_shortcuts  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", os.environ["EJKERNEL_EQX_TESTS_PROGRAMS"])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 

@@ -321,6 +321,7 @@ RANGED = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", RANGED)
 def test_bounds_in_one_launch(kind, seed):
@@ -361,7 +362,9 @@ def test_bounds_in_one_launch(kind, seed):
     first, past, kinds = (np.asarray(found[name]) for name in ("first", "past", "kinds"))
     key = np.arange(keys)
     ranged = (key >= first[..., None]) & (key < past[..., None])
-    low, high = (np.asarray(x)[..., None] for x in jax.jit(tile_table.row_ranges, static_argnums=1)(arrays, spec))
+    low, high = (
+        np.asarray(x)[..., None] for x in jax.jit(tile_table.row_ranges, static_argnums=1)(arrays, spec)
+    )
     by_range = np.broadcast_to((key >= low) & (key < high), ranged.shape)
     alike = np.ones_like(by_range)
     if arrays.q_segments is not None:

@@ -51,6 +51,7 @@ def place(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("shape, dtype", [((3, 5, 17), "float32"), ((2, 33), "bfloat16"), ((7,), "float16")])
 @by_name
 def test_values_and_gradients(name, shape, dtype, place):

@@ -212,7 +212,14 @@ def compiled_for(generation: str, name: str, dtype: str = "bfloat16") -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["gated delta softplus", "kernel delta bounded", "state space norm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gated delta softplus",
+        pytest.param("kernel delta bounded", marks=pytest.mark.slow),
+        "state space norm",
+    ],
+)
 def test_gradients_through_what_is_computed_from_smaller(name):
     case = operations.CASES[name]
     arrays, state = case.make(1, 3, dtype=jnp.float32), case.make_state(1, dtype=jnp.float32)
