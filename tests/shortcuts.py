@@ -1,4 +1,5 @@
-"""Ways round what takes JAX longest outside of the programs that are tested. What JAX's internals lack in some version is left as it is."""
+"""Ways round what takes JAX longest outside of the programs that are tested, which are left to XLA. They reach into JAX's internals: where a version
+lacks what they look for, it does as it does for users."""
 
 import contextlib
 import threading

@@ -55,7 +55,7 @@ def test_as_by_jax(name, wide):
 
 def test_programs_are_counted():
     with compilations() as found:
-        jnp.zeros((3, 1, 5, 1, 2, 7)) + 1
+        jax.block_until_ready(jnp.zeros((3, 1, 5, 1, 2, 7)) + 1)
     assert len(found) == 2
 
 
@@ -82,4 +82,4 @@ def test_numbers_drawn_are_even():
     rows = np.asarray(jax.vmap(lambda key: jax.random.normal(key, (100,)))(keys), np.float64)
     assert abs(rows.mean()) < 0.03 and abs(rows.std() - 1) < 0.03
     for related in (np.corrcoef(rows), np.corrcoef(rows.T)):
-        assert np.abs(related - np.eye(len(related))).max() < 0.6
+        assert np.abs(related - np.eye(len(np.atleast_1d(related)))).max() < 0.6
