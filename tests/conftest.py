@@ -136,9 +136,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _others(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
     """The cases beside `number` chosen ones: each next one has the most values of parameters that none before has."""
     left = [case for case in cases if not case.get_closest_marker("slow")]
+    # Objects are told apart by their place: not all can be compared, and a value that cases share is one object.
+    values_of = lambda case: {(name, id(value)) for name, value in case.callspec.params.items()}
     seen: set[tuple[str, int]] = set()
     for _ in range(min(number, len(left))):
-        values = [set(case.callspec.indices.items()) for case in left]
+        values = [values_of(case) for case in left]
         best = max(range(len(left)), key=lambda i: (len(values[i] - seen), zlib.crc32(left[i].name.encode())))
         seen |= values[best]
         del left[best]
