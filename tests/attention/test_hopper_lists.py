@@ -168,7 +168,7 @@ def test_programs_end_whatever_lists_the_device_builds(share):
         assert len(stored[0]) == len(stored[1]) == (mine[..., 0] >= 0).sum()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("heads", [1, H])
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (40, 5)])
 def test_lists_of_maps(heads, window):

@@ -211,13 +211,14 @@ def compiled_for(generation: str, name: str, dtype: str = "bfloat16") -> None:
     tpus.compile_ahead(generation, call, *arrays)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [
-        "gated delta softplus",
-        pytest.param("kernel delta bounded", marks=pytest.mark.slow),
         "state space norm",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gated delta softplus", "kernel delta bounded")
+        ),
     ],
 )
 def test_gradients_through_what_is_computed_from_smaller(name):
