@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import zlib
 
 _ASKED = os.environ.get("EJKERNEL_EQX_TESTS", "").split()
@@ -23,14 +22,16 @@ _CHECKED = "checked" in _ASKED
 # Cases that took long when the suite was last timed, by the ids that pytest prints: they are slow too.
 _DEAR = pathlib.Path(__file__).with_name("dear_cases.txt")
 _ROOMS = "attention cells convolution custom matmul nn normalization paged pooling recurrence selective_scan sequences weights".split()
+# JAX makes so many objects that looking for garbage among them takes long; little of it is large.
+gc.set_threshold(50_000, 20, 100)
 # Programs that run once: the CPU's newer emitters take four times as long to make them, and parts of a program are for more cores.
 _QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 
 
-def _known(flag: str) -> bool:
-    """Whether this version of XLA has the flag: it aborts the process over one that it has not."""
+def _known(*flags: str) -> bool:
+    """Whether this version of XLA has the flags: it aborts the process over one that it has not."""
     script = "import resource, jaxlib.xla_client as x; resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); x.make_cpu_client()"
-    environment = {**os.environ, "XLA_FLAGS": flag}
+    environment = {**os.environ, "XLA_FLAGS": " ".join(flags)}
     return (
         subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True).returncode == 0
     )
@@ -45,12 +46,17 @@ if "PYTEST_XDIST_WORKER" in os.environ and "--xla_cpu_multi_thread_eigen" not in
     _flags += " --xla_cpu_multi_thread_eigen=false"
 if not _OPTIMISED:
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in the processes that tests start, too
-    _flags = " ".join([_flags, *(flag for flag in _QUICK_FLAGS if flag not in _flags and _known(flag))])
+    _quick = [flag for flag in _QUICK_FLAGS if flag not in _flags]
+    _flags = " ".join([_flags, *(_quick if not _quick or _known(*_quick) else filter(_known, _quick))])
 os.environ["XLA_FLAGS"] = _flags.strip()
 # A program that one worker has compiled is read by the others, and by later runs where the variable names a folder that stays.
 if "EJKERNEL_EQX_TESTS_PROGRAMS" not in os.environ:
     os.environ["EJKERNEL_EQX_TESTS_PROGRAMS"] = tempfile.mkdtemp(prefix="ejkernel_eqx-programs-")
     atexit.register(shutil.rmtree, os.environ["EJKERNEL_EQX_TESTS_PROGRAMS"], ignore_errors=True)
+    # For one run, programs that compile faster than this are not worth storing.
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+else:
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Several processes share one GPU: none of them may reserve most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Nothing that the tests tune may reach the tables of whoever runs them, and no such table may decide what is tested. Processes that
@@ -62,38 +68,17 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.shortcuts import take_shortcuts  # noqa: E402
+
 # What a user may switch on must work: an implicit promotion between dtypes or ranks is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", os.environ["EJKERNEL_EQX_TESTS_PROGRAMS"])
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _keep_contexts() -> None:
-    """JAX makes an MLIR context for each program that it lowers, which takes longer than the lowering of most. One serves for a while: what it
-    has seen, constants among it, it never lets go. Not in other threads: XLA's, which partition a program, come and go."""
-    try:
-        from jax._src.interpreters import mlir
-
-        make = mlir.make_ir_context
-    except (ImportError, AttributeError):  # another version of JAX: nothing but time depends on it
-        return
-    uses, kept = 0, None
-
-    def make_ir_context():
-        nonlocal uses, kept
-        if threading.current_thread() is not threading.main_thread():
-            return make()
-        if kept is None or uses == 100:
-            uses, kept = 0, make()
-        uses += 1
-        return kept
-
-    mlir.make_ir_context = make_ir_context
-
-
-_keep_contexts()
+if not _OPTIMISED:
+    take_shortcuts()
 
 
 def _checked_modules(package: str) -> list[str]:
@@ -151,13 +136,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _others(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
     """The cases beside `number` chosen ones: each next one has the most values of parameters that none before has."""
     left = [case for case in cases if not case.get_closest_marker("slow")]
+    # Objects are told apart by their place: not all can be compared, and a value that cases share is one object.
+    values_of = lambda case: {(name, id(value)) for name, value in case.callspec.params.items()}
     seen: set[tuple[str, int]] = set()
     for _ in range(min(number, len(left))):
-        values = [set(case.callspec.indices.items()) for case in left]
+        values = [values_of(case) for case in left]
         best = max(range(len(left)), key=lambda i: (len(values[i] - seen), zlib.crc32(left[i].name.encode())))
         seen |= values[best]
         del left[best]
     return left
+
+
+def pytest_collection_finish() -> None:
+    """What was made so far stays: it is not looked at again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,15 +19,12 @@ from ejkernel_eqx.dispatch import device_facts, kernel_registry, memory_cache, P
 from ejkernel_eqx.dispatch.persistent import store
 from ejkernel_eqx.tuning.result import record_for
 from tests import functional_stub
+from tests.attention.dense import normal
 from tests.compilations import compilations
 
 INTERNAL: Any = functional
 OPERATIONS = functional_stub.operations()
 by_operation = pytest.mark.parametrize("cls", OPERATIONS, ids=lambda cls: cls.operation)
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def cache() -> ejx.PagedKVCache:

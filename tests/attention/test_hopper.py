@@ -321,6 +321,7 @@ RANGED = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", RANGED)
 def test_bounds_in_one_launch(kind, seed):
@@ -351,15 +352,19 @@ def test_bounds_in_one_launch(kind, seed):
     marks = found["marks"][:, :keys]
     # Keys that no range reaches count as padding: the bounds may be tighter.
     marked = arrays if arrays.q_segments is None else arrays._replace(kv_segments=marks)
-    np.testing.assert_array_equal(found["tiles"], tile_table.key_tile_table(marked, spec, block_q, block_k))
+    table = jax.jit(tile_table.key_tile_table, static_argnums=(1, 2, 3))(marked, spec, block_q, block_k)
+    np.testing.assert_array_equal(found["tiles"], table)
     assert found["no_taken"][0] == 0 and found["marks"].shape == (batch, -(-keys // block_k) * block_k)
-    seen = np.broadcast_to(tile_table.seen(arrays, spec).keys, (batch, keys))
+    seen = jax.jit(lambda arrays: tile_table.seen(arrays, spec).keys)(arrays)
+    seen = np.broadcast_to(seen, (batch, keys))
     np.testing.assert_array_equal(marks >= 0, seen != 0)
     # The range of each query is what it sees, unless the keys of a segment are apart: then it is what it sees by ranges alone.
     first, past, kinds = (np.asarray(found[name]) for name in ("first", "past", "kinds"))
     key = np.arange(keys)
     ranged = (key >= first[..., None]) & (key < past[..., None])
-    low, high = (np.asarray(x)[..., None] for x in tile_table.row_ranges(arrays, spec))
+    low, high = (
+        np.asarray(x)[..., None] for x in jax.jit(tile_table.row_ranges, static_argnums=1)(arrays, spec)
+    )
     by_range = np.broadcast_to((key >= low) & (key < high), ranged.shape)
     alike = np.ones_like(by_range)
     if arrays.q_segments is not None:

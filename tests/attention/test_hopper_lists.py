@@ -27,6 +27,7 @@ HOPPER = DEVICES["sm_90"]
 MAP = Mask.from_blocks(np.random.default_rng(0).random((64, 64)) < 0.1, 128)
 BY_HEAD = Mask.from_blocks(np.random.default_rng(0).random((16, 64, 64)) < 0.1, 128)
 WIDE = Mask.causal() & (Mask.sliding_window(1000) | Mask.global_tokens(100))
+listed = jax.jit(lists.listed, static_argnums=(1, 2, 3, 4))
 BIG: dict[str, Any] = dict(batch=2, queries=8192, keys=8192, heads=16, kv_heads=16)
 
 
@@ -94,7 +95,7 @@ def resolved(mask: Any, t: int, s: int) -> tuple[AttentionArrays, AttentionSpec]
 
 def listed_pairs(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape, programs: int) -> np.ndarray:
     """`[B, H, T, S]`: which pairs the kernel would see; a tile that is taken twice is an error."""
-    found = lists.listed(arrays, spec, shape, 2, programs)
+    found = listed(arrays, spec, shape, 2, programs)
     table, entries, patterns = (np.asarray(x) for x in (found.schedule, found.entries, found.patterns))
     bits = None if found.bits is None else np.asarray(found.bits)
     batch, _, heads, _ = arrays.q.shape
@@ -135,7 +136,7 @@ def test_lists_of_patterns(name):
     shape, expected = Shape(T, S, 32, 32), defined(PATTERNS[name].sees)
     for programs in (1, 5):
         assert (listed_pairs(arrays, spec, shape, programs) == expected).all()
-    check_seen(lists.seen_keys(arrays, spec, shape), expected[None], shape)
+    check_seen(jax.jit(lists.seen_keys, static_argnums=(1, 2))(arrays, spec, shape), expected[None], shape)
 
 
 def check_seen(found: Any, expected: np.ndarray, shape: Shape) -> None:
@@ -160,13 +161,14 @@ def test_programs_end_whatever_lists_the_device_builds(share):
     kernels = pytest.importorskip("ejkernel_eqx.attention.triton.hopper.listed_kernel", exc_type=ImportError)
     table = np.random.default_rng(0).random((2, H, 4, 4)) < share
     arrays, spec = resolved(Mask.from_blocks(jnp.asarray(table), 64), 250, 250)
-    found = lists.listed(arrays, spec, Shape(250, 250, 128, 64), 2, 3)
+    found = listed(arrays, spec, Shape(250, 250, 128, 64), 2, 3)
     for program in range(3):
         mine = np.asarray(found.schedule)[:, program].copy()[:, None]
         stored = followed(kernels, mine, np.asarray(found.entries), (H, 250, 250), 2, 64).stored
         assert len(stored[0]) == len(stored[1]) == (mine[..., 0] >= 0).sum()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("heads", [1, H])
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (40, 5)])
 def test_lists_of_maps(heads, window):
@@ -187,7 +189,7 @@ def test_lists_of_maps(heads, window):
     for size in ((64, 64), (32, 32), (64, 32)):
         shape = Shape(t, s, *size)
         assert (listed_pairs(arrays, spec, shape, 5) == expected).all()
-        found = lists.seen_keys(arrays, spec, shape)
+        found = jax.jit(lists.seen_keys, static_argnums=(1, 2))(arrays, spec, shape)
         assert found is None or window != (None, None)
         check_seen(found, expected, shape)
 

@@ -118,7 +118,7 @@ def test_steps_are_the_visible_tiles(kind, by_key):
         heads = 4
     steps, _ = (key_steps if by_key else query_steps)(arrays, spec, 128, 128)
     assert isinstance(steps.count, int) == (kind == "causal") and steps.split_heads == (heads == 4)
-    seen = np.asarray(visibility(arrays, spec))  # [B, H, T, S]
+    seen = np.asarray(jax.jit(visibility, static_argnums=1)(arrays, spec))  # [B, H, T, S]
     padded = np.pad(seen, ((0, 0), (0, 0), (0, 40), (0, 12)))
     some: Any = padded.reshape(2, 4, 5, 128, 4, 128).any((3, 5))
     table = np.asarray(steps.table).reshape(-1, steps.stride)

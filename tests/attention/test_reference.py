@@ -3,11 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.attention.philox import philox_keep, threshold
-from ejkernel_eqx.attention.reference import attend
+from ejkernel_eqx.attention import philox, reference
+from ejkernel_eqx.attention.philox import threshold
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
 from tests.attention.cases import Case, EVERYTHING, make
 from tests.tolerances import assert_close
+
+attend = jax.jit(reference.attend, static_argnums=1)
+philox_keep = jax.jit(philox.philox_keep, static_argnums=3)
 
 
 def _philox_numpy(seeds, rows, keys):

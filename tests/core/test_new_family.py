@@ -1,5 +1,7 @@
 """What follows from a family's declaration: gradients, mapped calls, steps, meshes, tuning, on a family that the package does not know."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,15 +28,14 @@ def exact(*given: np.ndarray) -> tuple[np.ndarray, ...]:
     with jax.enable_x64(True):
         wide = [jnp.asarray(a, jnp.float64) for a in given]
         call = lambda *a: reference(Arrays(*a))
-        grads = jax.grad(lambda *a: loss(*call(*a)), argnums=(0, 1, 2))(*wide)
-        return tuple(map(np.asarray, (*call(*wide), *grads)))
+        return tuple(map(np.asarray, jax.jit(functools.partial(everything, call))(*wide)))
 
 
 def loss(out, final):
     return (out**2).sum() + (final**3).sum()
 
 
-def everything(op: LeakyIntegrator, *given):
+def everything(op, *given):
     return (*op(*given), *jax.grad(lambda *a: loss(*op(*a)), argnums=(0, 1, 2))(*given))
 
 
@@ -73,9 +74,10 @@ def test_a_step_is_one_token(platform):
         out, state = jax.jit(op.step)(x[:, t], decay, state)
         assert_close(out, whole[:, t])
     total = lambda call, *a: sum((y**2).sum() for y in call(*a))
-    found = jax.grad(lambda *a: total(op.step, *a), argnums=(0, 1, 2))(x[:, 0], decay, np.asarray(state))
+    gradient = lambda call: jax.jit(jax.grad(lambda *a: total(call, *a), argnums=(0, 1, 2)))
+    found = gradient(op.step)(x[:, 0], decay, np.asarray(state))
     plain = lambda *a: step(StepArrays(*a))
-    wanted = jax.grad(lambda *a: total(plain, *a), argnums=(0, 1, 2))(x[:, 0], decay, np.asarray(state))
+    wanted = gradient(plain)(x[:, 0], decay, np.asarray(state))
     for got, want in zip(found, wanted, strict=True):
         assert_close(got, want, kind="gradient")
 

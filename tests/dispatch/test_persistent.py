@@ -351,31 +351,3 @@ def test_construction_reads_a_table_once_and_writes_nothing(tmp_path, monkeypatc
     os.utime(user_cache(device_facts(), TOY.core).path, ns=(1, 1))  # as if another process had written it
     assert chosen().config == FastConfig(8) and chosen().config == FastConfig(8) and len(read) == 1
     assert {path.name for path in before} == {path.name for path in tmp_path.rglob("*")}
-
-
-def test_importing_and_building_write_nothing(tmp_path):
-    """A home of its own, in which nothing may appear; no file outside the interpreter's and the package's is opened on import."""
-    program = """
-import sys
-opened = []
-import jax, equinox, filelock
-sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-import ejkernel_eqx as ejx
-inside = tuple(path for path in sys.path if path) + (sys.prefix, sys.base_prefix)
-outside = [name for name in opened if not name.startswith(inside)]
-assert not outside, outside
-assert not [name for name in opened if name.endswith(".json")], opened
-ejx.FlashAttention(causal=True)
-"""
-    source = str(pathlib.Path(ejx.__file__).parents[1])
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("EJKERNEL")}
-    environment |= {
-        "HOME": str(tmp_path),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
-        "PYTHONPATH": source,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert list(tmp_path.rglob("*")) == []

@@ -161,7 +161,7 @@ def _engine(examples, mixer, layers=None, platform=None, **options):
     return examples.serving.Engine(_model(examples, mixer, layers, platform), **(sizes | options))
 
 
-@pytest.fixture(scope="module", params=["attention", HYBRID])
+@pytest.fixture(scope="module", params=[pytest.param("attention", marks=pytest.mark.slow), HYBRID])
 def engine(request, examples):
     """One for many tests, so that its programs are compiled once. Every test leaves it empty."""
     engine = _engine(examples, request.param)

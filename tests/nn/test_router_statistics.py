@@ -9,11 +9,12 @@ import pytest
 from ejkernel_eqx import nn
 from ejkernel_eqx.nn.moe.routing import Choice, choose
 from ejkernel_eqx.nn.moe.statistics import statistics_of
+from tests.attention.dense import quick
 from tests.nn.experts import build, EMBED, inputs
 from tests.tolerances import assert_close
 
-LOGITS = 2 * jax.random.normal(jax.random.key(0), (3, 20, 5))  # of three layers
-REAL = jax.random.bernoulli(jax.random.key(1), 0.7, (20,))
+LOGITS = jnp.asarray(2 * np.random.default_rng(0).standard_normal((3, 20, 5), np.float32))  # of three layers
+REAL = jnp.asarray(np.random.default_rng(1).random(20) < 0.7)
 
 
 def balance(logits, real, top_k):
@@ -32,6 +33,7 @@ def z_loss(logits, real):
     return np.sum(z**2 * weights) / weights.sum()
 
 
+@quick
 def statistics(logits, real=None):
     return statistics_of(choose(logits, Choice(5, 2)), "softmax", real)
 
@@ -41,7 +43,7 @@ def statistics(logits, real=None):
 def test_losses_of_several_layers(real):
     """In one, in a sequence, and stacked."""
     layers = [statistics(logits, real) for logits in LOGITS]
-    stacked = jax.vmap(lambda logits: statistics(logits, real))(LOGITS)
+    stacked = quick(jax.vmap(lambda logits: statistics(logits, real)))(LOGITS)
     mask = np.ones(20, bool) if real is None else real
     for given in (layers, stacked, [stacked]):
         assert_close(nn.load_balancing_loss(given), balance(LOGITS, mask, 2))

@@ -211,8 +211,16 @@ def compiled_for(generation: str, name: str, dtype: str = "bfloat16") -> None:
     tpus.compile_ahead(generation, call, *arrays)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["gated delta softplus", "kernel delta bounded", "state space norm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "state space norm",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gated delta softplus", "kernel delta bounded")
+        ),
+    ],
+)
 def test_gradients_through_what_is_computed_from_smaller(name):
     case = operations.CASES[name]
     arrays, state = case.make(1, 3, dtype=jnp.float32), case.make_state(1, dtype=jnp.float32)
