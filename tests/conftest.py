@@ -68,7 +68,7 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.shortcuts import take_shortcuts  # noqa: E402
+from tests.shortcuts import keep_contexts, take_shortcuts  # noqa: E402
 
 # What a user may switch on must work: an implicit promotion between dtypes or ranks is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -77,7 +77,8 @@ jax.config.update("jax_compilation_cache_dir", os.environ["EJKERNEL_EQX_TESTS_PR
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-if not _OPTIMISED:
+keep_contexts()
+if not _OPTIMISED and not _CHECKED:  # the slow part runs everything as it does for users
     take_shortcuts()
 
 

@@ -18,8 +18,7 @@ _whole = False
 
 
 def take_shortcuts() -> None:
-    """All of them, for this process."""
-    _keep_contexts()
+    """Those that leave operations out of XLA, for this process."""
     _compute_in_numpy()
     _draw_with_a_short_hash()
 
@@ -35,7 +34,7 @@ def no_shortcuts() -> Iterator[None]:
         _whole = before
 
 
-def _keep_contexts() -> None:
+def keep_contexts() -> None:
     """JAX makes an MLIR context for each program that it lowers, which takes longer than the lowering of most. One serves for a while: what it
     has seen, constants among it, it never lets go. Not in other threads: XLA's, which partition a program, come and go."""
     try:
