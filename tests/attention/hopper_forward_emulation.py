@@ -89,6 +89,7 @@ class Device(hopper_emulation.Device):
                 _await_turn=self._await_own, _give_turn=lambda consumer: self.own.turns[consumer].release(),
                 _take=self._taken, _taken=lambda number: number, _least=lambda number: number,
                 _within=_within, _capped=_capped, _rescaled=_rescaled,
+                _write=lambda letters, at, number: letters.index(at).store(tensor(np.asarray([number], np.int32))),
             )  # fmt: skip
         return self.world
 
