@@ -89,7 +89,7 @@ class Device(hopper_emulation.Device):
                 _await_turn=self._await_own, _give_turn=lambda consumer: self.own.turns[consumer].release(),
                 _take=self._taken, _taken=lambda number: number, _least=lambda number: number,
                 _within=_within, _capped=_capped, _rescaled=_rescaled,
-                _write=lambda letters, at, number: letters.index(at).store(tensor(np.asarray([number], np.int32))),
+                _write=_written,
             )  # fmt: skip
         return self.world
 
@@ -137,6 +137,11 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
 
 def _store(pointer: Pointer, value: Tensor, mask: Any) -> None:
     pointer.array.reshape(-1)[np.asarray(pointer.at)[mask]] = value[mask]
+
+
+def _written(letters: Any, at: int, number: int) -> None:
+    """In one word."""
+    letters.index(at).store(tensor(np.asarray([number], np.int32)))
 
 
 def _rescaled(acc: Tensor, alpha: Tensor, patience: int) -> Any:
