@@ -88,7 +88,6 @@ HEADS = Letters.of(
     },
     heads="H",
 )
-_CHANNELS = {"x": -1, "weight": -2, "bias": -1, "initial_state": -1}  # which axis they are
 LEARNED = ("x", "weight", "bias", "initial_state")
 SHARED = frozenset({"weight", "bias"})
 RESULTS = ("out", "final_state")  # [*, T, C] and [*, N, K, C], in the dtype of x
@@ -103,15 +102,14 @@ def by_head(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
     size = spec.norm_size
     if size is None:
         return arrays
-    return _reshaped(arrays, lambda name, x: split_heads(x, _CHANNELS[name] % x.ndim, size))
+    return _reshaped(arrays, lambda name, x: split_heads(x, _channels(name, x), size))
 
 
 def merged(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
     """The arrays of a call with one axis of channels."""
     if spec.norm_size is None:
         return arrays
-    at = {"x": -2, "weight": -3, "bias": -2, "initial_state": -2}
-    return _reshaped(arrays, lambda name, x: _merge(x, at[name] % x.ndim))
+    return _reshaped(arrays, lambda name, x: _merge(x, _channels(name, x) - 1))
 
 
 def merged_results(results: Mapping[str, Array], spec: ConvSpec) -> dict[str, Array]:
@@ -124,8 +122,12 @@ def as_called(results: Mapping[str, Array], spec: ConvSpec) -> dict[str, Array]:
     size = spec.norm_size
     if size is None:
         return dict(results)
-    axis = {name: x.ndim - 2 if name == "weight" else x.ndim - 1 for name, x in results.items()}
-    return {name: split_heads(x, axis[name], size) for name, x in results.items()}
+    return {name: split_heads(x, _channels(name, x), size) for name, x in results.items()}
+
+
+def _channels(name: str, x: Array) -> int:
+    """Which axis of an array or a result the channels are; of those by head, the channels of a head."""
+    return x.ndim - (2 if name == "weight" else 1)
 
 
 def _reshaped(arrays: ConvArrays, change: Callable[[str, Array], Array]) -> ConvArrays:
@@ -145,8 +147,9 @@ def split_heads(x: Array, axis: int, size: int) -> Array:
 
 def split_of(arrays: ConvArrays) -> Any:
     """Over which mesh axes the types split channels: the first array that does so decides, as in calls without a norm."""
-    given = (spec_of(x)[_CHANNELS[name]] for name in LEARNED if (x := getattr(arrays, name)) is not None)
-    return next((entry for entry in given if entry), None)
+    given = {name: x for name in LEARNED if (x := getattr(arrays, name)) is not None}
+    entries = (spec_of(x)[_channels(name, x)] for name, x in given.items())
+    return next((entry for entry in entries if entry), None)
 
 
 def channels_as(result: Array, split: Any) -> Array:

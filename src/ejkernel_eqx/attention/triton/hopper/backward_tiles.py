@@ -11,7 +11,7 @@ NARROWEST, WIDEST = 64, 128
 PROGRAMS = 132
 """Programs that are started: one for each multiprocessor of the largest Hopper. Where there are fewer, the last ones find nothing left to do."""
 _CACHED_BYTES = 32 * 2**20
-_APART = {64: 32, 128: 32, 256: 16}
+_APART = {64: 32, 128: 32, 256: 16}  # by the padded head dim
 _LEAST_LENGTH = 1024
 """Queries, and keys in a window, from which on this kernel is the default."""
 _LEAST_PROGRAMS = 2
