@@ -83,6 +83,13 @@ class Barriers(list):
         return self[int(at)]
 
 
+_BARRIERS = types.SimpleNamespace(
+    MBarrierLayout=lambda: Barriers, init=lambda b, count: b.__init__(count),
+    wait=lambda b, parity, pred=True: b.wait(parity) if pred else None,
+    arrive=lambda b, count, pred=True: b.arrive(count) if pred else None, expect=lambda b, size: b.arrive(1, size),
+)  # fmt: skip
+
+
 class Descriptor:
     """A tensor in device memory, and the boxes that are copied from and to it."""
 
@@ -181,18 +188,9 @@ class Device:
                 convert_layout=lambda x, layout: x, allocate_shared_memory=_allocated, warp_specialize=self._specialised, NVMMASharedLayout=_NoLayout,
                 **dict.fromkeys("NVMMADistributedLayout DotOperandLayout SliceLayout BlockedLayout SwizzledSharedLayout".split(), lambda *_: None),
             )  # fmt: skip
-            barriers = types.SimpleNamespace(
-                MBarrierLayout=lambda: Barriers, init=lambda b, count: b.__init__(count), wait=lambda b, parity: b.wait(parity),
-                arrive=lambda b, count: b.arrive(count), expect=lambda b, size: b.arrive(1, size),
-            )  # fmt: skip
-            copies = types.SimpleNamespace(
-                make_tensor_descriptor=lambda ptr, shape, strides, block, layout: Descriptor(ptr, shape, strides, block),
-                async_copy_global_to_shared=lambda desc, at, barrier, buffer: desc.load(at, barrier, buffer),
-                async_copy_shared_to_global=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, False)), store_wait=self._stored,
-            )  # fmt: skip
             self.world = dict(
-                gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None, _meet=lambda: self.own.met.wait(LIMIT),
-                _claimed=self._claimed,
+                gl=language, tl=language, mbarrier=_BARRIERS, tma=self._copies(), fence_async_shared=lambda: None,
+                _meet=lambda: self.own.met.wait(LIMIT), _claimed=self._claimed,
                 warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
                 _add=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, True)), _await_turn=_await_turn, _end_turn=_end_turn,
                 _capped=lambda x, scale, cap, fast, factor, *_: np.tanh(x * (scale / cap)) * factor if cap > 0 else x, _log2=np.log2, LEAST=0.0,
@@ -210,6 +208,13 @@ class Device:
                 function: Any = self.world[name]
                 function.__globals__.update(self.world)
         return self.world
+
+    def _copies(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(
+            make_tensor_descriptor=lambda ptr, shape, strides, block, layout: Descriptor(ptr, shape, strides, block),
+            async_copy_global_to_shared=lambda desc, at, barrier, buffer: desc.load(at, barrier, buffer),
+            async_copy_shared_to_global=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, False)), store_wait=self._stored,
+        )  # fmt: skip
 
     def _specialised(self, parts: Any, warps: Any, registers: Any) -> None:
         assert len(warps) == len(registers) == len(parts) - 1

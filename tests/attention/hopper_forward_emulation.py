@@ -13,6 +13,7 @@ from ejkernel_eqx.launch import run
 from tests.attention import hopper_emulation
 from tests.attention.hopper_emulation import Pointer, Tensor, tensor
 from tests.attention.hopper_protocol import LIMIT
+from tests.tolerances import assert_close
 
 triton = pytest.importorskip("triton")
 
@@ -73,21 +74,11 @@ class Device(hopper_emulation.Device):
                 SliceLayout=lambda axis, parent: types.SimpleNamespace(parent=parent),
                 **dict.fromkeys("DotOperandLayout BlockedLayout SwizzledSharedLayout".split(), lambda *_: None),
             )  # fmt: skip
-            barriers = types.SimpleNamespace(
-                MBarrierLayout=lambda: hopper_emulation.Barriers, init=lambda b, count: b.__init__(count),
-                wait=lambda b, parity, pred=True: b.wait(parity) if pred else None,
-                arrive=lambda b, count, pred=True: b.arrive(count) if pred else None, expect=lambda b, size: b.arrive(1, size),
-            )  # fmt: skip
-            copies = types.SimpleNamespace(
-                make_tensor_descriptor=lambda ptr, shape, strides, block, layout: hopper_emulation.Descriptor(ptr, shape, strides, block),
-                async_copy_global_to_shared=lambda desc, at, barrier, buffer: desc.load(at, barrier, buffer),
-                async_copy_shared_to_global=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, False)), store_wait=self._stored,
-            )  # fmt: skip
             self.world = dict(
-                gl=language, tl=language, mbarrier=barriers, tma=copies, fence_async_shared=lambda: None,
+                gl=language, tl=language, mbarrier=hopper_emulation._BARRIERS, tma=self._copies(), fence_async_shared=lambda: None,
                 warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
                 _await_turn=self._await_own, _give_turn=lambda consumer: self.own.turns[consumer].release(),
-                _take=self._taken, _taken=lambda number: number, _least=lambda number: number,
+                _take=self._claimed, _taken=lambda number: number, _least=lambda number: number,
                 _within=_within, _capped=_capped, _rescaled=_rescaled,
                 _write=_written,
             )  # fmt: skip
@@ -95,9 +86,6 @@ class Device(hopper_emulation.Device):
 
     def _await_own(self, consumer: int) -> None:
         assert self.own.turns[consumer].acquire(timeout=LIMIT), "a turn that nobody gives"
-
-    def _taken(self, pointer: Pointer) -> int:
-        return self._claimed(pointer)
 
 
 def _reduced(function: Any) -> Any:
@@ -163,3 +151,9 @@ def _capped(
         return qk
     s = np.tanh(qk * np.float32(scale / cap)) * np.float32(multiplier)
     return np.exp2(s) if bounded else s
+
+
+def assert_agrees(found: Any, expected: Any, dtype: Any) -> None:
+    """Output and log-sums."""
+    for name, x in zip(("out", "lse"), found, strict=True):
+        assert_close(x, getattr(expected, name), dtype, name=name)
