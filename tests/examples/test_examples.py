@@ -86,6 +86,34 @@ def test_a_mesh_trains_as_one_device(tmp_path, text):
     assert all(abs(x - y) < 1e-3 for (_, x), (_, y) in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2", "tensor=2", "sequence=2"])
+@pytest.mark.parametrize(
+    "options", [[], ["--mlp", "moe"], ["--mixer", "mamba2,kda"]], ids=["", "experts", "recurrent"]
+)
+def test_a_mesh_trains_on_interpreted_kernels(tmp_path, text, mesh, options):
+    """What a GPU runs is opaque to JAX, and so are interpreted kernels. The other axes of the mesh have one device."""
+    pytest.importorskip("triton")
+    folder = [
+        "--data",
+        text,
+        "--steps",
+        2,
+        *SMALL,
+        "--seq-len",
+        32,
+        "--num-kv-heads",
+        2,
+        "--sample-length",
+        2,
+    ]
+    losses = []
+    for name, more in (("alone", []), ("split", ["--mesh", mesh, "--platform", "triton-interpret"])):
+        _run("train_lm.py", *folder, *options, *more, "--out-dir", tmp_path / name, devices=2)
+        losses.append([loss for _, loss in _losses(tmp_path / name)])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -148,6 +148,18 @@ def test_every_mixer(recipe, kind, mixers):
     meshes.agree(found[1], expected[1], "gradient")
 
 
+@pytest.mark.parametrize("split", ["data", pytest.param("sequence", marks=pytest.mark.slow)])
+def test_interpreted_kernels_keep_axes_of_one_device(recipe, split):
+    """The loop over layers carries the residual, whose type names every axis of the mesh. A GPU's kernels are as opaque to JAX."""
+    pytest.importorskip("triton")
+    mixers = ("attention", "gated_linear_attention") * 2
+    options = {"sequence_axis": "sequence", "platform": "triton-interpret", "scan_layers": True}
+    found, _ = over(recipe, model_of(mixers, **options), {split: 2})
+    expected = alone(mixers)
+    meshes.agree(found[0], expected[0])
+    meshes.agree(found[1], expected[1], "gradient")
+
+
 @pytest.mark.slow
 def test_experts_and_packed_rows(recipe):
     mlp = models.MoEConfig({"hidden_dim": 32, "num_experts": 4, "top_k": 2})

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
@@ -299,6 +300,47 @@ def test_on_a_mesh(name, platform, kind, layout):
     for name in case.learned:
         if "automatic" not in kind:
             assert meshes.lies(gradients[0][name], mesh, specs[name]), (name, gradients[0][name].sharding)
+
+
+@pytest.mark.parametrize(
+    "name, size", [*((name, 1) for name in CASES), ("flash", 2), ("linear", 2), ("norm", 2)]
+)
+def test_opaque_results_have_the_types_of_xlas(name, size):
+    """A carry of `lax.scan` keeps its type, whichever platform computes it: mesh axes stay that a kernel does not split, of one device too."""
+    pytest.importorskip("triton")
+    case, axes = CASES[name], (ROWS, HEADS, "tokens", "channels")
+    mesh = jax.make_mesh((2, 2, size, 1), axes, axis_types=(AxisType.Explicit,) * 4)
+
+    def spec_of(x: jax.Array, known: tuple[str | None, ...]) -> P:
+        """With rows, also tokens and channels are split, and heads where they are."""
+        if not known or known[0] != ROWS:
+            return P(*known)
+        free = iter(axes[2:])
+        entries = (*known, *(None,) * (x.ndim - len(known)))
+        return P(
+            *(
+                next(free, None) if entry is None and n % size == 0 else entry
+                for entry, n in zip(entries, x.shape, strict=True)
+            )
+        )
+
+    specs = {name: spec_of(x, case.specs[name]) for name, x in case.arrays.items()}
+    arrays = meshes.place(mesh, case.arrays, specs)
+
+    def types(platform: str) -> list[str]:
+        def everything(arrays):
+            learned = {name: arrays[name] for name in case.learned}
+            results, pull = jax.vjp(
+                lambda learned: leaves(case.build(platform)(**{**arrays, **learned})), learned
+            )
+            return results, pull(results)
+
+        return [str(x) for x in jax.jit(everything).trace(arrays).jaxpr.out_avals]
+
+    expected = types("xla")
+    assert types("triton-interpret") == expected
+    # A step has no tokens, and latents are read by rows that have both.
+    assert any("tokens" in x for x in expected) or "step" in name or name == "absorbed latent"
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from ..paged.arguments import (
 )
 from ..paged.cache.pages import read_array
 from ..paged.operation import finish
+from ..parallel import match_sharding
 from .arguments import read_latents, read_weights
 
 # Its kernels are those of attention over pages.
@@ -260,7 +261,7 @@ def absorbed(q: Array, w_uk: Array) -> Array:
     """Queries `[..., T, H, Dn + Dr]` as `[..., T, H, R + Dr]`: their first part multiplied by the weight `[H, Dn, R]` of the keys."""
     own, rope = jnp.split(q, [w_uk.shape[1]], axis=-1)
     own = jnp.einsum("...hd,hdr->...hr", own, w_uk.astype(q.dtype), precision=_precision(q))
-    return jnp.concatenate([own, rope], axis=-1)
+    return jnp.concatenate([own, match_sharding(rope, own)], axis=-1)
 
 
 def expanded(out: Array, w_uv: Array) -> Array:

@@ -139,6 +139,19 @@ class Layout:
 
         return of(self.axes, shapes), of(self.out_axes, out_shapes)
 
+    def seen_specs(
+        self,
+        mesh: Mapping[str, int],
+        known: Sequence[Sequence[Any]],
+        shapes: Sequence[Shape],
+        out_shapes: Sequence[Shape],
+    ) -> list[PartitionSpec]:
+        """The partition specs of the outputs of an operation that the compiler sees into, which keeps every axis split that its arguments
+        share, whether a kernel can split it or not."""
+        seen = dataclasses.replace(self, split=lambda name: True, summed=True)
+        assigned = seen.assign(mesh, known, [*shapes, *out_shapes])
+        return seen.specs(mesh, assigned, shapes, out_shapes)[1]
+
     def divide(
         self,
         function: Callable[..., tuple[jax.Array, ...]],

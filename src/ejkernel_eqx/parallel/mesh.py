@@ -37,10 +37,9 @@ def over_explicit_mesh(
     flat, treedef = jax.tree.flatten(args)
     flat_outs, out_treedef = jax.tree.flatten(outs := output_shapes(function, args))
     letters = [tuple(a.letters for a in jax.tree.leaves(tree)) for tree in (axes, out_axes(outs))]
-    layout = Layout(letters[0], letters[1], lambda name: True, group, summed=True)
+    layout = Layout(letters[0], letters[1], lambda name: True, group)
     shapes, out_shapes = [x.shape for x in flat], [x.shape for x in flat_outs]
-    assigned = layout.assign(mesh.shape, [spec_of(x) for x in flat], [*shapes, *out_shapes])
-    _, specs = layout.specs(mesh.shape, assigned, shapes, out_shapes)
+    specs = layout.seen_specs(mesh.shape, [spec_of(x) for x in flat], shapes, out_shapes)
 
     def automatic(*flat: Array) -> tuple[Array, ...]:
         return tuple(jax.tree.leaves(function(jax.tree.unflatten(treedef, flat))))

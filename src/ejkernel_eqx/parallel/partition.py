@@ -180,10 +180,13 @@ def by_types(
     differentiated: bool = False,
 ) -> tuple[jax.Array, ...]:
     """For explicit meshes: shardings are known while tracing, and `shard_map` applies them without the compiler. `differentiated`: by JAX, which
-    must know over which devices values vary, or it would sum gradients over devices that have the same."""
-    body, ins, outs = layout.divide(function, mesh.shape, [spec_of(x) for x in flat], *shapes)
+    must know over which devices values vary, or it would sum gradients over devices that have the same. The results have the types of an
+    operation that the compiler sees into: mesh axes that the kernel cannot split, or that have one device, stay in them."""
+    known = [spec_of(x) for x in flat]
+    body, ins, outs = layout.divide(function, mesh.shape, known, *shapes)
+    seen = layout.seen_specs(mesh.shape, known, *shapes)
     flat = [resharded(x, mesh, spec) for x, spec in zip(flat, ins, strict=True)]
     call = jax.shard_map(
         body, mesh=mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=differentiated
     )
-    return call(*flat)
+    return tuple(resharded(x, mesh, spec) for x, spec in zip(call(*flat), seen, strict=True))

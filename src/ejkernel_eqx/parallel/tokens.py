@@ -39,8 +39,11 @@ class TokenSplit:
         )
 
     def is_split(self, mesh: Any, arrays: Arrays) -> bool:
-        """Whether the types of arrays on an explicit mesh say that the tokens are split over the axis, which also divides them."""
+        """Whether the types of arrays on an explicit mesh say that the tokens are split over the axis, which also divides them. An axis of one
+        device splits nothing."""
         parts = dict(mesh.shape).get(self.axis)
+        if parts == 1:
+            return False
         found = False
         for name, x in arrays.items():
             for letter, size, entry in zip(self.letters[name], x.shape, spec_of(x), strict=True):

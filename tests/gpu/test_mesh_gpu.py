@@ -1,0 +1,40 @@
+"""Models over two GPUs, on explicit meshes whose other axes have one device, against the same model on one.
+
+python -m pytest tests/gpu/test_mesh_gpu.py -n 0
+"""
+
+from typing import Any
+
+import jax
+import pytest
+
+from ejkernel_eqx import models
+from tests import meshes
+from tests.models.test_split_tokens import alone, model_of, over
+from tests.models.test_split_tokens import recipe as recipe
+
+if jax.default_backend() != "gpu":
+    pytest.skip("needs GPUs", allow_module_level=True)
+if jax.device_count() < 2:
+    pytest.skip("needs two GPUs", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+MODELS: dict[str, tuple[tuple[str, ...], Any]] = {
+    "attention and linear": (("attention", "gated_linear_attention") * 2, None),
+    "recurrent": (("mamba2", "gated_delta_net") * 2, None),
+    "scan and KDA": (("mamba1", "kimi_delta_attention") * 2, None),
+    "experts": (("attention",) * 2, models.MoEConfig({"hidden_dim": 32, "num_experts": 4, "top_k": 2})),
+}
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("split", ["data", "sequence", "tensor"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mesh_trains_as_one_gpu(recipe, name, split):
+    mixers, mlp = MODELS[name]
+    model = model_of(mixers, mlp, sequence_axis="sequence", scan_layers=True, platform="triton")
+    with jax.default_matmul_precision("highest"):
+        result, _ = over(recipe, model, {split: 2})
+        expected = alone(mixers, mlp)
+    meshes.agree(result[0], expected[0])
+    meshes.agree(result[1], expected[1], "gradient")
