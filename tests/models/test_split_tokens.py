@@ -160,6 +160,34 @@ def test_interpreted_kernels_keep_axes_of_one_device(recipe, split):
     meshes.agree(found[1], expected[1], "gradient")
 
 
+@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+@pytest.mark.parametrize(
+    "mixers",
+    [("attention", "gated_linear_attention"), pytest.param(("mamba2", "mamba1"), marks=pytest.mark.slow)],
+)
+def test_decoding_keeps_axes_of_one_device(recipe, platform, mixers):
+    """The loop over steps carries a token of each row, whose axis of size one the mesh axis of the tokens still names."""
+    if platform != "xla":
+        pytest.importorskip("triton")
+    mesh, model = recipe.mesh_of({"data": 2, "sequence": 1, "tensor": 1}), model_of(mixers, platform=platform)
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def decode(arrays: Any, prompt: Any) -> Any:
+        model = eqx.combine(arrays, static)
+        logits, cache = model(prompt, model.init_cache(ROWS, 12))
+        chosen = lambda logits: jnp.argmax(logits[:, -1:], -1).astype(jnp.int32)
+
+        def step(carry: Any, _: Any) -> Any:
+            logits, cache = model(*carry)
+            return (chosen(logits), cache), logits
+
+        return jax.lax.scan(step, (chosen(logits), cache), None, 3)[1]
+
+    prompt = batch()[:, :8]
+    placed = jax.device_put(prompt, NamedSharding(mesh, P("data", "sequence")))
+    meshes.agree(jax.jit(decode)(recipe.place(arrays, model, mesh), placed), jax.jit(decode)(arrays, prompt))
+
+
 @pytest.mark.slow
 def test_experts_and_packed_rows(recipe):
     mlp = models.MoEConfig({"hidden_dim": 32, "num_experts": 4, "top_k": 2})

@@ -327,7 +327,7 @@ def test_opaque_results_have_the_types_of_xlas(name, size):
     specs = {name: spec_of(x, case.specs[name]) for name, x in case.arrays.items()}
     arrays = meshes.place(mesh, case.arrays, specs)
 
-    def types(platform: str) -> list[str]:
+    def types(platform: ejx.PlatformLike) -> list[str]:
         def everything(arrays):
             learned = {name: arrays[name] for name in case.learned}
             results, pull = jax.vjp(

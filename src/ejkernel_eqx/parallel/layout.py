@@ -17,9 +17,11 @@ Assigned = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The name of every axis of one array; `None` for an axis that is never split. Equal names denote the same axis."""
+    """The name of every axis of one array; `None` for an axis that is never split. Equal names denote the same axis. `ones`: the names of its axes
+    of size one, which may be broadcast; only mesh axes of one device split them."""
 
     letters: tuple[str | None, ...]
+    ones: tuple[str | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +31,8 @@ class Layout:
     `group`: axes of which each is a multiple of the next, such that element `r` of the longest goes with element `r // (R / n)` of one of
     length `n`. They are split together. One that is shorter than the mesh axis stays whole: if `sliced`, each device slices out the element
     that it needs, else the group is not split. `summed`: an output that lacks a split axis is the sum over it; otherwise an axis is split
-    only if every output has it. `pinned`: axes that are always split, each over one mesh axis, whose parts the body itself combines.
+    only if every output has it. `pinned`: axes that are always split, each over one mesh axis, whose parts the body itself combines. `ones`,
+    `out_ones`: see `Axes`.
     """
 
     axes: tuple[tuple[str | None, ...], ...]
@@ -39,6 +42,8 @@ class Layout:
     summed: bool = False
     sliced: bool = True
     pinned: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ones: tuple[tuple[str | None, ...], ...] = ()
+    out_ones: tuple[tuple[str | None, ...], ...] = ()
 
     def _canonical(self, name: Any) -> Any:
         """The name under which an axis is split; the axes of the group share one."""
@@ -150,7 +155,19 @@ class Layout:
         share, whether a kernel can split it or not."""
         seen = dataclasses.replace(self, split=lambda name: True, summed=True)
         assigned = seen.assign(mesh, known, [*shapes, *out_shapes])
-        return seen.specs(mesh, assigned, shapes, out_shapes)[1]
+        specs = seen.specs(mesh, assigned, shapes, out_shapes)[1]
+        single: dict[str, Any] = {}
+        for names, spec in zip(self.ones, known, strict=False):
+            single |= {name: entry for name, entry in zip(names, spec, strict=False) if name and entry}
+
+        def with_single(spec: PartitionSpec, names: tuple[str | None, ...]) -> PartitionSpec:
+            entries, taken = list(spec), {axis for entry in spec for axis in mesh_axes(entry)}
+            for i, name in enumerate(names):
+                if name in single and entries[i] is None and not mesh_axes(single[name]) & taken:
+                    entries[i] = single[name]
+            return PartitionSpec(*entries)
+
+        return list(map(with_single, specs, self.out_ones or [()] * len(specs)))
 
     def divide(
         self,
@@ -214,6 +231,17 @@ class Layout:
             yield from ((name, size) for name, size in zip(axes, shape, strict=True) if name)
 
 
+def layout_of(axes: Sequence[Axes], out_axes: Sequence[Axes], **options: Any) -> Layout:
+    """A layout of these arguments and outputs; `options` are the other fields."""
+    return Layout(
+        tuple(a.letters for a in axes),
+        tuple(a.letters for a in out_axes),
+        ones=tuple(a.ones for a in axes),
+        out_ones=tuple(a.ones for a in out_axes),
+        **options,
+    )
+
+
 def check_split(axis: str, tokens: int, mesh: Mapping[str, int], chunks: int = 1) -> None:
     """Raises `ValueError` if a mesh cannot split so many tokens over its axis, in so many chunks for each device."""
     if axis not in mesh:
@@ -243,7 +271,7 @@ def _parts(mesh: Mapping[str, int], entry: Any) -> int:
 
 
 def _ordered(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else (entry,)
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def mesh_axes(entry: Any) -> set[str]:

@@ -7,7 +7,7 @@ import jax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .layout import Layout
+from .layout import layout_of
 from .shapes import inside_manual_mesh, output_shapes
 
 
@@ -36,8 +36,8 @@ def over_explicit_mesh(
     that share the names of their axes. `axes` has an `Axes` for every array; `out_axes(shapes)` returns the same for the outputs."""
     flat, treedef = jax.tree.flatten(args)
     flat_outs, out_treedef = jax.tree.flatten(outs := output_shapes(function, args))
-    letters = [tuple(a.letters for a in jax.tree.leaves(tree)) for tree in (axes, out_axes(outs))]
-    layout = Layout(letters[0], letters[1], lambda name: True, group)
+    every, out_every = jax.tree.leaves(axes), jax.tree.leaves(out_axes(outs))
+    layout = layout_of(every, out_every, split=lambda name: True, group=group)
     shapes, out_shapes = [x.shape for x in flat], [x.shape for x in flat_outs]
     specs = layout.seen_specs(mesh.shape, [spec_of(x) for x in flat], shapes, out_shapes)
 

@@ -143,7 +143,9 @@ def _labels(
         rest = zip(letters, x.shape[len(own) :], strict=True)
         # A pinned axis of size one is an axis like any other, unless arrays may broadcast it.
         always = () if leading.like.get(name, name) in leading.broadcast else pinned or ()
-        return Axes((*first, *(n if n in always or _is_whole(n, size, heads) else None for n, size in rest)))
+        names = (*first, *(n if n in always or _is_whole(n, size, heads) else None for n, size in rest))
+        every = (*(f"b{i}" for i in range(len(own))), *letters)
+        return Axes(names, tuple(n if size == 1 else None for n, size in zip(every, x.shape, strict=True)))
 
     return {name: label(name, x) for name, x in arrays.items()}
 

@@ -12,7 +12,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from ..dispatch import Backend, DeviceFacts, Platform
-from .layout import Layout
+from .layout import Layout, layout_of
 from .mesh import explicit_mesh, resharded, spec_of
 from .shapes import inside_manual_mesh, no_mesh
 
@@ -92,14 +92,14 @@ def partitioned(
         return function(*args)
     flat, treedef = jax.tree.flatten(args)
     flat_outs, out_treedef = jax.tree.flatten(outs)
-    layout = Layout(
-        tuple(a.letters for a in jax.tree.leaves(axes)),
-        tuple(a.letters for a in jax.tree.leaves(out_axes)),
-        split,
-        group,
-        summed,
-        sliced,
-        pinned or {},
+    layout = layout_of(
+        jax.tree.leaves(axes),
+        jax.tree.leaves(out_axes),
+        split=split,
+        group=group,
+        summed=summed,
+        sliced=sliced,
+        pinned=pinned or {},
     )
 
     shapes = [x.shape for x in flat], [x.shape for x in flat_outs]
