@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch.by_name import LOG2E
+from ...launch.by_name import LARGEST_BIAS, LOG2E
 from ..philox import philox, threshold
 
 LANES, _SUBLANES = 128, 8
@@ -159,10 +159,15 @@ def scores(form: Form, qk: Array, refs: Any, head: Head, q_tile: Any, k_tile: An
         s = t * (form.cap * LOG2E) if form.cap is not None else qk * (form.scale * LOG2E)
         # Bias and ALiBi come after the soft cap, in natural units.
         if form.bias:
-            s = s + refs.bias[...].astype(jnp.float32) * LOG2E
+            s = s + _in_log2(refs.bias[...].astype(jnp.float32))
         if form.alibi:
             s = s + (head.slope * LOG2E) * distance(form, refs, q_tile, k_tile)
     return s, t
+
+
+def _in_log2(bias: Array) -> Array:
+    """A bias in log2 units. Finite numbers stay finite, as only minus infinity hides; infinities and NaN stay what they are."""
+    return jnp.where(jnp.isfinite(bias), jnp.clip(bias, -LARGEST_BIAS, LARGEST_BIAS), bias) * LOG2E
 
 
 def distance(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
