@@ -174,6 +174,13 @@ class _Call:
         self.hides = spec.ranged or spec.listed or any(x is not None for x in dynamic)
         self.blocks = self.full(arrays.blocks)
         self.keys_seen = self._keys_seen() if self.hides else None
+        # Several conditions may hide a key together that each of them shows to some query.
+        several = spec.ranged or arrays.rows is not None or arrays.q_segments is not None
+        self.by_tile = (
+            spec.listed
+            or (arrays.mask is not None and several)
+            or (arrays.q_segments is not None and not spec.same_segments)
+        )
         self.q, self.k, self.v = self.queries(arrays.q), self.keys(arrays.k), self.keys(arrays.v)
 
     def zeros(self, shape: tuple[int, ...], summed: tuple[int, ...] = ()) -> Array:
@@ -350,10 +357,10 @@ class _Call:
         return blocks
 
     def tile_of_keys(self, pair: Array, seen: Array | None) -> tuple[Array, Array]:
-        """Keys and values `[B, K, S, D]` of a tile. Which ones a pattern or a map of blocks hides from all queries is known tile by tile only,
-        so that is where they are zeroed."""
+        """Keys and values `[B, K, S, D]` of a tile. Which ones a pattern, a map of blocks or several conditions hide from all queries is known
+        tile by tile only, so that is where they are zeroed."""
         k, v = self.columns(self.k, pair, 2), self.columns(self.v, pair, 2)
-        if not self.spec.listed:
+        if not self.by_tile:
             return k, v
         assert seen is not None
         some = seen.any((2, 3))[..., None]

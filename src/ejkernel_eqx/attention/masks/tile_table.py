@@ -7,12 +7,14 @@ invisible, tiles `a .. b` are fully visible, and the others need their mask.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from ..._sizes import is_symbolic
 from ..spec import AttentionArrays, AttentionSpec
 from .row_ranges import window_ends
 
 _FAR = jnp.iinfo(jnp.int32).max
+_PAIRS = 2**26
 
 
 class Seen(NamedTuple):
@@ -42,12 +44,39 @@ def window_covers(queries: int, keys: int, spec: AttentionSpec) -> bool:
 
 
 def seen(arrays: AttentionArrays, spec: AttentionSpec) -> Seen:
-    """Marks the queries and keys that are not padding by ranges or segments."""
+    """Marks the queries that see a key, and the keys that a query sees, by ranges and segments."""
     start, end = row_ranges(arrays, spec)
-    queries, keys = start < end, _covered(start, end, arrays.k.shape[1])
-    if arrays.q_segments is not None and arrays.kv_segments is not None:
-        queries, keys = queries & (arrays.q_segments >= 0), keys & (arrays.kv_segments >= 0)
+    if arrays.q_segments is None or arrays.kv_segments is None:
+        queries, keys = start < end, _covered(start, end, arrays.k.shape[1])
+    elif spec.same_segments:  # each token sees itself, but padding
+        queries, keys = arrays.q_segments >= 0, arrays.kv_segments >= 0
+    else:
+        queries, keys = _paired(start, end, arrays.q_segments, arrays.kv_segments)
     return Seen(queries.astype(jnp.int8), keys.astype(jnp.int8))
+
+
+def _paired(start: Array, end: Array, q_segments: Array, kv_segments: Array) -> tuple[Array, Array]:
+    """Whether each query sees a key, and each key is seen, where ranges and segments both hide: by blocks of queries, since the compiler could
+    hold all pairs."""
+    count, keys = q_segments.shape[1], jnp.arange(kv_segments.shape[1], dtype=jnp.int32)
+    block = (
+        count
+        if is_symbolic(count) or is_symbolic(len(keys))
+        else max(1, min(count, _PAIRS // max(len(keys), 1)))
+    )
+
+    def visible(rows: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        start, end, ids = (x[..., None] for x in rows)
+        pairs = (start <= keys) & (keys < end) & (ids == kv_segments[:, None]) & (ids >= 0)
+        return pairs.any(-1), pairs.any(-2)
+
+    if block == count:
+        return visible((start, end, q_segments))
+    tiles = [
+        jnp.moveaxis(_tiles(x, block, fill), 1, 0) for x, fill in ((start, 0), (end, 0), (q_segments, -1))
+    ]
+    sees, are_seen = lax.map(visible, tuple(tiles))
+    return jnp.moveaxis(sees, 0, 1).reshape(sees.shape[1], -1)[:, :count], are_seen.any(0)
 
 
 def _covered(start: Array, end: Array, keys: int) -> Array:
