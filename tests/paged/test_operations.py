@@ -143,6 +143,22 @@ def test_unified_decodes_a_tree():
     assert_close(out, plain(q, k, v, seen, alibi_slopes=slopes)[0])
 
 
+@pytest.mark.parametrize(
+    "platform", ["xla", "triton-interpret", pytest.param("pallas-interpret", marks=pytest.mark.slow)]
+)
+def test_a_finite_bias_between_drafts_hides_nothing(platform):
+    """A draft that is the first token of its sequence and has the lowest bias of all is its own value."""
+    if platform == "triton-interpret":
+        pytest.importorskip("triton")
+    ((k, v),) = dense((2,))
+    bias = jnp.full((2, 2), jnp.finfo(jnp.float32).min)
+    op = ejx.UnifiedAttention(platform=platform)
+    call = quick(functools.partial(op, max_query_len=2))
+    out = call(normal(9, 2, H, D), cached([(k, v)]), query_start_loc=offsets(2), qq_bias=bias)
+    values = np.asarray(jnp.repeat(v, H // K, axis=1), np.float64)
+    assert_close(out, np.stack([values[0], values.mean(0)]))
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("scales", [None, "token", "head"])
 def test_latent_cache(scales):

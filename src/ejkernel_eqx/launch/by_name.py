@@ -13,6 +13,9 @@ from .launch import Launch
 LOG2E = 1.4426950408889634
 """Kernels use powers of two: the factor for exponents of `e`."""
 
+MOST_NATURAL = 2.3e38
+"""The largest exponent of `e` that is a finite float32 as one of 2. Kernels take larger finite ones to be this large."""
+
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 """`run`, or a function that interprets or records launches."""
 
