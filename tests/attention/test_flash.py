@@ -218,6 +218,27 @@ def test_a_bias_of_minus_infinity_hides(flash):
     assert_close(actual_lse, lse)
 
 
+@pytest.mark.parametrize(
+    "platform", ["xla", "triton-interpret", pytest.param("pallas-interpret", marks=pytest.mark.slow)]
+)
+def test_a_finite_bias_hides_nothing(platform):
+    """A row whose biases are all as low as floats go is the mean of its visible values; the others are as with minus infinity."""
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
+    low = np.finfo(np.float32).min
+    bias = np.zeros((20, 26), np.float32)
+    bias[3], bias[5, 10:], bias[7, 3:], bias[7, :3], bias[9] = low, low, low, -np.inf, 0.5 * low
+    bias[11, 4] = -low
+    arrays = dict(qkv(), bias=jnp.asarray(bias))
+    dout, dlse = cotangents(arrays)
+    (out, _), _ = exact(arrays, dout, dlse)
+    call = lse_of(ejx.FlashAttention(platform=platform))
+    (actual, lse), grads = quick(lambda *a: with_gradients(lambda x: call(**x), *a))(arrays, dout, dlse)
+    assert_close(actual, out)
+    assert np.isfinite(np.asarray(lse)).all()
+    assert all(np.isfinite(np.asarray(x)).all() for x in grads.values())
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("shape", [(4,), (4, 3)], ids=str)
 def test_sinks(flash, shape):

@@ -13,8 +13,8 @@ from .launch import Launch
 LOG2E = 1.4426950408889634
 """Kernels use powers of two: the factor for exponents of `e`."""
 
-LARGEST_BIAS = 2.35e38
-"""What is added to scores is at most this large in a kernel: a larger number times `LOG2E` is infinite in float32, and minus infinity hides."""
+MOST_NATURAL = 2.3e38
+"""The largest exponent of `e` that is a finite float32 as one of 2. Kernels take larger finite ones to be this large."""
 
 Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
 """`run`, or a function that interprets or records launches."""

@@ -38,7 +38,11 @@ def _weights(
     seen = visible(form, refs, *tiles) if masked else None
     if seen is not None:
         s = jnp.where(seen, s, -jnp.inf)
-    p = jnp.exp2(s * form.multiplier - rows[0])
+    exponent = s * form.multiplier - rows[0]
+    if form.bias:
+        # Where all scores of a row are large, the lse is rounded by more than 1.
+        exponent = jnp.minimum(exponent, 0.0)
+    p = jnp.exp2(exponent)
     kept = p
     if form.dropout > 0:
         mine, rate = keep(form, refs, head, *tiles), 1 / (1 - form.dropout)

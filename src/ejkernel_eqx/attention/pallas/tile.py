@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch.by_name import LARGEST_BIAS, LOG2E
+from ...launch.by_name import LOG2E, MOST_NATURAL
 from ..philox import philox, threshold
 
 LANES, _SUBLANES = 128, 8
@@ -159,7 +159,10 @@ def scores(form: Form, qk: Array, refs: Any, head: Head, q_tile: Any, k_tile: An
         s = t * (form.cap * LOG2E) if form.cap is not None else qk * (form.scale * LOG2E)
         # Bias and ALiBi come after the soft cap, in natural units.
         if form.bias:
-            s = s + _in_log2(refs.bias[...].astype(jnp.float32))
+            bias = refs.bias[...].astype(jnp.float32)
+            # A finite bias stays finite: only minus infinity hides.
+            finite = jnp.clip(bias, -MOST_NATURAL, MOST_NATURAL)
+            s = s + jnp.where(jnp.abs(bias) < jnp.inf, finite, bias) * LOG2E
         if form.alibi:
             s = s + (head.slope * LOG2E) * distance(form, refs, q_tile, k_tile)
     return s, t

@@ -43,7 +43,11 @@ def _weights(qk, lse, i, j, position, start, end, q_segment, k_segment, slope, b
         seen = visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S, listed, map_row,
                        LEFT, RIGHT, ROWS, SEGMENTS, MASK, BOUND, BITS, MAP_Q, MAP_K)  # of the shape of qk  # fmt: skip
         s = tl.where(seen, s, float("-inf"))
-    return tl.exp2(s * MULTIPLIER - lse), t, seen  # of the shape of qk
+    exponent = s * MULTIPLIER - lse  # of the shape of qk
+    if BIAS:
+        # Where all scores of a row are large, the lse is rounded by more than 1.
+        exponent = tl.minimum(exponent, 0.0)
+    return tl.exp2(exponent), t, seen  # of the shape of qk
 
 
 @triton.jit

@@ -7,7 +7,7 @@ broadcast either way, and comments say `[BQ, BK]` for both. Scores are kept in u
 import triton
 import triton.language as tl
 
-from ...launch.constants import LARGEST_BIAS, LOG2E
+from ...launch.constants import LOG2E, MOST_NATURAL
 from .. import philox
 
 # Bits of BIAS and MASK besides 1 (present): which of the batch, head, query and key axes are not broadcast, and whether batch rows share rows.
@@ -110,10 +110,10 @@ def load_over_scores(ptr, i, j, T, S, BITS: tl.constexpr):
 
 
 @triton.jit
-def in_log2(bias):
-    """A float32 bias in log2 units. Finite numbers stay finite, as only minus infinity hides; infinities and NaN stay what they are."""
-    bounded = tl.minimum(tl.maximum(bias, -LARGEST_BIAS), LARGEST_BIAS)  # of the shape of bias
-    return tl.where(tl.abs(bias) < float("inf"), bounded, bias) * LOG2E
+def bias_in_log2(bias):
+    """A bias in log2 units. A finite one stays finite: only minus infinity hides."""
+    finite = tl.minimum(tl.maximum(bias, -MOST_NATURAL), MOST_NATURAL)  # of the shape of bias
+    return tl.where(tl.abs(bias) < float("inf"), finite, bias) * LOG2E
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: 
             s = qk * (SCALE * LOG2E)
         # Bias and ALiBi come after the soft cap, in natural units.
         if BIAS:
-            s += in_log2(load_over_scores(bias_ptr, i, j, T, S, BIAS).to(tl.float32))
+            s += bias_in_log2(load_over_scores(bias_ptr, i, j, T, S, BIAS).to(tl.float32))
         if ALIBI:
             s += (slope * LOG2E) * (j - position).to(tl.float32)  # [BQ, BK]
     return s, t

@@ -8,7 +8,7 @@ multiplication.
 import triton
 import triton.language as tl
 
-from ...attention.triton.tile import in_log2, LARGE_CAP, tanh
+from ...attention.triton.tile import bias_in_log2, LARGE_CAP, tanh
 from ...launch.constants import LOG2E
 
 FILLED = tl.constexpr(16)  # tokens that one program checks
@@ -213,7 +213,7 @@ def scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: 
         # Key `u` and query `t` among the sequence's new tokens have a bias.
         u = j - chunk  # [1, BK]
         inside = (u >= 0) & (u <= t) & (t < Q)  # [BM, BK]
-        s += in_log2(tl.load(qq_bias_ptr + t.to(tl.int64) * Q + u, mask=inside, other=0.0))
+        s += bias_in_log2(tl.load(qq_bias_ptr + t.to(tl.int64) * Q + u, mask=inside, other=0.0))
     return s
 
 
