@@ -42,7 +42,9 @@ def agrees_with_clean_keys(call: Any, arrays: dict[str, jax.Array], hidden: slic
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("platform", ["xla", "triton-interpret", "pallas-interpret"])
+@pytest.mark.parametrize(
+    "platform", ["xla", "triton-interpret", pytest.param("pallas-interpret", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_attention(name, platform):
     if platform == "triton-interpret":

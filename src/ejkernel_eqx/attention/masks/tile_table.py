@@ -58,11 +58,10 @@ def seen(arrays: AttentionArrays, spec: AttentionSpec) -> Seen:
 def _paired(start: Array, end: Array, q_segments: Array, kv_segments: Array) -> tuple[Array, Array]:
     """Whether each query sees a key, and each key is seen, where ranges and segments both hide: by blocks of queries, since the compiler could
     hold all pairs."""
-    count, keys = q_segments.shape[1], jnp.arange(kv_segments.shape[1], dtype=jnp.int32)
+    count, length = q_segments.shape[1], kv_segments.shape[1]
+    keys = jnp.arange(length, dtype=jnp.int32)[None, None]
     block = (
-        count
-        if is_symbolic(count) or is_symbolic(len(keys))
-        else max(1, min(count, _PAIRS // max(len(keys), 1)))
+        count if is_symbolic(count) or is_symbolic(length) else max(1, min(count, _PAIRS // max(length, 1)))
     )
 
     def visible(rows: tuple[Array, Array, Array]) -> tuple[Array, Array]:

@@ -168,11 +168,6 @@ def scores(form: Form, qk: Array, refs: Any, head: Head, q_tile: Any, k_tile: An
     return s, t
 
 
-def _in_log2(bias: Array) -> Array:
-    """A bias in log2 units. Finite numbers stay finite, as only minus infinity hides; infinities and NaN stay what they are."""
-    return jnp.where(jnp.isfinite(bias), jnp.clip(bias, -LARGEST_BIAS, LARGEST_BIAS), bias) * LOG2E
-
-
 def distance(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
     """Key minus position of the query, float32."""
     i, j = positions(form, q_tile, k_tile)
