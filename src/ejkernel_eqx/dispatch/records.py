@@ -97,17 +97,14 @@ def is_shallow(value: Any) -> bool:
     """Whether a value of JSON is nested at most as deep as tables are, so that it can be written again: Python reads deeper ones than it writes."""
     level = [value]
     for _ in range(_DEEPEST + 1):
-        level = [
-            child
-            for x in level
-            if isinstance(x, dict | list)
-            for child in (x.values() if isinstance(x, dict) else x)
-        ]
+        parts = [x.values() if type(x) is dict else x for x in level if type(x) in _CONTAINERS]
+        level = [child for part in parts for child in part if type(child) in _CONTAINERS]
         if not level:
             return True
     return False
 
 
+_CONTAINERS = frozenset({dict, list, tuple})
 _DEEPEST = 32
 _NUMBER = (int, float)
 _TIMED = {"part": str, "config": dict, "ms": _NUMBER, "spread": _NUMBER}
