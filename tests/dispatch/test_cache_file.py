@@ -209,7 +209,7 @@ BROKEN = {
     "blank": (" \n", "is empty"),
     "cut": (json.dumps(TABLE)[:-5], "is not valid JSON"),
     "deep": ("[" * 100_000, "is not valid JSON"),
-    "too large": (" " * (cache_file.MOST_BYTES + 1), "is larger than 16 MB"),
+    "too large": (" " * (cache_file.MOST_BYTES + 1), "is larger than 8 MB"),
     "no text": (b"\xff\xfe\x00", "is not text"),
     "foreign list": ("[1, 2]", "is not a table of ejkernel_eqx"),
     "foreign object": ('{"schema": 2, "entries": []}', "is not a table of ejkernel_eqx"),
@@ -299,7 +299,7 @@ def test_a_table_stays_below_its_bound(path, warnings_of):
     cache = PersistentCache(path)
     for n in range(9):
         cache.put(record(f"{n}", config={"padding": padding}, date=f"2026-11-{n + 10}"))
-    assert path.stat().st_size < cache_file.MOST_BYTES and "would be larger than 16 MB" in warnings_of()[0]
+    assert path.stat().st_size < cache_file.MOST_BYTES and "would be larger than 8 MB" in warnings_of()[0]
     held = {r.problem for r in reread(path).records()}
     assert "8" in held and "0" not in held and len(warnings_of()) == 1
 

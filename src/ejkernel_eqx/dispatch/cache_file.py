@@ -16,7 +16,7 @@ from .records import is_shallow, Record
 _LOG = logging.getLogger("ejkernel_eqx")
 SCHEMA = 2
 FORMAT = "ejkernel_eqx tuning records"
-MOST_BYTES = 1 << 24
+MOST_BYTES = 1 << 23
 """A larger table is not read, and none is written. The largest shipped one has half a megabyte."""
 
 _Stamp = tuple[int, int, int] | None  # None if there is no file
@@ -111,7 +111,7 @@ class PersistentCache:
     A write takes the lock file next to it, merges with the current content and replaces the file atomically, so that readers see
     either the old or the new file, even if a process is killed. Unrecognised files (empty, truncated, too large, foreign or of another
     schema) are renamed to `<name>.broken-<n>` and reported in a warning. What is not a regular file is neither read nor replaced. If the
-    file cannot be written, one warning says so, and new records are known to this process only. A file that would be larger than 16 MB
+    file cannot be written, one warning says so, and new records are known to this process only. A file that would be larger than 8 MB
     loses its oldest records.
 
     **Arguments:**
