@@ -1,5 +1,6 @@
 """Files that fit their checksum and are wrong all the same, and files of another architecture with the same shapes."""
 
+import datetime
 import functools
 import json
 import logging
@@ -113,6 +114,10 @@ ALIKE = {
         lambda: Block(activation=lambda x: x),
         lambda: Block(activation=lambda x: x + 1),
     ),
+    "arrays alone": (lambda: eqx.filter(Block(), eqx.is_array), Block),
+    "arrays alone, wanted": (Block, lambda: eqx.filter(Block(), eqx.is_array)),
+    "dates": (lambda: Block(options={"a": datetime.date(2026, 1, 1)}), lambda: Block(options={"a": 1})),
+    "huge integers": (lambda: Block(options=10**5000), lambda: Block(options=-(10**5000))),
     "unknown values": (lambda: Block(options=object()), lambda: Block(options=1)),
     "an option that one side knows": (
         lambda: Block(options={"a": 1}),

@@ -61,10 +61,11 @@ def _fields_of(instance: Any, static: bool) -> dict[str, Any]:
 
 
 def _value_of(x: Any, static: bool) -> Any:
-    if x is None or isinstance(x, str):
+    if isinstance(x, str):
         return x
-    if isinstance(x, bool | int | float | complex | np.generic):
-        return _number_of(x.item() if isinstance(x, np.generic) else x) if static else _OMITTED
+    x = x.item() if isinstance(x, np.generic) else x
+    if x is None or isinstance(x, bool | int | float | complex):  # None may be what was filtered out
+        return _number_of(x) if static else _OMITTED
     if isinstance(x, jax.sharding.PartitionSpec):  # a tuple in some versions of JAX
         return _OMITTED
     if isinstance(x, tuple) and hasattr(x, "_fields"):
