@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 _EXECUTION = frozenset({
-    *("plan", "platform", "mesh", "remat", "scan_layers"),
+    *("plan", "platform", "mesh", "remat", "scan_layers", "preferred_element_type"),
     *("parallel", "expert_parallel", "sequence_axis", "token_order", "split"),
     *("deterministic", "dropout_rate", "inference", "max_segments", "stop_tokens", "unit_offset_norms"),
 })  # fmt: skip
