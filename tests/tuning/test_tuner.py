@@ -3,6 +3,8 @@
 import dataclasses
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 import types
@@ -356,6 +358,20 @@ def test_another_process_that_does_not_end_is_given_up(timed):
     options = dataclasses.replace(QUICK, lock_timeout=0.05)
     with filelock.FileLock(path), pytest.raises(TuningError, match=r"holds .*tuning\.lock.*lock_timeout"):
         tune(options=options)
+    assert tune(options=options).config == FAST
+
+
+def test_another_process_that_is_killed_holds_nothing(timed):
+    path = user_cache(device_facts(), toy.PLANTED.core).path.with_name("tuning.lock")
+    path.parent.mkdir(parents=True)
+    program = f"import filelock, time; lock = filelock.FileLock({str(path)!r}); lock.acquire(); print(flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"\n"
+    options = dataclasses.replace(QUICK, lock_timeout=0.05)
+    with pytest.raises(TuningError, match="lock_timeout"):
+        tune(options=options)
+    process.kill()
+    process.communicate()
     assert tune(options=options).config == FAST
 
 
