@@ -109,8 +109,9 @@ def test_an_entry_of_whole_json_that_is_wrong(folder, caplog, name):
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
     with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
         again = compiled()
-    assert again.asm["ptx"] == expected.asm["ptx"] and again.metadata.num_warps == 4
-    assert again.metadata.shared == expected.metadata.shared
+    assert again.asm["ptx"] == expected.asm["ptx"]
+    for field in ("name", *disk_cache._SIZES["ptx"]):  # what a launch takes from it
+        assert getattr(again.metadata, field) == getattr(expected.metadata, field), field
     assert len(caplog.records) <= 1 and knobs.cache.dir == str(folder)
 
 
