@@ -377,6 +377,14 @@ def test_permissions_and_links(tmp_path):
     assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="POSIX pipes")
+def test_what_is_no_file_is_not_replaced(path):
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="Not a regular file"):
+        save(path, jnp.ones(2))
+    assert path.is_fifo() and os.listdir(path.parent) == [path.name]
+
+
 # What can be wrong with a file
 
 

@@ -2,8 +2,8 @@
 
 A file consists of:
 
-1. one line of JSON: format, schema, hyperparameters, a table of the leaves (path, kind, dtype, shape) and, if requested, the tuned
-   configurations of the model's kernels;
+1. one line of JSON: format, schema, hyperparameters, those of every module in the model, a table of the leaves (path, kind, dtype,
+   shape) and, if requested, the tuned configurations of the model's kernels;
 2. the leaves as `equinox.tree_serialise_leaves` writes them, so that `equinox.tree_deserialise_leaves` can read the rest of the file
    after its first line. Dtypes that NumPy's format does not support are written as unsigned integers of the same width, and random
    keys as their key data; the table records what they are;
@@ -17,8 +17,12 @@ import hashlib
 import inspect
 import itertools
 import json
+import logging
+import math
 import os
+import reprlib
 import struct
+import tokenize
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
@@ -32,20 +36,28 @@ import numpy as np
 
 from ._errors import CheckpointError
 from ._files import replacing
+from ._hyperparameters import differences, hyperparameters_of
 from .dispatch import no_tuning
 from .tuning.carried import choices_of_model, with_choices
 
+_LOG = logging.getLogger("ejkernel_eqx")
 _FORMAT = "ejkernel_eqx"
 _SCHEMA = 1
 _PREFIX = f'{{"format": "{_FORMAT}", "schema": '.encode()
 _FOOTER = struct.Struct("<8sQ32s")  # magic, bytes before the footer, their SHA-256
 _MAGIC = b"EJXEND\r\n"
 _CHUNK = 1 << 22
+_ARRAYS = ("array", "numpy array", "numpy scalar")
+_SCALARS = {"bool": bool, "int": int, "float": float, "complex": complex}
+# What NumPy raises for the header of an array that is not one.
+_UNREADABLE = (ValueError, TypeError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError)
+_shown = reprlib.Repr()
+_shown.maxlevel, _shown.maxdict, _shown.maxlist, _shown.maxstring, _shown.maxother = 8, 40, 40, 200, 200
 
 
 class _Leaf(NamedTuple):
     path: str
-    kind: str  # "array" | "numpy array" | "key" | "numpy scalar" | "bool" | "int" | "float" | "complex"
+    kind: str  # one of _ARRAYS, "key", or one of _SCALARS
     dtype: str | None  # for a key: the name of its implementation
     shape: tuple[int, ...] | None
 
@@ -90,6 +102,7 @@ def save(
         "format": _FORMAT,
         "schema": _SCHEMA,
         "hyperparameters": hyperparameters,
+        "modules": hyperparameters_of(model),
         "leaves": [
             {k: v for k, v in leaf._asdict().items() if v is not None}
             for leaf in _leaves_of(model, check=True)
@@ -106,7 +119,9 @@ def save(
         file.write(_FOOTER.pack(_MAGIC, writer.count, writer.hash.digest()))
 
 
-def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None, configs: bool = True) -> Any:
+def load(
+    path: str | os.PathLike[str], like: Any, *, dtype: Any = None, configs: bool = True, strict: bool = True
+) -> Any:
     """Loads a model saved by [`ejkernel_eqx.save`][].
 
     The file provides the leaves, and `like` the structure; nothing is imported by a name in the file. The whole file is checked
@@ -123,6 +138,9 @@ def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None, configs:
     - `configs`: whether to apply the tuned configurations in the file, if any, on the devices they were tuned for. If the default device
         is another one, a warning says so, and the model behaves as if it had not been tuned. Another warning names configurations that do
         not apply (another version of the kernels, a missing kernel). Kernels built with `config=` are unchanged.
+    - `strict`: whether a module of `like` with other hyperparameters than in the file is an error; `False` warns. Compared are the fields
+        that say what the weights compute: numbers of heads, causal masks, activations (by name). Fields that say how they are run are
+        not (platform, plan, mesh, dtypes, recomputation), and neither is a field that only one side knows.
 
     **Returns:**
 
@@ -131,28 +149,27 @@ def load(path: str | os.PathLike[str], like: Any, *, dtype: Any = None, configs:
     **Raises:**
 
     `CheckpointError`, a `ValueError` that names the file, if `save` did not write it, it is truncated or altered, it comes from a newer
-    version, or it does not fit `like`; in the last case it names the first leaf that differs.
+    version, or it does not fit `like`; in the last case it names the first leaf or the hyperparameters that differ.
     """
     path = os.fspath(path)
     dtype = None if dtype is None else _override(dtype)
     with open(path, "rb") as file:
-        header = _read_header(file, path)
+        header, saved = _read_header(file, path)
         start = file.tell()
-        _verify(file, path)
+        end = _verify(file, path)
         if callable(like) and not isinstance(like, eqx.Module):
             like = _build(path, like, header["hyperparameters"])
-        saved = [
-            _Leaf(e["path"], e["kind"], e.get("dtype"), tuple(e["shape"]) if "shape" in e else None)
-            for e in header["leaves"]
-        ]
         _compare(path, saved, list(_leaves_of(like, check=False)), dtype)
+        _compare_modules(path, header.get("modules", {}), like, strict)
         file.seek(start)
         table = iter(saved)
         paths_and_leaves, treedef = jtu.tree_flatten_with_path(like)
         loaded = []
         for key_path, x in paths_and_leaves:
             here = _describe(key_path, x)
-            loaded.append(x if here is None else _read_leaf(file, next(table), here, x, dtype))
+            loaded.append(x if here is None else _read_leaf(file, path, next(table), here, x, dtype))
+        if file.tell() != end:
+            raise _damaged(path, "its leaves do not end where its footer begins")
     model = jtu.tree_unflatten(treedef, loaded)
     if not configs or "configs" not in header:
         return model
@@ -169,7 +186,8 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     **Returns:**
 
     A dictionary with the entries `format`, `schema`, `hyperparameters` and `leaves`, the last a list of dictionaries
-    with `path`, `kind` and, for arrays, `dtype` and `shape`; and `configs` in a file that was saved with them.
+    with `path`, `kind` and, for arrays, `dtype` and `shape`; `modules`, by path the hyperparameters of every module, in a file of this
+    version or a later one; and `configs` in a file that was saved with them.
 
     **Raises:**
 
@@ -177,7 +195,7 @@ def info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = os.fspath(path)
     with open(path, "rb") as file:
-        header = _read_header(file, path)
+        header, _ = _read_header(file, path)
         _read_footer(file, path)
     return header
 
@@ -202,9 +220,9 @@ def _describe(path, x) -> _Leaf | None:
         return _Leaf(name, kind, x.dtype.name, tuple(x.shape))
     if isinstance(x, np.generic):
         return _Leaf(name, "numpy scalar", x.dtype.name, ())
-    for kind in (bool, int, float, complex):
-        if isinstance(x, kind):
-            return _Leaf(name, kind.__name__, None, None)
+    for kind, scalar in _SCALARS.items():
+        if isinstance(x, scalar):
+            return _Leaf(name, kind, None, None)
     return None
 
 
@@ -245,16 +263,19 @@ def _write_leaf(file, x) -> None:
     elif isinstance(x, jax.Array | np.ndarray):
         x = np.asarray(x)
         x = x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
-        np.save(file, x if _npy_knows(x.dtype) else x.view(f"u{x.dtype.itemsize}"))
+        np.save(file, x.view(_stored_dtype(x.dtype)))
     elif isinstance(x, np.generic):
         _write_leaf(file, np.asarray(x))
     else:
         eqx.default_serialise_filter_spec(file, x)
 
 
-def _npy_knows(dtype: np.dtype) -> bool:
-    # bfloat16 is written as two opaque bytes, which Equinox and JAX read back.
-    return dtype.isbuiltin == 1 or dtype.name == "bfloat16"
+def _stored_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype that arrays of a dtype have in the file."""
+    if np.dtype(dtype.name).isbuiltin == 1:
+        return dtype
+    # Equinox and JAX read bfloat16 back from two opaque bytes.
+    return np.dtype("V2") if dtype.name == "bfloat16" else np.dtype(f"u{dtype.itemsize}")
 
 
 class _HashingWriter:
@@ -302,7 +323,12 @@ def _lists(value):
 # Reading
 
 
-def _read_header(file: BinaryIO, path: str) -> dict[str, Any]:
+def _damaged(path: str, how: str) -> CheckpointError:
+    return CheckpointError(f"{path!r} is damaged: {how}. Use an older checkpoint, or copy the file again.")
+
+
+def _read_header(file: BinaryIO, path: str) -> tuple[dict[str, Any], list[_Leaf]]:
+    """The header, and its table of leaves."""
     start = file.read(len(_PREFIX))
     if start != _PREFIX:
         if _PREFIX.startswith(start):
@@ -316,15 +342,40 @@ def _read_header(file: BinaryIO, path: str) -> dict[str, Any]:
         raise CheckpointError(f"{path!r} is truncated: it ends within its header, after {len(line)} bytes.")
     try:
         header = json.loads(line)
-        schema = int(header["schema"])
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path!r} is damaged: its header is not valid JSON ({error}).") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header is not valid JSON ({error})") from error
+    schema = header.get("schema")
+    if type(schema) is not int or schema < 1:
+        raise _damaged(path, f"its schema is {_shown.repr(schema)}")
     if schema > _SCHEMA:
         raise CheckpointError(
             f"{path!r} has schema {schema}, but this version of ejkernel_eqx reads up to {_SCHEMA}. "
             "Update ejkernel_eqx to load it."
         )
-    return header
+    for name, kind in (("hyperparameters", dict), ("modules", dict), ("leaves", list)):
+        if not isinstance(header.get(name, {} if name == "modules" else None), kind):
+            raise _damaged(path, f"its header has no {name}")
+    try:
+        return header, [_leaf_of(entry) for entry in header["leaves"]]
+    except (TypeError, ValueError) as error:
+        raise _damaged(path, f"its table of leaves has an entry that is none ({error})") from error
+
+
+def _leaf_of(entry: Any) -> _Leaf:
+    """An entry of the table of leaves; `TypeError` or `ValueError` for anything else."""
+    leaf = _Leaf(**{"dtype": None, "shape": None, **entry})
+    if not isinstance(leaf.path, str) or leaf.kind not in (*_ARRAYS, "key", *_SCALARS):
+        raise ValueError(f"received {_shown.repr(entry)}")
+    if leaf.kind in _SCALARS:
+        return leaf._replace(dtype=None, shape=None)
+    sizes = leaf.shape if isinstance(leaf.shape, list) else (None,)
+    if not isinstance(leaf.dtype, str) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"received {_shown.repr(entry)}")
+    if leaf.kind != "key":
+        dtype = jnp.dtype(leaf.dtype)
+        if dtype.name != leaf.dtype or not (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)):
+            raise ValueError(f"the dtype {leaf.dtype!r} is not one of arrays that can be saved")
+    return leaf._replace(shape=tuple(sizes))
 
 
 def _read_footer(file: BinaryIO, path: str) -> tuple[int, bytes]:
@@ -340,9 +391,10 @@ def _read_footer(file: BinaryIO, path: str) -> tuple[int, bytes]:
     )
 
 
-def _verify(file: BinaryIO, path: str) -> None:
-    left, expected = _read_footer(file, path)
-    digest = hashlib.sha256()
+def _verify(file: BinaryIO, path: str) -> int:
+    """Compares the file with its checksum. Returns where its footer begins."""
+    end, expected = _read_footer(file, path)
+    left, digest = end, hashlib.sha256()
     file.seek(0)
     while left:
         chunk = file.read(min(left, _CHUNK))
@@ -351,10 +403,8 @@ def _verify(file: BinaryIO, path: str) -> None:
         digest.update(chunk)
         left -= len(chunk)
     if digest.digest() != expected:
-        raise CheckpointError(
-            f"{path!r} is damaged: its contents do not match their checksum. Use an older checkpoint, or copy the "
-            "file again."
-        )
+        raise _damaged(path, "its contents do not match their checksum")
+    return end
 
 
 def _build(path: str, make: Callable[..., Any], hyperparameters: Mapping[str, Any]):
@@ -372,7 +422,7 @@ def _build(path: str, make: Callable[..., Any], hyperparameters: Mapping[str, An
             signature.bind(**hyperparameters, **({"key": None} if needs_key else {}))
         except TypeError as error:
             raise CheckpointError(
-                f"{path!r} was saved with the hyperparameters {dict(hyperparameters)}, which do not fit "
+                f"{path!r} was saved with the hyperparameters {_shown.repr(hyperparameters)}, which do not fit "
                 f"`like={name}`: {error}. Pass a `like` that accepts them, or a model instead of a callable."
             ) from error
 
@@ -414,7 +464,8 @@ def _compare(path: str, saved: list[_Leaf], expected: list[_Leaf], dtype: np.dty
             raise differ(f"`like` has {new.path!r} ({new}), which is not in the file")
         if old is not None and old.path not in there:
             raise differ(f"the file has {old.path!r} ({old}), which is not in `like`")
-        assert old is not None and new is not None
+        if old is None or new is None:
+            raise differ(f"the file has {len(saved)} leaves, `like` has {len(expected)}")
         if old.path != new.path:
             raise differ(f"the file has {old.path!r} where `like` has {new.path!r}")
         floats = old.shape == new.shape and _is_floating(old) and _is_floating(new)
@@ -423,20 +474,61 @@ def _compare(path: str, saved: list[_Leaf], expected: list[_Leaf], dtype: np.dty
             raise differ(f"{old.path!r}: expected {new}, received {old}", convert if floats else _BUILD)
 
 
+def _compare_modules(path: str, saved: dict[str, Any], like: Any, strict: bool) -> None:
+    """Raises, or warns, if modules of `like` have other hyperparameters than in the file."""
+    different = [
+        f"{name}: expected {_shown.repr(expected)}, received {_shown.repr(received)}"
+        for place, fields in hyperparameters_of(like).items()
+        for name, expected, received in differences(place, fields, saved.get(place, {}))
+    ]
+    if not different:
+        return
+    problem = f"{path!r} does not fit `like`: {different[0]}"
+    problem += f", and {len(different) - 1} more hyperparameters differ" if len(different) > 1 else ""
+    if strict:
+        raise CheckpointError(f"{problem}. {_BUILD} strict=False loads it all the same.")
+    _LOG.warning("%s. It is loaded all the same (strict=False).", problem)
+
+
 def _is_floating(leaf: _Leaf) -> bool:
-    return leaf.kind in ("array", "numpy array", "numpy scalar") and jnp.issubdtype(
-        jnp.dtype(leaf.dtype), jnp.floating
-    )
+    return leaf.kind in _ARRAYS and jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating)
 
 
-def _read_leaf(file: BinaryIO, leaf: _Leaf, here: _Leaf, x, dtype: np.dtype | None):
+def _read_array(
+    file: BinaryIO, path: str, leaf: _Leaf, shape: tuple[int, ...], *dtypes: np.dtype
+) -> np.ndarray:
+    """Reads an array, whose own header is compared with the table before memory is allocated for it."""
+    start = file.tell()
+    try:
+        version = np.lib.format.read_magic(file)
+        read = (
+            np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        )
+        stored, _, kind = read(file)
+        if stored != shape or kind not in dtypes:
+            raise ValueError(f"its array is {kind}{list(stored)}, its table says {dtypes[0]}{list(shape)}")
+        if math.prod(shape) * kind.itemsize > os.fstat(file.fileno()).st_size - file.tell():
+            raise ValueError("the file is shorter than its array")
+        file.seek(start)
+        return np.lib.format.read_array(file, allow_pickle=False)
+    except _UNREADABLE as error:
+        raise _damaged(path, f"the leaf {leaf.path!r} cannot be read ({error})") from error
+
+
+def _read_leaf(file: BinaryIO, path: str, leaf: _Leaf, here: _Leaf, x, dtype: np.dtype | None):
     """Reads a leaf, with the type and placement of its counterpart `x`."""
-    value = np.load(file, allow_pickle=False)
     if leaf.shape is None:
-        return type(x)(value.item())
+        scalar = np.asarray(_SCALARS[leaf.kind]())
+        return type(x)(_read_array(file, path, leaf, (), scalar.dtype).item())
     if leaf.kind == "key":
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, x.dtype))
+        value = _read_array(file, path, leaf, data.shape, np.dtype(data.dtype))
         return _place(jax.random.wrap_key_data(jnp.asarray(value), impl=leaf.dtype), x)
-    value = value.view(jnp.dtype(leaf.dtype))
+    stored = jnp.dtype(leaf.dtype)
+    dtypes = [_stored_dtype(stored)]
+    if stored.itemsize <= 8:  # as earlier versions wrote arrays of a foreign byte order
+        dtypes.append(np.dtype(f"u{stored.itemsize}"))
+    value = _read_array(file, path, leaf, leaf.shape, *dtypes).view(stored)
     if dtype is not None and _is_floating(leaf):
         value = value.astype(dtype)
     # Under `filter_eval_shape`, all kinds of arrays look the same, so the file decides.

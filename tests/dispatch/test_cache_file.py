@@ -117,7 +117,7 @@ def test_what_is_put_is_read_back(path):
         assert known.get(record("q").key) == record("q") and record("q").key in known
         assert len(known) == 2 and {r.problem for r in known.records()} == {"p", "q"}
         assert known.header() == {"device": {"kind": "toy"}}
-    assert not path.with_name("core.json.tmp").exists()
+    assert not list(path.parent.glob(".core.json*"))
     # What another process writes is seen; a state of the file is parsed once.
     assert cache.content() is PersistentCache(path).content()
     text = path.read_text()
@@ -168,7 +168,7 @@ def test_a_writer_that_is_killed_in_the_middle_leaves_the_old_file(path, whole, 
     # What it left lying about, its lock among it, is in nobody's way.
     PersistentCache(path, lock_timeout=5.0).put(record())
     assert len(reread(path)) == whole + 1 and not warnings_of()
-    assert not [entry for entry in path.parent.iterdir() if entry.suffix == ".tmp"]
+    assert {entry.name for entry in path.parent.iterdir()} <= {"core.json", "core.json.lock"}
 
 
 def test_writers_that_are_killed_at_any_time_leave_a_whole_file(path, warnings_of):
@@ -209,6 +209,7 @@ BROKEN = {
     "blank": (" \n", "is empty"),
     "cut": (json.dumps(TABLE)[:-5], "is not valid JSON"),
     "deep": ("[" * 100_000, "is not valid JSON"),
+    "too large": (" " * (cache_file.MOST_BYTES + 1), "is larger than 8 MB"),
     "no text": (b"\xff\xfe\x00", "is not text"),
     "foreign list": ("[1, 2]", "is not a table of ejkernel_eqx"),
     "foreign object": ('{"schema": 2, "entries": []}', "is not a table of ejkernel_eqx"),
@@ -249,6 +250,12 @@ def test_entries_that_are_no_records_are_left_out(path, warnings_of):
         {**good, "version": True},
         {**good, "ms": {"forward": "fast"}},
         {**good, "timed": [{"part": ""}]},
+        {**good, "ms": {"forward": 0}},
+        {**good, "ms": {"forward": float("nan")}},
+        {**good, "software": {"jaxlib": ["1"]}},
+        {**good, "exact": {"dims": {"T": "3"}}},
+        {**good, "exact": {"dims": [3]}},
+        json.loads('{"operation": ' + "[" * 900 + "]" * 900 + "}"),
         {k: v for k, v in good.items() if k != "config"},
     ]
     path.parent.mkdir()
@@ -256,8 +263,89 @@ def test_entries_that_are_no_records_are_left_out(path, warnings_of):
     assert PersistentCache(path).records() == (record(),)
     PersistentCache(path).put(record("q"))
     (message,) = warnings_of()
-    assert "7 of 8 entries are not records and are ignored; the first: Record: expected an object" in message
+    assert (
+        "13 of 14 entries are not records and are ignored; the first: Record: expected an object" in message
+    )
     assert path.exists() and len(reread(path)) == 2
+
+
+@pytest.mark.parametrize("where", ["config", "exact", "timed", "header"])
+def test_values_that_are_nested_deeply_do_not_stop_writers(path, where):
+    """Python reads JSON that it cannot write again."""
+    deep = '{"a":' * 900 + "1" + "}" * 900
+    entry = record("deep").to_dict() | ({} if where == "header" else {where: [] if where == "timed" else {}})
+    marked = {
+        "config": '"config": {}',
+        "exact": '"exact": {}',
+        "timed": '"timed": []',
+        "header": '"device": 1',
+    }[where]
+    put = {
+        "timed": f'"timed": [{{"part": "", "config": {deep}, "ms": 1}}]',
+        "header": f'"device": 1, "more": {deep}',
+    }
+    table = TABLE | {"device": 1, "entries": [record("old").to_dict(), entry]}
+    path.parent.mkdir()
+    path.write_text(json.dumps(table).replace(marked, put.get(where, f"{marked[:-2]}{deep}")))
+    PersistentCache(path).put(record("new"))
+    held = {r.problem for r in reread(path).records()}
+    assert held - {"deep"} == {"old", "new"} and ("deep" in held) is (where == "header")
+    assert PersistentCache(path).header() == {"device": 1}
+
+
+def test_a_table_stays_below_its_bound(path, warnings_of):
+    """The newest records are kept."""
+    padding = "x" * (cache_file.MOST_BYTES // 8)
+    cache = PersistentCache(path)
+    for n in range(9):
+        cache.put(record(f"{n}", config={"padding": padding}, date=f"2026-11-{n + 10}"))
+    assert path.stat().st_size < cache_file.MOST_BYTES and "would be larger than 8 MB" in warnings_of()[0]
+    held = {r.problem for r in reread(path).records()}
+    assert "8" in held and "0" not in held and len(warnings_of()) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX links and pipes")
+def test_planted_links_are_not_followed(path, tmp_path, warnings_of):
+    """Neither under names that temporary files once had, nor under that of the lock."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    path.parent.mkdir()
+    path.with_name("core.json.tmp").symlink_to(victim)
+    PersistentCache(path).put(record())
+    assert victim.read_text() == "mine" and len(reread(path)) == 1
+    path.with_name("core.json.lock").unlink()
+    path.with_name("core.json.lock").symlink_to(victim)
+    PersistentCache(path).put(record("q"))
+    assert victim.read_text() == "mine" and len(reread(path)) == 1
+    assert "core.json cannot be written" in warnings_of()[0]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX links and pipes")
+@pytest.mark.parametrize("pipe", ["core.json", "core.json.lock", "core.json.tmp"])
+def test_pipes_are_not_waited_for(path, pipe, warnings_of):
+    path.parent.mkdir()
+    os.mkfifo(path.with_name(pipe))
+    cache = PersistentCache(path)
+    assert cache.records() == ()
+    cache.put(record())
+    assert cache.records() == (record(),)
+    assert path.with_name(pipe).is_fifo()
+    assert any("Not a regular file" in message for message in warnings_of()) is (pipe != "core.json.tmp")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX links and pipes")
+def test_only_leftovers_are_removed(path):
+    path.parent.mkdir()
+    names = [
+        ".core.json.0123456789ab.tmp",
+        ".core.json.mine.tmp",
+        ".other.json.0123456789ab.tmp",
+        ".core.json.0123456789ab",
+    ]
+    for name in names:
+        path.with_name(name).write_text("")
+    PersistentCache(path).put(record())
+    assert {entry.name for entry in path.parent.iterdir()} == {*names[1:], "core.json", "core.json.lock"}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, warnings_of):
@@ -380,7 +468,7 @@ def test_what_could_not_be_read_is_not_replaced(path, monkeypatch, warnings_of):
         raise OSError(24, "Too many open files")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pathlib.Path, "read_text", refused)
+        patch.setattr(cache_file, "read_regular", refused)
         assert not cache.records()
         cache.put(record("while it lasts"))
         assert "cannot be written" in warnings_of()[-1] and cache.get(record("while it lasts").key)

@@ -20,6 +20,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import (
     Backend,
     cache_dir,
+    cache_file,
     Denied,
     device_facts,
     device_fingerprint,
@@ -340,10 +341,8 @@ def test_construction_reads_a_table_once_and_writes_nothing(tmp_path, monkeypatc
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     chosen()
     read = []
-    original = pathlib.Path.read_text
-    monkeypatch.setattr(
-        pathlib.Path, "read_text", lambda self, *a, **k: read.append(self) or original(self, *a, **k)
-    )
+    original = cache_file.read_regular
+    monkeypatch.setattr(cache_file, "read_regular", lambda *args: read.append(args) or original(*args))
     for _ in range(20):
         assert chosen().config == FastConfig(7)
     assert read == []

@@ -71,6 +71,59 @@ def test_a_damaged_entry(folder, caplog, damage):
     assert knobs.cache.dir == str(folder)  # as before
 
 
+VALUES = {"null": None, "a number": 3, "a text": "x", "a list": [], "an object": {}}
+WRONG = {
+    **{f"the description is {name}": ("", lambda _, x=x: x) for name, x in VALUES.items()},
+    **{f"the group is {name}": ("__grp__", lambda _, x=x: x) for name, x in VALUES.items()},
+    **{f"the files are {name}": ("__grp__", lambda _, x=x: {"child_paths": x}) for name, x in VALUES.items()},
+    **{
+        f"the {field} is {name}": ("", lambda known, field=field, x=VALUES[name]: known | {field: x})
+        for field in (
+            "name",
+            "target",
+            "num_warps",
+            "shared",
+            "tmem_size",
+            "global_scratch_size",
+            "profile_scratch_size",
+        )
+        for name in ("null", "a text", "a list")
+    },
+    "a file is a list": (
+        "__grp__",
+        lambda known: {"child_paths": known["child_paths"] | {"square_kernel.ptx": []}},
+    ),
+    "another number of warps": ("", lambda known: known | {"num_warps": 8}),
+    "memory below zero": ("", lambda known: known | {"shared": -1}),
+    "no name": ("", lambda known: {k: v for k, v in known.items() if k != "name"}),
+    "a field that no class can have": ("", lambda known: known | {"class": 1}),
+}
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("name", WRONG)
+def test_an_entry_of_whole_json_that_is_wrong(folder, caplog, name):
+    expected = compiled()
+    prefix, change = WRONG[name]
+    (file,) = folder.rglob(f"{prefix}square_kernel.json")
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
+        again = compiled()
+    assert again.asm["ptx"] == expected.asm["ptx"]
+    for field in ("name", *disk_cache._SIZES["ptx"]):  # what a launch takes from it
+        assert getattr(again.metadata, field) == getattr(expected.metadata, field), field
+    assert len(caplog.records) <= 1 and knobs.cache.dir == str(folder)
+
+
+def test_a_description_that_is_nested_deeply(folder, caplog):
+    compiled()
+    (file,) = files(folder, ".json")
+    file.write_text("[" * 100_000)
+    with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
+        assert is_whole(compiled())
+    assert len(caplog.records) == 1
+
+
 def test_a_folder_that_cannot_be_made(folder, caplog):
     folder.write_text("a file")
     with caplog.at_level(logging.WARNING, "ejkernel_eqx"):

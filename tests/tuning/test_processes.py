@@ -122,6 +122,26 @@ def test_nobody_waits_for_ever(both):
     assert "process 0 has waited 2 s" in first["error"] and second["error"] is None
 
 
+class Silent:
+    """A store in which nobody sets a key."""
+
+    def blocking_key_value_get(self, key, milliseconds):
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+
+    def key_value_dir_get(self, key):
+        return ()
+
+
+def test_waiting_for_the_others_is_logged(monkeypatch, caplog):
+    monkeypatch.setattr(processes, "PATIENCE", 0.05)
+    monkeypatch.setattr(processes, "_EVERY", 0.01)
+    together = processes.Round("ejx.tune")
+    together._store = Silent()
+    with pytest.raises(TuningError, match="has waited 0 s for the others"):
+        together._get("1/answer")
+    assert "ejx.tune: process 0 has waited 0 of 0 s for the others" in caplog.text
+
+
 def test_tables_survive_being_sent():
     key = problem_of(jax.ShapeDtypeStruct((8,), "float32")).key()
     table = {

@@ -2,7 +2,14 @@
 
 import dataclasses
 import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import types
 
+import filelock
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +28,8 @@ from ejkernel_eqx.dispatch import (
 from ejkernel_eqx.dispatch.persistent import lookup, user_cache
 from ejkernel_eqx.tuning import (
     autotune_tier,
+    ledger,
+    lock,
     measure,
     Status,
     tune_problem,
@@ -316,22 +325,94 @@ def test_another_process_that_tunes_is_waited_for(timed, caplog, monkeypatch):
     cache = user_cache(device_facts(), toy.PLANTED.core)
     cache.clear()
     assert record is not None
-    import filelock
-
-    original = filelock.FileLock.acquire
-
-    def acquire(self, timeout=None, **kwargs):
-        if timeout == 0 and self.lock_file.endswith("tuning.lock"):
-            raise filelock.Timeout(self.lock_file)
-        if self.lock_file.endswith("tuning.lock"):
-            cache.put(record)  # what the other process has found by then
-        return original(self, timeout=timeout, **kwargs)
-
-    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
     monkeypatch.setattr(measure, "time_in_turn", forbidden)
-    with caplog.at_level(logging.INFO, "ejkernel_eqx"):
-        assert tune().cached
-    assert "waiting for another process" in caplog.text
+    monkeypatch.setattr(lock, "_FIRST", 0.01)
+    other = filelock.FileLock(cache.path.with_name("tuning.lock"))
+    said = threading.Event()
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            if "waiting for another process" in record.getMessage():
+                said.set()
+
+    def tunes():
+        with other:
+            held.set()
+            assert said.wait(30)
+            cache.put(record)
+
+    held, listener = threading.Event(), Listener()
+    logging.getLogger("ejkernel_eqx").addHandler(listener)
+    thread = threading.Thread(target=tunes)
+    thread.start()
+    try:
+        assert held.wait(30) and tune().cached
+    finally:
+        logging.getLogger("ejkernel_eqx").removeHandler(listener)
+        thread.join()
+
+
+def test_another_process_that_does_not_end_is_given_up(timed):
+    path = user_cache(device_facts(), toy.PLANTED.core).path.with_name("tuning.lock")
+    path.parent.mkdir(parents=True)
+    options = dataclasses.replace(QUICK, lock_timeout=0.05)
+    with filelock.FileLock(path), pytest.raises(TuningError, match=r"holds .*tuning\.lock.*lock_timeout"):
+        tune(options=options)
+    assert tune(options=options).config == FAST
+
+
+def test_another_process_that_is_killed_holds_nothing(timed):
+    path = user_cache(device_facts(), toy.PLANTED.core).path.with_name("tuning.lock")
+    path.parent.mkdir(parents=True)
+    program = f"import filelock, time; lock = filelock.FileLock({str(path)!r}); lock.acquire(); print(flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"\n"
+    options = dataclasses.replace(QUICK, lock_timeout=0.05)
+    with pytest.raises(TuningError, match="lock_timeout"):
+        tune(options=options)
+    process.kill()
+    process.communicate()
+    assert tune(options=options).config == FAST
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX links")
+def test_a_planted_lock_is_not_opened(timed, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    path = user_cache(device_facts(), toy.PLANTED.core).path.with_name("tuning.lock")
+    path.parent.mkdir(parents=True)
+    path.symlink_to(victim)
+    assert tune().config == FAST and victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("step", ["compile", "run"])
+def test_a_candidate_that_does_not_end_ends_the_search_here(timed, monkeypatch, step):
+    """No process can be ended, so the search is."""
+    release, entered = threading.Event(), threading.Event()
+
+    def hang(*_):
+        entered.set()
+        assert release.wait(60)
+
+    if step == "run":
+        monkeypatch.setattr(toy, "_hung", hang)
+    else:
+        monkeypatch.setattr(toy, "_forward", lambda x, fault: (hang() if fault else None, 2 * x)[1])
+    # An hour passes as soon as it hangs.
+    clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * entered.is_set())
+    monkeypatch.setattr(ledger, "time", clock)
+    before = threading.enumerate()
+    options = dataclasses.replace(QUICK, jobs=1)
+    try:
+        with pytest.raises(TuningError, match=r"hangs did not finish within 120 s.*isolate=True"):
+            tune(configs=[FAST, toy.ToyConfig(3), toy.ToyConfig(4, "hangs")], options=options)
+        # The end of the process waits for none of the threads that are left.
+        assert entered.is_set() and all(
+            thread.daemon for thread in threading.enumerate() if thread not in before
+        )
+        assert lookup(toy.PLANTED, toy.problem(), device_facts()) is None
+    finally:
+        release.set()
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(timed, monkeypatch, tmp_path):

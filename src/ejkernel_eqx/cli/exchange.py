@@ -78,7 +78,7 @@ def take(path: str, folder: pathlib.Path) -> tuple[dict[str, int], list[tuple[st
 
 def check_written(cache: PersistentCache, keys: Sequence[str], there: bool) -> None:
     """Raises `OSError` unless the file itself (not only this process) holds all of these keys, or none if `there` is false."""
-    held = parse(cache.path.read_text(encoding="utf-8"), str(cache.path)).index if cache.path.exists() else {}
+    held = parse(cache.text(), str(cache.path)).index if cache.path.exists() else {}
     if any((key in held) is not there for key in keys):
         raise OSError(f"{cache.path} could not be written; see the warning above.")
 
@@ -89,7 +89,7 @@ def _read(path: str) -> list[Any]:
         content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{expected} cannot be read ({error.strerror}).") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{expected} is not JSON ({error}); it may be truncated: export it again."
         ) from error

@@ -10,12 +10,14 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from .._files import replacing
-from .records import Record
+from .._files import lock_of, read_regular, remove_leftovers, replacing
+from .records import is_shallow, Record
 
 _LOG = logging.getLogger("ejkernel_eqx")
 SCHEMA = 2
 FORMAT = "ejkernel_eqx tuning records"
+MOST_BYTES = 1 << 23
+"""A larger table is not read, and none is written. The largest shipped one has half a megabyte."""
 
 _Stamp = tuple[int, int, int] | None  # None if there is no file
 
@@ -40,6 +42,8 @@ def make_content(header: Mapping[str, Any], records: Iterable[Record]) -> Conten
 
 
 _EMPTY = make_content({}, ())
+_HEADER_BYTES = 1 << 16
+_FRAME = ("format", "schema", "entries")
 _read: dict[str, tuple[_Stamp, Content]] = {}
 _unread: set[str] = set()  # files that exist, but whose content `_read` does not hold
 _warned: set[tuple[str, str]] = set()
@@ -76,13 +80,27 @@ def parse(text: str, name: str) -> Content:
     if refused:
         message = "%s: %d of %d entries are not records and are ignored; the first: %s"
         warn_once(name, "entries", message, name, len(refused), len(data["entries"]), refused[0])
-    return make_content({k: v for k, v in data.items() if k not in ("format", "schema", "entries")}, records)
+    return make_content({k: v for k, v in data.items() if k not in _FRAME and is_shallow(v)}, records)
+
+
+def _bounded(records: tuple[Record, ...], name: str) -> tuple[Record, ...]:
+    """The records or, if they would make the file too large, the newest that fill half of it, with one warning."""
+    if sum(len(record.line) + 2 for record in records) < MOST_BYTES - _HEADER_BYTES:
+        return records
+    left, kept = MOST_BYTES // 2, []
+    for record in sorted(reversed(records), key=lambda record: record.date, reverse=True):
+        if len(record.line) <= left:
+            left -= len(record.line)
+            kept.append(record)
+    message = "%s would be larger than %d MB; the oldest %d of its %d records are left out"
+    warn_once(name, "full", message, name, MOST_BYTES >> 20, len(records) - len(kept), len(records))
+    return tuple(kept)
 
 
 def render(header: Mapping[str, Any], records: Iterable[Record]) -> str:
     """The text of a file: sorted, one record to a line."""
     head = {"format": FORMAT, "schema": SCHEMA, **header}
-    lines = [json.dumps(record.to_dict()) for record in sorted(records, key=lambda record: record.key)]
+    lines = [record.line for record in sorted(records, key=lambda record: record.key)]
     entries = "".join(("\n" if n == 0 else ",\n") + line for n, line in enumerate(lines))
     return f'{json.dumps(head)[:-1]}, "entries": [{entries}\n]}}\n'
 
@@ -91,9 +109,10 @@ class PersistentCache:
     """Records in one JSON file. Every process that uses the file may write at any time, without losing what others wrote.
 
     A write takes the lock file next to it, merges with the current content and replaces the file atomically, so that readers see
-    either the old or the new file, even if a process is killed. Unrecognised files (empty, truncated, foreign or of another schema) are
-    renamed to `<name>.broken-<n>` and reported in a warning. If the file cannot be written, one warning says so, and new records are
-    known to this process only.
+    either the old or the new file, even if a process is killed. Unrecognised files (empty, truncated, too large, foreign or of another
+    schema) are renamed to `<name>.broken-<n>` and reported in a warning. What is not a regular file is neither read nor replaced. If the
+    file cannot be written, one warning says so, and new records are known to this process only. A file that would be larger than 8 MB
+    loses its oldest records.
 
     **Arguments:**
 
@@ -154,6 +173,8 @@ class PersistentCache:
         def write() -> None:
             before = self._load(locked=True)
             after = make_content({**before.header, **self._header}, change(before.records))
+            kept = _bounded(after.records, os.fspath(self.path))
+            after = after if kept is after.records else make_content(after.header, kept)
             self._replace(render(after.header, after.records))
             self._know(self._stamp(), after)
 
@@ -183,7 +204,7 @@ class PersistentCache:
         if known == stamp and not (locked and name in _unread):
             return content
         try:
-            content = parse(self.path.read_text(encoding="utf-8"), name) if stamp else _EMPTY
+            content = parse(self.text(), name) if stamp else _EMPTY
         except (BrokenTable, UnicodeDecodeError) as error:
             why = str(error) if isinstance(error, BrokenTable) else "is not text"
             return self._set_aside(why) if locked else self._look_again(why)
@@ -196,6 +217,13 @@ class PersistentCache:
             warn_once(name, "unreadable", "%s cannot be read (%s); it is ignored", name, error)
             return self._know(stamp, _EMPTY, unread=True)
         return self._know(stamp, content)
+
+    def text(self) -> str:
+        """The text of the file itself. Raises `BrokenTable` if it is too large."""
+        data = read_regular(self.path, MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise BrokenTable(f"is larger than {MOST_BYTES >> 20} MB")
+        return data.decode()
 
     def _know(self, stamp: _Stamp, content: Content, unread: bool = False) -> Content:
         name = os.fspath(self.path)
@@ -248,11 +276,9 @@ class PersistentCache:
     @contextlib.contextmanager
     def _lock(self, timeout: float) -> Iterator[None]:
         """Holds the lock; `OSError` (including `TimeoutError`) if it cannot be acquired."""
-        import filelock
-
-        lock = filelock.FileLock(f"{os.path.realpath(self.path)}.lock", timeout=timeout)
+        lock = lock_of(f"{os.path.realpath(self.path)}.lock")
         try:
-            lock.acquire(poll_interval=0.005)
+            lock.acquire(timeout=timeout, poll_interval=0.005)
         except NotImplementedError as error:  # a file system without locks
             raise OSError(str(error)) from None
         try:
@@ -261,6 +287,7 @@ class PersistentCache:
             lock.release()
 
     def _replace(self, text: str) -> None:
-        """Replaces the file atomically, even if the machine stops. The lock is held, so all writers can share one temporary name."""
-        with replacing(self.path, ".tmp") as file:
+        """Replaces the file atomically, even if the machine stops. The lock is held, so what other writers left is of no use."""
+        remove_leftovers(self.path)
+        with replacing(self.path) as file:
             file.write(text.encode())

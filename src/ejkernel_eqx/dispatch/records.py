@@ -57,13 +57,25 @@ class Record:
         """A string that is the same in every process, and unique to the problem, platform, kernel version and software."""
         return record_key(self.operation, self.platform, self.version, self.problem, self.software)
 
+    @functools.cached_property
+    def line(self) -> str:
+        """The record as JSON in one line."""
+        return json.dumps(self.to_dict())
+
     def to_dict(self) -> Json:
-        return dataclasses.asdict(self)
+        """As JSON, whose values are shared with the record, not copied."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {
+            name: tuple(dict(vars(part)) for part in values[name]) for name in ("timed", "denied")
+        }
 
     @classmethod
     def from_dict(cls, data: Any) -> "Record":
         """The inverse of `to_dict`; `ValueError` for anything else."""
+        if not is_shallow(data):
+            raise ValueError(f"Record: expected values nested at most {_DEEPEST} deep, received deeper ones.")
         _check(data, cls, _RECORD)
+        _check_values(data)
         timed = tuple(_part(Timed, entry, _TIMED) for entry in data.get("timed", ()))
         denied = tuple(_part(Denied, entry, _DENIED) for entry in data.get("denied", ()))
         return cls(**{**data, "platform": str(data["platform"]), "timed": timed, "denied": denied})
@@ -81,6 +93,19 @@ def record_key(operation: str, platform: str, version: int, problem: str, softwa
     return json.dumps(body, sort_keys=True, separators=(",", ":"))
 
 
+def is_shallow(value: Any) -> bool:
+    """Whether a value of JSON is nested at most as deep as tables are, so that it can be written again: Python reads deeper ones than it writes."""
+    level = [value]
+    for _ in range(_DEEPEST + 1):
+        parts = [x.values() if type(x) is dict else x for x in level if type(x) in _CONTAINERS]
+        level = [child for part in parts for child in part if type(child) in _CONTAINERS]
+        if not level:
+            return True
+    return False
+
+
+_CONTAINERS = frozenset({dict, list, tuple})
+_DEEPEST = 32
 _NUMBER = (int, float)
 _TIMED = {"part": str, "config": dict, "ms": _NUMBER, "spread": _NUMBER}
 _DENIED = {"part": str, "config": dict, "reason": str}
@@ -101,6 +126,17 @@ _RECORD = {
     "date": str,
 }
 _NUMBERS = ("ms", "spread", "errors")
+
+
+def _check_values(data: Json) -> None:
+    """What is computed with when a table is read."""
+    sizes = data["exact"].get("dims", {})
+    if not isinstance(sizes, dict) or not all(isinstance(size, int) for size in sizes.values()):
+        raise ValueError(f"Record.exact: expected sizes by letter as dims, received {sizes!r}.")
+    if not all(isinstance(version, str) for version in data["software"].values()):
+        raise ValueError(f"Record.software: expected versions, received {data['software']!r}.")
+    if not all(0 < ms < 1e12 for ms in data.get("ms", {}).values()):
+        raise ValueError(f"Record.ms: expected times above zero, received {data['ms']!r}.")
 
 
 def _part(cls: Any, data: Any, kinds: Mapping[str, Any]) -> Any:

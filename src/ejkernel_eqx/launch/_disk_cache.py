@@ -2,17 +2,19 @@
 
 import contextlib
 import functools
-import json
 import logging
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
 
 _LOG = logging.getLogger("ejkernel_eqx")
-# A folder that cannot be written, and entries of which a crash left a part.
-_UNUSABLE = (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError)
+# A folder that cannot be written, entries of which a crash left a part, and JSON that is not what Triton expects. What Triton says of a kernel that
+# does not compile is none of these.
+_UNUSABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+_SIZES = {"ptx": ("num_warps", "shared", "global_scratch_size", "profile_scratch_size", "tmem_size")}
 _warned: set[str] = set()
 """Folders."""
 
@@ -91,7 +93,7 @@ def through_cache(compiling: Callable[[], Any], text: str) -> Any:
             found = compiling()
             if _is_whole(found, text):
                 return found
-            problem = f"an entry has no whole {text}"
+            problem = f"an entry has no whole {text}, or one that is not described"
         except _UNUSABLE as error:
             problem = f"{type(error).__name__}: {error}"
         with _temporary_cache:
@@ -101,8 +103,16 @@ def through_cache(compiling: Callable[[], Any], text: str) -> Any:
 
 
 def _is_whole(found: Any, text: str) -> bool:
-    body = found.asm.get(text, "")
-    return found.metadata.name in body and (text != "ptx" or body.rstrip().endswith("}"))
+    """Whether the text ends, and the description beside it is of this text, as far as it shows."""
+    about, body = found.metadata, found.asm.get(text, "")
+    sizes = [getattr(about, name) for name in _SIZES.get(text, ("num_warps", "shared"))]
+    if not isinstance(about.name, str) or not all(type(size) is int and 0 <= size < 2**31 for size in sizes):
+        return False
+    if text != "ptx":
+        return about.name in body
+    threads = re.search(r"^\s*\.reqntid (\d+)", body, re.MULTILINE)
+    same = threads is None or int(threads[1]) == 32 * about.num_warps
+    return same and f".entry {about.name}(" in body and body.rstrip().endswith("}")
 
 
 def _warn_once(folder: str, problem: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -183,7 +184,7 @@ def _entries(entries: list[Any], refused: list[str]) -> Iterator[_Entry]:
         try:
             is_entry = isinstance(entry, Mapping) and entry.keys() == {"paths", "record"}
             if not is_entry or not all(isinstance(path, str) for path in entry["paths"]):
-                raise ValueError(f"expected paths and a record, received {entry!r}")
+                raise ValueError(f"expected paths and a record, received {reprlib.repr(entry)}")
             yield _Entry(tuple(entry["paths"]), Record.from_dict(entry["record"]))
         except (TypeError, ValueError) as error:
             refused.append(str(error))

@@ -190,7 +190,8 @@ class Tuning:
             {call.operation for call in tunable.values()},
             stable_json([device_fingerprint(), self._policy.value, sorted(tunable)]),
             lambda: self._tune_all(tunable.values()),
-            len(tunable) * 2 * (self._options.time_budget + self._options.candidate_timeout),
+            len(tunable) * 2 * (self._options.time_budget + self._options.candidate_timeout)
+            + self._options.lock_timeout,
         )
         return True
 

@@ -19,8 +19,9 @@ class TuneOptions:
     - `samples`, `sample_ms`: number of samples that decide between the best candidates, and their duration in milliseconds.
     - `isolate`: whether candidates run in another process, so that a crash does not end this one. `None` isolates kernels that are
         compiled outside XLA (Triton, Pallas, vendor libraries), if another process can import what it needs.
-    - `candidate_timeout`: seconds that a candidate may take to compile, and to run once, before its process is ended. No effect without
-        isolation.
+    - `candidate_timeout`: seconds that a candidate may take to compile, and to run once. Then its process is ended and the search goes on;
+        without isolation, where no process can be ended, the search ends with a `TuningError`.
+    - `lock_timeout`: seconds to wait for another process that tunes on the same device, before a `TuningError`. Waiting is logged.
     - `jobs`: number of parallel compilations; `None` for one per processor, up to 8.
     - `progress`: whether to show a progress bar.
     - `target`: a `launch.Target`, or the name of one, that candidates must fit; `None` for the device itself.
@@ -32,12 +33,13 @@ class TuneOptions:
     sample_ms: int | float = 30.0
     isolate: bool | None = None
     candidate_timeout: int | float = 120.0
+    lock_timeout: int | float = 1800.0
     jobs: int | None = None
     progress: bool = True
     target: Any = None
 
     def __post_init__(self) -> None:
-        times = ("time_budget", "sample_ms", "candidate_timeout")
+        times = ("time_budget", "sample_ms", "candidate_timeout", "lock_timeout")
         self._check("a number > 0", _is_positive, *times)
         for name in times:
             object.__setattr__(self, name, float(getattr(self, name)))

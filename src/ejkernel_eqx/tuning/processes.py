@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -34,7 +35,9 @@ Table = dict[tuple[Platform, str], Known]
 PATIENCE = 300.0
 """Seconds that a process waits for the others to reach the same point, not counting the time for tuning."""
 
-_POLL = 1.0
+_POLL, _EVERY = 1.0, 60.0
+"""Seconds between looks at the store, and between messages to who waits."""
+_LOG = logging.getLogger("ejkernel_eqx")
 _rounds = itertools.count(1)
 
 
@@ -85,7 +88,7 @@ class Round:
 
     def _get(self, key: str, patience: float = 0.0) -> str:
         """The value of a key as soon as it exists; `TuningError` if a process has failed, or none sets it in time."""
-        end = time.monotonic() + PATIENCE + patience
+        start = told = time.monotonic()
         while True:
             try:
                 return self._store.blocking_key_value_get(f"{self._prefix}/{key}", int(_POLL * 1000))
@@ -94,7 +97,17 @@ class Round:
                     raise self._unreachable(error) from error
             for failed, reason in self._store.key_value_dir_get(f"{self._prefix}/failed/"):
                 raise TuningError(f"{self.name}: process {failed.rsplit('/', 1)[-1]} failed: {reason}")
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if now - told >= _EVERY:
+                told = now
+                _LOG.warning(
+                    "%s: process %d has waited %.0f of %.0f s for the others",
+                    self.name,
+                    self._rank,
+                    now - start,
+                    PATIENCE + patience,
+                )
+            if now - start > PATIENCE + patience:
                 raise TuningError(
                     f"{self.name}: process {self._rank} has waited {PATIENCE + patience:.0f} s for the others; every process must make this call."
                 )

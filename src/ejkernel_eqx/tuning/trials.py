@@ -1,6 +1,5 @@
 """Compiles, checks and times candidates, and records the outcome of each."""
 
-import concurrent.futures
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +12,7 @@ from .isolated.events import Begun, Ended, Event, Job, Measured
 from .isolated.settings import applied, thread_settings, undisturbed
 from .measure import Timing
 from .result import Candidate, Measurement, part_of, Status
+from .threads import in_threads
 
 BUDGET = "time budget"
 K = TypeVar("K", bound=Hashable)
@@ -102,8 +102,9 @@ class Trials:
             with applied(settings), undisturbed():
                 return function(item)
 
-        with collector_paused(), concurrent.futures.ThreadPoolExecutor(self.job.options.workers) as pool:
-            return [function(item) for item in items[:1]] + list(pool.map(one, items[1:]))
+        with collector_paused():
+            first = [function(item) for item in items[:1]]
+            return first + in_threads(one, items[1:], self.job.options.workers)
 
     def _compile(self, trial: Trial) -> Refusal | None:
         candidate = trial.candidate

@@ -1,6 +1,5 @@
 """`tune_problem`: one problem on one platform, from the candidates to the record in the user's table."""
 
-import contextvars
 import dataclasses
 import logging
 import time
@@ -28,6 +27,7 @@ from ..dispatch import (
 from ..dispatch.caches import known_of
 from ..dispatch.persistent import lookup, store
 from .bench import MEMORY
+from .here import search_here
 from .isolated.events import Finished, Job, Stage, Unsound
 from .isolated.isolation import not_isolatable, search_isolated, SetUpFailed
 from .ledger import Ledger
@@ -35,7 +35,6 @@ from .lock import tuning_lock
 from .options import current_options, TuneOptions
 from .recall import recall
 from .result import Measurement, part_of, Status, TuningResult
-from .search import search
 from .tracing import refuse_trace
 
 _LOG = logging.getLogger("ejkernel_eqx")
@@ -69,8 +68,8 @@ def tune_problem(
 
     A `TuningResult`, which is also stored in the user's table.
 
-    **Raises:** `TuningError` inside a staged trace, for an implementation without a workload, and if no candidate may be
-    used; `ValueError` for `configs` of another class.
+    **Raises:** `TuningError` inside a staged trace, for an implementation without a workload, if no candidate may be used, if one takes too
+    long in this process, and if another process tunes for too long; `ValueError` for `configs` of another class.
     """
     refuse_trace("tuning")
     device, options = device or device_facts(), options or current_options()
@@ -88,7 +87,7 @@ def tune_problem(
     job = job if force else _recalled(job)
     result = _cached(job)
     if result is None:
-        with tuning_lock(device) as waited:
+        with tuning_lock(device, options.lock_timeout) as waited:
             if waited and not force:
                 job = _recalled(job)
             result = _cached(job) or _tune(job)
@@ -223,8 +222,7 @@ def _search(job: Job, ledger: Ledger) -> None:
         operation = job.implementation.operation
         _say_once(f"{operation} is tuned in this process, which a crash of a candidate would end: {reason}")
     ledger.stopped()
-    # In an empty context, because the caller's contexts (listeners, overlays, a policy) are not meant for candidates.
-    contextvars.Context().run(search, dataclasses.replace(job, known=ledger.measurements), ledger.take)
+    search_here(dataclasses.replace(job, known=ledger.measurements), ledger)
 
 
 def _say_once(message: str, level: int = logging.INFO) -> None:
