@@ -361,7 +361,7 @@ def test_windows_by_layer():
     assert windows == [128, None, 128, None]
     qwen = {**QWEN3, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
     assert [weights.attention_options(qwen, i)["sliding_window"] for i in range(4)] == [None, None, 64, 64]
-    bare = {"model_type": "gpt_oss", "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
+    bare = {"model_type": "gpt_oss", "hidden_size": 32, "num_attention_heads": 8, "head_dim": 8}
     assert [weights.attention_options(bare, i)["sliding_window"] for i in range(2)] == [128, None]
 
 
@@ -386,7 +386,7 @@ class Unpublished(nn.RecurrentLayer):
     "make, message",
     [
         (lambda: attention({"model_type": "mamba"}), r"one of gemma, .*qwen3_next, received 'mamba'"),
-        (lambda: attention({}), "received 'None'"),
+        (lambda: attention({}), "received null"),
         (
             lambda: attention([("model_type", "llama")]),
             "config: expected the dictionary of a config.json, received list",
