@@ -2,16 +2,19 @@
 
 import json
 import math
+import pathlib
 import re
 
 import jax
 import pytest
+from safetensors.numpy import save_file
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import nn, weights
 from ejkernel_eqx._entries import FIELDS
-from tests.models.cases import CONFIGS, model_type
+from tests.models.cases import CONFIGS, drawn, model_type
 
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden.json").read_text())
 NESTED: list = []
 for _ in range(10_000):
     NESTED = [NESTED]
@@ -213,3 +216,28 @@ def test_nulls_and_what_is_not_read_do_no_harm():
     # Of other models, and of no model.
     other = {"expand": "x", "attn": NESTED, "linear_attn_config": 3, "strange": math.nan, 3: LONG}
     assert ejx.models.decoder_config(LLAMA | given | other) == plain
+
+
+@pytest.mark.parametrize(
+    ("change", "without", "message"),
+    [
+        (
+            {"num_hidden_layers": 1024},
+            None,
+            "weights of 1024 layers .* received those of 3; layer 3 has none",
+        ),
+        (
+            {"vocab_size": 2**24, "hidden_size": 2**20},
+            "model.embed_tokens.weight",
+            "it has no 'model.embed_tokens.we",
+        ),
+        ({"intermediate_size": 2**20, "head_dim": 2**20}, None, r"expected shape \(4194304, 32\), received"),
+    ],
+)
+def test_no_array_is_made_of_a_size_that_the_files_do_not_have(tmp_path, change, without, message):
+    """The arrays of these configurations are larger than any memory."""
+    arrays = drawn(GOLDEN["llama"]["shapes"])
+    save_file({name: x for name, x in arrays.items() if name != without}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(GOLDEN["llama"]["config"] | change))
+    with pytest.raises(ejx.CheckpointError, match=message):
+        ejx.models.from_pretrained(tmp_path)
