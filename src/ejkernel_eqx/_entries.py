@@ -14,17 +14,20 @@ _MOST_LETTERS, _MOST_ITEMS = 200, 4096
 class _Kind(NamedTuple):
     expected: str
     fits: Callable[[Any], bool]
+    read: Callable[[Any], Any] = lambda x: x
 
 
 def _integers(least: int, most: int) -> _Kind:
     is_whole = lambda x: isinstance(x, int | np.integer) and not isinstance(x, bool)
-    return _Kind(f"an integer from {least} to {most}", lambda x: is_whole(x) and least <= x <= most)
+    return _Kind(f"an integer from {least} to {most}", lambda x: is_whole(x) and least <= x <= most, int)
 
 
 def _numbers(least: float, most: float) -> _Kind:
     # NaN is in no range.
     is_number = lambda x: isinstance(x, int | float | np.number) and not isinstance(x, bool)
-    return _Kind(f"a number from {least:g} to {most:g}", lambda x: is_number(x) and bool(least <= x <= most))
+    return _Kind(
+        f"a number from {least:g} to {most:g}", lambda x: is_number(x) and bool(least <= x <= most), float
+    )
 
 
 def _lists(of: _Kind, count: int | None = None) -> _Kind:
@@ -221,7 +224,7 @@ def _checked(name: str, value: Any, kind: _Kind) -> Any:
         raise CheckpointError(
             f"config: {name}: expected {kind.expected}, received {shown(value)}; correct the config.json."
         )
-    return value
+    return kind.read(value)
 
 
 def entries_of(config: Any) -> Entries:

@@ -182,7 +182,7 @@ def test_the_dict_gives_what_is_not_said_beside_it():
         | {ORIGINAL: 64, "attention_factor": 1.5, "factor": None},
     ).scaling == LongRopeScaling(SHORT, LONG, 64, attention_factor=1.5)
     assert RotaryEmbedding(
-        16, scaling={"rope_type": "dynamic", "factor": 2, ORIGINAL: 64}
+        16, scaling={"rope_type": "dynamic", "factor": 2.0, ORIGINAL: 64}
     ).scaling == DynamicScaling(2, 64)
     assert RotaryEmbedding(16, scaling={"rope_type": "proportional"}).scaling == ProportionalScaling(1.0)
     sections = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
@@ -239,6 +239,6 @@ def test_the_dict_gives_what_is_not_said_beside_it():
         (lambda: ProportionalScaling(1.5), "fraction: expected at most 1"),
     ],
 )
-def test_errors(call, message):
+def test_errors(call, message, unchecked):
     with pytest.raises(ValueError, match=message):
         call()
