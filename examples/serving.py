@@ -288,7 +288,9 @@ class Engine:
                 f"sampling: expected a Sampling, received {type(sampling).__name__}; pass Sampling(temperature=...)."
             )
         self._count += 1
-        request = _Request(self._count - 1, tokens, len(tokens) + max_new_tokens, sampling, ends, ready=len(tokens))
+        request = _Request(
+            self._count - 1, tokens, len(tokens) + max_new_tokens, sampling, ends, ready=len(tokens)
+        )
         self._waiting.append(request)
         return request.number
 
