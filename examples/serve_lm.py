@@ -1,7 +1,7 @@
 """Serve a language model, saved by `train_lm.py` or published, with continuous batching: prompts of different lengths join at any time.
 
     python examples/train_lm.py                                  # once: writes runs/train_lm/checkpoint.ejx
-    printf 'def \\nimport \\nclass ' | python examples/serve_lm.py  # one prompt per line, from standard input
+    printf 'def \\nimport \\nclass ' | python examples/serve_lm.py --temperature 0.7  # one prompt per line, from standard input
     python examples/serve_lm.py --prompts prompts.txt --out texts.jsonl
     python examples/serve_lm.py --kv-dtype int8                  # keys and values take half the memory of bfloat16
     python examples/serve_lm.py --temperature 0.7 --top-p 0.9 --seed 1

@@ -55,8 +55,11 @@ def _losses(folder):
 def test_train_resume_and_generate(tmp_path, text):
     folder = tmp_path / "run"
     options = ["--data", text, "--out-dir", folder, *SMALL, "--prompt", "the quick "]
-    out, _ = _run("train_lm.py", *options, "--steps", 20)
+    out, err = _run("train_lm.py", *options, "--steps", 20)
     assert "20 bytes from the checkpoint of step 20" in out and "the quick " in out
+    assert (
+        "\r" not in out + err and "it/s" not in err and "step/s" not in err
+    )  # no bar where there is no terminal
     first = _losses(folder)
     assert [step for step, _ in first] == list(range(1, 21))
     assert first[0][1] > 5.0 and first[-1][1] < 3.5

@@ -8,15 +8,17 @@ import sys
 import pytest
 
 from .test_examples import _environment, ROOT
-from .test_serve import _check_empty, _engine, checkpoint, examples, SIZES  # noqa: F401
+from .test_serve import _check_empty, _engine, SIZES
+from .test_serve import checkpoint as checkpoint
+from .test_serve import examples as examples
 
 
 @pytest.fixture(scope="module")
-def engine(examples):  # noqa: F811
+def engine(examples):
     return _engine(examples, "attention", 1)
 
 
-def lines_of(examples, pieces, most):  # noqa: F811
+def lines_of(examples, pieces, most):
     too_long = examples.serve_lm.TooLong
     return [(line, isinstance(line, too_long)) for line in examples.serve_lm.split_lines(iter(pieces), most)]
 
@@ -29,7 +31,7 @@ def all_of(prompts):
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_lines_are_the_same_in_any_pieces(examples, size):  # noqa: F811
+def test_lines_are_the_same_in_any_pieces(examples, size):
     content = b"one\r\ntwo\rstill two\n\n" + b"x" * 50 + b"\nnext\r\n" + b"y" * 17 + b"\nlast\r"
     pieces = [content[i : i + size] for i in range(0, len(content), size)]
     expected = [(b"one", False), (b"two\rstill two", False), (b"", False), (b"next", False), (b"last", False)]
@@ -41,7 +43,7 @@ def test_lines_are_the_same_in_any_pieces(examples, size):  # noqa: F811
     ]
 
 
-def test_a_line_that_is_too_long_is_known_before_it_ends(examples):  # noqa: F811
+def test_a_line_that_is_too_long_is_known_before_it_ends(examples):
     pieces = iter([b"a\n" + b"x" * 20, b"x", *([b"y"] * 10), b"\nb"])
     lines = examples.serve_lm.split_lines(pieces, 20)
     assert next(lines) == b"a" and next(lines) == b"x" * 21
@@ -49,7 +51,7 @@ def test_a_line_that_is_too_long_is_known_before_it_ends(examples):  # noqa: F81
     assert list(lines) == [b"b"]
 
 
-def test_a_file_and_a_pipe_give_the_same_lines(examples, tmp_path):  # noqa: F811
+def test_a_file_and_a_pipe_give_the_same_lines(examples, tmp_path):
     content = b"one\r\ntwo\n\nlast"
     (tmp_path / "prompts.txt").write_bytes(content)
     expected = [b"one", b"two", b"", b"last"]
@@ -66,7 +68,7 @@ def test_a_file_and_a_pipe_give_the_same_lines(examples, tmp_path):  # noqa: F81
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/mem"), reason="Linux has this file, whose first byte nobody can read"
 )
-def test_an_input_that_ends_early_is_reported(examples):  # noqa: F811
+def test_an_input_that_ends_early_is_reported(examples):
     prompts = examples.serve_lm.Prompts("/proc/self/mem")
     assert all_of(prompts) == []
     assert prompts.failure.startswith(
@@ -74,7 +76,7 @@ def test_an_input_that_ends_early_is_reported(examples):  # noqa: F811
     )
 
 
-def test_no_more_is_read_than_is_served(examples):  # noqa: F811
+def test_no_more_is_read_than_is_served(examples):
     """What waits is bounded, however much comes."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -119,12 +121,12 @@ class Endless:
         return lines
 
 
-def serve(examples, engine, prompts, *options):  # noqa: F811
+def serve(examples, engine, prompts, *options):
     args = examples.serve_lm.parse(["--max-new-tokens", "3", *options])
     return examples.serve_lm.serve(args, engine, prompts, examples.serve_lm.Texts(None))
 
 
-def test_endless_prompts_are_admitted_as_they_are_served(examples, engine, capsys):  # noqa: F811
+def test_endless_prompts_are_admitted_as_they_are_served(examples, engine, capsys):
     prompts = Endless(engine, 40)
     assert serve(examples, engine, prompts)
     assert max(prompts.waiting) <= engine.max_batch
@@ -135,7 +137,7 @@ def test_endless_prompts_are_admitted_as_they_are_served(examples, engine, capsy
     _check_empty(engine)
 
 
-def test_texts_that_wait_for_an_earlier_one_are_bounded(examples, engine):  # noqa: F811
+def test_texts_that_wait_for_an_earlier_one_are_bounded(examples, engine):
     args = examples.serve_lm.parse([])
     texts = examples.serve_lm.Texts(None)
     server = examples.serve_lm.Server(args, engine, texts, bar=None)
@@ -145,7 +147,7 @@ def test_texts_that_wait_for_an_earlier_one_are_bounded(examples, engine):  # no
     assert server.room == 1
 
 
-def test_a_line_that_is_too_long_is_refused(examples, engine, tmp_path, capsys):  # noqa: F811
+def test_a_line_that_is_too_long_is_refused(examples, engine, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_bytes(b"x" * (2**20 + 2**17) + b"\nab\n")
     prompts = examples.serve_lm.Prompts(str(tmp_path / "prompts.txt"))
     assert serve(examples, engine, prompts)
@@ -179,7 +181,7 @@ class Full(io.StringIO):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this file")
-def test_texts_that_cannot_be_written(examples, monkeypatch):  # noqa: F811
+def test_texts_that_cannot_be_written(examples, monkeypatch):
     serve_lm = examples.serve_lm
     with pytest.raises(
         serve_lm.OutputError, match=r"--out '/dev/full': cannot write \(No space left on device\); make"
@@ -193,7 +195,7 @@ def test_texts_that_cannot_be_written(examples, monkeypatch):  # noqa: F811
         texts.extend(0, 65)
 
 
-def test_notes_end_nothing(examples):  # noqa: F811
+def test_notes_end_nothing(examples):
     notes = examples.serve_lm.Notes("standard error", Full())
     print("some", file=notes)
     assert not notes.isatty()
@@ -209,7 +211,7 @@ def test_notes_end_nothing(examples):  # noqa: F811
         ("2>/dev/full", 0, None),
     ],
 )
-def test_streams_of_a_process(checkpoint, redirected, code, message):  # noqa: F811
+def test_streams_of_a_process(checkpoint, redirected, code, message):
     if not os.path.exists("/dev/full"):
         pytest.skip("Linux has this file")
     command = [
