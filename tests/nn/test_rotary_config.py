@@ -1,5 +1,6 @@
 """Rotations from published configurations: frequencies and magnitudes as `transformers` 5.23 gives them for the same ones."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -166,6 +167,29 @@ def test_nested_parameters_are_those_of_the_layers():
     full = RotaryEmbedding.from_config(BASE | nested, layer_type="full_attention")
     assert full == RotaryEmbedding(16, theta=5e5, scaling=LLAMA3)
     assert RotaryEmbedding.from_config(BASE | nested, layer_type="sliding_attention") == RotaryEmbedding(16)
+
+
+@pytest.mark.parametrize(
+    ("given", "magnitude"),
+    [
+        ({}, 1 + 0.1 * math.log(40)),
+        # One of the two alone says nothing.
+        ({"mscale": 0.5}, 1 + 0.1 * math.log(40)),
+        ({"mscale_all_dim": 0.5}, 1 + 0.1 * math.log(40)),
+        ({"mscale": 0.0, "mscale_all_dim": 0.5}, 1 + 0.1 * math.log(40)),
+        ({"mscale": 0.707, "mscale_all_dim": 0.707}, 1.0),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, (1 + 0.2 * math.log(40)) / (1 + 0.05 * math.log(40))),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5, "attention_factor": 0.8}, 0.8),
+        ({"factor": 1.0}, 1.0),
+        ({"factor": 0.5, "mscale": 2.0, "mscale_all_dim": 0.5}, 1.0),
+        ({"factor": None}, 1 + 0.1 * math.log(16)),  # of the two lengths
+    ],
+)
+def test_magnitudes_of_yarn(given, magnitude):
+    scaling = {"rope_type": "yarn", "factor": 40.0, ORIGINAL: 64} | given
+    rope = RotaryEmbedding.from_config(BASE | {"max_position_embeddings": 1024, "rope_parameters": scaling})
+    turned = rope(jnp.ones((1, 1, 16)))[0, 0]  # at position 0 nothing else is left
+    np.testing.assert_allclose(turned, magnitude, rtol=1e-6)
 
 
 def test_the_dict_gives_what_is_not_said_beside_it():

@@ -365,6 +365,33 @@ def test_windows_by_layer():
     assert [weights.attention_options(bare, i)["sliding_window"] for i in range(2)] == [128, None]
 
 
+NESTED = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e6,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "qwen3", "gemma2", "mistral"])
+def test_rotations_nested_by_layer_type(kind):
+    """As newer files have them, whatever the model: each layer has that of its type."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = {"model_type": kind, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 16, "layer_types": types, "rope_parameters": NESTED}
+    ropes = [weights.attention_options(config, i)["rope"] for i in range(3)]
+    window = rope(16, theta=1e4, rotary_dim=8)
+    assert ropes == [window, rope(16, theta=1e6, scaling=nn.YarnScaling(4.0, 16)), window]
+    without = {**config, "rope_parameters": {"full_attention": NESTED["full_attention"]}}
+    with pytest.raises(
+        ValueError, match="layer_type: expected one of full_attention, .*received 'sliding_attention'"
+    ):
+        weights.attention_options(without, 0)
+
+
 def test_options_take_precedence():
     small = {**LLAMA_3_1, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
     layer = nn.MultiHeadAttention.from_config(small, key=KEY, dtype="bfloat16", sliding_window=7, rope=None)

@@ -97,9 +97,7 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     }
     options |= _OTHERS.get(kind, _nothing)(config, layer_index)
     if kind != "gpt2":
-        options["rope"] = RotaryEmbedding.from_config(
-            config, layer_type=found if kind == "gemma3_text" else None
-        )
+        options["rope"] = RotaryEmbedding.from_config(config, layer_type=found)
     return options
 
 
