@@ -387,7 +387,7 @@ def test_rotations_nested_by_layer_type(kind):
     assert ropes == [window, rope(16, theta=1e6, scaling=nn.YarnScaling(4.0, 16)), window]
     without = {**config, "rope_parameters": {"full_attention": NESTED["full_attention"]}}
     with pytest.raises(
-        ValueError, match="layer_type: expected one of full_attention, .*received 'sliding_attention'"
+        ValueError, match=r"layer_type: expected one of full_attention, .*received 'sliding_attention'"
     ):
         weights.attention_options(without, 0)
 
