@@ -41,7 +41,7 @@ import numpy as np
 from lora import merge_lora
 from serving import Engine, RequestError
 from tqdm import tqdm
-from train_lm import cast, interruptible, make_state, SIZES, UsageError
+from train_lm import cast, drop_output, interruptible, make_state, SIZES, UsageError
 from train_lm import parse as parse_train
 from vocabulary import Bytes, Vocabulary, vocabulary_of
 
@@ -556,12 +556,6 @@ def main(argv: list[str] | None = None) -> int:
         except BrokenPipeError:  # the reader of the texts has gone
             drop_output()
             return 1
-
-
-def drop_output() -> None:
-    """What standard output still holds is not written when the process ends, which would fail again."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import io
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -30,6 +32,10 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+# A closed standard error would be the number of the next file that is opened.
+if __name__ == "__main__" and sys.stderr is None:
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")
 
 import equinox as eqx
 import jax
@@ -721,6 +727,16 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, ejx.EjkernelError) as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a folder without permissions, a reader that has gone
+        print(f"train_lm: {error}; mend that and continue with --resume.", file=sys.stderr)
+        drop_output()
+        return 1
+
+
+def drop_output() -> None:
+    """What standard output still holds is not written when the process ends, which would fail again."""
+    with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # no stream, or one without a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

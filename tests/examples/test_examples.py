@@ -227,6 +227,14 @@ def test_errors_are_one_sentence(train_lm, tmp_path, text, capsys, options, mess
     assert message in capsys.readouterr().err
 
 
+def test_a_place_that_cannot_be_written_is_one_sentence(train_lm, text, capsys):
+    assert train_lm.main([*SMALL, "--steps", "2", "--out-dir", str(text / "run")]) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("train_lm: [Errno 20] Not a directory") and message.endswith(
+        "continue with --resume."
+    )
+
+
 def test_a_checkpoint_of_another_architecture_is_named(train_lm, tmp_path, capsys):
     args = train_lm.parse([*SMALL, "--steps", "2", "--out-dir", str(tmp_path)])
     state = train_lm.make_state(args, train_lm.architecture_of(args))

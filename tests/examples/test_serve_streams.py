@@ -202,6 +202,7 @@ def test_notes_end_nothing(examples):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this file")
 @pytest.mark.parametrize(
     ("redirected", "code", "message"),
     [
@@ -212,8 +213,6 @@ def test_notes_end_nothing(examples):
     ],
 )
 def test_streams_of_a_process(checkpoint, redirected, code, message):
-    if not os.path.exists("/dev/full"):
-        pytest.skip("Linux has this file")
     command = [
         sys.executable,
         "-W",
