@@ -1,14 +1,14 @@
 """Serve a language model, saved by `train_lm.py` or published, with continuous batching: prompts of different lengths join at any time.
 
     python examples/train_lm.py                                  # once: writes runs/train_lm/checkpoint.ejx
-    printf 'def \\nimport \\nclass ' | python examples/serve_lm.py  # one prompt per line, from standard input
+    printf 'def \\nimport \\nclass ' | python examples/serve_lm.py --temperature 0.7  # one prompt per line, from standard input
     python examples/serve_lm.py --prompts prompts.txt --out texts.jsonl
     python examples/serve_lm.py --kv-dtype int8                  # keys and values take half the memory of bfloat16
     python examples/serve_lm.py --temperature 0.7 --top-p 0.9 --seed 1
     python examples/serve_lm.py --model Qwen3-0.6B               # the published model in this folder
 
-Texts are streamed to standard output in the order of their prompts; progress and statistics go to standard error. The engine, with its
-scheduler and sampling, is in `serving.py` next to this file.
+Texts are streamed to standard output in the order of their prompts; statistics go to standard error, and progress too if it is a terminal. Input
+is read as fast as it is served. The engine, with its scheduler and sampling, is in `serving.py` next to this file.
 """
 
 import argparse
@@ -27,6 +27,10 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
+# A closed standard error would be the number of the next file that is opened.
+if __name__ == "__main__" and sys.stderr is None:
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")
+
 import jax
 
 # The device starts in a thread while Python imports the rest, which takes about as long.
@@ -37,7 +41,7 @@ import numpy as np
 from lora import merge_lora
 from serving import Engine, RequestError
 from tqdm import tqdm
-from train_lm import cast, interruptible, make_state, SIZES, UsageError
+from train_lm import cast, drop_output, interruptible, make_state, SIZES, UsageError
 from train_lm import parse as parse_train
 from vocabulary import Bytes, Vocabulary, vocabulary_of
 
@@ -46,59 +50,73 @@ from ejkernel_eqx.models import Sampling
 
 KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
 ESCAPES = {"\\n": 10, "\\r": 13, "\\t": 9, "\\0": 0, "\\\\": 92}
+MOST_BYTES = 2**20  # of a line; no model that is served here reads so many tokens
+MOST_LINES = 64  # read and not yet admitted
 NOT_FINITE = "the model's logits are not finite; check the checkpoint, or use --dtype float32"
 
 
 # Prompts and texts
 
 
-def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines, without \\n or \\r\\n; text after the last line break counts as a line."""
-    rest = b""
+class TooLong(bytes):
+    """The beginning of a line that is too long to be a prompt."""
+
+
+def split_lines(pieces: Iterable[bytes], most: int = MOST_BYTES) -> Iterator[bytes]:
+    """The lines, without \\n or \\r\\n; text after the last line break counts as a line. One of more than `most` bytes is given as `TooLong` as soon
+    as that is known, and the rest of it is dropped."""
+    line, dropped = bytearray(), False
     for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            yield line.removesuffix(b"\r")
-    if rest:
-        yield rest.removesuffix(b"\r")
+        parts = piece.split(b"\n")
+        for place, part in enumerate(parts):
+            line += b"" if dropped else part
+            if len(line) > most:
+                yield TooLong(line[:80])
+                line, dropped = bytearray(), True
+            if place + 1 < len(parts):
+                if not dropped:
+                    yield bytes(line.removesuffix(b"\r"))
+                line, dropped = bytearray(), False
+    if line:
+        yield bytes(line.removesuffix(b"\r"))
 
 
 class Prompts:
-    """The lines of a file, or of standard input as they arrive."""
+    """The lines of a file or of standard input, as they arrive. Nothing more is read while `MOST_LINES` of them wait here."""
 
     def __init__(self, path: str):
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lines: queue.Queue[bytes | None] = queue.Queue(MOST_LINES)
         self.ended = False
-        self.failure: str | None = None  # the error if standard input ended early
-        if path == "-":
-            if sys.stdin is None:
-                raise UsageError("--prompts: standard input is closed; pass a file with one prompt per line.")
-            threading.Thread(target=self._follow, daemon=True).start()
-            return
+        self.failure: str | None = None  # the error if the input ended early
+        if path == "-" and sys.stdin is None:
+            raise UsageError("--prompts: standard input is closed; pass a file with one prompt per line.")
+        # Avoid sys.stdin, whose lock a waiting thread would still hold when the process ends.
         try:
-            content = pathlib.Path(path).read_bytes()
+            file = open(0 if path == "-" else path, "rb", buffering=0, closefd=path != "-")
         except OSError as error:
             raise UsageError(
                 f"--prompts: cannot read {path!r} ({error.strerror}); pass a file with one prompt per line, or - for standard input."
             ) from error
-        for line in (*split_lines([content]), None):
-            self._lines.put(line)
+        name = "standard input" if path == "-" else repr(path)
+        threading.Thread(target=self._follow, args=(file, name), daemon=True).start()
 
-    def _follow(self) -> None:
-        # Avoid sys.stdin, whose lock a waiting thread would still hold when the process ends.
+    def _follow(self, file: io.RawIOBase, name: str) -> None:
         try:
-            for line in split_lines(iter(lambda: os.read(0, 2**16), b"")):
+            for line in split_lines(iter(lambda: file.read(2**16) or b"", b"")):
                 self._lines.put(line)
         except OSError as error:
-            self.failure = f"--prompts: cannot read standard input ({error.strerror}); pass a file with one prompt per line."
+            self.failure = (
+                f"--prompts: cannot read {name} ({error.strerror}); pass a file with one prompt per line."
+            )
         finally:
+            file.close()
             self._lines.put(None)
 
-    def take(self, wait: bool) -> list[bytes]:
-        """The lines received so far; with `wait`, waits briefly for one."""
+    def take(self, most: int, wait: bool) -> list[bytes]:
+        """At most so many of the lines received so far; with `wait`, waits briefly for one."""
         lines = []
         try:
-            while not self.ended:
+            while len(lines) < most and not self.ended:
                 line = self._lines.get(wait and not lines, 0.2)
                 self.ended = line is None
                 lines += [] if line is None else [line]
@@ -107,11 +125,55 @@ class Prompts:
         return lines
 
 
+class OutputError(Exception):
+    """Texts cannot be written."""
+
+
+class Output:
+    """A stream for texts: each is written at once, and an error says which stream it is."""
+
+    def __init__(self, name: str, stream: TextIO):
+        self.name, self.stream = name, stream
+
+    def write(self, text: str) -> None:
+        with self.writing():
+            self.stream.write(text)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what writes to the stream."""
+        try:
+            yield
+            self.stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(
+                f"{self.name}: cannot write ({error.strerror}); make room, or write elsewhere."
+            ) from error
+
+    def flush(self) -> None:
+        """Everything is written already."""
+
+
+class Notes(Output):
+    """Standard error: what is said there ends nothing, even if nobody can read it."""
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+            self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 class Texts:
     """Writes each prompt with its continuation, in the order of the prompts. The first one is streamed; the next ones follow when it ends."""
 
-    def __init__(self, out: TextIO | None, vocabulary: Vocabulary | None = None):
+    def __init__(self, out: Output | None, vocabulary: Vocabulary | None = None):
         self._out, self._vocabulary = out, vocabulary or Bytes()
+        self._screen = Output("standard output", sys.stdout)
         self._entries: dict[int, dict[str, Any]] = {}
         self._first = 0
         self._shown = 0  # the number of bytes written of the first one
@@ -121,8 +183,14 @@ class Texts:
         self._line = ""
 
     def begin(self, index: int, prompt: bytes) -> None:
-        entry = {"prompt": prompt, "begin": self._vocabulary.encode(prompt), "tokens": [], "finish": None}
+        tokens = [] if isinstance(prompt, TooLong) else self._vocabulary.encode(prompt)
+        entry = {"prompt": prompt, "begin": tokens, "tokens": [], "finish": None}
         self._entries[index] = entry | {"message": None}
+
+    @property
+    def open(self) -> int:
+        """The number of texts that are not yet written to the end."""
+        return len(self._entries)
 
     def tokens_of(self, index: int) -> list[int]:
         """The tokens of a prompt."""
@@ -141,7 +209,6 @@ class Texts:
             texts = {name: part.decode(errors="replace") for name, part in parts.items()}
             record = {"request": index, **texts, "tokens": len(entry["tokens"]), "finish": finish}
             self._out.write(json.dumps(record | ({} if message is None else {"message": message})) + "\n")
-            self._out.flush()
         self._show()
 
     def _text(self, entry: dict[str, Any]) -> bytes:
@@ -169,10 +236,10 @@ class Texts:
         if self._whole_lines:
             *lines, self._line = (self._line + text).split("\n")
             for line in lines:
-                tqdm.write(line, file=sys.stdout)
+                with self._screen.writing():
+                    tqdm.write(line, file=sys.stdout)
         else:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            self._screen.write(text)
 
 
 def _decoder() -> codecs.IncrementalDecoder:
@@ -233,6 +300,12 @@ class Server:
         self.computing = 0.0  # seconds
         self.computed = 0  # tokens
 
+    @property
+    def room(self) -> int:
+        """How many prompts to take: as many as wait for a slot at a time, unless the texts wait for an earlier one."""
+        most = self.engine.max_batch
+        return max(0, min(most - self.engine.num_waiting, MOST_LINES * most - self.texts.open))
+
     def admit(self, prompts: list[bytes]) -> None:
         args = self.args
         for prompt in prompts:
@@ -243,6 +316,10 @@ class Server:
             seed = int(np.random.SeedSequence((args.seed, index)).generate_state(1)[0])
             sampling = Sampling(args.temperature, args.top_k, args.top_p, seed)
             try:
+                if isinstance(prompt, TooLong):
+                    raise RequestError(
+                        f"prompt: expected a line of at most {MOST_BYTES:,} bytes, received a longer one; shorten it."
+                    )
                 number = self.engine.submit(
                     self.texts.tokens_of(index), args.max_new_tokens, sampling=sampling, stop=args.stop
                 )
@@ -302,11 +379,14 @@ class Server:
 
 def serve(args: argparse.Namespace, engine: Engine, prompts: Prompts, texts: Texts) -> bool:
     """Serves all prompts; returns False if interrupted."""
-    bar = tqdm(total=0, unit="request", desc="serving", dynamic_ncols=True, miniters=0, mininterval=0.2)
+    # On a terminal only: elsewhere it would stand among the texts.
+    bar = tqdm(
+        total=0, unit="request", desc="serving", dynamic_ncols=True, miniters=0, mininterval=0.2, disable=None
+    )
     with interruptible() as interrupts, bar:
         server = Server(args, engine, texts, bar)
         while not interrupts:
-            server.admit(prompts.take(wait=not server.indices))
+            server.admit(prompts.take(server.room, wait=not server.indices))
             if server.indices:
                 server.step()
             elif prompts.ended:
@@ -405,15 +485,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def open_out(path: pathlib.Path, *inputs: pathlib.Path) -> TextIO:
+@contextlib.contextmanager
+def open_out(path: pathlib.Path, *inputs: pathlib.Path) -> Iterator[Output]:
     if any(path.exists() and other.exists() and path.samefile(other) for other in inputs):
         raise UsageError(
             f"--out: expected a file other than the inputs, received {str(path)!r}; pass another."
         )
     try:
-        return path.open("w", encoding="utf-8")
+        file = path.open("w", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--out: cannot write {str(path)!r} ({error.strerror}); check the path.") from error
+    try:
+        yield Output(f"--out {str(path)!r}", file)
+    finally:
+        with contextlib.suppress(OSError):  # of a text that could not be written, which is known
+            file.close()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -455,16 +541,21 @@ def main(argv: list[str] | None = None) -> int:
     # Characters that standard output cannot encode become question marks.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    try:
-        return run(parse(argv))
-    except (UsageError, ejx.EjkernelError) as error:
-        print(f"serve_lm: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before serving started, or the second time
-        return 130
-    except BrokenPipeError:  # the reader of the texts has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    with contextlib.redirect_stderr(Notes("standard error", sys.stderr)):  # pyright: ignore[reportArgumentType]
+        try:
+            return run(parse(argv))
+        except (UsageError, ejx.EjkernelError) as error:
+            print(f"serve_lm: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:  # before serving started, or the second time
+            return 130
+        except OutputError as error:
+            print(f"serve_lm: {error}", file=sys.stderr)
+            drop_output()
+            return 1
+        except BrokenPipeError:  # the reader of the texts has gone
+            drop_output()
+            return 1
 
 
 if __name__ == "__main__":

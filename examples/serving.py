@@ -77,6 +77,11 @@ class _Request:
     room: int = 0  # the number of tokens that its pages hold
     slot: int = -1
 
+    @property
+    def remaining(self) -> int:
+        """The number of tokens that the model can process and has not; 1 for a text that is continued."""
+        return self.ready - self.computed
+
     def wait(self) -> None:
         """A step under way will choose its next token."""
         self.awaited += 1
@@ -94,8 +99,9 @@ class _Flight(NamedTuple):
 class Engine:
     """Serves requests with one model and one pool of pages.
 
-    Every `step` processes one token of each decoding sequence, then chunks of prompts in order of arrival, `step_tokens` in total. A
-    request is admitted when there are pages for all of its tokens. If pages run out while decoding, the newest request returns to the
+    Every `step` processes one token of each decoding sequence, then chunks of prompts, `step_tokens` in total. The prompts share what the
+    decoding sequences leave, so that a long one delays neither running texts nor shorter prompts. A request is admitted when there are
+    pages for all of its tokens. If pages run out while decoding, the newest request returns to the
     front of the queue. Its tokens are kept and recomputed later, which does not change its output. When a request ends, its pages and
     slots are freed immediately.
 
@@ -266,11 +272,12 @@ class Engine:
             raise RequestError(
                 f"prompt: expected bytes or token ids, received {type(prompt).__name__}; encode it for this model."
             )
+        prompt, max_new_tokens = list(prompt), _integer("max_new_tokens", max_new_tokens, 1)
+        if not prompt:
+            raise RequestError("prompt: expected at least one token, received none; pass some text.")
+        self._check_length(len(prompt), max_new_tokens)
         last, remedy = self.model.config.vocab_size - 1, "; encode it for this model"
         tokens = [_integer(f"prompt[{i}]", token, 0, last, remedy) for i, token in enumerate(prompt)]
-        if not tokens:
-            raise RequestError("prompt: expected at least one token, received none; pass some text.")
-        max_new_tokens = _integer("max_new_tokens", max_new_tokens, 1)
         stops = (
             self.model.config.stop_tokens if stop is None else stop if isinstance(stop, Sequence) else (stop,)
         )
@@ -280,21 +287,25 @@ class Engine:
             raise RequestError(
                 f"sampling: expected a Sampling, received {type(sampling).__name__}; pass Sampling(temperature=...)."
             )
-        length = len(tokens) + max_new_tokens
-        if length > self.max_length:
-            raise RequestError(
-                f"prompt: expected at most {self.max_length} tokens including new ones, received {len(tokens)} + {max_new_tokens}; "
-                "shorten it, request fewer, or serve with more pages or a larger max_length."
-            )
-        if self._most_pages(length) > self.num_pages:
-            raise RequestError(
-                f"prompt: expected to need at most {self.num_pages} pages, received {len(tokens)} tokens and {max_new_tokens} new ones, "
-                f"which need {self._most_pages(length)}; shorten it, request fewer, or serve with more pages."
-            )
         self._count += 1
-        request = _Request(self._count - 1, tokens, length, sampling, ends, ready=len(tokens))
+        request = _Request(
+            self._count - 1, tokens, len(tokens) + max_new_tokens, sampling, ends, ready=len(tokens)
+        )
         self._waiting.append(request)
         return request.number
+
+    def _check_length(self, tokens: int, new: int) -> None:
+        """Refuses a request that has no room, whatever its tokens are."""
+        if tokens + new > self.max_length:
+            raise RequestError(
+                f"prompt: expected at most {self.max_length} tokens including new ones, received {tokens} + {new}; "
+                "shorten it, request fewer, or serve with more pages or a larger max_length."
+            )
+        if (pages := self._most_pages(tokens + new)) > self.num_pages:
+            raise RequestError(
+                f"prompt: expected to need at most {self.num_pages} pages, received {tokens} tokens and {new} new ones, "
+                f"which need {pages}; shorten it, request fewer, or serve with more pages."
+            )
 
     def cancel(self, number: int) -> bool:
         """Ends a request and frees its pages; it has no further events. Returns False if its last event was already returned."""
@@ -466,39 +477,36 @@ class Engine:
     def _plan(self) -> dict[_Request, int] | None:
         """As `_schedule`; `None` if pages run out while steps are under way."""
         plan: dict[_Request, int] = {}
-        before, left = self.preemptions, self.step_tokens
-        remaining = [
-            (request, count) for request in self._running if (count := request.ready - request.computed)
-        ]
-        # Requests that decode first, then prompts.
-        for request, count in sorted(remaining, key=_is_prompt):
-            count = min(count, left)
-            if not count or request.slot < 0:
-                continue
-            if request.computed + count > request.room:
-                if (fits := self._allocate(request, count, plan)) is None:
-                    return None
-                left = self.step_tokens - sum(plan.values())  # others may have been put back
-                if not fits:
-                    continue
-            plan[request] = count
-            left -= count
-        while (
-            left
-            and self._slots
-            and self._waiting
-            and self.preemptions == before
-            and self._fits(self._waiting[0])
-        ):
-            request = self._admit()
-            count = min(request.ready, left)
-            self._give_pages(request, count)
-            plan[request] = count
-            left -= count
+        before = self.preemptions
+        for request in [request for request in self._running if request.remaining == 1]:
+            if not self._grant(request, 1, plan):
+                return None
+        while self._slots and self._waiting and self.preemptions == before and self._fits(self._waiting[0]):
+            self._admit()
+        # Shorter prompts first: what they leave of their shares is for the longer ones.
+        reading = [request for request in self._running if request.remaining and request not in plan]
+        reading.sort(key=lambda request: request.remaining)
+        for place, request in enumerate(reading):
+            left = self.step_tokens - sum(plan.values())
+            share = -(-left // (len(reading) - place))
+            if share > 0 and not self._grant(request, min(request.remaining, share), plan):
+                return None
         return plan
 
-    def _admit(self) -> _Request:
-        """The next request, with a slot and without pages."""
+    def _grant(self, request: _Request, count: int, plan: dict[_Request, int]) -> bool:
+        """Enters so many tokens of a request in the plan, unless it was put back; False as `_plan`."""
+        if request.slot < 0:
+            return True
+        if request.computed + count > request.room:
+            if (fits := self._allocate(request, count, plan)) is None:
+                return False
+            if not fits:
+                return True
+        plan[request] = count
+        return True
+
+    def _admit(self) -> None:
+        """Gives the next request a slot, and no pages yet."""
         request = self._waiting[0]
         if self.table is None:
             request.room = self.page_size
@@ -508,7 +516,6 @@ class Engine:
         self._running.append(self._waiting.popleft())
         for column, (value,) in zip(self._sampling, SamplingArrays.of([(request.sampling, 0)], 1)):
             column[request.slot] = value
-        return request
 
     def _give_pages(self, request: _Request, count: int) -> None:
         """Pages for more tokens. Whole ones, so that most steps of a request need none."""
@@ -582,10 +589,6 @@ class Engine:
         if self.table is not None:
             self.table.free(request.number)
         request.room = 0
-
-
-def _is_prompt(part: tuple[_Request, int]) -> bool:
-    return part[1] > 1
 
 
 def _window(attention: list[Any]) -> int | None:

@@ -21,7 +21,9 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import io
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -30,6 +32,10 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+# A closed standard error would be the number of the next file that is opened.
+if __name__ == "__main__" and sys.stderr is None:
+    sys.stderr = open(os.devnull, "w", encoding="utf-8")
 
 import equinox as eqx
 import jax
@@ -349,18 +355,25 @@ def architecture_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_object(folder / "config.json")
         generation = folder / "generation_config.json"
         if generation.is_file():  # which says what ends a text, as in from_pretrained
-            stop = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
-            own = config["text_config"] if "text_config" in config else config
+            stop = read_object(generation).get("eos_token_id")
+            own = config["text_config"] if isinstance(config.get("text_config"), dict) else config
             own["eos_token_id"] = own.get("eos_token_id") if stop is None else stop
         return config
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"--model: expected the folder of a published model with a config.json, received {str(folder)!r} ({error}); "
             "huggingface_hub.snapshot_download(name) downloads one."
         ) from error
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} holds no JSON object, but {type(found).__name__}")
+    return found
 
 
 def tune(args: argparse.Namespace, state: TrainState) -> TrainState:
@@ -479,7 +492,8 @@ def train(
     waiting: list[
         tuple[int, Array]
     ] = []  # losses not yet fetched, so that the device does not wait for the host
-    bar = tqdm(total=args.steps, initial=step, unit="step", desc="training", dynamic_ncols=True)
+    # On a terminal only: in a file, every update of a bar would be one more line.
+    bar = tqdm(total=args.steps, initial=step, unit="step", desc="training", dynamic_ncols=True, disable=None)
     speed_from = (time.perf_counter(), step)
     with interruptible() as interrupts, bar:
         while step < args.steps and not interrupts:
@@ -713,6 +727,16 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, ejx.EjkernelError) as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a folder without permissions, a reader that has gone
+        print(f"train_lm: {error}; mend that and continue with --resume.", file=sys.stderr)
+        drop_output()
+        return 1
+
+
+def drop_output() -> None:
+    """What standard output still holds is not written when the process ends, which would fail again."""
+    with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # no stream, or one without a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

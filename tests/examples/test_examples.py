@@ -55,8 +55,11 @@ def _losses(folder):
 def test_train_resume_and_generate(tmp_path, text):
     folder = tmp_path / "run"
     options = ["--data", text, "--out-dir", folder, *SMALL, "--prompt", "the quick "]
-    out, _ = _run("train_lm.py", *options, "--steps", 20)
+    out, err = _run("train_lm.py", *options, "--steps", 20)
     assert "20 bytes from the checkpoint of step 20" in out and "the quick " in out
+    assert (
+        "\r" not in out + err and "it/s" not in err and "step/s" not in err
+    )  # no bar where there is no terminal
     first = _losses(folder)
     assert [step for step, _ in first] == list(range(1, 21))
     assert first[0][1] > 5.0 and first[-1][1] < 3.5
@@ -250,6 +253,14 @@ def test_errors_are_one_sentence(train_lm, tmp_path, text, capsys, options, mess
     options = [places.get(option, option) for option in options]
     assert train_lm.main([*SMALL, "--steps", "2", "--out-dir", str(tmp_path / "run"), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(train_lm, text, capsys):
+    assert train_lm.main([*SMALL, "--steps", "2", "--out-dir", str(text / "run")]) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("train_lm: [Errno 20] Not a directory") and message.endswith(
+        "continue with --resume."
+    )
 
 
 def test_a_checkpoint_of_another_architecture_is_named(train_lm, tmp_path, capsys):

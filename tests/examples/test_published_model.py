@@ -40,6 +40,23 @@ def run(examples, arguments) -> int:
 SMALL = "--batch-size 2 --seq-len 16 --steps 3 --sample-length 4 --temperature 0 --dtype float32".split()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[1]", "config.json holds no JSON object, but list"),
+        ("config.json", "[" * 10**5, "recursion"),
+        ("config.json", '{"model_type": "llama", "text_config": 3}', "text_config: expected an object"),
+        ("generation_config.json", "3", "generation_config.json holds no JSON object, but int"),
+    ],
+)
+def test_configurations_of_no_model(examples, folder, tmp_path, capsys, name, content, message):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / name).write_text(content)
+    assert run(examples, ["--model", tmp_path, "--out-dir", tmp_path / "run", *SMALL]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("train_lm: ") and message in error
+
+
 @pytest.mark.slow
 def test_lora_trains_updates_alone_and_merges(examples, folder, tmp_path, capsys):
     text = tmp_path / "text.txt"

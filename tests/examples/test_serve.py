@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -707,26 +706,6 @@ def test_stop_is_one_byte(examples, capsys):
         with pytest.raises(SystemExit):
             parse(wrong)
         assert "expected one byte" in capsys.readouterr().err
-
-
-def test_lines_are_the_same_from_a_file_and_from_a_pipe(examples, tmp_path, monkeypatch):
-    content = b"one\r\ntwo\rstill two\n\nlast\r"
-    (tmp_path / "prompts.txt").write_bytes(content)
-    expected = [b"one", b"two\rstill two", b"", b"last"]
-    assert examples.serve_lm.Prompts(str(tmp_path / "prompts.txt")).take(wait=False) == expected
-    assert list(examples.serve_lm.split_lines(bytes([byte]) for byte in content)) == expected
-
-    def read(descriptor, size, pieces=[content, b""]):  # noqa: B006
-        if not pieces[0]:
-            raise OSError(5, "Input/output error")
-        return pieces.pop(0)
-
-    monkeypatch.setattr(examples.serve_lm, "os", types.SimpleNamespace(read=read))
-    monkeypatch.setattr(sys, "stdin", sys.stdout)
-    prompts, lines = examples.serve_lm.Prompts("-"), []
-    for _ in range(100):
-        lines += [] if prompts.ended else prompts.take(wait=True)
-    assert prompts.ended and lines == expected[:3] and "(Input/output error)" in prompts.failure
 
 
 def test_an_interrupt_before_serving_is_quiet(examples, checkpoint, tmp_path, capsys, monkeypatch):

@@ -164,7 +164,7 @@ def test_what_stands_beside_a_text_config_is_read(outside, message):
 
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"intermediate_size": 48}
+SIZES |= {"intermediate_size": 48, "num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Rotations from published configurations: frequencies and magnitudes as `transformers` 5.23 gives them for the same ones."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -168,6 +169,29 @@ def test_nested_parameters_are_those_of_the_layers():
     assert RotaryEmbedding.from_config(BASE | nested, layer_type="sliding_attention") == RotaryEmbedding(16)
 
 
+@pytest.mark.parametrize(
+    ("given", "magnitude"),
+    [
+        ({}, 1 + 0.1 * math.log(40)),
+        # One of the two alone says nothing.
+        ({"mscale": 0.5}, 1 + 0.1 * math.log(40)),
+        ({"mscale_all_dim": 0.5}, 1 + 0.1 * math.log(40)),
+        ({"mscale": 0.0, "mscale_all_dim": 0.5}, 1 + 0.1 * math.log(40)),
+        ({"mscale": 0.707, "mscale_all_dim": 0.707}, 1.0),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, (1 + 0.2 * math.log(40)) / (1 + 0.05 * math.log(40))),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5, "attention_factor": 0.8}, 0.8),
+        ({"factor": 1.0}, 1.0),
+        ({"factor": 0.5, "mscale": 2.0, "mscale_all_dim": 0.5}, 1.0),
+        ({"factor": None}, 1 + 0.1 * math.log(16)),  # of the two lengths
+    ],
+)
+def test_magnitudes_of_yarn(given, magnitude):
+    scaling = {"rope_type": "yarn", "factor": 40.0, ORIGINAL: 64} | given
+    rope = RotaryEmbedding.from_config(BASE | {"max_position_embeddings": 1024, "rope_parameters": scaling})
+    turned = rope(jnp.ones((1, 1, 16)))[0, 0]  # at position 0 nothing else is left
+    np.testing.assert_allclose(turned, magnitude, rtol=1e-6)
+
+
 def test_the_dict_gives_what_is_not_said_beside_it():
     given = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     assert RotaryEmbedding(16, scaling=given) == RotaryEmbedding(
@@ -182,7 +206,7 @@ def test_the_dict_gives_what_is_not_said_beside_it():
         | {ORIGINAL: 64, "attention_factor": 1.5, "factor": None},
     ).scaling == LongRopeScaling(SHORT, LONG, 64, attention_factor=1.5)
     assert RotaryEmbedding(
-        16, scaling={"rope_type": "dynamic", "factor": 2, ORIGINAL: 64}
+        16, scaling={"rope_type": "dynamic", "factor": 2.0, ORIGINAL: 64}
     ).scaling == DynamicScaling(2, 64)
     assert RotaryEmbedding(16, scaling={"rope_type": "proportional"}).scaling == ProportionalScaling(1.0)
     sections = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
@@ -205,10 +229,13 @@ def test_the_dict_gives_what_is_not_said_beside_it():
         (lambda: RotaryEmbedding(16, scaling={"rope_type": "default", "factor": 2.0}), "received factor"),
         (lambda: RotaryEmbedding.from_config({"rope_theta": 1e4}), "expected head_dim, or hidden_size"),
         (lambda: RotaryEmbedding.from_config({"text_config": BASE}), r"pass config\['text_config'\]"),
-        (lambda: RotaryEmbedding.from_config(WRONG), "config: expected a mapping such as"),
+        (
+            lambda: RotaryEmbedding.from_config(WRONG),
+            "config: expected the dictionary of a config.json, received float",
+        ),
         (
             lambda: RotaryEmbedding.from_config(BASE | {"rope_scaling": 2.0}),
-            "config: expected a dict as rope_scaling",
+            "config: rope_scaling: expected an object of .*received 2.0",
         ),
         (
             lambda: RotaryEmbedding.from_config(GEMMA3),
@@ -236,6 +263,6 @@ def test_the_dict_gives_what_is_not_said_beside_it():
         (lambda: ProportionalScaling(1.5), "fraction: expected at most 1"),
     ],
 )
-def test_errors(call, message):
+def test_errors(call, message, unchecked):
     with pytest.raises(ValueError, match=message):
         call()

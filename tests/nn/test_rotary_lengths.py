@@ -47,6 +47,21 @@ def test_lengths_are_those_of_the_rows(enable_x64, name, tokens):
     )
 
 
+@pytest.mark.parametrize("name", ["longrope", "longrope, magnitude by length"])
+def test_each_row_of_a_step_has_the_factors_of_its_length(enable_x64, name):
+    """One token for each row, before, at and after the length from which the other list counts; one row's does not reach the others."""
+    rope = RotaryEmbedding(8, scaling=SCALINGS[name])
+    places = np.array([0, 4, 5, 6, 100])
+    x = jax.random.normal(jax.random.key(0), (5, 1, 2, 8), jnp.float64)
+    expected = jnp.stack([_expected(name, x[i], np.array([place])) for i, place in enumerate(places)])
+    assert_close(rope(x, offset=jnp.asarray(places)), expected, name=name)
+    # The last row of a text that goes on: its earlier tokens are rotated anew by what it has become.
+    longer = jnp.stack(
+        [_expected(name, x[i], np.array([place, 7]))[:1] for i, place in enumerate(places[:4])]
+    )
+    assert_close(rope(x[:4], offset=jnp.asarray(places[:4]), lengths=8), longer, name=name)
+
+
 def _layer(name):
     rope = RotaryEmbedding(8, scaling=SCALINGS[name])
     return MultiHeadAttention(12, num_heads=2, head_dim=8, rope=rope, key=jax.random.key(0))

@@ -361,8 +361,35 @@ def test_windows_by_layer():
     assert windows == [128, None, 128, None]
     qwen = {**QWEN3, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
     assert [weights.attention_options(qwen, i)["sliding_window"] for i in range(4)] == [None, None, 64, 64]
-    bare = {"model_type": "gpt_oss", "hidden_size": 32, "num_attention_heads": 4, "head_dim": 8}
+    bare = {"model_type": "gpt_oss", "hidden_size": 32, "num_attention_heads": 8, "head_dim": 8}
     assert [weights.attention_options(bare, i)["sliding_window"] for i in range(2)] == [128, None]
+
+
+NESTED = {
+    "full_attention": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e6,
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "qwen3", "gemma2", "mistral"])
+def test_rotations_nested_by_layer_type(kind):
+    """As newer files have them, whatever the model: each layer has that of its type."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = {"model_type": kind, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"head_dim": 16, "layer_types": types, "rope_parameters": NESTED}
+    ropes = [weights.attention_options(config, i)["rope"] for i in range(3)]
+    window = rope(16, theta=1e4, rotary_dim=8)
+    assert ropes == [window, rope(16, theta=1e6, scaling=nn.YarnScaling(4.0, 16)), window]
+    without = {**config, "rope_parameters": {"full_attention": NESTED["full_attention"]}}
+    with pytest.raises(
+        ValueError, match=r"layer_type: expected one of full_attention, .*received 'sliding_attention'"
+    ):
+        weights.attention_options(without, 0)
 
 
 def test_options_take_precedence():
@@ -386,7 +413,7 @@ class Unpublished(nn.RecurrentLayer):
     "make, message",
     [
         (lambda: attention({"model_type": "mamba"}), r"one of gemma, .*qwen3_next, received 'mamba'"),
-        (lambda: attention({}), "received 'None'"),
+        (lambda: attention({}), "received null"),
         (
             lambda: attention([("model_type", "llama")]),
             "config: expected the dictionary of a config.json, received list",

@@ -1,6 +1,7 @@
 """Where arrays come from: dictionaries, files, shards, and what is wrong with them."""
 
 import json
+import pathlib
 
 import equinox as eqx
 import jax
@@ -106,12 +107,65 @@ def test_broken_files_are_named(tmp_path):
             ejx.load_published(linear(), path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"weight": 3}}'])
+@pytest.mark.parametrize("content", ["[]", "{}", '{"weight_map": 3}'])
 def test_broken_indices_are_named(tmp_path, content):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(content)
     with pytest.raises(ejx.CheckpointError, match=r"index\.json' is not the index"):
         ejx.load_published(linear(), tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[" * 10**5, "1" * 5000, '{"weight_map":'], ids=range(4))
+def test_indices_that_are_no_json(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ejx.CheckpointError, match=r"index\.json' is not readable as JSON"):
+        ejx.load_published(linear(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        3,
+        None,
+        [],
+        "",
+        ".",
+        "..",
+        "../model-2.safetensors",
+        "sub/../../x",
+        "/etc/x",
+        "a/b",
+        "..\\x",
+        "C:x",
+        "a\0b",
+    ]
+    + ["x" * 256],
+)
+def test_an_index_names_files_beside_it_alone(tmp_path, file):
+    """Whatever lies there: the folder above has a file with the array."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sharded(folder)
+    safetensors.numpy.save_file({"layer.bias": np.zeros(6, np.float32)}, tmp_path / "model-2.safetensors")
+    index = folder / "model.safetensors.index.json"
+    table = {"layer.weight": "model-1.safetensors", "layer.bias": file}
+    index.write_text(json.dumps({"weight_map": table}))
+    with pytest.raises(
+        ejx.CheckpointError, match=r"weight_map\['layer\.bias'\]: expected the name of a file"
+    ) as error:
+        ejx.load_published(linear(), folder, "layer")
+    assert len(str(error.value)) < 500
+
+
+def test_files_that_are_links_are_read(tmp_path):
+    """As caches of downloads have them: the index beside names that link to another folder."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    folder.mkdir()
+    published = sharded(blobs)
+    for path in blobs.iterdir():
+        (folder / path.name).symlink_to(pathlib.Path("..") / "blobs" / path.name)
+    assert (ejx.load_published(linear(), folder, "layer").bias == published["bias"]).all()
 
 
 def test_an_index_that_is_not_true(tmp_path):

@@ -44,6 +44,7 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     else:
         for view in views:
             _check_tied(view, embedding)
+    _check_layers(body, len(model.config.layers))
     stacks = []
     for (first, period, repeats), stack in zip(model.config.stacks(), model.stacks):
         one = lambda place, first=first, period=period, repeats=repeats, stack=stack: _stacked(
@@ -54,6 +55,17 @@ def filled_decoder(model: Any, weights: Any) -> Any:
     return eqx.tree_at(
         where, model, (embedding, norm, head, tuple(stacks)), is_leaf=lambda leaf: leaf is None
     )
+
+
+def _check_layers(body: Any, count: int) -> None:
+    """Before arrays for all layers are made."""
+    held = {name.split(".")[1] for name in body.names() if name.startswith("layers.")}
+    absent = [index for index in range(count) if str(index) not in held]
+    if held and absent:
+        raise CheckpointError(
+            f"{body.prefix + 'layers'!r}: expected the weights of {count} layers (num_hidden_layers), received those of {len(held)}; layer "
+            f"{absent[0]} has none. Download all files of the model, or correct its config.json."
+        )
 
 
 def _check_tied(view: Any, embedding: Any) -> None:

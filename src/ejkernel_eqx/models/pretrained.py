@@ -1,7 +1,6 @@
 """A published model from its folder."""
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -12,11 +11,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .._entries import entries_of, shown
 from .._errors import CheckpointError
 from ..weights import load_published
+from ..weights.configs import text_entries
+from ..weights.source import read_json
 from .decoder import Decoder
 from .published import decoder_config, stop_tokens
 
+_MOST_BYTES = 2**24
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _PARTS = ("vision_tower", "vision_model", "visual", "audio_tower", "multi_modal_projector")
 _OTHER_PARTS = tuple(f"{root}{part}.*" for root in ("", "model.") for part in _PARTS)
 
@@ -64,17 +68,19 @@ def from_pretrained(
 
     **Returns:** the `Decoder`. Its weights are read layer by layer, so that they need not be held twice.
 
-    **Raises:** `CheckpointError`, which is a `ValueError`, where the folder lacks a file, or weights are missing, left over or of other shapes;
+    **Raises:** `CheckpointError`, which is a `ValueError`, where the folder lacks a file, entries of `config.json` are missing, of another type or
+    out of bounds, or weights are missing, left over or of other shapes;
     `ValueError` for a model that is not supported.
     """
     folder = pathlib.Path(path).expanduser()
-    config = _read_json(folder / "config.json")
-    described = decoder_config(config)
+    path = folder / "config.json"
+    config = _read_json(path)
+    described = _of_file(path, decoder_config, config)
     # Models for chats end a turn with tokens that often are in this file alone.
-    if (folder / "generation_config.json").is_file():
-        stop = stop_tokens(_read_json(folder / "generation_config.json"))
+    if (beside := folder / "generation_config.json").is_file():
+        stop = _of_file(beside, stop_tokens, _read_json(beside))
         described = dataclasses.replace(described, stop_tokens=stop or described.stop_tokens)
-    dtype = published_dtype(config) if dtype is None else dtype
+    dtype = _of_file(path, published_dtype, config) if dtype is None else dtype
     make = lambda: Decoder(described, dtype=dtype, **options, key=jax.random.key(0))
     # Only shapes: none of the random weights is made. Integers (a layer's place in the model) are computed, as no file has them.
     shapes = eqx.filter_eval_shape(make)
@@ -113,25 +119,32 @@ def _sharded(tree: Any, sharding: Callable[[str, Any], Any]) -> Any:
 
 def published_dtype(config: Mapping[str, Any]) -> Any:
     """The dtype that a configuration names, by default float32."""
-    text = config.get("text_config", {})
-    names = (config.get("dtype"), config.get("torch_dtype"), text.get("dtype"), text.get("torch_dtype"))
-    found = next((name for name in names if name is not None), "float32")
-    return jnp.dtype(str(found).removeprefix("torch."))
+    whole, text = entries_of(config), text_entries(config)
+    names = (entries.get(name) for entries in (whole, text) for name in ("dtype", "torch_dtype"))
+    name = next((name for name in names if name is not None), "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise CheckpointError(
+            f"config: dtype: expected one of {', '.join(_DTYPES)}, received {shown(name)}; pass dtype= to from_pretrained."
+        )
+    return jnp.dtype(name)
+
+
+def _of_file(path: pathlib.Path, read: Callable[[Any], Any], content: Any) -> Any:
+    """What the function reads in a file; errors name it."""
+    try:
+        return read(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{str(path)!r}: {error}") from None
 
 
 def _read_json(path: pathlib.Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         raise CheckpointError(
             f"{str(path)!r} is not there. Give the folder of a published model; huggingface_hub.snapshot_download(name) downloads one."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} is not readable as JSON ({error}). Download it again."
-        ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(
-            f"{str(path)!r} holds no JSON object, but {type(found).__name__}. Download it again."
         )
-    return found
+    content = read_json(path, _MOST_BYTES)
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{str(path)!r} holds no JSON object, but {type(content).__name__}. Download it again."
+        )
+    return content

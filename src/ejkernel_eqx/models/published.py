@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from .._entries import Entries, entries_of, shown
+from .._errors import CheckpointError
 from ..weights.attention_configs import attention_options, default_type
-from ..weights.configs import layer_type, unit_offset_norms
+from ..weights.configs import layer_type, text_entries, unit_offset_norms
 from ..weights.expert_configs import expert_defaults, experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
 from ..weights.recurrent_configs import (
@@ -87,55 +89,60 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     - `config`: the content of its `config.json`, or what `to_dict()` of a `transformers` configuration returns. Of a model with several parts
         the text model is read.
 
-    **Raises:** `ValueError` with the reason for a model that a `Decoder` does not support, or for a configuration with missing
-    entries.
+    **Raises:** `ValueError` with the reason for a model that a `Decoder` does not support; `CheckpointError`, which is a `ValueError`, for entries
+    that are missing, of another type or out of bounds.
     """
-    if not isinstance(config, Mapping):
-        raise ValueError(
-            f"config: expected the dictionary of a config.json, received {type(config).__name__}; json.load reads it, and a configuration of "
-            "transformers gives it by to_dict()."
-        )
-    whole, config = config, config.get("text_config") or config
+    whole, entries = entries_of(config), text_entries(config)
     if whole.get("model_type") in _BIDIRECTIONAL_PROMPTS:
         raise ValueError(
             f"model_type: expected a causal model, received {whole['model_type']!r}, whose prompts see each other in both directions; a Decoder "
             "has no such mask."
         )
-    kind = config.get("model_type")
+    kind = entries.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(
-            f"model_type: expected one of {', '.join(sorted(FAMILIES))}, received {kind!r}; build a DecoderConfig by hand."
+            f"model_type: expected one of {', '.join(sorted(FAMILIES))}, received {shown(kind)}; build a DecoderConfig by hand."
         )
-    config = {**FAMILIES[kind].defaults, **config}
-    needed = (*_NEEDED, "intermediate_size") if FAMILIES[kind].has_mlp else _NEEDED
-    if absent := [name for name in needed if config.get(name) is None]:
-        raise ValueError(
-            f"config: expected an entry {absent[0]!r} for model_type {kind!r}, received none; pass the whole config.json."
-        )
-    family, width = FAMILIES[kind], config["hidden_size"]
-    layers = tuple(_layer(config, family, index) for index in range(config["num_hidden_layers"]))
+    family = FAMILIES[kind]
+    entries = entries.over(family.defaults)
+    _check_needed(entries, family)
+    layers = tuple(_layer(entries, family, index) for index in range(entries["num_hidden_layers"]))
     # Last, as converting the weights helps only where the rest is supported.
-    if config.get("quantization_config") or whole.get("quantization_config"):
+    if entries.get("quantization_config") or whole.get("quantization_config"):
         raise ValueError(
             "quantization_config: expected a model in floats, received a quantised one; convert its weights to bfloat16 first."
         )
-    eps = config.get("rms_norm_eps", config.get("layer_norm_epsilon", 1e-6))
+    width = entries["hidden_size"]
     return DecoderConfig(
-        config["vocab_size"],
+        entries["vocab_size"],
         width,
         layers,
-        norm_eps=eps,
+        norm_eps=entries.get("rms_norm_eps", entries.get("layer_norm_epsilon", 1e-6)),
         embedding_scale=math.sqrt(width) if family.scaled_embedding else 1.0,
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        logits_soft_cap=config.get("final_logit_softcapping"),
-        unit_offset_norms=unit_offset_norms(config),
-        stop_tokens=stop_tokens(config) or stop_tokens(whole),
+        tie_embeddings=bool(entries.get("tie_word_embeddings", False)),
+        logits_soft_cap=entries.get("final_logit_softcapping"),
+        unit_offset_norms=unit_offset_norms(entries),
+        stop_tokens=stop_tokens(entries) or stop_tokens(whole),
     )
 
 
+def _check_needed(config: Entries, family: _Family) -> None:
+    for name in (*_NEEDED, "intermediate_size") if family.has_mlp else _NEEDED:
+        if config.get(name) is None:
+            raise CheckpointError(
+                f"config: expected an entry {name!r} for model_type {config['model_type']!r}, received none; pass the whole config.json."
+            )
+    count, types = config["num_hidden_layers"], config.get("layer_types")
+    if types is not None and len(types) < count:
+        raise CheckpointError(
+            f"config: layer_types: expected a type for each of the {count} layers of num_hidden_layers, received {len(types)}; correct the "
+            "config.json."
+        )
+
+
 def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
-    found = config.get("eos_token_id")
-    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    tokens = entries_of(config).get("eos_token_id")
+    return () if tokens is None else tuple(tokens) if isinstance(tokens, list) else (int(tokens),)
 
 
 _BIDIRECTIONAL_PROMPTS = ("paligemma", "colpali")
@@ -151,7 +158,7 @@ _OPTIONS = {
 _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says itself
 
 
-def _mixer(config: Mapping[str, Any], family: _Family, index: int) -> tuple[str, dict[str, Any]]:
+def _mixer(config: Entries, family: _Family, index: int) -> tuple[str, dict[str, Any]]:
     """The name of a layer's mixer and what it is built with."""
     mixer = family.attention
     if family.recurrent is not None:
@@ -166,7 +173,7 @@ def _mixer(config: Mapping[str, Any], family: _Family, index: int) -> tuple[str,
     return mixer, {name: value for name, value in options.items() if name not in _PLACE}
 
 
-def _layer(config: Mapping[str, Any], family: _Family, index: int) -> LayerConfig:
+def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     mixer, options = _mixer(config, family, index)
     branch = "linear_attn" if mixer == "lightning_attention" else "full_attn"
     scales = lambda name: (
@@ -183,9 +190,9 @@ def _layer(config: Mapping[str, Any], family: _Family, index: int) -> LayerConfi
     )
 
 
-def _mlp(config: Mapping[str, Any], index: int) -> MLPConfig | MoEConfig:
+def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:
     # A mixture of one expert is that expert.
-    if experts_of({**expert_defaults(config["model_type"]), **config}, index) > 1:
+    if experts_of(config.over(expert_defaults(config["model_type"])), index) > 1:
         options = mixture_of_experts_options(config, index)
         return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
     if config["model_type"] == "gpt_oss":
@@ -204,7 +211,7 @@ def _mlp(config: Mapping[str, Any], index: int) -> MLPConfig | MoEConfig:
     return MLPConfig(config["intermediate_size"], _ACTIVATIONS[name], has_bias)  # pyright: ignore[reportArgumentType]
 
 
-def _activation(config: Mapping[str, Any]) -> str:
+def _activation(config: Entries) -> str:
     kind = config["model_type"]
     if kind in ("gemma2", "gemma3_text"):
         return config.get("hidden_activation") or _TANH  # they do not read hidden_act

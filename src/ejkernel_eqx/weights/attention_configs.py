@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..nn.rotary import RotaryEmbedding
-from .configs import check_type, Config, layer_type, read_model, refuse, take
+from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _QWEN3_NEXT = {"head_dim": 256, "attention_bias": False, "rms_norm_eps": 1e-6, "full_attention_interval": 4}
@@ -77,28 +77,27 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     - `config`: the dictionary of its `config.json`; that of the language model is taken out of one with a `text_config`.
     - `layer_index`: which layer, from 0: windows and the rotation may depend on it.
 
-    **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, a layer of another kind, and entries that
-    are missing.
+    **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, and a layer of another kind;
+    `CheckpointError` for entries that are missing, of another type or out of bounds.
     """
     config = read_model(config, _DEFAULTS, _LAYER)
     kind = config["model_type"]
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
+    config.check_divides("num_key_value_heads", "num_attention_heads")
     found = layer_type(config, layer_index, lambda i: default_type(config, i))
     check_type(config, layer_index, found, (_FULL, _SLIDING), _LAYER)
     options: dict[str, Any] = {
         "embed_dim": width,
         "num_heads": heads,
         "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or width // heads,
+        "head_dim": head_width(config),
         "sliding_window": _window(config, found),
-        "use_qkv_bias": config.get("attention_bias", False),
-        "use_output_bias": config.get("attention_bias", False),
+        "use_qkv_bias": bool(config.get("attention_bias", False)),
+        "use_output_bias": bool(config.get("attention_bias", False)),
     }
     options |= _OTHERS.get(kind, _nothing)(config, layer_index)
     if kind != "gpt2":
-        options["rope"] = RotaryEmbedding.from_config(
-            config, layer_type=found if kind == "gemma3_text" else None
-        )
+        options["rope"] = RotaryEmbedding.from_config(config, layer_type=found)
     return options
 
 
@@ -173,7 +172,7 @@ def _gpt_oss(config: Config, layer_index: int) -> dict[str, Any]:
 
 
 def _gpt2(config: Config, layer_index: int) -> dict[str, Any]:
-    scale = (take(config, "n_embd", "hidden_size") // take(config, "n_head", "num_attention_heads")) ** -0.5
+    scale = head_width(config) ** -0.5
     if not config.get("scale_attn_weights", True):
         scale = 1.0
     if config.get("scale_attn_by_inverse_layer_idx", False):

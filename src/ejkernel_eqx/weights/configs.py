@@ -3,34 +3,30 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._entries import Entries, entries_of, shown
+from .._errors import CheckpointError
+
 Config = Mapping[str, Any]
 _UNIT_OFFSET = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text")
 
 
-def read_model(config: Any, known: Mapping[str, Mapping[str, Any]], layer: str) -> dict[str, Any]:
+def read_model(config: Any, known: Mapping[str, Mapping[str, Any]], layer: str) -> Entries:
     """The configuration of the language model alone, with what `transformers` takes where it says nothing; refused if `layer` has no counterpart
     in it. `known`: these defaults by `model_type`."""
-    if not isinstance(config, Mapping):
+    entries = text_entries(config)
+    kind = entries.get("model_type")
+    if kind is None or kind not in known:
         raise ValueError(
-            f"config: expected the dictionary of a config.json, received {type(config).__name__}; json.load reads it, and a configuration of "
-            "transformers gives it by to_dict()."
+            f"config: expected a model_type with a counterpart of {layer}, one of {', '.join(sorted(known))}, received {shown(kind)}; build the "
+            "layer from its own arguments."
         )
-    if isinstance(text := config.get("text_config"), Mapping):
-        config = text
-    kind = str(config.get("model_type"))
-    if kind not in known:
-        raise ValueError(
-            f"config: expected a model_type with a counterpart of {layer}, one of {', '.join(sorted(known))}, received {kind!r}; build the layer "
-            "from its own arguments."
-        )
-    return {**known[kind], **{name: _number(value) for name, value in config.items()}}
+    return entries.over(known[kind])
 
 
-def _number(value: Any) -> Any:
-    """`transformers` writes infinity, which JSON does not have, as `{"__float__": "Infinity"}`."""
-    if isinstance(value, Mapping) and set(value) == {"__float__"}:
-        return float(value["__float__"])
-    return [_number(item) for item in value] if isinstance(value, list | tuple) else value
+def text_entries(config: Any) -> Entries:
+    """The entries of the language model, also where they are those of a part."""
+    entries = entries_of(config)
+    return entries.inner("text_config") if entries.get("text_config") else entries
 
 
 def take(config: Config, *names: str) -> Any:
@@ -38,10 +34,21 @@ def take(config: Config, *names: str) -> Any:
     for name in names:
         if config.get(name) is not None:
             return config[name]
-    raise ValueError(
+    raise CheckpointError(
         f"config: expected an entry {' or '.join(map(repr, names))} for model_type {config.get('model_type')!r}, received none; pass the whole "
         "config.json."
     )
+
+
+def head_width(config: Config) -> int:
+    """Features of a head, where `head_dim` may be left out."""
+    if config.get("head_dim"):
+        return config["head_dim"]
+    width, heads = take(config, "hidden_size", "n_embd"), take(config, "num_attention_heads", "n_head")
+    if width % heads:
+        name = "num_attention_heads" if config.get("num_attention_heads") else "n_head"
+        raise entries_of(config).wrong(name, f"a divisor of the {width} features, as there is no head_dim")
+    return width // heads
 
 
 def refuse(config: Config, **unknown: Any) -> None:
@@ -51,8 +58,8 @@ def refuse(config: Config, **unknown: Any) -> None:
         allowed = values if isinstance(values, tuple) else (values,)
         if found is not None and found not in allowed:
             raise ValueError(
-                f"config: expected {name} to be {' or '.join(map(repr, allowed))} for model_type {config.get('model_type')!r}, received {found!r}; "
-                "this layer has no such option."
+                f"config: expected {name} to be {' or '.join(map(repr, allowed)) or 'null'} for model_type {config.get('model_type')!r}, received "
+                f"{found!r}; this layer has no such option."
             )
 
 
@@ -82,5 +89,4 @@ def check_type(config: Config, layer_index: int, found: str, expected: Sequence[
 
 def unit_offset_norms(config: Config) -> bool:
     """Whether a model multiplies by `1 + weight` in its RMS norms, as [`ejkernel_eqx.load_published`][] has to know."""
-    text = config.get("text_config")
-    return (text if isinstance(text, Mapping) else config).get("model_type") in _UNIT_OFFSET
+    return text_entries(config).get("model_type") in _UNIT_OFFSET

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from .._entries import Entries
 from .configs import Config, layer_type, read_model, refuse, take
 
 _LAYER = "MixtureOfExperts"
@@ -75,21 +76,24 @@ def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str
     - `config`: the dictionary of its `config.json`; that of the language model is taken out of one with a `text_config`.
     - `layer_index`: which layer, from 0: some models have plain MLPs among them.
 
-    **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, a layer with a plain MLP, and entries that
-    are missing.
+    **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, and a layer with a plain MLP;
+    `CheckpointError` for entries that are missing, of another type or out of bounds.
     """
     config = read_model(config, _DEFAULTS, _LAYER)
     layer_type(config, layer_index, lambda index: "")  # which checks the index
-    if not experts_of(config, layer_index):
+    if reason := _no_experts(config, layer_index):
         raise ValueError(
-            f"layer_index: expected a layer with experts, received {layer_index}, which has a plain MLP in this {config['model_type']} model; "
-            "ejx.models has both."
+            f"layer_index: expected a layer with experts, received {layer_index}, which has a plain MLP in this {config['model_type']} model, as "
+            f"{reason}; {_where_experts_are(config)}."
         )
+    count, top_k = _count(config), take(config, "num_experts_per_tok")
+    if top_k > count:
+        raise config.wrong("num_experts_per_tok", f"at most the {count} experts")
     options: dict[str, Any] = {
         "embed_dim": take(config, "hidden_size"),
         "hidden_dim": take(config, "moe_intermediate_size", "intermediate_size"),
-        "num_experts": experts_of(config, layer_index),
-        "top_k": take(config, "num_experts_per_tok"),
+        "num_experts": count,
+        "top_k": top_k,
         "scoring": "softmax",
         "normalize": bool(config.get("norm_topk_prob", True)),
     }
@@ -100,13 +104,35 @@ def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str
 
 def experts_of(config: Config, layer_index: int) -> int:
     """How many experts a layer has, by a configuration with the defaults of its model; 0 for a plain MLP."""
+    return 0 if _no_experts(config, layer_index) else _count(config)
+
+
+def _count(config: Config) -> int:
     names = ("num_local_experts", "num_experts", "n_routed_experts", "default_num_experts")
-    count = next((int(config[name]) for name in names if config.get(name) is not None), 0)
-    dense = layer_index in (config.get("mlp_only_layers") or ())
-    sparse = (layer_index + 1) % int(config.get("decoder_sparse_step") or 1) == 0
-    late = layer_index >= int(config.get("first_k_dense_replace") or 0)
-    often = layer_index % int(config.get("moe_layer_freq") or 1) == 0  # as DeepSeek's own code has it
-    return count if sparse and late and often and not dense else 0
+    return next((config[name] for name in names if config.get(name) is not None), 0)
+
+
+def _no_experts(config: Config, layer_index: int) -> str | None:
+    """Which entries give a layer a plain MLP."""
+    if not _count(config):
+        return "it has no experts"
+    first = config.get("first_k_dense_replace") or 0
+    if layer_index < first:
+        return f"first_k_dense_replace is {first}"
+    if layer_index in (config.get("mlp_only_layers") or ()):
+        return f"mlp_only_layers has {layer_index}"
+    if (layer_index + 1) % (step := config.get("decoder_sparse_step") or 1):
+        return f"decoder_sparse_step is {step}"
+    if layer_index % (often := config.get("moe_layer_freq") or 1):  # as DeepSeek's own code has it
+        return f"moe_layer_freq is {often}"
+    return None
+
+
+def _where_experts_are(config: Config) -> str:
+    layers = range(config.get("num_hidden_layers") or 1)
+    first = next((index for index in layers if not _no_experts(config, index)), None)
+    other = "no layer" if first is None else f"layer {first} is the first that"
+    return f"{other} has experts, and ejx.models builds layers of both kinds"
 
 
 def expert_defaults(model_type: str) -> dict[str, Any]:
@@ -143,12 +169,12 @@ def _shared_gated(config: Config) -> dict[str, Any]:
 
 def _shared(config: Config) -> dict[str, Any]:
     refuse(config, mlp_bias=False)
-    count = int(config.get("n_shared_experts") or 0)
-    shared = {"shared_dim": count * config["moe_intermediate_size"]} if count else {}
+    count = config.get("n_shared_experts") or 0
+    shared = {"shared_dim": count * take(config, "moe_intermediate_size")} if count else {}
     return {"scaling_factor": float(config["routed_scaling_factor"])} | shared
 
 
-def _deepseek_v2(config: Config) -> dict[str, Any]:
+def _deepseek_v2(config: Entries) -> dict[str, Any]:
     refuse(config, topk_method=("greedy", "group_limited_greedy"), scoring_func="softmax")
     limited = config["topk_method"] == "group_limited_greedy"
     groups = {"group_score": "max"} | _groups(config) if limited else {}
@@ -156,16 +182,21 @@ def _deepseek_v2(config: Config) -> dict[str, Any]:
     return _shared(config) | {"normalize": False} | groups
 
 
-def _deepseek_v3(config: Config) -> dict[str, Any]:
+def _deepseek_v3(config: Entries) -> dict[str, Any]:
     refuse(config, topk_method="noaux_tc", scoring_func="sigmoid")
     return _shared(config) | {"scoring": "sigmoid", "use_correction_bias": True} | _groups(config)
 
 
-def _groups(config: Config) -> dict[str, Any]:
-    return {"num_groups": take(config, "n_group"), "top_k_groups": take(config, "topk_group")}
+def _groups(config: Entries) -> dict[str, Any]:
+    groups, kept, count = take(config, "n_group"), take(config, "topk_group"), _count(config)
+    if count % groups:
+        raise config.wrong("n_group", f"a divisor of the {count} experts")
+    if kept > groups:
+        raise config.wrong("topk_group", f"at most n_group={groups}")
+    return {"num_groups": groups, "top_k_groups": kept}
 
 
-_OTHERS: dict[str, Callable[[Config], dict[str, Any]]] = {
+_OTHERS: dict[str, Callable[[Entries], dict[str, Any]]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,

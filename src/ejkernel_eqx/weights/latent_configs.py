@@ -20,7 +20,8 @@ def latent_attention_options(config: Config, layer_index: int = 0) -> dict[str, 
     - `config`: the dictionary of its `config.json`.
     - `layer_index`: which layer, from 0.
 
-    **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, and entries that are missing.
+    **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here; `CheckpointError` for entries that are
+    missing, of another type or out of bounds.
     """
     config = read_model(config, _DEFAULTS, "MultiHeadLatentAttention")
     layer_type(config, layer_index, lambda index: "")  # which checks the index

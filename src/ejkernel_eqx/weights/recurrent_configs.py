@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-from .configs import check_type, Config, layer_type, read_model, refuse, take
+from .._entries import Entries
+from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take
 
 _LINEAR = "linear_attention"
 
@@ -27,10 +28,10 @@ def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
         "embed_dim": width,
         "state_size": take(config, "state_size"),
         "conv_width": take(config, "conv_kernel"),
-        "inner_dim": config.get("intermediate_size") or int(take(config, "expand") * width),
+        "inner_dim": config.get("intermediate_size") or _expanded(config, width),
         "dt_rank": math.ceil(width / 16) if rank == "auto" else rank,
-        "use_conv_bias": config["use_conv_bias"],
-        "use_bias": config["use_bias"],
+        "use_conv_bias": bool(config["use_conv_bias"]),
+        "use_bias": bool(config["use_bias"]),
     }
     if config["model_type"] == "falcon_mamba":
         options |= {"inner_norms": True, "inner_norm_eps": take(config, "mixer_rms_eps")}
@@ -53,6 +54,7 @@ def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     config = read_model(config, {"mamba2": defaults}, "Mamba2Mixer")
     _check_place(config, layer_index, lambda index: _LINEAR, "Mamba2Mixer")
     _check_silu(config)
+    config.check_divides("n_groups", "num_heads")
     low, high = take(config, "time_step_limit")
     return {
         "embed_dim": take(config, "hidden_size"),
@@ -63,8 +65,8 @@ def mamba2_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
         "conv_width": take(config, "conv_kernel"),
         "dt_limit": None if (low, high) == (0, math.inf) else (float(low), float(high)),
         "norm_eps": take(config, "layer_norm_epsilon"),
-        "use_conv_bias": config["use_conv_bias"],
-        "use_bias": config["use_bias"],
+        "use_conv_bias": bool(config["use_conv_bias"]),
+        "use_bias": bool(config["use_bias"]),
     }
 
 
@@ -85,6 +87,7 @@ def gated_delta_net_options(config: Config, layer_index: int = 0) -> dict[str, A
     )
     _check_place(config, layer_index, by_default, "GatedDeltaNet")
     _check_silu(config)
+    config.check_divides("linear_num_key_heads", "linear_num_value_heads")
     return {
         "embed_dim": take(config, "hidden_size"),
         "num_k_heads": take(config, "linear_num_key_heads"),
@@ -106,7 +109,7 @@ def lightning_attention_options(config: Config, layer_index: int = 0) -> dict[st
     return {
         "embed_dim": width,
         "num_heads": heads,
-        "head_dim": config.get("head_dim") or width // heads,
+        "head_dim": head_width(config),
         "layer_index": layer_index,
         "num_layers": take(config, "num_hidden_layers"),
         "norm_eps": 1e-6,  # published code does not read the configuration's for this norm
@@ -122,7 +125,7 @@ def kimi_delta_attention_options(config: Config, layer_index: int = 0) -> dict[s
         "rms_norm_eps": 1e-5,
     }
     config = read_model(config, {"kimi_linear": defaults}, "KimiDeltaAttention")
-    nested = config.get("linear_attn_config") or {}
+    nested = config.inner("linear_attn_config")
     kda_layers = nested.get("kda_layers")  # counted from 1
     listed = lambda index: _LINEAR if index + 1 in kda_layers else "full_attention"
     by_default = lambda index: "full_attention" if index and index % 4 == 0 else _LINEAR
@@ -130,9 +133,9 @@ def kimi_delta_attention_options(config: Config, layer_index: int = 0) -> dict[s
     _check_silu(config)
     return {
         "embed_dim": take(config, "hidden_size"),
-        "num_heads": nested.get("num_heads", config["linear_num_heads"]),
-        "head_dim": nested.get("head_dim", config["linear_head_dim"]),
-        "conv_width": nested.get("short_conv_kernel_size", config["linear_conv_kernel_dim"]),
+        "num_heads": nested.get("num_heads") or config["linear_num_heads"],
+        "head_dim": nested.get("head_dim") or config["linear_head_dim"],
+        "conv_width": nested.get("short_conv_kernel_size") or config["linear_conv_kernel_dim"],
         "norm_eps": take(config, "rms_norm_eps"),
     }
 
@@ -150,10 +153,11 @@ def gated_linear_attention_options(config: Config, layer_index: int = 0) -> dict
         "norm_eps": 1e-6,
     }
     config = read_model(config, {"gla": defaults}, "GatedLinearAttention")
-    hybrid = (config.get("attn") or {}).get("layers", ())
+    hybrid = config.inner("attn").get("layers") or ()
     kind = lambda index: "attention" if index in hybrid else _LINEAR
     _check_place(config, layer_index, kind, "GatedLinearAttention")
     _check_silu(config)
+    config.check_divides("num_kv_heads", "num_heads")
     refuse(config, feature_map=(), elementwise_affine=True, use_gk=True, use_gv=False)
     return {
         "embed_dim": take(config, "hidden_size"),
@@ -161,12 +165,19 @@ def gated_linear_attention_options(config: Config, layer_index: int = 0) -> dict
         "num_kv_heads": config.get("num_kv_heads"),
         "expand_k": take(config, "expand_k"),
         "expand_v": take(config, "expand_v"),
-        "use_short_conv": config["use_short_conv"],
+        "use_short_conv": bool(config["use_short_conv"]),
         "conv_width": take(config, "conv_size"),
-        "output_gate": config["use_output_gate"],
+        "output_gate": bool(config["use_output_gate"]),
         "gate_min": config.get("clamp_min"),
         "norm_eps": take(config, "norm_eps"),
     }
+
+
+def _expanded(config: Entries, width: int) -> int:
+    inner = int(take(config, "expand") * width)
+    if not 1 <= inner <= 2**20:
+        raise config.wrong("expand", f"a factor by which the {width} features become 1 to {2**20}")
+    return inner
 
 
 def _check_place(config: Config, layer_index: int, default: Any, layer: str) -> None:

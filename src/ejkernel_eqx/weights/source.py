@@ -12,9 +12,11 @@ import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, by which safetens
 import numpy as np
 import safetensors
 
+from .._entries import shown
 from .._errors import CheckpointError
 
 StateDict = Mapping[str, Any] | str | os.PathLike[str]
+_MOST_BYTES = 2**28
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -168,14 +170,43 @@ def _in_folder(folder: pathlib.Path) -> pathlib.Path:
     return found[0]
 
 
-def _sharded(index: pathlib.Path) -> Source:
+def read_json(path: pathlib.Path, most_bytes: int) -> Any:
+    """The content of a file of JSON, which is not read if it is larger."""
     try:
-        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): index.parent / file for name, file in table.items()}
-    except FileNotFoundError:
-        raise CheckpointError(f"{str(index)!r} is not there. Correct the path.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if path.stat().st_size > most_bytes:
+            raise CheckpointError(
+                f"{str(path)!r}: expected a file of at most {most_bytes:,} bytes, received {path.stat().st_size:,}; it is none of a published model. "
+                "Download it again."
+            )
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(
-            f"{str(index)!r} is not the index of a sharded safetensors checkpoint: it has no table 'weight_map' of names and files ({error})."
+            f"{str(path)!r} is not readable as JSON ({error}). Download it again."
         ) from error
-    return FileSource(repr(str(index)), files)
+
+
+def _sharded(index: pathlib.Path) -> Source:
+    if not index.is_file():
+        raise CheckpointError(f"{str(index)!r} is not there. Correct the path.")
+    table = read_json(index, _MOST_BYTES)
+    files = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(files, dict):
+        raise CheckpointError(
+            f"{str(index)!r} is not the index of a sharded safetensors checkpoint: it has no table 'weight_map' of names and files. Download it "
+            "again."
+        )
+    for name, file in files.items():
+        if not _is_beside(file):
+            raise CheckpointError(
+                f"{str(index)!r}: weight_map[{shown(name)}]: expected the name of a file in the same folder, received {shown(file)}; do not use this "
+                "index, which points elsewhere."
+            )
+    return FileSource(repr(str(index)), {name: index.parent / file for name, file in files.items()})
+
+
+def _is_beside(file: Any) -> bool:
+    """Whether this is the bare name of a file, on every system. What the file links to is not looked at: caches of downloads link elsewhere."""
+    is_name = isinstance(file, str) and 0 < len(file) <= 255 and "\0" not in file
+    return is_name and file != ".." and pathlib.PureWindowsPath(file).name == file

@@ -2,6 +2,7 @@
 
 import difflib
 import fnmatch
+import math
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from ..core.arguments import accumulator
 from .source import open_source, Source, StateDict
 
 _SHOWN = 6  # names in a message
+_MOST_ZEROS = 2**22  # in the place of a missing array
 
 
 class _Ledger:
@@ -67,7 +69,7 @@ class Weights:
         shape, or not of floats, is refused."""
         full = self.prefix + name
         if full not in self._ledger.names:
-            self._note_missing(full)
+            self._note_missing(full, math.prod(shape))
             return jnp.zeros(shape, dtype)
         found = self.shape(name)
         if found != tuple(shape):
@@ -102,11 +104,12 @@ class Weights:
         if self._ledger.missing or unused:
             raise CheckpointError(self._differs(self._ledger.missing, unused))
 
-    def _note_missing(self, full: str) -> None:
+    def _note_missing(self, full: str, size: int) -> None:
         missing, prefix = self._ledger.missing, self._ledger.prefix
         missing.append(full)
-        # A wrong prefix misses everything: no need to make a model of zeros for that.
-        if len(missing) > _SHOWN or not any(name.startswith(prefix) for name in self._ledger.names):
+        # A wrong prefix misses everything: no need to make a model of zeros for that, or a large array.
+        is_wrong_prefix = not any(name.startswith(prefix) for name in self._ledger.names)
+        if len(missing) > _SHOWN or size > _MOST_ZEROS or is_wrong_prefix:
             raise CheckpointError(self._differs(missing, []))
 
     def _differs(self, missing: list[str], unused: list[str]) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..._entries import Entries, entries_of, FIELDS, shown
+from ..._errors import CheckpointError
 from ..arguments import check_numbers
 from .by_length import DynamicScaling, LongRopeScaling
 from .scaling import LinearScaling, Llama3Scaling, ProportionalScaling, YarnScaling
@@ -84,19 +86,19 @@ def read_scaling(given: Mapping[str, Any], head_dim: int) -> FoundScaling:
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(
-            f"scaling: expected a rope_type of {', '.join(_KINDS)}, received {name!r}; other types are not supported."
+            f"scaling: expected a rope_type of {', '.join(_KINDS)}, received {shown(name)}; other types are not supported."
         )
     missing = [key for key in kind.required if key not in given]
     if missing:
         raise ValueError(
-            f"scaling: expected {', '.join(missing)} in a dict of rope_type {name!r}, received {sorted(given)}; "
+            f"scaling: expected {', '.join(missing)} in a dict of rope_type {name!r}, received {', '.join(sorted(map(str, given))[:8])}; "
             "use RotaryEmbedding.from_config, which also reads the keys beside it in the model's configuration."
         )
     unknown = set(given) - _COMMON - set(kind.required) - set(kind.optional)
     if unknown:
         raise ValueError(
-            f"scaling: expected only known keys with rope_type {name!r}, received {', '.join(sorted(unknown))}; remove keys that do not "
-            "belong to the rotation."
+            f"scaling: expected only known keys with rope_type {name!r}, received {', '.join(sorted(map(str, unknown))[:8])}; remove keys that do "
+            "not belong to the rotation."
         )
     partial = given.get(_PARTIAL)
     numbers = {key.replace(_ORIGINAL, "original_max_position"): given[key] for key in _keys(kind, given)}
@@ -107,7 +109,7 @@ def read_scaling(given: Mapping[str, Any], head_dim: int) -> FoundScaling:
         scaling=None if kind.build is None else kind.build(**numbers),
         theta=given.get("rope_theta"),
         rotary_dim=None if partial is None else _part(head_dim, partial),
-        mrope_section=None if section is None else tuple(section),
+        mrope_section=section,
         mrope_interleaved=section is not None and given.get("mrope_interleaved", False),
     )
 
@@ -123,101 +125,95 @@ def _part(head_dim: int, partial: Any) -> int:
 
 def read_config(config: Any, layer_type: str | None) -> dict[str, Any]:
     """The arguments of `RotaryEmbedding` for a published model."""
-    if not isinstance(config, Mapping):
-        raise ValueError(
-            f"config: expected a mapping such as the parsed config.json, received {type(config).__name__}; for a configuration object of "
-            "transformers pass config.to_dict()."
-        )
-    config = {name: value for name, value in config.items() if value is not None}
+    config = entries_of(config)
     head_dim = _head_dim(config, layer_type)
     scaling = _scaling_of(config, layer_type)
     if scaling is None:
         scaling = _scaling_before_nesting(config, layer_type)
-        if _ORIGINAL in config and scaling.get("rope_type", scaling.get("type")) in _WITH_ORIGINAL:
-            scaling[_ORIGINAL] = config[_ORIGINAL]
+        original = config.get(_ORIGINAL)
+        if original is not None and scaling.get("rope_type", scaling.get("type")) in _WITH_ORIGINAL:
+            scaling[_ORIGINAL] = original
     scaling.setdefault("rope_theta", _theta(config, layer_type))
     _complete(scaling, config)
     found: dict[str, Any] = {"head_dim": head_dim, "scaling": scaling}
-    if "rotary_dim" in config and _PARTIAL not in scaling:
+    if config.get("rotary_dim") is not None and _PARTIAL not in scaling:
         return found | {"rotary_dim": config["rotary_dim"]}
     scaling.setdefault(_PARTIAL, _partial(config))
     return found
+
+
+def _first(config: Entries, names: tuple[str, ...], default: Any = None) -> Any:
+    """The first of the entries that is there."""
+    return next((config[name] for name in names if config.get(name) is not None), default)
 
 
 def _is_local(layer_type: str | None) -> bool:
     return layer_type is not None and layer_type.startswith("sliding")
 
 
-def _head_dim(config: Mapping[str, Any], layer_type: str | None) -> int:
-    if "global_head_dim" in config and layer_type == "full_attention":
+def _head_dim(config: Entries, layer_type: str | None) -> int:
+    if layer_type == "full_attention" and config.get("global_head_dim"):
         return config["global_head_dim"]
-    for name in ("qk_rope_head_dim", "head_dim"):
-        if name in config:
-            return config[name]
-    width = config.get("hidden_size", config.get("n_embd"))
-    heads = config.get("num_attention_heads", config.get("n_head"))
+    if (width := _first(config, ("qk_rope_head_dim", "head_dim"))) is not None:
+        return width
+    width = _first(config, ("hidden_size", "n_embd"))
+    heads = _first(config, ("num_attention_heads", "n_head"))
     if width is None or heads is None:
-        inner = next((name for name in ("text_config", "llm_config") if name in config), None)
-        remedy = f"pass config[{inner!r}]" if inner else "they determine the size of a head"
-        raise ValueError(
-            f"config: expected head_dim, or hidden_size and num_attention_heads, received {sorted(config)}; {remedy}."
+        part = next((name for name in ("text_config", "llm_config") if config.raw(name)), None)
+        remedy = f"pass config[{part!r}]" if part else "they determine the size of a head"
+        raise CheckpointError(
+            f"config: expected head_dim, or hidden_size and num_attention_heads, received neither; {remedy}."
         )
     return width // heads
 
 
-def _scaling_of(config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any] | None:
+def _scaling_of(config: Entries, layer_type: str | None) -> dict[str, Any] | None:
     """A copy of the scaling dict of these layers; `None` if all layers share one."""
     found = _whole_scaling(config)
-    types = [name for name, value in found.items() if isinstance(value, Mapping)]
+    types = [name for name in found if name not in FIELDS and isinstance(found.raw(name), Mapping)]
     if not types:
         return None
     if layer_type not in types:
         raise _unknown_layers(types, layer_type)
-    return {name: value for name, value in found[layer_type].items() if value is not None}
+    return found.inner(layer_type).known()
 
 
-def _scaling_before_nesting(config: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
+def _scaling_before_nesting(config: Entries, layer_type: str | None) -> dict[str, Any]:
     """The scaling dict of a configuration with only one: if layers differ, it applies to those with full attention."""
-    two_kinds = config.get("model_type") in _DEFAULTS_BY_LAYER or any(name in config for name in _LOCAL)
+    two_kinds = config.get("model_type") in _DEFAULTS_BY_LAYER or _first(config, _LOCAL) is not None
     if two_kinds and layer_type is None:
         raise _unknown_layers(["full_attention", "sliding_attention"], layer_type)
     if two_kinds and _is_local(layer_type):
         return {}
-    return {name: value for name, value in _whole_scaling(config).items() if value is not None}
+    return _whole_scaling(config).known()
 
 
-def _whole_scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(found, Mapping):
-        raise ValueError(
-            f"config: expected a dict as rope_scaling, received {found!r}; it has the keys rope_type, factor and so on."
-        )
-    return found
+def _whole_scaling(config: Entries) -> Entries:
+    return config.inner("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
 
 
 def _unknown_layers(types: list[str], layer_type: str | None) -> ValueError:
     return ValueError(
-        f"layer_type: expected one of {', '.join(types)}, the layer types of this configuration, received {layer_type!r}; layers "
+        f"layer_type: expected one of {', '.join(types[:8])}, the layer types of this configuration, received {layer_type!r}; layers "
         "without a rotation have rope=None."
     )
 
 
-def _theta(config: Mapping[str, Any], layer_type: str | None) -> Any:
-    model_type = config.get("model_type", "")
+def _theta(config: Entries, layer_type: str | None) -> Any:
+    model_type = config.get("model_type") or ""
     default = _DEFAULTS.get(model_type, (1e4, 1.0))[0]
     wide, local = _DEFAULTS_BY_LAYER.get(model_type, (default, None))
-    if _is_local(layer_type) and (local is not None or any(name in config for name in _LOCAL)):
-        return next((config[name] for name in _LOCAL if name in config), local)
-    names = ("rope_theta", "global_rope_theta", "rotary_emb_base")
-    return next((config[name] for name in names if name in config), wide)
+    if _is_local(layer_type) and (local is not None or _first(config, _LOCAL) is not None):
+        return _first(config, _LOCAL, local)
+    return _first(config, ("rope_theta", "global_rope_theta", "rotary_emb_base"), wide)
 
 
-def _partial(config: Mapping[str, Any]) -> Any:
-    default = _DEFAULTS.get(config.get("model_type", ""), (1e4, 1.0))[1]
-    return config.get(_PARTIAL, config.get("rotary_pct", default))
+def _partial(config: Entries) -> Any:
+    default = _DEFAULTS.get(config.get("model_type") or "", (1e4, 1.0))[1]
+    return _first(config, (_PARTIAL, "rotary_pct"), default)
 
 
-def _complete(scaling: dict[str, Any], config: Mapping[str, Any]) -> None:
+def _complete(scaling: dict[str, Any], config: Entries) -> None:
     """Adds the lengths that are keys beside the scaling dict."""
     name, longest = scaling.get("rope_type", scaling.get("type")), config.get("max_position_embeddings")
     if longest is None:

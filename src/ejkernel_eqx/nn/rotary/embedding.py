@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..._errors import CheckpointError
 from ..._shapes import AnyArray, Float, Int
 from ..arguments import check_flags, read_array, read_sizes
 from .by_length import DynamicScaling, LongRopeScaling
@@ -107,9 +108,15 @@ class RotaryEmbedding(eqx.Module):
         - `layer_type`: for models whose layers rotate differently (Gemma 3): `"full_attention"` or `"sliding_attention"`.
         - `interleaved`: as in the constructor; configurations do not specify it.
 
-        **Returns:** a `RotaryEmbedding`. Raises `ValueError` for incomplete or unsupported configurations.
+        **Returns:** a `RotaryEmbedding`. Raises `ValueError` for unsupported configurations; `CheckpointError` for entries that are missing, of
+        another type or out of bounds.
         """
-        return cls(**read_config(config, layer_type), interleaved=interleaved)
+        check_flags(interleaved=interleaved)
+        arguments = read_config(config, layer_type)
+        try:
+            return cls(**arguments, interleaved=interleaved)
+        except ValueError as error:
+            raise CheckpointError(f"config: {error}") from error
 
     @property
     def by_length(self) -> bool:

@@ -1,0 +1,270 @@
+"""The entries of a `config.json`: the type and the bounds of each, in one table, checked where an entry is read."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._errors import CheckpointError
+
+_MOST_LETTERS, _MOST_ITEMS = 200, 4096
+
+
+class _Kind(NamedTuple):
+    expected: str
+    fits: Callable[[Any], bool]
+    read: Callable[[Any], Any] = lambda x: x
+
+
+def _integers(least: int, most: int) -> _Kind:
+    is_whole = lambda x: isinstance(x, int | np.integer) and not isinstance(x, bool)
+    return _Kind(f"an integer from {least} to {most}", lambda x: is_whole(x) and least <= x <= most, int)
+
+
+def _numbers(least: float, most: float) -> _Kind:
+    # NaN is in no range.
+    is_number = lambda x: isinstance(x, int | float | np.number) and not isinstance(x, bool)
+    return _Kind(
+        f"a number from {least:g} to {most:g}", lambda x: is_number(x) and bool(least <= x <= most), float
+    )
+
+
+def _lists(of: _Kind, count: int | None = None) -> _Kind:
+    right = lambda n: n == count if count else n <= _MOST_ITEMS
+    return _Kind(
+        f"a list of {count or f'at most {_MOST_ITEMS}'}, each {of.expected}",
+        lambda x: isinstance(x, list | tuple) and right(len(x)) and all(map(of.fits, x)),
+    )
+
+
+def _either(*kinds: _Kind) -> _Kind:
+    return _Kind(" or ".join(kind.expected for kind in kinds), lambda x: any(kind.fits(x) for kind in kinds))
+
+
+_TEXT = _Kind(
+    f"text of at most {_MOST_LETTERS} letters", lambda x: isinstance(x, str) and len(x) <= _MOST_LETTERS
+)
+_AUTO = _Kind("'auto'", lambda x: isinstance(x, str) and x == "auto")
+_FLAG = _Kind("true or false", lambda x: isinstance(x, bool))
+_TABLE = _Kind(
+    f"an object of at most {_MOST_ITEMS} entries",
+    lambda x: isinstance(x, Mapping) and len(x) <= _MOST_ITEMS and all(map(_TEXT.fits, x)),
+)
+_ANY = _Kind("anything", lambda x: True)
+_LAYERS = _integers(1, 1024)
+_INDEX = _integers(0, 2**20)
+_SIZE = _integers(1, 2**20)
+_COUNT = _integers(0, 2**20)
+_LENGTH = _integers(2, 2**40)  # LongRoPE divides by its logarithm
+_TOKEN = _integers(0, 2**31 - 1)
+_NUMBER = _numbers(-1e30, 1e30)
+_POSITIVE = _numbers(1e-30, 1e30)
+_UP_FROM_ZERO = _numbers(0.0, 1e30)
+_THETA = _numbers(1.001, 1e30)  # YaRN divides by its logarithm
+
+FIELDS: dict[str, _Kind] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), _LAYERS),
+    "vocab_size": _integers(1, 2**24),
+    **dict.fromkeys(
+        (
+            *("hidden_size", "n_embd", "intermediate_size", "num_attention_heads", "n_head"),
+            *(
+                "num_key_value_heads",
+                "num_kv_heads",
+                "num_heads",
+                "head_dim",
+                "global_head_dim",
+                "rotary_dim",
+            ),
+            *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+            *("state_size", "conv_kernel", "conv_size", "n_groups", "short_conv_kernel_size"),
+            *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+            *("linear_value_head_dim", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads"),
+            *("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok"),
+            *("default_num_experts", "n_group", "topk_group"),
+            *("full_attention_interval", "sliding_window_pattern"),
+        ),
+        _SIZE,
+    ),
+    **dict.fromkeys(
+        (
+            *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
+            *("decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq", "max_window_layers"),
+        ),
+        _COUNT,
+    ),
+    "sliding_window": _integers(1, 2**40),
+    "time_step_rank": _either(_SIZE, _AUTO),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _LENGTH),
+    "eos_token_id": _either(_TOKEN, _lists(_TOKEN)),
+    **dict.fromkeys(("mlp_only_layers", "kda_layers", "layers", "mrope_section"), _lists(_INDEX)),
+    "layer_types": _lists(_TEXT),
+    **dict.fromkeys(
+        (
+            *("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype", "rope_type", "type"),
+            *("topk_method", "scoring_func", "feature_map"),
+        ),
+        _TEXT,
+    ),
+    **dict.fromkeys(
+        (
+            *("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_conv_bias", "tie_word_embeddings"),
+            *("use_sliding_window", "use_bidirectional_attention", "attn_output_gate", "rope_interleave"),
+            *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "norm_topk_prob", "truncate"),
+            *("use_short_conv", "use_output_gate", "elementwise_affine", "use_gk", "use_gv"),
+            "mrope_interleaved",
+        ),
+        _FLAG,
+    ),
+    **dict.fromkeys(("text_config", "linear_attn_config", "attn", "rope_scaling", "rope_parameters"), _TABLE),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "mixer_rms_eps"), _numbers(0.0, 1.0)),
+    **dict.fromkeys(("rope_theta", "global_rope_theta", "rotary_emb_base"), _THETA),
+    **dict.fromkeys(("rope_local_base_freq", "local_rope_theta"), _THETA),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), _numbers(1e-6, 1.0)),
+    **dict.fromkeys(
+        (
+            *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"),
+            *("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
+            *("short_mscale", "long_mscale", "expand", "expand_k", "expand_v"),
+            *("routed_scaling_factor", "swiglu_limit", "swiglu_alpha"),
+        ),
+        _POSITIVE,
+    ),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), _UP_FROM_ZERO),
+    **dict.fromkeys(("short_factor", "long_factor"), _lists(_POSITIVE)),
+    "time_step_limit": _lists(_numbers(0.0, math.inf), 2),
+    "clamp_min": _NUMBER,
+    **dict.fromkeys(
+        (
+            *("full_attn_alpha_factor", "full_attn_beta_factor", "linear_attn_alpha_factor"),
+            *("linear_attn_beta_factor", "mlp_alpha_factor", "mlp_beta_factor"),
+        ),
+        _NUMBER,
+    ),
+    "quantization_config": _ANY,
+}
+"""Every entry that is read anywhere, also within another, such as `factor` in `rope_scaling`."""
+
+# Numbers that are computed with; elsewhere null says that there is none.
+_NEVER_NULL = frozenset(
+    (
+        *("max_window_layers", "sliding_window_pattern", "full_attention_interval", "routed_scaling_factor"),
+        *("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "mixer_rms_eps"),
+        *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "swiglu_limit", "swiglu_alpha"),
+        *(name for name in FIELDS if name.endswith(("_alpha_factor", "_beta_factor"))),
+    )
+)
+
+
+class Entries(Mapping[str, Any]):
+    """A configuration, read-only, with what `transformers` takes where it says nothing. An entry is checked when it is read: `CheckpointError`
+    where its value is of another type than the table says, or out of its bounds."""
+
+    def __init__(self, config: Mapping[str, Any], path: str = "", defaults: Mapping[str, Any] | None = None):
+        """`path`: what stands before the names in messages."""
+        self._config, self._path, self._defaults = config, path, defaults or {}
+        self._checked: dict[str, Any] = {}
+
+    def over(self, defaults: Mapping[str, Any]) -> "Entries":
+        """The same entries, with these defaults below those that it has."""
+        below = Entries(self._config, self._path, {**defaults, **self._defaults})
+        below._checked = self._checked
+        return below
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in FIELDS:
+            raise RuntimeError(f"{name!r} is read from a configuration and not in the table of its entries.")
+        if name not in self._config:
+            return self._defaults[name]
+        if name not in self._checked:
+            self._checked[name] = self._read(name)
+        return self._checked[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._defaults, **self._config})
+
+    def __len__(self) -> int:
+        return len({**self._defaults, **self._config})
+
+    def inner(self, name: str) -> "Entries":
+        """The entries of an object in this one; none where it is absent or null."""
+        value = self.get(name) if name in FIELDS else _checked(self._path + name, self.raw(name), _TABLE)
+        return Entries(value or {}, f"{self._path}{name}.")
+
+    def raw(self, name: str) -> Any:
+        """An entry unchecked, whatever its name: the keys of an object may be those of the model."""
+        return self._config.get(name)
+
+    def known(self) -> dict[str, Any]:
+        """All entries but nulls: checked if the table has them."""
+        read = {name: self[name] if name in FIELDS else self.raw(name) for name in self._config}
+        return {name: value for name, value in read.items() if value is not None}
+
+    def wrong(self, name: str, expected: str, remedy: str = "correct the config.json") -> CheckpointError:
+        """The error of an entry that does not fit the others."""
+        value = f"{shown(self.get(name))}{'' if name in self._config else ' by default'}"
+        return CheckpointError(
+            f"config: {self._path}{name}: expected {expected}, received {value}; {remedy}."
+        )
+
+    def check_divides(self, part: str, whole: str) -> None:
+        """Where both are there, one of the two sizes divides the other."""
+        if self.get(part) and self.get(whole) and self[whole] % self[part]:
+            raise self.wrong(part, f"a divisor of {whole}={self[whole]}")
+
+    def _read(self, name: str) -> Any:
+        value = _plain(self._config[name])
+        is_null = value is None and name not in _NEVER_NULL
+        return None if is_null else _checked(self._path + name, value, FIELDS[name])
+
+
+def _checked(name: str, value: Any, kind: _Kind) -> Any:
+    if not kind.fits(value):
+        raise CheckpointError(
+            f"config: {name}: expected {kind.expected}, received {shown(value)}; correct the config.json."
+        )
+    return kind.read(value)
+
+
+def entries_of(config: Any) -> Entries:
+    if isinstance(config, Entries):
+        return config
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            f"config: expected the dictionary of a config.json, received {type(config).__name__}; json.load reads it, and a configuration of "
+            "transformers gives it by to_dict()."
+        )
+    return Entries(config)
+
+
+def _plain(value: Any) -> Any:
+    """The value, where `transformers` writes infinity, which JSON does not have, as `{"__float__": "Infinity"}`."""
+    if isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS:
+        return [_infinity(item) for item in value]
+    return _infinity(value)
+
+
+def _infinity(value: Any) -> Any:
+    is_marked = isinstance(value, Mapping) and len(value) == 1 and value.get("__float__") == "Infinity"
+    return math.inf if is_marked else value
+
+
+def shown(value: Any) -> str:
+    """A value in a message, short whatever it is, in the words of JSON."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:57] + "...")
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)} entries"
+    if isinstance(value, list | tuple):
+        is_short = len(value) <= 4 and not any(isinstance(item, list | tuple) for item in value)
+        return f"[{', '.join(map(shown, value))}]" if is_short else f"a list of {len(value)}"
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "an integer of more than 40 digits"
+    return (
+        repr(value)
+        if isinstance(value, int | float | np.number)
+        else f"a value of type {type(value).__name__}"
+    )

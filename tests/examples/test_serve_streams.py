@@ -1,0 +1,238 @@
+"""Serving: what `examples/serve_lm.py` reads and writes, and how much of it at a time."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from .test_examples import _environment, ROOT
+from .test_serve import _check_empty, _engine, SIZES
+from .test_serve import checkpoint as checkpoint
+from .test_serve import examples as examples
+
+
+@pytest.fixture(scope="module")
+def engine(examples):
+    return _engine(examples, "attention", 1)
+
+
+def lines_of(examples, pieces, most):
+    too_long = examples.serve_lm.TooLong
+    return [(line, isinstance(line, too_long)) for line in examples.serve_lm.split_lines(iter(pieces), most)]
+
+
+def all_of(prompts):
+    lines = []
+    while not prompts.ended:
+        lines += prompts.take(100, wait=True)
+    return lines
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_lines_are_the_same_in_any_pieces(examples, size):
+    content = b"one\r\ntwo\rstill two\n\n" + b"x" * 50 + b"\nnext\r\n" + b"y" * 17 + b"\nlast\r"
+    pieces = [content[i : i + size] for i in range(0, len(content), size)]
+    expected = [(b"one", False), (b"two\rstill two", False), (b"", False), (b"next", False), (b"last", False)]
+    found = lines_of(examples, pieces, 16)
+    assert [line for line in found if not line[1]] == expected
+    assert [(line[0][:17], place) for place, line in enumerate(found) if line[1]] == [
+        (b"x" * 17, 3),
+        (b"y" * 17, 5),
+    ]
+
+
+def test_a_line_that_is_too_long_is_known_before_it_ends(examples):
+    pieces = iter([b"a\n" + b"x" * 20, b"x", *([b"y"] * 10), b"\nb"])
+    lines = examples.serve_lm.split_lines(pieces, 20)
+    assert next(lines) == b"a" and next(lines) == b"x" * 21
+    assert next(pieces) == b"y"  # nothing more was asked for
+    assert list(lines) == [b"b"]
+
+
+def test_a_file_and_a_pipe_give_the_same_lines(examples, tmp_path):
+    content = b"one\r\ntwo\n\nlast"
+    (tmp_path / "prompts.txt").write_bytes(content)
+    expected = [b"one", b"two", b"", b"last"]
+    assert all_of(examples.serve_lm.Prompts(str(tmp_path / "prompts.txt"))) == expected
+    reading, writing = os.pipe()
+    prompts = examples.serve_lm.Prompts(f"/dev/fd/{reading}")
+    os.write(writing, content)
+    assert prompts.take(1, wait=True) == [b"one"] and not prompts.ended
+    os.close(writing)
+    os.close(reading)
+    assert all_of(prompts) == expected[1:] and prompts.failure is None
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/mem"), reason="Linux has this file, whose first byte nobody can read"
+)
+def test_an_input_that_ends_early_is_reported(examples):
+    prompts = examples.serve_lm.Prompts("/proc/self/mem")
+    assert all_of(prompts) == []
+    assert prompts.failure.startswith(
+        "--prompts: cannot read '/proc/self/mem' (Input/output error); pass a file"
+    )
+
+
+def test_no_more_is_read_than_is_served(examples):
+    """What waits is bounded, however much comes."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    prompts = examples.serve_lm.Prompts(f"/dev/fd/{reading}")
+    line, written = b"x" * 1023 + b"\n", 0
+    held = (
+        examples.serve_lm.MOST_LINES * 2**10,
+        2**16,
+        2**16,
+    )  # waiting lines, the piece they are from, the pipe
+    # The pipe is full for good once the thread that reads it waits with a line in its hand.
+    while not (prompts._lines.full() and written >= sum(held[:1])):
+        try:
+            written += os.write(writing, line)
+        except BlockingIOError:
+            pass
+        assert written <= sum(held) + 2**16
+    while written <= sum(held) + 2**16:
+        try:
+            written += os.write(writing, line)
+        except BlockingIOError:
+            break
+    assert written <= sum(held)
+    os.close(writing)
+    os.close(reading)
+    assert len(all_of(prompts)) == -(-written // 1024)
+
+
+class Endless:
+    """Prompts that always have one more, until enough have been taken."""
+
+    ended, failure = False, None
+
+    def __init__(self, engine, count):
+        self.engine, self.left, self.waiting = engine, count, []
+
+    def take(self, most, wait):
+        self.waiting.append(self.engine.num_waiting + most)
+        lines = [b"ab"] * min(most, self.left)
+        self.left -= len(lines)
+        self.ended = not self.left
+        return lines
+
+
+def serve(examples, engine, prompts, *options):
+    args = examples.serve_lm.parse(["--max-new-tokens", "3", *options])
+    return examples.serve_lm.serve(args, engine, prompts, examples.serve_lm.Texts(None))
+
+
+def test_endless_prompts_are_admitted_as_they_are_served(examples, engine, capsys):
+    prompts = Endless(engine, 40)
+    assert serve(examples, engine, prompts)
+    assert max(prompts.waiting) <= engine.max_batch
+    texts = capsys.readouterr()
+    assert texts.out.count("--- request") == 40
+    # Without a terminal there is no progress, which would stand among the texts.
+    assert "\r" not in texts.err and texts.err.startswith("40 requests, 0 refused, 120 tokens")
+    _check_empty(engine)
+
+
+def test_texts_that_wait_for_an_earlier_one_are_bounded(examples, engine):
+    args = examples.serve_lm.parse([])
+    texts = examples.serve_lm.Texts(None)
+    server = examples.serve_lm.Server(args, engine, texts, bar=None)
+    assert server.room == engine.max_batch
+    for index in range(examples.serve_lm.MOST_LINES * engine.max_batch - 1):
+        texts.begin(index, b"a")
+    assert server.room == 1
+
+
+def test_a_line_that_is_too_long_is_refused(examples, engine, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_bytes(b"x" * (2**20 + 2**17) + b"\nab\n")
+    prompts = examples.serve_lm.Prompts(str(tmp_path / "prompts.txt"))
+    assert serve(examples, engine, prompts)
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "--- request 0 ---\n[prompt: expected a line of at most 1,048,576 bytes, received a longer"
+    )
+    assert "--- request 1 ---\nab" in out
+    _check_empty(engine)
+
+
+def test_a_long_prompt_shares_the_steps(engine):
+    """A running text has a token in every step, and a short prompt that came later is read first."""
+    running = engine.submit(b"a", 20)
+    engine.step()
+    long, short = engine.submit(bytes(range(30)), 2), engine.submit(b"bcd", 2)
+    steps = []
+    while engine.num_running:
+        steps.append([event.request for event in engine.step()])
+    first = lambda number: next(place for place, step in enumerate(steps) if number in step)
+    assert first(short) < first(long)
+    assert all(running in step for step in steps[: first(long)])
+    # Of 8 tokens of a step, the long prompt has those that the others leave: 4, 4 and then 7, 6 and 6.
+    assert first(long) == first(short) + 4
+    _check_empty(engine)
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this file")
+def test_texts_that_cannot_be_written(examples, monkeypatch):
+    serve_lm = examples.serve_lm
+    with pytest.raises(
+        serve_lm.OutputError, match=r"--out '/dev/full': cannot write \(No space left on device\); make"
+    ):
+        with serve_lm.open_out(serve_lm.pathlib.Path("/dev/full")) as out:
+            out.write("x")
+    monkeypatch.setattr(sys, "stdout", Full())
+    texts = serve_lm.Texts(None)
+    texts.begin(0, b"a")
+    with pytest.raises(serve_lm.OutputError, match="standard output: cannot write"):
+        texts.extend(0, 65)
+
+
+def test_notes_end_nothing(examples):
+    notes = examples.serve_lm.Notes("standard error", Full())
+    print("some", file=notes)
+    assert not notes.isatty()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this file")
+@pytest.mark.parametrize(
+    ("redirected", "code", "message"),
+    [
+        (">/dev/full", 1, "serve_lm: standard output: cannot write (No space left on device)"),
+        ("--out /dev/full", 1, "serve_lm: --out '/dev/full': cannot write"),
+        ("2>&-", 0, None),
+        ("2>/dev/full", 0, None),
+    ],
+)
+def test_streams_of_a_process(checkpoint, redirected, code, message):
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        str(ROOT / "examples" / "serve_lm.py"),
+        "--checkpoint",
+        str(checkpoint),
+    ]
+    process = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirected}', "sh", *command, *SIZES],
+        input=b"ab\ncd\n",
+        capture_output=True,
+        timeout=300,
+        env=_environment(),
+    )
+    assert process.returncode == code and b"Traceback" not in process.stderr
+    if message is None:
+        assert (
+            process.stdout.startswith(b"--- request 0 ---\nab") and b"--- request 1 ---\ncd" in process.stdout
+        )
+        assert not process.stderr
+    else:
+        assert process.stderr.decode().splitlines()[-1].startswith(message)
