@@ -3,13 +3,13 @@
 import math
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from .._shapes import AnyArray, Bool, Float, Int
+from .._signatures import Module
 from ..parallel import Leading, over_mesh
 from .arguments import read_batch_shape, read_sizes
 from .kv_cache import check_new, check_stored, read_rows
@@ -23,7 +23,7 @@ class Seen(NamedTuple):
     real: Bool[Array, "*B W+T"]  # False for empty slots and padding
 
 
-class RollingKVCache(eqx.Module):
+class RollingKVCache(Module):
     """Keys and values of the last `W` tokens of each row, for layers with a static sliding window of `W` keys.
 
     The token at position $p$ is stored in slot $p \\bmod W$, so the cache is never full. New tokens are attended to before they replace old

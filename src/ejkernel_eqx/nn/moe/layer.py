@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from ..._shapes import AnyArray, Bool, Float
+from ..._signatures import Module
 from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
@@ -26,7 +27,7 @@ from .shared import SharedExpert
 from .statistics import RouterStatistics
 
 
-class MixtureOfExperts(eqx.Module):
+class MixtureOfExperts(Module):
     r"""A mixture of experts: a router sends each token to a few of many gated MLPs, whose outputs are added with the router's weights.
 
     $$y = \sum_{i \in \mathcal{T}(x)} w_i(x)\, E_i(x) + g(x)\, S(x), \qquad

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..._shapes import AnyArray, Float, Int
+from ..._signatures import Module
 from ..arguments import check_flags, read_array, read_sizes
 from .by_length import DynamicScaling, LongRopeScaling
 from .config import read_config, read_scaling
@@ -21,7 +22,7 @@ ScalingByLength = DynamicScaling | LongRopeScaling
 RotaryScaling = FixedScaling | ScalingByLength
 
 
-class RotaryEmbedding(eqx.Module):
+class RotaryEmbedding(Module):
     r"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
     Each pair $(x_a, x_b)$ of features at position $p$ is rotated by the angle $p\,\theta_i$,
