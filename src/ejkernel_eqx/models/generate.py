@@ -160,7 +160,9 @@ def _rows_of(prompts: Any) -> list[list[int]]:
         )
     if not is_list or not prompts:
         raise _not_tokens(prompts, "")
-    rows: list[Any] = [row.tolist() if isinstance(row, Array | np.ndarray) and row.ndim else row for row in prompts]
+    rows: list[Any] = [
+        row.tolist() if isinstance(row, Array | np.ndarray) and row.ndim else row for row in prompts
+    ]
     for i, row in enumerate(rows):
         if not isinstance(row, Sequence) or isinstance(row, str | bytes):
             raise _not_tokens(row, f" as prompts[{i}]")

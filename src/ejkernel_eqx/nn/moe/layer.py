@@ -183,8 +183,8 @@ class MixtureOfExperts(Module):
         return self.gate.choice.top_k
 
     def route(self, x: Float[AnyArray, "*B E"]) -> Routing:
-        """The experts of tokens `[..., E]` and their weights: a tuple of `logits` `[..., N]`, `weights` `[..., top_k]` and `indices`
-        `[..., top_k]`, the expert that is ranked highest first."""
+        """The experts of tokens `[..., E]` and their weights: a [`Routing`][ejkernel_eqx.nn.Routing] of `logits` `[..., N]`, `weights`
+        `[..., top_k]` and `indices` `[..., top_k]`, the expert that is ranked highest first."""
         return self.gate(self._read(x))
 
     @overload
