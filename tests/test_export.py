@@ -1,6 +1,9 @@
 """`jax.export` with symbols for batch and lengths: one program for any size, which gives what a program of that very size gives."""
 
 import functools
+import pathlib
+import re
+import tomllib
 from collections.abc import Callable
 from typing import Any
 
@@ -268,6 +271,27 @@ def test_a_mixture_of_experts_of_any_length():
     make = lambda b, t: (normal(0, b, t, 16), jnp.arange(b * t).reshape(b, t) % 5 > 0)
     call = lambda layer, x, real: {"out": layer(x, padding_mask=real)}
     check(layer, call, ("b,t,16", ("b,t", jnp.bool_)), make, (2, 7), (1, 3))
+
+
+# Programs in files
+
+
+def test_what_writes_programs_to_files_is_in_an_extra():
+    root = pathlib.Path(__file__).parents[1]
+    extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    assert [requirement.partition(">")[0] for requirement in extras["export"]] == ["flatbuffers"]
+    assert any(re.match(r"ejkernel-eqx\[.*\bexport\b", requirement) for requirement in extras["test"])
+    assert "the extra `export`" in (root / "docs/getting-started.md").read_text(encoding="utf-8")
+
+
+def test_a_program_in_a_file_is_the_same_program():
+    pytest.importorskip("flatbuffers")
+    layer = nn.GatedRMSNorm(8)
+    program = exported(lambda x: layer(x), "b,8")
+    x = normal(0, 3, 8)
+    np.testing.assert_array_equal(export.deserialize(program.serialize()).call(x), program.call(x))
 
 
 # What a symbol is to the choice

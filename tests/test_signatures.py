@@ -12,7 +12,7 @@ import pytest
 from jax import Array
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import _shapes, nn
+from ejkernel_eqx import _shapes, models, nn, paged
 from ejkernel_eqx.attention.signature import AttentionInputs, DotProductInputs
 from ejkernel_eqx.dispatch import Platform, PlatformName
 from ejkernel_eqx.latent.absorbed import AbsorbedInputs
@@ -38,6 +38,29 @@ GLOSSARY = {
     if line.startswith("| `")
     for letter in re.findall(r"`\*?(\w+)\b[^`]*`", line.split("|")[1])
 }
+
+
+def returned(function: Any) -> set[type]:
+    """The classes of this package in what a function returns."""
+
+    def classes(word: Any) -> set[type]:
+        of_ours = inspect.isclass(word) and word.__module__.startswith(ejx.__name__)
+        return {word} if of_ours else {cls for part in get_args(word) for cls in classes(part)}
+
+    return classes(get_type_hints(inspect.unwrap(function)).get("return"))
+
+
+@pytest.mark.parametrize("room", [nn, models, paged], ids=lambda room: room.__name__)
+def test_what_is_returned_can_be_imported(room):
+    public = {value for value in (vars(ejx) | vars(nn) | vars(models)).values() if inspect.isclass(value)}
+    missing = set()
+    for name, cls in vars(room).items():
+        members = inspect.getmembers(cls, inspect.isroutine) if inspect.isclass(cls) else [(name, cls)]
+        for member, function in members:
+            if callable(function) and str(getattr(function, "__module__", "")).startswith(ejx.__name__):
+                shown = not member.startswith("_") or member == "__call__"
+                missing |= {(name, cls.__name__) for cls in returned(function) - public} if shown else set()
+    assert not missing
 
 
 def test_platforms_have_their_names():

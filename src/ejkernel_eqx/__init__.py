@@ -86,7 +86,9 @@ from .matmul import GroupedMatmul as GroupedMatmul
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .normalization import ResidualRMSNorm as ResidualRMSNorm
 from .paged import Buckets as Buckets
+from .paged import BucketSizes as BucketSizes
 from .paged import OutOfPagesError as OutOfPagesError
+from .paged import PageCopy as PageCopy
 from .paged import PagedAttention as PagedAttention
 from .paged import PagedKVCache as PagedKVCache
 from .paged import PagedLatentCache as PagedLatentCache

@@ -12,6 +12,7 @@ import equinox as eqx
 import wadler_lindig
 
 from ._inputs import Inputs
+from ._signatures import Module
 from .dispatch import (
     BOTH,
     DeviceFacts,
@@ -207,7 +208,7 @@ def make_plan(operation: str, *, platform: "str | Platform | None" = None, confi
     return Plan(here, tuple(others))
 
 
-class Kernel(eqx.Module):
+class Kernel(Module):
     """Base class of every operation: an `eqx.Module` whose static `plan` holds the choice of platform and configuration.
 
     A subclass is final, names its `operation`, creates its `plan` in `__init__` (`make_plan`) and passes it to its family's call, which

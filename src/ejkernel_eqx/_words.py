@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ._signatures import nearest
+
 SWITCH = (False, True)
 
 
@@ -54,7 +56,7 @@ def read_flags(flags: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -
     unknown = sorted(set(flags) - set(choices))
     if unknown:
         raise ValueError(
-            f"flags: expected some of {', '.join(sorted(choices))}, received {', '.join(unknown)}."
+            f"flags: expected some of {', '.join(sorted(choices))}, received {', '.join(unknown)}{nearest(unknown[0], choices)}"
         )
     for name, value in flags.items():
         # `1 in SWITCH` would be true.

@@ -14,6 +14,7 @@ import jax.core
 
 from . import attention as _attention
 from ._kernel import Kernel, make_plan, Plan, with_plan
+from ._signatures import refusal
 from .attention import (
     Attention,
     BlockSparseAttention,
@@ -81,8 +82,8 @@ def function_of(cls: type[Kernel]) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         try:
             signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(_refusal(cls, signature, kwargs, error)) from None
+        except TypeError:
+            raise TypeError(_refusal(cls, signature, args, kwargs)) from None
         chosen = {name: kwargs.pop(name) for name in options.keys() & kwargs.keys()}
         for name in both & chosen.keys():
             if not isinstance(chosen[name], str | None):  # an argument of the call; the option stays unset
@@ -114,16 +115,12 @@ def _signature(
 
 
 def _refusal(
-    cls: type[Kernel], signature: inspect.Signature, given: Mapping[str, Any], error: TypeError
-) -> str:
-    name, known = cls.operation, signature.parameters
-    unknown = [f"{argument!r}" for argument in given if argument not in known]
-    if "tune_for" in given:
+    cls: type[Kernel], signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str | None:
+    name = cls.operation
+    if "tune_for" in kwargs:
         return f"{name}: expected the arguments of a call, received tune_for=; use ejx.tune({name}, ...), or {cls.__name__}(tune_for=...)."
-    if unknown:
-        return f"{name}: expected some of {', '.join(known)}, received {', '.join(unknown)}."
-    positional = ", ".join(p.name for p in known.values() if p.kind is _PARAMETER.POSITIONAL_OR_KEYWORD)
-    return f"{name}: {error}; expected {name}({positional}) and all other arguments by name."
+    return refusal(name, signature, args, kwargs)
 
 
 def _document(cls: type[Kernel]) -> str:

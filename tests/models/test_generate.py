@@ -106,8 +106,8 @@ def test_a_whole_generation_may_be_jitted(model):
     [
         ({"prompts": [[]]}, "prompts: expected at least one token in each"),
         ({"prompts": [[20]]}, "prompts: expected tokens from 0 to 19, received 20"),
-        ({"prompts": "def"}, "prompts: expected integers .* received str; a tokenizer"),
-        ({"prompts": []}, "prompts: expected integers"),
+        ({"prompts": "def"}, "prompts: expected integers .* received str 'def'; a tokenizer"),
+        ({"prompts": []}, r"prompts: expected integers .* received list \[\]; tokens are integers"),
         ({"prompts": [1, 2, 3]}, "prompts: expected a list of tokens for each prompt"),
         ({"prompts": [[1]], "stop_tokens": 5}, "stop_tokens: expected a sequence of tokens, received 5"),
         (
@@ -119,7 +119,7 @@ def test_a_whole_generation_may_be_jitted(model):
             {"prompts": [[1]], "padding_mask": jnp.ones((1, 1), bool)},
             "padding_mask: expected None with lists",
         ),
-        ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens: expected a positive integer"),
+        ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens: .* integer, received 0; pass 1 or more"),
         ({"prompts": [[1]], "stop_tokens": [99]}, "stop_tokens: expected tokens from 0 to 19, received 99"),
         ({"prompts": [[1]], "sampling": 0.7}, "sampling: expected a Sampling, received float"),
     ],
@@ -128,6 +128,46 @@ def test_a_whole_generation_may_be_jitted(model):
 def test_what_cannot_be_continued_is_refused(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         generate(model, **({"max_new_tokens": 2} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["hello"], r"received str 'hello' as prompts\[0\]; a tokenizer makes tokens of texts"),
+        ([[1], ["hello"]], r"received str 'hello' in prompts\[1\]; a tokenizer"),
+        ([[1, 1.5]], r"received float 1.5 in prompts\[0\]; tokens are integers"),
+        ([[1], [True]], r"received bool True in prompts\[1\]"),
+        ([[1], [[2]]], r"received list \[2\] in prompts\[1\]"),
+        ([None], r"received NoneType None as prompts\[0\]"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_prompts_that_are_no_tokens_are_named(model, prompts, message):
+    with pytest.raises(
+        ValueError, match=rf"prompts: expected integers \[..., T\] or lists of tokens, {message}"
+    ):
+        generate(model, prompts, max_new_tokens=2)
+
+
+def test_a_list_of_arrays_is_one_of_prompts(model):
+    rows = [np.asarray([3, 1, 4]), jnp.asarray([9])]
+    assert (
+        generate(model, rows, max_new_tokens=7).texts()
+        == generate(model, [[3, 1, 4], [9]], max_new_tokens=7).texts()
+    )  # pyright: ignore[reportArgumentType]
+
+
+def test_an_option_of_sampling_is_passed_in_one(model):
+    with pytest.raises(TypeError, match=r"'temperature'; write sampling=Sampling\(temperature=...\)"):
+        generate(model, [[1]], max_new_tokens=2, temperature=0.7)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(
+        TypeError, match=r"generate: expected max_new_tokens, .*only model, prompts; write generate\("
+    ):
+        generate(model, [[1]])  # pyright: ignore[reportCallIssue]
+    with pytest.raises(
+        TypeError, match=r"Sampling: expected some of .*'temprature'; did you mean temperature\?"
+    ):
+        Sampling(temprature=0.7)  # pyright: ignore[reportCallIssue]
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -3,6 +3,8 @@
 import enum
 from typing import Literal, TYPE_CHECKING
 
+from .._signatures import nearest
+
 
 class Platform(enum.StrEnum):
     """How an implementation is written. Requested by name (`platform="triton"`) in any operation."""
@@ -45,7 +47,7 @@ def parse_platform(value: "str | Platform") -> Platform:
     try:
         return Platform(value)
     except ValueError:
-        names = ", ".join(repr(p.value) for p in Platform)
+        names, meant = ", ".join(repr(p.value) for p in Platform), nearest(value, Platform)
         raise ValueError(
-            f"platform: expected one of {names} or None, received {value!r}; use None to choose by device."
+            f"platform: expected one of {names} or None, received {value!r}; use None to choose by device{meant}"
         ) from None

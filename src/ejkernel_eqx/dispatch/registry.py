@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from .._optional import not_installed
+from .._signatures import nearest
 from .device import device_facts, DeviceFacts
 from .hooks import hooks_of, PlatformHooks, REQUIRED
 from .platform import Backend, parse_platform, Platform
@@ -173,7 +174,10 @@ class KernelRegistry:
     def ordered(self, operation: str) -> list[Implementation]:
         """All implementations of the operation, highest priority first; among equal ones of a platform, the latest first."""
         if operation not in self._table:
-            raise ValueError(f"operation: expected one of {self.list_operations()}, received {operation!r}.")
+            known = self.list_operations()
+            raise ValueError(
+                f"operation: expected one of {', '.join(known)}, received {operation!r}{nearest(operation, known)}"
+            )
         latest = reversed(self._table[operation].values())
         return sorted(latest, key=lambda i: (-i.priority, i.platform.value))
 

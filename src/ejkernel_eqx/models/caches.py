@@ -2,17 +2,17 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 from jax.typing import DTypeLike
 
 from .._shapes import Int, Numbers
+from .._signatures import Module
 from ..nn import CacheState, MultiHeadAttention
 from ..nn.arguments import read_batch_shape
 from ..paged import RaggedBatch
 
 
-class DecoderCache(eqx.Module):
+class DecoderCache(Module):
     """The caches of all layers of a `Decoder`, a row for each sequence. A pure value: a call takes one and returns the next; donate it to
     `jit` to have it written in place.
 
@@ -52,7 +52,7 @@ class DecoderCache(eqx.Module):
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
 
-class ServingCache(eqx.Module):
+class ServingCache(Module):
     """The pages and slots of all layers of a `Decoder`, for calls on a `RaggedBatch`; see [`ejkernel_eqx.nn.CacheState`][].
 
     - `stacks`: a `CacheState` for each stack of layers.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._signatures import Module
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_key, read_array, read_dtype, read_weight_dtype
@@ -41,7 +42,7 @@ def _in_order(*places: Array) -> Array:
     return stacked.reshape(-1, *stacked.shape[2:])
 
 
-class Decoder(eqx.Module):
+class Decoder(Module):
     r"""A decoder-only language model: an embedding, layers of a mixer and an MLP each, a norm, a head.
 
     $$x_0 = s\,E[\mathrm{tokens}], \qquad x_{l+1} = \mathrm{layer}_l(x_l), \qquad

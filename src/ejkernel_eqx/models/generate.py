@@ -1,5 +1,6 @@
 """Texts continued token by token, a batch of them at once."""
 
+import reprlib
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from .._signatures import explained
 from ..nn.arguments import check_key, check_sizes, check_tokens, is_known, read_array
 from ..nn.projection import mesh_of
 from .decoder import Decoder
@@ -36,6 +38,7 @@ class Generated(NamedTuple):
         return [row[:n].tolist() for row, n in zip(tokens.reshape(lengths.size, -1), lengths)]
 
 
+@explained(sampling=Sampling)
 def generate(
     model: Decoder,
     prompts: Array | np.ndarray | Sequence[Sequence[int]],
@@ -139,27 +142,42 @@ def _read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Arr
 
 
 def _padded(prompts: Any) -> tuple[Array, Array]:
-    if isinstance(prompts, Sequence) and any(isinstance(row, int | np.integer) for row in prompts):
-        raise ValueError(
-            "prompts: expected a list of tokens for each prompt, received one list of integers; put it into a list, [[1, 2, 3]]."
-        )
-    rows = (
-        [list(prompt) for prompt in prompts]
-        if isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
-        else None
-    )
-    if not rows or not all(
-        isinstance(t, int | np.integer) and not isinstance(t, bool) for row in rows for t in row
-    ):
-        raise ValueError(
-            f"prompts: expected integers [..., T] or lists of tokens, received {type(prompts).__name__}; a tokenizer makes them of texts."
-        )
+    rows = _rows_of(prompts)
     width = -(-max(map(len, rows)) // _ROUNDING) * _ROUNDING or 1
     tokens = np.zeros((len(rows), width), np.int64)
     mask = np.zeros((len(rows), width), bool)
     for i, row in enumerate(rows):
         tokens[i, width - len(row) :], mask[i, width - len(row) :] = row, True
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(mask)
+
+
+def _rows_of(prompts: Any) -> list[list[int]]:
+    """The tokens of each prompt, from lists or arrays of them."""
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
+    if is_list and any(isinstance(row, int | np.integer) for row in prompts):
+        raise ValueError(
+            "prompts: expected a list of tokens for each prompt, received one list of integers; put it into a list, [[1, 2, 3]]."
+        )
+    if not is_list or not prompts:
+        raise _not_tokens(prompts, "")
+    rows: list[Any] = [
+        row.tolist() if isinstance(row, Array | np.ndarray) and row.ndim else row for row in prompts
+    ]
+    for i, row in enumerate(rows):
+        if not isinstance(row, Sequence) or isinstance(row, str | bytes):
+            raise _not_tokens(row, f" as prompts[{i}]")
+        for token in row:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise _not_tokens(token, f" in prompts[{i}]")
+    return [list(row) for row in rows]
+
+
+def _not_tokens(value: Any, where: str) -> ValueError:
+    is_text = isinstance(value, str | bytes)
+    remedy = "a tokenizer makes tokens of texts" if is_text else "tokens are integers, such as [[1, 2, 3]]"
+    return ValueError(
+        f"prompts: expected integers [..., T] or lists of tokens, received {type(value).__name__} {reprlib.repr(value)}{where}; {remedy}."
+    )
 
 
 def _check_values(tokens: np.ndarray, mask: np.ndarray, vocabulary: int) -> None:

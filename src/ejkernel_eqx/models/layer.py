@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._signatures import Module
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
 from ..nn.activations import gated
 from ..nn.projection import project
@@ -17,7 +18,7 @@ from .filling import filled_mlp
 from .mixers import MIXERS
 
 
-class MLP(eqx.Module):
+class MLP(Module):
     r"""A gated MLP, $W_{down}(f(W_{gate} x) \odot W_{up} x)$; see [`ejkernel_eqx.models.MLPConfig`][]. Its parameters are named as published."""
 
     gate_proj: eqx.nn.Linear  # [F, E]
@@ -55,7 +56,7 @@ def normed(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:
     return over_last(x)
 
 
-class DecoderLayer(eqx.Module):
+class DecoderLayer(Module):
     """A mixer and an MLP, each with a residual; see [`ejkernel_eqx.models.LayerConfig`][]."""
 
     mixer_norm: eqx.nn.RMSNorm | None

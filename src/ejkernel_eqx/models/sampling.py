@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._signatures import explained_options
+
 
 def _is_number(value: Any, least: int | float, most: int | float) -> bool:
     known = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
@@ -23,6 +25,7 @@ def _check_integer(name: str, value: Any, most: int | None, remedy: str) -> None
         raise ValueError(f"{name}: expected an integer {expected}, received {value!r}{remedy}.")
 
 
+@explained_options
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How the tokens of one text are chosen. Equal texts with equal seeds continue equally, whatever runs beside them.

@@ -25,11 +25,13 @@ from .moe import MixtureOfExperts as MixtureOfExperts
 from .moe import router_jitter as router_jitter
 from .moe import router_z_loss as router_z_loss
 from .moe import RouterStatistics as RouterStatistics
+from .moe import Routing as Routing
 from .moe import update_correction_bias as update_correction_bias
 from .native_sparse_attention import NativeSparseAttention as NativeSparseAttention
 from .recurrent import RecurrentLayer as RecurrentLayer
 from .recurrent import RecurrentState as RecurrentState
 from .rolling_cache import RollingKVCache as RollingKVCache
+from .rolling_cache import WindowKeys as WindowKeys
 from .rotary import DynamicScaling as DynamicScaling
 from .rotary import LinearScaling as LinearScaling
 from .rotary import Llama3Scaling as Llama3Scaling

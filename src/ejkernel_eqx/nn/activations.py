@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._signatures import nearest
 from ..dispatch import Backend, place_of_calls
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu")
@@ -52,5 +53,5 @@ def matmul_options(name: str) -> dict[str, Any]:
 def check_activation(name: str) -> None:
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"activation: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; check the spelling."
+            f"activation: expected one of {', '.join(ACTIVATIONS)}, received {name!r}{nearest(name, ACTIVATIONS)}"
         )

@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from .._sizes import remedy_of_size
 from ..core.arguments import check_flags as check_flags
 
 _KINDS = {"floats": jnp.floating, "integers": jnp.integer, "booleans": jnp.bool_}
@@ -22,7 +23,7 @@ def check_sizes(**sizes: Any) -> None:
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(
-                f"{name}: expected a positive integer, received {size!r}; sizes are static because shapes depend on them."
+                f"{name}: expected a positive integer, received {size!r}; {remedy_of_size(size, 1)}."
             )
 
 

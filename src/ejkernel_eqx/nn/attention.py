@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._shapes import AnyArray, Bool, Float, Int
+from .._signatures import Module
 from ..attention import FlashAttention, Mask, RingAttention
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
@@ -45,7 +46,7 @@ from .tokens import clear, merge_heads, normed, split_heads
 from .windows import check_scalar, read_window, with_window
 
 
-class MultiHeadAttention(eqx.Module):
+class MultiHeadAttention(Module):
     r"""Multi-head attention (Vaswani et al. 2017, arXiv:1706.03762) with grouped keys and values (Ainslie et
     al. 2023, arXiv:2305.13245):
 

@@ -11,12 +11,13 @@ from jaxtyping import PRNGKeyArray
 
 from .._broadcast import like
 from .._shapes import AnyArray, Float, Int
+from .._signatures import Module
 from ..attention.native_sparse import blocks
 from ..parallel import Leading, over_mesh
 from .arguments import check_divides, check_key, check_sizes, read_array, read_weight_dtype
 
 
-class BlockCompression(eqx.Module):
+class BlockCompression(Module):
     r"""One key (or value) for each block of $l$ tokens, every $d$ tokens, head by head, from the tokens' keys and a learned embedding of their
     place in the block:
 

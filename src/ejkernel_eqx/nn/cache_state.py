@@ -12,12 +12,13 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from .._shapes import Int, Numbers
+from .._signatures import Module
 from ..paged import RaggedBatch
 from ..paged.cache.pages import copy, read_batch_shape, read_copies
 from ..sequences.packing import read_count
 
 
-class CacheState(eqx.Module):
+class CacheState(Module):
     """The caches of all layers of a model that serves many sequences: pages of keys and values for attention layers, pools of
     slots for recurrent layers. An `ejkernel_eqx.RaggedBatch` assigns pages and a slot to each sequence, the same in every layer.
 

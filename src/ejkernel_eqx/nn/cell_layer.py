@@ -11,6 +11,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._broadcast import like
 from .._shapes import AnyArray, Bool, Float, Int
+from .._signatures import Module
 from ..cells import Recurrent
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
@@ -36,7 +37,7 @@ L = TypeVar("L", bound="CellLayer")
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 
 
-class CellState(eqx.Module):
+class CellState(Module):
     """The state of an `LSTM`, `GRU` or `RNN` after all tokens so far, one row per sequence. `L` counts layers times directions, in PyTorch's
     order: the directions of the first layer, then of the second.
 
@@ -60,7 +61,7 @@ class _Tokens(TypedDict, total=False):
     inference: bool | None
 
 
-class CellLayer(eqx.Module):
+class CellLayer(Module):
     """Base class of `LSTM`, `GRU` and `RNN`: `num_layers` layers, each of which reads the outputs of the one before it, in one or both
     directions.
 

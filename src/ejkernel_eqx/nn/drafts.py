@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from .._broadcast import like
+from .._signatures import Module
 from .._values import checked, shown
 from ..paged import RaggedBatch
 from .arguments import read_array
@@ -16,7 +16,7 @@ from .arguments import read_array
 Tokens = dict[str, Array]
 
 
-class Drafts(eqx.Module):
+class Drafts(Module):
     """The last new tokens of each slot, which are not part of its state yet: the inputs of the parts of a layer, from which the next call
     recomputes the state. This takes far less memory than one state per token.
 

@@ -9,12 +9,13 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from .._shapes import AnyArray, Float
+from .._signatures import Module
 from ..dispatch import PlatformLike
 from ..normalization import GatedRMSNorm as _GatedRMSNorm
 from .arguments import check_eps, check_flags, read_array, read_dtype, read_sizes
 
 
-class GatedRMSNorm(eqx.Module):
+class GatedRMSNorm(Module):
     r"""An RMS norm with a learned weight and a gate:
 
     $$y = \mathrm{norm}(x \odot \sigma(z)) \odot w \quad\text{or, with norm\_before\_gate,}\quad y = \mathrm{norm}(x) \odot w \odot \sigma(z)$$

@@ -12,11 +12,12 @@ from jax.typing import DTypeLike
 
 from .._broadcast import like
 from .._shapes import AnyArray, Bool, Float, Int
+from .._signatures import Module
 from ..parallel import Leading, over_mesh
 from .arguments import broadcasts, check_sizes, is_known, named_dtype, read_array, read_batch_shape
 
 
-class KVCache(eqx.Module):
+class KVCache(Module):
     """Keys and values of all tokens so far: one row per sequence, each with its own length.
 
     A cache is immutable: `append` returns a new one, written in place if the old one is donated to `jit`. All

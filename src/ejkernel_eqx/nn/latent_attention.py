@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._shapes import AnyArray, Bool, Float, Int
+from .._signatures import Module
 from ..attention import Mask, merge_attention
 from ..dispatch import PlatformLike
 from ..latent import AbsorbedLatentAttention
@@ -46,7 +47,7 @@ class LatentLayerInputs(TypedDict, total=False):
     mask: Bool[AnyArray, "#*B #H #T #S"] | Mask | None
 
 
-class MultiHeadLatentAttention(eqx.Module):
+class MultiHeadLatentAttention(Module):
     r"""Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1; the same in DeepSeek-V3):
 
     $$c = \mathrm{norm}(x W_{kv}^\top),\quad k^r = \mathrm{rope}(x W_{kr}^\top),\quad [k_h, v_h] = c\,W_{b,h}^\top,\quad

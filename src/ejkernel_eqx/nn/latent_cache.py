@@ -1,16 +1,16 @@
 """`LatentCache`: the dense cache of multi-head latent attention."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from .._shapes import AnyArray, Bool, Float, Int
+from .._signatures import Module
 from .kv_cache import KVCache
 
 
-class LatentCache(eqx.Module):
+class LatentCache(Module):
     """Latents and rotary keys of all tokens so far: one row per sequence, each with its own length.
 
     A pure value, as [`ejkernel_eqx.nn.KVCache`][]: `append` returns a new one, written in place if the old one is donated to `jit`, and a cache with

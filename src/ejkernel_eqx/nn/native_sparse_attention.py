@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._shapes import AnyArray, Bool, Float, Int
+from .._signatures import Module
 from ..attention import NativeSparseAttention as SparseAttention
 from ..attention.native_sparse import blocks
 from ..core.arguments import accumulator
@@ -50,7 +51,7 @@ class Heads(NamedTuple):
     gates: Array  # [..., T, H, 3]
 
 
-class NativeSparseAttention(eqx.Module):
+class NativeSparseAttention(Module):
     r"""The attention layer of NSA (Yuan et al. 2025, arXiv:2502.11089, section 3), for long sequences: every query attends compressed keys, a few
     chosen blocks of keys and a window ([`ejkernel_eqx.NativeSparseAttention`][]), under gates of its own for each head,
 

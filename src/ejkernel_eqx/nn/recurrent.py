@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._shapes import AnyArray, Bool, Float, Int
+from .._signatures import Module
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..sequences.packing import read_count, read_offsets
@@ -35,7 +36,7 @@ class _Tokens(TypedDict, total=False):
     cu_seqlens: Int[AnyArray, " N+1"] | None
 
 
-class RecurrentLayer(eqx.Module):
+class RecurrentLayer(Module):
     """Base class of layers that mix tokens in linear time and decode from a state of constant size.
 
     Parameters have the names and shapes of the published model code; the guide "Recurrent layers" lists the constructor calls and the

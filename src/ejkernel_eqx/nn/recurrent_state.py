@@ -5,18 +5,18 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
 from .._shapes import AnyArray, Float, Int, Numbers
+from .._signatures import Module
 from ..paged import RaggedBatch
 from ..recurrence.delta import GatedDelta
 from .drafts import Drafts, like_rows, new_tokens
 from .short_convolution import ShortConvolution
 
 
-class RecurrentState(eqx.Module):
+class RecurrentState(Module):
     """The state of a recurrent layer after all tokens so far, one row per sequence. Its size is constant.
 
     A state is immutable: a call takes one and returns the next. All leaves have the same leading axes, so a state

@@ -3,19 +3,19 @@
 import math
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from .._shapes import AnyArray, Bool, Float, Int
+from .._signatures import Module
 from ..parallel import Leading, over_mesh
 from .arguments import read_batch_shape, read_sizes
 from .kv_cache import check_new, check_stored, read_rows
 
 
-class Seen(NamedTuple):
+class WindowKeys(NamedTuple):
     """Keys and values in the order of positions: stored ones, then new ones. The first new one is key `W`."""
 
     k: Float[Array, "*B W+T K D"]
@@ -23,7 +23,7 @@ class Seen(NamedTuple):
     real: Bool[Array, "*B W+T"]  # False for empty slots and padding
 
 
-class RollingKVCache(eqx.Module):
+class RollingKVCache(Module):
     """Keys and values of the last `W` tokens of each row, for layers with a static sliding window of `W` keys.
 
     The token at position $p$ is stored in slot $p \\bmod W$, so the cache is never full. New tokens are attended to before they replace old
@@ -77,7 +77,7 @@ class RollingKVCache(eqx.Module):
         v_new: Float[AnyArray, "*B T K V"],
         *,
         mask: Bool[AnyArray, "#*B #T"] | None = None,
-    ) -> tuple["RollingKVCache", Seen]:
+    ) -> tuple["RollingKVCache", WindowKeys]:
         """Appends up to `T` tokens to each row, and returns the keys and values that they may see.
 
         **Arguments:**
@@ -114,7 +114,7 @@ class RollingKVCache(eqx.Module):
         (k, k_seen), (v, v_seen) = (
             self._roll(store, new, source, target) for store, new in ((self.k, k_new), (self.v, v_new))
         )
-        return RollingKVCache(k, v, self.lengths + count), Seen(k_seen, v_seen, there)
+        return RollingKVCache(k, v, self.lengths + count), WindowKeys(k_seen, v_seen, there)
 
     def _roll(self, store: Array, new: Array, source: Array, target: Array) -> tuple[Array, Array]:
         """The store with new tokens written at `target`, and the old and new tokens in the order of `source`."""

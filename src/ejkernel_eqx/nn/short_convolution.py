@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._shapes import AnyArray, Float, Int
+from .._signatures import Module
 from ..convolution import CausalConv1d
 from ..dispatch import PlatformLike
 from .arguments import (
@@ -31,7 +32,7 @@ class _Packing(TypedDict, total=False):
     cu_seqlens: Int[AnyArray, " N+1"] | None
 
 
-class ShortConvolution(eqx.Module):
+class ShortConvolution(Module):
     r"""A causal depthwise convolution over time (Gu & Dao 2023, arXiv:2312.00752, section 3.4):
 
     $$y_{tc} = \mathrm{act}\Big(b_c + \sum_{w=0}^{W-1} \mathrm{weight}_{c,0,w}\; x_{t-W+1+w,\,c}\Big)$$

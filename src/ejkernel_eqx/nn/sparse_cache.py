@@ -2,19 +2,19 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
+from .._signatures import Module
 from ..paged import PagedKVCache
 from .arguments import check_divides
 from .kv_cache import KVCache
 
 
-class SparseKVCache(eqx.Module):
+class SparseKVCache(Module):
     """Keys and values of all tokens so far, and the compressed keys and values of the blocks that are complete: one row per sequence, each with its
     own length.
 
@@ -92,7 +92,7 @@ class SparseKVCache(eqx.Module):
         return SparseKVCache(self.k, self.v, rows.k, rows.v, self.lengths)
 
 
-class PagedSparseCache(eqx.Module):
+class PagedSparseCache(Module):
     """Keys and values of many sequences in pages, and the compressed ones of their blocks in as many pages of a second pool, by the same page
     table.
 

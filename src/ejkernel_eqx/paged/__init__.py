@@ -1,7 +1,9 @@
 from .cache.allocator import OutOfPagesError as OutOfPagesError
+from .cache.allocator import PageCopy as PageCopy
 from .cache.allocator import PageTable as PageTable
 from .cache.batch import RaggedBatch as RaggedBatch
 from .cache.buckets import Buckets as Buckets
+from .cache.buckets import BucketSizes as BucketSizes
 from .cache.cache import PagedKVCache as PagedKVCache
 from .cache.cache import PagedLatentCache as PagedLatentCache
 from .native_pages import PagedNativeSparseAttention as PagedNativeSparseAttention

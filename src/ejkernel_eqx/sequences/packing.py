@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Int
 
 from .._broadcast import like
+from .._sizes import remedy_of_size
 from .._values import check_int32, check_offsets, known, shown
 
 
@@ -259,6 +260,6 @@ def _check_runs(ids: Array, max_segments: int) -> None:
 def read_count(name: str, value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(
-            f"{name}: expected a static int >= {least}, received {value!r}; inside jit, pass it as a static argument."
+            f"{name}: expected a static int >= {least}, received {value!r}; {remedy_of_size(value, least)}."
         )
     return int(value)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from .._signatures import explained_options
 from ..launch import Target, TARGETS
 
 
+@explained_options
 @dataclasses.dataclass(frozen=True)
 class TuneOptions:
     """How much effort tuning one problem may take.

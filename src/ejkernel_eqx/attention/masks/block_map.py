@@ -4,8 +4,10 @@ import equinox as eqx
 from jax import Array
 from jaxtyping import Bool
 
+from ..._signatures import Module
 
-class BlockMap(eqx.Module):
+
+class BlockMap(Module):
     """Which blocks of scores are visible: booleans `[..., H or 1, query blocks, key blocks]` and the queries and keys of a block."""
 
     block_map: Bool[Array, "... M N"]

@@ -13,6 +13,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Int, PRNGKeyArray
 
+from ..._signatures import Module
 from ..._values import check_offsets
 from .block_map import BlockMap
 from .functions import BlockTable, Global, is_static, PairFunction, Stride
@@ -24,7 +25,7 @@ from .specs import AxisNames, mask_specs
 Window = tuple[int | None, int | None]
 
 
-class Mask(eqx.Module):
+class Mask(Module):
     r"""A set of visible (query, key) pairs: the intersection of all given conditions.
 
     Query $i$ is at position $p_i = \text{offset} + i$ among the keys. Key $j$ is visible to it iff all given conditions

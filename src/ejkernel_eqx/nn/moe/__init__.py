@@ -2,6 +2,7 @@
 
 from .layer import MixtureOfExperts as MixtureOfExperts
 from .parallel import ExpertParallel as ExpertParallel
+from .routing import Routing as Routing
 from .statistics import load_balancing_loss as load_balancing_loss
 from .statistics import router_jitter as router_jitter
 from .statistics import router_z_loss as router_z_loss

@@ -3,10 +3,10 @@
 import math
 from typing import Any
 
-import equinox as eqx
 import jax
 from jax import Array
 
+from ..._signatures import Module
 from ...dispatch import PlatformLike
 from ...matmul import GroupedMatmul
 from ...weights.experts import experts as filled_experts
@@ -14,7 +14,7 @@ from ...weights.view import Weights
 from ..activations import matmul_options
 
 
-class Experts(eqx.Module):
+class Experts(Module):
     r"""Gated MLPs beside one another, $W_{down}(f(W_{gate} x) \odot W_{up} x)$: their parameters are those of all experts, stacked."""
 
     gate_proj: Array  # [N, F, E]

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from ..._shapes import AnyArray, Bool, Float
+from ..._signatures import Module
 from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
@@ -26,7 +27,7 @@ from .shared import SharedExpert
 from .statistics import RouterStatistics
 
 
-class MixtureOfExperts(eqx.Module):
+class MixtureOfExperts(Module):
     r"""A mixture of experts: a router sends each token to a few of many gated MLPs, whose outputs are added with the router's weights.
 
     $$y = \sum_{i \in \mathcal{T}(x)} w_i(x)\, E_i(x) + g(x)\, S(x), \qquad
@@ -182,8 +183,8 @@ class MixtureOfExperts(eqx.Module):
         return self.gate.choice.top_k
 
     def route(self, x: Float[AnyArray, "*B E"]) -> Routing:
-        """The experts of tokens `[..., E]` and their weights: a tuple of `logits` `[..., N]`, `weights` `[..., top_k]` and `indices`
-        `[..., top_k]`, the expert that is ranked highest first."""
+        """The experts of tokens `[..., E]` and their weights: a [`Routing`][ejkernel_eqx.nn.Routing] of `logits` `[..., N]`, `weights`
+        `[..., top_k]` and `indices` `[..., top_k]`, the expert that is ranked highest first."""
         return self.gate(self._read(x))
 
     @overload

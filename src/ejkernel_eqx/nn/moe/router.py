@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..._signatures import Module
 from ...core.arguments import accumulator
 from ..projection import product, promoted
 from .routing import Choice, choose, Routing
 
 
-class Router(eqx.Module):
+class Router(Module):
     r"""Chooses the experts of each token: logits $x W^\top + b$, and what a `Choice` makes of them.
 
     Computes in float32 (float64 for float64): in fewer bits, experts that are nearly as good as others would change places.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..._signatures import nearest
 from ..arguments import check_flags, check_numbers, check_sizes
 
 Scoring = Literal["softmax", "sigmoid", "top_k_softmax"]
@@ -46,7 +47,7 @@ class Choice:
         for name, known in (("scoring", _SCORINGS), ("group_score", _GROUP_SCORES)):
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}, received {getattr(self, name)!r}; check the spelling."
+                    f"{name}: expected one of {', '.join(known)}, received {getattr(self, name)!r}{nearest(getattr(self, name), known)}"
                 )
         self._check_groups()
 

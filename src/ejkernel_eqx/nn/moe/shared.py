@@ -6,11 +6,12 @@ import equinox as eqx
 import jax
 from jax import Array
 
+from ..._signatures import Module
 from ..activations import gated
 from ..projection import project
 
 
-class SharedExpert(eqx.Module):
+class SharedExpert(Module):
     r"""A gated MLP, $W_{down}(f(W_{gate} x) \odot W_{up} x)$."""
 
     gate_proj: eqx.nn.Linear  # [F, E]

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
 from ..._shapes import AnyArray, Float, Int
+from ..._signatures import Module
 from ..arguments import check_key, check_numbers, read_array
 from .routing import probabilities_of, Routing
 
 
-class RouterStatistics(eqx.Module):
+class RouterStatistics(Module):
     """Sums over the tokens of a call, padding left out. They add up: those of several layers, batches or devices are the sums of theirs.
 
     - `tokens_per_expert`: how many tokens each expert got, int32 `[..., experts]`.

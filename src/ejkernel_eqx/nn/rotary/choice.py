@@ -9,10 +9,11 @@ import numpy as np
 from jax import Array, lax
 
 from ..._shapes import AnyArray, Float, Int
+from ..._signatures import Module
 from .embedding import RotaryEmbedding
 
 
-class RotaryChoice(eqx.Module):
+class RotaryChoice(Module):
     """One of several rotary embeddings, chosen by an integer that may be traced, to scan over stacked layers with different rotations,
     such as those of Gemma 3 with and without a window. The integer is an untrained array leaf.
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from ..._errors import CheckpointError
 from ..._shapes import AnyArray, Float, Int
+from ..._signatures import Module
 from ..arguments import check_flags, read_array, read_sizes
 from .by_length import DynamicScaling, LongRopeScaling
 from .config import read_config, read_scaling
@@ -22,7 +23,7 @@ ScalingByLength = DynamicScaling | LongRopeScaling
 RotaryScaling = FixedScaling | ScalingByLength
 
 
-class RotaryEmbedding(eqx.Module):
+class RotaryEmbedding(Module):
     r"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
     Each pair $(x_a, x_b)$ of features at position $p$ is rotated by the angle $p\,\theta_i$,

@@ -10,6 +10,7 @@ from jax import Array
 from jax.core import Tracer
 from jaxtyping import Bool, Int
 
+from ..._signatures import Module
 from ...sequences import cu_seqlens_to_segment_ids
 from ...sequences.packing import read_count
 from .buckets import Buckets as Buckets
@@ -26,7 +27,7 @@ def to_int32(x: Any) -> Any:
     return jnp.asarray(x, jnp.int32)
 
 
-class RaggedBatch(eqx.Module):
+class RaggedBatch(Module):
     r"""A packed batch of the new tokens of several sequences, `T` in total, which may mix decodes and chunks of prompts.
 
     Sequence $n$ has `query_len` $= c_{n+1} - c_n$ new tokens, where $c$ is `query_start_loc`. Token $t$ of the batch has position

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from ..._broadcast import like
+from ..._signatures import Module
 from ..._sizes import is_symbolic
 from ..._values import check_between, check_distinct, checked
 from ...sequences.packing import read_count
@@ -29,7 +30,7 @@ TOKEN, HEAD = "token", "head"
 _PLAIN = ("bfloat16", "float16", "float32", "float64")
 
 
-class Pages(eqx.Module):
+class Pages(Module):
     """Two arrays of pages that hold the same tokens, each with or without scales, and the page tables.
 
     A subclass names them, first the pages and then their scales, and gives the names that kernels use. Kernels take pages with an axis
