@@ -12,6 +12,7 @@ from jaxtyping import PRNGKeyArray
 from .._broadcast import like
 from .._shapes import AnyArray, Float, Int
 from ..attention.native_sparse import blocks
+from ..core.arguments import wide
 from ..parallel import Leading, over_mesh
 from .arguments import check_divides, check_key, check_sizes, read_array, read_weight_dtype
 
@@ -109,14 +110,19 @@ class BlockCompression(eqx.Module):
         x, weight = given["x"], lambda name: given[name].astype(given["x"].dtype)
         tokens = blocks.tokens_of(x, self.size, self.stride, given.get("begin"))  # [..., C, l, K, D]
         tokens = jnp.swapaxes(tokens, -3, -2)
-        tokens = tokens + like(weight("positions"), tokens)
+        tokens = _plus(tokens, weight("positions"))
         flat = tokens.reshape(*tokens.shape[:-2], -1)  # [..., C, K, l * D]
         out = jnp.einsum("...ki,kio->...ko", flat, weight("weight"))
         if "bias" in given:
-            hidden = jax.nn.relu(out + like(weight("bias"), out))
+            hidden = jax.nn.relu(_plus(out, weight("bias")))
             out = jnp.einsum("...ki,kio->...ko", hidden, weight("out_weight"))
-            out = out + like(weight("out_bias"), out)
+            out = _plus(out, weight("out_bias"))
         return {"out": out}
+
+
+def _plus(x: Array, shared: Array) -> Array:
+    """The sum, in the dtype of `x`. The gradient of what all blocks share, a sum over them, is taken in float32."""
+    return (wide(x) + like(wide(shared), x)).astype(x.dtype)
 
 
 Compression = Literal["linear", "mlp", "mean"]

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from ..._shapes import AnyArray, Bool, Float
+from ...core.arguments import wide
 from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
@@ -253,7 +254,8 @@ class MixtureOfExperts(eqx.Module):
         y = self.shared_expert(x)
         if self.shared_expert_gate is None:
             return y
-        return y * jax.nn.sigmoid(project("shared_expert_gate", self.shared_expert_gate, x, 1))
+        gate = jax.nn.sigmoid(project("shared_expert_gate", self.shared_expert_gate, x, 1))
+        return (wide(y) * wide(gate)).astype(y.dtype)  # the gradient of the gate, a sum over features, in float32
 
     def _published(self, weights: Weights) -> "MixtureOfExperts":
         return mixture_of_experts(self, weights)
