@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.arguments import accumulator
+from ..core.arguments import accumulator, rate_of
 from ..dispatch import PlatformLike
 from .arguments import check_key, read_dtype, read_weight_dtype
 from .gated_rms_norm import GatedRMSNorm
@@ -63,4 +63,4 @@ class Parts:
 
 def negative_exp(A_log: Array) -> Array:
     """The decay rates $-e^{A}$, at least in float32."""
-    return -jnp.exp(A_log.astype(accumulator(A_log.dtype)))
+    return -rate_of(A_log)
