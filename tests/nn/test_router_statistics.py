@@ -121,6 +121,27 @@ def test_jitter():
     np.testing.assert_array_equal(nn.router_jitter(x, 0.0, key=jax.random.key(0)), x)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("amount", [0.001, 0.01])
+def test_jitter_has_the_mean_and_at_least_the_width_of_its_noise(dtype, amount):
+    """Also where the noise is less than the distance between numbers of the dtype, and on both sides of a power of 2."""
+    x = jnp.tile(jnp.asarray([1.0, -1.7, 3.3], dtype), (20000, 1))
+    noisy = np.asarray(nn.router_jitter(x, amount, key=jax.random.key(1)), np.float64)
+    exact = np.asarray(x[0], np.float64)
+    deviation = noisy.std(0) / np.abs(exact)
+    assert np.all(deviation > 0.99 * amount / 3**0.5), deviation
+    assert np.all(np.abs(noisy.mean(0) - exact) < 4 * noisy.std(0) / 20000**0.5), noisy.mean(0) - exact
+    if jnp.finfo(dtype).eps < amount / 5:
+        assert np.all(deviation < 1.01 * amount / 3**0.5), deviation
+
+
+def test_the_gradient_of_jitter():
+    x, key = jnp.ones(64, jnp.bfloat16), jax.random.key(2)
+    scale = nn.router_jitter(jnp.ones(64), 0.25, key=key)
+    gradient = jax.grad(lambda x: nn.router_jitter(x, 0.25, key=key).astype(jnp.float32).sum())(x)
+    assert_close(gradient, scale, kind="gradient")
+
+
 SHIFTS = (0.0, -45.0, -110.0, -1e4, 30.0)
 
 

@@ -15,6 +15,7 @@ from ..attention.native_sparse import blocks
 from ..core.arguments import wide
 from ..parallel import Leading, over_mesh
 from .arguments import check_divides, check_key, check_sizes, read_array, read_weight_dtype
+from .initial import normal, uniform
 
 
 class BlockCompression(eqx.Module):
@@ -66,10 +67,10 @@ class BlockCompression(eqx.Module):
 
         def drawn(features: int, *shape: int) -> Array:
             limit = features**-0.5  # as of equinox.nn.Linear
-            return jax.random.uniform(next(keys), (num_heads, *shape), dtype, -limit, limit)
+            return uniform(next(keys), (num_heads, *shape), dtype, limit)
 
         width = size * head_dim
-        self.positions = 0.02 * jax.random.normal(next(keys), (num_heads, size, head_dim), dtype)
+        self.positions = normal(next(keys), (num_heads, size, head_dim), dtype, 0.02)
         self.weight = drawn(width, width, head_dim if hidden_dim is None else hidden_dim)
         self.bias = self.out_weight = self.out_bias = None
         if hidden_dim is not None:

@@ -17,6 +17,7 @@ from ...weights.experts import mixture_of_experts
 from ...weights.view import Weights
 from ..activations import check_activation
 from ..arguments import check_flags, check_key, read_array, read_dtype, read_sizes, read_weight_dtype
+from ..initial import linear
 from ..projection import project, promoted
 from ..tokens import clear
 from .experts import Experts
@@ -151,7 +152,7 @@ class MixtureOfExperts(eqx.Module):
             else SharedExpert(embed_dim, shared_dim, activation=activation, dtype=dtype, key=shared_key)
         )
         self.shared_expert_gate = (
-            eqx.nn.Linear(embed_dim, 1, False, dtype, key=gate_key) if shared_gate else None
+            linear(gate_key, embed_dim, 1, False, dtype) if shared_gate else None
         )
         self.embed_dim, self.hidden_dim, self.parallel = embed_dim, hidden_dim, parallel
         self.compute_dtype = None if computed is None else computed.name
