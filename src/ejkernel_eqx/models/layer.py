@@ -130,9 +130,9 @@ class DecoderLayer(eqx.Module):
         if not isinstance(self.mlp, MixtureOfExperts):
             y = self.mlp(h, *copies)
         elif return_statistics:
-            y, statistics = self.mlp(h, padding_mask=_real(rows), return_statistics=True)
+            y, statistics = self.mlp(h, padding_mask=real_of(rows), return_statistics=True)
         else:
-            y = self.mlp(h, padding_mask=_real(rows))
+            y = self.mlp(h, padding_mask=real_of(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
         return x, cache, statistics
 
@@ -174,7 +174,7 @@ def _mlp(
     return MixtureOfExperts(embed_dim, **options, dtype=dtype, key=key)
 
 
-def _real(rows: dict[str, Any]) -> Array | None:
+def real_of(rows: dict[str, Any]) -> Array | None:
     """Which tokens are none of padding: bool `[..., T]`, or `None` for all."""
     if "batch" in rows:
         return rows["batch"].is_real

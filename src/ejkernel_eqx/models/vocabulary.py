@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._values import checked, checks_traced, known
 from ..core.copies import copied
 from ..dispatch import Backend, place_of_calls
 from ..nn.projection import mesh_axes, mesh_of, on_mesh, product
@@ -55,6 +57,28 @@ def _embed_on(mesh: Any, table: Array, tokens: Array) -> Array:
     table = jax.sharding.reshard(table, NamedSharding(mesh, PartitionSpec(rows, apart)))
     sharding = NamedSharding(mesh, PartitionSpec(*lead, None))
     return copied(lambda table, tokens: table.at[tokens].get(out_sharding=sharding), table, tokens)
+
+
+def in_vocabulary(tokens: Any, size: int, real: Array | None) -> Array:
+    """The tokens, none of which is outside of the vocabulary, or padding is."""
+    array, values, mask = jnp.asarray(tokens), known(tokens), True if real is None else known(real)
+    if real is not None and real.shape != array.shape:
+        return array  # the layers say so
+    if values is not None and mask is not None:
+        tokens = np.where(mask, values, 0)
+    elif real is not None and checks_traced():
+        tokens = array = jnp.where(real, array, 0)
+    outside = lambda x: (x < 0) | (x >= size)
+    return checked(
+        array,
+        tokens,
+        outside,
+        lambda found: (
+            f"tokens: expected numbers from 0 to {size - 1}, words of the model's vocabulary, received {found}; use the tokenizer of this model, "
+            "and a padding_mask where there is no token."
+        ),
+        show=lambda values: str(values[outside(values)][0]),
+    )
 
 
 def logits_of(weight: Array, x: Array) -> Array:
