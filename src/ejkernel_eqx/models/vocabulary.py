@@ -66,8 +66,10 @@ def in_vocabulary(tokens: Any, size: int, real: Array | None) -> Array:
         return array  # the layers say so
     if values is not None and mask is not None:
         tokens = np.where(mask, values, 0)
-    elif real is not None and checks_traced():
-        tokens = array = jnp.where(real, array, 0)
+    elif not checks_traced():
+        return array
+    else:
+        tokens = array = array if real is None else jnp.where(real, array, 0)
     outside = lambda x: (x < 0) | (x >= size)
     return checked(
         array,
