@@ -1,5 +1,7 @@
 """Token ids that a model does not have: known ones are refused, traced ones are found on request, and padding may have any."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,12 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MoEConfig
 
 EXPERTS = MoEConfig({"hidden_dim": 4, "num_experts": 3, "top_k": 2})
-MODEL = Decoder(DecoderConfig(50, 8, (LayerConfig("attention", {"num_heads": 2}, EXPERTS),)), key=jax.random.key(0))
+MODEL: Any
+PLAIN: Any
+MODEL, PLAIN = (
+    Decoder(DecoderConfig(50, 8, (LayerConfig("attention", {"num_heads": 2}, mlp),)), key=jax.random.key(0))
+    for mlp in (EXPERTS, None)
+)
 TOKENS = np.arange(12).reshape(2, 6)
 REFUSED = r"tokens: expected numbers from 0 to 49, .*received {}; use the tokenizer"
 
@@ -46,13 +53,13 @@ def test_traced_ones_are_found_on_request():
     call = eqx.filter_jit(lambda model, tokens: model(tokens))
     with ejx.check_values():
         with pytest.raises(Exception, match=REFUSED.format("other values .*")):
-            jax.block_until_ready(call(MODEL, changed(-1)))
-        assert np.isfinite(call(MODEL, TOKENS)).all()
+            jax.block_until_ready(call(PLAIN, changed(-1)))
+        assert np.isfinite(call(PLAIN, TOKENS)).all()
 
 
 def test_padding_has_any():
-    """Its id is in no real token's logits, in no gradient, and is not checked, known or traced: what `generate` returns, with -1 behind a text, can be
-    fed back with `padding_mask=tokens >= 0`."""
+    """Its id is in no real token's logits, in no gradient, and is not checked, known or traced: what `generate` returns, with -1 behind a text,
+    can be fed back with `padding_mask=tokens >= 0`."""
     real = np.ones((2, 6), bool)
     real[1, 4:] = False
     padded, other = np.where(real, TOKENS, -1), np.where(real, TOKENS, 10**9)
@@ -63,16 +70,21 @@ def test_padding_has_any():
     take = eqx.filter_jit(eqx.filter_value_and_grad(loss))
     mask, ids = {"padding_mask": real}, {"segment_ids": np.where(real, 3, -1)}
     for tokens, rows in ((padded, {"padding_mask": padded >= 0}), (other, ids)):
-        eqx.filter_eval_shape(lambda rows: MODEL(tokens, **rows), rows)
-        eqx.filter_eval_shape(lambda: MODEL(tokens, **rows))
+        eqx.filter_eval_shape(lambda rows, tokens=tokens: PLAIN(tokens, **rows), rows)
+        eqx.filter_eval_shape(lambda tokens=tokens, rows=rows: PLAIN(tokens, **rows))
     with ejx.check_values():
-        expected = take(MODEL, np.where(real, TOKENS, 0), mask)
+        expected = take(PLAIN, np.where(real, TOKENS, 0), mask)
         for tokens, rows in ((padded, mask), (other, mask)):
-            jax.tree.map(np.testing.assert_array_equal, eqx.filter(take(MODEL, tokens, rows), eqx.is_array), expected)
+            jax.tree.map(
+                np.testing.assert_array_equal, eqx.filter(take(PLAIN, tokens, rows), eqx.is_array), expected
+            )
 
 
 MESSAGES = {
-    "mask": ({"padding_mask": np.ones((2, 5), bool)}, r"padding_mask: expected shape \(2, 6\), one entry per token of tokens"),
+    "mask": (
+        {"padding_mask": np.ones((2, 5), bool)},
+        r"padding_mask: expected shape \(2, 6\), one entry per token of tokens",
+    ),
     "kind": ({"padding_mask": np.ones((2, 6))}, "padding_mask: expected booleans"),
     "ids": ({"segment_ids": np.ones(6, int)}, r"segment_ids: expected shape \(2, 6\)"),
 }
@@ -87,6 +99,5 @@ def test_what_says_which_are_padding_is_read_first(name):
 
 def test_a_batch_that_is_none():
     serving = MODEL.init_serving_cache(num_pages=4, page_size=4, num_slots=2)
-    batch: object = [2, 4]
     with pytest.raises(ValueError, match="batch: expected a RaggedBatch, received list"):
-        MODEL(TOKENS[0], serving, batch=batch)
+        MODEL(TOKENS[0], serving, batch=[2, 4])

@@ -1,5 +1,7 @@
 """Initial weights in 16 bits are those of float32, rounded once: JAX's own draws in 16 bits have few values and a mean of their own."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,15 @@ from ejkernel_eqx import nn
 from ejkernel_eqx.nn import initial
 
 KEY = jax.random.key(5)
-SPARSE = {"block_size": 2, "num_blocks": 2, "sliding_window": 2, "compression_size": 4, "compression_stride": 2}
-EXPERTS = {"num_experts": 3, "top_k": 2, "use_bias": True, "shared_dim": 4, "shared_gate": True}
-LATENT = {"num_heads": 2, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+SPARSE: Any = {
+    "block_size": 2,
+    "num_blocks": 2,
+    "sliding_window": 2,
+    "compression_size": 4,
+    "compression_stride": 2,
+}
+EXPERTS: Any = {"num_experts": 3, "top_k": 2, "use_bias": True, "shared_dim": 4, "shared_gate": True}
+LATENT: Any = {"num_heads": 2, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
 DECODER = ejx.models.DecoderConfig(
     9, 8, (ejx.models.LayerConfig("attention", {"num_heads": 2}, ejx.models.MLPConfig(12)),)
 )

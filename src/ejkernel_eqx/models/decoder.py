@@ -137,9 +137,7 @@ class Decoder(eqx.Module):
         wide = jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
         self.norm = eqx.nn.RMSNorm(width, config.norm_eps, use_bias=False, dtype=wide)
         self.head = (
-            None
-            if config.tie_embeddings
-            else linear(head_key, width, config.vocab_size, False, dtype)
+            None if config.tie_embeddings else linear(head_key, width, config.vocab_size, False, dtype)
         )
         self.cross_entropy = LinearCrossEntropy(logits_soft_cap=config.logits_soft_cap)
         self.config, self.scan_layers, self.remat = config, scan_layers, remat

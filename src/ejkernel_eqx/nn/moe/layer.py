@@ -151,9 +151,7 @@ class MixtureOfExperts(eqx.Module):
             if shared_dim is None
             else SharedExpert(embed_dim, shared_dim, activation=activation, dtype=dtype, key=shared_key)
         )
-        self.shared_expert_gate = (
-            linear(gate_key, embed_dim, 1, False, dtype) if shared_gate else None
-        )
+        self.shared_expert_gate = linear(gate_key, embed_dim, 1, False, dtype) if shared_gate else None
         self.embed_dim, self.hidden_dim, self.parallel = embed_dim, hidden_dim, parallel
         self.compute_dtype = None if computed is None else computed.name
 
@@ -256,7 +254,9 @@ class MixtureOfExperts(eqx.Module):
         if self.shared_expert_gate is None:
             return y
         gate = jax.nn.sigmoid(project("shared_expert_gate", self.shared_expert_gate, x, 1))
-        return (wide(y) * wide(gate)).astype(y.dtype)  # the gradient of the gate, a sum over features, in float32
+        return (wide(y) * wide(gate)).astype(
+            y.dtype
+        )  # the gradient of the gate, a sum over features, in float32
 
     def _published(self, weights: Weights) -> "MixtureOfExperts":
         return mixture_of_experts(self, weights)
