@@ -12,13 +12,13 @@ from ..core.arguments import accumulator
 
 # Compiled: the wide numbers are never in memory.
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def uniform(key: Array, shape: tuple[int, ...], dtype: Any, bound: float) -> Array:
+def uniform(key: Array, shape: tuple[int, ...], dtype: Any, bound: float | Array) -> Array:
     """Numbers between `-bound` and `bound`."""
     return jax.random.uniform(key, shape, accumulator(dtype), -bound, bound).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def normal(key: Array, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Array:
+def normal(key: Array, shape: tuple[int, ...], dtype: Any, scale: float | Array = 1.0) -> Array:
     """Numbers with this standard deviation."""
     return (scale * jax.random.normal(key, shape, accumulator(dtype))).astype(dtype)
 
