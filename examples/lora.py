@@ -25,7 +25,7 @@ class LoRA(eqx.Module):
         # Stacked layers have leading axes.
         *lead, out, features = base.weight.shape
         self.base = base
-        self.a = jax.random.normal(key, (*lead, rank, features), base.weight.dtype) / rank
+        self.a = (jax.random.normal(key, (*lead, rank, features)) / rank).astype(base.weight.dtype)
         self.b = jnp.zeros((*lead, out, rank), base.weight.dtype)
         self.scale = alpha / rank
 

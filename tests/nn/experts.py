@@ -56,7 +56,9 @@ def build(name: str, **options: Any) -> nn.MixtureOfExperts:
         if (bias := getattr(gate, kind)) is not None:
             new[kind] = 0.3 * jax.random.normal(jax.random.key(i), bias.shape, bias.dtype)
     gate = _with(gate, new)
-    large = {"gate_proj": 8 * experts.gate_proj} if layer.experts.gate_proj_bias is not None else {}
+    # Activations are clamped, and results are as small as those of the others: the loss is not steep.
+    large = {"gate_proj": 8 * experts.gate_proj, "down_proj": experts.down_proj / 8}
+    large = {} if experts.gate_proj_bias is None else large
     return _with(layer, {"gate": gate, "experts": _with(experts, large)})
 
 

@@ -11,14 +11,15 @@ from jax.typing import DTypeLike
 from .._signatures import Module
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
-from ..nn.arguments import check_flags, check_key, read_array, read_dtype, read_weight_dtype
+from ..nn.arguments import check_flags, check_key, check_tokens, read_array, read_dtype, read_weight_dtype
+from ..nn.initial import linear, normal
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
-from .layer import DecoderLayer, normed
+from .layer import DecoderLayer, normed, real_of
 from .split import split_options
-from .vocabulary import embed, logits_of
+from .vocabulary import embed, in_vocabulary, logits_of
 
 _KERNELS = (
     *("attention_out", "attention_lse", "recurrence_out", "recurrence_state", "recurrence_saved"),
@@ -115,7 +116,7 @@ class Decoder(Module):
         self.compute_dtype = None if computed is None else computed.name
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         width, count = config.embed_dim, len(config.layers)
-        self.embedding = jax.random.normal(embed_key, (config.vocab_size, width), dtype)
+        self.embedding = normal(embed_key, (config.vocab_size, width), dtype)
         keys = jax.random.split(layers_key, count)
         options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
         options |= {"expert_parallel": expert_parallel}
@@ -137,9 +138,7 @@ class Decoder(Module):
         wide = jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
         self.norm = eqx.nn.RMSNorm(width, config.norm_eps, use_bias=False, dtype=wide)
         self.head = (
-            None
-            if config.tie_embeddings
-            else eqx.nn.Linear(width, config.vocab_size, False, dtype, key=head_key)
+            None if config.tie_embeddings else linear(head_key, width, config.vocab_size, False, dtype)
         )
         self.cross_entropy = LinearCrossEntropy(logits_soft_cap=config.logits_soft_cap)
         self.config, self.scan_layers, self.remat = config, scan_layers, remat
@@ -222,7 +221,8 @@ class Decoder(Module):
     ) -> Any:
         """**Arguments:**
 
-        - `tokens`: integers `[..., T]`; with `batch`, `[T]`.
+        - `tokens`: integers `[..., T]`, with `batch` `[T]`, from 0 to the size of the vocabulary less one; padding may be any. Others raise if they
+            are known, are undefined inside `jit`, and are found there by [`ejkernel_eqx.check_values`][].
         - `cache`: a `DecoderCache` from `init_cache`: what was before `tokens`. A prompt in one call and then token by token returns
             the same logits as the whole sequence in one call. With `batch`, a `ServingCache`.
         - `return_statistics`: whether to return what the routers of mixtures of experts did, for their losses. Without a cache.
@@ -247,6 +247,7 @@ class Decoder(Module):
         self._check_statistics(return_statistics, cache)
         rows = self._check(tokens, cache, rows)
         dtype = self.embedding.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
+        tokens = in_vocabulary(tokens, self.embedding.shape[0], real_of(rows))
         x = embed(self.embedding, tokens).astype(dtype)
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, dtype)
@@ -325,6 +326,12 @@ class Decoder(Module):
             raise ValueError(
                 "tokens: expected integers [..., T], received a single one; give it an axis of time."
             )
+        if not isinstance(rows.get("batch"), RaggedBatch | None):
+            raise ValueError(
+                f"batch: expected a RaggedBatch, received {type(rows['batch']).__name__}; build it with RaggedBatch.build."
+            )
+        for name, kind in (("padding_mask", "booleans"), ("segment_ids", "integers")):
+            check_tokens(name, rows.get(name), kind, "tokens", tokens[..., None])
         return rows
 
     def _train(

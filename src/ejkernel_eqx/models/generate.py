@@ -26,7 +26,8 @@ class Generated(NamedTuple):
     """What [`generate`][ejkernel_eqx.models.generate] returns."""
 
     tokens: Array
-    """Int32 `[..., max_new_tokens]`: the new tokens, a stop token included; -1 behind them."""
+    """Int32 `[..., max_new_tokens]`: the new tokens, a stop token included; -1 behind them, which is no token: `texts` leaves it out, and a model
+    that is called with these tokens needs `padding_mask=tokens >= 0`."""
     lengths: Array
     """Int32 `[...]`: how many there are."""
     finite: Array

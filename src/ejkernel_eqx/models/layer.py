@@ -11,6 +11,8 @@ from jax import Array
 from .._signatures import Module
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
 from ..nn.activations import gated
+from ..nn.arguments import read_weight_dtype
+from ..nn.initial import linear
 from ..nn.projection import project
 from ..normalization import ResidualRMSNorm
 from .config import LayerConfig, MLPConfig, MoEConfig
@@ -28,10 +30,10 @@ class MLP(Module):
 
     def __init__(self, embed_dim: int, config: MLPConfig, *, dtype: Any = None, key: Array):
         keys = jax.random.split(key, 3)
-        linear = lambda i, o, k: eqx.nn.Linear(i, o, config.use_bias, dtype, key=k)
-        self.gate_proj = linear(embed_dim, config.hidden_dim, keys[0])
-        self.up_proj = linear(embed_dim, config.hidden_dim, keys[1])
-        self.down_proj = linear(config.hidden_dim, embed_dim, keys[2])
+        made = lambda key, *sizes: linear(key, *sizes, config.use_bias, read_weight_dtype(dtype))
+        self.gate_proj = made(keys[0], embed_dim, config.hidden_dim)
+        self.up_proj = made(keys[1], embed_dim, config.hidden_dim)
+        self.down_proj = made(keys[2], config.hidden_dim, embed_dim)
         self.config = config
 
     @jax.named_scope("ejx.models.MLP")
@@ -129,9 +131,9 @@ class DecoderLayer(Module):
         if not isinstance(self.mlp, MixtureOfExperts):
             y = self.mlp(h, *copies)
         elif return_statistics:
-            y, statistics = self.mlp(h, padding_mask=_real(rows), return_statistics=True)
+            y, statistics = self.mlp(h, padding_mask=real_of(rows), return_statistics=True)
         else:
-            y = self.mlp(h, padding_mask=_real(rows))
+            y = self.mlp(h, padding_mask=real_of(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
         return x, cache, statistics
 
@@ -173,7 +175,7 @@ def _mlp(
     return MixtureOfExperts(embed_dim, **options, dtype=dtype, key=key)
 
 
-def _real(rows: dict[str, Any]) -> Array | None:
+def real_of(rows: dict[str, Any]) -> Array | None:
     """Which tokens are none of padding: bool `[..., T]`, or `None` for all."""
     if "batch" in rows:
         return rows["batch"].is_real
