@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._jitted import compiled_call
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_key, read_array, read_dtype, read_weight_dtype
@@ -215,7 +216,7 @@ class Decoder(eqx.Module):
         self, tokens: Array, cache: ServingCache, *, batch: RaggedBatch
     ) -> tuple[Array, ServingCache]: ...
 
-    @jax.named_scope("ejx.models.Decoder")
+    @compiled_call("ejx.models.Decoder")
     def __call__(
         self, tokens: Array, cache: Any = None, *, return_statistics: bool = False, **rows: Any
     ) -> Any:
@@ -238,6 +239,7 @@ class Decoder(eqx.Module):
         x, other = x
         return self.logits(x), other
 
+    @compiled_call()
     def features(
         self, tokens: Array, cache: Any = None, *, return_statistics: bool = False, **rows: Any
     ) -> Any:
@@ -265,6 +267,7 @@ class Decoder(eqx.Module):
             caches.append(own)
         return normed(self.norm, x), type(cache)(tuple(caches))
 
+    @compiled_call()
     def logits(self, x: Array) -> Array:
         """Float32 logits `[..., vocabulary]` of features `[..., E]`."""
         weight = self.embedding if self.head is None else self.head.weight
@@ -272,6 +275,7 @@ class Decoder(eqx.Module):
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
+    @compiled_call()
     def loss(self, x: Array, labels: Array, token_weights: Array | None = None) -> Array:
         """The mean cross entropy, in nats, of the logits of features `[..., E]`, which are never held whole
         ([`ejkernel_eqx.LinearCrossEntropy`][]).

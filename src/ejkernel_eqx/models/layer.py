@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._jitted import compiled_call
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
 from ..nn.activations import gated
 from ..nn.projection import project
@@ -33,7 +34,7 @@ class MLP(eqx.Module):
         self.down_proj = linear(config.hidden_dim, embed_dim, keys[2])
         self.config = config
 
-    @jax.named_scope("ejx.models.MLP")
+    @compiled_call("ejx.models.MLP")
     def __call__(self, x: Array, again: Array | None = None) -> Array:
         """`x`: `[..., E]`, any number of leading axes; `again`: the same, for the second projection, from
         [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. **Returns:** an array of its shape and dtype."""
@@ -99,10 +100,12 @@ class DecoderLayer(eqx.Module):
         self.residual_norm = ResidualRMSNorm(norm_eps, platform=None if platform == "cuda" else platform)
         self.config = config
 
+    @compiled_call()
     def __call__(self, x: Array, cache: Any = None, **rows: Any) -> tuple[Array, Any]:
         """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache."""
         return self._through(x, cache, rows, False)[:2]
 
+    @compiled_call()
     def with_statistics(self, x: Array, **rows: Any) -> tuple[Array, RouterStatistics | None]:
         """The tokens, and what the router of a mixture of experts did."""
         x, _, statistics = self._through(x, None, rows, True)

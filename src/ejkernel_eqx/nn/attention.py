@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from ..attention import FlashAttention, Mask, RingAttention
 from ..core.arguments import accumulator
@@ -397,7 +398,7 @@ class MultiHeadAttention(eqx.Module):
             **given: Unpack[Inputs],
         ) -> Output | tuple[Any, ...]: ...
 
-    @jax.named_scope("ejx.nn.MultiHeadAttention")
+    @compiled_call("ejx.nn.MultiHeadAttention")
     def __call__(
         self,
         x: Float[AnyArray, "*B T E"],

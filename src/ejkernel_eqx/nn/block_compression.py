@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._broadcast import like
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Float, Int
 from ..attention.native_sparse import blocks
 from ..parallel import Leading, over_mesh
@@ -77,7 +78,7 @@ class BlockCompression(eqx.Module):
             self.out_bias = drawn(hidden_dim, head_dim)
         self.num_heads, self.head_dim, self.size, self.stride = num_heads, head_dim, size, stride
 
-    @jax.named_scope("ejx.nn.BlockCompression")
+    @compiled_call("ejx.nn.BlockCompression")
     def __call__(
         self, x: Float[AnyArray, "*B T K D"], begin: Int[AnyArray, "... C"] | None = None
     ) -> Float[Array, "*B C K D"]:

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._broadcast import like
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from ..cells import Recurrent
 from ..core.arguments import accumulator
@@ -209,6 +210,7 @@ class CellLayer(eqx.Module):
             self, x: Float[AnyArray, "*B T E"], state: CellState, **tokens: Unpack[_Tokens]
         ) -> tuple[Float[Array, "*B T O"], CellState]: ...
 
+    @compiled_call()
     def __call__(
         self,
         x: Float[AnyArray, "*B T E"],

@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Float, Int
 from ..convolution import CausalConv1d
 from ..dispatch import PlatformLike
@@ -106,7 +107,7 @@ class ShortConvolution(eqx.Module):
             **packing: Unpack[_Packing],
         ) -> tuple[Float[Array, "*B T C"], Float[Array, "... W-1 C"]]: ...
 
-    @jax.named_scope("ejx.nn.ShortConvolution")
+    @compiled_call("ejx.nn.ShortConvolution")
     def __call__(
         self,
         x: Float[AnyArray, "*B T C"],

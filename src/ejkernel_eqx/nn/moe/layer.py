@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from ..._jitted import compiled_call
 from ..._shapes import AnyArray, Bool, Float
 from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
@@ -204,7 +205,7 @@ class MixtureOfExperts(eqx.Module):
         return_statistics: Literal[True],
     ) -> tuple[Float[Array, "*B E"], RouterStatistics]: ...
 
-    @jax.named_scope("ejx.nn.MixtureOfExperts")
+    @compiled_call("ejx.nn.MixtureOfExperts")
     def __call__(
         self,
         x: Float[AnyArray, "*B E"],
