@@ -95,10 +95,17 @@ def _static_of(method: Callable[..., Any], tree: Any, leaves: list[Any], module:
     kernels = filter(is_kernel, jax.tree.leaves(module, is_leaf=is_kernel))
     static = _Static(method, tree, tuple(kinds), tuple(kernel.plan.answers for kernel in kernels))
     try:
-        hash(static)
+        # Of fields the hash of a tree takes no notice.
+        return static if static in _CHECKS or _fields_have_hashes(tree) else None
     except TypeError:
         return None
-    return static
+
+
+def _fields_have_hashes(tree: Any) -> bool:
+    node = tree.node_data()
+    if node is not None and issubclass(node[0], eqx.Module):
+        hash(node[1])
+    return all(map(_fields_have_hashes, tree.children()))
 
 
 def _is_array(leaf: Any) -> bool:

@@ -17,7 +17,8 @@ from ..nn.projection import mesh_of
 from .decoder import Decoder
 from .sampling import sample, Sampling, SamplingArrays
 
-_ROUNDING = 64  # lists of tokens are padded to a multiple, so that few lengths are compiled
+# To a multiple of this, lists of tokens are padded and room is made for new tokens, so that few lengths are compiled.
+_ROUNDING = 64
 
 
 class Generated(NamedTuple):
@@ -48,7 +49,7 @@ def generate(
     key: Array | None = None,
 ) -> Generated:
     """Continues prompts: each is read in one pass, then written to token by token from the caches, until it emits a stop token or
-    `max_new_tokens` are reached. Compiled once for each shape of the prompts.
+    `max_new_tokens` are reached. Compiled once for each shape of the prompts and every 64 of `max_new_tokens`.
 
     **Arguments:**
 
@@ -85,7 +86,9 @@ def generate(
     stop = _read_stop(
         model.config.stop_tokens if stop_tokens is None else stop_tokens, model.config.vocab_size
     )
-    new, lengths, finite = _run(model, tokens, mask, rows, stop, max_new_tokens, cache_dtype)
+    most = jnp.asarray(max_new_tokens, jnp.int32)
+    room = _rounded(max_new_tokens)
+    new, lengths, finite = _run(model, tokens, mask, rows, stop, most, room, cache_dtype)
     if is_known(finite) and not np.all(finite):
         broken = np.flatnonzero(~np.asarray(finite)).tolist()
         warnings.warn(
@@ -93,7 +96,19 @@ def generate(
             RuntimeWarning,
             stacklevel=2,
         )
+    new = _first(new, max_new_tokens)
     return Generated(new.reshape(*lead, max_new_tokens), lengths.reshape(lead), finite.reshape(lead))
+
+
+def _rounded(count: int) -> int:
+    return -(-count // _ROUNDING) * _ROUNDING
+
+
+def _first(new: Array, count: int) -> Array:
+    """The first columns. Without a program for each number of them where one device has them all."""
+    if not is_known(new) or len(new.sharding.device_set) > 1:
+        return new[:, :count]
+    return jax.device_put(np.asarray(new)[:, :count], new.sharding)
 
 
 def _seeds(seed: int, key: Array | None, count: int) -> Array:
@@ -154,7 +169,7 @@ def _padded(prompts: Any) -> tuple[Array, Array]:
         raise ValueError(
             f"prompts: expected integers [..., T] or lists of tokens, received {type(prompts).__name__}; a tokenizer makes them of texts."
         )
-    width = -(-max(map(len, rows)) // _ROUNDING) * _ROUNDING or 1
+    width = _rounded(max(map(len, rows))) or 1
     tokens = np.zeros((len(rows), width), np.int64)
     mask = np.zeros((len(rows), width), bool)
     for i, row in enumerate(rows):
@@ -186,14 +201,14 @@ def _run(
     mask: Array,
     sampling: SamplingArrays,
     stop: Array,
-    most: int,
+    most: Array,
+    room: int,
     cache_dtype: Any,
 ) -> tuple[Array, Array, Array]:
-    arrays, static = eqx.partition((model, tokens, mask, sampling, stop), eqx.is_array)
+    arrays, static = eqx.partition((model, tokens, mask, sampling, stop, most), eqx.is_array)
 
     def run(arrays: Any) -> tuple[Array, Array, Array]:
-        model, tokens, mask, sampling, stop = eqx.combine(arrays, static)
-        return _continued(model, tokens, mask, sampling, stop, most, cache_dtype)
+        return _continued(*eqx.combine(arrays, static), room, cache_dtype)
 
     if (mesh := mesh_of(arrays)) is None:
         return run(arrays)
@@ -206,7 +221,7 @@ def _run(
 class _Texts(NamedTuple):
     done: Array  # bool [N]
     finite: Array  # bool [N]: all logits so far
-    written: Array  # int32 [N, most]
+    written: Array  # int32 [N, room]
 
 
 def _continued(
@@ -215,11 +230,13 @@ def _continued(
     mask: Array,
     sampling: SamplingArrays,
     stop: Array,
-    most: int,
+    most: Array,
+    room: int,
     cache_dtype: Any,
 ) -> tuple[Array, Array, Array]:
+    """At most `most` new tokens of each row, in arrays with `room` for more."""
     rows, width = tokens.shape
-    cache = model.init_cache(rows, width + most, cache_dtype)
+    cache = model.init_cache(rows, width + room, cache_dtype)
     x, cache = model.features(jnp.where(mask, tokens, 0), cache, padding_mask=mask)
     last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
@@ -240,7 +257,7 @@ def _continued(
         token, texts = choose(step, x[:, 0], texts)
         return step + 1, token, cache, texts
 
-    begun = _Texts(jnp.zeros(rows, bool), jnp.ones(rows, bool), jnp.full((rows, most), -1, jnp.int32))
+    begun = _Texts(jnp.zeros(rows, bool), jnp.ones(rows, bool), jnp.full((rows, room), -1, jnp.int32))
     token, texts = choose(jnp.int32(0), x, begun)
     goes_on = lambda carry: (carry[0] < most) & ~jnp.all(carry[3].done)
     *_, texts = jax.lax.while_loop(goes_on, body, (jnp.int32(1), token, cache, texts))
