@@ -94,6 +94,16 @@ def test_the_choice_of_experts(name):
     assert routing.weights.dtype == jnp.float32
 
 
+def test_experts_of_other_groups_whose_corrected_scores_are_all_negative():
+    """No expert of another group is chosen, though 0, which `transformers` puts in the place of its score, would be the largest."""
+    layer, x = build("deepseek_v3"), inputs(40)
+    bias = layer.gate.e_score_correction_bias - 3
+    layer = eqx.tree_at(lambda layer: layer.gate.e_score_correction_bias, layer, bias)
+    routing, (_, indices) = layer.route(x), chosen(layer, x)
+    np.testing.assert_array_equal(routing.indices, indices)
+    assert np.all([len(set(row // 2)) <= 2 for row in np.asarray(routing.indices)])
+
+
 @pytest.mark.slow
 def test_experts_that_no_token_goes_to_are_not_touched():
     """NaN in their weights would otherwise show in the result, or in the gradients of others."""

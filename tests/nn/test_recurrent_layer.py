@@ -39,6 +39,23 @@ def test_every_parameter_has_a_gradient_through_padding(name):
         assert np.all(np.isfinite(value)) and np.any(value != 0), parameter
 
 
+WITH_RATES = ("mamba2", "kimi, many value heads, bounded, doubled", "mamba", "kimi", "qwen3-next")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", WITH_RATES)
+def test_a_rate_beyond_the_largest_number(name):
+    """States that are cleared at once, whether by `e^60` or by what would be infinite: the same gradients of everything."""
+    layer, x = build(name), inputs(1, 5)
+    of = lambda A_log: _gradient(
+        eqx.tree_at(lambda layer: layer.A_log, layer, layer.A_log.at[0].set(A_log)), x, jnp.cos(x)
+    )
+    fast, faster = parameters(of(60.0)), parameters(of(120.0))
+    assert not np.any(faster["A_log"][0]) and np.all(faster["A_log"][1:])
+    for parameter, value in fast.items():
+        assert_close(faster[parameter], value, kind="gradient", name=parameter)
+
+
 def test_gradient_of_padded_rows_is_that_of_the_rows():
     layer, x = build("mamba2"), inputs(2, 7)
     weight = jnp.cos(x)

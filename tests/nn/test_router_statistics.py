@@ -119,3 +119,61 @@ def test_jitter():
     noisy = np.asarray(nn.router_jitter(x, 0.25, key=jax.random.key(0)), np.float64)
     assert 0.75 <= noisy.min() < 0.76 and 1.24 < noisy.max() <= 1.25 and abs(noisy.mean() - 1) < 0.01
     np.testing.assert_array_equal(nn.router_jitter(x, 0.0, key=jax.random.key(0)), x)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("amount", [0.001, 0.01])
+def test_jitter_has_the_mean_and_at_least_the_width_of_its_noise(dtype, amount):
+    """Also where the noise is less than the distance between numbers of the dtype, and on both sides of a power of 2."""
+    x = jnp.tile(jnp.asarray([1.0, -1.7, 3.3], dtype), (20000, 1))
+    noisy = np.asarray(nn.router_jitter(x, amount, key=jax.random.key(1)), np.float64)
+    exact = np.asarray(x[0], np.float64)
+    deviation = noisy.std(0) / np.abs(exact)
+    assert np.all(deviation > 0.99 * amount / 3**0.5), deviation
+    assert np.all(np.abs(noisy.mean(0) - exact) < 4 * noisy.std(0) / 20000**0.5), noisy.mean(0) - exact
+    if jnp.finfo(dtype).eps < amount / 5:
+        assert np.all(deviation < 1.01 * amount / 3**0.5), deviation
+
+
+def test_the_gradient_of_jitter():
+    x, key = jnp.ones(64, jnp.bfloat16), jax.random.key(2)
+    scale = nn.router_jitter(jnp.ones(64), 0.25, key=key)
+    gradient = jax.grad(lambda x: nn.router_jitter(x, 0.25, key=key).astype(jnp.float32).sum())(x)
+    assert_close(gradient, scale, kind="gradient")
+
+
+SHIFTS = (0.0, -45.0, -110.0, -1e4, 30.0)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softmax"])
+def test_scores_that_are_all_tiny(name):
+    """Weights, probabilities and their gradients at logits far below and above 0, of one token beside others, against float64."""
+    shifted = np.asarray(LOGITS[0], np.float64)[:5] + np.asarray(SHIFTS)[:, None]
+    # A correction, as a limit of groups, can choose experts whose softmax is tiny.
+    bias, cotangent = jnp.asarray([0, 0, 0, 9, 9.5]), np.random.default_rng(2).standard_normal((5, 2))
+    shifted[0, 3:] -= 120
+
+    def everything(logits):
+        routing = choose(logits, Choice(5, 2, name), bias.astype(logits.dtype))
+        weighted = jnp.sum(routing.weights * cotangent.astype(logits.dtype))
+        loss = nn.load_balancing_loss(statistics_of(routing, name, None))
+        return weighted + loss, (routing.weights, routing.indices, loss)
+
+    take = jax.jit(jax.value_and_grad(everything, has_aux=True))
+    (_, (weights, indices, loss)), gradient = take(jnp.asarray(shifted, jnp.float32))
+    with jax.enable_x64(True):
+        logits = jnp.asarray(np.asarray(shifted, np.float32), jnp.float64)
+
+        def reference(logits):
+            log_scores = logits if name != "sigmoid" else -jnp.logaddexp(0.0, -logits)
+            share = lambda z: jnp.exp(z - jax.nn.logsumexp(z, axis=-1, keepdims=True))
+            weights, counts = share(jnp.take_along_axis(log_scores, indices, -1)), np.bincount(indices.ravel()) / 5
+            loss = 5 * jnp.sum(counts[None] * share(log_scores)) / 5
+            return jnp.sum(weights * cotangent) + loss, (weights, loss)
+
+        (_, (wanted, wanted_loss)), wanted_gradient = jax.value_and_grad(reference, has_aux=True)(logits)
+    np.testing.assert_array_equal(indices, np.tile([4, 3], (5, 1)))
+    for row in range(5):
+        assert_close(weights[row], wanted[row], name=f"weights at {SHIFTS[row]}")
+        assert_close(gradient[row], wanted_gradient[row], kind="gradient", name=f"gradient at {SHIFTS[row]}")
+    assert_close(loss, wanted_loss)

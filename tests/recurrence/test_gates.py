@@ -37,6 +37,21 @@ def test_decays_never_rise_and_stay_finite(gate, bound):
         assert bound is None or (g >= bound).all()
 
 
+@pytest.mark.parametrize("gate, bound", [("softplus", None), ("bounded", -5.0)])
+def test_rates_beyond_the_largest_number(gate, bound):
+    """A state that such a decay clears says nothing of it: its gradient of 0 reaches `A_log` and the raw number as 0."""
+    raw = jnp.array([-200.0, -1.0, 0.5, 300.0])
+    function = lambda A_log, raw: gates.log_decay(gate, bound, raw, A_log, None)
+    for A_log in (88.5, 89.0, 1e4, jnp.inf):
+        g, pull = jax.vjp(function, jnp.full(4, A_log, jnp.float32), raw)
+        assert g[2] < -1e37 or (g[2] == bound == g[3] and g[0] == 0)
+        for gradient in pull(jnp.zeros(4)):
+            np.testing.assert_array_equal(gradient, 0)
+    # Fast and slow cancel: e^87 and log(1 + e^-86).
+    raw = jnp.float32(-86.0)
+    assert_close(gates.log_decay("softplus", None, raw, jnp.float32(87.0), None), -np.exp(np.float64(1)), kind="gradient")
+
+
 def test_log_decays_by_hand():
     raw, A_log, bias = jnp.array([[0.3, -2.0]]), jnp.array([0.2, -1.0]), jnp.array([0.1, 0.4])
     x = np.asarray(raw, np.float64) + np.asarray(bias)

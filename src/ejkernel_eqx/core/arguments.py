@@ -75,6 +75,12 @@ def wide(x: Array) -> Array:
     return x.astype(accumulator(x.dtype))
 
 
+def rate_of(A_log: Array) -> Array:
+    """The rate `e^A`, at least in float32, and finite: the gradient of a decay that leaves nothing is 0, and is multiplied by it."""
+    A_log = wide(A_log)
+    return jnp.exp(jnp.minimum(A_log, jnp.asarray(math.log(jnp.finfo(A_log.dtype).max) - 1, A_log.dtype)))
+
+
 def finite_rate(A: Array) -> Array:
     """Replaces a rate of minus infinity by one so fast that any time step above 0 decays to zero, and a time step of 0 does not decay."""
     return jnp.maximum(A, jnp.asarray(jnp.finfo(A.dtype).min / 4, A.dtype))

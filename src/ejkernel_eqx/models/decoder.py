@@ -12,6 +12,7 @@ from .._jitted import compiled_call
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_key, read_array, read_dtype, read_weight_dtype
+from ..nn.initial import linear, normal
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
@@ -115,7 +116,7 @@ class Decoder(eqx.Module):
         self.compute_dtype = None if computed is None else computed.name
         embed_key, layers_key, head_key = jax.random.split(key, 3)
         width, count = config.embed_dim, len(config.layers)
-        self.embedding = jax.random.normal(embed_key, (config.vocab_size, width), dtype)
+        self.embedding = normal(embed_key, (config.vocab_size, width), dtype)
         keys = jax.random.split(layers_key, count)
         options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
         options |= {"expert_parallel": expert_parallel}
@@ -139,7 +140,7 @@ class Decoder(eqx.Module):
         self.head = (
             None
             if config.tie_embeddings
-            else eqx.nn.Linear(width, config.vocab_size, False, dtype, key=head_key)
+            else linear(head_key, width, config.vocab_size, False, dtype)
         )
         self.cross_entropy = LinearCrossEntropy(logits_soft_cap=config.logits_soft_cap)
         self.config, self.scan_layers, self.remat = config, scan_layers, remat

@@ -11,6 +11,8 @@ from jax import Array
 from .._jitted import compiled_call
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
 from ..nn.activations import gated
+from ..nn.arguments import read_weight_dtype
+from ..nn.initial import linear
 from ..nn.projection import project
 from ..normalization import ResidualRMSNorm
 from .config import LayerConfig, MLPConfig, MoEConfig
@@ -28,10 +30,10 @@ class MLP(eqx.Module):
 
     def __init__(self, embed_dim: int, config: MLPConfig, *, dtype: Any = None, key: Array):
         keys = jax.random.split(key, 3)
-        linear = lambda i, o, k: eqx.nn.Linear(i, o, config.use_bias, dtype, key=k)
-        self.gate_proj = linear(embed_dim, config.hidden_dim, keys[0])
-        self.up_proj = linear(embed_dim, config.hidden_dim, keys[1])
-        self.down_proj = linear(config.hidden_dim, embed_dim, keys[2])
+        made = lambda key, *sizes: linear(key, *sizes, config.use_bias, read_weight_dtype(dtype))
+        self.gate_proj = made(keys[0], embed_dim, config.hidden_dim)
+        self.up_proj = made(keys[1], embed_dim, config.hidden_dim)
+        self.down_proj = made(keys[2], config.hidden_dim, embed_dim)
         self.config = config
 
     @compiled_call("ejx.models.MLP")

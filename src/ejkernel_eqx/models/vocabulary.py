@@ -8,16 +8,22 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..core.copies import copied
 from ..dispatch import Backend, place_of_calls
 from ..nn.projection import mesh_axes, mesh_of, on_mesh, product
 
 
 def embed(table: Array, tokens: Array) -> Array:
-    """The rows `[..., E]` of the table `[vocabulary, E]`; on an explicit mesh laid out as the tokens, with all features on each device."""
+    """The rows `[..., E]` of the table `[vocabulary, E]`; on an explicit mesh laid out as the tokens, with all features on each device.
+    Gradients of equal tokens are summed in float32."""
     mesh = mesh_of((table, tokens))
     if mesh is not None:
         return _embed_on(mesh, table, tokens)
-    return _embed_few(table, tokens) if _are_few(table, tokens) else table[tokens]
+    return _embed_few(table, tokens) if _are_few(table, tokens) else copied(_rows, table, tokens)
+
+
+def _rows(table: Array, tokens: Array) -> Array:
+    return table[tokens]
 
 
 _FEW_WORDS, _MANY_TOKENS = 512, 4096
@@ -25,8 +31,7 @@ _FEW_WORDS, _MANY_TOKENS = 512, 4096
 
 def _are_few(table: Array, tokens: Array) -> bool:
     """Whether many tokens share each row of the table on a GPU. There the gradient of the rows would be added up token by token, in memory
-    that many write to at once, and rounded each time; a product with ones and zeros gives the same rows and sums in float32. In 16 bits it
-    is exact in the forward pass."""
+    that many write to at once; a product with ones and zeros gives the same rows and sums. In 16 bits it is exact in the forward pass."""
     few = table.shape[0] <= _FEW_WORDS and table.dtype.itemsize == 2 and tokens.size >= _MANY_TOKENS
     return few and place_of_calls()[0] is Backend.GPU
 
@@ -48,8 +53,8 @@ def _embed_on(mesh: Any, table: Array, tokens: Array) -> Array:
     taken = {axis for entry in lead for axis in mesh_axes(entry)}
     apart = tuple(axis for axis in mesh_axes(features) if axis not in taken) or None
     table = jax.sharding.reshard(table, NamedSharding(mesh, PartitionSpec(rows, apart)))
-    spec = PartitionSpec(*lead, None)
-    return table.at[tokens].get(out_sharding=NamedSharding(mesh, spec))
+    sharding = NamedSharding(mesh, PartitionSpec(*lead, None))
+    return copied(lambda table, tokens: table.at[tokens].get(out_sharding=sharding), table, tokens)
 
 
 def logits_of(weight: Array, x: Array) -> Array:

@@ -13,8 +13,10 @@ from .._broadcast import like
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Float, Int
 from ..attention.native_sparse import blocks
+from ..core.arguments import wide
 from ..parallel import Leading, over_mesh
 from .arguments import check_divides, check_key, check_sizes, read_array, read_weight_dtype
+from .initial import normal, uniform
 
 
 class BlockCompression(eqx.Module):
@@ -66,10 +68,10 @@ class BlockCompression(eqx.Module):
 
         def drawn(features: int, *shape: int) -> Array:
             limit = features**-0.5  # as of equinox.nn.Linear
-            return jax.random.uniform(next(keys), (num_heads, *shape), dtype, -limit, limit)
+            return uniform(next(keys), (num_heads, *shape), dtype, limit)
 
         width = size * head_dim
-        self.positions = 0.02 * jax.random.normal(next(keys), (num_heads, size, head_dim), dtype)
+        self.positions = normal(next(keys), (num_heads, size, head_dim), dtype, 0.02)
         self.weight = drawn(width, width, head_dim if hidden_dim is None else hidden_dim)
         self.bias = self.out_weight = self.out_bias = None
         if hidden_dim is not None:
@@ -110,14 +112,19 @@ class BlockCompression(eqx.Module):
         x, weight = given["x"], lambda name: given[name].astype(given["x"].dtype)
         tokens = blocks.tokens_of(x, self.size, self.stride, given.get("begin"))  # [..., C, l, K, D]
         tokens = jnp.swapaxes(tokens, -3, -2)
-        tokens = tokens + like(weight("positions"), tokens)
+        tokens = _plus(tokens, weight("positions"))
         flat = tokens.reshape(*tokens.shape[:-2], -1)  # [..., C, K, l * D]
         out = jnp.einsum("...ki,kio->...ko", flat, weight("weight"))
         if "bias" in given:
-            hidden = jax.nn.relu(out + like(weight("bias"), out))
+            hidden = jax.nn.relu(_plus(out, weight("bias")))
             out = jnp.einsum("...ki,kio->...ko", hidden, weight("out_weight"))
-            out = out + like(weight("out_bias"), out)
+            out = _plus(out, weight("out_bias"))
         return {"out": out}
+
+
+def _plus(x: Array, shared: Array) -> Array:
+    """The sum, in the dtype of `x`. The gradient of what all blocks share, a sum over them, is taken in float32."""
+    return (wide(x) + like(wide(shared), x)).astype(x.dtype)
 
 
 Compression = Literal["linear", "mlp", "mean"]

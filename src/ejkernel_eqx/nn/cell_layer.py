@@ -30,6 +30,7 @@ from .arguments import (
     read_sizes,
     read_weight_dtype,
 )
+from .initial import uniform
 from .projection import compute_dtype_of, product, stored_dtype_of
 from .tokens import clear, ids_of
 
@@ -146,7 +147,7 @@ class CellLayer(eqx.Module):
         shapes, bound = self._shapes(), hidden_size**-0.5
         keys = jax.random.split(key, len(shapes))
         self.weights = {
-            name: jax.random.uniform(key, shape, dtype, -bound, bound)
+            name: uniform(key, shape, dtype, bound)
             for key, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
 

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..core.arguments import accumulator
+from ..core.arguments import accumulator, rate_of
 from ..dispatch import PlatformLike
 from .arguments import check_key, read_dtype, read_weight_dtype
 from .gated_rms_norm import GatedRMSNorm
+from .initial import linear
 from .short_convolution import ShortConvolution
 
 
@@ -40,7 +41,7 @@ class Parts:
         next(self._keys)
 
     def linear(self, features: int, out: int, use_bias: bool = False) -> eqx.nn.Linear:
-        return eqx.nn.Linear(features, out, use_bias, self.dtype, key=next(self._keys))
+        return linear(next(self._keys), features, out, use_bias, self.dtype)
 
     def convolution(self, channels: int, width: int, use_bias: bool = False) -> ShortConvolution:
         options = {"use_bias": use_bias, "platform": self.platform, "dtype": self.dtype}
@@ -63,4 +64,4 @@ class Parts:
 
 def negative_exp(A_log: Array) -> Array:
     """The decay rates $-e^{A}$, at least in float32."""
-    return -jnp.exp(A_log.astype(accumulator(A_log.dtype)))
+    return -rate_of(A_log)

@@ -25,6 +25,7 @@ from .arguments import (
     read_sizes,
     read_weight_dtype,
 )
+from .initial import uniform
 
 
 class _Packing(TypedDict, total=False):
@@ -76,8 +77,8 @@ class ShortConvolution(eqx.Module):
         dtype = read_weight_dtype(dtype)
         weight_key, bias_key = jax.random.split(key)
         bound = width**-0.5
-        self.weight = jax.random.uniform(weight_key, (channels, 1, width), dtype, -bound, bound)
-        self.bias = jax.random.uniform(bias_key, (channels,), dtype, -bound, bound) if use_bias else None
+        self.weight = uniform(weight_key, (channels, 1, width), dtype, bound)
+        self.bias = uniform(bias_key, (channels,), dtype, bound) if use_bias else None
         self.convolution = CausalConv1d(
             activation, sequence_axis=sequence_axis, platform=platform, config=config
         )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import aligned, like
-from ..core.arguments import wide
+from ..core.arguments import rate_of, wide
 from ..core.l2norm import l2norm as l2norm
 
 LOG, SOFTPLUS, BOUNDED = "log", "softplus", "bounded"
@@ -50,8 +50,7 @@ def log_decay(
         return raw
     assert A_log is not None
     x = wide(raw)
-    rate = jnp.exp(A_log.astype(x.dtype))
-    rate, x = aligned(rate, x)
+    rate, x = aligned(rate_of(A_log.astype(x.dtype)), x)
     x = x if dt_bias is None else x + like(dt_bias.astype(x.dtype), x)
     if gate == SOFTPLUS:
         return -rate * softplus(x)

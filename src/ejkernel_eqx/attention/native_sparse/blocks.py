@@ -8,6 +8,7 @@ from jax import Array
 
 from ..._broadcast import like
 from ...core.arguments import accumulator
+from ...core.copies import copied
 from ...sequences.packing import ended, Spans, spans_of_ids, spans_of_offsets
 
 
@@ -98,5 +99,8 @@ def tokens_of(x: Array, span: int, stride: int, begin: Array | None = None) -> A
     is_used = (at[:, -1:] < length) & (begin[:, None] < length)
     at = jnp.where(is_used, at, 0)
     # A part for each stride of a span: none has a token twice, so the order in which a GPU adds up gradients does not matter.
-    found = jnp.concatenate([jnp.take(x, part, axis=-3) for part in jnp.split(at, span // stride, 1)], -3)
+    take = lambda x, at: jnp.concatenate(
+        [jnp.take(x, part, axis=-3) for part in jnp.split(at, span // stride, 1)], -3
+    )
+    found = copied(take, x, at)
     return jnp.where(like(is_used[..., None, None], found), found, 0)

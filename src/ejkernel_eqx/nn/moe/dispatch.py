@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ...core.copies import copied
 from ...parallel import match_varying
 from .statistics import counts_of
 
@@ -39,7 +40,8 @@ def permuted(x: Array, places: Array) -> Array:
 
 def dispatched(x: Array, top_k: int, order: Order) -> Array:
     """Of the tokens `x [T, E]` one row for each of their `top_k` experts, `[T * top_k, E]`, in the order of the experts."""
-    each = jnp.broadcast_to(x[:, None], (x.shape[0], top_k, x.shape[1]))
+    shape = (x.shape[0], top_k, x.shape[1])
+    each = copied(lambda x: jnp.broadcast_to(x[:, None], shape), x)
     return permuted(each.reshape(-1, x.shape[1]), order.order)
 
 

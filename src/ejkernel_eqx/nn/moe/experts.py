@@ -12,6 +12,7 @@ from ...matmul import GroupedMatmul
 from ...weights.experts import experts as filled_experts
 from ...weights.view import Weights
 from ..activations import matmul_options
+from ..initial import uniform
 
 
 class Experts(eqx.Module):
@@ -42,7 +43,7 @@ class Experts(eqx.Module):
 
         def drawn(inputs: int, *shape: int) -> Array:
             bound = 1 / math.sqrt(inputs)
-            return jax.random.uniform(next(keys), (num_experts, *shape), dtype, -bound, bound)
+            return uniform(next(keys), (num_experts, *shape), dtype, bound)
 
         self.gate_proj = drawn(embed_dim, hidden_dim, embed_dim)
         self.up_proj = drawn(embed_dim, hidden_dim, embed_dim)

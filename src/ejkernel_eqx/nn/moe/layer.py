@@ -11,12 +11,14 @@ from jaxtyping import PRNGKeyArray
 
 from ..._jitted import compiled_call
 from ..._shapes import AnyArray, Bool, Float
+from ...core.arguments import wide
 from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
 from ...weights.view import Weights
 from ..activations import check_activation
 from ..arguments import check_flags, check_key, read_array, read_dtype, read_sizes, read_weight_dtype
+from ..initial import linear
 from ..projection import project, promoted
 from ..tokens import clear
 from .experts import Experts
@@ -151,7 +153,7 @@ class MixtureOfExperts(eqx.Module):
             else SharedExpert(embed_dim, shared_dim, activation=activation, dtype=dtype, key=shared_key)
         )
         self.shared_expert_gate = (
-            eqx.nn.Linear(embed_dim, 1, False, dtype, key=gate_key) if shared_gate else None
+            linear(gate_key, embed_dim, 1, False, dtype) if shared_gate else None
         )
         self.embed_dim, self.hidden_dim, self.parallel = embed_dim, hidden_dim, parallel
         self.compute_dtype = None if computed is None else computed.name
@@ -254,7 +256,8 @@ class MixtureOfExperts(eqx.Module):
         y = self.shared_expert(x)
         if self.shared_expert_gate is None:
             return y
-        return y * jax.nn.sigmoid(project("shared_expert_gate", self.shared_expert_gate, x, 1))
+        gate = jax.nn.sigmoid(project("shared_expert_gate", self.shared_expert_gate, x, 1))
+        return (wide(y) * wide(gate)).astype(y.dtype)  # the gradient of the gate, a sum over features, in float32
 
     def _published(self, weights: Weights) -> "MixtureOfExperts":
         return mixture_of_experts(self, weights)

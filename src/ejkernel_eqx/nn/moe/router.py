@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...core.arguments import accumulator
+from ..initial import uniform
 from ..projection import product, promoted
 from .routing import Choice, choose, Routing
 
@@ -35,7 +36,7 @@ class Router(eqx.Module):
         key: Array,
     ):
         bound = 1 / math.sqrt(embed_dim)
-        self.weight = jax.random.uniform(key, (choice.num_experts, embed_dim), dtype, -bound, bound)
+        self.weight = uniform(key, (choice.num_experts, embed_dim), dtype, bound)
         self.bias = jnp.zeros(choice.num_experts, dtype) if use_bias else None
         wide = accumulator(jnp.dtype(dtype))
         self.e_score_correction_bias = jnp.zeros(choice.num_experts, wide) if use_correction_bias else None

@@ -88,17 +88,15 @@ def choose(logits: Array, how: Choice, correction_bias: Array | None = None) -> 
     if how.is_limited:
         ranked = jnp.where(_in_best_groups(ranked, how), ranked, -jnp.inf)
     _, indices = lax.top_k(ranked, how.top_k)
-    weights = jnp.take_along_axis(scores, indices, axis=-1)
-    if how.scoring == "top_k_softmax":
+    if how.normalize or how.scoring == "top_k_softmax":
+        # A quotient of scores that are all tiny, and its derivative, would be one of zeros.
+        weights = jnp.take_along_axis(log_scores_of(logits, how.scoring), indices, axis=-1)
         weights = jax.nn.softmax(weights, axis=-1)
-    elif how.normalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + _TINY)
+    else:
+        weights = jnp.take_along_axis(scores, indices, axis=-1)
     if how.scaling_factor != 1:
         weights = weights * jnp.asarray(how.scaling_factor, weights.dtype)
     return Routing(logits, weights, indices.astype(jnp.int32))
-
-
-_TINY = 1e-20  # for weights that are all 0
 
 
 def scores_of(logits: Array, scoring: str) -> Array:
@@ -108,12 +106,14 @@ def scores_of(logits: Array, scoring: str) -> Array:
     return jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
 
 
+def log_scores_of(logits: Array, scoring: str) -> Array:
+    """The logarithms of the scores, or the same number more for every expert of a token."""
+    return jax.nn.log_sigmoid(logits) if scoring == "sigmoid" else logits
+
+
 def probabilities_of(logits: Array, scoring: str) -> Array:
-    """How much of a token each expert would get if all of them were asked: the scores, whose sum is 1."""
-    if scoring != "sigmoid":
-        return jax.nn.softmax(logits, axis=-1)
-    scores = jax.nn.sigmoid(logits)
-    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + _TINY)
+    """How much of a token each expert would get if all of them were asked: the scores over their sum."""
+    return jax.nn.softmax(log_scores_of(logits, scoring), axis=-1)
 
 
 def _in_best_groups(ranked: Array, how: Choice) -> Any:

@@ -7,6 +7,7 @@ import jax
 from jax import Array
 
 from ..activations import gated
+from ..initial import linear
 from ..projection import project
 
 
@@ -21,10 +22,9 @@ class SharedExpert(eqx.Module):
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str, dtype: Any, key: Array):
         keys = jax.random.split(key, 3)
-        linear = lambda i, o, k: eqx.nn.Linear(i, o, False, dtype, key=k)
-        self.gate_proj = linear(embed_dim, hidden_dim, keys[0])
-        self.up_proj = linear(embed_dim, hidden_dim, keys[1])
-        self.down_proj = linear(hidden_dim, embed_dim, keys[2])
+        self.gate_proj = linear(keys[0], embed_dim, hidden_dim, False, dtype)
+        self.up_proj = linear(keys[1], embed_dim, hidden_dim, False, dtype)
+        self.down_proj = linear(keys[2], hidden_dim, embed_dim, False, dtype)
         self.hidden_dim, self.activation = hidden_dim, activation
 
     def __call__(self, x: Array) -> Array:

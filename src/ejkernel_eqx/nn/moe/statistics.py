@@ -6,10 +6,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxtyping import PRNGKeyArray
 
 from ..._shapes import AnyArray, Float, Int
+from ...core.arguments import wide
 from ..arguments import check_key, check_numbers, read_array
 from .routing import probabilities_of, Routing
 
@@ -142,14 +143,28 @@ def router_jitter(x: Float[AnyArray, "*B E"], amount: float, *, key: PRNGKeyArra
     - `amount`: from 0, for none, to 1.
     - `key`: a PRNG key.
 
-    **Returns:** an array of the shape and dtype of `x`.
+    **Returns:** an array of the shape and dtype of `x`. In 16 bits, where a small amount is less than the distance between numbers, the product is
+    rounded up or down at random, so that its mean is right.
     """
     check_numbers(amount=amount)
     if not 0 <= amount <= 1:
         raise ValueError(f"amount: expected a number from 0 to 1, received {amount!r}; 0 is no noise.")
     check_key(key)
     x = read_array("x", x, "floats", "[..., E]")
-    return x * jax.random.uniform(key, x.shape, x.dtype, 1 - amount, 1 + amount)
+    product = wide(x)
+    product *= jax.random.uniform(key, x.shape, product.dtype, 1 - amount, 1 + amount)
+    return _rounded_at_random(product, x.dtype, jax.random.fold_in(key, 1))
+
+
+def _rounded_at_random(x: Array, dtype: Any, key: Array) -> Array:
+    """One of the two numbers of the dtype around each of `x`, the nearer one more often; its gradient is that of rounding to the nearest."""
+    if x.dtype == dtype:
+        return x
+    nearest = x.astype(dtype)
+    near, rest = lax.stop_gradient((nearest, x - nearest.astype(x.dtype)))
+    step = jnp.nextafter(near, jnp.where(rest > 0, jnp.inf, -jnp.inf).astype(dtype)) - near
+    is_other = jax.random.uniform(key, x.shape, x.dtype) * jnp.abs(step.astype(x.dtype)) < jnp.abs(rest)
+    return nearest + jnp.where(is_other, step, jnp.zeros_like(step))
 
 
 def _total(statistics: Any) -> RouterStatistics:
