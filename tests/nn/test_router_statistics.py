@@ -167,7 +167,10 @@ def test_scores_that_are_all_tiny(name):
         def reference(logits):
             log_scores = logits if name != "sigmoid" else -jnp.logaddexp(0.0, -logits)
             share = lambda z: jnp.exp(z - jax.nn.logsumexp(z, axis=-1, keepdims=True))
-            weights, counts = share(jnp.take_along_axis(log_scores, indices, -1)), np.bincount(indices.ravel()) / 5
+            weights, counts = (
+                share(jnp.take_along_axis(log_scores, indices, -1)),
+                np.bincount(indices.ravel()) / 5,
+            )
             loss = 5 * jnp.sum(counts[None] * share(log_scores)) / 5
             return jnp.sum(weights * cotangent) + loss, (weights, loss)
 

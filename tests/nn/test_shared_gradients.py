@@ -71,7 +71,9 @@ def test_frequent_tokens_of_a_decoder():
     def gradient(model):
         arrays, static = eqx.partition(model, eqx.is_inexact_array)
         # Only the way through the table: the logits of features that differ in the row alone.
-        loss = lambda arrays: jnp.mean(eqx.combine(arrays, static).features(tokens)[..., 0].astype(jnp.float32))
+        loss = lambda arrays: jnp.mean(
+            eqx.combine(arrays, static).features(tokens)[..., 0].astype(jnp.float32)
+        )
         return jax.grad(loss)(arrays).embedding
 
     wide = jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, model)
@@ -99,7 +101,13 @@ def test_places_and_biases_of_compressed_blocks():
 
 
 KEY = jax.random.key(0)
-SPARSE = {"block_size": 2, "num_blocks": 2, "sliding_window": 2, "compression_size": 4, "compression_stride": 2}
+SPARSE = {
+    "block_size": 2,
+    "num_blocks": 2,
+    "sliding_window": 2,
+    "compression_size": 4,
+    "compression_stride": 2,
+}
 LAYERS = {
     "experts": lambda: nn.MixtureOfExperts(
         8, 4, num_experts=4, top_k=3, use_bias=True, shared_dim=4, shared_gate=True, dtype=BF16, key=KEY

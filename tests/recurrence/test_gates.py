@@ -49,7 +49,11 @@ def test_rates_beyond_the_largest_number(gate, bound):
             np.testing.assert_array_equal(gradient, 0)
     # Fast and slow cancel: e^87 and log(1 + e^-86).
     raw = jnp.float32(-86.0)
-    assert_close(gates.log_decay("softplus", None, raw, jnp.float32(87.0), None), -np.exp(np.float64(1)), kind="gradient")
+    assert_close(
+        gates.log_decay("softplus", None, raw, jnp.float32(87.0), None),
+        -np.exp(np.float64(1)),
+        kind="gradient",
+    )
 
 
 def test_log_decays_by_hand():

@@ -5,6 +5,7 @@ from typing import Any, Literal, overload
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -12,7 +13,7 @@ from .._jitted import compiled_call
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_key, read_array, read_dtype, read_weight_dtype
-from ..nn.initial import linear, normal
+from ..nn.initial import keys_of, linear, normal
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
@@ -114,10 +115,10 @@ class Decoder(eqx.Module):
         check_key(key)
         dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
         self.compute_dtype = None if computed is None else computed.name
-        embed_key, layers_key, head_key = jax.random.split(key, 3)
+        embed_key, layers_key, head_key = keys_of(key, 3)
         width, count = config.embed_dim, len(config.layers)
         self.embedding = normal(embed_key, (config.vocab_size, width), dtype)
-        keys = jax.random.split(layers_key, count)
+        keys, places = keys_of(layers_key, count), np.arange(count, dtype=np.int32)
         options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
         options |= {"expert_parallel": expert_parallel}
         options |= {"split": split_options(config, sequence_axis, token_order)}
@@ -129,8 +130,8 @@ class Decoder(eqx.Module):
                     width, layer, layer_index=index, num_layers=count, dtype=dtype, key=key, **options
                 )
 
-            mine = first + place + period * jnp.arange(repeats)
-            return eqx.filter_vmap(make)(keys[mine], mine)
+            mine = slice(first + place, first + period * repeats, period)
+            return eqx.filter_vmap(make)(keys[mine], jnp.asarray(places[mine]))
 
         self.stacks = tuple(
             tuple(stack(*shape, place) for place in range(shape[1])) for shape in config.stacks()
@@ -138,9 +139,7 @@ class Decoder(eqx.Module):
         wide = jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
         self.norm = eqx.nn.RMSNorm(width, config.norm_eps, use_bias=False, dtype=wide)
         self.head = (
-            None
-            if config.tie_embeddings
-            else linear(head_key, width, config.vocab_size, False, dtype)
+            None if config.tie_embeddings else linear(head_key, width, config.vocab_size, False, dtype)
         )
         self.cross_entropy = LinearCrossEntropy(logits_soft_cap=config.logits_soft_cap)
         self.config, self.scan_layers, self.remat = config, scan_layers, remat

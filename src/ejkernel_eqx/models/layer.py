@@ -12,7 +12,7 @@ from .._jitted import compiled_call
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
 from ..nn.activations import gated
 from ..nn.arguments import read_weight_dtype
-from ..nn.initial import linear
+from ..nn.initial import keys_of, linear
 from ..nn.projection import project
 from ..normalization import ResidualRMSNorm
 from .config import LayerConfig, MLPConfig, MoEConfig
@@ -29,7 +29,7 @@ class MLP(eqx.Module):
     config: MLPConfig = eqx.field(static=True)
 
     def __init__(self, embed_dim: int, config: MLPConfig, *, dtype: Any = None, key: Array):
-        keys = jax.random.split(key, 3)
+        keys = keys_of(key, 3)
         made = lambda key, *sizes: linear(key, *sizes, config.use_bias, read_weight_dtype(dtype))
         self.gate_proj = made(keys[0], embed_dim, config.hidden_dim)
         self.up_proj = made(keys[1], embed_dim, config.hidden_dim)
@@ -84,7 +84,7 @@ class DecoderLayer(eqx.Module):
         key: Array,
         **options: Any,
     ):
-        mixer_key, mlp_key = jax.random.split(key)
+        mixer_key, mlp_key = keys_of(key)
         # Norms keep float32 weights: they are few, and what they multiply is computed in float32.
         wide = jnp.float32 if dtype is not None and jnp.dtype(dtype).itemsize < 4 else dtype
         norm = lambda there: (

@@ -16,7 +16,7 @@ from ..attention.native_sparse import blocks
 from ..core.arguments import wide
 from ..parallel import Leading, over_mesh
 from .arguments import check_divides, check_key, check_sizes, read_array, read_weight_dtype
-from .initial import normal, uniform
+from .initial import keys_of, normal, uniform
 
 
 class BlockCompression(eqx.Module):
@@ -64,7 +64,7 @@ class BlockCompression(eqx.Module):
             check_sizes(hidden_dim=hidden_dim)
         check_key(key)
         dtype = read_weight_dtype(dtype)
-        keys = iter(jax.random.split(key, 5))
+        keys = iter(keys_of(key, 5))
 
         def drawn(features: int, *shape: int) -> Array:
             limit = features**-0.5  # as of equinox.nn.Linear

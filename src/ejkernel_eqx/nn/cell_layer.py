@@ -30,7 +30,7 @@ from .arguments import (
     read_sizes,
     read_weight_dtype,
 )
-from .initial import uniform
+from .initial import keys_of, uniform
 from .projection import compute_dtype_of, product, stored_dtype_of
 from .tokens import clear, ids_of
 
@@ -145,7 +145,7 @@ class CellLayer(eqx.Module):
         self.use_bias = use_bias
         self.compute_dtype = None if computed is None else computed.name
         shapes, bound = self._shapes(), hidden_size**-0.5
-        keys = jax.random.split(key, len(shapes))
+        keys = keys_of(key, len(shapes))
         self.weights = {
             name: uniform(key, shape, dtype, bound)
             for key, (name, shape) in zip(keys, shapes.items(), strict=True)

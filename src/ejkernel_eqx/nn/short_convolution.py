@@ -3,7 +3,6 @@
 from typing import Any, overload, TYPE_CHECKING, TypedDict, Unpack
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
@@ -25,7 +24,7 @@ from .arguments import (
     read_sizes,
     read_weight_dtype,
 )
-from .initial import uniform
+from .initial import keys_of, uniform
 
 
 class _Packing(TypedDict, total=False):
@@ -75,7 +74,7 @@ class ShortConvolution(eqx.Module):
         check_flags(use_bias=use_bias)
         check_key(key)
         dtype = read_weight_dtype(dtype)
-        weight_key, bias_key = jax.random.split(key)
+        weight_key, bias_key = keys_of(key)
         bound = width**-0.5
         self.weight = uniform(weight_key, (channels, 1, width), dtype, bound)
         self.bias = uniform(bias_key, (channels,), dtype, bound) if use_bias else None

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import equinox as eqx
-import jax
 from jax import Array
 
 from ...dispatch import PlatformLike
@@ -12,7 +11,7 @@ from ...matmul import GroupedMatmul
 from ...weights.experts import experts as filled_experts
 from ...weights.view import Weights
 from ..activations import matmul_options
-from ..initial import uniform
+from ..initial import keys_of, uniform
 
 
 class Experts(eqx.Module):
@@ -39,7 +38,7 @@ class Experts(eqx.Module):
         dtype: Any,
         key: Array,
     ):
-        keys = iter(jax.random.split(key, 6))
+        keys = iter(keys_of(key, 6))
 
         def drawn(inputs: int, *shape: int) -> Array:
             bound = 1 / math.sqrt(inputs)

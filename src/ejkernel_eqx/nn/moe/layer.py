@@ -18,7 +18,7 @@ from ...weights.experts import mixture_of_experts
 from ...weights.view import Weights
 from ..activations import check_activation
 from ..arguments import check_flags, check_key, read_array, read_dtype, read_sizes, read_weight_dtype
-from ..initial import linear
+from ..initial import keys_of, linear
 from ..projection import project, promoted
 from ..tokens import clear
 from .experts import Experts
@@ -136,7 +136,7 @@ class MixtureOfExperts(eqx.Module):
         groups: Any = {"num_groups": num_groups, "top_k_groups": top_k_groups, "group_score": group_score}
         choice = Choice(num_experts, top_k, scoring, normalize, scaling_factor, **groups)
         dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
-        router_key, experts_key, shared_key, gate_key = jax.random.split(key, 4)
+        router_key, experts_key, shared_key, gate_key = keys_of(key, 4)
         self.gate = Router(
             embed_dim,
             choice,
@@ -152,9 +152,7 @@ class MixtureOfExperts(eqx.Module):
             if shared_dim is None
             else SharedExpert(embed_dim, shared_dim, activation=activation, dtype=dtype, key=shared_key)
         )
-        self.shared_expert_gate = (
-            linear(gate_key, embed_dim, 1, False, dtype) if shared_gate else None
-        )
+        self.shared_expert_gate = linear(gate_key, embed_dim, 1, False, dtype) if shared_gate else None
         self.embed_dim, self.hidden_dim, self.parallel = embed_dim, hidden_dim, parallel
         self.compute_dtype = None if computed is None else computed.name
 
@@ -257,7 +255,9 @@ class MixtureOfExperts(eqx.Module):
         if self.shared_expert_gate is None:
             return y
         gate = jax.nn.sigmoid(project("shared_expert_gate", self.shared_expert_gate, x, 1))
-        return (wide(y) * wide(gate)).astype(y.dtype)  # the gradient of the gate, a sum over features, in float32
+        return (wide(y) * wide(gate)).astype(
+            y.dtype
+        )  # the gradient of the gate, a sum over features, in float32
 
     def _published(self, weights: Weights) -> "MixtureOfExperts":
         return mixture_of_experts(self, weights)
