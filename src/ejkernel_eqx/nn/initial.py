@@ -37,7 +37,7 @@ def uniform(key: Array, shape: tuple[int, ...], dtype: Any, bound: float) -> Arr
 
 # Compiled: the wide numbers are never in memory.
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, bound: float) -> Array:
+def _uniform(key: Array, shape: tuple[int, ...], dtype: Any, bound: float | Array) -> Array:
     return jax.random.uniform(key, shape, accumulator(dtype), -bound, bound).astype(dtype)
 
 
@@ -47,7 +47,7 @@ def _first(numbers: Array, shape: tuple[int, ...]) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def normal(key: Array, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Array:
+def normal(key: Array, shape: tuple[int, ...], dtype: Any, scale: float | Array = 1.0) -> Array:
     """Numbers with this standard deviation."""
     return (scale * jax.random.normal(key, shape, accumulator(dtype))).astype(dtype)
 
