@@ -264,5 +264,6 @@ def test_layers_called_outside_of_jit_use_what_their_own_plans_know():
     tuned = xla.XlaConfig(xla.XlaTile(2, 2), xla.XlaTile(2, 2))
     memory_cache.put(Platform.XLA, found[0].problem.key(), tuned)
     with compilations() as programs:
-        before(x), build()(x)
+        results = before(x), build()(x)
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
     assert [name for name in programs if "_program" in name] == ["jit(_program)"]

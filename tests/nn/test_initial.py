@@ -94,7 +94,9 @@ def test_weights_of_other_shapes_are_drawn_by_the_same_programs():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("draw", [initial.normal, lambda *given: initial.uniform(*given, 0.25)])
+@pytest.mark.parametrize(
+    "draw", [initial.normal, lambda key, shape, dtype: initial.uniform(key, shape, dtype, 0.25)]
+)
 def test_the_mean_is_that_of_the_range(draw, dtype):
     numbers = np.asarray(draw(KEY, (200_000,), jnp.dtype(dtype)), np.float64)
     assert abs(numbers.mean()) < 4 * numbers.std() / 200_000**0.5

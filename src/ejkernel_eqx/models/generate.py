@@ -208,7 +208,8 @@ def _run(
     arrays, static = eqx.partition((model, tokens, mask, sampling, stop, most), eqx.is_array)
 
     def run(arrays: Any) -> tuple[Array, Array, Array]:
-        return _continued(*eqx.combine(arrays, static), room, cache_dtype)
+        model, tokens, mask, sampling, stop, most = eqx.combine(arrays, static)
+        return _continued(model, tokens, mask, sampling, stop, most, room, cache_dtype)
 
     if (mesh := mesh_of(arrays)) is None:
         return run(arrays)

@@ -30,7 +30,9 @@ class MLP(eqx.Module):
 
     def __init__(self, embed_dim: int, config: MLPConfig, *, dtype: Any = None, key: Array):
         keys = keys_of(key, 3)
-        made = lambda key, *sizes: linear(key, *sizes, config.use_bias, read_weight_dtype(dtype))
+        made = lambda key, features, out: linear(
+            key, features, out, config.use_bias, read_weight_dtype(dtype)
+        )
         self.gate_proj = made(keys[0], embed_dim, config.hidden_dim)
         self.up_proj = made(keys[1], embed_dim, config.hidden_dim)
         self.down_proj = made(keys[2], config.hidden_dim, embed_dim)

@@ -65,4 +65,5 @@ def linear(key: Array, features: int, out: int, use_bias: bool, dtype: Any) -> e
 
 
 def _draws_by_place(key: Array) -> bool:
-    return jax.random.key_impl(key) == "threefry2x32" and bool(jax.config.jax_threefry_partitionable)
+    by_place = bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009, its type does not declare settings
+    return by_place and jax.random.key_impl(key) == "threefry2x32"
