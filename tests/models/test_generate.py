@@ -53,6 +53,18 @@ def test_any_number_of_new_tokens_is_one_program(model):
     assert (one.lengths.tolist(), more.lengths.tolist()) == ([1] * 3, [11] * 3)
 
 
+def test_prompts_of_near_lengths_are_one_program(model):
+    with compilations():
+        generate(model, jnp.asarray([[3, 1, 4, 1, 5, 9]]), max_new_tokens=2)
+    with compilations() as later:
+        found = [
+            generate(model, jnp.asarray([row]), max_new_tokens=2).texts()[0]
+            for row in ([9, 2, 6, 5, 3], [8, 9, 7, 9, 3, 2, 3, 8])
+        ]
+    assert not any("_run" in name for name in later)
+    assert found == [greedy(model, [9, 2, 6, 5, 3], 2), greedy(model, [8, 9, 7, 9, 3, 2, 3, 8], 2)]
+
+
 @pytest.mark.slow
 def test_an_array_of_prompts_padded_on_either_side(model):
     tokens = jnp.asarray([[3, 1, 4, 0], [0, 0, 9, 2]])

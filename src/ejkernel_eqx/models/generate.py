@@ -49,7 +49,8 @@ def generate(
     key: Array | None = None,
 ) -> Generated:
     """Continues prompts: each is read in one pass, then written to token by token from the caches, until it emits a stop token or
-    `max_new_tokens` are reached. Compiled once for each shape of the prompts and every 64 of `max_new_tokens`.
+    `max_new_tokens` are reached. Few lengths are compiled: prompts are padded to a power of two or a multiple of 64 tokens, and there is room for a
+    multiple of 64 new ones.
 
     **Arguments:**
 
@@ -75,7 +76,7 @@ def generate(
     check_sizes(max_new_tokens=max_new_tokens)
     tokens, mask = _read_prompts(prompts, padding_mask, model.config.vocab_size)
     lead = tokens.shape[:-1]
-    tokens, mask = tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1])
+    tokens, mask = _widened(tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1]))
     sampling = Sampling() if sampling is None else sampling
     if not isinstance(sampling, Sampling):
         raise ValueError(
@@ -102,6 +103,16 @@ def generate(
 
 def _rounded(count: int) -> int:
     return -(-count // _ROUNDING) * _ROUNDING
+
+
+def _widened(*rows: Array) -> tuple[Array, ...]:
+    """Tokens `[N, T]` and their mask, with padding on the left up to a power of two or a multiple of 64. Where they are traced or on several
+    devices, as they are."""
+    if not all(is_known(x) and len(x.sharding.device_set) == 1 for x in rows):
+        return rows
+    length = rows[0].shape[1]
+    before = min(1 << (length - 1).bit_length(), _rounded(length)) - length
+    return tuple(jax.device_put(np.pad(np.asarray(x), ((0, 0), (before, 0))), x.sharding) for x in rows)
 
 
 def _first(new: Array, count: int) -> Array:
