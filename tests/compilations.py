@@ -12,12 +12,12 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """An entry for each program that is compiled while it is open, as it is for users."""
+    """The name of each program that is compiled while it is open, as it is for users."""
     found: list[str] = []
 
     def hear(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILED:
-            found.append(event)
+            found.append(str(kwargs.get("fun_name")))
 
     jax.monitoring.register_event_duration_secs_listener(hear)
     try:

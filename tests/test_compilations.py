@@ -127,3 +127,19 @@ def test_attention_layer_decodes():
         return y, z, layer(x[:, :1], cache)[0]
 
     check(call)
+
+
+def test_a_decoder():
+    """The whole pass, a prompt into a cache, and the parts of a loss. One program each, besides the cache's."""
+    layers = (ejx.models.LayerConfig("attention", {"num_heads": 2}, ejx.models.MLPConfig(16)),) * 2
+    model = ejx.models.Decoder(ejx.models.DecoderConfig(20, 16, layers), key=jax.random.key(0))
+    tokens = jnp.zeros((2, 5), jnp.int32)
+
+    def call():
+        return (
+            model(tokens),
+            model(tokens, model.init_cache(2, 8)),
+            model.loss(model.features(tokens), tokens),
+        )
+
+    check(call)

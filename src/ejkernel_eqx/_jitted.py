@@ -1,13 +1,22 @@
 """Calls that are compiled once for their shapes, even if they are made outside `jax.jit`."""
 
+import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
+import equinox as eqx
 import jax
+import numpy as np
+from jax import Array
+from jax.core import Tracer
 
-from ._kernel import Plan
+from ._kernel import Kernel, Plan
+from ._values import Check, checks_traced, inputs_of_call, trace_inputs
 from .dispatch import is_traced_anew
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def jitted(function: Callable[..., Any], plan: Plan, *static: Hashable) -> Callable[..., Any]:
@@ -27,3 +36,106 @@ def jitted(function: Callable[..., Any], plan: Plan, *static: Hashable) -> Calla
 def compiled_once(function: Callable[..., Any], *static: Hashable, known: str = "") -> Any:
     """The same for functions that do not depend on a plan."""
     return jax.jit(functools.partial(function, *static))
+
+
+def compiled_call(name: str | None = None) -> Callable[[F], F]:
+    """Decorates a method of a layer or model, whose calls outside of `jit` are then compiled once for their shapes and static fields.
+
+    Inside `jit`, `grad`, `vmap` and other transformations the method runs as it is. So it does where single operations are looked at
+    (`jax.disable_jit`, `jax.debug_nans`, `jax.debug_infs`, `check_values`, recorded choices), with arrays on several devices, whose mesh
+    only concrete arrays tell, and with fields that have no hash. Known values are checked before each call.
+
+    `name`: of the scope of its operations.
+    """
+
+    def decorate(method: Any) -> Any:
+        scoped = method if name is None else jax.named_scope(name)(method)
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            static = _static_of(scoped, tree, leaves, args[0]) if all(map(_is_here, leaves)) else None
+            return scoped(*args, **kwargs) if static is None else _compiled(static, leaves)
+
+        return call
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What a program depends on besides the numbers in its arrays."""
+
+    method: Callable[..., Any]
+    tree: Any
+    leaves: tuple[
+        tuple[Any, ...], ...
+    ]  # with their types, since True == 1; of arrays their shapes and dtypes
+    answers: tuple[str, ...]  # of plans: one of two equal ones may know more
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.method, self.tree, self.leaves, self.answers))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+# What is checked of the values of a program's arrays, as long as JAX keeps the program.
+_CHECKS: weakref.WeakKeyDictionary[_Static, list[tuple[int, Check]]] = weakref.WeakKeyDictionary()
+
+
+def _static_of(method: Callable[..., Any], tree: Any, leaves: list[Any], module: Any) -> _Static | None:
+    """`None` if the call is not to be compiled."""
+    watched = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
+    if is_traced_anew() or checks_traced() or any(getattr(jax.config, name) for name in watched):
+        return None
+    kinds = [(Array, x.shape, x.dtype) if _is_array(x) else (type(x), x) for x in leaves]
+    is_kernel = lambda node: isinstance(node, Kernel)
+    kernels = filter(is_kernel, jax.tree.leaves(module, is_leaf=is_kernel))
+    static = _Static(method, tree, tuple(kinds), tuple(kernel.plan.answers for kernel in kernels))
+    try:
+        # Of fields the hash of a tree takes no notice.
+        return static if static in _CHECKS or _fields_have_hashes(tree) else None
+    except TypeError:
+        return None
+
+
+def _fields_have_hashes(tree: Any) -> bool:
+    node = tree.node_data()
+    if node is not None and issubclass(node[0], eqx.Module):
+        hash(node[1])
+    return all(map(_fields_have_hashes, tree.children()))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, Array | np.ndarray)
+
+
+def _is_here(leaf: Any) -> bool:
+    """Whether a leaf is none of a transformation, and no array that is split over devices or holds objects."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "OSUMm"
+    return not isinstance(leaf, Tracer) and (
+        not isinstance(leaf, Array) or len(leaf.sharding.device_set) == 1
+    )
+
+
+def _compiled(static: _Static, leaves: list[Any]) -> Any:
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    for place, check in _CHECKS.get(static, ()):
+        check(np.asarray(arrays[place]))
+    with inputs_of_call(arrays) as inputs:
+        results = _program(static, arrays)
+    if inputs.traced:
+        _CHECKS[static] = inputs.checks
+    return results
+
+
+@eqx.filter_jit
+def _program(static: _Static, arrays: list[Array]) -> Any:
+    trace_inputs(arrays)
+    rest = iter(arrays)
+    leaves = [next(rest) if kind is Array else leaf[0] for kind, *leaf in static.leaves]
+    args, kwargs = jax.tree.unflatten(static.tree, leaves)
+    return static.method(*args, **kwargs)

@@ -6,7 +6,8 @@ known, and a wrong one raises `ValueError` before anything is launched. Traced v
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -85,6 +86,57 @@ def known(given: Any) -> np.ndarray | None:
     return np.asarray(given)
 
 
+Check = Callable[[np.ndarray], None]
+"""Raises for wrong values."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Inputs:
+    """The arrays of a call that is compiled, which have values although they are traced."""
+
+    arrays: Sequence[Any]
+    traced: Sequence[Any] = ()
+    checks: list[tuple[int, Check]] = dataclasses.field(default_factory=list)
+
+    def place_of(self, given: Any) -> int | None:
+        return next((place for place, x in enumerate(self.traced) if x is given), None)
+
+
+_INPUTS: ContextVar[_Inputs | None] = ContextVar("ejkernel_eqx_inputs", default=None)
+
+
+@contextlib.contextmanager
+def inputs_of_call(arrays: Sequence[Any]) -> Iterator[_Inputs]:
+    """Inside this context a program with these inputs runs, and is traced if it is new: the values of the inputs are known then. The
+    checks that were made are those to repeat at calls that do not trace."""
+    inputs = _Inputs(arrays)
+    token = _INPUTS.set(inputs)
+    try:
+        yield inputs
+    finally:
+        _INPUTS.reset(token)
+        inputs.arrays = ()
+
+
+def trace_inputs(traced: Sequence[Any]) -> None:
+    """The inputs as they are traced."""
+    if (inputs := _INPUTS.get()) is not None:
+        inputs.traced, inputs.checks = traced, []
+
+
+def check_known(given: Any, check: Check) -> bool:
+    """Calls `check` with the values of an argument and returns whether they are known."""
+    inputs = _INPUTS.get()
+    place = None if inputs is None else inputs.place_of(given)
+    if inputs is not None and place is not None:
+        inputs.checks.append((place, check))
+        given = inputs.arrays[place]
+    values = known(given)
+    if values is not None:
+        check(values)
+    return values is not None
+
+
 def shown(values: np.ndarray) -> str:
     """Values for a message: all if they are few, else the first and the last."""
     return np.array2string(values, threshold=20) if values.ndim else str(values)
@@ -102,11 +154,12 @@ def checked(
     `wrong` marks wrong values of a numpy or JAX array; `say` builds the message from a description of what was received, which
     `show` creates if the values are known.
     """
-    values = known(given)
-    if values is not None:
+
+    def check(values: np.ndarray) -> None:
         if np.any(wrong(values)):
             raise ValueError(say(show(values)))
-    elif checks_traced() and array.size:
+
+    if not check_known(given, check) and checks_traced() and array.size:
         return eqx.error_if(array, jnp.any(wrong(array)), say("other values while the program ran"))
     return array
 

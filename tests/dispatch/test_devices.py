@@ -31,6 +31,7 @@ from ejkernel_eqx.dispatch import (
     snapshot,
     Tier,
 )
+from tests.compilations import compilations
 from tests.dispatch.toy import Fast, FastConfig, problem, Slow, SlowConfig
 from tests.dispatch.toy import OPERATION as TOY
 
@@ -250,3 +251,19 @@ def test_what_is_built_before_and_after_tables_change_fits_together():
     np.testing.assert_allclose(
         moved[1].weight, after[1].weight - 0.1 * gradients[1].weight, rtol=1e-5, atol=1e-6
     )
+
+
+def test_layers_called_outside_of_jit_use_what_their_own_plans_know():
+    x = jnp.linspace(-1, 1, 2 * 4 * 16).reshape(2, 4, 16)
+    build = lambda: ejx.nn.MultiHeadAttention(16, num_heads=2, platform="xla", key=jax.random.key(0))
+    before, found = build(), []
+    with ejx.dispatch.on_selection(found.append):
+        eqx.filter_eval_shape(before, x)
+    with compilations():
+        before(x)
+    tuned = xla.XlaConfig(xla.XlaTile(2, 2), xla.XlaTile(2, 2))
+    memory_cache.put(Platform.XLA, found[0].problem.key(), tuned)
+    with compilations() as programs:
+        results = before(x), build()(x)
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+    assert [name for name in programs if "_program" in name] == ["jit(_program)"]

@@ -8,6 +8,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder, DecoderConfig, generate, LayerConfig, MLPConfig, Sampling
+from tests.compilations import compilations
 
 ATTENTION = LayerConfig(
     "attention", {"num_heads": 2, "rope": ejx.nn.RotaryEmbedding(8), "sliding_window": 6}, MLPConfig(24)
@@ -37,6 +38,31 @@ def test_greedy_texts_of_prompts_of_any_length(model):
     prompts = [[3, 1, 4, 1, 5], [9], [2, 6]]
     found = generate(model, prompts, max_new_tokens=7)
     assert found.texts() == [greedy(model, prompt, 7) for prompt in prompts]
+
+
+def test_any_number_of_new_tokens_is_one_program(model):
+    prompts = [[3, 1, 4, 1, 5], [9], [2, 6]]
+    with compilations():
+        seven = generate(model, prompts, max_new_tokens=7)
+    with compilations() as later:
+        one, more = (generate(model, prompts, max_new_tokens=count) for count in (1, 11))
+    assert not later
+    assert one.tokens.shape == (3, 1) and more.tokens.shape == (3, 11)
+    assert one.tokens.tolist() == seven.tokens[:, :1].tolist()
+    assert seven.tokens.tolist() == more.tokens[:, :7].tolist()
+    assert (one.lengths.tolist(), more.lengths.tolist()) == ([1] * 3, [11] * 3)
+
+
+def test_prompts_of_near_lengths_are_one_program(model):
+    with compilations():
+        generate(model, jnp.asarray([[3, 1, 4, 1, 5, 9]]), max_new_tokens=2)
+    with compilations() as later:
+        found = [
+            generate(model, jnp.asarray([row]), max_new_tokens=2).texts()[0]
+            for row in ([9, 2, 6, 5, 3], [8, 9, 7, 9, 3, 2, 3, 8])
+        ]
+    assert not any("_run" in name for name in later)
+    assert found == [greedy(model, [9, 2, 6, 5, 3], 2), greedy(model, [8, 9, 7, 9, 3, 2, 3, 8], 2)]
 
 
 @pytest.mark.slow

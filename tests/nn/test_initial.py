@@ -11,6 +11,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx import nn
 from ejkernel_eqx.nn import initial
+from tests.compilations import compilations
 
 KEY = jax.random.key(5)
 SPARSE: Any = {
@@ -51,17 +52,53 @@ def test_weights_in_16_bits(name):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(b, a.astype(b.dtype)), wide, narrow)
 
 
-def test_weights_in_32_bits_are_those_of_equinox_and_jax():
-    ours, theirs = initial.linear(KEY, 6, 5, True, jnp.float32), eqx.nn.Linear(6, 5, key=KEY)
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-    numbers = initial.uniform(KEY, (7, 3), jnp.float32, 0.5)
-    np.testing.assert_array_equal(numbers, jax.random.uniform(KEY, (7, 3), jnp.float32, -0.5, 0.5))
-    np.testing.assert_array_equal(initial.normal(KEY, (7,), jnp.float32), jax.random.normal(KEY, (7,)))
+KEYS = {
+    "typed": lambda: KEY,
+    "raw": lambda: jax.random.PRNGKey(5),
+    "another generator": lambda: jax.random.key(5, impl="rbg"),
+}
+
+
+@pytest.mark.parametrize("by_place", [True, False])
+@pytest.mark.parametrize("make", KEYS.values(), ids=KEYS)
+def test_weights_in_32_bits_are_those_of_equinox_and_jax(make, by_place):
+    """Also where the numbers of an array are not the first of a larger one's."""
+    with jax.threefry_partitionable(by_place):
+        key = make()
+        ours, theirs = initial.linear(key, 6, 5, True, jnp.float32), eqx.nn.Linear(6, 5, key=key)
+        assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+        numbers = initial.uniform(key, (7, 3), jnp.float32, 0.5)
+        np.testing.assert_array_equal(numbers, jax.random.uniform(key, (7, 3), jnp.float32, -0.5, 0.5))
+        np.testing.assert_array_equal(initial.normal(key, (7,), jnp.float32), jax.random.normal(key, (7,)))
+        found, expected = initial.keys_of(key, 3), jax.random.split(key, 3)
+        np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(expected))
+
+
+def test_mapped_and_large_weights():
+    keys, shape = jax.random.split(KEY, 2), (300, 257)
+    mapped = jax.vmap(lambda key: initial.uniform(key, (4, 3), jnp.float32, 0.25))(keys)
+    for key, numbers in zip(keys, mapped, strict=True):
+        np.testing.assert_array_equal(numbers, jax.random.uniform(key, (4, 3), jnp.float32, -0.25, 0.25))
+    large = initial.uniform(KEY, shape, jnp.float32, 0.25)
+    np.testing.assert_array_equal(large, jax.random.uniform(KEY, shape, jnp.float32, -0.25, 0.25))
+
+
+def test_weights_of_other_shapes_are_drawn_by_the_same_programs():
+    draws = lambda programs: [
+        name for name in programs if any(x in name for x in ("uniform", "split", "bits"))
+    ]
+    with compilations():
+        nn.MultiHeadAttention(8, num_heads=2, key=KEY)
+    with compilations() as later:
+        nn.MultiHeadAttention(24, num_heads=3, num_kv_heads=1, use_qkv_bias=True, key=KEY)
+    assert later and not draws(later), later
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("draw", [initial.normal, lambda *given: initial.uniform(*given, 0.25)])
+@pytest.mark.parametrize(
+    "draw", [initial.normal, lambda key, shape, dtype: initial.uniform(key, shape, dtype, 0.25)]
+)
 def test_the_mean_is_that_of_the_range(draw, dtype):
     numbers = np.asarray(draw(KEY, (200_000,), jnp.dtype(dtype)), np.float64)
     assert abs(numbers.mean()) < 4 * numbers.std() / 200_000**0.5

@@ -5,14 +5,16 @@ from typing import Any, Literal, overload
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._jitted import compiled_call
 from .._signatures import Module
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_key, check_tokens, read_array, read_dtype, read_weight_dtype
-from ..nn.initial import linear, normal
+from ..nn.initial import keys_of, linear, normal
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
@@ -114,10 +116,10 @@ class Decoder(Module):
         check_key(key)
         dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
         self.compute_dtype = None if computed is None else computed.name
-        embed_key, layers_key, head_key = jax.random.split(key, 3)
+        embed_key, layers_key, head_key = keys_of(key, 3)
         width, count = config.embed_dim, len(config.layers)
         self.embedding = normal(embed_key, (config.vocab_size, width), dtype)
-        keys = jax.random.split(layers_key, count)
+        keys, places = keys_of(layers_key, count), np.arange(count, dtype=np.int32)
         options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
         options |= {"expert_parallel": expert_parallel}
         options |= {"split": split_options(config, sequence_axis, token_order)}
@@ -129,8 +131,8 @@ class Decoder(Module):
                     width, layer, layer_index=index, num_layers=count, dtype=dtype, key=key, **options
                 )
 
-            mine = first + place + period * jnp.arange(repeats)
-            return eqx.filter_vmap(make)(keys[mine], mine)
+            mine = slice(first + place, first + period * repeats, period)
+            return eqx.filter_vmap(make)(keys[mine], jnp.asarray(places[mine]))
 
         self.stacks = tuple(
             tuple(stack(*shape, place) for place in range(shape[1])) for shape in config.stacks()
@@ -215,7 +217,7 @@ class Decoder(Module):
         self, tokens: Array, cache: ServingCache, *, batch: RaggedBatch
     ) -> tuple[Array, ServingCache]: ...
 
-    @jax.named_scope("ejx.models.Decoder")
+    @compiled_call("ejx.models.Decoder")
     def __call__(
         self, tokens: Array, cache: Any = None, *, return_statistics: bool = False, **rows: Any
     ) -> Any:
@@ -239,6 +241,7 @@ class Decoder(Module):
         x, other = x
         return self.logits(x), other
 
+    @compiled_call()
     def features(
         self, tokens: Array, cache: Any = None, *, return_statistics: bool = False, **rows: Any
     ) -> Any:
@@ -267,6 +270,7 @@ class Decoder(Module):
             caches.append(own)
         return normed(self.norm, x), type(cache)(tuple(caches))
 
+    @compiled_call()
     def logits(self, x: Array) -> Array:
         """Float32 logits `[..., vocabulary]` of features `[..., E]`."""
         weight = self.embedding if self.head is None else self.head.weight
@@ -274,6 +278,7 @@ class Decoder(Module):
         cap = self.config.logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
+    @compiled_call()
     def loss(self, x: Array, labels: Array, token_weights: Array | None = None) -> Array:
         """The mean cross entropy, in nats, of the logits of features `[..., E]`, which are never held whole
         ([`ejkernel_eqx.LinearCrossEntropy`][]).

@@ -19,7 +19,8 @@ from ..nn.projection import mesh_of
 from .decoder import Decoder
 from .sampling import sample, Sampling, SamplingArrays
 
-_ROUNDING = 64  # lists of tokens are padded to a multiple, so that few lengths are compiled
+# To a multiple of this, lists of tokens are padded and room is made for new tokens, so that few lengths are compiled.
+_ROUNDING = 64
 
 
 class Generated(NamedTuple):
@@ -52,7 +53,8 @@ def generate(
     key: Array | None = None,
 ) -> Generated:
     """Continues prompts: each is read in one pass, then written to token by token from the caches, until it emits a stop token or
-    `max_new_tokens` are reached. Compiled once for each shape of the prompts.
+    `max_new_tokens` are reached. Few lengths are compiled: prompts are padded to a power of two or a multiple of 64 tokens, and there is room for a
+    multiple of 64 new ones.
 
     **Arguments:**
 
@@ -78,7 +80,7 @@ def generate(
     check_sizes(max_new_tokens=max_new_tokens)
     tokens, mask = _read_prompts(prompts, padding_mask, model.config.vocab_size)
     lead = tokens.shape[:-1]
-    tokens, mask = tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1])
+    tokens, mask = _widened(tokens.reshape(-1, tokens.shape[-1]), mask.reshape(-1, mask.shape[-1]))
     sampling = Sampling() if sampling is None else sampling
     if not isinstance(sampling, Sampling):
         raise ValueError(
@@ -89,7 +91,9 @@ def generate(
     stop = _read_stop(
         model.config.stop_tokens if stop_tokens is None else stop_tokens, model.config.vocab_size
     )
-    new, lengths, finite = _run(model, tokens, mask, rows, stop, max_new_tokens, cache_dtype)
+    most = jnp.asarray(max_new_tokens, jnp.int32)
+    room = _rounded(max_new_tokens)
+    new, lengths, finite = _run(model, tokens, mask, rows, stop, most, room, cache_dtype)
     if is_known(finite) and not np.all(finite):
         broken = np.flatnonzero(~np.asarray(finite)).tolist()
         warnings.warn(
@@ -97,7 +101,29 @@ def generate(
             RuntimeWarning,
             stacklevel=2,
         )
+    new = _first(new, max_new_tokens)
     return Generated(new.reshape(*lead, max_new_tokens), lengths.reshape(lead), finite.reshape(lead))
+
+
+def _rounded(count: int) -> int:
+    return -(-count // _ROUNDING) * _ROUNDING
+
+
+def _widened(*rows: Array) -> tuple[Array, ...]:
+    """Tokens `[N, T]` and their mask, with padding on the left up to a power of two or a multiple of 64. Where they are traced or on several
+    devices, as they are."""
+    if not all(is_known(x) and len(x.sharding.device_set) == 1 for x in rows):
+        return rows
+    length = rows[0].shape[1]
+    before = min(1 << (length - 1).bit_length(), _rounded(length)) - length
+    return tuple(jax.device_put(np.pad(np.asarray(x), ((0, 0), (before, 0))), x.sharding) for x in rows)
+
+
+def _first(new: Array, count: int) -> Array:
+    """The first columns. Without a program for each number of them where one device has them all."""
+    if not is_known(new) or len(new.sharding.device_set) > 1:
+        return new[:, :count]
+    return jax.device_put(np.asarray(new)[:, :count], new.sharding)
 
 
 def _seeds(seed: int, key: Array | None, count: int) -> Array:
@@ -144,7 +170,7 @@ def _read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Arr
 
 def _padded(prompts: Any) -> tuple[Array, Array]:
     rows = _rows_of(prompts)
-    width = -(-max(map(len, rows)) // _ROUNDING) * _ROUNDING or 1
+    width = _rounded(max(map(len, rows))) or 1
     tokens = np.zeros((len(rows), width), np.int64)
     mask = np.zeros((len(rows), width), bool)
     for i, row in enumerate(rows):
@@ -205,14 +231,15 @@ def _run(
     mask: Array,
     sampling: SamplingArrays,
     stop: Array,
-    most: int,
+    most: Array,
+    room: int,
     cache_dtype: Any,
 ) -> tuple[Array, Array, Array]:
-    arrays, static = eqx.partition((model, tokens, mask, sampling, stop), eqx.is_array)
+    arrays, static = eqx.partition((model, tokens, mask, sampling, stop, most), eqx.is_array)
 
     def run(arrays: Any) -> tuple[Array, Array, Array]:
-        model, tokens, mask, sampling, stop = eqx.combine(arrays, static)
-        return _continued(model, tokens, mask, sampling, stop, most, cache_dtype)
+        model, tokens, mask, sampling, stop, most = eqx.combine(arrays, static)
+        return _continued(model, tokens, mask, sampling, stop, most, room, cache_dtype)
 
     if (mesh := mesh_of(arrays)) is None:
         return run(arrays)
@@ -225,7 +252,7 @@ def _run(
 class _Texts(NamedTuple):
     done: Array  # bool [N]
     finite: Array  # bool [N]: all logits so far
-    written: Array  # int32 [N, most]
+    written: Array  # int32 [N, room]
 
 
 def _continued(
@@ -234,11 +261,13 @@ def _continued(
     mask: Array,
     sampling: SamplingArrays,
     stop: Array,
-    most: int,
+    most: Array,
+    room: int,
     cache_dtype: Any,
 ) -> tuple[Array, Array, Array]:
+    """At most `most` new tokens of each row, in arrays with `room` for more."""
     rows, width = tokens.shape
-    cache = model.init_cache(rows, width + most, cache_dtype)
+    cache = model.init_cache(rows, width + room, cache_dtype)
     x, cache = model.features(jnp.where(mask, tokens, 0), cache, padding_mask=mask)
     last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
@@ -259,7 +288,7 @@ def _continued(
         token, texts = choose(step, x[:, 0], texts)
         return step + 1, token, cache, texts
 
-    begun = _Texts(jnp.zeros(rows, bool), jnp.ones(rows, bool), jnp.full((rows, most), -1, jnp.int32))
+    begun = _Texts(jnp.zeros(rows, bool), jnp.ones(rows, bool), jnp.full((rows, room), -1, jnp.int32))
     token, texts = choose(jnp.int32(0), x, begun)
     goes_on = lambda carry: (carry[0] < most) & ~jnp.all(carry[3].done)
     *_, texts = jax.lax.while_loop(goes_on, body, (jnp.int32(1), token, cache, texts))

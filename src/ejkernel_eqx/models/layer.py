@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .._jitted import compiled_call
 from .._signatures import Module
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
 from ..nn.activations import gated
 from ..nn.arguments import read_weight_dtype
-from ..nn.initial import linear
+from ..nn.initial import keys_of, linear
 from ..nn.projection import project
 from ..normalization import ResidualRMSNorm
 from .config import LayerConfig, MLPConfig, MoEConfig
@@ -29,14 +30,16 @@ class MLP(Module):
     config: MLPConfig = eqx.field(static=True)
 
     def __init__(self, embed_dim: int, config: MLPConfig, *, dtype: Any = None, key: Array):
-        keys = jax.random.split(key, 3)
-        made = lambda key, *sizes: linear(key, *sizes, config.use_bias, read_weight_dtype(dtype))
+        keys = keys_of(key, 3)
+        made = lambda key, features, out: linear(
+            key, features, out, config.use_bias, read_weight_dtype(dtype)
+        )
         self.gate_proj = made(keys[0], embed_dim, config.hidden_dim)
         self.up_proj = made(keys[1], embed_dim, config.hidden_dim)
         self.down_proj = made(keys[2], config.hidden_dim, embed_dim)
         self.config = config
 
-    @jax.named_scope("ejx.models.MLP")
+    @compiled_call("ejx.models.MLP")
     def __call__(self, x: Array, again: Array | None = None) -> Array:
         """`x`: `[..., E]`, any number of leading axes; `again`: the same, for the second projection, from
         [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. **Returns:** an array of its shape and dtype."""
@@ -84,7 +87,7 @@ class DecoderLayer(Module):
         key: Array,
         **options: Any,
     ):
-        mixer_key, mlp_key = jax.random.split(key)
+        mixer_key, mlp_key = keys_of(key)
         # Norms keep float32 weights: they are few, and what they multiply is computed in float32.
         wide = jnp.float32 if dtype is not None and jnp.dtype(dtype).itemsize < 4 else dtype
         norm = lambda there: (
@@ -102,10 +105,12 @@ class DecoderLayer(Module):
         self.residual_norm = ResidualRMSNorm(norm_eps, platform=None if platform == "cuda" else platform)
         self.config = config
 
+    @compiled_call()
     def __call__(self, x: Array, cache: Any = None, **rows: Any) -> tuple[Array, Any]:
         """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache."""
         return self._through(x, cache, rows, False)[:2]
 
+    @compiled_call()
     def with_statistics(self, x: Array, **rows: Any) -> tuple[Array, RouterStatistics | None]:
         """The tokens, and what the router of a mixture of experts did."""
         x, _, statistics = self._through(x, None, rows, True)

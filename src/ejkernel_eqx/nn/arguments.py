@@ -14,6 +14,7 @@ from jax import Array
 from jax.core import Tracer
 
 from .._sizes import remedy_of_size
+from .._values import check_known
 from ..core.arguments import check_flags as check_flags
 
 _KINDS = {"floats": jnp.floating, "integers": jnp.integer, "booleans": jnp.bool_}
@@ -162,19 +163,22 @@ def check_tokens(name: str, value: Any, kind: str, of: str, x: Array) -> None:
 
 def check_slots(name: str, slots: Any, count: int) -> None:
     """The slot of each row, of `count`: in range and distinct, if the values are known; negative means no slot."""
-    if slots is None or not is_known(slots):
-        return
-    used = np.asarray(slots).reshape(-1)
-    used = used[used >= 0]
-    if np.any(used >= count):
-        raise ValueError(
-            f"{name}: expected slots below {count}, the number of slots of the state, received {int(used.max())}; -1 means no slot."
-        )
-    numbers, times = np.unique(used, return_counts=True)
-    if np.any(times > 1):
-        raise ValueError(
-            f"{name}: expected distinct slots, received {int(numbers[times > 1][0])} {int(times.max())} times; each sequence needs its own slot."
-        )
+
+    def check(values: np.ndarray) -> None:
+        used = values.reshape(-1)
+        used = used[used >= 0]
+        if np.any(used >= count):
+            raise ValueError(
+                f"{name}: expected slots below {count}, the number of slots of the state, received {int(used.max())}; -1 means no slot."
+            )
+        numbers, times = np.unique(used, return_counts=True)
+        if np.any(times > 1):
+            raise ValueError(
+                f"{name}: expected distinct slots, received {int(numbers[times > 1][0])} {int(times.max())} times; each sequence needs its own slot."
+            )
+
+    if slots is not None:
+        check_known(slots, check)
 
 
 def is_known(x: Any) -> bool:

@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
 from ..attention import FlashAttention, Mask, RingAttention
@@ -398,7 +399,7 @@ class MultiHeadAttention(Module):
             **given: Unpack[Inputs],
         ) -> Output | tuple[Any, ...]: ...
 
-    @jax.named_scope("ejx.nn.MultiHeadAttention")
+    @compiled_call("ejx.nn.MultiHeadAttention")
     def __call__(
         self,
         x: Float[AnyArray, "*B T E"],

@@ -6,9 +6,10 @@ import numpy as np
 from jax import Array
 
 from .._shapes import AnyArray
+from .._values import check_known
 from ..attention import Mask, RingAttention
 from ..paged import PagedKVCache
-from .arguments import check_flags, check_key, check_tokens, is_known, read_array, read_features
+from .arguments import check_flags, check_key, check_tokens, read_array, read_features
 from .kv_cache import KVCache
 from .rolling_cache import RollingKVCache
 from .rotary import check_positions, RotaryChoice, RotaryEmbedding
@@ -211,16 +212,19 @@ def _check_scores(name: str, value: Any, kind: str, lead: tuple[int, ...], heads
 
 def check_side_by_side(padding_mask: AnyArray | None) -> None:
     """Real tokens are contiguous in each row, if the values are known."""
-    if padding_mask is None or not is_known(padding_mask) or not np.size(padding_mask):
-        return
-    real = np.asarray(padding_mask).reshape(-1, padding_mask.shape[-1])
-    starts = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
-    if np.any(starts > 1):
-        row = int(np.argmax(starts > 1))
-        raise ValueError(
-            f"padding_mask: expected contiguous real tokens in each row, received padding between them in row {row}; use mask= or "
-            "segment_ids= to exclude tokens in between."
-        )
+
+    def check(values: np.ndarray) -> None:
+        real = values.reshape(-1, values.shape[-1])
+        starts = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
+        if np.any(starts > 1):
+            row = int(np.argmax(starts > 1))
+            raise ValueError(
+                f"padding_mask: expected contiguous real tokens in each row, received padding between them in row {row}; use mask= or "
+                "segment_ids= to exclude tokens in between."
+            )
+
+    if padding_mask is not None and np.size(padding_mask):
+        check_known(padding_mask, check)
 
 
 def window_of(layer: Any) -> int:

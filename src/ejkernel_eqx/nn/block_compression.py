@@ -10,13 +10,14 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._broadcast import like
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Float, Int
 from .._signatures import Module
 from ..attention.native_sparse import blocks
 from ..core.arguments import wide
 from ..parallel import Leading, over_mesh
 from .arguments import check_divides, check_key, check_sizes, read_array, read_weight_dtype
-from .initial import normal, uniform
+from .initial import keys_of, normal, uniform
 
 
 class BlockCompression(Module):
@@ -64,7 +65,7 @@ class BlockCompression(Module):
             check_sizes(hidden_dim=hidden_dim)
         check_key(key)
         dtype = read_weight_dtype(dtype)
-        keys = iter(jax.random.split(key, 5))
+        keys = iter(keys_of(key, 5))
 
         def drawn(features: int, *shape: int) -> Array:
             limit = features**-0.5  # as of equinox.nn.Linear
@@ -80,7 +81,7 @@ class BlockCompression(Module):
             self.out_bias = drawn(hidden_dim, head_dim)
         self.num_heads, self.head_dim, self.size, self.stride = num_heads, head_dim, size, stride
 
-    @jax.named_scope("ejx.nn.BlockCompression")
+    @compiled_call("ejx.nn.BlockCompression")
     def __call__(
         self, x: Float[AnyArray, "*B T K D"], begin: Int[AnyArray, "... C"] | None = None
     ) -> Float[Array, "*B C K D"]:

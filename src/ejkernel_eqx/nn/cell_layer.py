@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from .._broadcast import like
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
 from ..cells import Recurrent
@@ -30,7 +31,7 @@ from .arguments import (
     read_sizes,
     read_weight_dtype,
 )
-from .initial import uniform
+from .initial import keys_of, uniform
 from .projection import compute_dtype_of, product, stored_dtype_of
 from .tokens import clear, ids_of
 
@@ -145,7 +146,7 @@ class CellLayer(Module):
         self.use_bias = use_bias
         self.compute_dtype = None if computed is None else computed.name
         shapes, bound = self._shapes(), hidden_size**-0.5
-        keys = jax.random.split(key, len(shapes))
+        keys = keys_of(key, len(shapes))
         self.weights = {
             name: uniform(key, shape, dtype, bound)
             for key, (name, shape) in zip(keys, shapes.items(), strict=True)
@@ -211,6 +212,7 @@ class CellLayer(Module):
             self, x: Float[AnyArray, "*B T E"], state: CellState, **tokens: Unpack[_Tokens]
         ) -> tuple[Float[Array, "*B T O"], CellState]: ...
 
+    @compiled_call()
     def __call__(
         self,
         x: Float[AnyArray, "*B T E"],

@@ -3,11 +3,11 @@
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Float
 from .._signatures import Module
 from ..dispatch import PlatformLike
@@ -69,7 +69,7 @@ class GatedRMSNorm(Module):
         )
         self.features = features
 
-    @jax.named_scope("ejx.nn.GatedRMSNorm")
+    @compiled_call("ejx.nn.GatedRMSNorm")
     def __call__(
         self, x: Float[AnyArray, "*B C"], z: Float[AnyArray, "*B C"] | None = None
     ) -> Float[Array, "*B C"]:

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any, overload, TYPE_CHECKING, TypedDict, Unpack
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
 from ..attention import Mask, merge_attention
@@ -247,7 +247,7 @@ class MultiHeadLatentAttention(Module):
             self, x: Tokens, cache: PagedLatentCache, *, batch: RaggedBatch
         ) -> tuple[Output, PagedLatentCache]: ...
 
-    @jax.named_scope("ejx.nn.MultiHeadLatentAttention")
+    @compiled_call("ejx.nn.MultiHeadLatentAttention")
     def __call__(
         self,
         x: Float[AnyArray, "*B T E"],

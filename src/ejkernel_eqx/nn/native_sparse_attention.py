@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
 from ..attention import NativeSparseAttention as SparseAttention
@@ -244,7 +245,7 @@ class NativeSparseAttention(Module):
             self, x: Tokens, cache: PagedSparseCache, *, batch: RaggedBatch
         ) -> tuple[Output, PagedSparseCache]: ...
 
-    @jax.named_scope("ejx.nn.NativeSparseAttention")
+    @compiled_call("ejx.nn.NativeSparseAttention")
     def __call__(
         self,
         x: Float[AnyArray, "*B T E"],

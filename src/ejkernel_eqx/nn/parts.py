@@ -12,7 +12,7 @@ from ..core.arguments import accumulator, rate_of
 from ..dispatch import PlatformLike
 from .arguments import check_key, read_dtype, read_weight_dtype
 from .gated_rms_norm import GatedRMSNorm
-from .initial import linear
+from .initial import keys_of, linear
 from .short_convolution import ShortConvolution
 
 
@@ -34,7 +34,7 @@ class Parts:
         self.wide = accumulator(self.dtype)  # of decay rates
         self.platform: PlatformLike | None = platform
         self.sequence_axis = sequence_axis
-        self._keys = iter(jax.random.split(key, count))
+        self._keys = iter(keys_of(key, count))
 
     def left_out(self) -> None:
         """Skips the key of an omitted part, so that later parts start with the same weights as in a layer that has it."""

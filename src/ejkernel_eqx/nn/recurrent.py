@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
 from ..core.arguments import accumulator
@@ -196,6 +197,7 @@ class RecurrentLayer(Module):
             self, x: Float[AnyArray, "T E"], state: RecurrentState, *, batch: RaggedBatch
         ) -> tuple[Float[Array, "T E"], RecurrentState]: ...
 
+    @compiled_call()
     def __call__(
         self,
         x: Float[AnyArray, "*B T E"],

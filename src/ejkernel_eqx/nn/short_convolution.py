@@ -3,12 +3,12 @@
 from typing import Any, overload, TYPE_CHECKING, TypedDict, Unpack
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from .._jitted import compiled_call
 from .._shapes import AnyArray, Float, Int
 from .._signatures import Module
 from ..convolution import CausalConv1d
@@ -25,7 +25,7 @@ from .arguments import (
     read_sizes,
     read_weight_dtype,
 )
-from .initial import uniform
+from .initial import keys_of, uniform
 
 
 class _Packing(TypedDict, total=False):
@@ -75,7 +75,7 @@ class ShortConvolution(Module):
         check_flags(use_bias=use_bias)
         check_key(key)
         dtype = read_weight_dtype(dtype)
-        weight_key, bias_key = jax.random.split(key)
+        weight_key, bias_key = keys_of(key)
         bound = width**-0.5
         self.weight = uniform(weight_key, (channels, 1, width), dtype, bound)
         self.bias = uniform(bias_key, (channels,), dtype, bound) if use_bias else None
@@ -108,7 +108,7 @@ class ShortConvolution(Module):
             **packing: Unpack[_Packing],
         ) -> tuple[Float[Array, "*B T C"], Float[Array, "... W-1 C"]]: ...
 
-    @jax.named_scope("ejx.nn.ShortConvolution")
+    @compiled_call("ejx.nn.ShortConvolution")
     def __call__(
         self,
         x: Float[AnyArray, "*B T C"],

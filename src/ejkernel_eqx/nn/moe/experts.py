@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import jax
 from jax import Array
 
 from ..._signatures import Module
@@ -12,7 +11,7 @@ from ...matmul import GroupedMatmul
 from ...weights.experts import experts as filled_experts
 from ...weights.view import Weights
 from ..activations import matmul_options
-from ..initial import uniform
+from ..initial import keys_of, uniform
 
 
 class Experts(Module):
@@ -39,7 +38,7 @@ class Experts(Module):
         dtype: Any,
         key: Array,
     ):
-        keys = iter(jax.random.split(key, 6))
+        keys = iter(keys_of(key, 6))
 
         def drawn(inputs: int, *shape: int) -> Array:
             bound = 1 / math.sqrt(inputs)

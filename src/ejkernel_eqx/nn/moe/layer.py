@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from ..._jitted import compiled_call
 from ..._shapes import AnyArray, Bool, Float
 from ..._signatures import Module
 from ...core.arguments import wide
@@ -18,7 +19,7 @@ from ...weights.experts import mixture_of_experts
 from ...weights.view import Weights
 from ..activations import check_activation
 from ..arguments import check_flags, check_key, read_array, read_dtype, read_sizes, read_weight_dtype
-from ..initial import linear
+from ..initial import keys_of, linear
 from ..projection import project, promoted
 from ..tokens import clear
 from .experts import Experts
@@ -136,7 +137,7 @@ class MixtureOfExperts(Module):
         groups: Any = {"num_groups": num_groups, "top_k_groups": top_k_groups, "group_score": group_score}
         choice = Choice(num_experts, top_k, scoring, normalize, scaling_factor, **groups)
         dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
-        router_key, experts_key, shared_key, gate_key = jax.random.split(key, 4)
+        router_key, experts_key, shared_key, gate_key = keys_of(key, 4)
         self.gate = Router(
             embed_dim,
             choice,
@@ -205,7 +206,7 @@ class MixtureOfExperts(Module):
         return_statistics: Literal[True],
     ) -> tuple[Float[Array, "*B E"], RouterStatistics]: ...
 
-    @jax.named_scope("ejx.nn.MixtureOfExperts")
+    @compiled_call("ejx.nn.MixtureOfExperts")
     def __call__(
         self,
         x: Float[AnyArray, "*B E"],

@@ -3,12 +3,11 @@
 from typing import Any
 
 import equinox as eqx
-import jax
 from jax import Array
 
 from ..._signatures import Module
 from ..activations import gated
-from ..initial import linear
+from ..initial import keys_of, linear
 from ..projection import project
 
 
@@ -22,7 +21,7 @@ class SharedExpert(Module):
     activation: str = eqx.field(static=True)
 
     def __init__(self, embed_dim: int, hidden_dim: int, *, activation: str, dtype: Any, key: Array):
-        keys = jax.random.split(key, 3)
+        keys = keys_of(key, 3)
         self.gate_proj = linear(keys[0], embed_dim, hidden_dim, False, dtype)
         self.up_proj = linear(keys[1], embed_dim, hidden_dim, False, dtype)
         self.down_proj = linear(keys[2], hidden_dim, embed_dim, False, dtype)

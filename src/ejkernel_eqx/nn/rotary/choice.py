@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ..._jitted import compiled_call
 from ..._shapes import AnyArray, Float, Int
 from ..._signatures import Module
 from .embedding import RotaryEmbedding
@@ -62,7 +62,7 @@ class RotaryChoice(Module):
     def by_length(self) -> bool:
         return any(rope.by_length for rope in self.ropes)
 
-    @jax.named_scope("ejx.nn.RotaryChoice")
+    @compiled_call("ejx.nn.RotaryChoice")
     def __call__(
         self,
         x: Float[AnyArray, "*B T H D"],

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from ..._errors import CheckpointError
+from ..._jitted import compiled_call
 from ..._shapes import AnyArray, Float, Int
 from ..._signatures import Module
 from ..arguments import check_flags, read_array, read_sizes
@@ -142,7 +142,7 @@ class RotaryEmbedding(Module):
             return base, 1.0
         return self.scaling.frequencies(base, self.theta), self.scaling.magnitude
 
-    @jax.named_scope("ejx.nn.RotaryEmbedding")
+    @compiled_call("ejx.nn.RotaryEmbedding")
     def __call__(
         self,
         x: Float[AnyArray, "*B T H D"],
