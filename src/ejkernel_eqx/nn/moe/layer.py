@@ -183,7 +183,7 @@ class MixtureOfExperts(eqx.Module):
 
     def route(self, x: Float[AnyArray, "*B E"]) -> Routing:
         """The experts of tokens `[..., E]` and their weights: a tuple of `logits` `[..., N]`, `weights` `[..., top_k]` and `indices`
-        `[..., top_k]`, the expert that is ranked highest first."""
+        `[..., top_k]`, the expert that is ranked highest first, and of equal ones that with the lower number."""
         return self.gate(self._read(x))
 
     @overload
