@@ -24,7 +24,7 @@ _QKV = ((T, H, D), (T, H, D), (T, H, D))
 
 def _scan(**options: Any) -> Any:
     op = ejx.StateSpaceV1(**options)
-    return lambda x, dt, B, C, A: op(x, dt, A, B, C)
+    return lambda x, dt, B, C, A, **packing: op(x, dt, A, B, C, **packing)
 
 
 # What builds an operation; the arguments that each sequence has for itself, as shapes or with what is made of normal numbers; those of all.
@@ -44,7 +44,7 @@ OPERATIONS: dict[str, tuple[Any, list[Any], list[Any]]] = {
 }  # fmt: skip
 
 
-def _arrays(entries: list[Any], seed: int, scale: float, *lead: int) -> list[jax.Array]:
+def arrays_of(entries: list[Any], seed: int, scale: float, *lead: int) -> list[jax.Array]:
     entries = [entry if callable(entry[-1]) else (entry, lambda x: x) for entry in entries]
     return [make(scale * normal(seed + i, *lead, *shape)) for i, (shape, make) in enumerate(entries)]
 
@@ -65,7 +65,7 @@ def test_operations(name, platform):
     if platform != "xla":
         pytest.importorskip("triton")
     build, entries, shared = OPERATIONS[name]
-    op, shared = build(platform=platform), _arrays(shared, 20, 1.0)
+    op, shared = build(platform=platform), arrays_of(shared, 20, 1.0)
 
     @quick
     def results(own):
@@ -74,8 +74,8 @@ def test_operations(name, platform):
             jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)), out)
         )
 
-    own = _arrays(entries, 0, 1.0, B)
-    beside = [_arrays(entries, 40, 4.0, B), [jnp.full_like(x, jnp.nan) for x in own]]
+    own = arrays_of(entries, 0, 1.0, B)
+    beside = [arrays_of(entries, 40, 4.0, B), [jnp.full_like(x, jnp.nan) for x in own]]
     row = lambda found: jax.tree.map(lambda x: x[ROW], found)
     wanted = row(results(own))
     for others in beside:
