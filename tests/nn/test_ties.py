@@ -1,12 +1,13 @@
-"""Of equal scores the first is taken, by routers as by samplers: NumPy's stable sort says which. A negative zero equals a positive one."""
+"""Of equal scores the first is taken, by routers, samplers and sparse attention; NumPy's stable sort says which. Both zeros are equal."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx.models.sampling import draw, greedy, Sampling, SamplingArrays
 from ejkernel_eqx.nn.moe.routing import Choice, choose
-from tests.attention.dense import quick
+from tests.attention.dense import INTERPRET, normal, quick
 
 
 def _few_values(*shape):
@@ -59,3 +60,17 @@ def test_tokens():
     pair = np.asarray([[1.0, 3.0, -0.0, 0.0, 3.0, 0.0]] * 64, np.float32)
     rows = SamplingArrays.of([(Sampling(4.0, top_k=3), place) for place in range(64)], 64)
     assert set(np.asarray(quick(draw)(jnp.asarray(pair), rows)).tolist()) == {0, 1, 4}
+
+
+@pytest.mark.parametrize("platform", ["xla", INTERPRET])
+def test_blocks(platform):
+    """A query's own block and the first one, then those of the largest scores: of equal keys, all scores are equal."""
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
+    op = ejx.NativeSparseAttention(block_size=4, num_blocks=4, sliding_window=5, platform=platform)
+    q, k, v, gates = normal(0, 30, 4, 16), jnp.ones((30, 2, 16)), normal(1, 30, 2, 16), normal(2, 30, 4, 3)
+    _, found = quick(lambda *args: op(*args, return_indices=True))(q, k, v, gates)
+    for place, chosen in enumerate(np.asarray(found)):
+        own = place // 4
+        expected = [own, *[block for block in range(4) if block < own]][:4]
+        assert (chosen == expected + [-1] * (4 - len(expected))).all()
