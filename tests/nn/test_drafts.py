@@ -146,7 +146,7 @@ def test_tokens_that_nobody_takes_back_count_and_go_with_their_slot():
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "mamba2" else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "lightning" else pytest.param(name, marks=pytest.mark.slow)
         for name in recurrent_layers.LAYERS
     ],
 )
