@@ -12,7 +12,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import nn
-from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig
+from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MoEConfig
 from tests.attention.dense import normal
 from tests.nn import experts
 from tests.recurrence.quick import quick
@@ -130,12 +130,18 @@ def test_experts(name, platform):
         _assert_equal(run(layer, x.at[0].set(others))[1], wanted)
 
 
+@functools.cache
+def _model() -> Decoder:
+    mixture = MoEConfig({"hidden_dim": 24, "num_experts": 3, "top_k": 2})
+    attention = LayerConfig("attention", {"num_heads": 2, "rope": nn.RotaryEmbedding(8)}, mixture)
+    config = DecoderConfig(20, 16, (attention, LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})))
+    return Decoder(config, key=jax.random.key(0))
+
+
 @pytest.mark.slow
 def test_a_model():
     """A prompt padded on the left, then steps, beside other texts of other lengths."""
-    attention = LayerConfig("attention", {"num_heads": 2, "rope": nn.RotaryEmbedding(8)}, MLPConfig(24))
-    config = DecoderConfig(20, 16, (attention, LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})))
-    model = Decoder(config, key=jax.random.key(0))
+    model = _model()
     call = eqx.filter_jit(lambda model, tokens, cache, mask: model(tokens, cache, padding_mask=mask))
     tokens = np.random.default_rng(0).integers(0, 20, (3, 3, 9))
     tokens[:, 1] = tokens[0, 1]
@@ -146,5 +152,38 @@ def test_a_model():
         for step in range(5, 9):
             found.append(logits[1, -1])
             logits, cache = call(model, texts[:, step : step + 1], cache, np.ones((3, 1), bool))
+        results.append(found)
+    _assert_equal(results[1:], [results[0]] * 2)
+
+
+@pytest.mark.slow
+def test_a_model_that_serves():
+    """Within one bucket: chunks and steps of a sequence beside others, in other pages and slots, first or last in the batch."""
+    model = _model()
+    call = eqx.filter_jit(lambda model, tokens, cache, batch: model(tokens, cache, batch=batch))
+    text = np.random.default_rng(0).integers(0, 20, 12)
+    buckets, results = ejx.Buckets((13,), (3,), (4,), (6,)), []
+    for seed, others in enumerate(([5, 1], [2, 6], [])):
+        rng = np.random.default_rng(seed)
+        cache = model.init_serving_cache(num_pages=12, page_size=4, num_slots=4)
+        pages, slots = rng.permutation(12).reshape(3, 4), rng.permutation(4)[:3]
+        mine, done, found = seed % (len(others) + 1), np.zeros(3, int), []
+        for count in (5, 1, 3, 1, 1):
+            counts = np.insert(
+                np.array(others, int) if not done.any() else np.ones(len(others), int), mine, count
+            )
+            texts = [
+                text[done[mine] : done[mine] + n] if row == mine else rng.integers(0, 20, n)
+                for row, n in enumerate(counts)
+            ]
+            rows = slice(0, len(counts))
+            done[rows] += counts
+            batch = ejx.RaggedBatch.build(
+                counts, done[rows], pages[rows], page_size=4, state_indices=slots[rows], buckets=buckets
+            )
+            start = int(counts[:mine].sum())
+            packed = np.pad(np.concatenate(texts), (0, 13 - counts.sum()))
+            logits, cache = call(model, jnp.asarray(packed, jnp.int32), cache, batch)
+            found.append(logits[start : start + count])
         results.append(found)
     _assert_equal(results[1:], [results[0]] * 2)
