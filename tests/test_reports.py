@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.attention.conftest import launches as launches
 from tests.recurrence.quick import quick
 from tests.test_neighbours import arrays_of, OPERATIONS, T
 from tests.tolerances import assert_close
@@ -80,3 +81,33 @@ def test_values_with_and_without_gradients(name, platform):
     call = lambda *args: op(*args)
     alone, beside = quick(call)(*args), quick(lambda *args: jax.vjp(call, *args)[0])(*args)
     jax.tree.map(np.testing.assert_array_equal, alone, beside)
+
+
+# What `jax.checkpoint` is to keep for the forward kernels not to run again.
+KEPT = {
+    "sparse": ("native_sparse_out", "native_sparse_saved"),
+    "delta": ("recurrence_out", "recurrence_state", "recurrence_saved"),
+    "linear": ("recurrence_out", "recurrence_state", "recurrence_saved"),
+    "scan": ("selective_scan_out", "selective_scan_state", "selective_scan_saved"),
+    "cells": ("recurrent_out", "recurrent_hidden", "recurrent_cell", "recurrent_saved"),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", KEPT)
+def test_kernels_whose_results_are_kept_do_not_run_again(name, launches):
+    op, args = made(name, "triton-interpret")
+    policies = jax.checkpoint_policies
+
+    def loss(*args):
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(op(*map(jnp.tanh, args))))
+
+    def ran(loss) -> list[str]:
+        launches.clear()
+        gradient = quick(jax.value_and_grad(loss, tuple(range(len(args)))))
+        jax.block_until_ready(gradient(*args))
+        return sorted(launches)
+
+    once = ran(loss)
+    assert ran(jax.checkpoint(loss, policy=policies.save_only_these_names(*KEPT[name]))) == once
+    assert len(ran(jax.checkpoint(loss, policy=policies.nothing_saveable))) > len(once)
