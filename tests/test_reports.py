@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejkernel_eqx as ejx
 from tests.attention.conftest import launches as launches
+from tests.attention.dense import normal
 from tests.recurrence.quick import quick
 from tests.test_neighbours import arrays_of, OPERATIONS, T
 from tests.tolerances import assert_close
@@ -90,13 +92,22 @@ KEPT = {
     "linear": ("recurrence_out", "recurrence_state", "recurrence_saved"),
     "scan": ("selective_scan_out", "selective_scan_state", "selective_scan_saved"),
     "cells": ("recurrent_out", "recurrent_hidden", "recurrent_cell", "recurrent_saved"),
+    "experts": ("grouped_matmul_out", "grouped_matmul_saved"),
 }
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", KEPT)
+def _experts() -> tuple[Any, list[jax.Array]]:
+    op = ejx.GroupedMatmul(activation="silu", platform="triton-interpret")
+    args = [normal(0, 6, 16), normal(1, 2, 16, 16), normal(2, 2, 16, 16)]
+    return lambda x, gate, up: op(x, gate, jnp.array([2, 3]), up=up), args
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("experts", "linear") else pytest.param(name, marks=pytest.mark.slow) for name in KEPT],
+)
 def test_kernels_whose_results_are_kept_do_not_run_again(name, launches):
-    op, args = made(name, "triton-interpret")
+    op, args = _experts() if name == "experts" else made(name, "triton-interpret")
     policies = jax.checkpoint_policies
 
     def loss(*args):
