@@ -310,6 +310,8 @@ _CUDA = [
     Case(name="two-queries", T=2, S=126, H=3, K=3),
     Case(name="top-left", T=66, S=200, right=0, offset=0),
     Case(name="wide-heads", T=128, S=128, D=256, V=256, right=0),
+    Case(name="wide-heads-window", T=256, S=256, D=256, V=256, left=40, right=0),
+    Case(name="half-a-tile", T=192, S=192, D=128, V=128, right=0),
 ]
 
 

@@ -143,6 +143,65 @@ def test_tokens_that_nobody_takes_back_count_and_go_with_their_slot():
     assert_close(y, expected[:2])
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "lightning" else pytest.param(name, marks=pytest.mark.slow)
+        for name in recurrent_layers.LAYERS
+    ],
+)
+def test_sequences_that_pause_and_fork(name):
+    """Drafts that nobody has taken back yet, of sequences that bring no token, are copied, or read more tokens than there is room for. What is
+    taken back holds NaN."""
+    layer = recurrent_layers.build(name)
+    x, nan = (
+        np.asarray(recurrent_layers.inputs(3, 14)),
+        np.full((2, recurrent_layers.EMBED), np.nan, np.float32),
+    )
+    expected = np.asarray(quick(lambda x: layer(x))(x))
+    run = quick(lambda x, pool, batch: layer(x, pool, batch=batch))
+    sizes: dict[str, Any] = {"num_pages": 1, "page_size": 64, "num_slots": 6, "num_draft_tokens": ROOM}
+    caches = CacheState.init([layer], **sizes)
+    caches = caches.with_layers([poisoned(caches.layers[0])])
+    done = {slot: 0 for slot in range(6)}
+
+    def step(*sequences, accepted=()):
+        """Each `(slot, row of x, number of new tokens)`, with so many NaN behind those that are accepted."""
+        nonlocal caches
+        slots, rows, counts = zip(*sequences)
+        behind = [count - a for count, a in zip(counts, accepted)] or [0] * len(counts)
+        starts = [done[slot] for slot in slots]
+        tokens = [
+            np.concatenate([x[row, n : n + count - b], nan[:b]])
+            for row, n, count, b in zip(rows, starts, counts, behind)
+        ]
+        lengths = [n + count for n, count in zip(starts, counts)]
+        options: dict[str, Any] = {"page_size": 64, "buckets": Buckets((10,), (3,), (1,), (8,))}
+        batch = RaggedBatch.build(counts, lengths, [[0]] * len(counts), **options, state_indices=slots)
+        y, pool = run(packed(tokens, 10), caches.layers[0], batch)
+        caches = caches.with_layers([pool])
+        if accepted:
+            caches = caches.accept([*accepted, *[0] * (3 - len(accepted))], batch)
+        else:
+            ends = np.cumsum(counts)
+            for row, n, end, count in zip(rows, starts, ends, counts):
+                assert_close(
+                    y[end - count : end], expected[row, n : n + count], name=f"{name}, row {row} from {n}"
+                )
+        done.update((slot, n + count - b) for slot, n, count, b in zip(slots, starts, counts, behind))
+
+    step((0, 0, 5), (1, 1, 3))
+    step((0, 0, 4), (1, 1, 3), accepted=(2, 1))
+    step((0, 0, 6), (1, 1, 0))  # more than there is room for; and none
+    step((0, 0, 1))
+    step((1, 1, 2))
+    caches, done[4] = caches.copy_states([1], [4]), done[1]
+    step((1, 1, 2), (4, 1, 3), accepted=(0, 3))
+    step((1, 1, 1), (4, 1, 1))
+    done[4] = 0  # another sequence in the slot of drafts that count
+    step((4, 2, 2), (1, 1, 1))
+
+
 @pytest.mark.parametrize("name", ["mamba", pytest.param("kimi", marks=pytest.mark.slow)])
 def test_room_for_drafts(name):
     """Of stacked layers as of one, also of those whose arrays are shapes; in the dtypes that the parts of a layer take."""

@@ -68,3 +68,29 @@ def test_forks(fork, sizes, name, platform):
     layer = build(name, compression_size=size, compression_stride=stride, platform=platform)
     x, y = served(layer, page, fork)
     assert_close(y, quick(lambda x: layer(x))(jnp.asarray(x)), "float32")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("platform", [pytest.param("xla", marks=pytest.mark.slow), INTERPRET])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "mean"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_drafts_are_taken_back(sizes, name, platform):
+    """Also those that completed a block, whose compressed key is in the pages already."""
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
+    page, size, stride = SIZES[sizes]
+    layer = build(name, compression_size=size, compression_stride=stride, platform=platform)
+    x, table, done = inputs(1)[0], ejx.PageTable(16, page), 0
+    expected = np.asarray(quick(lambda x: layer(x))(jnp.asarray(x)))
+    call = quick(lambda x, cache, batch: layer(x, cache, batch=batch))
+    cache = poisoned(layer.init_pool(num_pages=16, page_size=page, num_slots=1))
+    for right, wrong in ((3, 3), (0, 5), (2, 4), (1, 6), (2, 0), (0, 7), (2, 2)):
+        table.allocate(0, right + wrong)
+        sizes_of = {"page_size": page, "buckets": ejx.Buckets((8,), (1,), (9,), (8,))}
+        batch = ejx.RaggedBatch.build([right + wrong], [table.length(0)], table.rows([0]), **sizes_of)
+        new = np.full((8, x.shape[-1]), np.nan, np.float32)
+        new[: right + wrong] = [*x[done : done + right], *(-100 * x[:wrong])]
+        y, cache = call(jnp.asarray(new), cache, batch)
+        assert_close(y[:right], expected[done : done + right], name=f"from {done}")
+        done += right
+        table.truncate(0, done)

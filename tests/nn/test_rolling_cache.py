@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import KVCache, MultiHeadAttention, RollingKVCache, RotaryEmbedding
+from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
 EMBED, ROWS, WINDOW = 16, 3, 4
@@ -49,6 +50,34 @@ def test_chunks_of_any_size_give_what_a_full_cache_gives(name):
         start += tokens
     assert_close(jnp.concatenate(pieces, 1), expected, name=name)
     assert cache.lengths.tolist() == [17] * ROWS and cache.k.shape[1] == cache.window
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_chunks_shorter_and_longer_than_the_window(padded):
+    """Of tokens that are numbers: what each may see, and what is held afterwards, as a list has it."""
+    append = quick(lambda cache, new, real: cache.append(new, -new, mask=real))
+    for size in (1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 3):
+        cache, rows = RollingKVCache.init(2, WINDOW, 1, 1), [[], []]
+        for turn in range(4):
+            real = np.ones((2, size), bool)
+            if padded:  # on the left of one row, on the right of the other
+                real[0, : min(turn, size)] = real[1, size - turn % (size + 1) :] = False
+            new = 1.0 + 100 * turn + np.arange(2 * size, dtype=np.float32).reshape(2, size)
+            cache, seen = append(
+                cache, jnp.asarray(np.where(real, new, np.nan))[..., None, None], jnp.asarray(real)
+            )
+            for row, before in enumerate(rows):
+                first = int(np.argmax(real[row]))
+                rows[row] = after = before + new[row, real[row]].tolist()
+                for t in np.flatnonzero(real[row]):
+                    held = np.asarray(seen.real[row, : WINDOW + t + 1])
+                    keys = np.asarray(seen.k[row, : WINDOW + t + 1, 0, 0])[held].tolist()
+                    assert keys[-WINDOW:] == after[: len(before) + t - first + 1][-WINDOW:]
+                assert int(cache.lengths[row]) == len(after)
+                kept = {place % WINDOW: x for place, x in enumerate(after)}
+                assert all(
+                    cache.k[row, slot, 0, 0] == x == -cache.v[row, slot, 0, 0] for slot, x in kept.items()
+                )
 
 
 REAL = [

@@ -67,7 +67,7 @@ class Kind:
     - `saved_of(platform, arrays, spec)`: the axes after the leading ones of what a forward kernel saves for the backward.
     - `read`: the results that the backward also reads. Those in `unbounded` may be infinite.
     - `wanted(spec)`: the results that a call returns.
-    - `names`: the names of results in policies of `jax.checkpoint` and, as `"saved"`, of residuals; by default operation and result.
+    - `names`: the names of results in policies of `jax.checkpoint` and, as `"saved"`, of residuals; by default operation and result, or `saved`.
     - `sliced`: whether a mesh may slice heads out of whole arrays, as in `parallel.partitioned`.
     - `partial(arrays, spec)`: whether a mesh may split an axis that the results lack; they are then sums over devices, as gradients are.
     - `remedy`: the remedy in the error that forward mode raises for kernels with reverse mode only.
@@ -268,7 +268,7 @@ class Kind:
 
     def _name(self, operation: str, name: str) -> str:
         key = "saved" if name.startswith(_SAVED) else name
-        return self.names.get(key, f"{operation}_{name}")
+        return self.names.get(key, f"{operation}_{key}")
 
     def _launcher(self, plan: Plan, selection: Selection, spec: Any) -> Callable[..., Named]:
         """`launch(compute, given)`: `compute(arrays, spec, config, rest)` over all leading axes; for an opaque platform as one launch, folded

@@ -28,7 +28,8 @@ def _check_integer(name: str, value: Any, most: int | None, remedy: str) -> None
 @explained_options
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one text are chosen. Equal texts with equal seeds continue equally, whatever runs beside them.
+    """How the tokens of one text are chosen. Equal texts with equal seeds continue equally, whatever runs beside them. Of equal logits, that of the
+    lower token counts as the likelier.
 
     **Arguments:**
 

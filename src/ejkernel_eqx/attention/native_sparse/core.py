@@ -27,5 +27,6 @@ ATTEND = Kind(
     saved_of=_saved,
     read=("indices",),
     wanted=lambda spec: ("out",) if spec.given else RESULTS,
-    names={"out": "native_sparse_out", "saved": "native_sparse_saved"},
+    # The gradient reads the blocks that were chosen, too.
+    names={"out": "native_sparse_out", "indices": "native_sparse_saved", "saved": "native_sparse_saved"},
 )

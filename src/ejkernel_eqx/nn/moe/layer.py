@@ -185,7 +185,7 @@ class MixtureOfExperts(Module):
 
     def route(self, x: Float[AnyArray, "*B E"]) -> Routing:
         """The experts of tokens `[..., E]` and their weights: a [`Routing`][ejkernel_eqx.nn.Routing] of `logits` `[..., N]`, `weights`
-        `[..., top_k]` and `indices` `[..., top_k]`, the expert that is ranked highest first."""
+        `[..., top_k]` and `indices` `[..., top_k]`, the expert that is ranked highest first, and of equal ones that with the lower number."""
         return self.gate(self._read(x))
 
     @overload

@@ -18,8 +18,8 @@ _GROUP_SCORES = ("top2", "max")
 
 
 class Routing(NamedTuple):
-    """What a router says of tokens `[...]`: `logits [..., experts]`, and for the `k` chosen experts, the best one first, `weights [..., k]`, both
-    at least float32, and `indices [..., k]`, int32."""
+    """What a router says of tokens `[...]`: `logits [..., experts]`, and for the `k` chosen experts, the best one first and of equal ones the one
+    with the lower number, `weights [..., k]`, both at least float32, and `indices [..., k]`, int32."""
 
     logits: Array
     weights: Array
@@ -83,6 +83,7 @@ def choose(logits: Array, how: Choice, correction_bias: Array | None = None) -> 
     and not to their weights."""
     scores = scores_of(logits, how.scoring)
     ranked = lax.stop_gradient(scores)
+    ranked = jnp.where(ranked == 0, jnp.zeros_like(ranked), ranked)  # `top_k` takes -0.0 for less than 0.0
     if correction_bias is not None:
         bias = lax.stop_gradient(correction_bias).astype(ranked.dtype)
         ranked = ranked + lax.expand_dims(bias, range(ranked.ndim - 1))
