@@ -256,9 +256,8 @@ class MixtureOfExperts(Module):
         if self.shared_expert_gate is None:
             return y
         gate = jax.nn.sigmoid(project("shared_expert_gate", self.shared_expert_gate, x, 1))
-        return (wide(y) * wide(gate)).astype(
-            y.dtype
-        )  # the gradient of the gate, a sum over features, in float32
+        # The gradient of the gate, a sum over features, is taken in float32.
+        return (wide(y) * wide(gate)).astype(y.dtype)
 
     def _published(self, weights: Weights) -> "MixtureOfExperts":
         return mixture_of_experts(self, weights)
