@@ -58,7 +58,7 @@ def _assert_equal(found: Any, wanted: Any) -> None:
 platforms = pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(5)
 @platforms
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations(name, platform):

@@ -70,9 +70,9 @@ def test_forks(fork, sizes, name, platform):
     assert_close(y, quick(lambda x: layer(x))(jnp.asarray(x)), "float32")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("platform", [pytest.param("xla", marks=pytest.mark.slow), INTERPRET])
-@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "mean"])
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["xla", INTERPRET])
+@pytest.mark.parametrize("name", ["mlp", "mean"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_drafts_are_taken_back(sizes, name, platform):
     """Also those that completed a block, whose compressed key is in the pages already."""

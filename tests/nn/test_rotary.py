@@ -130,6 +130,6 @@ def test_no_leaves_and_hashable():
         ),
     ],
 )
-def test_errors(call, message):
+def test_errors(unchecked, call, message):
     with pytest.raises(ValueError, match=message):
         call()
