@@ -63,97 +63,71 @@ _POSITIVE = _numbers(1e-30, 1e30)
 _UP_FROM_ZERO = _numbers(0.0, 1e30)
 _THETA = _numbers(1.001, 1e30)  # YaRN divides by its logarithm
 
-FIELDS: dict[str, _Kind] = {
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), _LAYERS),
-    "vocab_size": _integers(1, 2**24),
-    **dict.fromkeys(
-        (
-            *("hidden_size", "n_embd", "intermediate_size", "num_attention_heads", "n_head"),
-            *(
-                "num_key_value_heads",
-                "num_kv_heads",
-                "num_heads",
-                "head_dim",
-                "global_head_dim",
-                "rotary_dim",
-            ),
-            *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-            *("state_size", "conv_kernel", "conv_size", "n_groups", "short_conv_kernel_size"),
-            *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
-            *("linear_value_head_dim", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads"),
-            *("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok"),
-            *("default_num_experts", "n_group", "topk_group"),
-            *("full_attention_interval", "sliding_window_pattern"),
-        ),
+_NAMES: tuple[tuple[_Kind, str], ...] = (
+    (_LAYERS, "num_hidden_layers n_layer"),
+    (_integers(1, 2**24), "vocab_size"),
+    (
         _SIZE,
+        "hidden_size n_embd intermediate_size num_attention_heads n_head num_key_value_heads "
+        "num_kv_heads num_heads head_dim global_head_dim rotary_dim kv_lora_rank q_lora_rank "
+        "qk_nope_head_dim qk_rope_head_dim v_head_dim state_size conv_kernel conv_size n_groups "
+        "short_conv_kernel_size linear_num_key_heads linear_num_value_heads linear_key_head_dim "
+        "linear_value_head_dim linear_conv_kernel_dim linear_head_dim linear_num_heads "
+        "moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok default_num_experts "
+        "n_group topk_group full_attention_interval sliding_window_pattern",
     ),
-    **dict.fromkeys(
-        (
-            *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
-            *("decoder_sparse_step", "first_k_dense_replace", "moe_layer_freq", "max_window_layers"),
-        ),
+    (
         _COUNT,
+        "num_experts num_local_experts n_routed_experts n_shared_experts decoder_sparse_step "
+        "first_k_dense_replace moe_layer_freq max_window_layers",
     ),
-    "sliding_window": _integers(1, 2**40),
-    "time_step_rank": _either(_SIZE, _AUTO),
-    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _LENGTH),
-    "eos_token_id": _either(_TOKEN, _lists(_TOKEN)),
-    **dict.fromkeys(("mlp_only_layers", "kda_layers", "layers", "mrope_section"), _lists(_INDEX)),
-    "layer_types": _lists(_TEXT),
-    **dict.fromkeys(
-        (
-            *("model_type", "hidden_act", "hidden_activation", "dtype", "torch_dtype", "rope_type", "type"),
-            *("topk_method", "scoring_func", "feature_map"),
-        ),
+    (_integers(1, 2**40), "sliding_window"),
+    (_either(_SIZE, _AUTO), "time_step_rank"),
+    (_LENGTH, "max_position_embeddings original_max_position_embeddings"),
+    (_either(_TOKEN, _lists(_TOKEN)), "eos_token_id"),
+    (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section"),
+    (_lists(_TEXT), "layer_types"),
+    (
         _TEXT,
+        "model_type hidden_act hidden_activation dtype torch_dtype rope_type type topk_method "
+        "scoring_func feature_map",
     ),
-    **dict.fromkeys(
-        (
-            *("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "use_conv_bias", "tie_word_embeddings"),
-            *("use_sliding_window", "use_bidirectional_attention", "attn_output_gate", "rope_interleave"),
-            *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "norm_topk_prob", "truncate"),
-            *("use_short_conv", "use_output_gate", "elementwise_affine", "use_gk", "use_gv"),
-            "mrope_interleaved",
-        ),
+    (
         _FLAG,
+        "attention_bias mlp_bias qkv_bias use_bias use_conv_bias tie_word_embeddings use_sliding_window "
+        "use_bidirectional_attention attn_output_gate rope_interleave scale_attn_weights "
+        "scale_attn_by_inverse_layer_idx norm_topk_prob truncate use_short_conv use_output_gate "
+        "elementwise_affine use_gk use_gv mrope_interleaved",
     ),
-    **dict.fromkeys(("text_config", "linear_attn_config", "attn", "rope_scaling", "rope_parameters"), _TABLE),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "mixer_rms_eps"), _numbers(0.0, 1.0)),
-    **dict.fromkeys(("rope_theta", "global_rope_theta", "rotary_emb_base"), _THETA),
-    **dict.fromkeys(("rope_local_base_freq", "local_rope_theta"), _THETA),
-    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), _numbers(1e-6, 1.0)),
-    **dict.fromkeys(
-        (
-            *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"),
-            *("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
-            *("short_mscale", "long_mscale", "expand", "expand_k", "expand_v"),
-            *("routed_scaling_factor", "swiglu_limit", "swiglu_alpha"),
-        ),
+    (_TABLE, "text_config linear_attn_config attn rope_scaling rope_parameters"),
+    (_numbers(0.0, 1.0), "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps"),
+    (_THETA, "rope_theta global_rope_theta rotary_emb_base rope_local_base_freq local_rope_theta"),
+    (_numbers(1e-6, 1.0), "partial_rotary_factor rotary_pct"),
+    (
         _POSITIVE,
+        "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping clip_qkv factor "
+        "attention_factor beta_fast beta_slow low_freq_factor high_freq_factor short_mscale long_mscale "
+        "expand expand_k expand_v routed_scaling_factor swiglu_limit swiglu_alpha",
     ),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), _UP_FROM_ZERO),
-    **dict.fromkeys(("short_factor", "long_factor"), _lists(_POSITIVE)),
-    "time_step_limit": _lists(_numbers(0.0, math.inf), 2),
-    "clamp_min": _NUMBER,
-    **dict.fromkeys(
-        (
-            *("full_attn_alpha_factor", "full_attn_beta_factor", "linear_attn_alpha_factor"),
-            *("linear_attn_beta_factor", "mlp_alpha_factor", "mlp_beta_factor"),
-        ),
+    (_UP_FROM_ZERO, "mscale mscale_all_dim"),
+    (_lists(_POSITIVE), "short_factor long_factor"),
+    (_lists(_numbers(0.0, math.inf), 2), "time_step_limit"),
+    (
         _NUMBER,
+        "clamp_min full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor "
+        "linear_attn_beta_factor mlp_alpha_factor mlp_beta_factor",
     ),
-    "quantization_config": _ANY,
-}
+    (_ANY, "quantization_config"),
+)
+FIELDS = {name: kind for kind, names in _NAMES for name in names.split()}
 """Every entry that is read anywhere, also within another, such as `factor` in `rope_scaling`."""
 
 # Numbers that are computed with; elsewhere null says that there is none.
 _NEVER_NULL = frozenset(
-    (
-        *("max_window_layers", "sliding_window_pattern", "full_attention_interval", "routed_scaling_factor"),
-        *("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "mixer_rms_eps"),
-        *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "swiglu_limit", "swiglu_alpha"),
-        *(name for name in FIELDS if name.endswith(("_alpha_factor", "_beta_factor"))),
-    )
+    "max_window_layers sliding_window_pattern full_attention_interval routed_scaling_factor swiglu_limit swiglu_alpha "
+    "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps linear_head_dim linear_num_heads linear_conv_kernel_dim "
+    "full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor linear_attn_beta_factor mlp_alpha_factor "
+    "mlp_beta_factor".split()
 )
 
 
@@ -201,11 +175,11 @@ class Entries(Mapping[str, Any]):
         read = {name: self[name] if name in FIELDS else self.raw(name) for name in self._config}
         return {name: value for name, value in read.items() if value is not None}
 
-    def wrong(self, name: str, expected: str, remedy: str = "correct the config.json") -> CheckpointError:
+    def wrong(self, name: str, expected: str) -> CheckpointError:
         """The error of an entry that does not fit the others."""
         value = f"{shown(self.get(name))}{'' if name in self._config else ' by default'}"
         return CheckpointError(
-            f"config: {self._path}{name}: expected {expected}, received {value}; {remedy}."
+            f"config: {self._path}{name}: expected {expected}, received {value}; correct the config.json."
         )
 
     def check_divides(self, part: str, whole: str) -> None:
@@ -263,8 +237,5 @@ def shown(value: Any) -> str:
         return f"[{', '.join(map(shown, value))}]" if is_short else f"a list of {len(value)}"
     if isinstance(value, int) and abs(value) >= 10**40:
         return "an integer of more than 40 digits"
-    return (
-        repr(value)
-        if isinstance(value, int | float | np.number)
-        else f"a value of type {type(value).__name__}"
-    )
+    is_number = isinstance(value, int | float | np.number)
+    return repr(value) if is_number else f"a value of type {type(value).__name__}"

@@ -207,7 +207,7 @@ def test_the_dict_gives_what_is_not_said_beside_it():
     ).scaling == LongRopeScaling(SHORT, LONG, 64, attention_factor=1.5)
     assert RotaryEmbedding(
         16, scaling={"rope_type": "dynamic", "factor": 2.0, ORIGINAL: 64}
-    ).scaling == DynamicScaling(2, 64)
+    ).scaling == DynamicScaling(2.0, 64)
     assert RotaryEmbedding(16, scaling={"rope_type": "proportional"}).scaling == ProportionalScaling(1.0)
     sections = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     rope = RotaryEmbedding.from_config(BASE | {"rope_scaling": sections}, interleaved=True)
