@@ -173,14 +173,8 @@ class _Call:
         dynamic = (arrays.mask, arrays.q_segments, arrays.rows)
         self.hides = spec.ranged or spec.listed or any(x is not None for x in dynamic)
         self.blocks = self.full(arrays.blocks)
-        self.keys_seen = self._keys_seen() if self.hides else None
-        # Several conditions may hide a key together that each of them shows to some query.
-        several = spec.ranged or arrays.rows is not None or arrays.q_segments is not None
-        self.by_tile = (
-            spec.listed
-            or (arrays.mask is not None and several)
-            or (arrays.q_segments is not None and not spec.same_segments)
-        )
+        self.by_tile = self._is_known_by_tile()
+        self.keys_seen = self._keys_seen() if self.hides and not self.by_tile else None
         self.q, self.k, self.v = self.queries(arrays.q), self.keys(arrays.k), self.keys(arrays.v)
 
     def zeros(self, shape: tuple[int, ...], summed: tuple[int, ...] = ()) -> Array:
@@ -220,8 +214,22 @@ class _Call:
             x = jnp.where(self.keys_seen[..., None], x, 0)
         return x.transpose(0, 2, 1, 3)
 
+    def _is_known_by_tile(self) -> bool:
+        """Whether a key that no query sees is found tile by tile only, because several conditions hide it together, or ids, a pattern or a map
+        of blocks."""
+        arrays, spec = self.arrays, self.spec
+        conditions = (
+            spec.ranged,
+            arrays.rows is not None,
+            arrays.q_segments is not None,
+            self.mask is not None,
+        )
+        if spec.listed or arrays.q_segments is None:
+            return spec.listed or sum(conditions) > 1
+        return self.mask is not None or not spec.sees_itself
+
     def _keys_seen(self) -> Array | None:
-        """`[B or 1, S, K or 1]`: whether window, ranges, segments and mask each let some query see the key."""
+        """`[B or 1, S, K or 1]`: whether the window, ranges, segments or mask let some query see the key."""
         arrays, terms = self.arrays, self._keys_in_window()
         if arrays.kv_segments is not None:
             terms.append(arrays.kv_segments[..., None] >= 0)
@@ -357,8 +365,7 @@ class _Call:
         return blocks
 
     def tile_of_keys(self, pair: Array, seen: Array | None) -> tuple[Array, Array]:
-        """Keys and values `[B, K, S, D]` of a tile. Which ones a pattern, a map of blocks or several conditions hide from all queries is known
-        tile by tile only, so that is where they are zeroed."""
+        """Keys and values `[B, K, S, D]` of a tile, zeroed where no query of the tile sees them if they have not been before."""
         k, v = self.columns(self.k, pair, 2), self.columns(self.v, pair, 2)
         if not self.by_tile:
             return k, v

@@ -6,15 +6,14 @@ invisible, tiles `a .. b` are fully visible, and the others need their mask.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from ..._sizes import is_symbolic
 from ..spec import AttentionArrays, AttentionSpec
 from .row_ranges import window_ends
 
 _FAR = jnp.iinfo(jnp.int32).max
-_PAIRS = 2**26
 
 
 class Seen(NamedTuple):
@@ -44,38 +43,36 @@ def window_covers(queries: int, keys: int, spec: AttentionSpec) -> bool:
 
 
 def seen(arrays: AttentionArrays, spec: AttentionSpec) -> Seen:
-    """Marks the queries that see a key, and the keys that a query sees, by ranges and segments."""
+    """By ranges and segments. A marked query may still see nothing if its segment has no key in its range; the keys are exact."""
     start, end = row_ranges(arrays, spec)
-    if arrays.q_segments is None or arrays.kv_segments is None:
-        queries, keys = start < end, _covered(start, end, arrays.k.shape[1])
-    elif spec.same_segments:  # each token sees itself, but padding
-        queries, keys = arrays.q_segments >= 0, arrays.kv_segments >= 0
+    queries, ids, key_ids = start < end, arrays.q_segments, arrays.kv_segments
+    if ids is None or key_ids is None:
+        keys = _covered(start, end, arrays.k.shape[1])
     else:
-        queries, keys = _paired(start, end, arrays.q_segments, arrays.kv_segments)
+        queries = queries & (ids >= 0)
+        itself = spec.sees_itself and arrays.rows is None
+        keys = key_ids >= 0 if itself else _covered_in_segment(queries, start, end, ids, key_ids)
     return Seen(queries.astype(jnp.int8), keys.astype(jnp.int8))
 
 
-def _paired(start: Array, end: Array, q_segments: Array, kv_segments: Array) -> tuple[Array, Array]:
-    """Whether each query sees a key, and each key is seen, where ranges and segments both hide: by blocks of queries, since the compiler could
-    hold all pairs."""
-    count, length = q_segments.shape[1], kv_segments.shape[1]
-    keys = jnp.arange(length, dtype=jnp.int32)[None, None]
-    block = (
-        count if is_symbolic(count) or is_symbolic(length) else max(1, min(count, _PAIRS // max(length, 1)))
+def _covered_in_segment(queries: Array, start: Array, end: Array, ids: Array, key_ids: Array) -> Array:
+    """Keys within the range of any of the `queries` with the key's id. As `_covered`, but the sum runs over the keys and the ends of ranges
+    in the order of ids, then positions; at one position a key comes last."""
+    batch, keys = max(len(queries), len(key_ids)), key_ids.shape[1]
+    j = jnp.arange(keys, dtype=jnp.int32)
+    ends = [2 * jnp.clip(x, 0, keys) for x in (start, end)]
+    real = queries.astype(jnp.int32)
+    parts = (
+        (ids, ids, key_ids),
+        (*ends, (2 * j + 1)[None]),
+        (real, -real, jnp.zeros_like(key_ids)),
+        (jnp.full_like(ids, keys), jnp.full_like(ids, keys), j[None]),
     )
-
-    def visible(rows: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        start, end, ids = (x[..., None] for x in rows)
-        pairs = (start <= keys) & (keys < end) & (ids == kv_segments[:, None]) & (ids >= 0)
-        return pairs.any(-1), pairs.any(-2)
-
-    if block == count:
-        return visible((start, end, q_segments))
-    tiles = [
-        jnp.moveaxis(_tiles(x, block, fill), 1, 0) for x, fill in ((start, 0), (end, 0), (q_segments, -1))
-    ]
-    sees, are_seen = lax.map(visible, tuple(tiles))
-    return jnp.moveaxis(sees, 0, 1).reshape(sees.shape[1], -1)[:, :count], are_seen.any(0)
+    rows = lambda x: jnp.broadcast_to(x, (batch, x.shape[1]))
+    events = tuple(jnp.concatenate([rows(x) for x in part], axis=1) for part in parts)
+    _, _, steps, index = jax.lax.sort(events, num_keys=2)
+    covered = jnp.cumsum(steps, axis=1) > 0
+    return jnp.zeros((batch, keys), bool).at[jnp.arange(batch)[:, None], index].set(covered, mode="drop")
 
 
 def _covered(start: Array, end: Array, keys: int) -> Array:
