@@ -167,6 +167,42 @@ def test_segments_of_keys(flash):
     check(call, arrays, seen, poisoned=bad)
 
 
+AT, IDS = np.arange(24), np.repeat([0, 1, 2], 8)
+SOME, OTHERS = np.random.default_rng(0).random((24, 24)) < 0.5, np.repeat([0, 0, 2], 8)
+TOGETHER: dict[str, tuple[dict, dict, np.ndarray]] = {
+    "ids and lengths": (
+        dict(),
+        dict(segment_ids=jnp.asarray(IDS), q_lengths=jnp.int32(12)),
+        (IDS[:, None] == IDS) & (AT < 12)[:, None],
+    ),
+    "ids of keys, a window and lengths": (
+        dict(causal=True),
+        dict(segment_ids=jnp.asarray(OTHERS), kv_segment_ids=jnp.asarray(IDS), kv_lengths=jnp.int32(20)),
+        (OTHERS[:, None] == IDS) & causal(24, 24) & (AT < 20),
+    ),
+    "two pairs of ids": (
+        dict(),
+        dict(segment_ids=jnp.asarray(IDS), mask=ejx.Mask.from_segments(jnp.asarray(OTHERS), jnp.asarray(IDS))),
+        (IDS[:, None] == IDS) & (OTHERS[:, None] == IDS),
+    ),
+    "a window and an array": (
+        dict(causal=True),
+        dict(mask=jnp.asarray(SOME & (AT != 9) | (AT > AT[:, None]))),
+        SOME & (AT != 9) & causal(24, 24),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_keys_that_conditions_hide_together_may_be_nan(flash, name):
+    """Each condition alone shows the key to some query."""
+    module, options, seen = TOGETHER[name]
+    arrays = qkv(t=24, s=24)
+    keys, rows = ~seen.any(0), ~seen.any(1)
+    assert keys.any()
+    check(lse_of(flash(**module), **options), arrays, seen, poisoned=poison(arrays, q=rows, k=keys, v=keys))
+
+
 @pytest.mark.few(1)
 def test_masks_intersect(flash):
     arrays, rng = qkv(2, t=20, s=20), np.random.default_rng(0)

@@ -55,6 +55,11 @@ class AttentionSpec:
         """Whether the static window hides anything by itself."""
         return self.left is not None or self.right is not None
 
+    @property
+    def sees_itself(self) -> bool:
+        """Whether window and segments let every token that is not padding see itself."""
+        return self.same_segments and all(x is None or x >= 0 for x in (self.left, self.right))
+
 
 class RowRanges(NamedTuple):
     """Query `i` sees only keys `start_i <= j < end_i` (none if `start >= end`); `position_i` is its position among the keys,

@@ -173,7 +173,8 @@ class _Call:
         dynamic = (arrays.mask, arrays.q_segments, arrays.rows)
         self.hides = spec.ranged or spec.listed or any(x is not None for x in dynamic)
         self.blocks = self.full(arrays.blocks)
-        self.keys_seen = self._keys_seen() if self.hides else None
+        self.by_tile = self._is_known_by_tile()
+        self.keys_seen = self._keys_seen() if self.hides and not self.by_tile else None
         self.q, self.k, self.v = self.queries(arrays.q), self.keys(arrays.k), self.keys(arrays.v)
 
     def zeros(self, shape: tuple[int, ...], summed: tuple[int, ...] = ()) -> Array:
@@ -213,8 +214,17 @@ class _Call:
             x = jnp.where(self.keys_seen[..., None], x, 0)
         return x.transpose(0, 2, 1, 3)
 
+    def _is_known_by_tile(self) -> bool:
+        """Whether a key that no query sees is found tile by tile only, because several conditions hide it together, or ids, a pattern or a map
+        of blocks."""
+        arrays, spec = self.arrays, self.spec
+        conditions = (spec.ranged, arrays.rows is not None, arrays.q_segments is not None, self.mask is not None)
+        if spec.listed or arrays.q_segments is None:
+            return spec.listed or sum(conditions) > 1
+        return self.mask is not None or not spec.sees_itself
+
     def _keys_seen(self) -> Array | None:
-        """`[B or 1, S, K or 1]`: whether window, ranges, segments and mask each let some query see the key."""
+        """`[B or 1, S, K or 1]`: whether the window, ranges, segments or mask let some query see the key."""
         arrays, terms = self.arrays, self._keys_in_window()
         if arrays.kv_segments is not None:
             terms.append(arrays.kv_segments[..., None] >= 0)
@@ -350,10 +360,9 @@ class _Call:
         return blocks
 
     def tile_of_keys(self, pair: Array, seen: Array | None) -> tuple[Array, Array]:
-        """Keys and values `[B, K, S, D]` of a tile. Which ones a pattern or a map of blocks hides from all queries is known tile by tile only,
-        so that is where they are zeroed."""
+        """Keys and values `[B, K, S, D]` of a tile, zeroed where no query of the tile sees them if they have not been before."""
         k, v = self.columns(self.k, pair, 2), self.columns(self.v, pair, 2)
-        if not self.spec.listed:
+        if not self.by_tile:
             return k, v
         assert seen is not None
         some = seen.any((2, 3))[..., None]

@@ -6,6 +6,7 @@ invisible, tiles `a .. b` are fully visible, and the others need their mask.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -42,12 +43,36 @@ def window_covers(queries: int, keys: int, spec: AttentionSpec) -> bool:
 
 
 def seen(arrays: AttentionArrays, spec: AttentionSpec) -> Seen:
-    """Marks the queries and keys that are not padding by ranges or segments."""
+    """By ranges and segments. A marked query may still see nothing if its segment has no key in its range; the keys are exact."""
     start, end = row_ranges(arrays, spec)
-    queries, keys = start < end, _covered(start, end, arrays.k.shape[1])
-    if arrays.q_segments is not None and arrays.kv_segments is not None:
-        queries, keys = queries & (arrays.q_segments >= 0), keys & (arrays.kv_segments >= 0)
+    queries, ids, key_ids = start < end, arrays.q_segments, arrays.kv_segments
+    if ids is None or key_ids is None:
+        keys = _covered(start, end, arrays.k.shape[1])
+    else:
+        queries = queries & (ids >= 0)
+        itself = spec.sees_itself and arrays.rows is None
+        keys = key_ids >= 0 if itself else _covered_in_segment(queries, start, end, ids, key_ids)
     return Seen(queries.astype(jnp.int8), keys.astype(jnp.int8))
+
+
+def _covered_in_segment(queries: Array, start: Array, end: Array, ids: Array, key_ids: Array) -> Array:
+    """Keys within the range of any of the `queries` with the key's id. As `_covered`, but the sum runs over the keys and the ends of ranges
+    in the order of ids, then positions; at one position a key comes last."""
+    batch, keys = max(len(queries), len(key_ids)), key_ids.shape[1]
+    j = jnp.arange(keys, dtype=jnp.int32)
+    ends = [2 * jnp.clip(x, 0, keys) for x in (start, end)]
+    real = queries.astype(jnp.int32)
+    parts = (
+        (ids, ids, key_ids),
+        (*ends, (2 * j + 1)[None]),
+        (real, -real, jnp.zeros_like(key_ids)),
+        (jnp.full_like(ids, keys), jnp.full_like(ids, keys), j[None]),
+    )
+    rows = lambda x: jnp.broadcast_to(x, (batch, x.shape[1]))
+    events = tuple(jnp.concatenate([rows(x) for x in part], axis=1) for part in parts)
+    _, _, steps, index = jax.lax.sort(events, num_keys=2)
+    covered = jnp.cumsum(steps, axis=1) > 0
+    return jnp.zeros((batch, keys), bool).at[jnp.arange(batch)[:, None], index].set(covered, mode="drop")
 
 
 def _covered(start: Array, end: Array, keys: int) -> Array:
