@@ -108,8 +108,8 @@ def test_packed_sequences(attention):
 
 BIASES = {
     "all": (2, 3, 21, 34),
-    "of heads": (3, 1, 1),
-    "of keys": (1, 1, 34),
+    "of heads": (1, 3, 1, 1),
+    "of keys": (1, 1, 1, 34),
     "of queries and keys": (21, 34),
 }
 
@@ -160,7 +160,7 @@ def test_dense_masks(attention, shape):
     """With rows and keys that nobody sees, which hold NaN."""
     seen = np.random.default_rng(0).random(shape) < 0.5
     seen[..., 3, :], seen[..., :, 7] = False, False
-    given = arrays_of(2) | {"bias": normal(5, 3, 20, 26)}
+    given = arrays_of(2) | {"bias": normal(5, 1, 3, 20, 26)}
     hidden = np.arange(20) == 3, np.arange(26) == 7
     poisoned = poison(
         {name: x for name, x in given.items() if name != "bias"}, *(np.tile(x, (2, 1)) for x in hidden[::-1])

@@ -218,7 +218,12 @@ class _Call:
         """Whether a key that no query sees is found tile by tile only, because several conditions hide it together, or ids, a pattern or a map
         of blocks."""
         arrays, spec = self.arrays, self.spec
-        conditions = (spec.ranged, arrays.rows is not None, arrays.q_segments is not None, self.mask is not None)
+        conditions = (
+            spec.ranged,
+            arrays.rows is not None,
+            arrays.q_segments is not None,
+            self.mask is not None,
+        )
         if spec.listed or arrays.q_segments is None:
             return spec.listed or sum(conditions) > 1
         return self.mask is not None or not spec.sees_itself
