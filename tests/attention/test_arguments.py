@@ -81,7 +81,12 @@ CALLS = {
     "offset shape": ((Q, K, K), dict(q_offset=jnp.array([1, 2, 3])), ["q_offset: expected a shape broadcastable to (2,)", "(3,)"]),
     # what changes scores
     "bias dtype": ((Q, K, K), dict(bias=np.ones((6, 10), bool)), ["bias: expected floats", "bool", "mask="]),
-    "bias shape": ((Q, K, K), dict(bias=x(3, 6, 10)), ["bias: expected a shape broadcastable to (2, 4, 6, 10)", "(3, 6, 10)"]),
+    "bias shape": ((Q, K, K), dict(bias=x(3, 1, 6, 10)), ["bias: expected a shape broadcastable to (2, 4, 6, 10)", "(3, 1, 6, 10)"]),
+    "bias of three axes": ((Q, K, K), dict(bias=x(4, 6, 10)), ["bias: expected [..., H, T, S]", "(4, 6, 10)", "bias[:, None]", "bias[None]"]),
+    "mask of three axes": ((Q, K, K), dict(mask=np.ones((2, 6, 10), bool)),
+        ["mask: expected [..., H, T, S]", "(2, 6, 10)", "mask[:, None]", "mask[None]"]),
+    "mask of three axes, as a Mask": ((Q, K, K), dict(mask=~ejx.Mask.from_dense(np.ones((1, 6, 10), bool))),
+        ["mask: expected [..., H, T, S]", "(1, 6, 10)"]),
     "sinks": ((Q, K, K), dict(sinks=x(2)), ["sinks: expected floats [4] or [4, n]", "(2,)"]),
     "sinks dtype": ((Q, K, K), dict(sinks=jnp.ones((4,), int)), ["sinks: expected floats [4] or [4, n]", "int32"]),
     "slopes": ((Q, K, K), dict(alibi_slopes=x(2, 4)), ["alibi_slopes: expected floats [4], one per query head", "(2, 4)"]),

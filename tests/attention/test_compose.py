@@ -268,7 +268,7 @@ def test_merging_nothing():
 
 @pytest.mark.slow
 def test_attention_returns_the_weights_it_used():
-    arrays = dict(qkv(2, 3), sinks=normal(6, 4), bias=normal(7, 4, 20, 26))
+    arrays = dict(qkv(2, 3), sinks=normal(6, 4), bias=normal(7, 1, 4, 20, 26))
     module: Any = ejx.Attention(causal=True, logits_soft_cap=3.0)
     out, weights = quick(lambda a: module(**a))(arrays)
     check(
@@ -455,7 +455,7 @@ def test_keys_that_no_query_sees_stay_out_of_cudnn(monkeypatch, window):
 def test_every_pair_of_platforms_agrees_on_an_everything_call():
     pytest.importorskip("triton")
     arrays = dict(
-        qkv(2, t=33, s=50), bias=normal(5, 4, 1, 50), sinks=normal(6, 4), alibi_slopes=normal(7, 4) / 10
+        qkv(2, t=33, s=50), bias=normal(5, 1, 4, 1, 50), sinks=normal(6, 4), alibi_slopes=normal(7, 4) / 10
     )
     options: dict[str, Any] = dict(causal=True, sliding_window=20, logits_soft_cap=5.0, dropout_rate=0.2)
     call: dict[str, Any] = dict(

@@ -100,7 +100,13 @@ def transformed(flash: Any, name: str, t: int) -> tuple[Callable[..., Any], dict
     """A call whose `bias` broadcasts, and its arrays."""
     transform, own = MAPPED[name]
     arrays, _ = arrays_of((2, 3), (2, 1) if own == (2,) else own, None, t, t)
-    call = transform(lambda a: lse_of(flash(causal=True))(**a))
+
+    def one(a: dict[str, Any]) -> Any:
+        bias = a["bias"]
+        bias = bias[None] if a["q"].ndim > 3 == bias.ndim else bias
+        return lse_of(flash(causal=True))(**a | {"bias": bias})
+
+    call = transform(one)
     return lambda **a: call(a | {"bias": a["bias"].reshape((*own, 2, t, t))}), arrays
 
 

@@ -176,7 +176,9 @@ def test_a_bias_that_examples_share_on_a_mesh(kind, platform):
         if platform == "opaque"
         else ejx.FlashAttention(config=xla_tiles(8, 8), causal=True)
     )
-    arrays = {name: normal(n, 4, 2, 8, 2, 8) for n, name in enumerate("qkv")} | {"bias": normal(3, 2, 8, 8)}
+    arrays = {name: normal(n, 4, 2, 8, 2, 8) for n, name in enumerate("qkv")} | {
+        "bias": normal(3, 1, 2, 8, 8)
+    }
     axes = {"q": 0, "k": 0, "v": 0, "bias": None}
     mesh = mesh_of(kind)
     sharded = {

@@ -72,6 +72,14 @@ def test_soft_cap_sinks_and_scale(attention):
     check(lse_of(op), given, causal(21, 40), scale=0.4, cap=1.5)
 
 
+def test_keys_that_ids_and_lengths_hide_together_may_be_nan(attention):
+    ids = np.repeat([0, 1, 2], 8)
+    given = arrays_of(t=24, s=24)
+    seen = (ids[:, None] == ids) & (np.arange(24) < 12)[:, None]
+    call = lse_of(attention(), segment_ids=jnp.asarray(ids), q_lengths=jnp.int32(12))
+    check(call, given, seen, poisoned=poison(given, keys=~seen.any(0), queries=~seen.any(1)))
+
+
 def test_lengths_hide_what_is_behind(attention):
     lengths, queries = np.array([29, 0, 40]), np.array([21, 5, 11])
     given = arrays_of(3, t=21, s=40)
@@ -100,8 +108,8 @@ def test_packed_sequences(attention):
 
 BIASES = {
     "all": (2, 3, 21, 34),
-    "of heads": (3, 1, 1),
-    "of keys": (1, 1, 34),
+    "of heads": (1, 3, 1, 1),
+    "of keys": (1, 1, 1, 34),
     "of queries and keys": (21, 34),
 }
 
@@ -152,7 +160,7 @@ def test_dense_masks(attention, shape):
     """With rows and keys that nobody sees, which hold NaN."""
     seen = np.random.default_rng(0).random(shape) < 0.5
     seen[..., 3, :], seen[..., :, 7] = False, False
-    given = arrays_of(2) | {"bias": normal(5, 3, 20, 26)}
+    given = arrays_of(2) | {"bias": normal(5, 1, 3, 20, 26)}
     hidden = np.arange(20) == 3, np.arange(26) == 7
     poisoned = poison(
         {name: x for name, x in given.items() if name != "bias"}, *(np.tile(x, (2, 1)) for x in hidden[::-1])

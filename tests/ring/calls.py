@@ -201,7 +201,7 @@ def bias_and_mask() -> Options:
     return Options(
         {"causal": True},
         {"mask": jnp.asarray(mask)},
-        {"bias": normal(7, HEADS, T, T)},
+        {"bias": normal(7, 1, HEADS, T, T)},
         {"seen": causal(T, T) & mask},
     )
 

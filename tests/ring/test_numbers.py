@@ -25,6 +25,11 @@ def test_every_option_round_the_ring(name, order):
     compare(OPTIONS[name](), 4 if order == "contiguous" else 2, order=order)
 
 
+@pytest.mark.parametrize("method", ["ring", pytest.param("all_to_all", marks=pytest.mark.slow)])
+def test_keys_that_ids_and_lengths_hide_together_may_be_nan(method):
+    compare(together(OPTIONS["segments"](), OPTIONS["lengths"]()), 2, method=method)
+
+
 @pytest.mark.parametrize("order", ["zigzag"])
 @pytest.mark.parametrize(
     "name",

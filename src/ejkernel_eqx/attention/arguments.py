@@ -161,7 +161,7 @@ def described(
         q=q,
         k=k,
         v=v,
-        bias=spread("bias", bias_of(scoring.bias), lead, heads, queries, keys),
+        bias=spread("bias", bias_of(scoring.bias, lead), lead, heads, queries, keys),
         alibi_slopes=slopes,
         sinks=sinks,
         mask=spread("mask", lowered.dense, lead, heads, queries, keys),
@@ -257,6 +257,7 @@ def _visible(
         mask = mask & _check_mask(given.mask, lead, queries, keys)
     elif given.mask is not None:
         mask = mask & Mask.from_dense(given.mask)
+    check_axes("mask", mask.dense, lead)
     if given.segment_ids is not None:
         q_ids = segment_ids_of("segment_ids", given.segment_ids, queries)
         kv_ids = (
@@ -306,6 +307,7 @@ def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> M
                 f"mask: expected segment ids for {queries} queries and {keys} keys, received {q_ids.shape} and {kv_ids.shape}; "
                 "pass both to Mask.from_segments."
             )
+    check_axes("mask", mask.dense, lead)
     sizes = [side for window in mask.windows for side in window]
     counts = {"prefix_lengths": (mask.prefix_lengths,), "windows": sizes, "chunks": mask.chunks}
     for name, given in counts.items():
@@ -406,8 +408,18 @@ def spread(name: str, array: Array | None, lead: tuple[int, ...], *core: int) ->
     return _pad_lead(_broadcastable(name, array, (*lead, *core)), lead, len(core))
 
 
-def bias_of(value: Any) -> Array | None:
+def check_axes(name: str, array: Any, lead: tuple[int, ...]) -> None:
+    """Refuses `[x, T, S]` beside queries of a batch, whose sizes alone would decide whether `x` is the batch or the heads."""
+    if lead and array is not None and array.ndim == 3:
+        raise ValueError(
+            f"{name}: expected [..., H, T, S] with an axis of the heads, or [T, S], beside q with leading axes {lead}, received three axes, "
+            f"{array.shape}, of which the first may be either rows or heads; pass {name}[:, None] for rows, {name}[None] for heads."
+        )
+
+
+def bias_of(value: Any, lead: tuple[int, ...]) -> Array | None:
     array = None if value is None else jnp.asarray(value)
+    check_axes("bias", array, lead)
     if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
             f"bias: expected floats, received dtype {array.dtype}; pass a boolean array as mask=."

@@ -142,7 +142,9 @@ class FlashAttention(Kernel):
         - `q`: `[..., T, H, D]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
         - `k`, `v`: `[..., S, K, D]` and `[..., S, K, V]`, with the leading axes and dtype of `q`; `K` divides `H`.
         - `bias`: broadcastable to `[..., H, T, S]`, any float dtype; never materialised to full size (except under `vmap(grad)`). Differentiable.
-        - `mask`: booleans broadcastable to `[..., H, T, S]` (true = visible) or an [`ejkernel_eqx.Mask`][].
+            Only minus infinity hides. Kernels take finite numbers beyond 2.3e38 as 2.3e38.
+        - `mask`: booleans broadcastable to `[..., H, T, S]` (true = visible) or an [`ejkernel_eqx.Mask`][]. Beside leading axes of `q`, a mask
+            or bias of three axes is refused: pass `mask[:, None]` for `[B, T, S]` and `mask[None]` for `[H, T, S]`.
         - `segment_ids`, `kv_segment_ids`: `[..., T]`, `[..., S]`; tokens with equal, non-negative ids see each other. Positions count along the
             row.
         - `cu_seqlens`, `kv_cu_seqlens`: offsets `[N + 1]` of packed sequences (without leading axes); positions are per sequence.

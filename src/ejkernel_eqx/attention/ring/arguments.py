@@ -16,6 +16,7 @@ from ...parallel.mesh import spec_of
 from ...parallel.shapes import inside_manual_mesh
 from ..arguments import (
     bias_of,
+    check_axes,
     check_qkv,
     described,
     MaskInputs,
@@ -151,6 +152,7 @@ def resolve(
         return jax.ShapeDtypeStruct((*x.shape[:-3], x.shape[-3] * devices, *x.shape[-2:]), x.dtype)
 
     pairs, dense, rest = _by_token(masking, queries, keys)
+    check_axes("mask", dense, lead)
     arrays, spec = described(
         every(q), every(k), every(v), options, own, rest, scoring._replace(bias=None), return_lse=return_lse
     )
@@ -163,7 +165,7 @@ def resolve(
         raise ValueError(
             f"segment_ids: expected one pair of ids, received {len(pairs)}; number the segments that both tell apart."
         )
-    bias = spread("bias", bias_of(scoring.bias), lead, heads, queries, keys * devices)
+    bias = spread("bias", bias_of(scoring.bias, lead), lead, heads, queries, keys * devices)
     arrays = arrays._replace(
         q=q, k=k, v=v, bias=bias, mask=spread("mask", dense, lead, heads, queries, keys * devices)
     )
