@@ -67,7 +67,7 @@ def in_vocabulary(tokens: Any, size: int, rows: dict[str, Any]) -> Array:
         return array  # the layers say so
     outside = lambda x: (x < 0) | (x >= size)
 
-    def checked_tokens(array: Any, given: Any) -> Any:
+    def checked_tokens(array: Array, given: Any) -> Array:
         return checked(
             array,
             given,
@@ -82,7 +82,7 @@ def in_vocabulary(tokens: Any, size: int, rows: dict[str, Any]) -> Array:
     def check(given: Any) -> None:
         tokens, rows = given
         real = real_of(rows)
-        checked_tokens(None, np.asarray(tokens) if real is None else np.where(real, tokens, 0))
+        checked_tokens(jnp.asarray(tokens), np.asarray(tokens) if real is None else np.where(real, tokens, 0))
 
     if check_known((tokens, rows), check) or not checks_traced():
         return array
