@@ -81,8 +81,9 @@ class _Static:
         return self._hash
 
 
-# What is checked of the values of a program's arrays, as long as JAX keeps the program.
-_CHECKS: weakref.WeakKeyDictionary[_Static, list[tuple[int, Check]]] = weakref.WeakKeyDictionary()
+# What is checked of the values of a program's arrays, as long as JAX keeps the program; `None` until it is traced. Of equal keys it holds the
+# first, as JAX does.
+_CHECKS: weakref.WeakKeyDictionary[_Static, list[Check] | None] = weakref.WeakKeyDictionary()
 
 
 def _static_of(method: Callable[..., Any], tree: Any, leaves: list[Any], module: Any) -> _Static | None:
@@ -123,19 +124,24 @@ def _is_here(leaf: Any) -> bool:
 
 def _compiled(static: _Static, leaves: list[Any]) -> Any:
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    for place, check in _CHECKS.get(static, ()):
-        check(np.asarray(arrays[place]))
+    checks = _CHECKS.setdefault(static, None)
+    for check in checks or ():
+        check(arrays)
     with inputs_of_call(arrays) as inputs:
-        results = _program(static, arrays)
+        results = _compiled_program(static, arrays)
+        if checks is None and not inputs.traced:  # JAX has the program under an equal key
+            eqx.filter_eval_shape(_program, static, arrays)
     if inputs.traced:
         _CHECKS[static] = inputs.checks
     return results
 
 
-@eqx.filter_jit
 def _program(static: _Static, arrays: list[Array]) -> Any:
     trace_inputs(arrays)
     rest = iter(arrays)
     leaves = [next(rest) if kind is Array else leaf[0] for kind, *leaf in static.leaves]
     args, kwargs = jax.tree.unflatten(static.tree, leaves)
     return static.method(*args, **kwargs)
+
+
+_compiled_program = eqx.filter_jit(_program)

@@ -78,16 +78,11 @@ def checks_traced() -> bool:
 
 def known(given: Any) -> np.ndarray | None:
     """The values of an argument (a number, a list or an array); `None` if they are traced or on another host."""
-    if any(
-        isinstance(x, Tracer) or (isinstance(x, Array) and not x.is_fully_addressable)
-        for x in jax.tree.leaves(given)
-    ):
-        return None
-    return np.asarray(given)
+    return np.asarray(given) if all(map(_has_value, jax.tree.leaves(given))) else None
 
 
-Check = Callable[[np.ndarray], None]
-"""Raises for wrong values."""
+Check = Callable[[Sequence[Any]], None]
+"""Raises for wrong values of the inputs of a call."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,7 +91,7 @@ class _Inputs:
 
     arrays: Sequence[Any]
     traced: Sequence[Any] = ()
-    checks: list[tuple[int, Check]] = dataclasses.field(default_factory=list)
+    checks: list[Check] = dataclasses.field(default_factory=list)
 
     def place_of(self, given: Any) -> int | None:
         return next((place for place, x in enumerate(self.traced) if x is given), None)
@@ -124,17 +119,28 @@ def trace_inputs(traced: Sequence[Any]) -> None:
         inputs.traced, inputs.checks = traced, []
 
 
-def check_known(given: Any, check: Check) -> bool:
-    """Calls `check` with the values of an argument and returns whether they are known."""
-    inputs = _INPUTS.get()
-    place = None if inputs is None else inputs.place_of(given)
-    if inputs is not None and place is not None:
-        inputs.checks.append((place, check))
-        given = inputs.arrays[place]
-    values = known(given)
-    if values is not None:
-        check(values)
-    return values is not None
+def check_known(given: Any, check: Callable[[Any], None]) -> bool:
+    """Calls `check` with the values of an argument, or of several as a tree, and returns whether they are known."""
+    leaves, tree = jax.tree.flatten(given)
+    inputs = _INPUTS.get() or _Inputs(())
+    places = [inputs.place_of(x) for x in leaves]
+    constants = [x if place is None else None for x, place in zip(leaves, places, strict=True)]
+
+    def check_inputs(arrays: Sequence[Any]) -> None:
+        values = [x if place is None else arrays[place] for x, place in zip(constants, places, strict=True)]
+        with jax.ensure_compile_time_eval():
+            check(jax.tree.unflatten(tree, values))
+
+    if not all(map(_has_value, constants)):
+        return False
+    if any(place is not None for place in places):
+        inputs.checks.append(check_inputs)
+    check_inputs(inputs.arrays)
+    return True
+
+
+def _has_value(x: Any) -> bool:
+    return not isinstance(x, Tracer) and (not isinstance(x, Array) or x.is_fully_addressable)
 
 
 def shown(values: np.ndarray) -> str:
@@ -155,7 +161,8 @@ def checked(
     `show` creates if the values are known.
     """
 
-    def check(values: np.ndarray) -> None:
+    def check(given: Any) -> None:
+        values = np.asarray(given)
         if np.any(wrong(values)):
             raise ValueError(say(show(values)))
 

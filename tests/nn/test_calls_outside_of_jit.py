@@ -106,6 +106,20 @@ def test_offsets_are_checked_at_every_call():
     assert_close(layer(x, cu_seqlens=jnp.array([0, 3, 7])), y)
 
 
+def test_a_call_that_was_refused_takes_no_check_from_later_ones():
+    layers = (ejx.models.LayerConfig("attention", {"num_heads": 2}),)
+    model = ejx.models.Decoder(ejx.models.DecoderConfig(20, 16, layers), key=jax.random.key(0))
+    right, wrong = jnp.array([[1, 2, 3]]), jnp.array([[1, 50, 3]])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="tokens: expected numbers from 0 to 19"):
+            model(wrong)
+        model(right)
+    hidden = jnp.array([[True, False, True]])  # from segments that the mask is derived from
+    model(wrong, segment_ids=jnp.where(hidden, 0, -1))
+    with pytest.raises(ValueError, match="received 50"):
+        model(wrong, segment_ids=jnp.where(hidden, 0, 1))
+
+
 def test_other_numbers_of_the_same_shapes():
     """Arrays are no constants of the program: weights, caches and offsets."""
     layer: Any = build("mamba2")

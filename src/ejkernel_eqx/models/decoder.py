@@ -19,7 +19,7 @@ from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
-from .layer import DecoderLayer, normed, real_of
+from .layer import DecoderLayer, normed
 from .split import split_options
 from .vocabulary import embed, in_vocabulary, logits_of
 
@@ -250,7 +250,7 @@ class Decoder(Module):
         self._check_statistics(return_statistics, cache)
         rows = self._check(tokens, cache, rows)
         dtype = self.embedding.dtype if self.compute_dtype is None else jnp.dtype(self.compute_dtype)
-        tokens = in_vocabulary(tokens, self.embedding.shape[0], real_of(rows))
+        tokens = in_vocabulary(tokens, self.embedding.shape[0], rows)
         x = embed(self.embedding, tokens).astype(dtype)
         if self.config.embedding_scale != 1:
             x = x * jnp.asarray(self.config.embedding_scale, dtype)

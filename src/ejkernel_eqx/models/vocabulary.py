@@ -9,10 +9,11 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._values import checked, checks_traced, known
+from .._values import check_known, checked, checks_traced
 from ..core.copies import copied
 from ..dispatch import Backend, place_of_calls
 from ..nn.projection import mesh_axes, mesh_of, on_mesh, product
+from .layer import real_of
 
 
 def embed(table: Array, tokens: Array) -> Array:
@@ -59,28 +60,34 @@ def _embed_on(mesh: Any, table: Array, tokens: Array) -> Array:
     return copied(lambda table, tokens: table.at[tokens].get(out_sharding=sharding), table, tokens)
 
 
-def in_vocabulary(tokens: Any, size: int, real: Array | None) -> Array:
+def in_vocabulary(tokens: Any, size: int, rows: dict[str, Any]) -> Array:
     """The tokens, none of which is outside of the vocabulary, or padding is."""
-    array, values, mask = jnp.asarray(tokens), known(tokens), True if real is None else known(real)
+    array, real = jnp.asarray(tokens), real_of(rows)
     if real is not None and real.shape != array.shape:
         return array  # the layers say so
-    if values is not None and mask is not None:
-        tokens = np.where(mask, values, 0)
-    elif not checks_traced():
-        return array
-    else:
-        tokens = array = array if real is None else jnp.where(real, array, 0)
     outside = lambda x: (x < 0) | (x >= size)
-    return checked(
-        array,
-        tokens,
-        outside,
-        lambda found: (
-            f"tokens: expected numbers from 0 to {size - 1}, words of the model's vocabulary, received {found}; use the tokenizer of this model, "
-            "and a padding_mask where there is no token."
-        ),
-        show=lambda values: str(values[outside(values)][0]),
-    )
+
+    def checked_tokens(array: Array, given: Any) -> Array:
+        return checked(
+            array,
+            given,
+            outside,
+            lambda found: (
+                f"tokens: expected numbers from 0 to {size - 1}, words of the model's vocabulary, received {found}; use the tokenizer of this "
+                "model, and a padding_mask where there is no token."
+            ),
+            show=lambda values: str(values[outside(values)][0]),
+        )
+
+    def check(given: Any) -> None:
+        tokens, rows = given
+        real = real_of(rows)
+        checked_tokens(jnp.asarray(tokens), np.asarray(tokens) if real is None else np.where(real, tokens, 0))
+
+    if check_known((tokens, rows), check) or not checks_traced():
+        return array
+    array = array if real is None else jnp.where(real, array, 0)
+    return checked_tokens(array, array)
 
 
 def logits_of(weight: Array, x: Array) -> Array:

@@ -164,8 +164,8 @@ def check_tokens(name: str, value: Any, kind: str, of: str, x: Array) -> None:
 def check_slots(name: str, slots: Any, count: int) -> None:
     """The slot of each row, of `count`: in range and distinct, if the values are known; negative means no slot."""
 
-    def check(values: np.ndarray) -> None:
-        used = values.reshape(-1)
+    def check(values: Any) -> None:
+        used = np.asarray(values).reshape(-1)
         used = used[used >= 0]
         if np.any(used >= count):
             raise ValueError(

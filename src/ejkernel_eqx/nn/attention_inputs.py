@@ -213,8 +213,8 @@ def _check_scores(name: str, value: Any, kind: str, lead: tuple[int, ...], heads
 def check_side_by_side(padding_mask: AnyArray | None) -> None:
     """Real tokens are contiguous in each row, if the values are known."""
 
-    def check(values: np.ndarray) -> None:
-        real = values.reshape(-1, values.shape[-1])
+    def check(values: Any) -> None:
+        real = np.asarray(values).reshape(-1, values.shape[-1])
         starts = real[:, :1].sum(1) + (real[:, 1:] & ~real[:, :-1]).sum(1)
         if np.any(starts > 1):
             row = int(np.argmax(starts > 1))
