@@ -23,8 +23,14 @@ def normal(key: Array, shape: tuple[int, ...], dtype: Any, scale: float | Array 
     return (scale * jax.random.normal(key, shape, accumulator(dtype))).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def linear(key: Array, features: int, out: int, use_bias: bool, dtype: Any) -> eqx.nn.Linear:
     """An `equinox.nn.Linear` from `features` to `out`."""
-    wide = eqx.nn.Linear(features, out, use_bias, accumulator(dtype), key=key)
+    if dtype == accumulator(dtype):
+        return eqx.nn.Linear(features, out, use_bias, dtype, key=key)
+    return _narrow_linear(key, features, out, use_bias, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _narrow_linear(key: Array, features: int, out: int, use_bias: bool, dtype: Any) -> eqx.nn.Linear:
+    wide = linear(key, features, out, use_bias, accumulator(dtype))
     return jax.tree.map(lambda x: x.astype(dtype), wide)
