@@ -26,11 +26,11 @@ def jitted(function: Callable[..., Any], plan: Plan, *static: Hashable) -> Calla
 
 def compiled_once(function: Callable[..., Any], *static: Hashable, known: str = "") -> Any:
     """The same for functions that do not depend on a plan. Only JAX's caches keep what is `static`, so `jax.clear_caches()` frees it."""
-    return functools.partial(_compiled, function, static, known)
+    return functools.partial(_of_static, function, static, known)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _compiled(function: Callable[..., Any], static: tuple[Hashable, ...], known: str, *given: Any) -> Any:
+def _of_static(function: Callable[..., Any], static: tuple[Hashable, ...], known: str, *given: Any) -> Any:
     return function(*static, *given)
 
 
