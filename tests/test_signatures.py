@@ -150,7 +150,9 @@ def test_layers_take_arrays_of_numpy():
         key, x = jax.random.key(0), numpy(2, 6, 8)
         real, ids = np.ones((2, 6), bool), np.zeros((2, 6), np.uint32)
         attention = nn.MultiHeadAttention(8, num_heads=2, rope=nn.RotaryEmbedding(4), key=key)
-        attention(x, positions=np.arange(6), segment_ids=ids, mask=np.ones((6, 6), bool), bias=numpy(1, 6, 6))
+        attention(
+            x, positions=np.arange(6), segment_ids=ids, mask=np.ones((6, 6), bool), bias=numpy(1, 1, 6, 6)
+        )
         attention(x, attention.init_cache(2, 6), padding_mask=real)
         attention(x[0], cu_seqlens=np.array([0, 4, 6], np.uint16))
         cross = nn.MultiHeadAttention(8, num_heads=2, causal=False, v_embed_dim=4, key=key)
@@ -178,7 +180,7 @@ def test_a_wrong_shape_is_said_by_the_operation():
     with pytest.raises(ValueError, match="add the missing"):
         ejx.GatedLinearAttention()(q[0], q, q, q)
     with pytest.raises(ValueError, match="k: expected"):
-        ejx.GatedLinearAttention()(q, q[:3], q, q)
+        ejx.GatedLinearAttention()(q, q[:3], q, -q)
     with pytest.raises(ValueError, match="q: "):
         ejx.FlashAttention()(q[0, 0], q, q)
     with pytest.raises(ValueError, match=r"x: expected .* with E = 8"):

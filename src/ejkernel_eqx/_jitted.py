@@ -32,10 +32,28 @@ def jitted(function: Callable[..., Any], plan: Plan, *static: Hashable) -> Calla
     return compiled_once(function, plan, *static, known=plan.answers)
 
 
-@functools.lru_cache(maxsize=8192)
 def compiled_once(function: Callable[..., Any], *static: Hashable, known: str = "") -> Any:
-    """The same for functions that do not depend on a plan."""
-    return jax.jit(functools.partial(function, *static))
+    """The same for functions that do not depend on a plan. Only JAX's caches keep what is `static`, so `jax.clear_caches()` frees it."""
+    return functools.partial(_of_static, function, static, known)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _of_static(function: Callable[..., Any], static: tuple[Hashable, ...], known: str, *given: Any) -> Any:
+    return function(*static, *given)
+
+
+def while_alive(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """`compute` of an object and other arguments, computed once as long as the object lives; results may not refer to it."""
+    known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(compute)
+    def call(key: Any, *rest: Hashable) -> Any:
+        results = known.setdefault(key, {})
+        if rest not in results:
+            results[rest] = compute(key, *rest)
+        return results[rest]
+
+    return call
 
 
 def compiled_call(name: str | None = None) -> Callable[[F], F]:

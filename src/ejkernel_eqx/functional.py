@@ -140,7 +140,9 @@ def _module(cls: type[K], options: Mapping[str, Any]) -> K:
     platform, config = options.get("platform"), options.get("config")
     # As an edition, the plan equals only plans with the same choices, so that compiled programs do not hide later tuning results.
     plan = make_plan(cls.operation, platform=platform, config=config).as_edition()
-    return _kept(cls, plan, **options)
+    # A module that is kept keeps alive what a function among its options closes over.
+    make = _kept.__wrapped__ if any(map(callable, options.values())) else _kept
+    return make(cls, plan, **options)
 
 
 @functools.lru_cache(maxsize=MODULES_KEPT, typed=True)

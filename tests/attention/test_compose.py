@@ -305,6 +305,10 @@ def test_attention_has_every_derivative(enable_x64):
     curvature = jnp.einsum("abcdef,abc,def", quick(jax.hessian(loss))(q), direction, direction)
     second = (value_at(q + step * direction) - 2 * value + value_at(q - step * direction)) / step**2
     np.testing.assert_allclose(curvature, second, rtol=1e-5)
+    # So has the fast form on XLA, but in forward mode alone.
+    flash: Any = ejx.FlashAttention(causal=True, logits_soft_cap=2.0, platform="xla")
+    fast = lambda q: jnp.sum(flash(**dict(arrays, q=q)) ** 2)
+    assert_close(quick(jax.hessian(fast))(q), quick(jax.hessian(loss))(q), kind="gradient")
     # A row that sees nothing has derivatives too: zero ones.
     hidden = lambda q: jnp.sum(module(**dict(arrays, q=q), q_offset=-10)[0])
     assert not np.asarray(quick(jax.jacfwd(hidden))(q)).any()

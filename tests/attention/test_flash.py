@@ -409,6 +409,17 @@ def test_half_precision(flash, dtype):
         assert_close(actual_grads[name], grads[name], dtype, "gradient", name=name)
 
 
+def test_scores_past_the_largest_of_float16(flash):
+    """Scores are computed in float32: here up to 1.6 million, of which one outweighs all others."""
+    arrays = {name: 300 * x if name != "v" else x for name, x in qkv(dtype=jnp.float16).items()}
+    (out, lse), _ = exact(arrays, *cotangents(arrays), causal(20, 26), scale=1.0)
+    assert np.abs(lse).max() > 65504
+    actual, actual_lse = quick(lse_of(flash(causal=True, softmax_scale=1.0)))(**arrays)
+    assert actual.dtype == jnp.float16
+    assert_close(actual, out, jnp.float16)
+    assert_close(actual_lse, lse, jnp.float16)
+
+
 def test_double_precision(enable_x64):
     arrays = dict(
         qkv(2, dtype=jnp.float64),

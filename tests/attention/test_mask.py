@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import gc
 import operator
 import sys
+import weakref
 from typing import Any
 
 import equinox as eqx
@@ -521,3 +523,24 @@ def test_complements_of_unions_and_complements():
     np.testing.assert_array_equal(seen(~~segments), seen(segments))
     assert (~~segments).lower(40, 40).dense is None
     assert (~(segments | first)).lower(40, 40).pattern is not None  # tiles that it hides are skipped
+
+
+@pytest.mark.parametrize("use", ["as an array", "in a call"])
+def test_nothing_keeps_a_function_alive_that_jax_has_forgotten(use):
+    class Table:
+        pass
+
+    def called(n: int) -> weakref.ref:
+        table = Table()
+        mask = Mask.from_function(lambda head, query, key: (key <= query) | (key == n) & (table is not None))
+        if use == "as an array":
+            mask.as_array(4, 4)
+        else:
+            q = jnp.ones((4, 1, 8))
+            ejx.flash_attention(q, q, q, mask=mask, platform="xla").block_until_ready()
+        return weakref.ref(table)
+
+    tables = [called(n) for n in range(2)]
+    jax.clear_caches()
+    gc.collect()
+    assert [table() for table in tables] == [None, None]

@@ -148,6 +148,7 @@ def test_a_whole_generation_may_be_jitted(model):
         ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens: .* integer, received 0; pass 1 or more"),
         ({"prompts": [[1]], "stop_tokens": [99]}, "stop_tokens: expected tokens from 0 to 19, received 99"),
         ({"prompts": [[1]], "sampling": 0.7}, "sampling: expected a Sampling, received float"),
+        ({"prompts": [[1]], "key": jax.random.key(0)}, "key: expected None without sampling, received a key"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

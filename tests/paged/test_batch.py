@@ -167,7 +167,7 @@ def test_nothing_at_all(shape):
 
 def test_one_compilation_for_a_bucket():
     def build(lengths):
-        rows = [[3] * -(-length // 2) for length in lengths]
+        rows = [[5 * n + m for m in range(-(-length // 2))] for n, length in enumerate(lengths)]
         return RaggedBatch.build([1] * len(lengths), lengths, rows, page_size=2, buckets=BUCKETS)
 
     counted: Any = properties
@@ -230,6 +230,14 @@ def direct(starts=(3,), lengths=(2,), table=(2, 4), **options):
             ),
             "state_indices: expected a slot of its own for each sequence with new tokens, received 3 2 times",
         ),
+        (
+            lambda: RaggedBatch.build([1, 1], [5, 6], [[0, 1, 2], [3, 1, 2]], page_size=2),
+            "page_table: expected a page of its own wherever a sequence has new tokens, received page 2 2 times; copy",
+        ),
+        (
+            lambda: RaggedBatch.build([4], [4], [[1, 1]], page_size=2),
+            "page_table: expected a page of its own .* received page 1 2 times",
+        ),
         (lambda: build(page_size=0), "page_size: expected a static int >= 1"),
         (
             lambda: jax.jit(lambda x: RaggedBatch.build(x, x, [[0]], page_size=2))(jnp.ones(1, int)),
@@ -260,3 +268,10 @@ def direct(starts=(3,), lengths=(2,), table=(2, 4), **options):
 def test_wrong_arguments(call, words, unchecked):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_sequences_may_share_what_no_token_is_written_to():
+    """The pages of a common prefix, a page behind a sequence's end, and those of a sequence without new tokens."""
+    table = [[0, 1, 2, 5], [0, 1, 3], [4, 2]]
+    batch = RaggedBatch.build([1, 2, 0], [5, 6, 3], table, page_size=2)
+    np.testing.assert_array_equal(batch.page_table, [[0, 1, 2, 5], [0, 1, 3, -1], [4, 2, -1, -1]])

@@ -193,6 +193,25 @@ def test_calls_that_do_not_fit(call, message):
         jax.eval_shape(call)
 
 
+GROWING = {
+    "g": lambda g: linear(q, k, v, g=g[..., 0]),
+    "gk": lambda g: linear(q, k, v, gk=g),
+    "gv": lambda g: linear(q, k, v, gv=g[..., :5]),
+    "g_gamma": lambda g: linear(q, k, v, g_gamma=g[0, 1, :, 0]),
+    "channels": lambda g: kda(q, k, v, g, scalar),
+    "gated": lambda g: gla(q, k, v, g),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_known_decays_that_grow_are_refused(name):
+    argument = "g" if name in ("channels", "gated") else name
+    with pytest.raises(
+        ValueError, match=f"{argument}: expected log-decays of at most 0, received 0.25; pass the log"
+    ):
+        GROWING[name](jnp.full_like(k, -1.0).at[0, 1].set(0.25))
+
+
 OPTIONS = {
     "scale": (lambda: ejx.LinearAttention(float("nan")), "scale: expected a finite number or None, received nan"),
     "state_dtype": (lambda: ejx.DeltaRule(state_dtype=jnp.int8), "state_dtype: expected one of float32, bfloat16, float64, received int8"),

@@ -175,7 +175,8 @@ ATTEND = AttentionKind(
     unbounded=("lse",),
     wanted=lambda spec: ("out", "lse") if spec.return_lse else ("out",),
     names={"out": OUT_NAME, "lse": LSE_NAME},
-    remedy="Use ejkernel_eqx.Attention for forward mode and second derivatives: it computes the same, in memory of the size of the scores.",
+    remedy="Use ejkernel_eqx.Attention for forward mode and second derivatives: it computes the same, in memory of the size of the scores. "
+    "Second derivatives alone (jax.hessian) exist on platform='xla', too.",
 )
 
 

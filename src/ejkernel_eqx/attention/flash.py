@@ -32,7 +32,8 @@ class FlashAttention(Kernel):
 
     Platforms: cuDNN (`"cuda"`), Triton (`"triton"`, `"triton-interpret"`), Pallas on TPU (`"pallas"`, `"pallas-interpret"`), XLA (`"xla"`);
     `ejx.explain` shows which one is chosen for given shapes and why. Differentiable in reverse mode in `q, k, v, bias, alibi_slopes, sinks` and
-    through `lse`; for forward mode or second derivatives use [`ejkernel_eqx.Attention`][].
+    through `lse`. On XLA gradients have derivatives too, in both modes (`jax.hessian`). For forward mode (`jax.jvp`), and for second derivatives on
+    other platforms, use [`ejkernel_eqx.Attention`][].
 
     Sources: Dao, *FlashAttention-2* (2023); Milakov & Gimelshein, *Online normalizer calculation for softmax* (2018).
     """

@@ -1,6 +1,5 @@
 """Functions `f(score, head, query, key) -> score` of a user, traced by JAX, and the forms of them that every platform has by other names."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+
+from .._jitted import while_alive
 
 ScoreMod = Callable[[Any, Any, Any, Any], Any]
 
@@ -59,7 +60,7 @@ class KnownForm(NamedTuple):
     slopes: np.ndarray | None  # float32 [H]
 
 
-@functools.lru_cache(maxsize=256)
+@while_alive
 def known_form(function: ScoreMod, heads: int) -> KnownForm | None:
     """The form, if the function has it for every head."""
     jaxpr = _traced(function)[0]

@@ -88,7 +88,8 @@ class AbsorbedLatentAttention(Kernel):
         """**Arguments:**
 
         - `causal`: the queries of a sequence are its last tokens and see the keys up to their own. Otherwise each sees all keys of its
-            sequence, as a chunk of a prompt sees the tokens before it.
+            sequence, as a chunk of a prompt sees the tokens before it. True by default as in all attention over pages, while the expanded form,
+            [`ejkernel_eqx.MultiHeadLatentAttention`][], is not causal by default: pass `causal=` where both are used.
         - `sliding_window`, `logits_soft_cap`, `platform`, `config`, `tune_for`: as in [`ejkernel_eqx.PagedAttention`][]. A window needs
             `causal=True`.
         - `softmax_scale`: that of the expanded heads, such as `(Dn + Dr) ** -0.5`; required, as latents do not tell it.

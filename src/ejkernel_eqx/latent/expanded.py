@@ -67,7 +67,9 @@ class MultiHeadLatentAttention(Kernel):
     ):
         """**Arguments:**
 
-        - `causal`, `sliding_window`, `logits_soft_cap`, `dropout_rate`, `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][].
+        - `causal`: as in [`ejkernel_eqx.FlashAttention`][], and false by default as there. The absorbed form,
+            [`ejkernel_eqx.AbsorbedLatentAttention`][], is causal by default: pass `causal=` where both are used.
+        - `sliding_window`, `logits_soft_cap`, `dropout_rate`, `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][].
         - `softmax_scale`: default `D**-0.5`, with `D` the channels of both parts.
         - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, k, k_rope, v, ...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """

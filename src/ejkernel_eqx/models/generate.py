@@ -66,7 +66,7 @@ def generate(
         `sampling`, and others with seeds that follow from it.
     - `stop_tokens`: tokens that end a row; default those of `model.config`.
     - `cache_dtype`: of keys and values, by default what the layers compute in.
-    - `key`: a PRNG key, in place of the seed.
+    - `key`: a PRNG key, in place of the seed; only with a temperature above 0.
 
     **Returns:** a `Generated`, the tokens and how many there are in each row. A row whose logits are not finite ends there and is reported: in
     `finite`, and outside `jit` by a `RuntimeWarning`.
@@ -85,6 +85,11 @@ def generate(
     if not isinstance(sampling, Sampling):
         raise ValueError(
             f"sampling: expected a Sampling, received {type(sampling).__name__}; Sampling(temperature=1.0) draws."
+        )
+    if key is not None and sampling.temperature == 0:
+        raise ValueError(
+            "key: expected None without sampling, received a key, though the likeliest token is always taken; pass "
+            "sampling=Sampling(temperature=1.0) to draw."
         )
     rows = SamplingArrays.of([(sampling, 0)] * tokens.shape[0], tokens.shape[0])
     rows = rows._replace(seed=_seeds(sampling.seed, key, tokens.shape[0]))

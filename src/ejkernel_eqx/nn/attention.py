@@ -436,7 +436,8 @@ class MultiHeadAttention(Module):
         - `cu_seqlens`: offsets `[N + 1]` of packed sequences, with `x` of shape `[T, E]`. Each sequence sees only itself, and its positions
             start at 0; tokens past the last offset are padding. Not with `padding_mask`, `segment_ids` or a cache.
         - `mask`, `bias`: as in [`ejkernel_eqx.FlashAttention`][], `[..., H, T, S]`. An array with leading axes needs the axis of the heads as
-            well: `[..., T, S]` is rejected. With a cache, `S` is its `max_length`.
+            well: `[..., T, S]` is rejected. With a cache, `S` is its `max_length`. A causal layer stays causal: `mask` is intersected with what
+            the layer hides, and shows nothing more.
         - `key`: PRNG key, required for dropout outside inference mode.
         - `inference`: overrides the flag set by `equinox.nn.inference_mode`.
         - `batch`: an `ejkernel_eqx.RaggedBatch`, for serving. `x [T, E]` holds the new tokens of its sequences and `cache` is a `PagedKVCache`,

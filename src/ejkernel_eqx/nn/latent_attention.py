@@ -152,7 +152,7 @@ class MultiHeadLatentAttention(Module):
         scale = _softmax_scale(self.rope, dim) if softmax_scale is None else float(softmax_scale)
         options: Any = {"logits_soft_cap": logits_soft_cap, "softmax_scale": scale, "platform": platform}
         self.attention = ExpandedAttention(causal=True, config=config, **options)
-        self.absorbed_attention = AbsorbedLatentAttention(**options)
+        self.absorbed_attention = AbsorbedLatentAttention(causal=True, **options)
         self.past_attention = AbsorbedLatentAttention(causal=False, **options)
         self.paged_attention = RaggedPagedAttention(append=True, **options)
         self.embed_dim, self.num_heads = embed_dim, num_heads

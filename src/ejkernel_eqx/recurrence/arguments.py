@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from .._values import checked
 from ..core.frame import Frame as Frame
 from ..core.frame import frame_of as frame_of
 from ..core.frame import States
@@ -21,6 +22,18 @@ def check_scale(scale: float | None) -> float | None:
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number or None, received {scale}; None means D**-0.5.")
     return None if scale is None else float(scale)
+
+
+def log_decays(name: str, g: Array) -> Array:
+    """`g`, whose padding is zero, unless a value is known to be positive."""
+    return checked(
+        g,
+        jnp.max(g, initial=0),
+        lambda x: x > 0,
+        lambda found: (
+            f"{name}: expected log-decays of at most 0, received {found}; pass the logarithm of a decay between 0 and 1."
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from ..core.arguments import check_state_dtype, fitting
 from ..core.plans import again_for_gradients
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
+from .arguments import check_scale, Frame, frame_of, log_decays, Operands, step_frame_of
 from .core import KEPT
 from .gates import check_gate, l2norm, LOG, log_decay, write_strength
 from .operation import plan_of, run, run_step
@@ -73,6 +73,7 @@ def gate_operands(
                 raise ValueError(
                     f"{name}: expected None with gate='log', received an array; only gate='softplus' and 'bounded' use it."
                 )
+        raw = log_decays("g", raw)
     elif A_log is None:
         raise ValueError(f"A_log: expected an array [H] with gate={options.gate!r}, received None.")
     else:

@@ -13,7 +13,7 @@ from ..core.along import check_sequence_axis
 from ..core.arguments import check_state_dtype
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
+from .arguments import check_scale, Frame, frame_of, log_decays, Operands, step_frame_of
 from .operation import plan_of, register, run, run_step
 from .spec import KEY
 
@@ -137,5 +137,5 @@ class GatedLinearAttention(Kernel):
         return run_step(self.plan, frame, self._operands(frame, q, k, v, g), state)
 
     def _operands(self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, g: AnyArray) -> Operands:
-        g = frame.operand("g", g, (None, q.shape[-1]), "H D")
+        g = log_decays("g", frame.operand("g", g, (None, q.shape[-1]), "H D"))
         return Operands(*frame.qkv(q, k, v), self.scale, g, decay=KEY)

@@ -14,7 +14,7 @@ from ..core.along import check_sequence_axis
 from ..core.arguments import array, check_state_dtype, fitting, wide
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
+from .arguments import check_scale, Frame, frame_of, log_decays, Operands, step_frame_of
 from .heads import repeat_heads
 from .operation import plan_of, register, run, run_step
 from .spec import CONSTANT, KEY, NONE, SCALAR, VALUE
@@ -171,13 +171,13 @@ def _decay(
             f"{given[1]}: expected one kind of decay, or g and gk together, received {' and '.join(given)}; pass one of them."
         )
     if g_gamma is not None:
-        return CONSTANT, frame.shared(fitting("g_gamma", g_gamma, (None,), "H"))
+        return CONSTANT, frame.shared(log_decays("g_gamma", fitting("g_gamma", g_gamma, (None,), "H")))
     if gv is not None:
-        return VALUE, frame.operand("gv", gv, (None, v.shape[-1]), "H V")
-    scalar = None if g is None else frame.operand("g", g, (None,), "H")
+        return VALUE, log_decays("gv", frame.operand("gv", gv, (None, v.shape[-1]), "H V"))
+    scalar = None if g is None else log_decays("g", frame.operand("g", g, (None,), "H"))
     if gk is None:
         return (NONE, None) if scalar is None else (SCALAR, scalar)
-    key = frame.operand("gk", gk, (None, q.shape[-1]), "H D")
+    key = log_decays("gk", frame.operand("gk", gk, (None, q.shape[-1]), "H D"))
     if scalar is None:
         return KEY, key
     few, many = sorted((scalar.shape[-1], key.shape[-2]))

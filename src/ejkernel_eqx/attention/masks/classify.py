@@ -4,11 +4,11 @@ Bounds of the pattern's function decide most tiles (`ranges`); the pairs of the 
 Nothing ever holds one entry for each pair of query and key.
 """
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
 
+from ..._jitted import while_alive
 from .alike import alike
 from .contents import Contents, looked_at, packed
 from .pattern import Pattern, traced_once
@@ -38,7 +38,7 @@ class Classified(NamedTuple):
     blind: bool
 
 
-@functools.lru_cache(maxsize=32)
+@while_alive
 def classify(pattern: Pattern, shape: Shape) -> Classified:
     """Which tiles of a pattern are visible, exactly."""
     shape = shape._replace(by_key=False)

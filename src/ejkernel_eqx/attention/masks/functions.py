@@ -6,7 +6,6 @@ Those of named patterns are compared by value, so that equal masks share one com
 import dataclasses
 import functools
 import hashlib
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+
+from ..._jitted import while_alive
 
 PairFunction = Callable[[Any, Any, Any], Any]
 
@@ -146,16 +147,10 @@ def traced(function: PairFunction) -> Any:
     return jaxpr
 
 
-_STATIC: weakref.WeakKeyDictionary[PairFunction, bool] = weakref.WeakKeyDictionary()
-
-
+@while_alive
 def is_static(function: PairFunction) -> bool:
     """Whether all that the function closes over is known now."""
-    found = _STATIC.get(function)
-    if found is None:
-        found = not any(isinstance(x, Tracer) for x in traced(function).consts)
-        _STATIC[function] = found
-    return found
+    return not any(isinstance(x, Tracer) for x in traced(function).consts)
 
 
 def depends_on_head(jaxpr: Any) -> bool:

@@ -1,11 +1,11 @@
 """`Pattern`: the part of a mask that is known while tracing, as a function of head, query and key."""
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 from jax import Array
 
+from ..._jitted import while_alive
 from .functions import depends_on_head, evaluate, PairFunction, traced
 from .ranges import Function
 
@@ -29,7 +29,7 @@ class Pattern:
         return evaluate(self.function, heads, queries + self.offset, keys)
 
 
-@functools.lru_cache(maxsize=256)
+@while_alive
 def traced_once(function: PairFunction) -> Function:
     """A function that closes over known values only."""
     return Function(traced(function))

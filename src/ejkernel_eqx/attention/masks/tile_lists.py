@@ -4,11 +4,11 @@ A list holds the tiles of one query tile (or, inverted, of one key tile) that ru
 then those that are partly visible.
 """
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
 
+from ..._jitted import while_alive
 from .classify import classify, Kinds
 from .contents import packed
 from .pattern import Pattern
@@ -36,7 +36,7 @@ class PatternLists(NamedTuple):
         return sum(x.nbytes for x in self if isinstance(x, np.ndarray))
 
 
-@functools.lru_cache(maxsize=32)
+@while_alive
 def lists_of(pattern: Pattern, shape: Shape) -> PatternLists:
     """The lists of a pattern that nothing else hides."""
     known = classify(pattern, shape._replace(by_key=False))
@@ -72,7 +72,7 @@ def _longest_first(lengths: np.ndarray) -> np.ndarray:
     return np.lexsort((-np.arange(len(lengths)), -lengths)).astype(np.int32)
 
 
-@functools.lru_cache(maxsize=32)
+@while_alive
 def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """For a pattern that data is combined with: the row of each head, kinds and bits of all tiles `[rows, query tiles, key tiles]`, and the
     bits."""
@@ -88,7 +88,7 @@ def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np
     )
 
 
-@functools.lru_cache(maxsize=32)
+@while_alive
 def keys_seen(pattern: Pattern, shape: Shape) -> np.ndarray:
     """Which keys any query sees: booleans `[rows, keys]`."""
     known, count = classify(pattern, shape._replace(by_key=False)), shape.grid[1]

@@ -104,7 +104,8 @@ class RaggedBatch(Module):
         **Returns:** the batch; the packed tokens must have the length `num_tokens`.
 
         **Raises:** `ValueError` for negative numbers, more new tokens than tokens, too few pages, a state shared by two sequences with new
-        tokens, or sizes that no bucket holds.
+        tokens, a page that new tokens are written to and that two sequences have, or sizes that no bucket holds. Pages of earlier tokens may be
+        shared.
         """
         page_size = read_count("page_size", page_size, least=1)
         queries, totals = _host("query_lens", query_lens, least=0), _host("lengths", lengths, least=0)
@@ -126,6 +127,7 @@ class RaggedBatch(Module):
                     f"page_table: expected {-(-int(length) // page_size)} pages for the {length} tokens of sequence {n}, received "
                     f"{len(row)}; use -1 for pages that are no longer needed."
                 )
+        _check_written(rows, queries, totals, page_size)
         if states is not None:
             given, times = np.unique(states[(states >= 0) & (queries > 0)], return_counts=True)
             if np.any(times > 1):
@@ -231,6 +233,23 @@ def _host(name: str, values: Any, least: int, rank: int = 1) -> np.ndarray:
     if wrong.size:
         raise ValueError(f"{name}: expected ints from {least} to 2**31 - 1, received {wrong.tolist()}.")
     return array.astype(np.int64)
+
+
+def _check_written(rows: list[np.ndarray], queries: np.ndarray, totals: np.ndarray, page_size: int) -> None:
+    """Refuses to write new tokens of a sequence to a page that another one has, or that it has twice."""
+    used, written = [np.zeros(0, int)], [np.zeros(0, int)]
+    for row, query_len, length in zip(rows, queries, totals, strict=True):
+        if query_len:
+            own = np.asarray(row[: -(-length // page_size)], int)
+            used.append(own)
+            written.append(own[(length - query_len) // page_size :])
+    pages, targets = np.concatenate(used), np.concatenate(written)
+    hit, times = np.unique(pages[(pages >= 0) & np.isin(pages, targets)], return_counts=True)
+    if np.any(times > 1):
+        raise ValueError(
+            f"page_table: expected a page of its own wherever a sequence has new tokens, received page {int(hit[times > 1][0])} "
+            f"{int(times.max())} times; copy a page before one of the sequences that share it writes to it (PageTable.allocate tells which)."
+        )
 
 
 def _rows(page_table: Any) -> list[np.ndarray]:
