@@ -182,9 +182,9 @@ def test_mask_and_bias_with_a_cache_span_its_slots():
     mask = jax.random.bernoulli(jax.random.key(5), 0.7, (TOKENS, TOKENS)) | jnp.eye(TOKENS, dtype=bool)
     cache, pieces = layer.init_cache(ROWS, TOKENS), []
     for t in range(0, TOKENS, 2):
-        y, cache = _call(layer, x[:, t : t + 2], cache, bias=bias[:, t : t + 2], mask=mask[None, t : t + 2])
+        y, cache = _call(layer, x[:, t : t + 2], cache, bias=bias[None, :, t : t + 2], mask=mask[t : t + 2])
         pieces.append(y)
-    assert_close(jnp.concatenate(pieces, axis=1), _call(layer, x, bias=bias, mask=mask[None]))
+    assert_close(jnp.concatenate(pieces, axis=1), _call(layer, x, bias=bias[None], mask=mask))
 
 
 def test_bfloat16_cache_keeps_the_layers_dtype():
