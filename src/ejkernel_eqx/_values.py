@@ -132,7 +132,9 @@ def stopped(array: Array, wrong: Array, message: str) -> Array:
         raise ValueError(message)
 
     result, is_wrong = jax.eval_shape(lambda: array), _anywhere(wrong)
-    return jax.lax.cond(is_wrong, lambda: jax.pure_callback(stop, result, is_wrong), lambda: array)
+    # Inside `shard_map`, both branches need the array's type, which a choice from it has.
+    typed = lambda x: jnp.where(jnp.zeros_like(array, bool), array, x)
+    return jax.lax.cond(is_wrong, lambda: typed(jax.pure_callback(stop, result, is_wrong)), lambda: array)
 
 
 @custom_vmap

@@ -114,6 +114,18 @@ def test_a_full_cache_in_a_batch_of_caches_raises():
         jax.block_until_ready(call(cache, k, v))
 
 
+def test_a_cache_inside_shard_map_is_checked():
+    k, v = _new(2)
+    rows = jax.sharding.PartitionSpec("data")
+    append = lambda cache, k, v: cache.append(k, v)
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        call = jax.jit(jax.shard_map(append, in_specs=(rows, rows, rows), out_specs=rows))
+        cache = call(KVCache.init((3,), 3, 2, 4), k, v)
+        assert cache.lengths.tolist() == [2, 2, 2]
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="KVCache is full: max_length=3"):
+            jax.block_until_ready(call(cache, k, v))
+
+
 def test_gradient_passes_through():
     k, v = _new(3)
     weight = jax.random.normal(jax.random.key(5), (3, 5, 2, 4))
