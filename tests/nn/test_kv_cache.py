@@ -118,7 +118,7 @@ def test_a_cache_inside_shard_map_is_checked():
     k, v = _new(2)
     rows = jax.sharding.PartitionSpec("data")
     append = lambda cache, k, v: cache.append(k, v)
-    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))):
         call = jax.jit(jax.shard_map(append, in_specs=(rows, rows, rows), out_specs=rows))
         cache = call(KVCache.init((3,), 3, 2, 4), k, v)
         assert cache.lengths.tolist() == [2, 2, 2]
