@@ -98,7 +98,7 @@ def explained(**parts: type) -> Callable[[F], F]:
 
 
 def explained_options(cls: C) -> C:
-    """A decorator of a dataclass: the same for the arguments that make an instance."""
+    """A decorator of a class that is no `Module`: the same for the arguments that make an instance."""
     cls.__init__ = _explained_method("__init__", cls.__init__)
     return cls
 
