@@ -105,6 +105,8 @@ def test_a_misspelt_option_is_named_with_the_right_one(name):
             ["KVCache.init: ", "received 'max_lenght'; did you mean max_length?"],
         ),
         (lambda: ejx.TuneOptions(time_budgets=1), ["TuneOptions: ", "did you mean time_budget?"]),
+        (lambda: ejx.PageTable(num_page=3), ["PageTable: ", "did you mean num_pages?"]),
+        (lambda: ejx.Buckets((1,), (1,), query_lens=(1,)), ["Buckets: ", "did you mean query_len?"]),
         (
             lambda: ejx.FlashAttention()(),
             ["FlashAttention: expected q and k and v, ", "no arguments; write FlashAttention(q, k, v)"],

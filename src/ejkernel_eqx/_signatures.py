@@ -25,8 +25,11 @@ def nearest(word: Any, known: Iterable[str]) -> str:
 
 
 def _resembled(word: Any, known: Iterable[str]) -> str | None:
+    """The name that is spelt nearly as a word, or else begins with it."""
     plain = {name.replace("_", "").lower(): name for name in known}
-    near = difflib.get_close_matches(str(word).replace("_", "").lower(), plain, n=1, cutoff=0.75)
+    word = str(word).replace("_", "").lower()
+    near = difflib.get_close_matches(word, plain, n=1, cutoff=0.75)
+    near = near or [name for name in plain if len(word) > 2 and name.startswith(word)]
     return plain[near[0]] if near else None
 
 
@@ -98,7 +101,7 @@ def explained(**parts: type) -> Callable[[F], F]:
 
 
 def explained_options(cls: C) -> C:
-    """A decorator of a dataclass: the same for the arguments that make an instance."""
+    """A decorator of a class that is no `Module`: the same for the arguments that make an instance."""
     cls.__init__ = _explained_method("__init__", cls.__init__)
     return cls
 

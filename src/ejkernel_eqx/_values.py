@@ -17,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.custom_batching import custom_vmap
 
+from .dispatch import Backend, place_of_calls
 from .dispatch.environment import declare
 
 FAR = 2**29
@@ -47,8 +49,8 @@ def check_values(enabled: bool = True) -> Iterator[None]:
     """Calls traced inside this context check their offsets, lengths and indices whenever they run.
 
     Outside `jit`, `vmap` and other transformations, wrong values always raise `ValueError` immediately. Inside, values are unknown while
-    tracing, and without checks wrong values produce wrong results. With checks the program stops with the same message, raised by
-    `equinox.error_if`. This costs a few operations and a callback per argument, so use it for debugging.
+    tracing, and without checks wrong values produce wrong results. With checks the program stops with the same message, the
+    last line of its error. This costs a few operations and a callback per argument, so use it for debugging.
 
     ```python
     with ejx.check_values():
@@ -167,8 +169,43 @@ def checked(
             raise ValueError(say(show(values)))
 
     if not check_known(given, check) and checks_traced() and array.size:
-        return eqx.error_if(array, jnp.any(wrong(array)), say("other values while the program ran"))
+        return stopped(array, wrong(array), say("other values while the program ran"))
     return array
+
+
+def refused_if(wrong: Any, array: Array, message: str) -> Array:
+    """`array`; a `ValueError` where `wrong` is known to be true, and an error while the program runs where it is traced."""
+    values = known(wrong)
+    if values is None:
+        return stopped(array, wrong, message)
+    if np.any(values):
+        raise ValueError(message)
+    return array
+
+
+def stopped(array: Array, wrong: Array, message: str) -> Array:
+    """`array`, computed in a program that stops with the message as its error's last line if anything is wrong."""
+    if place_of_calls()[0] is Backend.TPU:  # a callback's error may not reach Python from there
+        return eqx.error_if(array, wrong, message)
+
+    def stop(_: Any) -> Any:
+        raise ValueError(message)
+
+    result, is_wrong = jax.eval_shape(lambda: array), _anywhere(wrong)
+    # Inside `shard_map`, both branches need the array's type, which a choice from it has.
+    typed = lambda x: jnp.where(jnp.zeros_like(array, bool), array, x)
+    return jax.lax.cond(is_wrong, lambda: typed(jax.pure_callback(stop, result, is_wrong)), lambda: array)
+
+
+@custom_vmap
+def _anywhere(wrong: Array) -> Array:
+    """Whether anything is true in any example of a batch: a condition that differed between examples would be computed for all."""
+    return jnp.any(wrong)
+
+
+@_anywhere.def_vmap
+def _(size: int, batched: list[bool], wrong: Array) -> tuple[Array, bool]:
+    return _anywhere(wrong), False
 
 
 def check_between(name: str, array: Array, given: Any, least: int, most: int, remedy: str) -> Array:

@@ -181,6 +181,12 @@ def test_report(run, run_json, tmp_path):
     assert page.startswith("<!doctype html>") and OPERATION in page and json.dumps("en") in page
 
 
+def test_one_configuration_is_no_table(run):
+    code, out, _ = run("tune", OPERATION, *TINY, "--max-candidates", "1")
+    assert code == output.OK and "there is only one configuration" in out
+    assert "0 known from tables, 0 failed, 1 with only one configuration, in " in out
+
+
 def test_the_policy_heuristic_forbids_it(run, monkeypatch):
     monkeypatch.setenv("EJKERNEL_EQX_POLICY", "heuristic")
     code, _, err = run("tune", OPERATION, *TINY)

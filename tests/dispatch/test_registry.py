@@ -42,7 +42,8 @@ def test_operations_and_their_order():
     ]
     assert [i.platform for i in kernel_registry.ordered("attention")] == [Platform.XLA]
     with pytest.raises(
-        ValueError, match=r"^operation: expected one of .* flash_attention, .*, received 'flash'\.$"
+        ValueError,
+        match=r"^operation: expected one of .*, flash_attention, .*, received 'flash'; did you mean flash_attention\?$",
     ):
         kernel_registry.ordered("flash")
 

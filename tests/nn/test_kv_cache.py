@@ -86,13 +86,44 @@ def test_a_full_cache_raises(batch):
     k, v = _new(2, batch)
     append = eqx.filter_jit(lambda c: c.append(k, v))
     cache = append(append(KVCache.init(batch, 5, 2, 4)))
-    with pytest.raises(Exception, match="KVCache is full: max_length=5 tokens"):
-        jax.block_until_ready(append(cache))
+    full = "KVCache is full: max_length=5 tokens would be exceeded by this append; build the cache with a larger max_length."
+    with pytest.raises(ValueError) as known:
+        cache.append(k, v)
+    assert str(known.value) == full
+    for compiled in (
+        append,
+        jax.jit(lambda c: c.append(k, v)),
+    ):  # the sentence ends the error, whoever compiles
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError)) as traced:
+            jax.block_until_ready(compiled(cache))
+        assert str(traced.value).rstrip().endswith(f"ValueError: {full}")
     # One row is enough, and it is what is real that counts.
     if batch:
         cache.append(k, v, new_lengths=jnp.array([1, 1, 0]))
-        with pytest.raises(Exception, match="KVCache is full"):
-            jax.block_until_ready(cache.append(k, v, new_lengths=jnp.array([0, 2, 0])))
+        with pytest.raises(ValueError, match="KVCache is full"):
+            cache.append(k, v, new_lengths=jnp.array([0, 2, 0]))
+
+
+def test_a_full_cache_in_a_batch_of_caches_raises():
+    """One that is not full is appended to; a condition for each example would ask the host for all."""
+    k, v = _new(2, (2,))
+    call = jax.jit(jax.vmap(lambda cache, k, v: cache.append(k, v)))
+    cache = call(jax.tree.map(lambda x: jnp.stack([x, x]), KVCache.init((), 3, 2, 4)), k, v)
+    assert cache.lengths.tolist() == [2, 2]
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="KVCache is full: max_length=3"):
+        jax.block_until_ready(call(cache, k, v))
+
+
+def test_a_cache_inside_shard_map_is_checked():
+    k, v = _new(2)
+    rows = jax.sharding.PartitionSpec("data")
+    append = lambda cache, k, v: cache.append(k, v)
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))):
+        call = jax.jit(jax.shard_map(append, in_specs=(rows, rows, rows), out_specs=rows))
+        cache = call(KVCache.init((3,), 3, 2, 4), k, v)
+        assert cache.lengths.tolist() == [2, 2, 2]
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="KVCache is full: max_length=3"):
+            jax.block_until_ready(call(cache, k, v))
 
 
 def test_gradient_passes_through():

@@ -1,5 +1,6 @@
 """`tune` over whole models: what is tuned, how often, and what happens to the model and to what must match it."""
 
+import dataclasses
 import logging
 import os
 import pathlib
@@ -279,6 +280,18 @@ def test_one_line_says_what_was_done(caplog):
         tune(Scale(), shape(8), options=QUICK)
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ejx.tune")]
     assert "1 distinct problem: 1 tuned, 0 known" in line
+
+
+def test_one_configuration_is_no_table(caplog):
+    """Neither the first time nor when this process knows it."""
+    single = dataclasses.replace(QUICK, max_candidates=1)
+    with caplog.at_level(logging.INFO, "ejkernel_eqx"):
+        tune(tune(Scale(), shape(8), options=single), shape(8), options=single)
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ejx.tune")]
+    expected = (
+        "1 distinct problem: 0 tuned, 0 known from tables, 0 failed, 1 with only one configuration, in "
+    )
+    assert len(lines) == 2 and all(expected in line for line in lines)
 
 
 def test_where_tuning_is_refused():

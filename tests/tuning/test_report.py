@@ -73,6 +73,34 @@ def test_the_page_says_what_was_found(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["page.html"]
 
 
+def test_what_was_faster_by_itself_says_why_it_did_not_win(tmp_path):
+    """Of a result of this process and of a record; within the margin nothing is to be said."""
+    lost = tuned(winner=1)
+    close = Measurement("", SquareConfig(5), Status.TIMED, ms=0.00496)
+    lost = dataclasses.replace(lost, measurements=(*lost.measurements, close))
+    for entry in (
+        report_data.entry_of_result(lost),
+        report_data.entry_of_record(lost.to_record(device_facts())),
+    ):
+        reasons = {c.config["chunks"]: c.reason for c in entry.candidates if c.ms is not None}
+        assert reasons == {1: "", 2: report_data.LOST, 5: ""}
+    page = document.tuning_report(tmp_path / "page.html", [lost]).read_text(encoding="utf-8")
+    assert page.count(report_data.LOST) == 1 and "3 not timed or passed over" in page
+
+
+def test_a_part_says_that_its_whole_was_denied():
+    whole = Denied("", {"forward": {"block": 2}}, "out is wrong")
+    record = dataclasses.replace(
+        tuned().to_record(device_facts()),
+        operation="tests.nobody",
+        config={"forward": {"block": 1}},
+        timed=(Timed("forward", {"block": 1}, 2.0), Timed("forward", {"block": 2}, 1.0)),
+        denied=(whole,),
+    )
+    reasons = [c.reason for c in report_data.entry_of_record(record).ranked()]
+    assert reasons == ["denied as a part of the whole: out is wrong", "", "out is wrong"]
+
+
 @pytest.mark.slow
 def test_the_roofline_needs_peaks(monkeypatch, tmp_path):
     entry = report_data.entry_of_result(tuned())

@@ -38,6 +38,7 @@ from ejkernel_eqx.tuning import (
     tuner,
     tuning_options,
 )
+from ejkernel_eqx.tuning.report.data import entry_of_result, LOST
 from tests.tuning import toy
 from tests.tuning.scaling import nothing_in_memory
 
@@ -142,6 +143,30 @@ def test_a_configuration_that_is_no_faster_does_not_replace_the_heuristic(timed,
     almost = [toy.ToyConfig(199)]
     assert tune(configs=almost).config == toy.ToyConfig(200)
     assert tune(configs=[*almost, toy.ToyConfig(197)]).config == toy.ToyConfig(197)
+
+
+def test_where_the_best_was_noise_the_next_best_takes_part(timed, monkeypatch):
+    """`FAST` is fast only by itself: as a whole and in turn it is slower than the heuristic."""
+    usual, turns = measure.time_in_turn, []
+
+    def with_noise(works, *how, **more):
+        found = usual(works, *how, **more)
+        whole = [
+            key for key in works if isinstance(key, tuple) and len(key) == 2
+        ]  # (configuration, direction)
+        turns.append({config for config, _ in whole})
+        return {
+            key: timing._replace(ms=30_000.0) if key in whole and key[0] == FAST else timing
+            for key, timing in found.items()
+        }
+
+    monkeypatch.setattr(measure, "time_in_turn", with_noise)
+    second, third = toy.ToyConfig(5), toy.ToyConfig(40)
+    result = tune(configs=[FAST, second, third])
+    assert result.config == second and result.ms[BOTH] == 5.0
+    assert [turn for turn in turns if FAST in turn] == [{FAST, SLOW}, {FAST, SLOW, second}]
+    (lost,) = [c for c in entry_of_result(result).candidates if c.reason]
+    assert lost.config == {"loops": 2, "fault": ""} and lost.reason == LOST
 
 
 def test_the_second_time_nothing_is_measured(timed, monkeypatch):

@@ -150,7 +150,7 @@ def _show_text(row: Row) -> str:
         "key": row.digest,
     }
     timed = [
-        (c.part, describe(c.config), number(c.ms), percent(c.spread), "winner" if c.is_winner else "")
+        (c.part, describe(c.config), number(c.ms), percent(c.spread), "winner" if c.is_winner else c.reason)
         for c in entry.ranked()
         if c.ms is not None
     ]

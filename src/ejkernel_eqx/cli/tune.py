@@ -110,7 +110,8 @@ def _summary(found: Sequence[Found], seconds: float) -> Summary:
     """The summary, without problems that have nothing to tune."""
     results = [outcome for outcome in found if isinstance(outcome, TuningResult)]
     failed = sum(isinstance(outcome, EjkernelError) for outcome in found)
-    return Summary.of(results, problems=len(results) + failed, failed=failed, seconds=seconds)
+    only = sum(result.cached and not result.measurements for result in results)
+    return Summary.of(results, problems=len(results) + failed, only=only, failed=failed, seconds=seconds)
 
 
 def _tune(problem: Problem, platform: str | None, options: TuneOptions, force: bool) -> Found:

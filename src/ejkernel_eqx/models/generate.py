@@ -43,7 +43,7 @@ class Generated(NamedTuple):
 @explained(sampling=Sampling)
 def generate(
     model: Decoder,
-    prompts: Array | np.ndarray | Sequence[Sequence[int]],
+    prompts: Array | np.ndarray | Sequence[Sequence[int] | Array | np.ndarray],
     *,
     max_new_tokens: int,
     padding_mask: Array | None = None,
@@ -59,7 +59,7 @@ def generate(
     **Arguments:**
 
     - `model`: a [`Decoder`][ejkernel_eqx.models.Decoder].
-    - `prompts`: integers `[..., T]`; or lists of tokens of any lengths, which are padded on the left.
+    - `prompts`: integers `[..., T]`; or a list with a list or array of tokens for each prompt, of any lengths, which are padded on the left.
     - `max_new_tokens`: the maximum number of new tokens per row.
     - `padding_mask`: bool `[..., T]`, True for real tokens, side by side in each row; for an array of prompts of unequal lengths.
     - `sampling`: a [`Sampling`][ejkernel_eqx.models.Sampling]; default greedy. Each row draws by itself: row 0 with the seed of

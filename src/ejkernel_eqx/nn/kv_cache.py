@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ from jax.typing import DTypeLike
 from .._broadcast import like
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
+from .._values import refused_if
 from ..parallel import Leading, over_mesh
 from .arguments import broadcasts, check_sizes, is_known, named_dtype, read_array, read_batch_shape
 
@@ -91,8 +91,8 @@ class KVCache(Module):
         - `mask`: bool `[..., T]`, True for real tokens. Padding may be anywhere; real tokens are stored contiguously, and
             rows without any are unchanged.
 
-        **Returns:** the new cache. Raises `ValueError` for invalid arguments, and an error at run time (`equinox.error_if`) if a row would
-        exceed `max_length`.
+        **Returns:** the new cache. Raises `ValueError` for invalid arguments, and if a row would exceed
+        `max_length`; inside `jit`, an error of the program whose last line says so.
         """
         self._check(k_new, v_new, padded=new_lengths is not None or mask is not None)
         if new_lengths is not None and mask is not None:
@@ -109,9 +109,10 @@ class KVCache(Module):
             mask = token < new_lengths.astype(jnp.int32)[..., None]
         count = k_new.shape[-3] if mask is None else jnp.sum(mask, axis=-1, dtype=jnp.int32)
         k_new, v_new = jnp.asarray(k_new), jnp.asarray(v_new)
-        lengths = eqx.error_if(
-            self.lengths + count,
-            jnp.any(self.lengths + count > self.max_length),
+        lengths = self.lengths + count
+        lengths = refused_if(
+            lengths > self.max_length,
+            lengths,
             f"KVCache is full: max_length={self.max_length} tokens would be exceeded by this append; "
             "build the cache with a larger max_length.",
         )

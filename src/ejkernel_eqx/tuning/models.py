@@ -25,7 +25,7 @@ from .recording import Invocation, invocations_of
 from .replace import plans_of, renew_plans
 from .summary import Summary
 from .tracing import refuse_trace
-from .tuner import answer, tuned_results
+from .tuner import answer, has_choice, tuned_results
 
 _LOG = logging.getLogger("ejkernel_eqx")
 _GIVEN = (Tier.OVERRIDE, Tier.OVERLAY)  # the user's own choices
@@ -242,6 +242,10 @@ class Tuning:
         summary = Summary.of(
             tuned_results()[self._before :],
             problems=len(self._asked),
+            only=sum(
+                not has_choice(call.problem, call.implementation, self._configs, self._options)
+                for call in self._asked.values()
+            ),
             failed=sum(known.config is None for known in self.table.values()),
             seconds=time.monotonic() - self._start,
         )

@@ -4,7 +4,7 @@ It reports everything it finds as events, and may run in this process or in anot
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..dispatch import BOTH, no_tuning
@@ -92,17 +92,38 @@ class _Search:
         return [candidate.value for candidate in sorted(filter(trials.usable, stage.candidates), key=time_of)]
 
     def _decide(self, ranking: Sequence[Any]) -> Finished:
-        """Checks the winner on all results and other inputs, then times it and the heuristic in turn."""
+        """Checks the best one on all results and other inputs, then times it and the heuristic in turn.
+
+        Where one that was slower by itself wins, the next best ones take part, too.
+        """
         job, trials = self.job, self.trials
         contenders: dict[Any, dict[str, float]] = {}
-        for config in ranking:
-            if self._admit(config, contenders):
-                break
+        waiting = list(ranking)
+        self._admit_next(waiting, contenders)
         if job.previous is not None:
             self._admit(job.previous.config, contenders)
         parts = [stage.part for stage in job.stages]
         if all(trials.usable(Candidate(part, part_of(job.heuristic, part))) for part in parts):
             self._admit(job.heuristic, contenders)
+        while True:
+            end = self._compare(contenders)
+            waiting = [
+                config
+                for config in waiting
+                if config not in contenders and self._was_faster(config, end.config)
+            ]
+            if len(contenders) > FINALISTS or not self._admit_next(waiting, contenders):
+                return end
+
+    def _was_faster(self, config: Any, winner: Any) -> bool:
+        """Whether a configuration was faster than the winner when each was timed by itself."""
+        known = [self.trials.known.get(Candidate("", one).key()) for one in (config, winner)]
+        one, other = (measurement.ms if measurement else None for measurement in known)
+        return one is not None and other is not None and one * MARGIN < other
+
+    def _compare(self, contenders: Mapping[Any, Mapping[str, float]]) -> Finished:
+        """The fastest of them, timed in turn; the heuristic yields only to what is faster by the margin."""
+        job, trials = self.job, self.trials
         directions = trials.bench.directions
         programs = {
             (config, direction): Trial(Candidate("", config), config, names)
@@ -122,6 +143,13 @@ class _Search:
         ms = {config: {d: timings[config, d].ms for d in directions} for config in finished}
         spread = {d: timings[winner, d].spread for d in directions}
         return Finished(winner, ms[winner], spread, ms.get(job.heuristic, {}), contenders[winner])
+
+    def _admit_next(self, waiting: list[Any], contenders: dict[Any, dict[str, float]]) -> bool:
+        """Adds the first one that may be used; returns whether there is one."""
+        while waiting:
+            if self._admit(waiting.pop(0), contenders):
+                return True
+        return False
 
     def _admit(self, config: Any, contenders: dict[Any, dict[str, float]]) -> bool:
         """Adds a configuration to the contenders if it is correct in every direction and for two seeds."""

@@ -15,28 +15,35 @@ _SHOWN = 3
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """How many distinct problems were asked for and what became of them, the best speed-ups over the heuristic, and where all is kept."""
+    """How many distinct problems were asked for and what became of them, the best speed-ups over the heuristic, and where all is kept.
+
+    `only`: problems with one configuration, which is not timed and is in no table.
+    """
 
     problems: int
     tuned: int
     known: int
+    only: int
     failed: int
     seconds: float
     speed_ups: tuple[tuple[str, float], ...] = ()
     kept: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, results: Iterable[TuningResult], *, problems: int, failed: int, seconds: float) -> "Summary":
-        """From what was found; a problem that none of the results is for, and that has not failed, was known."""
+    def of(
+        cls, results: Iterable[TuningResult], *, problems: int, only: int, failed: int, seconds: float
+    ) -> "Summary":
+        """From what was found; a problem with a choice that none of the results is for, and that has not failed, was known."""
         new = [result for result in results if not result.cached]
         faster = [(f"{result.problem} on {result.platform.value}", speed_up(result)) for result in new]
         best = sorted(((name, times) for name, times in faster if times > 1.0), key=lambda entry: -entry[1])
-        known = problems - len(new) - failed
-        return cls(problems, len(new), known, failed, seconds, tuple(best), _kept(new))
+        known = problems - len(new) - only - failed
+        return cls(problems, len(new), known, only, failed, seconds, tuple(best), _kept(new))
 
     def lines(self) -> list[str]:
         what = "problem" if self.problems == 1 else "problems"
         counts = f"{self.tuned} tuned, {self.known} known from tables, {self.failed} failed"
+        counts += f", {self.only} with only one configuration" if self.only else ""
         lines = [f"{self.problems} distinct {what}: {counts}, in {self.seconds:.1f} s"]
         lines.extend(
             f"{times:.2f} times as fast as the heuristic: {name}" for name, times in self.speed_ups[:_SHOWN]

@@ -73,14 +73,8 @@ def tune_problem(
     """
     refuse_trace("tuning")
     device, options = device or device_facts(), options or current_options()
-    workload = _workload_of(problem, implementation, device)
-    heuristic, *_ = tried = _tried(problem, implementation, device, configs)
-    parts = [(part.field, part.results) for part in workload.parts] or [("", ())]
-    values = [tuple(dict.fromkeys(part_of(config, part) for config in tried)) for part, _ in parts]
-    stages = tuple(
-        Stage(*part, options=found[: options.max_candidates]) for part, found in zip(parts, values)
-    )
-    if all(len(stage.options) == 1 for stage in stages):
+    heuristic, stages = _stages(problem, implementation, device, configs, options)
+    if not _is_choice(stages):
         return TuningResult(problem, implementation, heuristic, heuristic, {}, {}, (), 0.0, cached=True)
 
     job = Job(problem, implementation, device, heuristic, stages, (), None, options, options.time_budget)
@@ -93,6 +87,38 @@ def tune_problem(
             result = _cached(job) or _tune(job)
     _results.append(result)
     return result
+
+
+def has_choice(
+    problem: Problem,
+    implementation: Implementation,
+    configs: Sequence[Any] | None = None,
+    options: TuneOptions | None = None,
+) -> bool:
+    """Whether there is more than one configuration to try for a problem on this device."""
+    _, stages = _stages(problem, implementation, device_facts(), configs, options or current_options())
+    return _is_choice(stages)
+
+
+def _is_choice(stages: Sequence[Stage]) -> bool:
+    return any(len(stage.options) > 1 for stage in stages)
+
+
+def _stages(
+    problem: Problem,
+    implementation: Implementation,
+    device: DeviceFacts,
+    configs: Sequence[Any] | None,
+    options: TuneOptions,
+) -> tuple[Any, tuple[Stage, ...]]:
+    """The heuristic, and the values to try of each part of the configuration."""
+    workload = _workload_of(problem, implementation, device)
+    heuristic, *_ = tried = _tried(problem, implementation, device, configs)
+    parts = [(part.field, part.results) for part in workload.parts] or [("", ())]
+    values = [tuple(dict.fromkeys(part_of(config, part) for config in tried)) for part, _ in parts]
+    return heuristic, tuple(
+        Stage(*part, options=found[: options.max_candidates]) for part, found in zip(parts, values)
+    )
 
 
 def _workload_of(problem: Problem, implementation: Implementation, device: DeviceFacts) -> Workload:

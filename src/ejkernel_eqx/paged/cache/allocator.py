@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._errors import EjkernelError
+from ..._signatures import explained_options
 from ...sequences.packing import read_count
 from .pages import check_room
 
@@ -51,6 +52,7 @@ class _Sequence:
     )
 
 
+@explained_options
 class PageTable:
     r"""Allocates the pages of a cache to sequences as they grow, shares them between forks, and frees them.
 

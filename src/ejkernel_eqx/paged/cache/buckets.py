@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..._signatures import explained_options
 from ...sequences.packing import read_count
 
 
@@ -16,6 +17,7 @@ class BucketSizes(NamedTuple):
     query_len: int
 
 
+@explained_options
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """The sizes to which batches are padded. Each combination of sizes is compiled once and serves every batch that it holds.

@@ -7,7 +7,11 @@ from typing import Any
 from ...dispatch import Cost, device_facts, Implementation, kernel_registry, Problem, to_dict
 from ...dispatch.records import Record
 from ..result import Status, TuningResult
+from ..search import MARGIN
 from .roofline import device_peaks, matrix_dtype, Peaks
+
+LOST = "within the noise: not faster than the winner when whole configurations were timed in turn"
+"""Why a candidate that was faster than the winner by itself did not win."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +141,7 @@ def _entry(
         problem,
         record.platform,
         record.config,
-        tuple(map(marked, candidates)),
+        _with_reasons(list(map(marked, candidates))),
         record.ms,
         heuristic_ms,
         record.errors,
@@ -146,6 +150,20 @@ def _entry(
         record.date,
         record.software,
     )
+
+
+def _with_reasons(candidates: list[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates; those that were faster than the winner by themselves say why they did not win."""
+    winners = {c.part: c.ms for c in candidates if c.is_winner and c.ms is not None}
+    denied = [c.reason for c in candidates if not c.part and c.status == Status.DENIED.value]
+
+    def why(candidate: Candidate) -> str:
+        limit = winners.get(candidate.part)
+        if candidate.reason or candidate.ms is None or limit is None or candidate.ms * MARGIN >= limit:
+            return candidate.reason
+        return f"denied as a part of the whole: {denied[0]}" if candidate.part and denied else LOST
+
+    return tuple(dataclasses.replace(candidate, reason=why(candidate)) for candidate in candidates)
 
 
 def _registered(record: Record) -> Implementation | None:

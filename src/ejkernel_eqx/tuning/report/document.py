@@ -144,19 +144,19 @@ def _section(n: int, entry: Entry) -> str:
             f"<p>{html.escape(facts)}</p>",
             _table(("part", "winner", "heuristic ms", "winner ms", "speed-up"), rows, numeric=3),
             f'<img alt="times of the candidates" src="data:image/png;base64,{picture}">',
-            _untimed([c for c in entry.candidates if c.ms is None]),
+            _passed_over([c for c in entry.candidates if c.ms is None or c.reason]),
         )
     )
 
 
-def _untimed(candidates: Sequence[Candidate]) -> str:
+def _passed_over(candidates: Sequence[Candidate]) -> str:
     if not candidates:
         return ""
     rows = [
         (html.escape(c.part), _code(describe(c.config)), c.status, html.escape(c.reason)) for c in candidates
     ]
     table = _table(("part", "candidate", "status", "reason"), rows, numeric=0)
-    return f"<details open><summary>{len(candidates)} not timed</summary>{table}</details>"
+    return f"<details open><summary>{len(candidates)} not timed or passed over</summary>{table}</details>"
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], numeric: int) -> str:
