@@ -112,8 +112,10 @@ def load_over_scores(ptr, i, j, T, S, BITS: tl.constexpr):
 @triton.jit
 def bias_in_log2(bias):
     """A bias in log2 units. A finite one stays finite: only minus infinity hides."""
-    finite = tl.minimum(tl.maximum(bias, -MOST_NATURAL), MOST_NATURAL)  # of the shape of bias
-    return tl.where(tl.abs(bias) < float("inf"), finite, bias) * LOG2E
+    wide = bias.to(tl.float32)  # of the shape of bias
+    if bias.dtype != tl.float16:  # whose numbers are too small to overflow
+        wide = tl.where(tl.abs(wide) < float("inf"), tl.clamp(wide, -MOST_NATURAL, MOST_NATURAL), wide)
+    return wide * LOG2E
 
 
 @triton.jit
@@ -132,7 +134,7 @@ def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: 
             s = qk * (SCALE * LOG2E)
         # Bias and ALiBi come after the soft cap, in natural units.
         if BIAS:
-            s += bias_in_log2(load_over_scores(bias_ptr, i, j, T, S, BIAS).to(tl.float32))
+            s += bias_in_log2(load_over_scores(bias_ptr, i, j, T, S, BIAS))
         if ALIBI:
             s += (slope * LOG2E) * (j - position).to(tl.float32)  # [BQ, BK]
     return s, t
