@@ -6,9 +6,11 @@ Run by hand: `python tests/mutants.py`. `tests/mutants.json` has the last result
 import argparse
 import ast
 import concurrent.futures
+import importlib.metadata
 import json
 import os
 import pathlib
+import platform
 import queue
 import re
 import shutil
@@ -290,9 +292,11 @@ def write(path: pathlib.Path, results: list[Result], slow: bool) -> None:
     """Adds the results to those of the file: by fault, and by the part of the suite that was run."""
     described = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(described, cwd=_ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    # A test may be skipped with one and not with another.
+    software = f"Python {platform.python_version()}, JAX {importlib.metadata.version('jax')}"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     for result in results:
-        said = result._asdict() | {"commit": commit}
+        said = result._asdict() | {"commit": commit, "software": software}
         name, file = said.pop("name"), said.pop("file")
         known[name] = known.get(name, {}) | {"file": file, "all" if slow else "default": said}
     kept = {fault.name: known[fault.name] for fault in FAULTS if fault.name in known}

@@ -118,6 +118,7 @@ def configured(tile=TILE):
         (problem(dtype="float32"), False),
         (problem(64, values=128), False),
         (problem(90), False),
+        (problem(128, values=100), False),
         (problem(queries=127), False),
     ],
 )
