@@ -19,12 +19,9 @@ TABLES = {path.relative_to(FOLDER).as_posix(): path for path in sorted(FOLDER.rg
 RESULTS = sorted((pathlib.Path(__file__).parents[2] / "benchmarks/results").glob("tuned_*.json"))
 
 MEASURE_AGAIN = {
-    "cuda: B4 D128 H16 K16 S4096 T4096 V128 float16 causal top_left window=None,0",
-    "cuda: B4 D64 H32 K32 S4096 T4096 V64 bfloat16 causal top_left window=1023,0",
+    "cuda: B4 D128 H16 K16 S4096 T4096 V128 bfloat16 causal top_left window=1023,0",
     "cuda: B6 D128 H16 K16 S1536 T1536 V128 bfloat16 causal top_left window=255,0",
-    "triton: B4 C2048 L1024 T4096 bfloat16 chunked reduction=mean",
     "triton: B4 D128 H16 K16 S4096 T4096 V128 bfloat16 causal top_left window=1023,0",
-    "triton: B6 D128 H16 K16 S1536 T1536 V128 bfloat16 causal top_left window=255,0",
     "triton: B8 D128 H16 K16 S2048 T2048 V128 bfloat16 causal top_left window=None,0",
 }
 """Rows with times that vary by more than a fifth: the device was busy. Measured again, a row is taken out of here."""

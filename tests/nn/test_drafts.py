@@ -38,7 +38,7 @@ def poisoned(pool):
 
 
 def batch_of(counts, lengths):
-    table = [[0]] * len(lengths)
+    table = [[-1]] * len(lengths)  # no layer has pages
     return RaggedBatch.build(counts, lengths, table, page_size=64, state_indices=SLOTS, buckets=BUCKETS)
 
 
@@ -177,7 +177,7 @@ def test_sequences_that_pause_and_fork(name):
         ]
         lengths = [n + count for n, count in zip(starts, counts)]
         options: dict[str, Any] = {"page_size": 64, "buckets": Buckets((10,), (3,), (1,), (8,))}
-        batch = RaggedBatch.build(counts, lengths, [[0]] * len(counts), **options, state_indices=slots)
+        batch = RaggedBatch.build(counts, lengths, [[-1]] * len(counts), **options, state_indices=slots)
         y, pool = run(packed(tokens, 10), caches.layers[0], batch)
         caches = caches.with_layers([pool])
         if accepted:
@@ -240,7 +240,7 @@ def test_one_name_for_both_kinds():
 def test_mistakes(unchecked):
     layer = recurrent_layers.build("lightning")
     pool, plain = layer.init_state(3, num_draft_tokens=2), layer.init_state(3)
-    batch = RaggedBatch.build([2, 3, 0], [2, 3, 0], [[0], [0], []], page_size=4, state_indices=[0, 2, -1])
+    batch = RaggedBatch.build([2, 3, 0], [2, 3, 0], [[0], [1], []], page_size=4, state_indices=[0, 2, -1])
     nothing: Any = None
     cases = {
         "accept: expected a pool that keeps drafts": functools.partial(plain.accept, [1, 3, 0], batch),
