@@ -7,6 +7,7 @@ known, and a wrong one raises `ValueError` before anything is launched. Traced v
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -183,9 +184,14 @@ def refused_if(wrong: Any, array: Array, message: str) -> Array:
     return array
 
 
+_ON_ERROR = os.environ.get("EQX_ON_ERROR", "raise")
+"""What Equinox does on errors, which it reads when it is imported, too: "off" leaves checks out of programs."""
+
+
 def stopped(array: Array, wrong: Array, message: str) -> Array:
     """`array`, computed in a program that stops with the message as its error's last line if anything is wrong."""
-    if place_of_calls()[0] is Backend.TPU:  # a callback's error may not reach Python from there
+    # From a TPU, a callback's error may not reach Python.
+    if _ON_ERROR != "raise" or place_of_calls()[0] is Backend.TPU:
         return eqx.error_if(array, wrong, message)
 
     def stop(_: Any) -> Any:
