@@ -43,7 +43,8 @@ def _of_static(function: Callable[..., Any], static: tuple[Hashable, ...], known
 
 
 def while_alive(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """`compute` of an object and other arguments, computed once as long as the object lives; results may not refer to it."""
+    """`compute` of an object and other arguments, computed once as long as the object lives; results may not refer to it.
+    `cache_clear()` forgets all."""
     known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(compute)
@@ -53,6 +54,7 @@ def while_alive(compute: Callable[..., Any]) -> Callable[..., Any]:
             results[rest] = compute(key, *rest)
         return results[rest]
 
+    call.cache_clear = known.clear  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
 
