@@ -54,7 +54,7 @@ def while_alive(compute: Callable[..., Any]) -> Callable[..., Any]:
             results[rest] = compute(key, *rest)
         return results[rest]
 
-    call.cache_clear = known.clear  # pyright: ignore[reportFunctionMemberAccess]
+    call.cache_clear = known.clear  # pyright: ignore[reportAttributeAccessIssue]
     return call
 
 
