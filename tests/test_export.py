@@ -64,9 +64,9 @@ def test_attention_of_any_lengths(name):
         out, pull = jax.vjp(lambda *args: module(*args[:3], bias=args[3]), q, k, v, bias)
         return out, pull(dout)
 
-    program = exported(call, "b,t,4,8", "b,s,2,8", "b,s,2,8", "4,t,s", "b,t,4,8")
+    program = exported(call, "b,t,4,8", "b,s,2,8", "b,s,2,8", "1,4,t,s", "b,t,4,8")
     for b, t, s in ((2, 37, 50), (1, 3, 5)):
-        shapes = dict(q=(b, t, 4, 8), k=(b, s, 2, 8), v=(b, s, 2, 8), bias=(4, t, s))
+        shapes = dict(q=(b, t, 4, 8), k=(b, s, 2, 8), v=(b, s, 2, 8), bias=(1, 4, t, s))
         arrays = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
         dout = normal(7, b, t, 4, 8)
         distance = np.arange(s) - (np.arange(t) + s - t)[:, None]
