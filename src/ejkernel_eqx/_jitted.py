@@ -13,7 +13,7 @@ from jax import Array
 from jax.core import Tracer
 
 from ._kernel import Kernel, Plan
-from ._values import Check, checks_traced, inputs_of_call, trace_inputs
+from ._values import Check, checks_traced, inputs_of_call, traced_inputs
 from .dispatch import is_traced_anew
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -149,19 +149,19 @@ def _compiled(static: _Static, leaves: list[Any]) -> Any:
         check(arrays)
     with inputs_of_call(arrays) as inputs:
         results = _compiled_program(static, arrays)
-        if checks is None and not inputs.traced:  # JAX has the program under an equal key
+        if checks is None and inputs.checks is None:  # JAX has the program under an equal key
             eqx.filter_eval_shape(_program, static, arrays)
-    if inputs.traced:
+    if inputs.checks is not None:
         _CHECKS[static] = inputs.checks
     return results
 
 
 def _program(static: _Static, arrays: list[Array]) -> Any:
-    trace_inputs(arrays)
     rest = iter(arrays)
     leaves = [next(rest) if kind is Array else leaf[0] for kind, *leaf in static.leaves]
     args, kwargs = jax.tree.unflatten(static.tree, leaves)
-    return static.method(*args, **kwargs)
+    with traced_inputs(arrays):
+        return static.method(*args, **kwargs)
 
 
 _compiled_program = eqx.filter_jit(_program)

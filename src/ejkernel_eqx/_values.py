@@ -93,8 +93,8 @@ class _Inputs:
     """The arrays of a call that is compiled, which have values although they are traced."""
 
     arrays: Sequence[Any]
-    traced: Sequence[Any] = ()
-    checks: list[Check] = dataclasses.field(default_factory=list)
+    traced: Sequence[Any] = ()  # while the program is traced
+    checks: list[Check] | None = None  # from then on
 
     def place_of(self, given: Any) -> int | None:
         return next((place for place, x in enumerate(self.traced) if x is given), None)
@@ -116,10 +116,15 @@ def inputs_of_call(arrays: Sequence[Any]) -> Iterator[_Inputs]:
         inputs.arrays = ()
 
 
-def trace_inputs(traced: Sequence[Any]) -> None:
-    """The inputs as they are traced."""
-    if (inputs := _INPUTS.get()) is not None:
-        inputs.traced, inputs.checks = traced, []
+@contextlib.contextmanager
+def traced_inputs(traced: Sequence[Any]) -> Iterator[None]:
+    """Inside this context a program of such a call is traced, with its inputs as they are traced."""
+    inputs = _INPUTS.get() or _Inputs(())
+    inputs.traced, inputs.checks = traced, []
+    try:
+        yield
+    finally:
+        inputs.traced = ()
 
 
 def check_known(given: Any, check: Callable[[Any], None]) -> bool:
@@ -136,7 +141,7 @@ def check_known(given: Any, check: Callable[[Any], None]) -> bool:
 
     if not all(map(_has_value, constants)):
         return False
-    if any(place is not None for place in places):
+    if inputs.checks is not None and any(place is not None for place in places):
         inputs.checks.append(check_inputs)
     check_inputs(inputs.arrays)
     return True

@@ -181,7 +181,7 @@ def test_sequences_without_a_slot_or_without_tokens():
     """No new token, -1, a slot that is not there: nothing is read or written; in a decode and in a chunk alike."""
     layer = recurrent_layers.build("mamba2")
     x, pool, step = jnp.asarray(inputs()[0, :6]), poisoned(layer.init_state(2)), advance(layer)
-    table, buckets = np.zeros((4, 2), int), Buckets((6,), (4,), (2,), (1, 2))
+    table, buckets = np.full((4, 2), -1), Buckets((6,), (4,), (2,), (1, 2))
     expected, state = quick(lambda x, state: layer(x, state))(x[:2], layer.init_state(()))
     for n in (1, 2):
         options = {"page_size": 2, "buckets": buckets, "state_indices": [1, 0, -1, 7]}

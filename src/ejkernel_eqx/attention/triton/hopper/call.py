@@ -68,7 +68,7 @@ def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile:
 
     (batch, queries), keys = arrays.q.shape[:2], arrays.k.shape[1]
     marks: Any = arrays.kv_segments
-    if arrays.rows is not None:
+    if arrays.rows is not None or not spec.sees_itself:
         seen = tile_table.seen(arrays, spec).keys != 0
         marks = jnp.where(seen, 0 if marks is None else marks, -1)
     past = cdiv(keys, tile.block_k) * tile.block_k - keys
