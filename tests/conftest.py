@@ -19,8 +19,6 @@ _OPTIMISED = "optimised" in _ASKED
 # Checking annotations takes most of the rest, at import and in every trace. Those of what users call are checked always, all with
 # "checked", which `.ci/run` asks for where time is less of a matter.
 _CHECKED = "checked" in _ASKED
-# Cases that took long when the suite was last timed, by the ids that pytest prints: they are slow too.
-_DEAR = pathlib.Path(__file__).with_name("dear_cases.txt")
 _ROOMS = "attention cells convolution custom matmul nn normalization paged pooling recurrence selective_scan sequences weights".split()
 # JAX makes so many objects that looking for garbage among them takes long; little of it is large.
 gc.set_threshold(50_000, 20, 100)
@@ -68,18 +66,11 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.shortcuts import keep_contexts, take_shortcuts  # noqa: E402
-
 # What a user may switch on must work: an implicit promotion between dtypes or ranks is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", os.environ["EJKERNEL_EQX_TESTS_PROGRAMS"])
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-keep_contexts()
-if not _OPTIMISED and not _CHECKED:  # the slow part runs everything as it does for users
-    take_shortcuts()
 
 
 def _checked_modules(package: str) -> list[str]:
@@ -128,10 +119,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         (number,) = marker.args
         for case in _others(cases, number):
             case.add_marker(pytest.mark.slow)
-    dear = set(_DEAR.read_text(encoding="utf-8").splitlines())
-    for item in items:
-        if item.nodeid in dear:
-            item.add_marker(pytest.mark.slow)
 
 
 def _others(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
