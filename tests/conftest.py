@@ -1,6 +1,7 @@
 """Settings that must stand before JAX and the package are imported, and the fixtures all tests share."""
 
 import atexit
+import collections
 import gc
 import importlib.util
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
+from typing import Any
 
 _ASKED = os.environ.get("EJKERNEL_EQX_TESTS", "").split()
 # Compiling takes most of the suite's time: less of it, unless "optimised" is asked for. A test that measures what XLA makes of a
@@ -20,6 +22,8 @@ _OPTIMISED = "optimised" in _ASKED
 # "checked", which `.ci/run` asks for where time is less of a matter.
 _CHECKED = "checked" in _ASKED
 _ROOMS = "attention cells convolution custom matmul nn normalization paged pooling recurrence selective_scan sequences weights".split()
+# Seconds of tests after which a run says which files they went to.
+_LONG = 60
 # JAX makes so many objects that looking for garbage among them takes long; little of it is large.
 gc.set_threshold(50_000, 20, 100)
 # Programs that run once: the CPU's newer emitters take four times as long to make them, and parts of a program are for more cores.
@@ -106,9 +110,16 @@ def _is_public(file: pathlib.Path) -> bool:
 jaxtyping.install_import_hook(_checked_modules("ejkernel_eqx"), "beartype.beartype")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share", metavar="I/N", help="only every N-th case, by a hash of its id: the I-th of N shares"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `few(n)`, n cases run by default, chosen to have as many of the parameters' values as they can; the others are slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `few(n)`, n cases run by default, chosen to have as many of the parameters' values as they can; the others are slow. Of all,
+    those of one share run, if one is asked for."""
     tests: dict[tuple[object, ...], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("few"):
@@ -119,6 +130,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         (number,) = marker.args
         for case in _others(cases, number):
             case.add_marker(pytest.mark.slow)
+    if share := config.getoption("share"):
+        part, parts = map(int, share.split("/"))
+        mine = lambda item: zlib.crc32(item.nodeid.encode()) % parts == part
+        config.hook.pytest_deselected(items=[item for item in items if not mine(item)])
+        items[:] = filter(mine, items)
 
 
 def _others(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
@@ -133,6 +149,19 @@ def _others(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
         seen |= values[best]
         del left[best]
     return left
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Where the time went: the files that took longest, in all processes together."""
+    seconds: dict[str, float] = collections.defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.split("::")[0]] += report.duration
+    if sum(seconds.values()) > _LONG:
+        terminalreporter.section("dearest files")
+        for file, number in sorted(seconds.items(), key=lambda item: -item[1])[:20]:
+            terminalreporter.write_line(f"{number:7.1f} s  {file}")
 
 
 def pytest_collection_finish() -> None:
