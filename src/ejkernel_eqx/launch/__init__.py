@@ -1,4 +1,4 @@
-"""The bridge to Triton: launching a kernel, or having it interpreted on a CPU, and compiling it ahead of time.
+"""The bridge to Triton: launching a kernel, interpreting it on a CPU, compiling it ahead of time.
 
 Submodules beyond the names exported here: `fields` for configurations that validate themselves; `sizes` for tiles and grids; `activations`
 and `constants` for kernel bodies.
@@ -6,7 +6,6 @@ and `constants` for kernel bodies.
 Importing this package needs neither Triton nor jax-triton."""
 
 from ._collector import collector_paused as collector_paused
-from ._language_lock import language_lock as language_lock
 from ._run import run as run
 from .by_name import Execute as Execute
 from .by_name import given as given
@@ -22,9 +21,11 @@ from .compile import Target as Target
 from .compile import target_for as target_for
 from .compile import TARGETS as TARGETS
 from .gluon_call import gluon_unavailable as gluon_unavailable
+from .interpret import interpreter_unavailable as interpreter_unavailable
+from .interpret import InterpretError as InterpretError
+from .interpret import poison as poison
 from .launch import Launch as Launch
 from .own_call import expect_launches as expect_launches
-from .triton_call import interpreter_unavailable as interpreter_unavailable
 from .triton_call import limits_registers as limits_registers
 from .triton_call import register_limits_measured as register_limits_measured
 from .triton_call import triton_unavailable as triton_unavailable

@@ -1,6 +1,5 @@
 """`run`, which performs a `Launch` on a GPU or interprets it, as a JAX operation."""
 
-import importlib
 from collections.abc import Mapping
 
 import jax
@@ -8,12 +7,10 @@ import jax.numpy as jnp
 
 from ..parallel import match_varying
 from .compile import TARGETS
+from .interpret import interpret_call
 from .launch import Launch
 from .own_call import own_call, own_target
 from .triton_call import triton_call
-
-_INTERPRETER = "ejkernel_eqx.testing"
-"""Imported when a kernel is first interpreted: it imports this package."""
 
 
 def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = False) -> dict[str, jax.Array]:
@@ -46,7 +43,7 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
             for name in launch.results
         ]
     elif interpret:
-        outputs = importlib.import_module(_INTERPRETER).interpret_call(launch, checked)
+        outputs = interpret_call(launch, checked)
     elif launch.is_gluon:
         outputs = own_call(launch, checked, TARGETS["sm_90"])
     elif (target := own_target()) is not None:

@@ -14,8 +14,8 @@ from ..dispatch.device import shared_memory_limit
 from ._collector import collector_paused
 from ._disk_cache import through_cache
 from ._language_lock import language_lock
+from .interpret import interpreter_unavailable
 from .launch import Launch
-from .triton_call import interpreter_unavailable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import os
 import warnings
@@ -28,14 +27,6 @@ def triton_unavailable() -> str | None:
         if reason is not None:
             return reason
     _fit_to_jax()
-    return None
-
-
-@functools.cache
-def interpreter_unavailable() -> str | None:
-    """Why kernels cannot be interpreted here, as a sentence; `None` if they can. Only Triton is needed."""
-    if importlib.util.find_spec("triton") is None:
-        return not_installed("triton") + "."
     return None
 
 

@@ -1,7 +1,7 @@
 """The interpreter: the body of a `@triton.jit` function run as Python, on numpy arrays, many programs at a time.
 
 Triton's own front end emits every operation through a builder object. Here that builder computes with numpy
-instead (`numpy_builder.py`). Three mechanisms let a kernel's source run unchanged:
+instead (`_numpy_builder.py`). Three mechanisms let a kernel's source run unchanged:
 
 - its body is rewritten once (cached): an assigned Python number becomes a tensor, `range` yields tensors, and a
   test evaluates a tensor, all as in compiled code;
@@ -31,7 +31,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime import jit
 
-from .numpy_builder import alike, Handle, Memory, numpy_dtype, NumpyBuilder
+from ._numpy_builder import alike, Handle, Memory, numpy_dtype, NumpyBuilder
 
 BUILDER = NumpyBuilder()
 SEMANTIC = TritonSemantic(BUILDER)
