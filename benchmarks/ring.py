@@ -177,9 +177,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def goals(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+def goals(rows: Sequence[dict[str, Any]], options: argparse.Namespace, on_gpus: bool) -> list[dict[str, Any]]:
     """What was wanted, and what came of it; `None` where it was not measured."""
-    judged = options.devices == 2 and jax.default_backend() == "gpu"
+    judged = options.devices == 2 and on_gpus
     found = []
     for tokens, wanted in GOALS.items() if not options.quick else ((n, 1.0) for n in options.tokens):
         own = [row for row in rows if row["tokens"] == tokens and row["variant"] in OURS and "speedup" in row]
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         + [report.number(row.get("hidden")), row.get("reason", "")]
         for row in rows
     ]
-    reached = goals(rows, options)
+    reached = goals(rows, options, jax.default_backend() == "gpu")
     print(
         f"forward and backward, causal, H{options.heads} K{options.kv_heads} D{options.head_dim}, {options.dtype}, {options.devices} devices"
     )

@@ -1,100 +1,16 @@
 """The benchmarks run, check before they time, and write what they say."""
 
 import json
-import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, attention_problems, measure, report, tune, tune_problems
+from benchmarks import attention_problems, measure, report, tune, tune_problems
 from ejkernel_eqx.dispatch import Backend, device_facts, DeviceFacts, kernel_registry
 from ejkernel_eqx.dispatch.cache_file import parse as parse_table
 from ejkernel_eqx.dispatch.device import shared_memory_limit
 from ejkernel_eqx.dispatch.persistent import CACHE_DIR
-
-_QUICK = ("--quick", "--samples", "3", "--sample-ms", "0.5", "--no-torch")
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """One run over the plain and the windowed problem, and the folder with its files."""
-    folder = tmp_path_factory.mktemp("attention")
-    paths = [f"--{name}={folder / name}" for name in ("json", "plot", "markdown")]
-    # `jax.nn` promotes dtypes as it likes: the rule of this suite is for our own code.
-    with jax.numpy_dtype_promotion("standard"):
-        assert attention.main([*_QUICK, "--problems", "H2 D16 causal (float32|window)", *paths]) == 0
-    return json.loads((folder / "json").read_text()), folder
-
-
-@pytest.mark.slow
-def test_every_result_is_checked_and_timed(run):
-    content, _ = run
-    rows = content["rows"]
-    assert {row["problem"] for row in rows} == {
-        "B2 S128 H2 D16 causal float32",
-        "B2 S128 H2 D16 causal window 32 float32",
-    }
-    assert {row["direction"] for row in rows} == set(attention.DIRECTIONS)
-    for row in rows:
-        assert row["reason"] is None
-        assert set(row["errors"]) == ({"out"} if row["direction"] == "forward" else set("qkv"))
-        assert all(0 < error <= row["bound"] for error in row["errors"].values())
-        assert row["ms"] > 0 and len(row["samples_ms"]) == 3 and row["spread"] >= 0 and row["tflops"] > 0
-        assert math.isfinite(row["ratio"]) and row["ratio"] > 0
-    default = next(row for row in rows if row["implementation"] == "default")
-    assert default["platform"] == "xla" and "block_q" in default["config"]
-
-
-@pytest.mark.slow
-def test_options_are_compared_with_plain_attention(run):
-    content, _ = run
-    features = {f["direction"]: f for f in content["features"]}
-    assert set(features) == set(attention.DIRECTIONS)
-    for feature in features.values():
-        # 32 * 33 / 2 + 96 * 32 visible scores of 128 * 129 / 2, in one tile of 128 x 128.
-        assert feature["visible_scores"] == pytest.approx((32 * 33 / 2 + 96 * 32) / (128 * 129 / 2))
-        assert feature["visible_tiles"] == 1
-        assert feature["per_score"] == pytest.approx(feature["time"] / feature["visible_scores"])
-    assert all(math.isfinite(entry["value"]) for entry in content["summary"].values())
-
-
-@pytest.mark.slow
-def test_the_report_names_its_origin(run):
-    content, folder = run
-    environment = content["environment"]
-    assert environment["device"] == jax.devices()[0].device_kind
-    assert environment["versions"]["jax"] == jax.__version__ and environment["versions"]["ejkernel-eqx"]
-    assert "date" in environment and "commit" in environment
-    assert (folder / "plot").read_bytes().startswith(b"\x89PNG")
-    assert "| B2 S128 H2 D16 causal float32 |" in (folder / "markdown").read_text()
-
-
-def test_a_wrong_result_gets_no_time(monkeypatch):
-    true = attention.jax_nn
-
-    def wrong(implementation):
-        def prepare(problem, sets, backward):
-            prepared = true(implementation)(problem, sets, backward)
-            return prepared._replace(results={name: 1.02 * x for name, x in prepared.results.items()})
-
-        return prepare
-
-    monkeypatch.setattr(attention, "jax_nn", wrong)
-    options = attention.parse([*_QUICK, "--platforms", "default"])
-    with jax.numpy_dtype_promotion("standard"):
-        rows = next(attention.measure(attention_problems.TINY[0], options))
-    peer, default = rows
-    assert peer.reason is not None and peer.reason.startswith("wrong") and peer.ms is None
-    assert default.reason is None and default.ms is not None and default.ratio is None
-
-
-def test_no_platform_and_no_problem(capsys):
-    with pytest.raises(SystemExit):
-        attention.parse(["--platforms", "cudnn"])
-    assert attention.main(["--quick", "--problems", "nothing"]) == 2
-    assert "no problem matches 'nothing'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -121,16 +37,6 @@ def test_the_visible_scores_are_counted(problem):
         seen &= i // 128 == j // 128
     assert small.visible_scores() == seen.sum()
     assert small.visible_tiles(64) == seen.reshape(8, 64, 8, 64).any((1, 3)).sum()
-
-
-def test_names_are_unique():
-    every = (*attention_problems.ANCHORS, *attention_problems.FEATURES, *attention_problems.GRID)
-    names = [problem.name for problem in every]
-    assert len(set(names)) == len(names) == 30
-    assert all(baseline in names for problem in every for baseline in problem.baselines)
-    # The same number of tokens and of heads times their size: a constant amount of memory.
-    assert {p.B * p.S for p in attention_problems.GRID} == {16384}
-    assert {p.H * p.D for p in attention_problems.GRID} == {2048}
 
 
 def test_documents_touch_the_tiles_of_short_rows():
@@ -223,16 +129,31 @@ def test_the_table_keeps_other_problems(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_table_of_another_family(monkeypatch, tmp_path):
-    """Lightning attention's winner serves linear attention with a constant decay too, and no other member."""
+@pytest.mark.parametrize(
+    ("family", "operations", "errors"),
+    [
+        # Lightning attention's winner serves linear attention with a constant decay too, and no other member.
+        (
+            "recurrence",
+            {"lightning_attention", "linear_attention"},
+            {"out", "final_state", "q", "k", "v", "g"},
+        ),
+        (
+            "paged",
+            {f"{name}_attention" for name in ("paged", "prefill_paged", "ragged_paged", "unified")},
+            {"out", "lse"},
+        ),
+    ],
+)
+def test_tuned_for_every_operation_that_asks(family, operations, errors, monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))
-    table = tmp_path / "recurrence.json"
-    arguments = ["--family", "recurrence", "--quick", "--platform", "xla", "--output", str(table)]
+    table = tmp_path / "table.json"
+    arguments = ["--family", family, "--quick", "--platform", "xla", "--output", str(table)]
     arguments += ["--candidates", "2", "--samples", "2", "--sample-ms", "0.5", "--commit", "abc"]
     assert tune.main(arguments) == 0
     records = parse_table(table.read_text(), "table").records
-    assert {r.operation for r in records} == {"lightning_attention", "linear_attention"}
-    assert all(r.config and set(r.errors) == {"out", "final_state", "q", "k", "v", "g"} for r in records)
+    assert {r.operation for r in records} == operations
+    assert all(r.config and set(r.errors) == errors for r in records)
 
 
 @pytest.mark.parametrize("family", sorted(tune_problems.FAMILIES.keys() - {"attention"}))

@@ -1,8 +1,6 @@
 """The benchmark of attention over pages runs, checks before it times, and writes what it says."""
 
 import dataclasses
-import json
-import math
 import sys
 import types
 
@@ -10,96 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import decode, decode_peers, decode_problems, tune, tune_problems
+from benchmarks import decode, decode_peers, decode_problems, tune_problems
 from benchmarks.decode_problems import DecodeProblem
 from ejkernel_eqx.dispatch import kernel_registry
-from ejkernel_eqx.dispatch.cache_file import parse as parse_table
-from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 from tests.recurrence.quick import quick
-
-_QUICK = ("--quick", "--samples", "2", "--sample-ms", "0.5")
-_CHOSEN = "^(decode N2 S40 p4|.* int8|prefill)"
-_CARD = {"copy": 4.0, "read": 4.0}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """One run over decoding, 8-bit pages and a prefill, and the folder with its files."""
-    folder = tmp_path_factory.mktemp("decode")
-    paths = [f"--{name}={folder / name}" for name in ("json", "plot", "markdown")]
-    # `jax.nn` promotes dtypes as it likes: the rule of this suite is for our own code.
-    with jax.numpy_dtype_promotion("standard"):
-        assert decode.main([*_QUICK, "--problems", _CHOSEN, "--commit", "abc", *paths]) == 0
-    return json.loads((folder / "json").read_text()), folder
-
-
-@pytest.mark.slow
-def test_every_result_is_checked_and_timed(run):
-    content, _ = run
-    rows = content["rows"]
-    assert {row["kind"] for row in rows} == {"decode", "8-bit pages", "prefill"}
-    names = {(row["kind"], row["role"], row["implementation"]) for row in rows}
-    assert names == {
-        *((kind, "ours", "default") for kind in ("decode", "8-bit pages", "prefill")),
-        *((kind, "peer", "gather + jax.nn xla") for kind in ("decode", "8-bit pages", "prefill")),
-        ("8-bit pages", "baseline", "float32 pages"),
-        ("prefill", "baseline", "FlashAttention"),
-    }
-    for row in rows:
-        assert row["reason"] is None and 0 <= row["error"] < 1e-5
-        assert row["ms"] > 0 and len(row["samples_ms"]) == 2 and row["spread"] >= 0
-        assert row["tb_per_s"] == pytest.approx(row["bytes"] / row["ms"] / 1e9)
-        assert row["tflops"] == pytest.approx(row["flops"] / row["ms"] / 1e9)
-        assert row["of_card"] == pytest.approx(row["tb_per_s"] / content["card"]["copy"])
-        assert row["temporary_bytes"] >= 0
-        if row["role"] == "ours":
-            assert row["platform"] == "xla" and row["config"] and row["config_from"]
-            assert math.isfinite(row["ratio"]) and row["ratio"] > 0
-            assert (row["over_baseline"] is None) == (row["kind"] == "decode")
-
-
-@pytest.mark.slow
-def test_the_report_names_its_origin(run, capsys):
-    content, folder = run
-    environment = content["environment"]
-    assert environment["device"] == jax.devices()[0].device_kind and environment["commit"] == "abc"
-    assert content["card"]["copy"] > 0 and content["card"]["read"] > 0
-    assert (folder / "plot").read_bytes().startswith(b"\x89PNG")
-    text = (folder / "markdown").read_text()
-    assert "| decode N2 S40 p4 H4 KV2 D16 float32 |" in text and "A copy runs at" in text
-    again = ["--plot", str(folder / "again.png"), "--markdown", str(folder / "again.md")]
-    assert decode.main(["--render", str(folder / "json"), *again]) == 0
-    assert "lowest ratio, prefill" in capsys.readouterr().out and (folder / "again.png").is_file()
-
-
-def test_failures_have_their_reason(monkeypatch):
-    """What is wrong gets no time; a peer that raises does not stop the others, whatever it raises."""
-    true, peers_of = decode_problems.ours, decode_peers.peers_of
-
-    def wrong(problem, platform):
-        return lambda inputs: 1.02 * true(problem, platform)(inputs)
-
-    def fail(inputs):
-        raise KeyError("no such kernel")
-
-    def more(problem, gpu):
-        yield decode_peers.Peer("broken", lambda inputs: inputs, fail)
-        yield from peers_of(problem, gpu)
-
-    monkeypatch.setattr(decode_problems, "ours", wrong)
-    monkeypatch.setattr(decode_peers, "peers_of", more)
-    with jax.numpy_dtype_promotion("standard"):
-        mine, broken, peer = decode.measure(decode_problems.TINY[0], _CARD, decode.parse(_QUICK))
-    assert mine.reason is not None and mine.reason.startswith("wrong: out is wrong") and mine.ms is None
-    assert broken.reason == "KeyError: 'no such kernel'" and broken.ms is None
-    assert peer.reason is None and peer.ms is not None and mine.ratio is None
-
-
-def test_no_platform_and_no_problem(capsys):
-    with pytest.raises(SystemExit):
-        decode.parse(["--platforms", "cuda"])
-    assert decode.main(["--quick", "--problems", "nothing"]) == 2
-    assert "no problem matches 'nothing'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -197,12 +109,6 @@ def test_bars_are_of_the_worst_problem_and_of_our_fastest():
     assert summary["lowest ratio"] == {"decode": {"value": 1.5, "problem": slow.name}}
 
 
-def test_runs_of_one_launch_take_one_set_after_the_other():
-    sets = [jnp.full(2, n, jnp.float32) for n in range(3)]
-    results = jax.jit(decode.in_turn(lambda x: 2 * x, 5))(sets)
-    assert [float(x[0]) for x in results] == [0, 2, 4, 0, 2]
-
-
 def test_what_pallas_is_given():
     """Powers of two that divide the pages; enough programs, each with a block of keys."""
     for problem in decode_problems.EVERY:
@@ -212,20 +118,6 @@ def test_what_pallas_is_given():
         splits, block = decode_peers.pallas_splits(problem, pages), decode_peers.pallas_block(problem.p)
         assert splits * block <= pages and block * problem.p <= 256
         assert splits * problem.N * problem.K >= 1024 or 2 * splits * block > pages
-
-
-@pytest.mark.slow
-def test_tuned_for_every_operation_that_asks(monkeypatch, tmp_path):
-    """A decode's winner serves every operation that may be asked for one."""
-    monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))
-    table = tmp_path / "paged.json"
-    arguments = ["--family", "paged", "--quick", "--platform", "xla", "--output", str(table)]
-    arguments += ["--candidates", "2", "--samples", "2", "--sample-ms", "0.5", "--commit", "abc"]
-    assert tune.main(arguments) == 0
-    records = parse_table(table.read_text(), "table").records
-    operations = ("paged", "prefill_paged", "ragged_paged", "unified")
-    assert {r.operation for r in records} == {f"{name}_attention" for name in operations}
-    assert all(r.config and set(r.errors) == {"out", "lse"} for r in records)
 
 
 def test_what_an_operation_may_ask_for():

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ..core.letters import Letters
 from ..parallel.layout import mesh_axes
-from ..parallel.mesh import explicit_mesh, resharded, spec_of
+from ..parallel.mesh import explicit_mesh, gathered, resharded, spec_of
 
 ACTIVATIONS = (None, "silu")
 
@@ -141,7 +141,7 @@ def split_heads(x: Array, axis: int, size: int) -> Array:
     if spec[axis]:
         mesh: Any = jax.typeof(x).sharding.mesh
         if (x.shape[axis] // size) % math.prod(mesh.shape[name] for name in mesh_axes(spec[axis])):
-            x = resharded(x, mesh, PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
+            x = gathered(x, axis)
     return x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
 
 

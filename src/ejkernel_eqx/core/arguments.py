@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._values import checked
+
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 STATE_DTYPES = ("float32", "bfloat16", "float64")
 
@@ -79,6 +81,17 @@ def rate_of(A_log: Array) -> Array:
     """The rate `e^A`, at least in float32, and finite: the gradient of a decay that leaves nothing is 0, and is multiplied by it."""
     A_log = wide(A_log)
     return jnp.exp(jnp.minimum(A_log, jnp.asarray(math.log(jnp.finfo(A_log.dtype).max) - 1, A_log.dtype)))
+
+
+def never_positive(name: str, x: Array, kind: str, remedy: str) -> Array:
+    """Returns `x` unless a value is known to be positive: a state would grow."""
+    say = lambda value: f"{name}: expected {kind} of at most 0, received {value}; {remedy}."
+    return checked(x, jnp.max(x, initial=0), lambda x: x > 0, say)
+
+
+def decaying_rates(A: Array) -> Array:
+    """The rates of a state space, unless one is known to be positive."""
+    return never_positive("A", A, "rates", "pass -exp(A_log)")
 
 
 def finite_rate(A: Array) -> Array:

@@ -64,6 +64,14 @@ def resharded(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
+def gathered(x: Array, axis: int) -> Array:
+    """`x` with all of an axis on every device, if the type of `x` says that a mesh splits it."""
+    spec, axis = spec_of(x), axis % x.ndim
+    if not spec[axis]:
+        return x
+    return resharded(x, jax.typeof(x).sharding.mesh, PartitionSpec(*spec[:axis], None, *spec[axis + 1 :]))
+
+
 def match_sharding(x: Array, like: Array) -> Array:
     """`x` with the sharding in the type of `like` on an explicit mesh; `x` itself elsewhere."""
     mesh = explicit_mesh(like)

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from .._values import checked
+from ..core.arguments import never_positive
 from ..core.frame import Frame as Frame
 from ..core.frame import frame_of as frame_of
 from ..core.frame import States
@@ -26,14 +26,7 @@ def check_scale(scale: float | None) -> float | None:
 
 def log_decays(name: str, g: Array) -> Array:
     """`g`, whose padding is zero, unless a value is known to be positive."""
-    return checked(
-        g,
-        jnp.max(g, initial=0),
-        lambda x: x > 0,
-        lambda found: (
-            f"{name}: expected log-decays of at most 0, received {found}; pass the logarithm of a decay between 0 and 1."
-        ),
-    )
+    return never_positive(name, g, "log-decays", "pass the logarithm of a decay between 0 and 1")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from .._values import checked
 from ..core.along import check_sequence_axis
 from ..core.arguments import accumulator, array, check_state_dtype, fitting
 from ..core.split_tokens import over_sequence_axis
@@ -184,6 +185,10 @@ class LightningAttention(Kernel):
     def _operands(self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, slopes: AnyArray) -> Operands:
         q, k, v = frame.qkv(q, k, v)
         slopes = fitting("slopes", slopes, (None,), "H")
+        say = lambda value: (
+            f"slopes: expected slopes of at least 0, received {value}; a head decays by exp(-slope)."
+        )
+        slopes = checked(slopes, jnp.min(slopes, initial=0), lambda x: x < 0, say)
         return Operands(q, k, v, self.scale, frame.shared(-slopes), decay=CONSTANT)
 
     def _slopes(self, q: AnyArray, k: AnyArray, v: AnyArray, slopes: AnyArray | None) -> AnyArray:

@@ -13,7 +13,7 @@ from .._broadcast import like
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
-from ..core.arguments import check_state_dtype, finite_rate, fitting, wide
+from ..core.arguments import check_state_dtype, decaying_rates, finite_rate, fitting, wide
 from ..core.plans import again_for_gradients
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
@@ -188,7 +188,7 @@ class StateSpaceV2(Kernel):
             )
         bias = None if inputs.dt_bias is None else fitting("dt_bias", inputs.dt_bias, (heads,), "H")
         raw = frame.operand("dt", inputs.dt, (heads,), "H")
-        rates = _Rates(raw, fitting("A", inputs.A, (heads,), "H"), bias)
+        rates = _Rates(raw, decaying_rates(fitting("A", inputs.A, (heads,), "H")), bias)
         skip = self._skip(frame, inputs.D, heads, channels)
         operands = Operands(C, B, x, 1.0, skip=skip, decay=SCALAR, transposed=True)
         return operands, rates, self._epilogue(frame, inputs, x, groups)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
-from ..core.arguments import accumulator, check_state_dtype, finite_rate, fitting
+from ..core.arguments import accumulator, check_state_dtype, decaying_rates, finite_rate, fitting
 from ..core.frame import Frame, frame_of, step_frame_of
 from ..core.plans import plan_of
 from ..core.platforms import register
@@ -169,7 +169,7 @@ class StateSpaceV1(Kernel):
         """All operands, checked, with zero padding and a group axis in `B` and `C`."""
         x = frame.main("x", inputs.x, (None,), "I")
         channels = x.shape[-1]
-        A = fitting("A", inputs.A, (channels, None), "I N")
+        A = decaying_rates(fitting("A", inputs.A, (channels, None), "I N"))
         A = finite_rate(A.astype(accumulator(A.dtype)))
         groups, states = self.num_groups, A.shape[-1]
         if channels % groups:

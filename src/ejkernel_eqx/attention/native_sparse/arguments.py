@@ -12,6 +12,7 @@ from jax import Array
 from ..._broadcast import like
 from ..._values import check_between, FAR
 from ...core.arguments import array, fitting
+from ...parallel.mesh import gathered
 from ...sequences.packing import read_count, read_ids
 from ...sequences.rows import read_packing
 from ...sequences.tokens import masked
@@ -105,6 +106,9 @@ def resolve(
             f"k: expected a number of heads that divides the {heads} heads of q, received {kv_heads}."
         )
     gates = fitting("gates", gates, (*lead, length, heads, 3), "T H 3")
+    # Blocks and compressed keys consist of tokens side by side.
+    q, k, v, gates, block_indices = (_gathered(x, -3) for x in (q, k, v, gates, block_indices))
+    packing = (packing[0], _gathered(packing[1], -1), packing[2])
     sizes = (options.compression_size, options.compression_stride)
     tables, begin = _tables(options, lead, length, keys, packing, q_offset)
     if packing[1] is not None:
@@ -118,6 +122,11 @@ def resolve(
         spec = dataclasses.replace(spec, given=True, count=indices.shape[-1])
         arrays = arrays._replace(indices=indices)
     return Call(arrays, spec)
+
+
+def _gathered(x: Any, axis: int) -> Any:
+    """An argument with all of its tokens on every device."""
+    return gathered(x, axis) if isinstance(x, Array) and x.ndim >= -axis else x
 
 
 def _static_offset(length: int, keys: int, q_offset: Any) -> int:
