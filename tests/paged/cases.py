@@ -9,13 +9,21 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (numpy learns the names of the narrow dtypes)
 import numpy as np
 
-from ejkernel_eqx.paged import reference
+from ejkernel_eqx.paged import core, reference
 from ejkernel_eqx.paged.cache.quantise import LARGEST
-from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec, SHARED
+from ejkernel_eqx.paged.example import example_problem
+from ejkernel_eqx.paged.samples import make_arrays, make_batch
+from ejkernel_eqx.paged.samples import spec_of as spec_of_problem
+from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec, PAGES, SCALES, SHARED
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
+__all__ = [
+    "core", "example_problem", "LARGEST", "make_arrays", "make_batch", "PagedArrays", "PagedSpec", "PAGES", "reference", "SCALES", "SHARED",
+    "spec_of_problem",
+]  # fmt: skip
 Named = dict[str, Any]
+attend_exactly = quick(reference.attend, static_argnums=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +99,7 @@ def run_reference(case: Case) -> dict[str, np.ndarray]:
     """`out` and `lse` by the reference in float64."""
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(_wide(x)) for name, x in _arrays(case).items()}
-        results = quick(reference.attend, static_argnums=1)(PagedArrays.of(wide), spec_of(case))
+        results = attend_exactly(PagedArrays.of(wide), spec_of(case))
         return {name: np.asarray(x) for name, x in results.items()}
 
 

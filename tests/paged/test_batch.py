@@ -1,7 +1,6 @@
 """Ragged batches against a plain loop, and the buckets they are padded to."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel_eqx.paged.cache.allocator import PageTable
 from ejkernel_eqx.paged.cache.batch import Buckets, RaggedBatch
 from tests.recurrence.quick import quick
 
@@ -85,40 +83,6 @@ def test_properties(drawn):
     assert np.all(np.asarray(batch.query_start_loc[len(query_lens) :]) == sum(query_lens))
 
 
-def test_built_from_arrays_without_buckets():
-    table = PageTable(16, 2, max_pages=6)
-    for name, length in (("a", 5), ("b", 1), ("c", 7)):
-        table.allocate(name, length)
-    batch = RaggedBatch.build(
-        np.asarray([2, 0, 7]),
-        np.asarray([5, 1, 7], np.uint16),
-        table.rows("abc"),
-        page_size=2,
-        state_indices=[4, -1, 0],
-    )
-    assert batch.page_table.shape == (3, 6) and batch.num_tokens == 9 and batch.max_query_len == 7
-    assert batch.state_indices is not None and batch.state_indices.tolist() == [4, -1, 0]
-    assert {x.dtype for x in jax.tree.leaves(batch)} == {jnp.dtype("int32")}
-    expected = np.concatenate([table.slots("a", 3, 5), table.slots("c", 0, 7)])
-    np.testing.assert_array_equal(batch.slots, expected)
-    # Wide rows take the bucket of what they hold; states are padded.
-    padded = RaggedBatch.build(
-        [2, 0, 7],
-        [5, 1, 7],
-        jnp.asarray(table.rows("abc")),
-        page_size=2,
-        buckets=BUCKETS,
-        state_indices=np.asarray([4, -1, 0]),
-    )
-    assert padded.page_table.shape == (3, 5) and padded.num_tokens == 16
-    wider = dataclasses.replace(BUCKETS, sequences=(5,))
-    idle = RaggedBatch.build([1, 0], [1, 1], [[3], [3]], page_size=2, state_indices=[2, 2])
-    assert idle.state_indices is not None and idle.state_indices.tolist() == [2, 2]
-    padded = RaggedBatch.build([1], [1], [[3]], page_size=2, buckets=wider, state_indices=[2])
-    assert padded.state_indices is not None and padded.state_indices.tolist() == [2, -1, -1, -1, -1]
-    assert padded.is_decode and padded.page_table.tolist() == [[3, -1]] + [[-1, -1]] * 4
-
-
 def test_made_inside_jit():
     """From arrays, without Python seeing a value; also mapped."""
     starts, lengths = jnp.asarray([[0, 1, 3], [0, 0, 4]], jnp.int32), jnp.asarray([[3, 2], [0, 4]], jnp.int32)
@@ -163,18 +127,6 @@ def test_nothing_at_all(shape):
     assert_properties(batch, by_hand([], [], [], 1, 2, shape[0]))
     empty = RaggedBatch.build([], [], [], page_size=4)
     assert empty.num_tokens == 0 and empty.page_table.shape == (0, 1) and empty.slots.shape == (0,)
-
-
-def test_one_compilation_for_a_bucket():
-    def build(lengths):
-        rows = [[5 * n + m for m in range(-(-length // 2))] for n, length in enumerate(lengths)]
-        return RaggedBatch.build([1] * len(lengths), lengths, rows, page_size=2, buckets=BUCKETS)
-
-    counted: Any = properties
-    count = counted._cache_size()
-    for lengths in ([3], [1, 2, 4], [4, 4]):
-        properties(build(lengths))
-    assert counted._cache_size() <= count + 1
 
 
 def test_powers_of_two():

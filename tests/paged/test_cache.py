@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.paged.cache.allocator import PageTable
-from ejkernel_eqx.paged.cache.cache import PagedKVCache, PagedLatentCache
+from ejkernel_eqx.paged.cache.cache import PagedKVCache
 from ejkernel_eqx.paged.cache.quantise import LARGEST
 from tests.paged.caches import (
     append,
@@ -145,12 +145,6 @@ def test_copy_pages(kind, dtype, scales):
     assert eqx.tree_equal(nothing, cache)
 
 
-@few
-def test_no_tokens(kind, dtype, scales):
-    cache = scaled(make(kind, dtype, scales))
-    assert eqx.tree_equal(append(cache, *tokens(cache, 0), np.zeros(0, int)), cache)
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype, scales", [(dtype, "head") for dtype in LARGEST])
@@ -163,22 +157,6 @@ def test_scales_a_head_clip(kind, dtype, scales):
         largest = scale * LARGEST[dtype]
         np.testing.assert_array_equal(found[0, 0, ..., 0], np.full(found.shape[2:-1], -largest))
         np.testing.assert_array_equal(found[0, 0, ..., 1:], np.full(found[0, 0, ..., 1:].shape, largest))
-
-
-def test_sizes():
-    cache = PagedKVCache.init(5, 4, 3, 8, 2, batch_shape=7, dtype=jnp.float8_e4m3fn)
-    assert (cache.num_pages, cache.page_size, cache.num_kv_heads, cache.head_dim, cache.v_head_dim) == (
-        5,
-        4,
-        3,
-        8,
-        2,
-    )
-    assert cache.batch_shape == (7,) and cache.scales == "token" and cache.v.shape == (7, 5, 4, 3, 2)
-    assert cache.k_scale is not None and cache.k_scale.shape == (7, 5, 4, 3)
-    latent = PagedLatentCache.init(5, 4, 8, 2, batch_shape=(2, 3), dtype="int8", scales="head")
-    assert (latent.num_pages, latent.page_size, latent.latent_dim, latent.rope_dim) == (5, 4, 8, 2)
-    assert latent.rope_scale is not None and latent.rope_scale.shape == (2, 3) and latent.scales == "head"
 
 
 def test_keys_and_values_of_two_dtypes():

@@ -141,20 +141,3 @@ def test_gather_is_differentiable(dtype, scales):
     for x in jax.tree.leaves(gradient):
         assert np.isfinite(x).all() and np.asarray(x[0, :2]).any() and not np.asarray(x[1:]).any()
         assert not np.asarray(x[0, 2:]).any()
-
-
-def test_heads_over_devices():
-    """Pages whose heads are sharded are written and copied where they are."""
-    mesh = jax.make_mesh(
-        (2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
-    )
-    place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
-    cache = make(PagedKVCache, "int8", "token")
-    x, y = tokens(cache, 4)
-    slots = jnp.asarray([3, -1, 17, 4])
-    sharded = jax.tree.map(lambda x: place(x, None, None, "heads"), cache)
-    step = quick(lambda c, x, y: c.append(x, y, slots).copy_pages(jnp.asarray([1]), jnp.asarray([0])))
-    given = (sharded, place(x, None, "heads"), place(y, None, "heads"))
-    text = step.lower(*given).compile().as_text() or ""
-    assert not any(word in text for word in ("all-gather", "all-reduce", "collective-permute", "all-to-all"))
-    assert eqx.tree_equal(jax.tree.map(np.asarray, step(*given)), jax.tree.map(np.asarray, step(cache, x, y)))

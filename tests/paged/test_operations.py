@@ -218,13 +218,6 @@ def test_parts_merge_by_lse():
     assert_close(merged[1], whole[1])
 
 
-def test_pages_may_lie_anywhere():
-    pairs, q = dense((9, 14)), normal(9, 5, H, D)
-    op = ejx.RaggedPagedAttention(config=SMALL)
-    call = quick(lambda cache: op(q, cache, query_start_loc=offsets(1, 4), max_query_len=4))
-    np.testing.assert_array_equal(call(cached(pairs, seed=1)), call(cached(pairs, seed=2)))
-
-
 @pytest.mark.slow
 def test_mapped():
     pairs, q = dense((9, 14)), normal(9, 3, 5, H, D)
@@ -298,28 +291,3 @@ def test_differentiation_is_refused():
         jax.grad(lambda k: op(q, eqx.tree_at(lambda c: c.k, cache, k)).sum())(cache.k)
     constant = quick(jax.grad(lambda q: (q * op(jax.lax.stop_gradient(q), cache)).sum()))(q)
     assert_close(constant, quick(op)(q, cache))
-
-
-@pytest.mark.slow
-def test_float64(enable_x64):
-    pairs = [tuple(x.astype(jnp.float64) for x in pair) for pair in dense((9, 6))]
-    q = normal(3, 5, H, D, dtype=jnp.float64)
-    op = ejx.RaggedPagedAttention(3, config=SMALL)
-    cache = cached(pairs, dtype=jnp.float64)
-    out, lse = quick(functools.partial(op, return_lse=True))(q, cache, query_start_loc=offsets(1, 4))
-    expected = packed(pairs, q, (1, 4), window=3)
-    assert_close(out, expected[0])
-    assert lse.dtype == jnp.float64
-    assert_close(lse, expected[1])
-    narrow = quick(op)(q.astype(jnp.float32), cache, query_start_loc=offsets(1, 4))
-    assert_close(narrow, expected[0], "float32")
-
-
-def test_modules_are_static_and_equal():
-    one, same, other = (ejx.PagedAttention(window, config=SMALL) for window in (4, 4, 5))
-    assert one == same and one != other and hash(jax.tree.structure(one)) == hash(jax.tree.structure(same))
-    shapes = jax.eval_shape(
-        lambda: ejx.PagedKVCache.init(P, p, K, D).bind(jnp.zeros((2, 3), int), jnp.zeros(2, int))
-    )
-    call = ejx.inputs(jax.ShapeDtypeStruct((2, H, D), jnp.float32), shapes)
-    assert ejx.PagedAttention(4, config=SMALL, tune_for=call).plan.pinned
