@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel_eqx.paged.cache.batch import Buckets, RaggedBatch
+from ejkernel_eqx import Buckets, RaggedBatch
 from tests.recurrence.quick import quick
 
 BUCKETS = Buckets((4, 16), (3, 6), (2, 5), (1, 4, 16))
@@ -64,7 +64,6 @@ def batches(draw):
     return page_size, query_lens, lengths, rows
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(batches())
 def test_properties(drawn):
@@ -81,6 +80,22 @@ def test_properties(drawn):
         np.asarray(batch.page_table[padding]) == -1
     )
     assert np.all(np.asarray(batch.query_start_loc[len(query_lens) :]) == sum(query_lens))
+
+
+def test_states_and_rows_of_arrays():
+    """Wide rows take the bucket of what they hold; states are padded."""
+    rows = np.array([[4, 7, 1, -1, -1, -1], [3, -1, -1, -1, -1, -1]])
+    build = lambda **more: RaggedBatch.build(
+        np.array([2, 0]), np.array([5, 1], np.uint16), rows, page_size=2, state_indices=[4, 4], **more
+    )
+    batch, padded = build(), build(buckets=BUCKETS)
+    assert batch.page_table.shape == (2, 6) and padded.page_table.shape == (3, 5)
+    assert (batch.num_tokens, batch.max_query_len, padded.num_tokens) == (2, 2, 4)
+    assert {x.dtype for x in jax.tree.leaves(batch)} == {jnp.dtype("int32")}
+    np.testing.assert_array_equal(padded.page_table[:2, :3], rows[:, :3])
+    np.testing.assert_array_equal(padded.slots, [15, 2, -1, -1])
+    assert batch.state_indices is not None and batch.state_indices.tolist() == [4, 4]
+    assert padded.state_indices is not None and padded.state_indices.tolist() == [4, 4, -1]
 
 
 def test_made_inside_jit():
@@ -158,57 +173,37 @@ def direct(starts=(3,), lengths=(2,), table=(2, 4), **options):
         (lambda: build(lengths=[2**31]), "lengths: expected ints"),
         (lambda: build(query_lens=[1.5]), r"query_lens: expected ints \[N\], received float64"),
         (lambda: build(query_lens=[[1]]), "query_lens: expected ints"),
-        (
-            lambda: build(query_lens=[4]),
-            "lengths: expected at least the 4 new tokens of sequence 0, received 3",
-        ),
-        (
-            lambda: build(lengths=[3, 4]),
-            "lengths: expected an entry for each of the 1 sequences of query_lens, received 2",
-        ),
+        (lambda: build(query_lens=[4]), "lengths: expected at least the 4 new tokens"),
+        (lambda: build(lengths=[3, 4]), "lengths: expected an entry for each"),
         (lambda: build(page_table=[[0, 1], [2]]), "page_table: expected an entry for each of the 1"),
-        (
-            lambda: build(page_table=[[0]]),
-            "page_table: expected 2 pages for the 3 tokens of sequence 0, received 1",
-        ),
+        (lambda: build(page_table=[[0]]), "page_table: expected 2 pages"),
         (lambda: build(page_table=np.zeros((1, 1), int)), "page_table: expected 2 pages"),
         (lambda: build(page_table=np.zeros(3, int)), r"page_table: expected ints \[N, M\]"),
         (lambda: build(page_table=[[0, -2]]), r"page_table\[0\]: expected ints from -1"),
         (lambda: build(state_indices=[-2]), "state_indices: expected ints from -1"),
         (lambda: build(state_indices=[1, 2]), "state_indices: expected an entry for each"),
         (
-            lambda: RaggedBatch.build(
-                [1, 0, 2], [1, 1, 2], [[0], [0], [1]], page_size=2, state_indices=[3, 2, 3]
-            ),
-            "state_indices: expected a slot of its own for each sequence with new tokens, received 3 2 times",
+            lambda: build([1, 0, 2], [1, 1, 2], [[0], [0], [1]], state_indices=[3, 2, 3]),
+            "state_indices: expected a slot of its own",
         ),
         (
-            lambda: RaggedBatch.build([1, 1], [5, 6], [[0, 1, 2], [3, 1, 2]], page_size=2),
-            "page_table: expected a page of its own wherever a sequence has new tokens, received page 2 2 times; copy",
+            lambda: build([1, 1], [5, 6], [[0, 1, 2], [3, 1, 2]]),
+            "page_table: expected a page of its own .* page 2 2 times; copy",
         ),
-        (
-            lambda: RaggedBatch.build([4], [4], [[1, 1]], page_size=2),
-            "page_table: expected a page of its own .* received page 1 2 times",
-        ),
+        (lambda: build([4], [4], [[1, 1]]), "a page of its own .* page 1 2 times"),
         (lambda: build(page_size=0), "page_size: expected a static int >= 1"),
         (
             lambda: jax.jit(lambda x: RaggedBatch.build(x, x, [[0]], page_size=2))(jnp.ones(1, int)),
             r"use RaggedBatch\(...\) inside",
         ),
-        (
-            lambda: build(buckets=Buckets((1,), (1,), (1,), (1,))),
-            "pages: expected at most 1, the largest bucket, received 2; split",
-        ),
+        (lambda: build(buckets=Buckets((1,), (1,), (1,), (1,))), "pages: expected at most 1, .* split"),
         (lambda: Buckets((1, 1), (1,), (1,), (1,)), "tokens: expected a tuple of ascending sizes"),
         (lambda: Buckets((1,), (), (1,), (1,)), "sequences: expected a tuple of ascending"),
         (lambda: Buckets((1,), (1,), (0, 1), (1,)), "pages: expected a static int >= 1"),
         (lambda: Buckets.powers_of_two(0, 1, 1), "max_tokens: expected"),
         (lambda: Buckets.powers_of_two(1, 1, 1).pick(1, 2, 1, 1), "sequences: expected at most 1"),
         (lambda: Buckets.powers_of_two(1, 1, 1).pick(-1, 1, 1, 1), "tokens: expected"),
-        (
-            lambda: direct(starts=(2,)),
-            r"query_start_loc: expected int32 \[N \+ 1\], received int32 of shape \(2,\)",
-        ),
+        (lambda: direct(starts=(2,)), "query_start_loc: expected int32"),
         (lambda: direct(table=(3, 4)), r"page_table: expected int32 \[N, M\]"),
         (lambda: direct(table=(2,)), "page_table: expected"),
         (lambda: direct(lengths=(2, 1)), "lengths: expected"),

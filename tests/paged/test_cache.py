@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.paged.cache.allocator import PageTable
-from ejkernel_eqx.paged.cache.cache import PagedKVCache
-from ejkernel_eqx.paged.cache.quantise import LARGEST
+from ejkernel_eqx import PagedKVCache, PageTable
 from tests.paged.caches import (
+    ABSOLUTE,
     append,
     arrays,
     cases,
@@ -17,14 +16,15 @@ from tests.paged.caches import (
     few,
     gather,
     KINDS,
+    LARGEST,
     make,
     PAGES,
+    RELATIVE,
     ROOM,
     scaled,
     SIZE,
     tokens,
 )
-from tests.paged.test_quantise import ABSOLUTE, RELATIVE
 
 
 def poisoned(cache):
@@ -141,8 +141,8 @@ def test_copy_pages(kind, dtype, scales):
         if before is not None:
             expected = before[:, np.asarray(order)] if before.size >= ROOM else before
             np.testing.assert_array_equal(np.asarray(after), np.asarray(expected))
-    nothing = cache.copy_pages([], [])
-    assert eqx.tree_equal(nothing, cache)
+    assert eqx.tree_equal(cache.copy_pages([], []), cache)
+    assert eqx.tree_equal(append(cache, *tokens(cache, 0, lead=(2,)), np.zeros(0, int)), cache)
 
 
 @pytest.mark.few(1)

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.paged.cache.allocator import PageTable
-from ejkernel_eqx.paged.cache.batch import RaggedBatch
-from ejkernel_eqx.paged.cache.cache import PagedKVCache
+from ejkernel_eqx import PagedKVCache, PageTable, RaggedBatch
 from tests.paged.caches import (
     append,
     arrays,
@@ -100,7 +98,6 @@ def test_serialisation(kind, dtype, scales, tmp_path):
         assert eqx.tree_equal(eqx.tree_deserialise_leaves(file, like), cache)
 
 
-@pytest.mark.slow
 def test_shared_prefix_is_copied_on_write():
     """The allocator, the batch and the cache together: a fork goes on without disturbing its parent."""
     table, cache = PageTable(PAGES, SIZE), make(PagedKVCache)

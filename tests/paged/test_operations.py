@@ -116,20 +116,6 @@ def test_append_writes_before_it_reads():
     assert not np.isnan(np.asarray(after.k)).any()
 
 
-def test_a_prompt_in_chunks_is_the_prompt():
-    ((k, v),) = dense((13,))
-    q, op = normal(9, 13, H, D), ejx.RaggedPagedAttention(append=True, config=SMALL)
-    cache, outs, table = ejx.PagedKVCache.init(P, p, K, D), [], jnp.array([[5, 1, 7, 2]])
-    call = quick(functools.partial(op, max_query_len=6))
-    for begin, end in ((0, 6), (6, 7), (7, 13)):
-        six = [x[begin : begin + 6] for x in (q, k, v)]  # the second time with tokens of no sequence
-        new_q, new_k, new_v = (jnp.pad(x, ((0, 6 - len(x)), (0, 0), (0, 0))) for x in six)
-        bound = cache.bind(table, jnp.array([end]))
-        out, cache = call(new_q, bound, new_k, new_v, query_start_loc=offsets(end - begin))
-        outs.append(out[: end - begin])
-    assert_close(np.concatenate(outs), plain(q, k, v)[0])
-
-
 def test_unified_decodes_a_tree():
     """Two drafts after one token: neither sees the other."""
     ((k, v),) = dense((7,))
@@ -239,46 +225,6 @@ def test_mapped():
             assert_close(explicit[i][n], result)
     for i, result in enumerate(one(q[1], caches[2])):
         assert_close(nested[i][1, 2], result)
-
-
-@pytest.mark.slow
-def test_scanned_over_layers_with_one_table():
-    batch = ejx.RaggedBatch.build([3, 1], [3, 6], [[4], [1, 3]], page_size=p)
-    cache = ejx.PagedKVCache.init(6, p, K, D, batch_shape=(2,))
-    q, k, v = normal(1, 2, 4, H, D), normal(2, 2, 4, K, D), normal(3, 2, 4, K, D)
-    op = ejx.RaggedPagedAttention(append=True, config=SMALL)
-    call = functools.partial(op, query_start_loc=batch.query_start_loc, max_query_len=batch.max_query_len)
-
-    def layer(x, scanned):
-        own, q, k, v = scanned
-        out, own = call(q + x, own.bind(batch), k, v)
-        return out, own.unbind()
-
-    x, new = quick(lambda cache: jax.lax.scan(layer, jnp.zeros((4, H, D)), (cache, q, k, v)))(cache)
-    once = quick(call)
-    first, own = once(q[0], jax.tree.map(lambda x: x[0], cache).bind(batch), k[0], v[0])
-    second, _ = once(q[1] + first, jax.tree.map(lambda x: x[1], cache).bind(batch), k[1], v[1])
-    assert_close(x, second)
-    np.testing.assert_array_equal(new.k[0], own.k)
-
-
-def test_one_program_serves_all_batches_of_a_bucket():
-    buckets = ejx.Buckets(tokens=(16,), sequences=(4,), pages=(4,), query_len=(8,))
-    traces = []
-
-    @eqx.filter_jit
-    def call(op, q, cache, batch):
-        traces.append(None)
-        bound = cache.bind(batch)
-        return op(q, bound, query_start_loc=batch.query_start_loc, max_query_len=batch.max_query_len)
-
-    cache, q = ejx.PagedKVCache.init(P, p, K, D), normal(1, 16, H, D)
-    for query_lens, lengths in (([5, 1], [5, 9]), ([8, 8], [8, 11]), ([1, 1, 1, 1], [1, 2, 3, 4]), ([], [])):
-        rows = [list(range(4 * n, 4 * n + 4)) for n in range(len(lengths))]
-        batch = ejx.RaggedBatch.build(query_lens, lengths, rows, page_size=p, buckets=buckets)
-        out = call(ejx.RaggedPagedAttention(config=SMALL), q, cache, batch)
-        assert (out[sum(query_lens) :] == 0).all()
-    assert len(traces) == 1
 
 
 def test_differentiation_is_refused():

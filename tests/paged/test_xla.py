@@ -14,11 +14,10 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_eqx as ejx
 from ejkernel_eqx.paged import xla
 from ejkernel_eqx.paged.flat import split_pages
-from ejkernel_eqx.paged.spec import SHARED
-from ejkernel_eqx.paged.xla import platform, XlaConfig
 from tests.paged.cases import assert_agrees, Case, CASES, make, with_leading_axis
 from tests.recurrence.quick import quick
 
+platform, XlaConfig = xla.platform, xla.XlaConfig
 SMALL = XlaConfig(block_q=4, block_k=8, decode_queries=2)
 forward = quick(platform.forward, static_argnums=(1, 2))
 
@@ -32,12 +31,7 @@ def test_agrees(name):
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "config",
-    [
-        XlaConfig(),
-        XlaConfig(block_q=1, block_k=1, decode_queries=1),
-        XlaConfig(5, 7, 3),
-        XlaConfig(16, 4, 16),
-    ],
+    [XlaConfig(), XlaConfig(1, 1, 1), XlaConfig(5, 7, 3), XlaConfig(16, 4, 16)],
     ids=lambda config: f"{config.block_q} {config.block_k} {config.decode_queries}",
 )
 def test_any_tiles(config):
