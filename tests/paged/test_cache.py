@@ -161,22 +161,13 @@ def test_scales_a_head_clip(kind, dtype, scales):
 
 def test_keys_and_values_of_two_dtypes():
     """Only what is in 8 bits has scales; dense tokens are of one dtype."""
-    values = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "int8"))
-    assert values.k_scale is None and values.v_scale is not None and values.v_scale.shape == (5, 4, 3)
-    assert values.scales == "token" and len(jax.tree.leaves(values)) == 3
-    keys = PagedKVCache.init(5, 4, 3, 8, dtype=("float8_e5m2", "float32"), scales="head").with_scales(
-        jnp.ones(3) / 4, None
-    )
-    assert keys.scales == "head" and keys.v_scale is None
-    np.testing.assert_array_equal(keys.k_scale, np.full(3, 0.25))
-    plain = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "float32"))
-    assert plain.scales is None
-    for cache in (values, keys, plain):
-        assert {x.dtype.name for x in cache.bind(jnp.array([[1]]), jnp.array([3])).gather()} == {"float32"}
-    both = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "bfloat16")).bind(
-        jnp.array([[1]]), jnp.array([3])
-    )
-    assert {x.dtype.name for x in both.gather()} == {"bfloat16"}
+    values = make(PagedKVCache, ("bfloat16", "int8"))
+    keys = make(PagedKVCache, ("float8_e5m2", "float32"), "head").with_scales(jnp.ones(2) / 4, None)
+    assert values.k_scale is None and values.scales == "token" and keys.v_scale is None
+    np.testing.assert_array_equal(keys.k_scale, np.full(2, 0.25))
+    both = ("float32", "float32", "bfloat16")
+    for cache, dtype in zip((values, keys, make(PagedKVCache, ("bfloat16", "bfloat16"))), both, strict=True):
+        assert {x.dtype.name for x in cache.bind(jnp.array([[1]]), jnp.array([3])).gather()} == {dtype}
 
 
 def test_float64(enable_x64):

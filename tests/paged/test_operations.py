@@ -162,11 +162,6 @@ def test_latent_cache(scales):
     assert_close(lse, expected[1])
     more = quick(ejx.PagedAttention(softmax_scale=0.2))(q[:, 2:], cache)  # leading axes of the queries alone
     assert_close(more[0, 0], out[2])
-    append = functools.partial(
-        ejx.RaggedPagedAttention(softmax_scale=0.2, append=True), query_start_loc=offsets(3)
-    )
-    again, _ = quick(append)(q[0], cache, latent[6:], rope[6:])
-    assert_close(again, out)
 
 
 @pytest.mark.slow
@@ -189,19 +184,6 @@ def test_dense_ranges(keys):
     assert_close(mapped, op(q, k, v, start, jnp.array([[keys, 9]] * 2)))
     one = op(q[0, 0], k[0, 0], v[0, 0], start[0, 0], end[0, 0])
     assert_close(one, out[0, 0])
-
-
-def test_parts_merge_by_lse():
-    pairs, q, sinks = dense((14, 9)), normal(9, 2, H, D), normal(5, H)
-    cache, op = cached(pairs), ejx.PagedAttention(config=SMALL)
-    ((k, v), (k1, v1)), dense_op = pairs, ejx.RaggedDecodeAttention()
-    pad = lambda x, y: jnp.stack([x, jnp.pad(y, ((0, 5), (0, 0), (0, 0)))])
-    call = quick(functools.partial(dense_op, q, pad(k, k1), pad(v, v1), return_lse=True))
-    parts = call(jnp.array([0, 0]), jnp.array([6, 9])), call(jnp.array([6, 9]), jnp.array([14, 9]))
-    whole = quick(functools.partial(op, return_lse=True))(q, cache, sinks=sinks)
-    merged = quick(ejx.merge_attention)(*parts, sinks=sinks)
-    assert_close(merged[0], whole[0])
-    assert_close(merged[1], whole[1])
 
 
 @pytest.mark.slow

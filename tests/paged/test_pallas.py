@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
@@ -73,21 +72,6 @@ def test_agrees(name):
 def test_any_block_and_number_of_cores_agrees(keys, cores):
     config = dataclasses.replace(CONFIG, decode_keys=keys, cores=cores)
     assert_agrees(FEW, attend(FEW, config))
-
-
-@pytest.mark.usefixtures("no_races")
-def test_the_order_of_pages_changes_nothing():
-    arrays, _ = make(ONE)
-    assert arrays.v is not None
-    count = arrays.k.shape[0]
-    order = np.random.default_rng(1).permutation(count)
-    place = np.argsort(order)
-    table = np.asarray(arrays.page_table)
-    there = (table >= 0) & (table < count)
-    moved = np.where(there, place[np.clip(table, 0, count - 1)], -1).astype(np.int32)
-    first = attend(ONE)
-    second = attend(ONE, k=arrays.k[order], v=arrays.v[order], page_table=moved[None])
-    assert all(np.array_equal(first[name], second[name]) for name in first)
 
 
 TABLE, LENGTHS = jnp.array([[5, 2, 7], [4, -1, -1], [-1, -1, -1]]), jnp.array([19, 8, 0])

@@ -290,11 +290,6 @@ def test_only_what_is_needed_is_launched():
     assert kernels(wide, one) == kernels(wide, TOGETHER) == ["decode_kernel", "prefill_kernel"]
 
 
-def test_buckets_of_queries_share_one_kernel():
-    of = lambda most: launches(*with_axis(dataclasses.replace(LONG, max_query_len=most)), CONFIG)
-    assert of(32)["decode_kernel"].constants == of(64)["decode_kernel"].constants
-
-
 MAPPED = {
     "nothing shared": (Case((1, 3), (6, 9), sinks=True, slopes=True, qq_bias=3), ()),
     "pages shared": (Case((1, 3), (6, 9), sinks=True, slopes=True), ("k", "v", "slopes")),
@@ -351,19 +346,6 @@ def test_unsupported(name):
     for target, word in zip(("sm_80", "sm_90"), words, strict=True):
         reason = compiled.unsupported(problem, DEVICES[target])
         assert word in str(reason) and (reason is None) == (not word)
-
-
-@pytest.mark.parametrize(
-    "words, name, shape",
-    [("float64", "k", None), (r"2**31", "page_table", (3, 2**29))],
-    ids=["dtype", "table"],
-)
-def test_unsupported_arrays(words, name, shape):
-    arrays, spec = make(CASES["decode"])
-    dtype = jnp.int32 if shape else "float64"
-    changed: Any = {name: jax.ShapeDtypeStruct(shape or arrays.k.shape, dtype)}
-    problem = core.problem_of("paged_attention", arrays._replace(**changed), spec)
-    assert words in str(compiled.unsupported(problem, DEVICES["sm_90"]))
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,14 @@ from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
 SIDES = (
-    "float8 with infinities", "bfloat16 keys, int8 values", "int8 keys, float32 values, head scales", "float16 keys, int8 values",
+    "float8 with infinities", "bfloat16 keys, int8 values", "int8 keys, float32 values, head scales",
     "float32 queries, bfloat16 keys, int8 values", "latent float8, bfloat16 rope", "latent float32, int8 rope, head scales",
 )  # fmt: skip
 # What is not held by others too.
 NAMES = (
-    "prefill", "prefill behind keys", "mixed, all options", "speculative", "empty sequences", "no keys", "nobody", "left out",
-    "page of 1", "page of 16", "missing pages", "freed behind a window", "D 40, V 24", "latent, options", "latent int8",
-    "float8", "float8, head scales", "bfloat16", "bfloat16 pages", "two rows, all options", *SIDES,
+    "prefill behind keys", "mixed, all options", "speculative", "empty sequences", "no keys", "nobody", "left out",
+    "page of 1", "missing pages", "freed behind a window", "D 40, V 24", "latent, options", "latent int8",
+    "float8", "float8, head scales", "bfloat16", "two rows, all options", *SIDES,
 )  # fmt: skip
 LONG = Case((21, 1, 14), (75, 20, 46), p=8, first=1, tail=2)
 OPTIONS: dict[str, Any] = dict(cap=2.0, sinks=True, slopes=True)
@@ -122,17 +122,6 @@ def test_bitwise_repeatable_and_no_matter_which_pages():
 
 def forward(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Any]:
     return prefill(with_leading_axis(arrays), spec)
-
-
-def test_a_sequence_does_not_depend_on_the_others():
-    case = Case((9, 1, 5), (20, 12, 5), p=8, sinks=True)
-    arrays, spec = make(case)
-    together = forward(arrays, spec)
-    for n, first in enumerate(np.cumsum((0, *case.q_lens[:-1]))):
-        tokens = slice(first, first + case.q_lens[n])
-        own = {name: getattr(arrays, name)[n : n + 1] for name in ("page_table", "q_len", "kv_len")}
-        alone = arrays._replace(q=arrays.q[tokens], q_start=jnp.zeros(1, jnp.int32), **own)
-        assert_same(forward(alone, spec), {name: x[:, tokens] for name, x in together.items()})
 
 
 def test_sequences_with_few_queries_are_left_alone():
