@@ -20,7 +20,7 @@ from tests.tolerances import assert_close
 
 __all__ = [
     "core", "example_problem", "LARGEST", "make_arrays", "make_batch", "PagedArrays", "PagedSpec", "PAGES", "reference", "SCALES", "SHARED",
-    "spec_of_problem",
+    "spec_of_problem"
 ]  # fmt: skip
 Named = dict[str, Any]
 attend_exactly = quick(reference.attend, static_argnums=1)

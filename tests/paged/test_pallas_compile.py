@@ -36,7 +36,7 @@ PROBLEMS: dict[str, tuple[dict[str, int], str, dict[str, Any]]] = {
     "mixed, latent int8": (CHUNKS | LATENT, "bfloat16", dict(latent=True) | OF_INT8),
     "mixed, float8": (
         CHUNKS | dict(H=16, K=4, D=128, p=32), "bfloat16", ALL | dict(scales="head", kv="float8_e5m2")
-    ),
+    )
 }  # fmt: skip
 
 

@@ -25,13 +25,13 @@ from tests.tolerances import assert_close
 
 SIDES = (
     "float8 with infinities", "bfloat16 keys, int8 values", "int8 keys, float32 values, head scales",
-    "float32 queries, bfloat16 keys, int8 values", "latent float8, bfloat16 rope", "latent float32, int8 rope, head scales",
+    "float32 queries, bfloat16 keys, int8 values", "latent float8, bfloat16 rope", "latent float32, int8 rope, head scales"
 )  # fmt: skip
 # What is not held by others too.
 NAMES = (
     "prefill behind keys", "mixed, all options", "speculative", "empty sequences", "no keys", "nobody", "left out",
     "page of 1", "missing pages", "freed behind a window", "D 40, V 24", "latent, options", "latent int8",
-    "float8", "float8, head scales", "bfloat16", "two rows, all options", *SIDES,
+    "float8", "float8, head scales", "bfloat16", "two rows, all options", *SIDES
 )  # fmt: skip
 LONG = Case((21, 1, 14), (75, 20, 46), p=8, first=1, tail=2)
 OPTIONS: dict[str, Any] = dict(cap=2.0, sinks=True, slopes=True)

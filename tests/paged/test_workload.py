@@ -115,12 +115,7 @@ def test_explain_knows_the_words():
         ("paged_attention", SIZES, dict(latent=True), "V < D"),
         ("paged_attention", SIZES, dict(scales="row"), "row"),
         ("paged_attention", SIZES, dict(kv="int8"), "scales"),
-        (
-            "paged_attention",
-            SIZES,
-            dict(v="int8"),
-            "received float32 and int8",
-        ),
+        ("paged_attention", SIZES, dict(v="int8"), "received float32 and int8"),
         ("paged_attention", SIZES, dict(alibi_slopes=True), "alibi_slopes"),
         ("ragged_decode_attention", dict(N=2, **SIZES), {}, "N"),
     ],

@@ -20,7 +20,7 @@ platform, XlaConfig = xla.platform, xla.XlaConfig
 # Every option, and pairs of them; interpreted Triton has all cases.
 COVERING = (
     "decode, all options", "empty sequences", "no keys", "nobody", "left out", "freed behind a window", "window of own key", "latent, options",
-    "int8, head scales", "float8", "bfloat16 keys, int8 values", "float16", "two rows, all options",
+    "int8, head scales", "float8", "bfloat16 keys, int8 values", "float16", "two rows, all options"
 )  # fmt: skip
 SMALL = XlaConfig(block_q=4, block_k=8, decode_queries=2)
 forward = quick(platform.forward, static_argnums=(1, 2))
