@@ -74,7 +74,7 @@ def test_agrees_with_numpy(platform, name):
         assert not np.asarray(found["out"])[padding].any() and not np.asarray(found["k"])[unseen].any()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")  # an interpreted platform's configuration is the same for every problem
 @pytest.mark.parametrize("name", ["packed", "rows at places", "uneven blocks"])
 def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
@@ -82,9 +82,7 @@ def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     from ejkernel_eqx.attention.native_sparse.triton import by_blocks
     from ejkernel_eqx.attention.native_sparse.triton.tiles import ForwardTile
 
-    pytest.importorskip("triton")
-    case = CASES[name]
-    default = platform_of(OPERATION, INTERPRET).default_config(None, None)
+    case, default = CASES[name], platform_of(OPERATION, INTERPRET).default_config(None, None)
     config = dataclasses.replace(default, forward=ForwardTile(2, 4, 4, 1))
     arrays, _ = make(case)
     place, _ = case.starts()
@@ -96,26 +94,22 @@ def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     plainly: Any = lambda op, given: op(**given)
     # With a gradient, the selected branch is kept apart.
     kept: Any = lambda op, given: jax.vjp(lambda q: op(**given | {"q": q}), given["q"])[0]
-    for of in (plainly, kept):
-        for more in ({}, {"block_indices": jnp.asarray(given)}):
-            found, expected = (
-                of(case.operation(INTERPRET, config=which), arrays | case.others() | more)
-                for which in (config, None)
-            )
-            assert_close(found, np.asarray(expected), case.dtype, name="out")
+    for of, more in ((plainly, {}), (kept, {"block_indices": jnp.asarray(given)})):
+        call = arrays | case.others() | more
+        found, expected = (of(case.operation(INTERPRET, config=which), call) for which in (config, None))
+        assert_close(found, np.asarray(expected), case.dtype, name="out")
 
 
+@pytest.mark.slow
 def test_choosing_among_many_blocks(monkeypatch):
     """Kept in a warp's lanes by groups: the same blocks in the same order, and of equal ones the earlier."""
     pytest.importorskip("triton")
-    compiled = platform_of(OPERATION)
     case = Case(B=1, H=2, K=1, count=9, T=131, offsets=(0, 5, 131))
     arrays, _ = make(case)
-    op = case.operation(INTERPRET)
     alike = arrays | {"k": jnp.ones_like(arrays["k"])}
-    call = lambda given: np.asarray(op(**given, **case.others(), return_indices=True)[1])
+    call = lambda given: case.operation(INTERPRET)(**given, **case.others(), return_indices=True)[1]
     expected = [call(x) for x in (arrays, alike)]
-    monkeypatch.setattr(compiled, "_MANY_BLOCKS", 32)
+    monkeypatch.setattr(platform_of(OPERATION), "_MANY_BLOCKS", 32)
     for x, indices in zip((arrays, alike), expected):
         np.testing.assert_array_equal(call(x), indices)
 
@@ -162,44 +156,19 @@ def test_a_cache_is_decoded_like_the_whole():
     arrays, _ = make(case)
     op = case.operation("xla")
     whole = op(**arrays)
-    room = lambda x: jnp.pad(x, [(0, 0), (0, 8), (0, 0), (0, 0)], constant_values=jnp.nan)
-    k, v = room(arrays["k"]), room(arrays["v"])
-    means = [jnp.nanmean(x[:, :28].reshape(2, 7, 4, *x.shape[2:]), 2) for x in (k, v)]
+    room = [(0, 0), (0, 8), (0, 0), (0, 0)]
+    pools = {name: jnp.pad(arrays[name], room, constant_values=jnp.nan) for name in "kv"}
+    means = {f"compressed_{n}": jnp.nanmean(x[:, :28].reshape(2, 7, 4, 2, 16), 2) for n, x in pools.items()}
 
     @jax.jit
     def step(place):
-        take = lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, 1)
+        own = {n: jax.lax.dynamic_slice_in_dim(arrays[n], place, 1, 1) for n in ("q", "gates")}
         later = (jnp.arange(29) > place)[:, None, None]
-        now_k, now_v = (jnp.where(later, jnp.nan, x) for x in (k, v))
-        return op(
-            take(arrays["q"]),
-            now_k,
-            now_v,
-            take(arrays["gates"]),
-            compressed_k=means[0],
-            compressed_v=means[1],
-            q_offset=place,
-        )
+        now = {n: jnp.where(later, jnp.nan, x) for n, x in pools.items()}
+        return op(**own, **now, **means, q_offset=place)
 
     for place in (0, 3, 4, 20):
         assert_close(step(jnp.int32(place))[:, 0], np.asarray(whole[:, place]))
-
-
-@pytest.mark.parametrize("platform", ["xla", pytest.param(INTERPRET, marks=pytest.mark.slow)])
-def test_transformations(platform):
-    """`vmap`, `scan` and `jax.checkpoint` of the gradient give what single calls give."""
-    case = Case(T=13, B=3)
-    arrays, dout = make(case)
-    op = case.operation(platform)
-    loss = lambda arrays, dout: (op(**arrays) * dout).sum()
-    whole = jax.jit(jax.grad(loss))(arrays, dout)
-    each = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(arrays, dout)
-    scanned = jax.jit(
-        lambda: jax.lax.scan(lambda _, x: (None, jax.grad(loss)(*x)), None, (arrays, dout))[1]
-    )()
-    for name, x in whole.items():
-        assert_close(each[name], np.asarray(x), kind="gradient", name=name)
-        assert_close(scanned[name], np.asarray(x), kind="gradient", name=name)
 
 
 def test_many_chunks_of_queries(monkeypatch):
@@ -234,27 +203,27 @@ def test_nothing_to_attend():
 
 
 def test_errors():
-    q, gates = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 4, 3))
-    k = jnp.zeros((2, 8, 2, 16))
-    op = ejx.NativeSparseAttention(4, 2, 3)
+    op, one = ejx.NativeSparseAttention(4, 2, 3), lambda *shape: jnp.zeros(shape)
+    given = {"q": one(2, 8, 4, 16), "k": one(2, 8, 2, 16), "v": one(2, 8, 2, 16), "gates": one(2, 8, 4, 3)}
+    row = {name: x[0] for name, x in given.items()}
     calls = {
-        "gates: expected": lambda: op(q, k, k, gates[..., :2]),
-        "divides the 4 heads": lambda: op(q, jnp.zeros((2, 8, 3, 16)), jnp.zeros((2, 8, 3, 16)), gates),
-        "dtype of q": lambda: op(q, k.astype("bfloat16"), k, gates),
-        "both or neither": lambda: op(q, k, k, gates, compressed_k=k),
-        "block_indices: expected ints": lambda: op(
-            q, k, k, gates, block_indices=jnp.zeros((2, 8, 4, 2), int)
-        ),
-        "q_offset: expected None": lambda: op(q[0], k[0], k[0], gates[0], cu_seqlens=[0, 8], q_offset=1),
-        "leading axes": lambda: op(q, k, k, gates, cu_seqlens=[0, 8]),
-        "as many tokens": lambda: op(q[0], k[0, :4], k[0, :4], gates[0], cu_seqlens=[0, 4]),
-        "compression_stride": lambda: ejx.NativeSparseAttention(6, compression_size=4),
-        "num_blocks": lambda: ejx.NativeSparseAttention(num_blocks=0),
-        "softmax_scale": lambda: ejx.NativeSparseAttention(softmax_scale=float("nan")),
+        "gates: expected": given | {"gates": one(2, 8, 4, 2)},
+        "divides the 4 heads": given | {"k": one(2, 8, 3, 16), "v": one(2, 8, 3, 16)},
+        "dtype of q": given | {"k": given["k"].astype("bfloat16")},
+        "both or neither": given | {"compressed_k": given["k"]},
+        "block_indices: expected ints": given | {"block_indices": jnp.zeros((2, 8, 4, 2), int)},
+        "q_offset: expected None": row | {"cu_seqlens": [0, 8], "q_offset": 1},
+        "leading axes": given | {"cu_seqlens": [0, 8]},
+        "as many tokens": row | {"k": row["k"][:4], "v": row["v"][:4], "cu_seqlens": [0, 4]},
     }
     for word, call in calls.items():
         with pytest.raises(ValueError, match=word):
-            call()
+            op(**call)
+    with pytest.raises(ValueError, match="compression_stride"):
+        ejx.NativeSparseAttention(6, compression_size=4)
+    for name, value in {"num_blocks": 0, "softmax_scale": float("nan")}.items():
+        with pytest.raises(ValueError, match=name):
+            ejx.NativeSparseAttention(**{name: value})
 
 
 @pytest.mark.parametrize("platform", ["xla", pytest.param(INTERPRET, marks=pytest.mark.slow)])
@@ -279,9 +248,7 @@ def test_segments(platform):
     for name, x in found.items():
         if name != "indices":
             assert not np.asarray(x)[ids < 0].any(), name
-    mapped = quick(jax.vmap(lambda arrays, ids: op(**arrays, segment_ids=ids)))(arrays, jnp.asarray(ids))
-    bounded = quick(lambda arrays: op(**arrays, segment_ids=jnp.asarray(ids), max_segments=3))(arrays)
-    for again in (mapped, bounded):
-        assert_close(again, np.asarray(found["out"]))
+    mapped = quick(jax.vmap(lambda arrays, ids: op(**arrays, segment_ids=ids, max_segments=3)))
+    assert_close(mapped(arrays, jnp.asarray(ids)), np.asarray(found["out"]))
     cut = op(**arrays, segment_ids=jnp.asarray(ids), max_segments=2)
     assert not np.asarray(cut)[0, 19:].any() and np.asarray(cut)[0, 18].any()
