@@ -30,24 +30,17 @@ def test_inputs_are_of_their_problem(name):
     found = problems.problem_of(OPERATION, arrays, spec)
     assert (found, found.key()) == (wanted, wanted.key())
     assert (np.asarray(problems.make_arrays(wanted, spec, 1).q) != np.asarray(arrays.q)).any()
-    if arrays.indices is not None:
-        indices = np.asarray(arrays.indices)
-        assert len(np.unique(indices)) > 6 and (indices >= -1).all()
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "platform, name", [("xla", "placed"), *(("triton-interpret", name) for name in KINDS)]
-)
+@pytest.mark.parametrize("platform, name", [("xla", "placed"), *(("triton-interpret", n) for n in KINDS)])
 def test_agrees_with_the_reference(platform, name):
     run = assert_agrees(OPERATION, platform, KINDS[name])
     assert all(np.asarray(run.reference[result]).any() for result in run.work.tolerances)
 
 
-@pytest.mark.parametrize(
-    "platform, flags",
-    [("xla", dict(given=True)), pytest.param("triton-interpret", {}, marks=pytest.mark.slow)],
-)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("platform, flags", [("xla", dict(given=True)), ("triton-interpret", {})])
 def test_pages_agree_with_the_reference(platform, flags):
     dims = dict(N=3, T=12, Q=6, S=80, H=4, K=2, D=16, n=3, p=8)
     of = over_pages(dims, "float32", FLAGS | dict(span=4, stride=2) | flags)

@@ -10,19 +10,8 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import PagedKVCache, PageTable, RaggedBatch
-from tests.paged.caches import (
-    append,
-    arrays,
-    cases,
-    copy_pages,
-    few,
-    gather,
-    make,
-    PAGES,
-    scaled,
-    SIZE,
-    tokens,
-)
+from tests.paged import caches
+from tests.paged.caches import append, arrays, cases, few, gather, make, scaled, tokens
 from tests.recurrence.quick import quick
 
 
@@ -100,13 +89,13 @@ def test_serialisation(kind, dtype, scales, tmp_path):
 
 def test_shared_prefix_is_copied_on_write():
     """The allocator, the batch and the cache together: a fork goes on without disturbing its parent."""
-    table, cache = PageTable(PAGES, SIZE), make(PagedKVCache)
+    table, cache = PageTable(caches.PAGES, caches.SIZE), make(PagedKVCache)
     k, v = tokens(cache, 8)
 
     def extend(cache, name, first, count):
         copies = table.allocate(name, count)
         if copies:
-            cache = copy_pages(cache, np.asarray([copies[0].source]), np.asarray([copies[0].target]))
+            cache = caches.copy_pages(cache, np.asarray([copies[0].source]), np.asarray([copies[0].target]))
         length = table.length(name)
         batch = RaggedBatch.build([count], [length], [table.row(name)], page_size=SIZE)
         np.testing.assert_array_equal(batch.slots, table.slots(name, length - count, length))

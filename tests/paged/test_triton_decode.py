@@ -11,21 +11,9 @@ import pytest
 
 import ejkernel_eqx as ejx
 from tests.compiled import DEVICES
+from tests.paged import triton_calls as calls
 from tests.paged.cases import assert_agrees, Case, CASES, core, make, PagedArrays, PagedSpec, run_reference
-from tests.paged.triton_calls import (
-    attend,
-    attend_by,
-    compiled,
-    CONFIG,
-    config_of,
-    decode_kernel,
-    folded,
-    interpret,
-    interpreter,
-    kernels,
-    launches,
-    with_axis,
-)
+from tests.paged.triton_calls import attend, attend_by, compiled, CONFIG, config_of, with_axis
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
@@ -97,7 +85,7 @@ def test_slots_of_keys(page, far):
     numbers[:1], numbers[2:3] = -1, pages
     shape, end = jax.ShapeDtypeStruct, keys - 3
     launch = ejx.launch.Launch(
-        kernels.slots_kernel,
+        calls.kernels.slots_kernel,
         {"table": shape(numbers.shape, jnp.int32)},
         {name: shape((keys,), jnp.int32) for name in ("high", "low")},
         {"END": end, "P": pages},
@@ -106,7 +94,7 @@ def test_slots_of_keys(page, far):
         4,
         1,
     )
-    found = interpret(launch, {"table": jnp.asarray(numbers)})
+    found = calls.interpret(launch, {"table": jnp.asarray(numbers)})
     slots = (np.asarray(found["high"], np.int64) << 32) + np.asarray(found["low"]).view(np.uint32)
     j = np.arange(keys)
     number = numbers[j // page].astype(np.int64)
@@ -130,7 +118,7 @@ def test_what_is_counted_in_64_bits(pages, page, heads, dim, far):
     arrays = PagedArrays(
         q=shape((1, 1, heads, dim), jnp.bfloat16), k=key, v=key, page_table=shape((1, 1, 2), jnp.int32), q_start=one, q_len=one, kv_len=one
     )  # fmt: skip
-    assert launches(arrays, PagedSpec(1.0), CONFIG)["decode_kernel"].constants["FAR"] == far
+    assert calls.launches(arrays, PagedSpec(1.0), CONFIG)["decode_kernel"].constants["FAR"] == far
 
 
 @pytest.mark.few(1)
@@ -255,10 +243,10 @@ def test_sequences_with_more_queries_are_left_alone():
     """Of 17 queries or fewer, two fill the smallest tile; tokens of no sequence are filled."""
     case = Case((17, 2, 3, 1), (20, 9, 11, 30), H=16, K=2, sinks=True, first=1, tail=2)
     arrays, spec = with_axis(case)
-    call = folded(arrays, spec, CONFIG, interpret)
+    call = calls.folded(arrays, spec, CONFIG, calls.interpret)
     queries = compiled.decode_queries(spec.max_query_len, call.group)
     assert queries == 2
-    results, expected = decode_kernel.decode(call, queries), run_reference(case)
+    results, expected = calls.decode_kernel.decode(call, queries), run_reference(case)
     taken = np.r_[0, 18:20, 23:26]
     for name, x in results.items():
         others = np.delete(np.asarray(x), taken, 0)
@@ -270,16 +258,16 @@ def test_which_program_is_last_changes_nothing(monkeypatch):
     """Programs run one by one, forwards and backwards, and all at once."""
     case = dataclasses.replace(LONG, q_lens=(1,), kv_lens=(97,), qq_bias=None)
     expected = attend(case, TOGETHER)
-    monkeypatch.setattr(interpreter, "_TOGETHER", 1)
+    monkeypatch.setattr(calls.interpreter, "_TOGETHER", 1)
     assert same(expected, attend(case, TOGETHER))
     backwards = types.SimpleNamespace(**vars(np))
     backwards.indices = lambda extents: np.indices(extents)[:, ::-1]
-    monkeypatch.setattr(interpreter, "np", backwards)
+    monkeypatch.setattr(calls.interpreter, "np", backwards)
     assert same(expected, attend(case, TOGETHER))
 
 
 def test_only_what_is_needed_is_launched():
-    kernels = lambda case, config: [*launches(*with_axis(case), config)]
+    kernels = lambda case, config: [*calls.launches(*with_axis(case), config)]
     one = dataclasses.replace(CONFIG, split_k=1)
     wide = dataclasses.replace(LONG, max_query_len=17)
     assert kernels(LONG, one) == kernels(LONG, TOGETHER) == ["decode_kernel"]

@@ -8,17 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.paged.cases import (
-    assert_agrees,
-    attend_exactly,
-    Case,
-    CASES,
-    make,
-    PagedArrays,
-    PagedSpec,
-    run_reference,
-    with_leading_axis,
-)
+from tests.paged import cases
+from tests.paged.cases import assert_agrees, Case, CASES, make, PagedArrays, PagedSpec, with_leading_axis
 from tests.paged.triton_calls import compiled, config_of, folded, interpret, prefill_kernel, with_axis
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
@@ -99,7 +90,7 @@ def test_scores_below_all_numbers():
     arrays = arrays._replace(
         q=jnp.ones_like(arrays.q), k=arrays.k.at[arrays.page_table[0, 0]].set(jnp.float32(-1e38))
     )
-    expected = attend_exactly(arrays, spec)
+    expected = cases.attend_exactly(arrays, spec)
     results = forward(arrays, spec)
     for name in ("out", "lse"):
         assert np.isfinite(expected[name]).all()
@@ -126,7 +117,7 @@ def forward(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Any]:
 
 def test_sequences_with_few_queries_are_left_alone():
     case = Case((1, 6, 2, 9, 3), (8, 6, 7, 21, 30), H=6, K=2, first=1, tail=2, sinks=True)
-    results, expected = attend(case, least=3, fill=7.0), run_reference(case)
+    results, expected = attend(case, least=3, fill=7.0), cases.run_reference(case)
     taken = np.r_[2:8, 10:19]
     for name, x in results.items():
         own = np.asarray(x)[0]
