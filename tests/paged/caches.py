@@ -38,7 +38,7 @@ gather = quick(lambda cache, size=None, dtype=None: cache.gather(size, dtype=dty
 copy_pages = quick(lambda cache, source, target: cache.copy_pages(source, target))
 
 
-def make(kind, dtype="float32", scales=None, **options) -> Any:
+def make(kind, dtype: Any = "float32", scales=None, **options) -> Any:
     sizes = (2, 8, 4) if kind is PagedKVCache else (8, 4)
     return kind.init(PAGES, SIZE, *sizes, dtype=dtype, scales=scales, **options)
 

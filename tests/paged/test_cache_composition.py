@@ -97,7 +97,7 @@ def test_shared_prefix_is_copied_on_write():
         if copies:
             cache = caches.copy_pages(cache, np.asarray([copies[0].source]), np.asarray([copies[0].target]))
         length = table.length(name)
-        batch = RaggedBatch.build([count], [length], [table.row(name)], page_size=SIZE)
+        batch = RaggedBatch.build([count], [length], [table.row(name)], page_size=caches.SIZE)
         np.testing.assert_array_equal(batch.slots, table.slots(name, length - count, length))
         new = slice(first, first + count)
         return append(cache, k[new], v[new], batch.slots), len(copies)
@@ -107,7 +107,7 @@ def test_shared_prefix_is_copied_on_write():
     cache, copied = extend(cache, "b", 4, 2)
     cache, again = extend(cache, "a", 6, 2)
     assert (copies, copied, again) == (0, 1, 0)
-    batch = RaggedBatch.build([1, 1], [6, 6], table.rows("ab"), page_size=SIZE)
+    batch = RaggedBatch.build([1, 1], [6, 6], table.rows("ab"), page_size=caches.SIZE)
     bound = cache.bind(batch)
     assert bound.is_bound and not bound.unbind().is_bound and bound.page_table is batch.page_table
     for dense, given in zip(gather(bound), (k, v), strict=True):

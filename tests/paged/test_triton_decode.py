@@ -219,7 +219,7 @@ def test_bytes_behind_a_heavy_key(scales, sinks, splits):
     )
     config = dataclasses.replace(CONFIG, split_k=splits)
     spec = PagedSpec(above / 32, max_query_len=1, scales=scales)
-    results = compiled.forward(arrays, spec, config, execute=interpret)
+    results = compiled.forward(arrays, spec, config, execute=calls.interpret)
     weights = np.exp(np.where(np.arange(keys) == 0, above, 0.0))
     total = weights.sum() + (np.exp(above - 1.0) if sinks else 0.0)
     values = (v * np.broadcast_to(scale, (pages, page, 1))[..., None]).reshape(-1, 32)[:keys]
@@ -297,7 +297,7 @@ def test_vmap(name):
     stacked = {field: x if field in shared else jnp.stack([x, half(x)]) for field, x in given.items()}
     axes = {field: None if field in shared else 0 for field in given}
 
-    def rows(platform: str) -> Any:
+    def rows(platform: ejx.PlatformLike) -> Any:
         plan = ejx.PagedAttention(platform=platform).plan
         one = lambda given: core.attend(plan, "paged_attention", PagedArrays(**given), spec)
         return quick(jax.vmap(one, (axes,)))(stacked)

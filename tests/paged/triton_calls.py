@@ -26,7 +26,8 @@ interpret = functools.partial(ejx.launch.run, interpret=True)
 def config_of(*sizes: int, **more: Any) -> TritonConfig:
     """One tile for both kernels; what is interpreted has no instructions of one vendor."""
     tile = PagedTile(*sizes)
-    return TritonConfig(tile, tile, **dict(fast_tanh=False, fast_bytes=False, float32_dot="ieee") | more)
+    given: dict[str, Any] = dict(fast_tanh=False, fast_bytes=False, float32_dot="ieee")
+    return TritonConfig(tile, tile, **given | more)
 
 
 CONFIG = config_of(16, 16, 4, 1, split_k=3, chunk_size=16)
