@@ -1,5 +1,7 @@
 """The absorbed form on dense latents and over pages, on XLA and by the interpreted kernels: the numbers of the expanded form."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +70,7 @@ def test_pages(platform, queries, is_causal):
         cache = cache.append(own[n]["latent"], own[n]["k_rope"], jnp.asarray(slots))
     q = latents_of(t=batch.num_tokens)["q"]
     op = ejx.AbsorbedLatentAttention(is_causal, softmax_scale=SCALE, platform=platform)
-    sizes = dict(query_start_loc=batch.query_start_loc, max_query_len=max(queries))
+    sizes: Any = dict(query_start_loc=batch.query_start_loc, max_query_len=max(queries))
     out, lse = quick(lambda q, cache: op(q, cache, **weights, **sizes, return_lse=True))(q, cache)
     starts = np.concatenate([[0], np.cumsum(queries)])
     for n, count in enumerate(queries):

@@ -141,7 +141,7 @@ def test_a_cache_is_decoded_like_the_whole():
     """One query at a time over a cache with room, whose rest is NaN, with compressed keys of its own."""
     case = Case(T=21)
     arrays, _ = make(case)
-    op = case.operation("xla")
+    op: Any = case.operation("xla")
     whole = op(**arrays)
     room = [(0, 0), (0, 8), (0, 0), (0, 0)]
     pools = {name: jnp.pad(arrays[name], room, constant_values=jnp.nan) for name in "kv"}
