@@ -1,14 +1,61 @@
 """Latent attention as one writes it down, in numpy and float64, on attention's own formula."""
 
+import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel_eqx.attention.spec import AttentionSpec, RowRanges
+from ejkernel_eqx.latent.core import problem_of
+from ejkernel_eqx.latent.spec import LatentArrays
 from tests.attention.dense import cotangents, exact, normal, quick, with_gradients
 from tests.tolerances import assert_close
 
 NOPE, ROPE, VALUES, LATENT = 16, 8, 12, 20
+OPERATION = "multi_head_latent_attention"
+DEEPSEEK = (128, 64, 128)  # of a key without and with a rotation, and of a value
+EVERY = ("bias", "alibi_slopes", "sinks", "mask", "q_segments", "kv_segments", "rows", "seeds", "blocks")
+
+
+def call_of(length: int, *flags: str, heads: int = 4, dims: Any = DEEPSEEK, dtype: str = "bfloat16") -> Any:
+    """The shapes of a call, its spec and its problem: causal, or with these arrays and a soft cap."""
+    shape: Any = lambda *sizes, of=dtype: jax.ShapeDtypeStruct(sizes, of)
+    (nope, rope, values), B = dims, 2
+    ids, scores = shape(B, length, of="int32"), shape(1, heads, of="float32")
+    optional = dict(
+        bias=shape(1, heads, length, length),
+        alibi_slopes=scores,
+        sinks=scores,
+        mask=shape(B, 1, length, length, of="bool"),
+        q_segments=ids,
+        kv_segments=ids,
+        rows=RowRanges(ids, ids, ids),
+        seeds=shape(B, heads, 2, of="uint32"),
+        blocks=shape(B, heads, -(-length // 64), -(-length // 96), of="bool"),
+    )
+    key = lambda width: shape(B, length, heads, width)
+    arrays = LatentArrays(key(nope + rope), key(nope), shape(B, length, rope), key(values))
+    spec = AttentionSpec((nope + rope) ** -0.5, right=None if flags else 0)
+    if flags:
+        spec = dataclasses.replace(spec, logits_soft_cap=30.0, dropout_rate=0.1 if "seeds" in flags else 0.0)
+        arrays = arrays._replace(**{name: optional[name] for name in flags})
+    if "blocks" in flags:
+        spec = dataclasses.replace(spec, block_size=(64, 96))
+    return arrays, spec, problem_of(OPERATION, arrays, spec)
+
+
+def poison(given: dict[str, Any], keys: Any = None, queries: Any = None) -> dict[str, Any]:
+    """NaN where nothing may be read."""
+    hidden = {"q": queries} | dict.fromkeys(("k", "k_rope", "v", "latent"), keys)
+
+    def put(name: str, x: jax.Array) -> jax.Array:
+        if (where := hidden.get(name)) is None:
+            return x
+        return jnp.where(jnp.reshape(where, (*where.shape, *(1,) * (x.ndim - where.ndim))), jnp.nan, x)
+
+    return {name: put(name, x) for name, x in given.items()}
 
 
 def arrays_of(*lead: int, t=20, s=26, heads=3, dtype: Any = jnp.float32, seed=0) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The absorbed form on dense latents and over pages, on XLA and by the interpreted kernels: the numbers of the expanded form."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,59 +56,38 @@ def test_dense_rows(platform, is_causal):
     assert_agrees(found, (out, lse))
 
 
-@pytest.mark.parametrize("lead", [(), (2, 2)])
-def test_any_leading_axes(platform, lead):
-    given = latents_of(*lead, t=3, s=19)
-    op = ejx.AbsorbedLatentAttention(softmax_scale=SCALE, logits_soft_cap=2.0, platform=platform)
-    assert_agrees(op(**given, return_lse=True), exact_absorbed(given, causal(3, 19), scale=SCALE, cap=2.0))
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("queries", [(1, 1, 1), (4, 1, 0)])
-def test_pages(platform, is_causal, queries):
+@pytest.mark.parametrize("queries, is_causal", [((1, 1, 1), False), ((4, 1, 0), True)])
+def test_pages(platform, queries, is_causal):
     """Sequences of unequal lengths in shuffled pages, the rest of them NaN."""
-    lengths, page_size = np.array([9, 4, 7]), 4
-    batch = ejx.RaggedBatch.build(list(queries), lengths, [[5, 1, 3], [0], [2, 6]], page_size=page_size)
-    tokens = batch.num_tokens
-    cache = jax.tree.map(lambda x: x * jnp.nan, ejx.PagedLatentCache.init(8, page_size, LATENT, ROPE)).bind(
-        batch
-    )
-    every = latents_of(3, t=1, s=9)
-    for n, table in enumerate([[5, 1, 3], [0], [2, 6]]):
-        slots = [table[j // page_size] * page_size + j % page_size for j in range(lengths[n])]
-        cache = cache.append(
-            every["latent"][n, : lengths[n]], every["k_rope"][n, : lengths[n]], jnp.asarray(slots)
-        )
+    lengths, size, tables = np.array([9, 4, 7]), 4, [[5, 1, 3], [0], [2, 6]]
+    batch = ejx.RaggedBatch.build(list(queries), lengths, tables, page_size=size)
+    cache = jax.tree.map(lambda x: x * jnp.nan, ejx.PagedLatentCache.init(8, size, LATENT, ROPE)).bind(batch)
+    every, own = latents_of(3, t=1, s=9), []
     weights = {name: every[name] for name in ("w_uk", "w_uv")}
-    q = latents_of(t=tokens)["q"]
+    for n, table in enumerate(tables):
+        own.append({name: every[name][n, : lengths[n]] for name in ("latent", "k_rope")})
+        slots = [table[j // size] * size + j % size for j in range(lengths[n])]
+        cache = cache.append(own[n]["latent"], own[n]["k_rope"], jnp.asarray(slots))
+    q = latents_of(t=batch.num_tokens)["q"]
     op = ejx.AbsorbedLatentAttention(is_causal, softmax_scale=SCALE, platform=platform)
-    call = lambda q, cache: op(
-        q,
-        cache,
-        **weights,
-        query_start_loc=batch.query_start_loc,
-        max_query_len=max(queries),
-        return_lse=True,
-    )
-    out, lse = quick(call)(q, cache)
+    sizes: Any = dict(query_start_loc=batch.query_start_loc, max_query_len=max(queries))
+    out, lse = quick(lambda q, cache: op(q, cache, **weights, **sizes, return_lse=True))(q, cache)
     starts = np.concatenate([[0], np.cumsum(queries)])
     for n, count in enumerate(queries):
-        own = slice(starts[n], starts[n + 1])
-        given = weights | {
-            "q": q[own],
-            "latent": every["latent"][n, : lengths[n]],
-            "k_rope": every["k_rope"][n, : lengths[n]],
-        }
+        at = slice(starts[n], starts[n + 1])
         seen = causal(count, lengths[n]) if is_causal else True
-        assert_agrees((out[own], lse[own]), exact_absorbed(given, seen, scale=SCALE))
+        expected = exact_absorbed(weights | own[n] | {"q": q[at]}, seen, scale=SCALE)
+        assert_agrees((out[at], lse[at]), expected)
 
 
-def test_a_window(platform):
-    given = latents_of(2, t=4, s=20)
-    op = ejx.AbsorbedLatentAttention(sliding_window=6, softmax_scale=SCALE, platform=platform)
+@pytest.mark.parametrize("lead, dtype", [((), "float32"), ((2, 2), "bfloat16")])
+def test_any_leading_axes(platform, lead, dtype):
+    given = latents_of(*lead, t=4, s=20, dtype=jnp.dtype(dtype))
+    op = ejx.AbsorbedLatentAttention(
+        sliding_window=6, softmax_scale=SCALE, logits_soft_cap=2.0, platform=platform
+    )
     seen = causal(4, 20) & ~causal(4, 20, 10)
-    assert_agrees(op(**given, return_lse=True), exact_absorbed(given, seen, scale=SCALE))
+    assert_agrees(op(**given, return_lse=True), exact_absorbed(given, seen, scale=SCALE, cap=2.0), dtype)
 
 
 def test_without_weights(platform):
@@ -119,12 +100,6 @@ def test_without_weights(platform):
     assert out.shape == (2, 2, 3, LATENT)
     out = jnp.einsum("bthr,hvr->bthv", out, given["w_uv"], precision="highest")
     assert_close(out, exact_absorbed(given, causal(2, 11), scale=SCALE)[0], "float32")
-
-
-def test_half_precision(platform):
-    given = latents_of(2, t=1, s=50, dtype=jnp.bfloat16)
-    op = ejx.AbsorbedLatentAttention(softmax_scale=SCALE, platform=platform)
-    assert_close(op(**given), exact_absorbed(given, scale=SCALE)[0], "bfloat16")
 
 
 def test_a_chunk_of_a_prompt_is_expanded_and_what_was_before_is_not(platform):
@@ -149,26 +124,21 @@ def test_it_has_no_gradient():
         )
 
 
+Absorbed = ejx.AbsorbedLatentAttention
+OP = Absorbed(softmax_scale=1.0)
 WRONG = {
-    "no scale": (lambda a: ejx.AbsorbedLatentAttention(), "softmax_scale: expected a number"),
+    "no scale": (lambda a: Absorbed(), "softmax_scale: expected a number"),
     "a window of all keys": (
-        lambda a: ejx.AbsorbedLatentAttention(False, 4, softmax_scale=1.0),
-        "sliding_window: expected None with causal=False",
+        lambda a: Absorbed(False, 4, softmax_scale=1.0),
+        "sliding_window: expected None",
     ),
     "no rotary keys": (lambda a: OP(**a | {"k_rope": None}), "k_rope: expected the rotary keys"),
     "another weight": (lambda a: OP(**a | {"w_uk": a["w_uk"][:2]}), "w_uk: expected shape"),
     "another width": (lambda a: OP(**a | {"w_uk": None}), "q: expected latent and rotary channels"),
-    "offsets of rows": (
-        lambda a: OP(**a, query_start_loc=jnp.array([0, 20])),
-        "query_start_loc: expected None",
-    ),
+    "offsets of rows": (lambda a: OP(**a, query_start_loc=jnp.arange(2)), "query_start_loc: expected None"),
     "too long": (lambda a: OP(**a, kv_lengths=27), "kv_lengths: expected numbers from 0 to 26"),
-    "no keys": (
-        lambda a: OP(**a | {"latent": a["latent"][:0], "k_rope": a["k_rope"][:0]}),
-        "at least one key",
-    ),
+    "no keys": (lambda a: OP(**a | {name: a[name][:0] for name in ("latent", "k_rope")}), "at least one key"),
 }
-OP = ejx.AbsorbedLatentAttention(softmax_scale=1.0)
 
 
 @pytest.mark.parametrize("name", WRONG)

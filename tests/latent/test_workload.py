@@ -1,17 +1,14 @@
 """What the tuner is given: inputs of their very problem, and results that agree with the reference."""
 
-import jax
 import numpy as np
 import pytest
 
 from ejkernel_eqx.attention.samples import spec_of
-from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
-from ejkernel_eqx.latent.core import problem_of
+from ejkernel_eqx.dispatch import BOTH, FORWARD
 from ejkernel_eqx.latent.workload import example_problem, make_inputs
-from tests.compiled import DEVICES
-from tests.workloads import assert_agrees
+from tests.latent.cases import OPERATION, problem_of
+from tests.workloads import assert_agrees, work_of
 
-OPERATION = "multi_head_latent_attention"
 SIZES = dict(B=2, T=40, H=3, D=24, V=12, Dr=8)
 KINDS = {
     "causal": example_problem(OPERATION, SIZES, "float32", {}),
@@ -42,19 +39,9 @@ def test_agrees_with_the_reference(platform, name):
 def test_costs():
     """Two products forward, five more backward, of the visible half."""
     of = example_problem(OPERATION, dict(T=64, H=2, D=24, V=12), "bfloat16", {})
-    work = kernel_registry.get(OPERATION, "xla").make_workload(of)
-    assert work is not None
+    work = work_of(OPERATION, "xla", of)
     assert work.costs[FORWARD].flops == 2.0 * 2 * (24 + 12) * 64 * 65 / 2
     assert work.costs[BOTH].flops == 3.5 * work.costs[FORWARD].flops
-
-
-def test_launches_are_known_without_running():
-    pytest.importorskip("triton")
-    implementation = kernel_registry.get(OPERATION, "triton")
-    work = implementation.make_workload(KINDS["causal"])
-    assert work is not None and work.launches is not None
-    config = implementation.load().default_config(KINDS["causal"], DEVICES["sm_90"])
-    assert len(jax.tree.leaves(work.launches(config))) == 3
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,13 @@ import pytest
 import ejkernel_eqx as ejx
 from tests.attention.dense import INTERPRET, normal, quick
 from tests.native_sparse.cases import by_hand, Case, CASES, importance, LEARNED, make, results
+from tests.native_sparse.problems import OPERATION, platform_of
 from tests.tolerances import assert_close
 
-_SLOW_INTERPRETED = ("overlapping", "long spans", "packed, overlapping", "first queries", "one block", "f16")
-
-
-def _everywhere(names):
-    for name in names:
-        yield pytest.param("xla", name, id=f"xla-{name}")
-        marks = [pytest.mark.slow] if name in _SLOW_INTERPRETED else []
-        yield pytest.param(INTERPRET, name, id=f"{INTERPRET}-{name}", marks=marks)
+# On XLA every option and pairs of them, interpreted every case.
+ON_XLA = ("plain", "packed", "rows at places", "long spans", "packed, overlapping", "learned")
+DEFAULT = [("xla", "plain"), ("xla", "packed, overlapping"), (INTERPRET, "packed")]
+EVERYWHERE = [*(("xla", name) for name in ON_XLA), *((INTERPRET, name) for name in CASES)]
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +34,10 @@ def assert_agrees(case, found, expected):
             assert_close(found[name], expected[name], dtype, "gradient", name=name)
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("platform, name", [*_everywhere(CASES)])
+@pytest.mark.parametrize(
+    "platform, name",
+    [pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow) for case in EVERYWHERE],
+)
 def test_agrees_with_numpy(platform, name):
     """Output and gradients for the blocks that were chosen, which are the best; nothing changes if what is not seen is NaN."""
     case = CASES[name]
@@ -62,18 +61,16 @@ def test_agrees_with_numpy(platform, name):
         assert not np.asarray(found["out"])[padding].any() and not np.asarray(found["k"])[unseen].any()
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")  # an interpreted platform's configuration is the same for every problem
-@pytest.mark.parametrize("name", ["packed", "rows at places", "uneven blocks", "plain", "long spans", "bf16"])
+@pytest.mark.parametrize("name", ["packed", "rows at places", "uneven blocks"])
 def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     """Blocks that are given too, in several chunks of queries, with keys that none sees NaN."""
     from ejkernel_eqx.attention.native_sparse.triton import by_blocks
-    from ejkernel_eqx.attention.native_sparse.triton.interpreted import platform
     from ejkernel_eqx.attention.native_sparse.triton.tiles import ForwardTile
 
-    case = CASES[name]
-    unknown: Any = None
-    config = dataclasses.replace(platform.default_config(unknown, unknown), forward=ForwardTile(2, 4, 4, 1))
+    case, default = CASES[name], platform_of(OPERATION, INTERPRET).default_config(None, None)
+    config = dataclasses.replace(default, forward=ForwardTile(2, 4, 4, 1))
     arrays, _ = make(case)
     place, _ = case.starts()
     unseen = np.arange(case.keys) > place.max(-1, keepdims=True) if case.offsets is None else place < 0
@@ -84,27 +81,22 @@ def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     plainly: Any = lambda op, given: op(**given)
     # With a gradient, the selected branch is kept apart.
     kept: Any = lambda op, given: jax.vjp(lambda q: op(**given | {"q": q}), given["q"])[0]
-    for of in (plainly, kept):
-        for more in ({}, {"block_indices": jnp.asarray(given)}):
-            found, expected = (
-                of(case.operation(INTERPRET, config=which), arrays | case.others() | more)
-                for which in (config, None)
-            )
-            assert_close(found, np.asarray(expected), case.dtype, name="out")
+    for of, more in ((plainly, {}), (kept, {"block_indices": jnp.asarray(given)})):
+        call = arrays | case.others() | more
+        found, expected = (of(case.operation(INTERPRET, config=which), call) for which in (config, None))
+        assert_close(found, np.asarray(expected), case.dtype, name="out")
 
 
-@pytest.mark.parametrize("given", [dict(T=140), dict(T=131, offsets=(0, 5, 131))], ids=["rows", "packed"])
-def test_choosing_among_many_blocks(given, monkeypatch):
+@pytest.mark.slow
+def test_choosing_among_many_blocks(monkeypatch):
     """Kept in a warp's lanes by groups: the same blocks in the same order, and of equal ones the earlier."""
-    from ejkernel_eqx.attention.native_sparse.triton import compiled
-
-    case = Case(B=1, H=2, K=1, count=9, **given)
+    pytest.importorskip("triton")
+    case = Case(B=1, H=2, K=1, count=9, T=131, offsets=(0, 5, 131))
     arrays, _ = make(case)
-    op = case.operation(INTERPRET)
     alike = arrays | {"k": jnp.ones_like(arrays["k"])}
-    call = lambda given: np.asarray(op(**given, **case.others(), return_indices=True)[1])
+    call = lambda given: case.operation(INTERPRET)(**given, **case.others(), return_indices=True)[1]
     expected = [call(x) for x in (arrays, alike)]
-    monkeypatch.setattr(compiled, "_MANY_BLOCKS", 32)
+    monkeypatch.setattr(platform_of(OPERATION), "_MANY_BLOCKS", 32)
     for x, indices in zip((arrays, alike), expected):
         np.testing.assert_array_equal(call(x), indices)
 
@@ -145,72 +137,25 @@ def test_blocks_that_are_given(platform):
     assert len({*returned[0, 20, 0].tolist()} - {-1}) == (returned[0, 20, 0] >= 0).sum()
 
 
-@pytest.mark.parametrize("platform", [pytest.param("xla", marks=pytest.mark.slow), INTERPRET])
-def test_packed_sequences_are_separate(platform):
-    case = CASES["packed"]
-    arrays, _ = make(case)
-    op = case.operation(platform)
-    out, indices = op(**arrays, cu_seqlens=jnp.array(case.offsets), return_indices=True)
-    for begin, end in ((2, 13), (15, 38)):
-        alone = op(**{name: x[begin:end] for name, x in arrays.items()}, return_indices=True)
-        assert_close(alone[0], np.asarray(out[begin:end]))
-        np.testing.assert_array_equal(alone[1], indices[begin:end])
-
-
 def test_a_cache_is_decoded_like_the_whole():
     """One query at a time over a cache with room, whose rest is NaN, with compressed keys of its own."""
     case = Case(T=21)
     arrays, _ = make(case)
-    op = case.operation("xla")
+    op: Any = case.operation("xla")
     whole = op(**arrays)
-    room = lambda x: jnp.pad(x, [(0, 0), (0, 8), (0, 0), (0, 0)], constant_values=jnp.nan)
-    k, v = room(arrays["k"]), room(arrays["v"])
-    means = [jnp.nanmean(x[:, :28].reshape(2, 7, 4, *x.shape[2:]), 2) for x in (k, v)]
+    room = [(0, 0), (0, 8), (0, 0), (0, 0)]
+    pools = {name: jnp.pad(arrays[name], room, constant_values=jnp.nan) for name in "kv"}
+    means = {f"compressed_{n}": jnp.nanmean(x[:, :28].reshape(2, 7, 4, 2, 16), 2) for n, x in pools.items()}
 
     @jax.jit
     def step(place):
-        take = lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1, 1)
+        own = {n: jax.lax.dynamic_slice_in_dim(arrays[n], place, 1, 1) for n in ("q", "gates")}
         later = (jnp.arange(29) > place)[:, None, None]
-        now_k, now_v = (jnp.where(later, jnp.nan, x) for x in (k, v))
-        return op(
-            take(arrays["q"]),
-            now_k,
-            now_v,
-            take(arrays["gates"]),
-            compressed_k=means[0],
-            compressed_v=means[1],
-            q_offset=place,
-        )
+        now = {n: jnp.where(later, jnp.nan, x) for n, x in pools.items()}
+        return op(**own, **now, **means, q_offset=place)
 
     for place in (0, 3, 4, 20):
         assert_close(step(jnp.int32(place))[:, 0], np.asarray(whole[:, place]))
-
-
-@pytest.mark.parametrize("platform", ["xla", pytest.param(INTERPRET, marks=pytest.mark.slow)])
-def test_transformations(platform):
-    """`vmap`, `scan` and `jax.checkpoint` of the gradient give what single calls give."""
-    case = Case(T=13, B=3)
-    arrays, dout = make(case)
-    op = case.operation(platform)
-    loss = lambda arrays, dout: (op(**arrays) * dout).sum()
-    whole = jax.jit(jax.grad(loss))(arrays, dout)
-    each = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(arrays, dout)
-    scanned = jax.jit(
-        lambda: jax.lax.scan(lambda _, x: (None, jax.grad(loss)(*x)), None, (arrays, dout))[1]
-    )()
-    for name, x in whole.items():
-        assert_close(each[name], np.asarray(x), kind="gradient", name=name)
-        assert_close(scanned[name], np.asarray(x), kind="gradient", name=name)
-
-
-@pytest.mark.slow
-def test_packed_rows_under_vmap():
-    case = Case(T=20, offsets=(0, 7, 18))
-    arrays, _ = make(case)
-    op, offsets = case.operation("xla"), jnp.array([[0, 7, 18], [0, 12, 20]])
-    both = jax.vmap(lambda offsets: op(**arrays, cu_seqlens=offsets))(offsets)
-    for row, own in zip(both, offsets):
-        np.testing.assert_allclose(row, op(**arrays, cu_seqlens=own), rtol=1e-5, atol=1e-5)
 
 
 def test_many_chunks_of_queries(monkeypatch):
@@ -232,40 +177,41 @@ def test_no_array_of_scores():
     op = ejx.NativeSparseAttention(16, 4, 32, platform="xla")
     q, k = normal(0, 1, 2048, 2, 8), normal(1, 1, 2048, 1, 8)
     gates = jnp.ones((1, 2048, 2, 3))
-    program = jax.jit(jax.grad(lambda q, k: op(q, k, k, gates).sum())).lower(q, k).compile()
-    memory: Any = program.memory_analysis()
+    memory: Any = (
+        jax.jit(jax.grad(lambda q, k: op(q, k, k, gates).sum())).lower(q, k).compile().memory_analysis()
+    )
     assert memory.temp_size_in_bytes < 4 * 2048 * 2048 * 8
 
 
 def test_nothing_to_attend():
     op = ejx.NativeSparseAttention(4, 2, 3)
-    empty, gates = jnp.zeros((2, 0, 2, 8)), jnp.zeros((2, 0, 2, 3))
-    out, indices = op(empty, empty, empty, gates, return_indices=True)
+    empty = jnp.zeros((2, 0, 2, 8))
+    out, indices = op(empty, empty, empty, jnp.zeros((2, 0, 2, 3)), return_indices=True)
     assert out.shape == (2, 0, 2, 8) and indices.shape == (2, 0, 2, 2)
 
 
 def test_errors():
-    q, gates = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 4, 3))
-    k = jnp.zeros((2, 8, 2, 16))
-    op = ejx.NativeSparseAttention(4, 2, 3)
+    op, one = ejx.NativeSparseAttention(4, 2, 3), lambda *shape: jnp.zeros(shape)
+    given = {"q": one(2, 8, 4, 16), "k": one(2, 8, 2, 16), "v": one(2, 8, 2, 16), "gates": one(2, 8, 4, 3)}
+    row = {name: x[0] for name, x in given.items()}
     calls = {
-        "gates: expected": lambda: op(q, k, k, gates[..., :2]),
-        "divides the 4 heads": lambda: op(q, jnp.zeros((2, 8, 3, 16)), jnp.zeros((2, 8, 3, 16)), gates),
-        "dtype of q": lambda: op(q, k.astype("bfloat16"), k, gates),
-        "both or neither": lambda: op(q, k, k, gates, compressed_k=k),
-        "block_indices: expected ints": lambda: op(
-            q, k, k, gates, block_indices=jnp.zeros((2, 8, 4, 2), int)
-        ),
-        "q_offset: expected None": lambda: op(q[0], k[0], k[0], gates[0], cu_seqlens=[0, 8], q_offset=1),
-        "leading axes": lambda: op(q, k, k, gates, cu_seqlens=[0, 8]),
-        "as many tokens": lambda: op(q[0], k[0, :4], k[0, :4], gates[0], cu_seqlens=[0, 4]),
-        "compression_stride": lambda: ejx.NativeSparseAttention(6, compression_size=4),
-        "num_blocks": lambda: ejx.NativeSparseAttention(num_blocks=0),
-        "softmax_scale": lambda: ejx.NativeSparseAttention(softmax_scale=float("nan")),
+        "gates: expected": given | {"gates": one(2, 8, 4, 2)},
+        "divides the 4 heads": given | {"k": one(2, 8, 3, 16), "v": one(2, 8, 3, 16)},
+        "dtype of q": given | {"k": given["k"].astype("bfloat16")},
+        "both or neither": given | {"compressed_k": given["k"]},
+        "block_indices: expected ints": given | {"block_indices": jnp.zeros((2, 8, 4, 2), int)},
+        "q_offset: expected None": row | {"cu_seqlens": [0, 8], "q_offset": 1},
+        "leading axes": given | {"cu_seqlens": [0, 8]},
+        "as many tokens": row | {"k": row["k"][:4], "v": row["v"][:4], "cu_seqlens": [0, 4]},
     }
     for word, call in calls.items():
         with pytest.raises(ValueError, match=word):
-            call()
+            op(**call)
+    with pytest.raises(ValueError, match="compression_stride"):
+        ejx.NativeSparseAttention(6, compression_size=4)
+    for name, value in {"num_blocks": 0, "softmax_scale": float("nan")}.items():
+        with pytest.raises(ValueError, match=name):
+            ejx.NativeSparseAttention(**{name: value})
 
 
 @pytest.mark.parametrize("platform", ["xla", pytest.param(INTERPRET, marks=pytest.mark.slow)])
@@ -290,9 +236,7 @@ def test_segments(platform):
     for name, x in found.items():
         if name != "indices":
             assert not np.asarray(x)[ids < 0].any(), name
-    mapped = quick(jax.vmap(lambda arrays, ids: op(**arrays, segment_ids=ids)))(arrays, jnp.asarray(ids))
-    bounded = quick(lambda arrays: op(**arrays, segment_ids=jnp.asarray(ids), max_segments=3))(arrays)
-    for again in (mapped, bounded):
-        assert_close(again, np.asarray(found["out"]))
+    mapped = quick(jax.vmap(lambda arrays, ids: op(**arrays, segment_ids=ids, max_segments=3)))
+    assert_close(mapped(arrays, jnp.asarray(ids)), np.asarray(found["out"]))
     cut = op(**arrays, segment_ids=jnp.asarray(ids), max_segments=2)
     assert not np.asarray(cut)[0, 19:].any() and np.asarray(cut)[0, 18].any()

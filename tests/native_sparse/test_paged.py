@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.paged.native_pages import arguments, reference
 from tests.attention.dense import INTERPRET, normal, quick
-from tests.native_sparse.cases import by_hand
-from tests.native_sparse.cases import Case as Dense
+from tests.native_sparse import cases
 from tests.native_sparse.test_native_sparse import assert_best
 from tests.tolerances import assert_close
+
+
+@pytest.fixture(autouse=True)
+def _needs_triton(request):
+    if INTERPRET in request.node.name:
+        pytest.importorskip("triton")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +79,8 @@ def make(case: Case, seed: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any
         for m in range(-(-length // case.page)):
             row[m] = next(free)
     total, parts = sum(-(-n // case.page) for n in case.lengths) + 2, case.page // case.stride
-    pools = {
-        "k": np.full((total, case.page, case.K, case.D), np.nan),
-        "v": np.full((total, case.page, case.K, case.V), np.nan),
-        "ck": np.full((total, parts, case.K, case.D), np.nan),
-        "cv": np.full((total, parts, case.K, case.V), np.nan),
-    }
+    sizes = {"k": (case.page, case.D), "v": (case.page, case.V), "ck": (parts, case.D), "cv": (parts, case.V)}
+    pools = {name: np.full((total, size, case.K, dim), np.nan) for name, (size, dim) in sizes.items()}
     dense = []
     for n, length in enumerate(case.lengths):
         count = max(0, (length - case.span) // case.stride + 1)
@@ -106,43 +108,6 @@ def make(case: Case, seed: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any
     return dense, call
 
 
-def fork(case: Case, shared: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """As `make`, of two sequences that begin with the same `shared` tokens, and so have the same pages of keys and of compressed keys for those that
-    the tokens fill. Every key and compressed key is written by the sequence whose page it is, the parent first."""
-    dense, call = make(case)
-    parts, whole = case.page // case.stride, shared // case.page
-    common = {"k": shared, "v": shared}
-    common |= dict.fromkeys(("compressed_k", "compressed_v"), max(0, (shared - case.span) // case.stride + 1))
-    for name, count in common.items():
-        dense[1][name] = jnp.concatenate([dense[0][name][:count], dense[1][name][count:]])
-    table = np.array(call["cache"].page_table)
-    own = table[1, :whole].copy()
-    table[1, :whole] = table[0, :whole]
-
-    def stored(x: jax.Array, name: str, page_size: int, first: int, kept: int) -> jax.Array:
-        """The pages with the child's tokens in its own pages, and NaN in those that it had for the others. Of its slots the first ones are in
-        the pages that it shares."""
-        pages = np.array(x.astype(jnp.float32))
-        pages[own] = np.nan
-        for slot, row in enumerate(np.asarray(dense[1][name].astype(jnp.float32)), first):
-            if slot >= kept:
-                pages[table[1, slot // page_size], slot % page_size] = row
-        return jnp.asarray(pages).astype(x.dtype)
-
-    # A key that the child adds must not lie in a page that it shares.
-    first = case.span // case.stride - 1
-    assert common["compressed_k"] + first >= whole * parts
-    cache, small = call["cache"], call["compressed"]
-    tokens, compressed = (case.page, 0, whole * case.page), (parts, first, whole * parts)
-    call["cache"] = ejx.PagedKVCache(
-        stored(cache.k, "k", *tokens), stored(cache.v, "v", *tokens), jnp.asarray(table), cache.lengths
-    )
-    call["compressed"] = ejx.PagedKVCache(
-        stored(small.k, "compressed_k", *compressed), stored(small.v, "compressed_v", *compressed)
-    )
-    return dense, call
-
-
 def run(op: ejx.PagedNativeSparseAttention, call: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     out, indices = quick(lambda call: op(**call, return_indices=True))(call)
     return np.asarray(out.astype(jnp.float32)), np.asarray(indices)
@@ -152,25 +117,20 @@ def sequences(case: Case):
     """Each sequence that has queries, and its dense call."""
     for n, (length, queries) in enumerate(zip(case.lengths, case.queries)):
         if queries:
-            own = Dense(
+            own = cases.Case(
                 T=queries, S=length, B=1, H=case.H, K=case.K, D=case.D, V=case.V, block=case.block, count=case.count, window=case.window,
                 span=case.span, stride=case.stride, means=False, scale=case.scale, dtype=case.dtype,
             )  # fmt: skip
             yield n, slice(case.starts[n], case.starts[n + 1]), own
 
 
-_SLOW = ("long spans", "large blocks", "one key a page", "bf16")
+ON_XLA = ("decodes", "mixed", "overlapping", "large blocks")
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("platform", ["xla", INTERPRET])
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SLOW else []) for n in CASES]
-)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("platform, name", [*(("xla", n) for n in ON_XLA), *((INTERPRET, n) for n in CASES)])
 def test_agrees_with_numpy(platform, name):
     """For the blocks that were chosen, which are the best. Whatever is not stored is NaN; tokens of no sequence give 0."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
     case = CASES[name]
     dense, call = make(case)
     out, indices = run(case.operation(platform), call)
@@ -179,38 +139,15 @@ def test_agrees_with_numpy(platform, name):
     assert not out[nobody].any() and (indices[nobody] == -1).all()
 
 
-FORKED = {
-    "one stride before": Case(lengths=(37, 30), queries=(4, 3), block=8, span=4, stride=2),
-    "three pages": Case(lengths=(37, 30), queries=(1, 1), page=4, block=4, span=12, stride=4),
-}
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("platform", ["xla", INTERPRET])
-@pytest.mark.parametrize("shared", [16, 21])
-@pytest.mark.parametrize("name", FORKED)
-def test_shared_pages(name, shared, platform):
-    """Two sequences with the same first tokens in the same pages, at whose end or in which they part: each as without the other."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
-    case = FORKED[name]
-    dense, call = fork(case, shared)
-    out, indices = run(case.operation(platform), call)
-    assert_agree(case, dense, out, indices)
-
-
 def assert_agree(case: Case, dense: list[dict[str, Any]], out: np.ndarray, indices: np.ndarray) -> None:
     """Each sequence's results against numpy, for the blocks that were chosen, which are the best."""
     for n, rows, own in sequences(case):
         arrays = {key: x[None] for key, x in dense[n].items()}
         if not own.compressed():  # an axis must not be empty
-            arrays |= {
-                key: jnp.zeros((1, 1, *x.shape[2:]), x.dtype)
-                for key, x in arrays.items()
-                if "compressed" in key
-            }
+            names = ("compressed_k", "compressed_v")
+            arrays |= {key: jnp.zeros((1, 1, *arrays[key].shape[2:]), case.dtype) for key in names}
         place, first = own.starts()
-        expected = by_hand(own, arrays, indices[None, rows], np.zeros((1, own.T, case.H, case.V)))
+        expected = cases.by_hand(own, arrays, indices[None, rows], np.zeros((1, own.T, case.H, case.V)))
         assert_close(out[None, rows], expected["out"], case.dtype, name=f"sequence {n}")
         assert_best(own, arrays, indices[None, rows], place, first)
 
@@ -219,8 +156,6 @@ def assert_agree(case: Case, dense: list[dict[str, Any]], out: np.ndarray, indic
 @pytest.mark.parametrize("platform", ["xla", INTERPRET])
 def test_pages(platform):
     """Which pages a table names changes nothing; keys of a page that is missing are not seen, whatever page would stand in its place."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
     case = dataclasses.replace(CASES["mixed"], missing=((0, 1), (3, 0)))
     op = case.operation(platform)
     ours, theirs = make(case, 0)[1], make(case, 1)[1]
@@ -228,19 +163,11 @@ def test_pages(platform):
     assert np.isfinite(found[0]).all()
     np.testing.assert_array_equal(found[0], again[0])
     np.testing.assert_array_equal(found[1], again[1])
-    # Keys before the query in the missing page: dense attention without them, for the same blocks.
-    whole = run(op, make(CASES["mixed"])[1] | {"block_indices": jnp.asarray(found[1])})[0]
-    own = slice(case.starts[1], case.starts[2])
-    np.testing.assert_array_equal(found[0][own], whole[own])
-    far = slice(case.starts[3], case.starts[4])
-    assert (np.abs(found[0][far] - whole[far]).max(-1) > 1e-3).any()
     reference = quick(lambda: _reference(op, ours, jnp.asarray(found[1])))()
     assert_close(found[0], np.asarray(reference))
 
 
 def _reference(op, call, indices):
-    from ejkernel_eqx.paged.native_pages import arguments, reference
-
     caches = call["cache"], call["compressed"]
     arrays, spec = arguments.resolve(
         op.options, call["q"], call["gates"], caches, call["query_start_loc"], None, indices
@@ -249,42 +176,28 @@ def _reference(op, call, indices):
 
 
 @pytest.mark.slow
-def test_reference_agrees():
-    """The oracle of the tuner chooses and computes what XLA does."""
-    case = CASES["mixed"]
-    _, call = make(case)
-    op = case.operation("xla")
-    out, indices = run(op, call)
-    assert_close(np.asarray(quick(lambda: _reference(op, call, None))()), out)
-    assert_close(np.asarray(quick(lambda: _reference(op, call, jnp.asarray(indices)))()), out)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["xla", INTERPRET])
 def test_rows(platform):
-    """`vmap` over calls with shared and with own pages; blocks that are given; one compiled program for other lengths."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
-    case = CASES["mixed"]
-    op = case.operation(platform)
-    calls = [make(case)[1], make(case)[1]]
-    calls[1] |= {"q": calls[1]["q"][::-1], "gates": calls[1]["gates"][::-1]}
-    alone = [op(**call) for call in calls]
-    both = jax.tree.map(lambda *x: jnp.stack(x), *calls)
-    own = jax.vmap(lambda call: op(**call))(both)
-    once = calls[0]
-    shared = jax.vmap(lambda q, gates: op(**once | {"q": q, "gates": gates}))(both["q"], both["gates"])
-    lead = op(
-        both["q"], both["gates"], once["cache"], once["compressed"], query_start_loc=once["query_start_loc"]
-    )
-    for n, expected in enumerate(alone):
-        for found in (own, shared, lead):
+    """`vmap` over calls with shared pages, with own pages, and with pages of which one kind is shared; and blocks that are given."""
+    op, call = CASES["mixed"].operation(platform), make(CASES["mixed"])[1]
+    turned = call | {name: call[name][::-1] for name in ("q", "gates")}
+    both = jax.tree.map(lambda *x: jnp.stack(x), call, turned)
+    queries = {name: both[name] for name in ("q", "gates")}
+    run = quick(lambda given: op(**call | given))
+    alone, indices = quick(lambda: op(**call, return_indices=True))()
+    over = lambda mapped: quick(jax.vmap(lambda given: op(**call | given)))(mapped)
+    ways = [
+        over(both),
+        over(queries),
+        over(queries | {"compressed": both["compressed"]}),
+        op(**call | queries),
+    ]
+    for n, expected in enumerate((alone, run(turned))):
+        for found in ways:
             assert_close(found[n], np.asarray(expected))
-    out, indices = op(**once, return_indices=True)
-    twice = jnp.concatenate([indices, indices], -1)
-    assert_close(op(**once, block_indices=twice), np.asarray(out))
-    nothing = op(**once, block_indices=jnp.full_like(indices, -1))
-    assert np.abs(np.asarray(nothing - out)).max() > 1e-3
+    assert_close(run({"block_indices": jnp.concatenate([indices] * 2, -1)}), np.asarray(alone))
+    nothing = run({"block_indices": jnp.full_like(indices, -1)})
+    assert np.abs(np.asarray(nothing - alone)).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -301,15 +214,9 @@ def test_bounded_queries():
 
 @pytest.mark.slow
 def test_nothing_to_attend():
-    case = CASES["decodes"]
-    _, call = make(case)
-    op = case.operation("xla")
-    none = op(
-        call["q"][:0], call["gates"][:0], call["cache"], call["compressed"], query_start_loc=jnp.zeros(5, int)
-    )
-    assert none.shape == (0, case.H, case.V)
-    empty = dataclasses.replace(call["cache"], lengths=jnp.zeros(4, jnp.int32))
-    out, indices = op(**call | {"cache": empty}, return_indices=True)
+    op, (_, call) = CASES["decodes"].operation("xla"), make(CASES["decodes"])
+    empty = {"cache": dataclasses.replace(call["cache"], lengths=jnp.zeros(4, jnp.int32))}
+    out, indices = op(**call | empty, return_indices=True)
     assert not np.asarray(out).any() and (np.asarray(indices) == -1).all()
 
 
@@ -331,9 +238,7 @@ def test_errors(unchecked):
         "num_pages": {"compressed": part(small, slice(1, None))},
         "page_size=2": {"compressed": part(small, np.s_[:, :1])},
         "num_kv_heads": {"compressed": part(small, np.s_[:, :, :1])},
-        "dtype of q": {
-            "compressed": ejx.PagedKVCache(small.k.astype("bfloat16"), small.v.astype("bfloat16"))
-        },
+        "dtype of q": {"compressed": jax.tree.map(lambda x: x.astype("bfloat16"), small)},
         "max_query_len": {"query_start_loc": None, "max_query_len": 4},
         "one query for each": {"query_start_loc": None},
         "block_indices": {"block_indices": jnp.zeros((3, 2, 1), int)},

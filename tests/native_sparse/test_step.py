@@ -8,31 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel_eqx.launch import by_name
 from tests.attention.dense import INTERPRET
-from tests.native_sparse import cases, test_paged
+from tests.compiled import DEVICES
+from tests.native_sparse import cases, problems, test_paged
+from tests.native_sparse.problems import configured, OPERATION, over_pages, PAGES, platform_of, problem
 from tests.native_sparse.test_native_sparse import assert_best
 from tests.native_sparse.test_paged import assert_agree, make, run
 from tests.tolerances import assert_close
 
 pytest.importorskip("triton")
 Paged = test_paged.Case
-LAUNCHES = {
-    "four": [f"{name}_step_kernel" for name in ("compressed", "sliding", "selected", "combine")],
-    "one": ["whole_step_kernel"],
-}
+LAUNCHES = {"four": problems.STEP, "one": ["whole_step_kernel"]}
 CASES = {
     "several queries": Paged(queries=(3, 2, 0, 1), rest=2),
     "overlapping": Paged(queries=(1, 2, 0, 3), block=8, span=4, stride=2, V=8, scale=0.3, D=12),
     "long spans": Paged(queries=(2, 1, 0, 2), block=4, span=8, stride=4, H=3, K=1),
-    "uneven blocks": Paged(
-        lengths=(90, 31), queries=(2, 1), block=24, count=2, span=24, stride=8, page=16, window=40
-    ),
-    "a page a block": Paged(
-        lengths=(200, 64, 129), queries=(1, 1, 1), block=16, count=5, span=16, stride=16, page=16, window=33
-    ),
-    "many blocks": Paged(
-        lengths=(187, 150), queries=(1, 1), block=2, count=12, span=2, stride=2, page=4, window=9
-    ),
+    "a page a block": Paged((200, 64), (1, 1), block=16, count=5, span=16, stride=16, page=16, window=33),
+    "many blocks": Paged((187, 150), (1, 1), block=2, count=12, span=2, stride=2, page=4, window=9),
     "a head a key head": Paged(H=2, queries=(1, 1, 0, 1), count=1, window=1),
     "missing pages": Paged(queries=(1, 1, 0, 1), missing=((0, 1), (3, 0))),
     "bf16": Paged(queries=(1, 1, 0, 4), dtype="bfloat16"),
@@ -42,8 +35,6 @@ CASES = {
 @pytest.fixture
 def launched(monkeypatch):
     """The kernels that were launched, in order."""
-    from ejkernel_eqx.launch import by_name
-
     names, of = [], by_name.Launcher.launch
 
     def noted(self: Any, kernel: Any, *given: Any, **more: Any) -> Any:
@@ -55,9 +46,11 @@ def launched(monkeypatch):
     return names
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("launches", LAUNCHES)
+WAYS = [(("four", "one")[n % 2], name) for n, name in enumerate([*CASES, "bf16", "missing pages"])]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("launches, name", WAYS)
 def test_pages(name, launches, launched):
     """For the blocks that were chosen, which are the best; tokens of no sequence give 0. Whatever is not stored is NaN."""
     case = CASES[name]
@@ -75,43 +68,6 @@ def test_pages(name, launches, launched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["several queries", "overlapping", "missing pages"])
-def test_agrees_with_other_ways(name):
-    """XLA's results, and those of kernels for each branch; and the same numbers for blocks that are given."""
-    case = CASES[name]
-    _, call = make(case)
-    found = run(case.operation(INTERPRET), call)
-    by_branch, whole = (
-        run(case.operation(INTERPRET, config=configured(**own)), call) for own in (BY_BRANCH, {"split_k": 1})
-    )
-    for out, indices in (by_branch, whole, run(case.operation("xla"), call)):
-        assert_close(found[0], out)
-        np.testing.assert_array_equal(found[1], indices)
-    for config, first in ((None, found), (configured(split_k=1), whole)):
-        given = call | {"block_indices": jnp.asarray(first[1])}
-        again = run(case.operation(INTERPRET, config=config), given)
-        np.testing.assert_array_equal(again[0], first[0])
-
-
-BY_BRANCH = {"block_k": 0, "split_k": 1}
-
-
-def configured(**step: int) -> Any:
-    """The interpreted platform's configuration over pages, with these fields of a step."""
-    config = default("paged_native_sparse_attention", S=64, H=2, D=16)
-    return dataclasses.replace(config, step=dataclasses.replace(config.step, **step))
-
-
-def default(name: str, **dims: int) -> Any:
-    from ejkernel_eqx._explain import example_problem_of
-    from ejkernel_eqx.dispatch import kernel_registry
-    from tests.compiled import DEVICES
-
-    problem = example_problem_of(name)(name, dims, "float32", {})
-    return kernel_registry.get(name, INTERPRET).load().default_config(problem, DEVICES["sm_90"])
-
-
-@pytest.mark.slow
 def test_equal_scores():
     """Of blocks with equal scores the earlier, in each of several groups of blocks."""
     case = CASES["many blocks"]
@@ -125,23 +81,6 @@ def test_equal_scores():
             assert (row == [own, *range(case.count - 1)]).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["one", "four", "by branch"])
-@pytest.mark.parametrize("names", ["cache", "compressed", "cache compressed"])
-def test_mapped_pages(names, way):
-    """Pages of either kind may be mapped, and the others shared."""
-    case = CASES["several queries"]
-    _, call = make(case)
-    config = {"one": configured(split_k=1), "four": None, "by branch": configured(**BY_BRANCH)}[way]
-    op = case.operation(INTERPRET, config=config)
-    alone, pools = op(**call), {name: call[name] for name in names.split()}
-    twice = {name: jnp.stack([jnp.stack([x, x]) for x in (pool.k, pool.v)]) for name, pool in pools.items()}
-    both = lambda name, x: dataclasses.replace(call[name], k=x[0], v=x[1])
-    call_with = lambda given: op(**call | {name: both(name, x) for name, x in given.items()})
-    for row in jax.vmap(call_with, in_axes=(dict.fromkeys(pools, 1),))(twice):
-        np.testing.assert_array_equal(row, alone)
-
-
 ROWS = {
     "one query": cases.Case(T=1, S=150, q_offset=(149, 37), window=33),
     "several": cases.Case(T=3, S=37, q_offset=(3, 30), D=12, H=3, K=1, block=8, span=4, stride=2),
@@ -152,73 +91,60 @@ ROWS = {
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("launches", LAUNCHES)
+@pytest.mark.parametrize("launches, name", [(("one", "four")[n % 2], name) for n, name in enumerate(ROWS)])
 def test_rows(name, launches, launched):
     """Over dense keys, of which those after a query are NaN."""
     case = ROWS[name]
     arrays, _ = cases.make(case)
     place, first = case.starts()
-    call = case.others()
+    more: Any = {}
     if not isinstance(case.q_offset, int | None):
         unseen = jnp.arange(case.keys)[None] > place.max(-1, keepdims=True)
-        compressed = {f"compressed_{n}": compressed_means(case, arrays[n]) for n in "kv"}
-        call |= compressed
+        more = {f"compressed_{n}": compressed_means(case, arrays[n]) for n in "kv"}
         arrays |= {n: jnp.where(unseen[..., None, None], jnp.nan, arrays[n]) for n in "kv"}
-    whole: Any = default("native_sparse_attention", T=4, H=2, D=16)
-    step = dataclasses.replace(whole.few.step, split_k=1 if launches == "one" else 3)
-    config = dataclasses.replace(whole, few=dataclasses.replace(whole.few, step=step))
-    op = case.operation(INTERPRET, config=config)
-    out, indices = jax.jit(lambda x: op(**x, **case.others(), return_indices=True))(
-        arrays | {name: x for name, x in call.items() if name.startswith("compressed")}
-    )
+    small = problem(dict(T=4, H=2, D=16), "float32", {})
+    whole = platform_of(OPERATION, INTERPRET).default_config(small, DEVICES["sm_90"])
+    few = problems.with_step(whole.few, split_k=1 if launches == "one" else 3)
+    op = case.operation(INTERPRET, config=dataclasses.replace(whole, few=few))
+    call = jax.jit(lambda given: op(**given, **case.others(), return_indices=True))
+    out, indices = call(arrays | more)
     assert list(dict.fromkeys(launched)) == LAUNCHES[launches]  # traced more than once
-    finite = {name: jnp.nan_to_num(x) for name, x in arrays.items()}
-    own = dataclasses.replace(case, means="compressed_k" not in call)
-    finite |= {name: x for name, x in call.items() if name.startswith("compressed")}
+    finite = {name: jnp.nan_to_num(x) for name, x in arrays.items()} | more
+    own = dataclasses.replace(case, means=not more)
     expected = cases.by_hand(own, finite, indices, np.zeros(out.shape))
     assert_close(np.asarray(out.astype(jnp.float32)), expected["out"], case.dtype)
     assert_best(own, finite, np.asarray(indices), place, first)
 
 
 def compressed_means(case: cases.Case, x: jax.Array) -> jax.Array:
-    span, _ = case.sizes
-    means = [x[:, at : at + span].astype(jnp.float32).mean(1) for at in case.compressed()]
+    means = [x[:, at : at + case.sizes[0]].astype(jnp.float32).mean(1) for at in case.compressed()]
     return jnp.stack(means, 1).astype(x.dtype)
 
 
-def test_what_goes_by_branch():
-    """`explain` says why; the default is a step otherwise."""
-    from ejkernel_eqx.attention.native_sparse.triton import compiled
-    from ejkernel_eqx.attention.native_sparse.workload import example_problem
-    from ejkernel_eqx.dispatch import kernel_registry
-    from ejkernel_eqx.paged.native_pages.workload import example_problem as of_pages
-    from tests.compiled import DEVICES
+SIZES: dict[str, Any] = dict(N=8, S=65536, H=64, K=4, D=128, p=64)
+REFUSED = {
+    "": {},
+    "query heads a key head, not 128": dict(H=128, K=1),
+    "KiB of query heads": dict(K=1, D=256),
+    "of up to 4096 blocks": dict(S=2**20),
+    "MiB of scores": dict(N=2048),
+}
 
-    device = DEVICES["sm_90"]
-    pages: Any = kernel_registry.get("paged_native_sparse_attention", "triton").load()
-    sizes: Any = dict(N=8, S=65536, H=64, K=4, D=128, p=64)
-    refused = {
-        "": {},
-        "query heads a key head, not 128": dict(H=128, K=1),
-        "KiB of query heads": dict(K=1, D=256),
-        "of up to 4096 blocks": dict(S=2**20),
-        "MiB of scores": dict(N=2048),
-    }
-    for word, more in refused.items():
-        problem = of_pages("paged_native_sparse_attention", sizes | more, "bfloat16", {})
-        config = pages.default_config(problem, device)
-        assert bool(config.step.block_k) == (not word) and word in pages.remark(config, problem, device)
-        assert bool(pages.remark(config, problem, device)) == bool(word)
-    chunk = of_pages("paged_native_sparse_attention", sizes | dict(T=512), "bfloat16", {})
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_goes_by_branch(word):
+    """`explain` says why; the default is a step otherwise."""
+    device, pages = DEVICES["sm_90"], platform_of(PAGES)
+    of = over_pages(SIZES | REFUSED[word], "bfloat16", {})
+    config = pages.default_config(of, device)
+    remark = pages.remark(config, of, device)
+    assert bool(config.step.block_k) == (not word) == (not remark) and word in remark
+
+
+def test_a_step_of_another_problem():
+    """A chunk of a prompt needs no remark; what was measured for it is no step of decoding, and the other way round."""
+    device, pages = DEVICES["sm_90"], platform_of(PAGES)
+    chunk, longer = (over_pages(SIZES | more, "bfloat16", {}) for more in (dict(T=512), dict(N=64)))
     assert not pages.remark(pages.default_config(chunk, device), chunk, device)
-    rows = example_problem(
-        "native_sparse_attention", dict(T=1, S=65536, B=8, H=64, K=4, D=128), "bfloat16", dict(placed=True)
-    )
-    config = compiled.default_config(rows, device)
-    assert config.few.step.block_k and not compiled.remark(config, rows, device)
-    longer = of_pages("paged_native_sparse_attention", sizes | dict(N=64), "bfloat16", {})
-    kept = pages.adapted(pages.default_config(chunk, device), longer, device)
-    assert not kept.step.block_k
-    kept = pages.adapted(pages.default_config(longer, device), chunk, device)
-    assert kept.step.split_k >= 1
+    assert not pages.adapted(pages.default_config(chunk, device), longer, device).step.block_k
+    assert pages.adapted(pages.default_config(longer, device), chunk, device).step.split_k >= 1

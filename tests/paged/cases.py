@@ -9,13 +9,21 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  (numpy learns the names of the narrow dtypes)
 import numpy as np
 
-from ejkernel_eqx.paged import reference
+from ejkernel_eqx.paged import core, reference
 from ejkernel_eqx.paged.cache.quantise import LARGEST
-from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec, SHARED
+from ejkernel_eqx.paged.example import example_problem
+from ejkernel_eqx.paged.samples import make_arrays, make_batch
+from ejkernel_eqx.paged.samples import spec_of as spec_of_problem
+from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec, PAGES, SCALES, SHARED
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
+__all__ = [
+    "core", "example_problem", "LARGEST", "make_arrays", "make_batch", "PagedArrays", "PagedSpec", "PAGES", "reference", "SCALES", "SHARED",
+    "spec_of_problem"
+]  # fmt: skip
 Named = dict[str, Any]
+attend_exactly = quick(reference.attend, static_argnums=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +99,7 @@ def run_reference(case: Case) -> dict[str, np.ndarray]:
     """`out` and `lse` by the reference in float64."""
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(_wide(x)) for name, x in _arrays(case).items()}
-        results = quick(reference.attend, static_argnums=1)(PagedArrays.of(wide), spec_of(case))
+        results = attend_exactly(PagedArrays.of(wide), spec_of(case))
         return {name: np.asarray(x) for name, x in results.items()}
 
 
@@ -211,7 +219,6 @@ MIXED: Named = dict(q_lens=(1, 5, 0, 3, 1), kv_lens=(9, 5, 6, 11, 1), tail=2)
 CASES = {
     "decode": Case((1, 1, 1), (1, 7, 17)),
     "decode, all options": Case((1, 1, 1), (3, 16, 18), left=6, cap=2.0, sinks=True, slopes=True, qq_bias=1),
-    "prefill": Case((7, 12), (7, 12), p=3),
     "prefill behind keys": Case((6, 9), (14, 21), D=24, V=16),
     "mixed": Case(**MIXED),
     "mixed, all options": Case(
@@ -223,7 +230,6 @@ CASES = {
     "nobody": Case((0, 0), (0, 4), tail=3, sinks=True, max_query_len=2),
     "left out": Case((5, 1), (9, 4), max_query_len=3),
     "page of 1": Case((1, 4), (6, 5), p=1),
-    "page of 16": Case((1, 18, 1), (33, 20, 16), p=16),
     "missing pages": Case(
         (1, 5, 1), (15, 18, 9), missing=((0, 1), (1, 0), (1, 3), (2, 0), (2, 1), (2, 2)), sinks=True
     ),
@@ -231,10 +237,7 @@ CASES = {
     "window of own key": Case((1, 4), (9, 6), left=0),
     "kv_start": Case((1, 1, 1, 3), (9, 12, 6, 10), kv_start=(0, 7, 6, 9)),
     "groups of 1": Case((1, 5), (6, 9), H=2, K=2),
-    "groups of 4": Case((1, 5), (6, 9), H=8, K=2),
-    "multi-query, groups of 8": Case((1, 5), (6, 9), H=8, K=1, cap=1.5),
     "D 40, V 24": Case((1, 5), (6, 9), D=40, V=24),
-    "V above D": Case((2, 5), (6, 9), H=6, D=8, V=20),
     "latent": Case((1, 4, 1), (5, 11, 8), H=4, K=1, D=32, rope=16),
     "latent, options": Case(
         (1, 4, 2), (5, 11, 8), H=8, K=1, D=24, rope=8, left=4, cap=3.0, sinks=True, tail=1
@@ -248,16 +251,12 @@ CASES = {
     "float8": Case((1, 6), (9, 13), kv_dtype="float8_e4m3fn", scales="token", dtype="bfloat16"),
     "float8, head scales": Case((1, 6), (9, 6), kv_dtype="float8_e4m3fn", scales="head", missing=((0, 0),)),
     "float8 with infinities": Case((1, 6), (9, 13), kv_dtype="float8_e5m2", scales="token", dtype="float16"),
-    "float8 with infinities, head scales": Case(
-        (1, 6), (9, 13), kv_dtype="float8_e5m2", scales="head", cap=2.0
-    ),
     "bfloat16 keys, int8 values": Case(
         (1, 6, 0), (9, 6, 4), kv_dtype="bfloat16", v_dtype="int8", scales="token", dtype="bfloat16", tail=1
     ),
     "int8 keys, float32 values, head scales": Case(
         (1, 6), (9, 13), kv_dtype="int8", v_dtype="float32", scales="head", left=7, sinks=True
     ),
-    "float16 keys, int8 values": Case((1, 5), (6, 9), v_dtype="int8", scales="token", dtype="float16"),
     "int8 keys, float8 values": Case(
         (1, 6), (9, 13), kv_dtype="int8", v_dtype="float8_e4m3fn", scales="token"
     ),
@@ -283,7 +282,6 @@ CASES = {
     ),
     "bfloat16": Case(**MIXED, dtype="bfloat16", sinks=True),
     "float16": Case(**MIXED, dtype="float16", left=4),
-    "bfloat16 pages": Case((1, 5), (6, 9), kv_dtype="bfloat16"),
     "two rows": Case((1, 4, 1), (6, 9, 3), batch=2, tail=1),
     "two rows, all options": Case(
         (1, 3), (6, 9), batch=2, left=4, cap=2.0, sinks=True, slopes=True, qq_bias=3

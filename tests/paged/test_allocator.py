@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel_eqx import EjkernelError
-from ejkernel_eqx.paged.cache.allocator import OutOfPagesError, PageCopy, PageTable
+from ejkernel_eqx import EjkernelError, OutOfPagesError, PageCopy, PageTable
 
 
 class Sequences:
@@ -125,7 +124,6 @@ class Sequences:
 ACTIONS = ("add", "add", "extend", "extend", "extend", "fork", "fork", "truncate", "free_behind", "free")
 
 
-@pytest.mark.slow
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(
     st.integers(1, 16),
@@ -202,38 +200,13 @@ def test_rows():
     table.free_behind("a", 4)
     assert table.row("a").tolist() == [-1, -1, 2] and table.slots("a", 0, 5).tolist() == [-1, -1, -1, -1, 4]
     assert table.num_free == 7
+    with pytest.raises(ValueError, match="at most 2, the first that a window of 3 reaches"):
+        narrow = PageTable(8, 1, window=3)
+        narrow.allocate("a", 4)
+        narrow.free_behind("a", 3)
     wide = PageTable(8, 2, max_pages=4)
     wide.allocate(("any", 1), 3)
     assert wide.row(("any", 1)).tolist() == [0, 1, -1, -1]
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_draft_taken_back_does_not_see_what_was_freed(window):
-    """With a window of three, the query at position 2 sees from 0 on: the page of token 0 must not have been freed."""
-    table = PageTable(8, 1, window=window)
-    table.allocate("a", 3)
-    table.fork("a", "b")
-    table.free_behind("a", 1)
-    for call in (lambda: table.truncate("a", 2), lambda: table.fork("a", "c", 2)):
-        with pytest.raises(
-            ValueError, match="expected 3 to 3 tokens of sequence 'a', received 2; with fewer"
-        ):
-            call()
-    table.truncate("a", 3)
-    # With what is kept in mind, from the length without the draft: only a table that knows the window can tell.
-    table.free_behind("b", 0)
-    table.truncate("b", 2)
-    table.allocate("b", 1)
-    assert (table.slots("b", 0, 2) >= 0).all()
-    if window is not None:
-        table.allocate("b", 2)
-        table.free_behind("b", 2)  # the last token is a draft
-        table.truncate("b", 4)
-        assert table.slots("b", 1, 4).tolist()[0] == -1 and (table.slots("b", 2, 4) >= 0).all()
-        table.free_behind("b")
-        with pytest.raises(ValueError, match="expected at most 2, the first that a window of 3 reaches"):
-            table.free_behind("b", 3)
-    table.check()
 
 
 @pytest.mark.parametrize(
@@ -242,15 +215,11 @@ def test_a_draft_taken_back_does_not_see_what_was_freed(window):
         (lambda t: PageTable(0, 4), "num_pages: expected"),
         (lambda t: PageTable(4, 0), "page_size: expected"),
         (lambda t: PageTable(4, 4, 0), "max_pages: expected"),
-        (lambda t: PageTable(2**20, 2**11), r"num_pages: expected at most 2\*\*30"),
+        (lambda t: PageTable(4, 4, window=0), "window: expected"),
+        (lambda t: PageTable(2**20, 2**11), "num_pages: expected at most"),
         (lambda t: t.allocate("a", -1), "num_tokens: expected .* received -1"),
-        (
-            lambda t: t.allocate("a", 12),
-            "num_tokens: expected at most 11 more tokens for sequence 'a' of length 5, received 12",
-        ),
-        (lambda t: t.free("x"), "sequence: expected .* received 'x'"),
-        (lambda t: t.length("x"), "received 'x'"),
-        (lambda t: t.row("x"), "received 'x'"),
+        (lambda t: t.allocate("a", 12), "num_tokens: expected at most 11 more tokens"),
+        *((lambda t, name=name: getattr(t, name)("x"), "received 'x'") for name in ("free", "length", "row")),
         (lambda t: t.rows(["a", "x"]), "received 'x'"),
         (lambda t: t.slots("x", 0, 0), "received 'x'"),
         (lambda t: t.slots("a", 0, 6), "stop: expected start <= stop <= 5"),
@@ -258,16 +227,12 @@ def test_a_draft_taken_back_does_not_see_what_was_freed(window):
         (lambda t: t.slots("a", -1, 2), "start: expected"),
         (lambda t: t.fork("x", "y"), "received 'x'"),
         (lambda t: t.fork("a", "a"), "child: expected a new sequence, received 'a'"),
-        (lambda t: t.fork("a", "y", 6), "num_tokens: expected 5 to 5 tokens"),
-        (lambda t: t.fork("a", "y", 3), "num_tokens: expected 5 to 5 tokens"),
+        *((lambda t, n=n: t.fork("a", "y", n), "num_tokens: expected 5 to 5 tokens") for n in (3, 6)),
         (lambda t: t.truncate("x", 0), "received 'x'"),
-        (lambda t: t.truncate("a", 6), "length: expected 5 to 5 tokens of sequence 'a', received 6"),
-        (lambda t: t.truncate("a", 3), "length: expected 5 to 5"),
-        (lambda t: t.truncate("a", -1), "length: expected"),
+        *((lambda t, n=n: t.truncate("a", n), "length: expected") for n in (-1, 3, 6)),
         (lambda t: t.free_behind("x", 0), "received 'x'"),
         (lambda t: t.free_behind("a", 6), "first_visible_position: expected at most 5"),
         (lambda t: t.free_behind("a"), "first_visible_position: expected a position, received None"),
-        (lambda t: PageTable(4, 4, window=0), "window: expected"),
         (lambda t: t.free_behind("a", -1), "first_visible_position: expected"),
     ],
 )

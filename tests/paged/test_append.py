@@ -25,11 +25,13 @@ TABLE = np.array([[4, 1], [2, -1]], np.int32)
 def pages(kind: str) -> Any:
     if kind == "latent":
         return ejx.PagedLatentCache.init(P, p, 16, 8)
+    if kind == "pallas":  # what its kernel that writes takes
+        return ejx.PagedKVCache.init(P, 8, K, 128)
     return ejx.PagedKVCache.init(P, p, K, D, dtype=jnp.int8 if kind == "int8" else jnp.float32)
 
 
 def new(kind: str, tokens: int, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-    shapes = ((16,), (8,)) if kind == "latent" else ((K, D), (K, D))
+    shapes = ((16,), (8,)) if kind == "latent" else ((K, 128 if kind == "pallas" else D),) * 2
     k, v = (normal(seed + i, tokens, *shape) for i, shape in enumerate(shapes))
     return k, v
 
@@ -42,9 +44,9 @@ def attend(platform: ejx.PlatformLike, cache: Any, q: jax.Array, k: jax.Array, v
 
 def filled(kind: str) -> Any:
     """With what the two sequences had before, and NaN (of what has it) where nothing is."""
-    cache = pages(kind)
+    cache, first = pages(kind), np.array([4, 2]) * (8 if kind == "pallas" else p)
     poison = lambda x: jnp.full_like(x, jnp.nan) if x.dtype != jnp.int8 else x
-    slots = jnp.array([16, 17, 18, 19, 8, 9])
+    slots = jnp.array([*(first[0] + np.arange(4)), *(first[1] + np.arange(2))])
     return jax.tree.map(poison, cache).append(*new(kind, 6, seed=5), slots)
 
 
@@ -58,14 +60,14 @@ def assert_same_pages(got: Any, want: Any) -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["plain", "int8", "latent"])
+@pytest.mark.parametrize("kind", ["plain", "int8", "latent", "pallas"])
 def test_the_platform_that_reads_also_writes(kind):
-    q = normal(3, 4, H, 24 if kind == "latent" else D)
+    q = normal(3, 4, H, {"latent": 24, "pallas": 128}.get(kind, D))
     k, v = (x.at[3:].set(jnp.nan) for x in new(kind, 4))  # the last token is of no sequence
-    results = {}
-    for platform in ("xla", "triton-interpret"):
-        results[platform] = quick(functools.partial(attend, platform))(filled(kind), q, k, v)
-    (want, cache), (got, written) = results["xla"], results["triton-interpret"]
+    names = ("xla", "pallas-interpret" if kind == "pallas" else "triton-interpret")
+    (want, cache), (got, written) = (
+        quick(functools.partial(attend, platform))(filled(kind), q, k, v) for platform in names
+    )
     assert_close(got[:3], want[:3])
     assert (got[3] == 0).all()
     assert_same_pages(written, cache)

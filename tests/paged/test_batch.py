@@ -1,7 +1,6 @@
 """Ragged batches against a plain loop, and the buckets they are padded to."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ejkernel_eqx.paged.cache.allocator import PageTable
-from ejkernel_eqx.paged.cache.batch import Buckets, RaggedBatch
+from ejkernel_eqx import Buckets, RaggedBatch
 from tests.recurrence.quick import quick
 
 BUCKETS = Buckets((4, 16), (3, 6), (2, 5), (1, 4, 16))
@@ -66,7 +64,6 @@ def batches(draw):
     return page_size, query_lens, lengths, rows
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(batches())
 def test_properties(drawn):
@@ -85,38 +82,20 @@ def test_properties(drawn):
     assert np.all(np.asarray(batch.query_start_loc[len(query_lens) :]) == sum(query_lens))
 
 
-def test_built_from_arrays_without_buckets():
-    table = PageTable(16, 2, max_pages=6)
-    for name, length in (("a", 5), ("b", 1), ("c", 7)):
-        table.allocate(name, length)
-    batch = RaggedBatch.build(
-        np.asarray([2, 0, 7]),
-        np.asarray([5, 1, 7], np.uint16),
-        table.rows("abc"),
-        page_size=2,
-        state_indices=[4, -1, 0],
+def test_states_and_rows_of_arrays():
+    """Wide rows take the bucket of what they hold; states are padded."""
+    rows = np.array([[4, 7, 1, -1, -1, -1], [3, -1, -1, -1, -1, -1]])
+    build = lambda **more: RaggedBatch.build(
+        np.array([2, 0]), np.array([5, 1], np.uint16), rows, page_size=2, state_indices=[4, 4], **more
     )
-    assert batch.page_table.shape == (3, 6) and batch.num_tokens == 9 and batch.max_query_len == 7
-    assert batch.state_indices is not None and batch.state_indices.tolist() == [4, -1, 0]
+    batch, padded = build(), build(buckets=BUCKETS)
+    assert batch.page_table.shape == (2, 6) and padded.page_table.shape == (3, 5)
+    assert (batch.num_tokens, batch.max_query_len, padded.num_tokens) == (2, 2, 4)
     assert {x.dtype for x in jax.tree.leaves(batch)} == {jnp.dtype("int32")}
-    expected = np.concatenate([table.slots("a", 3, 5), table.slots("c", 0, 7)])
-    np.testing.assert_array_equal(batch.slots, expected)
-    # Wide rows take the bucket of what they hold; states are padded.
-    padded = RaggedBatch.build(
-        [2, 0, 7],
-        [5, 1, 7],
-        jnp.asarray(table.rows("abc")),
-        page_size=2,
-        buckets=BUCKETS,
-        state_indices=np.asarray([4, -1, 0]),
-    )
-    assert padded.page_table.shape == (3, 5) and padded.num_tokens == 16
-    wider = dataclasses.replace(BUCKETS, sequences=(5,))
-    idle = RaggedBatch.build([1, 0], [1, 1], [[3], [3]], page_size=2, state_indices=[2, 2])
-    assert idle.state_indices is not None and idle.state_indices.tolist() == [2, 2]
-    padded = RaggedBatch.build([1], [1], [[3]], page_size=2, buckets=wider, state_indices=[2])
-    assert padded.state_indices is not None and padded.state_indices.tolist() == [2, -1, -1, -1, -1]
-    assert padded.is_decode and padded.page_table.tolist() == [[3, -1]] + [[-1, -1]] * 4
+    np.testing.assert_array_equal(padded.page_table[:2, :3], rows[:, :3])
+    np.testing.assert_array_equal(padded.slots, [15, 2, -1, -1])
+    assert batch.state_indices is not None and batch.state_indices.tolist() == [4, 4]
+    assert padded.state_indices is not None and padded.state_indices.tolist() == [4, 4, -1]
 
 
 def test_made_inside_jit():
@@ -165,18 +144,6 @@ def test_nothing_at_all(shape):
     assert empty.num_tokens == 0 and empty.page_table.shape == (0, 1) and empty.slots.shape == (0,)
 
 
-def test_one_compilation_for_a_bucket():
-    def build(lengths):
-        rows = [[5 * n + m for m in range(-(-length // 2))] for n, length in enumerate(lengths)]
-        return RaggedBatch.build([1] * len(lengths), lengths, rows, page_size=2, buckets=BUCKETS)
-
-    counted: Any = properties
-    count = counted._cache_size()
-    for lengths in ([3], [1, 2, 4], [4, 4]):
-        properties(build(lengths))
-    assert counted._cache_size() <= count + 1
-
-
 def test_powers_of_two():
     buckets = Buckets.powers_of_two(100, 8, 1)
     assert buckets == Buckets(
@@ -206,57 +173,37 @@ def direct(starts=(3,), lengths=(2,), table=(2, 4), **options):
         (lambda: build(lengths=[2**31]), "lengths: expected ints"),
         (lambda: build(query_lens=[1.5]), r"query_lens: expected ints \[N\], received float64"),
         (lambda: build(query_lens=[[1]]), "query_lens: expected ints"),
-        (
-            lambda: build(query_lens=[4]),
-            "lengths: expected at least the 4 new tokens of sequence 0, received 3",
-        ),
-        (
-            lambda: build(lengths=[3, 4]),
-            "lengths: expected an entry for each of the 1 sequences of query_lens, received 2",
-        ),
+        (lambda: build(query_lens=[4]), "lengths: expected at least the 4 new tokens"),
+        (lambda: build(lengths=[3, 4]), "lengths: expected an entry for each"),
         (lambda: build(page_table=[[0, 1], [2]]), "page_table: expected an entry for each of the 1"),
-        (
-            lambda: build(page_table=[[0]]),
-            "page_table: expected 2 pages for the 3 tokens of sequence 0, received 1",
-        ),
+        (lambda: build(page_table=[[0]]), "page_table: expected 2 pages"),
         (lambda: build(page_table=np.zeros((1, 1), int)), "page_table: expected 2 pages"),
         (lambda: build(page_table=np.zeros(3, int)), r"page_table: expected ints \[N, M\]"),
         (lambda: build(page_table=[[0, -2]]), r"page_table\[0\]: expected ints from -1"),
         (lambda: build(state_indices=[-2]), "state_indices: expected ints from -1"),
         (lambda: build(state_indices=[1, 2]), "state_indices: expected an entry for each"),
         (
-            lambda: RaggedBatch.build(
-                [1, 0, 2], [1, 1, 2], [[0], [0], [1]], page_size=2, state_indices=[3, 2, 3]
-            ),
-            "state_indices: expected a slot of its own for each sequence with new tokens, received 3 2 times",
+            lambda: build([1, 0, 2], [1, 1, 2], [[0], [0], [1]], state_indices=[3, 2, 3]),
+            "state_indices: expected a slot of its own",
         ),
         (
-            lambda: RaggedBatch.build([1, 1], [5, 6], [[0, 1, 2], [3, 1, 2]], page_size=2),
-            "page_table: expected a page of its own wherever a sequence has new tokens, received page 2 2 times; copy",
+            lambda: build([1, 1], [5, 6], [[0, 1, 2], [3, 1, 2]]),
+            "page_table: expected a page of its own .* page 2 2 times; copy",
         ),
-        (
-            lambda: RaggedBatch.build([4], [4], [[1, 1]], page_size=2),
-            "page_table: expected a page of its own .* received page 1 2 times",
-        ),
+        (lambda: build([4], [4], [[1, 1]]), "a page of its own .* page 1 2 times"),
         (lambda: build(page_size=0), "page_size: expected a static int >= 1"),
         (
             lambda: jax.jit(lambda x: RaggedBatch.build(x, x, [[0]], page_size=2))(jnp.ones(1, int)),
             r"use RaggedBatch\(...\) inside",
         ),
-        (
-            lambda: build(buckets=Buckets((1,), (1,), (1,), (1,))),
-            "pages: expected at most 1, the largest bucket, received 2; split",
-        ),
+        (lambda: build(buckets=Buckets((1,), (1,), (1,), (1,))), "pages: expected at most 1, .* split"),
         (lambda: Buckets((1, 1), (1,), (1,), (1,)), "tokens: expected a tuple of ascending sizes"),
         (lambda: Buckets((1,), (), (1,), (1,)), "sequences: expected a tuple of ascending"),
         (lambda: Buckets((1,), (1,), (0, 1), (1,)), "pages: expected a static int >= 1"),
         (lambda: Buckets.powers_of_two(0, 1, 1), "max_tokens: expected"),
         (lambda: Buckets.powers_of_two(1, 1, 1).pick(1, 2, 1, 1), "sequences: expected at most 1"),
         (lambda: Buckets.powers_of_two(1, 1, 1).pick(-1, 1, 1, 1), "tokens: expected"),
-        (
-            lambda: direct(starts=(2,)),
-            r"query_start_loc: expected int32 \[N \+ 1\], received int32 of shape \(2,\)",
-        ),
+        (lambda: direct(starts=(2,)), "query_start_loc: expected int32"),
         (lambda: direct(table=(3, 4)), r"page_table: expected int32 \[N, M\]"),
         (lambda: direct(table=(2,)), "page_table: expected"),
         (lambda: direct(lengths=(2, 1)), "lengths: expected"),

@@ -6,25 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.paged.cache.allocator import PageTable
-from ejkernel_eqx.paged.cache.cache import PagedKVCache, PagedLatentCache
-from ejkernel_eqx.paged.cache.quantise import LARGEST
-from tests.paged.caches import (
-    append,
-    arrays,
-    cases,
-    copy_pages,
-    few,
-    gather,
-    KINDS,
-    make,
-    PAGES,
-    ROOM,
-    scaled,
-    SIZE,
-    tokens,
-)
-from tests.paged.test_quantise import ABSOLUTE, RELATIVE
+from ejkernel_eqx import PagedKVCache, PageTable
+from tests.paged import caches
+from tests.paged.caches import append, arrays, cases, copy_pages, few, gather, make, scaled, tokens
 
 
 def poisoned(cache):
@@ -40,7 +24,11 @@ def poisoned(cache):
 
 def raw(cache):
     """All bytes of the pages and their scales, one row for each slot where they have one."""
-    return [np.asarray(x).reshape(ROOM, -1) for x in arrays(cache) if x is not None and x.size >= ROOM]
+    return [
+        np.asarray(x).reshape(caches.ROOM, -1)
+        for x in arrays(cache)
+        if x is not None and x.size >= caches.ROOM
+    ]
 
 
 def as_bytes(x):
@@ -51,14 +39,14 @@ def error(cache, x, which):
     """Half a step of what is stored for `x`."""
     dtype = arrays(cache)[which].dtype.name
     x = np.abs(np.asarray(x, np.float32))
-    if dtype not in LARGEST:  # what is drawn is exact in bfloat16
+    if dtype not in caches.LARGEST:  # what is drawn is exact in bfloat16
         return np.zeros_like(x)
     scale = arrays(cache)[2 + which]
     if cache.scales == "head":
         step = np.asarray(scale)[..., None]
     else:
-        step = x.max(-1, keepdims=True) / LARGEST[dtype]
-    return 1.01 * np.maximum(x * RELATIVE[dtype], step * ABSOLUTE[dtype])
+        step = x.max(-1, keepdims=True) / caches.LARGEST[dtype]
+    return 1.01 * np.maximum(x * caches.RELATIVE[dtype], step * caches.ABSOLUTE[dtype])
 
 
 @pytest.mark.few(3)
@@ -67,17 +55,17 @@ def test_append_and_gather(kind, dtype, scales):
     """Within half a step; every other slot keeps its bytes, the last one too; no NaN of an unused slot comes out."""
     cache = poisoned(scaled(make(kind, dtype, scales)))
     assert cache.scales == scales and not cache.is_bound
-    slots = np.asarray([4, -1, 0, 9, ROOM, 5, -ROOM, 10, 2**31 - 1, -(2**31)])
+    slots = np.asarray([4, -1, 0, 9, caches.ROOM, 5, -caches.ROOM, 10, 2**31 - 1, -(2**31)])
     x, y = tokens(cache, len(slots))
     new = append(cache, x, y, slots)
-    written = [t for t, slot in enumerate(slots) if 0 <= slot < ROOM]
-    untouched = np.setdiff1d(np.arange(ROOM), slots[written])
-    assert ROOM - 1 in untouched
+    written = [t for t, slot in enumerate(slots) if 0 <= slot < caches.ROOM]
+    untouched = np.setdiff1d(np.arange(caches.ROOM), slots[written])
+    assert caches.ROOM - 1 in untouched
     for before, after in zip(raw(cache), raw(new), strict=True):
         np.testing.assert_array_equal(as_bytes(after[untouched]), as_bytes(before[untouched]))
     # Token by token: one page a sequence, so that the place in the page says how long it is.
     for t in written:
-        page, place = divmod(int(slots[t]), SIZE)
+        page, place = divmod(int(slots[t]), caches.SIZE)
         found = gather(new.bind(jnp.full((1, 1), page), jnp.asarray([place + 1])))
         for which, (dense, given) in enumerate(zip(found, (x, y), strict=True)):
             assert np.all(
@@ -91,7 +79,7 @@ def test_append_and_gather(kind, dtype, scales):
 def test_gather_of_sequences(kind, dtype, scales):
     """Zero where there is no token or no page, also where NaN is stored; any length; leading axes of tables."""
     cache = poisoned(scaled(make(kind, dtype, scales)))
-    table = PageTable(PAGES, SIZE)
+    table = PageTable(caches.PAGES, caches.SIZE)
     given = {}
     for seed, (name, length) in enumerate((("a", 5), ("b", 0), ("c", 4))):
         assert table.allocate(name, length) == []
@@ -101,7 +89,7 @@ def test_gather_of_sequences(kind, dtype, scales):
     rows = table.rows("abc")
     assert rows.shape == (3, 2)
     lengths = np.asarray([5, 0, 4])
-    outside = np.where(rows < 0, PAGES, rows)  # a number that is too large is no page either
+    outside = np.where(rows < 0, caches.PAGES, rows)  # a number that is too large is no page either
     bound = cache.bind(np.stack([rows, outside])[:, None], np.broadcast_to(lengths, (2, 1, 3)))
     for which, dense in enumerate(gather(bound)):
         assert dense.shape == (2, 1, 3, 6, *arrays(cache)[which].shape[2:])
@@ -120,8 +108,8 @@ def test_gather_of_sequences(kind, dtype, scales):
             np.testing.assert_array_equal(short[:, :6], full[:, :size].astype(jnp.bfloat16))
             assert not np.asarray(short[:, 6:], np.float32).any()
     # A new order of the pages changes nothing.
-    order = np.random.default_rng(0).permutation(PAGES)
-    paged = [x if x is None or x.size < ROOM else x[np.argsort(order)] for x in arrays(cache)]
+    order = np.random.default_rng(0).permutation(caches.PAGES)
+    paged = [x if x is None or x.size < caches.ROOM else x[np.argsort(order)] for x in arrays(cache)]
     moved = kind(paged[0], paged[1], None, None, *paged[2:]).bind(
         np.where(rows < 0, -1, order[rows]), lengths
     )
@@ -133,72 +121,43 @@ def test_gather_of_sequences(kind, dtype, scales):
 @few
 def test_copy_pages(kind, dtype, scales):
     cache = scaled(make(kind, dtype, scales, batch_shape=(2,)))
-    x, y = tokens(cache, ROOM, lead=(2,))
-    cache = append(cache, x, y, np.arange(ROOM))
-    copied = copy_pages(cache, jnp.asarray([1, -1, 2, 3, PAGES, 4]), jnp.asarray([2, 5, 1, -1, 0, PAGES]))
+    x, y = tokens(cache, caches.ROOM, lead=(2,))
+    cache = append(cache, x, y, np.arange(caches.ROOM))
+    copied = copy_pages(
+        cache, jnp.asarray([1, -1, 2, 3, caches.PAGES, 4]), jnp.asarray([2, 5, 1, -1, 0, caches.PAGES])
+    )
     order = [0, 2, 1, 3, 4, 5]  # both were read before either was written
     for before, after in zip(arrays(cache), arrays(copied), strict=True):
         if before is not None:
-            expected = before[:, np.asarray(order)] if before.size >= ROOM else before
+            expected = before[:, np.asarray(order)] if before.size >= caches.ROOM else before
             np.testing.assert_array_equal(np.asarray(after), np.asarray(expected))
-    nothing = cache.copy_pages([], [])
-    assert eqx.tree_equal(nothing, cache)
-
-
-@few
-def test_no_tokens(kind, dtype, scales):
-    cache = scaled(make(kind, dtype, scales))
-    assert eqx.tree_equal(append(cache, *tokens(cache, 0), np.zeros(0, int)), cache)
+    assert eqx.tree_equal(cache.copy_pages([], []), cache)
+    assert eqx.tree_equal(append(cache, *tokens(cache, 0, lead=(2,)), np.zeros(0, int)), cache)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype, scales", [(dtype, "head") for dtype in LARGEST])
+@pytest.mark.parametrize("kind", caches.KINDS)
+@pytest.mark.parametrize("dtype, scales", [(dtype, "head") for dtype in caches.LARGEST])
 def test_scales_a_head_clip(kind, dtype, scales):
     """Nothing overflows and nothing becomes NaN, whatever is written."""
     cache = scaled(make(kind, dtype, scales))
     x, y = (jnp.full_like(x, 1e30).at[..., 0].set(-jnp.inf) for x in tokens(cache, 1))
     dense = gather(append(cache, x, y, np.asarray([0])).bind(np.asarray([[0]]), np.asarray([1])))
     for found, scale in zip(dense, (1 / 32, 1 / 16), strict=True):
-        largest = scale * LARGEST[dtype]
+        largest = scale * caches.LARGEST[dtype]
         np.testing.assert_array_equal(found[0, 0, ..., 0], np.full(found.shape[2:-1], -largest))
         np.testing.assert_array_equal(found[0, 0, ..., 1:], np.full(found[0, 0, ..., 1:].shape, largest))
 
 
-def test_sizes():
-    cache = PagedKVCache.init(5, 4, 3, 8, 2, batch_shape=7, dtype=jnp.float8_e4m3fn)
-    assert (cache.num_pages, cache.page_size, cache.num_kv_heads, cache.head_dim, cache.v_head_dim) == (
-        5,
-        4,
-        3,
-        8,
-        2,
-    )
-    assert cache.batch_shape == (7,) and cache.scales == "token" and cache.v.shape == (7, 5, 4, 3, 2)
-    assert cache.k_scale is not None and cache.k_scale.shape == (7, 5, 4, 3)
-    latent = PagedLatentCache.init(5, 4, 8, 2, batch_shape=(2, 3), dtype="int8", scales="head")
-    assert (latent.num_pages, latent.page_size, latent.latent_dim, latent.rope_dim) == (5, 4, 8, 2)
-    assert latent.rope_scale is not None and latent.rope_scale.shape == (2, 3) and latent.scales == "head"
-
-
 def test_keys_and_values_of_two_dtypes():
     """Only what is in 8 bits has scales; dense tokens are of one dtype."""
-    values = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "int8"))
-    assert values.k_scale is None and values.v_scale is not None and values.v_scale.shape == (5, 4, 3)
-    assert values.scales == "token" and len(jax.tree.leaves(values)) == 3
-    keys = PagedKVCache.init(5, 4, 3, 8, dtype=("float8_e5m2", "float32"), scales="head").with_scales(
-        jnp.ones(3) / 4, None
-    )
-    assert keys.scales == "head" and keys.v_scale is None
-    np.testing.assert_array_equal(keys.k_scale, np.full(3, 0.25))
-    plain = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "float32"))
-    assert plain.scales is None
-    for cache in (values, keys, plain):
-        assert {x.dtype.name for x in cache.bind(jnp.array([[1]]), jnp.array([3])).gather()} == {"float32"}
-    both = PagedKVCache.init(5, 4, 3, 8, dtype=("bfloat16", "bfloat16")).bind(
-        jnp.array([[1]]), jnp.array([3])
-    )
-    assert {x.dtype.name for x in both.gather()} == {"bfloat16"}
+    values = make(PagedKVCache, ("bfloat16", "int8"))
+    keys = make(PagedKVCache, ("float8_e5m2", "float32"), "head").with_scales(jnp.ones(2) / 4, None)
+    assert values.k_scale is None and values.scales == "token" and keys.v_scale is None
+    np.testing.assert_array_equal(keys.k_scale, np.full(2, 0.25))
+    both = ("float32", "float32", "bfloat16")
+    for cache, dtype in zip((values, keys, make(PagedKVCache, ("bfloat16", "bfloat16"))), both, strict=True):
+        assert {x.dtype.name for x in cache.bind(jnp.array([[1]]), jnp.array([3])).gather()} == {dtype}
 
 
 def test_float64(enable_x64):

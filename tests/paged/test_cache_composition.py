@@ -9,22 +9,9 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.paged.cache.allocator import PageTable
-from ejkernel_eqx.paged.cache.batch import RaggedBatch
-from ejkernel_eqx.paged.cache.cache import PagedKVCache
-from tests.paged.caches import (
-    append,
-    arrays,
-    cases,
-    copy_pages,
-    few,
-    gather,
-    make,
-    PAGES,
-    scaled,
-    SIZE,
-    tokens,
-)
+from ejkernel_eqx import PagedKVCache, PageTable, RaggedBatch
+from tests.paged import caches
+from tests.paged.caches import append, arrays, cases, few, gather, make, scaled, tokens
 from tests.recurrence.quick import quick
 
 
@@ -100,18 +87,17 @@ def test_serialisation(kind, dtype, scales, tmp_path):
         assert eqx.tree_equal(eqx.tree_deserialise_leaves(file, like), cache)
 
 
-@pytest.mark.slow
 def test_shared_prefix_is_copied_on_write():
     """The allocator, the batch and the cache together: a fork goes on without disturbing its parent."""
-    table, cache = PageTable(PAGES, SIZE), make(PagedKVCache)
+    table, cache = PageTable(caches.PAGES, caches.SIZE), make(PagedKVCache)
     k, v = tokens(cache, 8)
 
     def extend(cache, name, first, count):
         copies = table.allocate(name, count)
         if copies:
-            cache = copy_pages(cache, np.asarray([copies[0].source]), np.asarray([copies[0].target]))
+            cache = caches.copy_pages(cache, np.asarray([copies[0].source]), np.asarray([copies[0].target]))
         length = table.length(name)
-        batch = RaggedBatch.build([count], [length], [table.row(name)], page_size=SIZE)
+        batch = RaggedBatch.build([count], [length], [table.row(name)], page_size=caches.SIZE)
         np.testing.assert_array_equal(batch.slots, table.slots(name, length - count, length))
         new = slice(first, first + count)
         return append(cache, k[new], v[new], batch.slots), len(copies)
@@ -121,7 +107,7 @@ def test_shared_prefix_is_copied_on_write():
     cache, copied = extend(cache, "b", 4, 2)
     cache, again = extend(cache, "a", 6, 2)
     assert (copies, copied, again) == (0, 1, 0)
-    batch = RaggedBatch.build([1, 1], [6, 6], table.rows("ab"), page_size=SIZE)
+    batch = RaggedBatch.build([1, 1], [6, 6], table.rows("ab"), page_size=caches.SIZE)
     bound = cache.bind(batch)
     assert bound.is_bound and not bound.unbind().is_bound and bound.page_table is batch.page_table
     for dense, given in zip(gather(bound), (k, v), strict=True):
@@ -141,20 +127,3 @@ def test_gather_is_differentiable(dtype, scales):
     for x in jax.tree.leaves(gradient):
         assert np.isfinite(x).all() and np.asarray(x[0, :2]).any() and not np.asarray(x[1:]).any()
         assert not np.asarray(x[0, 2:]).any()
-
-
-def test_heads_over_devices():
-    """Pages whose heads are sharded are written and copied where they are."""
-    mesh = jax.make_mesh(
-        (2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]
-    )
-    place = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*spec)))
-    cache = make(PagedKVCache, "int8", "token")
-    x, y = tokens(cache, 4)
-    slots = jnp.asarray([3, -1, 17, 4])
-    sharded = jax.tree.map(lambda x: place(x, None, None, "heads"), cache)
-    step = quick(lambda c, x, y: c.append(x, y, slots).copy_pages(jnp.asarray([1]), jnp.asarray([0])))
-    given = (sharded, place(x, None, "heads"), place(y, None, "heads"))
-    text = step.lower(*given).compile().as_text() or ""
-    assert not any(word in text for word in ("all-gather", "all-reduce", "collective-permute", "all-to-all"))
-    assert eqx.tree_equal(jax.tree.map(np.asarray, step(*given)), jax.tree.map(np.asarray, step(cache, x, y)))

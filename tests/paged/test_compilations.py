@@ -4,9 +4,8 @@ import functools
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from ejkernel_eqx import Buckets, PagedKVCache, PagedLatentCache, PageTable, RaggedBatch, RaggedPagedAttention
+from ejkernel_eqx import Buckets, PagedKVCache, PageTable, RaggedBatch, RaggedPagedAttention
 from tests.compilations import compilations
 from tests.recurrence.quick import quick
 
@@ -22,17 +21,10 @@ def step(q, cache, k, v, batch):
     return out[batch.last_tokens], cache.unbind()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("latent, dtype", [(False, jnp.int8), (True, jnp.float32)])
-def test_a_round_of_serving(latent, dtype):
+def test_a_round_of_serving():
     def serve(seed):
         table, random = PageTable(P, SIZE, window=9), np.random.default_rng(seed)
-        cache = (
-            PagedLatentCache.init(P, SIZE, D, D, dtype=dtype)
-            if latent
-            else PagedKVCache.init(P, SIZE, K, D, dtype=dtype)
-        )
-        width, heads = (2 * D, ()) if latent else (D, (K,))
+        cache = PagedKVCache.init(P, SIZE, K, D, dtype=jnp.int8)
         normal = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)
         for counts in ((2, 1), (1, 1), (1, 1, 1)):
             if len(counts) == 3:
@@ -45,8 +37,8 @@ def test_a_round_of_serving(latent, dtype):
             lengths = [table.length(name) for name in names]
             batch = RaggedBatch.build(counts, lengths, table.rows(names), page_size=SIZE, buckets=BUCKETS)
             T = batch.num_tokens
-            k, v = normal(T, *heads, D), normal(T, *heads, D)
-            out, cache = step(normal(T, H, width), cache, k, v, batch)
+            k, v = normal(T, K, D), normal(T, K, D)
+            out, cache = step(normal(T, H, D), cache, k, v, batch)
             assert np.isfinite(np.asarray(out)[: len(counts)]).all()
             for name in names:
                 table.free_behind(name)

@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import Backend, DeviceFacts
-from ejkernel_eqx.dispatch.device import shared_memory_limit
-from ejkernel_eqx.paged.example import example_problem
-from ejkernel_eqx.paged.spec import WriteArrays
 from tests.attention.dense import normal
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
 PLATFORMS: list[ejx.PlatformLike] = ["xla", "triton-interpret"]
-H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132, shared_memory_limit("nvidia", "9.0"))
 
 
 def cache_of(length: int, page_size: int = 5, heads: int = 1, dim: int = 16) -> ejx.PagedKVCache:
@@ -122,44 +117,3 @@ def test_a_value_that_is_infinite_shows_where_it_is_seen(platform):
         np.isfinite(np.asarray(out, np.float32)).all()
         and np.isnan(np.asarray(found[:, 2:], np.float32)).all()
     )
-
-
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("scales", ["token", "head"])
-def test_nan_is_stored_alike_by_all_who_write(dtype, scales):
-    pytest.importorskip("triton")
-    from ejkernel_eqx.paged.cache.write import write
-    from ejkernel_eqx.paged.triton import interpreted
-
-    cache = ejx.PagedKVCache.init(2, 4, 1, 16, dtype=dtype, scales=scales)
-    new = normal(3, 2, 1, 16).at[0, 0, 5].set(jnp.nan)
-    pages = {"k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    given = WriteArrays(
-        {name: x for name, x in pages.items() if x is not None}, {"k": new, "v": new}, jnp.array([2, 6])
-    )
-    ours, theirs = interpreted.platform.write(given), write(given)
-    for name, x in theirs.items():
-        wanted, found = (np.asarray(y).astype(np.float32) for y in (x, ours[name]))
-        if scales == "token" and name in (
-            "k",
-            "v",
-        ):  # whose scale is NaN, so that the numbers have no meaning
-            wanted[0, 2], found[0, 2] = 0, 0
-        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
-        assert np.nanmax(np.abs(found - wanted), initial=0) <= 1
-
-
-def test_a_long_sequence_among_many_short_ones_is_spread_over_the_device():
-    pytest.importorskip("triton")
-    from ejkernel_eqx.paged.triton import compiled
-
-    def config_of(**dims: int):
-        problem = example_problem(
-            "paged_attention", {"H": 32, "K": 8, "D": 128, "p": 16, **dims}, "bfloat16", {}
-        )
-        return compiled.default_config(problem, H200)
-
-    many = config_of(N=256, S=131_072)
-    assert many.split_k >= 16 and many.chunk_size == 4096
-    assert config_of(N=256, S=4096).split_k == 1
-    assert config_of(N=1, S=131_072).split_k >= 32

@@ -116,20 +116,6 @@ def test_append_writes_before_it_reads():
     assert not np.isnan(np.asarray(after.k)).any()
 
 
-def test_a_prompt_in_chunks_is_the_prompt():
-    ((k, v),) = dense((13,))
-    q, op = normal(9, 13, H, D), ejx.RaggedPagedAttention(append=True, config=SMALL)
-    cache, outs, table = ejx.PagedKVCache.init(P, p, K, D), [], jnp.array([[5, 1, 7, 2]])
-    call = quick(functools.partial(op, max_query_len=6))
-    for begin, end in ((0, 6), (6, 7), (7, 13)):
-        six = [x[begin : begin + 6] for x in (q, k, v)]  # the second time with tokens of no sequence
-        new_q, new_k, new_v = (jnp.pad(x, ((0, 6 - len(x)), (0, 0), (0, 0))) for x in six)
-        bound = cache.bind(table, jnp.array([end]))
-        out, cache = call(new_q, bound, new_k, new_v, query_start_loc=offsets(end - begin))
-        outs.append(out[: end - begin])
-    assert_close(np.concatenate(outs), plain(q, k, v)[0])
-
-
 def test_unified_decodes_a_tree():
     """Two drafts after one token: neither sees the other."""
     ((k, v),) = dense((7,))
@@ -176,11 +162,6 @@ def test_latent_cache(scales):
     assert_close(lse, expected[1])
     more = quick(ejx.PagedAttention(softmax_scale=0.2))(q[:, 2:], cache)  # leading axes of the queries alone
     assert_close(more[0, 0], out[2])
-    append = functools.partial(
-        ejx.RaggedPagedAttention(softmax_scale=0.2, append=True), query_start_loc=offsets(3)
-    )
-    again, _ = quick(append)(q[0], cache, latent[6:], rope[6:])
-    assert_close(again, out)
 
 
 @pytest.mark.slow
@@ -203,26 +184,6 @@ def test_dense_ranges(keys):
     assert_close(mapped, op(q, k, v, start, jnp.array([[keys, 9]] * 2)))
     one = op(q[0, 0], k[0, 0], v[0, 0], start[0, 0], end[0, 0])
     assert_close(one, out[0, 0])
-
-
-def test_parts_merge_by_lse():
-    pairs, q, sinks = dense((14, 9)), normal(9, 2, H, D), normal(5, H)
-    cache, op = cached(pairs), ejx.PagedAttention(config=SMALL)
-    ((k, v), (k1, v1)), dense_op = pairs, ejx.RaggedDecodeAttention()
-    pad = lambda x, y: jnp.stack([x, jnp.pad(y, ((0, 5), (0, 0), (0, 0)))])
-    call = quick(functools.partial(dense_op, q, pad(k, k1), pad(v, v1), return_lse=True))
-    parts = call(jnp.array([0, 0]), jnp.array([6, 9])), call(jnp.array([6, 9]), jnp.array([14, 9]))
-    whole = quick(functools.partial(op, return_lse=True))(q, cache, sinks=sinks)
-    merged = quick(ejx.merge_attention)(*parts, sinks=sinks)
-    assert_close(merged[0], whole[0])
-    assert_close(merged[1], whole[1])
-
-
-def test_pages_may_lie_anywhere():
-    pairs, q = dense((9, 14)), normal(9, 5, H, D)
-    op = ejx.RaggedPagedAttention(config=SMALL)
-    call = quick(lambda cache: op(q, cache, query_start_loc=offsets(1, 4), max_query_len=4))
-    np.testing.assert_array_equal(call(cached(pairs, seed=1)), call(cached(pairs, seed=2)))
 
 
 @pytest.mark.slow
@@ -248,46 +209,6 @@ def test_mapped():
         assert_close(nested[i][1, 2], result)
 
 
-@pytest.mark.slow
-def test_scanned_over_layers_with_one_table():
-    batch = ejx.RaggedBatch.build([3, 1], [3, 6], [[4], [1, 3]], page_size=p)
-    cache = ejx.PagedKVCache.init(6, p, K, D, batch_shape=(2,))
-    q, k, v = normal(1, 2, 4, H, D), normal(2, 2, 4, K, D), normal(3, 2, 4, K, D)
-    op = ejx.RaggedPagedAttention(append=True, config=SMALL)
-    call = functools.partial(op, query_start_loc=batch.query_start_loc, max_query_len=batch.max_query_len)
-
-    def layer(x, scanned):
-        own, q, k, v = scanned
-        out, own = call(q + x, own.bind(batch), k, v)
-        return out, own.unbind()
-
-    x, new = quick(lambda cache: jax.lax.scan(layer, jnp.zeros((4, H, D)), (cache, q, k, v)))(cache)
-    once = quick(call)
-    first, own = once(q[0], jax.tree.map(lambda x: x[0], cache).bind(batch), k[0], v[0])
-    second, _ = once(q[1] + first, jax.tree.map(lambda x: x[1], cache).bind(batch), k[1], v[1])
-    assert_close(x, second)
-    np.testing.assert_array_equal(new.k[0], own.k)
-
-
-def test_one_program_serves_all_batches_of_a_bucket():
-    buckets = ejx.Buckets(tokens=(16,), sequences=(4,), pages=(4,), query_len=(8,))
-    traces = []
-
-    @eqx.filter_jit
-    def call(op, q, cache, batch):
-        traces.append(None)
-        bound = cache.bind(batch)
-        return op(q, bound, query_start_loc=batch.query_start_loc, max_query_len=batch.max_query_len)
-
-    cache, q = ejx.PagedKVCache.init(P, p, K, D), normal(1, 16, H, D)
-    for query_lens, lengths in (([5, 1], [5, 9]), ([8, 8], [8, 11]), ([1, 1, 1, 1], [1, 2, 3, 4]), ([], [])):
-        rows = [list(range(4 * n, 4 * n + 4)) for n in range(len(lengths))]
-        batch = ejx.RaggedBatch.build(query_lens, lengths, rows, page_size=p, buckets=buckets)
-        out = call(ejx.RaggedPagedAttention(config=SMALL), q, cache, batch)
-        assert (out[sum(query_lens) :] == 0).all()
-    assert len(traces) == 1
-
-
 def test_differentiation_is_refused():
     pairs, q = dense((9, 5)), normal(9, 2, H, D)
     cache, op = cached(pairs), ejx.PagedAttention()
@@ -298,28 +219,3 @@ def test_differentiation_is_refused():
         jax.grad(lambda k: op(q, eqx.tree_at(lambda c: c.k, cache, k)).sum())(cache.k)
     constant = quick(jax.grad(lambda q: (q * op(jax.lax.stop_gradient(q), cache)).sum()))(q)
     assert_close(constant, quick(op)(q, cache))
-
-
-@pytest.mark.slow
-def test_float64(enable_x64):
-    pairs = [tuple(x.astype(jnp.float64) for x in pair) for pair in dense((9, 6))]
-    q = normal(3, 5, H, D, dtype=jnp.float64)
-    op = ejx.RaggedPagedAttention(3, config=SMALL)
-    cache = cached(pairs, dtype=jnp.float64)
-    out, lse = quick(functools.partial(op, return_lse=True))(q, cache, query_start_loc=offsets(1, 4))
-    expected = packed(pairs, q, (1, 4), window=3)
-    assert_close(out, expected[0])
-    assert lse.dtype == jnp.float64
-    assert_close(lse, expected[1])
-    narrow = quick(op)(q.astype(jnp.float32), cache, query_start_loc=offsets(1, 4))
-    assert_close(narrow, expected[0], "float32")
-
-
-def test_modules_are_static_and_equal():
-    one, same, other = (ejx.PagedAttention(window, config=SMALL) for window in (4, 4, 5))
-    assert one == same and one != other and hash(jax.tree.structure(one)) == hash(jax.tree.structure(same))
-    shapes = jax.eval_shape(
-        lambda: ejx.PagedKVCache.init(P, p, K, D).bind(jnp.zeros((2, 3), int), jnp.zeros(2, int))
-    )
-    call = ejx.inputs(jax.ShapeDtypeStruct((2, H, D), jnp.float32), shapes)
-    assert ejx.PagedAttention(4, config=SMALL, tune_for=call).plan.pinned

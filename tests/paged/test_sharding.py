@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx._kernel import with_plan
-from ejkernel_eqx.dispatch import Backend, Implementation, Platform
-from ejkernel_eqx.paged import reference, xla
-from ejkernel_eqx.paged.cache.write import write
+from tests.paged.cases import reference
+from tests.paged.writes import scatter
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
@@ -26,8 +25,8 @@ COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-NEW = {"decode": (1, 1), "mixed": (1, 7)}
-news = pytest.mark.parametrize("new", NEW)
+NEW = (1, 7)  # queries of each sequence
+SIZES: dict[str, Any] = {"query_start_loc": jnp.asarray([0, 1, 8], jnp.int32), "max_query_len": 7}
 
 
 def _forward(arrays, spec, config):
@@ -37,20 +36,14 @@ def _forward(arrays, spec, config):
 
 
 # A kernel that the compiler may not look into, whose body runs on any machine: the mathematics itself.
-OPAQUE = types.SimpleNamespace(
-    OPAQUE=True,
-    forward=_forward,
-    write=write,
-    default_config=xla.platform.default_config,
-    unsupported=xla.platform.unsupported,
-    config_type=xla.XlaConfig,
-)
+XLA = ejx.kernel_registry.get("paged_attention", "xla")
+HOOKS = {name: getattr(XLA.load(), name) for name in ("default_config", "unsupported", "config_type")}
+OPAQUE = types.SimpleNamespace(OPAQUE=True, forward=_forward, write=scatter, **HOOKS)
 
 
 def opaque(module: Any) -> Any:
-    name = module.operation
-    implementation = Implementation(name, Platform.PALLAS, Backend.ANY, 100, "paged", OPAQUE)
-    snapshot = dataclasses.replace(module.plan.snapshot, implementations=(implementation,))
+    given = dict(operation=module.operation, platform=ejx.Platform.PALLAS, target=OPAQUE, workload=None)
+    snapshot = dataclasses.replace(module.plan.snapshot, implementations=(dataclasses.replace(XLA, **given),))
     return with_plan(module, dataclasses.replace(module.plan, snapshot=snapshot))
 
 
@@ -83,9 +76,9 @@ def draw(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-def problem(new: str, lead: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+def problem(lead: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
     """Queries, and a bound cache whose pages have the axes `lead` in front."""
-    random, count = np.random.default_rng(0), sum(NEW[new])
+    random, count = np.random.default_rng(0), sum(NEW)
     table = np.stack([random.permutation(PAGES)[:6].reshape(2, 3) for _ in range(ROWS)])
     lengths = jnp.asarray(random.integers(7, 10, (ROWS, 2)), jnp.int32)
     cache = ejx.PagedKVCache.init(PAGES, SIZE, K, D, batch_shape=lead, dtype=dtype)
@@ -105,13 +98,7 @@ def over(mesh, cache, pages: tuple[Any, ...], rows: Any):
     return dataclasses.replace(cache, **arrays, **tables)
 
 
-def sizes(new: str) -> dict[str, Any]:
-    offsets = jnp.asarray([0, *np.cumsum(NEW[new])], jnp.int32)
-    return {"query_start_loc": offsets, "max_query_len": max(NEW[new])}
-
-
 PLACES = {
-    "rows, pages of all": ((), ("dp",), ()),
     "rows and heads, pages of all": ((), ("dp", None, "tp"), (None, None, "tp")),
     "rows and heads, pages of each": ((ROWS,), ("dp", None, "tp"), ("dp", None, None, "tp")),
 }
@@ -119,17 +106,13 @@ PLACES = {
 
 @pytest.mark.few(1)
 @modes
-@news
-@pytest.mark.parametrize(
-    "where",
-    [pytest.param(name, marks=pytest.mark.slow if name == "rows, pages of all" else ()) for name in PLACES],
-)
-def test_a_call_is_split_where_it_stands(where, new, build, kind):
+@pytest.mark.parametrize("where", PLACES)
+def test_a_call_is_split_where_it_stands(where, build, kind):
     """Pages are never sent, and nothing is where types say where everything belongs, or pages do."""
     lead, queries, pages = PLACES[where]
-    q, cache = problem(new, lead)
+    q, cache = problem(lead)
     module = BUILD[build](ejx.RaggedPagedAttention(4, softmax_scale=0.3))
-    call = functools.partial(module, **sizes(new), return_lse=True)
+    call = functools.partial(module, **SIZES, return_lse=True)
     run = lambda q, cache, sinks: call(q, cache, sinks=sinks)
     sinks = draw(5, H)
     expected = quick(run)(q, cache, sinks)
@@ -151,12 +134,16 @@ def test_a_call_is_split_where_it_stands(where, new, build, kind):
 def test_what_is_written_stays_where_it_is(build, kind):
     """8-bit pages by heads, and rows with pages of their own by `vmap`: written, read and kept where they are."""
     module = BUILD[build](ejx.RaggedPagedAttention(append=True))
-    q, cache = problem("mixed", (ROWS,), jnp.int8)
+    q, cache = problem((ROWS,), jnp.int8)
     k, v = draw(6, ROWS, q.shape[1], K, D), draw(7, ROWS, q.shape[1], K, D)
     row = jnp.arange(ROWS * 2, dtype=jnp.int32).reshape(ROWS, 2, 1)
     table = jnp.concatenate([jnp.mod(row, 2), 2 + jnp.mod(row, 2), 4 + jnp.mod(row, 2)], -1)
     cache = dataclasses.replace(cache, page_table=table)  # no page of two sequences
-    call = functools.partial(module, **sizes("mixed"))
+    pairs = jnp.asarray([1, 0]), jnp.asarray([0, -1])  # a page that is copied before, and one that is not
+
+    def call(q: Any, cache: Any, k: Any, v: Any) -> Any:
+        return module(q, cache.copy_pages(*pairs), k, v, **SIZES)
+
     take = lambda tree: jax.tree.map(lambda x: x[0], tree)
     for lead in ((), ("dp",)):
         run = jax.vmap(call) if lead else call
@@ -183,7 +170,7 @@ def test_what_is_written_stays_where_it_is(build, kind):
 @pytest.mark.parametrize("operation", ["decode", "dense", "unified"])
 def test_other_operations(operation, build, kind):
     """The rows of one decode each, of dense keys, and with slopes of heads and a bias of all."""
-    q, cache = problem("mixed", (ROWS,))
+    q, cache = problem((ROWS,))
     heads, own = ("dp", None, "tp"), ("dp", None, None, "tp")
     mesh = mesh_of(kind)
     if operation == "dense":
@@ -207,9 +194,7 @@ def test_other_operations(operation, build, kind):
             place(mesh, bias),
         )
         run = lambda module: (
-            lambda q, cache, slopes, bias: module(
-                q, cache, **sizes("mixed"), alibi_slopes=slopes, qq_bias=bias
-            )
+            lambda q, cache, slopes, bias: module(q, cache, **SIZES, alibi_slopes=slopes, qq_bias=bias)
         )
     run = run(BUILD[build](module))
     expected = quick(run)(*arrays)

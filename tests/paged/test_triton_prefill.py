@@ -1,68 +1,52 @@
-"""The prefill kernel, interpreted, against the reference: every case, tiles, holes, what is another kernel's; and compiled for devices
-that are not here."""
+"""The prefill kernel, interpreted, against the reference: every case, tiles, holes, what is another kernel's."""
 
 import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.launch import compile_ahead, run
-from ejkernel_eqx.paged import reference
-from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
-from tests.compiled import launches_of
-from tests.paged.cases import assert_agrees, Case, CASES, make, run_reference, with_leading_axis
+from tests.paged import cases
+from tests.paged.cases import assert_agrees, Case, CASES, make, PagedArrays, PagedSpec, with_leading_axis
+from tests.paged.triton_calls import compiled, config_of, folded, interpret, prefill_kernel, with_axis
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
-pytest.importorskip("triton")
-from ejkernel_eqx.paged.triton import compiled as triton
-from ejkernel_eqx.paged.triton import prefill_kernel as triton_prefill
-from ejkernel_eqx.paged.triton.call import folded, PagedTile, TritonConfig
-
-interpret = functools.partial(run, interpret=True)
 SIDES = (
-    "float8 with infinities", "bfloat16 keys, int8 values", "int8 keys, float32 values, head scales", "float16 keys, int8 values",
-    "float32 queries, bfloat16 keys, int8 values", "latent float8, bfloat16 rope", "latent float32, int8 rope, head scales",
+    "float8 with infinities", "bfloat16 keys, int8 values", "int8 keys, float32 values, head scales",
+    "float32 queries, bfloat16 keys, int8 values", "latent float8, bfloat16 rope", "latent float32, int8 rope, head scales"
 )  # fmt: skip
 # What is not held by others too.
 NAMES = (
-    "prefill", "prefill behind keys", "mixed, all options", "speculative", "empty sequences", "no keys", "nobody", "left out",
-    "page of 1", "page of 16", "missing pages", "freed behind a window", "D 40, V 24", "latent, options", "latent int8",
-    "float8", "float8, head scales", "bfloat16", "bfloat16 pages", "two rows, all options", *SIDES,
+    "prefill behind keys", "mixed, all options", "speculative", "empty sequences", "no keys", "nobody", "left out",
+    "page of 1", "missing pages", "freed behind a window", "D 40, V 24", "latent, options", "latent int8",
+    "float8", "float8, head scales", "bfloat16", "two rows, all options", *SIDES
 )  # fmt: skip
 LONG = Case((21, 1, 14), (75, 20, 46), p=8, first=1, tail=2)
 OPTIONS: dict[str, Any] = dict(cap=2.0, sinks=True, slopes=True)
 
 
-def config_of(*sizes: int) -> TritonConfig:
-    tile = PagedTile(*sizes, num_warps=4, num_stages=1)
-    return TritonConfig(tile, tile, fast_tanh=False, fast_bytes=False, float32_dot="ieee")
+TILE = (16, 16, 4, 1)
 
 
-def attend(
-    case: Case, block_m: int = 16, block_k: int = 16, *, least: int = 0, fill: float | None = None
-) -> dict[str, Any]:
+def attend(case: Case, *tile: int, least: int = 0, fill: float | None = None) -> dict[str, Any]:
     """By this kernel alone the sequences with more than `least` queries, in buffers as they come or full of a number."""
-    arrays, spec = make(case)
-    config = config_of(block_m, block_k)
-    return prefill(arrays if case.batch else with_leading_axis(arrays), spec, config, least, fill)
+    return prefill(*with_axis(case), *tile, least=least, fill=fill)
 
 
 def prefill(
-    arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, least: int = 0, fill: float | None = None
+    arrays: PagedArrays, spec: PagedSpec, *tile: int, least: int = 0, fill: float | None = None
 ) -> dict[str, Any]:
     def run(arrays: PagedArrays) -> dict[str, Any]:
-        call = folded(arrays, spec, config, interpret)
+        call = folded(arrays, spec, config_of(*(tile or TILE[:2]), *TILE[2:]), interpret)
         shape = (*call.arrays.q.shape[:2], call.values)
         before = {
             "out": jnp.full(shape, 0 if fill is None else fill, arrays.q.dtype),
             "lse": jnp.full(shape[:2], -jnp.inf if fill is None else fill, jnp.float32),
         }
-        results = triton_prefill.prefill(call, before, least)
+        results = prefill_kernel.prefill(call, before, least)
         return {name: x.reshape(*arrays.q.shape[:2], *x.shape[1:]) for name, x in results.items()}
 
     return quick(run)(arrays)
@@ -79,35 +63,25 @@ def test_agrees(name):
     assert_agrees(CASES[name], attend(CASES[name]))
 
 
-@pytest.mark.few(1)
+TILES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "groups of 4": (16, 32, dict(H=8)),
+    "groups of 3, where tiles begin within a query": (32, 16, dict(H=6, left=25, **OPTIONS)),
+    "bias, kv_start": (64, 16, dict(H=16, K=1, qq_bias=24, kv_start=(21, 19, 0))),
+    "holes": (16, 16, dict(p=16, missing=((0, 1), (2, 0), (2, 2)))),
+    "freed page": (32, 32, dict(p=64, left=16, missing=((0, 0),))),
+    "latent, groups of 32": (16, 32, dict(K=1, H=32, D=24, rope=8, kv_dtype="int8", scales="token")),
+    "groups of 1": (16, 16, dict(K=4, p=5, dtype="bfloat16")),
+}
+
+
 @pytest.mark.parametrize(
-    "case, block_m, block_k",
-    [
-        (dataclasses.replace(LONG, H=8), 16, 32),
-        (
-            dataclasses.replace(LONG, H=6, left=25, **OPTIONS),
-            32,
-            16,
-        ),  # groups of 3: tiles begin within a query
-        (dataclasses.replace(LONG, H=16, K=1, qq_bias=24, kv_start=(21, 19, 0)), 64, 16),
-        (dataclasses.replace(LONG, p=16, missing=((0, 1), (2, 0), (2, 2))), 16, 16),
-        (dataclasses.replace(LONG, p=64, left=16, missing=((0, 0),)), 32, 32),
-        (dataclasses.replace(LONG, K=1, H=32, D=24, rope=8, kv_dtype="int8", scales="token"), 16, 32),
-        (dataclasses.replace(LONG, K=4, p=5, dtype="bfloat16"), 16, 16),
-    ],
-    ids=(
-        "groups of 4",
-        "window",
-        "bias, kv_start",
-        "holes",
-        "freed page",
-        "latent, groups of 32",
-        "groups of 1",
-    ),
+    "name", [pytest.param(name, marks=[] if name == "groups of 4" else pytest.mark.slow) for name in TILES]
 )
-def test_tiles_of_any_size(case, block_m, block_k):
+def test_tiles_of_any_size(name):
     """From half a query's heads to 16 queries a tile; tiles of keys that all see, before and behind those that some see."""
-    assert_agrees(case, attend(case, block_m, block_k))
+    *tile, changes = TILES[name]
+    case = dataclasses.replace(LONG, **changes)
+    assert_agrees(case, attend(case, *tile))
 
 
 def test_scores_below_all_numbers():
@@ -116,8 +90,8 @@ def test_scores_below_all_numbers():
     arrays = arrays._replace(
         q=jnp.ones_like(arrays.q), k=arrays.k.at[arrays.page_table[0, 0]].set(jnp.float32(-1e38))
     )
-    expected = reference.attend(arrays, spec)
-    results = prefill(with_leading_axis(arrays), spec, config_of(16, 16))
+    expected = cases.attend_exactly(arrays, spec)
+    results = forward(arrays, spec)
     for name in ("out", "lse"):
         assert np.isfinite(expected[name]).all()
         assert_close(results[name][0], expected[name])
@@ -138,23 +112,12 @@ def test_bitwise_repeatable_and_no_matter_which_pages():
 
 
 def forward(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Any]:
-    return prefill(with_leading_axis(arrays), spec, config_of(16, 16))
-
-
-def test_a_sequence_does_not_depend_on_the_others():
-    case = Case((9, 1, 5), (20, 12, 5), p=8, sinks=True)
-    arrays, spec = make(case)
-    together = forward(arrays, spec)
-    for n, first in enumerate(np.cumsum((0, *case.q_lens[:-1]))):
-        tokens = slice(first, first + case.q_lens[n])
-        own = {name: getattr(arrays, name)[n : n + 1] for name in ("page_table", "q_len", "kv_len")}
-        alone = arrays._replace(q=arrays.q[tokens], q_start=jnp.zeros(1, jnp.int32), **own)
-        assert_same(forward(alone, spec), {name: x[:, tokens] for name, x in together.items()})
+    return prefill(with_leading_axis(arrays), spec)
 
 
 def test_sequences_with_few_queries_are_left_alone():
     case = Case((1, 6, 2, 9, 3), (8, 6, 7, 21, 30), H=6, K=2, first=1, tail=2, sinks=True)
-    results, expected = attend(case, least=3, fill=7.0), run_reference(case)
+    results, expected = attend(case, least=3, fill=7.0), cases.run_reference(case)
     taken = np.r_[2:8, 10:19]
     for name, x in results.items():
         own = np.asarray(x)[0]
@@ -168,9 +131,9 @@ def test_beside_the_decode_kernel():
     case = Case((1, 17, 2, 18, 3), (8, 20, 7, 30, 3), K=1, tail=2, **OPTIONS)
     two = dataclasses.replace(case, q_lens=(1, 17), kv_lens=(5, 20), batch=2)
     for one in (case, two):
-        arrays, spec = make(one)
-        call = functools.partial(triton.forward, spec=spec, config=config_of(16, 16), execute=interpret)
-        assert_agrees(one, quick(call)(arrays if one.batch else with_leading_axis(arrays)))
+        arrays, spec = with_axis(one)
+        call = functools.partial(compiled.forward, spec=spec, config=config_of(*TILE), execute=interpret)
+        assert_agrees(one, quick(call)(arrays))
 
 
 def test_lengths_that_do_not_fit():
@@ -199,100 +162,3 @@ def test_sequences_anywhere_among_the_tokens():
     together = forward(arrays, spec)
     for name, x in results.items():
         np.testing.assert_array_equal(np.asarray(x)[0, order], np.asarray(together[name])[0, : len(order)])
-
-
-def launch_of(dtype: Any, heads: tuple[int, int], dim: int, tile: tuple[int, ...], **options: Any) -> Any:
-    """The launch for 4096 tokens of 64 sequences over a large cache."""
-    rope, window, pages = options.get("rope"), options.get("left"), options.get("kv_dtype", dtype)
-    struct: Any = jax.ShapeDtypeStruct
-    scale = struct((8192, 16, heads[1]), jnp.float32) if pages == jnp.int8 else None
-    key = struct((8192, 16, heads[1], dim), pages)
-    lengths = struct((1, 64), jnp.int32)
-    arrays = PagedArrays(
-        q=struct((1, options.get("tokens", 4096), heads[0], dim + (rope or 0)), dtype),
-        k=key,
-        v=None if rope else key,
-        page_table=struct((1, 64, 512), jnp.int32),
-        q_start=lengths,
-        q_len=lengths,
-        kv_len=lengths,
-        rope=struct((8192, 16, heads[1], rope), pages) if rope else None,
-        k_scale=scale,
-        v_scale=None if rope else scale,
-        rope_scale=scale if rope else None,
-    )
-    spec = PagedSpec(
-        scale=dim**-0.5,
-        left=window,
-        max_query_len=4096,
-        latent=bool(rope),
-        scales=None if scale is None else "token",
-    )
-    both = PagedTile(*tile)
-    config = TritonConfig(both, both, fast_tanh=False)
-    kernel = lambda arrays, execute: triton.forward(arrays, spec, config, execute=execute)
-    return launches_of(kernel, arrays)["prefill_kernel"]
-
-
-def test_buckets_of_tokens_share_one_kernel():
-    size = (HALF, (32, 8), 64, (64, 64, 4, 3))
-    assert launch_of(*size).constants == launch_of(*size, tokens=512).constants
-
-
-HALF, SINGLE = jnp.bfloat16, jnp.float32
-COMPILED = {
-    "sm_80, D 128": ("sm_80", (HALF, (32, 8), 128, (64, 64, 4, 2)), {}, 64),
-    "sm_90, latent": ("sm_90", (HALF, (128, 1), 512, (64, 32, 8, 2)), {"rope": 64}, 256),
-    "sm_100, D 128": ("sm_100", (HALF, (32, 8), 128, (128, 64, 8, 2)), {}, 64),
-    "gfx942, D 128": ("gfx942", (HALF, (32, 8), 128, (64, 32, 4, 1)), {}, 64),
-}
-COMPILED_TOO = {
-    "sm_80, float32": ("sm_80", (SINGLE, (32, 8), 64, (64, 32, 4, 2)), {}, 256),
-    "sm_90, float32": ("sm_90", (SINGLE, (32, 8), 64, (64, 32, 4, 2)), {}, 64),
-    "sm_90, D 64, window": ("sm_90", (HALF, (32, 8), 64, (128, 64, 8, 3)), {"left": 1023}, 0),
-    "sm_90, D 256": ("sm_90", (HALF, (16, 8), 256, (64, 32, 8, 3)), {}, 0),
-    "sm_90, int8": ("sm_90", (HALF, (32, 8), 128, (128, 64, 8, 3)), {"kv_dtype": jnp.int8}, 64),
-    "sm_90, latent int8": (
-        "sm_90",
-        (HALF, (128, 1), 512, (64, 32, 8, 2)),
-        {"rope": 64, "kv_dtype": jnp.int8},
-        1024,
-    ),
-    "sm_100, D 64": ("sm_100", (HALF, (32, 8), 64, (128, 64, 8, 3)), {}, 64),
-    "sm_100, latent": ("sm_100", (HALF, (128, 1), 512, (64, 32, 8, 2)), {"rope": 64}, 1024),
-    "gfx942, D 64": ("gfx942", (HALF, (32, 8), 64, (64, 64, 4, 1)), {}, 128),
-}
-
-
-def assert_compiles(target: str, sizes: tuple[Any, ...], options: dict[str, Any], spills: int) -> None:
-    report = compile_ahead(launch_of(*sizes, **options), target)
-    assert report.fits and report.spills <= spills, report
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiles(name):
-    assert_compiles(*COMPILED[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED_TOO)
-def test_compiles_too(name):
-    assert_compiles(*COMPILED_TOO[name])
-
-
-def test_loops_are_pipelined():
-    """Both of them, from the first loads of keys and values on: two stages ahead of the loop and one in it."""
-    triton_compiler = pytest.importorskip("triton.compiler")
-    from triton.backends.compiler import GPUTarget
-
-    from ejkernel_eqx.launch.compile import specialisation
-
-    launch = launch_of(HALF, (32, 8), 128, (128, 64, 8, 3))
-    signature, constants, attributes = specialisation(launch)
-    source = triton_compiler.ASTSource(
-        launch.function, signature=signature, constexprs=constants, attrs=attributes
-    )
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
-    compiled = triton_compiler.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert compiled.asm["ttgir"].count("async_copy_global_to_local") == 2 * 2 * 3

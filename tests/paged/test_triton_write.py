@@ -1,46 +1,37 @@
 """The writing kernel, interpreted, against the scatter on XLA, and compiled for devices that are not here."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.launch import compile_ahead, interpreter_unavailable, run
-from ejkernel_eqx.paged.cache import write as xla
-from ejkernel_eqx.paged.cache.quantise import LARGEST
-from ejkernel_eqx.paged.spec import WriteArrays
+import ejkernel_eqx as ejx
+from tests.compiled import DEVICES
 from tests.paged import writes
-from tests.paged.writes import K, KINDS, LATENT, make, P, p
+from tests.paged.cases import LARGEST
+from tests.paged.triton_calls import interpret, write_kernel
+from tests.paged.writes import KINDS, LATENT, make, WriteArrays
 from tests.recurrence.quick import quick
 
-if reason := interpreter_unavailable():
-    pytest.skip(reason, allow_module_level=True)
-from ejkernel_eqx.paged.triton import write_kernel  # needs Triton
-
-write = functools.partial(write_kernel.write, execute=functools.partial(run, interpret=True))
+write = functools.partial(write_kernel.write, execute=interpret)
 assert_same = functools.partial(writes.assert_same, write)
 
 
-@pytest.mark.few(7)
-@pytest.mark.parametrize("new", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "new, dtype", [("float32", "float16"), ("float16", "bfloat16"), ("bfloat16", "float32")]
+)
 def test_plain_pages(dtype, new):
     assert_same(make(dtype, new=new))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("scales", ["token", "head"])
 @pytest.mark.parametrize(
-    "dtype, new",
-    [
-        ("int8", "float32"),
-        ("float8_e4m3fn", "float32"),
-        ("int8", "bfloat16"),
-        ("float8_e5m2", "float32"),
-        ("float8_e5m2", "bfloat16"),
-    ],
+    "dtype, new", [("int8", "float32"), ("float8_e4m3fn", "float32"), ("float8_e5m2", "bfloat16")]
 )
 def test_quantised_pages(dtype, new, scales):
     arrays = make(dtype, new=new, scales=scales)
@@ -100,40 +91,38 @@ def test_programs_of_other_sizes():
     assert_same(none._replace(slots=none.slots[:0], new={name: x[:0] for name, x in none.new.items()}))
 
 
-def test_not_a_number_stays_visible():
-    arrays = make("int8", scales="token")
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("scales", ["token", "head"])
+def test_not_a_number_is_stored_alike(dtype, scales):
+    """Also where nothing that a number is divided by is finite."""
+    arrays = make(dtype, scales=scales)
     token = int(jnp.argmax(arrays.slots == 11))
     arrays.new["k"] = arrays.new["k"].at[token, 1, 3].set(jnp.nan).at[token, 2, 3].set(jnp.inf)
-    scale = np.asarray(write(arrays)["k_scale"]).reshape(P * p, K)
-    assert np.isnan(scale[11, 1]) and np.isinf(scale[11, 2]) and np.isfinite(scale[11, 0])
-
-
-def test_under_jit_with_donated_pages():
-    arrays = make("bfloat16")
-    expected = quick(xla.write)(arrays)
-    results = quick(write)(arrays)
-    for name in expected:
-        np.testing.assert_array_equal(np.asarray(results[name]), np.asarray(expected[name]))
+    wanted, found = quick(writes.scatter)(arrays), write(arrays)
+    for name in wanted:
+        want, got = (np.asarray(x[name]).astype(np.float32) for x in (wanted, found))
+        if (
+            scales == "token" and name == "k"
+        ):  # whose scales have no number, so that the numbers have no meaning
+            want[2, 3, 1:], got[2, 3, 1:] = 0, 0
+        np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+        finite = np.isfinite(want)
+        np.testing.assert_allclose(got[finite], want[finite], rtol=0.25, atol=1)
+    if scales == "token":
+        scale = np.asarray(found["k_scale"])[2, 3]
+        assert np.isnan(scale[1]) and np.isinf(scale[2]) and np.isfinite(scale[0])
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", DEVICES)
 def test_compiles(target):
     """For the pages of a large model: no spills, hardly any shared memory. What is wide is stored by whole vectors."""
-
-    def launch(dtype, scales, kinds, heads):
-        struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
-        pages = {name: struct((1024, 16, heads, width), dtype) for name, width in kinds.items()}
-        if scales == "token":
-            pages |= {f"{name}_scale": struct((1024, 16, heads), jnp.float32) for name in kinds}
-        new = {name: struct((4096, heads, width), jnp.bfloat16) for name, width in kinds.items()}
-        arrays = WriteArrays(pages, new, struct((4096,), jnp.int32))  # pyright: ignore[reportArgumentType]
-        return write_kernel.write_launch(arrays, list(kinds))[0]
-
-    eight_bits = [jnp.int8, jnp.float8_e5m2] + ([] if target == "sm_80" else [jnp.float8_e4m3fn])
-    launches = [launch(jnp.bfloat16, None, {"k": 128, "v": 128}, 8)]
-    launches += [launch(dtype, "token", {"k": 128, "v": 128}, 8) for dtype in eight_bits]
-    launches += [launch(jnp.bfloat16, None, {"k": 512, "rope": 64}, 1)]
-    for one in launches:
-        report = compile_ahead(one, target)
+    shape: Any = jax.ShapeDtypeStruct
+    for dtype, width, heads in ((jnp.bfloat16, 512, 1), (jnp.int8, 128, 8), (jnp.float8_e5m2, 128, 8)):
+        pages = {name: shape((1024, 16, heads, width), dtype) for name in "kv"}
+        if dtype != jnp.bfloat16:
+            pages |= {f"{name}_scale": shape((1024, 16, heads), jnp.float32) for name in "kv"}
+        new = {name: shape((4096, heads, width), jnp.bfloat16) for name in "kv"}
+        arrays = WriteArrays(pages, new, shape((4096,), jnp.int32))
+        report = ejx.launch.compile_ahead(write_kernel.write_launch(arrays, ["k", "v"])[0], target)
         assert report.fits and report.spills == 0 and report.shared <= 4096, report

@@ -4,13 +4,10 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import FORWARD, kernel_registry
-from ejkernel_eqx.paged.core import problem_of
-from ejkernel_eqx.paged.samples import make_arrays, make_batch, spec_of
-from ejkernel_eqx.paged.workload import example_problem
+from ejkernel_eqx.dispatch import FORWARD
 from tests.compiled import DEVICES
-from tests.recurrence.quick import quick
-from tests.tolerances import errors
+from tests.paged.cases import core, example_problem, make_arrays, make_batch, spec_of_problem
+from tests.workloads import assert_agrees, work_of
 
 SIZES = dict(S=40, H=4, K=2, D=16)
 KINDS = {
@@ -22,12 +19,8 @@ KINDS = {
         dict(window=True, soft_cap=True, sinks=True, alibi_slopes=True, qq_bias=True, lse=True),
     ),
     "mixed": example_problem("ragged_paged_attention", dict(N=3, T=32, **SIZES), "bfloat16", {}),
-    "prefill": example_problem("prefill_paged_attention", dict(N=2, T=32, Q=20, **SIZES), "float32", {}),
     "latent": example_problem(
         "paged_attention", dict(N=2, S=20, H=4, D=24, V=16), "float32", dict(latent=True, scales="token")
-    ),
-    "float8": example_problem(
-        "paged_attention", dict(N=2, **SIZES), "bfloat16", dict(scales="head", kv="float8_e4m3fn")
     ),
     "int8 values": example_problem(
         "ragged_paged_attention",
@@ -49,8 +42,8 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_are_of_their_problem(name):
     wanted = KINDS[name]
-    arrays, spec = make_arrays(wanted, 0), spec_of(wanted)
-    found = problem_of(wanted.operation, arrays, spec)
+    arrays, spec = make_arrays(wanted, 0), spec_of_problem(wanted)
+    found = core.problem_of(wanted.operation, arrays, spec)
     assert (found, found.key()) == (wanted, wanted.key())
     assert (np.asarray(make_arrays(wanted, 1).q) != np.asarray(arrays.q)).any()
     q_start, q_len, kv_len = (np.asarray(x)[0] for x in (arrays.q_start, arrays.q_len, arrays.kv_len))
@@ -67,7 +60,7 @@ def test_inputs_are_of_their_problem(name):
 def test_dtypes_of_pages_are_named_apart_where_they_differ():
     """What was tuned for pages of one dtype is found by the same key as ever."""
     names = lambda name: dict(KINDS[name].dtypes)
-    assert names("float8") == {"q": "bfloat16", "kv": "float8_e4m3fn"}
+    assert names("mixed") == {"q": "bfloat16", "kv": "bfloat16"}
     assert names("int8 values") == {"q": "bfloat16", "kv": "bfloat16", "v": "int8"}
     assert names("latent float8, bfloat16 rope") == {"q": "bfloat16", "kv": "float8_e5m2", "rope": "bfloat16"}
 
@@ -75,31 +68,21 @@ def test_dtypes_of_pages_are_named_apart_where_they_differ():
 def test_batches_are_like_what_a_server_has():
     mixed = make_batch(KINDS["mixed"], 0).q_len
     assert sorted(mixed)[:2] == [1, 1] and sum(mixed) == 30
-    assert min(make_batch(KINDS["prefill"], 0).q_len) > 4
+    chunks = example_problem("prefill_paged_attention", dict(N=2, T=32, Q=20, **SIZES), "float32", {})
+    assert min(make_batch(chunks, 0).q_len) > 4
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_agrees_with_the_reference(name):
-    problem = KINDS[name]
-    implementation = kernel_registry.get(problem.operation, "xla")
-    work = implementation.make_workload(problem)
-    assert work is not None
-    config = implementation.load().default_config(problem, DEVICES["sm_90"])
-    inputs = work.make_inputs(3)
-    actual, reference = quick(work.run, static_argnums=1)(inputs, config), work.reference(inputs)
-    assert set(actual) == set(reference) == set(work.tolerances)
-    for result, allowed in work.tolerances.items():
-        measured = errors(actual[result], reference[result])
-        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (result, measured)
-        assert np.asarray(reference[result]).any(), result
+    run = assert_agrees(KINDS[name].operation, "xla", KINDS[name])
+    assert set(run.reference) == set(run.work.tolerances)
+    assert all(np.asarray(x).any() for x in run.reference.values())
 
 
 def test_costs_are_the_visible_keys_once():
     problem = KINDS["decode"]
-    work = kernel_registry.get("paged_attention", "xla").make_workload(problem)
-    assert work is not None
-    cost = work.costs[FORWARD]
+    cost = work_of("paged_attention", "xla", problem).costs[FORWARD]
     keys = int(make_batch(problem, 0).kv_len.sum())
     assert cost.flops == 2 * keys * 4 * 32
     tables = 4 * (3 * 10 + 3 * 3)
@@ -108,7 +91,7 @@ def test_costs_are_the_visible_keys_once():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_configurations_are_distinct_and_the_heuristic_is_first(name):
-    platform = kernel_registry.get(KINDS[name].operation, "xla").load()
+    platform = ejx.kernel_registry.get(KINDS[name].operation, "xla").load()
     configs = platform.candidates(KINDS[name], DEVICES["sm_90"])
     assert configs[0] == platform.default_config(KINDS[name], DEVICES["sm_90"])
     assert len(set(configs)) == len(configs)
@@ -132,12 +115,7 @@ def test_explain_knows_the_words():
         ("paged_attention", SIZES, dict(latent=True), "V < D"),
         ("paged_attention", SIZES, dict(scales="row"), "row"),
         ("paged_attention", SIZES, dict(kv="int8"), "scales"),
-        (
-            "paged_attention",
-            SIZES,
-            dict(v="int8"),
-            "flags: expected scales only with pages of .*, received float32 and int8",
-        ),
+        ("paged_attention", SIZES, dict(v="int8"), "received float32 and int8"),
         ("paged_attention", SIZES, dict(alibi_slopes=True), "alibi_slopes"),
         ("ragged_decode_attention", dict(N=2, **SIZES), {}, "N"),
     ],

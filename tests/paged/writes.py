@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401  (numpy learns the names of the narrow dtypes)
 import numpy as np
 
-from ejkernel_eqx.paged.cache import write as xla
-from ejkernel_eqx.paged.cache.quantise import LARGEST
+from ejkernel_eqx.paged.cache.write import write as scatter
 from ejkernel_eqx.paged.spec import WriteArrays
+from tests.paged.cases import LARGEST
 from tests.recurrence.quick import quick
 
 P, p, K, T = 3, 4, 3, 7
@@ -43,7 +42,7 @@ def make(dtype, *, new="float32", scales=None, kinds=KINDS, lead=(), pages_lead=
 def assert_same(write: Callable[[WriteArrays], dict[str, Any]], arrays: WriteArrays) -> None:
     """`write(arrays)` and XLA's scatter agree, bit for bit where nothing is divided. XLA may divide by a constant in another way: scales agree to
     the last bits, and what is stored by them to one step."""
-    expected, results = quick(xla.write)(arrays), write(arrays)
+    expected, results = quick(scatter)(arrays), write(arrays)
     assert results.keys() == arrays.pages.keys()
     for name in results:
         got, want = np.asarray(results[name]), np.asarray(expected[name])

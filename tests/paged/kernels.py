@@ -1,10 +1,11 @@
-"""A kernel that stores what 8-bit pages are converted to. It has its own file because the interpreter compiles source code."""
+"""Kernels that store what parts of the package's kernels give. They have their own file because Triton reads its source."""
 
 import triton
 import triton.language as tl
 
 from ejkernel_eqx.paged.triton.latent_bytes import half_queries, halves
 from ejkernel_eqx.paged.triton.pairs import floats, integers
+from ejkernel_eqx.paged.triton.tile import load_pages, locate
 
 
 @triton.jit
@@ -34,3 +35,14 @@ def queries_kernel(q_ptr, own_ptr, half_ptr, factor_ptr, ROWS: tl.constexpr, WID
     )
     tl.store(half_ptr + at, half)
     tl.store(factor_ptr + tl.arange(0, ROWS), factor)
+
+
+@triton.jit
+def slots_kernel(table, END, P, high, low, PAGE: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr):
+    """Of every key the slot in two halves of 32 bits, -1 where there is none."""
+    tile = tl.program_id(0)
+    pages = load_pages(table, tile, END, PAGE, BK)
+    j, (start, within), ok = locate(pages, tile, 0, END, P, PAGE, BK, FAR)
+    slot = tl.where(ok, start + within, -1)
+    tl.store(high + j, (slot >> 32).to(tl.int32))
+    tl.store(low + j, slot.to(tl.int32))
