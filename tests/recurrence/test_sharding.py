@@ -151,7 +151,7 @@ def test_steps_are_split_where_they_stand(name, build):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("build, check_vma", [("opaque", True), ("opaque", False), ("xla", True)])
+@pytest.mark.parametrize("build, check_vma", [("opaque", True), ("opaque", False), ("pallas", True)])
 def test_inside_shard_map(build, check_vma):
     case, module, arrays, state = made("state space norm", build, T)
     specs = {n: P(ROWS) if n in PER_TOKEN else P() for n in arrays}
