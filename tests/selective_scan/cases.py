@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import zlib
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ from jax import Array
 
 from ejkernel_eqx.selective_scan import reference
 from ejkernel_eqx.selective_scan.spec import FLOATS, ScanArrays, ScanSpec
+from ejkernel_eqx.selective_scan.spec import SHARED as SHARED
 from tests.tolerances import assert_close
 
 RATES = (-1e-6, -1.0, -50.0)
@@ -129,12 +131,9 @@ def padded(case: Case, arrays: ScanArrays) -> ScanArrays:
     hide = lambda x, value=0.0: jnp.where(
         seen.reshape(*seen.shape, *(1,) * (x.ndim - 3)), x, jnp.asarray(value, x.dtype)
     )
+    z = None if arrays.z is None else hide(arrays.z)
     return arrays._replace(
-        x=hide(arrays.x),
-        dt=hide(arrays.dt, -jnp.inf),
-        B=hide(arrays.B),
-        C=hide(arrays.C),
-        z=None if arrays.z is None else hide(arrays.z),
+        x=hide(arrays.x), dt=hide(arrays.dt, -jnp.inf), B=hide(arrays.B), C=hide(arrays.C), z=z
     )
 
 
@@ -164,9 +163,8 @@ def run_reference(case: Case) -> Result:
     arrays, spec = make(case)
     given = (padded(case, arrays), *cotangents(case))
     with jax.enable_x64(True):
-        wide = jax.tree.map(
-            lambda x: jnp.asarray(np.asarray(x, np.float64), np.float64) if x.dtype != jnp.int32 else x, given
-        )
+        double = lambda x: x if x.dtype == jnp.int32 else jnp.asarray(np.asarray(x, np.float64), np.float64)
+        wide = jax.tree.map(double, given)
         result = _run_reference(*wide, dataclasses.replace(spec, state_dtype="float64"))
         return jax.tree.map(np.asarray, result)
 
@@ -219,14 +217,14 @@ CASES = (
 )
 
 
-QUICK = {"everything", "segments", "offsets", "groups of packed", "strong decay", "bfloat16 states"}
-"""Those that are tried by default: every option is among them."""
-
-
-def over(cases: tuple[Case, ...], quick: set[str] = QUICK) -> Any:
+def over(cases: Iterable[Case], *quick: str) -> Any:
     """Over these cases; all but the quick ones where time is no matter."""
     slow = lambda case: () if case.name in quick else pytest.mark.slow
     return pytest.mark.parametrize("case", [pytest.param(c, marks=slow(c), id=c.name) for c in cases])
+
+
+def named(*names: str) -> list[Case]:
+    return [case for case in CASES if case.name in names]
 
 
 def lengths(chunk: int) -> tuple[Case, ...]:

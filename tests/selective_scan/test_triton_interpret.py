@@ -14,13 +14,14 @@ from tests.selective_scan.cases import (
     in_sequence,
     lengths,
     make,
+    named,
     over,
     padded,
     Result,
+    SHARED,
 )
 
 pytest.importorskip("triton")
-from ejkernel_eqx.selective_scan.spec import SHARED
 from ejkernel_eqx.selective_scan.triton import interpreted as triton_interpret
 from ejkernel_eqx.selective_scan.triton.compiled import ScanTile, TritonConfig
 from ejkernel_eqx.selective_scan.triton.step_kernel import StepTile
@@ -49,15 +50,13 @@ def run(case: Case, config: TritonConfig, save: bool = True) -> Result:
     return Result(results["out"], results["final_state"], grads)
 
 
-@pytest.mark.few(1)
-@over(CASES, {"everything", "segments"})
+@over(CASES, "plain", "segments")
 def test_agrees_with_reference(case):
     case = dataclasses.replace(case, B=1, T=min(case.T, 21), N=min(case.N, 3))
     assert_agrees(case, run(case, config()))
 
 
-@pytest.mark.slow
-@over(CASES, {"everything"})
+@over(named("everything", "segments", "offsets", "groups of packed", "one state"))
 def test_states_that_stay_in_registers(case):
     """Three states in tiles of four, splits that the length does not fill, and as many states as the tile has."""
     case = dataclasses.replace(case, B=1, T=min(case.T, 21), N=min(case.N, 3))
@@ -66,26 +65,17 @@ def test_states_that_stay_in_registers(case):
     assert_agrees(full, run(full, config(unroll=4, prefetch=1)))
 
 
-@pytest.mark.few(1)
-@over(lengths(8), {"T1", "T9"})
+@over(lengths(8), "T9")
 def test_lengths(case):
     assert_agrees(case, run(case, config(prefetch=2)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        config(chunk=4, block=8, splits=1, unroll=1, prefetch=2),
-        pytest.param(config(chunk=16, block=16, splits=2, unroll=1), marks=pytest.mark.slow),
-        pytest.param(config(chunk=16, block=64, splits=2, unroll=1), marks=pytest.mark.slow),
-    ],
-    ids=["small", "whole", "wide"],
-)
-def test_tiles(tiles):
+@pytest.mark.parametrize("chunk, block, splits", [(4, 8, 1), (16, 64, 2)])
+def test_tiles(chunk, block, splits):
     """Rows and lanes in any proportion; lengths that fill the chunks, and channels the blocks, without a mask."""
     case = Case(B=1, T=16, I=16, N=2, z=True)
-    assert_agrees(case, run(case, tiles))
+    assert_agrees(case, run(case, config(chunk, block, splits, unroll=1, prefetch=2)))
 
 
 def test_repeats_bit_for_bit():
