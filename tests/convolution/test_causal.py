@@ -103,7 +103,7 @@ def test_packed_as_one_by_one(platform):
         assert_close(found["final_state"][n], state)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("pieces", [(1, 1, 7), (2, 3, 4)])
 def test_in_pieces(pieces, platform):
     """A prompt in chunks shorter than the width too: what the whole at once gives, exactly; and token by token."""
@@ -116,35 +116,12 @@ def test_in_pieces(pieces, platform):
         piece = inputs["x"][:, at : at + size]
         if size == 1:
             y, state = step(piece[:, 0], inputs["weight"], inputs["bias"], state)
-            y = y[:, None]
         else:
             y, state = call(inputs | {"x": piece, "initial_state": state})
-        outs.append(y)
+        outs.append(y.reshape(piece.shape))
         at += size
     assert_close(jnp.concatenate(outs, 1), whole)
     np.testing.assert_array_equal(state, last)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_is_as_if_it_were_not_there(side, platform):
-    """Neither in a row's output nor in its state, whatever its neighbours are; also in a prompt shorter than the width."""
-    case = Case(B=4, T=9)
-    inputs, _ = make(case)
-    op = ejx.CausalConv1d("silu", platform=platform)
-    lengths = (9, 5, 2, 0)
-    real = np.stack([np.arange(9) < n for n in lengths])
-    real = real[:, ::-1] if side == "left" else real
-    padded = inputs | {"x": jnp.where(real[..., None], inputs["x"], jnp.nan)}
-    out, final = quick(lambda inputs, ids: op(**inputs, segment_ids=ids))(padded, jnp.where(real, 0, -1))
-    for row, size in enumerate(lengths):
-        initial = np.asarray(inputs["initial_state"][row])
-        if size == 0:
-            np.testing.assert_array_equal(final[row], initial)
-            continue
-        y, state = plain(inputs["x"][row][real[row]], inputs["weight"], inputs["bias"], initial)
-        assert_close(out[row][real[row]], y)
-        np.testing.assert_array_equal(final[row], state.astype(np.float32))
 
 
 @pytest.mark.slow
@@ -156,21 +133,17 @@ def test_composes(platform):
 
     def loss(x, weight, bias, state):
         out, final = op(x, weight, bias, initial_state=state)
-        # Transposed and sliced: what comes back is strided as JAX likes it.
-        return (jnp.swapaxes(out, -1, -2) * jnp.swapaxes(dout, -1, -2)[: out.shape[0]]).sum() + (
-            final**2
-        ).sum()
+        # Transposed: what comes back is strided as JAX likes it.
+        return (jnp.swapaxes(out, -1, -2) * jnp.swapaxes(dout, -1, -2)).sum() + (final**2).sum()
 
     args = tuple(inputs.values())
     wanted = quick(jax.grad(loss, (0, 1, 2, 3)))(*args)
-    mapped = lambda x, weight, bias, state, d: jax.grad(
-        lambda *a: (
-            (op(a[0], a[1], a[2], initial_state=a[3])[0] * d).sum()
-            + (op(a[0], a[1], a[2], initial_state=a[3])[1] ** 2).sum()
-        ),
-        (0, 1, 2, 3),
-    )(x, weight, bias, state)
-    by_row = quick(jax.vmap(mapped, (0, None, None, 0, 0)))(*args, dout)
+
+    def of_row(x, weight, bias, state, d):
+        out, final = op(x, weight, bias, initial_state=state)
+        return (out * d).sum() + (final**2).sum()
+
+    by_row = quick(jax.vmap(jax.grad(of_row, (0, 1, 2, 3)), (0, None, None, 0, 0)))(*args, dout)
     for n, (one, rows) in enumerate(zip(wanted, by_row)):
         assert_close(rows.sum(0) if n in (1, 2) else rows, one, kind="gradient")
     # Weights that are mapped too, and nothing else.
@@ -184,11 +157,8 @@ def test_composes(platform):
         return jax.lax.scan(step, x, weights)[0]
 
     unrolled = lambda x: op(op(x, weights[0])[0], weights[1])[0]
-    assert_close(
-        quick(jax.grad(lambda x: (layers(x) * dout).sum()))(args[0]),
-        quick(jax.grad(lambda x: (unrolled(x) * dout).sum()))(args[0]),
-        kind="gradient",
-    )
+    gradient = lambda run: quick(jax.grad(lambda x: (run(x) * dout).sum()))(args[0])
+    assert_close(gradient(layers), gradient(unrolled), kind="gradient")
 
 
 def test_any_leading_axes():
@@ -266,7 +236,7 @@ def test_a_state_of_another_dtype_keeps_it():
     "change, words",
     [
         (dict(weight=jnp.ones((4, 3))), ["weight", "[C, W] with C = 5", "(4, 3)"]),
-        (dict(weight=jnp.ones((5, 1, 3))), ["weight", "(5, 1, 3)", "drop the middle axis"]),
+        (dict(weight=jnp.ones((5, 1, 3))), ["weight", "drop the middle axis"]),
         (dict(bias=jnp.ones(4)), ["bias", "(4,)"]),
         (dict(x=jnp.ones(5)), ["x", "rank 2"]),
         (dict(x=jnp.ones((2, 3, 5), jnp.int32)), ["x", "int32"]),
@@ -293,11 +263,8 @@ def test_wrong_options_and_steps(unchecked):
             ejx.CausalConv1d(norm_size=size)
     with pytest.raises(ValueError, match="norm_size: expected None with sequence_axis='seq'"):
         ejx.CausalConv1d(norm_size=4, sequence_axis="seq")
-    heads = ejx.CausalConv1d(norm_size=2)
     with pytest.raises(ValueError, match="multiple of norm_size=2 channels, received 5"):
-        heads(**inputs)
-    with pytest.raises(ValueError, match="multiple of norm_size=2 channels, received 5"):
-        heads.step(inputs["x"][:, 0], inputs["weight"], None, inputs["initial_state"])
+        ejx.CausalConv1d(norm_size=2)(**inputs)
     step = functools.partial(ejx.CausalConv1d().step, inputs["x"][:, 0], inputs["weight"], None)
     with pytest.raises(ValueError, match="state: expected shape"):
         step(inputs["initial_state"][:, :2])

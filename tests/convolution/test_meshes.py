@@ -30,11 +30,9 @@ INPUTS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "size", [32, pytest.param(16, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k == "explicit" else pytest.mark.slow) for k in meshes.KINDS]
+    "kind, size", [("explicit", 32), ("explicit without context", 16), ("explicit", 8), ("automatic", 8)]
 )
 def test_normalised_heads(kind, size):
     """Of which a mesh has fewer than devices, as many, or more: results and gradients, split as without a norm."""

@@ -90,9 +90,9 @@ def make(case: Case, seed: int = 0) -> tuple[RecurrenceArrays, RecurrenceSpec]:
     if case.skip:
         arrays = arrays._replace(skip=cast(rng.standard_normal((case.B, state_heads, case.V)), wide))
     if case.packing == "segments":
-        arrays = arrays._replace(starts=_starts(case, rng))
+        arrays = arrays._replace(starts=starts_of(case, rng))
     elif case.packing is not None:
-        arrays = arrays._replace(offsets=_offsets(case, rng))
+        arrays = arrays._replace(offsets=offsets_of(case, rng))
     if case.initial_state:
         count = () if arrays.offsets is None else (arrays.offsets.shape[-1] - 1,)
         state = rng.standard_normal((case.B, *count, state_heads, case.D, case.V))
@@ -143,7 +143,7 @@ def _closed(case: Case, g: np.ndarray) -> np.ndarray:
     return g
 
 
-def _starts(case: Case, rng: np.random.Generator) -> Array:
+def starts_of(case: Any, rng: np.random.Generator) -> Array:
     """About three segments a row, at different places in each; the second row has only one."""
     begins = rng.random((case.B, case.T)) < 2.5 / max(case.T, 1)
     begins[1:2] = False
@@ -152,7 +152,7 @@ def _starts(case: Case, rng: np.random.Generator) -> Array:
     return jnp.asarray(np.maximum.accumulate(starts, 1) if case.T else starts, jnp.int32)
 
 
-def _offsets(case: Case, rng: np.random.Generator) -> Array:
+def offsets_of(case: Any, rng: np.random.Generator) -> Array:
     """Sequences of any length, some empty; the first starts past the row's start, the last ends before its end."""
     count = 5 if case.packing == "offsets" else case.T + 3 if case.T < 8 else 9
     inner = rng.integers(min(2, case.T), max(case.T - 2, min(2, case.T)) + 1, (case.B, count + 1))
@@ -160,7 +160,7 @@ def _offsets(case: Case, rng: np.random.Generator) -> Array:
     return jnp.asarray(np.sort(inner, 1), jnp.int32)
 
 
-def in_sequence(case: Case, arrays: RecurrenceArrays) -> np.ndarray:
+def in_sequence(case: Any, arrays: Any) -> np.ndarray:
     """`[B, T, 1, 1]`: the tokens whose outputs count. What a kernel gives for the others is masked by its caller."""
     tokens = np.arange(case.T)
     if arrays.offsets is None:

@@ -27,7 +27,7 @@ def test_agrees_with_the_reference(name, platform):
     inputs, cotangents = make(case)
     found = results(ejx.ResidualRMSNorm(platform=platform), inputs, cotangents)
     assert found["out"].dtype == found["sum"].dtype == inputs["x"].dtype
-    assert all(found[f"d{n}"].dtype == x.dtype and found[f"d{n}"].shape == x.shape for n, x in inputs.items())
+    assert all(found[f"d{n}"].dtype == x.dtype for n, x in inputs.items())
     assert_agrees(case, found, exact(inputs, cotangents))
 
 
@@ -59,16 +59,14 @@ def test_composes(platform):
         assert_close(mapped[n].sum(0) if n == 2 else mapped[n], wanted[n], kind="gradient")
         assert_close(weights[n][0], wanted[n], kind="gradient")
 
-    def stream(x, scanned):
-        def layer(x, w):
-            out, x = jax.checkpoint(op)(x, None, w)
-            return x + jnp.sin(out), None
+    def stream(x, scan):
+        layer = lambda x, w: (x + jnp.sin(jax.checkpoint(op)(x, None, w)[0]), None)
+        return (scan(layer, x, jnp.stack([w, 2 * w]))[0] * dout).sum()
 
-        if scanned:
-            return (jax.lax.scan(layer, x, jnp.stack([w, 2 * w]))[0] * dout).sum()
-        return (layer(layer(x, w)[0], 2 * w)[0] * dout).sum()
-
-    found, plain = (quick(jax.grad(functools.partial(stream, scanned=s)))(x) for s in (True, False))
+    one_by_one = lambda layer, x, ws: layer(layer(x, ws[0])[0], ws[1])
+    found, plain = (
+        quick(jax.grad(functools.partial(stream, scan=scan)))(x) for scan in (jax.lax.scan, one_by_one)
+    )
     assert_close(found, plain, kind="gradient")
 
 
@@ -81,9 +79,8 @@ def test_float64(enable_x64):
     case = Case(dtype="float64")
     inputs, cotangents = make(case)
     inputs = {name: x.astype(jnp.float64) for name, x in inputs.items()}
-    assert_agrees(
-        case, results(ejx.ResidualRMSNorm(platform="xla"), inputs, cotangents), exact(inputs, cotangents)
-    )
+    found = results(ejx.ResidualRMSNorm(platform="xla"), inputs, cotangents)
+    assert_agrees(case, found, exact(inputs, cotangents))
     with pytest.raises(ejx.UnsupportedError, match="not float64"):
         ejx.ResidualRMSNorm(platform=INTERPRET)(**inputs)
 
@@ -116,18 +113,13 @@ def test_each_reader_has_an_array_of_its_own(readers, branch, platform):
     added = inputs["branch"] if branch else None
     scales = [jnp.asarray(s, dout.dtype) for s in (1.0, -0.5, 0.25)[:readers]]
 
-    def results(x, added, w):
-        outs, total = op.for_readers(readers, x, added, w)
-        assert len(outs) == readers
-        return outs, total
-
-    (outs, total), pull = jax.vjp(results, x, added, w)
+    (outs, total), pull = jax.vjp(lambda *given: op.for_readers(readers, *given), x, added, w)
+    assert len(outs) == readers
     found = pull((tuple(scale * dout for scale in scales), dsum))
     (out, plain_total), pull = jax.vjp(op, x, added, w)
     # In float32, as the kernel adds them.
     parts = jnp.stack([(scale * dout).astype(jnp.float32) for scale in scales])
-    whole = parts.sum(0).astype(dout.dtype)
-    expected = pull((whole, dsum))
+    expected = pull((parts.sum(0).astype(dout.dtype), dsum))
     for a in outs:
         np.testing.assert_array_equal(a, out)
     np.testing.assert_array_equal(total, plain_total)

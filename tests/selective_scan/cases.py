@@ -15,6 +15,7 @@ from jax import Array
 from ejkernel_eqx.selective_scan import reference
 from ejkernel_eqx.selective_scan.spec import FLOATS, ScanArrays, ScanSpec
 from ejkernel_eqx.selective_scan.spec import SHARED as SHARED
+from tests.recurrence import cases as recurrences
 from tests.tolerances import assert_close
 
 RATES = (-1e-6, -1.0, -50.0)
@@ -77,9 +78,9 @@ def make(case: Case, seed: int = 0) -> tuple[ScanArrays, ScanSpec]:
         # A step below zero would let the state grow from token to token.
         arrays = arrays._replace(dt_bias=jnp.abs(arrays.dt_bias))
     if case.packing == "segments":
-        arrays = arrays._replace(starts=_starts(case, rng))
+        arrays = arrays._replace(starts=recurrences.starts_of(case, rng))
     elif case.packing is not None:
-        arrays = arrays._replace(offsets=_offsets(case, rng))
+        arrays = arrays._replace(offsets=recurrences.offsets_of(case, rng))
     if case.initial_state:
         arrays = arrays._replace(initial_state=normal(*state_shape(case, arrays), dtype=case.state_dtype))
     return arrays, case.spec
@@ -100,29 +101,9 @@ def _rates(case: Case, rng: np.random.Generator) -> np.ndarray:
     return np.full(shape, case.rates)
 
 
-def _starts(case: Case, rng: np.random.Generator) -> Array:
-    """About three segments a row, at different places in each; the second row has only one."""
-    begins = rng.random((case.B, case.T)) < 2.5 / max(case.T, 1)
-    begins[1:2] = False
-    begins[:, :1] = False
-    return jnp.asarray(np.maximum.accumulate(np.where(begins, np.arange(case.T), -1), 1), jnp.int32)
-
-
-def _offsets(case: Case, rng: np.random.Generator) -> Array:
-    """Sequences of any length, some empty; the first starts past the row's start, the last ends before its end."""
-    count = case.T + 3 if case.packing == "many" else 5
-    inner = rng.integers(min(2, case.T), max(case.T - 2, min(2, case.T)) + 1, (case.B, count + 1))
-    inner[:, 2] = inner[:, 1]
-    return jnp.asarray(np.sort(inner, 1), jnp.int32)
-
-
 def in_sequence(case: Case, arrays: ScanArrays) -> np.ndarray:
     """`[B, T, 1]`: the tokens whose outputs count. What a kernel gives for the others is masked by its caller."""
-    tokens = np.arange(case.T)
-    if arrays.offsets is None:
-        return np.ones((1, case.T, 1), bool)
-    offsets = np.asarray(arrays.offsets)
-    return ((tokens >= offsets[:, :1]) & (tokens < offsets[:, -1:]))[..., None]
+    return recurrences.in_sequence(case, arrays)[..., 0]
 
 
 def padded(case: Case, arrays: ScanArrays) -> ScanArrays:

@@ -24,7 +24,7 @@ def module(platform="xla", **options):
     return ejx.StateSpaceV1(**given)
 
 
-def make(*lead: int, length: int | None = T, dtype="float64", groups=1):
+def make(*lead: int, length: int | None = T, dtype="float64", groups=1, I=I):
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
     tokens = lead if length is None else (*lead, length)
@@ -92,23 +92,6 @@ def test_packed_sequences_are_those_alone(platform, reverse, enable_x64):
     got = with_gradients(run, poisoned, states)
     agree(got, with_gradients(functools.partial(apart, alone), arrays, states))
     assert not any(np.asarray(got[1][0][name])[~seen].any() for name in PER_TOKEN)
-
-
-@pytest.mark.slow
-def test_packed_sequences_into_a_pool(enable_x64):
-    """Each begins with the state in its slot and leaves its own there; without a slot from zero, and nothing is left."""
-    arrays, _ = make()
-    slots, pool = np.array([4, 1, -1, 2]), make(6, length=None)[1]
-    packed = module()
-
-    def separate(arrays, pool):
-        states = jnp.where((slots >= 0)[:, None, None], pool[slots], 0)
-        out, finals = apart(packed, arrays, states)
-        return out, pool.at[slots[slots >= 0]].set(finals[slots >= 0])
-
-    given: dict[str, Any] = dict(cu_seqlens=jnp.asarray(OFFSETS), state_indices=jnp.asarray(slots))
-    got = with_gradients(lambda a, pool: call(packed, a, initial_state=pool, **given), arrays, pool)
-    agree(got, with_gradients(separate, arrays, pool))
 
 
 @pytest.mark.few(1)

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -11,10 +10,11 @@ from ejkernel_eqx.selective_scan.spec import PART
 from tests.meshes import agree, collectives, HEADS, mesh_of, place, ROWS
 from tests.recurrence import test_sharding as recurrences
 from tests.recurrence.quick import quick
+from tests.selective_scan import test_operation as operations
 from tests.selective_scan.cases import FLOATS, reference, SHARED
 from tests.selective_scan.test_xla import xla
 
-T, I, N = 5, 2 * PART, 2
+T, N = 5, operations.N
 
 
 def _forward(arrays, spec, config, *, save):
@@ -46,34 +46,14 @@ BUILD = {
     "xla": lambda: ejx.StateSpaceV1(dt_softplus=True, platform="xla"),
     "triton": lambda: ejx.StateSpaceV1(dt_softplus=True, platform="triton-interpret"),
 }
-SPECS = {
-    "x": P(ROWS, None, HEADS),
-    "dt": P(ROWS, None, HEADS),
-    "A": P(HEADS),
-    "B": P(ROWS),
-    "C": P(ROWS),
-    "D": P(HEADS),
-    "z": P(ROWS, None, HEADS),
-    "dt_bias": P(HEADS),
-    "initial_state": P(ROWS, HEADS),
-}
+TOKENS = P(ROWS, None, HEADS)
+SPECS = {"x": TOKENS, "dt": TOKENS, "z": TOKENS, "B": P(ROWS), "C": P(ROWS), "initial_state": P(ROWS, HEADS)}
+SPECS |= {name: P(HEADS) for name in SHARED}
 
 
 def make(tokens: int | None = T) -> dict[str, jax.Array]:
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
-    rows = (4,) if tokens is None else (4, tokens)
-    return dict(
-        x=normal(*rows, I),
-        dt=normal(*rows, I),
-        A=-jnp.abs(normal(I, N)),
-        B=normal(*rows, N),
-        C=normal(*rows, N),
-        D=normal(I),
-        z=normal(*rows, I),
-        dt_bias=normal(I),
-        initial_state=normal(4, I, N),
-    )
+    arrays, state = operations.make(4, length=tokens, dtype="float32", I=2 * PART)
+    return arrays | {"initial_state": state}
 
 
 @pytest.mark.parametrize(
