@@ -4,11 +4,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ejkernel_eqx.dispatch import kernel_registry, Problem, Workload
+from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry, Problem, Workload
 from ejkernel_eqx.launch import compile_ahead
 from tests.attention.dense import quick
 from tests.compiled import DEVICES
 from tests.tolerances import errors
+
+__all__ = ["BOTH", "FORWARD"]  # for costs
 
 
 class Run(NamedTuple):

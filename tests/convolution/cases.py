@@ -98,19 +98,12 @@ def exact(case: Case, inputs: Named, cotangents: Any) -> Named:
         axis = () if case.offsets is not None else -3
         named = {"out": dout, "final_state": jnp.expand_dims(dfinal, axis)}
         spec = ConvSpec(case.activation, case.norm)
-        results = _reference(spec, Inputs(by_head(call.arrays, spec), as_called(named, spec)))
-        return {
-            name: np.asarray(x).reshape(np.shape(like))
-            for name, x, like in _matched(results, inputs, cotangents)
-        }
+        found = _reference(spec, Inputs(by_head(call.arrays, spec), as_called(named, spec)))
+        like = inputs | {"out": cotangents[0], "final_state": cotangents[1]}
+        return {name: np.asarray(x).reshape(np.shape(like[name])) for name, x in found.items()}
 
 
 _reference = functools.partial(quick, static_argnums=0)(functools.partial(exact_results, CONVOLVE))
-
-
-def _matched(results: Named, inputs: Named, cotangents: Any) -> list[tuple[str, Any, Any]]:
-    shapes = inputs | {"out": cotangents[0], "final_state": cotangents[1]}
-    return [(name, x, shapes[name]) for name, x in results.items()]
 
 
 IDS = {

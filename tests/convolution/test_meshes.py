@@ -16,18 +16,10 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-SPECS = {
-    "x": P(ROWS, None, HEADS),
-    "weight": P(HEADS, None),
-    "bias": P(HEADS),
-    "initial_state": P(ROWS, None, HEADS),
-}
-INPUTS = {
-    "x": normal(0, 2, 9, 32),
-    "weight": normal(1, 32, 3),
-    "bias": normal(2, 32),
-    "initial_state": normal(3, 2, 2, 32),
-}
+TOKENS = P(ROWS, None, HEADS)
+SPECS = {"x": TOKENS, "weight": P(HEADS, None), "bias": P(HEADS), "initial_state": TOKENS}
+SIZES = {"x": (2, 9, 32), "weight": (32, 3), "bias": (32,), "initial_state": (2, 2, 32)}
+INPUTS = {name: normal(n, *size) for n, (name, size) in enumerate(SIZES.items())}
 
 
 @pytest.mark.few(1)
@@ -54,15 +46,9 @@ def test_normalised_heads(kind, size):
         with meshes.context(kind, mesh):
             found = jax.jit(function)(meshes.place(mesh, INPUTS, SPECS))
         meshes.agree(found, expected, "gradient")
-        if kind == "automatic":
-            continue
-        if function is call:
-            assert all(meshes.lies(x, mesh, P(ROWS, None, HEADS)) for x in found)
-        elif function is step:
-            assert meshes.lies(found[0], mesh, P(ROWS, HEADS)) and meshes.lies(
-                found[1], mesh, P(ROWS, None, HEADS)
-            )
-        else:
+        if kind != "automatic" and function is call:
+            assert all(meshes.lies(x, mesh, TOKENS) for x in found)
+        elif kind != "automatic" and function is not step:
             assert all(meshes.lies(found[name], mesh, SPECS[name]) for name in found)
 
 
@@ -76,4 +62,4 @@ def test_a_mesh_that_splits_the_weights_alone(size):
     with meshes.context("explicit", mesh):
         found = jax.jit(lambda inputs: op(**inputs))(meshes.place(mesh, INPUTS, specs))
     meshes.agree(found, expected)
-    assert all(meshes.lies(x, mesh, P(ROWS, None, HEADS)) for x in found)
+    assert all(meshes.lies(x, mesh, TOKENS) for x in found)

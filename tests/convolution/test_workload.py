@@ -5,9 +5,8 @@ import pytest
 
 from ejkernel_eqx.convolution.core import problem_of
 from ejkernel_eqx.convolution.workload import example_problem, make_arrays, spec_of
-from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
 from tests.compiled import DEVICES
-from tests.workloads import assert_agrees, assert_defaults_fit
+from tests.workloads import assert_agrees, assert_defaults_fit, BOTH, FORWARD, kernel_registry, work_of
 
 OPERATION = "causal_conv1d"
 STATE = dict(initial_state=True)
@@ -49,8 +48,7 @@ def test_agrees_with_the_reference(platform, name):
 
 
 def test_costs_are_the_arrays_once():
-    work = kernel_registry.get(OPERATION, "xla").make_workload(KINDS["plain"])
-    assert work is not None
+    work = work_of(OPERATION, "xla", KINDS["plain"])
     x, weight, bias, state = 4 * 2 * 40 * 6, 4 * 6 * 4, 4 * 6, 4 * 2 * 3 * 6
     assert work.costs[FORWARD].bytes == 2 * x + weight + bias + state
     assert work.costs[BOTH].bytes == 2 * work.costs[FORWARD].bytes + x + weight + bias

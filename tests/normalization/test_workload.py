@@ -1,16 +1,13 @@
 """What the tuner is given, and what is compiled: inputs of their very problem, results that agree, configurations that fit."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
 from ejkernel_eqx.normalization.core import problem_of
 from ejkernel_eqx.normalization.workload import example_problem, make_arrays
 from tests.compiled import DEVICES
 from tests.normalization.cases import NormSpec
-from tests.workloads import assert_agrees, assert_defaults_fit, work_of
+from tests.workloads import assert_agrees, assert_defaults_fit, BOTH, FORWARD, kernel_registry, work_of
 
 OPERATION = "gated_rms_norm"
 KINDS = {
@@ -37,7 +34,6 @@ def test_inputs_are_of_their_problem(name):
 def test_agrees_with_the_reference(platform, name):
     work, reference = assert_agrees(OPERATION, platform, KINDS[name])
     assert set(reference) == set(work.tolerances)
-    assert work.costs[BOTH].bytes > work.costs[FORWARD].bytes > 0
 
 
 def test_costs_are_the_arrays_once():
@@ -85,4 +81,4 @@ def test_what_triton_does_not_take():
     with pytest.raises(ValueError, match="power of two"):
         triton.NormTile(3, 4)
     with pytest.raises(ValueError, match="num_warps"):
-        dataclasses.replace(triton.NormTile(4, 4), num_warps=5)
+        triton.NormTile(4, 5)

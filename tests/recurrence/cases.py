@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel_eqx.recurrence import reference
-from ejkernel_eqx.recurrence.core import problem_of as problem_of
-from ejkernel_eqx.recurrence.example import example_problem as example_problem
+from ejkernel_eqx.recurrence import reference, samples
+from ejkernel_eqx.recurrence.core import problem_of, step_problem_of
+from ejkernel_eqx.recurrence.example import example_problem
 from ejkernel_eqx.recurrence.spec import (
     CONSTANT,
     FLOATS,
@@ -23,11 +23,18 @@ from ejkernel_eqx.recurrence.spec import (
     RecurrenceArrays,
     RecurrenceSpec,
     SCALAR,
+    step_letters_of,
+    step_sizes_of,
+    StepArrays,
+    StepSpec,
     VALUE,
 )
 from tests.attention.cases import all_pairs
 from tests.tolerances import assert_close
 
+# What the room's tests share, too.
+__all__ = ["StepArrays", "StepSpec", "example_problem", "problem_of", "samples"]
+__all__ += ["step_letters_of", "step_problem_of", "step_sizes_of"]
 LOG_DECAYS = (0.0, -1e-6, -1.0, -50.0)
 
 

@@ -12,11 +12,12 @@ from tests.recurrence import cases
 from tests.recurrence.cases import problem_of, RecurrenceArrays, RecurrenceSpec
 
 pytest.importorskip("triton")
-from ejkernel_eqx.launch import compile_ahead, Launch, run
+from ejkernel_eqx.launch import compile_ahead, gluon_unavailable, Launch, run
 from ejkernel_eqx.recurrence.triton import compiled, interpreted
 from ejkernel_eqx.recurrence.triton.hopper import tile_sizes
 from ejkernel_eqx.recurrence.triton.tile_sizes import Tile, TritonConfig
 
+__all__ = ["gluon_unavailable"]
 hopper = tile_sizes
 CHUNK = 16
 _interpret = functools.partial(run, interpret=True)

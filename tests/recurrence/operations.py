@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.recurrence.xla import XlaConfig
+from ejkernel_eqx.recurrence import xla
 from tests.recurrence import formulas
 
 # Several chunks in a few tokens.
-CONFIG = XlaConfig(4)
+CONFIG = xla.XlaConfig(4)
 
 H, D, V = 4, 6, 5
 PER_TOKEN = ("q", "k", "v", "g", "gk", "gv", "beta", "x", "dt", "B", "C", "z")

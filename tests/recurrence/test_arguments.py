@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.recurrence.operations import CASES, XlaConfig
+from tests.recurrence.operations import CASES, xla
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 T = 3
@@ -185,7 +185,7 @@ def test_modules_built_alike_are_alike(case):
     assert jax.tree.structure(one) == jax.tree.structure(two)
     assert jax.tree.leaves(one) == []  # static throughout
     assert one.plan.operation == one.operation
-    assert case.module(config=XlaConfig(8)).plan != one.plan
+    assert case.module(config=xla.XlaConfig(8)).plan != one.plan
 
 
 def test_settled_for_shapes():

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_eqx.dispatch import from_dict, to_dict
-from ejkernel_eqx.launch import gluon_unavailable
-from ejkernel_eqx.launch.sizes import padded
 from tests.attention import hopper_emulation
 from tests.compiled import DEVICES
 from tests.recurrence.cases import (
@@ -29,8 +27,8 @@ from tests.recurrence.cases import (
     SCALAR,
 )
 from tests.recurrence.kernels import compiled as triton
+from tests.recurrence.kernels import gluon_unavailable, launches_of, report_of, run, Tile
 from tests.recurrence.kernels import hopper as tile_sizes
-from tests.recurrence.kernels import launches_of, report_of, run, Tile
 from tests.tolerances import assert_close
 
 HOPPER = DEVICES["sm_90"]
@@ -75,7 +73,9 @@ def problem(*args: Any, **kwargs: Any) -> Any:
 
 def configured(of: Any, block_v: int, stages: int, **changes: Any) -> Any:
     config = dataclasses.replace(triton.default_config(of, HOPPER), **changes)
-    return dataclasses.replace(config, single=True, out=Tile(padded(of.dim("D")), block_v, 4, stages, True))
+    return dataclasses.replace(
+        config, single=True, out=Tile(64 if of.dim("D") <= 64 else 128, block_v, 4, stages, True)
+    )
 
 
 def single_of(of: Any, config: Any) -> tuple[Any, Any]:

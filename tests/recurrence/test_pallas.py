@@ -10,11 +10,10 @@ from ejkernel_eqx.dispatch import kernel_registry, Platform, Problem
 from ejkernel_eqx.recurrence.pallas import compiled
 from ejkernel_eqx.recurrence.pallas.interpreted import platform
 from ejkernel_eqx.recurrence.pallas.tile_sizes import heads_of_step, PallasConfig, vmem
-from ejkernel_eqx.recurrence.samples import make_inputs, spec_of
 from tests import tpus
 from tests.attention.dense import quick
 from tests.recurrence import cases, operations
-from tests.recurrence.cases import Case, example_problem, make, NAMED
+from tests.recurrence.cases import Case, example_problem, make, NAMED, samples
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("no_races")
@@ -69,14 +68,14 @@ def problem_of(name: str, dtype: str = "bfloat16") -> Problem:
 
 def both(problem: Problem, config: PallasConfig) -> tuple[Any, ...]:
     """Forward and backward in one program, and its arrays."""
-    spec = spec_of(problem)
+    spec = samples.spec_of(problem)
 
     def call(arrays: Any, dout: Any, dstate: Any, **execute: Any) -> Any:
         found = compiled.forward(arrays, spec, config, **execute)
         given = {"out": dout, "final_state": dstate}
         return found, compiled.backward(arrays, spec, config, {"states": found["states"]}, given, **execute)
 
-    arrays = jax.eval_shape(lambda: make_inputs(problem, 0).arrays)
+    arrays = jax.eval_shape(lambda: samples.make_inputs(problem, 0).arrays)
     found = jax.eval_shape(lambda arrays: compiled.forward(arrays, spec, config), arrays)
     return call, arrays, found["out"], found["final_state"]
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.recurrence.spec import StepArrays, StepSpec
 from tests.recurrence import cases
 from tests.recurrence.cases import Case, CONSTANT, EMPTY, heads_of, KEY, make, MEMBERS, reference, SCALAR
 from tests.tolerances import assert_close
@@ -111,8 +110,8 @@ def test_step_in_slots_is_one_token(transposed, enable_x64):
     before = pool.copy()
     pool[[4, 0]] = turn(np.asarray(arrays.initial_state))[[0, 2]]
     q, k, v, g, beta = (x[:, 0] for x in arrays[:5])
-    given = StepArrays(q, k, v, jnp.asarray(pool), g, beta, None, jnp.asarray(slots))
-    out, new = reference.step(given, StepSpec(spec.scale, KEY, True, transposed))
+    given = cases.StepArrays(q, k, v, jnp.asarray(pool), g, beta, None, jnp.asarray(slots))
+    out, new = reference.step(given, cases.StepSpec(spec.scale, KEY, True, transposed))
     expected[1] = 0
     assert_close(out, expected[:, 0])
     before[[4, 0]] = turn(state)[[0, 2]]

@@ -11,10 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx._kernel import with_plan
 from ejkernel_eqx.dispatch import Backend, Implementation, Platform
-from ejkernel_eqx.recurrence import xla
 from tests.meshes import agree, collectives, HEADS, mesh_of, place, ROWS
 from tests.recurrence.cases import floats_of, reference
-from tests.recurrence.operations import CASES, PER_TOKEN
+from tests.recurrence.operations import CASES, PER_TOKEN, xla
 from tests.recurrence.quick import quick
 
 T = 5

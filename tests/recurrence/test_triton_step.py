@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.parallel import Leading, opaque, Split
-from ejkernel_eqx.recurrence import reference, xla
-from ejkernel_eqx.recurrence.spec import (
+from ejkernel_eqx.recurrence.triton.step_kernel import default_tile, step, StepTile
+from tests.recurrence.cases import (
     KEY,
     NONE,
+    reference,
     SCALAR,
     step_letters_of,
     step_sizes_of,
@@ -23,8 +24,8 @@ from ejkernel_eqx.recurrence.spec import (
     StepSpec,
     VALUE,
 )
-from ejkernel_eqx.recurrence.triton.step_kernel import default_tile, step, StepTile
 from tests.recurrence.kernels import report_of, run
+from tests.recurrence.operations import xla
 from tests.tolerances import assert_close
 
 interpreted = functools.partial(step, execute=functools.partial(run, interpret=True))

@@ -7,11 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.dispatch import BOTH, FORWARD, Problem
-from ejkernel_eqx.recurrence import samples
-from ejkernel_eqx.recurrence.core import step_problem_of
 from tests import workloads
-from tests.recurrence.cases import example_problem, problem_of
+from tests.recurrence.cases import example_problem, problem_of, samples, step_problem_of
 from tests.tolerances import errors
 
 SIZES = dict(B=2, T=40, H=4, D=8, V=16)
@@ -31,7 +28,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def problem(operation: str, flags: dict[str, Any], dtype: str = "float32") -> Problem:
+def problem(operation: str, flags: dict[str, Any], dtype: str = "float32") -> workloads.Problem:
     sizes = SIZES | ({"N": 3} if flags.get("packed") == "offsets" else {})
     return example_problem(operation, sizes, dtype, flags)
 
@@ -107,11 +104,11 @@ def test_costs_are_those_of_the_arrays_and_products():
     made = workloads.work_of(of[0], "xla", problem(of[0], {}, "bfloat16"))
     tokens = 2 * 40 * 4
     q_k, v_out, g, state = 2 * tokens * 8 * 2, 2 * tokens * 16 * 2, tokens * 8 * 4, 2 * 4 * 8 * 16 * 4
-    assert made.costs[FORWARD].bytes == q_k + v_out + g + state
-    assert made.costs[FORWARD].flops == tokens * (40 * (8 + 16) + 4 * 8 * 16)
-    assert made.costs[BOTH].bytes == 2 * (q_k + v_out + g + state) + q_k + v_out / 2 + g
+    assert made.costs[workloads.FORWARD].bytes == q_k + v_out + g + state
+    assert made.costs[workloads.FORWARD].flops == tokens * (40 * (8 + 16) + 4 * 8 * 16)
+    assert made.costs[workloads.BOTH].bytes == 2 * (q_k + v_out + g + state) + q_k + v_out / 2 + g
     step = workloads.work_of(of[1], "xla", problem(of[1], {"step": True}, "bfloat16"))
-    assert step.costs[FORWARD].bytes > 2 * state
+    assert step.costs[workloads.FORWARD].bytes > 2 * state
 
 
 @pytest.mark.parametrize(

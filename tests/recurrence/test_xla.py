@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.dispatch import Problem
-from ejkernel_eqx.recurrence import xla
 from tests.recurrence.cases import (
     assert_agrees,
     Case,
@@ -19,6 +17,7 @@ from tests.recurrence.cases import (
     cotangents,
     differentiated,
     EMPTY,
+    example_problem,
     HARD,
     in_sequence,
     KEY,
@@ -29,6 +28,7 @@ from tests.recurrence.cases import (
     VALUE,
     with_every_option,
 )
+from tests.recurrence.operations import xla
 from tests.tolerances import assert_close
 
 XlaConfig = xla.XlaConfig
@@ -133,9 +133,8 @@ def test_memory_is_linear_in_length(optimised):
     assert temporary[1] < state_a_token / 2, temporary
 
 
-def _problem(length: int) -> Problem:
-    given: dict[str, Any] = dict(dims={"T": length}, dtypes={"qkv": "float32"}, flags={}, lengths={"T"})
-    return Problem.make("gated_linear_attention", **given)
+def _problem(length: int) -> Any:
+    return example_problem("gated_linear_attention", dict(T=length, H=2, D=8), "float32", {})
 
 
 @pytest.mark.parametrize("size", [0, -1, 48, True])

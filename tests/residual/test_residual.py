@@ -99,8 +99,13 @@ def test_wrong_arguments(change, words, unchecked):
     with pytest.raises(ValueError) as caught:
         ejx.ResidualRMSNorm()(**(make(Case())[0] | change))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_wrong_options(unchecked):
     with pytest.raises(ValueError, match="eps"):
         ejx.ResidualRMSNorm(-1.0)
+    with pytest.raises(ValueError, match="readers: expected 1 to 3"):
+        ejx.ResidualRMSNorm().for_readers(4, jnp.ones((2, 4)))
 
 
 @pytest.mark.few(2)
@@ -109,14 +114,14 @@ def test_wrong_arguments(change, words, unchecked):
 def test_each_reader_has_an_array_of_its_own(readers, branch, platform):
     """The gradients are those of the sum of what the readers return."""
     inputs, (dout, dsum) = make(Case((3, 5, 6), dtype="bfloat16"))
-    op, x, w = ejx.ResidualRMSNorm(platform=platform), inputs["x"], inputs["weight"]
-    added = inputs["branch"] if branch else None
+    op, given = ejx.ResidualRMSNorm(platform=platform), (inputs["x"], inputs["branch"] if branch else None)
+    given = *given, inputs["weight"]
     scales = [jnp.asarray(s, dout.dtype) for s in (1.0, -0.5, 0.25)[:readers]]
 
-    (outs, total), pull = jax.vjp(lambda *given: op.for_readers(readers, *given), x, added, w)
+    (outs, total), pull = jax.vjp(lambda *given: op.for_readers(readers, *given), *given)
     assert len(outs) == readers
     found = pull((tuple(scale * dout for scale in scales), dsum))
-    (out, plain_total), pull = jax.vjp(op, x, added, w)
+    (out, plain_total), pull = jax.vjp(op, *given)
     # In float32, as the kernel adds them.
     parts = jnp.stack([(scale * dout).astype(jnp.float32) for scale in scales])
     expected = pull((parts.sum(0).astype(dout.dtype), dsum))
@@ -125,10 +130,3 @@ def test_each_reader_has_an_array_of_its_own(readers, branch, platform):
     np.testing.assert_array_equal(total, plain_total)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_close(a, np.asarray(b, np.float64), "bfloat16", "gradient")
-
-
-def test_how_many_readers():
-    x = jnp.ones((2, 4))
-    for readers in (0, 4, 1.5):
-        with pytest.raises(ValueError, match="readers: expected 1 to 3"):
-            ejx.ResidualRMSNorm().for_readers(readers, x)  # type: ignore[arg-type]

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
 from ejkernel_eqx.normalization.residual.core import problem_of
 from ejkernel_eqx.normalization.residual.workload import example_problem, make_arrays
 from tests.compiled import DEVICES
 from tests.residual.cases import ResidualSpec
-from tests.workloads import assert_agrees, assert_defaults_fit
+from tests.workloads import assert_agrees, assert_defaults_fit, BOTH, FORWARD, kernel_registry
 
 OPERATION = "residual_rms_norm"
 KINDS = {

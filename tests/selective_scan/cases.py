@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from jax import Array
 
-from ejkernel_eqx.selective_scan import reference
-from ejkernel_eqx.selective_scan.spec import FLOATS, ScanArrays, ScanSpec
-from ejkernel_eqx.selective_scan.spec import SHARED as SHARED
+from ejkernel_eqx.selective_scan import reference, samples
+from ejkernel_eqx.selective_scan.example import example_problem
+from ejkernel_eqx.selective_scan.spec import FLOATS, PART, ScanArrays, ScanSpec, SHARED
 from tests.recurrence import cases as recurrences
 from tests.tolerances import assert_close
 
+__all__ = ["PART", "SHARED", "example_problem", "samples"]  # what the room's tests share, too
 RATES = (-1e-6, -1.0, -50.0)
 
 
@@ -46,12 +47,7 @@ class Case:
         return ScanSpec(self.softplus, self.state_dtype)
 
 
-class Result(NamedTuple):
-    """Of one call, forward and backward; the gradients by name."""
-
-    out: Any
-    final_state: Any
-    grads: dict[str, Any]
+Result = recurrences.Result
 
 
 def make(case: Case, seed: int = 0) -> tuple[ScanArrays, ScanSpec]:

@@ -6,12 +6,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.selective_scan.spec import PART
 from tests.meshes import agree, collectives, HEADS, mesh_of, place, ROWS
 from tests.recurrence import test_sharding as recurrences
 from tests.recurrence.quick import quick
 from tests.selective_scan import test_operation as operations
-from tests.selective_scan.cases import FLOATS, reference, SHARED
+from tests.selective_scan.cases import FLOATS, PART, reference, SHARED
 from tests.selective_scan.test_xla import xla
 
 T, N = 5, operations.N

@@ -6,10 +6,9 @@ import jax
 import pytest
 
 from ejkernel_eqx.launch import compile_ahead
-from ejkernel_eqx.selective_scan.example import example_problem
-from ejkernel_eqx.selective_scan.samples import make_step_inputs, spec_of
 from tests import compiled
 from tests.compiled import DEVICES
+from tests.selective_scan.cases import example_problem, samples
 from tests.workloads import launches
 
 pytest.importorskip("triton")
@@ -52,21 +51,16 @@ def test_defaults_fit(target, kind, dtype):
 
 
 @pytest.mark.slow
-def test_prefetch_fits():
-    """What is brought near takes few registers and no shared memory."""
-    changes = dict(unroll=16, summary_registers=144, prefetch=2)
-    for launch in launches_of("sm_90", "few states", "bfloat16", **changes):
-        report = compile_ahead(launch, "sm_90")
-        assert report.fits and report.spills <= 128 and report.shared <= 1024, (launch.label, report)
-
-
-@pytest.mark.slow
-def test_limited_registers_fit():
-    """The forward that jax-triton 0.4 and later is given."""
-    every = launches_of("sm_90", "few states", "bfloat16", max_registers=168, unroll=16)
-    forward = [launch for launch in every if "backward" not in launch.label]
-    assert len(forward) >= 2 and len(forward) < len(every)
-    for launch in forward:
+@pytest.mark.parametrize(
+    "changes", [dict(summary_registers=144, prefetch=2), dict(max_registers=168)], ids=["prefetch", "limited"]
+)
+def test_other_tiles_fit(changes):
+    """What is brought near takes few registers and no shared memory; nor does the forward that jax-triton 0.4 and later is given."""
+    found = launches_of("sm_90", "few states", "bfloat16", unroll=16, **changes)
+    if "max_registers" in changes:
+        found = [launch for launch in found if "backward" not in launch.label]
+    assert len(found) >= 2
+    for launch in found:
         report = compile_ahead(launch, "sm_90")
         assert report.fits and report.spills <= 128 and report.shared <= 1024, (launch.label, report)
 
@@ -74,9 +68,9 @@ def test_limited_registers_fit():
 def test_step_fits():
     problem = example_problem(OPERATION, dict(I=100, N=5, B=3), "bfloat16", dict(step=True, slots=True))
     lead = lambda x: x[None] if x.ndim != 1 or x.dtype == "int32" else x
-    arrays = jax.tree.map(lead, make_step_inputs(problem, 0))
+    arrays = jax.tree.map(lead, samples.make_step_inputs(problem, 0))
     arrays = arrays._replace(A=arrays.A[0])
     config = triton.default_config(problem, DEVICES["sm_90"])
-    step = lambda arrays, execute: triton.step(arrays, spec_of(problem), config, execute=execute)
+    step = lambda arrays, execute: triton.step(arrays, samples.spec_of(problem), config, execute=execute)
     (launch,) = compiled.launches_of(step, arrays).values()
     assert compile_ahead(launch, "sm_90").fits

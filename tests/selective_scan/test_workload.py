@@ -4,12 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel_eqx.dispatch import BOTH, FORWARD
-from ejkernel_eqx.selective_scan import samples
 from ejkernel_eqx.selective_scan.core import problem_of, step_problem_of
-from ejkernel_eqx.selective_scan.example import example_problem
+from tests.selective_scan.cases import example_problem, samples
 from tests.selective_scan.test_xla import xla
-from tests.workloads import assert_agrees, work_of
+from tests.workloads import assert_agrees, BOTH, FORWARD, work_of
 
 OPERATION = "state_space_v1"
 
