@@ -68,10 +68,8 @@ def make(case: Case, seed: int = 0) -> tuple[Named, tuple[Any, Any]]:
         inputs["initial_state"] = normal(*state)
     like = lambda name: case.dtype if name in ("x", "initial_state") else "float32"
     inputs = {name: jnp.asarray(x, like(name)) for name, x in inputs.items()}
-    return inputs, (
-        jnp.asarray(normal(*lead, case.T, case.C), case.dtype),
-        jnp.asarray(normal(*state), case.dtype),
-    )
+    dout, dfinal = (jnp.asarray(normal(*shape), case.dtype) for shape in (inputs["x"].shape, state))
+    return inputs, (dout, dfinal)
 
 
 def poison(case: Case, inputs: Named) -> Named:

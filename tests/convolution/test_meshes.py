@@ -30,11 +30,10 @@ def test_normalised_heads(kind, size):
     """Of which a mesh has fewer than devices, as many, or more: results and gradients, split as without a norm."""
     op: Any = ejx.CausalConv1d("silu", norm_size=size, platform="xla")
 
-    def call(inputs):
-        return op(**inputs)
-
-    def step(inputs):
-        return op.step(inputs["x"][:, 0], inputs["weight"], inputs["bias"], inputs["initial_state"])
+    call = lambda inputs: op(**inputs)
+    step = lambda inputs: op.step(
+        inputs["x"][:, 0], *(inputs[n] for n in ("weight", "bias", "initial_state"))
+    )
 
     def loss(inputs):
         out, final = call(inputs)

@@ -12,9 +12,7 @@ from tests.workloads import assert_agrees, assert_defaults_fit, BOTH, FORWARD, k
 OPERATION = "gated_rms_norm"
 KINDS = {
     "plain": example_problem(OPERATION, dict(B=2, M=6, F=24), "float32", {}),
-    "groups": example_problem(
-        OPERATION, dict(M=9, G=3, F=8), "bfloat16", dict(activation="sigmoid", norm_before_gate=True)
-    ),
+    "groups": example_problem(OPERATION, dict(M=9, G=3, F=8), "bfloat16", dict(activation="sigmoid")),
     "bare": example_problem(OPERATION, dict(M=4, F=16), "float16", dict(activation=None, weight=False)),
 }
 

@@ -75,16 +75,6 @@ def test_what_an_empty_call_gives(platform):
     assert [part.shape for part in op(x, x, w)] == [(0, 4)] * 2
 
 
-def test_float64(enable_x64):
-    case = Case(dtype="float64")
-    inputs, cotangents = make(case)
-    inputs = {name: x.astype(jnp.float64) for name, x in inputs.items()}
-    found = results(ejx.ResidualRMSNorm(platform="xla"), inputs, cotangents)
-    assert_agrees(case, found, exact(inputs, cotangents))
-    with pytest.raises(ejx.UnsupportedError, match="not float64"):
-        ejx.ResidualRMSNorm(platform=INTERPRET)(**inputs)
-
-
 @pytest.mark.parametrize(
     "change, words",
     [

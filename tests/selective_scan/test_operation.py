@@ -65,6 +65,12 @@ def agree(first, second):
     jax.tree.map(lambda x, y: assert_close(x, y, kind="gradient"), first, second)
 
 
+def poisoned(arrays, real):
+    """NaN in every argument of a token that is padding."""
+    hide = lambda x: jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim)), x, jnp.nan)
+    return {name: hide(x) if name in PER_TOKEN else x for name, x in arrays.items()}
+
+
 OFFSETS = np.array([1, 6, 6, 7, 10])
 
 
@@ -84,12 +90,10 @@ def test_packed_sequences_are_those_alone(platform, reverse, enable_x64):
     arrays, _ = make(dtype=dtype)
     states = make(len(OFFSETS) - 1, length=None, dtype=dtype)[1]
     seen = (np.arange(T) >= OFFSETS[0]) & (np.arange(T) < OFFSETS[-1])
-    hide = lambda x: jnp.where(seen.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan)
-    poisoned = {name: hide(x) if name in PER_TOKEN else x for name, x in arrays.items()}
     packed = module(platform, reverse=reverse)
     alone = module(reverse=reverse)
     run = lambda arrays, states: call(packed, arrays, initial_state=states, cu_seqlens=jnp.asarray(OFFSETS))
-    got = with_gradients(run, poisoned, states)
+    got = with_gradients(run, poisoned(arrays, seen), states)
     agree(got, with_gradients(functools.partial(apart, alone), arrays, states))
     assert not any(np.asarray(got[1][0][name])[~seen].any() for name in PER_TOKEN)
 
@@ -133,12 +137,10 @@ def by_segment(op, arrays, state):
 @pytest.mark.parametrize("platform, softplus", [("xla", False), ("triton-interpret", True)])
 def test_segments_and_padding(platform, softplus, enable_x64):
     arrays, state = make(2, dtype="float64" if platform == "xla" else "float32")
-    hide = lambda x: jnp.where((IDS >= 0).reshape(2, T, *(1,) * (x.ndim - 2)), x, jnp.nan)
-    poisoned = {name: hide(x) if name in PER_TOKEN else x for name, x in arrays.items()}
     op, plain = module(platform, dt_softplus=softplus), module(dt_softplus=softplus)
     run = lambda a, s: call(op, a, initial_state=s, segment_ids=jnp.asarray(IDS))
     agree(
-        with_gradients(run, poisoned, state),
+        with_gradients(run, poisoned(arrays, IDS >= 0), state),
         with_gradients(functools.partial(by_segment, plain), arrays, state),
     )
 
