@@ -92,7 +92,9 @@ def make(case: Case, seed: int = 0) -> tuple[RecurrenceArrays, RecurrenceSpec]:
     v = rng.standard_normal((*rows, case.Hv, case.V))
     g = _log_decays(case, rng)
     beta = None if case.beta is None else rng.uniform(0, case.beta, (*rows, case.Hb))
-    arrays = RecurrenceArrays(*(cast(x, case.dtype) for x in (q, k, v)), cast(g, wide), cast(beta, wide))
+    arrays = RecurrenceArrays(
+        *(cast(x, case.dtype) for x in (q, k, v)), g=cast(g, wide), beta=cast(beta, wide)
+    )
     state_heads = heads_of(arrays, case.spec).state
     if case.skip:
         arrays = arrays._replace(skip=cast(rng.standard_normal((case.B, state_heads, case.V)), wide))

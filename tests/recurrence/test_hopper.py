@@ -80,7 +80,7 @@ def configured(of: Any, block_v: int, stages: int, **changes: Any) -> Any:
 
 def single_of(of: Any, config: Any) -> tuple[Any, Any]:
     """The single pass that a call would launch, and before it the products, if any."""
-    launches = launches_of(*of, config, backward=False)
+    launches = launches_of(*of, config=config, backward=False)
     return list(launches.values())[-1], launches.get("masked_products_kernel")
 
 

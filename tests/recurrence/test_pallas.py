@@ -33,7 +33,7 @@ INTERPRETED = {case.name: case for case in (*OWN, *(NAMED[name] for name in WANT
 def check(case: Case, config: PallasConfig) -> None:
     arrays, spec = make(case)
     given = cases.cotangents(case)
-    run = lambda arrays, *given: cases.by_kernels(platform, arrays, *given, spec, config)
+    run = lambda arrays, *given: cases.by_kernels(platform, arrays, *given, spec=spec, config=config)
     scales = {"g": cases.scale_of_constant(arrays, *given, spec)} if case.decay == "constant" else None
     exact = cases.run_reference(arrays, *given, spec)
     cases.assert_agrees(case, quick(run)(arrays, *given), exact, scales)
