@@ -127,7 +127,6 @@ CASES = {
     "heads, 16 bits": Case(T=10, C=4, norm=4, dtype="bfloat16"),
     "heads, offsets": Case(T=12, C=8, norm=2, packed=(0, 5, 5, 6, 10)),
     "heads, padding inside": Case(C=8, norm=4, packed=IDS["padding inside"]),
-    "heads of three": Case(C=6, norm=3, packed=IDS["left padding"]),
 } | {
     name: Case(packed=ids, initial=n % 2 == 0 or "left" in name) for n, (name, ids) in enumerate(IDS.items())
 }

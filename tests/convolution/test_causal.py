@@ -24,8 +24,15 @@ def platform(request):
     return request.param
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", CASES)
+DEFAULT = {("offsets", INTERPRET), ("short segments", "xla")}
+PAIRS = [(name, platform) for name in CASES for platform in ("xla", INTERPRET)]
+
+
+@pytest.mark.parametrize(
+    "name, platform",
+    [pytest.param(*pair, marks=() if pair in DEFAULT else pytest.mark.slow) for pair in PAIRS],
+    indirect=["platform"],
+)
 def test_agrees_with_the_reference(name, platform):
     """Results and every gradient; bit for bit the same with NaN in the padding."""
     case = CASES[name]
@@ -83,11 +90,10 @@ def test_the_reference_is_the_sum_as_it_is_written(name):
         return
     assert case.ids is not None
     for row, ids in enumerate(case.ids):
-        state, first = np.asarray(inputs["initial_state"][row], np.float64), True
-        for segment in dict.fromkeys(ids[ids >= 0]):
+        state = np.asarray(inputs["initial_state"][row], np.float64)
+        for n, segment in enumerate(dict.fromkeys(ids[ids >= 0])):
             mine = ids == segment
-            y, state = by_hand(inputs["x"][row][mine], state if first else np.zeros_like(state))
-            first = False
+            y, state = by_hand(inputs["x"][row][mine], np.zeros_like(state) if n else state)
             np.testing.assert_allclose(expected["out"][row][mine], y, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(expected["final_state"][row], state)
 

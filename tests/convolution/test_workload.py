@@ -57,7 +57,6 @@ def test_costs_are_the_arrays_once():
     [
         (dict(T=4), {}, "C"),
         (dict(T=4, C=0), {}, "C=0"),
-        (dict(T=4, C=4), dict(activation="gelu"), "gelu"),
         (dict(T=4, C=4), dict(packed=1), "packed"),
         (dict(T=4, C=4), dict(causal=True), "causal"),
         (dict(T=4, C=48), dict(norm_size=32), "norm_size=32"),
