@@ -4,10 +4,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ejkernel_eqx.dispatch import kernel_registry, Problem, Workload
+from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry, Problem, Workload
+from ejkernel_eqx.launch import compile_ahead
 from tests.attention.dense import quick
 from tests.compiled import DEVICES
 from tests.tolerances import errors
+
+__all__ = ["BOTH", "FORWARD"]  # for costs
 
 
 class Run(NamedTuple):
@@ -41,3 +44,16 @@ def launches(operation: str, problem: Problem, config: Any) -> list[Any]:
     found = work_of(operation, "triton", problem).launches
     assert found is not None
     return list(found(config))
+
+
+def assert_defaults_fit(operation: str, problem: Problem, target: str) -> list[Any]:
+    """The Triton platform takes the problem, and its default fits the device; what the compiler says of forward and backward kernel."""
+    kernels, device = kernel_registry.get(operation, "triton").load(), DEVICES[target]
+    assert kernels.unsupported(problem, device) is None
+    configs = kernels.candidates(problem, device)
+    assert configs[0] == kernels.default_config(problem, device) and len(set(configs)) == len(configs) > 1
+    found = launches(operation, problem, configs[0])
+    assert {launch.function.fn.__name__ for launch in found} == {"forward_kernel", "backward_kernel"}
+    reports = [compile_ahead(launch, target) for launch in found]
+    assert all(report.fits for report in reports), reports
+    return reports

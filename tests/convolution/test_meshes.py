@@ -16,35 +16,24 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-SPECS = {
-    "x": P(ROWS, None, HEADS),
-    "weight": P(HEADS, None),
-    "bias": P(HEADS),
-    "initial_state": P(ROWS, None, HEADS),
-}
-INPUTS = {
-    "x": normal(0, 2, 9, 32),
-    "weight": normal(1, 32, 3),
-    "bias": normal(2, 32),
-    "initial_state": normal(3, 2, 2, 32),
-}
+TOKENS = P(ROWS, None, HEADS)
+SPECS = {"x": TOKENS, "weight": P(HEADS, None), "bias": P(HEADS), "initial_state": TOKENS}
+SIZES = {"x": (2, 9, 32), "weight": (32, 3), "bias": (32,), "initial_state": (2, 2, 32)}
+INPUTS = {name: normal(n, *size) for n, (name, size) in enumerate(SIZES.items())}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "size", [32, pytest.param(16, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k == "explicit" else pytest.mark.slow) for k in meshes.KINDS]
+    "kind, size", [("explicit", 32), ("explicit without context", 16), ("explicit", 8), ("automatic", 8)]
 )
 def test_normalised_heads(kind, size):
     """Of which a mesh has fewer than devices, as many, or more: results and gradients, split as without a norm."""
     op: Any = ejx.CausalConv1d("silu", norm_size=size, platform="xla")
 
-    def call(inputs):
-        return op(**inputs)
-
-    def step(inputs):
-        return op.step(inputs["x"][:, 0], inputs["weight"], inputs["bias"], inputs["initial_state"])
+    call = lambda inputs: op(**inputs)
+    step = lambda inputs: op.step(
+        inputs["x"][:, 0], *(inputs[n] for n in ("weight", "bias", "initial_state"))
+    )
 
     def loss(inputs):
         out, final = call(inputs)
@@ -52,19 +41,12 @@ def test_normalised_heads(kind, size):
 
     mesh = meshes.mesh_of(kind, (1, 4) if size > 8 else (2, 2))
     for function in (call, step, jax.grad(loss)):
-        expected = jax.jit(function)(INPUTS)
         with meshes.context(kind, mesh):
             found = jax.jit(function)(meshes.place(mesh, INPUTS, SPECS))
-        meshes.agree(found, expected, "gradient")
-        if kind == "automatic":
-            continue
-        if function is call:
-            assert all(meshes.lies(x, mesh, P(ROWS, None, HEADS)) for x in found)
-        elif function is step:
-            assert meshes.lies(found[0], mesh, P(ROWS, HEADS)) and meshes.lies(
-                found[1], mesh, P(ROWS, None, HEADS)
-            )
-        else:
+        meshes.agree(found, jax.jit(function)(INPUTS), "gradient")
+        if kind != "automatic" and function is call:
+            assert all(meshes.lies(x, mesh, TOKENS) for x in found)
+        elif kind != "automatic" and function is not step:
             assert all(meshes.lies(found[name], mesh, SPECS[name]) for name in found)
 
 
@@ -74,8 +56,7 @@ def test_a_mesh_that_splits_the_weights_alone(size):
     op: Any = ejx.CausalConv1d("silu", norm_size=size, platform="xla")
     specs = SPECS | {"x": P(ROWS, None, None), "initial_state": P(ROWS, None, None)}
     mesh = meshes.mesh_of("explicit", (1, 4))
-    expected = op(**INPUTS)
     with meshes.context("explicit", mesh):
         found = jax.jit(lambda inputs: op(**inputs))(meshes.place(mesh, INPUTS, specs))
-    meshes.agree(found, expected)
-    assert all(meshes.lies(x, mesh, P(ROWS, None, HEADS)) for x in found)
+    meshes.agree(found, op(**INPUTS))
+    assert all(meshes.lies(x, mesh, TOKENS) for x in found)

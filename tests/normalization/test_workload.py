@@ -1,24 +1,18 @@
 """What the tuner is given, and what is compiled: inputs of their very problem, results that agree, configurations that fit."""
 
-import dataclasses
-
-import jax
 import numpy as np
 import pytest
 
-from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry
 from ejkernel_eqx.normalization.core import problem_of
-from ejkernel_eqx.normalization.spec import NormSpec
-from ejkernel_eqx.normalization.workload import example_problem, make_arrays, make_inputs
-from tests.compiled import DEVICES, launches_of
-from tests.workloads import assert_agrees
+from ejkernel_eqx.normalization.workload import example_problem, make_arrays
+from tests.compiled import DEVICES
+from tests.normalization.cases import NormSpec
+from tests.workloads import assert_agrees, assert_defaults_fit, BOTH, FORWARD, kernel_registry, work_of
 
 OPERATION = "gated_rms_norm"
 KINDS = {
     "plain": example_problem(OPERATION, dict(B=2, M=6, F=24), "float32", {}),
-    "groups": example_problem(
-        OPERATION, dict(M=9, G=3, F=8), "bfloat16", dict(activation="sigmoid", norm_before_gate=True)
-    ),
+    "groups": example_problem(OPERATION, dict(M=9, G=3, F=8), "bfloat16", dict(activation="sigmoid")),
     "bare": example_problem(OPERATION, dict(M=4, F=16), "float16", dict(activation=None, weight=False)),
 }
 
@@ -38,16 +32,11 @@ def test_inputs_are_of_their_problem(name):
 def test_agrees_with_the_reference(platform, name):
     work, reference = assert_agrees(OPERATION, platform, KINDS[name])
     assert set(reference) == set(work.tolerances)
-    assert work.costs[BOTH].bytes > work.costs[FORWARD].bytes > 0
 
 
 def test_costs_are_the_arrays_once():
-    work = kernel_registry.get(OPERATION, "xla").make_workload(KINDS["bare"])
-    assert (
-        work is not None
-        and work.costs[FORWARD].bytes == 2 * 4 * 16 * 2
-        and work.costs[BOTH].bytes == 5 * 4 * 16 * 2
-    )
+    costs = work_of(OPERATION, "xla", KINDS["bare"]).costs
+    assert costs[FORWARD].bytes == 2 * 4 * 16 * 2 and costs[BOTH].bytes == 5 * 4 * 16 * 2
 
 
 @pytest.mark.parametrize(
@@ -65,47 +54,29 @@ def test_words_that_do_not_fit(dims, flags, word):
         example_problem(OPERATION, dims, "float32", flags)
 
 
-@pytest.mark.parametrize(
-    "target", ["sm_90", *(pytest.param(t, marks=pytest.mark.slow) for t in DEVICES if t != "sm_90")]
-)
+FIT = {
+    "sm_80": (dict(B=4, M=4096, F=4096), {}),
+    "sm_90": (dict(B=4096, M=16, F=128), dict(norm_before_gate=True)),
+    "sm_100": (dict(M=1000, G=8, F=500), dict(activation="sigmoid")),
+    "gfx942": (dict(M=100, F=1000), dict(activation=None)),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("target", FIT)
 def test_defaults_fit(target):
-    pytest.importorskip("triton")
-    from ejkernel_eqx.launch import compile_ahead
-    from ejkernel_eqx.normalization.triton import compiled as triton
-
-    sizes, flags = {
-        "sm_80": (dict(B=4, M=4096, F=4096), {}),
-        "sm_90": (dict(B=4096, M=16, F=128), dict(norm_before_gate=True)),
-        "sm_100": (dict(M=1000, G=8, F=500), dict(activation="sigmoid")),
-        "gfx942": (dict(M=100, F=1000), dict(activation=None)),
-    }[target]
-    problem, device = example_problem(OPERATION, sizes, "bfloat16", flags), DEVICES[target]
-    assert triton.unsupported(problem, device) is None
-    configs = triton.candidates(problem, device)
-    assert configs[0] == triton.default_config(problem, device) and len(set(configs)) == len(configs) > 1
-    assert configs[0].fast_sigmoid == (target != "gfx942")
-    spec = NormSpec(str(problem.flag("activation") or "silu"), bool(problem.flag("norm_before_gate")))
-    arrays, cotangents = jax.eval_shape(lambda: make_inputs(problem, spec, 0))
-
-    def both(arrays, cotangents, execute):
-        triton.forward(arrays, spec, configs[0], execute=execute)
-        return triton.backward(arrays, spec, configs[0], {}, cotangents, execute=execute)
-
-    launches = launches_of(both, arrays, cotangents)
-    assert set(launches) == {"forward_kernel", "backward_kernel"}
-    for name, launch in launches.items():
-        report = compile_ahead(launch, target)
-        assert report.fits, (name, report)
+    sizes, flags = FIT[target]
+    assert_defaults_fit(OPERATION, example_problem(OPERATION, sizes, "bfloat16", flags), target)
 
 
 def test_what_triton_does_not_take():
     pytest.importorskip("triton")
-    from ejkernel_eqx.normalization.triton import compiled as triton
-
+    triton = kernel_registry.get(OPERATION, "triton").load()
     wide = example_problem(OPERATION, dict(M=1, F=20000), "bfloat16", {})
-    reason = triton.unsupported(wide, DEVICES["sm_90"])
-    assert reason is not None and "16384" in reason
+    assert "16384" in (triton.unsupported(wide, DEVICES["sm_90"]) or "")
+    for device, fast in (("sm_90", True), ("gfx942", False)):
+        assert triton.default_config(KINDS["plain"], DEVICES[device]).fast_sigmoid == fast
     with pytest.raises(ValueError, match="power of two"):
         triton.NormTile(3, 4)
     with pytest.raises(ValueError, match="num_warps"):
-        dataclasses.replace(triton.NormTile(4, 4), num_warps=5)
+        triton.NormTile(4, 5)

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel_eqx.recurrence import reference
+from ejkernel_eqx.recurrence import reference, samples
+from ejkernel_eqx.recurrence.core import problem_of, step_problem_of
+from ejkernel_eqx.recurrence.example import example_problem
 from ejkernel_eqx.recurrence.spec import (
     CONSTANT,
     FLOATS,
@@ -21,11 +23,18 @@ from ejkernel_eqx.recurrence.spec import (
     RecurrenceArrays,
     RecurrenceSpec,
     SCALAR,
+    step_letters_of,
+    step_sizes_of,
+    StepArrays,
+    StepSpec,
     VALUE,
 )
 from tests.attention.cases import all_pairs
 from tests.tolerances import assert_close
 
+# What the room's tests share, too.
+__all__ = ["StepArrays", "StepSpec", "example_problem", "problem_of", "samples"]
+__all__ += ["step_letters_of", "step_problem_of", "step_sizes_of"]
 LOG_DECAYS = (0.0, -1e-6, -1.0, -50.0)
 
 
@@ -45,14 +54,12 @@ class Case:
     V: int = 32
     decay: str = NONE
     delta: bool = False
-    log_decays: str | float = (
-        "usual"  # one number for all, "usual" (a tenth or so), "mixed" (each of LOG_DECAYS, anywhere) or "closed" (minus infinity here and there)
-    )
+    # One number for all, "usual" (a tenth or so), "mixed" (each of LOG_DECAYS, anywhere) or "closed" (minus infinity here and there).
+    log_decays: str | float = "usual"
     beta: float | None = None  # uniform between 0 and this
     keys: str = "unit"  # "normal", "unit" (length 1) or "correlated" (length 1, cosines about 0.9)
-    packing: str | None = (
-        None  # "segments", "offsets", or "many" sequences, more than tokens if those are few
-    )
+    # "segments", "offsets", or "many" sequences, more than tokens if those are few.
+    packing: str | None = None
     initial_state: bool = False
     skip: bool = False
     state_dtype: str = "float32"
@@ -86,19 +93,15 @@ def make(case: Case, seed: int = 0) -> tuple[RecurrenceArrays, RecurrenceSpec]:
     g = _log_decays(case, rng)
     beta = None if case.beta is None else rng.uniform(0, case.beta, (*rows, case.Hb))
     arrays = RecurrenceArrays(
-        q=cast(q, case.dtype),
-        k=cast(k, case.dtype),
-        v=cast(v, case.dtype),
-        g=cast(g, wide),
-        beta=cast(beta, wide),
+        *(cast(x, case.dtype) for x in (q, k, v)), g=cast(g, wide), beta=cast(beta, wide)
     )
     state_heads = heads_of(arrays, case.spec).state
     if case.skip:
         arrays = arrays._replace(skip=cast(rng.standard_normal((case.B, state_heads, case.V)), wide))
     if case.packing == "segments":
-        arrays = arrays._replace(starts=_starts(case, rng))
+        arrays = arrays._replace(starts=starts_of(case, rng))
     elif case.packing is not None:
-        arrays = arrays._replace(offsets=_offsets(case, rng))
+        arrays = arrays._replace(offsets=offsets_of(case, rng))
     if case.initial_state:
         count = () if arrays.offsets is None else (arrays.offsets.shape[-1] - 1,)
         state = rng.standard_normal((case.B, *count, state_heads, case.D, case.V))
@@ -149,7 +152,7 @@ def _closed(case: Case, g: np.ndarray) -> np.ndarray:
     return g
 
 
-def _starts(case: Case, rng: np.random.Generator) -> Array:
+def starts_of(case: Any, rng: np.random.Generator) -> Array:
     """About three segments a row, at different places in each; the second row has only one."""
     begins = rng.random((case.B, case.T)) < 2.5 / max(case.T, 1)
     begins[1:2] = False
@@ -158,7 +161,7 @@ def _starts(case: Case, rng: np.random.Generator) -> Array:
     return jnp.asarray(np.maximum.accumulate(starts, 1) if case.T else starts, jnp.int32)
 
 
-def _offsets(case: Case, rng: np.random.Generator) -> Array:
+def offsets_of(case: Any, rng: np.random.Generator) -> Array:
     """Sequences of any length, some empty; the first starts past the row's start, the last ends before its end."""
     count = 5 if case.packing == "offsets" else case.T + 3 if case.T < 8 else 9
     inner = rng.integers(min(2, case.T), max(case.T - 2, min(2, case.T)) + 1, (case.B, count + 1))
@@ -166,7 +169,7 @@ def _offsets(case: Case, rng: np.random.Generator) -> Array:
     return jnp.asarray(np.sort(inner, 1), jnp.int32)
 
 
-def in_sequence(case: Case, arrays: RecurrenceArrays) -> np.ndarray:
+def in_sequence(case: Any, arrays: Any) -> np.ndarray:
     """`[B, T, 1, 1]`: the tokens whose outputs count. What a kernel gives for the others is masked by its caller."""
     tokens = np.arange(case.T)
     if arrays.offsets is None:
@@ -197,6 +200,22 @@ def differentiated(function, arrays: RecurrenceArrays, dout: Array, dstate: Arra
     return Result(out, state, pull((dout, dstate))[0])
 
 
+def by_kernels(platform: Any, arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: Any, config: Any):
+    """Results and gradients of a platform's kernels, with what the forward pass keeps for the backward one."""
+    results = dict(platform.forward(arrays, spec, config))
+    out, final = results.pop("out"), results.pop("final_state")
+    grads = platform.backward(arrays, spec, config, results, {"out": dout, "final_state": dstate})
+    return Result(out, final, {name: grads[name].astype(x.dtype) for name, x in floats_of(arrays).items()})
+
+
+def check(case: Case, platform: Any, config: Any) -> None:
+    """A platform's kernels give what the reference gives."""
+    arrays, spec = make(case)
+    given = cotangents(case)
+    actual = by_kernels(platform, arrays, *given, spec, config)
+    assert_agrees(case, actual, run_reference(arrays, *given, spec))
+
+
 @functools.partial(jax.jit, static_argnums=3)
 def _run_reference(arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: RecurrenceSpec) -> Result:
     return differentiated(lambda arrays: reference.recur(arrays, spec), arrays, dout, dstate)
@@ -219,9 +238,11 @@ def assert_agrees(
     for name, x in actual.grads.items():
         assert x.shape == getattr(arrays, name).shape and x.dtype == getattr(arrays, name).dtype, name
         dtype = states if name == "initial_state" else case.dtype
-        assert_close(
-            x, exact.grads[name], dtype, "gradient", (scales or {}).get(name), name=f"gradient of {name}"
-        )
+        if name in ("q", "k", "v", "beta") or (name == "g" and case.decay != CONSTANT):
+            x = np.asarray(x)
+            x = np.where(seen.reshape(*seen.shape[:2], *(1,) * (x.ndim - 2)), x, np.zeros((), x.dtype))
+        scale = (scales or {}).get(name)
+        assert_close(x, exact.grads[name], dtype, "gradient", scale, name=f"gradient of {name}")
 
 
 def scale_of_constant(arrays: RecurrenceArrays, dout: Array, dstate: Array, spec: RecurrenceSpec) -> float:
@@ -305,7 +326,6 @@ def _describe(case: Case) -> str:
     return "-".join(words)
 
 
-PLAIN = Case()
 MEMBERS = (
     Case(name="linear"),
     Case(name="lightning", decay=CONSTANT, log_decays=-0.3),
@@ -318,66 +338,29 @@ MEMBERS = (
     Case(name="kda", decay=KEY, delta=True, beta=1.0),
 )
 """One problem for each member of the family, with nothing particular about it."""
+_CORRELATED: dict[str, Any] = dict(T=131, delta=True, beta=2.0, keys="correlated")
 HARD = (
-    Case(name="delta-correlated", T=131, delta=True, beta=2.0, keys="correlated", D=64, V=64),
-    Case(
-        name="gated-delta-correlated",
-        T=131,
-        decay=SCALAR,
-        delta=True,
-        beta=2.0,
-        keys="correlated",
-        D=64,
-        V=64,
-    ),
-    Case(name="kda-correlated", T=131, decay=KEY, delta=True, beta=2.0, keys="correlated", D=64, V=64),
-    Case(name="scalar-mixed", T=131, decay=SCALAR, log_decays="mixed"),
-    Case(name="gla-mixed", T=131, decay=KEY, log_decays="mixed"),
-    Case(name="kda-mixed", T=131, decay=KEY, delta=True, beta=2.0, keys="correlated", log_decays="mixed"),
-    Case(name="scalar-strong", T=131, decay=SCALAR, log_decays=-50.0),
-    Case(name="gla-strong", T=131, decay=KEY, log_decays=-50.0),
+    Case("delta-correlated", D=64, V=64, **_CORRELATED),
+    Case("gated-delta-correlated", D=64, V=64, decay=SCALAR, **_CORRELATED),
+    Case("kda-correlated", D=64, V=64, decay=KEY, **_CORRELATED),
+    Case("kda-mixed", decay=KEY, log_decays="mixed", **_CORRELATED),
+    Case("scalar-mixed", T=131, decay=SCALAR, log_decays="mixed"),
+    Case("gla-mixed", T=131, decay=KEY, log_decays="mixed"),
+    Case("scalar-strong", T=131, decay=SCALAR, log_decays=-50.0),
+    Case("gla-strong", T=131, decay=KEY, log_decays=-50.0),
 )
 """What a careless kernel gets wrong."""
+_CLOSED: dict[str, Any] = dict(T=40, D=16, V=16, log_decays="closed")
+_DELTA: dict[str, Any] = dict(delta=True, beta=1.0)
 CLOSED = (
-    Case(name="lightning-closed", T=40, D=16, V=16, decay=CONSTANT, log_decays="closed", initial_state=True),
-    Case(name="scalar-closed", T=40, D=16, V=16, decay=SCALAR, log_decays="closed", initial_state=True),
-    Case(name="gla-closed", T=40, D=16, V=16, decay=KEY, log_decays="closed", initial_state=True),
-    Case(name="value-closed", T=40, D=16, V=16, decay=VALUE, log_decays="closed", initial_state=True),
-    Case(
-        name="ssd-closed",
-        T=40,
-        D=16,
-        V=16,
-        decay=SCALAR,
-        log_decays="closed",
-        Hq=1,
-        Hk=1,
-        beta=1.0,
-        packing="segments",
-    ),
-    Case(
-        name="gated-delta-closed",
-        T=40,
-        D=16,
-        V=16,
-        decay=SCALAR,
-        delta=True,
-        beta=1.0,
-        log_decays="closed",
-        initial_state=True,
-    ),
-    Case(
-        name="kda-closed",
-        T=40,
-        D=16,
-        V=16,
-        decay=KEY,
-        delta=True,
-        beta=1.0,
-        log_decays="closed",
-        initial_state=True,
-    ),
-    Case(name="value-delta-closed", T=40, D=16, V=16, decay=VALUE, delta=True, beta=1.0, log_decays="closed"),
+    Case("lightning-closed", decay=CONSTANT, initial_state=True, **_CLOSED),
+    Case("scalar-closed", decay=SCALAR, initial_state=True, **_CLOSED),
+    Case("gla-closed", decay=KEY, initial_state=True, **_CLOSED),
+    Case("value-closed", decay=VALUE, initial_state=True, **_CLOSED),
+    Case("ssd-closed", decay=SCALAR, Hq=1, Hk=1, beta=1.0, packing="segments", **_CLOSED),
+    Case("gated-delta-closed", decay=SCALAR, initial_state=True, **_DELTA, **_CLOSED),
+    Case("kda-closed", decay=KEY, initial_state=True, **_DELTA, **_CLOSED),
+    Case("value-delta-closed", decay=VALUE, **_DELTA, **_CLOSED),
 )
 """Gates that are closed: log-decays of minus infinity."""
 EMPTY = (
@@ -387,3 +370,14 @@ EMPTY = (
 )
 PAIRWISE = _pairwise()
 CASES = [*MEMBERS, *HARD, *PAIRWISE]
+NAMED = {case.name: case for case in (*CASES, *CLOSED, *EMPTY)}
+
+
+def with_every_option() -> list[Case]:
+    """Some of the pairs, that have every option among them: each next one has the most that none before has."""
+    left, chosen, seen = list(PAIRWISE), [], set[Any]()
+    of = lambda case: {item for item in dataclasses.asdict(case).items() if item[0] != "name"}
+    while left and of(best := max(left, key=lambda case: len(of(case) - seen))) - seen:
+        chosen.append(best)
+        seen |= of(best)
+    return chosen

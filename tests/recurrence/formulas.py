@@ -127,17 +127,8 @@ def state_space(dt_softplus=False, dt_limit=None, norm=None, norm_eps=1e-5):
                 (dt >= dt_limit[0]) & (dt <= dt_limit[1]), dt, jnp.clip(jax.lax.stop_gradient(dt), *dt_limit)
             )
         heads, groups = x.shape[1], B.shape[1]
-        y, state = recurrence(
-            C,
-            B,
-            x,
-            ids,
-            state.swapaxes(1, 2),
-            decay=jnp.exp(dt * A[None])[..., None, None],
-            beta=dt,
-            scale=1.0,
-            heads=heads,
-        )
+        decay, before = jnp.exp(dt * A[None])[..., None, None], state.swapaxes(1, 2)
+        y, state = recurrence(C, B, x, ids, before, decay=decay, beta=dt, scale=1.0, heads=heads)
         if D is not None:
             y = y + (D[:, None] if D.ndim == 1 else D)[None] * x
         y = y if z is None else y * (z / (1 + jnp.exp(-z)))

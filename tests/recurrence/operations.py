@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.recurrence.xla import XlaConfig
+from ejkernel_eqx.recurrence import xla
 from tests.recurrence import formulas
 
 # Several chunks in a few tokens.
-CONFIG = XlaConfig(4)
+CONFIG = xla.XlaConfig(4)
 
 H, D, V = 4, 6, 5
 PER_TOKEN = ("q", "k", "v", "g", "gk", "gv", "beta", "x", "dt", "B", "C", "z")
@@ -93,6 +93,14 @@ def _ssd(shapes: dict[str, Any], **options: Any) -> Case:
     return Case(ejx.StateSpaceV2, options, shapes, (H, V, D), formulas.state_space(**options), keywords)
 
 
+def _lightning(rule: str, **scale: float) -> Case:
+    options = dict(slopes=rule, layer_index=1, num_layers=3)
+    return Case(ejx.LightningAttention, options, _QKV, (H, D, V), formulas.lightning(rule, 1, 3, **scale))
+
+
+# What is computed from raw numbers of the call.
+_SMALL: dict[str, Any] = dict(use_qk_l2norm=True, beta_sigmoid=True)
+_BOUNDED: dict[str, Any] = dict(gate="bounded", lower_bound=-2.0)
 CASES = {
     "linear": _linear({}, scale=0.7),
     "linear normalized": _linear({}, normalize=True),
@@ -104,20 +112,8 @@ CASES = {
     "gated linear": Case(
         ejx.GatedLinearAttention, {}, _QKV | {"g": (H, D)}, (H, D, V), formulas.gated_linear
     ),
-    "lightning minimax": Case(
-        ejx.LightningAttention,
-        dict(slopes="minimax", layer_index=1, num_layers=3),
-        _QKV,
-        (H, D, V),
-        formulas.lightning("minimax", 1, 3, scale=1.0),
-    ),
-    "lightning fla": Case(
-        ejx.LightningAttention,
-        dict(slopes="fla", layer_index=1, num_layers=3),
-        _QKV,
-        (H, D, V),
-        formulas.lightning("fla", 1, 3),
-    ),
+    "lightning minimax": _lightning("minimax", scale=1.0),
+    "lightning fla": _lightning("fla"),
     "lightning given": Case(
         ejx.LightningAttention,
         dict(slopes=None),
@@ -127,39 +123,16 @@ CASES = {
         ("slopes",),
     ),
     "kernel delta": _delta(ejx.KernelDeltaAttention, _without(_KDA, *_GATE), use_qk_l2norm=True),
-    "kernel delta softplus": _delta(
-        ejx.KernelDeltaAttention, _KDA, _GATE, gate="softplus", use_qk_l2norm=True, beta_sigmoid=True
-    ),
+    "kernel delta softplus": _delta(ejx.KernelDeltaAttention, _KDA, _GATE, gate="softplus", **_SMALL),
     "kernel delta bounded": _delta(
-        ejx.KernelDeltaAttention,
-        _KDA,
-        _GATE,
-        gate="bounded",
-        lower_bound=-2.0,
-        use_qk_l2norm=True,
-        beta_sigmoid=True,
-        allow_neg_eigval=True,
+        ejx.KernelDeltaAttention, _KDA, _GATE, **_BOUNDED, **_SMALL, allow_neg_eigval=True
     ),
     "gated delta": _delta(ejx.GatedDeltaRule, _without(_GATED, *_GATE), use_qk_l2norm=True),
-    "gated delta softplus": _delta(
-        ejx.GatedDeltaRule, _GATED, _GATE, gate="softplus", use_qk_l2norm=True, beta_sigmoid=True
-    ),
+    "gated delta softplus": _delta(ejx.GatedDeltaRule, _GATED, _GATE, gate="softplus", **_SMALL),
     "gated delta bounded": _delta(
-        ejx.GatedDeltaRule,
-        _without(_GATED, "dt_bias"),
-        ("A_log",),
-        gate="bounded",
-        lower_bound=-2.0,
-        use_qk_l2norm=True,
-        beta_sigmoid=True,
+        ejx.GatedDeltaRule, _without(_GATED, "dt_bias"), ("A_log",), **_BOUNDED, **_SMALL
     ),
-    "delta": _delta(
-        ejx.DeltaRule,
-        _without(_GATED, "g", *_GATE),
-        use_qk_l2norm=True,
-        beta_sigmoid=True,
-        allow_neg_eigval=True,
-    ),
+    "delta": _delta(ejx.DeltaRule, _without(_GATED, "g", *_GATE), **_SMALL, allow_neg_eigval=True),
     "state space": _ssd(_SSD | {"D": (H, V)}),
     "state space gated": _ssd(_without(_SSD_ALL, "norm_weight"), dt_softplus=True, dt_limit=(0.3, 1.0)),
     "state space norm": _ssd(_SSD_ALL, dt_softplus=True, norm="whole"),

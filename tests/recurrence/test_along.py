@@ -128,60 +128,61 @@ def whole(build: Any, ids: Any, **options: Any) -> Any:
     return lambda arrays, shared: build(**options)(**arrays, **shared, **given)
 
 
+def results_and_gradients(call: Any) -> Any:
+    def loss(arrays: Any, shared: Any) -> Any:
+        results = call(arrays, shared)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(results)), results
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    jax.tree.map(assert_close, found[0][1], expected[0][1])
+    grads = dict(jax.tree_util.tree_leaves_with_path(found[1]))
+    for path, x in jax.tree_util.tree_leaves_with_path(expected[1]):
+        assert_close(grads[path], x, kind="gradient", name=str(path))
+
+
 def compared(name: str, devices: int, ids: Any, check_vma: bool = True, **options: Any) -> None:
     build, shared, arrays, _ = CASES[name]
-    calls = [whole(build, ids, **options), split(build, devices, ids, check_vma, **options)]
-
-    def loss(call: Any, arrays: Any, shared: Any) -> Any:
-        results = call(arrays, shared)
-        weighted = [jnp.sum(x * normal(30 + i, *x.shape)) for i, x in enumerate(jax.tree.leaves(results))]
-        return sum(weighted), results
-
-    one, over = (
-        jax.jit(jax.value_and_grad(functools.partial(loss, call), argnums=(0, 1), has_aux=True))(
-            arrays, shared
-        )
-        for call in calls
-    )
-    for expected, found in zip(jax.tree.leaves(one[0][1]), jax.tree.leaves(over[0][1]), strict=True):
-        assert_close(found, expected)
-    for path, expected in jax.tree_util.tree_leaves_with_path(one[1]):
-        found = dict(jax.tree_util.tree_leaves_with_path(over[1]))[path]
-        assert_close(found, expected, kind="gradient", name=str(path))
+    over = split(build, devices, ids, check_vma, **options)
+    one = whole(build, ids, **options)
+    assert_same(*(results_and_gradients(call)(arrays, shared) for call in (over, one)))
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(("devices", "packed"), [(2, False), (8, True)], ids=["2, whole rows", "8, segments"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.parametrize("name", CASES)
-def test_numbers_of_one_device(name, devices, packed):
-    compared(name, devices, IDS if packed else None)
+def test_numbers_of_one_device(name, devices):
+    """Two have whole rows; eight have segments, from the end where that can be."""
+    options = {"reverse": True} if devices == 8 and CASES[name][-1] else {}
+    compared(name, devices, IDS if devices == 8 else None, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[-1]])
-def test_reversed(name):
-    compared(name, 4, IDS, reverse=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gla", "gated delta", "ssd", "mamba", "convolution"])
+@pytest.mark.parametrize("name", ["gated delta", "mamba"])
 def test_without_checks_of_varying_axes(name):
     compared(name, 4, IDS, check_vma=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gla", "gated delta", "ssd", "mamba", "convolution"])
+@pytest.mark.parametrize("name", ["gated delta", "mamba", "convolution"])
 def test_interpreted_kernels(name):
     compared(name, 2, IDS, platform="triton-interpret")
 
 
-@hypothesis.settings(max_examples=15, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
 @hypothesis.given(
     st.lists(st.integers(-1, 2), min_size=24, max_size=24), st.sampled_from(["gla", "mamba", "convolution"])
 )
 @pytest.mark.slow
 def test_segments_wherever_devices_end(ids, name):
     compared(name, 8, jnp.asarray([ids, ids[::-1]], jnp.int32))
+
+
+def sizes_in(lines: list[str]) -> list[int]:
+    """Of the arrays that lines of a compiled program name."""
+    return [math.prod(map(int, x.split(","))) for line in lines for x in re.findall(r"\[([\d,]+)\]", line)]
 
 
 @pytest.mark.parametrize("name", ["gla", "gated delta", "convolution"])
@@ -191,11 +192,8 @@ def test_only_states_are_gathered(name):
     text = jax.jit(split(build, 8, None)).lower(arrays, shared).compile().as_text() or ""
     gathered = re.findall(r"= (.*?) all-gather(?:-start)?\(", text)
     assert gathered and "all-to-all" not in text and "collective-permute" not in text
-    sizes = [
-        math.prod(map(int, x.split(","))) for line in gathered for x in re.findall(r"\[([\d,]+)\]", line)
-    ]
     heads = arrays["v"].shape[-2] if "v" in arrays else 1
-    assert max(sizes) <= 8 * 2 * heads * D * max(D, V)
+    assert max(sizes_in(gathered)) <= 8 * 2 * heads * D * max(D, V)
 
 
 def test_a_call_outside_of_shard_map_has_all_tokens():
@@ -205,28 +203,16 @@ def test_a_call_outside_of_shard_map_has_all_tokens():
         assert jnp.array_equal(found, expected)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_errors():
     arrays = QKV | {"g": decay(13, 2, T, 2, D)}
-    with pytest.raises(
-        ValueError,
-        match="sequence_axis: expected an axis that shard_map has made manual, 'sequence', received 'x'",
-    ):
+    with pytest.raises(ValueError, match="sequence_axis: expected an axis that shard_map has made manual"):
         split(lambda sequence_axis: ejx.GatedLinearAttention(sequence_axis="x"), 8, None)(arrays, {})
     row = {name: x[0] for name, x in arrays.items()}
     operation = ejx.GatedLinearAttention(sequence_axis=AXIS)
-    call = jax.shard_map(
-        lambda row: operation(**row, cu_seqlens=jnp.asarray([0, 3])),
-        mesh=mesh_of(8),
-        in_specs=P(AXIS),
-        out_specs=P(),
-    )
+    packed = lambda row: operation(**row, cu_seqlens=jnp.asarray([0, 3]))
+    call = jax.shard_map(packed, mesh=mesh_of(8), in_specs=P(AXIS), out_specs=P())
     with pytest.raises(ValueError, match="cu_seqlens: expected None in a call whose tokens are split"):
         call(row)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_names_of_axes():
-    with pytest.raises(
-        ValueError, match="sequence_axis: expected the name of a mesh axis or None, received 3"
-    ):
+    with pytest.raises(ValueError, match="sequence_axis: expected the name of a mesh axis or None"):
         ejx.DeltaRule(sequence_axis=3)  # pyright: ignore[reportArgumentType]

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.recurrence.xla import XlaConfig
-from tests.recurrence.operations import CASES
+from tests.recurrence.operations import CASES, xla
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 T = 3
@@ -26,108 +25,64 @@ mean = ejx.LinearAttention(normalize=True)
 kda, soft = ejx.KernelDeltaAttention(), ejx.KernelDeltaAttention(gate="softplus")
 gated, ssd = ejx.GatedDeltaRule(gate="softplus"), ejx.StateSpaceV2()
 
+slots: Any = dict(state_indices=jnp.zeros(3, int))
+
+# What is called, and words of what is said about it.
 CALLS = {
     "no array": (lambda: linear(no_array, k, v), r"q: expected an array \[..., T H D\], received list"),
-    "rank": (
-        lambda: linear(f32(4, 6), k, v),
-        r"q: expected rank 3 or more, .* received shape \(4, 6\); add the missing axes",
-    ),
-    "integers": (
-        lambda: linear(q.astype(jnp.int32), k, v),
-        "q: expected dtype bfloat16, .*, received int32; cast it first",
-    ),
-    "tokens": (
-        lambda: linear(q, k[:, 1:], v),
-        r"k: expected shape \[2, 3, H, 6\], received \(2, 2, 2, 6\); the layout is \[..., T H D\]",
-    ),
+    "rank": (lambda: linear(f32(4, 6), k, v), r"q: expected rank 3 or more, .*; add the missing axes"),
+    "integers": (lambda: linear(q.astype(jnp.int32), k, v), "q: expected dtype bfloat16, .*; cast it first"),
+    "tokens": (lambda: linear(q, k[:, 1:], v), r"k: expected shape \[2, 3, H, 6\], received \(2, 2, 2, 6\)"),
     "lead": (lambda: linear(q, k, v[0]), r"v: expected shape \[2, 3, H, V\], received \(3, 2, 5\)"),
-    "dtypes": (
-        lambda: linear(q, k, v.astype(jnp.bfloat16)),
-        "v: expected the dtype of the first operand, float32, received bfloat16; cast",
-    ),
-    "heads": (
-        lambda: linear(q, f32(2, T, 3, 6), v),
-        "v: expected a head count that divides the largest, received 2 among",
-    ),
+    "dtypes": (lambda: linear(q, k, v.astype(jnp.bfloat16)), "v: expected the dtype of the first operand"),
+    "heads": (lambda: linear(q, f32(2, T, 3, 6), v), "v: expected a head count that divides the largest"),
     "query heads": (
         lambda: linear(f32(2, T, 3, 6), k, v),
-        "q: expected a head count that divides the largest, received 3 among",
+        "q: expected a head count that divides the largest",
     ),
     "two decays": (
         lambda: linear(q, k, v, g=scalar, g_gamma=per_head),
-        "g_gamma: expected one kind of decay, or g and gk together, received g and g_gamma",
+        "g_gamma: expected one kind of decay",
     ),
     "three decays": (lambda: linear(q, k, v, g=scalar, gk=key, gv=v), "gk: expected one kind of decay"),
     "heads of decays": (
         lambda: linear(q, k, v, g=scalar, gk=f32(2, T, 3, 6)),
-        "gk: expected a head count that divides that of g or vice versa, received 3 and 2",
+        "gk: .* that of g or vice versa",
     ),
-    "decay of a token": (
-        lambda: linear(q, k, v, g_gamma=scalar),
-        r"g_gamma: expected shape \[H\], received \(2, 3, 2\); the layout is \[H\]",
-    ),
+    "decay of a token": (lambda: linear(q, k, v, g_gamma=scalar), r"g_gamma: expected shape \[H\]"),
     "values' decay": (lambda: linear(q, k, v, gv=key), r"gv: expected shape \[2, 3, H, 5\]"),
-    "a mean decays": (
-        lambda: mean(q, k, v, g=scalar),
-        "normalize: expected no decay with normalize=True, received one",
-    ),
-    "no pair": (
-        lambda: mean(q, k, v, initial_state=state),
-        r"initial_state: expected a pair \(S, z\) with normalize=True",
-    ),
+    "a mean decays": (lambda: mean(q, k, v, g=scalar), "normalize: expected no decay with normalize=True"),
+    "no pair": (lambda: mean(q, k, v, initial_state=state), r"initial_state: expected a pair \(S, z\)"),
     "no pair to step": (
         lambda: mean.step(q[:, 0], k[:, 0], v[:, 0], state),
         r"state: expected a pair \(S, z\)",
     ),
     "z": (
         lambda: mean(q, k, v, initial_state=(state, f32(2, 2, 5))),
-        r"initial_state: expected z of shape \[..., 2, 6\], as k, received \(2, 2, 5\)",
+        r"expected z of shape \[..., 2, 6\], as k",
     ),
     "state": (
         lambda: gla(q, k, v, key, initial_state=state[:1]),
-        r"initial_state: expected shape \[2, 2, 6, 5\], received \(1, 2, 6, 5\)",
-    ),
-    "state's heads": (
-        lambda: gla(q, k, v, key, initial_state=f32(2, 4, 6, 5)),
         r"initial_state: expected shape \[2, 2, 6, 5\]",
     ),
     "states": (
         lambda: gla(q[0], k[0], v[0], key[0], initial_state=state[0], cu_seqlens=jnp.array([0, 1, 3])),
         r"initial_state: expected shape \[2, 2, 6, 5\], received \(2, 6, 5\); the layout is \[N H D V\]",
     ),
-    "offsets of rows": (
-        lambda: gla(q, k, v, key, cu_seqlens=jnp.array([0, 3])),
-        "cu_seqlens: expected operands .* without leading axes",
-    ),
     "channels": (lambda: gla(q, k, v, scalar), r"g: expected shape \[2, 3, H, 6\], received \(2, 3, 2\)"),
-    "slopes": (
-        lambda: ejx.LightningAttention(None)(q, k, v),
-        r"slopes: expected an array \[H\] from a call of LightningAttention\(slopes=None\), received None",
-    ),
-    "more slopes": (
-        lambda: ejx.LightningAttention()(q, k, v, slopes=per_head),
-        "slopes: expected None from a call of LightningAttention.*minimax.*, received an array",
-    ),
+    "slopes": (lambda: ejx.LightningAttention(None)(q, k, v), r"slopes: expected an array \[H\]"),
+    "more slopes": (lambda: ejx.LightningAttention()(q, k, v, slopes=per_head), "slopes: expected None"),
     "no beta": (
         lambda: kda(q, k, v, key, nothing),
         r"beta: expected an array \[..., T H\], received NoneType",
     ),
-    "A_log": (
-        lambda: kda(q, k, v, key, scalar, A_log=per_head),
-        "A_log: expected None with gate='log', received an array",
-    ),
+    "A_log": (lambda: kda(q, k, v, key, scalar, A_log=per_head), "A_log: expected None with gate='log'"),
     "dt_bias": (
         lambda: kda(q, k, v, key, scalar, dt_bias=key[0, 0]),
         "dt_bias: expected None with gate='log'",
     ),
-    "no A_log": (
-        lambda: soft(q, k, v, key, scalar),
-        r"A_log: expected an array \[H\] with gate='softplus', received None",
-    ),
-    "heads of A_log": (
-        lambda: soft(q, k, v, key, scalar, A_log=f32(4)),
-        r"A_log: expected shape \[2\], received \(4,\); the layout is \[H\]",
-    ),
+    "no A_log": (lambda: soft(q, k, v, key, scalar), r"A_log: expected an array \[H\] with gate='softplus'"),
+    "heads of A_log": (lambda: soft(q, k, v, key, scalar, A_log=f32(4)), r"A_log: expected shape \[2\]"),
     "channels of dt_bias": (
         lambda: soft(q, k, v, key, scalar, A_log=per_head, dt_bias=per_head),
         r"dt_bias: expected shape \[2, 6\], received \(2,\)",
@@ -136,55 +91,35 @@ CALLS = {
         lambda: gated(q, k, v, scalar, scalar, A_log=per_head, dt_bias=f32(2, 6)),
         r"dt_bias: expected shape \[2\], received \(2, 6\)",
     ),
-    "groups": (
-        lambda: ssd(x, dt, A, f32(2, T, 3, 6), f32(2, T, 3, 6)),
-        "B: expected a number of groups that divides the 4 heads of x, received 3",
-    ),
-    "B and C": (
-        lambda: ssd(x, dt, A, B, f32(2, T, 1, 6)),
-        r"C: expected shape \[2, 3, 2, 6\], received \(2, 3, 1, 6\)",
-    ),
-    "dtype of B": (
-        lambda: ssd(x, dt, A, B.astype(jnp.float16), B),
-        "B: expected the dtype of the first operand",
-    ),
-    "heads of dt": (
-        lambda: ssd(x, dt[..., :2], A, B, B),
-        r"dt: expected shape \[2, 3, 4\], received \(2, 3, 2\)",
-    ),
+    "groups": (lambda: ssd(x, dt, A, f32(2, T, 3, 6), f32(2, T, 3, 6)), "B: expected a number of groups"),
+    "B and C": (lambda: ssd(x, dt, A, B, f32(2, T, 1, 6)), r"C: expected shape \[2, 3, 2, 6\]"),
+    "dtype of B": (lambda: ssd(x, dt, A, B.astype(jnp.float16), B), "B: expected the dtype of the first"),
+    "heads of dt": (lambda: ssd(x, dt[..., :2], A, B, B), r"dt: expected shape \[2, 3, 4\]"),
     "heads of A": (lambda: ssd(x, dt, f32(4, 6), B, B), r"A: expected shape \[4\], received \(4, 6\)"),
     "D": (lambda: ssd(x, dt, A, B, B, D=f32(4, 6)), r"D: expected shape \[4, 5\], received \(4, 6\)"),
     "D of heads": (lambda: ssd(x, dt, A, B, B, D=f32(2)), r"D: expected shape \[4\], received \(2,\)"),
     "z of x": (lambda: ssd(x, dt, A, B, B, z=x[..., :4]), r"z: expected shape \[2, 3, 4, 5\]"),
-    "norm_weight": (
-        lambda: ssd(x, dt, A, B, B, norm_weight=f32(4, 5)),
-        "norm_weight: expected None with norm=None, received an array",
-    ),
+    "norm_weight": (lambda: ssd(x, dt, A, B, B, norm_weight=f32(4, 5)), "norm_weight: expected None"),
     "SSD's state": (
         lambda: ssd(x, dt, A, B, B, initial_state=f32(2, 4, 6, 5)),
-        r"initial_state: expected shape \[2, 4, 5, 6\], received \(2, 4, 6, 5\); the layout is \[..., H P N\]",
+        r"the layout is \[..., H P N\]",
     ),
     "rows of slots": (
         lambda: gla.step(q, k, v, key, f32(4, 2, 6, 5), state_indices=jnp.zeros((2, 3), int)),
         r"state_indices: expected operands with one axis of rows, .* received leading axes \(2, 3\)",
     ),
     "one slot a row": (
-        lambda: gla.step(q[0], k[0], v[0], key[0], f32(4, 2, 6, 5), state_indices=jnp.zeros(2, int)),
-        r"state_indices: expected 3 integers, received int32 of shape \(2,\)",
+        lambda: step(f32(4, 2, 6, 5), state_indices=slots["state_indices"][:2]),
+        "expected 3 integers",
     ),
-    "no slots": (
-        lambda: gla.step(q[0], k[0], v[0], key[0], f32(4, 2, 6, 5), state_indices=f32(3)),
-        "state_indices: expected 3 integers, received float32",
-    ),
-    "pool": (
-        lambda: gla.step(q[0], k[0], v[0], key[0], f32(2, 6, 5), state_indices=jnp.zeros(3, int)),
-        r"state: expected shape \[slots, 2, 6, 5\]",
-    ),
-    "step's state": (
-        lambda: gla.step(q[:, 0], k[:, 0], v[:, 0], key[:, 0], state[0]),
-        r"state: expected shape \[2, 2, 6, 5\], received \(2, 6, 5\)",
-    ),
+    "no slots": (lambda: step(f32(4, 2, 6, 5), state_indices=f32(3)), "state_indices: expected 3 integers"),
+    "pool": (lambda: step(f32(2, 6, 5), **slots), r"state: expected shape \[slots, 2, 6, 5\]"),
+    "step's state": (lambda: step(state[0]), r"state: expected shape \[3, 2, 6, 5\], received \(2, 6, 5\)"),
 }
+
+
+def step(state, **named):
+    return gla.step(q[0], k[0], v[0], key[0], state, **named)
 
 
 @pytest.mark.parametrize("call, message", CALLS.values(), ids=CALLS)
@@ -206,25 +141,29 @@ GROWING = {
 @pytest.mark.parametrize("name", GROWING)
 def test_known_decays_that_grow_are_refused(name):
     argument = "g" if name in ("channels", "gated") else name
-    with pytest.raises(
-        ValueError, match=f"{argument}: expected log-decays of at most 0, received 0.25; pass the log"
-    ):
+    with pytest.raises(ValueError, match=f"{argument}: expected log-decays of at most 0, received 0.25"):
         GROWING[name](jnp.full_like(k, -1.0).at[0, 1].set(0.25))
 
 
 OPTIONS = {
-    "scale": (lambda: ejx.LinearAttention(float("nan")), "scale: expected a finite number or None, received nan"),
-    "state_dtype": (lambda: ejx.DeltaRule(state_dtype=jnp.int8), "state_dtype: expected one of float32, bfloat16, float64, received int8"),
-    "slopes": (lambda: ejx.LightningAttention(other), "slopes: expected 'minimax', 'fla' or None, received 'another'"),
-    "layer": (lambda: ejx.LightningAttention("fla", 4, 4), "layer_index: expected 0 <= layer_index < num_layers, received 4 of 4"),
-    "gate": (lambda: ejx.GatedDeltaRule(gate=other), "gate: expected one of 'log', 'softplus', 'bounded', received 'another'"),
-    "lower_bound": (lambda: ejx.KernelDeltaAttention(gate="bounded"), "lower_bound: expected a negative number with gate='bounded'"),
+    "scale": (lambda: ejx.LinearAttention(float("nan")), "expected a finite number or None, received nan"),
+    "state_dtype": (
+        lambda: ejx.DeltaRule(state_dtype=jnp.int8),
+        "expected one of float32, .*, received int8",
+    ),
+    "slopes": (lambda: ejx.LightningAttention(other), "expected 'minimax', 'fla' or None"),
+    "layer": (lambda: ejx.LightningAttention("fla", 4, 4), "layer_index: .* num_layers, received 4 of 4"),
+    "gate": (lambda: ejx.GatedDeltaRule(gate=other), "gate: expected one of 'log', 'softplus', 'bounded'"),
+    "lower_bound": (
+        lambda: ejx.KernelDeltaAttention(gate="bounded"),
+        "lower_bound: expected a negative number",
+    ),
     "dt_limit": (lambda: ejx.StateSpaceV2(dt_limit=(1.0, 0.0)), "dt_limit: expected"),
-    "norm": (lambda: ejx.StateSpaceV2(norm=other), "norm: expected 'group', 'whole' or None, received 'another'"),
-    "norm_eps": (lambda: ejx.StateSpaceV2(norm_eps=-1.0), "norm_eps: expected a number >= 0, received -1.0"),
+    "norm": (lambda: ejx.StateSpaceV2(norm=other), "norm: expected 'group', 'whole' or None"),
+    "norm_eps": (lambda: ejx.StateSpaceV2(norm_eps=-1.0), "norm_eps: expected a number >= 0"),
     "platform": (lambda: ejx.DeltaRule(platform="cuda"), "delta_rule"),
     "tune_for": (lambda: ejx.DeltaRule(tune_for=[q]), "tune_for: expected a tuple of the call's arguments"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("build, message", OPTIONS.values(), ids=OPTIONS)
@@ -246,7 +185,7 @@ def test_modules_built_alike_are_alike(case):
     assert jax.tree.structure(one) == jax.tree.structure(two)
     assert jax.tree.leaves(one) == []  # static throughout
     assert one.plan.operation == one.operation
-    assert case.module(config=XlaConfig(8)).plan != one.plan
+    assert case.module(config=xla.XlaConfig(8)).plan != one.plan
 
 
 def test_settled_for_shapes():
@@ -263,19 +202,14 @@ def test_settled_for_shapes():
 @pytest.mark.parametrize(
     "named, match",
     [
-        (dict(cu_seqlens=[0, 3, 5], state_indices=[1, 2]), "initial_state: expected a pool"),
-        (dict(cu_seqlens=[0, 3, 5], state_indices=[1]), "state_indices: expected 2 integers"),
-        (dict(cu_seqlens=[0, 3, 5], state_indices=[1.0, 2.0]), "state_indices: expected 2 integers"),
-        (dict(state_indices=[0]), "state_indices: expected operands with one axis of rows"),
-        (
-            dict(cu_seqlens=[0, 3, 5], state_indices=[1, 2], initial_state=(7, 2, 6, 6)),
-            r"initial_state: expected shape \[slots, 2, 6, 5\]",
-        ),
+        (dict(state_indices=[1, 2]), "initial_state: expected a pool"),
+        (dict(state_indices=[1]), "state_indices: expected 2 integers"),
+        (dict(state_indices=[1, 2], initial_state=(7, 2, 6, 6)), r"expected shape \[slots, 2, 6, 5\]"),
+        (dict(state_indices=[0], cu_seqlens=None), "expected operands with one axis of rows"),
     ],
 )
 def test_pools_of_states(named, match):
-    arrays = CASES["gated linear"].make(5, dtype=jnp.float32)
-    arrays["g"] = arrays["g"][:, :2]
-    given = {n: jnp.zeros(x) if n == "initial_state" else jnp.asarray(x) for n, x in named.items()}
+    given = {"cu_seqlens": [0, 3, 5]} | named
+    given = {n: jnp.zeros(x) if n == "initial_state" else x and jnp.asarray(x) for n, x in given.items()}
     with pytest.raises(ValueError, match=match):
-        CASES["gated linear"].call(ejx.GatedLinearAttention(), arrays, **given)
+        gla(f32(5, 4, 6), f32(5, 2, 6), f32(5, 2, 5), -f32(5, 2, 6), **given)

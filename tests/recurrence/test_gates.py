@@ -25,16 +25,11 @@ def test_softplus_neither_overflows_nor_loses_small_values():
 @pytest.mark.parametrize("gate, bound", [("softplus", None), ("bounded", -5.0)])
 def test_decays_never_rise_and_stay_finite(gate, bound):
     for A_log in (-20.0, 0.0, 5.0):
-        function = lambda x, A_log=A_log: gates.log_decay(
-            gate, bound, x, jnp.float32(A_log), jnp.float32(0.5)
-        )
+        rate, bias = jnp.float32(A_log), jnp.float32(0.5)
+        function = lambda x, rate=rate, bias=bias: gates.log_decay(gate, bound, x, rate, bias)
         g = function(EXTREMES)
-        assert (
-            jnp.isfinite(g).all()
-            and (g <= 0).all()
-            and jnp.isfinite(elementwise_gradient(function, EXTREMES)).all()
-        )
-        assert bound is None or (g >= bound).all()
+        assert jnp.isfinite(g).all() and (g <= 0).all() and (bound is None or (g >= bound).all())
+        assert jnp.isfinite(elementwise_gradient(function, EXTREMES)).all()
 
 
 @pytest.mark.parametrize("gate, bound", [("softplus", None), ("bounded", -5.0)])
@@ -48,21 +43,8 @@ def test_rates_beyond_the_largest_number(gate, bound):
         for gradient in pull(jnp.zeros(4)):
             np.testing.assert_array_equal(gradient, 0)
     # Fast and slow cancel: e^87 and log(1 + e^-86).
-    raw = jnp.float32(-86.0)
-    assert_close(
-        gates.log_decay("softplus", None, raw, jnp.float32(87.0), None),
-        -np.exp(np.float64(1)),
-        kind="gradient",
-    )
-
-
-def test_log_decays_by_hand():
-    raw, A_log, bias = jnp.array([[0.3, -2.0]]), jnp.array([0.2, -1.0]), jnp.array([0.1, 0.4])
-    x = np.asarray(raw, np.float64) + np.asarray(bias)
-    rate = np.exp(np.asarray(A_log, np.float64))
-    assert_close(gates.log_decay("softplus", None, raw, A_log, bias), -rate * np.log1p(np.exp(x)))
-    assert_close(gates.log_decay("bounded", -2.0, raw, A_log, bias), -2 / (1 + np.exp(-rate * x)))
-    assert gates.log_decay("log", None, raw, None, None) is raw
+    cancelled = gates.log_decay("softplus", None, jnp.float32(-86.0), jnp.float32(87.0), None)
+    assert_close(cancelled, -np.exp(np.float64(1)), kind="gradient")
 
 
 def test_gates_of_sixteen_bits_are_computed_in_float32():
@@ -73,34 +55,21 @@ def test_gates_of_sixteen_bits_are_computed_in_float32():
         got = gates.log_decay(gate, bound, raw, one, one)
         assert_close(got, gates.log_decay(gate, bound, wide, jnp.float32(1), jnp.float32(1)), jnp.float32)
     assert_close(gates.write_strength(raw, True, True), 2 * jax.nn.sigmoid(wide), jnp.float32)
+    assert_close(gates.write_strength(raw, False, True), 2 * wide, jnp.float32)
     assert_close(gates.time_step(raw, one, True, None), jnp.logaddexp(wide + 1.0, 0.0), jnp.float32)
     assert gates.write_strength(raw, False, False) is raw
     assert gates.l2norm(raw).dtype == jnp.bfloat16
 
 
-def test_l2norm():
-    x = jnp.array([[3.0, 4.0], [0.0, 0.0], [1e-4, 0.0]])
-    wide = np.asarray(x, np.float64)
-    assert_close(gates.l2norm(x), wide / np.sqrt((wide**2).sum(-1, keepdims=True) + 1e-6))
-    assert jnp.isfinite(elementwise_gradient(gates.l2norm, x)).all()
-
-
 def test_derivatives_of_l2norm():
-    x = jax.random.normal(jax.random.key(0), (3, 5)) * jnp.array([[1.0], [1e-3], [30.0]])
-    weight = jax.random.normal(jax.random.key(1), (3, 5))
+    x = jax.random.normal(jax.random.key(0), (4, 5)) * jnp.array([[1.0], [1e-3], [30.0], [0.0]])
+    weight = jax.random.normal(jax.random.key(1), (4, 5))
     plain = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
     of = lambda norm: lambda x: jnp.sum(weight * norm(x))
     squared = lambda norm: lambda x: jnp.sum(jax.grad(of(norm))(x) ** 2)
     for derivative in (lambda norm: jax.grad(of(norm)), jax.jacfwd, lambda norm: jax.grad(squared(norm))):
         found, wanted = (jax.jit(derivative(norm))(x) for norm in (gates.l2norm, plain))
         assert_close(found, np.asarray(wanted, np.float64), kind="gradient")
-
-
-def test_write_strengths():
-    raw = jnp.array([-1.0, 0.0, 2.0])
-    assert_close(gates.write_strength(raw, True, False), jax.nn.sigmoid(raw))
-    assert_close(gates.write_strength(raw, True, True), 2 * jax.nn.sigmoid(raw))
-    assert_close(gates.write_strength(raw, False, True), 2 * raw)
 
 
 def test_time_steps_have_no_gradient_outside_their_bounds_and_all_of_it_on_them():
@@ -112,17 +81,6 @@ def test_time_steps_have_no_gradient_outside_their_bounds_and_all_of_it_on_them(
     assert jnp.isfinite(bounded).all() and (bounded >= 0).all()
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_rms_norm(groups):
-    rng = np.random.default_rng(0)
-    x, weight = rng.normal(size=(3, 4, 5)), rng.normal(size=(4, 5))
-    parts = x.reshape(3, groups, -1)
-    wanted = (parts / np.sqrt((parts**2).mean(-1, keepdims=True) + 1e-5)).reshape(x.shape) * weight
-    got = gates.rms_norm(jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32), groups, 1e-5)
-    assert_close(got, wanted)
-
-
 def test_gated_outputs():
     y, z = jnp.array([1.0, 2.0], jnp.bfloat16), jnp.array([-1.0, 3.0], jnp.bfloat16)
     got = gates.silu_gated(y, z)
@@ -132,9 +90,7 @@ def test_gated_outputs():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("relu", None), "gate: expected one of 'log', 'softplus', 'bounded', received 'relu'"),
         (("softplus", -1.0), "lower_bound: expected None with gate='softplus', received -1.0"),
-        (("bounded", None), "lower_bound: expected a negative number with gate='bounded', received None"),
         (("bounded", 0.0), "lower_bound: expected a negative number"),
         (("bounded", float("-inf")), "lower_bound: expected a negative number"),
     ],
@@ -144,8 +100,7 @@ def test_gates_that_are_none(arguments, message):
         gates.check_gate(*arguments)
 
 
-@pytest.mark.parametrize("limit", [(1.0, 0.5), (-1.0, 1.0), (0.1,), 3.0, (float("nan"), 1.0)])
+@pytest.mark.parametrize("limit", [(-1.0, 1.0), (0.1,), 3.0, (float("nan"), 1.0)])
 def test_limits_that_are_none(limit):
     with pytest.raises(ValueError, match=r"dt_limit: expected \(low, high\) with 0 <= low <= high or None"):
         gates.check_limit(limit)
-    assert gates.check_limit([0, 1]) == (0.0, 1.0) and gates.check_limit(None) is None

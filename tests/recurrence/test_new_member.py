@@ -12,7 +12,7 @@ from jax import Array
 import ejkernel_eqx as ejx
 from ejkernel_eqx.recurrence.arguments import Frame, frame_of, Operands, step_frame_of
 from ejkernel_eqx.recurrence.operation import plan_of, register, run, run_step
-from ejkernel_eqx.recurrence.spec import CONSTANT
+from tests.recurrence.cases import CONSTANT
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 

@@ -1,11 +1,8 @@
 """Every public operation in float64, values and all gradients, against its formula: options, states, packing, decoding."""
 
-import dataclasses
 import functools
 import itertools
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,20 +15,13 @@ from tests.tolerances import assert_close
 
 T = 11
 pytestmark = pytest.mark.usefixtures("enable_x64")
-SLOW = pytest.mark.slow
 
 
-def cases(names, slow=()):
-    """Over these cases, and over others where time is no matter."""
-    others = [pytest.param(CASES[name], marks=SLOW) for name in slow if name not in names]
-    return pytest.mark.parametrize(
-        "case",
-        [*(CASES[name] for name in names), *others],
-        ids=[*names, *(n for n in slow if n not in names)],
-    )
+def cases(*names):
+    return pytest.mark.parametrize("case", [CASES[name] for name in names], ids=names)
 
 
-full = cases(FULL)
+full = cases(*FULL)
 
 
 def over_rows(case, function):
@@ -76,33 +66,19 @@ def agree(call, formula, arrays, state, clean=None):
     return gradients[0]
 
 
-SELDOM = {
-    "gated delta softplus",
-    "kernel delta bounded",
-    "linear scalar and key",
-    "state space norm",
-    "lightning minimax",
-}
-
-
 @pytest.mark.few(1)
-@cases([name for name in CASES if name not in FULL and name not in SELDOM], slow=CASES)
+@cases(*CASES)
 def test_values_and_gradients(case):
     module = case.module()
     arrays, state = case.make(2, T), case.make_state(2)
-    agree(
-        case.run(module),
-        lambda arrays, state: expected(case, arrays, state, np.zeros((2, T), np.int32)),
-        arrays,
-        state,
-    )
+    ids = np.zeros((2, T), np.int32)
+    agree(case.run(module), lambda arrays, state: expected(case, arrays, state, ids), arrays, state)
 
 
 def poisoned(arrays, real):
     """NaN in every argument of a token that is padding."""
-    hide = lambda x: jnp.where(
-        jnp.asarray(real).reshape(*real.shape, *(1,) * (x.ndim - real.ndim)), x, jnp.nan
-    )
+    seen = lambda x: jnp.asarray(real).reshape(*real.shape, *(1,) * (x.ndim - real.ndim))
+    hide = lambda x: jnp.where(seen(x), x, jnp.nan)
     return {name: hide(x) if name in PER_TOKEN else x for name, x in arrays.items()}
 
 
@@ -110,14 +86,14 @@ IDS = np.array([[0, 0, -1, 0, 3, 3, 3, -1, -1, 7, -1], [-1, -1, 5, 5, 5, 5, 5, 1
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("reverse", [pytest.param(False, marks=SLOW), True], ids=["forward", "reverse"])
 @full
-def test_segments_and_padding(case, reverse):
-    module = case.module(reverse=reverse)
+def test_segments_and_padding(case):
+    """From the last token; sequences in one row come from the first."""
+    module = case.module(reverse=True)
     arrays, state = case.make(2, T), case.make_state(2)
     gradients = agree(
         case.run(module, segment_ids=jnp.asarray(IDS)),
-        lambda arrays, state: expected(case, arrays, state, IDS, reverse),
+        lambda arrays, state: expected(case, arrays, state, IDS, True),
         poisoned(arrays, IDS >= 0),
         state,
         clean=arrays,
@@ -150,14 +126,13 @@ def no_gradient_outside(gradients):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("reverse", [False, pytest.param(True, marks=SLOW)], ids=["forward", "reverse"])
-@cases(["linear normalized", "linear value", "gated linear", "kernel delta softplus", "delta"], slow=FULL)
-def test_offsets(case, reverse):
+@full
+def test_offsets(case):
     """Packed sequences are those alone."""
-    run = case.run(case.module(reverse=reverse), cu_seqlens=jnp.asarray(OFFSETS))
+    run = case.run(case.module(), cu_seqlens=jnp.asarray(OFFSETS))
     arrays, state = case.make(T), case.make_state(len(SEQUENCES))
     given = poisoned(arrays, (SEQUENCES >= 0).any(0))
-    no_gradient_outside(agree(run, apart(case, reverse), given, state, clean=arrays))
+    no_gradient_outside(agree(run, apart(case), given, state, clean=arrays))
 
 
 # An empty sequence with a slot, and a sequence without one.
@@ -177,7 +152,7 @@ def pooled(case, formula):
 
 
 @pytest.mark.slow
-@cases(["linear normalized", "gated delta bounded", "state space group norm"], slow=FULL)
+@cases("linear normalized", "gated delta bounded", "state space group norm")
 def test_offsets_into_a_pool(case):
     """Packed sequences begin with the states in their slots and leave theirs there; without a slot from zero, and nothing is left."""
     offsets, slots = jnp.asarray(OFFSETS), jnp.asarray(SLOTS)
@@ -218,10 +193,7 @@ def test_rates_without_bound(name):
 
 
 @pytest.mark.slow
-@cases(
-    ["linear constant", "gated delta bounded", "state space group norm"],
-    slow=[name for name in FULL if name != "linear value"],
-)
+@cases("linear constant", "kernel delta softplus", "gated delta bounded", "state space group norm")
 def test_offsets_on_interpreted_kernels(case):
     """The same through the kernels that the compiler cannot see into, from whose padding nothing may leak."""
     pytest.importorskip("triton")
@@ -238,37 +210,13 @@ def test_offsets_on_interpreted_kernels(case):
     no_gradient_outside(gradients[0])
 
 
-@pytest.mark.slow
-@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
-@hypothesis.given(st.data())
-def test_any_heads_and_lengths(data):
-    """Head counts that divide each other, any length, with and without states that come in, from either end."""
-    heads = data.draw(
-        st.sampled_from([(1, 1, 1, 1), (4, 1, 2, 2), (1, 4, 2, 1), (2, 2, 4, 4), (6, 3, 1, 3), (3, 1, 3, 1)])
-    )
-    base = CASES[data.draw(st.sampled_from(["gated delta", "kernel delta", "linear key", "linear scalar"]))]
-    counts = dict(zip(("q", "k", "v", "g"), heads), gk=heads[-1], beta=1)
-    shapes = {name: (counts[name], *shape[1:]) for name, shape in base.shapes.items()}
-    case = dataclasses.replace(base, shapes=shapes, state=(max(heads[1:]), *base.state[1:]))
-    length, reverse = data.draw(st.integers(1, 10)), data.draw(st.booleans())
-    arrays, state = case.make(1, length), case.make_state(1)
-    given = (lambda state: state) if data.draw(st.booleans()) else (lambda state: None)
-    module, ids = case.module(reverse=reverse), np.zeros((1, length))
-    agree(
-        lambda arrays, state: case.call(module, arrays, initial_state=given(state)),
-        lambda a, s: expected(case, a, jnp.zeros_like(s) if given(s) is None else s, ids, reverse),
-        arrays,
-        state,
-    )
-
-
 def tokens_of(case, arrays, at):
     """The arguments of a step, or of a part of the tokens; there is one leading axis."""
     return {name: x[:, at] if name in PER_TOKEN else x for name, x in arrays.items()}
 
 
 @pytest.mark.few(1)
-@cases(FULL, slow=CASES)
+@full
 def test_steps_and_parts_are_the_whole(case):
     module, length = case.module(), 6
     arrays, state = case.make(2, length), case.make_state(2)
@@ -289,7 +237,7 @@ def test_steps_and_parts_are_the_whole(case):
     jax.tree.map(assert_close, state, final)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @full
 def test_step_with_slots(case):
     """Rows of a pool are the states of their own; a row without a slot gives 0 and writes nothing."""
@@ -308,7 +256,7 @@ def test_step_with_slots(case):
 
 
 @pytest.mark.few(2)
-@cases(["linear normalized", "lightning given", "gated delta bounded", "state space group norm"], slow=FULL)
+@full
 def test_gradients_of_a_step(case):
     module = case.module()
     arrays, state = case.make(2, 1), case.make_state(2)
@@ -320,7 +268,7 @@ def test_gradients_of_a_step(case):
     agree(one, lambda a, s: expected(case, a, s, np.zeros((2, 1), np.int32)), arrays, state)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @full
 def test_no_token_leaves_the_state(case):
     arrays, state = case.make(2, 0), case.make_state(2)
@@ -335,7 +283,7 @@ def test_no_token_leaves_the_state(case):
 
 
 @pytest.mark.slow
-@cases(["linear constant", "kernel delta softplus", "state space group norm"], slow=FULL)
+@cases("linear constant", "kernel delta softplus", "state space group norm")
 def test_vmap_with_shared_arguments(case):
     """A mapped axis is a leading one, whichever arguments have it; what is not mapped takes the sum of gradients."""
     module = case.module()
@@ -375,38 +323,6 @@ def test_any_number_of_leading_axes():
     assert_close(call(alone, state[0])[0], out[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["kernel delta softplus", "state space group norm"])
-def test_layers_that_are_stacked_and_scanned(name):
-    """Modules are static: built alike they are equal, stack, and run in a scan over layers, in a checkpoint, as in a loop."""
-    case = CASES[name]
-    arrays = case.make(2, 5)
-    weights = jnp.asarray(np.random.default_rng(9).normal(size=(3,)))
-    first = next(iter(arrays))
-    values = "v" if "v" in arrays else first
-    modules = [case.module(), case.module(), case.module()]
-    assert modules[0].plan == modules[1].plan
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *modules)
-
-    def layer(x, weight, module):
-        out, _ = case.call(module, {**arrays, values: x})
-        return weight * out.astype(x.dtype) + x
-
-    def scanned(weights):
-        body = jax.checkpoint(lambda x, layers: (layer(x, layers[0], layers[1]), None))
-        return jnp.sum(jax.lax.scan(body, arrays[values], (weights, stacked))[0] ** 2)
-
-    def looped(weights):
-        x = arrays[values]
-        for weight, module in zip(weights, modules):
-            x = layer(x, weight, module)
-        return jnp.sum(x**2)
-
-    got, want = (quick(jax.value_and_grad(f))(weights) for f in (scanned, looped))
-    assert_close(got[0], want[0])
-    assert_close(got[1], want[1], kind="gradient")
-
-
 def test_lowering_does_not_grow_with_the_values_of_traced_decays():
     """`g_gamma` and `slopes` are arrays of the call: new ones compile nothing new."""
     traces = []
@@ -427,8 +343,9 @@ def test_lowering_does_not_grow_with_the_values_of_traced_decays():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["linear normalized", "state space group norm"])
+@pytest.mark.parametrize(
+    "name, dtype", [("linear normalized", "float16"), ("state space group norm", "bfloat16")]
+)
 def test_sixteen_bits(name, dtype):
     """Outputs and gradients have the dtypes of the arguments; the states are float32, or as asked for."""
     case = CASES[name]

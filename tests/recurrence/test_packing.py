@@ -81,20 +81,13 @@ def test_nothing_is_done_without_packing():
     "arguments, message",
     [
         ((jnp.array([0, 4]), jnp.zeros(4, int), ()), "cu_seqlens, segment_ids: expected at most one"),
-        (
-            (jnp.array([0, 4]), None, (2,)),
-            r"cu_seqlens: expected operands .* without leading axes, received .*\(2,\)",
-        ),
-        (
-            (jnp.array([[0, 4]]), None, ()),
-            r"cu_seqlens: expected offsets \[N \+ 1\], received shape \(1, 2\)",
-        ),
+        ((jnp.array([0, 4]), None, (2,)), r"cu_seqlens: expected operands .* without leading axes"),
+        ((jnp.array([[0, 4]]), None, ()), r"cu_seqlens: expected offsets \[N \+ 1\]"),
         ((jnp.array([0, 3, 2]), None, ()), "cu_seqlens: expected offsets that never decrease"),
         ((jnp.array([0, 5]), None, ()), "cu_seqlens: expected offsets of at most total=4"),
         ((jnp.array([0.0, 4.0]), None, ()), "cu_seqlens: expected int offsets"),
         ((None, jnp.zeros(3, int), ()), r"segment_ids: expected \(4,\) ids, received shape \(3,\)"),
         ((None, jnp.zeros((3, 4), int), (2,)), r"segment_ids: expected a shape that broadcasts to \(2, 4\)"),
-        ((None, jnp.zeros((2, 4), int), ()), r"segment_ids: expected a shape that broadcasts to \(4,\)"),
         ((None, jnp.zeros(4), ()), "segment_ids: expected ints"),
     ],
 )

@@ -8,26 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.recurrence import reference
-from ejkernel_eqx.recurrence.spec import (
-    CONSTANT,
-    heads_of,
-    KEY,
-    RecurrenceArrays,
-    RecurrenceSpec,
-    SCALAR,
-    StepArrays,
-    StepSpec,
-)
-from tests.recurrence.cases import Case, EMPTY, make, MEMBERS
+from tests.recurrence import cases
+from tests.recurrence.cases import Case, CONSTANT, EMPTY, heads_of, KEY, make, MEMBERS, reference, SCALAR
 from tests.tolerances import assert_close
 
 HEADS: Any = dict(Hq=4, Hk=1, Hv=2, Hg=2, Hb=1)
+WIDE: Any = dict(D=3, initial_state=True, dtype="float64", state_dtype="float64")
 
 
-def loops(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[np.ndarray, np.ndarray]:
+def loops(arrays: cases.RecurrenceArrays, spec: cases.RecurrenceSpec) -> tuple[np.ndarray, np.ndarray]:
     """One token, one head at a time, as the formula reads."""
-    a: Any = RecurrenceArrays(*(None if x is None else np.asarray(x, np.float64) for x in arrays))  # pyright: ignore[reportArgumentType]
+    a: Any = cases.RecurrenceArrays(*(None if x is None else np.asarray(x, np.float64) for x in arrays))  # pyright: ignore[reportArgumentType]
     heads = heads_of(arrays, spec)
     batch, length, _, dim = a.q.shape
     values = a.v.shape[-1]
@@ -67,17 +58,7 @@ def loops(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[np.ndarray, n
 @pytest.mark.parametrize("case", MEMBERS, ids=lambda case: case.name)
 def test_agrees_with_loops(case, enable_x64):
     heads = {} if case.skip else HEADS
-    case = dataclasses.replace(
-        case,
-        T=9,
-        D=3,
-        V=5,
-        packing="segments",
-        initial_state=True,
-        dtype="float64",
-        state_dtype="float64",
-        **heads,
-    )
+    case = dataclasses.replace(case, T=9, V=5, packing="segments", **heads, **WIDE)
     arrays, spec = make(case)
     out, state = reference.recur(arrays, spec)
     expected_out, expected_state = loops(arrays, spec)
@@ -88,18 +69,7 @@ def test_agrees_with_loops(case, enable_x64):
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", [CONSTANT, KEY])
 def test_packed_is_each_sequence_alone(decay, enable_x64):
-    case = Case(
-        B=1,
-        T=20,
-        D=3,
-        V=4,
-        decay=decay,
-        delta=True,
-        packing="offsets",
-        initial_state=True,
-        dtype="float64",
-        state_dtype="float64",
-    )
+    case = Case(B=1, T=20, V=4, decay=decay, delta=True, packing="offsets", **WIDE)
     arrays, spec = make(case)
     g = arrays.g
     assert g is not None and arrays.initial_state is not None
@@ -111,10 +81,8 @@ def test_packed_is_each_sequence_alone(decay, enable_x64):
     assert not np.asarray(out[:, :2]).any() and not np.asarray(out[:, 19:]).any()
     for n, (first, end) in enumerate(itertools.pairwise(offsets)):
         cut = lambda x, first=first, end=end: x[:, first:end]
-        alone = arrays._replace(
-            q=cut(arrays.q), k=cut(arrays.k), v=cut(arrays.v), g=g if decay == CONSTANT else cut(g),
-            initial_state=initial[:, n], offsets=None,
-        )  # fmt: skip
+        alone = arrays._replace(q=cut(arrays.q), k=cut(arrays.k), v=cut(arrays.v), offsets=None)
+        alone = alone._replace(g=g if decay == CONSTANT else cut(g), initial_state=initial[:, n])
         expected, state = loops(alone, spec)
         assert_close(cut(out), expected)
         assert_close(states[:, n], state)
@@ -133,19 +101,7 @@ def test_nothing_gives_the_initial_state(case):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_step_in_slots_is_one_token(transposed, enable_x64):
-    case = Case(
-        B=3,
-        T=1,
-        D=3,
-        V=4,
-        decay=KEY,
-        delta=True,
-        beta=1.0,
-        initial_state=True,
-        dtype="float64",
-        state_dtype="float64",
-        **HEADS,
-    )
+    case = Case(B=3, T=1, V=4, decay=KEY, delta=True, beta=1.0, **HEADS, **WIDE)
     arrays, spec = make(case)
     expected, state = loops(arrays, spec)
     turn = (lambda x: x.swapaxes(-1, -2)) if transposed else (lambda x: x)
@@ -153,11 +109,9 @@ def test_step_in_slots_is_one_token(transposed, enable_x64):
     pool = np.random.default_rng(0).standard_normal((6, *turn(state).shape[1:]))
     before = pool.copy()
     pool[[4, 0]] = turn(np.asarray(arrays.initial_state))[[0, 2]]
-    one = lambda x: x[:, 0]
-    out, new = reference.step(
-        StepArrays(one(arrays.q), one(arrays.k), one(arrays.v), jnp.asarray(pool), one(arrays.g), one(arrays.beta), None, jnp.asarray(slots)),
-        StepSpec(spec.scale, KEY, True, transposed),
-    )  # fmt: skip
+    q, k, v, g, beta = (x[:, 0] for x in arrays[:5] if x is not None)
+    given = cases.StepArrays(q, k, v, jnp.asarray(pool), g, beta, None, jnp.asarray(slots))
+    out, new = reference.step(given, cases.StepSpec(spec.scale, KEY, True, transposed))
     expected[1] = 0
     assert_close(out, expected[:, 0])
     before[[4, 0]] = turn(state)[[0, 2]]

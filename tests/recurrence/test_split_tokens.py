@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import math
-import os
 import re
 from typing import Any
 
@@ -16,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_eqx as ejx
 from tests.attention.dense import normal
 from tests.meshes import lies
+from tests.recurrence import test_along as along
 from tests.recurrence.test_along import AXIS, CASES, IDS, T, WHOLE, whole
 from tests.tolerances import assert_close
 
@@ -37,57 +36,30 @@ def spec_of(name: str, x: Any, heads: bool) -> P:
     return P("data", AXIS, *(("tensor",) if heads and name in HEADS and x.ndim > 2 else ()))
 
 
-def loss(call: Any, arrays: Any, shared: Any) -> Any:
-    results = call(arrays, shared)
-    weighted = [jnp.sum(x * normal(30 + i, *x.shape)) for i, x in enumerate(jax.tree.leaves(results))]
-    return sum(weighted), results
+def put(mesh: Any, arrays: Any, heads: bool = True) -> Any:
+    place = lambda name, x: jax.device_put(x, NamedSharding(mesh, spec_of(name, x, heads)))
+    return {name: place(name, x) for name, x in arrays.items()}
 
 
-def compared(name: str, kind: str, ids: Any, heads: bool = True, **options: Any) -> Any:
+def compared(name: str, kind: str, ids: Any, heads: bool = True, **options: Any) -> None:
     build, shared, arrays, _ = CASES[name]
     mesh = mesh_of(kind)
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    placed = {name: put(x, spec_of(name, x, heads)) for name, x in arrays.items()}
-    split = {name: put(x, P()) for name, x in shared.items()}
-    over = whole(
-        functools.partial(build, sequence_axis=AXIS),
-        None if ids is None else put(ids, P("data", AXIS)),
-        **options,
-    )
-
-    def weighted(call: Any, arrays: Any, shared: Any) -> Any:
-        results = call(arrays, shared)
-        weights = [
-            jax.device_put(normal(30 + i, *x.shape), jax.typeof(x).sharding)
-            if kind.startswith("explicit")
-            else normal(30 + i, *x.shape)
-            for i, x in enumerate(jax.tree.leaves(results))
-        ]
-        return sum(jnp.sum(x * w) for x, w in zip(jax.tree.leaves(results), weights, strict=True)), results
-
-    gradient = lambda f: jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))
-    one = gradient(functools.partial(loss, whole(build, ids, **options)))(arrays, shared)
+    over = functools.partial(build, sequence_axis=AXIS)
+    given = None if ids is None else jax.device_put(ids, NamedSharding(mesh, P("data", AXIS)))
+    on_all = {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in shared.items()}
     with jax.set_mesh(mesh) if kind.endswith("context") else contextlib.nullcontext():
-        compiled = gradient(functools.partial(weighted, over)).lower(placed, split).compile()
-    found = compiled(placed, split)
-    for expected, x in zip(jax.tree.leaves(one[0][1]), jax.tree.leaves(found[0][1]), strict=True):
-        assert_close(x, expected)
-    grads = dict(jax.tree_util.tree_leaves_with_path(found[1]))
-    for path, expected in jax.tree_util.tree_leaves_with_path(one[1]):
-        assert_close(grads[path], expected, kind="gradient", name=str(path))
-    return compiled, found, mesh
+        found = along.results_and_gradients(whole(over, given, **options))(put(mesh, arrays, heads), on_all)
+    along.assert_same(found, along.results_and_gradients(whole(build, ids, **options))(arrays, shared))
 
 
-# Every member on one kind of mesh, every second with segments; with EJKERNEL_EQX_TESTS=meshes on all, with both.
+# Every member on one kind of mesh, every second with segments; one on all kinds.
 PAIRS = [(name, KINDS[n % 4], n % 2 == 1) for n, name in enumerate(CASES)]
-if os.environ.get("EJKERNEL_EQX_TESTS") == "meshes":
-    PAIRS = [(name, kind, packed) for name in CASES for kind in KINDS for packed in (False, True)]
-QUICK = {"gla", "lightning"}
+PAIRS += [("gla", kind, True) for kind in KINDS if kind != "explicit in context"]
 
 
 @pytest.mark.parametrize(
     "name, kind, packed",
-    [pytest.param(*pair, marks=() if pair[0] in QUICK else pytest.mark.slow) for pair in PAIRS],
+    [pytest.param(*pair, marks=() if pair[0] == "lightning" else pytest.mark.slow) for pair in PAIRS],
 )
 def test_numbers_of_one_device(name, kind, packed):
     compared(name, kind, IDS if packed else None)
@@ -112,29 +84,25 @@ def gathered(name: str, kind: str) -> list[int]:
         return jax.ShapeDtypeStruct(sizes, x.dtype, sharding=NamedSharding(mesh, spec_of(key, x, heads)))
 
     arrays = {key: shape(key, x) for key, x in arrays.items()}
-    shared = {
-        key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
-        for key, x in shared.items()
-    }
+    on_all = NamedSharding(mesh, P())
+    shared = {key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_all) for key, x in shared.items()}
     loss = lambda arrays, shared: jnp.sum(build(sequence_axis=AXIS)(**arrays, **shared)[0] ** 2)
     text = jax.jit(jax.grad(loss)).lower(arrays, shared).compile().as_text() or ""
     assert not re.search(r"(all-to-all|collective-permute)(-start)?\(", text)
-    lines = re.findall(r"= (.*?) all-gather(?:-start)?\(", text)
-    return [math.prod(map(int, x.split(","))) for line in lines for x in re.findall(r"\[([\d,]+)\]", line)]
+    return along.sizes_in(re.findall(r"= (.*?) all-gather(?:-start)?\(", text))
+
+
+GATHERED = [
+    ("gated delta", "automatic"),
+    ("ssd", "explicit"),
+    ("mamba", "explicit"),
+    ("convolution", "automatic"),
+]
 
 
 @pytest.mark.parametrize(
     "name, kind",
-    [
-        ("gated delta", "explicit"),
-        *(
-            pytest.param(name, kind, marks=pytest.mark.slow)
-            for name, kind in (
-                *(("gated delta", "automatic"), ("ssd", "explicit"), ("mamba", "explicit")),
-                *(("convolution", "automatic"), ("gla", "automatic"), ("lightning", "explicit")),
-            )
-        ),
-    ],
+    [("gated delta", "explicit"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in GATHERED)],
 )
 def test_only_states_are_gathered(name, kind):
     """Nothing as long as the tokens of a single channel, forward and backward."""
@@ -143,8 +111,9 @@ def test_only_states_are_gathered(name, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["explicit", "automatic"])
-@pytest.mark.parametrize("name", ["gla", "ssd", "convolution"])
+@pytest.mark.parametrize(
+    "name, kind", [("gla", "automatic"), ("ssd", "explicit"), ("convolution", "automatic")]
+)
 def test_under_vmap(name, kind):
     build, shared, arrays, _ = CASES[name]
     arrays = {key: x for key, x in arrays.items() if key != "initial_state"}
@@ -156,8 +125,8 @@ def test_under_vmap(name, kind):
         return jax.jit(jax.value_and_grad(lambda arrays: jnp.sum(jnp.sin(jax.vmap(call, (axes,))(arrays)))))
 
     expected = rows(build())(arrays)
-    put = lambda key, x: jax.device_put(x, NamedSharding(mesh, P() if key in WHOLE else P(None, AXIS)))
-    found = rows(build(sequence_axis=AXIS))({key: put(key, x) for key, x in arrays.items()})
+    place = lambda key, x: jax.device_put(x, NamedSharding(mesh, P() if key in WHOLE else P(None, AXIS)))
+    found = rows(build(sequence_axis=AXIS))({key: place(key, x) for key, x in arrays.items()})
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_close(x, y, kind="gradient")
 
@@ -191,8 +160,7 @@ def test_forward_mode():
 
 def test_layouts_of_results():
     """On an explicit mesh the types say them; final states are whole."""
-    mesh, arrays = mesh_of("explicit"), CASES["gla"][2]
-    put = lambda key, x: jax.device_put(x, NamedSharding(mesh, spec_of(key, x, True)))
-    placed = {key: put(key, x) for key, x in arrays.items()}
+    mesh = mesh_of("explicit")
+    placed = put(mesh, CASES["gla"][2])
     out, state = jax.jit(lambda a: ejx.GatedLinearAttention(sequence_axis=AXIS)(**a))(placed)
     assert lies(out, mesh, P("data", AXIS, "tensor")) and lies(state, mesh, P("data", "tensor"))

@@ -1,4 +1,4 @@
-"""The Triton step, interpreted: against the recurrence of one token in float64, in place, and with slots."""
+"""The step on XLA and by its Triton kernel, interpreted: against the recurrence of one token in float64, in place, and with slots."""
 
 import dataclasses
 import functools
@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.parallel import Leading, opaque, Split
-from ejkernel_eqx.recurrence import reference
-from ejkernel_eqx.recurrence.spec import (
+from ejkernel_eqx.recurrence.triton.step_kernel import default_tile, step, StepTile
+from tests.recurrence.cases import (
     KEY,
     NONE,
+    reference,
     SCALAR,
     step_letters_of,
     step_sizes_of,
@@ -23,27 +24,11 @@ from ejkernel_eqx.recurrence.spec import (
     StepSpec,
     VALUE,
 )
+from tests.recurrence.kernels import report_of, run
+from tests.recurrence.operations import xla
 from tests.tolerances import assert_close
 
-pytest.importorskip("triton")
-from ejkernel_eqx.launch import compile_ahead, run, TARGETS
-from ejkernel_eqx.recurrence.triton.step_kernel import default_tile, step, StepTile
-
 interpreted = functools.partial(step, execute=functools.partial(run, interpret=True))
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """The names of the kernels that the interpreter has run."""
-    module = importlib.import_module("ejkernel_eqx.launch.interpret")
-    original, ran = module.interpret, []
-
-    def counted(launch, arrays):
-        ran.append(launch.label.rpartition(".")[2])
-        return original(launch, arrays)
-
-    monkeypatch.setattr(module, "interpret", counted)
-    return ran
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,32 +105,41 @@ CASES = {
 }
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "name, closed",
-    [(name, closed) for name in CASES for closed in sorted({False, CASES[name].decay != NONE})],
-)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_reference(name, closed):
     case = CASES[name]
     arrays = make(case)
-    if closed:
-        assert arrays.g is not None
+    if closed and arrays.g is not None:
         arrays = arrays._replace(g=jnp.where(arrays.g < -0.5, -jnp.inf, arrays.g))
-    out, state = interpreted(arrays, case.spec, case.config)
     expected, expected_state = exact(arrays, case.spec)
-    assert out.dtype == arrays.v.dtype and state.dtype == arrays.state.dtype
-    assert_close(out, expected, case.dtype, name="out")
-    assert_close(state, expected_state, case.state, name="state")
+    on_xla = jax.jit(lambda arrays: xla.step(arrays, case.spec, xla.XlaConfig(16)))(arrays)
+    for out, state in (interpreted(arrays, case.spec, case.config), on_xla):
+        assert out.dtype == arrays.v.dtype and state.dtype == arrays.state.dtype
+        assert_close(out, expected, case.dtype, name="out")
+        assert_close(state, expected_state, case.state, name="state")
 
 
-@pytest.mark.slow
-def test_without_a_leading_axis():
-    case = CASES["kda"]
-    arrays = jax.tree.map(lambda x: x[0], make(case))
-    out, state = interpreted(arrays, case.spec, case.config)
-    expected, expected_state = exact(arrays, case.spec)
-    assert_close(out, expected)
-    assert_close(state, expected_state)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.dtype == "float32"])
+def test_gradients_on_xla(name):
+    """Of every input, in float32, as those of the reference."""
+    case = CASES[name]
+    arrays = make(case)
+    floats = {n: x for n, x in arrays._asdict().items() if x is not None and n != "indices"}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(step, floats):
+        results, pull = jax.vjp(lambda floats: step(arrays._replace(**floats)), floats)
+        return pull(
+            jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), results)
+        )
+
+    found = gradients(lambda arrays: xla.step(arrays, case.spec, xla.XlaConfig(16)), floats)
+    expected = gradients(lambda arrays: reference.step(arrays, case.spec), floats)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(a, b, kind="gradient")
 
 
 def test_a_row_without_a_slot_touches_nothing():
@@ -157,9 +151,8 @@ def test_a_row_without_a_slot_touches_nothing():
     nan = lambda x, row: x.at[:, row].set(jnp.nan)
     free = [1, 2, 3, 5]
     pool = functools.reduce(nan, free, arrays.state)
-    arrays = arrays._replace(
-        q=nan(arrays.q, 1), k=nan(arrays.k, 1), v=nan(arrays.v, 1), state=pool, indices=indices
-    )
+    without = {name: nan(getattr(arrays, name), 1) for name in "qkv"}
+    arrays = arrays._replace(**without, state=pool, indices=indices)
     out, new = interpreted(arrays, case.spec, case.config)
     assert not np.asarray(out[:, 1]).any()
     assert np.isfinite(np.asarray(out)).all()
@@ -190,8 +183,11 @@ def test_steps_on_a_donated_pool():
 
 
 @pytest.mark.slow
-def test_vmap_folds_into_one_launch(launches):
+def test_vmap_folds_into_one_launch(monkeypatch):
     """The pool of each mapped element, and one pool for all of them."""
+    module, launches = importlib.import_module("ejkernel_eqx.launch.interpret"), []
+    original = module.interpret
+    monkeypatch.setattr(module, "interpret", lambda *given: launches.append(given) or original(*given))
     case = dataclasses.replace(CASES["kda"], lead=2)
     arrays = make(case)
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
@@ -209,19 +205,21 @@ def test_vmap_folds_into_one_launch(launches):
     shared = dict(given, state=given["state"][0])
     results = jax.vmap(call, in_axes=({name: None if name == "state" else 0 for name in given},))(shared)
     assert_close(results["out"][0], expected[0])
-    assert launches == ["step", "step"]
+    assert len(launches) == 2
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("target", TARGETS)
+FIT = {
+    "sm_80": Case(KEY, delta=True, beta=True, dim=128, values=128, slots=9),
+    "sm_90": Case(SCALAR, beta=True, skip=True, transposed=True, dim=128, values=64),
+    "sm_100": Case(VALUE, dim=64, values=100, state="bfloat16", dtype="bfloat16"),
+    "gfx942": Case(SCALAR, delta=True, dim=256, values=256, heads=(4, 2, 2, 2)),
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("target", FIT)
 def test_fits_everywhere(target):
-    case = {
-        "sm_80": Case(KEY, delta=True, beta=True, dim=128, values=128, slots=9),
-        "sm_90": Case(SCALAR, beta=True, skip=True, transposed=True, dim=128, values=64),
-        "sm_100": Case(VALUE, dim=64, values=100, state="bfloat16", dtype="bfloat16"),
-        "gfx942": Case(SCALAR, delta=True, dim=256, values=256, heads=(4, 2, 2, 2)),
-    }[target]
-    found: list[Any] = []
+    case, found = FIT[target], []
 
     def record(launch: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         found.append(launch)
@@ -229,8 +227,7 @@ def test_fits_everywhere(target):
 
     config = types.SimpleNamespace(step=default_tile(case.dim, case.values, jnp.dtype(case.state).itemsize))
     jax.eval_shape(lambda arrays: step(arrays, case.spec, config, execute=record), make(case))
-    report = compile_ahead(found[0], target)
-    assert report.fits and report.spills == 0, report
+    assert report_of(found[0], target).spills == 0
 
 
 def test_tiles():

@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry, Problem, Workload
-from ejkernel_eqx.recurrence import samples
-from ejkernel_eqx.recurrence.core import problem_of, step_problem_of
-from ejkernel_eqx.recurrence.example import example_problem
+from tests import workloads
+from tests.recurrence.cases import example_problem, problem_of, samples, step_problem_of
 from tests.tolerances import errors
 
 SIZES = dict(B=2, T=40, H=4, D=8, V=16)
@@ -30,18 +28,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def problem(operation: str, flags: dict[str, Any], dtype: str = "float32") -> Problem:
+def problem(operation: str, flags: dict[str, Any], dtype: str = "float32") -> workloads.Problem:
     sizes = SIZES | ({"N": 3} if flags.get("packed") == "offsets" else {})
     return example_problem(operation, sizes, dtype, flags)
-
-
-def work(of: Problem, platform: str = "xla") -> tuple[Workload, Any]:
-    implementation = kernel_registry.get(of.operation, platform)
-    made = implementation.make_workload(of)
-    assert made is not None
-    from ejkernel_eqx.dispatch import device_facts
-
-    return made, implementation.load().default_config(of, device_facts())
 
 
 @pytest.mark.few(2)
@@ -79,22 +68,16 @@ def test_step_inputs_are_of_their_problem(operation, slots):
 )
 def test_xla_agrees_with_the_reference(operation, flags):
     of = problem(operation, flags)
-    made, config = work(of)
-    inputs = made.make_inputs(3)
-    actual, reference = jax.jit(made.run, static_argnums=1)(inputs, config), made.reference(inputs)
-    assert set(actual) == set(reference) == set(made.tolerances)
+    made, reference = workloads.assert_agrees(operation, "xla", of)
+    assert set(reference) == set(made.tolerances)
     assert ("g" in reference) == (operation != "delta_rule" and not flags.get("step"))
-    for name, allowed in made.tolerances.items():
-        measured = errors(actual[name], reference[name])
-        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (name, measured)
-        assert np.asarray(reference[name]).any(), name
+    assert all(np.asarray(x).any() for x in reference.values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "operation, flags",
     [
-        ("lightning_attention", {}),
         ("lightning_attention", OPTIONS[1]),
         ("linear_attention", {"decay": "scalar"}),
     ],
@@ -104,7 +87,7 @@ def test_the_reference_of_float32_is_exact_over_many_tokens(operation, flags):
     """Slow decays, a thousand tokens: the recurrence in float32 is itself off by more than the table allows."""
     sizes = dict(B=1, T=1000, H=4, D=8) | ({"N": 3} if flags.get("packed") == "offsets" else {})
     of = example_problem(operation, sizes, "float32", flags)
-    made, _ = work(of)
+    made = workloads.work_of(operation, "xla", of)
     inputs = made.make_inputs(1)
     found = made.reference(inputs)
     with jax.enable_x64(True):
@@ -117,14 +100,15 @@ def test_the_reference_of_float32_is_exact_over_many_tokens(operation, flags):
 
 
 def test_costs_are_those_of_the_arrays_and_products():
-    made, _ = work(problem("gated_linear_attention", {}, "bfloat16"))
+    of = "gated_linear_attention", "gated_delta_rule"
+    made = workloads.work_of(of[0], "xla", problem(of[0], {}, "bfloat16"))
     tokens = 2 * 40 * 4
     q_k, v_out, g, state = 2 * tokens * 8 * 2, 2 * tokens * 16 * 2, tokens * 8 * 4, 2 * 4 * 8 * 16 * 4
-    assert made.costs[FORWARD].bytes == q_k + v_out + g + state
-    assert made.costs[FORWARD].flops == tokens * (40 * (8 + 16) + 4 * 8 * 16)
-    assert made.costs[BOTH].bytes == 2 * (q_k + v_out + g + state) + q_k + v_out / 2 + g
-    step, _ = work(problem("gated_delta_rule", {"step": True}, "bfloat16"))
-    assert step.costs[FORWARD].bytes > 2 * state
+    assert made.costs[workloads.FORWARD].bytes == q_k + v_out + g + state
+    assert made.costs[workloads.FORWARD].flops == tokens * (40 * (8 + 16) + 4 * 8 * 16)
+    assert made.costs[workloads.BOTH].bytes == 2 * (q_k + v_out + g + state) + q_k + v_out / 2 + g
+    step = workloads.work_of(of[1], "xla", problem(of[1], {"step": True}, "bfloat16"))
+    assert step.costs[workloads.FORWARD].bytes > 2 * state
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 from jax import Array
 
-from ejkernel_eqx.selective_scan import reference
-from ejkernel_eqx.selective_scan.spec import FLOATS, ScanArrays, ScanSpec
+from ejkernel_eqx.selective_scan import reference, samples
+from ejkernel_eqx.selective_scan.example import example_problem
+from ejkernel_eqx.selective_scan.spec import FLOATS, PART, ScanArrays, ScanSpec, SHARED
+from tests.recurrence import cases as recurrences
 from tests.tolerances import assert_close
 
+__all__ = ["PART", "SHARED", "example_problem", "samples"]  # what the room's tests share, too
 RATES = (-1e-6, -1.0, -50.0)
 
 
@@ -43,12 +47,7 @@ class Case:
         return ScanSpec(self.softplus, self.state_dtype)
 
 
-class Result(NamedTuple):
-    """Of one call, forward and backward; the gradients by name."""
-
-    out: Any
-    final_state: Any
-    grads: dict[str, Any]
+Result = recurrences.Result
 
 
 def make(case: Case, seed: int = 0) -> tuple[ScanArrays, ScanSpec]:
@@ -75,9 +74,9 @@ def make(case: Case, seed: int = 0) -> tuple[ScanArrays, ScanSpec]:
         # A step below zero would let the state grow from token to token.
         arrays = arrays._replace(dt_bias=jnp.abs(arrays.dt_bias))
     if case.packing == "segments":
-        arrays = arrays._replace(starts=_starts(case, rng))
+        arrays = arrays._replace(starts=recurrences.starts_of(case, rng))
     elif case.packing is not None:
-        arrays = arrays._replace(offsets=_offsets(case, rng))
+        arrays = arrays._replace(offsets=recurrences.offsets_of(case, rng))
     if case.initial_state:
         arrays = arrays._replace(initial_state=normal(*state_shape(case, arrays), dtype=case.state_dtype))
     return arrays, case.spec
@@ -98,29 +97,9 @@ def _rates(case: Case, rng: np.random.Generator) -> np.ndarray:
     return np.full(shape, case.rates)
 
 
-def _starts(case: Case, rng: np.random.Generator) -> Array:
-    """About three segments a row, at different places in each; the second row has only one."""
-    begins = rng.random((case.B, case.T)) < 2.5 / max(case.T, 1)
-    begins[1:2] = False
-    begins[:, :1] = False
-    return jnp.asarray(np.maximum.accumulate(np.where(begins, np.arange(case.T), -1), 1), jnp.int32)
-
-
-def _offsets(case: Case, rng: np.random.Generator) -> Array:
-    """Sequences of any length, some empty; the first starts past the row's start, the last ends before its end."""
-    count = case.T + 3 if case.packing == "many" else 5
-    inner = rng.integers(min(2, case.T), max(case.T - 2, min(2, case.T)) + 1, (case.B, count + 1))
-    inner[:, 2] = inner[:, 1]
-    return jnp.asarray(np.sort(inner, 1), jnp.int32)
-
-
 def in_sequence(case: Case, arrays: ScanArrays) -> np.ndarray:
     """`[B, T, 1]`: the tokens whose outputs count. What a kernel gives for the others is masked by its caller."""
-    tokens = np.arange(case.T)
-    if arrays.offsets is None:
-        return np.ones((1, case.T, 1), bool)
-    offsets = np.asarray(arrays.offsets)
-    return ((tokens >= offsets[:, :1]) & (tokens < offsets[:, -1:]))[..., None]
+    return recurrences.in_sequence(case, arrays)[..., 0]
 
 
 def padded(case: Case, arrays: ScanArrays) -> ScanArrays:
@@ -129,12 +108,9 @@ def padded(case: Case, arrays: ScanArrays) -> ScanArrays:
     hide = lambda x, value=0.0: jnp.where(
         seen.reshape(*seen.shape, *(1,) * (x.ndim - 3)), x, jnp.asarray(value, x.dtype)
     )
+    z = None if arrays.z is None else hide(arrays.z)
     return arrays._replace(
-        x=hide(arrays.x),
-        dt=hide(arrays.dt, -jnp.inf),
-        B=hide(arrays.B),
-        C=hide(arrays.C),
-        z=None if arrays.z is None else hide(arrays.z),
+        x=hide(arrays.x), dt=hide(arrays.dt, -jnp.inf), B=hide(arrays.B), C=hide(arrays.C), z=z
     )
 
 
@@ -164,9 +140,8 @@ def run_reference(case: Case) -> Result:
     arrays, spec = make(case)
     given = (padded(case, arrays), *cotangents(case))
     with jax.enable_x64(True):
-        wide = jax.tree.map(
-            lambda x: jnp.asarray(np.asarray(x, np.float64), np.float64) if x.dtype != jnp.int32 else x, given
-        )
+        double = lambda x: x if x.dtype == jnp.int32 else jnp.asarray(np.asarray(x, np.float64), np.float64)
+        wide = jax.tree.map(double, given)
         result = _run_reference(*wide, dataclasses.replace(spec, state_dtype="float64"))
         return jax.tree.map(np.asarray, result)
 
@@ -219,14 +194,14 @@ CASES = (
 )
 
 
-QUICK = {"everything", "segments", "offsets", "groups of packed", "strong decay", "bfloat16 states"}
-"""Those that are tried by default: every option is among them."""
-
-
-def over(cases: tuple[Case, ...], quick: set[str] = QUICK) -> Any:
+def over(cases: Iterable[Case], *quick: str) -> Any:
     """Over these cases; all but the quick ones where time is no matter."""
     slow = lambda case: () if case.name in quick else pytest.mark.slow
     return pytest.mark.parametrize("case", [pytest.param(c, marks=slow(c), id=c.name) for c in cases])
+
+
+def named(*names: str) -> list[Case]:
+    return [case for case in CASES if case.name in names]
 
 
 def lengths(chunk: int) -> tuple[Case, ...]:

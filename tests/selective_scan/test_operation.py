@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.selective_scan.xla import XlaConfig
 from tests.recurrence.quick import quick
+from tests.selective_scan.test_xla import xla
 from tests.tolerances import assert_close
 
 PER_TOKEN = ("x", "dt", "B", "C", "z")
@@ -19,12 +19,12 @@ T, I, N = 11, 4, 3
 
 
 def module(platform="xla", **options):
-    given: dict[str, Any] = {"config": XlaConfig(4)} if platform == "xla" else {"platform": platform}
+    given: dict[str, Any] = {"config": xla.XlaConfig(4)} if platform == "xla" else {"platform": platform}
     given = {"dt_softplus": True} | given | options
     return ejx.StateSpaceV1(**given)
 
 
-def make(*lead: int, length: int | None = T, dtype="float64", groups=1):
+def make(*lead: int, length: int | None = T, dtype="float64", groups=1, I=I):
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
     tokens = lead if length is None else (*lead, length)
@@ -65,6 +65,12 @@ def agree(first, second):
     jax.tree.map(lambda x, y: assert_close(x, y, kind="gradient"), first, second)
 
 
+def poisoned(arrays, real):
+    """NaN in every argument of a token that is padding."""
+    hide = lambda x: jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - real.ndim)), x, jnp.nan)
+    return {name: hide(x) if name in PER_TOKEN else x for name, x in arrays.items()}
+
+
 OFFSETS = np.array([1, 6, 6, 7, 10])
 
 
@@ -84,31 +90,12 @@ def test_packed_sequences_are_those_alone(platform, reverse, enable_x64):
     arrays, _ = make(dtype=dtype)
     states = make(len(OFFSETS) - 1, length=None, dtype=dtype)[1]
     seen = (np.arange(T) >= OFFSETS[0]) & (np.arange(T) < OFFSETS[-1])
-    hide = lambda x: jnp.where(seen.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan)
-    poisoned = {name: hide(x) if name in PER_TOKEN else x for name, x in arrays.items()}
     packed = module(platform, reverse=reverse)
     alone = module(reverse=reverse)
     run = lambda arrays, states: call(packed, arrays, initial_state=states, cu_seqlens=jnp.asarray(OFFSETS))
-    got = with_gradients(run, poisoned, states)
+    got = with_gradients(run, poisoned(arrays, seen), states)
     agree(got, with_gradients(functools.partial(apart, alone), arrays, states))
     assert not any(np.asarray(got[1][0][name])[~seen].any() for name in PER_TOKEN)
-
-
-@pytest.mark.slow
-def test_packed_sequences_into_a_pool(enable_x64):
-    """Each begins with the state in its slot and leaves its own there; without a slot from zero, and nothing is left."""
-    arrays, _ = make()
-    slots, pool = np.array([4, 1, -1, 2]), make(6, length=None)[1]
-    packed = module()
-
-    def separate(arrays, pool):
-        states = jnp.where((slots >= 0)[:, None, None], pool[slots], 0)
-        out, finals = apart(packed, arrays, states)
-        return out, pool.at[slots[slots >= 0]].set(finals[slots >= 0])
-
-    given: dict[str, Any] = dict(cu_seqlens=jnp.asarray(OFFSETS), state_indices=jnp.asarray(slots))
-    got = with_gradients(lambda a, pool: call(packed, a, initial_state=pool, **given), arrays, pool)
-    agree(got, with_gradients(separate, arrays, pool))
 
 
 @pytest.mark.few(1)
@@ -147,24 +134,22 @@ def by_segment(op, arrays, state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform, softplus", [("xla", True), ("xla", False), ("triton-interpret", True)])
+@pytest.mark.parametrize("platform, softplus", [("xla", False), ("triton-interpret", True)])
 def test_segments_and_padding(platform, softplus, enable_x64):
     arrays, state = make(2, dtype="float64" if platform == "xla" else "float32")
-    hide = lambda x: jnp.where((IDS >= 0).reshape(2, T, *(1,) * (x.ndim - 2)), x, jnp.nan)
-    poisoned = {name: hide(x) if name in PER_TOKEN else x for name, x in arrays.items()}
     op, plain = module(platform, dt_softplus=softplus), module(dt_softplus=softplus)
-    got = with_gradients(
-        lambda a, s: call(op, a, initial_state=s, segment_ids=jnp.asarray(IDS)), poisoned, state
+    run = lambda a, s: call(op, a, initial_state=s, segment_ids=jnp.asarray(IDS))
+    agree(
+        with_gradients(run, poisoned(arrays, IDS >= 0), state),
+        with_gradients(functools.partial(by_segment, plain), arrays, state),
     )
-    agree(got, with_gradients(functools.partial(by_segment, plain), arrays, state))
 
 
 def test_reverse_is_flipped_time(enable_x64):
     arrays, state = make(2)
     flip = lambda x: jnp.flip(x, 1)
     out, final = call(module(reverse=True), arrays, initial_state=state)
-    flipped = {name: flip(x) if name in PER_TOKEN else x for name, x in arrays.items()}
-    expected, last = call(module(), flipped, initial_state=state)
+    expected, last = call(module(), at(arrays, (slice(None), slice(None, None, -1))), initial_state=state)
     assert_close(out, flip(expected))
     assert_close(final, last)
 
@@ -175,7 +160,7 @@ def test_steps_and_parts_are_the_whole(groups, enable_x64):
     op = module(num_groups=groups)
     arrays, state = make(2, length=6, groups=groups)
     out, final = call(op, arrays, initial_state=state)
-    part = lambda where: {n: x[:, where] if n in PER_TOKEN else x for n, x in arrays.items()}
+    part = lambda where: at(arrays, (slice(None), where))
     first, between = call(op, part(slice(0, 4)), initial_state=state)
     second, last = call(op, part(slice(4, None)), initial_state=between)
     assert_close(jnp.concatenate([first, second], 1), out)
@@ -206,11 +191,8 @@ def test_step_with_slots(platform):
 
 def test_gradients_of_an_interpreted_step():
     arrays, state = make(2, length=None, dtype="float32")
-    results = [
-        with_gradients(lambda a, s, op=op: call(op.step, a, s), arrays, state)
-        for op in (module("triton-interpret"), module())
-    ]
-    agree(*results)
+    step = lambda op: lambda a, s: call(op.step, a, s)
+    agree(*(with_gradients(step(op), arrays, state) for op in (module("triton-interpret"), module())))
 
 
 @pytest.mark.few(1)
@@ -220,46 +202,16 @@ def test_vmap_and_leading_axes(platform):
     arrays, state = make(2, length=5, dtype="float32")
     op = module(platform)
     axes = {name: 0 if name in PER_TOKEN else None for name in arrays}
-    mapped = lambda a, s: jax.vmap(lambda a, s: call(op, a, initial_state=s), in_axes=(axes, 0))(a, s)
-    agree(
-        with_gradients(mapped, arrays, state),
-        with_gradients(lambda a, s: call(module(), a, initial_state=s), arrays, state),
-    )
-
-
-@pytest.mark.slow
-def test_scan_over_layers():
-    ops = [module(), module()]
-    assert ops[0].plan == ops[1].plan
-    arrays, _ = make(1, length=5, dtype="float32")
-
-    def scanned(weights):
-        body = jax.checkpoint(lambda x, w: (x + w * call(ops[0], {**arrays, "x": x})[0], None))
-        return jnp.sum(jax.lax.scan(body, arrays["x"], weights)[0] ** 2)
-
-    def looped(weights):
-        x = arrays["x"]
-        for w, op in zip(weights, ops):
-            x = x + w * call(op, {**arrays, "x": x})[0]
-        return jnp.sum(x**2)
-
-    agree(*(quick(jax.value_and_grad(f))(jnp.array([0.3, -0.5])) for f in (scanned, looped)))
+    run = lambda op: lambda a, s: call(op, a, initial_state=s)
+    mapped = jax.vmap(run(op), in_axes=(axes, 0))
+    agree(with_gradients(mapped, arrays, state), with_gradients(run(module()), arrays, state))
 
 
 def test_no_token_leaves_the_state():
     arrays, state = make(2, length=0, dtype="float32")
-    out, final = call(module(), arrays, initial_state=state)
-    assert out.shape == (2, 0, I)
-    np.testing.assert_array_equal(final, state)
-
-
-def test_dtypes():
-    arrays, _ = make(2, length=3, dtype="float32")
-    given = {name: x.astype("bfloat16") if name in PER_TOKEN else x for name, x in arrays.items()}
-    out, final = jax.eval_shape(lambda: call(module(), given))
-    assert out.dtype == jnp.bfloat16 and final.dtype == jnp.float32
-    _, final = jax.eval_shape(lambda: call(module(state_dtype=jnp.bfloat16), given))
-    assert final.dtype == jnp.bfloat16
+    out, final = call(module(state_dtype=jnp.bfloat16), arrays, initial_state=state.astype("bfloat16"))
+    assert out.shape == (2, 0, I) and final.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(final, state.astype("bfloat16"))
 
 
 @pytest.mark.parametrize(
@@ -271,19 +223,15 @@ def test_dtypes():
         (dict(D=jnp.ones((I, 1))), ["D", "(4, 1)"]),
         (dict(initial_state=jnp.ones((2, N, I))), ["initial_state", "I N"]),
         (dict(cu_seqlens=jnp.array([0, T])), ["cu_seqlens", "leading axes"]),
+        (
+            dict(num_groups=3, B=jnp.ones((2, T, 3, N)), C=jnp.ones((2, T, 3, N))),
+            ["divisor of the 4 channels"],
+        ),
+        (dict(num_groups=0), ["num_groups"]),
     ],
 )
 def test_what_does_not_fit(change, words, unchecked):
-    arrays, _ = make(2, dtype="float32")
+    arrays = make(2, dtype="float32")[0] | change
     with pytest.raises(ValueError) as caught:
-        call(module(), {**arrays, **change})
+        call(module(num_groups=arrays.pop("num_groups", 1)), arrays)
     assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-@pytest.mark.slow
-def test_groups_divide_the_channels():
-    with pytest.raises(ValueError, match="num_groups"):
-        module(num_groups=0)
-    arrays, _ = make(1, dtype="float32", groups=3)
-    with pytest.raises(ValueError, match="divisor of the 4 channels"):
-        call(module(num_groups=3), arrays)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.selective_scan import reference
-from tests.selective_scan.cases import Case, CASES, make, over, padded
+from tests.selective_scan.cases import Case, make, named, over, padded, reference, SHARED
 from tests.tolerances import assert_close
+
+OURS = named("everything", "segments", "offsets", "many sequences", "groups of packed")
 
 
 def by_hand(arrays, softplus):
@@ -38,17 +39,15 @@ def by_hand(arrays, softplus):
 
 
 @pytest.mark.few(1)
-@over(tuple(case for case in CASES if case.dtype == "float32"))
+@over(OURS, *(case.name for case in OURS))
 def test_agrees_with_numpy(case: Case, enable_x64):
     arrays, spec = make(case)
     arrays = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(jnp.float64), arrays)
     out, final = reference.scan(padded(case, arrays), spec)
     assert out.dtype == final.dtype == jnp.float64
     for b in range(case.B):
-        shared = ("A", "D", "dt_bias")
-        row = arrays._replace(
-            **{n: x[b] for n, x in arrays._asdict().items() if x is not None and n not in shared}
-        )
+        of_row = {n: x[b] for n, x in arrays._asdict().items() if x is not None and n not in SHARED}
+        row = arrays._replace(**of_row)
         expected, state = by_hand(row, case.softplus)
         assert_close(out[b], expected, "float64")
         assert_close(final[b], state, "float64")
@@ -58,8 +57,7 @@ def test_agrees_with_numpy(case: Case, enable_x64):
 def test_padding_leaves_no_gradient(softplus):
     """A time step that is minus infinity is 0, whatever bias is added to it, and passes no gradient to that bias."""
     dt = jnp.array([-jnp.inf, 0.5])
-    step, pull = jax.vjp(
-        lambda dt, bias: reference.time_step(dt, bias, softplus, jnp.float32), dt, jnp.ones(2)
-    )
+    time_step = lambda dt, bias: reference.time_step(dt, bias, softplus, jnp.float32)
+    step, pull = jax.vjp(time_step, dt, jnp.ones(2))
     assert step[0] == 0 and step[1] > 1
     assert all(x[0] == 0 and x[1] > 0 for x in pull(jnp.ones(2)))

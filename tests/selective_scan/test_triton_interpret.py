@@ -6,21 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from tests.selective_scan.cases import (
-    assert_agrees,
-    Case,
-    CASES,
-    cotangents,
-    in_sequence,
-    lengths,
-    make,
-    over,
-    padded,
-    Result,
-)
+from tests.selective_scan import cases
 
 pytest.importorskip("triton")
-from ejkernel_eqx.selective_scan.spec import SHARED
 from ejkernel_eqx.selective_scan.triton import interpreted as triton_interpret
 from ejkernel_eqx.selective_scan.triton.compiled import ScanTile, TritonConfig
 from ejkernel_eqx.selective_scan.triton.step_kernel import StepTile
@@ -31,66 +19,55 @@ def config(chunk=8, block=8, splits=3, unroll=2, prefetch=0) -> TritonConfig:
     return TritonConfig(chunk, tile, tile, StepTile(4, 1))
 
 
-def run(case: Case, config: TritonConfig, save: bool = True) -> Result:
-    arrays, spec = make(case)
-    dout, dstate = cotangents(case)
-    arrays = padded(case, arrays)
+def run(case: cases.Case, config: TritonConfig, save: bool = True) -> cases.Result:
+    arrays, spec = cases.make(case)
+    dout, dstate = cases.cotangents(case)
+    arrays = cases.padded(case, arrays)
     results = triton_interpret.platform.forward(arrays, spec, config)
     without = triton_interpret.platform.forward(arrays, spec, config, save=False)
-    seen = in_sequence(case, arrays)
+    seen = cases.in_sequence(case, arrays)
     for name, counts in (("out", seen), ("final_state", True)):
         first, second = (np.asarray(r[name]).astype(np.float32) for r in (results, without))
         np.testing.assert_array_equal(np.where(counts, first, 0), np.where(counts, second, 0))
     grads = triton_interpret.platform.backward(
         arrays, spec, config, results, {"out": dout, "final_state": dstate}
     )
-    grads = {name: x.sum(0) if name in SHARED else x for name, x in grads.items()}
+    grads = {name: x.sum(0) if name in cases.SHARED else x for name, x in grads.items()}
     grads = {name: x.astype(getattr(arrays, name).dtype) for name, x in grads.items()}
-    return Result(results["out"], results["final_state"], grads)
+    return cases.Result(results["out"], results["final_state"], grads)
 
 
-@pytest.mark.few(1)
-@over(CASES, {"everything", "segments"})
+@cases.over(cases.CASES, "plain", "segments")
 def test_agrees_with_reference(case):
     case = dataclasses.replace(case, B=1, T=min(case.T, 21), N=min(case.N, 3))
-    assert_agrees(case, run(case, config()))
+    cases.assert_agrees(case, run(case, config()))
 
 
-@pytest.mark.slow
-@over(CASES, {"everything"})
+@cases.over(cases.named("everything", "segments", "offsets", "groups of packed", "one state"))
 def test_states_that_stay_in_registers(case):
     """Three states in tiles of four, splits that the length does not fill, and as many states as the tile has."""
     case = dataclasses.replace(case, B=1, T=min(case.T, 21), N=min(case.N, 3))
-    assert_agrees(case, run(case, config(unroll=4, prefetch=2)))
+    cases.assert_agrees(case, run(case, config(unroll=4, prefetch=2)))
     full = dataclasses.replace(case, N=4)
-    assert_agrees(full, run(full, config(unroll=4, prefetch=1)))
+    cases.assert_agrees(full, run(full, config(unroll=4, prefetch=1)))
 
 
-@pytest.mark.few(1)
-@over(lengths(8), {"T1", "T9"})
+@cases.over(cases.lengths(8), "T9")
 def test_lengths(case):
-    assert_agrees(case, run(case, config(prefetch=2)))
+    cases.assert_agrees(case, run(case, config(prefetch=2)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        config(chunk=4, block=8, splits=1, unroll=1, prefetch=2),
-        pytest.param(config(chunk=16, block=16, splits=2, unroll=1), marks=pytest.mark.slow),
-        pytest.param(config(chunk=16, block=64, splits=2, unroll=1), marks=pytest.mark.slow),
-    ],
-    ids=["small", "whole", "wide"],
-)
-def test_tiles(tiles):
-    """Rows and lanes in any proportion; lengths that fill the chunks, and channels the blocks, without a mask."""
-    case = Case(B=1, T=16, I=16, N=2, z=True)
-    assert_agrees(case, run(case, tiles))
+@pytest.mark.parametrize("chunk, block, splits", [(4, 8, 1), (16, 64, 2)])
+def test_tiles(chunk, block, splits):
+    """Rows and lanes in any proportion; cases.lengths that fill the chunks, and channels the blocks, without a mask."""
+    case = cases.Case(B=1, T=16, I=16, N=2, z=True)
+    cases.assert_agrees(case, run(case, config(chunk, block, splits, unroll=1, prefetch=2)))
 
 
 def test_repeats_bit_for_bit():
     """Also where the next chunk is brought near meanwhile."""
-    case = Case(B=1, packing="segments", T=19, I=3, N=2, z=True)
+    case = cases.Case(B=1, packing="segments", T=19, I=3, N=2, z=True)
     first, second = run(case, config()), run(case, config(prefetch=2))
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -4,26 +4,16 @@ import jax
 import numpy as np
 import pytest
 
-from ejkernel_eqx.dispatch import BOTH, device_facts, FORWARD, kernel_registry
-from ejkernel_eqx.selective_scan import samples
 from ejkernel_eqx.selective_scan.core import problem_of, step_problem_of
-from ejkernel_eqx.selective_scan.example import example_problem
-from ejkernel_eqx.selective_scan.xla import XlaConfig
-from tests.recurrence.quick import quick
-from tests.tolerances import errors
+from tests.selective_scan.cases import example_problem, samples
+from tests.selective_scan.test_xla import xla
+from tests.workloads import assert_agrees, BOTH, FORWARD, work_of
 
 OPERATION = "state_space_v1"
 
 
 def problem(dtype="float32", flags=None, **dims):
     return example_problem(OPERATION, dict(B=2, T=9, I=4, N=3) | dims, dtype, flags or {})
-
-
-def work(of, platform):
-    implementation = next(i for i in kernel_registry.ordered(OPERATION) if i.platform.value == platform)
-    made = implementation.make_workload(of)
-    assert made is not None
-    return made, implementation
 
 
 KINDS = {
@@ -54,26 +44,15 @@ def test_steps_are_of_their_problem():
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name, platform", [("packed", "xla"), ("plain", "triton-interpret")])
 def test_platforms_agree_with_the_reference(name, platform):
-    if platform != "xla":
-        pytest.importorskip("triton")
-    made, implementation = work(KINDS[name], platform)
-    config = (
-        XlaConfig(4)
-        if platform == "xla"
-        else implementation.load().default_config(KINDS[name], device_facts())
-    )
-    inputs = made.make_inputs(3)
-    actual, expected = quick(made.run, static_argnums=1)(inputs, config), made.reference(inputs)
-    assert set(actual) == set(expected) == set(made.tolerances)
-    for result, allowed in made.tolerances.items():
-        measured = errors(actual[result], expected[result])
-        assert measured.rms <= allowed.rms and measured.peak <= allowed.peak, (result, measured)
+    config = xla.XlaConfig(4) if platform == "xla" else None
+    work, reference = assert_agrees(OPERATION, platform, KINDS[name], config)
+    assert set(reference) == set(work.tolerances)
 
 
 def test_costs():
-    costs = work(problem("bfloat16"), "xla")[0].costs
+    costs = work_of(OPERATION, "xla", problem("bfloat16")).costs
     assert costs[FORWARD].flops == 7 * 2 * 9 * 4 * 3 and costs[BOTH].bytes > 2 * costs[FORWARD].bytes
-    step = work(problem(flags=dict(step=True)), "xla")[0]
+    step = work_of(OPERATION, "xla", problem(flags=dict(step=True)))
     inputs = jax.eval_shape(lambda: step.make_inputs(0))
     assert step.costs[FORWARD].bytes > 2 * 4 * inputs.state.size
 
