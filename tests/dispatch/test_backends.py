@@ -8,25 +8,7 @@ import equinox as eqx
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import (
-    Backend,
-    device_facts,
-    DeviceFacts,
-    kernel_registry,
-    KernelRegistry,
-    Known,
-    memory_cache,
-    Platform,
-    Problem,
-    select,
-    Selection,
-    Snapshot,
-    snapshot,
-    take_snapshot,
-    take_snapshots,
-    Tier,
-)
-from ejkernel_eqx.dispatch.labels import label_of, labels_to_configs
+from ejkernel_eqx import Backend, DeviceFacts, dispatch, Platform, Problem
 from tests.dispatch.toy import FastConfig, SlowConfig
 
 OPERATION = "tests.backends"
@@ -51,20 +33,20 @@ def platform(default: Any, **others: Any) -> Any:
 
 
 @pytest.fixture
-def registry(monkeypatch) -> KernelRegistry:
+def registry(monkeypatch) -> dispatch.KernelRegistry:
     """`pallas` for GPUs and for CPUs, in place of what is registered."""
-    made = KernelRegistry()
+    made = dispatch.KernelRegistry()
     made.register(OPERATION, "pallas", Backend.GPU, priority=20)(platform(FastConfig(1)))
     made.register(OPERATION, "pallas", Backend.CPU, priority=20)(platform(SlowConfig(2)))
     made.register(OPERATION, "xla", priority=10)(platform(OtherConfig(3)))
-    monkeypatch.setattr(kernel_registry, "_table", made._table)
-    monkeypatch.setattr(snapshot, "_latest", {})
+    monkeypatch.setattr(ejx.kernel_registry, "_table", made._table)
+    monkeypatch.setattr(dispatch.snapshot, "_latest", {})
     return made
 
 
-def on(device: DeviceFacts, monkeypatch: Any, **how: Any) -> Snapshot:
-    monkeypatch.setattr(snapshot, "device_facts", lambda: device)
-    return take_snapshot(OPERATION, **how)
+def on(device: DeviceFacts, monkeypatch: Any, **how: Any) -> dispatch.Snapshot:
+    monkeypatch.setattr(dispatch.snapshot, "device_facts", lambda: device)
+    return dispatch.take_snapshot(OPERATION, **how)
 
 
 def test_each_runs_on_its_own_device(registry, monkeypatch):
@@ -75,7 +57,7 @@ def test_each_runs_on_its_own_device(registry, monkeypatch):
     ]
     for device, config in ((GPU, FastConfig(1)), (CPU, SlowConfig(2))):
         for how in ({}, {"platform": "pallas"}, {"config": dataclasses.replace(config, block=7)}):
-            chosen = select(on(device, monkeypatch, **how), PROBLEM)
+            chosen = dispatch.select(on(device, monkeypatch, **how), PROBLEM)
             assert chosen.platform is Platform.PALLAS and chosen.implementation.backend is device.backend
             assert chosen.config == how.get("config", config) and chosen.rejected == ()
     with pytest.raises(ValueError, match=r"config: expected an instance of OtherConfig or SlowConfig for"):
@@ -86,7 +68,7 @@ def test_each_runs_on_its_own_device(registry, monkeypatch):
 
 def test_where_neither_runs_both_are_named(registry, monkeypatch):
     tpu = DeviceFacts(Backend.TPU, "TPU v5p")
-    chosen = select(on(tpu, monkeypatch), PROBLEM)
+    chosen = dispatch.select(on(tpu, monkeypatch), PROBLEM)
     assert chosen.platform is Platform.XLA
     assert dict(chosen.rejected) == {
         "pallas on cpu": "needs a CPU, the device is TPU v5p (tpu)",
@@ -102,7 +84,7 @@ def test_a_plan_is_the_same_wherever_it_is_made(registry, monkeypatch):
     requests = {on(device, monkeypatch).request for device in (GPU, CPU)}
     asked = {on(device, monkeypatch, platform="pallas").request for device in (GPU, CPU)}
     assert len(requests) == len(asked) == 1
-    here, *_ = take_snapshots(OPERATION)
+    here, *_ = dispatch.take_snapshots(OPERATION)
     plan = ejx.Plan(here)
     assert plan.platforms == (Platform.PALLAS, Platform.XLA)
     assert plan.select(PROBLEM, platform=Platform.PALLAS).config == SlowConfig(2)
@@ -110,18 +92,20 @@ def test_a_plan_is_the_same_wherever_it_is_made(registry, monkeypatch):
 
 def test_what_is_known_is_that_of_the_device(registry, monkeypatch):
     monkeypatch.setattr(
-        snapshot,
+        dispatch.snapshot,
         "shipped_entries",
         lambda i, device: pytest.fail() if i.backend not in (Backend.ANY, device.backend) else (),
     )
-    memory_cache.put(Platform.PALLAS, PROBLEM.key(), Known(SlowConfig(5), (("forward", 1.0),), "tuned"))
-    chosen = select(on(CPU, monkeypatch), PROBLEM)
-    assert (chosen.config, chosen.tier) == (SlowConfig(5), Tier.MEMORY)
+    dispatch.memory_cache.put(
+        Platform.PALLAS, PROBLEM.key(), dispatch.Known(SlowConfig(5), (("forward", 1.0),), "tuned")
+    )
+    chosen = dispatch.select(on(CPU, monkeypatch), PROBLEM)
+    assert (chosen.config, chosen.tier) == (SlowConfig(5), dispatch.Tier.MEMORY)
 
 
 def test_only_the_same_place_is_replaced(registry):
     first = registry.get(OPERATION, "pallas")
-    assert first.backend is device_facts().backend is Backend.CPU
+    assert first.backend is dispatch.device_facts().backend is Backend.CPU
     registry.register(OPERATION, "pallas", Backend.GPU, priority=99)(platform(FastConfig(9)))
     registry.register(OPERATION, "pallas", Backend.CPU, priority=19)(platform(SlowConfig(9)))
     assert len(registry.ordered(OPERATION)) == 3 and registry.get(OPERATION, "pallas") is first
@@ -134,12 +118,12 @@ def test_only_the_same_place_is_replaced(registry):
     for priority, found in ((19, SlowConfig(2)), (20, OtherConfig(20)), (21, OtherConfig(21))):
         registry.register(OPERATION, "pallas", priority=priority)(platform(OtherConfig(priority)))
         assert registry.get(OPERATION, "pallas").hooks.default_config(PROBLEM, CPU) == found
-        assert select(take_snapshot(OPERATION), PROBLEM).config == found
+        assert dispatch.select(dispatch.take_snapshot(OPERATION), PROBLEM).config == found
 
 
 def test_explain_names_both(registry):
     rows = [(row.platform, row.rejected) for row in ejx.explain(OPERATION).choices]
-    reason = f"needs a GPU, the device is {device_facts().kind} (cpu)"
+    reason = f"needs a GPU, the device is {dispatch.device_facts().kind} (cpu)"
     assert rows == [
         ("pallas on cpu (usable)", ()),
         ("pallas on gpu (unusable)", (("pallas on gpu", reason),)),
@@ -149,10 +133,18 @@ def test_explain_names_both(registry):
 
 def test_labels_of_both_are_read(registry):
     for implementation, config in zip(registry.ordered(OPERATION), (SlowConfig(4), FastConfig(4))):
-        label = label_of(Selection(PROBLEM, implementation, config, Tier.HEURISTIC, ()))
-        assert [(read.platform, read.config) for read in labels_to_configs([label])] == [("pallas", config)]
-    strange = label_of(Selection(PROBLEM, registry.ordered(OPERATION)[0], OtherConfig(4), Tier.HEURISTIC, ()))
-    (read,) = labels_to_configs([strange])
+        label = dispatch.labels.label_of(
+            dispatch.Selection(PROBLEM, implementation, config, dispatch.Tier.HEURISTIC, ())
+        )
+        assert [(read.platform, read.config) for read in ejx.labels_to_configs([label])] == [
+            ("pallas", config)
+        ]
+    strange = dispatch.labels.label_of(
+        dispatch.Selection(
+            PROBLEM, registry.ordered(OPERATION)[0], OtherConfig(4), dispatch.Tier.HEURISTIC, ()
+        )
+    )
+    (read,) = ejx.labels_to_configs([strange])
     assert read.config is None and "does not fit" in read.reason
 
 
@@ -181,7 +173,7 @@ def test_a_kernel_class_that_changes_its_device_leaves_nothing_behind():
 
     for backend in (Backend.GPU, Backend.CPU):
         define(backend)
-        known = kernel_registry.ordered("tests.backends.same")
+        known = ejx.kernel_registry.ordered("tests.backends.same")
         assert [(i.platform, i.backend) for i in known] == [
             (Platform.PALLAS, backend),
             (Platform.XLA, Backend.ANY),

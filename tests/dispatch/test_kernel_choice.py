@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from ejkernel_eqx.dispatch import Implementation, Platform, Problem, to_json
+import ejkernel_eqx as ejx
+from ejkernel_eqx import dispatch, Platform, Problem
 from tests.compiled import DEVICES
 from tests.dispatch.test_conformance import devices, loaded, OURS, problems
 
@@ -13,7 +14,7 @@ TRITON = [i for i in OURS if i.platform is Platform.TRITON]
 ONE_PER_CORE = list({i.core: i for i in reversed(TRITON)}.values())
 
 
-def _named(implementations: list[Implementation]) -> list[object]:
+def _named(implementations: list[dispatch.Implementation]) -> list[object]:
     return [pytest.param(i, id=i.operation) for i in implementations]
 
 
@@ -45,4 +46,4 @@ def test_products_of_float32_are_not_rounded_to_tf32(implementation):
     for device in devices(implementation):
         for problem in problems(implementation, "float32"):
             for config in hooks.candidates(problem, device):
-                assert '"tf32"' not in json.dumps(to_json(config)), (device.kind, config)
+                assert '"tf32"' not in json.dumps(ejx.to_json(config)), (device.kind, config)

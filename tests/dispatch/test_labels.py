@@ -15,14 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import kernel_registry, Platform, Problem, Selection, Tier
-from ejkernel_eqx.dispatch.labels import (
-    extract_labels_from_hlo_text,
-    find_labels_in_lowered,
-    kernel_scope,
-    label_of,
-    labels_to_configs,
-)
+from ejkernel_eqx import dispatch, Platform, Problem
 
 OPERATION = "tests.labels"
 
@@ -49,7 +42,7 @@ class Config:
     parts: tuple[Side | str, ...] = ()
 
 
-@kernel_registry.register(OPERATION, Platform.XLA)
+@ejx.kernel_registry.register(OPERATION, Platform.XLA)
 class Implementation:
     config_type = Config
 
@@ -66,13 +59,15 @@ class Implementation:
         return [Config(Side(1))]
 
 
-def selection(config, operation: str = OPERATION, size: int = 64) -> Selection:
+def selection(config, operation: str = OPERATION, size: int = 64) -> dispatch.Selection:
     problem = Problem.make(operation, dims={"T": size}, dtypes={"x": "float32"}, flags={}, lengths={"T"})
-    return Selection(problem, kernel_registry.get(OPERATION, Platform.XLA), config, Tier.HEURISTIC, ())
+    return dispatch.Selection(
+        problem, ejx.kernel_registry.get(OPERATION, Platform.XLA), config, dispatch.Tier.HEURISTIC, ()
+    )
 
 
 def read(label):
-    (record,) = labels_to_configs([label])
+    (record,) = ejx.labels_to_configs([label])
     return record
 
 
@@ -87,28 +82,30 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_labels_are_read_back(config):
-    label = label_of(selection(config))
+    label = dispatch.labels.label_of(selection(config))
     assert set(label) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.~%+!,-=[]")
     record = read(label)
     assert (record.operation, record.platform, record.reason) == (OPERATION, "xla", "")
     assert record.config == config and repr(record.config) == repr(config)
     assert record.problem == selection(config).problem.digest()
-    assert extract_labels_from_hlo_text(f'op_name="jit(f)/transpose(jvp({label}))/dot"') == [label]
+    assert ejx.extract_labels_from_hlo_text(f'op_name="jit(f)/transpose(jvp({label}))/dot"') == [label]
 
 
 def test_a_label_tells_everything_apart():
-    labels = {label_of(selection(config)) for config in CONFIGS}
-    labels.add(label_of(selection(CONFIGS[0], size=128)))
-    labels.add(label_of(selection(CONFIGS[0], operation="tests/labels (2)")))
+    labels = {dispatch.labels.label_of(selection(config)) for config in CONFIGS}
+    labels.add(dispatch.labels.label_of(selection(CONFIGS[0], size=128)))
+    labels.add(dispatch.labels.label_of(selection(CONFIGS[0], operation="tests/labels (2)")))
     assert len(labels) == len(CONFIGS) + 2
-    assert label_of(selection(CONFIGS[0], size=63)) == label_of(selection(CONFIGS[0], size=64))
-    assert label_of(selection(CONFIGS[0])).startswith(
+    assert dispatch.labels.label_of(selection(CONFIGS[0], size=63)) == dispatch.labels.label_of(
+        selection(CONFIGS[0], size=64)
+    )
+    assert dispatch.labels.label_of(selection(CONFIGS[0])).startswith(
         "ejkernel_eqx.tests.labels.xla=[256,none],[-1,0.5],+COLUMNS,true,~plain,[],[]="
     )
 
 
 def test_what_cannot_be_read_says_why():
-    label = label_of(selection(CONFIGS[0]))
+    label = dispatch.labels.label_of(selection(CONFIGS[0]))
     head, values, checksum, digest = label.split("=")
 
     def reason(*parts):
@@ -133,11 +130,14 @@ def test_what_cannot_be_read_says_why():
     for foreign in ("", "jit(f)/dot_general", label[:-1], label + "0", label.upper()):
         assert read(foreign).reason == "is not a label of this package"
     # What has no text form still gets a label; a kernel call never fails for its name.
-    assert "cannot be read" in read(label_of(selection(dataclasses.replace(CONFIGS[0], name=object)))).reason
+    assert (
+        "cannot be read"
+        in read(dispatch.labels.label_of(selection(dataclasses.replace(CONFIGS[0], name=object)))).reason
+    )
 
 
 def test_a_changed_class_is_seen(monkeypatch):
-    label = label_of(selection(CONFIGS[0]))
+    label = dispatch.labels.label_of(selection(CONFIGS[0]))
 
     # The same number of values, other meanings.
     @dataclasses.dataclass(frozen=True)
@@ -157,11 +157,11 @@ def test_a_changed_class_is_seen(monkeypatch):
 def labelled(forward, backward):
     @jax.custom_vjp
     def call(x):
-        with kernel_scope(forward):
+        with dispatch.labels.kernel_scope(forward):
             return jnp.sin(x) @ x.mT
 
     def call_backward(x, g):
-        with kernel_scope(backward):
+        with dispatch.labels.kernel_scope(backward):
             return (jnp.cos(x) * (g @ x),)
 
     call.defvjp(lambda x: (call(x), x), call_backward)
@@ -193,19 +193,19 @@ def transformed(call):
 def test_labels_survive(name):
     function, directions = transformed(labelled(FORWARD, BACKWARD))[name]
     lowered = jax.jit(function).lower(X)
-    expected = {"f": label_of(FORWARD), "b": label_of(BACKWARD)}
-    assert set(find_labels_in_lowered(lowered)) == {expected[d] for d in directions}
+    expected = {"f": dispatch.labels.label_of(FORWARD), "b": dispatch.labels.label_of(BACKWARD)}
+    assert set(ejx.find_labels_in_lowered(lowered)) == {expected[d] for d in directions}
     compiled = lowered.compile()
-    assert set(find_labels_in_lowered(compiled)) == {expected[d] for d in directions}
-    assert find_labels_in_lowered(compiled.as_text()) == find_labels_in_lowered(compiled)
-    assert find_labels_in_lowered(lowered.as_text()) == []  # without its debug information
-    for record in labels_to_configs(find_labels_in_lowered(compiled)):
+    assert set(ejx.find_labels_in_lowered(compiled)) == {expected[d] for d in directions}
+    assert ejx.find_labels_in_lowered(compiled.as_text()) == ejx.find_labels_in_lowered(compiled)
+    assert ejx.find_labels_in_lowered(lowered.as_text()) == []  # without its debug information
+    for record in ejx.labels_to_configs(ejx.find_labels_in_lowered(compiled)):
         assert record.config in CONFIGS[:2]
 
 
 def test_only_text_is_searched():
     with pytest.raises(ValueError, match=r"lowered: expected .*received .*use jax.jit\(f\).lower"):
-        find_labels_in_lowered(jnp.sin)
+        ejx.find_labels_in_lowered(jnp.sin)
 
 
 def attention(platform):
@@ -238,9 +238,9 @@ def test_attention_is_labelled(name, platform):
     lowered = jax.jit(function).lower(x)
     texts = [lowered] if platform == "triton-interpret" else [lowered, lowered.compile()]
     for text in texts:
-        labels = find_labels_in_lowered(text)
+        labels = ejx.find_labels_in_lowered(text)
         assert labels and set(labels) <= {choice.label for choice in choices}
-        for record in labels_to_configs(labels):
+        for record in ejx.labels_to_configs(labels):
             assert (record.operation, record.platform) == ("flash_attention", platform)
             assert repr(record.config) == choices[0].config
     if name == "gradient":
