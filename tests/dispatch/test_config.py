@@ -6,7 +6,6 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import dispatch
-from ejkernel_eqx.attention.xla import XlaConfig, XlaTile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +36,6 @@ def test_round_trip():
     assert json.loads(text) == dispatch.to_dict(CONFIG)
     assert dispatch.to_dict(CONFIG)["backward"] == {"block": 32, "num_warps": 8}
     assert list(json.loads(text)) == ["forward", "backward", "fast", "precision", "ratio"]
-    tiles = XlaConfig(XlaTile(64, 128), XlaTile(32, 64))
-    assert ejx.from_json(ejx.to_json(tiles), XlaConfig) == tiles
 
 
 def test_tuples_come_back_as_tuples():
@@ -103,3 +100,10 @@ def test_an_integer_may_stand_for_a_float_but_not_the_other_way_round():
     for wrong in ('{"scale": true}', '{"block": 2.0}'):
         with pytest.raises(ValueError, match="expected"):
             ejx.from_json(wrong, Scaled)
+
+
+def test_a_tile_of_triton_refuses_what_it_cannot_mean():
+    triton = pytest.importorskip("ejkernel_eqx.attention.triton.compiled")
+    for block in (48, 192):
+        with pytest.raises(ValueError, match=r"TileConfig.block_q: expected a power of two"):
+            triton.TileConfig(block, 64, 4, 2)

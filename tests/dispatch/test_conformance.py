@@ -3,6 +3,7 @@ family's call asks for."""
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Backend, DeviceFacts, dispatch, Platform, Problem
 from ejkernel_eqx._explain import example_problem_of
+from ejkernel_eqx.dispatch.labels import label_of
 from tests.compiled import DEVICES
 from tests.custom import kernels
 
@@ -149,17 +151,15 @@ def test_its_configurations_can_be_kept_and_run(implementation):
     hooks = loaded(implementation)
     for device in devices(implementation):
         for problem in problems(implementation):
-            default, candidates = (
-                hooks.default_config(problem, device),
-                hooks.candidates(problem, device),
-            )
+            default = hooks.default_config(problem, device)
+            candidates = hooks.candidates(problem, device)
             assert candidates[0] == default and len(set(candidates)) == len(candidates)
             for config in candidates:
                 dispatch.config.check_config(config)
                 assert type(config) is hooks.config_type
                 assert hooks.config_unsupported(config, problem, device) is None
                 assert ejx.from_json(ejx.to_json(config), hooks.config_type) == config
-                label = dispatch.labels.label_of(
+                label = label_of(
                     dispatch.Selection(problem, implementation, config, dispatch.Tier.HEURISTIC, ())
                 )
                 (read,) = ejx.labels_to_configs([label])
@@ -217,3 +217,40 @@ def test_it_has_the_kernels_of_its_family(implementation):
         written = implementation.platform in (Platform.TRITON, Platform.PALLAS)
         execute = ("execute",) if written and name != "saved_axes" else ()
         assert found == (*parameters, *execute), name
+
+
+# What kernels are compiled for: not for each length, and in float32 not for products of less than its precision.
+
+TRITON = [i for i in OURS if i.platform is Platform.TRITON]
+ONE_PER_CORE = list({i.core: i for i in reversed(TRITON)}.values())
+
+
+def _shorter(problem: Problem, by: int) -> Problem:
+    """The problem with every length reduced, so that it stays in its bucket."""
+    dims = {n: size - by if n in problem.lengths and size > 16 else size for n, size in problem.dims}
+    return dataclasses.replace(problem, dims=tuple(sorted(dims.items())))
+
+
+@pytest.mark.few(5)
+@each(ONE_PER_CORE)
+def test_neighbouring_lengths_share_kernels(implementation):
+    """They are told apart by whether tiles are full, and by nothing else."""
+    hooks, device = loaded(implementation), DEVICES["sm_90"]
+    problem = problems(implementation)[0]
+    config = hooks.default_config(problem, device)
+    kernels = []
+    for by in (3, 5):
+        work = implementation.make_workload(_shorter(problem, by))
+        assert work is not None and work.launches is not None
+        kernels.append([(launch.function, launch.constants) for launch in work.launches(config)])
+    assert kernels[0] and kernels[0] == kernels[1]
+
+
+@each(TRITON)
+def test_products_of_float32_are_not_rounded_to_tf32(implementation):
+    """Neither by default nor in any configuration that a tuner may choose."""
+    hooks = loaded(implementation)
+    for device in devices(implementation):
+        for problem in problems(implementation, "float32"):
+            for config in hooks.candidates(problem, device):
+                assert '"tf32"' not in json.dumps(ejx.to_json(config)), (device.kind, config)

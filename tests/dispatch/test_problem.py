@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from typing import Any
 
@@ -5,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejkernel_eqx as ejx
 from ejkernel_eqx import Backend, DeviceFacts, dispatch, Problem
+from tests.dispatch.toy import H200
 
 BASE: dict[str, Any] = dict(
     dims={"B": 2, "T": 1000, "D": 64},
@@ -22,11 +25,8 @@ def make(operation: Any = "op", **changed: Any) -> Problem:
 def test_fields():
     problem = make()
     assert problem.dim("T") == 1000 and problem.dtype("q") == "bfloat16"
-    assert (
-        problem.flag("window") == "9,0"
-        and problem.flag("mask") is None
-        and problem.flag("never given") is None
-    )
+    assert problem.flag("window") == "9,0"
+    assert problem.flag("mask") is problem.flag("never given") is None
     assert str(problem) == "op B2 D64 T1000 float32/bfloat16 cap=30.0 causal window=9,0"
     assert make(dtypes={"q": jnp.bfloat16.dtype, "bias": np.dtype("float32")}) == problem
 
@@ -59,6 +59,13 @@ def test_key_is_json_of_the_bucketed_problem():
         "dtypes": BASE["dtypes"],
         "flags": BASE["flags"],
     }
+
+
+def test_folders_and_headers_of_tables_stay_what_they_were():
+    assert ejx.device_fingerprint(H200) == "nvidia_h200-ab9d6707"
+    same = dataclasses.replace(H200, vmem=1, memory=2, runtime="CUDA 12", count=8)
+    assert ejx.device_fingerprint(same) == ejx.device_fingerprint(H200)
+    assert same.to_dict() == H200.to_dict() and DeviceFacts.from_dict(H200.to_dict()) == H200
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx import ConfigCache, dispatch, Platform, UnsupportedError
 from ejkernel_eqx._kernel import make_plan
-from tests.dispatch.toy import Fast, FastConfig, OPERATION, problem, SlowConfig
+from ejkernel_eqx.dispatch import Known, Tier
+from tests.dispatch import toy
+from tests.dispatch.toy import Fast, FastConfig, learn, OPERATION, problem, SlowConfig
 
 
-def chosen(p=None, *, tuning=False, **override):
-    selection = dispatch.select(
-        dispatch.take_snapshot(OPERATION, **override), problem() if p is None else p, tuning=tuning
-    )
+def chosen(p=None, **how):
+    selection = toy.chosen(p, **how)
     return selection.config, selection.tier
 
 
@@ -31,14 +31,8 @@ class Tables(dict):
     def entries(self, implementation, name):
         if implementation.platform is not Platform.PALLAS:
             return ()
-        return tuple(
-            (
-                Platform.PALLAS,
-                key,
-                config if isinstance(config, dispatch.Known) else dispatch.Known(config, origin=name),
-            )
-            for key, config in self[name].items()
-        )
+        known = lambda config: config if isinstance(config, Known) else Known(config, origin=name)
+        return tuple((Platform.PALLAS, key, known(config)) for key, config in self[name].items())
 
 
 @pytest.fixture
@@ -53,55 +47,52 @@ def test_the_tiers_and_their_order(tables):
         asked.append((p, implementation.platform, device))
         return FastConfig(6)
 
-    assert chosen() == (FastConfig(0), dispatch.Tier.HEURISTIC)
+    assert chosen() == (FastConfig(0), Tier.HEURISTIC)
     dispatch.set_autotuner(tuner)
     tables["borrowed"][problem().key()] = FastConfig(1)
-    assert chosen() == (FastConfig(1), dispatch.Tier.PERSISTENT) and not asked
+    assert chosen() == (FastConfig(1), Tier.PERSISTENT) and not asked
     tables["shipped"][problem(32).key()] = FastConfig(2)
-    assert chosen() == (FastConfig(2), dispatch.Tier.PERSISTENT) and not asked
-    assert chosen(tuning=True) == (FastConfig(6), dispatch.Tier.AUTOTUNE)
+    assert chosen() == (FastConfig(2), Tier.PERSISTENT) and not asked
+    assert chosen(tuning=True) == (FastConfig(6), Tier.AUTOTUNE)
     assert asked == [(problem(), Platform.PALLAS, dispatch.device_facts())]
     tables["shipped"][problem().key()] = FastConfig(3)
-    assert chosen(tuning=True) == (FastConfig(3), dispatch.Tier.PERSISTENT)
+    assert chosen(tuning=True) == (FastConfig(3), Tier.PERSISTENT)
     tables["user"][problem().key()] = FastConfig(4)
-    assert chosen(tuning=True) == (FastConfig(4), dispatch.Tier.PERSISTENT)
-    dispatch.memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(5))
-    assert chosen(tuning=True) == (FastConfig(5), dispatch.Tier.MEMORY)
+    assert chosen(tuning=True) == (FastConfig(4), Tier.PERSISTENT)
+    learn(FastConfig(5))
+    assert chosen(tuning=True) == (FastConfig(5), Tier.MEMORY)
     with ejx.overlay_cache({OPERATION: FastConfig(7)}):
-        assert chosen(tuning=True) == (FastConfig(7), dispatch.Tier.OVERLAY)
-        assert chosen(tuning=True, config=FastConfig(8)) == (FastConfig(8), dispatch.Tier.OVERRIDE)
+        assert chosen(tuning=True) == (FastConfig(7), Tier.OVERLAY)
+        assert chosen(tuning=True, config=FastConfig(8)) == (FastConfig(8), Tier.OVERRIDE)
     assert len(asked) == 1
 
 
 def test_what_was_tuned_says_what_the_tuner_stored():
-    stored = dispatch.Known(FastConfig(5), (("forward", 0.5),), "tuned today")
+    stored = Known(FastConfig(5), (("forward", 0.5),), "tuned today")
 
     def tuner(p, implementation, device):
         dispatch.memory_cache.put(implementation.platform, p.key(), stored)
         return FastConfig(5)
 
     dispatch.set_autotuner(tuner)
-    selection = dispatch.select(dispatch.take_snapshot(OPERATION), problem(), tuning=True)
-    assert (selection.tier, selection.origin, selection.ms) == (
-        dispatch.Tier.AUTOTUNE,
-        stored.origin,
-        stored.ms,
-    )
+    selection = toy.chosen(problem(), tuning=True)
+    assert selection.tier is Tier.AUTOTUNE
+    assert (selection.origin, selection.ms) == (stored.origin, stored.ms)
 
 
 def test_a_platform_whose_every_configuration_was_denied(tables):
-    tables["user"][problem().key()] = dispatch.Known(None, denied="every configuration was denied: wrong dq")
+    tables["user"][problem().key()] = Known(None, denied="every configuration was denied: wrong dq")
     tables["shipped"][problem().key()] = FastConfig(3)
-    selection = dispatch.select(dispatch.take_snapshot(OPERATION), problem())
+    selection = toy.chosen(problem())
     assert (selection.platform, selection.config) == (Platform.XLA, SlowConfig(0))
     assert selection.rejected[-1] == (Platform.PALLAS, "every configuration was denied: wrong dq")
     with pytest.raises(UnsupportedError, match="'pallas': every configuration was denied: wrong dq"):
         chosen(platform="pallas")
     # It says nothing of other problems, and nothing against what the user gives.
-    assert chosen(problem(32)) == (FastConfig(0), dispatch.Tier.HEURISTIC)
-    assert chosen(config=FastConfig(1)) == (FastConfig(1), dispatch.Tier.OVERRIDE)
+    assert chosen(problem(32)) == (FastConfig(0), Tier.HEURISTIC)
+    assert chosen(config=FastConfig(1)) == (FastConfig(1), Tier.OVERRIDE)
     with ejx.overlay_cache({OPERATION: FastConfig(2)}):
-        assert chosen() == (FastConfig(2), dispatch.Tier.OVERLAY)
+        assert chosen() == (FastConfig(2), Tier.OVERLAY)
 
 
 def test_an_override_is_stored_nowhere(tmp_path):
@@ -110,27 +101,25 @@ def test_an_override_is_stored_nowhere(tmp_path):
     with ejx.overlay_cache({OPERATION: FastConfig(8)}):
         make_plan(OPERATION).pin(problem())
     assert not list(dispatch.memory_cache.items()) and not list(tmp_path.rglob("*"))
-    assert chosen() == (FastConfig(0), dispatch.Tier.HEURISTIC)
+    assert chosen() == (FastConfig(0), Tier.HEURISTIC)
 
 
 def test_the_cache_of_this_process():
-    cache = ConfigCache()
-    cache.put(Platform.PALLAS, problem().key(), FastConfig(1))
-    cache.put(Platform.XLA, problem().key(), dispatch.Known(None, denied="wrong"))
-    assert cache.get(Platform.PALLAS, problem().key()) == FastConfig(1)
-    known = cache.known(Platform.PALLAS, problem().key())
-    assert known is not None and known.config == FastConfig(1) and known.ms == ()
-    assert cache.get(Platform.XLA, problem().key()) is None
-    assert cache.known(Platform.XLA, problem().key()) == dispatch.Known(None, denied="wrong")
-    assert (Platform.XLA, problem().key()) in cache and (Platform.XLA, problem(8).key()) not in cache
-    assert len(cache) == 2 and dict(cache.items())[Platform.PALLAS, problem().key()] == known
+    cache, key = ConfigCache(), problem().key()
+    cache.put(Platform.PALLAS, key, FastConfig(1))
+    cache.put(Platform.XLA, key, Known(None, denied="wrong"))
+    assert cache.get(Platform.PALLAS, key) == FastConfig(1) and cache.get(Platform.XLA, key) is None
+    assert dict(cache.items())[Platform.PALLAS, key] == cache.known(Platform.PALLAS, key)
+    assert cache.known(Platform.XLA, key) == Known(None, denied="wrong")
+    assert (Platform.XLA, key) in cache and (Platform.XLA, problem(8).key()) not in cache
+    assert len(cache) == len(dict(cache.items())) == 2
     assert [entry[0] for entry in cache.entries(OPERATION, {Platform.XLA})] == [Platform.XLA]
     assert cache.entries("another", {Platform.XLA, Platform.PALLAS}) == ()
     cache.clear()
     assert not len(cache) and cache.entries(OPERATION, {Platform.XLA}) == ()
     for config, denied in ((None, ""), (FastConfig(1), "wrong")):
         with pytest.raises(ValueError, match="Known: expected either a config or the reason"):
-            dispatch.Known(config, denied=denied)
+            Known(config, denied=denied)
 
 
 def test_the_last_tier_names_every_platform():
@@ -147,29 +136,25 @@ def test_the_last_tier_names_every_platform():
 
 
 def test_the_next_platform_is_asked_when_one_does_not_support_the_problem():
-    selection = dispatch.select(dispatch.take_snapshot(OPERATION), problem(500))
-    assert (selection.platform, selection.config, selection.tier) == (
-        Platform.XLA,
-        SlowConfig(0),
-        dispatch.Tier.HEURISTIC,
-    )
+    selection = toy.chosen(problem(500))
+    assert (selection.config, selection.tier) == (SlowConfig(0), Tier.HEURISTIC)
     assert [platform for platform, _ in selection.rejected] == [Platform.TRITON, Platform.PALLAS]
     # An entry of a platform that does not support the problem is no reason to use it.
-    dispatch.memory_cache.put(Platform.PALLAS, problem(500).key(), FastConfig(9))
-    assert chosen(problem(500)) == (SlowConfig(0), dispatch.Tier.HEURISTIC)
+    learn(FastConfig(9), problem(500))
+    assert chosen(problem(500)) == (SlowConfig(0), Tier.HEURISTIC)
 
 
 def test_an_entry_serves_its_bucket_only():
-    dispatch.memory_cache.put(Platform.PALLAS, problem(64).key(), FastConfig(9))
-    assert chosen(problem(33)) == chosen(problem(64)) == (FastConfig(9), dispatch.Tier.MEMORY)
+    learn(FastConfig(9), problem(64))
+    assert chosen(problem(33)) == chosen(problem(64)) == (FastConfig(9), Tier.MEMORY)
     for other in (problem(65), problem(32)):
-        assert "nearest shape: D8 T64" in dispatch.select(dispatch.take_snapshot(OPERATION), other).origin
-    assert chosen(problem(64, flag=True)) == chosen(problem(8)) == (FastConfig(0), dispatch.Tier.HEURISTIC)
+        assert "nearest shape: D8 T64" in toy.chosen(other).origin
+    assert chosen(problem(64, flag=True)) == chosen(problem(8)) == (FastConfig(0), Tier.HEURISTIC)
 
 
 def test_platform_and_config_pin_the_platform():
-    assert chosen(platform="xla") == (SlowConfig(0), dispatch.Tier.HEURISTIC)
-    assert chosen(config=SlowConfig(7)) == (SlowConfig(7), dispatch.Tier.OVERRIDE)
+    assert chosen(platform="xla") == (SlowConfig(0), Tier.HEURISTIC)
+    assert chosen(config=SlowConfig(7)) == (SlowConfig(7), Tier.OVERRIDE)
     with pytest.raises(UnsupportedError, match="'pallas': takes T up to 100"):
         chosen(problem(500), platform="pallas")
     with pytest.raises(UnsupportedError, match="'pallas': takes T up to 100"):
@@ -190,8 +175,8 @@ def test_platform_and_config_pin_the_platform():
 
 def test_overlays_nest_and_a_problem_beats_its_operation():
     with ejx.overlay_cache({OPERATION: FastConfig(1), problem(64).key(): FastConfig(2)}):
-        assert chosen(problem(64)) == (FastConfig(2), dispatch.Tier.OVERLAY)
-        assert chosen(problem(8)) == (FastConfig(1), dispatch.Tier.OVERLAY)
+        assert chosen(problem(64)) == (FastConfig(2), Tier.OVERLAY)
+        assert chosen(problem(8)) == (FastConfig(1), Tier.OVERLAY)
         with ejx.overlay_cache({OPERATION: FastConfig(3)}):
             assert chosen(problem(8))[0] == FastConfig(3)
             assert chosen(problem(64))[0] == FastConfig(2)
@@ -199,27 +184,16 @@ def test_overlays_nest_and_a_problem_beats_its_operation():
             assert chosen(problem(8))[0] == FastConfig(4)
             assert chosen(problem(16))[0] == FastConfig(1)
         # A configuration of another platform's class, or of another operation, says nothing here.
-        assert chosen(problem(500)) == (SlowConfig(0), dispatch.Tier.HEURISTIC)
+        assert chosen(problem(500)) == (SlowConfig(0), Tier.HEURISTIC)
         assert chosen(problem(8))[0] == FastConfig(1)
     with ejx.overlay_cache({"flash_attention": FastConfig(1)}):
-        assert chosen() == (FastConfig(0), dispatch.Tier.HEURISTIC)
-
-
-def test_leaving_an_overlay_changes_nothing_that_was_built():
-    with ejx.overlay_cache({OPERATION: FastConfig(1)}):
-        inside = make_plan(OPERATION)
-    outside = make_plan(OPERATION)
-    assert inside.select(problem()).config == FastConfig(1)
-    assert outside.select(problem()).config == FastConfig(0) and inside != outside
-    with ejx.overlay_cache({OPERATION: FastConfig(2)}):
-        assert inside.select(problem()).config == FastConfig(1)
-        assert outside.select(problem()).config == FastConfig(0)
+        assert chosen() == (FastConfig(0), Tier.HEURISTIC)
 
 
 def test_an_overlay_is_left_when_its_body_raises():
     with pytest.raises(KeyError), ejx.overlay_cache({OPERATION: FastConfig(1)}):
         raise KeyError
-    assert chosen() == (FastConfig(0), dispatch.Tier.HEURISTIC)
+    assert chosen() == (FastConfig(0), Tier.HEURISTIC)
 
 
 def test_overlays_and_policies_belong_to_their_context():
@@ -248,7 +222,7 @@ def test_policies(tables):
     dispatch.set_autotuner(lambda p, implementation, device: FastConfig(5))
     tables["shipped"][problem(64).key()] = FastConfig(2)
     tables["user"][problem(16).key()] = FastConfig(3)
-    dispatch.memory_cache.put(Platform.PALLAS, problem(4).key(), FastConfig(4))
+    learn(FastConfig(4), problem(4))
     problems = [problem(64), problem(16), problem(4), problem(1, flag=True)]
     expected = {
         "heuristic": ([0, 0, 0, 0], [0, 0, 0, 0]),
@@ -271,13 +245,11 @@ def test_policies(tables):
 def test_the_policy_of_the_environment(monkeypatch):
     assert dispatch.current_policy() is dispatch.Policy.CACHED
     monkeypatch.setenv(dispatch.overlay.POLICY_VARIABLE, "heuristic")
-    dispatch.memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(3))
-    assert dispatch.current_policy() is dispatch.Policy.HEURISTIC and chosen() == (
-        FastConfig(0),
-        dispatch.Tier.HEURISTIC,
-    )
+    learn(FastConfig(3))
+    assert dispatch.current_policy() is dispatch.Policy.HEURISTIC
+    assert chosen() == (FastConfig(0), Tier.HEURISTIC)
     with ejx.policy_override("cached"):
-        assert chosen() == (FastConfig(3), dispatch.Tier.MEMORY)
+        assert chosen() == (FastConfig(3), Tier.MEMORY)
     monkeypatch.setenv(dispatch.overlay.POLICY_VARIABLE, "always")
     expected = "environment variable EJKERNEL_EQX_POLICY: expected one of 'heuristic', 'cached', 'tune', 'force', received 'always'"
     with pytest.raises(ValueError, match=expected):
@@ -296,14 +268,12 @@ def test_what_was_measured_at_another_length_of_the_bucket_must_run_at_this_one(
         )
 
     monkeypatch.setattr(Fast, "config_unsupported", staticmethod(whole_blocks), raising=False)
-    dispatch.memory_cache.put(Platform.PALLAS, problem(64).key(), FastConfig(64))
+    learn(FastConfig(64), problem(64))
     plan = make_plan(OPERATION)
     assert plan.select(problem(64)).config == FastConfig(64)
     other = plan.select(problem(60))
-    assert problem(60).key() == problem(64).key() and (other.config, other.tier) == (
-        FastConfig(0),
-        dispatch.Tier.HEURISTIC,
-    )
+    assert problem(60).key() == problem(64).key()
+    assert (other.config, other.tier) == (FastConfig(0), Tier.HEURISTIC)
 
 
 def test_threads_that_put_and_ask_at_once():
