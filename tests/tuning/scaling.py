@@ -15,11 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx._kernel import make_plan, Plan
-from ejkernel_eqx._tolerances import TOLERANCES
-from ejkernel_eqx.dispatch import kernel_registry, memory_cache, Problem, Workload
-from ejkernel_eqx.dispatch.labels import kernel_scope
-from ejkernel_eqx.tuning.options import TuneOptions
+from ejkernel_eqx import Plan, Problem, TuneOptions
+from tests.tuning.parts import kernel_scope, make_plan, memory_cache, TOLERANCES, Workload
 
 OPERATION = "tests.scaling"
 QUICK = TuneOptions(max_candidates=2, samples=2, sample_ms=1.0, isolate=False, progress=False)
@@ -56,7 +53,7 @@ def workload(implementation: Any, problem: Problem) -> Workload:
     )
 
 
-@kernel_registry.register(OPERATION, "xla", "any", priority=10, workload=workload)
+@ejx.kernel_registry.register(OPERATION, "xla", "any", priority=10, workload=workload)
 class OnXla:
     config_type = ScaleConfig
 
@@ -100,8 +97,8 @@ def broken_workload(implementation: Any, problem: Problem) -> Workload:
     return dataclasses.replace(right, run=lambda x, config: {"y": jnp.zeros_like(x)})
 
 
-kernel_registry.register(HALF_BROKEN, "pallas", "any", priority=20, workload=broken_workload)(OnXla)
-kernel_registry.register(HALF_BROKEN, "xla", "any", priority=10, workload=workload)(OnXla)
+ejx.kernel_registry.register(HALF_BROKEN, "pallas", "any", priority=20, workload=broken_workload)(OnXla)
+ejx.kernel_registry.register(HALF_BROKEN, "xla", "any", priority=10, workload=workload)(OnXla)
 
 
 class HalfBroken(ejx.Kernel):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ejkernel_eqx._tolerances import errors, Tolerance
-from ejkernel_eqx.tuning.check import all_errors, result_errors, same_bits
+from tests.tuning.parts import all_errors, errors, result_errors, same_bits, Tolerance
 
 _VALUES = st.floats(width=32, allow_subnormal=False) | st.sampled_from([0.0, 1.0, -1.0])
 

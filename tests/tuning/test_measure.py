@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx import TuningError
-from ejkernel_eqx.tuning import benchmark, inside_trace, measure, TuneOptions
+import ejkernel_eqx as ejx
+from ejkernel_eqx import TuneOptions, TuningError
+from ejkernel_eqx.tuning import inside_trace
+from tests.tuning.parts import measure
 
 FEW = {"samples": 3, "sample_ms": 0.5}
 
@@ -21,15 +23,15 @@ def test_any_function_and_any_result():
         y = activation(layer(x)) * scale
         return {"y": (y, None, "text"), "n": 3, "empty": ()}
 
-    timing = benchmark(fn, linear, np.ones(3, np.float32), jax.nn.relu, scale=2.0, **FEW)
+    timing = ejx.benchmark(fn, linear, np.ones(3, np.float32), jax.nn.relu, scale=2.0, **FEW)
     assert len(timing.samples) == 3 and timing.ms == sorted(timing.samples)[1] > 0
     assert timing.spread == pytest.approx((max(timing.samples) - min(timing.samples)) / timing.ms)
-    assert benchmark(lambda: jnp.zeros(3), **FEW).ms > 0
+    assert ejx.benchmark(lambda: jnp.zeros(3), **FEW).ms > 0
 
 
 def test_without_jit_the_function_itself_is_called():
     calls = []
-    timing = benchmark(lambda x, y: calls.append(y) or x, jnp.ones(2), y=5, jit=False, **FEW)
+    timing = ejx.benchmark(lambda x, y: calls.append(y) or x, jnp.ones(2), y=5, jit=False, **FEW)
     assert len(calls) >= 3 * timing.launches and set(calls) == {5}
 
 
@@ -43,7 +45,7 @@ def test_launches_rotate_through_the_input_sets(monkeypatch):
     fn = lambda x: jax.pure_callback(host, jax.ShapeDtypeStruct((), jnp.int32), x)
     monkeypatch.setattr(measure, "runs_needed", lambda ms, floor: 1)
     monkeypatch.setattr(measure, "_launches", lambda work, seconds: 3)
-    benchmark(fn, jnp.int32(0), input_sets=[(jnp.int32(1),), (jnp.int32(2),)], **FEW)
+    ejx.benchmark(fn, jnp.int32(0), input_sets=[(jnp.int32(1),), (jnp.int32(2),)], **FEW)
     assert set(seen) == {0, 1, 2}
 
 
@@ -79,7 +81,7 @@ def test_the_time_of_several_runs_is_divided(monkeypatch):
     monkeypatch.setattr(
         measure, "time_in_turn", lambda works, *args, **kwargs: {next(iter(works)): next(taken)}
     )
-    assert benchmark(lambda x: x + 1, jnp.ones(3)) == measure.Timing(2.0, 0.5, (2.0,), 7)
+    assert ejx.benchmark(lambda x: x + 1, jnp.ones(3)) == measure.Timing(2.0, 0.5, (2.0,), 7)
 
 
 def test_a_trace_is_told_from_a_computation():
@@ -90,7 +92,7 @@ def test_a_trace_is_told_from_a_computation():
             found[name] = inside_trace()
             if found[name]:
                 with pytest.raises(TuningError, match=r"benchmark: nothing can be timed inside jit"):
-                    benchmark(jnp.sin, x)
+                    ejx.benchmark(jnp.sin, x)
             return x
 
         return function

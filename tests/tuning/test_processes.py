@@ -12,9 +12,8 @@ import filelock
 import jax
 import pytest
 
-from ejkernel_eqx import TuningError
-from ejkernel_eqx.dispatch import Known, Platform
-from ejkernel_eqx.tuning import processes
+from ejkernel_eqx import Platform, TuningError
+from tests.tuning.parts import Known, processes
 from tests.tuning.scaling import problem_of, ScaleConfig, SLOW_VARIABLE
 
 ROOT = pathlib.Path(__file__).parents[2]
