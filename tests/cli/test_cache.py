@@ -6,11 +6,21 @@ import sys
 
 import pytest
 
-from ejkernel_eqx.cli import output
-from ejkernel_eqx.dispatch import BOTH, device_facts, FORWARD
-from ejkernel_eqx.dispatch.persistent import software, user_cache
-from ejkernel_eqx.dispatch.records import Denied, Record, Timed
+from ejkernel_eqx import kernel_registry
 from tests.cli.kernels import example_problem, OPERATION
+from tests.cli.parts import (
+    BOTH,
+    CACHE_DIR,
+    Denied,
+    device_facts,
+    FORWARD,
+    lookup,
+    output,
+    Record,
+    software,
+    Timed,
+    user_cache,
+)
 
 
 def record(n=64, platform="xla", chunks=2, operation=OPERATION, date="2026-11-20T10:00:00+00:00"):
@@ -55,19 +65,11 @@ def test_list(run, run_json, filled):
     code, out, _ = run("cache", "list")
     assert code == output.OK
     row = next(line for line in out.splitlines() if "N256" in line)
-    assert (
-        OPERATION in row
-        and "xla" in row
-        and "chunks=1" in row
-        and "0.2500 / 0.7500" in row
-        and "2026-11-20" in row
-    )
+    for said in (OPERATION, "xla", "chunks=1", "0.2500 / 0.7500", "2026-11-20"):
+        assert said in row
     _, document = run_json("cache", "list")
-    assert [(r["operation"], r["exact"]["dims"]["N"]) for r in document["records"]] == [
-        ("tests.cli.other", 64),
-        (OPERATION, 256),
-        (OPERATION, 64),
-    ]
+    found = [(r["operation"], r["exact"]["dims"]["N"]) for r in document["records"]]
+    assert found == [("tests.cli.other", 64), (OPERATION, 256), (OPERATION, 64)]
     _, document = run_json("cache", "list", "--operation", "tests.cli.other")
     assert [r["platform"] for r in document["records"]] == ["pallas"]
     _, document = run_json("cache", "list", "--device", "nvidia")
@@ -81,29 +83,14 @@ def test_show_tells_everything(run, run_json, filled):
     entry = next(r for r in document["records"] if r["exact"]["dims"]["N"] == 64)
     code, out, _ = run("cache", "show", entry["digest"][:8])
     assert code == output.OK
-    for said in (
-        "chunks=2",
-        "forward 0.2500",
-        "spread 2.0%",
-        "x 2e-07",
-        "0.9000",
-        "winner",
-        "out is wrong",
-        "jaxlib",
-        "version",
-    ):
-        assert said in out
+    said = "chunks=2,forward 0.2500,spread 2.0%,x 2e-07,0.9000,winner,out is wrong,jaxlib,version"
+    assert all(part in out for part in said.split(","))
     winner = next(line for line in out.splitlines() if "winner" in line)
     assert "chunks=2" in winner and "0.7500" in winner
     _, shown = run_json("cache", "show", record(64).key)  # by the whole key
     assert shown["digest"] == entry["digest"] and shown["denied"] == [
         {"part": "", "config": {"chunks": 3}, "reason": "out is wrong: relative RMS error 0.5"}
     ]
-
-
-def test_show_wants_one(run, filled):
-    code, _, err = run("cache", "show", "")
-    assert code == output.USAGE and "matches 3 of 3" in err
 
 
 def test_export_clear_import_is_a_round_trip(run, run_json, filled, tmp_path):
@@ -115,19 +102,14 @@ def test_export_clear_import_is_a_round_trip(run, run_json, filled, tmp_path):
     assert not any(tables(filled).values())
     code, document = run_json("cache", "import", tmp_path / "all.json")
     assert code == output.OK
-    assert {name: document[name] for name in ("new", "replaced", "kept", "refused")} == {
-        "new": 3,
-        "replaced": 0,
-        "kept": 0,
-        "refused": [],
-    }
+    counts = [document[name] for name in ("new", "replaced", "kept", "refused")]
+    assert counts == [3, 0, 0, []]
     assert tables(filled) == before
     _, document = run_json("cache", "import", tmp_path / "all.json")
     assert (document["new"], document["kept"]) == (0, 3)
 
 
 def test_imported_records_are_used(run, filled, tmp_path):
-    from ejkernel_eqx.dispatch import kernel_registry, lookup
 
     run("cache", "export", tmp_path / "all.json", "--operation", OPERATION)
     run("cache", "clear", "--yes")
@@ -252,15 +234,9 @@ def test_records_of_another_device_keep_their_place(run_json, filled, tmp_path):
 
 
 def test_a_folder_that_takes_no_files_fails_the_import(run, run_json, filled, tmp_path, monkeypatch):
-    from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 
     run_json("cache", "export", tmp_path / "all.json")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "file" / "cache"))
     code, out, err = run("cache", "import", tmp_path / "all.json")
     assert (code, out) == (output.FAILED, "") and "could not be written" in err
-
-
-def test_export_into_no_folder_is_told(run, filled, tmp_path):
-    code, _, err = run("cache", "export", tmp_path / "no" / "all.json")
-    assert code == output.USAGE and str(tmp_path / "no" / "all.json") in err

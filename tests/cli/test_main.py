@@ -13,9 +13,8 @@ import jax
 import pytest
 
 import ejkernel_eqx
-from ejkernel_eqx.cli import output
-from ejkernel_eqx.cli.main import main
 from tests.cli.kernels import OPERATION
+from tests.cli.parts import main, output
 
 SOURCE = str(pathlib.Path(ejkernel_eqx.__file__).parents[1])
 
@@ -112,27 +111,17 @@ def test_tables_fit_the_terminal(monkeypatch):
     assert "".join(line[: dashes.index(" ")].strip() for line in body) == long
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0123456, "0.01235"),
-        (1.5, "1.500"),
-        (123.456, "123.5"),
-        (123456.0, "123456"),
-        (None, "-"),
-        (float("inf"), "-"),
-        (0.0, "0.000"),
-    ],
-)
+NUMBERS = {0.0123456: "0.01235", 1.5: "1.500", 123.456: "123.5", 123456.0: "123456", 0.0: "0.000"}
+
+
+@pytest.mark.parametrize(("value", "shown"), [*NUMBERS.items(), (None, "-"), (float("inf"), "-")])
 def test_numbers_have_four_digits(value, shown):
     assert output.number(value) == shown
 
 
 def test_json_holds_no_infinity():
-    assert json.loads(output.write_json({"a": [float("inf"), 1.5], 2: (True, pathlib.Path("x"))})) == {
-        "a": [None, 1.5],
-        "2": [True, "x"],
-    }
+    text = output.write_json({"a": [float("inf"), 1.5], 2: (True, pathlib.Path("x"))})
+    assert json.loads(text) == {"a": [None, 1.5], "2": [True, "x"]}
 
 
 def test_missing_sizes_are_named_with_an_example(run):

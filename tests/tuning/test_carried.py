@@ -110,17 +110,6 @@ def test_without_configs_nothing_travels(path, tuned, elsewhere):
     assert {c for c, _, _ in chosen(ejx.load(path, Model, configs=False))} == {"ScaleConfig(block=1)"}
 
 
-def test_an_entry_says_all_that_it_holds_for(path, tuned):
-    ejx.save(path, tuned, configs=True)
-    (table,) = serialisation.info(path)["configs"]
-    (one,) = table["entries"]
-    assert table["device"] == device_facts().to_dict()
-    assert one["paths"] == [".layers[0]", ".layers[1]"]
-    record = one["record"]
-    assert record["operation"] == OPERATION and record["config"] == {"block": 2} and record["version"] == 1
-    assert record["software"] and record["ms"]
-
-
 def test_another_device_is_said(path, tuned, elsewhere, caplog):
     ejx.save(path, tuned, configs=True)
     rewritten(path, lambda header: header["configs"][0]["device"].update(kind="NVIDIA H300"))

@@ -68,19 +68,18 @@ def test_repeated_runs_are_neither_merged_nor_dropped():
         assert calls[1] >= 5 * calls[0] > 0
 
 
-@pytest.mark.parametrize(("ms", "runs"), [(4.0, 1), (100.0, 1), (3.0, 4), (2.0, 8), (1.0, 16), (0.5, 16)])
-def test_what_is_short_is_run_several_times_in_a_launch(ms, runs, monkeypatch):
-    assert jax.default_backend() != "cpu" or measure.runs_needed(ms, floor=1.0) == 1
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert measure.runs_needed(ms, floor=1.0) == runs
+@pytest.mark.gpu
+def test_what_is_short_is_run_several_times_in_a_launch():
+    """On a CPU never."""
+    expected = {4.0: 1, 100.0: 1, 3.0: 4, 2.0: 8, 1.0: 16, 0.5: 16}
+    found = {ms: measure.runs_needed(ms, floor=1.0) for ms in expected}
+    assert found == (dict.fromkeys(expected, 1) if jax.default_backend() == "cpu" else expected)
 
 
 def test_the_time_of_several_runs_is_divided(monkeypatch):
     taken = iter([measure.Timing(ms, 0.5, (ms,), 7) for ms in (3.0, 1.0, 8.0)])  # once, the floor, four runs
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(
-        measure, "time_in_turn", lambda works, *args, **kwargs: {next(iter(works)): next(taken)}
-    )
+    monkeypatch.setattr(measure, "runs_needed", lambda ms, floor: {(3.0, 1.0): 4}[ms, floor])
+    monkeypatch.setattr(measure, "time_in_turn", lambda works, *_, **__: {next(iter(works)): next(taken)})
     assert ejx.benchmark(lambda x: x + 1, jnp.ones(3)) == measure.Timing(2.0, 0.5, (2.0,), 7)
 
 
@@ -111,7 +110,7 @@ def test_a_trace_is_told_from_a_computation():
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("isolate", "no"), ("max_candidates", True), ("time_budget", "a"), ("target", "zz"), ("jobs", 0), ("samples", 0)],
+    [("isolate", "no"), ("max_candidates", True), ("time_budget", "a"), ("target", "zz"), ("jobs", 0), ("samples", 0), ("sample_ms", -1.0)],
 )  # fmt: skip
 def test_options_that_mean_nothing_are_refused(option, value, unchecked):
     with pytest.raises(ValueError, match=f"TuneOptions.{option}: expected .* received {value!r}"):

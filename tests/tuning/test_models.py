@@ -60,20 +60,10 @@ def test_an_optimiser_state_made_before_goes_on_matching():
     x = jnp.ones(8)
     new, new_state = ejx.tune(model, x, others=state, options=QUICK)
     assert jax.tree.structure(new_state) != jax.tree.structure(state)
-
-    @eqx.filter_jit
-    def step(model, state):
-        loss, gradient = eqx.filter_value_and_grad(lambda model: jnp.sum(model(x) ** 2))(model)
-        updates, state = optimiser.update(gradient, state)
-        return loss, eqx.apply_updates(model, updates), state
-
-    losses = []
+    gradient = eqx.filter_grad(lambda model: jnp.sum(model(x) ** 2))(new)
     with jax.numpy_dtype_promotion("standard"):  # which optax needs
-        for _ in range(3):
-            loss, new, new_state = step(new, new_state)
-            losses.append(float(loss))
-    assert losses[2] < losses[1] < losses[0]
-    assert choices(new, x) == [(ScaleConfig(2), Tier.AUTOTUNE)]
+        updates, _ = optimiser.update(gradient, new_state)
+    assert choices(eqx.apply_updates(new, updates), x) == [(ScaleConfig(2), Tier.AUTOTUNE)]
 
 
 class Pair(NamedTuple):
@@ -192,13 +182,6 @@ def test_a_model_without_kernels_is_returned_with_a_warning(caplog):
     assert eqx.tree_equal(new, model)
     (record,) = caplog.records
     assert "no kernel" in record.getMessage()
-
-
-def test_one_line_says_what_was_done(caplog):
-    with caplog.at_level(logging.INFO, "ejkernel_eqx"):
-        ejx.tune(Scale(), shape(8), options=QUICK)
-    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ejx.tune")]
-    assert "1 distinct problem: 1 tuned, 0 known" in line
 
 
 def test_one_configuration_is_no_table(caplog):

@@ -120,6 +120,8 @@ def replanned() -> Any:
     if RANK == 0:
         tune_alone()
     before = chosen(Scale())
+    (call,) = invocations_of(Scale(), ejx.inputs(X))
+    assert tuner.autotune_tier(call.problem, call.implementation, device_facts()) is None
     model = ejx.replan(Scale())
     return {"before": before, "chosen": chosen(model), "table": table()}
 
