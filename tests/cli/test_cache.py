@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ejkernel_eqx import kernel_registry
-from tests.cli.kernels import example_problem, OPERATION
+from tests.cli.kernels import example_problem, OPERATION, SquareConfig
 from tests.cli.parts import (
     BOTH,
     CACHE_DIR,
@@ -16,26 +16,19 @@ from tests.cli.parts import (
     FORWARD,
     lookup,
     output,
-    Record,
-    software,
     Timed,
     user_cache,
 )
+from tests.dispatch import toy
 
 
 def record(n=64, platform="xla", chunks=2, operation=OPERATION, date="2026-11-20T10:00:00+00:00"):
-    problem = example_problem(operation, {"N": n}, "float32", {})
-    return Record(
-        operation=operation,
+    return toy.record(
+        SquareConfig(chunks),
+        example_problem(operation, {"N": n}, "float32", {}),
         platform=platform,
-        version=1,
-        problem=problem.key(),
-        exact=problem.to_dict(),
-        software=software(),
-        config={"chunks": chunks},
         ms={FORWARD: 0.25, BOTH: 0.75},
         spread={FORWARD: 0.01, BOTH: 0.02},
-        samples=5,
         errors={"out": 1e-7, "x": 2e-7},
         timed=(Timed("", {"chunks": 1}, 0.9, 0.03), Timed("", {"chunks": 2}, 0.75, 0.02)),
         denied=(Denied("", {"chunks": 3}, "out is wrong: relative RMS error 0.5"),),
@@ -43,11 +36,15 @@ def record(n=64, platform="xla", chunks=2, operation=OPERATION, date="2026-11-20
     )
 
 
+def table(core=OPERATION):
+    return user_cache(device_facts(), core)
+
+
 @pytest.fixture
 def filled(folder):
     """Three records of this device, in two tables."""
-    user_cache(device_facts(), OPERATION).update([record(64), record(256, chunks=1)])
-    user_cache(device_facts(), "other").put(record(64, "pallas", operation="tests.cli.other"))
+    table().update([record(64), record(256, chunks=1)])
+    table("other").put(record(64, "pallas", operation="tests.cli.other"))
     return folder
 
 
@@ -85,6 +82,8 @@ def test_show_tells_everything(run, run_json, filled):
     assert code == output.OK
     said = "chunks=2,forward 0.2500,spread 2.0%,x 2e-07,0.9000,winner,out is wrong,jaxlib,version"
     assert all(part in out for part in said.split(","))
+    code, _, err = run("cache", "show", "")
+    assert code == output.USAGE and "matches 3 of 3" in err
     winner = next(line for line in out.splitlines() if "winner" in line)
     assert "chunks=2" in winner and "0.7500" in winner
     _, shown = run_json("cache", "show", record(64).key)  # by the whole key
@@ -124,21 +123,21 @@ def test_imported_records_are_used(run, filled, tmp_path):
 def test_the_newer_record_stays(run_json, filled, tmp_path):
     run_json("cache", "export", tmp_path / "old.json", "--operation", OPERATION)
     newer = record(64, chunks=1, date="2026-12-01T00:00:00+00:00")
-    user_cache(device_facts(), OPERATION).put(newer)
+    table().put(newer)
     run_json("cache", "export", tmp_path / "new.json", "--operation", OPERATION)
     _, document = run_json("cache", "import", tmp_path / "old.json")
     assert (document["replaced"], document["kept"]) == (0, 2)
-    user_cache(device_facts(), OPERATION).put(record(64))
+    table().put(record(64))
     _, document = run_json("cache", "import", tmp_path / "new.json")
     assert (document["replaced"], document["kept"]) == (1, 1)
-    found = user_cache(device_facts(), OPERATION).get(newer.key)
+    found = table().get(newer.key)
     assert found is not None and found.config == {"chunks": 1}
 
 
 def test_clear_of_one_operation_leaves_the_others(run, filled):
     code, out, _ = run("cache", "clear", "--operation", OPERATION, "--yes")
     assert code == output.OK and out.startswith("2 records removed")
-    assert len(user_cache(device_facts(), "other")) == 1 and len(user_cache(device_facts(), OPERATION)) == 0
+    assert len(table("other")) == 1 and len(table()) == 0
 
 
 def test_clear_asks(run, filled, monkeypatch):
@@ -152,10 +151,10 @@ def test_clear_asks(run, filled, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     code, out, err = run("cache", "clear")
     assert (code, out) == (output.USAGE, "") and "remove 3 records" in err and "nothing was removed" in err
-    assert len(user_cache(device_facts(), OPERATION)) == 2
+    assert len(table()) == 2
     monkeypatch.setattr(sys, "stdin", Terminal("yes\n"))
     code, _, _ = run("cache", "clear")
-    assert code == output.OK and len(user_cache(device_facts(), OPERATION)) == 0
+    assert code == output.OK and len(table()) == 0
 
 
 def exported(run_json, tmp_path):

@@ -69,6 +69,7 @@ def test_help_shows_what_to_type(run, command):
         (("cache", "show", "0123"), "received '0123', which matches none of 0"),
         (("cache", "import", "no_such_file.json"), "received 'no_such_file.json'"),
         (("report", "page.txt"), "received 'page.txt'"),
+        (("cache", "export", "no_such_folder/all.json"), "no_such_folder/all.json"),
     ],
 )
 def test_mistakes_are_told_and_end_with_two(run, arguments, said):

@@ -21,11 +21,10 @@ PACKAGE = pathlib.Path(ejkernel_eqx.__file__).parent
 
 # Only what a writer needs is imported: no JAX, no device.
 WRITER = f"""
-import sys, time, types
+import os, sys, time, types
 for name, path in (("ejkernel_eqx", {str(PACKAGE)!r}), ("ejkernel_eqx.dispatch", {str(PACKAGE / "dispatch")!r})):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
-from ejkernel_eqx import _files
 from ejkernel_eqx.dispatch.cache_file import PersistentCache
 from ejkernel_eqx.dispatch.records import Record
 assert "jax" not in sys.modules
@@ -34,24 +33,9 @@ cache = PersistentCache(path)
 print("ready", flush=True)
 sys.stdin.readline()
 
-class Half:  # a file that stops in the middle of a write
-    def __init__(self, *args, **kwargs):
-        self.file = open(*args, **kwargs)
-    def __enter__(self):
-        return self
-    def __exit__(self, *_):
-        self.file.close()
-    def write(self, text):
-        self.file.write(text[: len(text) // 2])
-        self.file.flush()
-        print("half", flush=True)
-        time.sleep(60)
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
 for n in range(count):
     if n == pause:
-        _files.open = Half
+        os.fsync = lambda _: (print("half", flush=True), time.sleep(60))  # in the middle of a write
     cache.put(Record("op", "xla", 1, f"{{name}} {{n}}", {{}}, {{}}, {{"padding": "x" * padding}}))
     print(n, flush=True)
 """

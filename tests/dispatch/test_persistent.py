@@ -46,16 +46,6 @@ def test_where_the_tables_are(monkeypatch, tmp_path):
     assert not (tmp_path / "xdg").exists()
 
 
-def test_every_table_of_a_device():
-    other = DeviceFacts(Backend.GPU, "Toy GPU")
-    for device, core in ((HERE, "a"), (HERE, "b"), (other, "a")):
-        dispatch.user_cache(device, core).put(record())
-    assert [cache.path.stem for cache in dispatch.user_caches(HERE)] == ["a", "b"]
-    assert len(dispatch.user_caches()) == 3
-    header = dispatch.user_caches(other)[0].header()
-    assert DeviceFacts.from_dict(header["device"]) == other
-
-
 def test_what_is_stored_is_known_to_this_process_and_to_the_next():
     assert dispatch.lookup(TOY, problem(), HERE) is None
     dispatch.store(TOY, record(), HERE)

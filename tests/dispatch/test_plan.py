@@ -295,11 +295,3 @@ def test_a_platform_that_tuning_denies_is_passed_over_from_then_on():
     assert plan.select(problem(8)).platform is Platform.PALLAS
     with pytest.raises(ejx.UnsupportedError, match="'pallas': every candidate is wrong"):
         make_plan(OPERATION, platform="pallas").pin(problem())
-
-
-def test_unchanged_tables_are_worked_out_once():
-    learn(FastConfig(9))
-    first, second = make_plan(OPERATION), make_plan(OPERATION)
-    assert first.snapshot is second.snapshot
-    learn(FastConfig(8))
-    assert make_plan(OPERATION).snapshot is not first.snapshot

@@ -5,7 +5,7 @@ import types
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import Backend, dispatch, Platform
+from ejkernel_eqx import dispatch, Platform
 from tests.dispatch import toy
 from tests.dispatch.toy import FastConfig, H200
 
@@ -26,18 +26,6 @@ def test_operations_and_their_order():
         match=r"^operation: expected one of .*, flash_attention, .*, received 'flash'; did you mean flash_attention\?$",
     ):
         ejx.kernel_registry.ordered("flash")
-
-
-def test_third_party_outranks():
-    registry = dispatch.KernelRegistry()
-    registry.add(dispatch.Implementation("op", Platform.XLA, Backend.ANY, 10, "core", hooks("ours")))
-    registry.register("op", "xla", priority=5)(hooks("weaker"))
-    assert registry.get("op").load().label == "ours"
-    registry.register("op", "xla", priority=10)(hooks("theirs"))
-    assert registry.get("op").load().label == "theirs"
-    registry.register("op", "pallas", priority=11)(hooks("best"))
-    assert registry.get("op").load().label == "best" and len(registry.ordered("op")) == 2
-    assert registry.get("op", "xla").load().label == "theirs"
 
 
 def test_what_a_platform_must_answer():

@@ -371,14 +371,6 @@ def test_a_candidate_that_does_not_end_ends_the_search_here(timed, monkeypatch, 
         release.set()
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(timed, monkeypatch, tmp_path):
-    file = tmp_path / "file"
-    file.write_text("not a folder")
-    monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(file / "cache"))
-    assert tune().config == FAST
-    assert tune().cached
-
-
 def test_candidates_that_raise_while_they_are_timed(timed, monkeypatch):
     original = parts.measure.JaxWork.sample
 
