@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import pathlib
 import re
+import types
 
 import pytest
 
@@ -81,12 +82,9 @@ def test_every_variable_of_ours_is_declared():
 
 def test_an_empty_variable_is_unset(monkeypatch):
     variable = EnvironmentVariable("TESTS_NUMBER", "a number", int, 3)
-    monkeypatch.delenv(variable.name, raising=False)
-    assert variable.text is None and variable.read() == 3
-    monkeypatch.setenv(variable.name, "")
-    assert variable.text is None and variable.read() == 3
-    monkeypatch.setenv(variable.name, "7")
-    assert variable.text == "7" and variable.read() == 7
+    for text, read in (("", 3), ("7", 7)):
+        monkeypatch.setenv(variable.name, text)
+        assert variable.text == (text or None) and variable.read() == read
     monkeypatch.setenv(variable.name, "many")
     with pytest.raises(ValueError, match=r"environment variable TESTS_NUMBER: .*'many'"):
         variable.read()
@@ -119,43 +117,31 @@ def test_a_machine_without_a_device_is_wrong(run, run_json, monkeypatch, error):
     assert code == output.FAILED and err == f"error: {problem}\n"
 
 
-def test_triton_that_fails_on_a_gpu_is_wrong(monkeypatch):
-    device = DeviceFacts(Backend.GPU, "NVIDIA Test", "nvidia", "5.0")
-    triton = Implementation("tests.cli.gpu", Platform.TRITON, Backend.GPU, 1, "tests", Old())
-    xla = Implementation("tests.cli.gpu", Platform.XLA, Backend.ANY, 0, "tests", Old())
+def test_triton_that_fails_on_a_gpu_is_wrong_and_a_gpu_without_it_is_told(monkeypatch):
+    hooks = types.SimpleNamespace(unavailable=lambda device: "is too old")
+    triton, xla = (
+        Implementation("tests.cli.gpu", platform, backend, 1, "tests", hooks)
+        for platform, backend in ((Platform.TRITON, Backend.GPU), (Platform.XLA, Backend.ANY))
+    )
     monkeypatch.setattr(
         ejx.kernel_registry, "_table", {"tests.cli.gpu": {i.platform: i for i in (triton, xla)}}
     )
-    monkeypatch.setattr(doctor, "versions", lambda: {"triton": "3.7.1"})
-    found: list[str] = []
-    doctor._operations(device, found)
-    assert found == [
-        "tests.cli.gpu: triton is installed and the device is a GPU, but the platform cannot be used: is too old"
-    ]
-    found.clear()
-    monkeypatch.setattr(doctor, "versions", lambda: {"triton": None})
-    doctor._operations(device, found)
-    assert found == []
 
-
-class Old:
-    def unavailable(self, device):
-        return "is too old"
-
-
-def test_a_gpu_without_triton_is_told(monkeypatch):
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(doctor, "versions", lambda: {"triton": None})
-    remedy = "triton is not installed (pip install 'ejkernel-eqx[triton]')"
-    for backend, expected in ((Backend.GPU, [remedy]), (Backend.CPU, [])):
+    def problems(backend: Backend, version: str | None) -> list[str]:
         found: list[str] = []
+        monkeypatch.setattr(doctor, "versions", lambda: {"triton": version})
         doctor._operations(DeviceFacts(backend, "device"), found)
-        assert [problem for problem in found if remedy in problem] == found
-        assert len(found) == len(expected)
-    assert doctor._versions_text({"jax-triton": None, "optax": "1"}) == {
-        "jax-triton": "not installed (pip install 'ejkernel-eqx[triton]')",
-        "optax": "1",
-    }
+        return found
+
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+    (told,) = problems(Backend.GPU, "3.7.1")
+    assert told.startswith("tests.cli.gpu: triton is installed") and told.endswith("is too old")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    (told,) = problems(Backend.GPU, None)
+    assert "triton is not installed (pip install 'ejkernel-eqx[triton]')" in told
+    assert problems(Backend.CPU, None) == []
+    missing = doctor._versions_text({"jax-triton": None, "optax": "1"})
+    assert missing == {"jax-triton": "not installed (pip install 'ejkernel-eqx[triton]')", "optax": "1"}
 
 
 def test_variables_are_shown_as_text(monkeypatch):
