@@ -2,8 +2,6 @@
 # ruff: noqa: F401
 
 from ejkernel_eqx._tolerances import TOLERANCES
-from ejkernel_eqx.attention import reference
-from ejkernel_eqx.attention.example import example_problem
 from ejkernel_eqx.cli import bench, doctor, output, problems
 from ejkernel_eqx.cli.main import main
 from ejkernel_eqx.dispatch import (
@@ -24,4 +22,3 @@ from ejkernel_eqx.dispatch.environment import EnvironmentVariable
 from ejkernel_eqx.dispatch.overlay import POLICY_VARIABLE
 from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 from ejkernel_eqx.tuning import ledger
-from ejkernel_eqx.tuning.check import all_errors

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from ejkernel_eqx import kernel_registry
 from tests.cli.kernels import example_problem, OPERATION, SquareConfig
 from tests.cli.parts import (
     BOTH,
@@ -14,7 +13,6 @@ from tests.cli.parts import (
     Denied,
     device_facts,
     FORWARD,
-    lookup,
     output,
     Timed,
     user_cache,
@@ -106,18 +104,9 @@ def test_export_clear_import_is_a_round_trip(run, run_json, filled, tmp_path):
     assert tables(filled) == before
     _, document = run_json("cache", "import", tmp_path / "all.json")
     assert (document["new"], document["kept"]) == (0, 3)
-
-
-def test_imported_records_are_used(run, filled, tmp_path):
-
-    run("cache", "export", tmp_path / "all.json", "--operation", OPERATION)
-    run("cache", "clear", "--yes")
-    problem = example_problem(OPERATION, {"N": 60}, "float32", {})
-    implementation = kernel_registry.get(OPERATION, "xla")
-    assert lookup(implementation, problem, device_facts()) is None
-    run("cache", "import", tmp_path / "all.json")
-    found = lookup(implementation, problem, device_facts())
-    assert found is not None and found.config == {"chunks": 2}
+    code, out, _ = run("cache", "clear", "--operation", OPERATION, "--yes")
+    assert code == output.OK and out.startswith("2 records removed")
+    assert len(table("other")) == 1 and len(table()) == 0
 
 
 def test_the_newer_record_stays(run_json, filled, tmp_path):
@@ -132,12 +121,6 @@ def test_the_newer_record_stays(run_json, filled, tmp_path):
     assert (document["replaced"], document["kept"]) == (1, 1)
     found = table().get(newer.key)
     assert found is not None and found.config == {"chunks": 1}
-
-
-def test_clear_of_one_operation_leaves_the_others(run, filled):
-    code, out, _ = run("cache", "clear", "--operation", OPERATION, "--yes")
-    assert code == output.OK and out.startswith("2 records removed")
-    assert len(table("other")) == 1 and len(table()) == 0
 
 
 def test_clear_asks(run, filled, monkeypatch):
@@ -157,24 +140,33 @@ def test_clear_asks(run, filled, monkeypatch):
     assert code == output.OK and len(table()) == 0
 
 
-def exported(run_json, tmp_path):
-    run_json("cache", "export", tmp_path / "all.json")
-    return json.loads((tmp_path / "all.json").read_text())
+@pytest.fixture
+def exported(run_json, filled, tmp_path):
+    """`exported(change)` imports what was exported, changed by `change(tables)`, where nothing is known: the exit code and the document."""
+
+    def imported(change):
+        file = tmp_path / "all.json"
+        run_json("cache", "export", file)
+        run_json("cache", "clear", "--yes")
+        content = json.loads(file.read_text())
+        change(content["tables"])
+        file.write_text(json.dumps(content))
+        return run_json("cache", "import", file)
+
+    return imported
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "is not JSON"),
-        ('{"format": "ejk', "is not JSON"),
-        ("[1, 2]", "is another kind of file"),
-        ('{"format": "torch"}', "is another kind of file"),
-        (
-            '{"format": "ejkernel_eqx exported tuning records", "schema": 9, "tables": []}',
-            "has schema 9, this version reads 1",
-        ),
-    ],
-)
+SCHEMA_9 = '{"format": "ejkernel_eqx exported tuning records", "schema": 9, "tables": []}'
+NO_FILES = {
+    "": "is not JSON",
+    '{"format": "ejk': "is not JSON",
+    "[1, 2]": "is another kind of file",
+    '{"format": "torch"}': "is another kind of file",
+    SCHEMA_9: "has schema 9, this version reads 1",
+}
+
+
+@pytest.mark.parametrize(("text", "said"), NO_FILES.items())
 def test_a_file_that_is_none_is_refused_whole(run, filled, tmp_path, text, said):
     before = tables(filled)
     (tmp_path / "bad.json").write_text(text)
@@ -199,35 +191,27 @@ def _set(**changes):
         (lambda entry: entry.pop("software"), "missing ['software']"),
     ],
 )
-def test_a_bad_record_is_refused_alone(run_json, filled, tmp_path, spoil, said):
-    content = exported(run_json, tmp_path)
-    table = next(t for t in content["tables"] if t["core"] == OPERATION)
-    spoil(table["entries"][0])
-    (tmp_path / "all.json").write_text(json.dumps(content))
-    run_json("cache", "clear", "--yes")
-    code, document = run_json("cache", "import", tmp_path / "all.json")
+def test_a_bad_record_is_refused_alone(exported, spoil, said):
+    code, document = exported(
+        lambda tables: spoil(next(t for t in tables if t["core"] == OPERATION)["entries"][0])
+    )
     assert code == output.FAILED and document["new"] == 2
     (refused,) = document["refused"]
     assert said in refused["reason"] and refused["record"].endswith(f"{OPERATION} entry 0")
 
 
-def test_a_table_for_another_place_is_refused(run_json, filled, tmp_path):
-    content = exported(run_json, tmp_path)
-    content["tables"][0]["device"] = "../../elsewhere"
-    content["tables"][1] = "text"
-    (tmp_path / "all.json").write_text(json.dumps(content))
-    code, document = run_json("cache", "import", tmp_path / "all.json")
+def test_a_table_for_another_place_is_refused(exported, filled):
+    def change(tables):
+        tables[0]["device"] = "../../elsewhere"
+        tables[1] = "text"
+
+    code, document = exported(change)
     assert code == output.FAILED and (document["new"], len(document["refused"])) == (0, 2)
     assert not (filled.parent.parent / "elsewhere").exists()
 
 
-def test_records_of_another_device_keep_their_place(run_json, filled, tmp_path):
-    content = exported(run_json, tmp_path)
-    content["tables"] = content["tables"][:1]
-    content["tables"][0]["device"] = "nvidia_h200-12345678"
-    (tmp_path / "all.json").write_text(json.dumps(content))
-    _, document = run_json("cache", "import", tmp_path / "all.json")
-    assert document["new"] == len(content["tables"][0]["entries"])
+def test_records_of_another_device_keep_their_place(exported, run_json):
+    exported(lambda tables: tables[0].update(device="nvidia_h200-12345678"))
     _, document = run_json("cache", "list", "--device", "nvidia_h200")
     assert {r["device"] for r in document["records"]} == {"nvidia_h200-12345678"}
 

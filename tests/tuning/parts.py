@@ -25,7 +25,6 @@ from ejkernel_eqx.dispatch import (
     Workload,
 )
 from ejkernel_eqx.dispatch.labels import kernel_scope
-from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 from ejkernel_eqx.launch import compile_ahead, target_for, TARGETS
 from ejkernel_eqx.launch._language_lock import LanguageLock
 from ejkernel_eqx.tuning import carried, ledger, lock, measure, processes, trials, tuner
