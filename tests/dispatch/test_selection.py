@@ -190,12 +190,6 @@ def test_overlays_nest_and_a_problem_beats_its_operation():
         assert chosen() == (FastConfig(0), Tier.HEURISTIC)
 
 
-def test_an_overlay_is_left_when_its_body_raises():
-    with pytest.raises(KeyError), ejx.overlay_cache({OPERATION: FastConfig(1)}):
-        raise KeyError
-    assert chosen() == (FastConfig(0), Tier.HEURISTIC)
-
-
 def test_overlays_and_policies_belong_to_their_context():
     found = {}
 

@@ -94,17 +94,8 @@ def children(monkeypatch):
 
 
 def search(options=QUICK):
-    job = parts.Job(
-        toy.problem(),
-        toy.PLANTED,
-        parts.device_facts(),
-        A,
-        (parts.Stage("", (), (A, B, C)),),
-        (),
-        None,
-        options,
-        60.0,
-    )
+    stages, here = (parts.Stage("", (), (A, B, C)),), parts.device_facts()
+    job = parts.Job(toy.problem(), toy.PLANTED, here, A, stages, (), None, options, 60.0)
     with parts.Ledger(job) as ledger:
         parts.isolation.search_isolated(job, ledger)
     return {m.config: m.reason for m in ledger.measurements}

@@ -151,9 +151,7 @@ def test_one_picture(tmp_path):
 
 @pytest.mark.parametrize("name", ["page.pdf", "page"])
 def test_other_suffixes_are_refused(tmp_path, name):
-    with pytest.raises(
-        ValueError, match=rf"path: expected a file name that ends in .html or .png, received .*{name}"
-    ):
+    with pytest.raises(ValueError, match=rf"path: expected .* in .html or .png, received .*{name}"):
         ejx.tuning_report(tmp_path / name, [tuned()])
 
 

@@ -126,14 +126,10 @@ def test_where_the_best_was_noise_the_next_best_takes_part(timed, monkeypatch):
 
     def with_noise(works, *how, **more):
         found = usual(works, *how, **more)
-        whole = [
-            key for key in works if isinstance(key, tuple) and len(key) == 2
-        ]  # (configuration, direction)
-        turns.append({config for config, _ in whole})
-        return {
-            key: timing._replace(ms=30_000.0) if key in whole and key[0] == FAST else timing
-            for key, timing in found.items()
-        }
+        whole = [key for key in works if isinstance(key, tuple) and len(key) == 2]
+        turns.append({config for config, direction in whole})
+        slow = {key: found[key]._replace(ms=30_000.0) for key in whole if key[0] == FAST}
+        return found | slow
 
     monkeypatch.setattr(parts.measure, "time_in_turn", with_noise)
     second, third = toy.ToyConfig(5), toy.ToyConfig(40)
@@ -357,45 +353,34 @@ def test_a_candidate_that_does_not_end_ends_the_search_here(timed, monkeypatch, 
     # An hour passes as soon as it hangs.
     clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * entered.is_set())
     monkeypatch.setattr(parts.ledger, "time", clock)
-    before = threading.enumerate()
+    before = set(threading.enumerate())
     options = dataclasses.replace(QUICK, jobs=1)
     try:
         with pytest.raises(TuningError, match=r"hangs did not finish within 120 s.*isolate=True"):
             tune(configs=[FAST, toy.ToyConfig(3), toy.ToyConfig(4, "hangs")], options=options)
         # The end of the process waits for none of the threads that are left.
-        assert entered.is_set() and all(
-            thread.daemon for thread in threading.enumerate() if thread not in before
-        )
-        assert remembered() is None
+        assert all(thread.daemon for thread in set(threading.enumerate()) - before)
+        assert entered.is_set() and remembered() is None
     finally:
         release.set()
 
 
 def test_candidates_that_raise_while_they_are_timed(timed, monkeypatch):
-    original = parts.measure.JaxWork.sample
+    usual = parts.trials._Watched.sample
+
+    def broken(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: launch failed")
 
     def sample(self, launches):
-        if "broken" in flags and self.function is programs.get(1):
-            raise jax.errors.JaxRuntimeError("INTERNAL: launch failed")
-        return original(self, launches)
+        if self.candidate.value.loops == 1:
+            self.work.function = broken
+        return usual(self, launches)
 
-    flags, programs = {"broken"}, {}
-
-    compile_program = parts.Bench.program
-
-    def program(self, config, names, runs=1):
-        compiled = compile_program(self, config, names, runs)
-        programs[config.loops] = compiled
-        return compiled
-
-    monkeypatch.setattr(parts.Bench, "program", program)
-    monkeypatch.setattr(parts.measure.JaxWork, "sample", sample)
+    monkeypatch.setattr(parts.trials._Watched, "sample", sample)
     result = tune(configs=[toy.ToyConfig(1), FAST])
-    assert result.config == FAST
     (failed,) = (m for m in result.measurements if m.config.loops == 1)
-    assert (
-        failed.status is Status.DENIED and failed.reason == "raises JaxRuntimeError: INTERNAL: launch failed"
-    )
+    assert result.config == FAST and failed.status is Status.DENIED
+    assert failed.reason == "raises JaxRuntimeError: INTERNAL: launch failed"
 
 
 def test_given_configurations_do_not_make_the_record_worse(timed):
