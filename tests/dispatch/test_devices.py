@@ -18,7 +18,7 @@ from ejkernel_eqx.attention import xla
 from ejkernel_eqx.dispatch import device, shipped
 from tests.compilations import compilations
 from tests.dispatch import toy
-from tests.dispatch.toy import Fast, FastConfig, problem, Slow, SlowConfig
+from tests.dispatch.toy import Fast, FastConfig, problem, problem_of, Slow, SlowConfig
 
 H200 = dataclasses.replace(toy.H200, count=8)
 CPU = dispatch.device_facts()
@@ -158,6 +158,9 @@ def h200_tables(monkeypatch):
     monkeypatch.setattr(dispatch.snapshot, "shipped_entries", shipped.shipped_entries)
 
 
+X = jax.ShapeDtypeStruct((4, 2, 8), jnp.float32)
+
+
 class Layer(eqx.Module):
     weight: jax.Array
     attention: ejx.FlashAttention
@@ -182,16 +185,8 @@ def test_a_model_prints_its_requests_and_no_table(h200_tables):
     assert repr(given.plan) == "Plan(flash_attention, on xla)" and "Plan(flash_attention, on xla)" in repr(
         given
     )
-    pinned = given.plan.pin(Problem.from_dict(_problem_of(given).to_dict()))
+    pinned = given.plan.pin(problem_of(given, X, X, X))
     assert repr(pinned) == "Plan(flash_attention, on xla, pinned 1)"
-
-
-def _problem_of(module) -> Problem:
-    found = []
-    x = jax.ShapeDtypeStruct((4, 2, 8), jnp.float32)
-    with ejx.dispatch.on_selection(found.append):
-        eqx.filter_eval_shape(module, x, x, x)
-    return found[0].problem
 
 
 def test_what_is_built_before_and_after_tables_change_fits_together():
@@ -201,7 +196,7 @@ def test_what_is_built_before_and_after_tables_change_fits_together():
     optimiser = optax.sgd(0.1, momentum=0.9)
     state = optimiser.init(eqx.filter(before, eqx.is_array))
     tuned = xla.XlaConfig(xla.XlaTile(2, 2), xla.XlaTile(2, 2))
-    dispatch.memory_cache.put(Platform.XLA, _problem_of(before[0].attention).key(), tuned)
+    dispatch.memory_cache.put(Platform.XLA, problem_of(before[0].attention, X, X, X).key(), tuned)
     after = layers(2)
     assert jax.tree.structure(before) == jax.tree.structure(after)
     assert before[0].attention.plan.answers != after[0].attention.plan.answers
@@ -218,13 +213,12 @@ def test_what_is_built_before_and_after_tables_change_fits_together():
 def test_layers_called_outside_of_jit_use_what_their_own_plans_know():
     x = jnp.linspace(-1, 1, 2 * 4 * 16).reshape(2, 4, 16)
     build = lambda: ejx.nn.MultiHeadAttention(16, num_heads=2, platform="xla", key=jax.random.key(0))
-    before, found = build(), []
-    with ejx.dispatch.on_selection(found.append):
-        eqx.filter_eval_shape(before, x)
+    before = build()
+    key = problem_of(before, x).key()
     with compilations():
         before(x)
     tuned = xla.XlaConfig(xla.XlaTile(2, 2), xla.XlaTile(2, 2))
-    dispatch.memory_cache.put(Platform.XLA, found[0].problem.key(), tuned)
+    dispatch.memory_cache.put(Platform.XLA, key, tuned)
     with compilations() as programs:
         results = before(x), build()(x)
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import Backend, dispatch, Platform, Problem
+from ejkernel_eqx import Backend, dispatch, Platform
 from ejkernel_eqx._kernel import make_plan
 from ejkernel_eqx.attention import reference, xla
 from ejkernel_eqx.dispatch.labels import kernel_scope
-from tests.dispatch.toy import FastConfig, learn, OPERATION, problem, SlowConfig
+from tests.dispatch.toy import FastConfig, learn, OPERATION, problem, problem_of, SlowConfig
 from tests.tolerances import assert_close
 
 
@@ -33,13 +33,6 @@ TILES = tiles(16, 32)
 def qkv(t=24, dtype=jnp.float32, seed=0):
     keys = jax.random.split(jax.random.key(seed), 3)
     return tuple(jax.random.normal(key, (2, t, 2, 8), dtype) for key in keys)
-
-
-def problem_of(module, *args) -> Problem:
-    found = []
-    with dispatch.on_selection(found.append):
-        eqx.filter_eval_shape(module, *args)
-    return found[0].problem
 
 
 def known(key, config, monkeypatch):

@@ -4,6 +4,8 @@ import dataclasses
 import types
 from typing import Any
 
+import equinox as eqx
+
 from ejkernel_eqx import Backend, DeviceFacts, dispatch, kernel_registry, Platform, Problem
 
 OPERATION = "tests.toy"
@@ -93,3 +95,11 @@ def chosen(p: Problem | None = None, *, tuning: bool = False, **how: Any) -> dis
 def learn(config: Any, p: Problem | None = None, platform: Platform = Platform.PALLAS) -> None:
     """This process knows a configuration."""
     dispatch.memory_cache.put(platform, (p or problem()).key(), config)
+
+
+def problem_of(module: Any, *args: Any) -> Problem:
+    """What a call of a module asks for."""
+    found: list[dispatch.Selection] = []
+    with dispatch.on_selection(found.append):
+        eqx.filter_eval_shape(module, *args)
+    return found[0].problem

@@ -106,6 +106,9 @@ class HalfBroken(Scale):
 
     operation: ClassVar[str] = HALF_BROKEN
 
+    def __init__(self) -> None:
+        super().__init__()
+
 
 @contextlib.contextmanager
 def nothing_in_memory() -> Iterator[None]:

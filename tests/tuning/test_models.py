@@ -111,12 +111,6 @@ def test_shapes_arrays_and_keywords_may_be_mixed(tuned):
 
 
 @pytest.mark.slow
-def test_lengths_of_one_bucket_are_one_problem(tuned):
-    ejx.tune(Scale(), call=lambda model: [model(jnp.ones(n)) for n in range(33, 65)], options=QUICK)
-    assert [problem.dim("N") for problem in tuned] == [33]
-
-
-@pytest.mark.slow
 def test_what_is_known_is_not_tuned_again_unless_forced(tuned):
     x = jnp.ones(8)
     ejx.tune(Scale(), x, options=QUICK)

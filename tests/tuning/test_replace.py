@@ -51,7 +51,8 @@ def test_with_config_by_path_and_by_operation():
     assert chosen(new["a"][0]) == (ScaleConfig(1), Tier.HEURISTIC)
     assert new["a"][1].inner == Scale(config=ScaleConfig(3))
     new = ejx.with_config(model, {OPERATION: ScaleConfig(4), "['a'][0]": ScaleConfig(6)})
-    assert [plan.snapshot.override.block for plan in plans_of(new).values()] == [6, 4, 4]
+    expected = [ScaleConfig(block) for block in (6, 4, 4)]
+    assert [plan.snapshot.override for plan in plans_of(new).values()] == expected
     assert plans_of(ejx.with_config(new, {OPERATION: None})) == plans_of(model)
     np.testing.assert_array_equal(new["a"][1](jnp.ones(8)), model["a"][1](jnp.ones(8)))
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+from typing import Any
 
 import filelock
 import jax
@@ -47,7 +48,7 @@ def reasons(result):
     return {m.config.fault: (m.status, m.reason) for m in result.measurements if m.reason}
 
 
-def remembered(problem=None):
+def remembered(problem=None) -> Any:
     """The record in the user's table."""
     return parts.lookup(toy.PLANTED, problem or toy.problem(), parts.device_facts())
 
@@ -167,7 +168,6 @@ def test_a_new_candidate_alone_is_measured(timed):
     assert timed[0] == toy.ToyConfig(1) and toy.ToyConfig(9) not in timed
     assert faster.config == toy.ToyConfig(1) and faster.ms[parts.BOTH] == 1.0
     record = remembered()
-    assert record is not None
     assert {entry.config["loops"] for entry in record.timed} == {20_000, 2, 9, 1}
     assert {entry.config["fault"] for entry in record.denied} == {"zeros"}
 
