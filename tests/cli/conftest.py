@@ -2,10 +2,7 @@ import json
 
 import pytest
 
-from ejkernel_eqx.cli.main import main
-from ejkernel_eqx.dispatch import memory_cache
-from ejkernel_eqx.dispatch.overlay import POLICY_VARIABLE
-from ejkernel_eqx.dispatch.persistent import CACHE_DIR
+from tests.cli.parts import CACHE_DIR, main, memory_cache, POLICY_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ejkernel_eqx._tolerances import TOLERANCES
-from ejkernel_eqx.dispatch import BOTH, Cost, FORWARD, kernel_registry, Platform, Problem, Workload
+import ejkernel_eqx as ejx
+from ejkernel_eqx import Cost, Platform, Problem
+from tests.cli.parts import BOTH, FORWARD, TOLERANCES, Workload
 
 OPERATION = "tests.cli.square"
 
@@ -43,7 +44,7 @@ def workload(implementation, problem):
     )
 
 
-@kernel_registry.register(OPERATION, Platform.XLA, priority=10, workload=workload)
+@ejx.kernel_registry.register(OPERATION, Platform.XLA, priority=10, workload=workload)
 class Square:
     config_type = SquareConfig
     FACTOR = 2.0
@@ -61,11 +62,11 @@ class Square:
         return [SquareConfig(1), SquareConfig(2), SquareConfig(3)]
 
 
-@kernel_registry.register(OPERATION, Platform.PALLAS, priority=5, workload=workload)
+@ejx.kernel_registry.register(OPERATION, Platform.PALLAS, priority=5, workload=workload)
 class Wrong(Square):
     FACTOR = 1.0
 
 
-@kernel_registry.register(OPERATION, Platform.CUDA, priority=1)
+@ejx.kernel_registry.register(OPERATION, Platform.CUDA, priority=1)
 class Vendor(Square):
     """Tunes itself, so that it has no workload of its own."""

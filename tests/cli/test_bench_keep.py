@@ -3,18 +3,10 @@
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.cli import bench, output
-from ejkernel_eqx.dispatch import (
-    BOTH,
-    device_facts,
-    FORWARD,
-    kernel_registry,
-    memory_cache,
-    Platform,
-    user_cache,
-)
-from ejkernel_eqx.tuning.measure import Timing
+from ejkernel_eqx import Platform
+from ejkernel_eqx.tuning import Timing
 from tests.cli.kernels import example_problem, OPERATION, Wrong
+from tests.cli.parts import bench, BOTH, device_facts, FORWARD, memory_cache, output, user_cache
 
 TINY = ("--shape", "N=64", "--dtype", "float32")
 PROBLEM = example_problem(OPERATION, {"N": 64}, "float32", {})
@@ -46,7 +38,7 @@ def test_the_fastest_is_taken_then(run, run_json, monkeypatch):
     assert code == output.OK and document["results"][0]["kept"] == [] and taken() == "xla"
     assert "times kept: none; tune the platforms first" in run("bench", OPERATION, *TINY, "--keep")[1]
     for platform in ("xla", "cuda"):
-        config = kernel_registry.get(OPERATION, platform).hooks.config_type(2)
+        config = ejx.kernel_registry.get(OPERATION, platform).hooks.config_type(2)
         memory_cache.put(Platform(platform), PROBLEM.key(), config)
     assert "kept" not in run_json("bench", OPERATION, *TINY)[1]["results"][0] and taken() == "xla"
     code, out, _ = run("bench", OPERATION, *TINY, "--keep", "--samples", "3")
@@ -76,7 +68,7 @@ def test_what_the_tuner_found_out_stays(run, run_json, timed):
 
 
 def test_what_has_nothing_to_tune_is_kept_as_it_is(run_json, monkeypatch):
-    vendor = kernel_registry.get(OPERATION, "cuda").load()
+    vendor = ejx.kernel_registry.get(OPERATION, "cuda").load()
     monkeypatch.setattr(
         vendor, "candidates", staticmethod(lambda problem, device: [vendor.default_config(None, None)])
     )
@@ -86,6 +78,8 @@ def test_what_has_nothing_to_tune_is_kept_as_it_is(run_json, monkeypatch):
 
 def test_what_is_wrong_is_not_kept(run_json):
     """`pallas` forgets a factor."""
-    memory_cache.put(kernel_registry.get(OPERATION, "pallas").platform, PROBLEM.key(), Wrong.config_type(2))
+    memory_cache.put(
+        ejx.kernel_registry.get(OPERATION, "pallas").platform, PROBLEM.key(), Wrong.config_type(2)
+    )
     code, document = run_json("bench", OPERATION, *TINY, "--keep")
     assert code == output.FAILED and document["results"][0]["kept"] == []

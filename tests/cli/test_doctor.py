@@ -4,22 +4,22 @@ import importlib.util
 import logging
 import pathlib
 import re
+import types
 
 import pytest
 
 import ejkernel_eqx
-from ejkernel_eqx.cli import doctor, output, problems
-from ejkernel_eqx.dispatch import (
-    Backend,
-    device_fingerprint,
-    DeviceFacts,
+import ejkernel_eqx as ejx
+from ejkernel_eqx import Backend, DeviceFacts, Platform
+from tests.cli.parts import (
+    CACHE_DIR,
+    doctor,
+    EnvironmentVariable,
     Implementation,
-    kernel_registry,
-    Platform,
+    output,
+    POLICY_VARIABLE,
+    problems,
 )
-from ejkernel_eqx.dispatch.environment import env, EnvironmentVariable
-from ejkernel_eqx.dispatch.overlay import POLICY_VARIABLE
-from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 
 
 def test_everything_is_listed(run_json, run):
@@ -29,25 +29,14 @@ def test_everything_is_listed(run_json, run):
     assert platforms["xla"]["usable"] and platforms["xla"]["reason"] is None
     assert not platforms["cuda"]["usable"] and "needs a GPU" in platforms["cuda"]["reason"]
     assert platforms["triton-interpret"]["by_name_only"]
-    assert [row["platform"] for row in document["operations"]["tests.cli.square"]] == [
-        "xla",
-        "pallas",
-        "cuda",
-    ]
-    assert {row["name"] for row in document["environment"]} == {variable.name for variable in env()}
-    assert {POLICY_VARIABLE, CACHE_DIR.name} <= {variable.name for variable in env()}
+    assert len(document["operations"]["tests.cli.square"]) == 3
+    assert {row["name"] for row in document["environment"]} == {variable.name for variable in ejx.env()}
+    assert {POLICY_VARIABLE, CACHE_DIR.name} <= {variable.name for variable in ejx.env()}
     assert document["policy"] == "cached"
-    assert document["device"]["fingerprint"] == device_fingerprint()
+    assert document["device"]["fingerprint"] == ejx.device_fingerprint()
     code, text, _ = run("doctor")
     assert code == output.OK and text.rstrip().endswith("no problems found")
-    for said in (
-        "flash_attention",
-        "needs a GPU",
-        CACHE_DIR.name,
-        POLICY_VARIABLE,
-        "equinox",
-        device_fingerprint(),
-    ):
+    for said in ("flash_attention", "needs a GPU", CACHE_DIR.name, POLICY_VARIABLE, "equinox"):
         assert said in text
 
 
@@ -65,11 +54,8 @@ def test_a_folder_that_takes_no_files_is_wrong(run, tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "file" / "cache"))
     code, text, _ = run("doctor")
     assert code == output.FAILED
-    assert (
-        "NOT writable" in text
-        and "PROBLEMS" in text
-        and f"{tmp_path / 'file' / 'cache'} cannot be written" in text
-    )
+    assert "NOT writable" in text and "PROBLEMS" in text
+    assert f"{tmp_path / 'file' / 'cache'} cannot be written" in text
 
 
 def test_a_variable_that_cannot_be_read_is_wrong(run_json, monkeypatch):
@@ -90,31 +76,22 @@ def test_every_variable_of_ours_is_declared():
         for file in folder.rglob("*.py")
         for name in re.findall(r"EJKERNEL_EQX_[A-Z_]+", file.read_text())
     }
-    assert named == {variable.name for variable in env()}
-    assert all(variable.description and "\n" not in variable.description for variable in env())
+    assert named == {variable.name for variable in ejx.env()}
+    assert all(variable.description and "\n" not in variable.description for variable in ejx.env())
 
 
 def test_an_empty_variable_is_unset(monkeypatch):
     variable = EnvironmentVariable("TESTS_NUMBER", "a number", int, 3)
-    monkeypatch.delenv(variable.name, raising=False)
-    assert variable.text is None and variable.read() == 3
-    monkeypatch.setenv(variable.name, "")
-    assert variable.text is None and variable.read() == 3
-    monkeypatch.setenv(variable.name, "7")
-    assert variable.text == "7" and variable.read() == 7
+    for text, read in (("", 3), ("7", 7)):
+        monkeypatch.setenv(variable.name, text)
+        assert variable.text == (text or None) and variable.read() == read
     monkeypatch.setenv(variable.name, "many")
     with pytest.raises(ValueError, match=r"environment variable TESTS_NUMBER: .*'many'"):
         variable.read()
 
 
-def test_a_policy_that_is_set_is_in_force(run_json, monkeypatch):
-    monkeypatch.setenv(POLICY_VARIABLE, "heuristic")
-    code, document = run_json("doctor")
-    assert code == output.OK and document["policy"] == "heuristic"
-
-
 def test_files_set_aside_are_named(run_json, folder, caplog):
-    broken = folder / device_fingerprint() / "attention.json"
+    broken = folder / ejx.device_fingerprint() / "attention.json"
     broken.parent.mkdir(parents=True)
     broken.write_text("{")
     with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
@@ -140,49 +117,39 @@ def test_a_machine_without_a_device_is_wrong(run, run_json, monkeypatch, error):
     assert code == output.FAILED and err == f"error: {problem}\n"
 
 
-def test_triton_that_fails_on_a_gpu_is_wrong(monkeypatch):
-    device = DeviceFacts(Backend.GPU, "NVIDIA Test", "nvidia", "5.0")
-    triton = Implementation("tests.cli.gpu", Platform.TRITON, Backend.GPU, 1, "tests", Old())
-    xla = Implementation("tests.cli.gpu", Platform.XLA, Backend.ANY, 0, "tests", Old())
-    monkeypatch.setattr(kernel_registry, "_table", {"tests.cli.gpu": {i.platform: i for i in (triton, xla)}})
-    monkeypatch.setattr(doctor, "versions", lambda: {"triton": "3.7.1"})
-    found: list[str] = []
-    doctor._operations(device, found)
-    assert found == [
-        "tests.cli.gpu: triton is installed and the device is a GPU, but the platform cannot be used: is too old"
-    ]
-    found.clear()
-    monkeypatch.setattr(doctor, "versions", lambda: {"triton": None})
-    doctor._operations(device, found)
-    assert found == []
+def test_triton_that_fails_on_a_gpu_is_wrong_and_a_gpu_without_it_is_told(monkeypatch):
+    hooks = types.SimpleNamespace(unavailable=lambda device: "is too old")
+    triton, xla = (
+        Implementation("tests.cli.gpu", platform, backend, 1, "tests", hooks)
+        for platform, backend in ((Platform.TRITON, Backend.GPU), (Platform.XLA, Backend.ANY))
+    )
+    monkeypatch.setattr(
+        ejx.kernel_registry, "_table", {"tests.cli.gpu": {i.platform: i for i in (triton, xla)}}
+    )
 
-
-class Old:
-    def unavailable(self, device):
-        return "is too old"
-
-
-def test_a_gpu_without_triton_is_told(monkeypatch):
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(doctor, "versions", lambda: {"triton": None})
-    remedy = "triton is not installed (pip install 'ejkernel-eqx[triton]')"
-    for backend, expected in ((Backend.GPU, [remedy]), (Backend.CPU, [])):
+    def problems(backend: Backend, version: str | None) -> list[str]:
         found: list[str] = []
+        monkeypatch.setattr(doctor, "versions", lambda: {"triton": version})
         doctor._operations(DeviceFacts(backend, "device"), found)
-        assert [problem for problem in found if remedy in problem] == found
-        assert len(found) == len(expected)
-    assert doctor._versions_text({"jax-triton": None, "optax": "1"}) == {
-        "jax-triton": "not installed (pip install 'ejkernel-eqx[triton]')",
-        "optax": "1",
-    }
+        return found
+
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name)
+    (told,) = problems(Backend.GPU, "3.7.1")
+    assert told.startswith("tests.cli.gpu: triton is installed") and told.endswith("is too old")
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    (told,) = problems(Backend.GPU, None)
+    assert "triton is not installed (pip install 'ejkernel-eqx[triton]')" in told
+    assert problems(Backend.CPU, None) == []
+    missing = doctor._versions_text({"jax-triton": None, "optax": "1"})
+    assert missing == {"jax-triton": "not installed (pip install 'ejkernel-eqx[triton]')", "optax": "1"}
 
 
 def test_variables_are_shown_as_text(monkeypatch):
     monkeypatch.setenv(POLICY_VARIABLE, "heuristic")
     monkeypatch.setenv(CACHE_DIR.name, "")
-    shown = repr(env())
+    shown = repr(ejx.env())
     assert f"{POLICY_VARIABLE}: set to 'heuristic', read as heuristic\n" in shown
-    assert f"{CACHE_DIR.name}: not set\n" in shown and str(env()) == shown
+    assert f"{CACHE_DIR.name}: not set\n" in shown and str(ejx.env()) == shown
     monkeypatch.setenv(POLICY_VARIABLE, "sometimes")
-    assert "set to 'sometimes', INVALID: environment variable" in repr(env())
-    assert isinstance(env(), tuple) and all(isinstance(one, EnvironmentVariable) for one in env())
+    assert "set to 'sometimes', INVALID: environment variable" in repr(ejx.env())
+    assert isinstance(ejx.env(), tuple) and all(isinstance(one, EnvironmentVariable) for one in ejx.env())

@@ -13,9 +13,8 @@ import jax
 import pytest
 
 import ejkernel_eqx
-from ejkernel_eqx.cli import output
-from ejkernel_eqx.cli.main import main
 from tests.cli.kernels import OPERATION
+from tests.cli.parts import main, output
 
 SOURCE = str(pathlib.Path(ejkernel_eqx.__file__).parents[1])
 
@@ -42,40 +41,39 @@ def test_help_shows_what_to_type(run, command):
     assert command == ("cache",) or "example" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((), "COMMAND"),
-        (("tun",), "invalid choice: 'tun'"),
-        (("tune", OPERATION), "--shape"),
-        (("tune", OPERATION, "--shape", "N"), "received 'N'"),
-        (("tune", OPERATION, "--shape", "N=0"), "received 'N=0'"),
-        (("tune", OPERATION, "--shape", "N=1,N=2"), "received N twice"),
-        (("tune", OPERATION, "--shape", ","), "received ','"),
-        (("tune", OPERATION, "--shape", "M=4"), "--shape M=4: dims: expected N, received ['M']"),
-        (("tune", OPERATION, "--shape", "N=4", "--flag", "=1"), "received '=1'"),
-        (("tune", OPERATION, "--shape", "N=4", "--flag", "a", "--flag", "a=1"), "received a twice"),
-        (("tune", OPERATION, "--shape", "N=4", "--dtype", "float64"), "JAX_ENABLE_X64=1"),
-        (("tune", OPERATION, "--shape", "N=4", "--dtype", "int8"), "invalid choice: 'int8'"),
-        (("tune", OPERATION, "--shape", "N=4", "--budget", "-1"), "received '-1'"),
-        (
-            ("tune", OPERATION, "--shape", "N=4", "--max-candidates", "many"),
-            "invalid positive int value: 'many'",
-        ),
-        (("tune", OPERATION, "--shape", "N=4", "--platform", "cobol"), "received 'cobol'"),
-        (("tune", OPERATION, "--shape", "N=4", "--platform", "triton"), "received 'triton'"),
-        (("tune", OPERATION, "--shape", "N=4", "--import", "no_such_kernels"), "received 'no_such_kernels'"),
-        (("tune", "no_such_operation", "--shape", "N=4"), "received 'no_such_operation'"),
-        (("bench", "no_such_operation", "--shape", "N=4"), "received 'no_such_operation'"),
-        (("cache", "show", "0123"), "received '0123', which matches none of 0"),
-        (("cache", "import", "no_such_file.json"), "received 'no_such_file.json'"),
-        (("report", "page.txt"), "received 'page.txt'"),
-    ],
-)
-def test_mistakes_are_told_and_end_with_two(run, arguments, said):
-    code, out, err = run(*arguments)
+MISTAKES = {
+    "": "COMMAND",
+    "tun": "invalid choice: 'tun'",
+    "tune @": "--shape",
+    "tune @ --shape N": "received 'N'",
+    "tune @ --shape N=0": "received 'N=0'",
+    "tune @ --shape N=1,N=2": "received N twice",
+    "tune @ --shape ,": "received ','",
+    "tune @ --shape M=4": "--shape M=4: dims: expected N, received ['M']",
+    "tune @ --shape N=4 --flag =1": "received '=1'",
+    "tune @ --shape N=4 --flag a --flag a=1": "received a twice",
+    "tune @ --shape N=4 --dtype float64": "JAX_ENABLE_X64=1",
+    "tune @ --shape N=4 --dtype int8": "invalid choice: 'int8'",
+    "tune @ --shape N=4 --budget -1": "received '-1'",
+    "tune @ --shape N=4 --max-candidates many": "invalid positive int value: 'many'",
+    "tune @ --shape N=4 --platform cobol": "received 'cobol'",
+    "tune @ --shape N=4 --platform triton": "received 'triton'",
+    "tune @ --shape N=4 --import no_such_kernels": "received 'no_such_kernels'",
+    "tune no_such_operation --shape N=4": "received 'no_such_operation'",
+    "bench no_such_operation --shape N=4": "received 'no_such_operation'",
+    "cache show 0123": "received '0123', which matches none of 0",
+    "cache import no_such_file.json": "received 'no_such_file.json'",
+    "report page.txt": "received 'page.txt'",
+    "cache export no_such_folder/all.json": "no_such_folder/all.json",
+}
+"""What is typed, with `@` for the operation, and what is said about it."""
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_mistakes_are_told_and_end_with_two(run, typed):
+    code, out, err = run(*typed.replace("@", OPERATION).split())
     assert (code, out) == (output.USAGE, "")
-    assert err.startswith("error: ") and said in err and "Traceback" not in err
+    assert err.startswith("error: ") and MISTAKES[typed] in err and "Traceback" not in err
 
 
 def test_a_mistake_is_a_document_too(run_json):
@@ -112,27 +110,17 @@ def test_tables_fit_the_terminal(monkeypatch):
     assert "".join(line[: dashes.index(" ")].strip() for line in body) == long
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0123456, "0.01235"),
-        (1.5, "1.500"),
-        (123.456, "123.5"),
-        (123456.0, "123456"),
-        (None, "-"),
-        (float("inf"), "-"),
-        (0.0, "0.000"),
-    ],
-)
+NUMBERS = {0.0123456: "0.01235", 1.5: "1.500", 123.456: "123.5", 123456.0: "123456", 0.0: "0.000"}
+
+
+@pytest.mark.parametrize(("value", "shown"), [*NUMBERS.items(), (None, "-"), (float("inf"), "-")])
 def test_numbers_have_four_digits(value, shown):
     assert output.number(value) == shown
 
 
 def test_json_holds_no_infinity():
-    assert json.loads(output.write_json({"a": [float("inf"), 1.5], 2: (True, pathlib.Path("x"))})) == {
-        "a": [None, 1.5],
-        "2": [True, "x"],
-    }
+    text = output.write_json({"a": [float("inf"), 1.5], 2: (True, pathlib.Path("x"))})
+    assert json.loads(text) == {"a": [None, 1.5], "2": [True, "x"]}
 
 
 def test_missing_sizes_are_named_with_an_example(run):

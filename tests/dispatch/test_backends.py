@@ -1,36 +1,17 @@
 """Two implementations of one platform, each for its own kind of device, side by side."""
 
 import dataclasses
-import types
 from typing import Any
 
 import equinox as eqx
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import (
-    Backend,
-    device_facts,
-    DeviceFacts,
-    kernel_registry,
-    KernelRegistry,
-    Known,
-    memory_cache,
-    Platform,
-    Problem,
-    select,
-    Selection,
-    Snapshot,
-    snapshot,
-    take_snapshot,
-    take_snapshots,
-    Tier,
-)
-from ejkernel_eqx.dispatch.labels import label_of, labels_to_configs
-from tests.dispatch.toy import FastConfig, SlowConfig
+from ejkernel_eqx import Backend, DeviceFacts, dispatch, Platform, Problem
+from ejkernel_eqx.dispatch.labels import label_of
+from tests.dispatch.toy import FastConfig, H200, hooks, SlowConfig
 
 OPERATION = "tests.backends"
-GPU = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132, 232_448)
 CPU = DeviceFacts(Backend.CPU, "cpu")
 PROBLEM = Problem.make(OPERATION, dims={"T": 64}, dtypes={"x": "float32"}, flags={}, lengths={"T"})
 
@@ -40,42 +21,28 @@ class OtherConfig:
     block: int
 
 
-def platform(default: Any, **others: Any) -> Any:
-    return types.SimpleNamespace(
-        config_type=type(default),
-        unsupported=lambda problem, device: None,
-        default_config=lambda problem, device: default,
-        candidates=lambda problem, device: [default],
-        **others,
-    )
-
-
 @pytest.fixture
-def registry(monkeypatch) -> KernelRegistry:
+def registry(monkeypatch) -> dispatch.KernelRegistry:
     """`pallas` for GPUs and for CPUs, in place of what is registered."""
-    made = KernelRegistry()
-    made.register(OPERATION, "pallas", Backend.GPU, priority=20)(platform(FastConfig(1)))
-    made.register(OPERATION, "pallas", Backend.CPU, priority=20)(platform(SlowConfig(2)))
-    made.register(OPERATION, "xla", priority=10)(platform(OtherConfig(3)))
-    monkeypatch.setattr(kernel_registry, "_table", made._table)
-    monkeypatch.setattr(snapshot, "_latest", {})
+    made = dispatch.KernelRegistry()
+    made.register(OPERATION, "pallas", Backend.GPU, priority=20)(hooks(FastConfig(1)))
+    made.register(OPERATION, "pallas", Backend.CPU, priority=20)(hooks(SlowConfig(2)))
+    made.register(OPERATION, "xla", priority=10)(hooks(OtherConfig(3)))
+    monkeypatch.setattr(ejx.kernel_registry, "_table", made._table)
+    monkeypatch.setattr(dispatch.snapshot, "_latest", {})
     return made
 
 
-def on(device: DeviceFacts, monkeypatch: Any, **how: Any) -> Snapshot:
-    monkeypatch.setattr(snapshot, "device_facts", lambda: device)
-    return take_snapshot(OPERATION, **how)
+def on(device: DeviceFacts, monkeypatch: Any, **how: Any) -> dispatch.Snapshot:
+    monkeypatch.setattr(dispatch.snapshot, "device_facts", lambda: device)
+    return dispatch.take_snapshot(OPERATION, **how)
 
 
 def test_each_runs_on_its_own_device(registry, monkeypatch):
-    assert [(i.platform, i.backend) for i in registry.ordered(OPERATION)] == [
-        (Platform.PALLAS, Backend.CPU),
-        (Platform.PALLAS, Backend.GPU),
-        (Platform.XLA, Backend.ANY),
-    ]
-    for device, config in ((GPU, FastConfig(1)), (CPU, SlowConfig(2))):
+    assert [i.backend.value for i in registry.ordered(OPERATION)] == ["cpu", "gpu", "any"]
+    for device, config in ((H200, FastConfig(1)), (CPU, SlowConfig(2))):
         for how in ({}, {"platform": "pallas"}, {"config": dataclasses.replace(config, block=7)}):
-            chosen = select(on(device, monkeypatch, **how), PROBLEM)
+            chosen = dispatch.select(on(device, monkeypatch, **how), PROBLEM)
             assert chosen.platform is Platform.PALLAS and chosen.implementation.backend is device.backend
             assert chosen.config == how.get("config", config) and chosen.rejected == ()
     with pytest.raises(ValueError, match=r"config: expected an instance of OtherConfig or SlowConfig for"):
@@ -86,7 +53,7 @@ def test_each_runs_on_its_own_device(registry, monkeypatch):
 
 def test_where_neither_runs_both_are_named(registry, monkeypatch):
     tpu = DeviceFacts(Backend.TPU, "TPU v5p")
-    chosen = select(on(tpu, monkeypatch), PROBLEM)
+    chosen = dispatch.select(on(tpu, monkeypatch), PROBLEM)
     assert chosen.platform is Platform.XLA
     assert dict(chosen.rejected) == {
         "pallas on cpu": "needs a CPU, the device is TPU v5p (tpu)",
@@ -99,65 +66,69 @@ def test_where_neither_runs_both_are_named(registry, monkeypatch):
 
 def test_a_plan_is_the_same_wherever_it_is_made(registry, monkeypatch):
     """Its platforms are asked for, and which of two counts is a matter of the device."""
-    requests = {on(device, monkeypatch).request for device in (GPU, CPU)}
-    asked = {on(device, monkeypatch, platform="pallas").request for device in (GPU, CPU)}
+    requests = {on(device, monkeypatch).request for device in (H200, CPU)}
+    asked = {on(device, monkeypatch, platform="pallas").request for device in (H200, CPU)}
     assert len(requests) == len(asked) == 1
-    here, *_ = take_snapshots(OPERATION)
+    here, *_ = dispatch.take_snapshots(OPERATION)
     plan = ejx.Plan(here)
     assert plan.platforms == (Platform.PALLAS, Platform.XLA)
     assert plan.select(PROBLEM, platform=Platform.PALLAS).config == SlowConfig(2)
 
 
 def test_what_is_known_is_that_of_the_device(registry, monkeypatch):
-    monkeypatch.setattr(
-        snapshot,
-        "shipped_entries",
-        lambda i, device: pytest.fail() if i.backend not in (Backend.ANY, device.backend) else (),
+    fits = lambda i, device: () if i.backend in (Backend.ANY, device.backend) else pytest.fail()
+    monkeypatch.setattr(dispatch.snapshot, "shipped_entries", fits)
+    dispatch.memory_cache.put(
+        Platform.PALLAS, PROBLEM.key(), dispatch.Known(SlowConfig(5), (("forward", 1.0),), "tuned")
     )
-    memory_cache.put(Platform.PALLAS, PROBLEM.key(), Known(SlowConfig(5), (("forward", 1.0),), "tuned"))
-    chosen = select(on(CPU, monkeypatch), PROBLEM)
-    assert (chosen.config, chosen.tier) == (SlowConfig(5), Tier.MEMORY)
+    chosen = dispatch.select(on(CPU, monkeypatch), PROBLEM)
+    assert (chosen.config, chosen.tier) == (SlowConfig(5), dispatch.Tier.MEMORY)
 
 
 def test_only_the_same_place_is_replaced(registry):
     first = registry.get(OPERATION, "pallas")
-    assert first.backend is device_facts().backend is Backend.CPU
-    registry.register(OPERATION, "pallas", Backend.GPU, priority=99)(platform(FastConfig(9)))
-    registry.register(OPERATION, "pallas", Backend.CPU, priority=19)(platform(SlowConfig(9)))
+    assert first.backend is dispatch.device_facts().backend is Backend.CPU
+    registry.register(OPERATION, "pallas", Backend.GPU, priority=99)(hooks(FastConfig(9)))
+    registry.register(OPERATION, "pallas", Backend.CPU, priority=19)(hooks(SlowConfig(9)))
     assert len(registry.ordered(OPERATION)) == 3 and registry.get(OPERATION, "pallas") is first
-    assert registry.get(OPERATION, "pallas", "gpu").hooks.default_config(PROBLEM, GPU) == FastConfig(9)
+    assert registry.get(OPERATION, "pallas", "gpu").hooks.default_config(PROBLEM, H200) == FastConfig(9)
     with pytest.raises(
         ValueError, match=r"expected one of \['pallas', 'xla'\] for .* 'pallas' on backend 'tpu'"
     ):
         registry.get(OPERATION, "pallas", "tpu")
     # One for every device takes the place of those that it outranks; of equals the latest.
     for priority, found in ((19, SlowConfig(2)), (20, OtherConfig(20)), (21, OtherConfig(21))):
-        registry.register(OPERATION, "pallas", priority=priority)(platform(OtherConfig(priority)))
+        registry.register(OPERATION, "pallas", priority=priority)(hooks(OtherConfig(priority)))
         assert registry.get(OPERATION, "pallas").hooks.default_config(PROBLEM, CPU) == found
-        assert select(take_snapshot(OPERATION), PROBLEM).config == found
+        assert dispatch.select(dispatch.take_snapshot(OPERATION), PROBLEM).config == found
 
 
 def test_explain_names_both(registry):
-    rows = [(row.platform, row.rejected) for row in ejx.explain(OPERATION).choices]
-    reason = f"needs a GPU, the device is {device_facts().kind} (cpu)"
-    assert rows == [
-        ("pallas on cpu (usable)", ()),
-        ("pallas on gpu (unusable)", (("pallas on gpu", reason),)),
-        ("xla (usable)", ()),
+    assert [(row.platform, bool(row.rejected)) for row in ejx.explain(OPERATION).choices] == [
+        ("pallas on cpu (usable)", False),
+        ("pallas on gpu (unusable)", True),
+        ("xla (usable)", False),
     ]
 
 
 def test_labels_of_both_are_read(registry):
-    for implementation, config in zip(registry.ordered(OPERATION), (SlowConfig(4), FastConfig(4))):
-        label = label_of(Selection(PROBLEM, implementation, config, Tier.HEURISTIC, ()))
-        assert [(read.platform, read.config) for read in labels_to_configs([label])] == [("pallas", config)]
-    strange = label_of(Selection(PROBLEM, registry.ordered(OPERATION)[0], OtherConfig(4), Tier.HEURISTIC, ()))
-    (read,) = labels_to_configs([strange])
-    assert read.config is None and "does not fit" in read.reason
+    cpu, gpu, _ = registry.ordered(OPERATION)
+
+    def read(implementation, config):
+        selection = dispatch.Selection(PROBLEM, implementation, config, dispatch.Tier.HEURISTIC, ())
+        (found,) = ejx.labels_to_configs([label_of(selection)])
+        return found
+
+    for implementation, config in ((cpu, SlowConfig(4)), (gpu, FastConfig(4))):
+        found = read(implementation, config)
+        assert (found.platform, found.config) == ("pallas", config)
+    strange = read(cpu, OtherConfig(4))
+    assert strange.config is None and "does not fit" in strange.reason
 
 
 def test_a_kernel_class_that_changes_its_device_leaves_nothing_behind():
-    def define(backend: Backend):
+    for backend in (Backend.GPU, Backend.CPU):
+
         class Same(ejx.CustomKernel):
             operation = "tests.backends.same"
             inputs = {"x": "... N"}  # noqa: RUF012
@@ -177,12 +148,5 @@ def test_a_kernel_class_that_changes_its_device_leaves_nothing_behind():
             def run_pallas(self, arrays, config):
                 return {"out": arrays["x"]}
 
-        return Same
-
-    for backend in (Backend.GPU, Backend.CPU):
-        define(backend)
-        known = kernel_registry.ordered("tests.backends.same")
-        assert [(i.platform, i.backend) for i in known] == [
-            (Platform.PALLAS, backend),
-            (Platform.XLA, Backend.ANY),
-        ]
+        known = ejx.kernel_registry.ordered(Same.operation)
+        assert [i.backend for i in known if i.platform is Platform.PALLAS] == [backend]

@@ -3,29 +3,16 @@ family's call asks for."""
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 
 import jax
 import pytest
 
+import ejkernel_eqx as ejx
+from ejkernel_eqx import Backend, DeviceFacts, dispatch, Platform, Problem
 from ejkernel_eqx._explain import example_problem_of
-from ejkernel_eqx.dispatch import (
-    Backend,
-    device_facts,
-    DeviceFacts,
-    from_json,
-    Implementation,
-    kernel_registry,
-    Platform,
-    PlatformHooks,
-    Problem,
-    Selection,
-    Tier,
-    to_json,
-)
-from ejkernel_eqx.dispatch.config import check_config
-from ejkernel_eqx.dispatch.hooks import REQUIRED
-from ejkernel_eqx.dispatch.labels import label_of, labels_to_configs
+from ejkernel_eqx.dispatch.labels import label_of
 from tests.compiled import DEVICES
 from tests.custom import kernels
 
@@ -101,25 +88,27 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
 
 OURS = [
     i
-    for operation in kernel_registry.list_operations()
-    for i in kernel_registry.ordered(operation)
+    for operation in ejx.kernel_registry.list_operations()
+    for i in ejx.kernel_registry.ordered(operation)
     if isinstance(i.target, str) and i.target.startswith("ejkernel_eqx.")
 ]
-CUSTOM = [i for kernel in (kernels.Square, kernels.Opaque) for i in kernel_registry.ordered(kernel.operation)]
+CUSTOM = [
+    i for kernel in (kernels.Square, kernels.Opaque) for i in ejx.kernel_registry.ordered(kernel.operation)
+]
 
 
-def each(implementations: list[Implementation]) -> pytest.MarkDecorator:
+def each(implementations: list[dispatch.Implementation]) -> pytest.MarkDecorator:
     name = lambda i: f"{i.operation}-{i.platform.value}-{i.backend.value}"
     return pytest.mark.parametrize("implementation", implementations, ids=name)
 
 
-def loaded(implementation: Implementation) -> PlatformHooks:
+def loaded(implementation: dispatch.Implementation) -> dispatch.PlatformHooks:
     if implementation.platform in (Platform.TRITON, Platform.TRITON_INTERPRET):
         pytest.importorskip("triton")
     return implementation.hooks
 
 
-def problems(implementation: Implementation, dtype: str = "bfloat16") -> list[Problem]:
+def problems(implementation: dispatch.Implementation, dtype: str = "bfloat16") -> list[Problem]:
     operation = implementation.operation
     # The one operation without a workload takes the problems of its family.
     make = example_problem_of("flash_attention" if operation == "attention" else operation)
@@ -127,12 +116,12 @@ def problems(implementation: Implementation, dtype: str = "bfloat16") -> list[Pr
     return [make(operation, dims | more, dtype, dict(flags)) for dims, flags in PROBLEMS[implementation.core]]
 
 
-def devices(implementation: Implementation) -> list[DeviceFacts]:
+def devices(implementation: dispatch.Implementation) -> list[DeviceFacts]:
     """Those that it runs on."""
     gpus = [DEVICES["sm_80"], DEVICES["sm_90"], DEVICES["sm_100"]]
     if implementation.platform is not Platform.CUDA:
         gpus.append(DEVICES["gfx942"])
-    everywhere = {Backend.GPU: gpus, Backend.TPU: [TPU], Backend.ANY: [*gpus, TPU, device_facts()]}
+    everywhere = {Backend.GPU: gpus, Backend.TPU: [TPU], Backend.ANY: [*gpus, TPU, dispatch.device_facts()]}
     return everywhere[implementation.backend]
 
 
@@ -143,13 +132,13 @@ def test_nothing_is_left_out():
 
 @each(OURS + CUSTOM)
 def test_it_answers_with_the_parameters_of_the_protocol(implementation):
-    hooks, asked = loaded(implementation), inspect.getmembers(PlatformHooks, inspect.isfunction)
+    hooks, asked = loaded(implementation), inspect.getmembers(dispatch.PlatformHooks, inspect.isfunction)
     asked = {name: function for name, function in asked if not name.startswith("_")}
     assert {"unsupported", "default_config", "candidates", "unavailable", "adapted"} <= set(asked)
     for name, function in asked.items():
         _, *parameters = inspect.signature(function).parameters
         assert list(inspect.signature(getattr(hooks, name)).parameters) == parameters, name
-    assert set(REQUIRED) <= set(dir(implementation.load()))
+    assert set(dispatch.hooks.REQUIRED) <= set(dir(implementation.load()))
     assert type(hooks.OPAQUE) is bool and type(hooks.NOTE) is str
     assert type(hooks.VERSION) is int and implementation.version == hooks.VERSION >= 1
     assert set(hooks.PARTS) <= {field.name for field in dataclasses.fields(hooks.config_type)}  # pyright: ignore[reportArgumentType]
@@ -162,18 +151,18 @@ def test_its_configurations_can_be_kept_and_run(implementation):
     hooks = loaded(implementation)
     for device in devices(implementation):
         for problem in problems(implementation):
-            default, candidates = (
-                hooks.default_config(problem, device),
-                hooks.candidates(problem, device),
-            )
+            default = hooks.default_config(problem, device)
+            candidates = hooks.candidates(problem, device)
             assert candidates[0] == default and len(set(candidates)) == len(candidates)
             for config in candidates:
-                check_config(config)
+                dispatch.config.check_config(config)
                 assert type(config) is hooks.config_type
                 assert hooks.config_unsupported(config, problem, device) is None
-                assert from_json(to_json(config), hooks.config_type) == config
-                label = label_of(Selection(problem, implementation, config, Tier.HEURISTIC, ()))
-                (read,) = labels_to_configs([label])
+                assert ejx.from_json(ejx.to_json(config), hooks.config_type) == config
+                label = label_of(
+                    dispatch.Selection(problem, implementation, config, dispatch.Tier.HEURISTIC, ())
+                )
+                (read,) = ejx.labels_to_configs([label])
                 assert read.config == config and read.platform == implementation.platform.value, read.reason
             adapted = hooks.adapted(default, problem, device)
             assert type(adapted) is hooks.config_type
@@ -206,7 +195,7 @@ def test_it_says_what_it_cannot_do_without_doing_anything(implementation):
 @each(OURS + CUSTOM)
 def test_it_says_where_it_does_not_run(implementation):
     loaded(implementation)
-    for device in (TPU, device_facts(), DeviceFacts(Backend.GPU, "Old", "nvidia", "7.5")):
+    for device in (TPU, dispatch.device_facts(), DeviceFacts(Backend.GPU, "Old", "nvidia", "7.5")):
         reason = implementation.unusable(device)
         if implementation.backend not in (Backend.ANY, device.backend):
             needs = implementation.backend.value.upper()
@@ -228,3 +217,40 @@ def test_it_has_the_kernels_of_its_family(implementation):
         written = implementation.platform in (Platform.TRITON, Platform.PALLAS)
         execute = ("execute",) if written and name != "saved_axes" else ()
         assert found == (*parameters, *execute), name
+
+
+# What kernels are compiled for: not for each length, and in float32 not for products of less than its precision.
+
+TRITON = [i for i in OURS if i.platform is Platform.TRITON]
+ONE_PER_CORE = list({i.core: i for i in reversed(TRITON)}.values())
+
+
+def _shorter(problem: Problem, by: int) -> Problem:
+    """The problem with every length reduced, so that it stays in its bucket."""
+    dims = {n: size - by if n in problem.lengths and size > 16 else size for n, size in problem.dims}
+    return dataclasses.replace(problem, dims=tuple(sorted(dims.items())))
+
+
+@pytest.mark.few(5)
+@each(ONE_PER_CORE)
+def test_neighbouring_lengths_share_kernels(implementation):
+    """They are told apart by whether tiles are full, and by nothing else."""
+    hooks, device = loaded(implementation), DEVICES["sm_90"]
+    problem = problems(implementation)[0]
+    config = hooks.default_config(problem, device)
+    kernels = []
+    for by in (3, 5):
+        work = implementation.make_workload(_shorter(problem, by))
+        assert work is not None and work.launches is not None
+        kernels.append([(launch.function, launch.constants) for launch in work.launches(config)])
+    assert kernels[0] and kernels[0] == kernels[1]
+
+
+@each(TRITON)
+def test_products_of_float32_are_not_rounded_to_tf32(implementation):
+    """Neither by default nor in any configuration that a tuner may choose."""
+    hooks = loaded(implementation)
+    for device in devices(implementation):
+        for problem in problems(implementation, "float32"):
+            for config in hooks.candidates(problem, device):
+                assert '"tf32"' not in json.dumps(ejx.to_json(config)), (device.kind, config)

@@ -6,42 +6,24 @@ import pickle
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx import dispatch, Platform
 from ejkernel_eqx._kernel import make_plan
-from ejkernel_eqx.dispatch import (
-    BOTH,
-    FORWARD,
-    Known,
-    memory_cache,
-    overlay_cache,
-    Platform,
-    policy_override,
-    select,
-    Selection,
-    set_autotuner,
-    take_snapshot,
-    Tier,
-)
-from ejkernel_eqx.dispatch.caches import known_of
-from ejkernel_eqx.dispatch.records import Record
-from ejkernel_eqx.dispatch.transfer import COMPARED_DISTANCE, distance
-from tests.dispatch.toy import Fast, FastConfig, OPERATION, problem, Slow, SlowConfig
+from tests.dispatch.toy import chosen, Fast, FastConfig, OPERATION, problem, Slow, SlowConfig
 
 KEY, SIZES = problem().key(), problem().dims
 CONFIGS = {Platform.PALLAS: FastConfig(3), Platform.XLA: SlowConfig(4)}
 
 
-def known(platform: Platform, sizes=SIZES, **ms: float) -> Known:
-    times = tuple((BOTH if name == "both" else FORWARD, value) for name, value in ms.items())
-    return Known(CONFIGS[platform], times, "measured", sizes=sizes)
+def known(platform: Platform, sizes=SIZES, **ms: float) -> dispatch.Known:
+    times = tuple(
+        (dispatch.BOTH if name == "both" else dispatch.FORWARD, value) for name, value in ms.items()
+    )
+    return dispatch.Known(CONFIGS[platform], times, "measured", sizes=sizes)
 
 
-def learn(**of: Known) -> None:
+def learn(**of: dispatch.Known) -> None:
     for name, what in of.items():
-        memory_cache.put(Platform(name), KEY, what)
-
-
-def chosen(p=None, **how) -> Selection:
-    return select(take_snapshot(OPERATION, **how), problem() if p is None else p)
+        dispatch.memory_cache.put(Platform(name), KEY, what)
 
 
 def test_the_fastest_measured_one_goes_first():
@@ -50,12 +32,14 @@ def test_the_fastest_measured_one_goes_first():
     assert chosen().platform is Platform.PALLAS
     learn(xla=known(Platform.XLA, both=1.0))
     taken = chosen()
-    assert (taken.platform, taken.config, taken.tier) == (Platform.XLA, SlowConfig(4), Tier.MEMORY)
+    assert (taken.platform, taken.config, taken.tier) == (Platform.XLA, SlowConfig(4), dispatch.Tier.MEMORY)
     assert dict(taken.rejected)["pallas"] == "measured 1.19 times as slow as xla, forward+backward"
-    assert taken.ms == ((BOTH, 1.0),) and taken.origin == "measured"
+    assert taken.ms == ((dispatch.BOTH, 1.0),) and taken.origin == "measured"
     # Another problem, of which nothing is known; one platform alone in question; a platform, a configuration that was asked for.
     assert chosen(problem(8, causal=True)).platform is Platform.PALLAS
-    assert select(take_snapshot(OPERATION), problem(), platform=Platform.PALLAS).config == FastConfig(3)
+    assert dispatch.select(
+        dispatch.take_snapshot(OPERATION), problem(), platform=Platform.PALLAS
+    ).config == FastConfig(3)
     assert chosen(platform="pallas").config == FastConfig(3)
     assert chosen(config=FastConfig(9)).config == FastConfig(9)
 
@@ -94,39 +78,36 @@ def test_the_nearest_shape_at_which_both_were_timed_decides_where_nothing_is_kno
     assert dict(taken.rejected)["pallas"] == (
         "measured 1.50 times as slow as xla at the nearest shape, D8 T64, forward+backward"
     )
-    assert distance(problem(1), {"D": 8, "T": 1}, {"D": 8, "T": 64}) == COMPARED_DISTANCE
     assert chosen(problem(1)).platform is Platform.XLA
-    memory_cache.clear()
+    dispatch.memory_cache.clear()
     for platform, ms in ((Platform.PALLAS, 1.5), (Platform.XLA, 1.0)):
-        memory_cache.put(platform, problem(100).key(), known(platform, both=ms))
+        dispatch.memory_cache.put(platform, problem(100).key(), known(platform, both=ms))
     assert chosen(problem(1)).platform is Platform.PALLAS and chosen(problem(2)).platform is Platform.XLA
-    memory_cache.clear()
+    dispatch.memory_cache.clear()
     learn(pallas=known(Platform.PALLAS, both=1.5), xla=known(Platform.XLA, both=1.0))
     # Of a nearer shape one platform is known alone, which does not compare them.
-    memory_cache.put(Platform.PALLAS, problem(16).key(), known(Platform.PALLAS, both=9.0))
+    dispatch.memory_cache.put(Platform.PALLAS, problem(16).key(), known(Platform.PALLAS, both=9.0))
     assert chosen(problem(16)).platform is Platform.PALLAS
     assert chosen(problem(32)).platform is Platform.XLA
     # What would not run here was not timed here.
     refused = lambda config, problem, device: "needs another device" if config == SlowConfig(4) else None
     monkeypatch.setattr(Slow, "config_unsupported", staticmethod(refused), raising=False)
     assert chosen(problem(100)).platform is Platform.PALLAS
-    with overlay_cache({OPERATION: FastConfig(7)}):
+    with ejx.overlay_cache({OPERATION: FastConfig(7)}):
         assert chosen(problem(100)).config == FastConfig(7)
 
 
 def test_times_of_the_nearest_device_decide_where_this_one_has_none():
-    entries = [
-        (platform, KEY, known(platform, both=ms))
-        for platform, ms in ((Platform.PALLAS, 1.5), (Platform.XLA, 1.0))
-    ]
-    borrowed = dataclasses.replace(take_snapshot(OPERATION), borrowed=tuple(entries))
+    times = {Platform.PALLAS: 1.5, Platform.XLA: 1.0}
+    entries = [(platform, KEY, known(platform, both=ms)) for platform, ms in times.items()]
+    borrowed = dataclasses.replace(dispatch.take_snapshot(OPERATION), borrowed=tuple(entries))
     for length in (64, 100):
-        taken = select(borrowed, problem(length))
+        taken = dispatch.select(borrowed, problem(length))
         assert (taken.platform, taken.ms) == (Platform.XLA, ())
     learn(pallas=known(Platform.PALLAS, both=1.0), xla=known(Platform.XLA, both=1.2))
-    here = dataclasses.replace(take_snapshot(OPERATION), borrowed=tuple(entries))
-    assert select(here, problem(100)).platform is Platform.PALLAS
-    assert len({s.answers for s in (borrowed, here, take_snapshot(OPERATION))}) == 3
+    here = dataclasses.replace(dispatch.take_snapshot(OPERATION), borrowed=tuple(entries))
+    assert dispatch.select(here, problem(100)).platform is Platform.PALLAS
+    assert len({s.answers for s in (borrowed, here, dispatch.take_snapshot(OPERATION))}) == 3
 
 
 def test_the_direction_that_is_asked_for_decides():
@@ -134,32 +115,27 @@ def test_the_direction_that_is_asked_for_decides():
         pallas=known(Platform.PALLAS, both=1.0, forward=1.0), xla=known(Platform.XLA, both=2.0, forward=0.5)
     )
     for length in (64, 100):
-        found = {way: make_plan(OPERATION).select(problem(length), direction=way) for way in (FORWARD, BOTH)}
-        assert found[BOTH].platform is Platform.PALLAS and found[FORWARD].platform is Platform.XLA
-        assert "2.00 times as slow as xla" in dict(found[FORWARD].rejected)["pallas"]
-        assert dict(found[FORWARD].rejected)["pallas"].endswith("forward")
+        ways = (dispatch.FORWARD, dispatch.BOTH)
+        forward, both = (make_plan(OPERATION).select(problem(length), direction=way) for way in ways)
+        assert both.platform is Platform.PALLAS and forward.platform is Platform.XLA
+        reason = dict(forward.rejected)["pallas"]
+        assert "2.00 times as slow as xla" in reason and reason.endswith("forward")
     before = make_plan(OPERATION).as_edition()
     learn(xla=known(Platform.XLA, both=2.0, forward=1.5))
     assert before != make_plan(OPERATION).as_edition()
 
 
-def test_a_record_tells_at_which_sizes_it_was_measured():
-    record = Record(OPERATION, "xla", 1, KEY, problem().to_dict(), {}, {"block": 4}, {BOTH: 1.0})
-    assert known_of(record, SlowConfig(4), "here").sizes == SIZES
-    assert known_of(dataclasses.replace(record, exact={}), SlowConfig(4), "here").sizes == ()
-
-
 def test_times_of_what_would_not_run_decide_nothing(monkeypatch):
     learn(pallas=known(Platform.PALLAS, both=2.0), xla=known(Platform.XLA, both=1.0))
     assert chosen().platform is Platform.XLA
-    with policy_override("heuristic"):
+    with ejx.policy_override("heuristic"):
         assert chosen().platform is Platform.PALLAS
     for mine in (FastConfig(7), SlowConfig(7)):  # of which nothing was measured
-        with overlay_cache({OPERATION: mine}):
+        with ejx.overlay_cache({OPERATION: mine}):
             assert chosen().platform is Platform.PALLAS
     # Another length of the same key; and denied.
     assert chosen(problem(40)).platform is Platform.XLA
-    learn(xla=Known(None, denied="wrong"))
+    learn(xla=dispatch.Known(None, denied="wrong"))
     assert chosen().platform is Platform.PALLAS
     learn(xla=known(Platform.XLA, both=1.0))
     monkeypatch.setattr(Fast, "unsupported", staticmethod(lambda problem, device: "is not for this"))
@@ -184,25 +160,10 @@ def test_an_order_is_part_of_what_a_plan_knows():
 def test_what_is_measured_for_a_module_itself_counts_in_it():
     learn(xla=known(Platform.XLA, both=1.0))
     plan = make_plan(OPERATION)
-    set_autotuner(lambda problem, implementation, device: known(implementation.platform, both=1.5))
+    dispatch.set_autotuner(lambda problem, implementation, device: known(implementation.platform, both=1.5))
     tuned = plan.pin(problem())
-    assert (
-        tuned.select(problem()).platform is Platform.XLA
-        and plan.select(problem()).platform is Platform.PALLAS
-    )
-    (row,) = ejx._explain._of_plan("", tuned)
-    assert (row.platform, row.config) == ("xla", "SlowConfig(block=4)")
-    assert ("pallas", "measured 1.50 times as slow as xla, forward+backward") in row.rejected
-    set_autotuner(lambda problem, implementation, device: known(implementation.platform, both=0.5))
+    taken = tuned.select(problem())
+    assert (taken.platform, taken.config) == (Platform.XLA, SlowConfig(4))
+    assert plan.select(problem()).platform is Platform.PALLAS
+    dispatch.set_autotuner(lambda problem, implementation, device: known(implementation.platform, both=0.5))
     assert plan.pin(problem()).select(problem()).platform is Platform.PALLAS
-
-
-def test_explain_says_why(monkeypatch):
-    learn(pallas=known(Platform.PALLAS, both=1.5), xla=known(Platform.XLA, both=1.0))
-    monkeypatch.setattr(
-        "ejkernel_eqx._explain.example_problem_of", lambda operation: lambda *words: problem()
-    )
-    text = str(ejx.explain(OPERATION, T=64))
-    assert (
-        "platform  xla" in text and "not pallas: measured 1.50 times as slow as xla, forward+backward" in text
-    )

@@ -5,8 +5,6 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
-
 import ejkernel_eqx
 
 SOURCE = str(pathlib.Path(ejkernel_eqx.__file__).parents[1])
@@ -54,29 +52,15 @@ from ejkernel_eqx.launch import compile_ahead, run, Launch, triton_unavailable, 
 missing = "triton is not installed (pip install 'ejkernel-eqx[triton]')."
 assert triton_unavailable() == missing, triton_unavailable()
 assert interpreter_unavailable() == missing, interpreter_unavailable()
-ejx.FlashAttention(causal=True)
-"""
-    fresh(program, tmp_path)
-    assert list(tmp_path.rglob("*")) == []
-
-
-@pytest.mark.slow
-def test_everything_but_triton_works_without_it():
-    text = fresh("""
-import sys
-sys.modules["triton"] = sys.modules["jax_triton"] = None
-import importlib.machinery, importlib.util
-import jax, jax.numpy as jnp
-import ejkernel_eqx as ejx
-x = jnp.ones((4, 2, 16))
-assert jnp.allclose(ejx.FlashAttention(causal=True)(x, x, x), x)
-assert jax.grad(lambda x: ejx.FlashAttention()(x, x, x).sum())(x).shape == x.shape
+x = jax.numpy.ones((4, 2, 16))
+assert jax.numpy.allclose(ejx.FlashAttention(causal=True)(x, x, x), x)
 try:
     ejx.FlashAttention(platform="triton-interpret")
 except ejx.UnsupportedError as error:
     print(error)
 print(ejx.explain("flash_attention"))
-""")
-    assert "on platform 'triton-interpret': triton is not installed (pip install" in text.split("\n")[0]
+"""
+    text = fresh(program, tmp_path)
     assert "triton-interpret (unusable)" in text and "xla (usable)" in text
     assert text.count("triton is not installed (pip install 'ejkernel-eqx[triton]')") == 2
+    assert list(tmp_path.rglob("*")) == []

@@ -15,15 +15,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import kernel_registry, Platform, Problem, Selection, Tier
-from ejkernel_eqx.dispatch.labels import (
-    extract_labels_from_hlo_text,
-    find_labels_in_lowered,
-    kernel_scope,
-    label_of,
-    labels_to_configs,
-)
+from ejkernel_eqx import dispatch, Platform, Problem
+from ejkernel_eqx.dispatch.labels import kernel_scope, label_of
+from tests.dispatch.toy import H200, hooks
 
+ROOT = pathlib.Path(__file__).parents[2]
 OPERATION = "tests.labels"
 
 
@@ -49,30 +45,19 @@ class Config:
     parts: tuple[Side | str, ...] = ()
 
 
-@kernel_registry.register(OPERATION, Platform.XLA)
-class Implementation:
-    config_type = Config
-
-    @staticmethod
-    def unsupported(problem, device):
-        return None
-
-    @staticmethod
-    def default_config(problem, device):
-        return Config(Side(1))
-
-    @staticmethod
-    def candidates(problem, device):
-        return [Config(Side(1))]
+Implementation = hooks(Config(Side(1)))
+ejx.kernel_registry.register(OPERATION, Platform.XLA)(Implementation)
 
 
-def selection(config, operation: str = OPERATION, size: int = 64) -> Selection:
+def selection(config, operation: str = OPERATION, size: int = 64) -> dispatch.Selection:
     problem = Problem.make(operation, dims={"T": size}, dtypes={"x": "float32"}, flags={}, lengths={"T"})
-    return Selection(problem, kernel_registry.get(OPERATION, Platform.XLA), config, Tier.HEURISTIC, ())
+    return dispatch.Selection(
+        problem, ejx.kernel_registry.get(OPERATION, Platform.XLA), config, dispatch.Tier.HEURISTIC, ()
+    )
 
 
 def read(label):
-    (record,) = labels_to_configs([label])
+    (record,) = ejx.labels_to_configs([label])
     return record
 
 
@@ -93,7 +78,7 @@ def test_labels_are_read_back(config):
     assert (record.operation, record.platform, record.reason) == (OPERATION, "xla", "")
     assert record.config == config and repr(record.config) == repr(config)
     assert record.problem == selection(config).problem.digest()
-    assert extract_labels_from_hlo_text(f'op_name="jit(f)/transpose(jvp({label}))/dot"') == [label]
+    assert ejx.extract_labels_from_hlo_text(f'op_name="jit(f)/transpose(jvp({label}))/dot"') == [label]
 
 
 def test_a_label_tells_everything_apart():
@@ -140,16 +125,8 @@ def test_a_changed_class_is_seen(monkeypatch):
     label = label_of(selection(CONFIGS[0]))
 
     # The same number of values, other meanings.
-    @dataclasses.dataclass(frozen=True)
-    class Renamed:
-        forward: Side
-        reverse: Side | None
-        order: Order | None
-        fast: bool
-        name: str
-        sizes: tuple[int, ...]
-        parts: tuple[Side | str, ...]
-
+    fields = [(f.name.replace("backward", "reverse"), f.type) for f in dataclasses.fields(Config)]
+    Renamed = dataclasses.make_dataclass("Renamed", fields, frozen=True)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(Implementation, "config_type", Renamed)
     assert "its fields are now Renamed(" in read(label).reason
 
@@ -194,77 +171,57 @@ def test_labels_survive(name):
     function, directions = transformed(labelled(FORWARD, BACKWARD))[name]
     lowered = jax.jit(function).lower(X)
     expected = {"f": label_of(FORWARD), "b": label_of(BACKWARD)}
-    assert set(find_labels_in_lowered(lowered)) == {expected[d] for d in directions}
+    assert set(ejx.find_labels_in_lowered(lowered)) == {expected[d] for d in directions}
     compiled = lowered.compile()
-    assert set(find_labels_in_lowered(compiled)) == {expected[d] for d in directions}
-    assert find_labels_in_lowered(compiled.as_text()) == find_labels_in_lowered(compiled)
-    assert find_labels_in_lowered(lowered.as_text()) == []  # without its debug information
-    for record in labels_to_configs(find_labels_in_lowered(compiled)):
+    assert set(ejx.find_labels_in_lowered(compiled)) == {expected[d] for d in directions}
+    assert ejx.find_labels_in_lowered(compiled.as_text()) == ejx.find_labels_in_lowered(compiled)
+    assert ejx.find_labels_in_lowered(lowered.as_text()) == []  # without its debug information
+    for record in ejx.labels_to_configs(ejx.find_labels_in_lowered(compiled)):
         assert record.config in CONFIGS[:2]
 
 
 def test_only_text_is_searched():
     with pytest.raises(ValueError, match=r"lowered: expected .*received .*use jax.jit\(f\).lower"):
-        find_labels_in_lowered(jnp.sin)
+        ejx.find_labels_in_lowered(jnp.sin)
 
 
-def attention(platform):
-    module = ejx.FlashAttention(causal=True, platform=platform)
-    return lambda x: module(x, x, x)
-
-
-ATTENTION = {
-    "forward": lambda f: f,
-    "gradient": lambda f: jax.grad(lambda x: jnp.sum(f(x))),
-    "vmap": lambda f: lambda x: jax.vmap(f)(x[None]),
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
-    "remat": lambda f: jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sum(f(x)))(x)),
-    "shard_map": lambda f: jax.shard_map(
-        f,
-        mesh=jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,)),
-        in_specs=PartitionSpec("a"),
-        out_specs=PartitionSpec("a"),
-    ),
-}
-
-
-@pytest.mark.few(6)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
-@pytest.mark.parametrize("name", ATTENTION)
-def test_attention_is_labelled(name, platform):
+def test_the_gradient_of_attention_is_labelled(platform):
     x = jax.ShapeDtypeStruct((2, 16, 2, 16), jnp.float32)
-    function = ATTENTION[name](attention(platform))
-    choices = ejx.explain(function, x).choices
-    lowered = jax.jit(function).lower(x)
-    texts = [lowered] if platform == "triton-interpret" else [lowered, lowered.compile()]
-    for text in texts:
-        labels = find_labels_in_lowered(text)
+    module = ejx.FlashAttention(causal=True, platform=platform)
+    gradient = jax.grad(lambda x: jnp.sum(module(x, x, x)))
+    choices = ejx.explain(gradient, x).choices
+    lowered = jax.jit(gradient).lower(x)
+    compiled = lowered.compile()
+    for text in [lowered] if platform == "triton-interpret" else [lowered, compiled]:
+        labels = ejx.find_labels_in_lowered(text)
         assert labels and set(labels) <= {choice.label for choice in choices}
-        for record in labels_to_configs(labels):
+        for record in ejx.labels_to_configs(labels):
             assert (record.operation, record.platform) == ("flash_attention", platform)
             assert repr(record.config) == choices[0].config
-    if name == "gradient":
-        # As a profiler shows them: in the text before, a function's names do not tell who calls it.
-        names = lowered.compile().as_text() or ""
-        for direction in (r"/jvp\(", r"/transpose\(jvp\("):
-            assert re.search(rf'{direction}[^"]*{re.escape(choices[0].label)}', names), direction
+    # As a profiler shows them: in the text before, a function's names do not tell who calls it.
+    names = compiled.as_text() or ""
+    for direction in (r"/jvp\(", r"/transpose\(jvp\("):
+        assert re.search(rf'{direction}[^"]*{re.escape(choices[0].label)}', names), direction
+
+
+def names() -> list[str]:
+    """Of a call, of a record and of a device."""
+    x = jax.ShapeDtypeStruct((2, 8, 2, 8), jnp.float32)
+    (choice,) = ejx.explain(ejx.FlashAttention(), x, x, x).choices
+    record = dispatch.Record(OPERATION, "xla", 1, choice.key, {}, {"triton": "2", "jaxlib": "1"}, None)
+    return [choice.label, choice.key, record.key, ejx.device_fingerprint(H200)]
 
 
 PROGRAM = """
 import json, os, sys
 import jax, jax.numpy as jnp
-import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import kernel_registry, Problem, Selection, Tier
-from ejkernel_eqx.dispatch.labels import kernel_scope, label_of
-x = jax.ShapeDtypeStruct((2, 8, 2, 8), jnp.float32)
-(choice,) = ejx.explain(ejx.FlashAttention(), x, x, x).choices
-problem = Problem.make(sys.argv[1], dims={"T": 1}, dtypes={}, flags={}, lengths=set())
-selection = Selection(problem, kernel_registry.ordered("flash_attention")[0], None, Tier.HEURISTIC, ())
+from tests.dispatch.test_labels import CONFIGS, kernel_scope, names, selection
 def f(x):
-    with kernel_scope(selection):
+    with kernel_scope(selection(CONFIGS[0], sys.argv[1])):
         return jnp.sin(x) @ x.T
 jax.jit(f)(jnp.ones((4, 4)))
-print(json.dumps([[choice.label, choice.key], sorted(os.listdir(os.environ["JAX_COMPILATION_CACHE_DIR"]))]))
+print(json.dumps([names(), sorted(os.listdir(os.environ["JAX_COMPILATION_CACHE_DIR"]))]))
 """
 
 
@@ -273,9 +230,8 @@ def test_labels_are_the_same_in_every_process_and_keep_the_compilation_cache(tmp
     """Another process finds the program that this one compiled, even under another label."""
 
     def run(operation, seed):
-        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        environment |= {
-            "PYTHONPATH": str(pathlib.Path(ejx.__file__).parents[1]),
+        environment = os.environ | {
+            "PYTHONPATH": f"{ROOT}/src:{ROOT}",
             "PYTHONHASHSEED": seed,
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
@@ -289,7 +245,4 @@ def test_labels_are_the_same_in_every_process_and_keep_the_compilation_cache(tmp
         return names, [file for file in files if file.startswith("jit_f-") and file.endswith("-cache")]
 
     first, second = run("one", "1"), run("two", "2")
-    assert first == second and len(first[1]) == 1
-    x = jax.ShapeDtypeStruct((2, 8, 2, 8), jnp.float32)
-    (choice,) = ejx.explain(ejx.FlashAttention(), x, x, x).choices
-    assert first[0] == [choice.label, choice.key]  # of this process, too
+    assert first == second and len(first[1]) == 1 and first[0] == names()

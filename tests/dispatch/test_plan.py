@@ -1,8 +1,11 @@
 """A module's plan: equality, compilation, and that nothing but the plan is read by a call."""
 
+import builtins
 import os
+import pathlib
 import pickle
 import sys
+import time
 from typing import Any
 
 import equinox as eqx
@@ -12,26 +15,11 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx._kernel import make_plan, Plan, with_plan
-from ejkernel_eqx.attention import core, reference, xla
-from ejkernel_eqx.dispatch import (
-    Backend,
-    device_facts,
-    Implementation,
-    KernelRegistry,
-    Known,
-    memory_cache,
-    no_tuning,
-    overlay_cache,
-    Platform,
-    Problem,
-    select,
-    set_autotuner,
-    snapshot,
-    Tier,
-)
+from ejkernel_eqx import Backend, dispatch, Platform
+from ejkernel_eqx._kernel import make_plan
+from ejkernel_eqx.attention import reference, xla
 from ejkernel_eqx.dispatch.labels import kernel_scope
-from tests.dispatch.toy import FastConfig, OPERATION, problem, SlowConfig
+from tests.dispatch.toy import FastConfig, learn, OPERATION, problem, problem_of, SlowConfig
 from tests.tolerances import assert_close
 
 
@@ -47,32 +35,25 @@ def qkv(t=24, dtype=jnp.float32, seed=0):
     return tuple(jax.random.normal(key, (2, t, 2, 8), dtype) for key in keys)
 
 
-def problem_of(module, *args) -> Problem:
-    found = []
-    with ejx.dispatch.on_selection(found.append):
-        eqx.filter_eval_shape(module, *args)
-    return found[0].problem
-
-
 def known(key, config, monkeypatch):
-    entries = ((Platform.XLA, key, Known(config)),)
+    entries = ((Platform.XLA, key, dispatch.Known(config)),)
     monkeypatch.setattr(
-        snapshot, "shipped_entries", lambda i, d: entries if i.platform is Platform.XLA else ()
+        dispatch.snapshot, "shipped_entries", lambda i, d: entries if i.platform is Platform.XLA else ()
     )
 
 
 def test_equality_is_what_was_asked_for_and_what_was_tuned_for_it(monkeypatch):
     key = problem_of(ejx.FlashAttention(), *qkv()).key()
     plain = ejx.FlashAttention()
-    memory_cache.put(Platform.XLA, key, TILES)
+    dispatch.memory_cache.put(Platform.XLA, key, TILES)
     from_memory = ejx.FlashAttention()
-    memory_cache.clear()
+    dispatch.memory_cache.clear()
     known(key, TILES, monkeypatch)
     from_table = ejx.FlashAttention()
-    monkeypatch.setattr(snapshot, "shipped_entries", lambda i, d: ())
-    with overlay_cache({key: TILES}):
+    monkeypatch.setattr(dispatch.snapshot, "shipped_entries", lambda i, d: ())
+    with ejx.overlay_cache({key: TILES}):
         settled = ejx.FlashAttention(tune_for=qkv())
-    set_autotuner(lambda p, implementation, device: TILES)
+    dispatch.set_autotuner(lambda p, implementation, device: TILES)
     with ejx.policy_override("tune"):
         tuned = ejx.FlashAttention(tune_for=qkv())
     tiers = [
@@ -82,16 +63,17 @@ def test_equality_is_what_was_asked_for_and_what_was_tuned_for_it(monkeypatch):
     # What is known takes no part, and so neither does where it comes from; what was tuned for a module does, from wherever it is known next.
     assert plain == from_memory == from_table != tuned
     assert hash(plain.plan) == hash(from_memory.plan) == hash(from_table.plan)
-    memory_cache.put(Platform.XLA, key, TILES)
+    dispatch.memory_cache.put(Platform.XLA, key, TILES)
     again = ejx.FlashAttention(tune_for=qkv())
-    assert again.plan.tiers == (Tier.MEMORY,) and again == tuned and hash(again.plan) == hash(tuned.plan)
-    with overlay_cache({key: TILES}):
+    assert again.plan.tiers == (dispatch.Tier.MEMORY,)
+    assert again == tuned and hash(again.plan) == hash(tuned.plan)
+    with ejx.overlay_cache({key: TILES}):
         assert settled == ejx.FlashAttention() != plain
     with ejx.policy_override("heuristic"):
         assert ejx.FlashAttention() != plain
     # Overrides are equal whatever the tables say, as these are never asked then.
     before = ejx.FlashAttention(config=TILES)
-    memory_cache.put(Platform.XLA, key, tiles(64, 64))
+    dispatch.memory_cache.put(Platform.XLA, key, tiles(64, 64))
     assert before == ejx.FlashAttention(config=TILES) == ejx.FlashAttention(config=TILES, tune_for=qkv())
     assert before != ejx.FlashAttention(config=tiles(16, 16))
 
@@ -106,10 +88,10 @@ def test_equal_modules_share_one_trace():
 
     q, k, v = qkv()
     key = problem_of(ejx.FlashAttention(causal=True), q, k, v).key()
-    memory_cache.put(Platform.XLA, key, TILES)
+    dispatch.memory_cache.put(Platform.XLA, key, TILES)
     cached = ejx.FlashAttention(causal=True)
-    memory_cache.clear()
-    set_autotuner(lambda p, implementation, device: TILES)
+    dispatch.memory_cache.clear()
+    dispatch.set_autotuner(lambda p, implementation, device: TILES)
     with ejx.policy_override("tune"):
         tuned = [ejx.FlashAttention(causal=True, tune_for=(q, k, v)) for _ in range(2)]
     first = call(cached, q, k, v)
@@ -127,14 +109,14 @@ def test_replan_takes_effect_in_what_is_compiled_already():
 
     @eqx.filter_jit
     def call(module, q):
-        with ejx.dispatch.on_selection(lambda selection: chosen.append(selection.config)):
+        with dispatch.on_selection(lambda selection: chosen.append(selection.config)):
             return module(q, q, q)
 
     q, _, _ = qkv()
     module = ejx.FlashAttention(causal=True)
     expected = call(module, q)
     assert ejx.replan(module) == module and ejx.replan(module).plan is module.plan  # nothing new is known
-    memory_cache.put(Platform.XLA, problem_of(module, q, q, q).key(), TILES)
+    dispatch.memory_cache.put(Platform.XLA, problem_of(module, q, q, q).key(), TILES)
     new, copy = ejx.replan(module, module)
     assert new == copy != module and "edition" in repr(new.plan) and ejx.replan(new) == new
     assert_close(call(new, q), expected)
@@ -145,122 +127,56 @@ def test_replan_takes_effect_in_what_is_compiled_already():
         assert first == second == new
 
 
-class Layer(eqx.Module):
-    weight: jax.Array
-    attention: ejx.FlashAttention
-
-    def __call__(self, x):
-        return x + self.attention(x @ self.weight, x, x)
-
-
-def test_layers_built_from_different_tiers_stack_and_scan():
-    q, _, _ = qkv()
-    weights = jax.random.normal(jax.random.key(3), (3, 8, 8)) / 8
-    attentions = [ejx.FlashAttention()]
-    key = problem_of(attentions[0], q, q, q).key()
-    memory_cache.put(Platform.XLA, key, TILES)
-    attentions.append(ejx.FlashAttention())
-    memory_cache.put(Platform.XLA, key, tiles(32, 16))
-    attentions.append(ejx.FlashAttention())
-    memory_cache.clear()
-    set_autotuner(lambda p, implementation, device: TILES)
-    with ejx.policy_override("tune"):
-        tuned = [ejx.FlashAttention(tune_for=(q, q, q))]
-        memory_cache.put(Platform.XLA, key, TILES)
-        tuned.append(ejx.FlashAttention(tune_for=(q, q, q)))
-    assert tuned[0].plan.tiers != tuned[1].plan.tiers
-    assert jax.tree.structure(tuned[0]) == jax.tree.structure(tuned[1])
-    layers = [Layer(weight, attention) for weight, attention in zip(weights, attentions)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    assert stacked.weight.shape == (3, 8, 8)
-
-    traces = []
-
-    def step(x, layer):
-        traces.append(layer)
-        return layer(x), None
-
-    actual = jax.jit(lambda x, layers: jax.lax.scan(step, x, layers)[0])(q, stacked)
-    expected = q
-    for layer in layers:
-        expected = layer(expected)
-    assert_close(actual, expected)
-    assert len(traces) == 1
-
-
 def test_a_call_reads_nothing_but_its_plan(monkeypatch):
+    """No file, clock, environment variable, table or device, at once and under a new trace alike; and it tunes nothing."""
     q, k, v = qkv()
     module: Any = ejx.FlashAttention(causal=True)
-    key = problem_of(module, q, k, v).key()
-    before = ejx.explain(module, q, k, v)
-    memory_cache.put(Platform.XLA, key, TILES)
-    known(key, tiles(48, 48), monkeypatch)
-    set_autotuner(lambda *_: pytest.fail("a call must not tune"))
+    problem = problem_of(module, q, k, v)
+    gradient = lambda q: jnp.sum(module(q, k, v))
+    before = ejx.explain(module, q, k, v).choices[0]
+    module(*qkv(t=20))  # what JAX and the kernels do once, they have done
+    dispatch.memory_cache.put(Platform.XLA, problem.key(), TILES)
+    known(problem.key(), tiles(48, 48), monkeypatch)
+    dispatch.set_autotuner(lambda *_: pytest.fail("a call must not tune"))
+    ours = os.path.dirname(ejx.__file__)
 
-    def forbidden(*_, **__):
-        pytest.fail("a call reads no environment variable, table or device")
+    def forbid(owner, name):
+        original = getattr(owner, name)
 
-    for name in (
-        "current_policy",
-        "overlay_entries",
-        "device_facts",
-        "user_entries",
-        "shipped_entries",
-        "borrowed_entries",
-    ):
-        monkeypatch.setattr(snapshot, name, forbidden)
-    ours, look_up = os.path.dirname(ejx.__file__), os.environ.__class__.__getitem__
-
-    def watched(environ, name):
-        frame: Any = sys._getframe(1)
-        while frame.f_code.co_filename.startswith("<frozen"):  # `os` and the abstract mappings
-            frame = frame.f_back
-        assert not frame.f_code.co_filename.startswith(ours), f"a call reads the environment variable {name}"
-        return look_up(environ, name)
-
-    monkeypatch.setattr(os.environ.__class__, "__getitem__", watched)
-    with overlay_cache({"flash_attention": tiles(64, 64)}), ejx.policy_override("force"):
-        selection = module.plan.select(problem_of(module, q, k, v))
-        # At once and under a new trace alike.
-        jaxpr = jax.make_jaxpr(jax.grad(lambda q: jnp.sum(module(q, k, v))))(q)
-    monkeypatch.undo()
-    assert (selection.config, selection.tier) == (xla.default_config(None, device_facts()), Tier.HEURISTIC)
-    assert repr(selection.config) == before.choices[0].config
-    assert str(jaxpr) == str(jax.make_jaxpr(jax.grad(lambda q: jnp.sum(module(q, k, v))))(q))
-
-
-def test_a_call_under_jit_traces_once(monkeypatch):
-    calls = {"forward": 0, "backward": 0, "resolve": 0}
-
-    def counted(module, name):
-        original = getattr(module, name)
-
-        def wrapper(*args, **kwargs):
-            calls[name] += 1
+        def watched(*args, **kwargs):
+            frame: Any = sys._getframe(1)
+            while frame.f_code.co_filename.startswith("<frozen"):  # `os` and the abstract mappings
+                frame = frame.f_back
+            assert not frame.f_code.co_filename.startswith(ours), f"a call calls {name}"
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(module, name, wrapper)
+        monkeypatch.setattr(owner, name, watched)
 
-    counted(xla, "forward")
-    counted(xla, "backward")
-    # A specification that no other test has traced.
-    module: Any = ejx.FlashAttention(causal=True, softmax_scale=0.123)
-    forward = eqx.filter_jit(lambda module, *args: module(*args))
-    for seed in range(3):
-        forward(module, *qkv(seed=seed))
-    assert calls["forward"] == 1
-    gradient = eqx.filter_jit(eqx.filter_grad(lambda q, k, v: jnp.sum(module(q, k, v))))
-    for seed in range(3):
-        gradient(*qkv(seed=seed))
-    # The rule of `custom_vjp` traces the primal beside its forward, as JAX does for every function.
-    assert calls["forward"] <= 3 and calls["backward"] == 1
-    forward(ejx.FlashAttention(causal=True, softmax_scale=0.123), *qkv())
-    assert calls["forward"] <= 3 and calls["backward"] == 1
+    tables = ("user_entries", "shipped_entries", "borrowed_entries")
+    for owner, names in (
+        (builtins, ("open",)),
+        (os, ("stat", "open", "replace", "rename", "mkdir")),
+        (pathlib.Path, ("read_text", "open", "mkdir", "is_file", "glob")),
+        (time, ("perf_counter", "monotonic", "time", "perf_counter_ns")),
+        (os.environ.__class__, ("__getitem__",)),
+        (dispatch.snapshot, ("current_policy", "overlay_entries", "device_facts", *tables)),
+    ):
+        for name in names:
+            forbid(owner, name)
+    with ejx.overlay_cache({"flash_attention": tiles(64, 64)}), ejx.policy_override("force"):
+        selection = module.plan.select(problem)
+        jaxpr = jax.make_jaxpr(jax.grad(gradient))(q)
+        module(q, k, v)
+        with pytest.raises(AssertionError, match="a call calls"):
+            make_plan("flash_attention")
+    monkeypatch.undo()
+    assert (repr(selection.config), selection.tier.value) == (before.config, before.tier)
+    assert before.tier == "heuristic" and str(jaxpr) == str(jax.make_jaxpr(jax.grad(gradient))(q))
 
 
 def test_pins_are_shown_and_used():
     q, k, v = qkv()
-    set_autotuner(lambda p, implementation, device: TILES)
+    dispatch.set_autotuner(lambda p, implementation, device: TILES)
     with ejx.policy_override("tune"):
         module = ejx.FlashAttention(tune_for=ejx.inputs(q, k, v, return_lse=True))
     (choice,) = ejx.explain(lambda *args: module(*args, return_lse=True), q, k, v).choices
@@ -276,48 +192,30 @@ def test_pins_are_shown_and_used():
     assert_close(module(q, k, v, return_lse=True)[0], ejx.FlashAttention()(q, k, v))
 
 
-def test_explain_sees_through_what_jax_has_traced_before():
-    module = ejx.FlashAttention(causal=True)
-    call = eqx.filter_jit(lambda q, k, v: module(q, k, v))
-    call(*qkv())
-    first, second = ejx.explain(call, *qkv()), ejx.explain(call, *qkv())
-    assert first == second and [choice.platform for choice in first.choices] == ["xla"]
-
-
-def test_the_default_policy_times_nothing_unasked():
-    set_autotuner(lambda *_: pytest.fail("nothing may be timed unasked"))
-    q, k, v = qkv()
-    module: Any = ejx.FlashAttention(causal=True)
-    module(q, k, v)
-    jax.grad(lambda q: jnp.sum(module(q, k, v)))(q)
-    assert ejx.explain(module, q, k, v).choices[0].tier == "heuristic"
-    with no_tuning():
-        module = ejx.FlashAttention(tune_for=qkv())
-    assert [tier.value for tier in module.plan.tiers] == ["heuristic"]
-
-
 def test_reading_a_model_tunes_nothing(tmp_path):
     def build():
         return ejx.FlashAttention(
             causal=True, tune_for=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv())
         )
 
-    with no_tuning():
+    with dispatch.no_tuning():
         ejx.save(tmp_path / "model", build())
-    set_autotuner(lambda *_: pytest.fail("a model is not tuned by being read"))
+    dispatch.set_autotuner(lambda *_: pytest.fail("a model is not tuned by being read"))
     model = ejx.load(tmp_path / "model", build)
     assert [tier.value for tier in model.plan.tiers] == ["heuristic"]
-    set_autotuner(lambda p, implementation, device: TILES)
-    assert build().plan.tiers == (Tier.AUTOTUNE,)
+    dispatch.set_autotuner(lambda p, implementation, device: TILES)
+    assert build().plan.tiers == (dispatch.Tier.AUTOTUNE,)
 
 
 def test_another_implementation_is_another_plan(monkeypatch):
-    registry = KernelRegistry()
-    monkeypatch.setattr(snapshot, "kernel_registry", registry)
-    registry.add(Implementation("op", Platform.XLA, Backend.ANY, 0, "core", "ejkernel_eqx.attention.xla"))
+    registry = dispatch.KernelRegistry()
+    monkeypatch.setattr(dispatch.snapshot, "kernel_registry", registry)
+    registry.add(
+        dispatch.Implementation("op", Platform.XLA, Backend.ANY, 0, "core", "ejkernel_eqx.attention.xla")
+    )
     ours = make_plan("op")
     assert ours == make_plan("op")
-    registry.add(Implementation("op", Platform.XLA, Backend.ANY, 0, "core", reference))
+    registry.add(dispatch.Implementation("op", Platform.XLA, Backend.ANY, 0, "core", reference))
     assert ours != make_plan("op")
 
 
@@ -327,34 +225,15 @@ def test_plans_survive_pickling():
     copy = pickle.loads(pickle.dumps(plan))
     assert copy == plan and hash(copy) == hash(plan) and "_hash" not in plan.__getstate__()
     assert copy.select(problem()) == plan.select(problem())
-    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(5))
+    learn(FastConfig(5))
     renewed = plan.renewed().as_edition()
     assert pickle.loads(pickle.dumps(renewed)) == renewed != plan
 
 
-def test_with_plan_leaves_the_original_alone():
-    module = ejx.FlashAttention(causal=True)
-    other = with_plan(module, make_plan("flash_attention", platform="xla", config=TILES))
-    assert module.plan.snapshot.override is None and other.plan.snapshot.override == TILES
-    assert module != other and other.causal
-    q, k, v = qkv()
-    assert_close(other(q, k, v), module(q, k, v))
-
-
-def test_construction_is_one_look_at_each_table(monkeypatch):
-    looks = []
-    monkeypatch.setattr(snapshot, "user_entries", lambda i, d: looks.append(i.platform) or ())
-    plan = make_plan(OPERATION)
-    assert looks == [Platform.TRITON, Platform.PALLAS, Platform.XLA]
-    for t in range(1, 50):
-        plan.select(problem(t))
-    assert len(looks) == 3
-
-
 def test_a_plan_answers_for_one_platform_and_in_silence():
-    memory_cache.put(Platform.XLA, problem().key(), SlowConfig(3))
+    learn(SlowConfig(3), platform=Platform.XLA)
     plan, told = make_plan(OPERATION), []
-    with ejx.dispatch.on_selection(told.append):
+    with dispatch.on_selection(told.append):
         assert plan.select(problem()).config == FastConfig(0)
         assert plan.select(problem(), Platform.XLA).config == SlowConfig(3)
         assert not told
@@ -368,72 +247,44 @@ def test_a_plan_answers_for_one_platform_and_in_silence():
 
 
 def test_a_renewed_plan_makes_the_same_request_of_what_is_known_now():
-    set_autotuner(lambda p, implementation, device: FastConfig(5))
+    dispatch.set_autotuner(lambda p, implementation, device: FastConfig(5))
     old = {
         "free": make_plan(OPERATION).pin(problem()),
         "platform": make_plan(OPERATION, platform="pallas"),
         "config": make_plan(OPERATION, config=FastConfig(7)),
         "both": make_plan(OPERATION, platform="xla", config=SlowConfig(7)),
     }
-    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(9))
+    learn(FastConfig(9))
     new = {name: plan.renewed() for name, plan in old.items()}
-    assert {name: plan.select(problem()).config for name, plan in new.items()} == {
-        "free": FastConfig(9),
-        "platform": FastConfig(9),
-        "config": FastConfig(7),
-        "both": SlowConfig(7),
-    }
+    found = [plan.select(problem()).config for plan in new.values()]
+    assert found == [FastConfig(9), FastConfig(9), FastConfig(7), SlowConfig(7)]
     assert new["free"].pinned == () and old["free"].select(problem()).config == FastConfig(5)
     assert new["platform"] == old["platform"] != new["platform"].as_edition()
-    assert {name: plan.platforms for name, plan in new.items()} == {
-        name: plan.platforms for name, plan in old.items()
-    }
+    assert all(plan.platforms == old[name].platforms for name, plan in new.items())
     assert new["config"] == old["config"] and new["free"] != old["free"]
 
 
 def test_a_pin_that_was_not_tuned_takes_no_part_in_equality():
     plan = make_plan(OPERATION)
     assert plan.pin(problem()) == plan and hash(plan.pin(problem())) == hash(plan)
-    set_autotuner(lambda p, implementation, device: FastConfig(5))
+    dispatch.set_autotuner(lambda p, implementation, device: FastConfig(5))
     tuned = plan.pin(problem())
     assert tuned != plan
-    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(5))
+    learn(FastConfig(5))
     assert tuned == make_plan(OPERATION).pin(problem()) and plan == make_plan(OPERATION)
 
 
 def test_a_platform_that_tuning_denies_is_passed_over_from_then_on():
     def tuner(p, implementation, device):
         if implementation.platform is Platform.PALLAS:
-            return Known(None, denied="every candidate is wrong")
+            return dispatch.Known(None, denied="every candidate is wrong")
         return SlowConfig(4)
 
-    set_autotuner(tuner)
+    dispatch.set_autotuner(tuner)
     plan = make_plan(OPERATION).pin(problem())
     selection = plan.select(problem())
-    assert (selection.config, selection.tier) == (SlowConfig(4), Tier.AUTOTUNE)
+    assert (selection.config, selection.tier) == (SlowConfig(4), dispatch.Tier.AUTOTUNE)
     assert selection.rejected[-1] == (Platform.PALLAS, "every candidate is wrong")
     assert plan.select(problem(8)).platform is Platform.PALLAS
     with pytest.raises(ejx.UnsupportedError, match="'pallas': every candidate is wrong"):
         make_plan(OPERATION, platform="pallas").pin(problem())
-
-
-def test_unchanged_tables_are_worked_out_once():
-    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(9))
-    first, second = make_plan(OPERATION), make_plan(OPERATION)
-    assert first.snapshot is second.snapshot
-    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(8))
-    assert make_plan(OPERATION).snapshot is not first.snapshot
-
-
-def test_selecting_is_pure():
-    plan = make_plan(OPERATION)
-    assert isinstance(plan, Plan) and plan.platforms == (Platform.TRITON, Platform.PALLAS, Platform.XLA)
-    assert plan.select(problem()) == plan.select(problem()) == select(plan.snapshot, problem())
-    assert (
-        plan.pin(problem()).pinned == ((Platform.PALLAS, problem().key(), Known(FastConfig(0))),)
-        and plan.pinned == ()
-    )
-
-
-def test_residual_names_are_those_documented():
-    assert (core.OUT_NAME, core.LSE_NAME) == ("attention_out", "attention_lse")

@@ -1,35 +1,20 @@
 """The seven tiers, each alone and in their order; the policies; the table of this process."""
 
 import contextvars
-import dataclasses
 import threading
 
-import jax
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import UnsupportedError
+from ejkernel_eqx import ConfigCache, dispatch, Platform, UnsupportedError
 from ejkernel_eqx._kernel import make_plan
-from ejkernel_eqx.dispatch import (
-    ConfigCache,
-    device_facts,
-    Known,
-    memory_cache,
-    overlay_cache,
-    Platform,
-    policy_override,
-    select,
-    set_autotuner,
-    snapshot,
-    take_snapshot,
-    Tier,
-)
-from ejkernel_eqx.dispatch.overlay import current_policy, Policy, POLICY_VARIABLE
-from tests.dispatch.toy import Fast, FastConfig, OPERATION, problem, SlowConfig
+from ejkernel_eqx.dispatch import Known, Tier
+from tests.dispatch import toy
+from tests.dispatch.toy import Fast, FastConfig, learn, OPERATION, problem, SlowConfig
 
 
-def chosen(p=None, *, tuning=False, **override):
-    selection = select(take_snapshot(OPERATION, **override), problem() if p is None else p, tuning=tuning)
+def chosen(p=None, **how):
+    selection = toy.chosen(p, **how)
     return selection.config, selection.tier
 
 
@@ -39,15 +24,15 @@ class Tables(dict):
     def __init__(self, monkeypatch):
         super().__init__(user={}, shipped={}, borrowed={})
         for name in self:
-            monkeypatch.setattr(snapshot, f"{name}_entries", lambda i, d, name=name: self.entries(i, name))
+            monkeypatch.setattr(
+                dispatch.snapshot, f"{name}_entries", lambda i, d, name=name: self.entries(i, name)
+            )
 
     def entries(self, implementation, name):
         if implementation.platform is not Platform.PALLAS:
             return ()
-        return tuple(
-            (Platform.PALLAS, key, config if isinstance(config, Known) else Known(config, origin=name))
-            for key, config in self[name].items()
-        )
+        known = lambda config: config if isinstance(config, Known) else Known(config, origin=name)
+        return tuple((Platform.PALLAS, key, known(config)) for key, config in self[name].items())
 
 
 @pytest.fixture
@@ -63,82 +48,42 @@ def test_the_tiers_and_their_order(tables):
         return FastConfig(6)
 
     assert chosen() == (FastConfig(0), Tier.HEURISTIC)
-    set_autotuner(tuner)
+    dispatch.set_autotuner(tuner)
     tables["borrowed"][problem().key()] = FastConfig(1)
     assert chosen() == (FastConfig(1), Tier.PERSISTENT) and not asked
     tables["shipped"][problem(32).key()] = FastConfig(2)
     assert chosen() == (FastConfig(2), Tier.PERSISTENT) and not asked
     assert chosen(tuning=True) == (FastConfig(6), Tier.AUTOTUNE)
-    assert asked == [(problem(), Platform.PALLAS, device_facts())]
+    assert asked == [(problem(), Platform.PALLAS, dispatch.device_facts())]
     tables["shipped"][problem().key()] = FastConfig(3)
     assert chosen(tuning=True) == (FastConfig(3), Tier.PERSISTENT)
     tables["user"][problem().key()] = FastConfig(4)
     assert chosen(tuning=True) == (FastConfig(4), Tier.PERSISTENT)
-    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(5))
+    learn(FastConfig(5))
     assert chosen(tuning=True) == (FastConfig(5), Tier.MEMORY)
-    with overlay_cache({OPERATION: FastConfig(7)}):
+    with ejx.overlay_cache({OPERATION: FastConfig(7)}):
         assert chosen(tuning=True) == (FastConfig(7), Tier.OVERLAY)
         assert chosen(tuning=True, config=FastConfig(8)) == (FastConfig(8), Tier.OVERRIDE)
     assert len(asked) == 1
-
-
-def test_each_tier_answers_by_itself():
-    """Asked of a snapshot in which every tier could answer."""
-    entry = lambda n, p=None: ((Platform.PALLAS, (p or problem()).key(), Known(FastConfig(n))),)
-    everything = dataclasses.replace(
-        take_snapshot(OPERATION, platform="pallas", config=FastConfig(1)),
-        overlay=((OPERATION, FastConfig(2)),),
-        tuned=entry(3),
-        memory=entry(4),
-        user=entry(5),
-        shipped=entry(6),
-    )
-    set_autotuner(lambda p, implementation, device: FastConfig(7))
-    (pallas,) = everything.implementations
-    answers = [(tier, ask(everything, pallas, problem())) for tier, ask in ejx.dispatch.selection.TIERS]
-    assert [(tier, known.config.block) for tier, known in answers if known] == [
-        (Tier.OVERRIDE, 1),
-        (Tier.OVERLAY, 2),
-        (Tier.AUTOTUNE, 3),
-        (Tier.MEMORY, 4),
-        (Tier.PERSISTENT, 5),
-        (Tier.PERSISTENT, 6),
-        (Tier.AUTOTUNE, 7),
-        (Tier.PERSISTENT, 3),  # the guess from what is the most trusted
-        (Tier.HEURISTIC, 0),
-    ]
-    nothing = take_snapshot(OPERATION, platform="pallas")
-    set_autotuner(None)
-    answers = [ask(nothing, pallas, problem()) for _, ask in ejx.dispatch.selection.TIERS]
-    assert answers == [None] * 8 + [Known(FastConfig(0))]
-
-
-def test_a_choice_says_where_it_comes_from_and_what_it_takes(tables):
-    tables["user"][problem().key()] = Known(FastConfig(4), (("forward", 0.5),), "tuned 2026-11-21")
-    selection = select(take_snapshot(OPERATION), problem())
-    assert (selection.origin, selection.ms) == ("tuned 2026-11-21", (("forward", 0.5),))
-    near = select(take_snapshot(OPERATION), problem(32))
-    assert near.origin == "from the nearest shape: D8 T64 (tuned 2026-11-21)" and near.ms == ()
-    assert select(take_snapshot(OPERATION), problem(8)).origin == ""
-    assert select(take_snapshot(OPERATION, config=FastConfig(1)), problem()).origin == "given as config="
 
 
 def test_what_was_tuned_says_what_the_tuner_stored():
     stored = Known(FastConfig(5), (("forward", 0.5),), "tuned today")
 
     def tuner(p, implementation, device):
-        memory_cache.put(implementation.platform, p.key(), stored)
+        dispatch.memory_cache.put(implementation.platform, p.key(), stored)
         return FastConfig(5)
 
-    set_autotuner(tuner)
-    selection = select(take_snapshot(OPERATION), problem(), tuning=True)
-    assert (selection.tier, selection.origin, selection.ms) == (Tier.AUTOTUNE, stored.origin, stored.ms)
+    dispatch.set_autotuner(tuner)
+    selection = toy.chosen(problem(), tuning=True)
+    assert selection.tier is Tier.AUTOTUNE
+    assert (selection.origin, selection.ms) == (stored.origin, stored.ms)
 
 
 def test_a_platform_whose_every_configuration_was_denied(tables):
     tables["user"][problem().key()] = Known(None, denied="every configuration was denied: wrong dq")
     tables["shipped"][problem().key()] = FastConfig(3)
-    selection = select(take_snapshot(OPERATION), problem())
+    selection = toy.chosen(problem())
     assert (selection.platform, selection.config) == (Platform.XLA, SlowConfig(0))
     assert selection.rejected[-1] == (Platform.PALLAS, "every configuration was denied: wrong dq")
     with pytest.raises(UnsupportedError, match="'pallas': every configuration was denied: wrong dq"):
@@ -146,40 +91,28 @@ def test_a_platform_whose_every_configuration_was_denied(tables):
     # It says nothing of other problems, and nothing against what the user gives.
     assert chosen(problem(32)) == (FastConfig(0), Tier.HEURISTIC)
     assert chosen(config=FastConfig(1)) == (FastConfig(1), Tier.OVERRIDE)
-    with overlay_cache({OPERATION: FastConfig(2)}):
+    with ejx.overlay_cache({OPERATION: FastConfig(2)}):
         assert chosen() == (FastConfig(2), Tier.OVERLAY)
 
 
 def test_an_override_is_stored_nowhere(tmp_path):
     plan = make_plan(OPERATION, config=FastConfig(7)).pin(problem())
     assert plan.select(problem()).config == FastConfig(7)
-    with overlay_cache({OPERATION: FastConfig(8)}):
+    with ejx.overlay_cache({OPERATION: FastConfig(8)}):
         make_plan(OPERATION).pin(problem())
-    assert not list(memory_cache.items()) and not list(tmp_path.rglob("*"))
+    assert not list(dispatch.memory_cache.items()) and not list(tmp_path.rglob("*"))
     assert chosen() == (FastConfig(0), Tier.HEURISTIC)
 
 
-def test_several_processes_do_not_read_the_files_of_their_users(tables, monkeypatch):
-    tables["user"][problem().key()] = FastConfig(4)
-    tables["shipped"][problem().key()] = FastConfig(3)
-    assert chosen() == (FastConfig(4), Tier.PERSISTENT)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert chosen() == (FastConfig(3), Tier.PERSISTENT)
-    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(5))
-    assert chosen() == (FastConfig(5), Tier.MEMORY)
-
-
 def test_the_cache_of_this_process():
-    cache = ConfigCache()
-    cache.put(Platform.PALLAS, problem().key(), FastConfig(1))
-    cache.put(Platform.XLA, problem().key(), Known(None, denied="wrong"))
-    assert cache.get(Platform.PALLAS, problem().key()) == FastConfig(1)
-    known = cache.known(Platform.PALLAS, problem().key())
-    assert known is not None and known.config == FastConfig(1) and known.ms == ()
-    assert cache.get(Platform.XLA, problem().key()) is None
-    assert cache.known(Platform.XLA, problem().key()) == Known(None, denied="wrong")
-    assert (Platform.XLA, problem().key()) in cache and (Platform.XLA, problem(8).key()) not in cache
-    assert len(cache) == 2 and dict(cache.items())[Platform.PALLAS, problem().key()] == known
+    cache, key = ConfigCache(), problem().key()
+    cache.put(Platform.PALLAS, key, FastConfig(1))
+    cache.put(Platform.XLA, key, Known(None, denied="wrong"))
+    assert cache.get(Platform.PALLAS, key) == FastConfig(1) and cache.get(Platform.XLA, key) is None
+    assert dict(cache.items())[Platform.PALLAS, key] == cache.known(Platform.PALLAS, key)
+    assert cache.known(Platform.XLA, key) == Known(None, denied="wrong")
+    assert (Platform.XLA, key) in cache and (Platform.XLA, problem(8).key()) not in cache
+    assert len(cache) == len(dict(cache.items())) == 2
     assert [entry[0] for entry in cache.entries(OPERATION, {Platform.XLA})] == [Platform.XLA]
     assert cache.entries("another", {Platform.XLA, Platform.PALLAS}) == ()
     cache.clear()
@@ -192,7 +125,7 @@ def test_the_cache_of_this_process():
 def test_the_last_tier_names_every_platform():
     with pytest.raises(UnsupportedError) as caught:
         chosen(problem(5000))
-    device = device_facts()
+    device = dispatch.device_facts()
     assert caught.value.reasons == {
         "triton": f"needs a TPU, the device is {device.kind} ({device.backend.value})",
         "pallas": "takes T up to 100",
@@ -203,23 +136,19 @@ def test_the_last_tier_names_every_platform():
 
 
 def test_the_next_platform_is_asked_when_one_does_not_support_the_problem():
-    selection = select(take_snapshot(OPERATION), problem(500))
-    assert (selection.platform, selection.config, selection.tier) == (
-        Platform.XLA,
-        SlowConfig(0),
-        Tier.HEURISTIC,
-    )
+    selection = toy.chosen(problem(500))
+    assert (selection.config, selection.tier) == (SlowConfig(0), Tier.HEURISTIC)
     assert [platform for platform, _ in selection.rejected] == [Platform.TRITON, Platform.PALLAS]
     # An entry of a platform that does not support the problem is no reason to use it.
-    memory_cache.put(Platform.PALLAS, problem(500).key(), FastConfig(9))
+    learn(FastConfig(9), problem(500))
     assert chosen(problem(500)) == (SlowConfig(0), Tier.HEURISTIC)
 
 
 def test_an_entry_serves_its_bucket_only():
-    memory_cache.put(Platform.PALLAS, problem(64).key(), FastConfig(9))
+    learn(FastConfig(9), problem(64))
     assert chosen(problem(33)) == chosen(problem(64)) == (FastConfig(9), Tier.MEMORY)
     for other in (problem(65), problem(32)):
-        assert "nearest shape: D8 T64" in select(take_snapshot(OPERATION), other).origin
+        assert "nearest shape: D8 T64" in toy.chosen(other).origin
     assert chosen(problem(64, flag=True)) == chosen(problem(8)) == (FastConfig(0), Tier.HEURISTIC)
 
 
@@ -231,60 +160,43 @@ def test_platform_and_config_pin_the_platform():
     with pytest.raises(UnsupportedError, match="'pallas': takes T up to 100"):
         chosen(problem(500), config=FastConfig(1))
     with pytest.raises(UnsupportedError, match="'triton': needs a TPU"):
-        take_snapshot(OPERATION, platform="triton")
+        dispatch.take_snapshot(OPERATION, platform="triton")
     with pytest.raises(
         ValueError,
         match=r"config: expected an instance of FastConfig for platform 'pallas' of tests.toy, received SlowConfig",
     ):
-        take_snapshot(OPERATION, platform="pallas", config=SlowConfig(1))
+        dispatch.take_snapshot(OPERATION, platform="pallas", config=SlowConfig(1))
     with pytest.raises(
         ValueError,
         match=r"config: expected an instance of FastConfig or SlowConfig for tests.toy on .*, received 3",
     ):
-        take_snapshot(OPERATION, config=3)
+        dispatch.take_snapshot(OPERATION, config=3)
 
 
 def test_overlays_nest_and_a_problem_beats_its_operation():
-    with overlay_cache({OPERATION: FastConfig(1), problem(64).key(): FastConfig(2)}):
+    with ejx.overlay_cache({OPERATION: FastConfig(1), problem(64).key(): FastConfig(2)}):
         assert chosen(problem(64)) == (FastConfig(2), Tier.OVERLAY)
         assert chosen(problem(8)) == (FastConfig(1), Tier.OVERLAY)
-        with overlay_cache({OPERATION: FastConfig(3)}):
+        with ejx.overlay_cache({OPERATION: FastConfig(3)}):
             assert chosen(problem(8))[0] == FastConfig(3)
             assert chosen(problem(64))[0] == FastConfig(2)
-        with overlay_cache({problem(8).key(): FastConfig(4)}):
+        with ejx.overlay_cache({problem(8).key(): FastConfig(4)}):
             assert chosen(problem(8))[0] == FastConfig(4)
             assert chosen(problem(16))[0] == FastConfig(1)
         # A configuration of another platform's class, or of another operation, says nothing here.
         assert chosen(problem(500)) == (SlowConfig(0), Tier.HEURISTIC)
         assert chosen(problem(8))[0] == FastConfig(1)
-    with overlay_cache({"flash_attention": FastConfig(1)}):
+    with ejx.overlay_cache({"flash_attention": FastConfig(1)}):
         assert chosen() == (FastConfig(0), Tier.HEURISTIC)
-
-
-def test_leaving_an_overlay_changes_nothing_that_was_built():
-    with overlay_cache({OPERATION: FastConfig(1)}):
-        inside = make_plan(OPERATION)
-    outside = make_plan(OPERATION)
-    assert inside.select(problem()).config == FastConfig(1)
-    assert outside.select(problem()).config == FastConfig(0) and inside != outside
-    with overlay_cache({OPERATION: FastConfig(2)}):
-        assert inside.select(problem()).config == FastConfig(1)
-        assert outside.select(problem()).config == FastConfig(0)
-
-
-def test_an_overlay_is_left_when_its_body_raises():
-    with pytest.raises(KeyError), overlay_cache({OPERATION: FastConfig(1)}):
-        raise KeyError
-    assert chosen() == (FastConfig(0), Tier.HEURISTIC)
 
 
 def test_overlays_and_policies_belong_to_their_context():
     found = {}
 
     def build(name):
-        found[name] = chosen()[0], current_policy()
+        found[name] = chosen()[0], dispatch.current_policy()
 
-    with overlay_cache({OPERATION: FastConfig(1)}), policy_override("heuristic"):
+    with ejx.overlay_cache({OPERATION: FastConfig(1)}), ejx.policy_override("heuristic"):
         context = contextvars.copy_context()
         threads = [
             threading.Thread(target=contextvars.Context().run, args=(build, "plain")),
@@ -293,15 +205,18 @@ def test_overlays_and_policies_belong_to_their_context():
         for thread in threads:
             thread.start()
             thread.join()
-    assert found == {"plain": (FastConfig(0), Policy.CACHED), "copied": (FastConfig(1), Policy.HEURISTIC)}
+    assert found == {
+        "plain": (FastConfig(0), dispatch.Policy.CACHED),
+        "copied": (FastConfig(1), dispatch.Policy.HEURISTIC),
+    }
 
 
 def test_policies(tables):
     """For problems known to the package, to the user, to this process and to nobody: what is asked for, and a plain call."""
-    set_autotuner(lambda p, implementation, device: FastConfig(5))
+    dispatch.set_autotuner(lambda p, implementation, device: FastConfig(5))
     tables["shipped"][problem(64).key()] = FastConfig(2)
     tables["user"][problem(16).key()] = FastConfig(3)
-    memory_cache.put(Platform.PALLAS, problem(4).key(), FastConfig(4))
+    learn(FastConfig(4), problem(4))
     problems = [problem(64), problem(16), problem(4), problem(1, flag=True)]
     expected = {
         "heuristic": ([0, 0, 0, 0], [0, 0, 0, 0]),
@@ -310,31 +225,32 @@ def test_policies(tables):
         "force": ([5, 5, 5, 5], [2, 3, 4, 0]),
     }
     for policy, (asked_for, plain) in expected.items():
-        with policy_override(policy):
+        with ejx.policy_override(policy):
             assert [chosen(p, tuning=True)[0].block for p in problems] == asked_for, policy
             assert [chosen(p)[0].block for p in problems] == plain, policy
     # A tuner with nothing to tune, or none at all: the tables serve.
     for tuner in (lambda p, implementation, device: None, None):
-        set_autotuner(tuner)
+        dispatch.set_autotuner(tuner)
         for policy, (_, plain) in expected.items():
-            with policy_override(policy):
+            with ejx.policy_override(policy):
                 assert [chosen(p, tuning=True)[0].block for p in problems] == plain, policy
 
 
 def test_the_policy_of_the_environment(monkeypatch):
-    assert current_policy() is Policy.CACHED
-    monkeypatch.setenv(POLICY_VARIABLE, "heuristic")
-    memory_cache.put(Platform.PALLAS, problem().key(), FastConfig(3))
-    assert current_policy() is Policy.HEURISTIC and chosen() == (FastConfig(0), Tier.HEURISTIC)
-    with policy_override("cached"):
+    assert dispatch.current_policy() is dispatch.Policy.CACHED
+    monkeypatch.setenv(dispatch.overlay.POLICY_VARIABLE, "heuristic")
+    learn(FastConfig(3))
+    assert dispatch.current_policy() is dispatch.Policy.HEURISTIC
+    assert chosen() == (FastConfig(0), Tier.HEURISTIC)
+    with ejx.policy_override("cached"):
         assert chosen() == (FastConfig(3), Tier.MEMORY)
-    monkeypatch.setenv(POLICY_VARIABLE, "always")
+    monkeypatch.setenv(dispatch.overlay.POLICY_VARIABLE, "always")
     expected = "environment variable EJKERNEL_EQX_POLICY: expected one of 'heuristic', 'cached', 'tune', 'force', received 'always'"
     with pytest.raises(ValueError, match=expected):
-        take_snapshot(OPERATION)
+        dispatch.take_snapshot(OPERATION)
     with (
         pytest.raises(ValueError, match=r"^policy: expected one of 'heuristic', .* received 'sometimes'"),
-        policy_override("sometimes"),
+        ejx.policy_override("sometimes"),
     ):
         pass
 
@@ -346,14 +262,12 @@ def test_what_was_measured_at_another_length_of_the_bucket_must_run_at_this_one(
         )
 
     monkeypatch.setattr(Fast, "config_unsupported", staticmethod(whole_blocks), raising=False)
-    memory_cache.put(Platform.PALLAS, problem(64).key(), FastConfig(64))
+    learn(FastConfig(64), problem(64))
     plan = make_plan(OPERATION)
     assert plan.select(problem(64)).config == FastConfig(64)
     other = plan.select(problem(60))
-    assert problem(60).key() == problem(64).key() and (other.config, other.tier) == (
-        FastConfig(0),
-        Tier.HEURISTIC,
-    )
+    assert problem(60).key() == problem(64).key()
+    assert (other.config, other.tier) == (FastConfig(0), Tier.HEURISTIC)
 
 
 def test_threads_that_put_and_ask_at_once():
@@ -381,5 +295,5 @@ def test_threads_that_put_and_ask_at_once():
     ],
 )  # fmt: skip
 def test_what_an_overlay_cannot_mean_is_refused(entries, message, unchecked):
-    with pytest.raises(ValueError, match=message), overlay_cache(entries):
+    with pytest.raises(ValueError, match=message), ejx.overlay_cache(entries):
         pass

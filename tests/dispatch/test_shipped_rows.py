@@ -8,10 +8,8 @@ import pathlib
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx import dispatch, Problem
 from ejkernel_eqx.cli.bench import UNSTEADY
-from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry, Problem, Record
-from ejkernel_eqx.dispatch.cache_file import parse
-from ejkernel_eqx.dispatch.records import Timed
 from ejkernel_eqx.tuning.search import MARGIN
 
 FOLDER = pathlib.Path(ejx.__file__).parent / "data"
@@ -27,14 +25,14 @@ MEASURE_AGAIN = {
 """Rows with times that vary by more than a fifth: the device was busy. Measured again, a row is taken out of here."""
 
 
-def records(table: str) -> list[Record]:
-    return list(parse(TABLES[table].read_text(encoding="utf-8"), table).records)
+def records(table: str) -> list[dispatch.Record]:
+    return list(dispatch.cache_file.parse(TABLES[table].read_text(encoding="utf-8"), table).records)
 
 
-def contradicted(record: Record) -> list[Timed]:
+def contradicted(record: dispatch.Record) -> list[dispatch.Timed]:
     """The candidates that were faster than the record's winner, each by itself and by the tuner's margin."""
 
-    def is_winner(timed: Timed) -> bool:
+    def is_winner(timed: dispatch.Timed) -> bool:
         value = (record.config or {}).get(timed.part) if timed.part else record.config
         return timed.config == (value if isinstance(value, dict) else {timed.part: value})
 
@@ -42,9 +40,9 @@ def contradicted(record: Record) -> list[Timed]:
     return [timed for timed in record.timed if timed.ms * MARGIN < limits.get(timed.part, 0.0)]
 
 
-def kernels_of(record: Record) -> str:
+def kernels_of(record: dispatch.Record) -> str:
     """What operations with the same kernels have in common: implementation, version and problem."""
-    known = kernel_registry.of_platform(record.operation, record.platform)
+    known = ejx.kernel_registry.of_platform(record.operation, record.platform)
     runs = [(str(i.target), str(i.workload)) for i in known]
     return json.dumps(
         [record.platform, record.version, runs, record.exact | {"operation": ""}], sort_keys=True
@@ -60,8 +58,11 @@ def test_no_candidate_is_faster_than_the_winner(table):
 def test_a_faster_candidate_would_be_noticed():
     record = records("nvidia_h200/pooling.json")[0]
     parted = {"a": {"block": 1}, "warps": 4}
-    slow, fast = Timed("a", {"block": 1}, 2.0), Timed("a", {"block": 2}, 1.0)
-    plain = [Timed("warps", {"warps": 4}, 2.0), Timed("warps", {"warps": 8}, 1.99)]  # within the margin
+    slow, fast = dispatch.Timed("a", {"block": 1}, 2.0), dispatch.Timed("a", {"block": 2}, 1.0)
+    plain = [
+        dispatch.Timed("warps", {"warps": 4}, 2.0),
+        dispatch.Timed("warps", {"warps": 8}, 1.99),
+    ]  # within the margin
     record = dataclasses.replace(record, config=parted, timed=(slow, fast, *plain))
     assert contradicted(record) == [fast]
 
@@ -83,7 +84,7 @@ def test_no_heuristic_is_faster_than_what_was_tuned(path):
     """In the direction that decides, of the runs that the tables come from."""
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
         if ratios := row.get("ratio"):
-            assert ratios.get(BOTH, ratios[FORWARD]) * MARGIN >= 1, row["problem"]
+            assert ratios.get(dispatch.BOTH, ratios[dispatch.FORWARD]) * MARGIN >= 1, row["problem"]
 
 
 def test_which_rows_were_measured_on_a_busy_device():

@@ -15,11 +15,8 @@ import jax.numpy as jnp
 from jax import Array
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx._kernel import make_plan, Plan
-from ejkernel_eqx._tolerances import TOLERANCES
-from ejkernel_eqx.dispatch import kernel_registry, memory_cache, Problem, Workload
-from ejkernel_eqx.dispatch.labels import kernel_scope
-from ejkernel_eqx.tuning.options import TuneOptions
+from ejkernel_eqx import Plan, Problem, TuneOptions
+from tests.tuning.parts import kernel_scope, make_plan, memory_cache, TOLERANCES, Workload
 
 OPERATION = "tests.scaling"
 QUICK = TuneOptions(max_candidates=2, samples=2, sample_ms=1.0, isolate=False, progress=False)
@@ -56,7 +53,7 @@ def workload(implementation: Any, problem: Problem) -> Workload:
     )
 
 
-@kernel_registry.register(OPERATION, "xla", "any", priority=10, workload=workload)
+@ejx.kernel_registry.register(OPERATION, "xla", "any", priority=10, workload=workload)
 class OnXla:
     config_type = ScaleConfig
 
@@ -83,11 +80,11 @@ class Scale(ejx.Kernel):
 
     def __init__(self, inner: Any = None, *, config: ScaleConfig | None = None):
         self.inner = inner
-        self.plan = make_plan(OPERATION, config=config)
+        self.plan = make_plan(self.operation, config=config)
 
     def __call__(self, x: Any, *, key: Any = None) -> Array:
         x = x if self.inner is None else self.inner(x)
-        chosen = self.plan.select(problem_of(x))
+        chosen = self.plan.select(dataclasses.replace(problem_of(x), operation=self.operation))
         with kernel_scope(chosen):
             return scaled(x, chosen.config)
 
@@ -100,25 +97,17 @@ def broken_workload(implementation: Any, problem: Problem) -> Workload:
     return dataclasses.replace(right, run=lambda x, config: {"y": jnp.zeros_like(x)})
 
 
-kernel_registry.register(HALF_BROKEN, "pallas", "any", priority=20, workload=broken_workload)(OnXla)
-kernel_registry.register(HALF_BROKEN, "xla", "any", priority=10, workload=workload)(OnXla)
+ejx.kernel_registry.register(HALF_BROKEN, "pallas", "any", priority=20, workload=broken_workload)(OnXla)
+ejx.kernel_registry.register(HALF_BROKEN, "xla", "any", priority=10, workload=workload)(OnXla)
 
 
-class HalfBroken(ejx.Kernel):
+class HalfBroken(Scale):
     """As `Scale`, with another platform before XLA that is always wrong."""
 
     operation: ClassVar[str] = HALF_BROKEN
 
-    plan: Plan = eqx.field(static=True)
-
     def __init__(self) -> None:
-        self.plan = make_plan(HALF_BROKEN)
-
-    def __call__(self, x: Any) -> Array:
-        problem = dataclasses.replace(problem_of(x), operation=HALF_BROKEN)
-        chosen = self.plan.select(problem)
-        with kernel_scope(chosen):
-            return scaled(x, chosen.config)
+        super().__init__()
 
 
 @contextlib.contextmanager

@@ -5,42 +5,27 @@ import dataclasses
 import gc
 import threading
 
-import pytest
-
-from ejkernel_eqx.dispatch import Backend, DeviceFacts, Workload
-from ejkernel_eqx.launch import compile_ahead, target_for, TARGETS
-from ejkernel_eqx.launch._language_lock import LanguageLock
-from ejkernel_eqx.tuning import Status, TuneOptions
-from ejkernel_eqx.tuning.filters import refusal
-from ejkernel_eqx.tuning.isolated.events import Job
-from ejkernel_eqx.tuning.result import Candidate
+from ejkernel_eqx import Backend, DeviceFacts, TuneOptions
+from ejkernel_eqx.tuning import Status
 from tests.launch.test_compile import matmul
-from tests.tuning import toy
+from tests.tuning import parts, toy
 
 H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", shared_memory=232_448)
 
 
 def test_the_target_of_a_device_has_its_shared_memory():
-    assert target_for(H200) == TARGETS["sm_90"]
+    assert parts.target_for(H200) == parts.TARGETS["sm_90"]
     rtx = dataclasses.replace(H200, kind="NVIDIA RTX 4090", compute_capability="8.9", shared_memory=101_376)
-    found = target_for(rtx)
+    found = parts.target_for(rtx)
     assert found is not None and (found.name, found.arch, found.shared_limit) == ("sm_89", 89, 101_376)
     amd = DeviceFacts(Backend.GPU, "AMD MI300X", "amd", "gfx942:sramecc+:xnack-", shared_memory=65_536)
-    assert target_for(amd) == TARGETS["gfx942"]
+    assert parts.target_for(amd) == parts.TARGETS["gfx942"]
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        DeviceFacts(Backend.CPU, "cpu"),
-        dataclasses.replace(H200, compute_capability="99.0"),
-        dataclasses.replace(H200, compute_capability=""),
-        dataclasses.replace(H200, vendor="amd", compute_capability="gfx9999"),
-        dataclasses.replace(H200, vendor="other"),
-    ],
-)
-def test_what_is_not_known_to_compile_is_not_compiled(device):
-    assert target_for(device) is None
+def test_what_is_not_known_to_compile_is_not_compiled():
+    unknown = ({"compute_capability": "99.0"}, {"compute_capability": ""}, {"vendor": "other"})
+    for changes in (*unknown, {"vendor": "amd", "compute_capability": "gfx9999"}, {"backend": Backend.CPU}):
+        assert parts.target_for(dataclasses.replace(H200, **changes)) is None
 
 
 FEW, MANY = (32, 32, 32), (64, 128, 32)
@@ -48,12 +33,12 @@ FEW, MANY = (32, 32, 32), (64, 128, 32)
 
 def workload(launches):
     nothing = lambda *_: {}
-    return Workload(nothing, nothing, nothing, {}, ("y",), launches=launches)
+    return parts.Workload(nothing, nothing, nothing, {}, ("y",), launches=launches)
 
 
 def refused(config, heuristic, launches, part="", device=H200):
-    job = Job(toy.problem(), toy.PLANTED, device, heuristic, (), (), None, TuneOptions(), 1.0)
-    return refusal(Candidate(part, config), config, job, workload(launches))
+    job = parts.Job(toy.problem(), toy.PLANTED, device, heuristic, (), (), None, TuneOptions(), 1.0)
+    return parts.refusal(parts.Candidate(part, config), config, job, workload(launches))
 
 
 def test_what_the_heuristic_launches_too_says_nothing_about_a_candidate():
@@ -84,8 +69,8 @@ def test_a_launch_that_cannot_be_described_or_compiled_is_left_to_the_compilatio
 def test_compilations_run_beside_each_other_and_give_what_they_give_alone():
     launches = [matmul(16, 16, 16, num_stages=n) for n in (1, 2, 3, 4)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda launch: compile_ahead(launch, "sm_80"), launches))
-    assert together == [compile_ahead(launch, "sm_80") for launch in launches]
+        together = list(pool.map(lambda launch: parts.compile_ahead(launch, "sm_80"), launches))
+    assert together == [parts.compile_ahead(launch, "sm_80") for launch in launches]
     assert len({report.shared for report in together}) > 1
     assert gc.isenabled()
 
@@ -97,7 +82,7 @@ def _in_thread(function):
 
 
 def test_many_compile_or_one_interprets():
-    lock = LanguageLock()
+    lock = parts.LanguageLock()
     both, release, interpreting = threading.Barrier(3), threading.Event(), threading.Event()
 
     def compiles():

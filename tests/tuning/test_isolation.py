@@ -8,61 +8,19 @@ import time
 import jax
 import pytest
 
-from ejkernel_eqx import TuningError
-from ejkernel_eqx.dispatch import BOTH, device_facts, Platform
-from ejkernel_eqx.dispatch.persistent import lookup
-from ejkernel_eqx.tuning import ledger as ledger_module
-from ejkernel_eqx.tuning import Status, trials, tune_problem, TuneOptions, tuner
-from ejkernel_eqx.tuning.isolated import isolation
-from ejkernel_eqx.tuning.isolated.events import Begun, Ended, Failed, Finished, Job, Measured, Stage, Unsound
-from ejkernel_eqx.tuning.ledger import Ledger
-from ejkernel_eqx.tuning.result import Candidate, Measurement
-from tests.tuning import toy
-from tests.tuning.scaling import nothing_in_memory
+from ejkernel_eqx import Platform, TuneOptions, TuningError
+from ejkernel_eqx.tuning import Status, tune_problem
+from tests.tuning import parts, toy
+from tests.tuning.parts import ledger as ledger_module
 
 QUICK = TuneOptions(samples=5, sample_ms=1.0, progress=False, jobs=2)
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path / "cache"))
-    with nothing_in_memory():
-        yield
-
-
 @pytest.mark.slow
-def test_who_kills_its_process_or_hangs_is_denied(monkeypatch):
-    """Three children are lost, one of them leaves a process behind; the fourth finishes. All of them compute under the settings that hold here."""
-    problem = toy.problem(faults="killed zeros orphans hangs")
-    options = dataclasses.replace(QUICK, isolate=True, candidate_timeout=6.0)
-    with jax.enable_x64(True), jax.default_matmul_precision("high"):
-        monkeypatch.setenv(toy.SETTINGS_VARIABLE, toy.settings())
-        result = tune_problem(problem, toy.PLANTED, options=options)
-    assert result.config == toy.ToyConfig(2) and result.ms[BOTH] < result.heuristic_ms[BOTH]
-    found = {m.config.fault: (m.status, m.reason) for m in result.measurements if m.reason}
-    assert found["killed"] == (Status.DENIED, "killed its process: SIGKILL")
-    assert found["orphans"] == (Status.DENIED, "killed its process: SIGKILL")
-    assert found["hangs"] == (Status.DENIED, "did not finish within 6 s")
-    assert found["zeros"][1].startswith("y is wrong")
-    record = lookup(toy.PLANTED, problem, device_facts())
-    assert record is not None and {d.config["fault"] for d in record.denied} == {
-        "killed",
-        "zeros",
-        "orphans",
-        "hangs",
-    }
-
-
-@pytest.mark.slow
-def test_everything_that_can_go_wrong_at_once():
-    """What is wrong, in part or in every second run, what raises, what is too large and what kills: the best of the rest wins."""
+def test_everything_that_can_go_wrong_at_once(monkeypatch):
+    """What is wrong, in part or in every second run, what raises, what is too large, what hangs and what kills its process, once with another
+    process left behind: the best of the rest wins. Children compute under the settings that hold here."""
     pytest.importorskip("triton")
-    faults = "zeros backward drifts raises shared killed"
-    options = dataclasses.replace(QUICK, isolate=True, target="sm_90")
-    result = tune_problem(toy.problem(faults=faults), toy.PLANTED, options=options)
-    assert result.config == toy.ToyConfig(2)
-    found = {m.config.fault: (m.status, m.reason) for m in result.measurements if m.reason}
-    assert set(found) == set(faults.split()) and {status for status, _ in found.values()} == {Status.DENIED}
     words = {
         "zeros": "y is wrong",
         "backward": "dx is wrong",
@@ -70,10 +28,20 @@ def test_everything_that_can_go_wrong_at_once():
         "raises": "ZeroDivisionError",
         "shared": "shared memory",
         "killed": "killed its process: SIGKILL",
+        "orphans": "killed its process: SIGKILL",
+        "hangs": "did not finish within 6 s",
     }
+    problem = toy.problem(faults=" ".join(words))
+    options = dataclasses.replace(QUICK, isolate=True, candidate_timeout=6.0, target="sm_90")
+    with jax.enable_x64(True), jax.default_matmul_precision("high"):
+        monkeypatch.setenv(toy.SETTINGS_VARIABLE, toy.settings())
+        result = tune_problem(problem, toy.PLANTED, options=options)
+    assert result.config == toy.ToyConfig(2) and result.ms[parts.BOTH] < result.heuristic_ms[parts.BOTH]
+    found = {m.config.fault: (m.status, m.reason) for m in result.measurements if m.reason}
+    assert set(found) == set(words) and {status for status, _ in found.values()} == {Status.DENIED}
     assert all(words[fault] in reason for fault, (_, reason) in found.items())
-    record = lookup(toy.PLANTED, toy.problem(faults=faults), device_facts())
-    assert record is not None and {d.config["fault"] for d in record.denied} == set(faults.split())
+    record = parts.lookup(toy.PLANTED, problem, parts.device_facts())
+    assert record is not None and {d.config["fault"] for d in record.denied} == set(words)
 
 
 # --- Without processes: children that say what a list says, and then die or live on
@@ -83,11 +51,11 @@ A, B, C = (toy.ToyConfig(n) for n in (1, 2, 3))
 
 
 def begun(config):
-    return Begun(Candidate("", config), "compile")
+    return parts.Begun(parts.Candidate("", config), "compile")
 
 
 def timed(config):
-    return Measured(Measurement("", config, Status.TIMED, ms=1.0))
+    return parts.Measured(parts.Measurement("", config, Status.TIMED, ms=1.0))
 
 
 @pytest.fixture
@@ -121,25 +89,24 @@ def children(monkeypatch):
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(isolation, "_Child", Child)
+    monkeypatch.setattr(parts.isolation, "_Child", Child)
     return scripts, jobs
 
 
 def search(options=QUICK):
-    job = Job(
-        toy.problem(), toy.PLANTED, device_facts(), A, (Stage("", (), (A, B, C)),), (), None, options, 60.0
-    )
-    with Ledger(job) as ledger:
-        isolation.search_isolated(job, ledger)
+    stages, here = (parts.Stage("", (), (A, B, C)),), parts.device_facts()
+    job = parts.Job(toy.problem(), toy.PLANTED, here, A, stages, (), None, options, 60.0)
+    with parts.Ledger(job) as ledger:
+        parts.isolation.search_isolated(job, ledger)
     return {m.config: m.reason for m in ledger.measurements}
 
 
 def test_if_several_were_compiling_they_compile_one_by_one(children):
     scripts, jobs = children
     scripts += [
-        [begun(A), Ended(Candidate("", A)), begun(B), begun(C)],
-        [timed(A), begun(B), Ended(Candidate("", B)), begun(C)],
-        [timed(B), Finished(B)],
+        [begun(A), parts.Ended(parts.Candidate("", A)), begun(B), begun(C)],
+        [timed(A), begun(B), parts.Ended(parts.Candidate("", B)), begun(C)],
+        [timed(B), parts.Finished(B)],
     ]
     assert search() == {A: "", B: "", C: "killed its process: SIGSEGV"}
     assert [job.options.jobs for job in jobs] == [2, 1, 2]
@@ -148,15 +115,17 @@ def test_if_several_were_compiling_they_compile_one_by_one(children):
 
 def test_one_that_takes_too_long_is_denied_and_the_others_are_not(children):
     scripts, jobs = children
-    scripts += [[begun(A), timed(A), begun(B), "late"], [timed(C), Finished(C)]]
+    scripts += [[begun(A), timed(A), begun(B), "late"], [timed(C), parts.Finished(C)]]
     assert search()[B] == "did not finish within 120 s"
     assert [job.options.jobs for job in jobs] == [2, 2]
 
 
 def test_a_device_that_a_candidate_has_spoilt_is_left_to_its_process(children):
-    denied = Measured(Measurement("", B, Status.DENIED, "raises JaxRuntimeError: illegal address"))
+    denied = parts.Measured(
+        parts.Measurement("", B, Status.DENIED, "raises JaxRuntimeError: illegal address")
+    )
     scripts, jobs = children
-    scripts += [[timed(A), begun(B), denied, Unsound("B")], [timed(C), Finished(C)]]
+    scripts += [[timed(A), begun(B), denied, parts.Unsound("B")], [timed(C), parts.Finished(C)]]
     assert "illegal address" in search()[B]
     assert {m.config for m in jobs[1].known} == {A, B}
 
@@ -170,8 +139,8 @@ def test_a_death_outside_any_candidate_ends_the_search(children):
 
 def test_what_another_process_cannot_do_is_done_here_or_refused(children, caplog, monkeypatch):
     scripts, _ = children
-    scripts += [[Failed("ModuleNotFoundError: No module named 'far'")]] * 2
-    monkeypatch.setattr(tuner, "_said", set())
+    scripts += [[parts.Failed("ModuleNotFoundError: No module named 'far'")]] * 2
+    monkeypatch.setattr(parts.tuner, "_said", set())
     toy.fake_clock(monkeypatch)
     triton = dataclasses.replace(toy.PLANTED, platform=Platform.TRITON)
     with pytest.raises(TuningError, match=r"isolate=True.*No module named 'far'"):
@@ -196,7 +165,7 @@ def test_what_is_defined_in_a_script_cannot_be_tuned_elsewhere(children, monkeyp
 
 
 def test_in_this_process_a_spoilt_device_ends_the_search(monkeypatch):
-    monkeypatch.setattr(trials, "device_works", lambda: False)
+    monkeypatch.setattr(parts.trials, "device_works", lambda: False)
     monkeypatch.setattr(toy, "_drifting", lambda x: 1 / 0)
     options = dataclasses.replace(QUICK, isolate=False)
     with pytest.raises(TuningError, match=r"left the device unusable.*fault drifts(.|\n)*isolate=True"):

@@ -2,11 +2,6 @@
 
 import dataclasses
 import logging
-import os
-import pathlib
-import subprocess
-import sys
-import textwrap
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,31 +12,19 @@ import optax
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx._kernel import settle
-from ejkernel_eqx.dispatch import memory_cache, overlay_cache, Platform, policy_override, Tier
-from ejkernel_eqx.tuning import tuner, tuning_options
-from ejkernel_eqx.tuning.models import autotune, tune
-from ejkernel_eqx.tuning.recording import invocations_of, recording
-from ejkernel_eqx.tuning.replace import plans_of
+from ejkernel_eqx import Platform
 from tests.tolerances import assert_close
+from tests.tuning.parts import memory_cache, plans_of, settle, Tier, tuner
 from tests.tuning.scaling import (
     HalfBroken,
-    nothing_in_memory,
     OPERATION,
     problem_of,
     QUICK,
     Scale,
     ScaleConfig,
-    SLOW_VARIABLE,
 )
 
-
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv(SLOW_VARIABLE, "1")  # so that the second configuration wins
-    with nothing_in_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("second_wins")
 
 
 @pytest.fixture
@@ -64,60 +47,9 @@ def shape(n, dtype=jnp.float32):
 
 def choices(model, *args):
     """(configuration, tier) of every choice of a call."""
-    with recording() as calls:
+    with ejx.recording() as calls:
         eqx.filter_eval_shape(model, *args)
     return [(call.config, call.tier) for call in calls]
-
-
-class Layer(eqx.Module):
-    weight: jax.Array
-    attention: ejx.FlashAttention
-
-    def __init__(self, key, window=None):
-        self.weight = jax.random.normal(key, (8, 8)) / 8
-        self.attention = ejx.FlashAttention(causal=True, sliding_window=window)
-
-    def __call__(self, x, *, key=None):
-        return x + self.attention(x @ self.weight, x, x)
-
-
-@pytest.mark.slow
-def test_twelve_layers_tune_each_distinct_problem_once(tuned):
-    keys = jax.random.split(jax.random.key(0), 12)
-    layers = eqx.nn.Sequential([Layer(key, 4 if i % 2 else None) for i, key in enumerate(keys)])
-    x = jax.random.normal(jax.random.key(1), (16, 2, 8))
-    new = tune(layers, jax.ShapeDtypeStruct(x.shape, x.dtype), options=QUICK)
-    assert len(tuned) == 2 and {problem.operation for problem in tuned} == {"flash_attention"}
-    assert [tier for _, tier in choices(new, x)] == [Tier.AUTOTUNE, Tier.AUTOTUNE]
-    assert_close(new[1](x), layers[1](x))
-    assert tune(new, x, options=QUICK) == new and len(tuned) == 2
-
-
-@pytest.mark.slow
-def test_scanned_layers(tuned):
-    keys = jax.random.split(jax.random.key(0), 12)
-
-    class Block(eqx.Module):
-        weight: jax.Array
-        scale: Scale
-
-        def __init__(self, key):
-            self.weight = jax.random.normal(key, (8,))
-            self.scale = Scale()
-
-    class Model(eqx.Module):
-        blocks: Block
-
-        def __call__(self, x):
-            step = lambda x, block: (jnp.tanh(block.scale(x) * block.weight), None)
-            return jax.lax.scan(step, x, self.blocks)[0]
-
-    model = Model(eqx.filter_vmap(Block)(keys))
-    x = jnp.linspace(-1, 1, 8)
-    new = tune(model, x, options=QUICK)
-    assert len(tuned) == 1 and choices(new, x) == [(ScaleConfig(2), Tier.AUTOTUNE)]
-    np.testing.assert_array_equal(eqx.filter_jit(new)(x), eqx.filter_jit(model)(x))
-    assert (new.blocks.weight == model.blocks.weight).all()
 
 
 @pytest.mark.slow
@@ -126,22 +58,12 @@ def test_an_optimiser_state_made_before_goes_on_matching():
     optimiser = optax.adam(1e-3)
     state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
     x = jnp.ones(8)
-    new, new_state = tune(model, x, others=state, options=QUICK)
+    new, new_state = ejx.tune(model, x, others=state, options=QUICK)
     assert jax.tree.structure(new_state) != jax.tree.structure(state)
-
-    @eqx.filter_jit
-    def step(model, state):
-        loss, gradient = eqx.filter_value_and_grad(lambda model: jnp.sum(model(x) ** 2))(model)
-        updates, state = optimiser.update(gradient, state)
-        return loss, eqx.apply_updates(model, updates), state
-
-    losses = []
+    gradient = eqx.filter_grad(lambda model: jnp.sum(model(x) ** 2))(new)
     with jax.numpy_dtype_promotion("standard"):  # which optax needs
-        for _ in range(3):
-            loss, new, new_state = step(new, new_state)
-            losses.append(float(loss))
-    assert losses[2] < losses[1] < losses[0]
-    assert choices(new, x) == [(ScaleConfig(2), Tier.AUTOTUNE)]
+        updates, _ = optimiser.update(gradient, new_state)
+    assert choices(eqx.apply_updates(new, updates), x) == [(ScaleConfig(2), Tier.AUTOTUNE)]
 
 
 class Pair(NamedTuple):
@@ -166,10 +88,10 @@ def test_kernels_are_found_wherever_they_are(tuned):
         parts = model["list"][0], model["list"][1][0], *model["pair"], model["nested"]
         return [part(x) for part in parts], model["mapped"](x[None])
 
-    with recording() as calls:
+    with ejx.recording() as calls:
         expected = call(model, x)
     assert len(plans_of(model)) == 8
-    new = tune(model, x, call=call, options=QUICK)
+    new = ejx.tune(model, x, call=call, options=QUICK)
     assert len(tuned) == len({call.problem.key() for call in calls}) == 1
     assert jax.tree.structure(new) != jax.tree.structure(model)
     assert {plan.select(problem_of(x)).config for plan in plans_of(new).values()} == {ScaleConfig(2)}
@@ -183,53 +105,34 @@ def test_shapes_arrays_and_keywords_may_be_mixed(tuned):
         return model(batch["x"]) * scale, model(batch["pair"][0]) + jax.random.normal(key)
 
     batch = {"x": shape(8), "pair": (jnp.ones(16), None)}
-    new = tune(Scale(), batch, key=jax.random.key(0), scale=2.0, call=call, options=QUICK)
+    new = ejx.tune(Scale(), batch, key=jax.random.key(0), scale=2.0, call=call, options=QUICK)
     assert [problem.dim("N") for problem in tuned] == [8, 16]
     assert {config for config, _ in choices(new, shape(16))} == {ScaleConfig(2)}
 
 
 @pytest.mark.slow
-def test_lengths_of_one_bucket_are_one_problem(tuned):
-    tune(Scale(), call=lambda model: [model(jnp.ones(n)) for n in range(33, 65)], options=QUICK)
-    assert [problem.dim("N") for problem in tuned] == [33]
-
-
-@pytest.mark.slow
-def test_fifty_random_lengths_cause_few_tunings(tuned, monkeypatch):
-    """As a training run meets them, one after the other."""
-    monkeypatch.delenv(SLOW_VARIABLE)  # whichever wins
-    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 2**5, 50)]
-    model = Scale()
-    for n in lengths:
-        model = tune(model, shape(n), options=QUICK)
-    assert 1 < len(tuned) <= 1 + 5
-    tiers = {tier for n in set(lengths) for _, tier in choices(model, shape(n))}
-    assert tiers <= {Tier.AUTOTUNE, Tier.MEMORY}
-
-
-@pytest.mark.slow
 def test_what_is_known_is_not_tuned_again_unless_forced(tuned):
     x = jnp.ones(8)
-    tune(Scale(), x, options=QUICK)
-    tune(Scale(), x, options=QUICK)
+    ejx.tune(Scale(), x, options=QUICK)
+    ejx.tune(Scale(), x, options=QUICK)
     memory_cache.clear()  # the user's table still knows
-    new = tune(Scale(), x, options=QUICK)
+    new = ejx.tune(Scale(), x, options=QUICK)
     assert len(tuned) == 1 and choices(new, x) == [(ScaleConfig(2), Tier.PERSISTENT)]
-    assert choices(tune(Scale(), x, options=QUICK, force=True), x) == [(ScaleConfig(2), Tier.AUTOTUNE)]
+    assert choices(ejx.tune(Scale(), x, options=QUICK, force=True), x) == [(ScaleConfig(2), Tier.AUTOTUNE)]
     assert len(tuned) == 2
-    with policy_override("force"):
-        tune(Scale(), x, options=QUICK)
+    with ejx.policy_override("force"):
+        ejx.tune(Scale(), x, options=QUICK)
     assert len(tuned) == 3
 
 
 def test_what_was_given_is_left_alone(tuned):
-    with overlay_cache({OPERATION: ScaleConfig(4)}):
+    with ejx.overlay_cache({OPERATION: ScaleConfig(4)}):
         under_overlay = Scale()
     model = [Scale(config=ScaleConfig(3)), under_overlay]
     call = lambda model, x: [kernel(x) for kernel in model]
-    new = tune(model, shape(8), call=call, options=QUICK)
+    new = ejx.tune(model, shape(8), call=call, options=QUICK)
     assert tuned == [] and new == model
-    new = tune([*model, Scale()], shape(8), call=call, options=QUICK)
+    new = ejx.tune([*model, Scale()], shape(8), call=call, options=QUICK)
     assert len(tuned) == 1
     assert choices(call, new, shape(8)) == [
         (ScaleConfig(3), Tier.OVERRIDE),
@@ -241,10 +144,10 @@ def test_what_was_given_is_left_alone(tuned):
 @pytest.mark.slow
 def test_a_platform_that_is_wrong_gives_way_to_the_next(tuned):
     x = jnp.ones(8)
-    with recording() as calls:
+    with ejx.recording() as calls:
         HalfBroken()(x)
-    new = tune(HalfBroken(), x, options=QUICK)
-    with recording() as now:
+    new = ejx.tune(HalfBroken(), x, options=QUICK)
+    with ejx.recording() as now:
         new(x)
     assert [call.platform for call in (*calls, *now)] == [Platform.PALLAS, Platform.XLA]
     assert now[0].config == ScaleConfig(2) and len(tuned) == 2
@@ -256,9 +159,9 @@ def test_a_platform_that_is_wrong_gives_way_to_the_next(tuned):
 def test_a_kernel_outside_the_pytree_is_named(caplog):
     captured = Scale()
     with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
-        tune(Scale(), shape(8), call=lambda model, x: model(x), options=QUICK)
+        ejx.tune(Scale(), shape(8), call=lambda model, x: model(x), options=QUICK)
         assert caplog.records == []
-        new = tune(Scale(), shape(16), call=lambda model, x: model(captured(x)), options=QUICK)
+        new = ejx.tune(Scale(), shape(16), call=lambda model, x: model(captured(x)), options=QUICK)
     (record,) = caplog.records
     assert OPERATION in record.getMessage() and str(problem_of(shape(16))) in record.getMessage()
     assert choices(new, shape(16)) == [(ScaleConfig(2), Tier.AUTOTUNE)]
@@ -269,24 +172,17 @@ def test_a_kernel_outside_the_pytree_is_named(caplog):
 def test_a_model_without_kernels_is_returned_with_a_warning(caplog):
     model = eqx.nn.Linear(4, 4, key=jax.random.key(0))
     with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
-        new = tune(model, shape(4), options=QUICK)
+        new = ejx.tune(model, shape(4), options=QUICK)
     assert eqx.tree_equal(new, model)
     (record,) = caplog.records
     assert "no kernel" in record.getMessage()
-
-
-def test_one_line_says_what_was_done(caplog):
-    with caplog.at_level(logging.INFO, "ejkernel_eqx"):
-        tune(Scale(), shape(8), options=QUICK)
-    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ejx.tune")]
-    assert "1 distinct problem: 1 tuned, 0 known" in line
 
 
 def test_one_configuration_is_no_table(caplog):
     """Neither the first time nor when this process knows it."""
     single = dataclasses.replace(QUICK, max_candidates=1)
     with caplog.at_level(logging.INFO, "ejkernel_eqx"):
-        tune(tune(Scale(), shape(8), options=single), shape(8), options=single)
+        ejx.tune(ejx.tune(Scale(), shape(8), options=single), shape(8), options=single)
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("ejx.tune")]
     expected = (
         "1 distinct problem: 0 tuned, 0 known from tables, 0 failed, 1 with only one configuration, in "
@@ -295,28 +191,12 @@ def test_one_configuration_is_no_table(caplog):
 
 
 def test_where_tuning_is_refused():
-    with policy_override("heuristic"), pytest.raises(ejx.TuningError, match="policy 'heuristic' forbids"):
-        tune(Scale(), shape(8), options=QUICK)
+    with ejx.policy_override("heuristic"), pytest.raises(ejx.TuningError, match="policy 'heuristic' forbids"):
+        ejx.tune(Scale(), shape(8), options=QUICK)
     with pytest.raises(ejx.TuningError, match="inside jit"):
-        jax.jit(lambda x: tune(Scale(), x, options=QUICK)(x))(jnp.ones(8))
+        jax.jit(lambda x: ejx.tune(Scale(), x, options=QUICK)(x))(jnp.ones(8))
     with pytest.raises(ValueError, match=r"call="):
-        tune([Scale()], shape(8), options=QUICK)
-
-
-@pytest.mark.slow
-def test_what_is_built_inside_a_trace_asks_the_tables(tuned):
-    x = jnp.ones(8)
-    build = jax.jit(lambda x: Scale()(x))
-    with recording() as calls:
-        build(x)
-    tune(Scale(), x, options=QUICK)
-    with recording() as later:
-        jax.jit(lambda x: Scale()(x))(x)
-    assert [(c.config, c.tier) for c in (*calls, *later)] == [
-        (ScaleConfig(1), Tier.HEURISTIC),
-        (ScaleConfig(2), Tier.MEMORY),
-    ]
-    assert len(tuned) == 1
+        ejx.tune([Scale()], shape(8), options=QUICK)
 
 
 def test_what_the_call_raises_is_passed_on():
@@ -324,91 +204,38 @@ def test_what_the_call_raises_is_passed_on():
     with pytest.raises(ValueError, match="v: expected") as direct:
         ejx.FlashAttention()(q, q, q[:5])
     with pytest.raises(ValueError) as through:
-        tune(ejx.FlashAttention(), q, q, q[:5], options=QUICK)
+        ejx.tune(ejx.FlashAttention(), q, q, q[:5], options=QUICK)
     assert str(through.value) == str(direct.value)
 
 
 @pytest.mark.slow
 def test_tune_for_takes_the_same_path(tuned):
     x = jnp.ones(8)
-    with tuning_options(max_candidates=2, samples=2, sample_ms=1.0, isolate=False, progress=False):
+    with ejx.tuning_options(max_candidates=2, samples=2, sample_ms=1.0, isolate=False, progress=False):
         plan = settle(Scale(), ejx.inputs(x))  # what every operation does with `tune_for=`
-    new = tune(Scale(), x, options=QUICK)
+    new = ejx.tune(Scale(), x, options=QUICK)
     assert len(tuned) == 1 and new.plan == plan and choices(new, x)[0][0] == ScaleConfig(2)
 
 
 def test_gradients_ask_for_no_problem_of_their_own(tuned):
     q = jax.random.normal(jax.random.key(0), (16, 2, 8))
     loss = lambda model, q: jnp.sum(model(q, q, q) ** 2)
-    new = tune(
+    new = ejx.tune(
         ejx.FlashAttention(), q, call=eqx.filter_value_and_grad(lambda m, q: loss(m, q)), options=QUICK
     )
-    assert len(tuned) == 1 and new == tune(ejx.FlashAttention(), q, call=loss, options=QUICK)
+    assert len(tuned) == 1 and new == ejx.tune(ejx.FlashAttention(), q, call=loss, options=QUICK)
     actual, expected = (jax.grad(lambda q, m=m: loss(m, q))(q) for m in (new, ejx.FlashAttention()))
     assert_close(actual, expected, kind="gradient")
 
 
 @pytest.mark.slow
-def test_mapped_calls(tuned):
-    model = eqx.nn.Sequential([Scale()])
-    new = tune(model, shape(8), call=lambda m, x: jax.vmap(m)(jnp.broadcast_to(x, (3, 8))), options=QUICK)
-    assert len(tuned) == 1
-    assert choices(jax.vmap(new), jax.ShapeDtypeStruct((5, 8), jnp.float32)) == [
-        (ScaleConfig(2), Tier.AUTOTUNE)
-    ]
-
-
-@pytest.mark.slow
 def test_autotune_among_given_configurations(tuned):
     x, y = jnp.ones(8), jnp.ones(16)
-    assert choices(autotune(Scale(), y, options=QUICK), y) == [(ScaleConfig(2), Tier.AUTOTUNE)]
-    new = autotune(Scale(), x, configs=[ScaleConfig(6)], options=QUICK)
+    assert choices(ejx.autotune(Scale(), y, options=QUICK), y) == [(ScaleConfig(2), Tier.AUTOTUNE)]
+    new = ejx.autotune(Scale(), x, configs=[ScaleConfig(6)], options=QUICK)
     assert choices(new, x) == [(ScaleConfig(6), Tier.AUTOTUNE)]
     np.testing.assert_array_equal(new(x), 2 * x)
     with pytest.raises(ValueError, match=r"ScaleConfig.*'nonsense'"):
-        autotune(Scale(), x, configs=["nonsense"], options=QUICK)
+        ejx.autotune(Scale(), x, configs=["nonsense"], options=QUICK)
     with pytest.raises(ValueError, match="built with config=ScaleConfig"):
-        autotune(Scale(config=ScaleConfig(1)), x, options=QUICK)
-
-
-SECOND_PROCESS = """
-    import jax, jax.numpy as jnp
-    from ejkernel_eqx.tuning import measure
-    from ejkernel_eqx.tuning.models import tune
-    from tests.tuning.scaling import Scale, QUICK
-    from tests.tuning.test_models import choices
-
-    def forbidden(*args, **kwargs):
-        raise AssertionError("nothing may be timed")
-
-    measure.time_in_turn = measure.JaxWork.sample = forbidden
-    model = [Scale() for _ in range(12)]
-    call = lambda model, *xs: [kernel(x) for kernel in model for x in xs]
-    xs = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in (8, 300)]
-    before = choices(call, model, *xs)
-    after = choices(call, tune(model, *xs, call=call, options=QUICK), *xs)
-    assert after == before, (before, after)
-    print([(config.block, tier.value) for config, tier in after])
-"""
-
-
-@pytest.mark.slow
-def test_another_process_has_everything_from_the_table():
-    call = lambda model, *xs: [kernel(x) for kernel in model for x in xs]
-    tune([Scale()], shape(8), shape(300), call=call, options=QUICK)
-    root = pathlib.Path(__file__).parents[2]
-    found = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SECOND_PROCESS)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{root}/src:{root}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[-1] == "[(2, 'persistent'), (2, 'persistent')]"
-
-
-def test_recorded_calls_are_those_that_are_tuned():
-    q = jax.ShapeDtypeStruct((16, 2, 8), jnp.float32)
-    (call,) = invocations_of(ejx.FlashAttention(), ejx.inputs(q, q, q))
-    assert (call.operation, call.platform, call.tier) == ("flash_attention", Platform.XLA, Tier.HEURISTIC)
+        ejx.autotune(Scale(config=ScaleConfig(1)), x, options=QUICK)

@@ -12,9 +12,8 @@ import filelock
 import jax
 import pytest
 
-from ejkernel_eqx import TuningError
-from ejkernel_eqx.dispatch import Known, Platform
-from ejkernel_eqx.tuning import processes
+from ejkernel_eqx import Platform, TuningError
+from tests.tuning.parts import Known, processes
 from tests.tuning.scaling import problem_of, ScaleConfig, SLOW_VARIABLE
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -90,27 +89,19 @@ def test_what_was_recorded_is_tuned_together(both):
     assert first == second and first["chosen"] == [[2, "memory"]]
 
 
-DIFFER = "processes 1 differ from process 0"
+DIFFER = ["processes 1 differ from process 0"] * 2
+FAILURES = {
+    "process_0_fails": ["TuningError: the device is on fire", "process 0 failed: TuningError: the device is"],
+    "process_1_fails": ["process 1 failed: RuntimeError: a file is", "RuntimeError: a file is missing"],
+    "different_problems": DIFFER,
+    "different_policies": DIFFER,
+    "a_kernel_that_others_do_not_have": DIFFER,
+    "what_arrives_is_changed": DIFFER,
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scenario", "said"),
-    [
-        (
-            "process_0_fails",
-            ["TuningError: the device is on fire", "process 0 failed: TuningError: the device is on fire"],
-        ),
-        (
-            "process_1_fails",
-            ["process 1 failed: RuntimeError: a file is missing", "RuntimeError: a file is missing"],
-        ),
-        ("different_problems", [DIFFER, DIFFER]),
-        ("different_policies", [DIFFER, DIFFER]),
-        ("a_kernel_that_others_do_not_have", [DIFFER, DIFFER]),
-        ("what_arrives_is_changed", [DIFFER, DIFFER]),
-    ],
-)
+@pytest.mark.parametrize(("scenario", "said"), FAILURES.items())
 def test_what_fails_in_one_process_is_raised_in_both(both, scenario, said):
     for result, expected in zip(both[scenario], said, strict=True):
         assert expected in result["error"]
@@ -153,7 +144,6 @@ def test_tables_survive_being_sent():
     assert processes.digest_of(table) != processes.digest_of(other)
 
 
-def test_a_runtime_without_a_store_is_named(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+def test_a_runtime_without_a_store_is_named():
     with pytest.raises(TuningError, match=r"key-value store.*jax\.distributed\.initialize"):
-        processes.Round("ejx.tune")
+        processes._store()

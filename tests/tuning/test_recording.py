@@ -4,8 +4,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ejkernel_eqx.dispatch import memory_cache, overlay_cache, Platform, Tier
-from ejkernel_eqx.tuning.recording import recording
+import ejkernel_eqx as ejx
+from ejkernel_eqx import Platform
+from tests.tuning.parts import memory_cache, Tier
 from tests.tuning.scaling import OPERATION, problem_of, Scale, ScaleConfig
 
 
@@ -16,7 +17,7 @@ def shape(n):
 def test_distinct_choices_in_order():
     memory_cache.put(Platform.XLA, problem_of(shape(64)).key(), ScaleConfig(5))
     kernel, given = Scale(), Scale(config=ScaleConfig(7))
-    with recording() as calls:
+    with ejx.recording() as calls:
         assert calls == []
         for n in (8, 64, 8):
             kernel(jnp.ones(n))
@@ -32,13 +33,6 @@ def test_distinct_choices_in_order():
     assert calls[1].origin and calls[1].origin in str(calls[1])
 
 
-def test_shapes_alone_are_enough():
-    with recording() as calls:
-        out = eqx.filter_eval_shape(Scale(), shape(2**40))  # which no machine could compute
-    assert out.shape == (2**40,)
-    assert [call.problem.dim("N") for call in calls] == [2**40]
-
-
 def test_functions_compiled_before_are_seen_each_time():
     kernel = Scale()
     step = eqx.filter_jit(lambda x: jnp.sum(kernel(x)))
@@ -46,26 +40,18 @@ def test_functions_compiled_before_are_seen_each_time():
     x = jnp.arange(8.0)
     before = step(x), gradient(x)
     for _ in range(2):
-        with recording() as calls:
+        with ejx.recording() as calls:
             assert step(x) == before[0]
         assert [call.problem.dim("N") for call in calls] == [8]
-        with recording() as calls:
+        with ejx.recording() as calls:
             assert (gradient(x) == before[1]).all()
         assert [call.problem.dim("N") for call in calls] == [8]
 
 
 def test_recordings_inside_each_other_both_see():
-    with recording() as outer:
+    with ejx.recording() as outer:
         Scale()(jnp.ones(4))
-        with recording() as inner:
+        with ejx.recording() as inner:
             Scale()(jnp.ones(8))
     assert [c.problem.dim("N") for c in outer] == [4, 8]
     assert [c.problem.dim("N") for c in inner] == [8]
-
-
-def test_the_tier_says_who_chose():
-    with overlay_cache({OPERATION: ScaleConfig(3)}):
-        kernel = Scale()
-    with recording() as calls:
-        kernel(jnp.ones(4))
-    assert [(c.config, c.tier) for c in calls] == [(ScaleConfig(3), Tier.OVERLAY)]

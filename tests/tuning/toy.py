@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel_eqx._tolerances import TOLERANCES
-from ejkernel_eqx.dispatch import Backend, Implementation, Part, Platform, Problem, Workload
-from ejkernel_eqx.tuning import measure
+from ejkernel_eqx import Backend, Platform, Problem
+from tests.tuning.parts import Implementation, measure, Part, TOLERANCES, Workload
 
 OPERATION = "tests.planted"
 SIZE = 256

@@ -18,13 +18,8 @@ import numpy as np  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
 
 import ejkernel_eqx as ejx  # noqa: E402
-from ejkernel_eqx.dispatch import device_facts, Known, memory_cache, Platform, policy_override  # noqa: E402
-from ejkernel_eqx.dispatch.persistent import user_cache  # noqa: E402
-from ejkernel_eqx.tuning import processes, tuner  # noqa: E402
-from ejkernel_eqx.tuning.models import tune  # noqa: E402
-from ejkernel_eqx.tuning.names import autotune_recorded, record_invocation  # noqa: E402
-from ejkernel_eqx.tuning.recording import invocations_of  # noqa: E402
-from ejkernel_eqx.tuning.replace import replan  # noqa: E402
+from ejkernel_eqx import Platform  # noqa: E402
+from tests.tuning.parts import device_facts, invocations_of, Known, memory_cache, processes, tuner, user_cache  # noqa: E402
 from tests.tuning.scaling import OPERATION, problem_of, QUICK, Scale, ScaleConfig  # noqa: E402
 
 X = jax.ShapeDtypeStruct((8,), jnp.float32)
@@ -62,7 +57,7 @@ def table() -> list[Any]:
 def skewed() -> Any:
     # Only this process knows this; it must not make the plans differ.
     memory_cache.put(Platform.XLA, problem_of(jnp.ones(2**9)).key(), ScaleConfig(10 + RANK))
-    model = tune(eqx.nn.Sequential([Scale(), Scale()]), X, options=QUICK)
+    model = ejx.tune(eqx.nn.Sequential([Scale(), Scale()]), X, options=QUICK)
     return {"chosen": chosen(model), "table": table(), "step": sharded_step(model), "entries": entries()}
 
 
@@ -73,7 +68,7 @@ def process_0_fails() -> Any:
     original = tuner.tune_problem
     tuner.tune_problem = broken if RANK == 0 else original
     try:
-        return tune(Scale(), X, options=QUICK)
+        return ejx.tune(Scale(), X, options=QUICK)
     finally:
         tuner.tune_problem = original
 
@@ -84,21 +79,21 @@ def process_1_fails() -> Any:
             raise RuntimeError("a file is missing here")
         return model(x)
 
-    return tune(Scale(), X, call=call, options=QUICK)
+    return ejx.tune(Scale(), X, call=call, options=QUICK)
 
 
 def different_problems() -> Any:
-    return tune(Scale(), jax.ShapeDtypeStruct((8 << RANK,), jnp.float32), options=QUICK)
+    return ejx.tune(Scale(), jax.ShapeDtypeStruct((8 << RANK,), jnp.float32), options=QUICK)
 
 
 def different_policies() -> Any:
-    with policy_override("tune" if RANK else "cached"):
-        return tune(Scale(), X, options=QUICK)
+    with ejx.policy_override("tune" if RANK else "cached"):
+        return ejx.tune(Scale(), X, options=QUICK)
 
 
 def a_kernel_that_others_do_not_have() -> Any:
     captured = Scale(config=ScaleConfig(3 + RANK))
-    return tune(Scale(), X, call=lambda model, x: model(captured(x)), options=QUICK)
+    return ejx.tune(Scale(), X, call=lambda model, x: model(captured(x)), options=QUICK)
 
 
 def what_arrives_is_changed() -> Any:
@@ -109,14 +104,14 @@ def what_arrives_is_changed() -> Any:
 
     install, processes._install = processes._install, changed
     try:
-        return tune(Scale(), X, options=QUICK)
+        return ejx.tune(Scale(), X, options=QUICK)
     finally:
         processes._install = install
 
 
 def process_1_stays_away() -> Any:
     processes.PATIENCE = 2.0
-    return None if RANK else tune(Scale(), X, options=QUICK)
+    return None if RANK else ejx.tune(Scale(), X, options=QUICK)
 
 
 def replanned() -> Any:
@@ -125,7 +120,9 @@ def replanned() -> Any:
     if RANK == 0:
         tune_alone()
     before = chosen(Scale())
-    model = replan(Scale())
+    (call,) = invocations_of(Scale(), ejx.inputs(X))
+    assert tuner.autotune_tier(call.problem, call.implementation, device_facts()) is None
+    model = ejx.replan(Scale())
     return {"before": before, "chosen": chosen(model), "table": table()}
 
 
@@ -137,8 +134,8 @@ def tune_alone() -> None:
 
 
 def recorded() -> Any:
-    record_invocation(Scale(), X)
-    (call,) = autotune_recorded(options=QUICK)
+    ejx.record_invocation(Scale(), X)
+    (call,) = ejx.autotune_recorded(options=QUICK)
     return {"chosen": [[call.config.block, call.tier.value]], "table": table()}
 
 
