@@ -242,7 +242,7 @@ def test_a_problem_of_symbols():
 def test_kernels_that_need_sizes_refuse_symbols():
     pytest.importorskip("triton")
     module = ejx.FlashAttention(platform="triton-interpret")
-    with pytest.raises(ejx.UnsupportedError, match="known when the call is traced.* for B, S, T"):
+    with pytest.raises(ejx.UnsupportedError, match=r"known when the call is traced.* for B, S, T"):
         exported(lambda q: module(q, q, q), "b,t,4,8")
     with ejx.recording() as calls:
         exported(lambda q: ejx.FlashAttention()(q, q, q), "b,t,4,8")
