@@ -151,14 +151,14 @@ def experts(module, x, segments):
 
 KEY = jax.random.key(0)
 LAYERS: dict[str, Callable[[], Any]] = {
-    "attention": lambda: nn.MultiHeadAttention(16, num_heads=4, num_kv_heads=2, rope=nn.RotaryEmbedding(4), key=KEY),
+    "attention": lambda: nn.MultiHeadAttention(16, num_heads=4, rope=nn.RotaryEmbedding(4), key=KEY),
     "mamba2": lambda: nn.Mamba2Mixer(16, state_size=8, head_dim=8, key=KEY),
     "mamba1": lambda: nn.Mamba1Mixer(16, key=KEY),
     "kimi": lambda: nn.KimiDeltaAttention(16, num_heads=2, key=KEY),
     "delta net": lambda: nn.GatedDeltaNet(16, num_k_heads=2, head_dim=8, key=KEY),
     "lstm": lambda: nn.LSTM(16, 8, num_layers=2, bidirectional=True, key=KEY),
     "gru": lambda: nn.GRU(16, 8, key=KEY),
-}  # fmt: skip
+}
 # What makes the module, how it is called, the width of its tokens, and a length of several chunks.
 CASES: dict[str, tuple[Callable[[], Any], Call, int | None, int]] = {
     "delta rule": (ejx.GatedDeltaRule, delta, None, 131),
