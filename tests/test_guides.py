@@ -25,7 +25,7 @@ def test_pages_are_found():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
-def test_snippets(page, monkeypatch, tmp_path, optimised):
+def test_snippets(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "examples").symlink_to(ROOT / "examples")  # as in a copy of the repository
