@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx import Backend, kernel_registry, Platform, Problem
 from ejkernel_eqx._kernel import make_plan
 from ejkernel_eqx.core import Kind, StepKind
 from ejkernel_eqx.core.letters import Letters
 from ejkernel_eqx.core.platforms import Interpreted, Plain
 from ejkernel_eqx.core.workload import Inputs, random_cotangents, workload_of
-from ejkernel_eqx.dispatch import Backend, Implementation, kernel_registry, Platform, Problem
+from ejkernel_eqx.dispatch import Implementation
 from tests.core.leaky_kernels import Triton, TritonConfig
 
 OPERATION = "tests.leaky_integrator"
@@ -55,32 +56,29 @@ TOKEN = Letters.of({"x": "b C", "out": "b C", "decay": "C", "state": "b C"}, hea
 
 
 def problem_of(operation: str, arrays: Any, spec: None) -> Problem:
-    size, dtypes = (
-        (TOKEN if isinstance(arrays, StepArrays) else SEQUENCE).sizes(arrays),
-        {"x": arrays.x.dtype},
-    )
+    size = (TOKEN if isinstance(arrays, StepArrays) else SEQUENCE).sizes(arrays)
+    dtypes = {"x": arrays.x.dtype}
     dims = {"B": size["B"] * size.get("b", 1), "T": size.get("T", 1), "C": size["C"]}
     return Problem.make(operation, dims=dims, dtypes=dtypes, flags={"step": "b" in size}, lengths={"B", "T"})
 
 
+_shared: dict[str, Any] = dict(problem_of=problem_of, shared=frozenset({"decay"}))
 CALL = Kind(
     make=Arrays,
-    problem_of=problem_of,
     axes_of=SEQUENCE.axes_of,
     reference=reference,
     results=("out", "final"),
     learned=Arrays._fields,
-    shared=frozenset({"decay"}),
     saved_of=lambda platform, arrays, spec: {"states": ("T", f"H{arrays.x.shape[-1]}")},
+    **_shared,
 )
 STEP = StepKind(
     make=StepArrays,
-    problem_of=problem_of,
     axes_of=TOKEN.axes_of,
     reference=step,
     results=("out", "state"),
     learned=StepArrays._fields,
-    shared=frozenset({"decay"}),
+    **_shared,
 )
 
 

@@ -1,17 +1,15 @@
 """What is said of a class that is not complete, and of a call that does not fit."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.custom import CustomKernel
-from ejkernel_eqx.dispatch import Backend, kernel_registry, Platform
-from tests.custom.kernels import Blocks, Opaque, Square
+from ejkernel_eqx import Backend, kernel_registry
+from tests.custom.kernels import Blocks, define, Opaque, Square
 
 
 @dataclasses.dataclass
@@ -19,41 +17,14 @@ class Thawed:
     size: int = 1
 
 
-def define(**changes: Any) -> Any:
-    """A small class, with some of its attributes replaced, or left out where the replacement is `None`."""
-
-    def __init__(self, **options):
-        self.plan = self.make_plan(**options)
-
-    attributes: dict[str, Any] = {
-        "__module__": __name__,
-        "__qualname__": "Small",
-        "operation": "tests.small",
-        "inputs": {"x": "... D"},
-        "outputs": {"out": "... D"},
-        "plan": eqx.field(static=True),
-        "__annotations__": {"plan": ejx.Plan},
-        "__init__": __init__,
-        "__call__": lambda self, x: self.launch(x=x),
-        "reference": lambda self, x: x + 1,
-    } | changes
-    metaclass: Any = type(CustomKernel)
-    return metaclass("Small", (CustomKernel,), {k: v for k, v in attributes.items() if v is not None})
-
-
 MISSING = ("operation", "inputs", "outputs", "__init__", "__call__", "reference")
 
 
-@pytest.mark.parametrize("name", MISSING)
-def test_what_is_missing_is_named(name):
-    with pytest.raises(ValueError, match=f"Small, a CustomKernel:\n- {name} is missing: "):
-        define(**{name: None})
-
-
-def test_everything_that_is_missing_is_named_at_once():
-    with pytest.raises(ValueError) as error:
-        define(**dict.fromkeys(MISSING), __annotations__={})
-    assert all(f"- {name} is missing" in str(error.value) for name in (*MISSING, "plan"))
+@pytest.mark.parametrize("names", [*((name,) for name in MISSING), MISSING], ids=" ".join)
+def test_what_is_missing_is_named_at_once(names):
+    with pytest.raises(ValueError, match="Small, a CustomKernel:\n- ") as error:
+        define(**dict.fromkeys(names))
+    assert all(f"- {name} is missing: " in str(error.value) for name in names)
 
 
 Settings = dict[str, Any]
@@ -103,11 +74,8 @@ def test_a_class_defined_anew_replaces_itself():
 
 
 def test_platforms_come_from_the_methods():
-    assert [i.platform for i in kernel_registry.ordered("tests.square")] == [
-        Platform.TRITON,
-        Platform.XLA,
-        Platform.TRITON_INTERPRET,
-    ]
+    found = [i.platform.value for i in kernel_registry.ordered("tests.square")]
+    assert found == ["triton", "xla", "triton-interpret"]
     assert kernel_registry.get("tests.opaque", "pallas").backend is Backend.ANY
     chosen = {row.platform for row in ejx.explain(Square(), jnp.ones((2, 4)), jnp.ones(4)).choices}
     assert chosen <= {"xla", "triton"}
@@ -173,27 +141,10 @@ def test_methods_that_return_something_else(name):
 
 
 def test_a_platform_may_refuse():
-    class Refusing(CustomKernel):
-        operation: ClassVar = "tests.refusing"
-        inputs: ClassVar = {"x": "... D"}
-        outputs: ClassVar = {"out": "... D"}
-
-        plan: ejx.Plan = eqx.field(static=True)
-
-        def __init__(self, **options):
-            self.plan = self.make_plan(**options)
-
-        def __call__(self, x):
-            return self.launch(x=x)
-
-        def reference(self, x):
-            return x
-
-        def unsupported(self, platform, problem, device):
-            return f"takes D up to 8, not {problem.dim('D')}" if problem.dim("D") > 8 else None
-
+    words = lambda self, platform, problem, device: "takes D up to 8" if problem.dim("D") > 8 else None
+    Refusing = define(operation="tests.refusing", unsupported=words)
     assert Refusing()(jnp.ones(8)).shape == (8,)
-    with pytest.raises(ejx.UnsupportedError, match=r"tests.refusing.*xla.*takes D up to 8, not 9"):
+    with pytest.raises(ejx.UnsupportedError, match=r"tests.refusing.*xla.*takes D up to 8"):
         Refusing()(jnp.ones(9))
-    with pytest.raises(ejx.UnsupportedError, match="not 9"):
+    with pytest.raises(ejx.UnsupportedError, match="takes D up to 8"):
         Refusing(tune_for=(jnp.ones(9),))
