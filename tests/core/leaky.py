@@ -1,6 +1,5 @@
 """A family that the package does not know, with residuals, a shared array, a step and interpreted Triton kernels: `h_t = a h_{t-1} + x_t`."""
 
-import functools
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -14,7 +13,6 @@ from ejkernel_eqx._kernel import make_plan
 from ejkernel_eqx.core import Kind, StepKind
 from ejkernel_eqx.core.letters import Letters
 from ejkernel_eqx.core.platforms import Interpreted, Plain
-from ejkernel_eqx.core.workload import Inputs, random_cotangents, workload_of
 from ejkernel_eqx.dispatch import Implementation
 from tests.core.leaky_kernels import Triton, TritonConfig
 
@@ -82,20 +80,6 @@ STEP = StepKind(
 )
 
 
-def workload(implementation: Implementation, problem: Problem) -> Any:
-    make = functools.partial(make_inputs, problem)
-    flops = 2.0 * problem.dim("B") * problem.dim("T") * problem.dim("C")
-    return workload_of(CALL, implementation, None, make, flops=flops)
-
-
-def make_inputs(problem: Problem, seed: int) -> Inputs:
-    keys, (batch, length, channels) = jax.random.split(jax.random.key(seed), 3), map(problem.dim, "BTC")
-    x = jax.random.normal(keys[0], (batch, length, channels), jnp.float32).astype(problem.dtype("x"))
-    decay = jax.random.uniform(keys[1], (channels,), jnp.float32)
-    arrays = Arrays(x, decay, jax.random.normal(keys[2], (batch, channels), jnp.float32))
-    return Inputs(arrays, random_cotangents(CALL, arrays, None, seed))
-
-
 class _Xla(Plain):
     def step(self, arrays: StepArrays, spec: None, config: Any) -> Any:
         out, state = step(arrays)
@@ -111,7 +95,7 @@ for platform, priority, target in (
     (Platform.XLA, 10, _Xla(_apply)),
     (Platform.TRITON_INTERPRET, -10, Interpreted(Triton(), TritonConfig())),
 ):
-    kernel_registry.add(Implementation(OPERATION, platform, Backend.ANY, priority, "tests", target, workload))
+    kernel_registry.add(Implementation(OPERATION, platform, Backend.ANY, priority, "tests", target))
 
 
 class LeakyIntegrator(ejx.Kernel):

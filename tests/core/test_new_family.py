@@ -1,4 +1,4 @@
-"""What follows from a family's declaration: gradients, mapped calls, steps, meshes, tuning, on a family that the package does not know."""
+"""What follows from a family's declaration: gradients, mapped calls, steps, meshes, on a family that the package does not know."""
 
 import functools
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ejkernel_eqx as ejx
 from tests.core.leaky import Arrays, LeakyIntegrator, reference, step, StepArrays
 from tests.meshes import context, HEADS, mesh_of, place, ROWS
 from tests.tolerances import assert_close
@@ -100,19 +99,3 @@ def test_a_gradient_that_a_platform_forgets_is_not_zero(monkeypatch):
     monkeypatch.setattr(platform, "backward", forgetful)
     with pytest.raises(KeyError, match="decay"):
         jax.grad(lambda *a: loss(*op(*a)), argnums=1)(*given)
-
-
-@pytest.mark.few(1)
-@platforms
-def test_it_is_tuned_and_explained(platform):
-    op, given = LeakyIntegrator(platform), operands(2)
-    with ejx.recording() as calls:
-        jax.eval_shape(op, *given)
-    work = calls[0].implementation.make_workload(calls[0].problem)
-    assert work is not None
-    inputs = work.make_inputs(0)
-    found, wanted = jax.jit(work.run, static_argnums=1)(inputs, calls[0].config), work.reference(inputs)
-    assert found.keys() == wanted.keys() == work.tolerances.keys()
-    for name, x in found.items():
-        assert_close(x, wanted[name], kind="forward" if name in work.forward else "gradient")
-    assert platform in str(ejx.explain(op, *given))
