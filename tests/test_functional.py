@@ -238,11 +238,6 @@ def test_slopes_are_an_option_or_an_argument():
     assert jnp.all(gradient != 0)
 
 
-def test_explained_as_a_call():
-    (choice,) = ejx.explain(functools.partial(ejx.flash_attention, causal=True), q, k, v).choices
-    assert choice.operation == "flash_attention"
-
-
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown": (dict(casual=True), TypeError, "flash_attention: expected some of q, k, v.*'casual'"),
     "tune_for": (

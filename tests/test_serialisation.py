@@ -1,5 +1,6 @@
 """Saving and loading: round trips, atomicity, and one clear error for everything that can be wrong with a file."""
 
+import collections
 import json
 import os
 import stat
@@ -114,13 +115,6 @@ def test_every_dtype_and_neighbours(path, dtype):
     assert same(load(path, like=lambda: jax.tree.map(lambda x: x, tree)), tree)
 
 
-def test_double_precision(path):
-    with jax.enable_x64(True):
-        tree = {"a": jnp.asarray([1 / 3], jnp.float64), "b": np.asarray(2**40)}
-        save(path, tree)
-        assert same(load(path, like=tree), tree)
-
-
 def test_scalars(path):
     tree: list[Any] = [True, 0, -(2**63), 2**63 - 1, 0.1, float("inf"), -0.0, 1 + 2j]
     tree += [np.float32(0.1), np.int8(-3), np.bool_(True), jnp.bfloat16(1.5).item()]
@@ -132,6 +126,10 @@ def test_scalars(path):
     assert same(load(path, like=lambda: like), tree)
     save(path, float("nan"))
     assert np.isnan(load(path, like=float("nan")))
+    with jax.enable_x64(True):
+        tree = [jnp.asarray([1 / 3], jnp.float64), np.asarray(2**40)]
+        save(path, tree)
+        assert same(load(path, like=tree), tree)
 
 
 def test_random_keys(path):
@@ -311,12 +309,13 @@ def test_truncated_anywhere(path, tmp_path):
     tree = {"a": jnp.ones(3), "b": 1.0, "c": jnp.ones((), jnp.bfloat16)}
     save(path, tree, {"n": 1})
     whole = path.read_bytes()
-    cut = tmp_path / "cut.eqx"
+    cut, called = tmp_path / "cut.eqx", []
     for n in range(len(whole)):
         cut.write_bytes(whole[:n])
-        for read in (info, lambda path: load(path, like=tree)):
+        for read in (info, lambda path: load(path, like=called.append)):
             with pytest.raises(CheckpointError, match=r"cut\.eqx.*truncated"):
                 read(cut)
+    assert not called  # nothing is built from a bad file
 
 
 def test_appended_or_altered(path):
@@ -331,15 +330,6 @@ def test_appended_or_altered(path):
         altered[position] ^= 1
         path.write_bytes(altered)
         fails(path, "damaged")
-
-
-def test_nothing_is_built_from_a_bad_file(path):
-    def make():
-        raise AssertionError("called")
-
-    save(path, jnp.ones(3))
-    path.write_bytes(path.read_bytes()[:-1])
-    fails(path, "truncated", like=make)
 
 
 FOREIGN = {
@@ -425,14 +415,7 @@ def test_wrong_structure(path, keys, words):
 
 
 def test_same_leaves_in_another_order(path):
-    class One(eqx.Module):
-        a: jax.Array
-        b: jax.Array
-
-    class Two(eqx.Module):
-        b: jax.Array
-        a: jax.Array
-
+    One, Two = (collections.namedtuple("Tree", names) for names in ("a b", "b a"))
     save(path, One(jnp.ones(2), jnp.zeros(2)))
     fails(path, r"the file has '\.a' where `like` has '\.b'", like=Two(jnp.ones(2), jnp.zeros(2)))
 
