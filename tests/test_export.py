@@ -1,9 +1,6 @@
 """`jax.export` with symbols for batch and lengths: one program for any size, which gives what a program of that very size gives."""
 
 import functools
-import pathlib
-import re
-import tomllib
 from collections.abc import Callable
 from typing import Any
 
@@ -204,16 +201,6 @@ def test_grouped_matmul_of_any_number_of_rows():
 
 
 # Programs in files
-
-
-def test_what_writes_programs_to_files_is_in_an_extra():
-    root = pathlib.Path(__file__).parents[1]
-    extras = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-        "optional-dependencies"
-    ]
-    assert [requirement.partition(">")[0] for requirement in extras["export"]] == ["flatbuffers"]
-    assert any(re.match(r"ejkernel-eqx\[.*\bexport\b", requirement) for requirement in extras["test"])
-    assert "the extra `export`" in (root / "docs/getting-started.md").read_text(encoding="utf-8")
 
 
 def test_a_program_in_a_file_is_the_same_program():

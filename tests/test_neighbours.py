@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import nn
-from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MoEConfig
 from tests.attention.dense import normal
 from tests.nn import experts
 from tests.operations import arrays_of, D, H, OPERATIONS
@@ -99,24 +97,3 @@ def test_experts(name, platform):
     wanted = run(layer, x)[1]
     for others in (-x[0], jnp.broadcast_to(x[1, :1], x[0].shape), 30 * x[0]):
         _assert_equal(run(layer, x.at[0].set(others))[1], wanted)
-
-
-@pytest.mark.slow
-def test_a_model():
-    """A prompt padded on the left, then steps, beside other texts of other lengths."""
-    mixture = MoEConfig({"hidden_dim": 24, "num_experts": 3, "top_k": 2})
-    attention = LayerConfig("attention", {"num_heads": 2, "rope": nn.RotaryEmbedding(8)}, mixture)
-    config = DecoderConfig(20, 16, (attention, LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})))
-    model = Decoder(config, key=jax.random.key(0))
-    call = eqx.filter_jit(lambda model, tokens, cache, mask: model(tokens, cache, padding_mask=mask))
-    tokens = np.random.default_rng(0).integers(0, 20, (3, 3, 9))
-    tokens[:, 1] = tokens[0, 1]
-    results = []
-    for lengths, texts in zip(([5, 4, 5], [1, 4, 2], [5, 4, 3]), tokens):
-        mask, found = np.arange(5) >= 5 - np.array(lengths)[:, None], []
-        logits, cache = call(model, texts[:, :5], model.init_cache(3, 12), mask)
-        for step in range(5, 9):
-            found.append(logits[1, -1])
-            logits, cache = call(model, texts[:, step : step + 1], cache, np.ones((3, 1), bool))
-        results.append(found)
-    _assert_equal(results[1:], [results[0]] * 2)

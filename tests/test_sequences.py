@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
-from ejkernel_eqx import Mask, sequences
+from ejkernel_eqx import sequences
 from tests.attention.dense import quick
 
 quickly = settings(max_examples=20, deadline=None, derandomize=True)
@@ -134,14 +134,6 @@ def test_batches_and_vmap():
     rows = np.stack([sums(*row) for row in zip(x, ids)])
     np.testing.assert_array_equal(jax.vmap(sums)(x, ids), rows)
     np.testing.assert_array_equal(sequences.chunk_global_cumsum(x, axis=1, segment_ids=ids), rows)
-
-
-def test_agrees_with_the_masks():
-    offsets, _ = packed((3, 0, 5, 2), head=2)
-    ids = sequences.cu_seqlens_to_segment_ids(offsets, TOTAL)
-    np.testing.assert_array_equal(
-        Mask.from_cu_seqlens(offsets).as_array(TOTAL, TOTAL), Mask.from_segments(ids).as_array(TOTAL, TOTAL)
-    )
 
 
 @functools.partial(jax.jit, static_argnames=("size", "axis", "reverse"))

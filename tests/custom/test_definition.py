@@ -29,18 +29,9 @@ def test_what_is_missing_is_named_at_once(names):
 
 Settings = dict[str, Any]
 WRONG: dict[str, tuple[Settings, str]] = {
-    "array field": (
-        {"__annotations__": {"plan": ejx.Plan, "weight": jax.Array}},
-        "field weight is not static.*weights belong to a layer",
-    ),
-    "mutable config": (
-        {"config_types": {"xla": Thawed}, "candidates": lambda *_: [Thawed()]},
-        "expected a frozen dataclass",
-    ),
-    "config without platform": (
-        {"config_types": {"triton": Blocks}, "candidates": lambda *_: []},
-        "no method run_triton",
-    ),
+    "array": ({"__annotations__": {"plan": ejx.Plan, "weight": jax.Array}}, "field weight is not static"),
+    "mutable": ({"config_types": {"xla": Thawed}, "candidates": print}, "expected a frozen dataclass"),
+    "no platform": ({"config_types": {"triton": Blocks}, "candidates": print}, "no method run_triton"),
     "no candidates": ({"config_types": {"xla": Blocks}}, "candidates .or default_config. is missing"),
     "output of new axes": ({"outputs": {"out": "... E"}}, r"outputs\['out'\]: no input has the axes \['E'\]"),
     "output without batch": ({"outputs": {"out": "D"}}, "expected batch axes"),
@@ -83,23 +74,17 @@ def test_platforms_come_from_the_methods():
 
 X, WEIGHT = jnp.ones((2, 3, 8)), jnp.ones(8)
 CALLS: dict[str, tuple[Any, str]] = {
-    "size": (
-        lambda: Square()(X, jnp.ones(7)),
-        r"weight: expected \[D\] with D = 8 as in x, received shape \(7,\)",
-    ),
+    "size": (lambda: Square()(X, jnp.ones(7)), r"weight: .* with D = 8 as in x, received shape \(7,\)"),
     "rank": (lambda: Square()(X, WEIGHT[None]), r"weight: expected \[D\], received shape \(1, 8\)"),
     "scalar": (lambda: Square()(jnp.float32(1), WEIGHT), r"x: expected \[..., D\], received shape \(\)"),
     "batch": (
         lambda: Opaque()(X, WEIGHT, jnp.ones((3, 2), jnp.int32)),
-        r"index: expected \[...\] with batch axes \(2, 3\) as in x, received shape \(3, 2\)",
+        r"index: .* with batch axes \(2, 3\) as in x, received shape \(3, 2\)",
     ),
     "dtype": (lambda: Opaque()(X, WEIGHT, X[..., 0]), "index: expected dtype integer, received float32"),
     "complex": (lambda: Square()(X.astype(jnp.complex64), WEIGHT), "x: complex arrays are not supported"),
     "not an array": (lambda: Square()([1.0], WEIGHT), "x: expected an array, received list"),
-    "option": (
-        lambda: Square(scale=(1, 2)),
-        "Square.scale: expected a bool, int, float, str or None.*received a tuple",
-    ),
+    "option": (lambda: Square(scale=(1, 2)), r"Square.scale: expected a bool, int, .*received a tuple"),
     "names": (lambda: Square().launch(x=X), r"expected the inputs \['x', 'weight'\], received \['x'\]"),
 }
 
@@ -113,22 +98,16 @@ def test_calls_that_do_not_fit(name):
 
 RETURNS: dict[str, tuple[Settings, str]] = {
     "shape": (
-        {"run_xla": lambda self, arrays, config: arrays["x"].T},
-        r"run_xla returned 'out': expected shape \(2, 3\)",
+        {"run_xla": lambda self, arrays, _: arrays["x"].T},
+        r"run_xla .*'out': expected shape \(2, 3\)",
     ),
-    "dtype": (
-        {"run_xla": lambda self, arrays, config: arrays["x"].astype(int)},
-        "and dtype float32, received",
-    ),
-    "number": ({"run_xla": lambda self, arrays, config: (1, 2)}, r"run_xla: expected the outputs \['out'\]"),
-    "nothing": ({"run_xla": lambda self, arrays, config: None}, "run_xla returned 'out'.*received None"),
-    "no gradient": (
-        {"grad_xla": lambda self, arrays, outputs, cotangents, config: {}},
-        r"grad_xla: expected a mapping with the gradients of \['x'\], received \[\]",
-    ),
+    "dtype": ({"run_xla": lambda self, arrays, _: arrays["x"].astype(int)}, r"dtype float32, received"),
+    "number": ({"run_xla": lambda *_: (1, 2)}, r"run_xla: expected the outputs \['out'\]"),
+    "nothing": ({"run_xla": lambda *_: None}, "run_xla returned 'out'.*received None"),
+    "no gradient": ({"grad_xla": lambda *_: {}}, r"grad_xla: .* the gradients of \['x'\], received \[\]"),
     "config": (
-        {"config_types": {"xla": Blocks}, "candidates": lambda self, *_: [3]},
-        "expected Blocks, received 3; return an instance of config_types",
+        {"config_types": {"xla": Blocks}, "candidates": lambda *_: [3]},
+        "expected Blocks, received 3; ",
     ),
 }
 

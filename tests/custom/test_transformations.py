@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +44,13 @@ def test_any_batch_axes(kernel, shape):
     close(quick(gradient(kernel))(x, WEIGHT), quick(gradient(plain))(x, WEIGHT))
 
 
+def over_layers(f):
+    step = jax.checkpoint(lambda x, weight: (jnp.tanh(f(x, weight)), None))
+    return gradient(lambda x, weight: jax.lax.scan(step, x[0], jnp.stack([weight, weight / 4]))[0])
+
+
 TRANSFORMATIONS = {
+    "scan of checkpoints": over_layers,
     "grad": gradient,
     "vmap": lambda f: jax.vmap(f, (0, None)),
     "vmap of vmap": lambda f: jax.vmap(jax.vmap(f, (0, None)), (0, None)),
@@ -75,20 +80,6 @@ def test_transformations(kernel, name):
 def test_summed_gradients_of_shared_inputs(name):
     pytest.importorskip("triton")
     test_transformations(Square(rows=False, platform="triton-interpret"), name)
-
-
-def test_scan_over_layers(kernel):
-    weights = normal(3, 4, 37) / 4
-
-    def network(function):
-        def layers(x, weights):
-            step = jax.checkpoint(lambda x, weight: (jnp.tanh(function(x, weight)), None))
-            return jax.lax.scan(step, x, weights)[0]
-
-        return layers
-
-    actual, expected = (quick(gradient(network(function)))(X[0], weights) for function in (kernel, plain))
-    close(actual, expected)
 
 
 @pytest.mark.few(1)
@@ -172,20 +163,6 @@ def test_outputs_are_named_for_checkpoint_policies():
     # Forward and backward; and the forward again, where its output was not kept.
     assert calls(jax.checkpoint_policies.save_only_these_names("tests.square.out")) == 2
     assert calls(jax.checkpoint_policies.nothing_saveable) == 3
-
-
-def test_equal_modules_share_one_compilation():
-    traces = []
-
-    @eqx.filter_jit
-    def run(kernel, x):
-        traces.append(kernel.scale)
-        return kernel(x, WEIGHT)
-
-    for scale in (2.0, 2.0, 3.0):
-        close(run(Square(scale), X), plain(X, WEIGHT, scale))
-    assert traces == [2.0, 3.0]
-    assert jax.tree.leaves(Square()) == [] and ejx.Kernel in Square.__mro__
 
 
 # The identity, whose gradient is turned round: nothing is computed forwards.
