@@ -38,7 +38,9 @@ def test_attention():
 
     def call():
         attn = ejx.FlashAttention(causal=True, sliding_window=3)
-        ids = dict(segment_ids=jnp.zeros((2, 5), jnp.int32), kv_segment_ids=jnp.zeros((2, 7), jnp.int32))
+        ids: dict[str, Any] = dict(
+            segment_ids=jnp.zeros((2, 5), jnp.int32), kv_segment_ids=jnp.zeros((2, 7), jnp.int32)
+        )
         out = attn(**arrays, **ids), attn(**arrays, kv_lengths=jnp.array([3, 7]), return_lse=True)
         sparse = ejx.BlockSparseAttention(ejx.Mask.causal() | ejx.Mask.strided(3))(*arrays.values())
         return out, ejx.Attention(causal=True)(*arrays.values()), sparse

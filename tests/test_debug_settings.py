@@ -33,7 +33,9 @@ def check(function: Any, *args: Any, gradient: bool = True) -> None:
 def attention(platform):
     """Rows that see nothing, by ids, lengths and a mask, with sinks and without."""
     op = ejx.FlashAttention(causal=True, platform=platform)
-    hidden = dict(segment_ids=IDS, kv_lengths=jnp.array([0, 6]), mask=jnp.tri(T, dtype=bool).at[2].set(False))
+    hidden: dict[str, Any] = dict(
+        segment_ids=IDS, kv_lengths=jnp.array([0, 6]), mask=jnp.tri(T, dtype=bool).at[2].set(False)
+    )
     check(lambda arrays: op(**arrays, **hidden), qkv(B, t=T, s=T))
     check(lambda arrays, sinks: op(**arrays, sinks=sinks, **hidden), qkv(B, t=T, s=T), normal(3, 4))
 

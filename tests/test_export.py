@@ -157,7 +157,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "gru": lambda: nn.GRU(16, 8, key=KEY),
 }
 # What makes the module, how it is called, the width of its tokens, and a length of several chunks.
-CASES: dict[str, tuple[Callable[[], Any], Call, int | None, int]] = {
+CASES: dict[str, tuple[Any, ...]] = {
     "delta rule": (ejx.GatedDeltaRule, delta, None, 131),
     "delta rule, packed": (ejx.GatedDeltaRule, packed, None, 131),
     "gated linear": (ejx.GatedLinearAttention, by_channel, None, 131),
@@ -186,7 +186,7 @@ def test_grouped_matmul_of_any_number_of_rows():
     """One program for any number of rows, with gradients: fewer than a tile, and several tiles."""
     from tests.matmul.cases import Case, make
 
-    op = ejx.GroupedMatmul("silu")
+    op: Any = ejx.GroupedMatmul("silu")
 
     def call(lhs, rhs, up, sizes, dout, rows):
         out, pull = jax.vjp(lambda *args: op(*args[:2], sizes, up=args[2], row_indices=rows), lhs, rhs, up)
