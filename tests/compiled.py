@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ejkernel_eqx.dispatch import Backend, DeviceFacts
+from ejkernel_eqx import Backend, DeviceFacts
 from ejkernel_eqx.dispatch.device import shared_memory_limit
 
 DEVICES = {

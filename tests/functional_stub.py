@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx._kernel import Kernel
+from ejkernel_eqx import Kernel
 
 PACKAGE = pathlib.Path(ejx.__file__).parent
 STUB = PACKAGE / "functional.pyi"

@@ -5,7 +5,6 @@ import functools
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pytest
 
@@ -15,12 +14,6 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 MODULES = frozenset(path.relative_to(SOURCE).with_suffix("").parts for path in SOURCE.rglob("*.py"))
 READMES = sorted(SOURCE.rglob("README.md"))
 _NAMES = re.compile(r"`([^`]+)`")
-
-
-class Import(NamedTuple):
-    target: tuple[str, ...]
-    """A module by its path in the package; that of a package ends in `__init__`."""
-    line: int
 
 
 def rooms() -> dict[str, frozenset[str] | None]:
@@ -63,14 +56,10 @@ def module_of(parts: tuple[str, ...]) -> tuple[str, ...] | None:
 
 
 @functools.cache
-def imports_of(module: tuple[str, ...]) -> tuple[Import, ...]:
-    """All of them, also those inside functions."""
+def imports_of(module: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
+    """All of them, also those inside functions: modules by their paths; that of a package ends in `__init__`."""
     tree = ast.parse(SOURCE.joinpath(*module).with_suffix(".py").read_text(encoding="utf-8"))
-    return tuple(
-        Import(_target(name), getattr(node, "lineno", 0))
-        for node in ast.walk(tree)
-        for name in _names(node, module[:-1])
-    )
+    return frozenset(_target(name) for node in ast.walk(tree) for name in _names(node, module[:-1]))
 
 
 def _target(name: tuple[str, ...]) -> tuple[str, ...]:
@@ -122,11 +111,11 @@ def test_every_room_is_there():
 @pytest.mark.parametrize("room", sorted({*ROOMS, *SMALL}))
 def test_imports_are_allowed(room):
     forbidden = {
-        f"{'/'.join(module)}.py, line {found.line}: {'.'.join(found.target)}"
+        f"{'/'.join(module)}.py: {'.'.join(found)}"
         for module in MODULES
         if room_of(module) == room
         for found in imports_of(module)
-        if not may_import(room, room_of(found.target))
+        if not may_import(room, room_of(found))
     }
     assert not forbidden, "\n".join(sorted(forbidden))
 
@@ -135,12 +124,8 @@ def test_imports_are_allowed(room):
 def test_what_may_be_imported_is(room):
     """A permission that nobody needs is a line of the table that is not true."""
     sharing = [other for other in ROOMS if ROOMS[other] is ROOMS[room]]  # of one line
-    used = {
-        room_of(found.target)
-        for module in MODULES
-        if room_of(module) in sharing
-        for found in imports_of(module)
-    }
+    users = [module for module in MODULES if room_of(module) in sharing]
+    used = {room_of(found) for module in users for found in imports_of(module)}
     assert not (ROOMS[room] or frozenset()) - used
 
 
@@ -154,7 +139,7 @@ def test_no_import_circle():
             raise AssertionError(" -> ".join(".".join(name) for name in circle))
         if module not in finished:
             for found in imports_of(module):
-                visit(found.target, (*path, module))
+                visit(found, (*path, module))
             finished.add(module)
 
     for module in sorted(MODULES):

@@ -2,7 +2,7 @@
 
 import pickle
 
-from ejkernel_eqx._errors import EjkernelError, UnsupportedError
+from ejkernel_eqx import EjkernelError, UnsupportedError
 
 
 def test_unsupported_lists_every_platform():

@@ -1,6 +1,5 @@
 """Kinds of fault that users of other libraries have reported, in every family that could have them."""
 
-import functools
 from typing import Any
 
 import jax
@@ -11,18 +10,12 @@ import pytest
 import ejkernel_eqx as ejx
 from tests.attention.conftest import launches as launches
 from tests.attention.dense import normal
+from tests.operations import made, OPERATIONS, T
 from tests.recurrence.quick import quick
-from tests.test_neighbours import arrays_of, OPERATIONS, T
 from tests.tolerances import assert_close
 
+PLATFORMS = ["xla", "triton-interpret"]
 PACKED = [name for name in OPERATIONS if name not in ("one query", "norm")]
-
-
-@functools.cache
-def made(name: str, platform: str = "xla") -> tuple[Any, list[jax.Array]]:
-    """An operation and its arguments, of one row of tokens."""
-    build, own, shared = OPERATIONS[name]
-    return build(platform=platform), [*arrays_of(own, 0, 1.0), *arrays_of(shared, 20, 1.0)]
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -36,21 +29,18 @@ def test_two_packings_are_an_error(name):
         op(*[jnp.stack([x, x]) for x in args[:own]], *args[own:], cu_seqlens=np.array([0, 4, T]))
 
 
-PACKINGS = {
-    "segment_ids": np.array([[0, 0, 0, 0, 1, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 2, 2, 2]]),
-    "cu_seqlens": np.array([[0, 4, 7], [0, 1, 9]]),
-}
+PACKINGS = (
+    ("segment_ids", np.array([[0, 0, 0, 0, 1, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 2, 2, 2]])),
+    ("cu_seqlens", np.array([[0, 4, 7], [0, 1, 9]])),
+)
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", [name for name in PACKED if name != "sparse"])
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_gradients_in_a_branch_of_a_loop(name, packing):
+def test_gradients_in_a_branch_of_a_loop(name):
     """Arrays that say what belongs together are arguments of the derivative, which keeps nothing of the trace around it."""
-    if (name, packing) == ("pooling", "segment_ids"):
-        pytest.skip("has one result for each of a static number of segments")
     op, args = made(name)
-    givens = PACKINGS[packing]
+    packing, givens = PACKINGS[name == "pooling" or PACKED.index(name) % 2]
 
     def gradients(args, given):
         loss = lambda args: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(op(*args, **{packing: given})))
@@ -72,13 +62,31 @@ def test_gradients_in_a_branch_of_a_loop(name, packing):
         assert_close(x, a + b, kind="gradient", name=f"argument {n}")
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("packing", ["segment_ids", "cu_seqlens"])
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("name", [name for name in PACKED if name not in ("sparse", "attention", "pooling")])
+def test_cotangents_of_padding(name, platform, packing):
+    """Padding takes no part, whatever its cotangents hold; attention has its own test."""
+    op, args = made(name, platform)
+    given = jnp.array([-1, 0, 0, 0, -1, 1, 1, 1, -1] if packing == "segment_ids" else [1, 4, 7])
+    real = given >= 0 if packing == "segment_ids" else (jnp.arange(T) >= 1) & (jnp.arange(T) < 7)
+
+    @quick
+    def gradients(hidden):
+        out, pull = jax.vjp(lambda *args: op(*args, **{packing: given})[0], *args)
+        return pull(jnp.where(real.reshape(T, *[1] * (out.ndim - 1)), jnp.cos(out + 1), hidden))
+
+    for found, wanted in zip(gradients(jnp.nan), gradients(0.0), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+        assert np.isfinite(found).all() and np.asarray(found).any()
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
+@pytest.mark.parametrize("platform", PLATFORMS)
 def test_values_with_and_without_gradients(name, platform):
     """A forward pass that keeps what its gradient needs takes the same options."""
-    if platform != "xla":
-        pytest.importorskip("triton")
     op, args = made(name, platform)
     call = lambda *args: op(*args)
     alone, beside = quick(call)(*args), quick(lambda *args: jax.vjp(call, *args)[0])(*args)

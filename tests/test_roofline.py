@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from ejkernel_eqx.dispatch import Backend, Cost, DeviceFacts, Problem
-from ejkernel_eqx.tuning.report import roofline as roofline_module
-from ejkernel_eqx.tuning.report.roofline import bound_ms, device_peaks, matrix_dtype, Peaks, roofline
+from ejkernel_eqx import Backend, Cost, DeviceFacts, Problem
+from ejkernel_eqx.tuning.report import roofline
 
 H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132)
 # Of the driver: clock in kHz, multiprocessors, memory clock in kHz, bus width in bits, compute capability.
@@ -17,16 +16,46 @@ A100_DRIVER = {13: 1_410_000, 16: 108, 36: 1_593_000, 37: 5120, 75: 8, 76: 0}
 ADA_DRIVER = {13: 2_520_000, 16: 128, 36: 10_501_000, 37: 384, 75: 8, 76: 9}
 
 
+class Driver:
+    """The few functions of libcuda that are asked."""
+
+    def __init__(self, *devices, ready=0):
+        self.devices, self.ready = devices, ready
+
+    def cuInit(self, flags):
+        return self.ready
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = len(self.devices)
+        return 0
+
+    def cuDeviceGet(self, device, ordinal):
+        device._obj.value = ordinal
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, device):
+        value._obj.value = self.devices[device.value].get(attribute, 0)
+        return 0 if attribute in self.devices[device.value] else 1
+
+
 @pytest.fixture
-def driver(monkeypatch):
-    """The attributes of the devices that the driver shows."""
-    shown = [H200_DRIVER]
-    monkeypatch.setattr(
-        roofline_module, "_driver_devices", lambda: [lambda name, d=d: d.get(name, 0) for d in shown]
-    )
-    roofline_module._read_clocks.cache_clear()
-    yield shown
-    roofline_module._read_clocks.cache_clear()
+def peaks_of(monkeypatch):
+    """The peaks of a device where the driver shows some, or cannot be loaded."""
+
+    def peaks_of(facts, dtype, *devices, **state) -> Any:
+        library = Driver(*devices, **state) if devices != ("absent",) else None
+
+        def load(name):
+            if library is None:
+                raise OSError(f"{name}: cannot open shared object file")
+            return library
+
+        monkeypatch.setattr(ctypes, "CDLL", load)
+        roofline._read_clocks.cache_clear()
+        return roofline.device_peaks(facts, dtype)
+
+    yield peaks_of
+    roofline._read_clocks.cache_clear()
 
 
 PEAKS = [
@@ -49,33 +78,41 @@ def facts_of(attributes):
 
 
 @pytest.mark.parametrize("attributes, dtype, flops, bandwidth", PEAKS)
-def test_peaks_of_gpus(driver, attributes, dtype, flops, bandwidth):
-    driver.append(attributes)
-    peaks: Any = device_peaks(facts_of(attributes), dtype)
+def test_peaks_of_gpus(peaks_of, attributes, dtype, flops, bandwidth):
+    peaks = peaks_of(facts_of(attributes), dtype, H200_DRIVER, attributes)
     assert peaks.flops == pytest.approx(flops, rel=2e-3) and peaks.bytes == pytest.approx(bandwidth, rel=2e-3)
     assert f"{attributes[16]} multiprocessors at {attributes[13] // 1000} MHz" in peaks.source
 
 
-def test_peaks_are_never_invented(driver):
-    assert device_peaks(H200, "bfloat16") is not None
-    assert device_peaks(H200, "float64") is None and device_peaks(H200, "int8") is None
-    assert device_peaks(facts_of(A100_DRIVER), "float8_e4m3fn") is None
-    for changes in (
-        {"vendor": "amd"},
-        {"backend": Backend.CPU},
-        {"compute_capability": "99.0"},
-        {"compute_capability": ""},
-        {"num_multiprocessors": 114},  # the driver shows another device
-    ):
-        assert device_peaks(dataclasses.replace(H200, **changes), "bfloat16") is None
-    roofline_module._read_clocks.cache_clear()
-    driver[:] = [{**H200_DRIVER, 36: 0}]  # the driver does not tell
-    assert device_peaks(H200, "bfloat16") is None
+UNKNOWN: dict[str, tuple[DeviceFacts, str, tuple[Any, ...]]] = {
+    "dtype": (H200, "float64", (H200_DRIVER,)),
+    "integers": (H200, "int8", (H200_DRIVER,)),
+    "8 bits": (facts_of(A100_DRIVER), "float8_e4m3fn", (A100_DRIVER,)),
+    "vendor": (dataclasses.replace(H200, vendor="amd"), "bfloat16", (H200_DRIVER,)),
+    "backend": (dataclasses.replace(H200, backend=Backend.CPU), "bfloat16", (H200_DRIVER,)),
+    "capability": (dataclasses.replace(H200, compute_capability="99.0"), "bfloat16", (H200_DRIVER,)),
+    "no capability": (dataclasses.replace(H200, compute_capability=""), "bfloat16", (H200_DRIVER,)),
+    "another device": (dataclasses.replace(H200, num_multiprocessors=114), "bfloat16", (H200_DRIVER,)),
+    "a clock of 0": (H200, "bfloat16", ({**H200_DRIVER, 36: 0},)),
+    "no clock": (H200, "bfloat16", ({name: x for name, x in H200_DRIVER.items() if name != 13},)),
+    "no device": (H200, "bfloat16", ()),
+    "no driver": (H200, "bfloat16", ("absent",)),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_peaks_are_never_invented(peaks_of, name):
+    facts, dtype, devices = UNKNOWN[name]
+    assert peaks_of(facts, dtype, *devices) is None
+
+
+def test_a_driver_that_is_not_ready(peaks_of):
+    assert peaks_of(H200, "bfloat16", H200_DRIVER, ready=100) is None
 
 
 def test_peaks_of_tpus():
     def peaks(kind, dtype="bfloat16") -> Any:
-        return device_peaks(DeviceFacts(Backend.TPU, kind), dtype)
+        return roofline.device_peaks(DeviceFacts(Backend.TPU, kind), dtype)
 
     assert (peaks("TPU v5 lite").flops, peaks("TPU v5 lite").bytes) == (197e12, 819e9)
     assert peaks("TPU v5p").flops == 459e12 and peaks("TPU v4").bytes == 1.2e12
@@ -84,59 +121,19 @@ def test_peaks_of_tpus():
     assert peaks("TPU v99") is None and peaks("TPU v4", "float16") is None
 
 
-class Driver:
-    """The few functions of libcuda that are asked."""
-
-    def __init__(self, devices, ready=0):
-        self.devices, self.ready = devices, ready
-
-    def cuInit(self, flags):
-        return self.ready
-
-    def cuDeviceGetCount(self, count):
-        count._obj.value = len(self.devices)
-        return 0
-
-    def cuDeviceGet(self, device, ordinal):
-        device._obj.value = ordinal
-        return 0
-
-    def cuDeviceGetAttribute(self, value, attribute, device):
-        value._obj.value = self.devices[device.value].get(attribute, 0)
-        return 0 if attribute in self.devices[device.value] else 1
-
-
-def test_the_driver_is_asked(monkeypatch):
-    def peaks(library) -> Any:
-        monkeypatch.setattr(ctypes, "CDLL", library)
-        roofline_module._read_clocks.cache_clear()
-        found = device_peaks(H200, "bfloat16")
-        roofline_module._read_clocks.cache_clear()
-        return found
-
-    def absent(name):
-        raise OSError(f"{name}: cannot open shared object file")
-
-    unclocked = {name: value for name, value in H200_DRIVER.items() if name != 13}
-    assert peaks(lambda _: Driver([A100_DRIVER, H200_DRIVER])).flops == 4096 * 132 * 1.98e9
-    assert peaks(lambda _: Driver([unclocked])) is None
-    assert peaks(lambda _: Driver([H200_DRIVER], ready=100)) is None
-    assert peaks(lambda _: Driver([])) is None and peaks(absent) is None
-
-
 def test_the_roofline_of_a_cost():
-    peaks = Peaks(100.0, 10.0, "a table")
-    assert bound_ms(Cost(50.0, 1.0), peaks) == 500.0 and bound_ms(Cost(50.0, 20.0), peaks) == 2000.0
-    memory = roofline(Cost(50.0, 20.0), peaks, ms=4000.0)
-    assert (memory.bound_by, memory.fraction, memory.intensity) == ("memory", 0.5, 2.5)
-    assert roofline(Cost(1.0, 0.0), peaks).to_dict() == {
-        "flops": 1.0,
-        "bytes": 0.0,
-        "bound_ms": 10.0,
-        "bound_by": "compute",
-        "ms": None,
-        "intensity": None,
-        "fraction": None,
-    }
+    peaks = roofline.Peaks(100.0, 10.0, "a table")
+    compute, memory = (roofline.roofline(Cost(50.0, read), peaks, ms=4000.0) for read in (1.0, 20.0))
+    assert (compute.bound_ms, compute.bound_by, compute.fraction, compute.intensity) == (
+        500,
+        "compute",
+        0.125,
+        50,
+    )
+    assert (memory.bound_ms, memory.bound_by, memory.fraction, memory.intensity) == (2000, "memory", 0.5, 2.5)
+    unmeasured = roofline.roofline(Cost(1.0, 0.0), peaks).to_dict()
+    assert unmeasured["bound_ms"] == 10
+    assert {name for name, x in unmeasured.items() if x is None} == {"ms", "intensity", "fraction"}
     dtypes = {"x": "bfloat16", "state": "float32", "ids": "int8"}
-    assert matrix_dtype(Problem.make("op", dims={}, dtypes=dtypes, flags={}, lengths=set())) == "bfloat16"
+    problem = Problem.make("op", dims={}, dtypes=dtypes, flags={}, lengths=set())
+    assert roofline.matrix_dtype(problem) == "bfloat16"

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import io
 import json
 import logging
 from collections.abc import Callable
@@ -34,6 +35,10 @@ def forged(path, header: Callable[[bytes], bytes] = bytes, body: Callable[[bytes
     path.write_bytes(raw + serialisation._FOOTER.pack(serialisation._MAGIC, len(raw), digest))
 
 
+def arrays(tree: Any) -> list[Any]:
+    return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+
+
 def changed(**entries: Any) -> Callable[[bytes], bytes]:
     """The header with other entries; `None` leaves one out."""
 
@@ -63,66 +68,59 @@ def attention(num_heads=4, **options) -> Any:
     return ejx.nn.MultiHeadAttention(16, num_heads=num_heads, key=jr.key(0), **options)
 
 
-def decoder(theta=1e4, act="silu", **options) -> Any:
+def adam(heads) -> Any:
+    return optax.adam(1e-3).init(eqx.filter(Block(heads), eqx.is_inexact_array))
+
+
+def decoder(theta=1e4, **options) -> Any:
     mixer = {"num_heads": 2, "rope": ejx.nn.RotaryEmbedding(8, theta=theta)}
-    layer = LayerConfig("attention", mixer, MLPConfig(8, act))  # pyright: ignore[reportArgumentType]
+    layer = LayerConfig("attention", mixer, MLPConfig(8))
     return ejx.models.Decoder(DecoderConfig(8, 16, (layer,)), key=jr.key(0), **options)
+
+
+def activated(function: Any, **options: Any) -> Callable[[], Block]:
+    return lambda: Block(activation=functools.partial(function, **options) if options else function)
 
 
 DIFFERENT = {
     "heads": (attention, lambda: attention(8), r"\.num_heads: expected 8, received 4, and \d more"),
     "mask": (
-        lambda: attention(causal=True),
-        lambda: attention(causal=False),
+        *(lambda: attention(causal=True), lambda: attention(causal=False)),
         r"\.attention\.causal: expected False, received True\.",
     ),
-    "function": (
-        Block,
-        lambda: Block(activation=jax.nn.gelu),
-        r"\.activation: expected 'gelu', received 'relu'",
-    ),
+    "function": (Block, activated(jax.nn.gelu), r"\.activation: expected 'gelu', received 'relu'"),
     "partial": (
-        lambda: Block(activation=functools.partial(jax.nn.gelu, approximate=True)),
-        lambda: Block(activation=functools.partial(jax.nn.gelu, approximate=False)),
+        *(activated(jax.nn.gelu, approximate=True), activated(jax.nn.gelu, approximate=False)),
         r"\.activation\[2\]\.approximate: expected False, received True",
     ),
     "leaf that is no array": (
-        lambda: Block(activation=MLPConfig(8)),
-        lambda: Block(activation=MLPConfig(8, use_bias=True)),
+        *(activated(MLPConfig(8)), activated(MLPConfig(8, use_bias=True))),
         r"\.activation\.use_bias: expected True, received False",
     ),
     "in a list": (lambda: [Block(2)], lambda: [Block(3)], r"\[0\]\.heads: expected 3, received 2"),
     "lengths": (
-        lambda: Block(options=(1, 2)),
-        lambda: Block(options=(1,)),
+        *(lambda: Block(options=(1, 2)), lambda: Block(options=(1,))),
         r"\.options: expected \[1\], received \[1, 2\]",
     ),
     "not finite": (
-        lambda: Block(options={"cap": float("inf")}),
-        lambda: Block(options={"cap": 1.0}),
+        *(lambda: Block(options={"cap": float("inf")}), lambda: Block(options={"cap": 1.0})),
         r"\.options\.cap: expected 1\.0, received 'inf'",
     ),
     "rotation": (decoder, lambda: decoder(2e4), r"theta: expected 20000\.0, received 10000\.0"),
-    "activation": (decoder, lambda: decoder(act="gelu"), r"activation: expected 'gelu', received 'silu'"),
+    "optimiser": (lambda: adam(2), lambda: adam(3), r"\[0\]\.mu\.heads: expected 3, received 2"),
 }
 ALIKE = {
     "platform and dtypes": (attention, lambda: attention(platform="xla", compute_dtype=jnp.bfloat16)),
     "dropout": (lambda: attention(dropout_rate=0.1), attention),
     "recomputation": (decoder, lambda: decoder(remat="kernels", scan_layers=True)),
     "mesh": (Block, lambda: Block(mesh="a mesh")),
-    "functions without a name": (
-        lambda: Block(activation=lambda x: x),
-        lambda: Block(activation=lambda x: x + 1),
-    ),
+    "functions without a name": (activated(lambda x: x), activated(lambda x: x + 1)),
     "arrays alone": (lambda: eqx.filter(Block(), eqx.is_array), Block),
     "arrays alone, wanted": (Block, lambda: eqx.filter(Block(), eqx.is_array)),
     "dates": (lambda: Block(options={"a": datetime.date(2026, 1, 1)}), lambda: Block(options={"a": 1})),
     "huge integers": (lambda: Block(options=10**5000), lambda: Block(options=-(10**5000))),
     "unknown values": (lambda: Block(options=object()), lambda: Block(options=1)),
-    "an option that one side knows": (
-        lambda: Block(options={"a": 1}),
-        lambda: Block(options={"a": 1, "b": 2}),
-    ),
+    "an option of one side": (lambda: Block(options={"a": 1}), lambda: Block(options={"a": 1, "b": 2})),
 }
 
 
@@ -141,10 +139,7 @@ def test_another_architecture_of_the_same_shapes_is_refused(path, name, caplog):
     (record,) = caplog.records
     assert str(path) in record.getMessage() and "strict=False" in record.getMessage()
     assert jax.tree.structure(loaded) == jax.tree.structure(like())
-    for one, other in zip(
-        *(jax.tree.leaves(eqx.filter(m, eqx.is_array)) for m in (loaded, model)), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, *map(arrays, (loaded, model)))
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -155,40 +150,20 @@ def test_how_a_model_is_run_may_differ(path, name, caplog):
     assert not caplog.records
 
 
-def test_modules_within_an_optimisers_state_are_compared(path):
-    def state(heads):
-        return optax.adam(1e-3).init(eqx.filter(Block(heads), eqx.is_inexact_array))
-
-    ejx.save(path, state(2))
-    ejx.load(path, state(2))
-    with pytest.raises(ejx.CheckpointError, match=r"\[0\]\.mu\.heads: expected 3, received 2"):
-        ejx.load(path, state(3))
-
-
-def test_a_file_of_an_earlier_version_loads(path):
-    ejx.save(path, Block(2))
-    assert ejx.serialisation.info(path)["modules"][""]["heads"] == 2
-    forged(path, changed(modules=None))
-    assert ejx.load(path, Block(3)).heads == 3
-    assert "modules" not in ejx.serialisation.info(path)
-
-
-def test_fields_that_only_the_file_knows_are_ignored(path):
+def test_files_of_earlier_and_later_versions_load(path):
     ejx.save(path, Block(2))
     table = ejx.serialisation.info(path)["modules"]
+    assert table[""]["heads"] == 2
     forged(path, changed(modules={"": table[""] | {"new": 3}, ".other": {"x": 1}}))
     assert ejx.load(path, Block(2)).heads == 2
+    forged(path, changed(modules=None))
+    assert ejx.load(path, Block(3)).heads == 3 and "modules" not in ejx.serialisation.info(path)
 
 
 # Files that are not what they say
 
-TREE = {
-    "a": jnp.arange(6.0).reshape(2, 3),
-    "b": jnp.ones(2, jnp.bfloat16),
-    "k": jr.key(0),
-    "n": 3,
-    "z": np.ones(2),
-}
+TREE = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2, jnp.bfloat16), "k": jr.key(0), "n": 3}
+TREE["z"] = np.ones(2)
 LEAF = {"path": "['a']", "kind": "array", "dtype": "float32", "shape": [2, 3]}
 DEEP = b"[" * 900 + b"]" * 900
 
@@ -238,18 +213,14 @@ def test_a_forged_header(path, name):
             read(path)
 
 
-def test_a_leaf_that_is_there_twice(path):
-    ejx.save(path, {"a": 1.0})
-    forged(path, changed(leaves=2 * [{"path": "['a']", "kind": "float"}]))
-    with pytest.raises(ejx.CheckpointError, match="the file has 2 leaves, `like` has 1"):
-        ejx.load(path, {"a": 1.0})
-
-
-def test_hyperparameters_that_are_nested_deeply(path):
+def test_leaves_that_are_there_twice_and_deep_hyperparameters(path):
     ejx.save(path, {"a": 1.0}, {"width": 0})
     forged(path, replaced(b'"width": 0', b'"width": ' + DEEP))
     with pytest.raises(ejx.CheckpointError, match="do not fit"):
         ejx.load(path, lambda depth: {"a": 1.0})
+    forged(path, changed(leaves=2 * [{"path": "['a']", "kind": "float"}]))
+    with pytest.raises(ejx.CheckpointError, match="the file has 2 leaves, `like` has 1"):
+        ejx.load(path, {"a": 1.0})
 
 
 def array_at(n: int, change: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
@@ -263,8 +234,6 @@ def array_at(n: int, change: Callable[[bytes], bytes]) -> Callable[[bytes], byte
 
 
 def saved_as(x: Any, **options: Any) -> Callable[[bytes], bytes]:
-    import io
-
     file = io.BytesIO()
     np.save(file, x, **options)
     return lambda _: file.getvalue()

@@ -107,12 +107,9 @@ def refuses(call, value, inside=True) -> str:
     """The words of the error, the same for a numpy array, a JAX array, and (`inside`) those that a jitted function closes over."""
     messages = set()
     for given in (np.asarray(value, np.int32), jnp.asarray(value, jnp.int32)):
-        attempts = [lambda given=given: call(given)]
-        if inside:
-            attempts.append(lambda given=given: jax.eval_shape(lambda: call(given)))
-        for attempt in attempts:
+        for run in (lambda call: call(), jax.eval_shape)[: 1 + inside]:
             with pytest.raises(ValueError) as caught:
-                attempt()
+                run(lambda given=given: call(given))
             messages.add(str(caught.value))
     (message,) = messages
     assert re.fullmatch(r"[\w.]+: expected [^;]*, received [^;]*; [^;]*\.", message), message
@@ -186,27 +183,23 @@ def test_traced_values_are_checked_on_request(name):
 
 
 def test_who_asks(monkeypatch):
-    wrong = jnp.array([0, 10, 5, 16])
+    wrong, variable = jnp.array([0, 10, 5, 16]), "EJKERNEL_EQX_CHECK_VALUES"
     of = lambda: str(jax.make_jaxpr(lambda value: sequences.cu_seqlens_to_segment_ids(value, T))(wrong))
     plain = of()
-    monkeypatch.setenv("EJKERNEL_EQX_CHECK_VALUES", "1")
+    monkeypatch.setenv(variable, "1")
     asked = of()
-    assert len(asked) > len(plain)
     with ejx.check_values(False):
-        assert of() == plain
-    monkeypatch.setenv("EJKERNEL_EQX_CHECK_VALUES", "off")
+        assert of() == plain and len(asked) > len(plain)
+    monkeypatch.setenv(variable, "off")
     assert of() == plain
     with ejx.check_values():
         assert of() == asked
-    monkeypatch.setenv("EJKERNEL_EQX_CHECK_VALUES", "perhaps")
-    with pytest.raises(
-        ValueError, match="environment variable EJKERNEL_EQX_CHECK_VALUES: expected one of 1, true"
-    ):
+    monkeypatch.setenv(variable, "perhaps")
+    with pytest.raises(ValueError, match=f"environment variable {variable}: expected one of 1, true"):
         of()
     with pytest.raises(ValueError, match=r"^enabled: expected True or False, received 1"):
-        with ejx.check_values(1):  # pyright: ignore[reportArgumentType]
-            pass
-    assert "EJKERNEL_EQX_CHECK_VALUES" in [variable.name for variable in ejx.env()]
+        ejx.check_values(1).__enter__()  # pyright: ignore[reportArgumentType]
+    assert variable in [known.name for known in ejx.env()]
 
 
 def test_ids_that_32_bits_do_not_hold():
@@ -217,9 +210,7 @@ def test_ids_that_32_bits_do_not_hold():
         lambda: ejx.GatedLinearAttention(platform="xla")(*QKV, decay(T, 2, 16), segment_ids=ids),
         lambda: sequences.segment_positions(ids),
     ):
-        with pytest.raises(
-            ValueError, match=r"^segment_ids: expected numbers from -2147483648 to 2147483647"
-        ):
+        with pytest.raises(ValueError, match=r"^segment_ids: expected numbers from -2147483648 to"):
             call()
 
 
@@ -227,7 +218,5 @@ def test_a_vmapped_check():
     offsets = jnp.array([[0, 4, 8, T], [0, 9, 8, T]])
     with ejx.check_values():
         call = eqx.filter_jit(jax.vmap(PACKED["sequences"]))
-        with pytest.raises(
-            (RuntimeError, ValueError), match="cu_seqlens: expected offsets that never decrease"
-        ):
+        with pytest.raises((RuntimeError, ValueError), match="cu_seqlens: expected offsets that never"):
             call(offsets)

@@ -5,9 +5,9 @@ from typing import Literal
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_eqx._tolerances import errors as errors
-from ejkernel_eqx._tolerances import Tolerance as Tolerance
-from ejkernel_eqx._tolerances import TOLERANCES as TOLERANCES
+from ejkernel_eqx._tolerances import errors, Tolerance, TOLERANCES
+
+__all__ = ["TOLERANCES", "Tolerance", "assert_close", "errors"]
 
 
 def assert_close(

@@ -1,6 +1,5 @@
 """A family that the package does not know, with residuals, a shared array, a step and interpreted Triton kernels: `h_t = a h_{t-1} + x_t`."""
 
-import functools
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -9,12 +8,12 @@ import jax.numpy as jnp
 from jax import Array
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx import Backend, kernel_registry, Platform, Problem
 from ejkernel_eqx._kernel import make_plan
 from ejkernel_eqx.core import Kind, StepKind
 from ejkernel_eqx.core.letters import Letters
 from ejkernel_eqx.core.platforms import Interpreted, Plain
-from ejkernel_eqx.core.workload import Inputs, random_cotangents, workload_of
-from ejkernel_eqx.dispatch import Backend, Implementation, kernel_registry, Platform, Problem
+from ejkernel_eqx.dispatch import Implementation
 from tests.core.leaky_kernels import Triton, TritonConfig
 
 OPERATION = "tests.leaky_integrator"
@@ -55,47 +54,30 @@ TOKEN = Letters.of({"x": "b C", "out": "b C", "decay": "C", "state": "b C"}, hea
 
 
 def problem_of(operation: str, arrays: Any, spec: None) -> Problem:
-    size, dtypes = (
-        (TOKEN if isinstance(arrays, StepArrays) else SEQUENCE).sizes(arrays),
-        {"x": arrays.x.dtype},
-    )
+    size = (TOKEN if isinstance(arrays, StepArrays) else SEQUENCE).sizes(arrays)
+    dtypes = {"x": arrays.x.dtype}
     dims = {"B": size["B"] * size.get("b", 1), "T": size.get("T", 1), "C": size["C"]}
     return Problem.make(operation, dims=dims, dtypes=dtypes, flags={"step": "b" in size}, lengths={"B", "T"})
 
 
+_shared: dict[str, Any] = dict(problem_of=problem_of, shared=frozenset({"decay"}))
 CALL = Kind(
     make=Arrays,
-    problem_of=problem_of,
     axes_of=SEQUENCE.axes_of,
     reference=reference,
     results=("out", "final"),
     learned=Arrays._fields,
-    shared=frozenset({"decay"}),
     saved_of=lambda platform, arrays, spec: {"states": ("T", f"H{arrays.x.shape[-1]}")},
+    **_shared,
 )
 STEP = StepKind(
     make=StepArrays,
-    problem_of=problem_of,
     axes_of=TOKEN.axes_of,
     reference=step,
     results=("out", "state"),
     learned=StepArrays._fields,
-    shared=frozenset({"decay"}),
+    **_shared,
 )
-
-
-def workload(implementation: Implementation, problem: Problem) -> Any:
-    make = functools.partial(make_inputs, problem)
-    flops = 2.0 * problem.dim("B") * problem.dim("T") * problem.dim("C")
-    return workload_of(CALL, implementation, None, make, flops=flops)
-
-
-def make_inputs(problem: Problem, seed: int) -> Inputs:
-    keys, (batch, length, channels) = jax.random.split(jax.random.key(seed), 3), map(problem.dim, "BTC")
-    x = jax.random.normal(keys[0], (batch, length, channels), jnp.float32).astype(problem.dtype("x"))
-    decay = jax.random.uniform(keys[1], (channels,), jnp.float32)
-    arrays = Arrays(x, decay, jax.random.normal(keys[2], (batch, channels), jnp.float32))
-    return Inputs(arrays, random_cotangents(CALL, arrays, None, seed))
 
 
 class _Xla(Plain):
@@ -113,7 +95,7 @@ for platform, priority, target in (
     (Platform.XLA, 10, _Xla(_apply)),
     (Platform.TRITON_INTERPRET, -10, Interpreted(Triton(), TritonConfig())),
 ):
-    kernel_registry.add(Implementation(OPERATION, platform, Backend.ANY, priority, "tests", target, workload))
+    kernel_registry.add(Implementation(OPERATION, platform, Backend.ANY, priority, "tests", target))
 
 
 class LeakyIntegrator(ejx.Kernel):

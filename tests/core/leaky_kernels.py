@@ -7,9 +7,8 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from ejkernel_eqx.dispatch import Problem
+from ejkernel_eqx import Problem
 from ejkernel_eqx.launch import Launcher, NOTHING, result, result_like, run
-from ejkernel_eqx.launch.sizes import cdiv
 
 
 @triton.jit
@@ -89,9 +88,7 @@ def _forward(inputs: dict[str, Array], config: TritonConfig, save: bool, execute
     return {name: x for name, x in results.items() if save or name != "states"}
 
 
-def _launch(
-    kernel: Any, inputs: Any, outputs: Any, config: TritonConfig, execute: Any, **constants: Any
-) -> Any:
+def _launch(kernel: Any, inputs: Any, outputs: Any, config: Any, execute: Any, **constants: Any) -> Any:
     batch, length, channels = inputs["x"].shape
     launch = Launcher("tests", inputs, {"T": length, "C": channels}, inputs["x"], execute)
-    return launch(kernel, config, outputs, batch * cdiv(channels, config.block), **constants)
+    return launch(kernel, config, outputs, batch * -(-channels // config.block), **constants)

@@ -34,9 +34,6 @@ def in_shard_map(loss: Any) -> Any:
 # What is done to a loss of x [B, T, H, D], and the rows of a launch for B = 8.
 WAYS = {
     "plain": (lambda loss: loss, 8),
-    "jit": (jax.jit, 8),
-    "grad": (jax.grad, 8),
-    "vmap": (lambda loss: lambda x: jax.vmap(loss)(x.reshape(2, 4, *ROW)), 8),
     "grad of vmap": (lambda loss: jax.grad(lambda x: jnp.sum(jax.vmap(loss)(x.reshape(2, 4, *ROW)))), 8),
     "vmap of grad of jit": (
         lambda loss: lambda x: jax.vmap(jax.grad(jax.jit(loss)))(x.reshape(2, 4, *ROW)),
@@ -44,7 +41,6 @@ WAYS = {
     ),
     "mapped one by one": (lambda loss: lambda x: jax.lax.map(loss, x.reshape(2, 4, *ROW)), 4),
     "a branch": (lambda loss: lambda x: jax.lax.cond(x.sum() > 0, loss, lambda x: 0.0, x), 8),
-    "shard_map": (lambda loss: in_shard_map(loss), 4),
     "grad of shard_map": (lambda loss: jax.grad(in_shard_map(loss)), 4),
 }
 

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_eqx import Plan, Platform
-from ejkernel_eqx.custom import CustomKernel
-from ejkernel_eqx.dispatch import Backend
+from ejkernel_eqx import Backend, CustomKernel, Plan, Platform
 from tests.tolerances import assert_close
 
 try:
@@ -88,23 +86,24 @@ class Square(CustomKernel):
             grid=(x.shape[0],),
             inputs={"x_ptr": x, "weight_ptr": weight},
             outputs={"out_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype)},
-            constants={"D": x.shape[1], "SCALE": self.scale, "BLOCK": config.forward.block_n},
+            constants=self._constants(x, config.forward),
         )["out_ptr"]
 
     def grad_triton(self, arrays, outputs, cotangents, config, launch):
         x, weight = arrays["x"], arrays["weight"]
+        made = {"dx_ptr": x.dtype, "dweight_ptr": jnp.float32}
         results = launch(
             backward_kernel,
             grid=(x.shape[0],),
             inputs={"x_ptr": x, "weight_ptr": weight, "dout_ptr": cotangents["out"]},
-            outputs={
-                "dx_ptr": jax.ShapeDtypeStruct(x.shape, x.dtype),
-                "dweight_ptr": jax.ShapeDtypeStruct(x.shape, jnp.float32),
-            },
-            constants={"D": x.shape[1], "SCALE": self.scale, "BLOCK": config.backward.block_n},
+            outputs={name: jax.ShapeDtypeStruct(x.shape, dtype) for name, dtype in made.items()},
+            constants=self._constants(x, config.backward),
         )
         dweight = results["dweight_ptr"]
         return {"x": results["dx_ptr"], "weight": dweight if self.rows else dweight.sum(0)}
+
+    def _constants(self, x, block):
+        return {"D": x.shape[1], "SCALE": self.scale, "BLOCK": block.block_n}
 
     def candidates(self, platform, problem, device):
         return [Blocks(Block(size), Block(size)) for size in (16, 32)]
@@ -140,13 +139,33 @@ class Opaque(CustomKernel):
         x, weight, index = arrays["x"], arrays["weight"], arrays["index"][:, None].astype(arrays["x"].dtype)
         dout = (cotangents["out"] + cotangents["total"][:, None].astype(x.dtype)) * index
         dweight = x * x * dout
-        return {
-            "x": 2 * weight[None] * x * dout,
-            "weight": dweight if self.backward == "rows" else dweight.sum(0),
-        }
+        dweight = dweight if self.backward == "rows" else dweight.sum(0)
+        return {"x": 2 * weight[None] * x * dout, "weight": dweight}
 
     def example_inputs(self, problem, key):
         return {"index": jnp.arange(problem.dim("B"), dtype=problem.dtype("index"))}
+
+
+def define(**changes: Any) -> Any:
+    """A small class, with some of its attributes replaced, or left out where the replacement is `None`."""
+
+    def __init__(self, **options):
+        self.plan = self.make_plan(**options)
+
+    attributes: dict[str, Any] = {
+        "__module__": __name__,
+        "__qualname__": "Small",
+        "operation": "tests.small",
+        "inputs": {"x": "... D"},
+        "outputs": {"out": "... D"},
+        "plan": eqx.field(static=True),
+        "__annotations__": {"plan": Plan},
+        "__init__": __init__,
+        "__call__": lambda self, x: self.launch(x=x),
+        "reference": lambda self, x: x + 1,
+    } | changes
+    metaclass: Any = type(CustomKernel)
+    return metaclass("Small", (CustomKernel,), {k: v for k, v in attributes.items() if v is not None})
 
 
 def plain(x: Any, weight: Any, scale: float = 2.0) -> Any:

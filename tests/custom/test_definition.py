@@ -1,17 +1,15 @@
 """What is said of a class that is not complete, and of a call that does not fit."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.custom import CustomKernel
-from ejkernel_eqx.dispatch import Backend, kernel_registry, Platform
-from tests.custom.kernels import Blocks, Opaque, Square
+from ejkernel_eqx import Backend, kernel_registry
+from tests.custom.kernels import Blocks, define, Opaque, Square
 
 
 @dataclasses.dataclass
@@ -19,57 +17,21 @@ class Thawed:
     size: int = 1
 
 
-def define(**changes: Any) -> Any:
-    """A small class, with some of its attributes replaced, or left out where the replacement is `None`."""
-
-    def __init__(self, **options):
-        self.plan = self.make_plan(**options)
-
-    attributes: dict[str, Any] = {
-        "__module__": __name__,
-        "__qualname__": "Small",
-        "operation": "tests.small",
-        "inputs": {"x": "... D"},
-        "outputs": {"out": "... D"},
-        "plan": eqx.field(static=True),
-        "__annotations__": {"plan": ejx.Plan},
-        "__init__": __init__,
-        "__call__": lambda self, x: self.launch(x=x),
-        "reference": lambda self, x: x + 1,
-    } | changes
-    metaclass: Any = type(CustomKernel)
-    return metaclass("Small", (CustomKernel,), {k: v for k, v in attributes.items() if v is not None})
-
-
 MISSING = ("operation", "inputs", "outputs", "__init__", "__call__", "reference")
 
 
-@pytest.mark.parametrize("name", MISSING)
-def test_what_is_missing_is_named(name):
-    with pytest.raises(ValueError, match=f"Small, a CustomKernel:\n- {name} is missing: "):
-        define(**{name: None})
-
-
-def test_everything_that_is_missing_is_named_at_once():
-    with pytest.raises(ValueError) as error:
-        define(**dict.fromkeys(MISSING), __annotations__={})
-    assert all(f"- {name} is missing" in str(error.value) for name in (*MISSING, "plan"))
+@pytest.mark.parametrize("names", [*((name,) for name in MISSING), MISSING], ids=" ".join)
+def test_what_is_missing_is_named_at_once(names):
+    with pytest.raises(ValueError, match="Small, a CustomKernel:\n- ") as error:
+        define(**dict.fromkeys(names))
+    assert all(f"- {name} is missing: " in str(error.value) for name in names)
 
 
 Settings = dict[str, Any]
 WRONG: dict[str, tuple[Settings, str]] = {
-    "array field": (
-        {"__annotations__": {"plan": ejx.Plan, "weight": jax.Array}},
-        "field weight is not static.*weights belong to a layer",
-    ),
-    "mutable config": (
-        {"config_types": {"xla": Thawed}, "candidates": lambda *_: [Thawed()]},
-        "expected a frozen dataclass",
-    ),
-    "config without platform": (
-        {"config_types": {"triton": Blocks}, "candidates": lambda *_: []},
-        "no method run_triton",
-    ),
+    "array": ({"__annotations__": {"plan": ejx.Plan, "weight": jax.Array}}, "field weight is not static"),
+    "mutable": ({"config_types": {"xla": Thawed}, "candidates": print}, "expected a frozen dataclass"),
+    "no platform": ({"config_types": {"triton": Blocks}, "candidates": print}, "no method run_triton"),
     "no candidates": ({"config_types": {"xla": Blocks}}, "candidates .or default_config. is missing"),
     "output of new axes": ({"outputs": {"out": "... E"}}, r"outputs\['out'\]: no input has the axes \['E'\]"),
     "output without batch": ({"outputs": {"out": "D"}}, "expected batch axes"),
@@ -103,11 +65,8 @@ def test_a_class_defined_anew_replaces_itself():
 
 
 def test_platforms_come_from_the_methods():
-    assert [i.platform for i in kernel_registry.ordered("tests.square")] == [
-        Platform.TRITON,
-        Platform.XLA,
-        Platform.TRITON_INTERPRET,
-    ]
+    found = [i.platform.value for i in kernel_registry.ordered("tests.square")]
+    assert found == ["triton", "xla", "triton-interpret"]
     assert kernel_registry.get("tests.opaque", "pallas").backend is Backend.ANY
     chosen = {row.platform for row in ejx.explain(Square(), jnp.ones((2, 4)), jnp.ones(4)).choices}
     assert chosen <= {"xla", "triton"}
@@ -115,23 +74,17 @@ def test_platforms_come_from_the_methods():
 
 X, WEIGHT = jnp.ones((2, 3, 8)), jnp.ones(8)
 CALLS: dict[str, tuple[Any, str]] = {
-    "size": (
-        lambda: Square()(X, jnp.ones(7)),
-        r"weight: expected \[D\] with D = 8 as in x, received shape \(7,\)",
-    ),
+    "size": (lambda: Square()(X, jnp.ones(7)), r"weight: .* with D = 8 as in x, received shape \(7,\)"),
     "rank": (lambda: Square()(X, WEIGHT[None]), r"weight: expected \[D\], received shape \(1, 8\)"),
     "scalar": (lambda: Square()(jnp.float32(1), WEIGHT), r"x: expected \[..., D\], received shape \(\)"),
     "batch": (
         lambda: Opaque()(X, WEIGHT, jnp.ones((3, 2), jnp.int32)),
-        r"index: expected \[...\] with batch axes \(2, 3\) as in x, received shape \(3, 2\)",
+        r"index: .* with batch axes \(2, 3\) as in x, received shape \(3, 2\)",
     ),
     "dtype": (lambda: Opaque()(X, WEIGHT, X[..., 0]), "index: expected dtype integer, received float32"),
     "complex": (lambda: Square()(X.astype(jnp.complex64), WEIGHT), "x: complex arrays are not supported"),
     "not an array": (lambda: Square()([1.0], WEIGHT), "x: expected an array, received list"),
-    "option": (
-        lambda: Square(scale=(1, 2)),
-        "Square.scale: expected a bool, int, float, str or None.*received a tuple",
-    ),
+    "option": (lambda: Square(scale=(1, 2)), r"Square.scale: expected a bool, int, .*received a tuple"),
     "names": (lambda: Square().launch(x=X), r"expected the inputs \['x', 'weight'\], received \['x'\]"),
 }
 
@@ -145,22 +98,16 @@ def test_calls_that_do_not_fit(name):
 
 RETURNS: dict[str, tuple[Settings, str]] = {
     "shape": (
-        {"run_xla": lambda self, arrays, config: arrays["x"].T},
-        r"run_xla returned 'out': expected shape \(2, 3\)",
+        {"run_xla": lambda self, arrays, _: arrays["x"].T},
+        r"run_xla .*'out': expected shape \(2, 3\)",
     ),
-    "dtype": (
-        {"run_xla": lambda self, arrays, config: arrays["x"].astype(int)},
-        "and dtype float32, received",
-    ),
-    "number": ({"run_xla": lambda self, arrays, config: (1, 2)}, r"run_xla: expected the outputs \['out'\]"),
-    "nothing": ({"run_xla": lambda self, arrays, config: None}, "run_xla returned 'out'.*received None"),
-    "no gradient": (
-        {"grad_xla": lambda self, arrays, outputs, cotangents, config: {}},
-        r"grad_xla: expected a mapping with the gradients of \['x'\], received \[\]",
-    ),
+    "dtype": ({"run_xla": lambda self, arrays, _: arrays["x"].astype(int)}, r"dtype float32, received"),
+    "number": ({"run_xla": lambda *_: (1, 2)}, r"run_xla: expected the outputs \['out'\]"),
+    "nothing": ({"run_xla": lambda *_: None}, "run_xla returned 'out'.*received None"),
+    "no gradient": ({"grad_xla": lambda *_: {}}, r"grad_xla: .* the gradients of \['x'\], received \[\]"),
     "config": (
-        {"config_types": {"xla": Blocks}, "candidates": lambda self, *_: [3]},
-        "expected Blocks, received 3; return an instance of config_types",
+        {"config_types": {"xla": Blocks}, "candidates": lambda *_: [3]},
+        "expected Blocks, received 3; ",
     ),
 }
 
@@ -173,27 +120,10 @@ def test_methods_that_return_something_else(name):
 
 
 def test_a_platform_may_refuse():
-    class Refusing(CustomKernel):
-        operation: ClassVar = "tests.refusing"
-        inputs: ClassVar = {"x": "... D"}
-        outputs: ClassVar = {"out": "... D"}
-
-        plan: ejx.Plan = eqx.field(static=True)
-
-        def __init__(self, **options):
-            self.plan = self.make_plan(**options)
-
-        def __call__(self, x):
-            return self.launch(x=x)
-
-        def reference(self, x):
-            return x
-
-        def unsupported(self, platform, problem, device):
-            return f"takes D up to 8, not {problem.dim('D')}" if problem.dim("D") > 8 else None
-
+    words = lambda self, platform, problem, device: "takes D up to 8" if problem.dim("D") > 8 else None
+    Refusing = define(operation="tests.refusing", unsupported=words)
     assert Refusing()(jnp.ones(8)).shape == (8,)
-    with pytest.raises(ejx.UnsupportedError, match=r"tests.refusing.*xla.*takes D up to 8, not 9"):
+    with pytest.raises(ejx.UnsupportedError, match=r"tests.refusing.*xla.*takes D up to 8"):
         Refusing()(jnp.ones(9))
-    with pytest.raises(ejx.UnsupportedError, match="not 9"):
+    with pytest.raises(ejx.UnsupportedError, match="takes D up to 8"):
         Refusing(tune_for=(jnp.ones(9),))

@@ -1,8 +1,7 @@
 """What every user's kernel can do without having been told how: batch axes, `vmap`, gradients, `scan`, `checkpoint`."""
 
-from typing import Any, ClassVar
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx._kernel import selections_of
 from tests.attention.dense import normal, quick
-from tests.custom.kernels import close, Opaque, plain, Square
+from tests.custom.kernels import close, define, Opaque, plain, Square
 from tests.tolerances import assert_close
 
 KERNELS: dict[str, Any] = {
@@ -45,7 +44,13 @@ def test_any_batch_axes(kernel, shape):
     close(quick(gradient(kernel))(x, WEIGHT), quick(gradient(plain))(x, WEIGHT))
 
 
+def over_layers(f):
+    step = jax.checkpoint(lambda x, weight: (jnp.tanh(f(x, weight)), None))
+    return gradient(lambda x, weight: jax.lax.scan(step, x[0], jnp.stack([weight, weight / 4]))[0])
+
+
 TRANSFORMATIONS = {
+    "scan of checkpoints": over_layers,
     "grad": gradient,
     "vmap": lambda f: jax.vmap(f, (0, None)),
     "vmap of vmap": lambda f: jax.vmap(jax.vmap(f, (0, None)), (0, None)),
@@ -75,20 +80,6 @@ def test_transformations(kernel, name):
 def test_summed_gradients_of_shared_inputs(name):
     pytest.importorskip("triton")
     test_transformations(Square(rows=False, platform="triton-interpret"), name)
-
-
-def test_scan_over_layers(kernel):
-    weights = normal(3, 4, 37) / 4
-
-    def network(function):
-        def layers(x, weights):
-            step = jax.checkpoint(lambda x, weight: (jnp.tanh(function(x, weight)), None))
-            return jax.lax.scan(step, x, weights)[0]
-
-        return layers
-
-    actual, expected = (quick(gradient(network(function)))(X[0], weights) for function in (kernel, plain))
-    close(actual, expected)
 
 
 @pytest.mark.few(1)
@@ -139,14 +130,9 @@ def weighed(function):
 def test_integer_inputs_and_outputs(backward):
     kernel, both = Opaque(backward, platform="pallas"), {}
     for name, function in (("kernel", kernel), ("reference", kernel.reference)):
-        call = jax.vmap(function, (0, None, 0))
         grads = jax.vmap(jax.grad(weighed(function), (0, 1)), (0, None, 0))
-        arguments = (X8, WEIGHT8, INDEX)
-        both[name] = (
-            quick(lambda *a, f=function: f(*a))(*arguments),
-            quick(call)(*arguments),
-            quick(grads)(*arguments),
-        )
+        calls = (lambda *a, f=function: f(*a), jax.vmap(function, (0, None, 0)), grads)
+        both[name] = [quick(call)(X8, WEIGHT8, INDEX) for call in calls]
     close(both["kernel"], both["reference"])
     assert both["kernel"][0][2].dtype == jnp.int32
 
@@ -179,43 +165,13 @@ def test_outputs_are_named_for_checkpoint_policies():
     assert calls(jax.checkpoint_policies.nothing_saveable) == 3
 
 
-def test_equal_modules_share_one_compilation():
-    traces = []
-
-    @eqx.filter_jit
-    def run(kernel, x):
-        traces.append(kernel.scale)
-        return kernel(x, WEIGHT)
-
-    for scale in (2.0, 2.0, 3.0):
-        close(run(Square(scale), X), plain(X, WEIGHT, scale))
-    assert traces == [2.0, 3.0]
-    assert jax.tree.leaves(Square()) == [] and ejx.Kernel in Square.__mro__
-
-
-class Reversal(ejx.CustomKernel):
-    """The identity, whose gradient is turned round: nothing is computed forwards."""
-
-    operation: ClassVar[str] = "tests.reversal"
-    inputs: ClassVar[Any] = {"x": "... D"}
-    outputs: ClassVar[Any] = {"out": "... D"}
-
-    plan: ejx.Plan = eqx.field(static=True)
-
-    def __init__(self, *, platform: str | None = None):
-        self.plan = self.make_plan(platform=platform)
-
-    def __call__(self, x: Any) -> Any:
-        return self.launch(x=x)
-
-    def reference(self, x: Any) -> Any:
-        return x
-
-    def run_xla(self, arrays: Any, config: Any) -> Any:
-        return arrays["x"]
-
-    def grad_xla(self, arrays: Any, outputs: Any, cotangents: Any, config: Any) -> Any:
-        return {"x": -cotangents["out"]}
+# The identity, whose gradient is turned round: nothing is computed forwards.
+Reversal = define(
+    operation="tests.reversal",
+    reference=lambda self, x: x,
+    run_xla=lambda self, arrays, config: arrays["x"],
+    grad_xla=lambda self, arrays, outputs, cotangents, config: {"x": -cotangents["out"]},
+)
 
 
 def test_a_kernel_that_computes_nothing_is_seen():

@@ -9,26 +9,16 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import TuningError
-from ejkernel_eqx._tolerances import errors, TOLERANCES
+from ejkernel_eqx import kernel_registry, Problem, tuning_options, TuningError
 from ejkernel_eqx.custom import platforms
 from ejkernel_eqx.custom.workload import example_problem
-from ejkernel_eqx.dispatch import (
-    BOTH,
-    device_facts,
-    FORWARD,
-    kernel_registry,
-    memory_cache,
-    Platform,
-    Problem,
-)
-from ejkernel_eqx.dispatch.labels import find_labels_in_lowered, labels_to_configs
+from ejkernel_eqx.dispatch import BOTH, device_facts, FORWARD
 from ejkernel_eqx.dispatch.persistent import lookup, made_with, Record, user_cache
 from ejkernel_eqx.launch import compile_ahead
-from ejkernel_eqx.tuning import Status, tune_problem, tuning_options
-from tests.attention.dense import normal, quick
+from ejkernel_eqx.tuning import Status, tune_problem
+from tests.attention.dense import quick
 from tests.custom.kernels import Block, Blocks, Opaque, Square
-from tests.tuning.scaling import nothing_in_memory
+from tests.tolerances import errors, TOLERANCES
 
 PROBLEM = example_problem("tests.square", {"B": 3, "D": 40}, "float32", {"scale": 3.0})
 
@@ -50,10 +40,8 @@ def test_the_key_knows_all_that_matters():
     }
     assert len(keys) == 18
     # B always, D as declared: their next power of two.
-    near = [
-        example_problem("tests.square", {"B": b, "D": d}, "float32", {}).key() for b, d in ((4, 8), (3, 7))
-    ]
-    assert near[0] == near[1]
+    near = example_problem("tests.square", {"B": 3, "D": 7}, "float32", {})
+    assert near.key() == example_problem("tests.square", {"B": 4, "D": 8}, "float32", {}).key()
     assert dict(PROBLEM.flags) == {"scale": 3.0, "rows": True}
 
 
@@ -61,11 +49,9 @@ def test_a_call_is_of_the_problem_that_the_command_line_names():
     kernel = Square(scale=3.0)
     choice = ejx.explain(kernel, jnp.ones((3, 40)), jnp.ones(40)).choices[0]
     assert choice.problem == str(PROBLEM)
-    with pytest.raises(
-        ValueError, match=r"expected sizes for D and optionally B, received unknown .'E'. and missing .'D'."
-    ):
+    with pytest.raises(ValueError, match=r"for D and optionally B, .*unknown .'E'. and missing .'D'."):
         example_problem("tests.square", {"E": 2}, "float32", {})
-    with pytest.raises(ValueError, match=r"flags: expected rows, scale, received unknown .'causal'."):
+    with pytest.raises(ValueError, match=r"flags: expected rows, scale, .*'causal'."):
         example_problem("tests.square", {"D": 2}, "float32", {"causal": True})
 
 
@@ -82,10 +68,9 @@ def test_run_agrees_with_reference(platform, dtype):
     results, reference = quick(lambda x: work.run(x, config))(inputs), quick(work.reference)(inputs)
     assert set(results) == set(reference) == {"out", "d_x", "d_weight"} and work.forward == ("out",)
     for name, x in results.items():
-        assert reference[name].dtype == jnp.float32
         measured, allowed = errors(x, reference[name]), work.tolerances[name]
         assert measured.rms <= allowed.rms and measured.peak <= allowed.peak
-        assert float(jnp.max(jnp.abs(reference[name]))) > 0.1
+        assert reference[name].dtype == jnp.float32 and float(jnp.max(jnp.abs(reference[name]))) > 0.1
     assert work.tolerances["d_x"] == TOLERANCES[dtype]["gradient"]
     other = work.make_inputs(1)
     assert all(bool(jnp.any(x != y)) for x, y in zip(*map(jax.tree.leaves, (inputs, other)), strict=True))
@@ -105,16 +90,13 @@ def test_hooks_of_the_workload():
 
 def test_integer_inputs_have_to_be_given(monkeypatch):
     monkeypatch.delattr(Opaque, "example_inputs")
-    problem = example_problem("tests.opaque", {"B": 4, "D": 8}, "float32", {})
-    with pytest.raises(
-        TuningError, match=r"not representative for index; return it from Opaque.example_inputs"
-    ):
-        workload("xla", problem).make_inputs(0)
-    monkeypatch.setattr(
-        Opaque, "example_inputs", lambda *_: {"index": jnp.zeros(5, jnp.int32)}, raising=False
-    )
+    work = workload("xla", example_problem("tests.opaque", {"B": 4, "D": 8}, "float32", {}))
+    with pytest.raises(TuningError, match=r"for index; return it from Opaque.example_inputs"):
+        work.make_inputs(0)
+    wrong = lambda *_: {"index": jnp.zeros(5, jnp.int32)}
+    monkeypatch.setattr(Opaque, "example_inputs", wrong, raising=False)
     with pytest.raises(ValueError, match=r"index: expected .* with batch axes"):
-        workload("xla", problem).make_inputs(0)
+        work.make_inputs(0)
 
 
 def test_launches_compile_for_a_device_that_is_not_there():
@@ -135,19 +117,6 @@ def test_another_process_can_import_it():
     assert pickle.loads(pickle.dumps(found)) == found
 
 
-@pytest.mark.slow
-def test_tuning():
-    pytest.importorskip("triton")
-    with tuning_options(samples=2, sample_ms=1.0, progress=False):
-        result = tune_problem(PROBLEM, implementation("triton-interpret"), force=True)
-    assert {m.part for m in result.measurements} == {"forward", "backward"}
-    assert {m.config.block_n for m in result.measurements} == {16, 32}
-    assert all(m.status in (Status.TIMED, Status.PASSED) for m in result.measurements)
-    kernel = Square(scale=3.0, platform="triton-interpret")
-    choice = ejx.explain(kernel, jnp.ones((3, 40)), jnp.ones(40)).choices[0]
-    assert choice.config == repr(result.config) and choice.tier in ("memory", "persistent")
-
-
 def test_a_wrong_candidate_is_denied(monkeypatch):
     pytest.importorskip("triton")
     run = Square.run_triton
@@ -159,41 +128,10 @@ def test_a_wrong_candidate_is_denied(monkeypatch):
     problem = dataclasses.replace(PROBLEM, flags=(("rows", True), ("scale", 5.0)))
     with tuning_options(samples=2, sample_ms=1.0, progress=False):
         result = tune_problem(problem, implementation("triton-interpret"), force=True)
-    denied = {
-        m.config.block_n for m in result.measurements if m.status is Status.DENIED and m.part == "forward"
-    }
-    assert denied == {32} and result.config.forward == Block(16)
-
-
-def test_labels_name_the_choice():
-    pytest.importorskip("triton")
-    kernel = Square(platform="triton-interpret", config=Blocks(Block(32), Block(16)))
-    gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(jax.vmap(kernel, (0, None))(x, w)), (0, 1)))
-    labels = find_labels_in_lowered(gradient.lower(normal(0, 3, 40), normal(1, 40)))
-    found = labels_to_configs(labels)
-    assert {(x.operation, x.config) for x in found} == {("tests.square", kernel.plan.snapshot.override)}
-    folded = example_problem("tests.square", {"B": 3, "D": 40}, "float32", {})
-    assert {x.problem for x in found} == {folded.digest()}
-
-
-def test_a_kernel_built_when_more_is_known_uses_it():
-    """Equal as they are, each chooses by what it knows itself where it is traced."""
-    pytest.importorskip("triton")
-    x, weight = jnp.ones((3, 40)), jnp.ones(40)
-
-    def chosen(kernel):
-        with ejx.recording() as calls:
-            jax.eval_shape(kernel, x, weight)
-        return calls[-1].problem.key(), calls[-1].config
-
-    with nothing_in_memory():
-        first: Any = Square(platform="triton-interpret")
-        key, before = chosen(first)
-        known = Blocks(Block(32), Block(16))
-        memory_cache.put(Platform.TRITON_INTERPRET, key, known)
-        second = Square(platform="triton-interpret")
-        assert second == first and before != known
-        assert chosen(second) == (key, known) and chosen(first) == (key, before)
+    assert {m.part for m in result.measurements} == {"forward", "backward"}
+    assert {m.config.block_n for m in result.measurements} == {16, 32}
+    denied = [m for m in result.measurements if m.status is Status.DENIED and m.part == "forward"]
+    assert [m.config.block_n for m in denied] == [32] and result.config.forward == Block(16)
 
 
 def test_what_was_tuned_of_another_text_is_not_asked(monkeypatch, tmp_path):

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.losses.xla import XlaConfig
 from tests import meshes
 from tests.attention.dense import normal
+from tests.losses.cases import XlaConfig
 from tests.meshes import HEADS, ROWS
 
 ARRAYS = {"x": normal(0, 4, 6, 8), "weight": normal(1, 16, 8), "bias": normal(2, 16)}
@@ -15,10 +15,9 @@ SPECS = {"x": (ROWS,), "weight": (HEADS,), "bias": (HEADS,)}
 LABELS = jnp.arange(24).reshape(4, 6) % 18 - 2
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @meshes.everywhere
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("chunk", [8, 64])
+@pytest.mark.parametrize("reduction, chunk", [("mean", 8), ("none", 64)])
 def test_on_a_mesh(reduction, chunk, kind, layout):
     op = ejx.LinearCrossEntropy(reduction, config=XlaConfig(chunk))
 
@@ -29,8 +28,7 @@ def test_on_a_mesh(reduction, chunk, kind, layout):
     expected = jax.jit(everything)(ARRAYS, LABELS)
     mesh = meshes.mesh_of(kind)
     specs = {name: meshes.spec(layout, *axes) for name, axes in SPECS.items()}
-    arrays = meshes.place(mesh, ARRAYS, specs)
-    labels = meshes.place(mesh, {"x": LABELS}, {"x": meshes.spec(layout, ROWS)})["x"]
+    arrays, labels = meshes.place(mesh, (ARRAYS, LABELS), (specs, meshes.spec(layout, ROWS)))
     with meshes.context(kind, mesh):
         loss, gradients = jax.jit(everything)(arrays, labels)
     meshes.agree(loss, expected[0])
