@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import models
-from ejkernel_eqx.sequences import reorder_sequence
 from tests import meshes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -31,8 +30,11 @@ MIXERS: dict[str, dict[str, Any]] = {
     "lightning_attention": {"num_heads": 4},
     "kimi_delta_attention": {"num_heads": 2, "head_dim": 8},
     "gated_delta_net": {"num_k_heads": 2, "num_v_heads": 4, "head_dim": 8},
+    "latent_attention": {"num_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+    "native_sparse_attention": {"num_heads": 4, "num_kv_heads": 2, "block_size": 8, "num_blocks": 2}
+    | {"sliding_window": 8, "compression_size": 8, "compression_stride": 4},
 }
-KINDS = {"explicit": AxisType.Explicit, "automatic": AxisType.Auto}
+EXPERTS = models.MoEConfig({"hidden_dim": 32, "num_experts": 4, "top_k": 2})
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,12 @@ def alone(mixers: tuple[str, ...], mlp: Any = None, **rows: Any) -> Any:
     return gradient(arrays, batch()[:, :-1], batch()[:, 1:])
 
 
+def agree(found: Any, expected: Any) -> None:
+    (loss, gradients), _ = found
+    meshes.agree(loss, expected[0])
+    meshes.agree(gradients, expected[1], "gradient")
+
+
 def shapes_of(compiled: Any, collective: str) -> collections.Counter:
     """The shapes of the results of a collective in the program, and how often."""
     lines = re.findall(rf"= (.*?) {collective}(?:-start)?\(", compiled.as_text() or "")
@@ -112,9 +120,7 @@ def test_only_weights_and_states_are_gathered(recipe):
     mixers = ("attention", "gated_linear_attention")
     model = model_of(mixers, sequence_axis="sequence")
     found, compiled = over(recipe, model, {"data": 2, "sequence": 2, "tensor": 2})
-    expected = alone(mixers)
-    meshes.agree(found[0], expected[0])
-    meshes.agree(found[1], expected[1], "gradient")
+    agree((found, compiled), alone(mixers))
     matrices = {x.shape[-2:] for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)) if x.ndim > 1}
     half = {(a // 2, b) for a, b in matrices} | {(a, b // 2) for a, b in matrices}
     gathered = shapes_of(compiled, "all-gather")
@@ -131,39 +137,50 @@ def test_only_weights_and_states_are_gathered(recipe):
     assert set(meshes.collectives(compiled)) <= {"all-gather", "all-reduce", "all-to-all", "reduce-scatter"}
 
 
-@pytest.mark.slow
+GLA, DELTA = "gated_linear_attention", "gated_delta_net"
+KDA, LIGHTNING = "kimi_delta_attention", "lightning_attention"
+XLA, OPAQUE, LOOP = {"platform": "xla"}, {"platform": "triton-interpret"}, {"scan_layers": True}
+IN_CONTEXT, AUTOMATIC = "explicit in context", "automatic in context"
+# Kind of mesh, sizes of its axes, mixers, experts or none, options. A mesh has three axes, some of one device.
+NUMBERS: list[tuple[str, dict[str, int], tuple[str, ...], Any, dict[str, Any]]] = [
+    ("explicit", {"data": 2}, ("attention", GLA), None, OPAQUE | LOOP),
+    (IN_CONTEXT, {"tensor": 2}, ("attention", "mamba2"), EXPERTS, OPAQUE | LOOP),
+    ("explicit", {"sequence": 2}, ("mamba1", DELTA), None, OPAQUE),
+    (IN_CONTEXT, {"sequence": 2}, ("attention", LIGHTNING), EXPERTS, OPAQUE | LOOP),
+    ("explicit", {"data": 2}, ("latent_attention", "native_sparse_attention"), None, OPAQUE | LOOP),
+    ("explicit", {"tensor": 2}, ("latent_attention", "native_sparse_attention"), EXPERTS, OPAQUE),
+    (IN_CONTEXT, {"data": 2}, (KDA, "mamba2", LIGHTNING), EXPERTS, OPAQUE),
+    ("explicit", {"data": 2}, ("mamba1", DELTA), None, OPAQUE | LOOP),
+    ("explicit", {"tensor": 2}, ("mamba1", LIGHTNING, GLA), None, OPAQUE | LOOP),
+    (IN_CONTEXT, {"tensor": 2}, (KDA, DELTA), None, OPAQUE),
+    ("explicit", {"sequence": 2}, (KDA, "mamba2", GLA), None, OPAQUE | LOOP),
+    (IN_CONTEXT, {"data": 2, "sequence": 4}, ("mamba2", KDA), None, XLA | {"remat": "kernels"}),
+    ("automatic", {"data": 2, "sequence": 4}, ("attention", "mamba2"), None, XLA),
+    (AUTOMATIC, {"data": 2, "sequence": 2}, (LIGHTNING, DELTA), None, XLA | LOOP),
+]
+WHOLE_TOKENS = ("latent_attention", "native_sparse_attention")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind, sizes, mixers, mlp, options", NUMBERS, ids=str)
+def test_numbers_of_one_device(recipe, kind, sizes, mixers, mlp, options):
+    """Interpreted kernels are as opaque to JAX as those of a GPU. The loop over layers carries the residual, whose type names every axis."""
+    if options["platform"] != "xla":
+        pytest.importorskip("triton")
+    axis = None if set(mixers) & set(WHOLE_TOKENS) else "sequence"
+    agree(over(recipe, model_of(mixers, mlp, sequence_axis=axis, **options), sizes, kind), alone(mixers, mlp))
+
+
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "kind, mixers",
+    "platform, mixers",
     [
-        ("explicit", ("mamba1", "gated_delta_net")),
-        ("explicit in context", ("mamba2", "kimi_delta_attention")),
-        ("automatic", ("attention", "mamba2")),
-        ("automatic in context", ("lightning_attention", "gated_delta_net")),
+        ("triton-interpret", ("attention", GLA)),
+        ("triton-interpret", ("mamba2", "mamba1", DELTA)),
+        ("triton-interpret", ("latent_attention", LIGHTNING, KDA)),
+        ("xla", ("attention", "mamba2")),
     ],
-)
-def test_every_mixer(recipe, kind, mixers):
-    found, _ = over(recipe, model_of(mixers, sequence_axis="sequence"), {"data": 2, "sequence": 4}, kind)
-    expected = alone(mixers)
-    meshes.agree(found[0], expected[0])
-    meshes.agree(found[1], expected[1], "gradient")
-
-
-@pytest.mark.parametrize("split", ["data", pytest.param("sequence", marks=pytest.mark.slow)])
-def test_interpreted_kernels_keep_axes_of_one_device(recipe, split):
-    """The loop over layers carries the residual, whose type names every axis of the mesh. A GPU's kernels are as opaque to JAX."""
-    pytest.importorskip("triton")
-    mixers = ("attention", "gated_linear_attention") * 2
-    options = {"sequence_axis": "sequence", "platform": "triton-interpret", "scan_layers": True}
-    found, _ = over(recipe, model_of(mixers, **options), {split: 2})
-    expected = alone(mixers)
-    meshes.agree(found[0], expected[0])
-    meshes.agree(found[1], expected[1], "gradient")
-
-
-@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
-@pytest.mark.parametrize(
-    "mixers",
-    [("attention", "gated_linear_attention"), pytest.param(("mamba2", "mamba1"), marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_decoding_keeps_axes_of_one_device(recipe, platform, mixers):
     """The loop over steps carries a token of each row, whose axis of size one the mesh axis of the tokens still names."""
@@ -190,24 +207,10 @@ def test_decoding_keeps_axes_of_one_device(recipe, platform, mixers):
 
 @pytest.mark.slow
 def test_experts_and_packed_rows(recipe):
-    mlp = models.MoEConfig({"hidden_dim": 32, "num_experts": 4, "top_k": 2})
     ids = np.sort(np.random.default_rng(1).integers(0, 3, (ROWS, TOKENS)), axis=1).astype(np.int32)
-    model = model_of(("attention",), mlp, sequence_axis="sequence")
-    found, _ = over(recipe, model, {"data": 2, "sequence": 2, "tensor": 2}, segment_ids=ids)
-    expected = alone(("attention",), mlp, segment_ids=ids)
-    meshes.agree(found[0], expected[0])
-    meshes.agree(found[1], expected[1], "gradient")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("remat, scan_layers", [("kernels", False), ("none", True)])
-def test_recomputed_and_looped_layers(recipe, remat, scan_layers):
-    mixers = ("attention", "gated_linear_attention") * 2
-    model = model_of(mixers, sequence_axis="sequence", remat=remat, scan_layers=scan_layers)
-    found, _ = over(recipe, model, {"sequence": 2})
-    expected = alone(mixers)
-    meshes.agree(found[0], expected[0])
-    meshes.agree(found[1], expected[1], "gradient")
+    model = model_of(("attention",), EXPERTS, sequence_axis="sequence")
+    found = over(recipe, model, {"data": 2, "sequence": 2, "tensor": 2}, segment_ids=ids)
+    agree(found, alone(("attention",), EXPERTS, segment_ids=ids))
 
 
 @pytest.mark.slow
@@ -216,12 +219,14 @@ def test_tokens_in_zigzag_order(recipe):
     model = model_of(("attention",) * 2, sequence_axis="sequence", token_order="zigzag")
     mesh = recipe.mesh_of({"data": 2, "sequence": 4, "tensor": 1})
     ids = batch()[:, :-1]
-    placed = jax.device_put(reorder_sequence(ids, 4, axis=1), NamedSharding(mesh, P("data", "sequence")))
+    placed = jax.device_put(
+        ejx.sequences.reorder_sequence(ids, 4, axis=1), NamedSharding(mesh, P("data", "sequence"))
+    )
     arrays, static = eqx.partition(model, eqx.is_array)
     arrays = recipe.place(arrays, model, mesh)
     logits = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))(arrays, placed)
     expected = eqx.filter_jit(model_of(("attention",) * 2))(jnp.asarray(ids))
-    meshes.agree(logits, reorder_sequence(expected, 4, axis=1))
+    meshes.agree(logits, ejx.sequences.reorder_sequence(expected, 4, axis=1))
 
 
 # One layer by itself: orders of tokens, padding, and calls inside `shard_map`
@@ -231,11 +236,22 @@ def layer_of(**options: Any) -> ejx.nn.MultiHeadAttention:
     return ejx.nn.MultiHeadAttention(WIDTH, **MIXERS["attention"], **options, key=jax.random.key(1))
 
 
+BY_LENGTH = ejx.nn.DynamicScaling(2.0, 16)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("kind", ["explicit", "automatic in context", "manual"])
-@pytest.mark.parametrize("scaling", [None, ejx.nn.DynamicScaling(2.0, 16)], ids=["", "by length"])
-def test_positions_of_tokens_that_are_split(kind, order, scaling):
+@pytest.mark.parametrize(
+    "kind, order, scaling, platform",
+    [
+        ("explicit", "zigzag", BY_LENGTH, "triton-interpret"),
+        ("automatic in context", "contiguous", BY_LENGTH, "xla"),
+        ("automatic in context", "zigzag", None, "xla"),
+        ("manual", "zigzag", BY_LENGTH, "xla"),
+        ("manual", "contiguous", None, "triton-interpret"),
+    ],
+    ids=str,
+)
+def test_positions_of_tokens_that_are_split(kind, order, scaling, platform):
     """Rows with padding on the left and on the right, whose first real token has position 0."""
     devices, rope = 4, ejx.nn.RotaryEmbedding(8, scaling=scaling)
     x = jax.random.normal(jax.random.key(2), (2, TOKENS, WIDTH))
@@ -245,21 +261,19 @@ def test_positions_of_tokens_that_are_split(kind, order, scaling):
     expected = build()(x, padding_mask=real)
     axis_type = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((devices,), ("sequence",), axis_types=(axis_type,), devices=jax.devices()[:devices])
-    stored = (lambda x: reorder_sequence(x, devices, axis=1)) if order == "zigzag" else (lambda x: x)
+    stored = (
+        (lambda x: ejx.sequences.reorder_sequence(x, devices, axis=1)) if order == "zigzag" else (lambda x: x)
+    )
     put = lambda x: jax.device_put(stored(x), NamedSharding(mesh, P(None, "sequence")))
-    layer = build(sequence_axis="sequence", token_order=order)
+    layer = build(sequence_axis="sequence", token_order=order, platform=platform)
     call = lambda x, real: layer(x, padding_mask=real)
     if kind == "manual":
         tokens = P(None, "sequence")
         call = jax.shard_map(call, mesh=mesh, in_specs=(tokens, tokens), out_specs=tokens)
     with jax.set_mesh(mesh) if kind.endswith("context") else contextlib.nullcontext():
         y = jax.jit(call)(put(x), put(real))
-    shown, wanted = (np.where(real[..., None], np.asarray(x), 0) for x in (y, stored(expected)))
-    if order == "zigzag":
-        shown, wanted = (
-            np.where(np.asarray(stored(real))[..., None], np.asarray(x), 0) for x in (y, stored(expected))
-        )
-    meshes.agree(shown, wanted)
+    seen = np.asarray(stored(real))[..., None]
+    meshes.agree(*(np.where(seen, np.asarray(x), 0) for x in (y, stored(expected))))
 
 
 @pytest.mark.slow
