@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import ejkernel_eqx as ejx
-from tests.models.test_published import GOLDEN, weights_of
+from tests.models.cases import GOLDEN
+from tests.models.test_published import weights_of
 
 from .test_serve import examples as examples
 

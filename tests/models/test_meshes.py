@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_eqx as ejx
 from tests import meshes
 from tests.meshes import HEADS, ROWS
-from tests.models.cases import tokens
-from tests.models.test_published import error_of, folder_of, GOLDEN
+from tests.models.cases import GOLDEN, tokens
+from tests.models.test_published import error_of, folder_of
 
 _ROWS_OF = ("experts", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
