@@ -1,17 +1,14 @@
 """Serving: the engine of `examples/serving.py` on small untrained models, and the command line on a checkpoint."""
 
 import functools
-import importlib
 import json
 import math
 import os
-import pathlib
 import random
 import signal
 import subprocess
 import sys
 import time
-from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -21,39 +18,12 @@ import pytest
 
 from ejkernel_eqx.models import Sampling
 from tests.compilations import compilations
-from tests.recurrence.quick import quick
 
-from .test_examples import _environment, _run, ROOT, SMALL
+from .conftest import SMALL
+from .test_examples import run, start
 
-MODULES = ("lora", "vocabulary", "train_lm", "serving_step", "serving", "serve_lm")
 HYBRID = "mamba2,attention"
-
-
-class Examples(NamedTuple):
-    """The modules, as they import one another beside each other."""
-
-    lora: Any
-    vocabulary: Any
-    train_lm: Any
-    serving_step: Any
-    serving: Any
-    serve_lm: Any
-
-
-@pytest.fixture(scope="module")
-def examples():
-    sys.path.insert(0, str(ROOT / "examples"))
-    before = {name: sys.modules.pop(name, None) for name in MODULES}
-    found = Examples(*(importlib.import_module(name) for name in MODULES))
-    yield found
-    sys.path.remove(str(ROOT / "examples"))
-    for name, module in before.items():
-        del sys.modules[name]
-        if module is not None:
-            sys.modules[name] = module
-
-
-# The engine
+SIZES = "--max-new-tokens 12 --num-pages 24 --page-size 4 --max-batch 4 --step-tokens 16".split()
 
 
 @functools.cache
@@ -128,7 +98,7 @@ def _alone(engine, requests, **options):
 def _whole(examples, mixer, requests, layers=None):
     """Greedy tokens from the whole sequence at once, without any cache, given the tokens that were written."""
     model = _model(examples, mixer, layers)
-    call = quick(lambda tokens: jnp.argmax(model(tokens), axis=-1))
+    call = jax.jit(lambda tokens: jnp.argmax(model(tokens), axis=-1))
     for (prompt, _), text in requests:
         tokens = np.zeros((1, 64), np.int32)
         tokens[0, : len(prompt) + len(text)] = [*prompt, *text]
@@ -389,43 +359,31 @@ def test_pages_behind_a_window_are_freed(examples, monkeypatch):
     _check_empty(engine)
 
 
-@pytest.mark.slow
-def test_without_attention_there_are_no_pages(examples):
-    engine = _engine(examples, "gla", 2, max_batch=2, step_tokens=4)
-    requests = _requests(3, 5)
-    texts = _serve(engine, requests)
-    assert texts == _alone(engine, requests) and engine.num_pages == engine.peak_pages == 0
-    _whole(examples, "gla", list(zip(requests, texts))[:2])
-    _check_empty(engine)
+INTERPRETED = {"platform": "triton-interpret", "page_size": 8, "max_batch": 2}
+SERVED = [
+    ("gla", {"max_batch": 2, "step_tokens": 4}),
+    ("mamba1", {}),
+    ("kda,attention", {}),
+    ("gated_deltanet,attention", INTERPRETED),
+    ("mla", INTERPRETED),
+    ("attention moe", {}),
+    # Texts of more tokens than a compressed key and a page have.
+    ("nsa", {"page_size": 16, "num_pages": 10, "step_tokens": 16}),
+]
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts(examples):
-    engine = _engine(examples, "attention moe", 2)
-    requests = _requests(3, 5, longest=12, most=8)
+@pytest.mark.parametrize(("mixer", "options"), SERVED, ids=str)
+def test_every_mixer_is_served(examples, mixer, options):
+    """The pages of all layers are one pool, to kernels of another platform as well; without attention there are none."""
+    if "platform" in options:
+        pytest.importorskip("triton")
+    engine = _engine(examples, mixer, **options)
+    requests = [(bytes(range(20)), 4), (b"abc", 8), *_requests(6, 3, longest=12, most=8)]
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
-    _whole(examples, "attention moe", list(zip(requests, texts)), 2)
-    _check_empty(engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["attention", "mla", "gated_deltanet,attention"])
-def test_kernels_of_another_platform(examples, mixer):
-    """The pages of all layers are one pool to them as well."""
-    pytest.importorskip("triton")
-    engine = _engine(examples, mixer, 2, "triton-interpret", page_size=8, max_batch=2)
-    requests = [(bytes(range(20)), 4), (b"abc", 6)]
-    _whole(examples, mixer, list(zip(requests, _serve(engine, requests))), 2)
-    _check_empty(engine)
-
-
-@pytest.mark.slow
-def test_native_sparse_attention(examples):
-    """Texts of more tokens than a compressed key and a page have."""
-    engine = _engine(examples, "nsa", 1, page_size=16, num_pages=10, step_tokens=16)
-    requests = [(bytes(range(40)), 12), (b"abc", 8), (bytes(range(9, 30)), 14)]
-    _whole(examples, "nsa", list(zip(requests, _serve(engine, requests))), 1)
+    _whole(examples, mixer, list(zip(requests, texts)))
+    assert (engine.peak_pages == engine.num_pages == 0) == (mixer in ("gla", "mamba1"))
     _check_empty(engine)
 
 
@@ -440,15 +398,10 @@ def test_quantised_pages(examples):
     _check_empty(engine)
 
 
-MANY = [("attention", 60), *(pytest.param(m, 200, marks=pytest.mark.slow) for m in ("attention", HYBRID))]
-OTHERS = ["mamba1", "lightning,attention", "kda,attention", "gated_deltanet,attention"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("mixer", "count"), MANY)
-def test_many_requests(examples, mixer, count):
+def test_many_requests(examples):
     """At most one program a size, no page lost, and greedy as alone, with ones in between that are refused or cancelled."""
-    engine = _small(examples) if mixer == "attention" else _engine(examples, mixer, 2)
+    engine, count = _small(examples), 60
     requests = _requests(5, count, longest=20, most=12)
     cancel = {index: index % 3 for index in range(0, count, 9)}
     texts = _serve(engine, requests, seed=5, cancel=cancel)
@@ -456,17 +409,6 @@ def test_many_requests(examples, mixer, count):
     for index, text in zip(range(0, count, 4), expected):
         assert texts[index] == (text[: len(texts[index])] if index in cancel else text)
     assert sum(program._cache_size() for _, program in engine.programs.values()) == len(engine.compiled) <= 2
-    _check_empty(engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", OTHERS)
-def test_every_mixer_is_served(examples, mixer):
-    engine = _engine(examples, mixer)
-    requests = _requests(6, 8)
-    texts = _serve(engine, requests)
-    assert texts == _alone(engine, requests)
-    _whole(examples, mixer, list(zip(requests, texts))[:4])
     _check_empty(engine)
 
 
@@ -484,34 +426,19 @@ def test_sizes_are_checked(examples):
 # The command line
 
 
-@pytest.fixture(scope="module")
-def checkpoint(examples, tmp_path_factory):
-    """An untrained model; training is tested elsewhere."""
-    folder = tmp_path_factory.mktemp("run")
-    args = examples.train_lm.parse([*SMALL, "--steps", "1", "--out-dir", str(folder)])
-    state = examples.train_lm.make_state(args, examples.train_lm.architecture_of(args))
-    examples.train_lm.save_checkpoint(folder / "checkpoint.ejx", state, args)
-    return folder / "checkpoint.ejx"
-
-
-SIZES = "--max-new-tokens 12 --num-pages 24 --page-size 4 --max-batch 4 --step-tokens 16".split()
-
-
 @pytest.mark.slow
-def test_what_was_trained_is_served(tmp_path, monkeypatch):
-    """Training and serving, each in a process of its own."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+def test_what_was_trained_is_served(examples, tmp_path):
+    """And served in a process of its own."""
     text, folder, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "out.jsonl"
     text.write_text("the quick " * 1000)
-    _run("train_lm.py", "--data", text, "--out-dir", folder, *SMALL, "--steps", 30, "--sample-length", 1)
+    options = ["--data", text, "--out-dir", folder, *SMALL, "--steps", 30, "--sample-length", 1]
+    assert examples.train(*options) == 0
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"the quick \n\n{'long ' * 40}\nk the\n")
     options = ["--checkpoint", folder / "checkpoint.ejx", "--prompts", prompts, "--out", out, *SIZES]
-    texts, numbers = _run("serve_lm.py", *options)
-    assert (
-        "--- request 0 ---\nthe quick the quick th\n--- request 1 ---\n[prompt: expected at least one"
-        in texts
-    )
+    texts, numbers = run("serve_lm.py", *options)
+    first = "--- request 0 ---\nthe quick the quick th\n--- request 1 ---\n[prompt: expected at least one"
+    assert first in texts
     assert "[prompt: expected at most 96 tokens" in texts and "\nk the quick the q\n" in texts
     assert "4 requests, 2 refused, 24 tokens" in numbers and "0 now" in numbers and "tokens/s" in numbers
     records = sorted(map(json.loads, out.read_text().splitlines()), key=lambda record: record["request"])
@@ -523,22 +450,9 @@ def test_what_was_trained_is_served(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_standard_input_is_served_as_it_comes(checkpoint, monkeypatch):
     """The first text is there while the input is still open; Ctrl-C ends with what there is."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "serve_lm.py")]
-    command += [
-        "--checkpoint",
-        str(checkpoint),
-        *SIZES,
-        "--temperature",
-        "0.8",
-        "--top-p",
-        "0.9",
-        "--stop",
-        "x",
-    ]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=_environment())
+    options = ["--checkpoint", checkpoint, *SIZES, *"--temperature 0.8 --top-p 0.9 --stop x".split()]
+    process = start("serve_lm.py", *options, stdin=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("first \N{EURO SIGN}\nsecond\n".encode())
     process.stdin.flush()
@@ -576,35 +490,26 @@ def test_texts_appear_in_the_order_of_their_prompts(examples, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--checkpoint", "/no/such/file"], "--checkpoint: there is no file '/no/such/file'; make one with"),
-        (["--checkpoint", str(pathlib.Path(__file__))], "--checkpoint: "),
-        (
-            ["--prompts", "/no/such/file"],
-            "--prompts: cannot read '/no/such/file' (No such file or directory)",
-        ),
-        (
-            ["--out", "/no/such/folder/file"],
-            "--out: cannot write '/no/such/folder/file' (No such file or directory)",
-        ),
-        (["--max-batch", "0"], "--max-batch: expected a positive number, received 0"),
-        (
-            ["--step-tokens", "2", "--max-batch", "4"],
-            "step_tokens: expected at least max_batch=4, received 2",
-        ),
-        (["--temperature", "-1"], "temperature: expected a number from 0 to 3.4e38, received -1.0"),
-        (["--top-p", "0"], "top_p: expected a number above 0"),
-        (["--seed", "-1"], "--seed: expected at least 0"),
-        (["--num-pages", "100000000", "--page-size", "128"], "num_pages: expected at most 2**30 tokens"),
-        (["--platform", "nothing"], "--platform: expected one of cuda, triton"),
-        (["--prompts", "-"], "--prompts: standard input is closed"),
-        (["--out", str(pathlib.Path(__file__)), "--prompts", str(pathlib.Path(__file__))], "--out: expected"),
+        ("--checkpoint /no/such/file", "--checkpoint: there is no file '/no/such/file'; make one with"),
+        ("--checkpoint FILE", "--checkpoint: "),
+        ("--prompts /no/such/file", "--prompts: cannot read '/no/such/file' (No such file or directory)"),
+        ("--out /no/such/folder/file", "--out: cannot write '/no/such/folder/file' (No such file or"),
+        ("--max-batch 0", "--max-batch: expected a positive number, received 0"),
+        ("--step-tokens 2 --max-batch 4", "step_tokens: expected at least max_batch=4, received 2"),
+        ("--temperature -1", "temperature: expected a number from 0 to 3.4e38, received -1.0"),
+        ("--seed -1", "--seed: expected at least 0"),
+        ("--num-pages 100000000 --page-size 128", "num_pages: expected at most 2**30 tokens"),
+        ("--platform nothing", "--platform: expected one of cuda, triton"),
+        ("--prompts -", "--prompts: standard input is closed"),
+        ("--out FILE --prompts FILE", "--out: expected"),
     ],
 )
 def test_errors_are_one_sentence(examples, checkpoint, tmp_path, capsys, monkeypatch, options, message):
     monkeypatch.setattr(sys, "stdin", None)
     (tmp_path / "prompts.txt").write_text("some\n")
     common = ["--checkpoint", str(checkpoint), "--prompts", str(tmp_path / "prompts.txt")]
-    assert examples.serve_lm.main([*common, *SIZES, *options]) == 2
+    given = options.replace("FILE", __file__).split()
+    assert examples.serve_lm.main([*common, *SIZES, *given]) == 2
     found = capsys.readouterr().err.splitlines()[-1]
     assert found.startswith("serve_lm: ") and message in found
 
