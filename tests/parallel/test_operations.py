@@ -11,7 +11,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.paged.xla import XlaConfig as PagedConfig
 from tests import meshes
 from tests.attention.dense import normal
 from tests.meshes import HEADS, ROWS
@@ -22,21 +21,16 @@ IDS = jnp.array([0, 0, -1, 1, 1, 1])
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call `build(platform)(**arrays)`, and how its arrays lie: the axes of each that rows and heads are split along."""
+    """A call `build(platform)(**arrays)`, and how its arrays lie: the axes of each that rows and heads are split along, of those left out none."""
 
     build: Callable[[ejx.PlatformLike], Callable[..., Any]]
     arrays: dict[str, jax.Array]
-    specs: Mapping[str, tuple[str | None, ...]]
+    split: Mapping[str, tuple[str | None, ...]]
     results: tuple[tuple[str | None, ...], ...]
     learned: tuple[str, ...] = ()
 
-
-def attention(**options: Any) -> Callable[[ejx.PlatformLike], Callable[..., Any]]:
-    return lambda platform: (
-        lambda **arrays: ejx.FlashAttention(causal=True, platform=platform)(
-            **arrays, return_lse=True, **options
-        )
-    )
+    def specs(self, layout: str) -> dict[str, P]:
+        return {name: meshes.spec(layout, *self.split.get(name, ())) for name in self.arrays}
 
 
 def called(build: Callable[..., Any], **options: Any) -> Callable[[ejx.PlatformLike], Callable[..., Any]]:
@@ -63,14 +57,18 @@ _LEARNED = ("q", "k", "v")
 
 CASES = {
     "flash": Case(
-        attention(),
+        called(lambda platform: ejx.FlashAttention(causal=True, platform=platform), return_lse=True),
         qkv() | {"bias": normal(3, 1, 4, 6, 6), "sinks": normal(4, 4)},
-        _FULL | {"bias": (None, HEADS), "sinks": ()},
+        _FULL | {"bias": (None, HEADS)},
         (QKV, (ROWS, None, HEADS)),
         ("q", "k", "v", "bias", "sinks"),
     ),
     "flash of few key heads": Case(
-        attention(segment_ids=jnp.maximum(IDS, 0)),
+        called(
+            lambda platform: ejx.FlashAttention(causal=True, platform=platform),
+            return_lse=True,
+            segment_ids=jnp.maximum(IDS, 0),
+        ),
         qkv(8, 1),
         _FULL | {"k": (ROWS,), "v": (ROWS,)},
         (QKV, (ROWS, None, HEADS)),
@@ -89,29 +87,22 @@ CASES = {
         _LEARNED,
     ),
     "latent": Case(
-        lambda platform: (
-            lambda **arrays: ejx.MultiHeadLatentAttention(causal=True, platform=platform)(
-                **arrays, return_lse=True
-            )
+        called(
+            lambda platform: ejx.MultiHeadLatentAttention(causal=True, platform=platform), return_lse=True
         ),
         qkv(4, 4) | {"q": normal(0, 4, 6, 4, 12), "k_rope": normal(3, 4, 6, 4), "sinks": normal(4, 4)},
-        _FULL | {"k_rope": (ROWS,), "sinks": ()},
+        _FULL | {"k_rope": (ROWS,)},
         (QKV, (ROWS, None, HEADS)),
         (*_LEARNED, "k_rope", "sinks"),
     ),
     "absorbed latent": Case(
-        lambda platform: (
-            lambda **arrays: ejx.AbsorbedLatentAttention(softmax_scale=0.3, platform=platform)(
-                **arrays, kv_lengths=jnp.array([6, 2, 0, 5]), return_lse=True
-            )
+        called(
+            lambda platform: ejx.AbsorbedLatentAttention(softmax_scale=0.3, platform=platform),
+            return_lse=True,
+            kv_lengths=jnp.array([6, 2, 0, 5]),
         ),
-        {
-            "q": normal(0, 4, 2, 4, 12),
-            "latent": normal(1, 4, 6, 5),
-            "k_rope": normal(2, 4, 6, 4),
-            "w_uk": normal(3, 4, 8, 5),
-            "w_uv": normal(4, 4, 8, 5),
-        },
+        {"q": normal(0, 4, 2, 4, 12), "latent": normal(1, 4, 6, 5), "k_rope": normal(2, 4, 6, 4)}
+        | {"w_uk": normal(3, 4, 8, 5), "w_uv": normal(4, 4, 8, 5)},
         {"q": QKV, "latent": (ROWS,), "k_rope": (ROWS,), "w_uk": (HEADS,), "w_uv": (HEADS,)},
         (QKV, (ROWS, None, HEADS)),
     ),
@@ -139,26 +130,16 @@ CASES = {
     ),
     "state space of one group": Case(
         called(ejx.StateSpaceV2),
-        {
-            "x": normal(0, 4, 6, 4, 8),
-            "dt": jnp.abs(normal(1, 4, 6, 4)),
-            "A": decays(4),
-            "B": normal(2, 4, 6, 1, 8),
-            "C": normal(3, 4, 6, 1, 8),
-        },
-        {"x": QKV, "dt": (ROWS, None, HEADS), "A": (), "B": (ROWS,), "C": (ROWS,)},
+        {"x": normal(0, 4, 6, 4, 8), "dt": jnp.abs(normal(1, 4, 6, 4)), "A": decays(4)}
+        | {"B": normal(2, 4, 6, 1, 8), "C": normal(3, 4, 6, 1, 8)},
+        {"x": QKV, "dt": (ROWS, None, HEADS), "B": (ROWS,), "C": (ROWS,)},
         (QKV, _STATE),
         ("x", "dt", "A", "B", "C"),
     ),
     "scan": Case(
         called(ejx.StateSpaceV1, segment_ids=IDS),
-        {
-            "x": normal(0, 4, 6, 8),
-            "dt": jnp.abs(normal(1, 4, 6, 8)),
-            "A": decays(8, 4),
-            "B": normal(2, 4, 6, 4),
-            "C": normal(3, 4, 6, 4),
-        },
+        {"x": normal(0, 4, 6, 8), "dt": jnp.abs(normal(1, 4, 6, 8)), "A": decays(8, 4)}
+        | {"B": normal(2, 4, 6, 4), "C": normal(3, 4, 6, 4)},
         {"x": (ROWS, None, HEADS), "dt": (ROWS, None, HEADS), "A": (HEADS,), "B": (ROWS,), "C": (ROWS,)},
         ((ROWS, None, HEADS), (ROWS, HEADS)),
         ("x", "dt", "A", "B", "C"),
@@ -176,43 +157,30 @@ CASES = {
                 inputs, **arrays, initial_state=(hidden, cell), segment_ids=IDS
             )
         ),
-        {
-            "inputs": normal(0, 4, 6, 5),
-            "weight_hh": normal(1, 32, 8) / 4,
-            "bias_hh": normal(2, 32),
-            "weight_ih": normal(3, 32, 5) / 4,
-            "hidden": normal(4, 4, 8),
-            "cell": normal(5, 4, 8),
-        },
-        {
-            "inputs": (ROWS,),
-            "weight_hh": (),
-            "bias_hh": (),
-            "weight_ih": (),
-            "hidden": (ROWS,),
-            "cell": (ROWS,),
-        },
+        {"inputs": normal(0, 4, 6, 5), "weight_hh": normal(1, 32, 8) / 4, "bias_hh": normal(2, 32)}
+        | {"weight_ih": normal(3, 32, 5) / 4, "hidden": normal(4, 4, 8), "cell": normal(5, 4, 8)},
+        {"inputs": (ROWS,), "hidden": (ROWS,), "cell": (ROWS,)},
         ((ROWS,), (ROWS,), (ROWS,)),
         ("inputs", "weight_hh", "bias_hh", "weight_ih", "hidden", "cell"),
     ),
     "gru": Case(
         called(lambda platform: ejx.Recurrent("gru", reverse=True, platform=platform)),
         {"inputs": normal(0, 4, 6, 24), "weight_hh": normal(1, 24, 8) / 4, "bias_hh": normal(2, 24)},
-        {"inputs": (ROWS,), "weight_hh": (), "bias_hh": ()},
+        {"inputs": (ROWS,)},
         ((ROWS,), (ROWS,)),
         ("inputs", "weight_hh", "bias_hh"),
     ),
     "norm": Case(
         called(lambda platform: ejx.GatedRMSNorm(group_size=4, platform=platform)),
         {"x": normal(0, 4, 6, 8), "z": normal(1, 4, 6, 8), "weight": normal(2, 8)},
-        {"x": (ROWS,), "z": (ROWS,), "weight": ()},
+        {"x": (ROWS,), "z": (ROWS,)},
         ((ROWS,),),
         ("x", "z", "weight"),
     ),
     "norm of a sum": Case(
         called(lambda platform: ejx.ResidualRMSNorm(platform=platform)),
         {"x": normal(0, 4, 6, 8), "branch": normal(1, 4, 6, 8), "weight": normal(2, 8)},
-        {"x": (ROWS,), "branch": (ROWS,), "weight": ()},
+        {"x": (ROWS,), "branch": (ROWS,)},
         ((ROWS,), (ROWS,)),
         ("x", "branch", "weight"),
     ),
@@ -241,22 +209,10 @@ CASES = {
     ),
     "step of a scan": Case(
         stepped(ejx.StateSpaceV1),
-        {
-            "x": normal(0, 4, 8),
-            "dt": jnp.abs(normal(1, 4, 8)),
-            "A": decays(8, 4),
-            "B": normal(2, 4, 4),
-            "C": normal(3, 4, 4),
-            "state": normal(4, 4, 8, 4),
-        },
-        {
-            "x": (ROWS, HEADS),
-            "dt": (ROWS, HEADS),
-            "A": (HEADS,),
-            "B": (ROWS,),
-            "C": (ROWS,),
-            "state": (ROWS, HEADS),
-        },
+        {"x": normal(0, 4, 8), "dt": jnp.abs(normal(1, 4, 8)), "A": decays(8, 4)}
+        | {"B": normal(2, 4, 4), "C": normal(3, 4, 4), "state": normal(4, 4, 8, 4)},
+        {"x": (ROWS, HEADS), "dt": (ROWS, HEADS), "A": (HEADS,), "B": (ROWS,), "C": (ROWS,)}
+        | {"state": (ROWS, HEADS)},
         ((ROWS, HEADS), (ROWS, HEADS)),
     ),
 }
@@ -266,10 +222,16 @@ def leaves(results: Any) -> tuple[jax.Array, ...]:
     return tuple(jax.tree.leaves(results))
 
 
-@pytest.mark.few(2)
-@meshes.everywhere
-@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
-@pytest.mark.parametrize("name", CASES)
+_EXPLICIT, OPAQUE = "explicit without context", "triton-interpret"
+# Each operation on both kinds of mesh; a member of each family on every kind and layout.
+EVERY = [(OPAQUE, _EXPLICIT, "both"), ("xla", _EXPLICIT, "both"), ("xla", "automatic", "both")]
+MORE = [("xla", "explicit", "data"), (OPAQUE, "explicit", "tensor"), (OPAQUE, "automatic", "both")]
+ON_MESHES = [(name, *rest) for name in CASES for rest in EVERY]
+ON_MESHES += [(name, *rest) for name in ("flash", "linear", "norm") for rest in MORE]
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("name, platform, kind, layout", ON_MESHES)
 def test_on_a_mesh(name, platform, kind, layout):
     if platform != "xla":
         pytest.importorskip("triton")
@@ -285,7 +247,7 @@ def test_on_a_mesh(name, platform, kind, layout):
     function = everything if case.learned else lambda arrays: (leaves(call(**arrays)), ())
     expected = jax.jit(function)(case.arrays)
     mesh = meshes.mesh_of(kind)
-    specs = {name: meshes.spec(layout, *axes) for name, axes in case.specs.items()}
+    specs = case.specs(layout)
     arrays = meshes.place(mesh, case.arrays, specs)
     with meshes.context(kind, mesh):
         forward = jax.jit(lambda arrays: leaves(call(**arrays))).lower(arrays).compile()
@@ -324,7 +286,7 @@ def test_opaque_results_have_the_types_of_xlas(name, size):
             )
         )
 
-    specs = {name: spec_of(x, case.specs[name]) for name, x in case.arrays.items()}
+    specs = {name: spec_of(x, case.split.get(name, ())) for name, x in case.arrays.items()}
     arrays = meshes.place(mesh, case.arrays, specs)
 
     def types(platform: ejx.PlatformLike) -> list[str]:
@@ -364,15 +326,15 @@ def test_mapped_rows_stay_where_they_are(platform):
         assert all(meshes.lies(x, mesh, P(ROWS, None, HEADS)) for x in jax.tree.leaves(results))
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("kind", meshes.KINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["explicit without context", "automatic"])
 def test_attention_over_pages(kind):
     """Pages are split by key heads, queries by heads; new tokens are written where their head is."""
     cache = ejx.PagedKVCache.init(4, page_size=4, num_kv_heads=2, head_dim=8)
     cache = cache.bind(jnp.array([[0, 1], [2, 3]]), jnp.array([5, 7]))
     arrays = {"q": normal(0, 2, 4, 8), "k": normal(1, 12, 2, 8), "v": normal(2, 12, 2, 8)}
     slots = jnp.array([0, 1, 2, 3, 4, 8, 9, 10, 11, 12, 13, 14])
-    module: Any = ejx.PagedAttention(config=PagedConfig(2, 4))
+    module: Any = ejx.PagedAttention()
 
     def call(cache, arrays):
         cache = cache.append(arrays["k"], arrays["v"], slots)
