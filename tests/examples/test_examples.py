@@ -230,7 +230,7 @@ def test_what_is_made_again_need_not_be_kept(train_lm):
         assert [scan["unroll"] for scan in scans if scan["length"] == 2] == [1 if looped else 2] * 2
         return traced.lower().compile().memory_analysis().temp_size_in_bytes
 
-    assert memory() > max(memory(remat="matmuls"), memory(remat="kernels"))
+    assert memory() > memory(remat="kernels")
     assert memory(scan_layers=True) > memory(remat="kernels", scan_layers=True)
 
 

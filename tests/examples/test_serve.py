@@ -362,9 +362,7 @@ def test_pages_behind_a_window_are_freed(examples, monkeypatch):
 INTERPRETED = {"platform": "triton-interpret", "page_size": 8, "max_batch": 2}
 SERVED = [
     ("gla", {"max_batch": 2, "step_tokens": 4}),
-    ("mamba1", {}),
-    ("kda,attention", {}),
-    ("gated_deltanet,attention", INTERPRETED),
+    ("mamba1,kda,attention", {}),
     ("mla", INTERPRETED),
     ("attention moe", {}),
     # Texts of more tokens than a compressed key and a page have.
@@ -383,7 +381,7 @@ def test_every_mixer_is_served(examples, mixer, options):
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
     _whole(examples, mixer, list(zip(requests, texts)))
-    assert (engine.peak_pages == engine.num_pages == 0) == (mixer in ("gla", "mamba1"))
+    assert (engine.peak_pages == engine.num_pages == 0) == (mixer == "gla")
     _check_empty(engine)
 
 
