@@ -1,9 +1,8 @@
 """The example of a user's kernel: run as it stands, and its two Triton kernels against the formula in float64."""
 
-import importlib.util
+import importlib
 import pathlib
 import re
-import subprocess
 import sys
 
 import jax
@@ -15,30 +14,22 @@ from ejkernel_eqx.custom.workload import example_problem
 from ejkernel_eqx.dispatch import kernel_registry
 from ejkernel_eqx.launch import compile_ahead
 from tests.compiled import DEVICES
-from tests.processes import environment, programs
 from tests.tolerances import assert_close
+
+from .test_examples import run
 
 PATH = pathlib.Path(__file__).parents[2] / "examples" / "custom_kernel.py"
 
 
 @pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("custom_kernel", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["custom_kernel"] = module  # where its dataclasses look for themselves
-    spec.loader.exec_module(module)
-    yield module
+def example(examples):
+    yield importlib.import_module("custom_kernel")
     del sys.modules["custom_kernel"]
 
 
 @pytest.mark.slow
 def test_it_runs(example):
-    variables = environment() | programs() | {"PYTHONPATH": str(PATH.parents[1] / "src")}
-    command = [sys.executable, "-W", "error", str(PATH)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
-    assert done.returncode == 0, done.stderr[-4000:]
-    out = done.stdout
+    out, _ = run("custom_kernel.py")
     errors = [float(line.rsplit(" ", 1)[1]) for line in out.splitlines() if "largest" in line]
     assert len(errors) == (3 if example.triton else 2) and max(errors) < 1e-5
     assert example.triton is None or ("config    Blocks(forward=Block(" in out and "autotune" in out)

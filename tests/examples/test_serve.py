@@ -376,11 +376,12 @@ def test_every_mixer_is_served(examples, mixer, options):
     """The pages of all layers are one pool, to kernels of another platform as well; without attention there are none."""
     if "platform" in options:
         pytest.importorskip("triton")
-    engine = _engine(examples, mixer, **options)
+    layers = mixer.count(",") + 1
+    engine = _engine(examples, mixer, layers, **options)
     requests = [(bytes(range(20)), 4), (b"abc", 8), *_requests(6, 3, longest=12, most=8)]
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
-    _whole(examples, mixer, list(zip(requests, texts)))
+    _whole(examples, mixer, list(zip(requests, texts)), layers)
     assert (engine.peak_pages == engine.num_pages == 0) == (mixer == "gla")
     _check_empty(engine)
 
@@ -393,20 +394,6 @@ def test_quantised_pages(examples):
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
     assert engine.state.caches.stacks[0].layers[0].k.dtype == jnp.int8
-    _check_empty(engine)
-
-
-@pytest.mark.slow
-def test_many_requests(examples):
-    """At most one program a size, no page lost, and greedy as alone, with ones in between that are refused or cancelled."""
-    engine, count = _small(examples), 60
-    requests = _requests(5, count, longest=20, most=12)
-    cancel = {index: index % 3 for index in range(0, count, 9)}
-    texts = _serve(engine, requests, seed=5, cancel=cancel)
-    expected = _alone(engine, requests[::4])
-    for index, text in zip(range(0, count, 4), expected):
-        assert texts[index] == (text[: len(texts[index])] if index in cancel else text)
-    assert sum(program._cache_size() for _, program in engine.programs.values()) == len(engine.compiled) <= 2
     _check_empty(engine)
 
 

@@ -21,15 +21,9 @@ DELTA = LayerConfig(
 LIGHTNING = LayerConfig(
     "lightning_attention", {"num_heads": 4}, MLPConfig(24), "residual", (2.0, 0.5), (1.5, 1.0)
 )
-SPARSE_SIZES = {
-    "block_size": 2,
-    "num_blocks": 2,
-    "sliding_window": 2,
-    "compression_size": 4,
-    "compression_stride": 2,
-}
-NSA = dataclasses.replace(
-    FULL, mixer="native_sparse_attention", options={**dict(FULL.options), **SPARSE_SIZES}
+SPARSE_SIZES = {"block_size": 2, "num_blocks": 2, "compression_size": 4, "compression_stride": 2}
+NSA = LayerConfig(
+    "native_sparse_attention", dict(FULL.options) | SPARSE_SIZES | {"sliding_window": 2}, FULL.mlp
 )
 MAMBA = LayerConfig("mamba2", {"head_dim": 8, "state_size": 8})
 
@@ -217,7 +211,7 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "options"), BY_HAND, ids=str)
 def test_a_call_and_its_gradients_are_those_of_layers_by_hand(name, options):
     """With the losses of routers, where there are any."""

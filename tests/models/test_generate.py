@@ -46,9 +46,13 @@ def test_greedy_texts_of_prompts_of_any_length(model):
     assert generate(model, PROMPTS, max_new_tokens=7).texts() == expected
     rows = [np.asarray(PROMPTS[0]), jnp.asarray(PROMPTS[1]), PROMPTS[2]]
     assert generate(model, rows, max_new_tokens=7).texts() == expected
-    tokens = jnp.asarray([PROMPTS[0], [0, 0, 0, 0, 9], [2, 6, 0, 0, 0]])
-    mask = jnp.asarray([[True] * 5, [False] * 4 + [True], [True] * 2 + [False] * 3])
-    assert generate(model, tokens, padding_mask=mask, max_new_tokens=7).texts() == expected
+    tokens, mask = np.zeros((2, 3, 8), int)
+    for row, (prompt, first) in enumerate(zip(PROMPTS, (0, 7, 1))):
+        tokens[row, first : first + len(prompt)], mask[row, first : first + len(prompt)] = prompt, 1
+    assert (
+        generate(model, jnp.asarray(tokens), padding_mask=jnp.asarray(mask > 0), max_new_tokens=7).texts()
+        == expected
+    )
 
 
 def test_any_number_of_new_tokens_is_one_program(model):
