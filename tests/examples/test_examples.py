@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -22,9 +23,9 @@ from .conftest import SMALL
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def start(example, *options, **streams):
+def start(example, *options, **streams) -> "subprocess.Popen[Any]":
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / example), *map(str, options)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     variables = environment() | programs() | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(command, **pipes, env=variables)
 
@@ -228,7 +229,8 @@ def test_what_is_made_again_need_not_be_kept(train_lm):
         scans = [equation.params for equation in traced.jaxpr.eqns if equation.primitive.name == "scan"]
         looped = "scan_layers" in layers
         assert [scan["unroll"] for scan in scans if scan["length"] == 2] == [1 if looped else 2] * 2
-        return traced.lower().compile().memory_analysis().temp_size_in_bytes
+        analysis: Any = traced.lower().compile().memory_analysis()
+        return analysis.temp_size_in_bytes
 
     assert memory() > memory(remat="kernels")
     assert memory(scan_layers=True) > memory(remat="kernels", scan_layers=True)

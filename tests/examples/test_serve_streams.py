@@ -182,12 +182,6 @@ def test_texts_that_cannot_be_written(examples, monkeypatch):
         texts.extend(0, 65)
 
 
-def test_notes_end_nothing(examples):
-    notes = examples.serve_lm.Notes("standard error", Full())
-    print("some", file=notes)
-    assert not notes.isatty()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this file")
 @pytest.mark.parametrize(

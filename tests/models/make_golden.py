@@ -18,9 +18,9 @@ from tests.models.cases import drawn, GOLDEN, PATH, tokens
 MEANT = ("q_lora_rank",)  # where null says something
 
 
-def published(config: dict):
+def published(given: dict):
     """The model of `transformers`, with the weights drawn for it."""
-    config = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    config = transformers.CONFIG_MAPPING[given["model_type"]].from_dict(given)
     config._attn_implementation = "eager"
     with torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

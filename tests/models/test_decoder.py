@@ -71,7 +71,7 @@ def test_layers_of_a_stack_differ():
 
 def test_scales_of_residual_and_branch():
     """Each is of the normed features, which are the residual too."""
-    layer = Decoder(DecoderConfig(50, 32, (LIGHTNING,)), key=jax.random.key(3)).layer(0)
+    layer: Any = Decoder(DecoderConfig(50, 32, (LIGHTNING,)), key=jax.random.key(3)).layer(0)
     x = jax.random.normal(jax.random.key(1), (1, 4, 32))
     normed = lambda norm, x: jax.vmap(jax.vmap(norm))(x)
     x_normed = normed(layer.mixer_norm, x)

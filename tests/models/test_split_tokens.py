@@ -161,7 +161,9 @@ PACKED = np.sort(np.random.default_rng(1).integers(0, 3, (ROWS, TOKENS)), axis=1
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("kind, sizes, mixers, mlp, options", NUMBERS, ids=str)
+@pytest.mark.parametrize(
+    "kind, sizes, mixers, mlp, options", NUMBERS, ids=lambda x: "experts" if x is EXPERTS else str(x)
+)
 def test_numbers_of_one_device(recipe, kind, sizes, mixers, mlp, options):
     """Interpreted kernels are as opaque to JAX as those of a GPU. The loop over layers carries the residual, whose type names every axis."""
     if options["platform"] != "xla":
@@ -262,7 +264,8 @@ def test_positions_of_tokens_that_are_split(kind, order, scaling, platform):
     with jax.set_mesh(mesh) if kind.endswith("context") else contextlib.nullcontext():
         y = jax.jit(call)(put(x), put(real))
     seen = np.asarray(stored(real))[..., None]
-    meshes.agree(*(np.where(seen, np.asarray(x), 0) for x in (y, stored(expected))))
+    shown, wanted = (np.where(seen, np.asarray(x), 0) for x in (y, stored(expected)))
+    meshes.agree(shown, wanted)
 
 
 @pytest.mark.slow

@@ -36,15 +36,6 @@ def test_rows_of_a_small_vocabulary(on_gpu):
     assert "scatter" not in str(jax.make_jaxpr(jax.grad(lambda t: vocabulary.embed(t, tokens).sum()))(table))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "words", "count"), [("float32", 256, 4096), ("bfloat16", 1024, 4096), ("bfloat16", 256, 64)]
-)
-def test_others_are_gathered(on_gpu, dtype, words, count):
-    table, tokens = _given(dtype, words)
-    tokens = tokens.reshape(-1)[:count]
-    assert "gather" in str(jax.make_jaxpr(vocabulary.embed)(table, tokens))
-
-
 @meshes.everywhere
 def test_embedding_and_logits(kind, layout):
     mesh = meshes.mesh_of(kind)
