@@ -123,7 +123,7 @@ FAULTS = (
     # models and published weights
     Fault("residual-scales-swapped", "models/layer.py", "_added", "zip((residual, branch), scales)", "zip((residual, branch), scales[::-1])", "models/test_decoder.py models/test_published.py"),
     Fault("generate-last-token", "models/generate.py", "_continued", "last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)", "last = jnp.full(rows, width - 1)", "models/test_generate.py"),
-    Fault("sampling-top-p", "models/sampling.py", "candidates", "jnp.cumsum(mass) - mass", "jnp.cumsum(mass)", "models/test_generate.py examples/test_serve.py"),
+    Fault("sampling-top-p", "models/sampling.py", "candidates", "jnp.cumsum(mass) - mass", "jnp.cumsum(mass)", "models/test_sampling.py models/test_generate.py"),
     Fault("vocabulary-negative", "models/vocabulary.py", "_embed_few", "tokens + words, tokens)", "tokens, tokens)", "models/test_vocabulary.py"),
     Fault("config-sliding-layers", "weights/attention_configs.py", "default_type", '"gemma2": index % 2 == 0', '"gemma2": index % 2 == 1', "weights"),
     Fault("weights-unit-offset", "weights/view.py", "Weights.take_norm", "(1 + self.take(", "(0 + self.take(", "weights"),

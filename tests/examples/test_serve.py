@@ -1,17 +1,14 @@
 """Serving: the engine of `examples/serving.py` on small untrained models, and the command line on a checkpoint."""
 
 import functools
-import importlib
 import json
 import math
 import os
-import pathlib
 import random
 import signal
 import subprocess
 import sys
 import time
-from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,130 +17,13 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.models import Sampling
-from ejkernel_eqx.models.sampling import candidates, sample, SamplingArrays
 from tests.compilations import compilations
-from tests.recurrence.quick import quick
 
-from .test_examples import _environment, _run, ROOT, SMALL
+from .conftest import SMALL
+from .test_examples import run, start
 
-MODULES = ("lora", "vocabulary", "train_lm", "serving_step", "serving", "serve_lm")
 HYBRID = "mamba2,attention"
-
-
-class Examples(NamedTuple):
-    """The modules, as they import one another beside each other."""
-
-    lora: Any
-    vocabulary: Any
-    train_lm: Any
-    serving_step: Any
-    serving: Any
-    serve_lm: Any
-
-
-@pytest.fixture(scope="module")
-def examples():
-    sys.path.insert(0, str(ROOT / "examples"))
-    before = {name: sys.modules.pop(name, None) for name in MODULES}
-    found = Examples(*(importlib.import_module(name) for name in MODULES))
-    yield found
-    sys.path.remove(str(ROOT / "examples"))
-    for name, module in before.items():
-        del sys.modules[name]
-        if module is not None:
-            sys.modules[name] = module
-
-
-# Sampling
-
-
-def _probabilities(logits, temperature, top_k, top_p):
-    """What a token's probability is, one by one, in float64."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    if temperature == 0:
-        return np.eye(len(logits))[order[0]]
-    order = order[: top_k or None]
-    weights = np.array([np.exp((float(logits[i]) - float(logits[order[0]])) / temperature) for i in order])
-    weights /= weights.sum()
-    kept, mass = 0, 0.0
-    while kept < len(order) and mass < top_p:
-        mass += weights[kept]
-        kept += 1
-    result = np.zeros(len(logits))
-    result[order[:kept]] = weights[:kept] / weights[:kept].sum()
-    return result
-
-
-CHOICES = [
-    (0.0, 0, 1.0),
-    (1.0, 0, 1.0),
-    (0.5, 5, 1.0),
-    (1.3, 0, 0.8),
-    (2.0, 7, 0.6),
-    (1e-3, 0, 0.9),
-    (1.0, 1, 1.0),
-]
-CHOICES += [(0.0, 3, 0.2), (1.0, 0, 1e-4), (1.0, 1000, 0.999)]
-
-
-def test_candidates_are_those_of_the_definition(examples):
-    """The smallest set whose probability reaches top_p, of the top_k; of equals the first."""
-    rng = np.random.default_rng(0)
-    chosen = quick(jax.vmap(candidates))
-    for logits in (rng.normal(size=40) * 2, np.zeros(40), rng.integers(0, 3, 40)):
-        logits = logits.astype(np.float32)
-        columns = (np.array(x, t) for x, t in zip(zip(*CHOICES), (np.float32, np.int32, np.float32)))
-        results = chosen(np.tile(logits, (len(CHOICES), 1)), *columns)
-        for choice, order, ranked, kept in zip(CHOICES, *map(np.asarray, results)):
-            expected = _probabilities(logits, *choice)
-            if choice[0] == 0:
-                assert order[0] == expected.argmax()
-                continue
-            found = np.zeros(40)
-            found[order] = np.where(kept, np.exp(ranked.astype(np.float64)), 0)
-            np.testing.assert_allclose(found / found.sum(), expected, atol=1e-6, err_msg=str(choice))
-
-
-@pytest.mark.slow
-def test_samples_have_the_probabilities(examples):
-    """Chi squared over many positions, and repeatable; a row's choice does not depend on the others."""
-    count, rng = 1000, np.random.default_rng(1)
-    logits = (rng.normal(size=12) * 1.5).astype(np.float32)
-    draw = quick(sample)
-    for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.7, 6, 0.9), (0.0, 0, 1.0)):
-        choice = Sampling(temperature, top_k, top_p, seed=3)
-        rows = SamplingArrays.of([(choice, n) for n in range(count)], count)
-        drawn = np.asarray(draw(np.tile(logits, (count, 1)), rows))
-        expected = _probabilities(logits, temperature, top_k, top_p) * count
-        found = np.bincount(drawn, minlength=12)
-        assert (found[expected == 0] == 0).all()
-        seen = expected > 0
-        squares = ((found[seen] - expected[seen]) ** 2 / expected[seen]).sum()
-        assert squares < seen.sum() - 1 + 5 * np.sqrt(2 * seen.sum())
-    some = [(Sampling(1.0, seed=9), 5), (Sampling(1.0, seed=2), 5)]
-    both = sample(jnp.tile(logits, (3, 1)), SamplingArrays.of([some[0], some[1], some[0]], 3))
-    alone = sample(jnp.asarray(logits)[None], SamplingArrays.of(some[:1], 1))
-    assert both[0] == both[2] == alone[0]
-
-
-WRONG = [(-1.0,), (float("nan"),), (1e39,), ("1",), (True,), (1.0, -1), (1.0, 2.5), (1.0, 0, 0.0)]
-WRONG += [(1.0, 0, 1.5), (1.0, 0, None), (1.0, 0, 1.0, -1), (1.0, 0, 1.0, 2**32), (1.0, 0, 1.0, 0.5)]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_sampling_is_checked(wrong):
-    with pytest.raises(ValueError, match=r"expected .* received"):
-        Sampling(*wrong)
-
-
-def test_the_largest_that_sampling_takes(examples):
-    """A `top_k` above every vocabulary stands for all."""
-    sampling = Sampling(3e38, 10**20, 1e-300, np.uint32(2**32 - 1))  # pyright: ignore[reportArgumentType]
-    arrays = SamplingArrays.of([(sampling, 0)], 1)
-    assert arrays.top_k == 2**31 - 1 and np.isfinite(arrays.temperature).all()
-
-
-# The engine
+SIZES = "--max-new-tokens 12 --num-pages 24 --page-size 4 --max-batch 4 --step-tokens 16".split()
 
 
 @functools.cache
@@ -218,7 +98,7 @@ def _alone(engine, requests, **options):
 def _whole(examples, mixer, requests, layers=None):
     """Greedy tokens from the whole sequence at once, without any cache, given the tokens that were written."""
     model = _model(examples, mixer, layers)
-    call = quick(lambda tokens: jnp.argmax(model(tokens), axis=-1))
+    call = jax.jit(lambda tokens: jnp.argmax(model(tokens), axis=-1))
     for (prompt, _), text in requests:
         tokens = np.zeros((1, 64), np.int32)
         tokens[0, : len(prompt) + len(text)] = [*prompt, *text]
@@ -344,10 +224,8 @@ def test_what_cannot_be_served_is_refused(examples, engine):
         (b"", 5, "prompt: expected at least one token, received none"),
         (b"a" * 50, 20, r"expected at most 56 tokens .* received 50 \+ 20; shorten it"),
         ([5, 256], 5, r"prompt\[1\]: expected an integer from 0 to 255, received 256; encode it"),
-        ([-1], 5, r"prompt\[0\]: expected an integer from 0 to 255"),
         ([1.5], 5, r"prompt\[0\]: .* received 1.5"),
         ("a", 5, "prompt: expected bytes or token ids, received str"),
-        (5, 5, "prompt: expected bytes or token ids, received int"),
         (b"a", 0, "max_new_tokens: expected an integer of at least 1, received 0"),
         (b"a", 2.5, "max_new_tokens: expected an integer of at least 1, received 2.5"),
         (b"a", 5, "stop: expected an integer from 0 to 255, received 256", {"stop": 256}),
@@ -479,43 +357,30 @@ def test_pages_behind_a_window_are_freed(examples, monkeypatch):
     _check_empty(engine)
 
 
-@pytest.mark.slow
-def test_without_attention_there_are_no_pages(examples):
-    engine = _engine(examples, "gla", 2, max_batch=2, step_tokens=4)
-    requests = _requests(3, 5)
-    texts = _serve(engine, requests)
-    assert texts == _alone(engine, requests) and engine.num_pages == engine.peak_pages == 0
-    _whole(examples, "gla", list(zip(requests, texts))[:2])
-    _check_empty(engine)
+INTERPRETED = {"platform": "triton-interpret", "page_size": 8, "max_batch": 2}
+SERVED = [
+    ("gla", {"max_batch": 2, "step_tokens": 4}),
+    ("mamba1,kda,attention", {}),
+    ("mla", INTERPRETED),
+    ("attention moe", {}),
+    # Texts of more tokens than a compressed key and a page have.
+    ("nsa", {"page_size": 16, "num_pages": 10, "step_tokens": 16}),
+]
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts(examples):
-    engine = _engine(examples, "attention moe", 2)
-    requests = _requests(3, 5, longest=12, most=8)
+@pytest.mark.parametrize(("mixer", "options"), SERVED, ids=str)
+def test_every_mixer_is_served(examples, mixer, options):
+    """The pages of all layers are one pool, to kernels of another platform as well; without attention there are none."""
+    if "platform" in options:
+        pytest.importorskip("triton")
+    layers = mixer.count(",") + 1
+    engine = _engine(examples, mixer, layers, **options)
+    requests = [(bytes(range(20)), 4), (b"abc", 8), *_requests(6, 3, longest=12, most=8)]
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
-    _whole(examples, "attention moe", list(zip(requests, texts)), 2)
-    _check_empty(engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["attention", "mla", "gated_deltanet,attention"])
-def test_kernels_of_another_platform(examples, mixer):
-    """The pages of all layers are one pool to them as well."""
-    pytest.importorskip("triton")
-    engine = _engine(examples, mixer, 2, "triton-interpret", page_size=8, max_batch=2)
-    requests = [(bytes(range(20)), 4), (b"abc", 6)]
-    _whole(examples, mixer, list(zip(requests, _serve(engine, requests))), 2)
-    _check_empty(engine)
-
-
-@pytest.mark.slow
-def test_native_sparse_attention(examples):
-    """Texts of more tokens than a compressed key and a page have."""
-    engine = _engine(examples, "nsa", 1, page_size=16, num_pages=10, step_tokens=16)
-    requests = [(bytes(range(40)), 12), (b"abc", 8), (bytes(range(9, 30)), 14)]
-    _whole(examples, "nsa", list(zip(requests, _serve(engine, requests))), 1)
+    _whole(examples, mixer, list(zip(requests, texts)), layers)
+    assert (engine.peak_pages == engine.num_pages == 0) == (mixer == "gla")
     _check_empty(engine)
 
 
@@ -527,36 +392,6 @@ def test_quantised_pages(examples):
     texts = _serve(engine, requests)
     assert texts == _alone(engine, requests)
     assert engine.state.caches.stacks[0].layers[0].k.dtype == jnp.int8
-    _check_empty(engine)
-
-
-MANY = [("attention", 60), *(pytest.param(m, 200, marks=pytest.mark.slow) for m in ("attention", HYBRID))]
-OTHERS = ["mamba1", "lightning,attention", "kda,attention", "gated_deltanet,attention"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mixer", "count"), MANY)
-def test_many_requests(examples, mixer, count):
-    """At most one program a size, no page lost, and greedy as alone, with ones in between that are refused or cancelled."""
-    engine = _small(examples) if mixer == "attention" else _engine(examples, mixer, 2)
-    requests = _requests(5, count, longest=20, most=12)
-    cancel = {index: index % 3 for index in range(0, count, 9)}
-    texts = _serve(engine, requests, seed=5, cancel=cancel)
-    expected = _alone(engine, requests[::4])
-    for index, text in zip(range(0, count, 4), expected):
-        assert texts[index] == (text[: len(texts[index])] if index in cancel else text)
-    assert sum(program._cache_size() for _, program in engine.programs.values()) == len(engine.compiled) <= 2
-    _check_empty(engine)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", OTHERS)
-def test_every_mixer_is_served(examples, mixer):
-    engine = _engine(examples, mixer)
-    requests = _requests(6, 8)
-    texts = _serve(engine, requests)
-    assert texts == _alone(engine, requests)
-    _whole(examples, mixer, list(zip(requests, texts))[:4])
     _check_empty(engine)
 
 
@@ -574,34 +409,19 @@ def test_sizes_are_checked(examples):
 # The command line
 
 
-@pytest.fixture(scope="module")
-def checkpoint(examples, tmp_path_factory):
-    """An untrained model; training is tested elsewhere."""
-    folder = tmp_path_factory.mktemp("run")
-    args = examples.train_lm.parse([*SMALL, "--steps", "1", "--out-dir", str(folder)])
-    state = examples.train_lm.make_state(args, examples.train_lm.architecture_of(args))
-    examples.train_lm.save_checkpoint(folder / "checkpoint.ejx", state, args)
-    return folder / "checkpoint.ejx"
-
-
-SIZES = "--max-new-tokens 12 --num-pages 24 --page-size 4 --max-batch 4 --step-tokens 16".split()
-
-
 @pytest.mark.slow
-def test_what_was_trained_is_served(tmp_path, monkeypatch):
-    """Training and serving, each in a process of its own."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+def test_what_was_trained_is_served(examples, tmp_path):
+    """And served in a process of its own."""
     text, folder, out = tmp_path / "text.txt", tmp_path / "run", tmp_path / "out.jsonl"
     text.write_text("the quick " * 1000)
-    _run("train_lm.py", "--data", text, "--out-dir", folder, *SMALL, "--steps", 30, "--sample-length", 1)
+    options = ["--data", text, "--out-dir", folder, *SMALL, "--steps", 30, "--sample-length", 1]
+    assert examples.train(*options) == 0
     prompts = tmp_path / "prompts.txt"
     prompts.write_text(f"the quick \n\n{'long ' * 40}\nk the\n")
     options = ["--checkpoint", folder / "checkpoint.ejx", "--prompts", prompts, "--out", out, *SIZES]
-    texts, numbers = _run("serve_lm.py", *options)
-    assert (
-        "--- request 0 ---\nthe quick the quick th\n--- request 1 ---\n[prompt: expected at least one"
-        in texts
-    )
+    texts, numbers = run("serve_lm.py", *options)
+    first = "--- request 0 ---\nthe quick the quick th\n--- request 1 ---\n[prompt: expected at least one"
+    assert first in texts
     assert "[prompt: expected at most 96 tokens" in texts and "\nk the quick the q\n" in texts
     assert "4 requests, 2 refused, 24 tokens" in numbers and "0 now" in numbers and "tokens/s" in numbers
     records = sorted(map(json.loads, out.read_text().splitlines()), key=lambda record: record["request"])
@@ -613,22 +433,9 @@ def test_what_was_trained_is_served(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_standard_input_is_served_as_it_comes(checkpoint, monkeypatch):
     """The first text is there while the input is still open; Ctrl-C ends with what there is."""
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "serve_lm.py")]
-    command += [
-        "--checkpoint",
-        str(checkpoint),
-        *SIZES,
-        "--temperature",
-        "0.8",
-        "--top-p",
-        "0.9",
-        "--stop",
-        "x",
-    ]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=_environment())
+    options = ["--checkpoint", checkpoint, *SIZES, *"--temperature 0.8 --top-p 0.9 --stop x".split()]
+    process = start("serve_lm.py", *options, stdin=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("first \N{EURO SIGN}\nsecond\n".encode())
     process.stdin.flush()
@@ -666,35 +473,26 @@ def test_texts_appear_in_the_order_of_their_prompts(examples, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--checkpoint", "/no/such/file"], "--checkpoint: there is no file '/no/such/file'; make one with"),
-        (["--checkpoint", str(pathlib.Path(__file__))], "--checkpoint: "),
-        (
-            ["--prompts", "/no/such/file"],
-            "--prompts: cannot read '/no/such/file' (No such file or directory)",
-        ),
-        (
-            ["--out", "/no/such/folder/file"],
-            "--out: cannot write '/no/such/folder/file' (No such file or directory)",
-        ),
-        (["--max-batch", "0"], "--max-batch: expected a positive number, received 0"),
-        (
-            ["--step-tokens", "2", "--max-batch", "4"],
-            "step_tokens: expected at least max_batch=4, received 2",
-        ),
-        (["--temperature", "-1"], "temperature: expected a number from 0 to 3.4e38, received -1.0"),
-        (["--top-p", "0"], "top_p: expected a number above 0"),
-        (["--seed", "-1"], "--seed: expected at least 0"),
-        (["--num-pages", "100000000", "--page-size", "128"], "num_pages: expected at most 2**30 tokens"),
-        (["--platform", "nothing"], "--platform: expected one of cuda, triton"),
-        (["--prompts", "-"], "--prompts: standard input is closed"),
-        (["--out", str(pathlib.Path(__file__)), "--prompts", str(pathlib.Path(__file__))], "--out: expected"),
+        ("--checkpoint /no/such/file", "--checkpoint: there is no file '/no/such/file'; make one with"),
+        ("--checkpoint FILE", "--checkpoint: "),
+        ("--prompts /no/such/file", "--prompts: cannot read '/no/such/file' (No such file or directory)"),
+        ("--out /no/such/folder/file", "--out: cannot write '/no/such/folder/file' (No such file or"),
+        ("--max-batch 0", "--max-batch: expected a positive number, received 0"),
+        ("--step-tokens 2 --max-batch 4", "step_tokens: expected at least max_batch=4, received 2"),
+        ("--temperature -1", "temperature: expected a number from 0 to 3.4e38, received -1.0"),
+        ("--seed -1", "--seed: expected at least 0"),
+        ("--num-pages 100000000 --page-size 128", "num_pages: expected at most 2**30 tokens"),
+        ("--platform nothing", "--platform: expected one of cuda, triton"),
+        ("--prompts -", "--prompts: standard input is closed"),
+        ("--out FILE --prompts FILE", "--out: expected"),
     ],
 )
 def test_errors_are_one_sentence(examples, checkpoint, tmp_path, capsys, monkeypatch, options, message):
     monkeypatch.setattr(sys, "stdin", None)
     (tmp_path / "prompts.txt").write_text("some\n")
     common = ["--checkpoint", str(checkpoint), "--prompts", str(tmp_path / "prompts.txt")]
-    assert examples.serve_lm.main([*common, *SIZES, *options]) == 2
+    given = options.replace("FILE", __file__).split()
+    assert examples.serve_lm.main([*common, *SIZES, *given]) == 2
     found = capsys.readouterr().err.splitlines()[-1]
     assert found.startswith("serve_lm: ") and message in found
 

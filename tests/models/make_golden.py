@@ -1,6 +1,7 @@
-"""Makes `golden.json`: what `transformers` gives for the models of `cases.py`. Needs the extra `transformers`.
+"""Makes `golden.json` again: what `transformers` gives for the configurations in it. Needs the extra `transformers`.
 
 python tests/models/make_golden.py
+python tests/models/make_golden.py "mixtral with a window" config.json  # and for another kind
 """
 
 import json
@@ -12,14 +13,14 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent.parent))
 import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
-from tests.models.cases import CONFIGS, drawn, model_type, tokens
+from tests.models.cases import drawn, GOLDEN, PATH, tokens
 
 MEANT = ("q_lora_rank",)  # where null says something
 
 
-def published(kind: str):
+def published(given: dict):
     """The model of `transformers`, with the weights drawn for it."""
-    config = transformers.CONFIG_MAPPING[model_type(kind)](**CONFIGS[kind])
+    config = transformers.CONFIG_MAPPING[given["model_type"]].from_dict(given)
     config._attn_implementation = "eager"
     with torch.no_grad():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -45,8 +46,11 @@ def logits_of(model, ids) -> torch.Tensor:
 
 def main() -> None:
     ids, golden = tokens(), {}
-    for kind in CONFIGS:
-        model, shapes = published(kind)
+    configs = {kind: case["config"] for kind, case in GOLDEN.items()}
+    if len(sys.argv) == 3:
+        configs[sys.argv[1]] = json.loads(pathlib.Path(sys.argv[2]).read_text())
+    for kind, given in configs.items():
+        model, shapes = published(given)
         logits = logits_of(model, ids)
         config = json.loads(model.config.to_json_string(use_diff=False))
         keep = {k: v for k, v in config.items() if not k.startswith("_") and (v is not None or k in MEANT)}
@@ -54,9 +58,8 @@ def main() -> None:
         rounded = [[round(float(x), 6) for x in row] for row in logits[:, -1, ::3]]
         golden[kind] = {"config": keep, "shapes": shapes, "logits": rounded, "norm": float(logits.norm())}
         print(kind, len(shapes), float(logits.abs().max()))
-    path = pathlib.Path(__file__).parent / "golden.json"
-    path.write_text(json.dumps(golden, indent=None, separators=(",", ":"), sort_keys=True) + "\n")
-    print(f"{path}: {path.stat().st_size} bytes, transformers {transformers.__version__}")
+    PATH.write_text(json.dumps(golden, indent=None, separators=(",", ":"), sort_keys=True) + "\n")
+    print(f"{PATH}: {PATH.stat().st_size} bytes, transformers {transformers.__version__}")
 
 
 if __name__ == "__main__":

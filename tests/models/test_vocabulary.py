@@ -1,17 +1,20 @@
-"""Rows of a small vocabulary on a GPU: a product with ones and zeros gives what indexing gives, and gradients summed in float32."""
+"""Embeddings and logits on every mesh; and rows of a small vocabulary on a GPU: a product with ones and zeros gives what indexing gives, and
+gradients summed in float32."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from ejkernel_eqx.dispatch import Backend
 from ejkernel_eqx.models import vocabulary
+from tests import meshes
+from tests.meshes import HEADS, ROWS
 
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    monkeypatch.setattr(vocabulary, "place_of_calls", lambda: (Backend.GPU, "NVIDIA H200"))
+    monkeypatch.setattr(vocabulary, "place_of_calls", lambda: (vocabulary.Backend.GPU, "NVIDIA H200"))
 
 
 def _given(dtype, words=256):
@@ -33,10 +36,26 @@ def test_rows_of_a_small_vocabulary(on_gpu):
     assert "scatter" not in str(jax.make_jaxpr(jax.grad(lambda t: vocabulary.embed(t, tokens).sum()))(table))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "words", "count"), [("float32", 256, 4096), ("bfloat16", 1024, 4096), ("bfloat16", 256, 64)]
-)
-def test_others_are_gathered(on_gpu, dtype, words, count):
-    table, tokens = _given(dtype, words)
-    tokens = tokens.reshape(-1)[:count]
-    assert "gather" in str(jax.make_jaxpr(vocabulary.embed)(table, tokens))
+@meshes.everywhere
+def test_embedding_and_logits(kind, layout):
+    mesh = meshes.mesh_of(kind)
+    table = jax.random.normal(jax.random.key(0), (12, 8))
+    ids = jnp.arange(20).reshape(4, 5) % 12
+
+    def everything(table, ids):
+        x = vocabulary.embed(table, ids)
+        loss = lambda table: jnp.sum(jnp.sin(vocabulary.logits_of(table, vocabulary.embed(table, ids))))
+        return x, vocabulary.logits_of(table, x), jax.grad(loss)(table)
+
+    expected = everything(table, ids)
+    rows = meshes.spec(layout, ROWS)
+    for split in (meshes.spec(layout, HEADS), meshes.spec(layout, None, HEADS), meshes.spec(layout, ROWS)):
+        placed = meshes.place(mesh, (table, ids), (split, rows))
+        with meshes.context(kind, mesh):
+            x, logits, gradient = jax.jit(everything)(*placed)
+        meshes.agree((x, logits, gradient), expected)
+        if kind != "automatic":
+            assert meshes.lies(x, mesh, rows)
+            vocabulary_axis = split[0] if split[0] != ROWS or ROWS not in rows else None
+            assert meshes.lies(logits, mesh, P(*(*rows, None)[:1], None, vocabulary_axis))
+            assert meshes.lies(gradient, mesh, split)

@@ -1,7 +1,7 @@
-"""One of the two processes of a test: `python -m tests.parallel.two_processes PORT RANK DIES [FILE]`.
+"""One of the two processes of a test: `python -m tests.parallel.two_processes PORT RANK FILE`.
 
-Each has two of four devices, as `XLA_FLAGS` says, which share the tokens. With FILE, the first process writes the loss and the gradients of a
-model to it. Then both repeat a call of attention, until the process of rank DIES kills itself; the other goes on.
+Each has two of four devices, as `XLA_FLAGS` says, which share the tokens. The first process writes the loss and the gradients of a model to FILE.
+Then both repeat a call of attention, until the second one kills itself; the first goes on.
 """
 
 import os
@@ -58,26 +58,25 @@ def of_model(mesh: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in multihost_utils.process_allgather(jax.tree.leaves(found), tiled=True)]
 
 
-def main(port: str, rank: int, dies: int, file: str | None = None) -> None:
+def main(port: str, rank: int, file: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         f"127.0.0.1:{port}", num_processes=2, process_id=rank, heartbeat_timeout_seconds=10
     )
     mesh = jax.make_mesh((4,), (AXIS,))  # explicit
-    if file is not None:
-        values = of_model(mesh)
-        if rank == 0:
-            np.savez(file, *values)
+    values = of_model(mesh)
+    if rank == 0:
+        np.savez(file, *values)
     x = np.ones((1, 16, 1, 8), np.float32)
     x = jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(None, AXIS)), lambda i: x[i])
     step = jax.jit(RingAttention(AXIS, causal=True, method="ring"))
     jax.block_until_ready(step(x, x, x))
-    if rank == dies:
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while True:  # only an error ends this
         jax.block_until_ready(step(x, x, x))
 
 
 if __name__ == "__main__":
-    _, port, rank, dies, *rest = sys.argv
-    main(port, int(rank), int(dies), *rest)
+    _, port, rank, file = sys.argv
+    main(port, int(rank), file)

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
@@ -28,6 +29,7 @@ from ..paged.arguments import (
 from ..paged.cache.pages import read_array
 from ..paged.operation import finish
 from ..parallel import match_sharding
+from ..parallel.mesh import resharded, spec_of
 from .arguments import read_latents, read_weights
 
 # Its kernels are those of attention over pages.
@@ -261,13 +263,21 @@ class AbsorbedLatentAttention(Kernel):
 def absorbed(q: Array, w_uk: Array) -> Array:
     """Queries `[..., T, H, Dn + Dr]` as `[..., T, H, R + Dr]`: their first part multiplied by the weight `[H, Dn, R]` of the keys."""
     own, rope = jnp.split(q, [w_uk.shape[1]], axis=-1)
-    own = jnp.einsum("...hd,hdr->...hr", own, w_uk.astype(q.dtype), precision=_precision(q))
+    own = jnp.einsum("...hd,hdr->...hr", own, _beside(q, w_uk), precision=_precision(q))
     return jnp.concatenate([own, match_sharding(rope, own)], axis=-1)
 
 
 def expanded(out: Array, w_uv: Array) -> Array:
     """Outputs `[..., T, H, R]` as `[..., T, H, V]`, by the weight `[H, V, R]` of the values."""
-    return jnp.einsum("...hr,hvr->...hv", out, w_uv.astype(out.dtype), precision=_precision(out))
+    return jnp.einsum("...hr,hvr->...hv", out, _beside(out, w_uv), precision=_precision(out))
+
+
+def _beside(x: Array, weight: Array) -> Array:
+    """The weight in the dtype of `x`. Features that are split over an explicit mesh are gathered, and its heads lie as those of `x`."""
+    weight = weight.astype(x.dtype)
+    if not any(spec_of(weight)[1:]):
+        return weight
+    return resharded(weight, jax.typeof(weight).sharding.mesh, PartitionSpec(spec_of(x)[-2]))
 
 
 def _precision(x: Array) -> Any:
