@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.attention.reference import visibility
-from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
+from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from ejkernel_eqx.attention.xla import XlaConfig, XlaTile
 
 
