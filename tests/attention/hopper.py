@@ -8,23 +8,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ejkernel_eqx.attention.arguments import MaskInputs, resolve, ScoreInputs, ScoreOptions
-from ejkernel_eqx.attention.masks import tile_table
-from ejkernel_eqx.attention.masks.tile_shape import Shape
-from ejkernel_eqx.launch import compile_ahead, gluon_unavailable, run
-from ejkernel_eqx.launch.sizes import padded
-from tests.attention.kernels import AttentionArrays, AttentionSpec, problem_of, RowRanges
+from tests.attention.inner import (
+    AttentionArrays,
+    AttentionSpec,
+    compile_ahead,
+    gluon_unavailable,
+    problem_of,
+    RowRanges,
+)
+from tests.attention.tritons import compiled as triton
 from tests.compiled import DEVICES
-
-pytest.importorskip("triton")
-from ejkernel_eqx.attention.triton import compiled as triton
-from ejkernel_eqx.attention.triton.hopper import backward_call, backward_tiles, lists, schedule, tile_sizes
-from ejkernel_eqx.attention.triton.hopper import call as forward_call
-
-__all__ = (
-    "CAUSAL HOPPER MaskInputs ScoreInputs ScoreOptions Shape TILE TRITON backward_call backward_tiles call check_compiled configured "
-    "forward_call gradient_launches launches lists needs_gluon padded problem resolve run schedule tile_sizes tile_table triton"
-).split()
 
 HOPPER = DEVICES["sm_90"]
 _MISSING = gluon_unavailable(HOPPER)

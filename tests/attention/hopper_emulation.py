@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.launch import run
+from tests.attention.inner import run
 
 triton = pytest.importorskip("triton")
 constexpr = pytest.importorskip("triton.language").constexpr

@@ -9,29 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ejkernel_eqx.attention import cudnn, reference, xla
-from ejkernel_eqx.attention.core import problem_of
-from ejkernel_eqx.attention.example import example_problem
-from ejkernel_eqx.attention.philox import philox_keep
-from ejkernel_eqx.dispatch import from_dict, to_dict
-from tests.attention.cases import (
+from tests.attention.cases import Case, make, poison
+from tests.attention.dense import exact
+from tests.attention.inner import (
     AttentionArrays,
     AttentionGrads,
     AttentionSpec,
-    Case,
-    make,
-    poison,
-    RowRanges,
+    philox,
+    reference,
     visibility,
-    xla_tiles,
 )
-from tests.attention.dense import exact
 from tests.tolerances import assert_close, errors, TOLERANCES
-
-__all__ = (
-    "AttentionArrays AttentionGrads AttentionSpec DIFFERENTIABLE Result RowRanges assert_gradient_close assert_same check_kernels cotangents cudnn example_problem "
-    "from_dict oracle problem_of reference run_reference to_dict visibility xla xla_tiles"
-).split()
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "alibi_slopes", "sinks")
 
@@ -99,7 +87,7 @@ def oracle(case: Case, arrays: AttentionArrays, dout, dlse):
     keep: Any = True
     if case.dropout:
         assert arrays.seeds is not None
-        keep = philox_keep(
+        keep = philox.philox_keep(
             arrays.seeds[:, :, None, None],
             jnp.asarray(positions)[:, None, :, None],
             jnp.arange(case.S),

@@ -14,20 +14,16 @@ from tests.attention.hopper import (
     CAUSAL,
     check_compiled,
     configured,
-    forward_call,
     HOPPER,
     launches,
     needs_gluon,
     problem,
-    run,
-    schedule,
     TILE,
-    tile_sizes,
-    tile_table,
     TRITON,
     triton,
 )
-from tests.attention.kernels import from_dict, problem_of, RowRanges, to_dict
+from tests.attention.inner import from_dict, problem_of, RowRanges, run, tile_table, to_dict
+from tests.attention.tritons import forward_call, schedule, tile_sizes
 from tests.compiled import DEVICES
 
 FEW: dict[str, Any] = dict(batch=1, heads=8, kv_heads=8, queries=512, keys=512)

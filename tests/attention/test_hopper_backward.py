@@ -10,8 +10,6 @@ import pytest
 
 from tests.attention.cases import Case, make, poison
 from tests.attention.hopper import (
-    backward_call,
-    backward_tiles,
     call,
     CAUSAL,
     check_compiled,
@@ -19,12 +17,13 @@ from tests.attention.hopper import (
     gradient_launches,
     HOPPER,
     needs_gluon,
-    padded,
     problem,
     triton,
 )
 from tests.attention.hopper_emulation import Device
-from tests.attention.kernels import assert_same, cotangents, problem_of, run_reference
+from tests.attention.inner import padded, problem_of
+from tests.attention.kernels import assert_same, cotangents, run_reference
+from tests.attention.tritons import backward_call, backward_tiles
 from tests.tolerances import assert_close
 
 TILE = triton.TileConfig(64, 128, 4, 2, 0, 1)

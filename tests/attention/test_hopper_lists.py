@@ -9,24 +9,19 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx import Mask
-from tests.attention.hopper import (
-    call,
-    check_compiled,
-    configured,
-    HOPPER,
-    launches,
-    lists,
+from tests.attention.hopper import call, check_compiled, configured, HOPPER, launches, needs_gluon, triton
+from tests.attention.inner import (
+    AttentionArrays,
+    AttentionSpec,
     MaskInputs,
-    needs_gluon,
+    problem_of,
     resolve,
     ScoreInputs,
     ScoreOptions,
-    Shape,
-    tile_sizes,
-    triton,
+    tile_shape,
 )
-from tests.attention.kernels import AttentionArrays, AttentionSpec, problem_of
 from tests.attention.patterns import defined, H, PATTERNS, S, T
+from tests.attention.tritons import lists, tile_sizes
 
 MAP = Mask.from_blocks(np.random.default_rng(0).random((64, 64)) < 0.1, 128)
 BY_HEAD = Mask.from_blocks(np.random.default_rng(0).random((16, 64, 64)) < 0.1, 128)
@@ -43,7 +38,9 @@ def resolved(mask: Any, t: int, s: int) -> tuple[AttentionArrays, AttentionSpec]
     )
 
 
-def listed_pairs(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape, programs: int) -> np.ndarray:
+def listed_pairs(
+    arrays: AttentionArrays, spec: AttentionSpec, shape: tile_shape.Shape, programs: int
+) -> np.ndarray:
     """`[B, H, T, S]`: which pairs the kernel would see; a tile that is taken twice is an error."""
     found = listed(arrays, spec, shape, 2, programs)
     table, entries, patterns = (np.asarray(x) for x in (found.schedule, found.entries, found.patterns))
@@ -83,13 +80,13 @@ def listed_pairs(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape, pro
 def test_lists_of_patterns(name):
     """Programs see what the mask says, and values are cleared of exactly the keys that no query sees."""
     arrays, spec = resolved(PATTERNS[name].mask, T, S)
-    shape, expected = Shape(T, S, 32, 32), defined(PATTERNS[name].sees)
+    shape, expected = tile_shape.Shape(T, S, 32, 32), defined(PATTERNS[name].sees)
     for programs in (1, 5):
         assert (listed_pairs(arrays, spec, shape, programs) == expected).all()
     check_seen(jax.jit(lists.seen_keys, static_argnums=(1, 2))(arrays, spec, shape), expected[None], shape)
 
 
-def check_seen(found: Any, expected: np.ndarray, shape: Shape) -> None:
+def check_seen(found: Any, expected: np.ndarray, shape: tile_shape.Shape) -> None:
     """Without flags, every key of a tile that is read is seen by some query."""
     batch, heads, t, s = expected.shape
     seen = expected.any(2).reshape(batch, 2, heads // 2, s)
@@ -124,7 +121,7 @@ def test_lists_of_maps(heads, window):
     seen = seen & (left is None or j >= query - left) & (right is None or j <= query + right)
     expected = np.broadcast_to(seen, (2, H, t, s))
     for size in ((64, 64), (32, 32), (64, 32)):
-        shape = Shape(t, s, *size)
+        shape = tile_shape.Shape(t, s, *size)
         assert (listed_pairs(arrays, spec, shape, 5) == expected).all()
         found = jax.jit(lists.seen_keys, static_argnums=(1, 2))(arrays, spec, shape)
         assert found is None or window != (None, None)

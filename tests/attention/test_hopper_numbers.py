@@ -9,21 +9,11 @@ import pytest
 
 from ejkernel_eqx import Mask
 from tests.attention.cases import Case, make, poison
-from tests.attention.hopper import (
-    call,
-    CAUSAL,
-    configured,
-    launches,
-    MaskInputs,
-    needs_gluon,
-    resolve,
-    ScoreInputs,
-    ScoreOptions,
-    tile_sizes,
-    triton,
-)
+from tests.attention.hopper import call, CAUSAL, configured, launches, needs_gluon, triton
 from tests.attention.hopper_emulation import Device
+from tests.attention.inner import MaskInputs, resolve, ScoreInputs, ScoreOptions
 from tests.attention.kernels import assert_same, cotangents, run_reference
+from tests.attention.tritons import tile_sizes
 from tests.tolerances import assert_close
 
 
