@@ -10,5 +10,6 @@ from ejkernel_eqx.attention.triton.hopper import call as forward_call
 from ejkernel_eqx.launch import interpret
 
 __all__ = [
-    "TileConfig", "TritonConfig", "backward_call", "backward_tiles", "compiled", "forward_call", "interpret", "interpreted", "lists", "schedule", "tile_sizes",
+    "TileConfig", "TritonConfig", "backward_call", "backward_tiles", "compiled", "forward_call", "interpret", "interpreted", "lists",
+    "schedule", "tile_sizes",
 ]  # fmt: skip
