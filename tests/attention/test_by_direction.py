@@ -174,27 +174,3 @@ def test_on_meshes(kind, layout):
         assert chosen(gradient, *given) == {"cuda"}
         for a, b in zip(jax.jit(gradient)(*given), expected[1], strict=True):
             assert_close(a, b, kind="gradient")
-
-
-@pytest.mark.slow
-def test_inside_shard_map():
-    """Keys and values that all devices share have gradients summed over them."""
-    q, k, v = three(4)
-    learn(ejx.FlashAttention(), q[:2], k[:2], v[:2], forward="xla")
-    module, plain = ejx.FlashAttention(), ejx.FlashAttention(platform="xla")
-    mesh = jax.make_mesh((2,), (ROWS,))
-    split = P(ROWS)
-
-    def total(module):
-        def inside(q, k, v):
-            return jax.lax.psum(jnp.sum(jnp.sin(module(q, jnp.concatenate([k] * 2), v))), ROWS)
-
-        return jax.shard_map(inside, mesh=mesh, in_specs=(split, P(), split), out_specs=P())
-
-    given = [jax.device_put(x, jax.NamedSharding(mesh, s)) for x, s in ((q, split), (k[:1], P()), (v, split))]
-    values, expected = (jax.jit(jax.value_and_grad(total(m), (0, 1, 2)))(*given) for m in (module, plain))
-    assert chosen(jax.grad(total(module)), *given) == {"cuda"}
-    assert_close(values[0], expected[0])
-    assert_close(jax.jit(total(module))(*given), expected[0])
-    for a, b in zip(values[1], expected[1], strict=True):
-        assert_close(a, b, kind="gradient")

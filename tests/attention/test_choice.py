@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from typing import Any
 
 import jax
@@ -18,13 +17,11 @@ from tests.attention.inner import (
     Backend,
     cudnn,
     DeviceFacts,
-    Implementation,
     inputs,
     memory_cache,
     Platform,
     problem_of,
     selections_of,
-    with_plan,
     xla,
     XlaConfig,
     XlaTile,
@@ -147,29 +144,6 @@ def test_only_what_runs_is_recorded():
     assert batches(biased) == [4]
     for call in (plain, biased):
         assert batches(jax.grad(lambda x: jnp.sum(call(x)))) == [4]  # noqa: B023
-
-
-def test_a_platform_without_launches_of_ours_is_recorded_once():
-    """As cuDNN: it brings its own derivative and batching, so what it is asked for is said where it is called."""
-
-    def attend(arrays, spec):
-        return xla.forward(arrays, spec, XLA_CONFIG)[0]
-
-    vendor = types.SimpleNamespace(
-        OPAQUE=True,
-        attend=attend,
-        unsupported=xla.unsupported,
-        default_config=lambda problem, device: cudnn.CudnnConfig(),
-        config_type=cudnn.CudnnConfig,
-    )
-    implementation = Implementation("flash_attention", Platform.CUDA, Backend.ANY, 100, "attention", vendor)
-    plan = ejx.FlashAttention(causal=True).plan
-    snapshot = dataclasses.replace(plan.snapshot, implementations=(implementation,))
-    module: Any = with_plan(ejx.FlashAttention(causal=True), dataclasses.replace(plan, snapshot=snapshot))
-    x = jax.ShapeDtypeStruct((2, 32, 2, 16), jnp.float32)
-    with ejx.recording() as calls:
-        jax.eval_shape(jax.grad(loss(lambda x: module(x, x, x))), x)
-    assert [(call.platform, call.problem.dim("B")) for call in calls] == [(Platform.CUDA, 2)]
 
 
 # The key

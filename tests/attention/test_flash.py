@@ -290,7 +290,6 @@ def test_windows_as_large_as_numbers_go(flash):
     wide = 2**31 - 1
     for sliding, offset, seen in (
         (wide, None, causal(20, 26)),
-        ((2**31, 2**40), -5, True),
         ((2, wide), None, np.arange(26) >= np.arange(20)[:, None] + 4),
     ):
         module = flash(causal=isinstance(sliding, int), sliding_window=sliding)

@@ -13,11 +13,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
-from tests.attention.cases import Case, EVERYTHING, make
+from tests.attention.cases import Case, EVERYTHING
 from tests.attention.dense import quick
-from tests.attention.inner import tile_table, visibility
 from tests.attention.kernels import check_kernels
-from tests.attention.pallases import interpreted, PallasConfig, steps, TileConfig
+from tests.attention.pallases import interpreted, PallasConfig, TileConfig
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("no_races")
@@ -65,54 +64,6 @@ CASES = {
 def test_agrees_with_reference(name):
     case, config = CASES[name]
     check_kernels(case, lambda *args: run(*args, config))
-
-
-# Steps
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("by_key", [False, True])
-@pytest.mark.parametrize("kind", ["causal", "ranges", "map"])
-def test_steps_are_the_visible_tiles(kind, by_key):
-    """Each visible tile is there once, those of one tile together, whole tiles marked so; a tile with none has one step."""
-    case = {"causal": dict(right=0), "ranges": dict(rows="scattered"), "map": dict()}[kind]
-    arrays, spec = make(Case(B=2, T=600, S=500, H=4, K=2, D=1, V=1, **case))
-    heads = 1
-    if kind == "map":
-        rng = np.random.default_rng(0)
-        arrays = arrays._replace(blocks=jnp.asarray(rng.random((2, 4, 5, 4)) < 0.4))
-        spec = dataclasses.replace(spec, block_size=(128, 128))
-        heads = 4
-    found, _ = (steps.key_steps if by_key else steps.query_steps)(arrays, spec, 128, 128)
-    assert isinstance(found.count, int) == (kind == "causal") and found.split_heads == (heads == 4)
-    seen = np.asarray(jax.jit(visibility, static_argnums=1)(arrays, spec))  # [B, H, T, S]
-    padded = np.pad(seen, ((0, 0), (0, 0), (0, 40), (0, 12)))
-    some: Any = padded.reshape(2, 4, 5, 128, 4, 128).any((3, 5))
-    table = np.asarray(found.table).reshape(-1, found.stride)
-    programs = 2 if by_key else 4
-    for b, h in np.ndindex(2, programs):
-        row = 0 if found.rows is None else found.rows[b * programs + h]
-        parts = steps.unpacked(jnp.asarray(table[row][: int(found.count)]))
-        entries = list(zip(*(np.asarray(part).tolist() for part in parts), strict=True))
-        ran = [
-            (own, other, head) for flags, own, other, head in entries if flags & (steps.WHOLE | steps.PARTLY)
-        ]
-        assert len(set(ran)) == len(ran)
-        mine = some[b, h * 2 : h * 2 + 2] if by_key else some[b, h : h + 1]
-        for own, other, head in ran:
-            tile = mine[head if found.split_heads and by_key else slice(None)]
-            assert (tile[..., other, own] if by_key else tile[..., own, other]).any() or kind == "ranges"
-        wanted = {
-            (n, m, g if found.split_heads else 0) if by_key else (m, n, 0) for g, m, n in np.argwhere(mine)
-        }
-        assert wanted <= set(ran)
-        active = [entry for entry in entries if entry[0]]
-        owns = [own for _, own, _, _ in active]
-        assert owns == sorted(owns) and set(owns) == set(range(4 if by_key else 5))
-        for at, (flags, own, _, _) in enumerate(active):
-            assert bool(flags & steps.FIRST) == (at == 0 or owns[at - 1] != own)
-            assert bool(flags & steps.LAST) == (at == len(owns) - 1 or owns[at + 1] != own)
-    assert tile_table.overlap(arrays, spec, 128, 128)[0].shape[-2:] == (5, 4)
 
 
 # Operations
