@@ -59,8 +59,9 @@ CASES = {
 }
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if "wide tiles" in n else pytest.mark.slow) for n in CASES]
+)
 def test_agrees_with_reference(name):
     case, config = CASES[name]
     check_kernels(case, lambda *args: run(*args, config))

@@ -31,10 +31,8 @@ def loss(module: Any, **options: Any) -> Any:
 def test_batch_tokens_and_heads_stay_where_they_are(kind):
     mesh = mesh_of(kind, 2, data=2, model=2)
     arrays = placed(mesh, SPEC, t=16, s=16)
-    module, flash = (
-        build(causal=True, platform="xla")
-        for build in (lambda **o: ejx.RingAttention(AXIS, method="ring", **o), ejx.FlashAttention)
-    )
+    module = ejx.RingAttention(AXIS, causal=True, method="ring", platform="xla")
+    flash = ejx.FlashAttention(causal=True, platform="xla")
     compiled = jax.jit(jax.value_and_grad(loss(module))).lower(arrays).compile()
     value, grads = compiled(arrays)
     used = collectives(compiled)
@@ -50,23 +48,20 @@ def test_batch_tokens_and_heads_stay_where_they_are(kind):
     assert lies(jax.jit(lambda a: module(**a))(arrays), mesh, SPEC)
 
 
-@pytest.mark.parametrize("window, permutes", [(3, 2), pytest.param(None, 4, marks=pytest.mark.slow)])
-def test_hops_that_see_nothing_are_not_made(window, permutes):
-    """Of keys and of values: one hop; or the first, and those of a loop."""
-    mesh = mesh_of("explicit", 8)
-    arrays = placed(mesh, P(None, AXIS), t=32, s=32)
-    module = ejx.RingAttention(AXIS, causal=True, sliding_window=window, method="ring", platform="xla")
-    compiled = jax.jit(lambda a: module(**a)).lower(arrays).compile()
-    assert collectives(compiled) == {"collective-permute": permutes}
-
-
-@pytest.mark.slow
-def test_an_exchange_moves_each_array_once():
-    mesh = mesh_of("explicit", 2)
-    arrays = placed(mesh, P(None, AXIS), t=16, s=16)
-    module = ejx.RingAttention(AXIS, causal=True, method="all_to_all", platform="xla")
-    compiled = jax.jit(lambda a: module(**a)).lower(arrays).compile()
-    assert set(collectives(compiled)) == {"all-to-all"}
+@pytest.mark.parametrize(
+    "options, moved",
+    [
+        # Of keys and of values one hop; or the first, and those of a loop.
+        (dict(sliding_window=3), {"collective-permute": 2}),
+        pytest.param({}, {"collective-permute": 4}, marks=pytest.mark.slow),
+        pytest.param(dict(method="all_to_all"), {"all-to-all": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_moves(options, moved):
+    """Hops that see nothing are not made; an exchange moves each array once."""
+    arrays = placed(mesh_of("explicit", 8), P(None, AXIS), t=32, s=32, heads=8, kv_heads=8)
+    module: Any = ejx.RingAttention(AXIS, **dict(causal=True, method="ring", platform="xla") | options)
+    assert collectives(jax.jit(lambda a: module(**a)).lower(arrays).compile()) == moved
 
 
 @pytest.mark.slow
@@ -84,11 +79,9 @@ def test_memory_of_a_device_falls_with_their_number(optimised):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
-def test_composes_with_jax(platform):
+def test_composes_with_jax():
     """`vmap`, `checkpoint` and `scan` over layers together, on an explicit mesh."""
-    if platform != "xla":
-        pytest.importorskip("triton")
+    pytest.importorskip("triton")
     mesh = mesh_of("explicit", 2)
     spec = P(None, None, AXIS)
     weights = normal(5, 2, 16, 16) / 4
@@ -104,7 +97,7 @@ def test_composes_with_jax(platform):
 
     flash = model(ejx.FlashAttention(causal=True, platform="xla"))(x, weights)
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
-    ring = model(ejx.RingAttention(AXIS, causal=True, method="ring", platform=platform))
+    ring = model(ejx.RingAttention(AXIS, causal=True, method="ring", platform="triton-interpret"))
     value, grads = ring(put(x, spec), put(weights, P()))
     assert_close(value, flash[0])
     assert lies(grads[0], mesh, spec)
