@@ -1,6 +1,7 @@
 """Calls of `RingAttention` over several devices, in every way that users make them, for comparisons with dense attention in float64."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,9 +41,7 @@ def mesh_of(kind: str, devices: int, **others: int) -> Any:
     return jax.make_mesh((*others.values(), devices), names, axis_types=(axis_type,) * len(names))
 
 
-def over(
-    module: Any, kind: str, devices: int, order: str = "contiguous", **options: Any
-) -> Callable[..., Any]:
+def over(module: Any, kind: str, devices: int, order: str, **options: Any) -> Callable[..., Any]:
     """`(out, lse)` of whole arrays in temporal order, computed over devices."""
     mesh = mesh_of(kind, devices)
     by_token = {name: options.pop(name) for name in (*BY_TOKEN, *OVER_SCORES) if name in options}
@@ -68,11 +67,8 @@ def over(
         specs = {name: spec(name, x) for name, x in given.items()}
         run = lambda given: module(**given, **options, return_lse=True)
         if kind.startswith("manual"):
-            lead = given["q"].ndim - 3
-            out = P(*(None,) * lead, AXIS)
-            run = jax.shard_map(
-                run, mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=kind == "manual"
-            )
+            out, checked = P(*(None,) * (given["q"].ndim - 3), AXIS), kind == "manual"
+            run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=checked)
         elif kind.startswith("explicit"):
             given = {n: jax.sharding.reshard(x, NamedSharding(mesh, specs[n])) for n, x in given.items()}
         else:
@@ -80,8 +76,7 @@ def over(
             given = {n: put(x, NamedSharding(mesh, specs[n])) for n, x in given.items()}
         out, lse = run(given)
         if kind.startswith("explicit"):
-            whole = NamedSharding(mesh, P())
-            out, lse = jax.sharding.reshard(out, whole), jax.sharding.reshard(lse, whole)
+            out, lse = (jax.sharding.reshard(x, NamedSharding(mesh, P())) for x in (out, lse))
         return in_time(out, out.ndim - 3), in_time(lse, lse.ndim - 2)
 
     return call
@@ -104,19 +99,15 @@ def compare(
     arrays = qkv(*(batch,) * (batch > 0), t=t, s=s or t, heads=heads, kv_heads=kv_heads) | options.learned
     module = ejx.RingAttention(AXIS, order=order, method=method, platform=platform, **options.module)
     queries, keys = (np.asarray(x)[..., None, None] for x in options.hidden)
-    poisoned = arrays | {
-        name: jnp.where(hidden, jnp.nan, arrays[name])
-        for name, hidden in (("q", queries), ("k", keys), ("v", keys))
-    }
+    hidden = {"q": queries, "k": keys, "v": keys}
+    poisoned = arrays | {name: jnp.where(where, jnp.nan, arrays[name]) for name, where in hidden.items()}
     run = over(module, kind, devices, order, **options.call)
     dout, dlse = cotangents(arrays)
     (out, lse), grads = exact(arrays, dout, dlse, **options.dense)
     everywhere = lambda x: jax.device_put(x, NamedSharding(mesh_of(kind, devices), P()))
     placed = jax.tree.map(everywhere, (poisoned, dout, dlse))
     with jax.set_mesh(mesh_of(kind, devices)) if kind.endswith("context") else contextlib.nullcontext():
-        actual, actual_grads = jax.jit(lambda *args: with_gradients(lambda given: run(**given), *args))(
-            *placed
-        )
+        actual, actual_grads = jax.jit(functools.partial(with_gradients, lambda given: run(**given)))(*placed)
     assert_close(actual[0], out, name="out")
     assert_close(actual[1], lse, name="lse")
     for name in arrays:

@@ -1,6 +1,7 @@
 """The steps of a ring, from positions alone: every visible pair of tokens is in one piece, and nothing else is done."""
 
-from typing import Any, NamedTuple
+import collections
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -15,10 +16,7 @@ def positions(sizes: Sizes, device: int, length: int) -> np.ndarray:
     return np.concatenate([start + np.arange(each) for start in sizes.starts(device, length)])
 
 
-class Step(NamedTuple):
-    shift: int
-    branches: Any
-    table: tuple[int, ...]
+Step = collections.namedtuple("Step", "shift branches table")
 
 
 def hops(*args: Any) -> list[Step]:
@@ -62,13 +60,8 @@ def test_pieces_cover_what_is_visible(devices, queries, keys, order, reach, posi
     for ours, theirs in np.ndindex(devices, devices):
         i, j = positions(sizes, ours, sizes.queries), positions(sizes, theirs, sizes.keys)
         count = np.zeros((len(i), len(j)), int)
-        pieces = [
-            p
-            for step in steps
-            if (ours - step.shift) % devices == theirs
-            for p in step.branches[step.table[ours]]
-        ]
-        for piece in pieces:
+        met = [step for step in steps if (ours - step.shift) % devices == theirs]
+        for piece in (piece for step in met for piece in step.branches[step.table[ours]]):
             rows = slice(piece.queries[0], sum(piece.queries))
             columns = slice(piece.keys[0], sum(piece.keys))
             if piece.window is None:  # positions are read from arrays
