@@ -50,7 +50,7 @@ def cut(monkeypatch):
 def triton_config() -> Any:
     from tests.attention import tritons
 
-    tiles = (tritons.TileConfig(*sizes, 4, 1) for sizes in ((16, 32), (32, 16), (16, 16)))
+    tiles: Any = (tritons.TileConfig(*sizes, 4, 1) for sizes in ((16, 32), (32, 16), (16, 16)))
     return tritons.TritonConfig(*tiles)
 
 

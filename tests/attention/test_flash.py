@@ -113,11 +113,11 @@ def test_what_is_visible(flash, name):
     module, call, seen, lead, keys = SHOWN[name]
     arrays = qkv(*lead, t=20, s=keys) | dict(alibi_slopes=jnp.asarray([0.3, 0.1, 0.05, 0.0]))
     positions = AT + OFFSETS[..., None] if lead == (2, 3) else AT + call.get("q_offset", keys - 20)
-    seen = seen(positions[:, None], KEYS) if callable(seen) else seen
-    every = np.broadcast_to(seen, (*lead, 4, 20, keys))
+    shown: Any = seen(positions[:, None], KEYS) if callable(seen) else seen
+    every = np.broadcast_to(shown, (*lead, 4, 20, keys))
     blind, hidden = ~every.any((-3, -1)), ~every.any((-3, -2))
     given = poison(arrays, blind, hidden)
-    check(lse_of(flash(**module), **call), arrays, seen, poisoned=given, positions=positions)
+    check(lse_of(flash(**module), **call), arrays, shown, poisoned=given, positions=positions)
 
 
 @pytest.mark.few(1)

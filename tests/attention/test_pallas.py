@@ -64,7 +64,7 @@ CASES = {
 )
 def test_agrees_with_reference(name):
     case, config = CASES[name]
-    check_kernels(case, lambda *args: run(*args, config))
+    check_kernels(case, lambda arrays, dout, dlse, spec: run(arrays, dout, dlse, spec, config))
 
 
 # Operations
@@ -96,7 +96,8 @@ def agrees(ours: Any, theirs: Any, *given: Any) -> None:
 @pytest.mark.parametrize("case", ["crossed", "heads", "pattern"])
 def test_block_sparse_attention(case):
     """Under `vmap` where heads have maps of their own."""
-    rng, mask, options = np.random.default_rng(1), None, {}
+    rng, mask = np.random.default_rng(1), None
+    options: dict[str, Any] = {}
     size = {"crossed": (64, 96), "heads": (128, 128), "pattern": (16, 16)}[case]
     grid = tuple(-(-150 // n) for n in size)
     if case == "pattern":
@@ -105,7 +106,7 @@ def test_block_sparse_attention(case):
         table = rng.random((2, 4, *grid) if case == "heads" else grid) < 0.5
         options = dict(block_map=jnp.asarray(table), block_size=size)
 
-    def call(platform: str) -> Any:
+    def call(platform: Any) -> Any:
         module: Any = ejx.BlockSparseAttention(mask, platform=platform, **options)
         mapped = lambda *given: module(*given, return_lse=True)
         return jax.vmap(mapped) if case == "crossed" else mapped

@@ -19,6 +19,7 @@ def place(arrays: dict[str, Any], *spec: Any, kind: str = "explicit") -> dict[st
     return {name: jax.device_put(x, sharding) for name, x in arrays.items()}
 
 
+RING: Any = ejx.RingAttention
 ROWS: dict[str, Any] = qkv(2, t=8, s=8)
 IDS = jnp.zeros((2, 8), jnp.int32)
 WRONG: dict[str, tuple[dict[str, Any], Any]] = {
@@ -44,7 +45,7 @@ def test_wrong_calls(message, unchecked):
     options, arrays = WRONG[message]
     for kind in ("explicit", "automatic"):
         with pytest.raises(ValueError, match=message):
-            module: Any = ejx.RingAttention(**dict(axis_name=AXIS) | options)
+            module: Any = RING(**{"axis_name": AXIS} | options)
             module(**arrays(kind))
 
 

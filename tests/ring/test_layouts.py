@@ -59,7 +59,8 @@ def test_batch_tokens_and_heads_stay_where_they_are(kind):
 def test_what_moves(options, moved):
     """Hops that see nothing are not made; an exchange moves each array once."""
     arrays = placed(mesh_of("explicit", 8), P(None, AXIS), t=32, s=32, heads=8, kv_heads=8)
-    module: Any = ejx.RingAttention(AXIS, **dict(causal=True, method="ring", platform="xla") | options)
+    given: dict[str, Any] = dict(causal=True, method="ring", platform="xla") | options
+    module: Any = ejx.RingAttention(AXIS, **given)
     assert collectives(jax.jit(lambda a: module(**a)).lower(arrays).compile()) == moved
 
 
