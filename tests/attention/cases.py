@@ -7,11 +7,8 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from ejkernel_eqx.attention.reference import visibility
-from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
-from ejkernel_eqx.attention.xla import XlaConfig, XlaTile
+from tests.attention.inner import AttentionArrays, AttentionSpec, RowRanges, visibility, XlaConfig, XlaTile
 
 
 def xla_tiles(block_q: int, block_k: int) -> XlaConfig:
@@ -232,9 +229,9 @@ def _forbidden(row) -> bool:
     return bool(chosen["window"]) and bool(chosen["rows"])
 
 
-def _pairwise() -> list[Case]:
+def _cases(rows: list[tuple[int, ...]]) -> list[Case]:
     cases = []
-    for n, row in enumerate(all_pairs([len(choices) for choices in _FLAGS.values()], _forbidden)):
+    for n, row in enumerate(rows):
         flags = {name: choices[i] for (name, choices), i in zip(_FLAGS.items(), row, strict=True)}
         t, s = _LENGTHS[n % len(_LENGTHS)]
         d, v = _DIMS[n % len(_DIMS)]
@@ -244,6 +241,14 @@ def _pairwise() -> list[Case]:
         case = Case(T=t, S=s, D=d, V=v, H=heads, K=kv_heads, **window, **flags)
         cases.append(dataclasses.replace(case, name=f"{n:02d}-{_describe(case)}"))
     return cases
+
+
+def _on_and_off() -> list[tuple[int, ...]]:
+    """Every pair of flags off, on, and one of each; what is on takes its values in turn."""
+    counts = [len(choices) - 1 for choices in _FLAGS.values()]
+    turns = [itertools.cycle(range(1, count + 1)) for count in counts]
+    rows = all_pairs([2] * len(counts), _forbidden)
+    return [tuple(next(turn) if on else 0 for on, turn in zip(row, turns, strict=True)) for row in rows]
 
 
 def _describe(case: Case) -> str:
@@ -270,11 +275,6 @@ EMPTY = (
     Case(name="no-keys-no-sinks", S=0),
     Case(name="window-sees-nothing", right=0, offset=-200, sinks="BH"),
 )
-PAIRWISE = _pairwise()
+PAIRWISE = _cases(all_pairs([len(choices) for choices in _FLAGS.values()], _forbidden))
 CASES = [PLAIN, EVERYTHING, *PAIRWISE]
-
-
-def every_fourth(cases: list[Case]) -> list:
-    """The numbers of the cases, as parameters of a test; three of four where time is no matter."""
-    slow = (pytest.mark.slow,)
-    return [pytest.param(n, id=case.name, marks=() if n % 4 == 1 else slow) for n, case in enumerate(cases)]
+COVERING = _cases(_on_and_off())

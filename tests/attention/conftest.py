@@ -1,11 +1,11 @@
 import functools
-import importlib
 
 import pytest
 
 import ejkernel_eqx as ejx
 from tests.attention.cases import xla_tiles
 from tests.attention.dense import INTERPRET
+from tests.attention.inner import memory_cache
 
 
 @pytest.fixture(params=["xla", INTERPRET])
@@ -17,16 +17,37 @@ def flash(request):
     return functools.partial(ejx.FlashAttention, config=xla_tiles(16, 16))
 
 
+def name_of(launch):
+    return launch.label.rpartition(".")[2].removesuffix("_kernel")
+
+
+def ran_by_interpreter(monkeypatch, what):
+    """`what` of every launch that the interpreter runs from now on."""
+    pytest.importorskip("triton")
+    from tests.attention.tritons import interpret
+
+    original, ran = interpret.interpret, []
+
+    def counted(launch, arrays):
+        ran.append(what(launch))
+        return original(launch, arrays)
+
+    monkeypatch.setattr(interpret, "interpret", counted)
+    return ran
+
+
 @pytest.fixture
 def launches(monkeypatch):
     """The names of the kernels that the interpreter has run."""
-    pytest.importorskip("triton")
-    module = importlib.import_module("ejkernel_eqx.launch.interpret")
-    original, ran = module.interpret, []
+    return ran_by_interpreter(monkeypatch, name_of)
 
-    def counted(launch, arrays):
-        ran.append(launch.label.rpartition(".")[2].removesuffix("_kernel"))
-        return original(launch, arrays)
 
-    monkeypatch.setattr(module, "interpret", counted)
-    return ran
+@pytest.fixture
+def nothing_known():
+    """No configurations are remembered, and none from the test is afterwards."""
+    before = dict(memory_cache.items())
+    memory_cache.clear()
+    yield
+    memory_cache.clear()
+    for (platform, key), known in before.items():
+        memory_cache.put(platform, key, known)

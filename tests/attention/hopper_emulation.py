@@ -2,7 +2,8 @@
 
 Products, and copies to device memory, take place when they are awaited, as late as they may, and copies from there when they begin: whoever frees or
 fills a buffer too early changes results.
-Shared memory is NaN before it is written. Layouts, and what orders memory between threads, are not emulated."""
+Shared memory is NaN before it is written. Layouts, and what orders memory between threads, are not emulated. What is written in PTX is replaced by
+what it computes."""
 
 import threading
 import time
@@ -13,14 +14,46 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.attention.hopper_protocol import Barrier, finish, LIMIT
+from tests.attention.inner import run
 
+triton = pytest.importorskip("triton")
 constexpr = pytest.importorskip("triton.language").constexpr
 
-_FUNCTIONS = """
-_consumer _query_gradients _give _nothing _scores _part _products _half _described _barriers_of _tiles_of _writer _loader _load _hidden _place _bounds
-_tell _told _hand_over _announce _return_keys _weights _score_gradients query_tiles _decays _pairs _stored _gentle_chunk _chunk
-closed""".split()
+LIMIT = 5.0
+"""Seconds that a thread may wait."""
+
+
+def finish(threads: list[threading.Thread], errors: list[BaseException]) -> None:
+    """Runs the threads to their end. Raises the first error that one of them has noted."""
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * LIMIT)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+class Barrier:
+    """Phases end when all arrivals and all bytes are there; a wait sees only whether their number is odd."""
+
+    def __init__(self, count: int):
+        self.changed = threading.Condition()
+        self.count, self.pending, self.bytes, self.phase = count, count, 0, 0
+
+    def arrive(self, arrivals: int = 1, more_bytes: int = 0) -> None:
+        with self.changed:
+            self.pending -= arrivals
+            self.bytes += more_bytes
+            assert self.pending >= 0, "more arrivals than a phase has"
+            if self.pending == 0 and self.bytes == 0:
+                self.pending, self.phase = self.count, self.phase + 1
+                self.changed.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.changed:
+            done = self.changed.wait_for(lambda: (self.phase - 1) % 2 == parity, LIMIT)
+        assert done, "a wait without end"
 
 
 class Tensor(np.ndarray):
@@ -93,7 +126,7 @@ _BARRIERS = types.SimpleNamespace(
 class Descriptor:
     """A tensor in device memory, and the boxes that are copied from and to it."""
 
-    def __init__(self, pointer: Pointer, shape: Any, strides: Any, block: Any):
+    def __init__(self, pointer: Pointer, shape: Any, strides: Any, block: Any, layout: Any):
         assert strides[-1] == 1 and all(s * pointer.array.itemsize % 16 == 0 for s in strides[:-1])
         self.flat, self.shape, self.strides, self.block = pointer.array.reshape(-1), shape, strides, block
 
@@ -139,94 +172,102 @@ class Product:
 
 
 class Device:
-    """Runs a launch's programs, `at_once` of them at a time: the first ones do everything, if they do what they should. `parts`: what the kernels
-    have in common."""
+    """Runs a launch's programs, `at_once` of them at a time: the first ones do everything, if they do what they should. Triton's kernels are
+    interpreted."""
 
-    def __init__(self, kernels: Any, parts: Any, at_once: int = 1):
-        self.kernels, self.parts, self.at_once, self.own = kernels, parts, at_once, threading.local()
+    def __init__(self, *modules: Any, at_once: int = 1):
+        self.at_once, self.own = at_once, threading.local()
         self.errors: list[BaseException] = []
         self.claiming = threading.Lock()
+        self.functions: dict[int, Any] = {}
+        self.world = self._world()
 
     def run(self, launch: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        if not launch.is_gluon:
+            return run(launch, inputs, interpret=True)
         arrays = {name: np.array(x) for name, x in inputs.items()}
         for name, x in launch.outputs.items():
             arrays[name] = np.full(x.shape, np.nan if x.dtype != np.int32 else -7, x.dtype)
         for before, after in launch.aliases.items():
             arrays[after] = arrays[before].copy()
         named = {name: Pointer(x) for name, x in arrays.items()} | launch.scalars | launch.constants
-        kernel = self._plain(self.kernels, launch.function.fn.__name__)
-        for first in range(0, launch.grid[0], self.at_once):
-            together = range(first, min(first + self.at_once, launch.grid[0]))
-            finish(
-                [
-                    threading.Thread(target=self._program, args=(i, kernel, named), daemon=True)
-                    for i in together
-                ],
-                self.errors,
-            )
+        kernel, self.programs = self._as_python(launch.function), launch.grid[0]
+        for first in range(0, self.programs, self.at_once):
+            together = range(first, min(first + self.at_once, self.programs))
+            finish([self._thread(self._program, i, kernel, named) for i in together], self.errors)
         return {name: jnp.asarray(arrays[name]) for name in launch.outputs}
+
+    @staticmethod
+    def _thread(function: Any, *args: Any) -> threading.Thread:
+        return threading.Thread(target=function, args=args, daemon=True)
 
     def _program(self, number: int, kernel: Any, named: dict[str, Any]) -> None:
         self.own.program = number
         kernel(**named)
 
-    def _plain(self, module: Any, name: str) -> Any:
-        plain = getattr(module, name).fn
-        return types.FunctionType(
-            plain.__code__, plain.__globals__ | self._world(), name, plain.__defaults__, plain.__closure__
-        )
+    def _as_python(self, function: Any) -> Any:
+        """A kernel's function, and those it calls, each with the names of its own module."""
+        if id(function) not in self.functions:
+            plain = function.fn
+            names = dict(plain.__globals__)
+            self.functions[id(function)] = types.FunctionType(
+                plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__
+            )
+            for name, value in list(names.items()):
+                if name in self.world:
+                    names[name] = self.world[name]
+                elif isinstance(value, constexpr):
+                    names[name] = value.value
+                elif isinstance(value, triton.JITFunction):
+                    names[name] = self._as_python(value)
+        return self.functions[id(function)]
 
     def _world(self) -> dict[str, Any]:
-        if not hasattr(self, "world"):
-            language = types.SimpleNamespace(
-                minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), load=_load, constexpr=Any,
-                static_range=range, int32=np.dtype(np.int32), float32=np.dtype(np.float32), int64=np.dtype(np.int64),
-                arange=lambda a, b, layout: tensor(np.arange(a, b)), zeros=lambda shape, dtype, layout: tensor(np.zeros(shape, dtype)),
-                full=lambda shape, value, dtype, layout: tensor(np.full(shape, value, dtype)), max=lambda x, axis: int(x.max(axis)),
-                to_tensor=Number, where=_where, exp2=np.exp2, log2=np.log2, expand_dims=np.expand_dims, store=_store,
-                program_id=lambda axis: self.own.program, multiple_of=lambda x, n: x, barrier=lambda: None,
-                convert_layout=lambda x, layout: x, allocate_shared_memory=_allocated, warp_specialize=self._specialised, NVMMASharedLayout=_NoLayout,
-                **dict.fromkeys("NVMMADistributedLayout DotOperandLayout SliceLayout BlockedLayout SwizzledSharedLayout".split(), lambda *_: None),
-            )  # fmt: skip
-            self.world = dict(
-                gl=language, tl=language, mbarrier=_BARRIERS, tma=self._copies(), fence_async_shared=lambda: None,
-                _meet=lambda: self.own.met.wait(LIMIT), _claimed=self._claimed,
-                warpgroup_mma=self._product, warpgroup_mma_wait=self._await,
-                _add=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, True)), _await_turn=_await_turn, _end_turn=_end_turn,
-                _capped=lambda x, scale, cap, fast, factor, *_: np.tanh(x * (scale / cap)) * factor if cap > 0 else x, _log2=np.log2, LEAST=0.0,
-            )  # fmt: skip
-            for module in (self.parts, self.kernels):
-                constants = {name: x.value for name, x in vars(module).items() if isinstance(x, constexpr)}
-                self.world |= constants
-            found = []
-            for name in _FUNCTIONS:
-                modules = [module for module in (self.kernels, self.parts) if hasattr(module, name)]
-                if modules:
-                    self.world[name] = self._plain(modules[0], name)
-                    found.append(name)
-            for name in found:  # which know one another now
-                function: Any = self.world[name]
-                function.__globals__.update(self.world)
-        return self.world
-
-    def _copies(self) -> types.SimpleNamespace:
-        return types.SimpleNamespace(
-            make_tensor_descriptor=lambda ptr, shape, strides, block, layout: Descriptor(ptr, shape, strides, block),
-            async_copy_global_to_shared=lambda desc, at, barrier, buffer: desc.load(at, barrier, buffer),
+        language = types.SimpleNamespace(
+            minimum=_least, maximum=_most, cdiv=lambda a, b: -(-a // b), load=_load, store=_store, static_range=range, constexpr=Any,
+            int32=np.dtype(np.int32), float32=np.dtype(np.float32), int64=np.dtype(np.int64), bfloat16=np.dtype(jnp.bfloat16),
+            arange=lambda a, b, layout: tensor(np.arange(a, b)), zeros=lambda shape, dtype, layout: tensor(np.zeros(shape, dtype)),
+            full=lambda shape, value, dtype, layout: tensor(np.full(shape, value, dtype)), sum=np.sum, max=_reduced(np.max),
+            min=_reduced(np.min), to_tensor=Number, where=_where, exp2=np.exp2, log2=np.log2, expand_dims=np.expand_dims, barrier=lambda: None,
+            convert_layout=lambda x, *_, **__: x, multiple_of=lambda x, _: x, allocate_shared_memory=_allocated,
+            warp_specialize=self._specialised, NVMMASharedLayout=_NoLayout,
+            program_id=lambda axis: self.own.program, num_programs=lambda axis: self.programs,
+            NVMMADistributedLayout=lambda version, warps, shape: types.SimpleNamespace(instr_shape=shape),
+            SliceLayout=lambda axis, parent: types.SimpleNamespace(parent=parent),
+            **dict.fromkeys("DotOperandLayout BlockedLayout SwizzledSharedLayout".split(), lambda *_: None),
+        )  # fmt: skip
+        copies = types.SimpleNamespace(
+            make_tensor_descriptor=Descriptor, async_copy_global_to_shared=lambda desc, at, barrier, buffer: desc.load(at, barrier, buffer),
             async_copy_shared_to_global=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, False)), store_wait=self._stored,
+        )  # fmt: skip
+        return dict(
+            gl=language, tl=language, mbarrier=_BARRIERS, tma=copies, fence_async_shared=lambda: None,
+            warpgroup_mma=self._product, warpgroup_mma_wait=self._await, _claimed=self._claimed, _take=self._claimed, _taken=lambda number: number,
+            _meet=lambda: self.own.met.wait(LIMIT), _add=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, True)),
+            _await_turn=self._await_turn, _give_turn=lambda consumer: self.own.turns[consumer].release(), _end_turn=_end_turn,
+            _within=_within, _capped=_capped, _rescaled=lambda acc, alpha, patience: acc * alpha[:, None], _write=_written,
+            _log2=np.log2, _least=lambda number: number, LEAST=0.0,
         )  # fmt: skip
 
     def _specialised(self, parts: Any, warps: Any, registers: Any) -> None:
         assert len(warps) == len(registers) == len(parts) - 1
-        shared = self._shared(len(parts))
-        finish(
-            [threading.Thread(target=self._guarded, args=(*part, shared), daemon=True) for part in parts],
-            self.errors,
-        )
+        # What the groups of warps of a program know of one another.
+        shared = {
+            "met": threading.Barrier(2),
+            "program": self.own.program,
+            "turns": [threading.Semaphore(0) for _ in range(len(parts) - 1)],
+        }
+        finish([self._thread(self._guarded, *part, shared) for part in parts], self.errors)
 
-    def _shared(self, parts: int) -> dict[str, Any]:
-        """What the groups of warps of a program know of one another."""
-        return {"met": threading.Barrier(2)}
+    def _await_turn(self, whose: Any, turn: int = 0) -> None:
+        """A consumer's, or that of a word in device memory: the program's other writer, or another program, may have to give it."""
+        if not isinstance(whose, Pointer):
+            assert self.own.turns[whose].acquire(timeout=LIMIT), "a turn that nobody gives"
+            return
+        flat, end = whose.array.reshape(-1), time.monotonic() + LIMIT
+        while flat[whose.at] != turn:
+            assert time.monotonic() < end, "a turn that nobody before gives"
+            time.sleep(1e-4)
 
     def _guarded(self, function: Any, arguments: Any, shared: dict[str, Any]) -> None:
         self.own.queue, self.own.stores = [], []
@@ -278,30 +319,67 @@ def _allocated(dtype: Any, shape: Any, layout: Any) -> Any:
     return Shared(np.full(shape, -7 if dtype == np.int32 else np.nan, dtype))
 
 
+def _reduced(function: Any) -> Any:
+    def reduced(x: Any, axis: int) -> Any:
+        result = function(x, axis)
+        return result if result.ndim else result.item()
+
+    return reduced
+
+
+def _scalars(*values: Any) -> bool:
+    return all(np.ndim(value) == 0 for value in values)
+
+
+def _least(a: Any, b: Any) -> Any:
+    return min(a, b) if _scalars(a, b) else tensor(np.minimum(a, b))
+
+
+def _most(a: Any, b: Any) -> Any:
+    return max(a, b) if _scalars(a, b) else tensor(np.maximum(a, b))
+
+
+def _where(which: Any, x: Any, y: Any) -> Any:
+    if _scalars(which, x, y):
+        return x if which else y
+    dtype = next(value.dtype for value in (x, y) if hasattr(value, "dtype"))
+    return tensor(np.where(which, x, y).astype(dtype))
+
+
 def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
     flat, at = pointer.array.reshape(-1), np.asarray(pointer.at)
     if mask is None:
-        return tensor(flat[at]) if at.ndim or flat.dtype != np.int32 else int(flat[at])
+        if at.ndim:
+            return tensor(flat[at])
+        return Number(flat[at]) if flat.dtype.kind in "iu" else flat[at].item()
     return tensor(np.where(mask, flat[np.where(mask, at, 0)], other))
 
 
-def _store(pointer: Pointer, value: Any) -> None:
-    flat = pointer.array.reshape(-1)
-    assert value.dtype == flat.dtype
-    flat[pointer.at] = value
+def _store(pointer: Pointer, value: Tensor, mask: Any = ...) -> None:
+    assert value.dtype == pointer.array.dtype
+    pointer.array.reshape(-1)[np.asarray(pointer.at)[mask]] = value[mask]
 
 
-def _where(seen: Any, x: Any, y: Any) -> Tensor:
-    dtype = next(value.dtype for value in (x, y) if hasattr(value, "dtype"))
-    return tensor(np.where(seen, x, y).astype(dtype))
+def _written(letters: Any, at: int, number: int) -> None:
+    """In one word."""
+    letters.index(at).store(tensor(np.asarray([number], np.int32)))
 
 
-def _await_turn(pointer: Pointer, turn: int) -> None:
-    """The program's other writer, or another program, may have to give it."""
-    flat, end = pointer.array.reshape(-1), time.monotonic() + LIMIT
-    while flat[pointer.at] != turn:
-        assert time.monotonic() < end, "a turn that nobody before gives"
-        time.sleep(1e-4)
+def _within(s: Tensor, low: Any, high: Any, bounded_below: bool, hidden: float) -> Tensor:
+    column = np.arange(s.shape[1])
+    seen = column < high[:, None]
+    if bounded_below:
+        seen &= column >= low[:, None]
+    return _where(seen, s, hidden)
+
+
+def _capped(
+    qk: Tensor, scale: float, cap: float, fast: bool, multiplier: float, bounded: bool = False, *_: Any
+) -> Any:
+    if cap == 0:
+        return qk
+    s = np.tanh(qk * np.float32(scale / cap)) * np.float32(multiplier)
+    return np.exp2(s) if bounded else s
 
 
 def _end_turn(pointer: Pointer, turn: int) -> None:

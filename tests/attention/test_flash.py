@@ -1,6 +1,6 @@
 """`FlashAttention`: what it computes, on every platform that runs anywhere, and its dropout."""
 
-import functools
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -25,11 +25,11 @@ from tests.attention.dense import (
 from tests.tolerances import assert_close
 
 
-def poison(arrays, **where):
-    """NaN in the tokens of `q`, `k` or `v` that `where` marks."""
-    return {
-        name: jnp.where(jnp.asarray(where[name])[..., None, None], jnp.nan, x) if name in where else x
-        for name, x in arrays.items()
+def poison(arrays, q, k):
+    """NaN in the tokens of `q`, and of `k` and `v`, that are marked."""
+    where = dict(q=q, k=k, v=k)
+    return arrays | {
+        n: jnp.where(jnp.asarray(x)[..., None, None], jnp.nan, arrays[n]) for n, x in where.items()
     }
 
 
@@ -37,13 +37,13 @@ def poison(arrays, **where):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("lead", [(2, 3), (1, 2, 1)], ids=str)
 def test_any_number_of_leading_axes(flash, lead):
     check(lse_of(flash(causal=True)), qkv(*lead, t=20, s=26), causal(20, 26))
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (3, 3), (6, 2), (8, 1)])
+@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (6, 2), (8, 1)])
 def test_grouped_heads_and_a_wide_value(flash, heads, kv_heads):
     check(
         lse_of(flash(softmax_scale=0.3)),
@@ -52,57 +52,78 @@ def test_grouped_heads_and_a_wide_value(flash, heads, kv_heads):
     )
 
 
-WINDOWS = {
-    "int": (dict(causal=True, sliding_window=5), lambda p, j: (p - 5 < j) & (j <= p)),
-    "own key only": (dict(causal=True, sliding_window=1), lambda p, j: j == p),
-    "pair": (dict(sliding_window=(5, 3)), lambda p, j: (p - 5 <= j) & (j <= p + 3)),
-    "left": (dict(sliding_window=(5, None)), lambda p, j: p - 5 <= j),
-    "right": (dict(sliding_window=(None, 3)), lambda p, j: j <= p + 3),
-    "causal pair": (dict(causal=True, sliding_window=(5, 3)), lambda p, j: (p - 5 <= j) & (j <= p)),
-}
+AT, KEYS, OFFSETS = np.arange(20), np.arange(33), np.array([[0, 5, -3], [13, 40, -30]])
+BY_ROW = (AT + OFFSETS[..., None])[..., None]
+LENGTHS, KEY_LENGTHS = np.array([20, 7, 0])[:, None], np.array([11, 33, 20])[:, None]
+IDS = np.array([[0] * 4 + [1] * 7 + [2] * 5 + [-1] * 4, [3] * 2 + [-2] * 3 + [0] * 8 + [3] * 7])
+Q_IDS = np.array([1, 1, 0, 0, 0, 2, 2, 2, 9, -1] * 2)
+KEY_IDS = np.array([[0] * 11 + [1] * 11 + [2] * 11, [2, 1, 0] * 10 + [-1] * 3])
+OTHERS, SOME = np.repeat([0, 0, 2, 2], 5), np.random.default_rng(0).random((2, 1, 20, 20)) < 0.5
+SORTED = np.repeat([0, 1, 2, 3], 5)
+same = lambda q, k: (q[..., :, None] == k[..., None, :]) & (q >= 0)[..., :, None]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", WINDOWS)
-def test_windows_and_offsets(flash, name):
-    options, rule = WINDOWS[name]
-    t, s = 20, 33
-    module = flash(**options)
-    for offset in (None, 4):
-        position = np.arange(t)[:, None] + (s - t if offset is None else offset)
-        seen = rule(position, np.arange(s))
-        if name == "int" and offset is None:
-            assert (seen.sum(1) == 5).all()  # an int counts the keys, the query's own among them
-        call = lse_of(module) if offset is None else lse_of(module, q_offset=offset)
-        check(call, qkv(t=t, s=s), seen)
+class Shown(NamedTuple):
+    """Options of the module and of the call, and the keys that queries see, as a function of positions or an array."""
+
+    module: dict[str, Any]
+    call: dict[str, Any]
+    seen: Any
+    lead: tuple[int, ...] = ()
+    keys: int = 20
 
 
-@pytest.mark.few(1)
-def test_an_offset_per_row(flash):
-    offsets = np.array([[0, 5, -3], [13, 40, -30]])
-    arrays = dict(qkv(2, 3, t=20, s=33), alibi_slopes=jnp.asarray([0.3, 0.1, 0.05, 0.0]))
-    positions = np.arange(20) + offsets[..., None]
-    seen = (np.arange(33) <= positions[..., None]) & (np.arange(33) >= positions[..., None] - 7)
-    call = lse_of(flash(causal=True, sliding_window=8), q_offset=jnp.asarray(offsets))
-    check(call, arrays, seen[..., None, :, :], positions=positions)
+SHOWN = {
+    "int": Shown(dict(causal=True, sliding_window=5), {}, lambda p, j: (p - 5 < j) & (j <= p), (), 33),
+    "own key only": Shown(dict(causal=True, sliding_window=1), {}, lambda p, j: j == p, (), 33),
+    "pair": Shown(dict(sliding_window=(5, 3)), {}, lambda p, j: (p - 5 <= j) & (j <= p + 3), (), 33),
+    "left": Shown(dict(sliding_window=(5, None)), {}, lambda p, j: p - 5 <= j, (), 33),
+    "right": Shown(dict(sliding_window=(None, 3)), {}, lambda p, j: j <= p + 3, (), 33),
+    "causal pair": Shown(dict(causal=True, sliding_window=(5, 3)), dict(q_offset=4), lambda p, j: (p - 5 <= j) & (j <= p), (), 33),
+    "an offset per row": Shown(dict(causal=True, sliding_window=8), dict(q_offset=jnp.asarray(OFFSETS)),
+        ((KEYS <= BY_ROW) & (KEYS >= BY_ROW - 7))[..., None, :, :], (2, 3), 33),
+    "lengths": Shown(dict(causal=True), dict(q_lengths=jnp.asarray(LENGTHS[:, 0]), kv_lengths=jnp.asarray(KEY_LENGTHS[:, 0])),
+        ((AT < LENGTHS)[:, :, None] & (KEYS < KEY_LENGTHS)[:, None] & causal(20, 33))[:, None], (3,), 33),
+    "a length": Shown({}, dict(kv_lengths=jnp.int32(20)), np.broadcast_to(KEYS < 20, (20, 33)), (), 33),
+    "segments": Shown(dict(causal=True), dict(segment_ids=jnp.asarray(IDS)), (same(IDS, IDS) & causal(20, 20))[:, None], (2,)),
+    "segments and a mask": Shown({}, dict(segment_ids=jnp.asarray(IDS), mask=ejx.Mask.causal()), (same(IDS, IDS) & causal(20, 20))[:, None], (2,)),
+    "segments of keys": Shown({}, dict(segment_ids=jnp.asarray(Q_IDS), kv_segment_ids=jnp.asarray(KEY_IDS)),
+        same(Q_IDS, KEY_IDS)[:, None], (2,), 33),
+    # Each condition alone shows keys to some query that all together hide.
+    "ids and lengths": Shown({}, dict(segment_ids=jnp.asarray(SORTED), q_lengths=jnp.int32(10)), same(SORTED, SORTED) & (AT < 10)[:, None]),
+    "ids of keys, a window and lengths": Shown(dict(causal=True),
+        dict(segment_ids=jnp.asarray(OTHERS), kv_segment_ids=jnp.asarray(SORTED), kv_lengths=jnp.int32(18)),
+        same(OTHERS, SORTED) & causal(20, 20) & (AT < 18)),
+    "two pairs of ids": Shown({}, dict(segment_ids=jnp.asarray(SORTED), mask=ejx.Mask.from_segments(jnp.asarray(OTHERS), jnp.asarray(SORTED))),
+        same(SORTED, SORTED) & same(OTHERS, SORTED)),
+    "a window and an array": Shown(dict(causal=True), dict(mask=jnp.asarray(SOME[0, 0] & (AT != 9) | (AT > AT[:, None]))),
+        SOME[0, 0] & (AT != 9) & causal(20, 20)),
+    "all": Shown(dict(causal=True, sliding_window=6),
+        dict(mask=ejx.Mask.from_dense(SOME) & ejx.Mask.chunked(8) & ejx.Mask.from_lengths(kv_lengths=np.array([15, 20])),
+             segment_ids=jnp.asarray(IDS)),
+        same(IDS, IDS)[:, None] & SOME & (AT[:, None] // 8 == AT // 8) & causal(20, 20) & (AT > AT[:, None] - 6)
+        & (AT < np.array([[15], [20]]))[:, None, None], (2,)),
+}  # fmt: skip
 
 
-@pytest.mark.few(1)
-def test_lengths(flash):
-    arrays = qkv(3, t=20, s=33)
-    q_lengths, kv_lengths = np.array([20, 7, 0]), np.array([11, 33, 20])
-    q_real, k_real = np.arange(20) < q_lengths[:, None], np.arange(33) < kv_lengths[:, None]
-    seen = (q_real[:, :, None] & k_real[:, None, :] & causal(20, 33))[:, None]
-    call = lse_of(flash(causal=True), q_lengths=jnp.asarray(q_lengths), kv_lengths=jnp.asarray(kv_lengths))
-    # Rows that see nothing may be NaN as well; a key that is real for nobody is hidden from all.
-    check(call, arrays, seen, poisoned=poison(arrays, q=~q_real, k=~k_real, v=~k_real))
-    check(lse_of(flash(), kv_lengths=jnp.int32(33)), arrays)
+@pytest.mark.few(10)
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_is_visible(flash, name):
+    """With NaN in queries that see nothing, and in keys that no query sees."""
+    module, call, seen, lead, keys = SHOWN[name]
+    arrays = qkv(*lead, t=20, s=keys) | dict(alibi_slopes=jnp.asarray([0.3, 0.1, 0.05, 0.0]))
+    positions = AT + OFFSETS[..., None] if lead == (2, 3) else AT + call.get("q_offset", keys - 20)
+    shown: Any = seen(positions[:, None], KEYS) if callable(seen) else seen
+    every = np.broadcast_to(shown, (*lead, 4, 20, keys))
+    blind, hidden = ~every.any((-3, -1)), ~every.any((-3, -2))
+    given = poison(arrays, blind, hidden)
+    check(lse_of(flash(**module), **call), arrays, shown, poisoned=given, positions=positions)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
-    [dict(causal=True), dict(), dict(causal=True, sliding_window=4), dict(sliding_window=(2, 1))],
+    [dict(causal=True), dict(sliding_window=(2, 1))],
     ids=str,
 )
 def test_packed_sequences_are_as_separate_ones(flash, options):
@@ -112,7 +133,7 @@ def test_packed_sequences_are_as_separate_ones(flash, options):
     module = flash(**options)
     dout, dlse = cotangents(arrays)
     real, kv_real = np.arange(24) < 21, np.arange(30) < 26
-    given = poison(arrays, q=~real, k=~kv_real, v=~kv_real)
+    given = poison(arrays, ~real, ~kv_real)
     packed = lse_of(module, cu_seqlens=jnp.asarray(starts), kv_cu_seqlens=jnp.asarray(kv_starts))
     (out, lse), grads = quick(lambda *a: with_gradients(lambda x: packed(**x), *a))(given, dout, dlse)
     expected = {name: np.zeros(x.shape) for name, x in arrays.items()}
@@ -122,8 +143,7 @@ def test_packed_sequences_are_as_separate_ones(flash, options):
         own = dict(arrays, q=arrays["q"][rows], k=arrays["k"][keys], v=arrays["v"][keys])
         distance = np.arange(s) - (np.arange(t)[:, None] + s - t)
         seen = distance <= 0 if options.get("causal") else np.ones((t, s), bool)
-        window = {4: (3, 0), (2, 1): (2, 1)}.get(options.get("sliding_window"))
-        seen = seen if window is None else seen & (-window[0] <= distance) & (distance <= window[1])
+        seen = seen & (-2 <= distance) & (distance <= 1) if "sliding_window" in options else seen
         one, one_grads = exact(own, dout[rows], dlse[rows], seen)
         assert_close(out[rows], one[0], name=f"out of sequence {n}")
         assert_close(lse[rows], one[1], name=f"lse of sequence {n}")
@@ -143,83 +163,8 @@ def test_packed_sequences_are_as_separate_ones(flash, options):
         assert_close(grads[name], gradient, kind="gradient", name=name)
 
 
-@pytest.mark.few(1)
-def test_segments(flash):
-    arrays = qkv(2, t=24, s=24)
-    ids = np.array([[0] * 5 + [1] * 9 + [2] * 6 + [-1] * 4, [3] * 2 + [-2] * 3 + [0] * 10 + [3] * 9])
-    same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
-    seen = (same & causal(24, 24))[:, None]
-    bad = poison(arrays, q=ids < 0, k=ids < 0, v=ids < 0)
-    check(lse_of(flash(causal=True), segment_ids=jnp.asarray(ids)), arrays, seen, poisoned=bad)
-    check(lse_of(flash(), segment_ids=jnp.asarray(ids), mask=ejx.Mask.causal()), arrays, seen, poisoned=bad)
-
-
-@pytest.mark.few(1)
-def test_segments_of_keys(flash):
-    arrays = qkv(2, t=10, s=24)
-    ids, kv_ids = (
-        np.array([1, 1, 0, 0, 0, 2, 2, 2, 9, -1]),
-        np.array([[0] * 8 + [1] * 8 + [2] * 8, [2, 1, 0] * 7 + [-1] * 3]),
-    )
-    seen = ((ids[:, None] == kv_ids[:, None, :]) & (ids >= 0)[:, None])[:, None]
-    call = lse_of(flash(), segment_ids=jnp.asarray(ids), kv_segment_ids=jnp.asarray(kv_ids))
-    bad = poison(arrays, q=np.isin(ids, (9, -1)), k=kv_ids < 0, v=kv_ids < 0)
-    check(call, arrays, seen, poisoned=bad)
-
-
-AT, IDS = np.arange(24), np.repeat([0, 1, 2], 8)
-SOME, OTHERS = np.random.default_rng(0).random((24, 24)) < 0.5, np.repeat([0, 0, 2], 8)
-TOGETHER: dict[str, tuple[dict, dict, np.ndarray]] = {
-    "ids and lengths": (
-        dict(),
-        dict(segment_ids=jnp.asarray(IDS), q_lengths=jnp.int32(12)),
-        (IDS[:, None] == IDS) & (AT < 12)[:, None],
-    ),
-    "ids of keys, a window and lengths": (
-        dict(causal=True),
-        dict(segment_ids=jnp.asarray(OTHERS), kv_segment_ids=jnp.asarray(IDS), kv_lengths=jnp.int32(20)),
-        (OTHERS[:, None] == IDS) & causal(24, 24) & (AT < 20),
-    ),
-    "two pairs of ids": (
-        dict(),
-        dict(
-            segment_ids=jnp.asarray(IDS), mask=ejx.Mask.from_segments(jnp.asarray(OTHERS), jnp.asarray(IDS))
-        ),
-        (IDS[:, None] == IDS) & (OTHERS[:, None] == IDS),
-    ),
-    "a window and an array": (
-        dict(causal=True),
-        dict(mask=jnp.asarray(SOME & (AT != 9) | (AT > AT[:, None]))),
-        SOME & (AT != 9) & causal(24, 24),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TOGETHER)
-def test_keys_that_conditions_hide_together_may_be_nan(flash, name):
-    """Each condition alone shows the key to some query."""
-    module, options, seen = TOGETHER[name]
-    arrays = qkv(t=24, s=24)
-    keys, rows = ~seen.any(0), ~seen.any(1)
-    assert keys.any()
-    check(lse_of(flash(**module), **options), arrays, seen, poisoned=poison(arrays, q=rows, k=keys, v=keys))
-
-
-@pytest.mark.few(1)
-def test_masks_intersect(flash):
-    arrays, rng = qkv(2, t=20, s=20), np.random.default_rng(0)
-    ids, dense_mask = np.sort(rng.integers(-1, 3, (2, 20))), rng.random((2, 1, 20, 20)) < 0.7
-    lengths = np.array([15, 20])
-    same = ((ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None])[:, None]
-    position, chunk = np.arange(20)[:, None], np.arange(20)[:, None] // 8 == np.arange(20) // 8
-    seen = same & dense_mask & chunk & (np.arange(20) <= position) & (np.arange(20) > position - 6)
-    seen = seen & (np.arange(20) < lengths[:, None])[:, None, None]
-    mask = ejx.Mask.from_dense(dense_mask) & ejx.Mask.chunked(8) & ejx.Mask.from_lengths(kv_lengths=lengths)
-    check(lse_of(flash(causal=True, sliding_window=6), mask=mask, segment_ids=jnp.asarray(ids)), arrays, seen)
-
-
 @pytest.mark.few(3)
-@pytest.mark.parametrize("pattern", ["BHTS", "B1T1", "1H1S", "TS", "S"])
+@pytest.mark.parametrize("pattern", ["B1T1", "1H1S", "TS", "S"])
 @pytest.mark.parametrize("kind", ["bias", "mask"])
 def test_every_way_to_broadcast(flash, pattern, kind):
     sizes = dict(B=2, H=4, T=20, S=26)
@@ -234,26 +179,7 @@ def test_every_way_to_broadcast(flash, pattern, kind):
 
 @pytest.mark.few(1)
 def test_a_bias_of_another_dtype(flash):
-    arrays = qkv(2)
-    for dtype in (jnp.bfloat16, jnp.float16):
-        bias = normal(5, 1, 4, 20, 26, dtype=dtype)
-        dout, dlse = cotangents(arrays)
-        (out, _), grads = exact(dict(arrays, bias=bias), dout, dlse, True)
-        run = quick(functools.partial(with_gradients, lambda a: lse_of(flash())(**a)))
-        actual, actual_grads = run(dict(arrays, bias=bias), dout, dlse)
-        assert_close(actual[0], out)
-        assert_close(actual_grads["q"], grads["q"], kind="gradient")
-        assert actual_grads["bias"].dtype == dtype
-        assert_close(actual_grads["bias"], grads["bias"], kind="gradient")
-
-
-def test_a_bias_of_minus_infinity_hides(flash):
-    arrays = qkv(2)
-    bias = jnp.where(causal(20, 26, 3), normal(5, 20, 26), -jnp.inf).at[4].set(-jnp.inf)
-    (out, lse), _ = exact(arrays, *cotangents(arrays), np.asarray(bias) > -np.inf)
-    actual, actual_lse = flash()(**arrays, bias=jnp.where(bias == -jnp.inf, bias, 0.0), return_lse=True)
-    assert_close(actual, out)
-    assert_close(actual_lse, lse)
+    check(lse_of(flash()), dict(qkv(2), bias=normal(5, 1, 4, 20, 26, dtype=jnp.bfloat16)))
 
 
 @pytest.mark.parametrize(
@@ -308,27 +234,6 @@ def test_empty(flash, t, s):
         check(lse_of(flash(causal=True), **options), arrays, False)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("hide", ["offset", "mask", "segments", "lengths"])
-def test_rows_that_see_nothing(flash, hide):
-    arrays = qkv(2)
-    options = {
-        "offset": dict(q_offset=-10),
-        "mask": dict(mask=jnp.asarray(np.arange(20) >= 10)[:, None]),
-        "segments": dict(
-            segment_ids=jnp.asarray(np.where(np.arange(20) < 10, 7, 0)), kv_segment_ids=jnp.zeros((26,), int)
-        ),
-        "lengths": dict(q_offset=jnp.full((2,), -10)),
-    }[hide]
-    module = flash(causal=hide in ("offset", "lengths"))
-    seen = causal(20, 26, -10) if module.causal else np.broadcast_to(np.arange(20)[:, None] >= 10, (20, 26))
-    check(lse_of(module, **options), arrays, seen)
-    out, lse = quick(lse_of(module, **options))(**arrays)
-    assert not np.asarray(out[:, :10]).any() and (np.asarray(lse[:, :10]) == -np.inf).all()
-    gradient = quick(jax.grad(lambda q: jnp.sum(module(**dict(arrays, q=q), **options) ** 2)))(arrays["q"])
-    assert not np.asarray(gradient[:, :10]).any() and np.asarray(gradient[:, 10:]).any()
-
-
 EMPTY_ROWS: dict[str, dict] = {
     "padding": dict(segment_ids=jnp.asarray([0] * 9 + [-1] * 11)),
     "lengths": dict(q_lengths=jnp.asarray([9])),
@@ -339,8 +244,9 @@ EMPTY_ROWS: dict[str, dict] = {
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("hide", EMPTY_ROWS)
+@pytest.mark.parametrize(
+    "hide, sinks", [*((hide, hide != "bias") for hide in EMPTY_ROWS), ("padding", False)]
+)
 def test_cotangents_of_rows_that_see_nothing(flash, hide, sinks):
     """NaN in the cotangents of output and lse takes no part, whatever hides: the gradients are those of the other rows."""
     arrays, options = qkv(1, t=20, s=20), dict(EMPTY_ROWS[hide])
@@ -359,9 +265,11 @@ def test_cotangents_of_rows_that_see_nothing(flash, hide, sinks):
         jnp.where(empty.reshape(-1, *[1] * (x.ndim - 2)), jnp.nan, x) for x in (dout, dlse)
     )
     call = lse_of(flash(causal=window, sliding_window=6 if window else None), **options)
-    run = quick(lambda *args: with_gradients(lambda a: call(**a), *args)[1])
-    actual = run(arrays, poisoned, poisoned_lse)
-    _, expected = exact(arrays, clean, clean_lse, seen)
+    run = quick(lambda *args: with_gradients(lambda a: call(**a), *args))
+    (out, lse), actual = run(arrays, poisoned, poisoned_lse)
+    (expected_out, expected_lse), expected = exact(arrays, clean, clean_lse, seen)
+    assert_close(out, expected_out)
+    assert_close(lse, expected_lse)
     for name in arrays:
         assert_close(actual[name], expected[name], kind="gradient", name=f"gradient of {name}")
 
@@ -373,7 +281,6 @@ def test_windows_as_large_as_numbers_go(flash):
     wide = 2**31 - 1
     for sliding, offset, seen in (
         (wide, None, causal(20, 26)),
-        ((2**31, 2**40), -5, True),
         ((2, wide), None, np.arange(26) >= np.arange(20)[:, None] + 4),
     ):
         module = flash(causal=isinstance(sliding, int), sliding_window=sliding)
@@ -433,19 +340,6 @@ def test_numpy_arrays_are_arrays(flash, unchecked):
     arrays = {name: np.asarray(x) for name, x in qkv(2).items()}
     bias = np.ones((26,), np.float32)
     np.testing.assert_array_equal(flash()(**arrays, bias=bias), flash()(**qkv(2), bias=jnp.asarray(bias)))
-
-
-@pytest.mark.few(1)
-def test_repeats_bit_for_bit(flash):
-    arrays = dict(qkv(2), sinks=normal(6, 4), bias=normal(7, 1, 4, 1, 26), alibi_slopes=normal(8, 4))
-    call, key = (
-        lse_of(flash(causal=True, dropout_rate=0.2, deterministic=True), key=jax.random.key(0)),
-        cotangents(arrays),
-    )
-    run = quick(lambda *a: with_gradients(lambda x: call(**x), *a))
-    first, second = run(arrays, *key), run(arrays, *key)
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 # Dropout

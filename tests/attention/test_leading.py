@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.attention.dense import causal, check, lse_of, normal, qkv, quick
-from tests.tolerances import assert_close
 
 # Leading axes of a call, and of its bias and its mask.
 SHARED = {
@@ -18,7 +17,6 @@ SHARED = {
     "by the first": ((2, 3), (1, 3), None),
     "by all": ((2, 3), (1, 1), (1, 1)),
     "by both ends": ((2, 3, 2), (1, 3, 1), None),
-    "by the middle": ((2, 3, 2), (2, 1, 2), None),
     "by another than the mask": ((2, 3), (1, 3), (2, 1)),
     "by the middle, the mask by the last": ((2, 3, 2), (2, 1, 2), (2, 3, 1)),
     "by axes of which one is short": ((2, 1, 3), (2, 1, 1), (1, 1, 3)),
@@ -62,7 +60,7 @@ def _inner(value: Any) -> Any:
     return inner if hasattr(inner, "eqns") else None
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SHARED)
 def test_no_array_is_as_large_as_the_scores(flash, name):
     (lead, bias, mask), t = SHARED[name], 48
@@ -88,10 +86,8 @@ MAPPED: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "vmap of vmap": (lambda f: mapped(mapped(f)), ()),
     "vmap of vmap over the bias": (lambda f: mapped(mapped(f, 0)), (3,)),
     "vmap over the bias of vmap": (lambda f: mapped(mapped(f), 0), (2,)),
-    "vmap of leading axes": (lambda f: mapped(f), ()),
     "vmap of scan": (lambda f: mapped(scanned(f)), ()),
     "scan of vmap": (lambda f: scanned(mapped(f)), ()),
-    "vmap of checkpoint": (lambda f: mapped(mapped(jax.checkpoint(f))), ()),
     "checkpoint of vmap": (lambda f: jax.checkpoint(mapped(mapped(f))), ()),
 }
 
@@ -110,24 +106,16 @@ def transformed(flash: Any, name: str, t: int) -> tuple[Callable[..., Any], dict
     return lambda **a: call(a | {"bias": a["bias"].reshape((*own, 2, t, t))}), arrays
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MAPPED)
 def test_a_bias_that_examples_share(flash, name):
     call, arrays = transformed(flash, name, t=18)
     check(call, arrays, causal(18, 18))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MAPPED)
 def test_no_gradient_is_as_large_as_the_scores(flash, name):
     call, arrays = transformed(flash, name, t=48)
     gradient = jax.grad(lambda a: sum(jnp.sum(x**2) for x in call(**a)))
     assert largest(jax.make_jaxpr(quick(gradient))(arrays).jaxpr) < 6 * 2 * 48 * 48
-
-
-@pytest.mark.few(1)
-def test_outside_of_jit(flash):
-    call, arrays = transformed(flash, "vmap of vmap", t=18)
-    gradient = jax.grad(lambda a: sum(jnp.sum(x**2) for x in call(**a)))
-    for name, expected in quick(gradient)(arrays).items():
-        assert_close(gradient(arrays)[name], expected, kind="gradient", name=name)

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Mask
 from tests.attention.dense import cotangents, exact
+from tests.attention.patterns import PATTERNS
+from tests.attention.patterns import S as KEYS
+from tests.attention.patterns import T as QUERIES
 from tests.tolerances import assert_close
 
 B, H = 2, 3
@@ -53,7 +54,7 @@ class Options:
         single += [] if self.q_lengths is None else [Mask.from_lengths(q_lengths=self.q_lengths)]
         single += [] if self.kv_lengths is None else [Mask.from_lengths(kv_lengths=self.kv_lengths)]
         single += [] if self.packed is None else [Mask.from_cu_seqlens(*self.packed)]
-        single += [] if self.dense is None else [Mask.from_dense(self.dense)]
+        single += [] if self.dense is None else [Mask.from_dense(np.asarray(self.dense))]
         return single
 
     def sees(self, b: int, h: int, i: int, j: int, num_queries: int, num_keys: int, offset: int) -> bool:
@@ -85,7 +86,7 @@ class Options:
         ]
         checks += [self.q_lengths is None or i < self.q_lengths[b]]
         checks += [self.kv_lengths is None or j < self.kv_lengths[b]]
-        checks += [self.dense is None or bool(self.dense[b, h, i, j])]
+        checks += [self.dense is None or self.dense[b][h][i][j]]
         return all(checks)
 
     def brute_force(self, t: int, s: int, q_offset: Any) -> np.ndarray:
@@ -133,7 +134,7 @@ def check(options: Options, t: int, s: int, q_offset: Any = None) -> None:
 
 
 RNG = np.random.default_rng(0)
-DENSE = RNG.random((B, H, 6, 7)) < 0.6
+DENSE = (RNG.random((B, H, 6, 7)) < 0.6).tolist()
 IDS = (
     np.array([[0, 0, 1, 1, 2, -1], [1, 1, 0, 0, -3, 1]]),
     np.array([[0, 0, 1, 2, 2, 2, -1], [1, 0, 0, 1, 1, -3, 1]]),
@@ -170,8 +171,12 @@ SINGLE = {
 }
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("name", SINGLE)
+QUICK = ("prefix", "runs in documents", "two segmentations", "packed with a tail and a head")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SINGLE]
+)
 def test_by_definition(name):
     check(SINGLE[name], 6, 7)
     if not SINGLE[name].packed:
@@ -179,56 +184,17 @@ def test_by_definition(name):
         check(SINGLE[name], 6, 7, q_offset=np.array([3, 0]))
 
 
-@st.composite
-def options(draw, t: int, s: int) -> Options:
-    flag, length = st.booleans(), st.integers(-1, s + 2)
-    real = st.integers(0, s + 2)
-    side = st.one_of(st.none(), st.integers(0, s))
-    ids = lambda n: np.array(
-        draw(st.lists(st.lists(st.integers(-1, 2), min_size=n, max_size=n), min_size=B, max_size=B))
-    )
-    packed = None
-    if draw(st.integers(0, 3)) == 0:
-        count = draw(st.integers(1, 3))
-        cuts = lambda n: tuple(
-            sorted(draw(st.lists(st.integers(0, n), min_size=count + 1, max_size=count + 1)))
-        )
-        packed = (cuts(t), cuts(s))
-    return Options(
-        causal=draw(flag),
-        windows=tuple(draw(st.lists(st.tuples(side, side), max_size=2))),
-        chunks=tuple(draw(st.lists(st.integers(1, s), max_size=2))),
-        prefixes=tuple(draw(st.lists(st.tuples(length, length), max_size=2))),
-        segments=tuple((ids(t), ids(s)) for _ in range(draw(st.integers(0, 2)))),
-        types=tuple((ids(t), ids(s)) for _ in range(draw(st.integers(0, 1)))),
-        type_runs=tuple((ids(t), ids(s)) for _ in range(draw(st.integers(0, 1)))),
-        q_lengths=draw(st.one_of(st.none(), st.tuples(real, real))),
-        kv_lengths=draw(st.one_of(st.none(), st.tuples(real, real))),
-        packed=packed,
-        dense=np.random.default_rng(draw(st.integers(0, 99))).random((B, H, t, s)) < 0.8
-        if draw(flag)
-        else None,
-    )
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_intersection(data):
-    t, s = data.draw(st.sampled_from([(4, 6), (6, 4), (5, 5)]))
-    chosen = data.draw(options(t, s))
-    offset = st.one_of(
-        st.none(), st.integers(-4, 6), st.tuples(st.integers(-4, 6), st.integers(-4, 6)).map(np.array)
-    )
-    q_offset = None if chosen.packed else data.draw(offset)
-    expected = chosen.brute_force(t, s, q_offset)
-    masks = data.draw(st.permutations(chosen.masks()))
-    q_offset = jnp.asarray(q_offset) if isinstance(q_offset, np.ndarray) else q_offset
-    mask = intersect(masks)
-    np.testing.assert_array_equal(np.broadcast_to(recombined(mask, t, s, q_offset), expected.shape), expected)
-    np.testing.assert_array_equal(
-        np.broadcast_to(mask.as_array(t, s, q_offset=q_offset), expected.shape), expected
-    )
+@pytest.mark.few(3)
+@pytest.mark.parametrize("seed", range(12))
+def test_any_intersection(seed):
+    """Of three, with sums of what all of them may have many of, in any order."""
+    rng, merged = np.random.default_rng(seed), {}
+    for name in rng.permutation(list(SINGLE))[:3].tolist():
+        for field, value in vars(SINGLE[name]).items():
+            several = field in ("windows", "chunks", "prefixes", "segments", "types", "type_runs")
+            merged[field] = merged.get(field, ()) + value if several else merged.get(field) or value
+    offset = None if merged["packed"] else [None, 2, np.array([-4, 3])][seed % 3]
+    check(Options(**merged), 6, 7, offset)
 
 
 def test_what_is_static_stays_static():
@@ -295,24 +261,17 @@ def test_traced_sizes():
     assert_close(found, written)
 
     # One size a row, by `vmap` and by an array of rows; a size that is known is static.
-    expected = [np.asarray(Mask.sliding_window(n, 1).as_array(5, 7)) for n in (1, 3)]
-    by_row = jax.vmap(lambda n: Mask.sliding_window(n, jnp.int32(1)).as_array(5, 7))(jnp.array([1, 3]))
-    np.testing.assert_array_equal(by_row, expected)
-    np.testing.assert_array_equal(Mask.sliding_window(jnp.array([1, 3]), 1).as_array(5, 7), expected)
-    expected = [np.asarray(Mask.chunked(n).as_array(5, 7)) for n in (1, 3)]
-    np.testing.assert_array_equal(Mask.chunked(jnp.array([1, 3])).as_array(5, 7), expected)
-    mixed = Mask.sliding_window(3) & Mask.sliding_window(jnp.array([1, 9]), None)
-    expected = [np.asarray(Mask.sliding_window(n).as_array(5, 7)) for n in (1, 3)]
-    np.testing.assert_array_equal(mixed.as_array(5, 7), expected)
-    assert Mask.sliding_window(jnp.int32(4)) == Mask.sliding_window(4) and Mask.chunked(
-        np.int64(3)
-    ) == Mask.chunked(3)
-    mask = np.array([1, 3])[:, None, None] >= i - j
-    out = jax.jit(lambda sizes: attention(x, x, x, mask=Mask.sliding_window(sizes)))(jnp.array([1, 3]))
-    (expected, _), _ = exact(
-        dict(q=x, k=x, v=x), *cotangents(dict(q=x, v=x)), np.asarray(mask & (j <= i))[:, None]
-    )
-    assert_close(out, expected)
+    sizes = jnp.array([1, 3])
+    for make in (
+        lambda n: Mask.sliding_window(n, 1),
+        Mask.chunked,
+        lambda n: Mask.sliding_window(3) & Mask.sliding_window(n, None),
+    ):
+        expected = [make(n).as_array(5, 7) for n in (1, 3)]
+        np.testing.assert_array_equal(make(sizes).as_array(5, 7), expected)
+        np.testing.assert_array_equal(jax.vmap(lambda n: make(n).as_array(5, 7))(sizes), expected)  # noqa: B023
+    assert Mask.sliding_window(jnp.int32(4)) == Mask.sliding_window(4)
+    assert Mask.chunked(np.int64(3)) == Mask.chunked(3)
 
 
 def test_visualize():
@@ -340,37 +299,14 @@ def test_token_types_as_published():
     assert lowered.rows is not None and lowered.dense is None
 
 
-@pytest.mark.parametrize("runs", [False, True])
-def test_token_types_in_attention(runs):
-    x = jax.random.normal(jax.random.key(0), (2, 6, 2, 8))
-    ids = jnp.asarray(TYPES[0])
-    expected = SINGLE["everything"]
-    expected = dataclasses.replace(expected, **{"type_runs" if runs else "types": ((TYPES[0], TYPES[0]),)})
-    dense = jnp.asarray(expected.brute_force(6, 6, None)[:, :1])
-
-    @jax.jit
-    def call(x, ids):
-        return ejx.FlashAttention()(x, x, x, mask=Mask.token_types(ids, runs=runs))
-
-    assert_close(call(x, ids), ejx.FlashAttention()(x, x, x, mask=dense))
-    assert_close(jax.vmap(call)(x, ids), ejx.FlashAttention()(x, x, x, mask=dense))
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
-def test_picture(tmp_path, suffix):
+@pytest.mark.parametrize("suffix, start", [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_picture(tmp_path, suffix, start):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"mask{suffix}"
-    text = Mask.causal().visualize(5, 8, path=path)
-    assert text == Mask.causal().visualize(5, 8)
-    start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
-    assert path.read_bytes().startswith(start)
-
-
-def test_picture_of_any_size(tmp_path):
-    pytest.importorskip("matplotlib")
-    for queries, keys in ((0, 4), (1, 1), (1, 300)):
-        Mask.causal().visualize(queries, keys, path=str(tmp_path / "mask.png"))
+    for queries, keys in ((5, 8), (0, 4), (1, 300)):
+        text = Mask.causal().visualize(queries, keys, path=path)
+        assert text == Mask.causal().visualize(queries, keys)
+        assert path.read_bytes().startswith(start)
 
 
 def test_picture_without_matplotlib(tmp_path, monkeypatch):
@@ -442,58 +378,36 @@ def test_random_is_as_dense_as_asked():
     assert mask.shape == (1, 100, 200) and abs(float(mask.mean()) - 0.3) < 0.02
 
 
-def test_two_packings_do_not_combine():
-    with pytest.raises(
-        ValueError,
-        match=r"^cu_seqlens: expected in at most one of two combined masks, received in both; merge the packings first",
-    ):
-        Mask.from_cu_seqlens([0, 3]) & Mask.from_cu_seqlens([0, 2, 3])
-    with pytest.raises(TypeError, match="unsupported operand"):
-        Mask.causal() & np.ones((3, 3), bool)
+WRONG: dict[str, Any] = {
+    "left: expected a key count >= 0 or None, received -1": lambda: Mask.sliding_window(-1),
+    "right: expected a key count >= 0 or None, received -2": lambda: Mask.sliding_window(None, -2),
+    "type_ids: expected ints, one per token, 0 for causal only, received float32": lambda: Mask.token_types(np.ones(3, np.float32)),
+    "kv_type_ids: expected ints, one per token": lambda: Mask.token_types(np.ones(3, int), np.int32(1)),
+    "mask: expected token types for 3 queries and 4 keys": lambda: Mask.token_types(np.ones(3, int)).as_array(3, 4),
+    "batch: expected a name for each of the 2 leading axes": lambda: Mask.from_segments(np.ones((2, 4, 3), int)).sharding_specs("x"),
+    "sharding_specs: expected each mesh axis at most once": lambda: Mask.causal().sharding_specs(("x", "y"), queries="x"),
+    "path: expected a file name ending in .png": lambda: Mask.causal().visualize(2, 2, path="mask.txt"),
+    "size: expected a chunk of at least one position, received 0": lambda: Mask.chunked(0),
+    "mask: expected a boolean array, received dtype float32": lambda: Mask.from_dense(np.ones((2, 2), np.float32)),
+    "cu_seqlens: expected in at most one of two combined masks": lambda: Mask.from_cu_seqlens([0, 3]) & Mask.from_cu_seqlens([0, 2, 3]),
+    "f: expected a function that can be traced": lambda: Mask.from_function(lambda h, q, k: q > 1 and k > 1),
+    "f: expected one boolean": lambda: Mask.from_function(lambda h, q, k: q - k),
+    "stride: expected an int of at least 1": lambda: Mask.strided(0),
+    "count: expected an int of at least 0": lambda: Mask.global_tokens(-1),
+    "left: expected an int of at least 0": lambda: Mask.dilated(-1, rate=2),
+    "block_map: expected booleans": lambda: Mask.from_blocks(np.ones((2, 2)), 16),
+    "block_size: expected an int of at least 1": lambda: Mask.from_blocks(np.ones((2, 2), bool), 0),
+    "block_map: expected 3 by 2 blocks": lambda: Mask.from_blocks(np.ones((2, 2), bool), 16).as_array(40, 32),
+    "num_heads: expected the number of heads": lambda: PATTERNS["wider heads"].mask.as_array(4, 4),
+    "block_map: expected 1 or 3 heads": lambda: PATTERNS["blocks"].mask.as_array(QUERIES, KEYS, num_heads=3),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "build, message",
-    [
-        (lambda: Mask.sliding_window(-1), "^left: expected a key count >= 0 or None, received -1"),
-        (
-            lambda: Mask.sliding_window(None, -2),
-            "^right: expected a key count >= 0 or None, received -2",
-        ),
-        (
-            lambda: Mask.token_types(np.ones(3, np.float32)),
-            r"^type_ids: expected ints, one per token, 0 for causal only, received float32 \(3,\); cast them first",
-        ),
-        (
-            lambda: Mask.token_types(np.ones(3, int), np.int32(1)),
-            r"^kv_type_ids: expected ints, one per token, 0 for causal only, received int32 \(\)",
-        ),
-        (
-            lambda: Mask.token_types(np.ones(3, int)).as_array(3, 4),
-            r"^mask: expected token types for 3 queries and 4 keys, received \(3,\) and \(3,\); pass both to Mask.token_types",
-        ),
-        (
-            lambda: Mask.from_segments(np.ones((2, 4, 3), int)).sharding_specs("x"),
-            "^batch: expected a name for each of the 2 leading axes of segments",
-        ),
-        (
-            lambda: Mask.causal().sharding_specs(("x", "y"), queries="x"),
-            "^sharding_specs: expected each mesh axis at most once, received 'x' twice",
-        ),
-        (
-            lambda: Mask.causal().visualize(2, 2, path="mask.txt"),
-            r"^path: expected a file name ending in \.png",
-        ),
-        (lambda: Mask.chunked(0), "^size: expected a chunk of at least one position, received 0"),
-        (
-            lambda: Mask.from_dense(np.ones((2, 2), np.float32)),
-            "^mask: expected a boolean array, received dtype float32; pass an additive mask as bias=",
-        ),
-    ],
-)
-def test_what_makes_no_mask(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
+@pytest.mark.parametrize("message", WRONG)
+def test_what_makes_no_mask(message):
+    with pytest.raises(ValueError) as caught:
+        WRONG[message]()
+    assert str(caught.value).startswith(message)
 
 
 def test_what_all_parts_of_a_union_hold_stays_outside():

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel_eqx import Mask
-from ejkernel_eqx.attention.masks import classify
-from ejkernel_eqx.attention.masks.tile_shape import Shape
+from tests.attention.inner import classify, tile_shape
 from tests.attention.test_tile_lists import followed
 
 IDS = np.sort(np.random.default_rng(0).integers(0, 9, 256))
@@ -92,7 +91,7 @@ def test_lists_of_any_mask(form, queries, keys, blocks, offset, by_key, directly
         if not directly:  # blocks of tiles are looked at first
             classify._DIRECTLY, classify._COARSE = 0, 2
         block_q, block_k = blocks
-        seen = followed(pattern, Shape(queries, keys, block_q, block_k, by_key), 0)
+        seen = followed(pattern, tile_shape.Shape(queries, keys, block_q, block_k, by_key), 0)
     finally:
         classify._DIRECTLY, classify._COARSE = before
     np.testing.assert_array_equal(seen, expected)

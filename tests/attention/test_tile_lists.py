@@ -8,27 +8,22 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx import Mask
-from ejkernel_eqx.attention.masks.bounds import Bounds
-from ejkernel_eqx.attention.masks.classify import classify, visible_share
-from ejkernel_eqx.attention.masks.lower import Lowered
-from ejkernel_eqx.attention.masks.pattern import Pattern
-from ejkernel_eqx.attention.masks.ranges import bounds_of, Function
-from ejkernel_eqx.attention.masks.tile_lists import lists_of
-from ejkernel_eqx.attention.masks.tile_shape import FULL, NONE, PARTIAL, Shape
-from ejkernel_eqx.attention.masks.tiles import Tiles
+from tests.attention.inner import bounds as bound_of
+from tests.attention.inner import classify, pattern, ranges, tile_lists, tile_shape, tiles
 from tests.attention.patterns import defined, H, PATTERNS, S, T
 
+Shape, lists_of = tile_shape.Shape, tile_lists.lists_of
 SHAPES = [Shape(T, S, 16, 16), Shape(T, S, 32, 16), Shape(T, S, 16, 64)]
 
 
-def lowered(name: str) -> tuple[Pattern, Lowered]:
+def lowered(name: str) -> tuple[pattern.Pattern, Any]:
     found = PATTERNS[name].mask.lower(T, S, num_heads=H)
     assert found.pattern is not None
     assert found[:2] == (None, None) and all(part is None for part in found[3:6])
     return found.pattern, found
 
 
-def followed(pattern: Pattern, shape: Shape, head: int) -> np.ndarray:
+def followed(pattern: Any, shape: Any, head: int) -> np.ndarray:
     """`[T, S]`: what a kernel that runs the lists of a head sees."""
     lists = lists_of(pattern, shape)
     row = lists.heads[head if len(lists.heads) > 1 else 0]
@@ -69,40 +64,29 @@ def test_lists_say_the_mask(name, by_key):
         assert lists_of(pattern, shape).blind == (not (expected.any(1).all() and expected.any(2).all()))
 
 
-def test_the_longest_lists_come_first():
-    pattern = lowered("local or global")[0]
-    lists = lists_of(pattern, SHAPES[0])
+def test_order_and_sharing_of_lists():
+    """The longest come first, and heads that see the same share them."""
+    lists = lists_of(lowered("local or global")[0], SHAPES[0])
     lengths = lists.tiles[0, :, 3] - lists.tiles[0, :, 1]
     assert list(lengths) == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
-
-
-def test_heads_that_see_the_same_share_lists():
     mask = Mask.from_function(lambda h, q, k: jnp.where(h < 2, k <= q, k >= q))
-    pattern = mask.lower(T, T, num_heads=H).pattern
-    assert pattern is not None and list(lists_of(pattern, Shape(T, T, 16, 16)).heads) == [0, 0, 1, 1]
+    found = mask.lower(T, T, num_heads=H).pattern
+    assert found is not None and list(lists_of(found, Shape(T, T, 16, 16)).heads) == [0, 0, 1, 1]
 
 
 def test_equal_tiles_are_stored_once():
     """Of a long window only the diagonals at its sides are partly visible."""
     pattern = Mask.from_function(lambda h, q, k: (k <= q) & (q - k < 4096)).lower(2**15, 2**15).pattern
     assert pattern is not None
-    known = classify(pattern, Shape(2**15, 2**15, 128, 128))
+    known = classify.classify(pattern, Shape(2**15, 2**15, 128, 128))
     kinds = known.rows[0].kinds
-    assert len(known.bits) == 3 and (kinds == PARTIAL).sum() == 256 + 224
-    assert (kinds == FULL).sum() == sum(min(m, 31) for m in range(256))
-    assert visible_share(pattern, 2**15, 2**15) == (kinds != NONE).mean()
+    assert len(known.bits) == 3 and (kinds == tile_shape.PARTIAL).sum() == 256 + 224
+    assert (kinds == tile_shape.FULL).sum() == sum(min(m, 31) for m in range(256))
+    assert classify.visible_share(pattern, 2**15, 2**15) == (kinds != tile_shape.NONE).mean()
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        Mask.causal() & (Mask.sliding_window(4095) | Mask.global_tokens(128)),
-        Mask.causal() | Mask.from_function(lambda h, q, k: k < 10_000),
-        Mask.chunked(8192) | Mask.global_tokens(64),
-    ],
-)
-def test_long_sequences_take_little_memory(mask):
-    length = 131_072
+def test_long_sequences_take_little_memory():
+    length, mask = 131_072, Mask.causal() & (Mask.sliding_window(4095) | Mask.global_tokens(128))
     pattern = mask.lower(length, length).pattern
     assert pattern is not None
     shape = Shape(length, length, 128, 128)
@@ -128,14 +112,16 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-def bounds(function: Any, first: np.ndarray, block: int, head: int = 0, regular: bool = True) -> Bounds:
+def bounds(
+    function: Any, first: np.ndarray, block: int, head: int = 0, regular: bool = True
+) -> bound_of.Bounds:
     """Those of tiles of `block` by `block` pairs; `regular`: numbers of one form are kept along it."""
     q, k = first[:, None], first[None]
     edges = lambda x: (x, x) if block == 1 else (x, x + block - 1)
     step = int(first[1] - first[0])
-    tiles = Tiles(edges(q), edges(k), head, (step, step) if regular else None)
-    traced = Function(jax.make_jaxpr(function)(*[jnp.int32(0)] * 3))
-    return bounds_of(traced, tiles)[0].spread(tiles)
+    of = tiles.Tiles(edges(q), edges(k), head, (step, step) if regular else None)
+    traced = ranges.Function(jax.make_jaxpr(function)(*[jnp.int32(0)] * 3))
+    return ranges.bounds_of(traced, of)[0].spread(of)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -177,27 +163,6 @@ def test_equal_masks_are_equal_patterns():
         48, 48
     )
     assert other.pattern != first
-
-
-WRONG = {
-    "f: expected a function that can be traced": lambda: Mask.from_function(lambda h, q, k: q > 1 and k > 1),
-    "f: expected one boolean": lambda: Mask.from_function(lambda h, q, k: q - k),
-    "stride: expected an int of at least 1": lambda: Mask.strided(0),
-    "count: expected an int of at least 0": lambda: Mask.global_tokens(-1),
-    "left: expected an int of at least 0": lambda: Mask.dilated(-1, rate=2),
-    "block_map: expected booleans": lambda: Mask.from_blocks(np.ones((2, 2)), 16),
-    "block_size: expected an int of at least 1": lambda: Mask.from_blocks(np.ones((2, 2), bool), 0),
-    "block_map: expected 3 by 2 blocks": lambda: Mask.from_blocks(np.ones((2, 2), bool), 16).as_array(40, 32),
-    "num_heads: expected the number of heads": lambda: PATTERNS["wider heads"].mask.as_array(4, 4),
-    "block_map: expected 1 or 3 heads": lambda: PATTERNS["blocks"].mask.as_array(T, S, num_heads=3),
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments(message):
-    with pytest.raises(ValueError) as caught:
-        WRONG[message]()
-    assert str(caught.value).startswith(message)
 
 
 def test_specs_of_masks_within_masks():

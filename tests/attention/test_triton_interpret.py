@@ -1,28 +1,19 @@
-"""The Triton kernels, interpreted: a part of the cases, with tiles that the lengths, windows and segments cross."""
+"""The Triton kernels, interpreted: all cases, with tiles that the lengths, windows and segments cross."""
 
 import dataclasses
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ejkernel_eqx.attention.masks import tile_table
-from ejkernel_eqx.attention.reference import visibility
-from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec, RowRanges
-from tests.attention.cases import Case, EMPTY, every_fourth, EVERYTHING, make, PAIRWISE, poison
+from tests.attention.cases import Case, EMPTY, EVERYTHING, make, PAIRWISE, poison
 from tests.attention.dense import quick
-from tests.attention.kernels import check_kernels, oracle
-from tests.attention.test_xla import cotangents
+from tests.attention.inner import AttentionArrays, AttentionSpec, tile_table
+from tests.attention.kernels import assert_same, check_kernels, cotangents, oracle
+from tests.attention.tritons import compiled, TileConfig, TritonConfig
+from tests.attention.tritons import interpreted as triton_interpret
 from tests.tolerances import assert_close
-
-pytest.importorskip("triton")
-from ejkernel_eqx.attention.triton import compiled
-from ejkernel_eqx.attention.triton import interpreted as triton_interpret
-from ejkernel_eqx.attention.triton.compiled import TileConfig, TritonConfig
 
 
 def tiles(*sizes: tuple[int, int]) -> TritonConfig:
@@ -66,25 +57,22 @@ def smaller(case: Case) -> Case:
     )
 
 
-SUBSET = [smaller(case) for case in PAIRWISE[::3]]
+CASES = [smaller(case) for case in PAIRWISE]
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("n", every_fourth(SUBSET))
+@pytest.mark.parametrize("n", range(len(CASES)), ids=lambda n: CASES[n].name)
 def test_agrees_with_reference(n):
-    check(SUBSET[n], TILES[n % len(TILES)])
+    check(CASES[n], TILES[n % len(TILES)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config", (pytest.param(TILES[1], id="wide"), pytest.param(TILES[2], id="tall", marks=pytest.mark.slow))
-)
-def test_everything_at_once(config):
-    check(EVERYTHING, config)
+def test_everything_at_once():
+    check(EVERYTHING, TILES[1])
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("cap", [1e-30, 1e-12, 1e-2, 101.0, 1e6, 1e19, 1e30])
+@pytest.mark.parametrize("cap", [1e-30, 1e-12, 101.0, 1e30])
 def test_any_soft_cap(cap):
     """All scores at the cap, or all far from it."""
     check(Case(B=1, T=40, S=40, H=2, K=1, D=16, V=16, right=0, soft_cap=cap), TILES[0])
@@ -99,58 +87,44 @@ def test_empty(case):
 SMALL = Case(B=2, T=50, S=67, H=2, K=1, D=16, V=24)
 
 
-PATTERNS = ["".join(p) for p in itertools.product("B1", "H1", "T1", "S1")]
-OFTEN = {"BHTS", "1HTS", "B1T1", "11TS", "BH1S", "1111"}
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "pattern", [pytest.param(p, marks=() if p in OFTEN else pytest.mark.slow) for p in PATTERNS]
+    "pattern", ["BHTS", "BHT1", "BH1S", "B1TS", "1HTS", "11TS", "B1T1", "1H11", "111S", "1111"]
 )
-def test_every_way_to_broadcast_a_bias(pattern):
-    """And with it every way to sum its gradient, over tiles as well."""
+def test_ways_to_broadcast_a_bias(pattern):
+    """And with it ways to sum its gradient, over tiles as well."""
     check(
         dataclasses.replace(SMALL, bias=pattern, right=0, offset=9, soft_cap=3.0),
         TILES[len(pattern.replace("1", "")) % 4],
     )
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "window",
+    "sizes, config",
     [
-        dict(right=0, offset=17),
-        dict(left=3, right=0, offset=17),
-        dict(left=20, right=11, offset=-5),
-        dict(left=0, offset=30),
+        # Lengths just short of, at, and just past a tile.
+        (dict(B=1, T=31, S=33, right=0, offset=2), 0),
+        (dict(B=1, T=32, S=32, right=0, dtype="bfloat16"), 0),
+        (dict(B=1, T=33, S=31, right=0, offset=-2, dtype="float16"), 0),
+        (dict(left=3, right=0, offset=17), 1),
+        (dict(left=20, right=11, offset=-5), 2),
+        (dict(left=0, offset=30), 1),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "config", (pytest.param(TILES[1], id="wide"), pytest.param(TILES[2], id="tall", marks=pytest.mark.slow))
-)
-def test_windows_across_tiles(window, config):
-    check(dataclasses.replace(SMALL, **window), config)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_tile_edges(dtype):
-    """Lengths just short of, at, and just past a tile."""
-    for t, s in ((31, 33), (32, 32), (33, 31), (1, 64)):
-        check(dataclasses.replace(SMALL, B=1, T=t, S=s, right=0, offset=s - t, dtype=dtype), TILES[0])
+def test_tile_edges(sizes, config):
+    check(dataclasses.replace(SMALL, **sizes), TILES[config])
 
 
 IDS = {
     "unsorted": ([0] * 20 + [1] * 25 + [0] * 19, [0] * 30 + [1] * 10 + [0] * 24),
     "interleaved": ([0, 1, 2, 3] * 16, [3, 2] * 32),
     "padding inside": ([0] * 17 + [-1] * 16 + [1] * 31, [1] * 16 + [-1] * 32 + [0] * 16),
-    "all padding": ([-1] * 64, [0] * 64),
     "one tile each": ([0] * 32 + [1] * 32, [1] * 32 + [0] * 32),
 }
 
 
-@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", IDS)
 def test_segments_across_tiles(name):
     """Ids in any order: a query whose id no key has sees nothing and may be NaN."""
@@ -170,35 +144,7 @@ def test_segments_across_tiles(name):
         assert_close(clean[1], lse)
         for n in grads:
             assert_close(getattr(clean[2], n), grads[n], kind="gradient", name=n)
-        poisoned = run(poison(case, arrays), dout, dlse, spec, config)
-        for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(poisoned), strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-
-
-# The tables of tiles
-
-
-@st.composite
-def ragged(draw):
-    t, s, b = draw(st.just((37, 40, 2)))
-    rng = np.random.default_rng(draw(st.integers(0, 10_000)))
-    rows = q_ids = kv_ids = None
-    band = {}
-    if draw(st.booleans()):
-        start = rng.integers(0, s + 1, (draw(st.sampled_from([1, b])), t))
-        end = np.minimum(start + rng.integers(-3, s + 1, start.shape), s)
-        if draw(st.booleans()):
-            start, end = np.sort(start, axis=1), np.sort(end, axis=1)
-        rows = (start, end, start)
-    else:
-        side = st.one_of(st.none(), st.integers(0, 20))
-        band = dict(left=draw(side), right=draw(side), offset=draw(st.integers(-20, 30)))
-    if rows is None or draw(st.booleans()):
-        ids = lambda n: np.repeat(
-            rng.integers(-1, 3, (draw(st.sampled_from([1, b])), n)), draw(st.integers(1, 12)), 1
-        )[:, :n]
-        q_ids, kv_ids = ids(t), ids(s)
-    return (t, s, b), q_ids, kv_ids, rows, band
+        assert_same(clean, run(poison(case, arrays), dout, dlse, spec, config))
 
 
 def test_no_grid_is_too_long():
@@ -228,41 +174,6 @@ def test_no_grid_is_too_long():
         assert len(launch.grid) == 1 and 65_535 < launch.grid[0] < 2**31
 
 
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(problem=ragged(), blocks=st.sampled_from([(4, 8), (16, 4)]))
-def test_tables_of_tiles(problem, blocks):
-    ((t, s, b), q_ids, kv_ids, rows, band), (block_q, block_k) = problem, blocks
-    # Made here, not while the example is drawn: the checks of annotations take random numbers, which hypothesis refuses there.
-    q_ids, kv_ids, rows = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), (q_ids, kv_ids, rows))
-    arrays, _ = make(Case(B=b, T=t, S=s, H=1, K=1, D=1, V=1))
-    arrays = arrays._replace(q_segments=q_ids, kv_segments=kv_ids, rows=rows and RowRanges(*rows))
-    spec = AttentionSpec(scale=1.0, **band)
-    seen = np.asarray(visibility(arrays, spec))[:, 0]  # [B, T, S]
-    batch, t, s = seen.shape
-    marks = tile_table.seen(arrays, spec)
-    assert (
-        not (seen.any(2) & ~(np.asarray(marks.queries) != 0)).any()
-        and not (seen.any(1) & ~(np.asarray(marks.keys) != 0)).any()
-    )
-    keys = np.asarray(tile_table.key_tile_table(arrays, spec, block_q, block_k))
-    queries = np.asarray(tile_table.query_tile_table(arrays, spec, block_q, block_k))
-    assert keys.shape == (batch, -(-t // block_q), 4) and queries.shape == (batch, -(-s // block_k), 4)
-    for table, view, rows, columns in (
-        (keys, seen, block_q, block_k),
-        (queries, seen.swapaxes(1, 2), block_k, block_q),
-    ):
-        for b, n in np.ndindex(table.shape[:2]):
-            lo, first, last, hi = table[b, n]
-            assert 0 <= lo <= first <= last <= hi <= -(-view.shape[2] // columns)
-            strip = view[b, n * rows : (n + 1) * rows]
-            where = np.nonzero(strip.any(0))[0]
-            assert where.size == 0 or (lo * columns <= where.min() and where.max() < hi * columns)
-            # Entries past the end of either axis do not count: what they hold is masked by the length.
-            assert strip[:, first * columns : last * columns].all()
-
-
-@pytest.mark.slow
 def test_tables_skip_what_is_hidden():
     """Packed causal documents of a tile each: one tile a row, and none of it needs a look at more."""
     ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 16)[None]
@@ -277,6 +188,4 @@ def test_tables_skip_what_is_hidden():
 @pytest.mark.slow
 def test_repeats_bit_for_bit():
     arrays, spec = make(EVERYTHING)
-    first, second = (run(arrays, *cotangents(EVERYTHING), spec, TILES[1]) for _ in range(2))
-    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert_same(*(run(arrays, *cotangents(EVERYTHING), spec, TILES[1]) for _ in range(2)))

@@ -23,7 +23,7 @@ from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, Attenti
 from ejkernel_eqx.attention.triton.hopper import backward_tiles, tile_sizes
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.attention.cases import Case, CASES, EVERYTHING, make, poison
-from tests.attention.test_xla import (
+from tests.attention.kernels import (
     assert_gradient_close,
     cotangents,
     DIFFERENTIABLE,

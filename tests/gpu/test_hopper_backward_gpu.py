@@ -14,7 +14,7 @@ from ejkernel_eqx.attention.core import problem_of
 from ejkernel_eqx.attention.triton.hopper import backward_tiles, tile_sizes
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.attention.cases import Case, CASES, make, poison
-from tests.attention.test_xla import cotangents
+from tests.attention.kernels import cotangents
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)

@@ -1,6 +1,7 @@
 """Calls of `RingAttention` over several devices, in every way that users make them, for comparisons with dense attention in float64."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,9 +41,7 @@ def mesh_of(kind: str, devices: int, **others: int) -> Any:
     return jax.make_mesh((*others.values(), devices), names, axis_types=(axis_type,) * len(names))
 
 
-def over(
-    module: Any, kind: str, devices: int, order: str = "contiguous", **options: Any
-) -> Callable[..., Any]:
+def over(module: Any, kind: str, devices: int, order: str, **options: Any) -> Callable[..., Any]:
     """`(out, lse)` of whole arrays in temporal order, computed over devices."""
     mesh = mesh_of(kind, devices)
     by_token = {name: options.pop(name) for name in (*BY_TOKEN, *OVER_SCORES) if name in options}
@@ -68,22 +67,16 @@ def over(
         specs = {name: spec(name, x) for name, x in given.items()}
         run = lambda given: module(**given, **options, return_lse=True)
         if kind.startswith("manual"):
-            lead = given["q"].ndim - 3
-            out = P(*(None,) * lead, AXIS)
-            run = jax.shard_map(
-                run, mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=kind == "manual"
-            )
+            out, checked = P(*(None,) * (given["q"].ndim - 3), AXIS), kind == "manual"
+            run = jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=(out, out), check_vma=checked)
         elif kind.startswith("explicit"):
             given = {n: jax.sharding.reshard(x, NamedSharding(mesh, specs[n])) for n, x in given.items()}
         else:
-            given = {
-                n: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, specs[n]))
-                for n, x in given.items()
-            }
+            put = jax.lax.with_sharding_constraint
+            given = {n: put(x, NamedSharding(mesh, specs[n])) for n, x in given.items()}
         out, lse = run(given)
         if kind.startswith("explicit"):
-            whole = NamedSharding(mesh, P())
-            out, lse = jax.sharding.reshard(out, whole), jax.sharding.reshard(lse, whole)
+            out, lse = (jax.sharding.reshard(x, NamedSharding(mesh, P())) for x in (out, lse))
         return in_time(out, out.ndim - 3), in_time(lse, lse.ndim - 2)
 
     return call
@@ -106,128 +99,62 @@ def compare(
     arrays = qkv(*(batch,) * (batch > 0), t=t, s=s or t, heads=heads, kv_heads=kv_heads) | options.learned
     module = ejx.RingAttention(AXIS, order=order, method=method, platform=platform, **options.module)
     queries, keys = (np.asarray(x)[..., None, None] for x in options.hidden)
-    poisoned = arrays | {
-        name: jnp.where(hidden, jnp.nan, arrays[name])
-        for name, hidden in (("q", queries), ("k", keys), ("v", keys))
-    }
+    hidden = {"q": queries, "k": keys, "v": keys}
+    poisoned = arrays | {name: jnp.where(where, jnp.nan, arrays[name]) for name, where in hidden.items()}
     run = over(module, kind, devices, order, **options.call)
     dout, dlse = cotangents(arrays)
     (out, lse), grads = exact(arrays, dout, dlse, **options.dense)
     everywhere = lambda x: jax.device_put(x, NamedSharding(mesh_of(kind, devices), P()))
     placed = jax.tree.map(everywhere, (poisoned, dout, dlse))
     with jax.set_mesh(mesh_of(kind, devices)) if kind.endswith("context") else contextlib.nullcontext():
-        actual, actual_grads = jax.jit(lambda *args: with_gradients(lambda given: run(**given), *args))(
-            *placed
-        )
+        actual, actual_grads = jax.jit(functools.partial(with_gradients, lambda given: run(**given)))(*placed)
     assert_close(actual[0], out, name="out")
     assert_close(actual[1], lse, name="lse")
     for name in arrays:
         assert_close(actual_grads[name], grads[name], kind="gradient", name=f"gradient of {name}")
 
 
-# Options, by name
-
-
-def plain() -> Options:
-    return Options()
-
-
-def causal_only() -> Options:
-    return Options({"causal": True}, dense={"seen": causal(T, T)})
-
-
-def window() -> Options:
-    seen = causal(T, T) & (np.arange(T) > np.arange(T)[:, None] - 5)
-    return Options({"causal": True, "sliding_window": 5}, dense={"seen": seen})
-
-
-def two_sides() -> Options:
-    i, j = np.arange(T)[:, None], np.arange(T)
-    return Options({"sliding_window": (3, 2)}, dense={"seen": (j >= i - 3) & (j <= i + 2)})
-
-
-def soft_cap_and_sinks() -> Options:
-    return Options(
-        {"causal": True, "logits_soft_cap": 2.0},
-        learned={"sinks": normal(5, HEADS, 2)},
-        dense={"seen": causal(T, T), "cap": 2.0},
-    )
-
-
-def alibi() -> Options:
-    return Options(
-        {"causal": True}, learned={"alibi_slopes": normal(6, HEADS) / 10}, dense={"seen": causal(T, T)}
-    )
-
-
+I, J = np.arange(T)[:, None], np.arange(T)
 IDS = np.array([[0] * 7 + [1] * 9 + [3] * 5 + [-1] * 3, [2] * 20 + [5] * 4])
-
-
-def segments() -> Options:
-    same = (IDS[:, :, None] == IDS[:, None]) & (IDS[:, None] >= 0)
-    return Options(
-        {"causal": True},
-        {"segment_ids": jnp.asarray(IDS, jnp.int32)},
-        dense={"seen": (causal(T, T) & same)[:, None]},
-        hidden=(IDS < 0, IDS < 0),
-    )
-
-
-def lengths() -> Options:
-    queries, keys, at = np.array([T, 13]), np.array([19, 5]), np.arange(T)
-    seen = causal(T, T) & (at < keys[:, None, None]) & (at[:, None] < queries[:, None, None])
-    return Options(
-        {"causal": True, "sliding_window": 9},
-        {"q_lengths": jnp.asarray(queries), "kv_lengths": jnp.asarray(keys)},
-        dense={"seen": (seen & (at > at[:, None] - 9))[:, None]},
-        hidden=(at >= queries[:, None], at >= keys[:, None]),
-    )
-
-
-def offsets() -> Options:
-    at, offset = np.arange(T), np.array([-3, 7])
-    seen = at <= at[:, None] + offset[:, None, None]
-    return Options(
-        {"causal": True},
-        {"q_offset": jnp.asarray(offset)},
-        {"alibi_slopes": normal(6, HEADS) / 10},
-        {"seen": seen[:, None], "positions": at + offset[:, None]},
-        hidden=((at + offset[:, None]) < 0, False),
-    )
-
-
-def bias_and_mask() -> Options:
-    mask = np.random.default_rng(3).random((2, 1, T, T)) < 0.6
-    return Options(
-        {"causal": True},
-        {"mask": jnp.asarray(mask)},
-        {"bias": normal(7, 1, HEADS, T, T)},
-        {"seen": causal(T, T) & mask},
-    )
-
-
-def bias_of_keys() -> Options:
-    return Options(learned={"bias": normal(7, 2, HEADS, 1, T)})
+SAME = (IDS[:, :, None] == IDS[:, None]) & (IDS[:, None] >= 0)
+QUERIES, KEYS, OFFSETS = np.array([[T], [13]]), np.array([[19], [5]]), np.array([[-3], [7]])
+MASK = np.random.default_rng(3).random((2, 1, T, T)) < 0.6
+CAUSAL = {"causal": True}
+SLOPES, BIAS = {"alibi_slopes": normal(6, HEADS) / 10}, normal(7, 2, HEADS, T, T)
 
 
 def dropout() -> Options:
     key, q, k = jax.random.key(3), jnp.zeros((2, T, HEADS, 16)), jnp.zeros((2, T, KV_HEADS, 16))
-    weights = ejx.Attention(dropout_rate=0.3)(q, k, k, key=key)[1]
-    return Options(
-        {"causal": True, "dropout_rate": 0.3},
-        {"key": key},
-        {"alibi_slopes": normal(6, HEADS) / 10},
-        {"seen": causal(T, T), "keep": np.asarray(weights) > 0, "rate": 0.3},
-    )
+    keep = np.asarray(ejx.Attention(dropout_rate=0.3)(q, k, k, key=key)[1]) > 0
+    dense = {"seen": causal(T, T), "keep": keep, "rate": 0.3}
+    return Options({"causal": True, "dropout_rate": 0.3}, {"key": key}, SLOPES, dense)
 
 
-OPTIONS = {
-    option.__name__: option
-    for option in (
-        *(plain, causal_only, window, two_sides, soft_cap_and_sinks, alibi, segments, lengths, offsets),
-        *(bias_and_mask, bias_of_keys, dropout),
-    )
-}
+OPTIONS: dict[str, Callable[[], Options]] = {
+    "plain": lambda: Options(),
+    "causal_only": lambda: Options(CAUSAL, dense={"seen": causal(T, T)}),
+    "window": lambda: Options(CAUSAL | {"sliding_window": 5}, dense={"seen": causal(T, T) & (J > I - 5)}),
+    "two_sides": lambda: Options({"sliding_window": (3, 2)}, dense={"seen": (J >= I - 3) & (J <= I + 2)}),
+    "soft_cap_and_sinks": lambda: Options(
+        CAUSAL | {"logits_soft_cap": 2.0}, learned={"sinks": normal(5, HEADS, 2)}, dense={"seen": causal(T, T), "cap": 2.0}
+    ),
+    "alibi": lambda: Options(CAUSAL, learned=SLOPES, dense={"seen": causal(T, T)}),
+    "segments": lambda: Options(
+        CAUSAL, {"segment_ids": jnp.asarray(IDS, jnp.int32)}, dense={"seen": (causal(T, T) & SAME)[:, None]}, hidden=(IDS < 0, IDS < 0)
+    ),
+    "lengths": lambda: Options(
+        CAUSAL | {"sliding_window": 9}, {"q_lengths": jnp.asarray(QUERIES[:, 0]), "kv_lengths": jnp.asarray(KEYS[:, 0])},
+        dense={"seen": (causal(T, T) & (J > I - 9) & (J < KEYS[..., None]) & (I < QUERIES[..., None]))[:, None]},
+        hidden=(QUERIES <= J, KEYS <= J),
+    ),
+    "offsets": lambda: Options(
+        CAUSAL, {"q_offset": jnp.asarray(OFFSETS[:, 0])}, SLOPES,
+        {"seen": (J <= I + OFFSETS[..., None])[:, None], "positions": J + OFFSETS}, hidden=(J + OFFSETS < 0, False),
+    ),
+    "bias_and_mask": lambda: Options(CAUSAL, {"mask": jnp.asarray(MASK)}, {"bias": BIAS[:1]}, {"seen": causal(T, T) & MASK}),
+    "bias_of_keys": lambda: Options(learned={"bias": BIAS[:, :, :1]}),
+    "dropout": dropout,
+}  # fmt: skip
 
 
 def together(*parts: Options) -> Options:

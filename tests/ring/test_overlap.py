@@ -46,14 +46,9 @@ def test_no_hop_waits_for_the_kernels_of_its_step(order):
     mesh = mesh_of("explicit", 4)
     x = jax.ShapeDtypeStruct((1, 64, 2, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, AXIS)))
     ring = ejx.RingAttention(AXIS, causal=True, order=order, method="ring", platform="xla")
-    loss = lambda q, k, v: jnp.sum(ring(q, k, v) ** 2)
-    program = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x)
-    hops = [
-        (jaxpr, equation)
-        for jaxpr in inside(program.jaxpr)
-        for equation in jaxpr.eqns
-        if equation.primitive.name == "ppermute"
-    ]
+    program = jax.make_jaxpr(jax.grad(lambda *qkv: jnp.sum(ring(*qkv) ** 2), (0, 1, 2)))(x, x, x)
+    every = [(jaxpr, equation) for jaxpr in inside(program.jaxpr) for equation in jaxpr.eqns]
+    hops = [one for one in every if one[1].primitive.name == "ppermute"]
     waiting = [found for jaxpr, equation in hops if (found := needs(jaxpr, equation) - PASSED_ON)]
     # Keys, values and their gradients in loops and single steps; only the gradients' way home, after the last step, waits for it.
     assert len(hops) >= 12 and len(waiting) == 2, waiting

@@ -1,6 +1,7 @@
 """The steps of a ring, from positions alone: every visible pair of tokens is in one piece, and nothing else is done."""
 
-from typing import Any, NamedTuple
+import collections
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
@@ -15,10 +16,7 @@ def positions(sizes: Sizes, device: int, length: int) -> np.ndarray:
     return np.concatenate([start + np.arange(each) for start in sizes.starts(device, length)])
 
 
-class Step(NamedTuple):
-    shift: int
-    branches: Any
-    table: tuple[int, ...]
+Step = collections.namedtuple("Step", "shift branches table")
 
 
 def hops(*args: Any) -> list[Step]:
@@ -54,37 +52,25 @@ SIDE = st.none() | st.integers(0, 40)
 def test_pieces_cover_what_is_visible(devices, queries, keys, order, reach, positional):
     chunks = 2 if order == "zigzag" else 1
     sizes = Sizes(devices, queries * chunks, keys * chunks, order)
-    covered = {}
     steps = hops(sizes, reach, True, positional)
-    assert [step.shift for step in steps] == sorted({step.shift for step in steps})
-    back = hops(sizes, reach, True, positional, True)
-    assert {step.shift for step in back} == {step.shift for step in steps}
-    for step in steps:
-        assert any(step.branches[n] for n in step.table)
-        for ours in range(devices):
-            theirs = (ours - step.shift) % devices
-            i, j = positions(sizes, ours, sizes.queries), positions(sizes, theirs, sizes.keys)
-            count = np.zeros((len(i), len(j)), int)
-            for piece in step.branches[step.table[ours]]:
-                rows = slice(piece.queries[0], sum(piece.queries))
-                columns = slice(piece.keys[0], sum(piece.keys))
-                if piece.window is None:  # positions are read from arrays
-                    seen = visible(i[rows], j[columns], reach)
-                else:
-                    local = np.arange(piece.queries[1]), np.arange(piece.keys[1])
-                    seen = visible(*local, piece.window)
-                    if positional:
-                        at = i[rows][0] + reach[2] - j[columns][0]
-                        assert piece.window[2] == at
-                count[rows, columns] += seen
-            covered[ours, theirs] = count
-    for ours in range(devices):
-        for theirs in range(devices):
-            i, j = positions(sizes, ours, sizes.queries), positions(sizes, theirs, sizes.keys)
-            expected = visible(i, j, reach)
-            np.testing.assert_array_equal(
-                covered.get((ours, theirs), np.zeros(expected.shape, int)), expected
-            )
+    shifts = [step.shift for step in steps]
+    assert shifts == sorted(set(shifts))
+    assert {step.shift for step in hops(sizes, reach, True, positional, True)} == set(shifts)
+    assert all(any(step.branches[n] for n in step.table) for step in steps)
+    for ours, theirs in np.ndindex(devices, devices):
+        i, j = positions(sizes, ours, sizes.queries), positions(sizes, theirs, sizes.keys)
+        count = np.zeros((len(i), len(j)), int)
+        met = [step for step in steps if (ours - step.shift) % devices == theirs]
+        for piece in (piece for step in met for piece in step.branches[step.table[ours]]):
+            rows = slice(piece.queries[0], sum(piece.queries))
+            columns = slice(piece.keys[0], sum(piece.keys))
+            if piece.window is None:  # positions are read from arrays
+                count[rows, columns] += visible(i[rows], j[columns], reach)
+                continue
+            local = np.arange(piece.queries[1]), np.arange(piece.keys[1])
+            count[rows, columns] += visible(*local, piece.window)
+            assert not positional or piece.window[2] == i[rows][0] + reach[2] - j[columns][0]
+        np.testing.assert_array_equal(count, visible(i, j, reach))
 
 
 def test_windows_need_as_many_steps_as_devices_that_they_reach():

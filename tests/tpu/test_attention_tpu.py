@@ -17,8 +17,7 @@ from ejkernel_eqx.attention.pallas import compiled
 from ejkernel_eqx.dispatch import device_facts
 from tests.attention.cases import Case, EVERYTHING, make, PAIRWISE
 from tests.attention.dense import qkv
-from tests.attention.kernels import check_kernels
-from tests.attention.test_xla import cotangents
+from tests.attention.kernels import check_kernels, cotangents
 
 if jax.default_backend() != "tpu":
     pytest.skip("needs a TPU", allow_module_level=True)
