@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_eqx import nn
-from ejkernel_eqx.core.arguments import accumulator
 from tests.nn import published_recurrent as published
 
 EMBED = 24
@@ -221,7 +220,7 @@ def parameters(layer) -> dict[str, Any]:
     return {".".join(map(plain, path)): leaf for path, leaf in leaves}
 
 
-def build(name: str, dtype=jnp.float32, seed: int = 0) -> nn.RecurrentLayer:
+def build(name: str, dtype=jnp.float32, seed: int = 0, platform=None) -> nn.RecurrentLayer:
     """The layer, with weights in which nothing is left at one or zero; made here, since JAX compiles a program for each shape."""
     random = np.random.default_rng(seed)
 
@@ -235,11 +234,13 @@ def build(name: str, dtype=jnp.float32, seed: int = 0) -> nn.RecurrentLayer:
             small = field in ("dt_bias", "bias") or len(leaf.shape) == 1
             value = (0.2 if small else leaf.shape[-1] ** -0.5) * random.standard_normal(leaf.shape)
             value = value + 1 if len(leaf.shape) == 1 and not field.endswith("bias") else value
-        return jnp.asarray(value, dtype if leaf.dtype == jnp.float16 else accumulator(dtype))
+        return jnp.asarray(
+            value, dtype if leaf.dtype == jnp.float16 else jnp.promote_types(dtype, jnp.float32)
+        )
 
     # In float16 the parameters that stay wide can be told from those that do not.
     like = eqx.filter_eval_shape(
-        lambda: (LAYERS | VARIANTS)[name].build(key=jax.random.key(0), dtype=jnp.float16)
+        lambda: (LAYERS | VARIANTS)[name].build(key=jax.random.key(0), dtype=jnp.float16, platform=platform)
     )
     arrays, rest = eqx.partition(like, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     return eqx.combine(jax.tree_util.tree_map_with_path(weight, arrays), rest)
