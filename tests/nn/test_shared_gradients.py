@@ -84,7 +84,7 @@ def _gradients(layer, x):
     """Of the sum of a layer's results, in its weights and tokens."""
     arrays, static = eqx.partition(layer, eqx.is_inexact_array)
     loss = lambda arrays, x: jnp.sum(
-        eqx.combine(arrays, static)(x), dtype=jnp.promote_types(x.dtype, jnp.float32)
+        eqx.combine(arrays, static)(x), dtype=x.dtype if x.dtype == jnp.float64 else jnp.float32
     )
     return jax.jit(jax.grad(loss, argnums=(0, 1)))(arrays, x)
 
