@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_eqx.dispatch import Backend
+from ejkernel_eqx import Backend
 from ejkernel_eqx.nn import activations
 from ejkernel_eqx.nn.activations import ACTIVATIONS, gated
 from tests import meshes

@@ -124,45 +124,6 @@ def test_padding_changes_nothing_and_may_be_nan(causal, segmented):
         assert_close(ours, theirs, kind="gradient")
 
 
-def test_segments_equal_the_sequences_alone():
-    layer, x = _layer("sinks, biases, yarn"), _x()
-    ids = jnp.asarray([[0] * 5 + [1] * 9] * ROWS)
-    y = _call(layer, x, segment_ids=ids)
-    assert_close(y[:, :5], _call(layer, x[:, :5]))
-    assert_close(y[:, 5:], _call(layer, x[:, 5:]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sinks, biases, yarn", "mqa, interleaved"])
-def test_rotation_offset_1000(name):
-    """Positions given at every call, and a cache that really holds 1000 tokens."""
-    layer, x = _layer(name), _x(1006, 1)
-    positions = 1000 + jnp.arange(TOKENS)[None].repeat(1, 0)
-    short = x[:, :TOKENS]
-    full = _call(layer, short, positions=positions)
-    y, cache = _call(layer, short[:, :9], layer.init_cache(1, 16), positions=positions[:, :9])
-    pieces = [y]
-    for t in range(9, TOKENS):
-        y, cache = _call(layer, short[:, t : t + 1], cache, positions=positions[:, t : t + 1])
-        pieces.append(y)
-    assert_close(jnp.concatenate(pieces, axis=1), full, name="positions")
-
-    full = _call(layer, x)
-    y, cache = _call(layer, x[:, :1000], layer.init_cache(1, 1010))
-    assert_close(y, full[:, :1000], name="prompt")
-    for t in range(1000, 1006):
-        y, cache = _call(layer, x[:, t : t + 1], cache)
-        assert_close(y, full[:, t : t + 1], name=f"token {t}")
-
-
-def test_positions_shift_nothing_but_the_rotation():
-    layer, x = _layer("plain"), _x()
-    shifted = _call(layer, x, positions=100 + jnp.arange(TOKENS)[None].repeat(ROWS, 0))
-    assert_close(shifted, _call(layer, x), kind="gradient")
-    stretched = _call(layer, x, positions=3 * jnp.arange(TOKENS)[None].repeat(ROWS, 0))
-    assert float(jnp.max(jnp.abs(stretched - _call(layer, x)))) > 1e-3
-
-
 def test_steps_under_vmap_and_scan():
     layer, x = _layer("window"), _x()
 

@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx import Buckets, Mask, RaggedBatch, RaggedPagedAttention, UnifiedAttention
+from ejkernel_eqx import Buckets, Mask, PagedKVCache, RaggedBatch, RaggedPagedAttention, UnifiedAttention
 from ejkernel_eqx.nn import LinearScaling, MultiHeadAttention, RotaryChoice, RotaryEmbedding
-from ejkernel_eqx.paged import PagedKVCache
 from tests.tolerances import assert_close
 
 EMBED, TOKENS, WINDOWS = 16, 11, (4, -1, 4, -1)

@@ -202,25 +202,6 @@ def test_sequences_that_pause_and_fork(name):
     step((4, 2, 2), (1, 1, 1))
 
 
-@pytest.mark.parametrize("name", ["mamba", pytest.param("kimi", marks=pytest.mark.slow)])
-def test_room_for_drafts(name):
-    """Of stacked layers as of one, also of those whose arrays are shapes; in the dtypes that the parts of a layer take."""
-    layer = recurrent_layers.build(name, jnp.bfloat16)
-    state = layer.init_state((5,), jnp.float32, num_draft_tokens=2)
-    assert state.drafts is not None and state.drafts.pending.shape == (5, 2) and state.drafts.num_tokens == 2
-    *convolutions, recurrent = state.drafts.tokens
-    assert all(x.shape[:2] == (5, 2) for x in jax.tree.leaves(state.drafts))
-    assert [part["x"].dtype for part in convolutions] == [x.dtype for x in state.conv]
-    assert [part["x"].shape[2:] for part in convolutions] == [x.shape[2:] for x in state.conv]
-    assert {x.dtype for x in recurrent.values()} == {jnp.dtype("bfloat16")}
-    stack = jax.tree.map(lambda x: jnp.stack([x] * 3) if eqx.is_array(x) else x, layer)
-    stacked = eqx.filter_eval_shape(
-        lambda m: m.init_pool(num_pages=1, page_size=1, num_slots=5, batch_shape=3, num_draft_tokens=2), stack
-    )
-    shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
-    assert shapes(stacked) == [(3, *shape) for shape in shapes(state)]
-
-
 def test_one_name_for_both_kinds():
     mixers = attention(), recurrent_layers.build("mamba2")
     caches = [mixer.init_cache((2,), 8, jnp.bfloat16) for mixer in mixers]

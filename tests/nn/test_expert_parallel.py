@@ -14,7 +14,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx import nn
+from ejkernel_eqx.nn.moe import exchange as exchanges
 from tests import meshes
+from tests.attention.dense import INTERPRET
 from tests.nn.experts import EMBED, inputs
 
 AXES = ("data", "expert", "tensor")
@@ -27,7 +29,7 @@ SPLITS: dict[str, tuple[P, Any, Any]] = {  # of tokens [B, T], of experts, of hi
     "tokens alone": (P("expert", "data"), None, None),
     "gathered": (P("data"), None, "data"),  # as parameters split over the devices of the batch
 }
-_DEFAULT = ("exchanged", "explicit without context")
+_DEFAULT = ("exchanged", "explicit without context", "xla")
 
 
 def layer_of(parallel: Any = None, **options: Any) -> nn.MixtureOfExperts:
@@ -63,7 +65,14 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 
 
 def check(
-    split: str, kind: str, *, exchange: Any = "auto", shift: Any = None, real: Any = None, lead: Any = (8, 2)
+    split: str,
+    kind: str,
+    platform: str = "xla",
+    *,
+    exchange: Any = "auto",
+    shift: Any = None,
+    real: Any = None,
+    lead: Any = (8, 2),
 ):
     tokens, experts, hidden = SPLITS[split]
     types = (AxisType.Auto if "automatic" in kind else AxisType.Explicit,) * 3
@@ -77,7 +86,8 @@ def check(
     x = inputs(*lead) if shift is None else inputs(*lead) + shift[None, None]
     plain = eqx.partition(layer_of(), eqx.is_array)
     expected = jax.jit(functools.partial(everything, plain[1]))(plain[0], x, real)
-    arrays, static = eqx.partition(layer_of(nn.ExpertParallel(**named)), eqx.is_array)
+    split_layer = layer_of(nn.ExpertParallel(**named), platform=platform)
+    arrays, static = eqx.partition(split_layer, eqx.is_array)
     specs = specs_of(arrays, experts, hidden)
     placed = meshes.place(mesh, arrays, specs)
     x = jax.device_put(x, jax.NamedSharding(mesh, tokens))
@@ -98,23 +108,30 @@ def check(
 
 
 KINDS = ("explicit", "explicit without context", "automatic", "automatic in a context")
-CASES = [(split, kind) for split in SPLITS for kind in KINDS]
+# One way to split has every kind, and interpreted Triton, which stands for the kernels of GPUs.
+CASES = [(split, kind, "xla") for split in SPLITS for kind in (KINDS if split == "exchanged" else KINDS[1:3])]
+CASES += [("exchanged", "explicit", INTERPRET), ("added", "explicit", INTERPRET)]
 
 
 @pytest.mark.parametrize(
-    ("split", "kind"), [pytest.param(*c, marks=() if c == _DEFAULT else pytest.mark.slow) for c in CASES]
+    ("split", "kind", "platform"),
+    [pytest.param(*c, marks=() if c == _DEFAULT else pytest.mark.slow) for c in CASES],
 )
-def test_as_on_one_device(split, kind):
-    check(split, kind)
+def test_as_on_one_device(split, kind, platform):
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
+    check(split, kind, platform)
 
 
-def _ragged(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-    """`lax.ragged_all_to_all`, which CPUs do not have: every device sees everything, and takes what is for it."""
-    every = lambda x: lax.all_gather(x, axis_name)
-    rows, me = jnp.arange(output.shape[0]), lax.axis_index(axis_name)
-    given, starts, sizes, places = map(every, (operand, input_offsets, send_sizes, output_offsets))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _moved(x, move, reverse, length, axes, empty):
+    """The exchange of `Ragged`, whose collective CPUs do not have: every device sees everything, and takes what is for it."""
+    every = lambda x: lax.all_gather(x, axes)
+    rows, me = jnp.arange(length), lax.axis_index(axes)
+    given, starts, sizes, places = map(every, (x, *move[:3]))
     mine = sizes[:, me]
-    output = jnp.where((mine == recv_sizes).all(), output, jnp.zeros_like(output) - 1)
+    output = jnp.full((length, *x.shape[1:]), empty, x.dtype)
+    output = jnp.where((mine == move.recv_sizes).all(), output, jnp.zeros_like(output) - 1)
     for source in range(given.shape[0]):
         at = rows - places[source, me]
         inside = (at >= 0) & (at < mine[source])
@@ -123,11 +140,13 @@ def _ragged(operand, output, input_offsets, send_sizes, output_offsets, recv_siz
     return output
 
 
+_moved.defvjp(exchanges._moved_forward, exchanges._moved_backward)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["exchanged", "in rounds", "exchanged and added"])
-@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(("split", "uneven"), [("exchanged", False), ("in rounds", True)])
 def test_ragged(split, uneven, monkeypatch):
-    monkeypatch.setattr(lax, "ragged_all_to_all", _ragged)
+    monkeypatch.setattr(exchanges, "_moved", _moved)
     shift = 4 * layer_of().gate.weight[0] if uneven else None
     check(split, "explicit", exchange="ragged", shift=shift)
 

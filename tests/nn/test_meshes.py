@@ -1,4 +1,5 @@
-"""Every layer on every kind of mesh: training, and decoding with a state or cache that is made on the way."""
+"""Every layer on meshes: training, and decoding with a state or cache that is made on the way. Interpreted Triton stands for the kernels of GPUs,
+which no compiler can split."""
 
 from typing import Any
 
@@ -10,30 +11,33 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from tests import meshes
+from tests.attention.dense import INTERPRET
 from tests.meshes import HEADS, ROWS
 from tests.nn.recurrent_layers import build, EMBED, inputs, LAYERS
 
 ATTENTION = (ejx.nn.MultiHeadAttention, ejx.nn.MultiHeadLatentAttention, ejx.nn.NativeSparseAttention)
 
 
-def attention(name: str) -> Any:
+def attention(name: str, platform: str) -> Any:
     rope = ejx.nn.RotaryEmbedding(EMBED // 4)
     options: Any = {"num_kv_heads": 2, "qk_norm": "all" if "norm" in name else False}
     options |= {"sliding_window": 2} if "rolling" in name else {}
-    layer = ejx.nn.MultiHeadAttention(EMBED, num_heads=4, rope=rope, **options, key=jax.random.key(0))
+    options |= {"platform": platform, "key": jax.random.key(0)}
+    layer = ejx.nn.MultiHeadAttention(EMBED, num_heads=4, rope=rope, **options)
     if layer.q_norm is None:
         return layer
     return eqx.tree_at(lambda m: m.q_norm.weight, layer, jnp.linspace(0.5, 2.0, EMBED))
 
 
-def latent_attention(name: str) -> Any:
+def latent_attention(name: str, platform: str) -> Any:
     sizes: Any = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "q_lora_rank": 8}
+    sizes |= {"platform": platform}
     return ejx.nn.MultiHeadLatentAttention(EMBED, num_heads=4, **sizes, key=jax.random.key(0))
 
 
-def sparse_attention(name: str) -> Any:
+def sparse_attention(name: str, platform: str) -> Any:
     sizes: Any = {"block_size": 2, "num_blocks": 2, "sliding_window": 2, "compression_size": 2}
-    sizes |= {"compression_stride": 1, "rope": ejx.nn.RotaryEmbedding(EMBED // 4)}
+    sizes |= {"compression_stride": 1, "rope": ejx.nn.RotaryEmbedding(EMBED // 4), "platform": platform}
     return ejx.nn.NativeSparseAttention(EMBED, num_heads=4, num_kv_heads=2, **sizes, key=jax.random.key(0))
 
 
@@ -44,10 +48,25 @@ BUILDS = {
     "latent attention": latent_attention,
     "latent attention, expanded chunks": latent_attention,
     "native sparse attention": sparse_attention,
-    "lstm": lambda name: ejx.nn.LSTM(EMBED, 8, num_layers=2, key=jax.random.key(0)),
-    "gru": lambda name: ejx.nn.GRU(EMBED, 8, key=jax.random.key(0)),
-    **dict.fromkeys(LAYERS, build),
+    "lstm": lambda name, platform: ejx.nn.LSTM(
+        EMBED, 8, num_layers=2, platform=platform, key=jax.random.key(0)
+    ),
+    "gru": lambda name, platform: ejx.nn.GRU(EMBED, 8, platform=platform, key=jax.random.key(0)),
+    **dict.fromkeys(LAYERS, lambda name, platform: build(name, platform=platform)),
 }
+# One layer of each family has every layout and kind, the others have both axes split.
+MEMBERS = ("attention", "lstm", "mamba2")
+BOTH = (("explicit without context", "both"), ("automatic", "both"))
+ONE = (("explicit", "data"), ("explicit", "tensor"))
+DEFAULT = {("attention", "xla"), ("attention", INTERPRET), ("lightning", INTERPRET)}
+
+
+def cases() -> Any:
+    for name in BUILDS:
+        pairs = [(*pair, "xla") for pair in BOTH + (ONE if name in MEMBERS else ())]
+        for kind, layout, platform in [*pairs, ("explicit without context", "both", INTERPRET)]:
+            default = (name, platform) in DEFAULT and kind == BOTH[0][0]
+            yield pytest.param(name, kind, layout, platform, marks=() if default else pytest.mark.slow)
 
 
 def weights(layer: Any, layout: str) -> Any:
@@ -64,13 +83,13 @@ def weights(layer: Any, layout: str) -> Any:
     return jax.tree_util.tree_map_with_path(spec, eqx.filter(layer, eqx.is_array))
 
 
-@pytest.mark.few(1)
-@meshes.everywhere
-@pytest.mark.parametrize("name", BUILDS)
-def test_training_and_decoding(name, kind, layout, monkeypatch):
+@pytest.mark.parametrize(("name", "kind", "layout", "platform"), list(cases()))
+def test_training_and_decoding(name, kind, layout, platform, monkeypatch):
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
     if "expanded chunks" in name:
         monkeypatch.setattr("ejkernel_eqx.nn.latent_attention.expands", lambda *_: True)
-    layer = BUILDS[name](name)
+    layer = BUILDS[name](name, platform)
     arrays, static = eqx.partition(layer, eqx.is_array)
     x = inputs(4, 3)
 

@@ -55,11 +55,21 @@ def served(layer, page, fork):
     return x, y
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("platform", ["xla", INTERPRET])
-@pytest.mark.parametrize("name", ["mlp", "mean"])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("fork", FORKS)
+SLOW = pytest.mark.slow
+
+
+# Every fork with both sizes; each size with every compression and platform.
+@pytest.mark.parametrize(
+    ("fork", "sizes", "name", "platform"),
+    [
+        ("in a page", "two pages", "mlp", "xla"),
+        ("at a page's end", "three pages", "mean", INTERPRET),
+        pytest.param("before the parent's end", "three pages", "mlp", INTERPRET, marks=SLOW),
+        pytest.param("before the parent's end", "two pages", "mean", "xla", marks=SLOW),
+        pytest.param("at a page's end", "two pages", "mlp", INTERPRET, marks=SLOW),
+        pytest.param("in a page", "three pages", "mean", "xla", marks=SLOW),
+    ],
+)
 def test_forks(fork, sizes, name, platform):
     """Unused slots, and whatever is not written, are NaN."""
     if platform == INTERPRET:
@@ -71,9 +81,10 @@ def test_forks(fork, sizes, name, platform):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["xla", INTERPRET])
-@pytest.mark.parametrize("name", ["mlp", "mean"])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    ("sizes", "name", "platform"),
+    [("two pages", "mlp", INTERPRET), ("three pages", "mean", INTERPRET), ("three pages", "mlp", "xla")],
+)
 def test_drafts_are_taken_back(sizes, name, platform):
     """Also those that completed a block, whose compressed key is in the pages already."""
     if platform == INTERPRET:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import PagedLatentCache, PageTable, RaggedBatch
+from ejkernel_eqx import PagedLatentCache, RaggedBatch
 from ejkernel_eqx.nn import CacheState, KVCache, Mamba2Mixer, MultiHeadAttention, RotaryEmbedding
 from tests.nn import recurrent_layers
 from tests.nn.paged_layers import (
@@ -22,10 +22,8 @@ from tests.nn.paged_layers import (
     PAGE,
     PAGES,
     poisoned,
-    SEQUENCES,
     serve,
     SLOTS,
-    TOKENS,
 )
 from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
@@ -179,40 +177,6 @@ def test_pages_are_copied_and_states_are(scales):
         places = slots if index == 1 else order
         for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(got), strict=True):
             np.testing.assert_array_equal(b, a[:, places] if a.ndim > 2 else a)
-
-
-@pytest.mark.slow
-def test_without_a_stack():
-    """One layer of each kind, with the caches of one and no leading axes."""
-    arrays, static = eqx.partition(stacked(), eqx.is_array)
-    mixers = eqx.combine(jax.tree.map(lambda x: x[0], arrays), static)
-    caches = CacheState.init(mixers, num_pages=PAGES, page_size=PAGE, num_slots=SLOTS)
-
-    def step(x, caches, batch):
-        new = []
-        for mixer, cache in zip(mixers, caches.layers, strict=True):
-            y, cache = mixer(x, cache, batch=batch)
-            x, new = x + y, [*new, cache]
-        return x, caches.with_layers(new)
-
-    def alone(x):
-        x = x + mixers[0].alone(x)
-        x = x + mixers[1](x)
-        return x + mixers[2](x)
-
-    x, step = jnp.asarray(inputs()[:1]), quick(step)
-    want = quick(alone)(x)
-    table = PageTable(PAGES, PAGE)
-    caches, got = poisoned(caches), []
-    for count in (4, 1, 4, 1):
-        table.allocate(0, count)
-        start = table.length(0) - count
-        sizes: dict[str, Any] = {"page_size": PAGE, "state_indices": [2]}
-        batch = RaggedBatch.build([count], [table.length(0)], table.rows([0]), **sizes)
-        y, caches = step(x[0, start : start + count], caches, batch)
-        got.append(y)
-    assert_close(jnp.concatenate(got), want[0])
-    assert sum(map(len, got)) == TOKENS and SEQUENCES > 1
 
 
 def test_a_state_refuses_what_does_not_belong(unchecked):

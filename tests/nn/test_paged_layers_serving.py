@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx import Buckets, OutOfPagesError, PageTable, RaggedBatch
-from ejkernel_eqx.nn import CacheState
-from tests.nn import recurrent_layers
-from tests.nn.paged_layers import attention, dense_model, in_place, inputs, new_caches, pack, PAGE, stacked
+from tests.nn.paged_layers import dense_model, in_place, inputs, new_caches, pack, PAGE, stacked
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
@@ -136,27 +134,3 @@ def test_a_hybrid_model_serves(window):
         server = Server(seed, window, step, new_caches(**sizes()))
         assert_served(server.serve(inputs(len(LENGTHS))), expected, f"seed {seed}")
         assert server.seen == {0, 1, 2} and server.kinds == {True, False}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("platform", [pytest.param("xla", marks=pytest.mark.slow), "triton-interpret"])
-def test_layers_serve_side_by_side(platform):
-    """Two attention layers, one with a window and one without, and three recurrent ones on the same tokens."""
-    names = ("norm, sinks, window", "mqa, gate, V != D")
-    layers = [attention(name, platform=platform) for name in names]
-    x = inputs(len(LENGTHS))
-    caches = [layer.init_cache(len(LENGTHS), 10) for layer in layers]
-    if platform == "xla":
-        recurrent = [recurrent_layers.build(name) for name in ("mamba", "kimi", "qwen3-next")]
-        layers += recurrent
-        caches += [layer.init_state(len(LENGTHS)) for layer in recurrent]
-    run = lambda x: [layer(x, own)[0] for layer, own in zip(layers, caches, strict=True)]
-    expected = jnp.concatenate(quick(run)(x), -1)
-
-    def step(x, caches, batch):
-        results = [layer(x, own, batch=batch) for layer, own in zip(layers, caches.layers, strict=True)]
-        return jnp.concatenate([y for y, _ in results], -1), caches.with_layers([c for _, c in results])
-
-    server = Server(5, None, quick(step), CacheState.init(layers, **sizes()))
-    y = server.serve(x, expected.shape[-1])
-    assert_served(y, expected, platform)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx import RaggedBatch
+from tests.attention.dense import INTERPRET
 from tests.nn import recurrent_layers
 from tests.nn.paged_layers import attention, in_place, inputs, new_caches, PAGE, PAGES, SLOTS
 from tests.recurrence.quick import quick
@@ -21,7 +22,6 @@ COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 BATCHES = {"decode": ([1, 1, 0], [3, 5, 0]), "mixed": ([6, 1, 2], [6, 4, 5])}
-batches = pytest.mark.parametrize("name", [pytest.param("decode", marks=pytest.mark.slow), "mixed"])
 
 
 def collectives(compiled):
@@ -82,8 +82,9 @@ def assert_placed_alike(got, given):
 
 
 @pytest.mark.slow
-@batches
-@pytest.mark.parametrize("pages", ["float32", "int8", ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("pages", "name"), [("float32", "decode"), ("int8", "mixed"), (("float32", "int8"), "mixed")]
+)
 def test_heads_of_pages_stay_where_they_are(pages, name):
     """Weights and pages by heads: the one sum over heads, at the end, is all that is sent."""
     layer, batch = attention("norm, sinks, window"), batch_of(name)
@@ -109,8 +110,7 @@ def test_heads_of_pages_stay_where_they_are(pages, name):
 
 
 @pytest.mark.slow
-@batches
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3-next"])
+@pytest.mark.parametrize(("kind", "name"), [("mamba2", "decode"), ("qwen3-next", "mixed")])
 def test_heads_of_states_stay_where_they_are(kind, name):
     layer, batch = recurrent_layers.build(kind), batch_of(name)
     pool, x = filled(layer.init_state(SLOTS)), tokens_of(batch)
@@ -140,7 +140,7 @@ def of_two(name):
 
 
 @pytest.mark.slow
-@batches
+@pytest.mark.parametrize("name", ["mixed"])
 def test_independent_caches_are_served_where_they_are(name):
     """A model on every device, whose caches never leave it: by `vmap` over what is sharded, and by `shard_map`."""
     x, caches, batch = of_two(name)
@@ -167,7 +167,7 @@ def test_independent_caches_are_served_where_they_are(name):
 
 
 @pytest.mark.slow
-@batches
+@pytest.mark.parametrize("name", ["decode"])
 def test_one_batch_for_all_caches_inside_shard_map(name):
     """Pages differ from device to device, tables and tokens do not."""
     x, caches, batch = of_two(name)
@@ -186,7 +186,7 @@ def test_one_batch_for_all_caches_inside_shard_map(name):
 
 
 @pytest.mark.slow
-@batches
+@pytest.mark.parametrize("name", ["mixed"])
 def test_replicas_and_heads_together(name):
     x, caches, batch = of_two(name)
     mesh = mesh_of(replicas=2, heads=2)
@@ -211,10 +211,13 @@ def test_replicas_and_heads_together(name):
 
 
 @pytest.mark.slow
-@batches
-def test_attention_where_types_say_shardings(name):
+@pytest.mark.parametrize(("name", "platform"), [("mixed", "xla"), ("decode", INTERPRET)])
+def test_attention_where_types_say_shardings(name, platform):
     """On a mesh of explicit axes."""
-    layer, batches = attention("norm, sinks, window"), [batch_of(name, seed) for seed in (0, 1)]
+    layer, batches = (
+        attention("norm, sinks, window", platform=platform),
+        [batch_of(name, seed) for seed in (0, 1)],
+    )
     stack = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
     cache = filled(layer.init_paged_cache(PAGES, PAGE))
     given = stack(*map(tokens_of, batches)), stack(cache, cache), stack(*batches)
@@ -228,11 +231,21 @@ def test_attention_where_types_say_shardings(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["shard_map", "types"])
-@pytest.mark.parametrize("kind", ["mamba", "qwen3-next"])
-def test_chunks_of_recurrent_layers(kind, way):
+@pytest.mark.parametrize(
+    ("kind", "way", "platform"),
+    [
+        ("mamba", "types", "xla"),
+        ("qwen3-next", "shard_map", "xla"),
+        ("mamba", "shard_map", INTERPRET),
+        ("qwen3-next", "types", INTERPRET),
+    ],
+)
+def test_chunks_of_recurrent_layers(kind, way, platform):
     """Inside `shard_map`, and on a mesh of explicit axes."""
-    layer, batches = recurrent_layers.build(kind), [batch_of("mixed", seed) for seed in (0, 1)]
+    layer, batches = (
+        recurrent_layers.build(kind, platform=platform),
+        [batch_of("mixed", seed) for seed in (0, 1)],
+    )
     stack = lambda *trees: jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
     state = filled(layer.init_state(SLOTS))
     given = stack(*map(tokens_of, batches)), stack(state, state), stack(*batches)

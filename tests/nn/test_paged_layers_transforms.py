@@ -13,7 +13,6 @@ from ejkernel_eqx import PageTable, RaggedBatch
 from tests.nn import recurrent_layers
 from tests.nn.paged_layers import (
     attention,
-    Block,
     CHUNKS,
     dense_model,
     in_place,
@@ -78,40 +77,6 @@ def test_independent_caches_are_mapped():
 def _first_rounds(options):
     x, batches = zip(*list(rounds(*options))[:3])
     return jnp.stack(x), side_by_side(*batches)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("new", [1, 3])
-def test_models_are_mapped(new):
-    """Over models with one cache and one batch, and over batches within: what each gives alone."""
-    make = lambda key: eqx.filter_vmap(Block)(jax.random.split(key, LAYERS))
-    models = eqx.filter_vmap(make)(jax.random.split(jax.random.key(7), 2))
-    arrays, static = eqx.partition(models, eqx.is_array)
-    call = lambda own, x, batch: in_place(x, new_caches(), batch, model=eqx.combine(own, static))
-    pages = [[[3, 1], [2]], [[4], [0, 5]]]
-    sizes = [[new, 1], [1, new]]
-    batches = [
-        RaggedBatch.build(
-            lens,
-            lens,
-            table,
-            page_size=PAGE,
-            state_indices=[2, 0],
-            buckets=ejx.Buckets((4,), (2,), (2,), (new,)),
-        )
-        for lens, table in zip(sizes, pages, strict=True)
-    ]
-    x = jnp.asarray(inputs()[0, :4])
-    each = [jax.tree.map(lambda a: a[n], arrays) for n in range(2)]  # noqa: B023
-    one = quick(call)
-    alone = [[one(model, x, batch) for batch in batches] for model in each]
-    y, caches = quick(jax.vmap(call, (0, None, None)))(arrays, x, batches[0])
-    assert_close(y, jnp.stack([results[0][0] for results in alone]))
-    assert_same_caches(caches, side_by_side(*(results[0][1] for results in alone)))
-    nested = jax.vmap(jax.vmap(call, (None, None, 0)), (0, None, None))
-    y, caches = quick(nested)(arrays, x, side_by_side(*batches))
-    assert_close(y, jnp.stack([jnp.stack([y for y, _ in results]) for results in alone]))
-    assert_same_caches(caches, side_by_side(*(side_by_side(*(c for _, c in results)) for results in alone)))
 
 
 @pytest.mark.slow
@@ -233,24 +198,6 @@ def test_training_over_pages_is_refused(new, platform):
     refused(lambda: jax.jvp(lambda x: loss(layer, x, cache), (x,), (x,)))
     head = quick(jax.grad(lambda scale: scale * loss(layer, x, cache)))(1.0)
     assert_close(head, quick(loss)(layer, x, cache))
-
-
-def test_training_a_model_over_pages_is_refused():
-    """Through the scan over its layers and the steps of an optimiser."""
-    optax = pytest.importorskip("optax")
-    model, caches = stacked(), new_caches()
-    batch = RaggedBatch.build([2], [2], [[0]], page_size=PAGE, state_indices=[0])
-    optimiser = optax.sgd(0.1)
-
-    @eqx.filter_jit
-    def train(model, caches, state, x):
-        loss = lambda model: jnp.sum(in_place(x, caches, batch, model)[0] ** 2)
-        value, gradient = eqx.filter_value_and_grad(loss)(model)
-        updates, state = optimiser.update(gradient, state)
-        return eqx.apply_updates(model, updates), state, value
-
-    with pytest.raises(ejx.UnsupportedError, match=r"no gradient[\s\S]*gather[\s\S]*stop_gradient"):
-        train(model, caches, optimiser.init(eqx.filter(model, eqx.is_array)), jnp.asarray(inputs()[0, :2]))
 
 
 @pytest.mark.slow

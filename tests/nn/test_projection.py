@@ -138,17 +138,6 @@ def test_a_kind_of_linear_layer_is_called():
     assert_close(y, expected)
 
 
-def test_a_bias_apart():
-    linear, x = eqx.nn.Linear(IN, OUT, key=jax.random.key(0)), _arrays()[0]
-    y, bias = project_apart("dt_proj", linear, jnp.asarray(x), OUT)
-    assert bias is linear.bias
-    assert_close(y, x.astype(np.float64) @ np.asarray(linear.weight).T)
-    assert (
-        project_apart("dt_proj", eqx.nn.Linear(IN, OUT, False, key=jax.random.key(0)), jnp.asarray(x), OUT)[1]
-        is None
-    )
-
-
 @pytest.mark.parametrize(
     "layer, message",
     [

@@ -102,14 +102,3 @@ def test_equinox_manners(dtype):
     assert all(np.asarray(g, np.float32).any() for g in jax.tree.leaves(grads))
     conv = make(keys[0])[0]
     assert_close(quick(jax.vmap(lambda x: conv(x)))(x), quick(lambda x: conv(x))(x))
-
-
-def test_wrong_arguments(conv):
-    with pytest.raises(ValueError, match=r"C = 6, received shape \(2, 5\)"):
-        conv(jnp.ones((2, 5)))
-    with pytest.raises(ValueError, match="channels: expected a positive integer, received 0"):
-        ejx.nn.ShortConvolution(0, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="with 4 features"):
-        ejx.nn.GatedRMSNorm(4)(jnp.ones((2, 5)))
-    with pytest.raises(ValueError, match="multiple of group_size=3"):
-        ejx.nn.GatedRMSNorm(4, group_size=3)

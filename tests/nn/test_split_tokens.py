@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
-from tests.attention.dense import normal
+from tests.attention.dense import INTERPRET, normal
 from tests.tolerances import assert_close
 
 AXIS = "sequence"
@@ -27,10 +27,24 @@ LAYERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", LAYERS)
-def test_numbers_of_one_device(name):
+# One recurrence of each kind on interpreted Triton too, which stands for the kernels of GPUs.
+CASES = [(name, "xla") for name in LAYERS] + [("lightning", INTERPRET), ("gated delta", INTERPRET)]
+SLOW = {
+    ("gla", "xla"),
+    ("gated delta", "xla"),
+    ("mamba1", "xla"),
+    ("mamba2", "xla"),
+    ("gated delta", INTERPRET),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "platform"), [pytest.param(*c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES]
+)
+def test_numbers_of_one_device(name, platform):
     """Four devices with six tokens each, fewer than the convolutions reach back in a row that is mostly padding."""
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
     key, tokens = jax.random.key(0), P(None, AXIS)
     mesh = jax.make_mesh((4,), (AXIS,), (AxisType.Auto,), devices=jax.devices()[:4])
     x, weight = normal(1, 2, 24, 8), normal(2, 2, 24, 8)
@@ -52,7 +66,7 @@ def test_numbers_of_one_device(name):
 
     results = []
     for axis in (None, AXIS):
-        layer = LAYERS[name](sequence_axis=axis, key=key)
+        layer = LAYERS[name](sequence_axis=axis, platform=platform, key=key)
         gradient = eqx.filter_jit(
             eqx.filter_value_and_grad(functools.partial(loss, split=axis is not None), has_aux=True)
         )

@@ -527,8 +527,3 @@ def test_others(case):
 )
 def test_appends(argument, number):
     _says(lambda: _appended(**{argument: APPENDS[argument][number]}), argument)
-
-
-def test_there_are_many_tries():
-    """Fewer than were found wanting once would mean that a table is not read."""
-    assert len([*_calls(), *_options(), *OTHERS]) > 500
