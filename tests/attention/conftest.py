@@ -21,7 +21,7 @@ def flash(request):
 def launches(monkeypatch):
     """The names of the kernels that the interpreter has run."""
     pytest.importorskip("triton")
-    module = importlib.import_module("ejkernel_eqx.launch.interpret")
+    module = importlib.import_module("ejkernel_eqx.testing.interpret")
     original, ran = module.interpret, []
 
     def counted(launch, arrays):

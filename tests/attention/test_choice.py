@@ -38,7 +38,7 @@ def nothing_known():
 def launched(monkeypatch):
     """(kernel, BQ, BK) of everything that the interpreter has run."""
     pytest.importorskip("triton")
-    module = importlib.import_module("ejkernel_eqx.launch.interpret")
+    module = importlib.import_module("ejkernel_eqx.testing.interpret")
     original, ran = module.interpret, []
 
     def counted(launch, arrays):

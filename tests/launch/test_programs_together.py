@@ -9,11 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.launch import (
-    InterpretError,
-    Launch,
-    run,
-)
+from ejkernel_eqx.launch import Launch, run
+from ejkernel_eqx.testing import InterpretError
 from tests.launch import kernels
 from tests.launch.launches import array, interpret, S
 
@@ -38,7 +35,7 @@ def parting(counts, bad=-1, grid=(10, 13), block=4):
 @pytest.fixture
 def groups(monkeypatch):
     """How many programs ran together, every time that some did."""
-    interpreter, found = importlib.import_module("ejkernel_eqx.launch._interpreter"), []
+    interpreter, found = importlib.import_module("ejkernel_eqx.testing._interpreter"), []
     run_some = interpreter._run
 
     def counted(body, arguments, programs, depth):

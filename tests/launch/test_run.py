@@ -12,14 +12,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_eqx.launch import (
-    interpreter_unavailable,
-    InterpretError,
-    Launch,
-    poison,
-    run,
-    triton_unavailable,
-)
+from ejkernel_eqx.launch import interpreter_unavailable, Launch, run, triton_unavailable
+from ejkernel_eqx.testing import InterpretError, poison
 from tests.launch import kernels
 from tests.launch.launches import array, interpret, S
 

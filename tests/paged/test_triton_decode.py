@@ -421,7 +421,7 @@ def test_whatever_a_sequence_lacks_its_result_is_stored(case):
 
 def test_which_program_is_last_changes_nothing(monkeypatch):
     """Programs run one by one, forwards and backwards, and all at once."""
-    interpreter = importlib.import_module("ejkernel_eqx.launch._interpreter")
+    interpreter = importlib.import_module("ejkernel_eqx.testing._interpreter")
     case = dataclasses.replace(LONG, q_lens=(1,), kv_lens=(97,), qq_bias=None)
     expected = attend(case, TOGETHER)
     monkeypatch.setattr(interpreter, "_TOGETHER", 1)

@@ -35,7 +35,7 @@ interpreted = functools.partial(step, execute=functools.partial(run, interpret=T
 @pytest.fixture
 def launches(monkeypatch):
     """The names of the kernels that the interpreter has run."""
-    module = importlib.import_module("ejkernel_eqx.launch.interpret")
+    module = importlib.import_module("ejkernel_eqx.testing.interpret")
     original, ran = module.interpret, []
 
     def counted(launch, arrays):
