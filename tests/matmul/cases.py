@@ -188,7 +188,7 @@ CASES = {
     "more groups than rows": Case(sizes=(0, 1, 0, 0, 0, 1, 0, 0), M=2),
     "one row": Case(sizes=(0, 0, 1), M=1, activation="silu"),
     "SwiGLU": Case(activation="silu", gated="pair", bias=True),
-    "SwiGLU in halves": Case(activation="silu", gated="halves", transpose=True),
+    "SwiGLU in halves": Case(activation="silu", gated="halves", transpose=True, bias=True),
     "GPT-OSS": Case(activation="silu", gated="interleaved", clipped=True, bias=True, dtype="bfloat16"),
     "clipped pair": Case(activation="silu", gated="pair", clipped=True),
     "bilinear": Case(gated="pair"),
