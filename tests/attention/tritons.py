@@ -7,7 +7,7 @@ from ejkernel_eqx.attention.triton import compiled, interpreted
 from ejkernel_eqx.attention.triton.compiled import TileConfig, TritonConfig
 from ejkernel_eqx.attention.triton.hopper import backward_call, backward_tiles, lists, schedule, tile_sizes
 from ejkernel_eqx.attention.triton.hopper import call as forward_call
-from ejkernel_eqx.launch import interpret
+from ejkernel_eqx.testing import interpret
 
 __all__ = [
     "TileConfig", "TritonConfig", "backward_call", "backward_tiles", "compiled", "forward_call", "interpret", "interpreted", "lists",

@@ -69,36 +69,6 @@ def pick_kernel(x, FLAG_ONLY, out, out_int, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def philox_round(c0, c1, c2, c3, k0, k1):
-    a: tl.constexpr = 0xD2511F53
-    b: tl.constexpr = 0xCD9E8D57
-    old0 = c0
-    c0 = tl.umulhi(c2, tl.full(c2.shape, b, tl.uint32)) ^ c1 ^ k0
-    c1 = c2 * tl.full(c2.shape, b, tl.uint32)
-    c2 = tl.umulhi(old0, tl.full(c2.shape, a, tl.uint32)) ^ c3 ^ k1
-    c3 = old0 * tl.full(c2.shape, a, tl.uint32)
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def philox_kernel(counter, seed, out, library, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
-    """Philox-4x32 by hand, and Triton's own."""
-    i = tl.arange(0, BLOCK)
-    c0 = tl.load(counter + i)
-    c1 = tl.zeros([BLOCK], tl.uint32)
-    c2 = tl.zeros([BLOCK], tl.uint32)
-    c3 = tl.zeros([BLOCK], tl.uint32)
-    k0 = tl.full([BLOCK], 0, tl.uint32) + seed.to(tl.uint32)
-    k1 = tl.zeros([BLOCK], tl.uint32)
-    for _ in tl.static_range(ROUNDS):
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
-        k0 += 0x9E3779B9
-        k1 += 0xBB67AE85
-    tl.store(out + i, c0)
-    tl.store(library + i, tl.randint(seed, c0 * 0 + i, ROUNDS).to(tl.uint32, bitcast=True))
-
-
-@triton.jit
 def affine_combine(a0, b0, a1, b1):
     return a0 * a1, b0 * a1 + b1
 

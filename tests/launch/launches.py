@@ -6,9 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_eqx.launch import Launch, run
+from ejkernel_eqx.launch import compile_ahead, Launch, own_call, run, staging, Target, TARGETS
+from ejkernel_eqx.testing import InterpretError, poison
 from tests.launch import kernels
 
+__all__ = [
+    "InterpretError",
+    "S",
+    "TARGETS",
+    "Target",
+    "added",
+    "array",
+    "compile_ahead",
+    "interpret",
+    "own_call",
+    "poison",
+    "staging",
+]
 S = jax.ShapeDtypeStruct
 
 

@@ -13,15 +13,13 @@ import pytest
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
-from ejkernel_eqx.launch import Launch, run, TARGETS
 from ejkernel_eqx.paged.spec import WriteArrays
 from ejkernel_eqx.paged.triton.write_kernel import write
 from tests.launch import kernels
+from tests.launch.launches import Launch, own_call, run, S, TARGETS
 
-own_call = importlib.import_module("ejkernel_eqx.launch.own_call")
 triton_call = importlib.import_module("ejkernel_eqx.launch.triton_call")
 _run = importlib.import_module("ejkernel_eqx.launch._run")
-S = jax.ShapeDtypeStruct
 
 # Stands for jax-triton's, which cannot be imported everywhere: arrays in, arrays out, and nothing known of what is between.
 call_p = Primitive("call_of_a_test")

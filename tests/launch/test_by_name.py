@@ -20,7 +20,7 @@ from ejkernel_eqx.launch.fields import (
     Registers,
     whole,
 )
-from ejkernel_eqx.launch.sizes import cdiv, fitting, padded, rows_of, shared_memory_of, too_large
+from ejkernel_eqx.launch.sizes import cdiv, fitting, shared_memory_of, too_large
 from tests.compiled import DEVICES
 
 
@@ -109,13 +109,6 @@ def test_fields_say_what_they_may_be(field, good, bad, expected):
         with pytest.raises(ValueError) as caught:
             Config(**{field: value})
         assert str(caught.value) == f"Config.{field}: expected {expected}, received {value!r}."
-
-
-def test_sizes():
-    assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    assert [padded(n) for n in (0, 1, 16, 17, 100)] == [16, 16, 16, 32, 128]
-    assert [padded(n, 1) for n in (0, 1, 2, 3, 64)] == [1, 1, 2, 4, 64]
-    assert rows_of([[1, 2, 3], [4]]) == [(1, 4), (2, 4), (3, 4)]
 
 
 def test_what_fits():

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx.launch import compile_ahead, Launch, run, Target, TARGETS
 from tests.launch import kernels
+from tests.launch.launches import compile_ahead, Launch, run, Target, TARGETS
 
 S = jax.ShapeDtypeStruct
 

@@ -157,21 +157,6 @@ def batch(rows):
 
 
 @pytest.mark.usefixtures("no_races")
-@pytest.mark.parametrize("check", [False, True])
-def test_inside_shard_map(check):
-    given = batch(2)
-    mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,))
-    call = jax.shard_map(
-        over_rows(Split.EXPLICIT_OR_REFUSED),
-        mesh=mesh,
-        in_specs=(P("dp"), P("dp")),
-        out_specs=P("dp"),
-        check_vma=check,
-    )
-    assert jnp.array_equal(jax.jit(call)(*given), jax.vmap(expected)(*given))
-
-
-@pytest.mark.usefixtures("no_races")
 def test_on_an_explicit_mesh():
     given = batch(2)
     mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Explicit,))

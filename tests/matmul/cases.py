@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -12,6 +13,10 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.core.workload import exact_results, Inputs
 from ejkernel_eqx.matmul.arguments import resolve, RightSide
 from ejkernel_eqx.matmul.core import GROUPED
+from ejkernel_eqx.matmul.workload import example_problem as example_problem
+from ejkernel_eqx.matmul.workload import make_arrays as make_arrays
+from ejkernel_eqx.matmul.workload import make_inputs as make_inputs
+from ejkernel_eqx.matmul.workload import spec_of as spec_of
 from ejkernel_eqx.paged.cache.quantise import quantise
 from tests.attention.dense import quick
 
@@ -166,16 +171,10 @@ def _activated(case: Case, z: np.ndarray) -> np.ndarray:
     if case.activation == "silu":
         return z / (1 + np.exp(-z * (1.702 if case.clipped else 1.0)))
     if case.activation == "gelu":
-        return np.asarray([v * (1 + _erf(v / np.sqrt(2))) / 2 for v in z])
+        return np.asarray([v * (1 + math.erf(v / np.sqrt(2))) / 2 for v in z])
     if case.activation == "gelu_tanh":
         return z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) / 2
     return np.maximum(z, 0) if case.activation == "relu" else z
-
-
-def _erf(x: float) -> float:
-    import math
-
-    return math.erf(x)
 
 
 CASES = {
@@ -189,7 +188,7 @@ CASES = {
     "more groups than rows": Case(sizes=(0, 1, 0, 0, 0, 1, 0, 0), M=2),
     "one row": Case(sizes=(0, 0, 1), M=1, activation="silu"),
     "SwiGLU": Case(activation="silu", gated="pair", bias=True),
-    "SwiGLU in halves": Case(activation="silu", gated="halves", transpose=True),
+    "SwiGLU in halves": Case(activation="silu", gated="halves", transpose=True, bias=True),
     "GPT-OSS": Case(activation="silu", gated="interleaved", clipped=True, bias=True, dtype="bfloat16"),
     "clipped pair": Case(activation="silu", gated="pair", clipped=True),
     "bilinear": Case(gated="pair"),

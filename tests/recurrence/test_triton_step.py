@@ -185,7 +185,7 @@ def test_steps_on_a_donated_pool():
 @pytest.mark.slow
 def test_vmap_folds_into_one_launch(monkeypatch):
     """The pool of each mapped element, and one pool for all of them."""
-    module, launches = importlib.import_module("ejkernel_eqx.launch.interpret"), []
+    module, launches = importlib.import_module("ejkernel_eqx.testing.interpret"), []
     original = module.interpret
     monkeypatch.setattr(module, "interpret", lambda *given: launches.append(given) or original(*given))
     case = dataclasses.replace(CASES["kda"], lead=2)

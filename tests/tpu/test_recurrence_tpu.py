@@ -35,21 +35,8 @@ SUPPORTED = [
     for case in (*CASES, *CLOSED)
     if case.decay != VALUE and not (case.delta and case.skip)
 ]
-LONG = Case(
-    name="long",
-    T=1000,
-    B=2,
-    Hq=4,
-    Hk=4,
-    Hv=4,
-    Hg=4,
-    Hb=4,
-    D=128,
-    V=128,
-    beta=1.0,
-    dtype="bfloat16",
-    initial_state=True,
-)
+HEADS = dict.fromkeys(("Hq", "Hk", "Hv", "Hg", "Hb"), 4)
+LONG = Case("long", T=1000, B=2, D=128, V=128, beta=1.0, dtype="bfloat16", initial_state=True, **HEADS)
 
 
 def check(case: Case, config: Any = None) -> None:

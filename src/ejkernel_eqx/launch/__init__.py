@@ -1,4 +1,4 @@
-"""The bridge to Triton: launching a kernel, interpreting it on a CPU, compiling it ahead of time.
+"""The bridge to Triton: launching a kernel, compiling it ahead of time. `testing` interprets it on a CPU.
 
 Submodules beyond the names exported here: `fields` for configurations that validate themselves; `sizes` for tiles and grids; `activations`
 and `constants` for kernel bodies.
@@ -17,13 +17,11 @@ from .by_name import result as result
 from .by_name import result_like as result_like
 from .compile import compile_ahead as compile_ahead
 from .compile import CompileReport as CompileReport
+from .compile import interpreter_unavailable as interpreter_unavailable
 from .compile import Target as Target
 from .compile import target_for as target_for
 from .compile import TARGETS as TARGETS
 from .gluon_call import gluon_unavailable as gluon_unavailable
-from .interpret import interpreter_unavailable as interpreter_unavailable
-from .interpret import InterpretError as InterpretError
-from .interpret import poison as poison
 from .launch import Launch as Launch
 from .own_call import expect_launches as expect_launches
 from .triton_call import limits_registers as limits_registers

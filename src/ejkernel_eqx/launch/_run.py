@@ -1,13 +1,15 @@
 """`run`, which performs a `Launch` on a GPU or interprets it, as a JAX operation."""
 
+import functools
+import importlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ..parallel import match_varying
 from .compile import TARGETS
-from .interpret import interpret_call
 from .launch import Launch
 from .own_call import own_call, own_target
 from .triton_call import triton_call
@@ -43,7 +45,7 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
             for name in launch.results
         ]
     elif interpret:
-        outputs = interpret_call(launch, checked)
+        outputs = _interpreter().interpret_call(launch, checked)
     elif launch.is_gluon:
         outputs = own_call(launch, checked, TARGETS["sm_90"])
     elif (target := own_target()) is not None:
@@ -51,6 +53,12 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
     else:
         outputs = triton_call(launch, checked)
     return match_varying(dict(zip(launch.results, outputs, strict=True)), list(checked.values()))
+
+
+@functools.cache
+def _interpreter() -> Any:
+    """Imported when the first kernel is interpreted: it imports this package, and is of no use to those who launch."""
+    return importlib.import_module("ejkernel_eqx.testing.interpret")
 
 
 def _checked_arrays(launch: Launch, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -1,6 +1,8 @@
 """Compiling a launch ahead of time, for a device that need not be present, to check that it fits."""
 
 import dataclasses
+import functools
+import importlib.util
 import pathlib
 import re
 import subprocess
@@ -9,13 +11,21 @@ from typing import Any
 
 import numpy as np
 
+from .._optional import not_installed
 from ..dispatch import Backend, DeviceFacts
 from ..dispatch.device import shared_memory_limit
 from ._collector import collector_paused
 from ._disk_cache import through_cache
 from ._language_lock import language_lock
-from .interpret import interpreter_unavailable
 from .launch import Launch
+
+
+@functools.cache
+def interpreter_unavailable() -> str | None:
+    """Why kernels can be neither interpreted nor compiled here, as a sentence; `None` if they can. Only Triton is needed."""
+    if importlib.util.find_spec("triton") is None:
+        return not_installed("triton") + "."
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

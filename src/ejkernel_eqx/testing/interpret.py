@@ -4,8 +4,6 @@ This needs neither a GPU, torch nor `TRITON_INTERPRET`. Kernels remain ordinary 
 can also compile. See `_interpreter.py` for how it works and what it checks.
 """
 
-import functools
-import importlib.util
 from collections.abc import Mapping
 
 import jax
@@ -15,21 +13,13 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from .._optional import not_installed
-from ._language_lock import language_lock
-from .launch import Launch
+from ..launch import Launch
+from ..launch._language_lock import language_lock
+from ._interpreter import run_grid
 
 
 class InterpretError(RuntimeError):
     """An interpreted kernel failed; the message names the kernel, the program in the grid and the reason."""
-
-
-@functools.cache
-def interpreter_unavailable() -> str | None:
-    """Why kernels cannot be interpreted here, as a sentence; `None` if they can. Only Triton is needed."""
-    if importlib.util.find_spec("triton") is None:
-        return not_installed("triton") + "."
-    return None
 
 
 def poison(dtype) -> np.generic:
@@ -47,11 +37,6 @@ def interpret(launch: Launch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndar
 
     Inputs are read-only to the kernel, and copied if an output is aliased to them. Out-of-bounds memory accesses raise `InterpretError`.
     """
-    reason = interpreter_unavailable()
-    if reason is not None:
-        raise RuntimeError(f"The Triton kernel {launch.label} cannot be interpreted: {reason}")
-    from ._interpreter import run_grid
-
     inputs = {name: np.ascontiguousarray(np.asarray(array)) for name, array in arrays.items()}
     started = {result: np.array(inputs[source]) for source, result in launch.aliases.items()}
     # An aliased input exists only as its output.
