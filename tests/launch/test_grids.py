@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.test_neighbours import OPERATIONS, T
+from tests.operations import OPERATIONS, T
 
 pytest.importorskip("triton")
 

@@ -10,10 +10,10 @@ from tests.compiled import launches_of
 from tests.paged.cases import Case, make, PagedArrays, PagedSpec, with_leading_axis
 
 pytest.importorskip("triton")
-from ejkernel_eqx.testing import _interpreter as interpreter
 from ejkernel_eqx.paged.triton import compiled, decode_kernel, prefill_kernel, tile_sizes, write_kernel
 from ejkernel_eqx.paged.triton.call import folded, PagedTile, TritonConfig
 from ejkernel_eqx.paged.triton.tile import FILLED
+from ejkernel_eqx.testing import _interpreter as interpreter
 from tests.paged import kernels
 
 __all__ = [
