@@ -55,7 +55,7 @@ CASES = {
     "wide tiles": (odd(T=500, S=420, D=40, V=64, right=0, sinks="1H"), tile(192)),
     "wide tiles, window": (odd(T=500, S=390, D=64, V=64, left=150, right=30), tile(192, stages=3)),
 }
-QUICK = ("causal", "segments, scattered ranges", "wide tiles")
+QUICK = ("causal", "wide tiles")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ def test_layers_are_timed_and_checked(tmp_path, capsys):
     assert "us a layer" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
     expected = decode_gaps.expected_result
     monkeypatch.setattr(decode_gaps, "expected_result", lambda problem: 1.1 * expected(problem))

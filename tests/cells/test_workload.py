@@ -111,6 +111,7 @@ def test_which_form_is_preferred(triton):
         assert {("whole",) * 2, ("per_step",) * 2} <= set(found)
 
 
+@pytest.mark.slow
 def test_programs_that_wait_for_each_other_run_at_the_same_time(triton):
     device = DEVICES["sm_90"]
     for B, H in ((64, 1024), (256, 256), (1024, 128), (1, 512), (2000, 512)):

@@ -128,6 +128,7 @@ def test_nothing_is_compiled_once_the_engine_is_warm(engine):
     assert sum(map(len, texts)) > 20 and not found
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 def test_samples_do_not_depend_on_neighbours(examples, engine):
     requests = _requests(1, 6)

@@ -73,6 +73,7 @@ def wide(attention: Any) -> None:
 CASES = {case.__name__: case for case in (packed, wide, lengths, blocks, dense)}
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_numpy(case):

@@ -57,7 +57,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_the_contracted_axis(name):
     case, sizes = BLOCKS[name]

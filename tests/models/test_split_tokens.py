@@ -160,7 +160,7 @@ NUMBERS: list[tuple[str, dict[str, int], tuple[str, ...], Any, dict[str, Any]]] 
 PACKED = np.sort(np.random.default_rng(1).integers(0, 3, (ROWS, TOKENS)), axis=1).astype(np.int32)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind, sizes, mixers, mlp, options", NUMBERS, ids=lambda x: "experts" if x is EXPERTS else str(x)
 )

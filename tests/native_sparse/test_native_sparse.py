@@ -158,6 +158,35 @@ def test_a_cache_is_decoded_like_the_whole():
         assert_close(step(jnp.int32(place))[:, 0], np.asarray(whole[:, place]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["xla", INTERPRET])
+def test_transformations(platform):
+    """`vmap`, `scan` and `jax.checkpoint` of the gradient give what single calls give."""
+    case = Case(T=13, B=3)
+    arrays, dout = make(case)
+    op = case.operation(platform)
+    loss = lambda arrays, dout: (op(**arrays) * dout).sum()
+    whole = jax.jit(jax.grad(loss))(arrays, dout)
+    each = jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(arrays, dout)
+    scanned = jax.jit(
+        lambda: jax.lax.scan(lambda _, x: (None, jax.grad(loss)(*x)), None, (arrays, dout))[1]
+    )()
+    for name, x in whole.items():
+        assert_close(each[name], np.asarray(x), kind="gradient", name=name)
+        assert_close(scanned[name], np.asarray(x), kind="gradient", name=name)
+
+
+@pytest.mark.slow
+def test_packed_rows_under_vmap():
+    case = Case(T=20, offsets=(0, 7, 18))
+    arrays, _ = make(case)
+    op, offsets = case.operation("xla"), jnp.array([[0, 7, 18], [0, 12, 20]])
+    both = jax.vmap(lambda offsets: op(**arrays, cu_seqlens=offsets))(offsets)
+    for row, own in zip(both, offsets):
+        np.testing.assert_allclose(row, op(**arrays, cu_seqlens=own), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_many_chunks_of_queries(monkeypatch):
     """The choice and the gathered blocks do not depend on how many queries there are at a time."""
     from ejkernel_eqx.attention.native_sparse import selection, xla

@@ -13,7 +13,7 @@ from tests.tolerances import assert_close
 T = 50  # blocks that no device has whole
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("platform", ["xla", INTERPRET])
 @pytest.mark.parametrize("stride", [None, 8])
 def test_as_on_one_device(platform, stride):

@@ -55,6 +55,7 @@ def test_slopes_are_the_published_ones():
     np.testing.assert_allclose(alibi_slopes(12), twelve, rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("slopes", [None, (0.5, 0.25, -1.0)])
 def test_scores_and_lse(enable_x64, slopes):

@@ -41,6 +41,7 @@ def _inputs(theirs, lead=()):
     return query, key, value, mask
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", SIZES)
 def test_outputs_and_gradients_are_those_of_equinox(enable_x64, name):

@@ -47,6 +47,7 @@ def packed(rows, size):
     return jnp.asarray(np.pad(rows, ((0, size - len(rows)), (0, 0)), constant_values=np.nan))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

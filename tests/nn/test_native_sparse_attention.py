@@ -284,6 +284,7 @@ def test_vmap_and_any_leading_axes():
     assert cache.k.shape[0] == SEQUENCES
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "size", "platform"),

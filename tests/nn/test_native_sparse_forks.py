@@ -62,7 +62,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("fork", "sizes", "name", "platform"),
     [
-        ("in a page", "two pages", "mlp", "xla"),
+        pytest.param("in a page", "two pages", "mlp", "xla", marks=SLOW),
         ("at a page's end", "three pages", "mean", INTERPRET),
         pytest.param("before the parent's end", "three pages", "mlp", INTERPRET, marks=SLOW),
         pytest.param("before the parent's end", "two pages", "mean", "xla", marks=SLOW),

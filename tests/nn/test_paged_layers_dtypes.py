@@ -58,6 +58,7 @@ def over_held(layer, x, k, v):
     return out.reshape(*x.shape[:-1], -1) @ layer.o_proj.weight.T
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kind, dtype",

@@ -160,6 +160,7 @@ def test_quantised_latents(scales):
         assert latents.latent_scale.shape == (LAYERS, PAGES, PAGE)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("scales", [None, "token", "head"])
 def test_pages_are_copied_and_states_are(scales):

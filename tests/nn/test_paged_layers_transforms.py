@@ -13,6 +13,7 @@ from ejkernel_eqx import PageTable, RaggedBatch
 from tests.nn import recurrent_layers
 from tests.nn.paged_layers import (
     attention,
+    Block,
     CHUNKS,
     dense_model,
     in_place,
@@ -105,6 +106,39 @@ def test_layers_are_mapped(kind):
 
 
 @pytest.mark.slow
+def test_models_are_mapped():
+    """Over models with one cache and one batch, and over batches within: what each gives alone."""
+    make = lambda key: eqx.filter_vmap(Block)(jax.random.split(key, LAYERS))
+    models = eqx.filter_vmap(make)(jax.random.split(jax.random.key(7), 2))
+    arrays, static = eqx.partition(models, eqx.is_array)
+    call = lambda own, x, batch: in_place(x, new_caches(), batch, model=eqx.combine(own, static))
+    pages = [[[3, 1], [2]], [[4], [0, 5]]]
+    sizes = [[3, 1], [1, 3]]
+    batches = [
+        RaggedBatch.build(
+            lens,
+            lens,
+            table,
+            page_size=PAGE,
+            state_indices=[2, 0],
+            buckets=ejx.Buckets((4,), (2,), (2,), (3,)),
+        )
+        for lens, table in zip(sizes, pages, strict=True)
+    ]
+    x = jnp.asarray(inputs()[0, :4])
+    each = [jax.tree.map(lambda a: a[n], arrays) for n in range(2)]  # noqa: B023
+    one = quick(call)
+    alone = [[one(model, x, batch) for batch in batches] for model in each]
+    y, caches = quick(jax.vmap(call, (0, None, None)))(arrays, x, batches[0])
+    assert_close(y, jnp.stack([results[0][0] for results in alone]))
+    assert_same_caches(caches, side_by_side(*(results[0][1] for results in alone)))
+    nested = jax.vmap(jax.vmap(call, (None, None, 0)), (0, None, None))
+    y, caches = quick(nested)(arrays, x, side_by_side(*batches))
+    assert_close(y, jnp.stack([jnp.stack([y for y, _ in results]) for results in alone]))
+    assert_same_caches(caches, side_by_side(*(side_by_side(*(c for _, c in results)) for results in alone)))
+
+
+@pytest.mark.slow
 def test_decoding_is_scanned():
     """Steps in one program, the caches donated: each token goes in as the one that came out, as long as each sequence wants to."""
     last, start, steps = jnp.array([6, 9, 4]), 2, 7
@@ -175,7 +209,6 @@ def test_a_batch_is_carried():
     assert batch.lengths.tolist() == [TOKENS + 1] and not cache.is_bound
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("new, platform", [pytest.param(3, None, marks=SLOW), (1, "triton-interpret")])
 def test_training_over_pages_is_refused(new, platform):
     """In the ways that training code is written; what has no gradient to give is no obstacle."""

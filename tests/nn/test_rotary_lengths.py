@@ -30,6 +30,7 @@ def _expected(name, x, positions):
     return published.rotate_halves(x, base / np.asarray(LONG if long else SHORT), positions, magnitude)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("tokens", [6, 7, 23])

@@ -35,6 +35,7 @@ def test_a_frequent_token(dtype, most):
     assert_close(cast, expected, dtype, kind="gradient")
 
 
+@pytest.mark.slow
 def test_directions_of_a_table():
     """Forward mode gives the rows of the tangent, and the second derivative is that of indexing."""
     random = np.random.default_rng(0)
@@ -62,6 +63,7 @@ def test_a_frequent_token_on_a_mesh(split):
     assert meshes.lies(gradient, mesh, jax.P(*spec))
 
 
+@pytest.mark.slow
 def test_frequent_tokens_of_a_decoder():
     """A model in bfloat16 learns a frequent word as the same model in float32 does, with the same weights."""
     layer = ejx.models.LayerConfig("attention", {"num_heads": 1}, ejx.models.MLPConfig(8))

@@ -32,6 +32,7 @@ CASES = [(name, "xla") for name in LAYERS] + [("lightning", INTERPRET), ("gated 
 SLOW = {
     ("gla", "xla"),
     ("gated delta", "xla"),
+    ("kimi", "xla"),
     ("mamba1", "xla"),
     ("mamba2", "xla"),
     ("gated delta", INTERPRET),

@@ -60,7 +60,7 @@ def attend(case: Case, config: Any = CONFIG, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("no_races")
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees(name):
     assert_agrees(CASES[name], attend(CASES[name]))
@@ -90,7 +90,8 @@ def on_both(call: Any, *given: Any) -> None:
 
 
 @pytest.mark.usefixtures("no_races")
-@pytest.mark.parametrize("over", ["queries", pytest.param("pages", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("over", ["queries", "pages"])
 def test_mapped(over):
     q, caches = normal(0, 2, 3, 4, 16), jax.tree.map(lambda *x: jnp.stack(x), cache_of(), cache_of(-1))
     call = lambda name, q, cache: ejx.PagedAttention(platform=name)(q, cache, return_lse=True)

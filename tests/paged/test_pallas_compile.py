@@ -60,6 +60,7 @@ COMPILED += list(zip(OTHERS, itertools.cycle(GENERATIONS)))
 LOWERED = ("decode", "int8", "mixed, all flags", "latent")
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", LOWERED)
 def test_every_candidate_lowers(name):

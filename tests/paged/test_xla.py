@@ -109,6 +109,7 @@ def test_pages_are_not_copied(page_size, optimised):
         assert memory.temp_size_in_bytes < cache.k.nbytes / 4
 
 
+@pytest.mark.slow
 def test_inside_shard_map_and_scan():
     case = CASES["mixed"]
     arrays, spec = make(case)

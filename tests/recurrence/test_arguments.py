@@ -145,6 +145,17 @@ def test_known_decays_that_grow_are_refused(name):
         GROWING[name](jnp.full_like(k, -1.0).at[0, 1].set(0.25))
 
 
+def test_known_rates_and_slopes_that_grow_are_refused():
+    rates = jnp.array([-1.0, 0.25])
+    with pytest.raises(ValueError, match=r"A: expected rates of at most 0, received 0\.25; pass -exp"):
+        ejx.StateSpaceV2()(k, scalar, rates, k[..., :1, :], k[..., :1, :])
+    x, B = jnp.ones((3, 2)), jnp.ones((3, 4))
+    with pytest.raises(ValueError, match=r"A: expected rates of at most 0, received 0\.25; pass -exp"):
+        ejx.StateSpaceV1()(x, x, jnp.full((2, 4), 0.25), B, B)
+    with pytest.raises(ValueError, match="slopes: expected slopes of at least 0, received -1"):
+        ejx.LightningAttention(slopes=None)(q, k, v, slopes=rates)
+
+
 OPTIONS = {
     "scale": (lambda: ejx.LinearAttention(float("nan")), "expected a finite number or None, received nan"),
     "state_dtype": (

@@ -39,6 +39,7 @@ def check(case: Case, config: PallasConfig) -> None:
     cases.assert_agrees(case, quick(run)(arrays, *given), exact, scales)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_agrees_with_the_reference(name):
