@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import os
 import re
 from typing import Any, Literal
 
@@ -22,23 +21,12 @@ COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 
-# Explicit meshes without a context, split both ways, say most; the slow part has every kind and every layout, and all pairs of them are run
-# with EJKERNEL_EQX_TESTS=meshes.
-_DEFAULT = {("explicit without context", "both")}
-_SLOW = {("explicit", "data"), ("explicit", "tensor"), ("automatic", "both")}
-
-
-def _pairs() -> list[Any]:
-    every = [(kind, layout) for kind in KINDS for layout in LAYOUTS]
-    chosen = (
-        every
-        if os.environ.get("EJKERNEL_EQX_TESTS") == "meshes"
-        else [p for p in every if p in _DEFAULT | _SLOW]
-    )
-    return [pytest.param(*pair, marks=() if pair in _DEFAULT else pytest.mark.slow) for pair in chosen]
-
-
-everywhere = pytest.mark.parametrize("kind, layout", _pairs())
+# Explicit meshes without a context, split both ways, say most; the slow part has every kind and every layout.
+_SLOW = [("explicit", "data"), ("explicit", "tensor"), ("automatic", "both")]
+everywhere = pytest.mark.parametrize(
+    "kind, layout",
+    [("explicit without context", "both"), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in _SLOW)],
+)
 
 
 def mesh_of(kind: str, shape: tuple[int, int] = (2, 2)) -> Any:
