@@ -72,6 +72,11 @@ class Number(int):
         return self
 
 
+class Real(float):
+    def to(self, dtype: Any) -> "Real":
+        return self
+
+
 def tensor(x: Any) -> Any:
     return np.asarray(x).view(Tensor)
 
@@ -351,7 +356,7 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
     if mask is None:
         if at.ndim:
             return tensor(flat[at])
-        return Number(flat[at]) if flat.dtype.kind in "iu" else flat[at].item()
+        return (Number if flat.dtype.kind in "iu" else Real)(flat[at])
     return tensor(np.where(mask, flat[np.where(mask, at, 0)], other))
 
 

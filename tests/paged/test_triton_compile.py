@@ -80,7 +80,7 @@ def test_defaults_fit(target, kind):
         if name == "decode_kernel" and config.decode != tile_sizes.SMALLEST:
             assert report.shared <= tile_sizes.shared_memory(problem, config.decode, device)
         if name == "prefill_kernel":
-            assert report.spills <= (256 if arrays.q.dtype == "float32" else 64), report
+            assert report.spills <= (256 if arrays.q.dtype == "float32" else 96), report
 
 
 @pytest.mark.slow

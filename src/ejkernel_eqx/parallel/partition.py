@@ -150,12 +150,22 @@ def by_the_compiler(
             run = _as_in_shard_map(mesh, exchanging if here.pinned else function)
         body, ins, outs = here.divide(lambda *given: run(*given[: len(flat)]), mesh.shape, known, *shapes)
         named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)
-        return mesh, body, named(outs), named(ins)
+        return mesh, _outside_meshes(body), named(outs), named(ins)
 
     rule, together = layout.rule(shapes[0])
     call = custom_partitioning(undivided)
     call.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=together)
     return tuple(call(*flat, *constants))
+
+
+def _outside_meshes(body: Call) -> Call:
+    """`body` without the mesh of a context, which is none of one device's."""
+
+    def call(*flat: jax.Array) -> tuple[jax.Array, ...]:
+        with no_mesh():
+            return body(*flat)
+
+    return call
 
 
 def _as_in_shard_map(mesh: Any, function: Call) -> Call:
