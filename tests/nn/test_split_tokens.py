@@ -28,14 +28,14 @@ LAYERS: dict[str, Any] = {
 
 
 # One recurrence of each kind on interpreted Triton too, which stands for the kernels of GPUs.
-CASES = [(name, "xla") for name in LAYERS] + [("lightning", INTERPRET), ("gated delta", INTERPRET)]
+CASES = [(name, "xla") for name in LAYERS] + [("lightning", INTERPRET), ("mamba2", INTERPRET)]
 SLOW = {
     ("gla", "xla"),
     ("gated delta", "xla"),
     ("kimi", "xla"),
     ("mamba1", "xla"),
     ("mamba2", "xla"),
-    ("gated delta", INTERPRET),
+    ("mamba2", INTERPRET),
 }
 
 
