@@ -68,7 +68,10 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
         sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
-        needed = (hopper.shared_memory if tile.hopper_programs else shared_memory)(kernel, tile, problem)
+        if tile.hopper_programs:
+            needed = hopper.shared_memory(kernel, tile, problem)
+        else:
+            needed = shared_memory(kernel, tile, problem, device)
         reason = too_large(kernel, sizes, tile.num_stages, needed, device)
         if reason is not None and tile != SMALLEST:
             return reason

@@ -109,7 +109,7 @@ def _fitted(
     found = {}
     for size in sizes:
         tile = _within(kernel, GroupedTile(*size), problem)
-        while shared_memory(kernel, tile, problem) > shared_memory_of(device) and tile != SMALLEST:
+        while shared_memory(kernel, tile, problem, device) > shared_memory_of(device) and tile != SMALLEST:
             tile = _smaller(tile)
         found.setdefault(tile, None)
     return sorted(found, key=lambda tile: int(8 * waste(kernel, tile, problem)))
@@ -169,13 +169,15 @@ def is_double(problem: Problem) -> bool:
     return problem.flag("gated") in (PAIR, HALVES, INTERLEAVED)
 
 
-def shared_memory(kernel: str, tile: GroupedTile, problem: Problem) -> int:
+def shared_memory(kernel: str, tile: GroupedTile, problem: Problem, device: DeviceFacts) -> int:
     """An estimate of the bytes that a program takes: the tiles loaded ahead, and one tile of converted numbers."""
     left, right = _ITEMSIZE[problem.dtype("lhs")], _ITEMSIZE[problem.dtype("rhs")]
     sides = 2 if kernel == "forward" and is_double(problem) else 1
     if kernel == "rhs":
         moved = tile.block_m * (tile.block_n + tile.block_k) * left
-        return tile.num_stages * moved
+        # From Blackwell on, the sum for a bias reads a copy of its own.
+        is_twice = problem.flag("bias") and device.vendor == "nvidia" and device.capability >= (10, 0)
+        return tile.num_stages * moved * (2 if is_twice else 1)
     moved = tile.block_k * (tile.block_m * left + sides * tile.block_n * right)
     converted = tile.block_k * tile.block_n * left if right < left else 0
     return tile.num_stages * moved + converted
