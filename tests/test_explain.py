@@ -14,6 +14,7 @@ from ejkernel_eqx import _explain
 from ejkernel_eqx.dispatch import BOTH, FORWARD, Known, memory_cache
 from ejkernel_eqx.tuning.report import roofline as roofline_module
 from tests.dispatch import toy
+from tests.memory import nothing_in_memory
 
 H200 = ejx.DeviceFacts(ejx.Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132)
 
@@ -21,12 +22,8 @@ H200 = ejx.DeviceFacts(ejx.Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132)
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch, tmp_path):
     monkeypatch.setenv("EJKERNEL_EQX_CACHE_DIR", str(tmp_path))
-    before = dict(memory_cache.items())
-    memory_cache.clear()
-    yield
-    memory_cache.clear()
-    for (platform, key), entry in before.items():
-        memory_cache.put(platform, key, entry)
+    with nothing_in_memory():
+        yield
 
 
 @pytest.fixture

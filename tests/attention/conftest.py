@@ -5,7 +5,7 @@ import pytest
 import ejkernel_eqx as ejx
 from tests.attention.cases import xla_tiles
 from tests.attention.dense import INTERPRET
-from tests.attention.inner import memory_cache
+from tests.memory import nothing_in_memory
 
 
 @pytest.fixture(params=["xla", INTERPRET])
@@ -45,9 +45,5 @@ def launches(monkeypatch):
 @pytest.fixture
 def nothing_known():
     """No configurations are remembered, and none from the test is afterwards."""
-    before = dict(memory_cache.items())
-    memory_cache.clear()
-    yield
-    memory_cache.clear()
-    for (platform, key), known in before.items():
-        memory_cache.put(platform, key, known)
+    with nothing_in_memory():
+        yield

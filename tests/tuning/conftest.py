@@ -1,7 +1,8 @@
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.tuning.scaling import nothing_in_memory, SLOW_VARIABLE
+from tests.memory import nothing_in_memory
+from tests.tuning.scaling import SLOW_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -3,10 +3,8 @@
 Small and quick to tune: what it is for is everything around the tuner.
 """
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -16,7 +14,7 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Plan, Problem, TuneOptions
-from tests.tuning.parts import kernel_scope, make_plan, memory_cache, TOLERANCES, Workload
+from tests.tuning.parts import kernel_scope, make_plan, TOLERANCES, Workload
 
 OPERATION = "tests.scaling"
 QUICK = TuneOptions(max_candidates=2, samples=2, sample_ms=1.0, isolate=False, progress=False)
@@ -108,14 +106,3 @@ class HalfBroken(Scale):
 
     def __init__(self) -> None:
         super().__init__()
-
-
-@contextlib.contextmanager
-def nothing_in_memory() -> Iterator[None]:
-    """What this process knows is put aside for a while."""
-    before = dict(memory_cache.items())
-    memory_cache.clear()
-    yield
-    memory_cache.clear()
-    for (platform, key), known in before.items():
-        memory_cache.put(platform, key, known)
