@@ -154,7 +154,7 @@ def test_step_leaves_a_state_that_is_not_donated():
 # What only a large device can hold
 
 
-@pytest.mark.usefixtures("most_of_the_memory")
+@pytest.mark.memory(30)
 def test_past_two_to_the_31_elements():
     """The last rows of a call that is larger than 32-bit offsets reach, against a call of theirs alone."""
     length, channels = 2**17 + 5, 2**14 + 64

@@ -148,6 +148,7 @@ def test_every_tile_of_hopper(name):
         assert_agrees(case, results(case, op, given, dout), expected)
 
 
+@pytest.mark.memory(16)
 @pytest.mark.parametrize("which", [0, -1])  # of the candidates: on Hopper, the last one has Triton's kernels
 def test_past_two_billion_numbers(which):
     """Right sides of more than 2**31 numbers, and rows of as many: the last group and the last rows are those that an offset of 32 bits misses."""

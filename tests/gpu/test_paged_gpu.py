@@ -427,7 +427,7 @@ def few(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **sizes: Any) -> tupl
     )
 
 
-@pytest.mark.usefixtures("most_of_the_memory")
+@pytest.mark.memory(25)
 @pytest.mark.parametrize("queries", [1, 40])
 def test_pages_past_two_to_the_31_elements(queries):
     """The sequences lie in the last pages, then partly in the first ones too."""
@@ -448,7 +448,7 @@ def test_pages_past_two_to_the_31_elements(queries):
         assert_same(expected, run_triton(given, spec, config))
 
 
-@pytest.mark.usefixtures("most_of_the_memory")
+@pytest.mark.memory(25)
 def test_writing_past_two_to_the_31_elements():
     heads, dim, p = 8, 128, 16
     pages = 2**31 // (p * heads * dim) + 64
@@ -474,7 +474,7 @@ def tiled(arrays: PagedArrays, times: int) -> PagedArrays:
     return arrays._replace(**many, q_start=starts.reshape(1, -1))
 
 
-@pytest.mark.usefixtures("most_of_the_memory")
+@pytest.mark.memory(25)
 @pytest.mark.parametrize(
     "q_lens, sizes",
     [

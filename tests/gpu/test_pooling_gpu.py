@@ -85,6 +85,7 @@ def test_every_candidate(name):
         assert_agrees(case, results(op, x, case.tables(), dout), x, dout)
 
 
+@pytest.mark.memory(16)
 def test_past_two_gigabytes():
     """The last rows of a call that is larger than 32-bit offsets reach, against a call of theirs alone."""
     length, channels = 2**17 + 64, 2**14 + 64
