@@ -221,6 +221,20 @@ def test_the_default_on_hopper(n):
             assert_same(actual, run(poisoned))
 
 
+def test_keys_that_ids_and_a_window_hide_only_together():
+    """The first keys have the id of the last queries, from which the window keeps them. NaN there reaches nothing."""
+    case = Case(T=640, S=640, D=128, V=128, left=100, right=0, segments=True, dtype="bfloat16")
+    arrays, spec = make(case)
+    token = jnp.broadcast_to(jnp.arange(640, dtype=jnp.int32), (case.B, 640))
+    arrays = arrays._replace(q_segments=token // 160, kv_segments=jnp.where(token < 100, 3, token // 160))
+    hidden = ~reference.visibility(arrays, spec).any((1, 2))[..., None, None]
+    assert hidden[:, :100].all() and not hidden[:, 100:].any()
+    k, v = (jnp.where(hidden, jnp.nan, x) for x in (arrays.k, arrays.v))
+    config, (dout, dlse) = _on_hopper(arrays, spec), cotangents(case)
+    actual = run_triton(arrays._replace(k=k, v=v), dout, dlse, spec, config)
+    assert_agrees(case, arrays, dout, dlse, actual)
+
+
 @pytest.mark.parametrize("n", range(len(_HOPPER)), ids=[case.name for case in _HOPPER])
 def test_every_tile_of_hoppers_backward(n):
     """As `test_triton`; the default of longer calls."""

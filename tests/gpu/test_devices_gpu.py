@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from tests.tolerances import assert_close
 
 if jax.default_backend() != "gpu":
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -102,3 +103,21 @@ def test_a_mesh_of_gpus_decides_over_the_default_device():
         with jax.set_mesh(mesh):
             found = choices(model, jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16))
     assert all(platform != "xla" and GPU.device_kind in device for platform, device in found)
+
+
+@jax.default_matmul_precision("highest")
+def test_a_layer_decodes_outside_of_jit_until_its_cache_is_full():
+    """Calls compiled by the layer itself give what the user's program gives, and a full cache is an error in both."""
+    layer = ejx.nn.MultiHeadAttention(64, num_heads=4, causal=True, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 6, 64))
+    step = eqx.filter_jit(lambda layer, x, cache: layer(x, cache=cache))
+    whole = layer(x)
+    for call in (lambda layer, x, cache: layer(x, cache=cache), step):
+        cache = layer.init_cache((2,), 6)
+        outputs = []
+        for t in (slice(0, 3), slice(3, 4), slice(4, 6)):
+            y, cache = call(layer, x[:, t], cache)
+            outputs.append(y)
+        assert_close(jnp.concatenate(outputs, 1), whole)
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="KVCache is full: max_length=6"):
+            jax.block_until_ready(call(layer, x[:, :1], cache))
