@@ -9,10 +9,11 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Mask
-from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.dispatch import device_facts
 from tests.attention.dense import qkv, with_gradients
 from tests.attention.patterns import DATA, data, defined, H, PATTERNS, S, SIZE, T
 from tests.attention.test_block_sparse import poisoned
+from tests.gpu.host import candidates, example_problem
 from tests.tolerances import assert_close
 
 if jax.default_backend() != "gpu":
@@ -79,8 +80,6 @@ def test_long_rows(head_dim):
 @pytest.mark.parametrize("block_size", [(64, 64), (128, 128), (48, 80)])
 def test_every_candidate(block_size):
     """Of maps whose blocks are made of tiles, and of others."""
-    from ejkernel_eqx.attention.example import example_problem
-
     length = 512
     rows, columns = (-(-length // size) for size in block_size)
     table = np.random.default_rng(0).random((1, 1, rows, columns)) < 0.4
@@ -88,8 +87,7 @@ def test_every_candidate(block_size):
     arrays = qkv(1, t=length, s=length, heads=H, kv_heads=2, d=128, v=128, dtype=jnp.bfloat16)
     flags = {"block_size": block_size, "causal": False, "top_left": True}
     problem = example_problem(OPERATION.operation, dict(T=length, H=H, K=2, D=128), "bfloat16", flags)
-    kernels = kernel_registry.get(OPERATION.operation, "triton").load()
-    for config in kernels.candidates(problem, device_facts()):
+    for config in candidates(OPERATION.operation, problem):
         op = OPERATION(block_size=block_size, config=config)
         check(op, arrays, seen, "bfloat16", block_map=jnp.asarray(table))
 

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.cells.workload import example_problem
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.cells.cases import called, Case, CASES, exact, make, poison, results
-from tests.gpu.host import on_host
+from tests.gpu.host import candidates, example_problem, on_host
 from tests.tolerances import assert_close
 
 if jax.default_backend() != "gpu":
@@ -86,7 +85,7 @@ def test_every_candidate(kind, packed):
     arrays, cotangents = make(case)
     expected = on_host(exact, case, arrays, cotangents)
     of = example_problem("recurrent", dict(B=40, T=33, H=136), "bfloat16", dict(cell=kind, packed=packed))
-    for config in kernel_registry.get("recurrent", "triton").load().candidates(of, device_facts()):
+    for config in candidates("recurrent", of):
         found = results(case.operation(config=config), arrays, case.packing, cotangents)
         assert_agrees(found, expected, case.dtype)
 

@@ -14,10 +14,8 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.convolution.workload import example_problem
-from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from tests.convolution import cases as conv
-from tests.gpu.host import on_host
+from tests.gpu.host import candidates, example_problem, on_host
 from tests.normalization import cases as norm
 from tests.recurrence import test_triton_step as steps
 from tests.tolerances import assert_close
@@ -82,12 +80,11 @@ def test_convolution(name, dtype):
 
 
 def test_every_candidate_of_the_convolution():
-    implementation = kernel_registry.get("causal_conv1d", "triton")
     case = dataclasses.replace(CONVOLUTIONS["padding inside, long"], dtype="bfloat16")
     inputs, cotangents = conv.make(case)
     expected = on_host(conv.exact, case, inputs, cotangents)
     of = example_problem("causal_conv1d", dict(B=2, T=case.T, C=case.C), "bfloat16", dict(packed=True))
-    for config in implementation.load().candidates(of, device_facts()):
+    for config in candidates("causal_conv1d", of):
         op = ejx.CausalConv1d("silu", config=config)
         assert_agrees(conv.results(op, inputs, case.packing, cotangents), expected, case.dtype)
 

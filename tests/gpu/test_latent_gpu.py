@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import device_facts, kernel_registry
-from ejkernel_eqx.latent.workload import example_problem
 from tests.attention.dense import causal, cotangents, lse_of, normal, with_gradients
+from tests.gpu.host import candidates, example_problem, work_of
 from tests.latent.cases import exact_expanded
 from tests.tolerances import assert_close, errors
 
@@ -126,13 +125,10 @@ def test_bias_and_dropout(rate):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_candidate(dtype, flags):
     problem = example_problem(OPERATION, dict(B=2, T=512, H=4, D=192, V=128, Dr=64), dtype, flags)
-    implementation, device = kernel_registry.get(OPERATION, "triton"), device_facts()
-    platform = implementation.load()
-    work = implementation.make_workload(problem)
-    assert work is not None
+    work = work_of(OPERATION, problem)
     inputs = work.make_inputs(5)
     reference = work.reference(inputs)
-    for config in platform.candidates(problem, device):
+    for config in candidates(OPERATION, problem):
         actual = jax.jit(work.run, static_argnums=1)(inputs, config)
         for name, allowed in work.tolerances.items():
             measured = errors(actual[name], reference[name])

@@ -12,7 +12,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
-from ejkernel_eqx.matmul.workload import example_problem
+from tests.gpu.host import candidates, example_problem
 from tests.matmul.cases import Case, CASES, exact, make, results
 from tests.tolerances import assert_close
 
@@ -85,7 +85,7 @@ def test_every_candidate(sizes, case):
         expected = exact(case, *jax.device_put((given, dout), jax.devices("cpu")[0]))
     flags = {"gated": case.gated, "activation": case.activation}
     problem = example_problem("grouped_matmul", sizes, "bfloat16", flags)
-    for config in kernel_registry.get("grouped_matmul", "triton").load().candidates(problem, device_facts()):
+    for config in candidates("grouped_matmul", problem):
         op = ejx.GroupedMatmul(**case.options, config=config)
         assert_agrees(case, results(case, op, given, dout), expected)
 
@@ -123,7 +123,7 @@ def test_every_tile_of_hopper(name):
     ) | dict(clipped=case.clipped, gathered=case.gathered is not None)
     dims = dict(B=int(np.prod(case.lead)), M=case.M, K=case.K, N=case.N, E=np.shape(case.sizes)[-1])
     problem = example_problem("grouped_matmul", dims, "bfloat16", flags)
-    configs = platform.candidates(problem, device_facts())
+    configs = candidates("grouped_matmul", problem)
     used = lambda config: any(getattr(config, kernel).hopper_programs for kernel in platform.KERNELS)
     configs = [config for config in configs if used(config)]
     if not configs:
@@ -157,7 +157,7 @@ def test_past_two_billion_numbers(which):
     lhs = jax.random.normal(jax.random.key(0), (270_000, inner), jnp.bfloat16)
     sizes = jnp.zeros(count, jnp.int32).at[0].set(200_000).at[-1].set(70_000)
     problem = example_problem("grouped_matmul", dict(M=270_000, K=inner, N=columns, E=count), "bfloat16", {})
-    config = kernel_registry.get("grouped_matmul", "triton").load().candidates(problem, device_facts())[which]
+    config = candidates("grouped_matmul", problem)[which]
     out = ejx.GroupedMatmul(config=config)(lhs, rhs, sizes)
     assert not out[:200_000].any()
     np.testing.assert_array_equal(np.asarray(out[-1000:]), np.asarray(lhs[-1000:]))

@@ -20,8 +20,9 @@ from ejkernel_eqx.launch import run
 from ejkernel_eqx.paged.cache import write as xla_write
 from ejkernel_eqx.paged.cache.quantise import LARGEST
 from ejkernel_eqx.paged.core import problem_of
-from ejkernel_eqx.paged.example import example_problem
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec, PAGES, SCALES, WriteArrays
+from tests.gpu import host
+from tests.gpu.host import example_problem
 from tests.paged.cases import assert_agrees, Case, CASES, make, with_leading_axis
 from tests.paged.test_triton_bytes import assert_converted, launch
 from tests.paged.test_triton_bytes import DTYPES as BYTES
@@ -50,11 +51,7 @@ def made(case: Case) -> tuple[PagedArrays, PagedSpec]:
 
 
 def default_config(arrays: PagedArrays, spec: PagedSpec) -> Any:
-    problem = problem_of(OPERATION, arrays, spec)
-    reason = TRITON.unsupported(problem, device_facts())
-    if reason is not None:
-        pytest.skip(reason)
-    return TRITON.load().default_config(problem, device_facts())
+    return host.default_config(OPERATION, problem_of(OPERATION, arrays, spec))
 
 
 def assert_same(first: Any, second: Any) -> None:
@@ -172,7 +169,7 @@ def test_candidates(name, n):
     case = dataclasses.replace(LONG[name], dtype="bfloat16")
     arrays, spec = made(case)
     default_config(arrays, spec)  # skips what this device does not support
-    candidates = TRITON.load().candidates(problem_of(OPERATION, arrays, spec), device_facts())
+    candidates = host.candidates(OPERATION, problem_of(OPERATION, arrays, spec))
     if n >= len(candidates):
         pytest.skip(f"there are {len(candidates)}")
     check(case, candidates[n])
@@ -241,13 +238,7 @@ def test_layers_at_their_size(name, dtype):
     """Sizes and configurations as in a model, against the plain mathematics in float32; repeated on a full device."""
     operation, dims, flags = LAYERS[name]
     problem = example_problem(operation, dims, dtype, flags)
-    implementation = kernel_registry.get(operation, "triton")
-    reason = implementation.unsupported(problem, device_facts())
-    if reason is not None:
-        pytest.skip(reason)
-    work = implementation.make_workload(problem)
-    assert work is not None
-    config = implementation.load().default_config(problem, device_facts())
+    config, work = host.default_config(operation, problem), host.work_of(operation, problem)
     inputs = work.make_inputs(1)
     run = jax.jit(work.run, static_argnums=1)
     with jax.default_matmul_precision("highest"):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from ejkernel_eqx.pooling.arguments import resolve
 from ejkernel_eqx.pooling.core import problem_of
+from tests.gpu.host import candidates
 from tests.pooling.cases import by_hand, Case, CASES, make, results
 from tests.tolerances import assert_close
 
@@ -80,7 +80,7 @@ def test_every_candidate(name):
     x, dout = make(case)
     call = resolve(case.operation().options, x, **{**NO_TABLES, **case.tables()})
     of = problem_of("mean_pooling", call.arrays, call.spec)
-    for config in kernel_registry.get("mean_pooling", "triton").load().candidates(of, device_facts()):
+    for config in candidates("mean_pooling", of):
         op = ejx.MeanPooling(**case.options, config=config)
         assert_agrees(case, results(op, x, case.tables(), dout), x, dout)
 

@@ -18,8 +18,9 @@ from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from ejkernel_eqx.launch import gluon_unavailable
 from ejkernel_eqx.recurrence import samples
 from ejkernel_eqx.recurrence.core import problem_of
-from ejkernel_eqx.recurrence.example import example_problem
 from ejkernel_eqx.recurrence.spec import KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
+from tests.gpu import host
+from tests.gpu.host import example_problem
 from tests.recurrence.cases import (
     assert_agrees,
     Case,
@@ -70,11 +71,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def default_config(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Any:
-    problem = problem_of(OPERATION, arrays, spec)
-    reason = TRITON.unsupported(problem, device_facts())
-    if reason is not None:
-        pytest.skip(reason)
-    return TRITON.load().default_config(problem, device_facts())
+    return host.default_config(OPERATION, problem_of(OPERATION, arrays, spec))
 
 
 def masked(case: Case, arrays: RecurrenceArrays, result: Result) -> Result:
@@ -263,10 +260,7 @@ def test_layers_at_their_size(operation, packed, dtype):
     dims |= {"V": 64} if operation == "state_space_v2" else {}
     flags = LAYERS[operation] | ({"packed": packed} if packed else {})
     problem = example_problem(operation, dims, dtype, flags)
-    implementation = kernel_registry.get(operation, "triton")
-    work = implementation.make_workload(problem)
-    assert work is not None
-    config = implementation.load().default_config(problem, device_facts())
+    config, work = host.default_config(operation, problem), host.work_of(operation, problem)
     inputs = work.make_inputs(1)
     run = jax.jit(work.run, static_argnums=1)
     with jax.default_matmul_precision("highest"):
@@ -286,13 +280,10 @@ def test_a_step(operation, slots):
     problem = example_problem(
         operation, dict(B=16, H=16, D=128), "bfloat16", LAYERS[operation] | {"step": True, "slots": slots}
     )
-    implementation = kernel_registry.get(operation, "triton")
-    work = implementation.make_workload(problem)
-    assert work is not None
+    config, work = host.default_config(operation, problem), host.work_of(operation, problem)
     arrays = work.make_inputs(0)
     if slots:
         arrays = arrays._replace(indices=arrays.indices.at[3].set(-1))
-    config = implementation.load().default_config(problem, device_facts())
     actual = jax.jit(work.run, static_argnums=1)(arrays, config)
     with jax.default_matmul_precision("highest"):
         exact = work.reference(arrays)
@@ -336,10 +327,7 @@ def test_memory_of_a_state_space_is_linear_and_small():
     sizes = {}
     for length in (2048, 4096):
         problem = example_problem("state_space_v2", dict(B=4, T=length, H=64, D=128, V=64), "bfloat16", {})
-        implementation = kernel_registry.get("state_space_v2", "triton")
-        work = implementation.make_workload(problem)
-        assert work is not None
-        config = implementation.load().default_config(problem, device_facts())
+        config, work = host.default_config("state_space_v2", problem), host.work_of("state_space_v2", problem)
         inputs = jax.eval_shape(lambda work=work: work.make_inputs(0))
         compiled = jax.jit(lambda x, work=work, config=config: work.run(x, config)).lower(inputs).compile()
         analysis = compiled.memory_analysis()

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import device_facts, kernel_registry
 from ejkernel_eqx.models.vocabulary import embed
-from ejkernel_eqx.normalization.residual.workload import example_problem
-from tests.gpu.host import on_host
+from tests.gpu.host import candidates, example_problem, on_host
 from tests.losses import cases as losses
 from tests.residual import cases
 from tests.tolerances import assert_close
@@ -47,7 +45,7 @@ def test_every_candidate():
     inputs, cotangents = cases.make(case)
     expected = on_host(cases.exact, inputs, cotangents)
     problem = example_problem(NEEDS, dict(B=2, M=700, F=1024), case.dtype, {})
-    for config in kernel_registry.get(NEEDS, "triton").load().candidates(problem, device_facts()):
+    for config in candidates(NEEDS, problem):
         cases.assert_agrees(
             case, cases.results(ejx.ResidualRMSNorm(config=config), inputs, cotangents), expected
         )

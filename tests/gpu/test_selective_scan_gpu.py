@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.dispatch import kernel_registry
 from ejkernel_eqx.selective_scan import reference
 from ejkernel_eqx.selective_scan.core import problem_of
 from ejkernel_eqx.selective_scan.spec import SHARED, StepArrays
+from tests.gpu.host import candidates, default_config
 from tests.selective_scan.cases import assert_agrees, Case, CASES, cotangents, lengths, make, padded, Result
 from tests.tolerances import assert_close
 
@@ -44,7 +45,7 @@ def check(case: Case, config: Any = None) -> None:
     """Results and all gradients; the same bit for bit when run again."""
     arrays, spec = make(case)
     if config is None:
-        config = TRITON.load().default_config(problem_of(OPERATION, arrays, spec), device_facts())
+        config = default_config(OPERATION, problem_of(OPERATION, arrays, spec))
     dout, dstate = cotangents(case)
     first = run_triton(padded(case, arrays), dout, dstate, spec, config)
     with jax.default_device(jax.devices("cpu")[0]):
@@ -73,7 +74,7 @@ def test_candidates(n):
     """Every configuration that the tuner may choose, at a size where sequences are split."""
     case = Case(B=2, T=150, I=70, N=5, softplus=True, D=True, z=True, dt_bias=True, packing="segments")
     arrays, spec = make(case)
-    check(case, TRITON.load().candidates(problem_of(OPERATION, arrays, spec), device_facts())[n])
+    check(case, candidates(OPERATION, problem_of(OPERATION, arrays, spec))[n])
 
 
 def test_more_sequences_than_a_grid_axis_holds():
@@ -99,7 +100,7 @@ def test_step(dtype):
     )
     spec = make(Case(softplus=True))[1]
     kernels = TRITON.load()
-    config = kernels.default_config(problem_of(OPERATION, *make(Case())), device_facts())
+    config = default_config(OPERATION, problem_of(OPERATION, *make(Case())))
     out, pool = jax.jit(lambda arrays: kernels.step(arrays, spec, config))(arrays)
     expected, new = reference.step(arrays, spec)
     assert_close(out, expected, dtype)
