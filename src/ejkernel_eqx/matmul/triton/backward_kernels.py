@@ -19,6 +19,7 @@ def _sums(
         mine = first + r < end  # [BLOCK_M]
         dz = tl.load(dz_at, mask=mine[:, None] & (n < W)[None, :], other=0.0)  # [BLOCK_M, BLOCK_N]
         dz_at += BLOCK_M * W
+        # Without a matrix only the bias's gradient is asked for.
         if MATRIX:
             if GATHERED:
                 row = tl.load(rows_ptr + b * M + first + r, mask=mine, other=0)  # [BLOCK_M]
@@ -56,6 +57,7 @@ def right_kernel(
         b = which // E
         last = b + 1
         index += b * E
+    # The rows of this group in every batch row, one after the other: one program, one order of the sum.
     while b < last:
         e, sizes = sizes_of(sizes_ptr, b, E, BLOCK_E)
         start = tl.sum(tl.where(e < group, sizes, 0), 0)
@@ -102,6 +104,7 @@ def collect_kernel(
     start = tl.load(starts_ptr + row + b)
     end = tl.load(starts_ptr + row + b + 1)
     total = tl.zeros([BLOCK_K], tl.float32)
+    # One after the other, in the order of the rows: the sum repeats bit for bit.
     for i in tl.range(start, end):
         m = tl.load(order_ptr + b * M + i)
         total += tl.load(taken_ptr + (b * M + m) * K + k, mask=k < K, other=0.0).to(tl.float32)  # [BLOCK_K]

@@ -64,6 +64,7 @@ def grouped_kernel(
     two: tl.constexpr = KIND == PAIR or KIND == HALVES
     # Columns of the right side that a program multiplies at once: `BLOCK_N`, and an interleaved pair for each.
     wide: tl.constexpr = 2 * BLOCK_N if KIND == INTERLEAVED else BLOCK_N
+    # The tile of this program: rows of one group, columns of its matrix.
     pid = tl.program_id(0)
     columns: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     b = (pid // (TILES * columns)).to(tl.int64)
@@ -75,6 +76,7 @@ def grouped_kernel(
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     out = (b * M + m)[:, None] * N + n[None, :]  # [BLOCK_M, BLOCK_N]
     mine = (m < end)[:, None] & (n < N)[None, :]  # [BLOCK_M, BLOCK_N]
+    # Rows of no group are 0.
     if group == E:
         zeros = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         tl.store(out_ptr + out, zeros.to(out_ptr.dtype.element_ty), mask=mine)
@@ -88,6 +90,7 @@ def grouped_kernel(
     if GATHERED:
         row = tl.load(rows_ptr + b * M + row)  # [BLOCK_M]
         row = tl.minimum(tl.maximum(row, 0), L - 1)
+    # The matrices of the group, and the products, which are summed in float32.
     index = group.to(tl.int64)
     if MAPPED:
         index += b * E
@@ -110,9 +113,11 @@ def grouped_kernel(
         acc, other = product(
             acc, other, lhs, row, up, up, row_scale, start, K, W, count, False, TRANSPOSED, ROW_SCALE, wide, BLOCK_K, OPERAND,
             PRECISION)  # fmt: skip
+    # The epilogue: scale and bias, the activation, the gate.
     at = index * W
     acc = scaled(acc, scale_ptr, bias_ptr, at, start, W, SCALE, BIAS)  # [BLOCK_M, wide]
     if not gated:
+        # The backward reads the products before the activation.
         if SAVE:
             tl.store(gate_ptr + out, acc.to(gate_ptr.dtype.element_ty), mask=mine)
         tl.store(

@@ -30,6 +30,7 @@ def sizes_of(sizes_ptr, b, E, BLOCK_E: tl.constexpr):
 def place_of(sizes_ptr, b, number, M, E, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
     """Group, first row, and the row past the last one of tile `number`. Rows past the last group are tiles of group `E`; a group after it means
     that there is no such tile."""
+    # Every program counts the tiles of all groups: a table of them would be another launch.
     e, sizes = sizes_of(sizes_ptr, b, E, BLOCK_E)  # pyright: ignore[reportGeneralTypeIssues]
     sizes = tl.where(e == E, tl.maximum(M - tl.sum(sizes, 0), 0), sizes)  # [BLOCK_E]
     tiles = (sizes + (BLOCK_M - 1)) // BLOCK_M  # [BLOCK_E]
@@ -72,6 +73,7 @@ def product(
     whole: tl.constexpr = K % BLOCK_K == 0
     right = right_ptr + at
     other = other_ptr + at
+    # Without a rest there is no mask in the loop.
     inside = (n < N)[None, :] & tl.full([BLOCK_K, 1], 1, tl.int1)  # [BLOCK_K, BLOCK_N]
     for turn in tl.range(0, (K + BLOCK_K - 1) // BLOCK_K):
         if whole:
@@ -88,6 +90,7 @@ def product(
             w = tl.load(right, mask=inside, other=0.0)
             if TWO:
                 u = tl.load(other, mask=inside, other=0.0)
+        # In float32, before the operands are rounded.
         if SCALED:
             at_k = turn * BLOCK_K + k  # [BLOCK_K]
             w = (

@@ -78,6 +78,7 @@ def read_kernel(
     piece = pid // blocks % PIECES
     row = (pid // (blocks * PIECES)).to(tl.int64)
     c = pid % blocks * BLOCK_C + tl.arange(0, BLOCK_C)  # [BC]
+    # The tokens of this program: up to `SPAN` of one segment.
     if TABLE == PARTS:
         s = tl.load(owner_ptr + row * PIECES + piece)
         begin = tl.load(begin_ptr + row * PIECES + piece)
@@ -94,10 +95,12 @@ def read_kernel(
         end = tl.minimum(end, begin + SPAN)
     inside = c < C
     if C % BLOCK_C == 0:
+        # A mask that the compiler knows to be true costs nothing.
         inside = tl.full([BLOCK_C], 1, tl.int1)
     fill: tl.constexpr = float("-inf") if REDUCTION == MAX else 0.0
     total = tl.full([BLOCK_T, BLOCK_C], fill, tl.float32)  # [BT, BC]
     tokens = tl.full([BLOCK_T, BLOCK_C if ARG else 1], NO_TOKEN, tl.int32)  # [BT, BC]
+    # Each row of the tile has a sum of its own, so that the loop reduces nothing over threads.
     for start in range(begin, end, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)  # [BT]
         is_used = t < end
@@ -113,6 +116,7 @@ def read_kernel(
         else:
             total += x
     total, token = _reduce(total, tokens, REDUCTION, ARG)  # [BC]
+    # A segment in one part has its result; a longer one leaves a part in float32.
     if FINAL:
         count = _count(count_ptr, row, s, T, S, L, COUNTED)
         at = (row * S + s) * C + c
@@ -138,6 +142,7 @@ def combine_kernel(
     row = (pid // (blocks * S)).to(tl.int64)
     c = pid % blocks * BLOCK_C + tl.arange(0, BLOCK_C)  # [BC]
     inside = c < C
+    # The parts of this segment, in the order of its tokens.
     if TABLE == PARTS:
         begin = tl.load(first_ptr + row * S + s)
         end = begin + tl.load(number_ptr + row * S + s)
@@ -180,6 +185,7 @@ def write_kernel(
     inside = c < C
     if C % BLOCK_C == 0:
         inside = tl.full([BLOCK_C], 1, tl.int1)
+    # The segment of each token; all have one if the row is cut evenly.
     if SHARED:
         per = tl.cdiv(L, BLOCK_T)
         s = tl.full([1], 0, tl.int32) + tile // per  # [1]
@@ -199,6 +205,7 @@ def write_kernel(
     at = (row * S + s)[:, None] * C + c[None, :]  # [BT, BC]
     seen = is_used[:, None] & inside[None, :]  # [BT, BC]
     dx = tl.load(dout_ptr + at, mask=seen, other=0.0).to(tl.float32)  # [BT, BC]
+    # What of its segment's gradient a token takes.
     if REDUCTION == MEAN:
         if COUNTED:
             count = tl.load(count_ptr + row * S + s, mask=is_used, other=1)  # [BT]

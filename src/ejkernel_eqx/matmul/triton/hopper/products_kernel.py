@@ -32,6 +32,7 @@ def _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM: gl.constexpr
     """The group that has tile `t`, its first tile, first row and rows, from those of an earlier tile. Every batch row has `E + 1` groups, of
     which the last has the rows past the others."""
     tiles = _tiles(size, BM, COLUMNS)
+    # Groups come one after the other, so a search from the last one found takes few steps.
     while (t >= first + tiles) & (group < B * (E + 1) - 1):
         first += tiles
         start += size
@@ -60,6 +61,7 @@ def _consumer(ring, staging, out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr
     group, first, start, size = -1, 0, 0, 0
     s, phase, turn = 0, 0, 0
     t = gl.program_id(0)
+    # The second consumer passes over the stages of the first tile.
     if ALTERNATING and W == 1:
         group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
         s, phase = ahead(s, phase, gl.where(group % (E + 1) < E, STEPS, 0), STAGES)
@@ -70,7 +72,9 @@ def _consumer(ring, staging, out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr
         row, column = place(t - first, size, BM, COLUMNS, SWIZZLE)
         row = row * BM + PART * ROWS
         e = group % (E + 1)
+        # Rows of no group take no steps: their sum stays 0.
         steps = gl.where(e < E, STEPS, 0)
+        # A consumer without rows frees the stages, which the loader fills for both.
         if not ALTERNATING:
             busy = gl.where(row < size, steps, 0)
             s, phase = skipped(ring, s, phase, steps - busy, STAGES)
@@ -78,7 +82,7 @@ def _consumer(ring, staging, out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr
         # The products, [ROWS, BN] each.
         acc, other, s, phase = summed(ring, s, phase, steps, turn, TRANSPOSED, TWO, W, ALTERNATING, BM, BN, BK, STAGES)
         turn ^= 1
-        # What follows.
+        # The epilogue: scale and bias, the limits, the activation and the gate.
         index = e
         if MAPPED:
             index += group // (E + 1) * E
@@ -93,6 +97,7 @@ def _consumer(ring, staging, out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr
                 other = scaled(other, bias_ptr, bias_ptr, at + N, n, WIDTH - N, False, BIAS)
             else:
                 other = scaled(other, up_bias_ptr, up_bias_ptr, at, n, WIDTH, False, UP_BIAS)
+            # The backward reads the products before the activation.
             if SAVE:
                 store(gate_desc, staging, rounded(gate, gate_desc.dtype, LIMIT), start + size, size, row, column * BN)
                 store(up_z_desc, staging, rounded(other, up_z_desc.dtype, LIMIT), start + size, size, row, column * BN)
@@ -106,11 +111,13 @@ def _consumer(ring, staging, out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr
                 store(gate_desc, staging, gate, start + size, size, row, column * BN)
             acc = activated(acc, ACTIVATION, ALPHA, FAST)
         store(out_desc, staging, acc, start + size, size, row, column * BN)
+        # The next tile of this program; alternating, the one after it, past the stages of the other consumer's.
         t += gl.num_programs(0)
         if ALTERNATING:
             group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
             s, phase = ahead(s, phase, gl.where(group % (E + 1) < E, STEPS, 0), STAGES)
             t += gl.num_programs(0)
+    # Shared memory is given back when its last copy has left.
     tma.store_wait(0)
 
 
@@ -125,6 +132,7 @@ def _loader(ring, lhs_desc, right_desc, other_desc, up_desc, sizes_ptr, B, M, E,
     BYTES: gl.constexpr = (BM + (2 if TWO else 1) * BN) * BK * 2
     a_s, b_s, c_s, full, empty, _ = ring
     group, first, start, size = -1, 0, 0, 0
+    # Every stage is free at first: its barrier passes for the parity before.
     s, phase = 0, 1
     t = gl.program_id(0)
     while t < total:
@@ -139,6 +147,7 @@ def _loader(ring, lhs_desc, right_desc, other_desc, up_desc, sizes_ptr, B, M, E,
                 left = lhs_desc if summand == 0 else other_desc
                 right = right_desc if summand == 0 else up_desc
                 for k in range((K + BK - 1) // BK):
+                    # Both consumers have read what was in this stage.
                     mbarrier.wait(empty.index(s), phase)
                     mbarrier.expect(full.index(s), BYTES)
                     # Rows of the next group are loaded, not stored.
@@ -203,6 +212,7 @@ def hopper_products_kernel(
     PARTS: gl.constexpr = 1 if ALTERNATING else CONSUMERS
     ROWS: gl.constexpr = rows_of(BLOCK_M, ALTERNATING)
     STORED: gl.constexpr = columns_at_once(ROWS, BLOCK_N)
+    # Sizes of groups are data, so the number of tiles is counted here.
     total = _number_of_tiles(sizes_ptr, B, M, E, BLOCK_M, COLUMNS, BLOCK_E)
     # Descriptors; those that the call does not need are others.
     matrices = B * E if MAPPED else E
@@ -228,6 +238,7 @@ def hopper_products_kernel(
     full, empty, turns = barriers_of(NUM_STAGES, PARTS)
     staging = stages_of(out_ptr.dtype.element_ty, [1, 1, ROWS, STORED], CONSUMERS)
     ring = (a_s, b_s, c_s, full, empty, turns)
+    # Two consumers of four warps with 232 registers a thread, one producer warp with 40.
     gl.warp_specialize([
         (_consumer, (ring, staging.index(0), out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr, up_bias_ptr, B, M, E, total, 0, K, W, N,
                      KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT, UP_SHIFT, SAVE, FAST, BLOCK_M, BLOCK_N, BLOCK_K,

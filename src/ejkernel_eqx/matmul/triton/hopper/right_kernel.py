@@ -38,16 +38,19 @@ def _consumer(ring, staging, out_desc, steps_ptr, total, W: gl.constexpr, K: gl.
     EACH: gl.constexpr = (K + BM - 1) // BM * COLUMNS
     s, phase, turn = 0, 0, 0
     t = gl.program_id(0)
+    # The second consumer passes over the stages of the first tile.
     if ALTERNATING and W == 1:
         s, phase = ahead(s, phase, _steps(steps_ptr, t, total, EACH), STAGES)
         t += gl.num_programs(0)
     while t < total:
+        # The largest groups come first, so that the last tiles are short.
         group = gl.load(steps_ptr + t // EACH * 2)
         steps = _steps(steps_ptr, t, total, EACH)
         row, column = place(t % EACH, K, BM, COLUMNS, SWIZZLE)
         acc, _, s, phase = summed(ring, s, phase, steps, turn, LEFT, False, W, ALTERNATING, BM, BN, BK, STAGES)  # [ROWS, BN]
         turn ^= 1
         store(out_desc, staging, acc, group * K + K, K, row * BM + PART * ROWS, column * BN)
+        # The next tile of this program; alternating, the one after it.
         t += gl.num_programs(0)
         if ALTERNATING:
             s, phase = ahead(s, phase, _steps(steps_ptr, t, total, EACH), STAGES)
@@ -62,6 +65,7 @@ def _loader(ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K: gl.constexpr, N
     COLUMNS: gl.constexpr = (N + BN - 1) // BN
     EACH: gl.constexpr = (K + BM - 1) // BM * COLUMNS
     a_s, b_s, _, full, empty, _ = ring
+    # Every stage is free at first: its barrier passes for the parity before.
     s, phase = 0, 1
     t = gl.program_id(0)
     while t < total:
@@ -71,6 +75,7 @@ def _loader(ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K: gl.constexpr, N
             start = gl.load(spans_ptr + at)
             size = gl.load(spans_ptr + at + 1)
             for k in range((size + BK - 1) // BK):
+                # Both consumers have read what was in this stage.
                 mbarrier.wait(empty.index(s), phase)
                 mbarrier.expect(full.index(s), (BM + BN) * BK * 2)
                 # Rows past the group's last are 0, whatever is there.
@@ -103,6 +108,7 @@ def hopper_right_kernel(
     full, empty, turns = barriers_of(NUM_STAGES, PARTS)
     staging = stages_of(dright_ptr.dtype.element_ty, [1, 1, ROWS, STORED], CONSUMERS)
     ring = (a_s, b_s, b_s, full, empty, turns)
+    # Two consumers of four warps with 232 registers a thread, one producer warp with 40.
     gl.warp_specialize([
         (_consumer, (ring, staging.index(0), out_desc, steps_ptr, total, 0, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE,
                      ALTERNATING)),

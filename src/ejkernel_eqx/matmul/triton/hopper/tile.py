@@ -35,6 +35,7 @@ def ragged(ptr, width: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr):
 def place(number, size, BLOCK: gl.constexpr, COLUMNS: gl.constexpr, SWIZZLE: gl.constexpr):
     """Row and column of a tile of a group: `SWIZZLE` rows of tiles share columns, which the cache still has."""
     rows = (size + BLOCK - 1) // BLOCK
+    # Tiles go down `SWIZZLE` rows of tiles before they go to the next column.
     width: gl.constexpr = SWIZZLE * COLUMNS
     top = number // width * SWIZZLE
     high = gl.minimum(rows - top, SWIZZLE)
@@ -85,6 +86,7 @@ def operands(
 ):  # fmt: skip
     """Part `PART` of the left tile in a stage, and the right tiles: `[ROWS, BK]` and `[BK, BN]` twice."""
     a, b, c = ring[0].index(s), ring[1].index(s), ring[2].index(s)
+    # A transposed operand is a view: the tensor cores read shared memory both ways.
     if KIND == LEFT:
         a = a.reshape([BK, BM]).slice(PART * ROWS, ROWS, dim=1).permute((1, 0))
     else:
@@ -124,8 +126,10 @@ def summed(
     PART: gl.constexpr = 0 if ALTERNATING else W
     acc = gl.zeros([ROWS, BN], gl.float32, layout)
     other = gl.zeros([ROWS, BN], gl.float32, layout)
+    # One consumer multiplies while the other stores.
     if ALTERNATING:
         mbarrier.wait(ring[5].index(W), turn ^ (1 - W))
+    # The product of a stage is in flight while the next one is waited for.
     for k in range(steps):
         mbarrier.wait(ring[3].index(s), phase)
         a, b, c = operands(ring, s, KIND, PART, ROWS, BM, BN, BK)
@@ -141,6 +145,7 @@ def summed(
         s, phase = following(s, phase, STAGES)
     if ALTERNATING:
         mbarrier.arrive(ring[5].index(1 - W), count=1)
+    # The last stage is free when its products have ended.
     if TWO:
         acc, other = warpgroup_mma_wait(0, deps=[acc, other])
     else:
@@ -177,7 +182,9 @@ def store(desc, staging, x, end, size, row, column):
 @gluon.jit
 def _store(desc, staging, x, end, size, row, column):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, x.shape[1], 16])
+    # The copy before has left the shared memory.
     tma.store_wait(0)
     staging.reshape([x.shape[0], x.shape[1]]).store(gl.convert_layout(x.to(desc.dtype), layout))
+    # Copies see what threads have written only behind this fence.
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, [FAR, end, FAR - size + row, column], staging)
