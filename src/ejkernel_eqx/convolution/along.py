@@ -26,7 +26,7 @@ def with_entering(along: Along, arrays: ConvArrays) -> tuple[ConvArrays, Array]:
 
 
 def _kept(arrays: ConvArrays, held: int) -> Array:
-    """By how many inputs the entering state moves, int32 `[*, 1]`; at least `held` if a segment begins among the tokens."""
+    """The number of inputs by which the entering state moves, int32 `[*, 1]`; at least `held` if a segment begins among the tokens."""
     lead, length = arrays.x.shape[:-2], arrays.x.shape[-2]
     if arrays.places is None:
         return jnp.full((*lead, 1), length, jnp.int32)

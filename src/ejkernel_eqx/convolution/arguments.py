@@ -44,7 +44,7 @@ def check_heads(size: int | None, channels: int) -> None:
 
 
 def fits_kernels(size: int | None) -> bool:
-    """Whether a program has whole heads of this size."""
+    """Returns whether a program has whole heads of this size."""
     return size is not None and size & (size - 1) == 0 and size <= 128
 
 

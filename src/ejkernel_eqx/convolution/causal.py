@@ -71,7 +71,7 @@ class CausalConv1d(Kernel):
         self.plan = plan_of(CausalConv1d, self, platform, config, tune_for)
 
     def normalising(self, size: int) -> "CausalConv1d":
-        """The same convolution with a `norm_size`."""
+        """Returns this convolution with a `norm_size`."""
         return replaced(self, norm_size=check_norm_size(size, self.sequence_axis))
 
     @jax.named_scope("ejkernel_eqx.CausalConv1d")

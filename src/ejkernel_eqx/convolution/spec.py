@@ -126,7 +126,7 @@ def as_called(results: Mapping[str, Array], spec: ConvSpec) -> dict[str, Array]:
 
 
 def _channels(name: str, x: Array) -> int:
-    """Which axis of an array or a result the channels are; of those by head, the channels of a head."""
+    """The axis of an array or a result that the channels are; of those by head, the channels of a head."""
     return x.ndim - (2 if name == "weight" else 1)
 
 

@@ -17,7 +17,7 @@ _REMEDY = "Forward mode is available on platform='xla', with run_xla and without
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CustomKind(Kind):
-    """What all calls of a kernel class have in common. The spec of a call is its static fields."""
+    """The facts that all calls of a kernel class share. The spec of a call is its static fields."""
 
     kernel: Any
 
@@ -123,7 +123,7 @@ def reference(kernel: Any, arrays: Arrays) -> dict[str, Any]:
 
 
 def reference_in_dtypes(kernel: Any, arrays: Arrays) -> Arrays:
-    """The same, in the declared dtypes of the outputs."""
+    """Casts results to the declared dtypes of the outputs."""
     declaration: Declaration = kernel.declaration
     dtypes = {name: x.dtype for name, x in arrays.items()}
     outputs = reference(kernel, arrays)

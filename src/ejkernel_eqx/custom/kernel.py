@@ -75,13 +75,13 @@ class CustomKernel(Kernel):
         return [self.default_config(platform, problem, device)]
 
     def unsupported(self, platform: Platform, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why a platform cannot run a problem, such as `"takes D up to 1024"`; `None` if it can."""
+        """The reason why a platform cannot run a problem, such as `"takes D up to 1024"`; `None` if it can."""
         return None
 
     def config_unsupported(
         self, platform: Platform, config: Any, problem: Problem, device: DeviceFacts
     ) -> str | None:
-        """Why a configuration cannot run a problem, as far as can be told without compiling; `None` if no reason is known."""
+        """The reason why a configuration cannot run a problem, as far as can be told without compiling; `None` if no reason is known."""
         return None
 
     def example_inputs(self, problem: Problem, key: Array) -> dict[str, Array]:
@@ -266,7 +266,7 @@ def _declaration(cls: Any) -> tuple[Declaration, list[str]]:
 
 
 def _taken(cls: Any) -> list[str]:
-    """Whether another class has this operation's name; redefining the same class (rerunning a notebook cell) replaces it."""
+    """Returns whether another class has this operation's name; redefining the same class (rerunning a notebook cell) replaces it."""
     if cls.operation not in kernel_registry.list_operations():
         return []
     for implementation in kernel_registry.ordered(cls.operation):

@@ -88,7 +88,7 @@ class CustomPlatform:
 
     @property
     def OPAQUE(self) -> bool:
-        """Whether the compiler cannot see into it."""
+        """Returns whether the compiler cannot see into it."""
         return self.platform is not Platform.XLA
 
     @property

@@ -1,4 +1,4 @@
-"""What the tuner needs from a user's kernel, derived from its declaration, reference and hooks."""
+"""The tuner's view of a user's kernel, derived from its declaration, reference and hooks."""
 
 import dataclasses
 import functools

@@ -34,7 +34,7 @@ config_type = XlaConfig
 
 
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
-    """Why this platform cannot serve the problem: never, it supports all."""
+    """Nothing: this platform supports every problem."""
     return None
 
 
@@ -91,7 +91,7 @@ def backward(arrays: LossArrays, spec: LossSpec, config: XlaConfig, saved: Named
 
 
 def _is_kept(arrays: LossArrays, spec: LossSpec) -> bool:
-    """Whether the gradients are those of one cotangent."""
+    """Returns whether the gradients are those of one cotangent."""
     return spec.reduction != "none" and arrays.x.shape[0] == 1
 
 
@@ -147,7 +147,7 @@ def _over_chunks(arrays: LossArrays, spec: LossSpec, config: XlaConfig, factors:
 
 
 def _chunk(arrays: LossArrays, spec: LossSpec, factors: Array | None) -> _Found:
-    """As `_over_chunks` for tokens along one axis, with all logits at once; the weight is in the dtype of x."""
+    """Does what `_over_chunks` does for tokens along one axis, with all logits at once; the weight is in the dtype of x."""
     x, labels, weight = arrays.x, arrays.labels, arrays.weight
     dtype, size = accumulator(x.dtype), arrays.weight.shape[0]
     # JAX moves what depends on no array out of a loop, and would keep numbers of the shape of the logits: so 0 is made of the labels.

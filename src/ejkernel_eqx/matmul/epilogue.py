@@ -1,4 +1,4 @@
-"""What follows the products, and its gradient: the activation, the gate and its limits, in plain XLA."""
+"""The epilogue of the products, and its gradient: the activation, the gate and its limits, in plain XLA."""
 
 from typing import Any
 

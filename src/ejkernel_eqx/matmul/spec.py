@@ -35,7 +35,7 @@ class GroupedSpec:
 
     @property
     def is_linear(self) -> bool:
-        """Whether the result is the product itself."""
+        """Returns whether the result is the product itself."""
         return self.activation is None and self.gated is None
 
 
@@ -131,7 +131,7 @@ def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str,
 
 
 def saved_axes(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
-    """What kernels save for the backward: the products before the activation; nothing if there is none."""
+    """The residuals that kernels save for the backward: the products before the activation; nothing if there is none."""
     if spec.is_linear:
         return {}
     width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
@@ -142,7 +142,7 @@ def saved_axes(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str,
 
 
 def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:
-    """Whether the result is a sum over parts of the contracted axis: nothing is added to it or applied to it."""
+    """Returns whether the result is a sum over parts of the contracted axis: nothing is added to it or applied to it."""
     return spec.is_linear and arrays.bias is None
 
 

@@ -1,4 +1,4 @@
-"""What the tuner needs from a grouped matmul: representative work, and problems for the command line."""
+"""The tuner's view of a grouped matmul: representative work, and problems for the command line."""
 
 import functools
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ def make_arrays(problem: Problem, spec: GroupedSpec, seed: int) -> GroupedArrays
 
 
 def _group_sizes(rows: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """With few rows, one for each of as many groups; with many, around the mean as of a trained router. All rows are in a group."""
+    """Sizes of groups. With few rows, one for each of as many groups; with many, around the mean as of a trained router. All rows are in a group."""
     if rows <= 4 * count:
         found = np.bincount(rng.permutation(np.arange(rows) % count), minlength=count)
     else:

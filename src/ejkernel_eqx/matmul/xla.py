@@ -31,7 +31,7 @@ config_type = XlaConfig
 
 
 def unsupported(problem: Problem, device: Any) -> str | None:
-    """Why this platform cannot serve the problem: never, it supports all."""
+    """Nothing: this platform supports every problem."""
     return None
 
 

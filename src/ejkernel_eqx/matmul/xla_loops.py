@@ -1,4 +1,4 @@
-"""How the two products of `xla_products.py` are computed: loops over tiles of rows whose length depends on the sizes, and JAX's own on TPU."""
+"""The two products of `xla_products.py` as loops over tiles of rows whose length depends on the sizes, and JAX's own on TPU."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from ..parallel import match_varying
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a product is like.
+    """The options of a product.
 
     - `dtype`: of the result. `operand`: the dtype that tiles are multiplied in.
     - `transposed`: whether matrices of groups are `[N, K]`, those that are given and those that are made.
@@ -141,7 +141,7 @@ def groups_on_tpu(x: Array, y: Array, sizes: Array, index: Array | None, form: F
 
 
 def _is_plain(sizes: Array, matrices: tuple[Array, ...], form: Form) -> bool:
-    """Whether there are no leading axes, no symbols, and nothing would be converted as a whole."""
+    """Returns whether there are no leading axes, no symbols, and nothing would be converted as a whole."""
     known = not any(is_symbolic(n) for n in sizes.shape)
     return sizes.ndim == 1 and known and all(w.dtype.name == form.operand for w in matrices)
 
@@ -165,7 +165,7 @@ def _longer(x: Array, spare: int, axis: int = 0) -> Array:
 
 
 def _tiles(sizes: Array, block: int) -> tuple[Array, Array, Array]:
-    """Where each group starts and ends, and the number of tiles up to its own."""
+    """The start and the end of each group, and the number of tiles up to its own."""
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     return ends - sizes, ends, jnp.cumsum(-(-sizes // block), dtype=jnp.int32)
 

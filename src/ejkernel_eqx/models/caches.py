@@ -66,13 +66,13 @@ class ServingCache(Module):
         return sum(stack.nbytes for stack in self.stacks)
 
     def copy_pages(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "ServingCache":
-        """As [`ejkernel_eqx.nn.CacheState`][]`.copy_pages`, in all layers."""
+        """Copies pages in all layers, as [`ejkernel_eqx.nn.CacheState`][]`.copy_pages`."""
         return ServingCache(tuple(stack.copy_pages(source, target) for stack in self.stacks))
 
     def copy_states(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "ServingCache":
-        """As [`ejkernel_eqx.nn.CacheState`][]`.copy_states`, in all layers."""
+        """Copies states in all layers, as [`ejkernel_eqx.nn.CacheState`][]`.copy_states`."""
         return ServingCache(tuple(stack.copy_states(source, target) for stack in self.stacks))
 
     def accept(self, accepted: Int[Numbers, " N"], batch: RaggedBatch) -> "ServingCache":
-        """As [`ejkernel_eqx.nn.CacheState`][]`.accept`, in all layers: of the tokens of a batch that were drafted, only the first are kept."""
+        """Keeps only the first of the tokens of a batch that were drafted, in all layers, as [`ejkernel_eqx.nn.CacheState`][]`.accept`."""
         return ServingCache(tuple(stack.accept(accepted, batch) for stack in self.stacks))

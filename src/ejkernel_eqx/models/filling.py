@@ -1,4 +1,4 @@
-"""Where the arrays of a published model go in a decoder."""
+"""The places of the arrays of a published model in a decoder."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def _check_tied(view: Any, embedding: Any) -> None:
 
 
 def _first(view: Any, names: tuple[str, ...]) -> str:
-    """Which of several submodules a checkpoint has."""
+    """The one of several submodules that a checkpoint has."""
     found = view.names()
     return next((name for name in names if any(n.startswith(f"{name}.") for n in found)), names[0])
 

@@ -24,7 +24,7 @@ _ROUNDING = 64
 
 
 class Generated(NamedTuple):
-    """What [`generate`][ejkernel_eqx.models.generate] returns."""
+    """The result of [`generate`][ejkernel_eqx.models.generate]."""
 
     tokens: Array
     """Int32 `[..., max_new_tokens]`: the new tokens, a stop token included; -1 behind them, which is no token: `texts` leaves it out, and a model

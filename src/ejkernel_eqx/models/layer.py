@@ -158,7 +158,7 @@ class DecoderLayer(Module):
 
 
 def _is_plain(norm: eqx.nn.RMSNorm, operation: ResidualRMSNorm) -> bool:
-    """Whether the operation computes this norm; a user may have put another one in its place."""
+    """Returns whether the operation computes this norm; a user may have put another one in its place."""
     own = type(norm) is eqx.nn.RMSNorm and norm.weight is not None and norm.bias is None
     return own and norm.eps == operation.spec.eps
 
@@ -181,7 +181,7 @@ def _mlp(
 
 
 def real_of(rows: dict[str, Any]) -> Array | None:
-    """Which tokens are none of padding: bool `[..., T]`, or `None` for all."""
+    """The tokens that are not padding: bool `[..., T]`, or `None` for all."""
     if "batch" in rows:
         return rows["batch"].is_real
     real, ids = rows.get("padding_mask"), rows.get("segment_ids")

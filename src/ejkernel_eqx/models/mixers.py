@@ -7,7 +7,7 @@ from .. import nn
 
 
 def _without_place(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """For layers that are the same wherever in the model they are."""
+    """The options of layers that are the same wherever in the model they are."""
     return lambda embed_dim, *, layer_index, num_layers, **options: layer(embed_dim, **options)
 
 

@@ -130,7 +130,7 @@ def published_dtype(config: Mapping[str, Any]) -> Any:
 
 
 def _of_file(path: pathlib.Path, read: Callable[[Any], Any], content: Any) -> Any:
-    """What the function reads in a file; errors name it."""
+    """Names the file in errors of the function that reads it."""
     try:
         return read(content)
     except CheckpointError as error:

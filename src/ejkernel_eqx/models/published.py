@@ -29,7 +29,7 @@ _ACTIVATIONS = {
 
 
 class _Family(NamedTuple):
-    """What is common to the models of one `model_type`, besides their mixers."""
+    """The facts that the models of one `model_type` share, besides their mixers."""
 
     norms: Norms = "pre"
     attention: str = "attention"

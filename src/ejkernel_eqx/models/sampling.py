@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits."""
+"""The choice of the next token from logits."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ def _check_integer(name: str, value: Any, most: int | None, remedy: str) -> None
 @explained_options
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the tokens of one text are chosen. Equal texts with equal seeds continue equally, whatever runs beside them. Of equal logits, that of the
+    """The choice of the tokens of one text. Equal texts with equal seeds continue equally, whatever runs beside them. Of equal logits, that of the
     lower token counts as the likelier.
 
     **Arguments:**
@@ -99,7 +99,7 @@ def greedy(logits: Array) -> Array:
 
 
 def draw(logits: Array, sampling: SamplingArrays) -> Array:
-    """As `sample`, without a branch that the device's host would have to wait for."""
+    """Does what `sample` does, without a branch that the host would have to wait for."""
     return jax.vmap(_sample_row)(logits, sampling)
 
 

@@ -1,4 +1,4 @@
-"""From tokens to features and from features to logits, on any mesh."""
+"""Tokens to features, and features to logits, on any mesh."""
 
 import functools
 from typing import Any
@@ -33,7 +33,7 @@ _FEW_WORDS, _MANY_TOKENS = 512, 4096
 
 
 def _are_few(table: Array, tokens: Array) -> bool:
-    """Whether many tokens share each row of the table on a GPU. There the gradient of the rows would be added up token by token, in memory
+    """Returns whether many tokens share each row of the table on a GPU. There the gradient of the rows would be added up token by token, in memory
     that many write to at once; a product with ones and zeros gives the same rows and sums. In 16 bits it is exact in the forward pass."""
     few = table.shape[0] <= _FEW_WORDS and table.dtype.itemsize == 2 and tokens.size >= _MANY_TOKENS
     return few and place_of_calls()[0] is Backend.GPU

@@ -1,4 +1,4 @@
-"""What the tuner needs from a gated RMS norm: representative work, and problems for the command line."""
+"""The tuner's view of a gated RMS norm: representative work, and problems for the command line."""
 
 import functools
 from collections.abc import Mapping

@@ -106,7 +106,7 @@ def _check_packed(options: Options, has_offsets: bool, has_ids: bool) -> None:
 
 
 def _real(mask: Any, lengths: Any, lead: tuple[int, ...], length: int) -> Array | None:
-    """Which tokens are pooled, bool `[*, T]`; `None` for all."""
+    """The tokens that are pooled, bool `[*, T]`; `None` for all."""
     real = None
     if mask is not None:
         real = jnp.asarray(mask)

@@ -1,4 +1,4 @@
-"""Where the tokens of a row are pooled: tables of segments, made on the device in time linear in tokens and segments (ids in any order are
+"""Tables of the segments in which the tokens of a row are pooled, made on the device in time linear in tokens and segments (ids in any order are
 sorted)."""
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Pieces(NamedTuple):
 
 
 def of_rows(length: Any, chunk: int | None, segments: Any, real: Array) -> Tables:
-    """For rows cut into segments of `chunk` tokens, of which those not `real [*, T]` are left out."""
+    """The table of rows cut into segments of `chunk` tokens, of which those not `real [*, T]` are left out."""
     token = jnp.arange(length, dtype=jnp.int32)
     number = jnp.zeros_like(token) if chunk is None else token // chunk
     segment = jnp.where(real, jnp.broadcast_to(number, real.shape), -1)
@@ -32,14 +32,14 @@ def of_rows(length: Any, chunk: int | None, segments: Any, real: Array) -> Table
 
 
 def of_offsets(offsets: Array, order: Array | None, real: Array | None, length: Any) -> Tables:
-    """For segments between `offsets [*, S + 1]` of places."""
+    """The table of segments between `offsets [*, S + 1]` of places."""
     return _of_ranges(offsets[..., :-1], offsets[..., 1:], order, real, length)
 
 
 def of_chunks(
     offsets: Array, order: Array | None, real: Array | None, length: Any, chunk: int, most: Any
 ) -> Tables:
-    """For the chunks of the sequences between `offsets [*, N + 1]` of places, at most so many; unused ones are empty and last."""
+    """The table of the chunks of the sequences between `offsets [*, N + 1]` of places, at most so many; unused ones are empty and last."""
     number, piece = chunk_indices(offsets, chunk, most)
     is_used, number = number >= 0, jnp.maximum(number, 0)
     begin = jnp.take_along_axis(offsets, number, -1) + piece * chunk
@@ -94,7 +94,7 @@ def by_id(ids: Array, count: int, are_sorted: bool) -> tuple[Array, Array]:
 
 
 def tally(segment: Array, count: Any) -> Array:
-    """How many tokens each segment has: `[*, count]` from `[*, T]`, where negative numbers are no segment."""
+    """The number of tokens of each segment: `[*, count]` from `[*, T]`, where negative numbers are no segment."""
     add = lambda row: jnp.zeros((count,), jnp.int32).at[row].add(1, mode="drop")
     return over(segment.ndim - 1, add)(jnp.where(segment < 0, count, segment))
 
@@ -116,5 +116,5 @@ def scattered(index: Array, values: Array) -> Array:
 
 
 def before(lengths: Array, length: Any) -> Array:
-    """Whether each of `length` tokens comes before its row's end, `[*, length]`."""
+    """Returns whether each of `length` tokens comes before its row's end, `[*, length]`."""
     return like(jnp.arange(length, dtype=jnp.int32), lengths[..., None]) < lengths[..., None]

@@ -19,7 +19,7 @@ from .._values import check_int32, check_offsets, known, shown
 
 
 class Spans(NamedTuple):
-    """For every token: its sequence's first token, one past its last, and whether the token is not padding. Each `[..., T]`."""
+    """For every token, its sequence's first token, one past its last, and whether the token is not padding. Each `[..., T]`."""
 
     start: Array
     end: Array
@@ -52,7 +52,7 @@ def cu_seqlens_to_segment_ids(cu_seqlens: Any, total: int) -> Int[Array, "... to
 
 
 def segment_ids_to_cu_seqlens(segment_ids: Any, max_segments: int) -> Int[Array, "... offsets"]:
-    """Where each run of equal, non-negative ids begins, and where the last one ends.
+    """The beginning of each run of equal, non-negative ids, and the end of the last one.
 
     Ids need not be consecutive or sorted: every run is a sequence, even if its id occurred before. Negative ids are padding,
     which offsets can exclude only before the first sequence and after the last one.
@@ -113,7 +113,7 @@ def sequence_lengths(cu_seqlens: Any) -> Int[Array, "... sequences"]:
 
 
 def chunk_indices(cu_seqlens: Any, chunk_size: int, max_chunks: int) -> ChunkIndices:
-    r"""Which sequence each chunk belongs to, and its index there; chunks restart with every sequence.
+    r"""The sequence that each chunk belongs to, and its index there; chunks restart with every sequence.
 
     Sequence $n$ has $\lceil (c_{n+1} - c_n) / \text{chunk\_size} \rceil$ chunks, the last of which may be short. So chunk $m$
     begins at token `cu_seqlens[sequence[m]] + chunk[m] * chunk_size`.
@@ -178,7 +178,7 @@ def spans_of_offsets(offsets: Array, total: int) -> Spans:
 
 
 def _numbers(offsets: Array, total: int) -> tuple[Array, Array]:
-    """How many sequences have ended at each position, at most `N`, and whether the position is in one."""
+    """The number of sequences that have ended at each position, at most `N`, and whether the position is in one."""
     index = like(jnp.arange(total, dtype=jnp.int32), offsets)
     return ended(offsets[..., 1:], total), (index >= offsets[..., :1]) & (index < offsets[..., -1:])
 
@@ -187,7 +187,7 @@ _FEW_PAIRS = 2**16
 
 
 def ended(ends: Array, total: int) -> Array:
-    """How many of the non-negative `ends` `[..., N]` lie at or before each of `total` positions.
+    """The number of non-negative `ends` `[..., N]` at or before each of `total` positions.
 
     Ends are marked and summed, which is linear in positions and ends on any device. Few positions, as when decoding, are compared with each
     end: that is one pass, a launch on a GPU, but XLA stores the comparisons on a CPU. A search would loop, which some versions of JAX cannot map
@@ -222,7 +222,7 @@ def _positions(spans: Spans) -> Array:
 
 
 def _begins(ids: Array) -> Array:
-    """Whether a token's id differs from the one before it."""
+    """Returns whether a token's id differs from the one before it."""
     changes = ids[..., 1:] != ids[..., :-1]
     return jnp.concatenate([jnp.ones_like(ids[..., :1], bool), changes], axis=-1)
 

@@ -88,7 +88,7 @@ def read_packing(
 
 
 def _starts(ids: Array) -> Array:
-    """Where each token's segment starts, -1 in the first; padding belongs to the segment before it."""
+    """The start of each token's segment, -1 in the first; padding belongs to the segment before it."""
     axis = ids.ndim - 1
     tokens = like(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids)
     latest = lax.cummax(jnp.where(ids >= 0, tokens, -1), axis)

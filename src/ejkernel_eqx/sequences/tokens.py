@@ -23,7 +23,7 @@ def scan_tokens(
 
 
 def begins(starts: Array | None, length: int) -> Array:
-    """Whether a segment starts at each token of a row; `starts` as in `recurrence.spec.RecurrenceArrays`."""
+    """Returns whether a segment starts at each token of a row; `starts` as in `recurrence.spec.RecurrenceArrays`."""
     if starts is None:
         return jnp.zeros(length, bool)
     return starts == jnp.arange(length, dtype=jnp.int32)

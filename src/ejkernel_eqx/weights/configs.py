@@ -1,4 +1,4 @@
-"""What all readers of published configurations (`config.json`) share."""
+"""Functions that all readers of published configurations (`config.json`) share."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,5 +88,5 @@ def check_type(config: Config, layer_index: int, found: str, expected: Sequence[
 
 
 def unit_offset_norms(config: Config) -> bool:
-    """Whether a model multiplies by `1 + weight` in its RMS norms, as [`ejkernel_eqx.load_published`][] has to know."""
+    """Returns whether a model multiplies by `1 + weight` in its RMS norms, as [`ejkernel_eqx.load_published`][] has to know."""
     return text_entries(config).get("model_type") in _UNIT_OFFSET

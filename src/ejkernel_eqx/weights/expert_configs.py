@@ -103,7 +103,7 @@ def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str
 
 
 def experts_of(config: Config, layer_index: int) -> int:
-    """How many experts a layer has, by a configuration with the defaults of its model; 0 for a plain MLP."""
+    """The number of experts that a layer has, by a configuration with the defaults of its model; 0 for a plain MLP."""
     return 0 if _no_experts(config, layer_index) else _count(config)
 
 
@@ -113,7 +113,7 @@ def _count(config: Config) -> int:
 
 
 def _no_experts(config: Config, layer_index: int) -> str | None:
-    """Which entries give a layer a plain MLP."""
+    """The entries that give a layer a plain MLP."""
     if not _count(config):
         return "it has no experts"
     first = config.get("first_k_dense_replace") or 0
@@ -136,7 +136,7 @@ def _where_experts_are(config: Config) -> str:
 
 
 def expert_defaults(model_type: str) -> dict[str, Any]:
-    """What `transformers` takes for a mixture of experts where the configuration says nothing; empty for models without."""
+    """The defaults of `transformers` for a mixture of experts where the configuration says nothing; empty for models without."""
     return dict(_DEFAULTS.get(model_type, {}))
 
 

@@ -89,7 +89,7 @@ def _placed(filled: Any, module: Any) -> Any:
 
 
 def sharding_of(like: Any) -> Any:
-    """Where an array was placed explicitly, or the shape of one says that it is to be; otherwise `None`."""
+    """The sharding of an array that was placed explicitly, or of a shape that says it is to be; otherwise `None`."""
     is_shape = isinstance(like, jax.ShapeDtypeStruct)
     return getattr(like, "sharding", None) if is_shape or getattr(like, "committed", False) else None
 

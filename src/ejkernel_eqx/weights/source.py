@@ -1,4 +1,4 @@
-"""Where published arrays come from: a dictionary, or safetensors files, which are read one array at a time."""
+"""The sources of published arrays: a dictionary, or safetensors files, which are read one array at a time."""
 
 import abc
 import json
@@ -207,6 +207,6 @@ def _sharded(index: pathlib.Path) -> Source:
 
 
 def _is_beside(file: Any) -> bool:
-    """Whether this is the bare name of a file, on every system. What the file links to is not looked at: caches of downloads link elsewhere."""
+    """Returns whether this is a bare file name on every system. What the file links to is not looked at: caches of downloads link elsewhere."""
     is_name = isinstance(file, str) and 0 < len(file) <= 255 and "\0" not in file
     return is_name and file != ".." and pathlib.PureWindowsPath(file).name == file

@@ -18,7 +18,7 @@ _MOST_ZEROS = 2**22  # in the place of a missing array
 
 
 class _Ledger:
-    """What the views of one source share."""
+    """The state that the views of one source share."""
 
     def __init__(self, source: Source, prefix: str):
         self.source, self.prefix = source, prefix

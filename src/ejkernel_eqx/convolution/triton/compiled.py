@@ -136,7 +136,7 @@ def _with_heads(tile: ConvTile, spec: ConvSpec) -> ConvTile:
 
 
 def _initial_gradient(arrays: ConvArrays, spec: ConvSpec, dout: Array, dfinal: Array) -> Array:
-    """From the first `W - 1` tokens of each sequence, and from its final state if it has fewer: a few rows, in XLA."""
+    """The parts from the first `W - 1` tokens of each sequence, and from its final state if it has fewer: a few rows, in XLA."""
     initial, places = entering(arrays), arrays.places
     held, length = initial.shape[-2], arrays.x.shape[-2]
     if held == 0:

@@ -69,7 +69,7 @@ def _behind(items, FIRST: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 def _taps(window, i: tl.constexpr, place, initial_ptr, first_ptr, enter_ptr, b, c, T, N,
           C: tl.constexpr, WIDTH: tl.constexpr, INITIAL: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
-    """Where the sequence at `place` begins, `[LANES]`, -1 for padding and past the end; and the inputs that the token there, the `i`-th after
+    """The first place of the sequence at `place`, `[LANES]`, -1 for padding and past the end; and the inputs that the token there, the `i`-th after
     those held, sees: `WIDTH` tiles in float32, oldest first."""
     if PACKED:
         first = tl.load(first_ptr + b * T + place, mask=place < T, other=-1)  # [LANES]

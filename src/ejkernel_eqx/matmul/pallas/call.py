@@ -176,7 +176,7 @@ def _within(tile: TpuTile, rows: int, columns: int, inner: int) -> tuple[int, in
 
 
 def _is_gated(given: dict[str, Array]) -> bool:
-    """Whether a step has two products that are kept apart."""
+    """Returns whether a step has two products that are kept apart."""
     return "u" in given and "y" not in given
 
 

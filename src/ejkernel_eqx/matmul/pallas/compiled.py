@@ -60,7 +60,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
 
 
 def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the tiles cannot fit the device's vector memory, by an estimate; for the smallest tile, only the compiler can tell."""
+    """The reason why the tiles cannot fit the device's vector memory, by an estimate; for the smallest tile, only the compiler can tell."""
     for kernel in KERNELS:
         tile = getattr(config, kernel)
         sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
@@ -197,7 +197,7 @@ def _side(
 
 
 def _is_apart(spec: GroupedSpec, tile: TpuTile, count: int) -> bool:
-    """Whether gate and up are taken apart after the kernel: it has columns of both in one tile."""
+    """Returns whether gate and up are taken apart after the kernel: it has columns of both in one tile."""
     block = min(tile.block_n, count)
     whole = count % block == 0 and block % 128 == 0
     return spec.gated == INTERLEAVED or (spec.gated == HALVES and not whole)

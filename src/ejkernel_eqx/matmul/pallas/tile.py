@@ -1,4 +1,4 @@
-"""What the kernels of the grouped matmul share: operands and products of tiles."""
+"""Functions that the kernels of the grouped matmul share: operands and products of tiles."""
 
 from typing import Any
 

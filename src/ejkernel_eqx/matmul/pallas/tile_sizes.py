@@ -1,4 +1,4 @@
-"""Which tiles each kernel prefers on a TPU, by a model of its time, and what vector memory they take."""
+"""The tiles that each kernel prefers on a TPU, by a model of its time, and what vector memory they take."""
 
 import dataclasses
 import itertools
@@ -96,7 +96,7 @@ def values(m: int, n: int, k: int, sides: int, sums: int, left: int, right: int)
 
 
 def right_values(m: int, n: int, k: int) -> int:
-    """The same for the gradient of a right side: a product, and operands whose rows are masked."""
+    """The memory of a tile of the gradient of a right side: a product, and operands whose rows are masked."""
     return _stored(k, n, 4) + _stored(m, k, 4) + _stored(m, n, 4)
 
 

@@ -1,4 +1,4 @@
-"""Which rows the steps of a kernel's grid have: tables made on the device, of statically known length, that a TPU fetches ahead of the blocks."""
+"""The rows of the steps of a kernel's grid: tables made on the device, of statically known length, that a TPU fetches ahead of the blocks."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What the launches of one call share: its configuration, its arrays, and the kernel of products."""
+"""The facts that the launches of one call share: its configuration, its arrays, and the kernel of products."""
 
 import dataclasses
 from typing import Any
@@ -47,7 +47,7 @@ def grouped(
 
 
 def launcher(arrays: GroupedArrays, config: TritonConfig, execute: Execute) -> Launcher:
-    """What the kernels of one call share."""
+    """The facts that the kernels of one call share."""
     count = arrays.sizes.shape[-1]
     numbers = {
         "M": arrays.num_rows,

@@ -59,8 +59,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the tiles cannot fit the device's shared memory, by an estimate; for the smallest tile, only the compiler can tell. And why not Hopper's
-    kernels."""
+    """The reason why the tiles cannot fit the device's shared memory, by an estimate. For the smallest tile only the compiler knows. And
+    why not Hopper's kernels."""
     for kernel in KERNELS:
         tile = getattr(config, kernel)
         if tile.hopper_programs:
@@ -79,7 +79,7 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
 
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
-    """On Hopper, what runs in Triton's kernels and why."""
+    """The parts that run in Triton's kernels on Hopper, and why."""
     if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
     reasons: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What the kernels of the grouped matmul share: which rows a tile has, and operands of its products."""
+"""Functions that the kernels of the grouped matmul share: which rows a tile has, and operands of its products."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Which tiles each kernel prefers, and what shared memory they take."""
+"""The tiles that each kernel prefers, and what shared memory they take."""
 
 import dataclasses
 
@@ -165,7 +165,7 @@ def _within(kernel: str, tile: GroupedTile, problem: Problem) -> GroupedTile:
 
 
 def is_double(problem: Problem) -> bool:
-    """Whether a program of the forward kernel has two accumulators."""
+    """Returns whether a program of the forward kernel has two accumulators."""
     return problem.flag("gated") in (PAIR, HALVES, INTERLEAVED)
 
 

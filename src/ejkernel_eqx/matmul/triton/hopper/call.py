@@ -54,8 +54,8 @@ def right_gradient(
 
 
 def work_of(sizes: Array, rows: int, block: int, mapped: bool) -> tuple[Array, Array]:
-    """What the sum of every matrix is over, the longest first: `[G, 2]`, the matrix and how many blocks of rows it takes, and `[G, S, 2]`, the
-    first row and the number of rows of each of its spans. A matrix that leading axes share has a span in each of their `rows`; if they are
+    """The rows that the sum of every matrix is over, the longest first: `[G, 2]`, the matrix and how many blocks of rows it takes, and `[G, S, 2]`,
+    the first row and the number of rows of each of its spans. A matrix that leading axes share has a span in each of their `rows`; if they are
     `mapped`, each has matrices of its own."""
     batch, count = sizes.shape
     ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0), -1), rows)  # [B, E]

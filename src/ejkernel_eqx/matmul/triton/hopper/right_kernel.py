@@ -24,7 +24,7 @@ from .tile import (
 # fmt: off
 @gluon.jit
 def _steps(steps_ptr, t, total, EACH: gl.constexpr):
-    """How many stages tile `t` takes; any number past the last tile."""
+    """The number of stages that tile `t` takes; any number past the last tile."""
     return gl.load(steps_ptr + gl.minimum(t, total - 1) // EACH * 2 + 1)
 
 

@@ -1,4 +1,4 @@
-"""What Hopper's kernels share: boxes that end with a group, the ring of stages between the loader and the consumers, and how a tile is stored.
+"""Parts of Hopper's kernels: boxes that end with a group, the ring of stages between the loader and the consumers, and how a tile is stored.
 
 A program has one warp that loads and two groups of four warps, the consumers, each with half of a tile's rows or, alternating, with every other
 tile. Memory moves by tensor descriptors (TMA) alone: what a box has past the end of its tensor is loaded as 0 and not stored."""
@@ -162,7 +162,7 @@ def rows_of(BM: gl.constexpr, ALTERNATING: gl.constexpr):
 
 @gluon.jit
 def columns_at_once(rows: gl.constexpr, columns: gl.constexpr):
-    """How many columns of a tile are stored at once: 16 KiB."""
+    """The number of columns of a tile that are stored at once: 16 KiB."""
     return columns if rows * columns <= 8192 else 8192 // rows
 
 

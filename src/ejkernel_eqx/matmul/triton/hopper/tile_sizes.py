@@ -1,4 +1,4 @@
-"""When Hopper's kernels are used, with which tiles, and why not."""
+"""The choice of Hopper's kernels: when they are used, with which tiles, and why not."""
 
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
@@ -64,19 +64,19 @@ def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[GroupedTil
 
 
 def not_chosen(kernel: str, problem: Problem, device: DeviceFacts) -> str:
-    """Why Triton's kernel is preferred, as a clause without its subject; empty if it is not."""
+    """The reason why Triton's kernel is preferred, as a clause without its subject; empty if it is not."""
     if problem.dim("M") < LEAST_ROWS * problem.dim("E"):
         return f"is for groups of {LEAST_ROWS} rows or more on average"
     return unfit(kernel, problem, device) or ""
 
 
 def unfit(kernel: str, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the kernel cannot run the problem on the device, as a clause without its subject; `None` if it can."""
+    """The reason why the kernel cannot run the problem on the device, as a clause without its subject; `None` if it can."""
     return gluon_unavailable(device) or problem_unfit(kernel, problem)
 
 
 def problem_unfit(kernel: str, problem: Problem) -> str | None:
-    """The same for any device."""
+    """The reason why the kernel cannot run the problem on any device."""
     dtypes = dict(problem.dtypes)
     size = {name: problem.dim(name) for name in "BMKNE"}
     width = size["N"] * (2 if problem.flag("gated") in (HALVES, INTERLEAVED) else 1)
@@ -100,7 +100,7 @@ def problem_unfit(kernel: str, problem: Problem) -> str | None:
 
 
 def tile_unfit(kernel: str, tile: GroupedTile, problem: Problem) -> str | None:
-    """Why the kernel cannot have the tile, as a clause without its subject; shared memory is not checked."""
+    """The reason why the kernel cannot have the tile, as a clause without its subject; shared memory is not checked."""
     down, across, depth = _sides(kernel, tile, problem)
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
@@ -138,7 +138,7 @@ def check(kernels: tuple[str, ...], config: object, arrays: GroupedArrays, spec:
 
 
 def _is_double(kernel: str, problem: Problem) -> bool:
-    """Whether a tile has two sums."""
+    """Returns whether a tile has two sums."""
     return kernel == "forward" and problem.flag("gated") in (PAIR, HALVES)
 
 
