@@ -160,7 +160,7 @@ def ours(p: NativeProblem, platform: Any, **more: Any) -> Callable[..., Any]:
 
 def config_by_branch(p: NativeProblem) -> Any:
     """The default configuration on Triton with kernels for each branch."""
-    from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH as off
+    from ejkernel_eqx.native_sparse.triton.steps import BY_BRANCH as off
 
     found: list[Selection] = []
     with on_selection(found.append):

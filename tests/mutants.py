@@ -73,9 +73,9 @@ FAULTS = (
     Fault("ring-step-left-out", "attention/ring/schedule.py", "_pieces", "at - left >= columns)", "at - left >= columns - 1)", "ring"),
     Fault("ring-gradients-astray", "attention/ring/rotation.py", "backward", "ring.moved(travelled, -ring.runs[-1]", "ring.moved(travelled, ring.runs[-1]", "ring"),
     Fault("exchange-key-gradient", "attention/ring/exchange.py", "Exchange.gradient_to_tokens", ".sum(3)", ".mean(3)", "ring"),
-    Fault("sparse-own-block", "attention/native_sparse/selection.py", "best_blocks", "jnp.where(block == own, jnp.inf, score)", "jnp.where(block == own, score, score)", "native_sparse"),
-    Fault("sparse-window-of-positions", "attention/native_sparse/branches.py", "sliding", "last - (spec.window - 1)", "last - spec.window", "native_sparse"),
-    Fault("sparse-value-gradient-lost", "attention/native_sparse/xla.py", "backward", '"v": dv + grads["sliding"].v.astype(wide)', '"v": dv', "native_sparse"),
+    Fault("sparse-own-block", "native_sparse/selection.py", "best_blocks", "jnp.where(block == own, jnp.inf, score)", "jnp.where(block == own, score, score)", "native_sparse"),
+    Fault("sparse-window-of-positions", "native_sparse/branches.py", "sliding", "last - (spec.window - 1)", "last - spec.window", "native_sparse"),
+    Fault("sparse-value-gradient-lost", "native_sparse/xla.py", "backward", '"v": dv + grads["sliding"].v.astype(wide)', '"v": dv', "native_sparse"),
     Fault("latent-neighbours", "latent/absorbed.py", "AbsorbedLatentAttention._over_pages", "token[:, None] < behind", "token[:, None] <= behind", "latent"),
     Fault("latent-shared-key-gradient", "attention/triton/backward_kernels.py", "_key_gradient_tiles", "dk_rope = tl.dot(ds, q_rope, dk_rope,", "dk_rope = tl.dot(-ds, q_rope, dk_rope,", "latent"),
     # paged attention and its cache
@@ -114,8 +114,8 @@ FAULTS = (
     Fault("z-loss-gradient", "losses/xla.py", "_chunk", "(1 + 2 * spec.z_loss * lse)", "(1 + spec.z_loss * lse)", "losses"),
     Fault("token-weights-of-a-mean", "losses/xla.py", "backward", "slope = losses - mean[:, None, None]", "slope = losses", "losses"),
     # layers
-    Fault("rotary-sign", "nn/rotary/embedding.py", "_turn_neighbours", "b * cos + a * sin", "b * cos - a * sin", "nn/test_rotary.py nn/test_rotary_axes.py nn/test_rotary_config.py nn/test_rotary_lengths.py"),
-    Fault("yarn-ramp", "nn/rotary/scaling.py", "YarnScaling.frequencies", "math.floor(low), math.ceil(high)", "math.ceil(low), math.floor(high)", "nn/test_rotary_config.py nn/test_rotary.py"),
+    Fault("rotary-sign", "rotary/embedding.py", "_turn_neighbours", "b * cos + a * sin", "b * cos - a * sin", "nn/test_rotary.py nn/test_rotary_axes.py nn/test_rotary_config.py nn/test_rotary_lengths.py"),
+    Fault("yarn-ramp", "rotary/scaling.py", "YarnScaling.frequencies", "math.floor(low), math.ceil(high)", "math.ceil(low), math.floor(high)", "nn/test_rotary_config.py nn/test_rotary.py"),
     Fault("router-correction-bias", "nn/moe/routing.py", "choose", "jnp.take_along_axis(scores, indices", "jnp.take_along_axis(ranked, indices", "nn/test_experts.py nn/test_router_statistics.py"),
     Fault("expert-exchange-rows", "nn/moe/exchange.py", "Padded._places", "place < self.counts[:, None]", "place <= self.counts[:, None]", "nn/test_expert_parallel.py"),
     Fault("kv-cache-padding", "nn/kv_cache.py", "KVCache._put", "jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1", "jnp.cumsum(mask, axis=-1, dtype=jnp.int32)", "nn/test_kv_cache.py nn/test_attention_decode.py"),

@@ -22,7 +22,6 @@ from .attention import BlockSparseAttention as BlockSparseAttention
 from .attention import FlashAttention as FlashAttention
 from .attention import Mask as Mask
 from .attention import merge_attention as merge_attention
-from .attention import NativeSparseAttention as NativeSparseAttention
 from .attention import RingAttention as RingAttention
 from .attention import ScaledDotProductAttention as ScaledDotProductAttention
 from .cells import Recurrent as Recurrent
@@ -83,6 +82,8 @@ from .latent import AbsorbedLatentAttention as AbsorbedLatentAttention
 from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from .losses import LinearCrossEntropy as LinearCrossEntropy
 from .matmul import GroupedMatmul as GroupedMatmul
+from .native_sparse import NativeSparseAttention as NativeSparseAttention
+from .native_sparse import PagedNativeSparseAttention as PagedNativeSparseAttention
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .normalization import ResidualRMSNorm as ResidualRMSNorm
 from .paged import Buckets as Buckets
@@ -92,7 +93,6 @@ from .paged import PageCopy as PageCopy
 from .paged import PagedAttention as PagedAttention
 from .paged import PagedKVCache as PagedKVCache
 from .paged import PagedLatentCache as PagedLatentCache
-from .paged import PagedNativeSparseAttention as PagedNativeSparseAttention
 from .paged import PageTable as PageTable
 from .paged import PrefillPagedAttention as PrefillPagedAttention
 from .paged import RaggedBatch as RaggedBatch

@@ -19,7 +19,6 @@ from .attention import (
     Attention,
     BlockSparseAttention,
     FlashAttention,
-    NativeSparseAttention,
     RingAttention,
     ScaledDotProductAttention,
 )
@@ -28,10 +27,10 @@ from .convolution import CausalConv1d
 from .latent import AbsorbedLatentAttention, MultiHeadLatentAttention
 from .losses import LinearCrossEntropy
 from .matmul import GroupedMatmul
+from .native_sparse import NativeSparseAttention, PagedNativeSparseAttention
 from .normalization import GatedRMSNorm, ResidualRMSNorm
 from .paged import (
     PagedAttention,
-    PagedNativeSparseAttention,
     PrefillPagedAttention,
     RaggedDecodeAttention,
     RaggedPagedAttention,

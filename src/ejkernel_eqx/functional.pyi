@@ -26,11 +26,11 @@ from .cells.recurrent import NewState
 from .dispatch import PlatformLike
 from .latent.absorbed import Output
 from .latent.absorbed import WithLse
+from .native_sparse.native_pages.operation import Output
+from .native_sparse.native_pages.operation import WithIndices
 from .paged import PagedLatentCache
 from .paged.cache.cache import PagedKVCache
 from .paged.cache.cache import PagedLatentCache
-from .paged.native_pages.operation import Output
-from .paged.native_pages.operation import WithIndices
 from .paged.ragged import C
 from .recurrence.linear import FinalState
 from .recurrence.linear import State

@@ -19,7 +19,7 @@ def test_both_ways_of_decoding_are_in_one_run():
 def test_by_branch(monkeypatch, problem):
     """The default configuration but for its step."""
     pytest.importorskip("triton")
-    from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH
+    from ejkernel_eqx.native_sparse.triton.steps import BY_BRANCH
 
     ours = native_sparse.ours
     monkeypatch.setattr(native_sparse, "ours", lambda p, _: ours(p, "triton-interpret"))

@@ -201,7 +201,7 @@ def test_steps_over_rows(name, dtype):
 @pytest.mark.parametrize("sequences", [2, 40])
 def test_a_step_at_64k(sequences):
     """Several programs and one for the keys of a query; against kernels for each branch, and against XLA for the same blocks."""
-    from ejkernel_eqx.attention.native_sparse.triton.steps import BY_BRANCH
+    from ejkernel_eqx.native_sparse.triton.steps import BY_BRANCH
 
     pages, (block, length) = 1024, (64, 65536)
     rng, keys = np.random.default_rng(0), jax.random.split(jax.random.key(0), 6)
@@ -265,7 +265,7 @@ def test_every_candidate(name):
 def test_a_long_sequence(monkeypatch):
     """Lists of many pieces and several chunks of queries, whose results are written into one array, against XLA for the first and the last queries,
     without a gradient and with one."""
-    from ejkernel_eqx.attention.native_sparse.triton import by_blocks
+    from ejkernel_eqx.native_sparse.triton import by_blocks
 
     monkeypatch.setattr(by_blocks, "_BYTES", 2**27)
     jax.clear_caches()  # what has been traced before has one chunk

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.attention.native_sparse.problems import problem_of, spec_of
-from ejkernel_eqx.attention.native_sparse.workload import example_problem, make_arrays, make_inputs
-from ejkernel_eqx.paged.native_pages.workload import example_problem as problem_of_pages
+from ejkernel_eqx.native_sparse.native_pages.workload import example_problem as problem_of_pages
+from ejkernel_eqx.native_sparse.problems import problem_of, spec_of
+from ejkernel_eqx.native_sparse.workload import example_problem, make_arrays, make_inputs
 from tests.compiled import DEVICES
 
 __all__ = ["make_arrays", "problem_of", "spec_of"]

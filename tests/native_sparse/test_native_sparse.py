@@ -66,8 +66,8 @@ def test_agrees_with_numpy(platform, name):
 @pytest.mark.parametrize("name", ["packed", "rows at places", "uneven blocks"])
 def test_the_forward_by_blocks_is_that_by_queries(name, monkeypatch):
     """Blocks that are given too, in several chunks of queries, with keys that none sees NaN."""
-    from ejkernel_eqx.attention.native_sparse.triton import by_blocks
-    from ejkernel_eqx.attention.native_sparse.triton.tiles import ForwardTile
+    from ejkernel_eqx.native_sparse.triton import by_blocks
+    from ejkernel_eqx.native_sparse.triton.tiles import ForwardTile
 
     case, default = CASES[name], platform_of(OPERATION, INTERPRET).default_config(None, None)
     config = dataclasses.replace(default, forward=ForwardTile(2, 4, 4, 1))
@@ -189,7 +189,7 @@ def test_packed_rows_under_vmap():
 @pytest.mark.slow
 def test_many_chunks_of_queries(monkeypatch):
     """The choice and the gathered blocks do not depend on how many queries there are at a time."""
-    from ejkernel_eqx.attention.native_sparse import selection, xla
+    from ejkernel_eqx.native_sparse import selection, xla
 
     case = Case(T=45, B=1)
     arrays, dout = make(case)

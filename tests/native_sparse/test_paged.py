@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.paged.native_pages import arguments, reference
+from ejkernel_eqx.native_sparse.native_pages import arguments, reference
 from tests.attention.dense import INTERPRET, normal, quick
 from tests.native_sparse import cases
 from tests.native_sparse.test_native_sparse import assert_best

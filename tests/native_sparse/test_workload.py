@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.paged.native_pages import core as pages
-from ejkernel_eqx.paged.native_pages.workload import spec_of as spec_of_pages
+from ejkernel_eqx.native_sparse.native_pages import core as pages
+from ejkernel_eqx.native_sparse.native_pages.workload import spec_of as spec_of_pages
 from tests.compiled import DEVICES
 from tests.native_sparse import problems
 from tests.native_sparse.problems import names_of, OPERATION, over_pages, PAGES, platform_of, problem, STEP

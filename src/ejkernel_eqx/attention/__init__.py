@@ -2,7 +2,6 @@ from .block_sparse import BlockSparseAttention as BlockSparseAttention
 from .flash import FlashAttention as FlashAttention
 from .masks.mask import Mask as Mask
 from .merge import merge_attention as merge_attention
-from .native_sparse import NativeSparseAttention as NativeSparseAttention
 from .plain import Attention as Attention
 from .ring import RingAttention as RingAttention
 from .sdpa import ScaledDotProductAttention as ScaledDotProductAttention

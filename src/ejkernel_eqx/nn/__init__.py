@@ -1,5 +1,13 @@
 """Layers with weights, built from the operations."""
 
+from ..rotary import DynamicScaling as DynamicScaling
+from ..rotary import LinearScaling as LinearScaling
+from ..rotary import Llama3Scaling as Llama3Scaling
+from ..rotary import LongRopeScaling as LongRopeScaling
+from ..rotary import ProportionalScaling as ProportionalScaling
+from ..rotary import RotaryChoice as RotaryChoice
+from ..rotary import RotaryEmbedding as RotaryEmbedding
+from ..rotary import YarnScaling as YarnScaling
 from .alibi import alibi_slopes as alibi_slopes
 from .attention import MultiHeadAttention as MultiHeadAttention
 from .block_compression import BlockCompression as BlockCompression
@@ -32,14 +40,6 @@ from .recurrent import RecurrentLayer as RecurrentLayer
 from .recurrent import RecurrentState as RecurrentState
 from .rolling_cache import RollingKVCache as RollingKVCache
 from .rolling_cache import WindowKeys as WindowKeys
-from .rotary import DynamicScaling as DynamicScaling
-from .rotary import LinearScaling as LinearScaling
-from .rotary import Llama3Scaling as Llama3Scaling
-from .rotary import LongRopeScaling as LongRopeScaling
-from .rotary import ProportionalScaling as ProportionalScaling
-from .rotary import RotaryChoice as RotaryChoice
-from .rotary import RotaryEmbedding as RotaryEmbedding
-from .rotary import YarnScaling as YarnScaling
 from .short_convolution import ShortConvolution as ShortConvolution
 from .sparse_cache import PagedSparseCache as PagedSparseCache
 from .sparse_cache import SparseKVCache as SparseKVCache

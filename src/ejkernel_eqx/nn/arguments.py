@@ -3,7 +3,6 @@
 Values are checked when they are known: outside `jit` and other transformations.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,25 +12,13 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from .._sizes import remedy_of_size
 from .._values import check_known
 from ..core.arguments import check_flags as check_flags
-
-_KINDS = {"floats": jnp.floating, "integers": jnp.integer, "booleans": jnp.bool_}
-
-
-def check_sizes(**sizes: Any) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
-            raise ValueError(
-                f"{name}: expected a positive integer, received {size!r}; {remedy_of_size(size, 1)}."
-            )
-
-
-def read_sizes(**sizes: Any) -> tuple[int, ...]:
-    """The sizes, checked, as integers of Python: static fields hold no numbers of NumPy."""
-    check_sizes(**sizes)
-    return tuple(map(int, sizes.values()))
+from ..core.options import broadcasts as broadcasts
+from ..core.options import check_numbers as check_numbers
+from ..core.options import check_sizes as check_sizes
+from ..core.options import read_array as read_array
+from ..core.options import read_sizes as read_sizes
 
 
 def check_divides(name: str, part: int, whole_name: str, whole: int) -> None:
@@ -52,14 +39,6 @@ def width_of(name: str, factor: Any, of: int, heads: int, what: str) -> int:
             f"{of} is multiplied by it{f' and divided among {heads} heads' if heads > 1 else ''}."
         )
     return round(value)
-
-
-def check_numbers(**numbers: Any) -> None:
-    """Finite numbers, or `None` for a default."""
-    for name, number in numbers.items():
-        is_number = isinstance(number, int | float | np.number | Array) and not isinstance(number, bool)
-        if number is not None and not (is_number and np.ndim(number) == 0 and math.isfinite(number)):
-            raise ValueError(f"{name}: expected a finite number, received {number!r}; it is static.")
 
 
 def check_eps(**numbers: Any) -> None:
@@ -125,20 +104,6 @@ def read_batch_shape(batch_shape: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in shape)
 
 
-def read_array(name: str, value: Any, kind: str, form: str) -> Array:
-    """An array of `kind`: `"floats"`, `"integers"` or `"booleans"`; `form` is the shape as in the docstring."""
-    if not isinstance(value, Array | np.ndarray):
-        raise ValueError(
-            f"{name}: expected an array of {kind} {form}, received {type(value).__name__}; convert it with jnp.asarray."
-        )
-    if not jnp.issubdtype(value.dtype, _KINDS[kind]):
-        remedy = "compare it, as in mask != 0" if kind == "booleans" else "cast it"
-        raise ValueError(
-            f"{name}: expected {kind} {form}, received {value.dtype} of shape {value.shape}; {remedy}."
-        )
-    return jnp.asarray(value)
-
-
 def read_features(name: str, x: Any, form: str, letter: str, features: int) -> Array:
     """Tokens `[..., T, features]`."""
     x = read_array(name, x, "floats", form)
@@ -183,7 +148,3 @@ def check_slots(name: str, slots: Any, count: int) -> None:
 
 def is_known(x: Any) -> bool:
     return not isinstance(x, Tracer) and (not isinstance(x, Array) or x.is_fully_addressable)
-
-
-def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1]))

@@ -19,6 +19,7 @@ from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention, UnifiedAttention
 from ..paged.cache.pages import filled_dtype
+from ..rotary import RotaryChoice, RotaryEmbedding
 from ..weights.attention import multi_head_attention
 from ..weights.attention_configs import attention_options
 from ..weights.view import Weights
@@ -41,7 +42,6 @@ from .kv_cache import KVCache
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .rolling_cache import RollingKVCache
-from .rotary import RotaryChoice, RotaryEmbedding
 from .split_attention import attention_over, on_whole_rows, places_over
 from .tokens import clear, merge_heads, normed, split_heads
 from .windows import check_scalar, read_window, with_window

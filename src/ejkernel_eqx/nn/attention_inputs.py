@@ -9,10 +9,10 @@ from .._shapes import AnyArray
 from .._values import check_known
 from ..attention import Mask, RingAttention
 from ..paged import PagedKVCache
+from ..rotary import check_positions, RotaryChoice, RotaryEmbedding
 from .arguments import check_flags, check_key, check_tokens, read_array, read_features
 from .kv_cache import KVCache
 from .rolling_cache import RollingKVCache
-from .rotary import check_positions, RotaryChoice, RotaryEmbedding
 from .tokens import check_ragged
 
 

@@ -9,13 +9,13 @@ from jax import Array
 from .._broadcast import like
 from .._shapes import AnyArray
 from ..paged import RaggedBatch
+from ..rotary import RotaryChoice, RotaryEmbedding
 from ..sequences import cu_seqlens_to_segment_ids, positions_from_cu_seqlens
 from ..sequences.packing import read_offsets
 from .attention_inputs import CallInputs
 from .kv_cache import KVCache
 from .latent_cache import LatentCache
 from .rolling_cache import RollingKVCache
-from .rotary import RotaryChoice, RotaryEmbedding
 from .tokens import ids_of
 
 Rope = RotaryEmbedding | RotaryChoice

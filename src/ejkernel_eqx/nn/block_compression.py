@@ -13,8 +13,8 @@ from .._broadcast import like
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Float, Int
 from .._signatures import Module
-from ..attention.native_sparse import blocks
 from ..core.arguments import wide
+from ..native_sparse import blocks
 from ..parallel import Leading, over_mesh
 from .arguments import check_divides, check_key, check_sizes, read_array, read_weight_dtype
 from .initial import keys_of, normal, uniform

@@ -21,6 +21,7 @@ from ..latent.absorbed import absorbed, expanded
 from ..latent.cost import expands, LatentSizes
 from ..paged import PagedLatentCache, RaggedBatch, RaggedPagedAttention
 from ..paged.cache.pages import filled_dtype
+from ..rotary import RotaryEmbedding, YarnScaling
 from ..weights.fill import fill_fields
 from ..weights.latent_configs import latent_attention_options
 from ..weights.view import Weights
@@ -30,7 +31,6 @@ from .attention_places import locate, Places, places_of, places_over_pages, Rows
 from .latent_cache import LatentCache
 from .parts import Parts
 from .projection import compute_dtype_of, product, project, stored_dtype_of
-from .rotary import RotaryEmbedding, YarnScaling
 from .tokens import check_ragged, clear, merge_heads, split_heads
 
 Tokens = Float[AnyArray, "*B T E"]

@@ -12,13 +12,14 @@ from jaxtyping import PRNGKeyArray
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
-from ..attention import NativeSparseAttention as SparseAttention
-from ..attention.native_sparse import blocks
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
-from ..paged import PagedKVCache, PagedNativeSparseAttention, RaggedBatch
+from ..native_sparse import blocks, PagedNativeSparseAttention
+from ..native_sparse import NativeSparseAttention as SparseAttention
+from ..paged import PagedKVCache, RaggedBatch
 from ..paged.cache.batch import slots_of
 from ..parallel import Leading, over_mesh
+from ..rotary import RotaryEmbedding
 from ..weights.fill import fill_fields
 from ..weights.view import Weights
 from .arguments import check_flags, check_numbers, check_sizes, read_dtype
@@ -27,7 +28,6 @@ from .attention_places import locate, Places, places_of, places_over_pages
 from .block_compression import BlockCompression, Compression
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
-from .rotary import RotaryEmbedding
 from .sparse_cache import PagedSparseCache, SparseKVCache
 from .tokens import check_ragged, clear, ids_of, merge_heads, split_heads
 

@@ -6,7 +6,6 @@ from .cache.buckets import Buckets as Buckets
 from .cache.buckets import BucketSizes as BucketSizes
 from .cache.cache import PagedKVCache as PagedKVCache
 from .cache.cache import PagedLatentCache as PagedLatentCache
-from .native_pages import PagedNativeSparseAttention as PagedNativeSparseAttention
 from .paged import PagedAttention as PagedAttention
 from .prefill import PrefillPagedAttention as PrefillPagedAttention
 from .ragged import RaggedPagedAttention as RaggedPagedAttention

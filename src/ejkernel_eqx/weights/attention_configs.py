@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..nn.rotary import RotaryEmbedding
+from ..rotary import RotaryEmbedding
 from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..nn.rotary import RotaryEmbedding
+from ..rotary import RotaryEmbedding
 from .configs import Config, layer_type, read_model, refuse, take
 
 _SIZES = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}

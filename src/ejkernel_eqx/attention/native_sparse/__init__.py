@@ -1,1 +1,0 @@
-from .native import NativeSparseAttention as NativeSparseAttention

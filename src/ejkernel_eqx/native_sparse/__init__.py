@@ -1,0 +1,2 @@
+from .native import NativeSparseAttention as NativeSparseAttention
+from .native_pages import PagedNativeSparseAttention as PagedNativeSparseAttention

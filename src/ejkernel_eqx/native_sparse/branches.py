@@ -1,0 +1,59 @@
+"""The compressed and the sliding branch as calls of softmax attention, and the sum of the three branches under their gates."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ..attention.spec import AttentionArrays, AttentionSpec, RowRanges
+from ..core.arguments import accumulator
+from .spec import BRANCHES, compressed_ranges, NativeArrays, NativeSpec, of_sequence, positions
+
+
+def compressed(arrays: NativeArrays, spec: NativeSpec) -> tuple[AttentionArrays, AttentionSpec]:
+    """Attention over compressed keys: each query sees a range of them."""
+    start, end = compressed_ranges(arrays, spec)
+    rows = RowRanges(start, end, jnp.broadcast_to(positions(arrays, spec), end.shape))
+    call = AttentionArrays(arrays.q, arrays.compressed_k, arrays.compressed_v, rows=rows)
+    return call, AttentionSpec(spec.scale, return_lse=True)
+
+
+def sliding(arrays: NativeArrays, spec: NativeSpec) -> tuple[AttentionArrays, AttentionSpec]:
+    """Attention over the last keys: a static window, or ranges if the positions are data."""
+    call, own = AttentionArrays(arrays.q, arrays.k, arrays.v), AttentionSpec(spec.scale, return_lse=True)
+    if arrays.position is None:
+        return call, dataclasses.replace(own, left=spec.window - 1, right=0, offset=spec.offset)
+    last = arrays.position
+    start = jnp.maximum(of_sequence(arrays.first), last - (spec.window - 1))
+    return call._replace(rows=RowRanges(start, last + 1, last)), own
+
+
+def combine(gates: Array, results: dict[str, Array], dtype: Any) -> Array:
+    """The sum of the branches' outputs under their gates. A branch in which a row sees nothing gives 0, whatever its gate."""
+    wide = accumulator(dtype)
+    total = jnp.zeros((), wide)
+    for n, name in enumerate(BRANCHES):
+        total += results[f"{name}_out"].astype(wide) * _gate(gates, results, n, wide)[..., None]
+    return total.astype(dtype)
+
+
+def split(gates: Array, saved: dict[str, Array], dout: Array) -> tuple[dict[str, Array], Array]:
+    """The cotangent of each branch's output, and the gradient of the gates."""
+    wide = accumulator(dout.dtype)
+    cotangents, dgates = {}, []
+    for n, name in enumerate(BRANCHES):
+        sees = _sees(saved, name)
+        cotangent = jnp.where(sees[..., None], dout, 0).astype(wide)
+        cotangents[name] = (cotangent * _gate(gates, saved, n, wide)[..., None]).astype(dout.dtype)
+        dgates.append((cotangent * saved[f"{name}_out"].astype(wide)).sum(-1))
+    return cotangents, jnp.stack(dgates, -1)
+
+
+def _gate(gates: Array, results: dict[str, Array], n: int, dtype: Any) -> Array:
+    return jnp.where(_sees(results, BRANCHES[n]), gates[..., n].astype(dtype), 0)
+
+
+def _sees(results: dict[str, Array], name: str) -> Array:
+    """Whether a row of a branch sees anything, `[B, T, H]`."""
+    return jnp.swapaxes(results[f"{name}_lse"] > -jnp.inf, 1, 2)

@@ -1,0 +1,156 @@
+"""`NativeSparseAttention`: each query attends compressed keys, a few chosen blocks of keys, and a window."""
+
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.plans import plan_of
+from ..core.platforms import register
+from ..dispatch import PlatformLike
+from .arguments import Options, resolve
+from .core import ATTEND
+from .signature import NativeInputs
+
+register("native_sparse_attention", __package__)
+
+
+class NativeSparseAttention(Kernel):
+    r"""Causal attention in time linear in the sequence length, apart from a small share: the sum of three branches under gates,
+
+    $$o_t = g^{\mathrm{cmp}}_t\, \mathrm{Attn}(q_t, \tilde K_{\le t}, \tilde V_{\le t})
+      + g^{\mathrm{slc}}_t\, \mathrm{Attn}(q_t, K_{\mathcal I_t}, V_{\mathcal I_t})
+      + g^{\mathrm{win}}_t\, \mathrm{Attn}(q_t, K_{t-w < j \le t}, V_{t-w < j \le t})$$
+
+    - compressed: key $c$ stands for the tokens $c\,d \le i < c\,d + l$ (`compression_stride` $d$, `compression_size` $l$). A query sees it if all
+      of them are at or before it. By default compressed keys and values are means.
+    - selected: the keys of the blocks $\mathcal I_t$ of `block_size` tokens, up to the query: its own block, the first, and those for which
+      $\sum_h \sum_c p_{hc}\, |c \cap m|$ is largest. $p$ are the weights of the compressed branch, $h$ the query heads that share a key head,
+      and $|c \cap m|$ the strides that compressed key $c$ and block $m$ share. No gradient flows through this choice.
+    - sliding: the last `sliding_window` keys, the query's own included.
+
+    A branch in which a query sees nothing adds 0. Differentiable in reverse mode in `q, k, v, gates, compressed_k, compressed_v`. Platforms:
+    Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`); the same results in every run on Triton.
+
+    Source: Yuan et al., *Native Sparse Attention* (2025, arXiv:2502.11089), section 3; equation 9 with the overlaps that its text describes.
+    """
+
+    operation: ClassVar[str] = "native_sparse_attention"
+
+    options: Options = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        block_size: int = 64,
+        num_blocks: int = 16,
+        sliding_window: int = 512,
+        *,
+        compression_size: int | None = None,
+        compression_stride: int | None = None,
+        softmax_scale: float | None = None,
+        platform: PlatformLike | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `block_size`: tokens of a block of the selected branch.
+        - `num_blocks`: blocks that each query chooses, its own and the first included.
+        - `sliding_window`: keys of the sliding branch, the query's own included.
+        - `compression_size`, `compression_stride`: tokens of a compressed key, and between the first tokens of two; by default `block_size`, and
+            `compression_size`. The stride divides both sizes. The paper has 32 and 16, with blocks of 64.
+        - `softmax_scale`: default `D**-0.5`.
+        - `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][].
+        - `tune_for`: `(q, k, v, gates)` or [`ejkernel_eqx.inputs`][], arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
+
+        **Raises:** `ValueError` for invalid options.
+        """
+        self.options = Options.read(
+            block_size, num_blocks, sliding_window, compression_size, compression_stride, softmax_scale
+        )
+        self.plan = plan_of(NativeSparseAttention, self, platform, config, tune_for)
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            k: Float[AnyArray, "*B S K D"],
+            v: Float[AnyArray, "*B S K V"],
+            gates: Float[AnyArray, "*B T H 3"],
+            *,
+            return_indices: Literal[False] = False,
+            **others: Unpack[NativeInputs],
+        ) -> Float[Array, "*B T H V"]: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            k: Float[AnyArray, "*B S K D"],
+            v: Float[AnyArray, "*B S K V"],
+            gates: Float[AnyArray, "*B T H 3"],
+            *,
+            return_indices: Literal[True],
+            **others: Unpack[NativeInputs],
+        ) -> tuple[Float[Array, "*B T H V"], Int[Array, "*B T K n"]]: ...
+
+    @jax.named_scope("ejkernel_eqx.NativeSparseAttention")
+    def __call__(
+        self,
+        q: Float[AnyArray, "*B T H D"],
+        k: Float[AnyArray, "*B S K D"],
+        v: Float[AnyArray, "*B S K V"],
+        gates: Float[AnyArray, "*B T H 3"],
+        *,
+        compressed_k: Float[AnyArray, "*B C K D"] | None = None,
+        compressed_v: Float[AnyArray, "*B C K V"] | None = None,
+        block_indices: Int[Numbers, "*B T K n"] | None = None,
+        cu_seqlens: Int[Numbers, " N+1"] | None = None,
+        segment_ids: Int[Numbers, "*S T"] | None = None,
+        max_segments: int | None = None,
+        q_offset: int | Int[Numbers, "*B"] | None = None,
+        return_indices: bool = False,
+    ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Int[Array, "*B T K n"]]:
+        """**Arguments:**
+
+        - `q`: `[..., T, H, D]` with any number of leading axes; bf16, f16, f32 (f64 on XLA).
+        - `k`, `v`: `[..., S, K, D]` and `[..., S, K, V]`, with the leading axes and dtype of `q`; `K` divides `H`.
+        - `gates`: `[..., T, H, 3]`, any float dtype: the weights of the compressed, the selected and the sliding branch.
+        - `compressed_k`, `compressed_v`: learned compressed keys and values instead of means, `C = (S - l) // d + 1` of them. In a cache there
+            may be more; those that stand for later tokens are not read. In packed sequences, `C = T // d`: those of the first sequence, then of the
+            second, and so on, without gaps.
+        - `block_indices`: ints `[..., T, K, n]`, the blocks of each query and key head instead of a choice. They count from the start of the
+            sequence; -1, and a block named before, select nothing.
+        - `cu_seqlens`: offsets `[N + 1]` of packed sequences (without leading axes, `S = T`), each with its own blocks. Tokens outside of them are
+            padding and may hold NaN.
+        - `segment_ids`: instead of offsets, ints that broadcast to `[..., T]` (`S = T`): a run of equal ids is a sequence, negative ones are padding.
+            Here too, blocks and compressed keys start with their sequence.
+        - `max_segments`: a static upper bound of the sequences of a row of `segment_ids`, by default `T`; further ones are padding. The
+            memory of a gradient grows with it, by a block of keys and values for each.
+        - `q_offset`: position of the first query among the keys, an int or one per row. Default `S - T`. For decoding, `T = 1` and the number of
+            keys in the cache before it.
+        - `return_indices`: also return the blocks that were chosen.
+
+        **Returns:** `[..., T, H, V]` in the dtype of `q`; with `return_indices` also int32 `[..., T, K, num_blocks]`, -1 where there are no
+        more blocks. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
+        """
+        compressed, packing = (compressed_k, compressed_v), (cu_seqlens, segment_ids, max_segments)
+        call = resolve(self.options, q, k, v, gates, compressed, block_indices, packing, q_offset)
+        arrays, spec = call.arrays, call.spec
+        shape = (*arrays.q.shape[:-1], arrays.v.shape[-1])
+        if 0 in shape or 0 in arrays.q.shape or 0 in arrays.k.shape:  # nothing to launch
+            chosen = (*arrays.q.shape[:-2], arrays.k.shape[-2], spec.count)
+            results = {"out": jnp.zeros(shape, arrays.q.dtype), "indices": jnp.full(chosen, -1, jnp.int32)}
+        else:
+            results = ATTEND.call(self.plan, self.operation, arrays, spec)
+        if not return_indices:
+            return results["out"]
+        indices = results["indices"] if arrays.indices is None else arrays.indices
+        return results["out"], call.relative(indices)

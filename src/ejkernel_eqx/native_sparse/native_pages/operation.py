@@ -1,0 +1,146 @@
+"""`PagedNativeSparseAttention`: native sparse attention of each sequence's new tokens, on the keys in the pages of a cache."""
+
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, TypedDict, Unpack
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..._kernel import Kernel, Plan
+from ..._shapes import AnyArray, Float, Int, Numbers
+from ...core.plans import plan_of
+from ...core.platforms import register
+from ...dispatch import PlatformLike
+from ...paged.cache.cache import PagedKVCache
+from ..arguments import Options
+from .arguments import resolve
+from .core import ATTEND
+
+register("paged_native_sparse_attention", __package__)
+
+Output = Float[Array, "*B T H V"]
+WithIndices = tuple[Float[Array, "*B T H V"], Int[Array, "*B T K n"]]
+
+
+class PagedNativeInputs(TypedDict, total=False):
+    """The arguments by name of [`ejkernel_eqx.PagedNativeSparseAttention`][] but for `return_indices`, which decides what comes back."""
+
+    query_start_loc: Int[Numbers, " N+1"] | None
+    max_query_len: int | None
+    block_indices: Int[Numbers, "*B T K n"] | None
+
+
+class PagedNativeSparseAttention(Kernel):
+    r"""Native sparse attention of each sequence's new tokens, one (decoding) or many (a chunk of a prompt), on the keys and values in the pages of a
+    cache and their compressed ones in the pages of a second.
+
+    Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and attends what
+    [`ejkernel_eqx.NativeSparseAttention`][] says for a query there: compressed keys, chosen blocks of keys, and a window, each with a softmax of
+    its own, summed under gates. Blocks and compressed keys start with the sequence.
+
+    Both caches have the same page table. Page $i$ of the second holds the $p / d$ compressed keys whose last tokens lie in page $i$ of the
+    first, in order: compressed key $c$, of the tokens $c\,d \le j < c\,d + l$, has slot $s = c + l/d - 1$ of its sequence, which is place
+    $s \bmod p/d$ of page $\text{page\_table}_{n, \lfloor s / (p/d) \rfloor}$. The first $l/d - 1$ slots of a sequence are never read. A query
+    reads the compressed keys of which all $l$ tokens are at or before it; the others need not be written yet. So sequences may share pages
+    (`PageTable.fork`): whoever writes the last token of a compressed key owns the page of both.
+
+    Keys and compressed keys without a page (-1) are not visible. A branch in which a query sees nothing adds 0, and tokens of no sequence
+    return 0. Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). For inference only: differentiating it raises
+    `UnsupportedError`.
+
+    Source: Yuan et al., *Native Sparse Attention* (2025, arXiv:2502.11089), section 3; pages as in Kwon et al. (2023, arXiv:2309.06180).
+    """
+
+    operation: ClassVar[str] = "paged_native_sparse_attention"
+
+    options: Options = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        block_size: int = 64,
+        num_blocks: int = 16,
+        sliding_window: int = 512,
+        *,
+        compression_size: int | None = None,
+        compression_stride: int | None = None,
+        softmax_scale: float | None = None,
+        platform: PlatformLike | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:** as in [`ejkernel_eqx.NativeSparseAttention`][]; `tune_for` is [`ejkernel_eqx.inputs`][] of a call. Raises `ValueError` for
+        invalid options."""
+        self.options = Options.read(
+            block_size, num_blocks, sliding_window, compression_size, compression_stride, softmax_scale
+        )
+        self.plan = plan_of(PagedNativeSparseAttention, self, platform, config, tune_for)
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            gates: Float[AnyArray, "*B T H 3"],
+            cache: PagedKVCache,
+            compressed: PagedKVCache,
+            *,
+            return_indices: Literal[False] = False,
+            **others: Unpack[PagedNativeInputs],
+        ) -> Output: ...
+
+        @overload
+        def __call__(
+            self,
+            q: Float[AnyArray, "*B T H D"],
+            gates: Float[AnyArray, "*B T H 3"],
+            cache: PagedKVCache,
+            compressed: PagedKVCache,
+            *,
+            return_indices: Literal[True],
+            **others: Unpack[PagedNativeInputs],
+        ) -> WithIndices: ...
+
+    @jax.named_scope("ejkernel_eqx.PagedNativeSparseAttention")
+    def __call__(
+        self,
+        q: Float[AnyArray, "*B T H D"],
+        gates: Float[AnyArray, "*B T H 3"],
+        cache: PagedKVCache,
+        compressed: PagedKVCache,
+        *,
+        query_start_loc: Int[Numbers, " N+1"] | None = None,
+        max_query_len: int | None = None,
+        block_indices: Int[Numbers, "*B T K n"] | None = None,
+        return_indices: bool = False,
+    ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Int[Array, "*B T K n"]]:
+        """**Arguments:**
+
+        - `q`: `[..., T, H, D]`, the queries of all sequences, packed; bf16, f16, f32 (f64 on XLA).
+        - `gates`: `[..., T, H, 3]`, any float dtype: the weights of the compressed, the selected and the sliding branch.
+        - `cache`: keys and values of the dtype of `q`, bound to tables. `lengths` include the queries' own tokens, whose keys and values must
+            already be written. Its page size is a multiple of `compression_stride`.
+        - `compressed`: compressed keys and values, with as many pages of `page_size // compression_stride` keys. It has the tables of `cache`:
+            its own, if it is bound, are not read.
+        - `query_start_loc`: ints `[N + 1]`, where the queries of each sequence begin, and where the last ones end; `None`: one query per sequence.
+        - `max_query_len`: a static upper bound of the queries per sequence, by default `T`; further ones are ignored. 1 for decodes alone.
+        - `block_indices`: ints `[..., T, K, n]`, the blocks of each query and key head instead of a choice. -1, and a block named before,
+            select nothing.
+        - `return_indices`: also return the blocks that were chosen.
+
+        **Returns:** `[..., T, H, V]` in the dtype of `q`; with `return_indices` also int32 `[..., T, K, num_blocks]`, -1 where there are no
+        more blocks. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
+        """
+        caches = (cache, compressed)
+        arrays, spec = resolve(self.options, q, gates, caches, query_start_loc, max_query_len, block_indices)
+        shape = (*arrays.q.shape[:-1], arrays.v.shape[-1])
+        if 0 in (arrays.q.size, arrays.kv_len.size):  # nothing to launch
+            chosen = (*arrays.q.shape[:-2], arrays.k.shape[-2], spec.sparse.count)
+            results = {"out": jnp.zeros(shape, arrays.q.dtype), "indices": jnp.full(chosen, -1, jnp.int32)}
+        else:
+            results = ATTEND.call(self.plan, self.operation, arrays, spec)
+        if not return_indices:
+            return results["out"]
+        return results["out"], results["indices"] if arrays.indices is None else arrays.indices

@@ -1,0 +1,171 @@
+"""What the tuner needs from native sparse attention over pages: representative work, and problems for the command line."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..._tolerances import TOLERANCES
+from ..._words import read_sizes
+from ...core.letters import wide_dtype
+from ...core.workload import launches_of
+from ...dispatch import Cost, FORWARD, Implementation, Platform, Problem, Workload
+from ...paged import samples
+from ..problems import sparse_of
+from ..spec import NativeSpec
+from ..workload import read_parts
+from . import reference
+from .core import problem_of
+from .spec import PagedNativeArrays, PagedNativeSpec
+
+_PAGES = {"k": "PpKD", "v": "PpKV", "compressed_k": "PcKD", "compressed_v": "PcKV"}
+
+
+def workload(implementation: Implementation, problem: Problem) -> Workload:
+    """The work of one problem on one of the platforms. Where blocks are chosen, rounding decides between two that are almost as good: those of a
+    sequence are alike, so that it does not matter."""
+    spec, platform = spec_of(problem), implementation.load()
+    run, make = functools.partial(_run, platform, spec), functools.partial(make_arrays, problem)
+    collects = implementation.platform is Platform.TRITON
+    return Workload(
+        make_inputs=make,
+        run=run,
+        reference=functools.partial(_reference, spec),
+        tolerances={"out": TOLERANCES[problem.dtype("qkv")]["forward"]},
+        forward=("out",),
+        costs={FORWARD: Cost(*_cost(problem))},
+        launches=functools.partial(launches_of, run, make) if collects else None,
+    )
+
+
+def spec_of(problem: Problem) -> PagedNativeSpec:
+    """The static half of a call, from its problem."""
+    return PagedNativeSpec(sparse_of(problem), problem.dim("Q"))
+
+
+def make_arrays(problem: Problem, seed: int) -> PagedNativeArrays:
+    """The arrays of a call, with one leading axis of size one: a batch as on a server, with pages in random order."""
+    tables = samples.make_arrays(_plain(problem), seed)
+    size = dict(problem.dims) | {
+        "P": tables.k.shape[0],
+        "c": problem.dim("p") // int(str(problem.flag("stride"))),
+    }
+    keys = iter(jax.random.split(jax.random.key(seed + 1, impl="rbg"), len(_PAGES) + 1))
+    dtype = jnp.dtype(problem.dtype("qkv"))
+    pages = {
+        name: jax.random.normal(next(keys), [size[axis] for axis in letters], dtype)
+        for name, letters in _PAGES.items()
+    }
+    gates = jax.nn.sigmoid(jax.random.normal(next(keys), (*tables.q.shape[:-1], 3), problem.dtype("gates")))
+    own = {name: getattr(tables, name) for name in ("page_table", "q_start", "q_len", "kv_len")}
+    arrays = PagedNativeArrays(tables.q, gates, **pages, **own)
+    if problem.flag("given"):
+        return arrays._replace(indices=_blocks(problem, arrays, seed))
+    # Page `m` of every sequence holds the same keys, those of its place in a block.
+    table, (count, page), block = arrays.page_table[0], arrays.k.shape[:2], spec_of(problem).sparse.block
+    begin = jnp.broadcast_to(jnp.arange(table.shape[1], dtype=jnp.int32)[None] * page, table.shape)
+    first = jnp.zeros(count, jnp.int32).at[jnp.where(table >= 0, table, count)].set(begin, mode="drop")
+    at = (first[:, None] + jnp.arange(page, dtype=jnp.int32)[None]) % block
+    alike = lambda x: x.reshape(-1, *x.shape[2:])[at % (count * page)]
+    return arrays._replace(k=alike(arrays.k), v=alike(arrays.v))
+
+
+def _plain(problem: Problem) -> Problem:
+    """Attention over the same pages."""
+    from ...paged.example import example_problem
+
+    dims = {name: problem.dim(name) for name in "NTHKDVpQ"}
+    return example_problem(
+        "ragged_paged_attention", dims | {"S": problem.dim("M") * problem.dim("p")}, problem.dtype("qkv"), {}
+    )
+
+
+def _blocks(problem: Problem, arrays: PagedNativeArrays, seed: int) -> Array:
+    """Random blocks, no two of a query alike; those after it count for nothing."""
+    blocks = -(-problem.dim("M") * problem.dim("p") // int(str(problem.flag("block"))))
+    shape = (1, problem.dim("T"), problem.dim("K"), max(blocks, problem.dim("n")))
+    order = np.random.default_rng(seed).random(shape).argsort(-1)[..., : problem.dim("n")]
+    return jnp.asarray(np.where(order < blocks, order, -1), jnp.int32)
+
+
+def _cost(problem: Problem) -> tuple[float, float]:
+    """The operations of the products, and the bytes with each key that a sequence's queries must see read once by each query."""
+    sparse, batch = sparse_of(problem), samples.make_batch(_plain(problem), 0)
+    pairs, read = 0, 0
+    for q_len, kv_len in zip(batch.q_len, batch.kv_len, strict=True):
+        i = kv_len - q_len + np.arange(q_len, dtype=np.int64)
+        compressed = np.maximum((i + 1 - sparse.span) // sparse.stride + 1, 0)
+        near = np.minimum(i + 1, sparse.window)
+        chosen = np.minimum(i + 1, sparse.count * sparse.block)
+        pairs += int((compressed + near + chosen).sum())
+        if q_len:
+            read += int(compressed.max() + min(kv_len, sparse.window + q_len) + min(kv_len, chosen.sum()))
+    width = problem.dim("D") + problem.dim("V")
+    tokens = problem.dim("T") * problem.dim("H") * width
+    itemsize = jnp.dtype(problem.dtype("qkv")).itemsize
+    moved = (read * problem.dim("K") * width + tokens) * itemsize
+    return 2.0 * pairs * problem.dim("H") * width, float(moved)
+
+
+def _run(
+    platform: Any, spec: PagedNativeSpec, arrays: PagedNativeArrays, config: Any, **execute: Any
+) -> dict[str, Array]:
+    return {"out": platform.forward(arrays, spec, config, **execute)["out"]}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _reference(spec: PagedNativeSpec, arrays: PagedNativeArrays) -> dict[str, Array]:
+    return {"out": reference.attend(arrays, spec)["out"]}
+
+
+def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
+    """The problem of one call.
+
+    **Arguments:**
+
+    - `dims`: required are `S`, the keys of the longest sequence, `H` query heads and `D` channels. Optional are `N` sequences (default 1), `T` tokens
+      (default `N`), `K` key heads (`H`), `V` value channels (`D`), `p` tokens per page (64), `Q`, the maximum number of queries per sequence (1 if
+      `T` is not given, else `T`), and `n`, the blocks that a query chooses (16).
+    - `dtype`: the dtype of queries and pages.
+    - `flags`: the ints `block` (64), `window` (512), `span` and `stride` (those of the blocks), and `p`; `given`: the blocks are.
+
+    Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
+    """
+    flags, dims = dict(flags), dict(dims)
+    if "p" in flags and "p" not in dims:  # `explain` accepts only capital letters as sizes
+        dims["p"] = flags.pop("p")
+    same = {"K": dims.get("H", 1), "V": dims.get("D", 1), "T": dims.get("N", 1), "Q": dims.get("T", 1)}
+    size = read_sizes(dims, {"S": None, "H": None, "D": None, "N": 1, "p": 64, "n": 16, **same})
+    ints, given = read_parts(flags, ("given",))
+    if size["H"] % size["K"]:
+        raise ValueError(f"dims: expected H to be a multiple of K, received H={size['H']}, K={size['K']}.")
+    if size["Q"] > size["T"]:
+        raise ValueError(f"dims: expected Q to be at most T={size['T']}, received {size['Q']}.")
+    if size["p"] % ints["stride"]:
+        raise ValueError(
+            f"dims: expected p to be a multiple of stride={ints['stride']}, received {size['p']}."
+        )
+    size |= {"M": -(-size["S"] // size["p"])}
+    sparse = NativeSpec(size["D"] ** -0.5, count=size["n"], given=bool(given["given"]), **ints)
+    spec = PagedNativeSpec(sparse, size["Q"])
+    return problem_of(operation, _shapes(size, dtype, wide_dtype(dtype), spec), spec)
+
+
+def shapes_of(problem: Problem) -> PagedNativeArrays:
+    """The shapes of the problem's arrays."""
+    return _shapes(problem.dims, problem.dtype("qkv"), problem.dtype("gates"), spec_of(problem))
+
+
+def _shapes(dims: Any, dtype: str, gates: str, spec: PagedNativeSpec) -> PagedNativeArrays:
+    size = dict(dims) | {"P": 1, "3": 3}
+    size["c"] = size["p"] // spec.sparse.stride
+    letters = {"q": "THD", "gates": "TH3", **_PAGES, "page_table": "NM"}
+    letters |= dict.fromkeys(("q_start", "q_len", "kv_len"), "N")
+    letters |= {"indices": "TKn"} if spec.sparse.given else {}
+    dtypes = dict.fromkeys(letters, "int32") | dict.fromkeys(("q", *_PAGES), dtype) | {"gates": gates}
+    shape = lambda name: jax.ShapeDtypeStruct([size[axis] for axis in letters[name]], jnp.dtype(dtypes[name]))
+    return PagedNativeArrays(**{name: shape(name) for name in letters})  # pyright: ignore[reportArgumentType]

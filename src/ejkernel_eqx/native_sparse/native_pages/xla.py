@@ -1,0 +1,163 @@
+"""Platform `xla`: the sliding and the compressed branch are attention over pages; the blocks of the third are gathered one after the other."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ..._broadcast import like
+from ...paged.flat import flatten_rows
+from ...paged.xla import (
+    Call,
+    finished,
+    in_passes,
+    Queries,
+    scores_at,
+    softmax,
+    Span,
+    span_between,
+    span_of,
+    start_of,
+    with_keys,
+    XlaConfig,
+)
+from ...parallel import Leading, match_varying, opaque, Split
+from .. import branches
+from ..selection import best_blocks
+from ..spec import BRANCHES
+from .spec import axes_of, most_blocks, PagedNativeArrays, PagedNativeSpec, SHARED, unmapped
+
+Named = dict[str, Array]
+config_type = XlaConfig
+
+
+def unsupported(problem: Any, device: Any) -> str | None:
+    """Why this platform cannot serve the problem: never, it supports all."""
+    return None
+
+
+def default_config(problem: Any, device: Any) -> XlaConfig:
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: Any, device: Any) -> list[XlaConfig]:
+    """Configurations worth timing, the heuristic first, without those that split the problem in the same way. Tiles of queries are small, as
+    each of them gathers keys of its own."""
+    keys, queries = problem.dim("M") * problem.dim("p"), problem.dim("Q")
+    wanted = [(64, 256), (32, 256), (64, 512), (128, 256), (64, 128), (128, 512)]
+    distinct: dict[tuple[int, int], XlaConfig] = {}
+    for block_q, block_k in wanted:
+        cut = min(block_q, queries), min(block_k, keys)
+        distinct.setdefault(cut, XlaConfig(block_q, block_k, 1))
+    return list(distinct.values())
+
+
+def forward(arrays: PagedNativeArrays, spec: PagedNativeSpec, config: XlaConfig) -> Named:
+    """`out [*, T, H, V]`, and the chosen blocks. `jax.vmap` adds leading axes, which become additional sequences."""
+
+    def folded(given: Named, runs: Any) -> Named:
+        shared = unmapped(PagedNativeArrays(**given))
+        return flatten_rows(
+            lambda flat: _attend(PagedNativeArrays(**flat), spec, config), given, SHARED, shared
+        )
+
+    leading = Leading(axes=axes_of(arrays, spec), shared=SHARED)
+    return opaque(folded, leading, split=Split.EXPLICIT, sliced=False)(arrays.given)
+
+
+class _Calls(NamedTuple):
+    """Attention to the keys and to the compressed keys."""
+
+    arrays: PagedNativeArrays
+    spec: PagedNativeSpec
+    main: Call
+    compressed: Call
+
+
+def _attend(arrays: PagedNativeArrays, spec: PagedNativeSpec, config: XlaConfig) -> Named:
+    main, compressed = Call(arrays.main, spec.sliding, config), Call(arrays.compressed, spec.whole, config)
+    calls = _Calls(arrays, spec, main, compressed)
+    # Made from the queries, so that their type carries the sharding over heads and devices.
+    lse = match_varying(jnp.zeros_like(main.q[..., 0], main.lse_dtype) - jnp.inf, arrays)
+    out = jnp.broadcast_to(jnp.zeros_like(lse, main.q.dtype)[..., None], (*lse.shape, main.value_dim))
+    none = jnp.zeros_like(lse[..., 0], jnp.int32)[..., None] - 1
+    empty = {f"{name}_{what}": x for name in BRANCHES for what, x in (("out", out), ("lse", lse))}
+    empty["indices"] = jnp.broadcast_to(none, (*none.shape[:-1], spec.sparse.count))
+    found = in_passes(main, lambda queries: _of_queries(calls, queries), empty)
+    indices = found.pop("indices")
+    flat = {name: x.reshape(main.tokens, main.heads, *x.shape[3:])[None] for name, x in found.items()}
+    flat = {name: x.swapaxes(1, 2) if name.endswith("lse") else x for name, x in flat.items()}
+    return {"out": branches.combine(arrays.gates[None], flat, main.q.dtype)[0], "indices": indices}
+
+
+def _of_queries(calls: _Calls, queries: Queries) -> Named:
+    """The results of all branches, `[n, Q, K, G, V]` and `[n, Q, K, G]`, and the blocks `[n, Q, K, blocks]`."""
+    arrays, own = calls.arrays, calls.spec.sparse
+    span = span_of(calls.main, queries)
+    last = (span.i + 1) // own.stride - 1  # the slot of the last compressed key that a query sees
+    start = jnp.full_like(last, calls.spec.first_slot)
+    # The weights of all blocks of slots are computed, those of the unused first slots too.
+    seen = span_between(calls.compressed, queries, span.own, jnp.zeros_like(last), last)
+    seen = seen._replace(lowest=start)
+    found = {}
+    found["sliding_out"], found["sliding_lse"] = softmax(calls.main, queries, span)
+    found["compressed_out"], lse = softmax(calls.compressed, queries, seen)
+    found["compressed_lse"] = lse
+    if arrays.indices is None:
+        importance = _importance(calls.compressed, queries, seen, lse)
+        place = jnp.where(queries.real, span.i, -1)
+        indices = best_blocks(importance, place, start, last + 1, most_blocks(arrays, calls.spec), own)
+    else:
+        token = arrays.q_start[queries.sequence][:, None] + queries.index
+        indices = arrays.indices.at[token].get(mode="clip")
+    found["selected_out"], found["selected_lse"] = _selected(calls, queries, span.i, indices)
+    return found | {"indices": indices}
+
+
+def _importance(call: Call, queries: Queries, span: Span, lse: Array) -> Array:
+    """The weights of compressed keys by slot, summed over the heads of a group, `[n, Q, K, C]`."""
+    table = call.arrays.page_table[queries.sequence]
+    keys = table.shape[-1] * call.page_size
+    room = -(-keys // call.block_k) * call.block_k
+    shift = jnp.moveaxis(jnp.where(lse > -jnp.inf, lse, 0), 1, 3)[..., None]  # [n, K, G, Q, 1]
+    empty = jnp.zeros_like(lse[..., 0])[..., None]
+
+    def block(number: Array, total: Array) -> Array:
+        at = number * call.block_k
+        _, _, scores = scores_at(call, queries, span, table, jnp.zeros_like(span.begin) + at)
+        weights = jnp.moveaxis(jnp.exp(scores - shift).sum(2), 1, 2).astype(total.dtype)
+        return lax.dynamic_update_slice_in_dim(total, weights, at, 3)
+
+    whole = jnp.broadcast_to(empty, (*empty.shape[:-1], room))
+    return lax.fori_loop(jnp.zeros_like(span.blocks), span.blocks, block, whole)
+
+
+def _selected(calls: _Calls, queries: Queries, i: Array, indices: Array) -> tuple[Array, Array]:
+    """The branch of chosen blocks, one of each query at a time."""
+    call, arrays, own = calls.main, calls.arrays, calls.spec.sparse
+    table, (count, size) = arrays.page_table[queries.sequence], arrays.k.shape[:2]
+
+    def block(number: Array, carry: Any) -> Any:
+        index = lax.dynamic_index_in_dim(indices, number, 3)  # [n, Q, K, 1]
+        j = index * own.block + like(jnp.arange(own.block, dtype=jnp.int32), index)  # [n, Q, K, S]
+        page = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=-1))(
+            table, jnp.maximum(j, 0) // size
+        )
+        seen = (index >= 0) & (j <= i[..., None, None]) & queries.real[..., None, None]
+        seen &= (page >= 0) & (page < count)
+        page, place = jnp.where(seen, page, 0), jnp.where(seen, j % size, 0)
+        k, v = (jnp.where(seen[..., None], _taken(x, page, place), 0) for x in (arrays.k, arrays.v))
+        scores = call.dot("nqkgd,nqksd->nkgqs", queries.q, k) * own.scale
+        mask = jnp.moveaxis(seen, 1, 2)[:, :, None]
+        values = lambda weights: call.dot("nkgqs,nqksv->nkgqv", weights, v)
+        return with_keys(carry, jnp.where(mask, scores, -jnp.inf), values)
+
+    return finished(call, lax.fori_loop(0, indices.shape[-1], block, start_of(call, queries)))
+
+
+# Mapped, so that heads are an axis of their own to the compiler: each device gathers from its own.
+def _taken(x: Array, page: Array, place: Array) -> Array:
+    """Of pages `[P, p, K, D]` the rows at `[n, Q, K, S]`: `[n, Q, K, S, D]`."""
+    take = lambda x, page, place: x.at[page, place].get(mode="promise_in_bounds")
+    return jax.vmap(take, 2, 2)(x, page, place)

@@ -1,0 +1,51 @@
+"""Native sparse attention from three dense ones, differentiable by JAX: the oracle of every test."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ..attention import reference as attention
+from ..attention.spec import AttentionArrays, AttentionSpec
+from . import branches, selection
+from .spec import begins, NativeArrays, NativeSpec, of_sequence, positions
+
+
+def attend(arrays: NativeArrays, spec: NativeSpec) -> tuple[Array, Array]:
+    """The output `[B, T, H, V]`, in float64 for float64 inputs and in float32 otherwise, and the blocks that were chosen."""
+    results = {}
+    results["compressed_out"], results["compressed_lse"], weights = attention.attend_with_weights(
+        *branches.compressed(arrays, spec)
+    )
+    indices = arrays.indices
+    if indices is None:
+        importance = _of_groups(jax.lax.stop_gradient(weights), arrays.k.shape[2])
+        indices = selection.choose(importance, arrays, spec)
+    mask = jnp.repeat(
+        visibility(arrays._replace(indices=indices), spec), arrays.q.shape[2] // arrays.k.shape[2], 1
+    )
+    call = AttentionArrays(arrays.q, arrays.k, arrays.v, mask=mask)
+    results["selected_out"], results["selected_lse"] = attention.attend(call, AttentionSpec(spec.scale))
+    results["sliding_out"], results["sliding_lse"] = attention.attend(*branches.sliding(arrays, spec))
+    return branches.combine(arrays.gates, results, results["selected_out"].dtype), indices
+
+
+def _of_groups(weights: Array, kv_heads: int) -> Array:
+    """The weights of compressed keys summed over the heads of a group, `[B, T, K, C]`."""
+    batch, heads, queries, keys = weights.shape
+    return weights.reshape(batch, kv_heads, heads // kv_heads, queries, keys).sum(2).swapaxes(1, 2)
+
+
+def visibility(arrays: NativeArrays, spec: NativeSpec) -> Array:
+    """Which keys the selected branch sees: bool `[B, K, T, S]`."""
+    assert arrays.indices is not None
+    batch, keys = arrays.k.shape[:2]
+    place = jnp.arange(keys, dtype=jnp.int32)[None, None]
+    last, first = positions(arrays, spec)[..., None], of_sequence(arrays.first)[..., None]
+    seen = jnp.zeros((*arrays.indices.shape[:3], keys), bool)
+    begin = jnp.broadcast_to(begins(arrays, spec), (batch, begins(arrays, spec).shape[1]))
+    for n in range(arrays.indices.shape[-1]):
+        index = arrays.indices[..., n]
+        start = jnp.take_along_axis(begin[:, None], jnp.maximum(index, 0), 2)[..., None]
+        key = place[:, :, None]
+        seen |= (index[..., None] >= 0) & (start <= key) & (key < start + spec.block)
+    return jnp.swapaxes(seen & ((first <= place) & (place <= last))[:, :, None], 1, 2)

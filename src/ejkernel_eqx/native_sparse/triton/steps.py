@@ -1,0 +1,334 @@
+"""A step of decoding: in one launch, or if programs share the keys of a query in four: compressed keys and their scores, the choice beside the
+window, the chosen blocks, and the sum of all parts.
+
+Each key is read once for all heads of a group. What does not fit goes branch by branch."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ...dispatch import DeviceFacts
+from ...launch import Execute, Launcher, NOTHING, result, run
+from ...launch.sizes import cdiv, padded
+from ...paged.flat import part_of
+from ...paged.triton import compiled as pages
+from ...paged.triton.tile import FILLED
+from ..spec import most_blocks, NativeArrays, NativeSpec
+from . import step_choice, step_kernels, whole_step
+from .choice_kernels import GROUPS
+from .few import MOST_QUERIES
+from .tiles import StepTile, Warped
+
+BY_BRANCH = StepTile(0, 1, 4, 1)
+
+MOST_GROUP = 64
+MOST_BLOCKS = 4096
+_MOST_BYTES = 2**14  # of the queries of a group, whose sums are in registers
+_MANY_BYTES = 2**13
+_SCORE_BYTES = 2**28
+_GROUPS = GROUPS.value
+_NUMBERS, _MANY_NUMBERS = (
+    4096,
+    8192,
+)  # of scores at a time, as many as no kernel spills
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The arrays of a step, without leading axes: tokens, and pages with their tables. Over dense keys `queries` are those of a row; over a batch's
+    pages the maximum of a sequence."""
+
+    q: Array  # [T, H, D]
+    gates: Array  # [T, H, 3]
+    k: Array  # [P, PAGE, K, D]
+    v: Array
+    compressed_k: Array  # [P', PAGE', K, D]
+    compressed_v: Array
+    table: Array  # int32 [N, M]
+    small_table: Array  # int32 [N, M']
+    queries: int
+    blocks: int
+    """The most that a sequence may have."""
+    first_slot: int = 0
+    """Where compressed key 0 is."""
+    offset: int = 0
+    position: Array | None = None  # int32 [T], over dense keys
+    q_start: Array | None = None  # int32 [N], over a batch's pages
+    q_len: Array | None = None  # int32 [N]
+    kv_len: Array | None = None  # int32 [N]
+    indices: Array | None = None  # int32 [T, K, n]
+
+    @property
+    def rows(self) -> int:
+        """The queries that there may be."""
+        return self.q.shape[0] if self.q_len is None else self.q_len.shape[0] * self.queries
+
+    @property
+    def compressed_keys(self) -> int:
+        return self.small_table.shape[1] * self.compressed_k.shape[1]
+
+    @property
+    def sizes(self) -> "Sizes":
+        (_, heads, dim), (kv_heads, values) = self.q.shape, self.v.shape[2:]
+        keys, blocks = self.compressed_keys, self.blocks
+        return Sizes(
+            self.queries, self.rows, heads, kv_heads, max(dim, values), self.q.dtype.itemsize, keys, blocks
+        )
+
+
+class Sizes(NamedTuple):
+    """What decides whether a step is served, and how: `rows` queries, up to `queries` of a sequence, which has up to `keys` compressed keys and
+    `blocks` blocks."""
+
+    queries: int
+    rows: int
+    heads: int
+    kv_heads: int
+    channels: int
+    """The larger of those of a key and of a value."""
+    itemsize: int
+    keys: int
+    blocks: int
+
+    @property
+    def bytes(self) -> int:
+        """Those of a query's heads of a group, padded."""
+        return padded(self.heads // self.kv_heads) * padded(self.channels) * self.itemsize
+
+    def reason_against(self) -> str:
+        """Why this goes branch by branch; empty if it does not."""
+        scores, group = 4 * self.rows * self.heads * self.keys, self.heads // self.kv_heads
+        if self.queries > MOST_QUERIES:
+            return f"takes up to {MOST_QUERIES} queries a sequence, not {self.queries}"
+        if group > MOST_GROUP:
+            return f"takes up to {MOST_GROUP} query heads a key head, not {group}"
+        if self.bytes > _MOST_BYTES:
+            return (
+                f"takes up to {_MOST_BYTES // 1024} KiB of query heads a key head, not {self.bytes // 1024}"
+            )
+        if self.blocks > MOST_BLOCKS:
+            return f"takes sequences of up to {MOST_BLOCKS} blocks, not {self.blocks}"
+        if scores > _SCORE_BYTES:
+            return (
+                f"holds up to {_SCORE_BYTES // 2**20} MiB of scores of compressed keys, not {scores // 2**20}"
+            )
+        return "" if min(self.keys, self.blocks) else "needs room for keys and compressed keys"
+
+
+def remark_on(tile: StepTile, sizes: Sizes) -> str:
+    """What `explain` says of steps that go branch by branch."""
+    if sizes.queries > MOST_QUERIES:
+        return ""
+    if reason := sizes.reason_against():
+        return f"each branch has kernels of its own, as a step of decoding {reason}"
+    return "" if tile.block_k else "each branch has kernels of its own, as the configuration says"
+
+
+def programs_for(sizes: Sizes, block_k: int, device: DeviceFacts) -> int:
+    """The programs that share a branch's keys of each query and key head, at most: two for each multiprocessor, and with more queries twice that, as
+    those that end early make room for others. Each has at least two tiles, or if there are many programs eight. A program of all branches would
+    spill with 8 KiB of query heads, and on AMD's devices."""
+    full, pairs = 2 * (device.num_multiprocessors or 108), max(1, sizes.rows * sizes.kv_heads)
+    few = pairs <= full
+    count = full // pairs if few else cdiv(4 * full, pairs)
+    least = 1 if device.vendor == "nvidia" and sizes.bytes < _MANY_BYTES else 2
+    return max(least, min(count, cdiv(sizes.keys, (2 if few else 8) * block_k)))
+
+
+def tiles_for(branch: list[pages.TritonConfig], sizes: Sizes, device: DeviceFacts) -> list[StepTile]:
+    """Tiles worth timing, from the configurations of the compressed branch as attention over pages, best first; the last goes branch by branch, as
+    does what is not served."""
+    if sizes.reason_against():
+        return [BY_BRANCH]
+    most = 32 if sizes.bytes >= _MANY_BYTES else 256
+    if device.vendor != "nvidia":  # whose compiler keeps loads in flight in registers
+        most = min(most, 64) // 2
+    first, *others = dict.fromkeys(config.decode for config in branch)
+    found = []
+    for tile, factor in ((first, 1.0), (first, 2.0), (first, 0.5), *((tile, 1.0) for tile in others[:2])):
+        block_k = min(tile.block_k, most)
+        splits = max(1, int(programs_for(sizes, block_k, device) * factor))
+        found.append(StepTile(block_k, splits, tile.num_warps, tile.num_stages))
+    return list(dict.fromkeys([*found, BY_BRANCH]))
+
+
+def of_rows(arrays: NativeArrays, spec: NativeSpec) -> Step:
+    """The step of few queries over dense keys: parts of a row are pages, their table a constant."""
+    batch, length, heads, dim = arrays.q.shape
+    (k, table), (small, small_table) = _in_pages(arrays.k), _in_pages(arrays.compressed_k)
+    flat = lambda x: None if x is None else x.reshape(batch * length, *x.shape[2:])
+    return Step(
+        q=arrays.q.reshape(-1, heads, dim),
+        gates=arrays.gates.reshape(-1, heads, 3),
+        k=k,
+        v=_in_pages(arrays.v)[0],
+        compressed_k=small,
+        compressed_v=_in_pages(arrays.compressed_v)[0],
+        table=table,
+        small_table=small_table,
+        queries=length,
+        blocks=most_blocks(arrays, spec),
+        offset=spec.offset,
+        position=flat(arrays.position),
+        indices=flat(arrays.indices),
+    )
+
+
+def _in_pages(x: Array) -> tuple[Array, Array]:
+    batch, length = x.shape[:2]
+    part = part_of(length)
+    # In numpy, so that the device computes nothing for it.
+    table = np.arange(batch * (length // part), dtype=np.int32).reshape(batch, -1)
+    return x.reshape(-1, part, *x.shape[2:]), jnp.asarray(table)
+
+
+def attend(
+    step: Step, spec: NativeSpec, tile: StepTile, float32_dot: str, *, execute: Execute = run
+) -> dict[str, Array]:
+    """`out [T, H, V]` and the blocks `indices [T, K, n]`."""
+    launch, chooses = _launcher(step, spec, float32_dot, execute), step.indices is None
+    blocks, group = padded(step.blocks, _GROUPS), step.q.shape[1] // step.v.shape[2]
+    block_k, alone = min(tile.block_k, padded(spec.block)), tile.split_k == 1
+    many = not alone and spec.block == spec.span == spec.stride
+    numbers = {
+        "CHOOSES": int(chooses),
+        "EACH": cdiv(spec.block, block_k),
+        "BK": block_k,
+        "BLOCK_M": blocks,
+        "HEADS": min(padded(group, 1), max(1, (_MANY_NUMBERS if many else _NUMBERS) // blocks)),
+    }
+    launch = launch.knowing({"given": step.indices}, **numbers)
+    found = (_in_one if alone else _in_four)(launch, step, spec, tile)
+    return {"out": found["out"], "indices": found["indices"] if step.indices is None else step.indices}
+
+
+def _in_one(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
+    tokens, heads, values = *step.q.shape[:2], step.v.shape[-1]
+    outputs = _choice(launch, step, spec) | {
+        "out": result(tokens, heads, values, dtype=step.q.dtype),
+        "lse": result(step.rows, heads) if step.indices is None else NOTHING,
+    }
+    return launch(whole_step.whole_step_kernel, tile, outputs, step.rows * step.v.shape[2] + _fills(step))
+
+
+def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
+    (tokens, heads, _), (kv_heads, values) = step.q.shape, step.v.shape[2:]
+    rows, keys, pairs = step.rows, step.compressed_keys, step.rows * kv_heads
+    # Programs that share the keys of a branch, each with two tiles at least.
+    shared = lambda count: max(1, min(tile.split_k, cdiv(count, 2 * tile.block_k)))
+    compressed, sliding = shared(keys), shared(min(spec.window, step.table.shape[1] * step.k.shape[1]))
+    span = cdiv(spec.count, shared(spec.count * spec.block))
+    selected = cdiv(spec.count, span)
+    part = lambda splits: result(rows, heads, splits, values)
+    part_lse = lambda splits: result(rows, heads, splits)
+    chooses, chosen = step.indices is None, _choice(launch, step, spec)
+    found = launch(
+        step_kernels.compressed_step_kernel,
+        tile,
+        {"part": part(compressed), "part_lse": part_lse(compressed), "scores": chosen.pop("scores")},
+        pairs * compressed,
+        SPLITS=compressed,
+    )
+    near = launch(
+        step_kernels.sliding_step_kernel,
+        tile,
+        {"part": part(sliding), "part_lse": part_lse(sliding)} | chosen,
+        pairs * (sliding + chooses) + (_fills(step) if chooses else 0),
+        {"scores": found["scores"], "compressed_lse": found["part_lse"]},
+        SPLITS=sliding,
+        PARTS=compressed,
+        BLOCK_PARTS=padded(compressed, 1),
+    )
+    picked = launch(
+        step_kernels.selected_step_kernel,
+        tile,
+        {"part": part(selected), "part_lse": part_lse(selected)},
+        pairs * selected,
+        {"indices": near["indices"] if chooses else step.indices},
+        SPLITS=selected,
+        SPAN=span,
+    )
+    combined = {"compressed_part": found["part"], "compressed_lse": found["part_lse"]}
+    combined |= {"selected_part": picked["part"], "selected_lse": picked["part_lse"]}
+    combined |= {"sliding_part": near["part"], "sliding_lse": near["part_lse"]}
+    most = max(compressed, selected, sliding)
+    out = launch(
+        step_kernels.combine_step_kernel,
+        Warped(min(4, max(1, padded(most, 1) * padded(values) // 512))),
+        {"out": result(tokens, heads, values, dtype=step.q.dtype)},
+        rows * heads + _fills(step),
+        combined,
+        PARTS=compressed,
+        BLOCK_PARTS=padded(compressed, 1),
+        CHOSEN_PARTS=selected,
+        BLOCK_CHOSEN=padded(selected, 1),
+        NEAR_PARTS=sliding,
+        BLOCK_NEAR=padded(sliding, 1),
+    )["out"]
+    return {"out": out, "indices": near["indices"]}
+
+
+def _choice(launch: Launcher, step: Step, spec: NativeSpec) -> dict[str, Any]:
+    """What a choice writes."""
+    if step.indices is not None:
+        return dict.fromkeys(("indices", "scores", "keys"), NOTHING)
+    tokens, kv_heads, number = step.q.shape[0], step.v.shape[2], launch.numbers
+    scores = number["WIDTH"] * step_choice.SCORE_ROW.value
+    return {
+        "indices": result(tokens, kv_heads, spec.count, dtype=jnp.int32),
+        "scores": result(step.rows, kv_heads, number["G"], scores),
+        "keys": result(step.rows, kv_heads, number["BLOCK_M"] + _GROUPS, dtype=jnp.int32),
+    }
+
+
+def _fills(step: Step) -> int:
+    """Programs for tokens of no sequence."""
+    return 0 if step.q_len is None else cdiv(step.q.shape[0], FILLED.value)
+
+
+def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) -> Launcher:
+    """What the kernels of a step have in common."""
+    (tokens, heads, dim), (pages, page, kv_heads, values) = step.q.shape, step.v.shape
+    small_pages, small_page = step.compressed_k.shape[:2]
+    names = ("q", "gates", "k", "v", "compressed_k", "compressed_v", "table", "small_table", "position")
+    named = {name: getattr(step, name) for name in (*names, "q_start", "q_len", "kv_len")}
+    far = lambda pages, page: max(pages, kv_heads * max(dim, values)) * page >= 2**31
+    numbers: dict[str, Any] = {
+        "T": step.queries if step.q_len is None else tokens,
+        "R": step.rows,
+        "N_SEQUENCES": step.table.shape[0],
+        "M": step.table.shape[1],
+        "P": pages,
+        "PAGE": page,
+        "FAR": far(pages, page),
+        "WIDTH": cdiv(step.compressed_keys, step_choice.SCORE_ROW.value),
+        "SMALL_M": step.small_table.shape[1],
+        "P_SMALL": small_pages,
+        "SMALL_PAGE": small_page,
+        "SMALL_FAR": far(small_pages, small_page),
+        "BLOCKS": step.blocks,
+        "offset": step.offset,
+        "H": heads,
+        "K": kv_heads,
+        "D": dim,
+        "V": values,
+        "N": spec.count,
+        "BS": spec.block,
+        "G": heads // kv_heads,
+        "GP": padded(heads // kv_heads),
+        "BLOCK_D": padded(dim),
+        "BLOCK_V": padded(values),
+        "SCALE": spec.scale,
+        "PRECISION": float32_dot if step.q.dtype == jnp.float32 else "ieee",
+        "PAGED": step.q_len is not None,
+        "PLACED": step.position is not None,
+        "QUERIES": step.queries,
+        "WINDOW": spec.window,
+        "FIRST": step.first_slot,
+        "REACH": spec.span // spec.stride,
+        "STRIDE": spec.stride,
+    }
+    return Launcher("native_sparse_step", named, numbers, step.q, execute)
