@@ -23,6 +23,7 @@ import ejkernel_eqx as ejx
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCE = pathlib.Path(str(ejx.__file__)).parent
 BEHIND_THE_LAUNCH = "testing/"
+_IMPORTING = "_find_and_load"
 _INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>")
 
 
@@ -50,7 +51,7 @@ def corridor_of(call: Callable[[], Any]) -> Corridor:
         step = 1 if event == "call" else -1
         is_ours = code.co_filename.startswith(f"{SOURCE}/")
         name = code.co_filename.removeprefix(f"{SOURCE}/")
-        if code.co_name == "<module>" or (is_ours and name.startswith(BEHIND_THE_LAUNCH)):
+        if code.co_name == _IMPORTING or (is_ours and name.startswith(BEHIND_THE_LAUNCH)):
             skipped += step
         elif is_ours and not skipped:
             depth += step

@@ -1,5 +1,6 @@
 """Published weights: read from files, split and renamed into the layers of this package, strictly."""
 
+from .. import nn  # noqa: F401  the layers import parts of this room, so they come first
 from .attention_configs import attention_options as attention_options
 from .configs import unit_offset_norms as unit_offset_norms
 from .load import load_published as load_published

@@ -11,13 +11,10 @@ from ..._kernel import Kernel, Plan
 from ..._shapes import AnyArray, Float, Int, Numbers
 from ...attention.native_sparse.arguments import Options
 from ...core.plans import plan_of
-from ...core.platforms import register
 from ...dispatch import PlatformLike
 from ..cache.cache import PagedKVCache
 from .arguments import resolve
 from .core import ATTEND
-
-register("paged_native_sparse_attention", __package__)
 
 Output = Float[Array, "*B T H V"]
 WithIndices = tuple[Float[Array, "*B T H V"], Int[Array, "*B T K n"]]
