@@ -52,7 +52,10 @@ def returned(function: Any) -> set[type]:
 
 @pytest.mark.parametrize("room", [nn, models, paged], ids=lambda room: room.__name__)
 def test_what_is_returned_can_be_imported(room):
-    public = {value for value in (vars(ejx) | vars(nn) | vars(models)).values() if inspect.isclass(value)}
+    exported = [getattr(ejx, name) for name in ejx.__all__]
+    public = {
+        value for value in (*exported, *vars(nn).values(), *vars(models).values()) if inspect.isclass(value)
+    }
     missing = set()
     for name, cls in vars(room).items():
         members = inspect.getmembers(cls, inspect.isroutine) if inspect.isclass(cls) else [(name, cls)]

@@ -1,140 +1,77 @@
-from typing import TYPE_CHECKING
+"""Deep-learning kernels for JAX as Equinox layers. The public names are listed in `__init__.pyi`; each is imported when it is first used."""
 
-from . import functional as functional
-from . import launch as launch
-from . import models as models
-from . import nn as nn
-from . import sequences as sequences
-from ._errors import CheckpointError as CheckpointError
-from ._errors import EjkernelError as EjkernelError
-from ._errors import TuningError as TuningError
-from ._errors import UnsupportedError as UnsupportedError
-from ._explain import explain as explain
-from ._explanation import Choice as Choice
-from ._explanation import Explanation as Explanation
-from ._inputs import Inputs as Inputs
-from ._inputs import inputs as inputs
-from ._kernel import Kernel as Kernel
-from ._kernel import Plan as Plan
-from ._values import check_values as check_values
-from .attention import Attention as Attention
-from .attention import BlockSparseAttention as BlockSparseAttention
-from .attention import FlashAttention as FlashAttention
-from .attention import Mask as Mask
-from .attention import merge_attention as merge_attention
-from .attention import RingAttention as RingAttention
-from .attention import ScaledDotProductAttention as ScaledDotProductAttention
-from .cells import Recurrent as Recurrent
-from .convolution import CausalConv1d as CausalConv1d
-from .custom import CustomKernel as CustomKernel
-from .custom import NoConfig as NoConfig
-from .custom import TritonLauncher as TritonLauncher
-from .dispatch import Backend as Backend
-from .dispatch import ConfigCache as ConfigCache
-from .dispatch import Cost as Cost
-from .dispatch import device_fingerprint as device_fingerprint
-from .dispatch import device_kind as device_kind
-from .dispatch import device_platform as device_platform
-from .dispatch import DeviceFacts as DeviceFacts
-from .dispatch import from_json as from_json
-from .dispatch import kernel_registry as kernel_registry
-from .dispatch import overlay_cache as overlay_cache
-from .dispatch import PersistentCache as PersistentCache
-from .dispatch import Platform as Platform
-from .dispatch import PlatformLike as PlatformLike
-from .dispatch import policy_override as policy_override
-from .dispatch import Problem as Problem
-from .dispatch import stable_json as stable_json
-from .dispatch import to_json as to_json
-from .dispatch.environment import env as env
-from .dispatch.labels import extract_labels_from_hlo_text as extract_labels_from_hlo_text
-from .dispatch.labels import find_labels_in_lowered as find_labels_in_lowered
-from .dispatch.labels import labels_to_configs as labels_to_configs
-from .functional import absorbed_latent_attention as absorbed_latent_attention
-from .functional import block_sparse_attention as block_sparse_attention
-from .functional import causal_conv1d as causal_conv1d
-from .functional import delta_rule as delta_rule
-from .functional import flash_attention as flash_attention
-from .functional import gated_delta_rule as gated_delta_rule
-from .functional import gated_linear_attention as gated_linear_attention
-from .functional import gated_rms_norm as gated_rms_norm
-from .functional import grouped_matmul as grouped_matmul
-from .functional import kernel_delta_attention as kernel_delta_attention
-from .functional import lightning_attention as lightning_attention
-from .functional import linear_attention as linear_attention
-from .functional import linear_cross_entropy as linear_cross_entropy
-from .functional import mean_pooling as mean_pooling
-from .functional import multi_head_latent_attention as multi_head_latent_attention
-from .functional import native_sparse_attention as native_sparse_attention
-from .functional import paged_attention as paged_attention
-from .functional import paged_native_sparse_attention as paged_native_sparse_attention
-from .functional import prefill_paged_attention as prefill_paged_attention
-from .functional import ragged_decode_attention as ragged_decode_attention
-from .functional import ragged_paged_attention as ragged_paged_attention
-from .functional import recurrent as recurrent
-from .functional import residual_rms_norm as residual_rms_norm
-from .functional import ring_attention as ring_attention
-from .functional import scaled_dot_product_attention as scaled_dot_product_attention
-from .functional import state_space_v1 as state_space_v1
-from .functional import state_space_v2 as state_space_v2
-from .functional import unified_attention as unified_attention
-from .latent import AbsorbedLatentAttention as AbsorbedLatentAttention
-from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
-from .losses import LinearCrossEntropy as LinearCrossEntropy
-from .matmul import GroupedMatmul as GroupedMatmul
-from .native_sparse import NativeSparseAttention as NativeSparseAttention
-from .native_sparse import PagedNativeSparseAttention as PagedNativeSparseAttention
-from .normalization import GatedRMSNorm as GatedRMSNorm
-from .normalization import ResidualRMSNorm as ResidualRMSNorm
-from .paged import Buckets as Buckets
-from .paged import BucketSizes as BucketSizes
-from .paged import OutOfPagesError as OutOfPagesError
-from .paged import PageCopy as PageCopy
-from .paged import PagedAttention as PagedAttention
-from .paged import PagedKVCache as PagedKVCache
-from .paged import PagedLatentCache as PagedLatentCache
-from .paged import PageTable as PageTable
-from .paged import PrefillPagedAttention as PrefillPagedAttention
-from .paged import RaggedBatch as RaggedBatch
-from .paged import RaggedDecodeAttention as RaggedDecodeAttention
-from .paged import RaggedPagedAttention as RaggedPagedAttention
-from .paged import UnifiedAttention as UnifiedAttention
-from .pooling import MeanPooling as MeanPooling
-from .recurrence import DeltaRule as DeltaRule
-from .recurrence import GatedDeltaRule as GatedDeltaRule
-from .recurrence import GatedLinearAttention as GatedLinearAttention
-from .recurrence import KernelDeltaAttention as KernelDeltaAttention
-from .recurrence import lightning_slopes as lightning_slopes
-from .recurrence import LightningAttention as LightningAttention
-from .recurrence import LinearAttention as LinearAttention
-from .recurrence import StateSpaceV2 as StateSpaceV2
-from .selective_scan import StateSpaceV1 as StateSpaceV1
-from .serialisation import load as load
-from .serialisation import save as save
-from .tuning import benchmark as benchmark
-from .tuning import tuned_results as tuned_results
-from .tuning import TuneOptions as TuneOptions
-from .tuning import tuning_options as tuning_options
-from .tuning import TuningResult as TuningResult
-from .tuning.models import autotune as autotune
-from .tuning.models import tune as tune
-from .tuning.names import autotune_recorded as autotune_recorded
-from .tuning.names import clear_invocations as clear_invocations
-from .tuning.names import get_invocations as get_invocations
-from .tuning.names import pmap_with_config as pmap_with_config
-from .tuning.names import record_invocation as record_invocation
-from .tuning.names import vmap_with_config as vmap_with_config
-from .tuning.recording import Invocation as Invocation
-from .tuning.recording import recording as recording
-from .tuning.replace import replan as replan
-from .tuning.replace import with_config as with_config
-from .tuning.report.document import tuning_report as tuning_report
-from .weights import load_published as load_published
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import pkgutil
+import sys
+import types
+from typing import Any
 
-if TYPE_CHECKING:
-    # The package of this name is called as the function.
-    from .functional import attention as attention
 
-    __version__: str
-else:
-    from ._version import __getattr__ as __getattr__
+def _modules() -> dict[str, str]:
+    """The module that defines each public name; empty for a module of the package itself."""
+    stub = ast.parse(pkgutil.get_data(__name__, "__init__.pyi") or b"")
+    imports = [statement for statement in stub.body if isinstance(statement, ast.ImportFrom)]
+    return {alias.name: statement.module or "" for statement in imports for alias in statement.names}
+
+
+_MODULES = _modules()
+__all__ = sorted(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        module = importlib.import_module(f"{__name__}.{_MODULES[name] or name}")
+        # A module that was imported is bound by now, and so is the package `attention`, which has the name of a function.
+        return globals().setdefault(name, getattr(module, name, module))
+    if name == "__version__":
+        return _version()
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _version() -> str:
+    """The version of the installed package; `"0+unknown"` where its source is used without being installed."""
+    try:
+        return importlib.metadata.version("ejkernel-eqx")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+class _Callable(types.ModuleType):
+    # A package that is called as the function of its name, whose documentation it has.
+
+    @property
+    def _function(self) -> Any:
+        functions = importlib.import_module(f"{__name__}.functional")
+        return getattr(functions, self.__name__.rpartition(".")[2])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    @property
+    def __doc__(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._function.__doc__
+
+    @property
+    def __signature__(self) -> Any:
+        return self._function.__signature__
+
+
+class _Package(types.ModuleType):
+    """This package. The operation `attention` has the name of a subpackage, which can be called once it is bound here."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "attention":
+            value.__class__ = _Callable
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -6,13 +6,11 @@
 import functools
 import inspect
 import re
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast, TypeVar
 
 import jax.core
 
-from . import attention as _attention
 from ._kernel import Kernel, make_plan, Plan, with_plan
 from ._signatures import refusal
 from .attention import (
@@ -164,15 +162,6 @@ def _check_option(cls: type[Kernel], name: str, value: Any) -> None:
         ) from None
 
 
-class _CallableRoom(types.ModuleType):
-    """A package whose name is also that of a function, made callable."""
-
-    __signature__: inspect.Signature
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return attention(*args, **kwargs)
-
-
 attention = function_of(Attention)
 block_sparse_attention = function_of(BlockSparseAttention)
 flash_attention = function_of(FlashAttention)
@@ -202,8 +191,3 @@ lightning_attention = function_of(LightningAttention)
 linear_attention = function_of(LinearAttention)
 state_space_v1 = function_of(StateSpaceV1)
 state_space_v2 = function_of(StateSpaceV2)
-
-# The operation `attention` shares its name with the package `ejkernel_eqx.attention`.
-_room: Any = _attention
-_room.__class__ = _CallableRoom
-_room.__doc__, _room.__signature__ = attention.__doc__, inspect.signature(attention)

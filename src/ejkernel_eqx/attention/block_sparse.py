@@ -10,7 +10,6 @@ from jaxtyping import PRNGKeyArray
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
-from ..core.platforms import EVERY, register
 from ..dispatch import PlatformLike
 from .arguments import MaskInputs, resolve, ScoreInputs, ScoreOptions
 from .core import attended
@@ -18,8 +17,6 @@ from .masks.mask import Mask
 from .masks.sizes import block_pair
 from .score_mod import ScoreMod
 from .signature import BlockSparseInputs, Output, WithLse
-
-register("block_sparse_attention", __package__, EVERY)
 
 
 class BlockSparseAttention(Kernel):

@@ -10,14 +10,11 @@ from jaxtyping import PRNGKeyArray
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
-from ..core.platforms import EVERY, register
 from ..dispatch import PlatformLike
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attended
 from .masks.mask import Mask, Window
 from .signature import AttentionInputs, Output, WithLse
-
-register("flash_attention", __package__, EVERY)
 
 
 class FlashAttention(Kernel):

@@ -11,8 +11,7 @@ from .._jitted import compiled_once
 from .._kernel import Kernel, make_plan, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core import Named
-from ..core.platforms import register
-from ..dispatch import Platform, PlatformLike
+from ..dispatch import PlatformLike
 from ..dispatch.labels import kernel_scope
 from ..parallel import mapped
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
@@ -20,8 +19,6 @@ from .core import arrays_of, ATTEND, axes_of, problem_of
 from .masks.mask import Mask, Window
 from .reference import attend_with_weights
 from .spec import AttentionArrays, AttentionSpec
-
-register("attention", __package__, [Platform.XLA], tunable=False)
 
 
 class Attention(Kernel):

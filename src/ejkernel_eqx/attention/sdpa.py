@@ -10,14 +10,11 @@ from jax import Array
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
-from ..core.platforms import EVERY, register
 from ..dispatch import PlatformLike
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import attended
 from .masks.mask import Mask
 from .signature import DotProductInputs, Output, WithLse
-
-register("scaled_dot_product_attention", __package__, EVERY)
 
 
 class ScaledDotProductAttention(Kernel):

@@ -12,13 +12,10 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.arguments import array, check_flags, check_state_dtype
 from ..core.plans import plan_of
-from ..core.platforms import register
 from ..dispatch import PlatformLike
 from .arguments import Call, check_options, Parameters, resolve, Tokens
 from .core import KINDS
 from .spec import CellSpec
-
-register("recurrent", __package__)
 
 GivenState = Float[AnyArray, "... H"] | tuple[Float[AnyArray, "... H"], Float[AnyArray, "... H"]]
 NewState = Float[Array, "... H"] | tuple[Float[Array, "... H"], Float[Array, "... H"]]

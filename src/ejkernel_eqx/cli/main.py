@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import jax
 
+from .. import __version__
 from .._errors import EjkernelError
-from .._version import version
 from . import bench, cache, doctor, report, tune
 from .output import FAILED, OK, Outcome, USAGE, UsageError, write_json
 
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    top.add_argument("--version", action="version", version=f"ejkernel-eqx {version()}")
+    top.add_argument("--version", action="version", version=f"ejkernel-eqx {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     add = _adder(commands)
     add(

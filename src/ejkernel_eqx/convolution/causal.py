@@ -11,7 +11,6 @@ from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.along import check_sequence_axis
 from ..core.l2norm import l2norm
 from ..core.plans import plan_of
-from ..core.platforms import register
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .along import with_entering
@@ -20,8 +19,6 @@ from .core import CONVOLVE
 from .spec import by_head, channels_as, ConvSpec, merged_results, split_heads, split_of
 from .step import advance
 from .xla import entering
-
-register("causal_conv1d", __package__)
 
 
 class CausalConv1d(Kernel):

@@ -1,49 +1,18 @@
-"""Common parts of the families' platforms: plain XLA, interpreted Triton and Pallas, and their registration."""
+"""Common parts of the families' platforms: plain XLA, interpreted Triton and Pallas."""
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import Array
 
-from ..dispatch import Backend, DeviceFacts, hooks_of, Implementation, kernel_registry, Platform, Problem
+from ..dispatch import DeviceFacts, hooks_of, Problem
 from ..launch import expect_launches, interpreter_unavailable, run, triton_unavailable
 
 Named = dict[str, Array]
-
-# The highest priority that supports the request comes first; below zero only if requested by name.
-_PLATFORMS = (
-    (Platform.CUDA, Backend.GPU, 40, "cudnn"),
-    (Platform.TRITON, Backend.GPU, 30, "triton.compiled"),
-    (Platform.XLA, Backend.ANY, 10, "xla"),
-    # Behind XLA until someone has run it on a TPU, and because the compiler cannot split it on automatic meshes: used where it is requested, or
-    # where a table of the device has it as the faster one.
-    (Platform.PALLAS, Backend.TPU, 5, "pallas.compiled"),
-    (Platform.TRITON_INTERPRET, Backend.ANY, -10, "triton.interpreted"),
-    (Platform.PALLAS_INTERPRET, Backend.ANY, -20, "pallas.interpreted"),
-)
-USUAL = (Platform.TRITON, Platform.XLA, Platform.TRITON_INTERPRET)
-ON_TPU = (Platform.PALLAS, Platform.PALLAS_INTERPRET)
-"""For a family with a folder `pallas`."""
-EVERY = (Platform.CUDA, *USUAL, *ON_TPU)
-
-
-def register(
-    operation: str, package: str | None, platforms: Collection[Platform] = USUAL, *, tunable: bool = True
-) -> None:
-    """Registers an operation whose platforms are modules of its family's `package`, each imported on first use."""
-    core = str(package).rpartition(".")[2]
-    for platform, backend, priority, module in _PLATFORMS:
-        if platform in platforms:
-            # cuDNN tunes itself.
-            workload = f"{package}.workload:workload" if tunable and platform is not Platform.CUDA else None
-            target = f"{package}.{module}"
-            kernel_registry.add(
-                Implementation(operation, platform, backend, priority, core, target, workload)
-            )
 
 
 def kernels_unavailable(device: DeviceFacts) -> str | None:

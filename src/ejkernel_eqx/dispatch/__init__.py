@@ -40,6 +40,7 @@ from .records import Denied as Denied
 from .records import Record as Record
 from .records import Timed as Timed
 from .registry import Implementation as Implementation
+from .registry import implementations_of as implementations_of
 from .registry import kernel_registry as kernel_registry
 from .registry import KernelRegistry as KernelRegistry
 from .registry import names_of as names_of

@@ -1,6 +1,7 @@
 """The environment variables that the package reads. Each is declared once, next to its reader, and listed by `doctor`."""
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,8 @@ class EnvironmentVariable:
 
 
 _DECLARED: dict[str, EnvironmentVariable] = {}
+_READERS = ("dispatch.overlay", "dispatch.persistent", "launch.own_call", "_values")
+"""The modules that declare variables. They are imported before all variables are listed."""
 
 
 def declare(name: str, description: str, parse: Callable[[str], Any], default: Any) -> EnvironmentVariable:
@@ -66,4 +69,6 @@ class Environment(tuple[EnvironmentVariable, ...]):
 
 def env() -> Environment:
     """Returns every environment variable that the package reads, sorted by name, as a tuple that prints as text."""
+    for reader in _READERS:
+        importlib.import_module(f".{reader}", __package__.rpartition(".")[0])
     return Environment(_DECLARED[name] for name in sorted(_DECLARED))

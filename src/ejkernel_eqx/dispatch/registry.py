@@ -4,10 +4,11 @@ import dataclasses
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
+from .._operations import Family, OPERATIONS, PLATFORMS
 from .._optional import not_installed
 from .._signatures import nearest
 from .device import device_facts, DeviceFacts
@@ -17,6 +18,7 @@ from .problem import Problem
 from .workload import Workload
 
 T = TypeVar("T")
+_PACKAGE = __package__.rpartition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,4 +235,21 @@ class KernelRegistry:
                 raise ValueError(f"{operation}.{function}: the platforms disagree on its parameters: {seen}.")
 
 
+def implementations_of(operation: str, family: Family) -> Iterator[Implementation]:
+    """The implementations of an operation of a family, each by the names of its modules."""
+    room = f"{_PACKAGE}.{family.room}"
+    for name in family.platforms:
+        backend, priority, module = PLATFORMS[name]
+        platform = Platform(name)
+        # cuDNN tunes itself.
+        workload = (
+            f"{room}.workload:workload" if family.is_tunable and platform is not Platform.CUDA else None
+        )
+        target = f"{room}.{module}"
+        yield Implementation(operation, platform, Backend(backend), priority, family.core, target, workload)
+
+
 kernel_registry = KernelRegistry()
+for _operation, _family in OPERATIONS.items():
+    for _implementation in implementations_of(_operation, _family):
+        kernel_registry.add(_implementation)

@@ -6,6 +6,7 @@ snapshot and a problem, and happens while a call is traced.
 
 import contextlib
 import dataclasses
+import importlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
@@ -262,11 +263,19 @@ _SUFFICIENT: dict[Policy, Collection[tuple[Tier, Ask]]] = {
 }
 """The tiers that come first, up to the tuner, when tuning is requested."""
 
-_autotuner: Autotuner | None = None
+
+def _tuner_of_package(problem: Problem, implementation: Implementation, device: DeviceFacts) -> Known | None:
+    """The package's own tuner, which is imported when it is first asked."""
+    tuning = importlib.import_module(".tuning", __package__.rpartition(".")[0])
+    return tuning.autotune_tier(problem, implementation, device)
+
+
+_autotuner: Autotuner | None = _tuner_of_package
 
 
 def set_autotuner(autotuner: Autotuner | None) -> None:
-    """Sets the function behind the autotune tier: (problem, implementation, device) -> configuration (or `Known`), or `None`."""
+    """Sets the function behind the autotune tier: (problem, implementation, device) -> configuration (or `Known`), or `None`. By default it is
+    the package's own tuner."""
     global _autotuner
     _autotuner = autotuner
 

@@ -13,9 +13,8 @@ from .._shapes import AnyArray, Float, Int, Numbers
 from .._values import check_between
 from ..core.arguments import array
 from ..core.plans import plan_of
-from ..core.platforms import ON_TPU, register, USUAL
 from ..dispatch import PlatformLike
-from ..paged import PagedLatentCache, RaggedPagedAttention
+from ..paged import PagedLatentCache
 from ..paged.arguments import (
     packed,
     PagedOptions,
@@ -33,7 +32,6 @@ from ..parallel.mesh import resharded, spec_of
 from .arguments import read_latents, read_weights
 
 # Its kernels are those of attention over pages.
-register("absorbed_latent_attention", RaggedPagedAttention.__module__.rpartition(".")[0], (*USUAL, *ON_TPU))
 
 Output = Float[Array, "*B T H V"]
 WithLse = tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]

@@ -15,13 +15,10 @@ from ..attention.arguments import described, MaskInputs, parse_window, ScoreInpu
 from ..attention.masks.mask import Window
 from ..attention.signature import AttentionInputs, Output, WithLse
 from ..core.plans import plan_of
-from ..core.platforms import ON_TPU, register, USUAL
 from ..dispatch import PlatformLike
 from .arguments import read_expanded
 from .core import attend
 from .spec import LatentArrays
-
-register("multi_head_latent_attention", __package__, (*USUAL, *ON_TPU))
 
 
 class MultiHeadLatentAttention(Kernel):

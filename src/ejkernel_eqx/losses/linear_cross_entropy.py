@@ -11,12 +11,9 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int
 from ..core.arguments import accumulator
 from ..core.plans import plan_of
-from ..core.platforms import register
-from ..dispatch import Platform, PlatformLike
+from ..dispatch import PlatformLike
 from .arguments import Options, resolve
 from .core import CROSS_ENTROPY
-
-register("linear_cross_entropy", __package__, {Platform.XLA})
 
 
 class LinearCrossEntropy(Kernel):

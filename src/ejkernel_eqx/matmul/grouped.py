@@ -10,13 +10,10 @@ from jax import Array
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.plans import plan_of
-from ..core.platforms import ON_TPU, register, USUAL
 from ..dispatch import PlatformLike
 from .arguments import check_options, check_out_dtype, resolve, result_shape, RightSide
 from .core import GROUPED
 from .spec import GroupedSpec
-
-register("grouped_matmul", __package__, (*USUAL, *ON_TPU))
 
 
 class GroupedMatmul(Kernel):

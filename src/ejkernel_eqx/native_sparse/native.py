@@ -10,13 +10,10 @@ from jax import Array
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from ..core.plans import plan_of
-from ..core.platforms import register
 from ..dispatch import PlatformLike
 from .arguments import Options, resolve
 from .core import ATTEND
 from .signature import NativeInputs
-
-register("native_sparse_attention", __package__)
 
 
 class NativeSparseAttention(Kernel):

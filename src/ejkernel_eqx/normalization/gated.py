@@ -9,13 +9,10 @@ from jax import Array
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float
 from ..core.plans import plan_of
-from ..core.platforms import register
 from ..dispatch import PlatformLike
 from .arguments import check_options, resolve
 from .core import NORMALIZE
 from .spec import NormSpec
-
-register("gated_rms_norm", __package__)
 
 
 class GatedRMSNorm(Kernel):

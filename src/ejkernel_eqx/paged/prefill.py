@@ -6,12 +6,9 @@ import jax
 from jax import Array
 
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.platforms import ON_TPU, register, USUAL
 from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import PagedOperation
-
-register("prefill_paged_attention", __package__, (*USUAL, *ON_TPU))
 
 
 class PrefillPagedAttention(PagedOperation):

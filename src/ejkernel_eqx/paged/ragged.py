@@ -8,14 +8,11 @@ from jax import Array
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.platforms import ON_TPU, register, USUAL
 from ..dispatch import PlatformLike
 from .arguments import packed, PagedOptions, read_queries, resolve, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import append, plan_of
 from .windows import finish_within
-
-register("ragged_paged_attention", __package__, (*USUAL, *ON_TPU))
 
 C = TypeVar("C", PagedKVCache, PagedLatentCache)
 

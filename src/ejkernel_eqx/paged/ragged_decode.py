@@ -6,11 +6,8 @@ import jax
 from jax import Array
 
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.platforms import ON_TPU, register, USUAL
 from .arguments import resolve_dense, Scoring
 from .operation import finish, PagedOperation
-
-register("ragged_decode_attention", __package__, (*USUAL, *ON_TPU))
 
 
 class RaggedDecodeAttention(PagedOperation):

@@ -6,13 +6,10 @@ import jax
 from jax import Array
 
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.platforms import ON_TPU, register, USUAL
 from .arguments import packed, read_queries, resolve, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import PagedOperation
 from .windows import finish_within
-
-register("unified_attention", __package__, (*USUAL, *ON_TPU))
 
 
 class UnifiedAttention(PagedOperation):

@@ -10,12 +10,9 @@ from jax import Array
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
-from ..core.platforms import register
 from ..dispatch import PlatformLike
 from .arguments import Options, resolve
 from .core import POOL
-
-register("mean_pooling", __package__)
 
 
 class MeanPooling(Kernel):

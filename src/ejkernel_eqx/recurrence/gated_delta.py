@@ -15,11 +15,8 @@ from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, frame_of, step_frame_of
 from .delta import delta_operands, DeltaOptions, GatedDelta
-from .operation import plan_of, register, run, run_step
+from .operation import plan_of, run, run_step
 from .spec import SCALAR
-
-register("gated_delta_rule")
-register("delta_rule")
 
 
 class GatedDeltaRule(GatedDelta):

@@ -14,10 +14,8 @@ from ..core.arguments import check_state_dtype
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, log_decays, Operands, step_frame_of
-from .operation import plan_of, register, run, run_step
+from .operation import plan_of, run, run_step
 from .spec import KEY
-
-register("gated_linear_attention")
 
 
 class GatedLinearAttention(Kernel):

@@ -3,10 +3,7 @@
 from typing import ClassVar
 
 from .delta import GatedDelta
-from .operation import register
 from .spec import KEY
-
-register("kernel_delta_attention")
 
 
 class KernelDeltaAttention(GatedDelta):

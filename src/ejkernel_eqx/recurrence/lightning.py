@@ -17,10 +17,8 @@ from ..core.arguments import accumulator, array, check_state_dtype, fitting
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
-from .operation import plan_of, register, run, run_step
+from .operation import plan_of, run, run_step
 from .spec import CONSTANT
-
-register("lightning_attention")
 
 _RULES = ("minimax", "fla")
 

@@ -16,10 +16,8 @@ from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import check_scale, Frame, frame_of, log_decays, Operands, step_frame_of
 from .heads import repeat_heads
-from .operation import plan_of, register, run, run_step
+from .operation import plan_of, run, run_step
 from .spec import CONSTANT, KEY, NONE, SCALAR, VALUE
-
-register("linear_attention")
 
 # With `normalize` pairs.
 State = Float[AnyArray, "... H D V"] | tuple[Float[AnyArray, "... H D V"], Float[AnyArray, "... H D"]]

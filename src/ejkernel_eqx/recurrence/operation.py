@@ -7,17 +7,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Plan
-from ..core import platforms
+from .._operations import RECURRENCE
 from ..core.frame import Frame
 from ..core.plans import plan_of as plan_of
+from ..dispatch import implementations_of, kernel_registry
 from .along import recur_along
 from .arguments import build, build_step, check_heads, Operands
 from .core import recur, step
 
 
 def register(operation: str) -> None:
-    """Registers an operation of this family on all its platforms."""
-    platforms.register(operation, __package__, (*platforms.USUAL, *platforms.ON_TPU))
+    """Registers an operation of this family that the package does not have, on all the family's platforms."""
+    for implementation in implementations_of(operation, RECURRENCE):
+        kernel_registry.add(implementation)
 
 
 def run(

@@ -20,10 +20,8 @@ from ..dispatch import PlatformLike
 from .arguments import Frame, frame_of, Operands, step_frame_of
 from .core import KEPT
 from .gates import check_limit, rms_norm, silu_gated, time_step
-from .operation import plan_of, register, run, run_step
+from .operation import plan_of, run, run_step
 from .spec import SCALAR
-
-register("state_space_v2")
 
 
 class _Inputs(NamedTuple):

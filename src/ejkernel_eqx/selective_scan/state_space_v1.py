@@ -14,14 +14,11 @@ from ..core.along import check_sequence_axis
 from ..core.arguments import accumulator, check_state_dtype, decaying_rates, finite_rate, fitting
 from ..core.frame import Frame, frame_of, step_frame_of
 from ..core.plans import plan_of
-from ..core.platforms import register
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .along import scan_along
 from .core import scan, step
 from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
-
-register("state_space_v1", __package__)
 
 
 class _Inputs(NamedTuple):

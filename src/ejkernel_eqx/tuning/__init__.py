@@ -1,6 +1,5 @@
-"""Measuring, checking and choosing configurations. Importing this package registers the autotune tier."""
+"""Measuring, checking and choosing configurations."""
 
-from ..dispatch import set_autotuner
 from .measure import benchmark as benchmark
 from .measure import Timing as Timing
 from .options import current_options as current_options
@@ -13,5 +12,3 @@ from .tracing import inside_trace as inside_trace
 from .tuner import autotune_tier as autotune_tier
 from .tuner import tune_problem as tune_problem
 from .tuner import tuned_results as tuned_results
-
-set_autotuner(autotune_tier)

@@ -11,15 +11,12 @@ from jaxtyping import PRNGKeyArray
 from ..._kernel import Kernel, Plan, replaced
 from ..._shapes import AnyArray, Bool, Float, Int, Numbers
 from ...core.plans import plan_of
-from ...core.platforms import register, USUAL
 from ...dispatch import PlatformLike
 from ..arguments import MaskInputs, parse_window, ScoreInputs, ScoreOptions
 from ..masks.mask import Mask, Window
 from ..signature import AttentionInputs, Output, WithLse
 from .arguments import resolve, Split
 from .core import attend
-
-register("ring_attention", str(__package__).rpartition(".")[0], USUAL)
 
 
 class RingAttention(Kernel):

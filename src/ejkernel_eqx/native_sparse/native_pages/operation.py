@@ -10,14 +10,11 @@ from jax import Array
 from ..._kernel import Kernel, Plan
 from ..._shapes import AnyArray, Float, Int, Numbers
 from ...core.plans import plan_of
-from ...core.platforms import register
 from ...dispatch import PlatformLike
 from ...paged.cache.cache import PagedKVCache
 from ..arguments import Options
 from .arguments import resolve
 from .core import ATTEND
-
-register("paged_native_sparse_attention", __package__)
 
 Output = Float[Array, "*B T H V"]
 WithIndices = tuple[Float[Array, "*B T H V"], Int[Array, "*B T K n"]]

@@ -11,12 +11,9 @@ from ..._kernel import Kernel, Plan
 from ..._shapes import AnyArray, Float
 from ...core.arguments import array, fitting, is_finite
 from ...core.plans import plan_of
-from ...core.platforms import register
 from ...dispatch import PlatformLike
 from .core import normalize_for
 from .spec import COPIES, ResidualArrays, ResidualSpec
-
-register("residual_rms_norm", __package__)
 
 
 class ResidualRMSNorm(Kernel):

@@ -1,0 +1,74 @@
+"""The package's operations as data: the room that implements each, on which platforms. The registry reads this table, which imports no room:
+the module of a platform is imported when it is first used."""
+
+from typing import NamedTuple
+
+
+class Written(NamedTuple):
+    """How the modules of a room implement a platform: on which devices, with which priority, and in which module.
+
+    The highest priority that supports a request comes first; below zero only if requested by name."""
+
+    backend: str
+    priority: int
+    module: str
+
+
+PLATFORMS = {
+    "cuda": Written("gpu", 40, "cudnn"),
+    "triton": Written("gpu", 30, "triton.compiled"),
+    "xla": Written("any", 10, "xla"),
+    # Behind XLA until someone has run it on a TPU, and because the compiler cannot split it on automatic meshes: used where it is requested, or
+    # where a table of the device has it as the faster one.
+    "pallas": Written("tpu", 5, "pallas.compiled"),
+    "triton-interpret": Written("any", -10, "triton.interpreted"),
+    "pallas-interpret": Written("any", -20, "pallas.interpreted"),
+}
+_USUAL = ("triton", "xla", "triton-interpret")
+_ON_TPU = (*_USUAL, "pallas", "pallas-interpret")
+
+
+class Family(NamedTuple):
+    """What operations of one core have in common: its name in tables, the room of its modules, and its platforms."""
+
+    core: str
+    room: str
+    platforms: tuple[str, ...] = _USUAL
+    is_tunable: bool = True
+
+
+RECURRENCE = Family("recurrence", "recurrence", _ON_TPU)
+_PAGED = Family("paged", "paged", _ON_TPU)
+_ATTENTION = Family("attention", "attention", (*_ON_TPU, "cuda"))
+
+OPERATIONS: dict[str, Family] = {
+    "flash_attention": _ATTENTION,
+    "block_sparse_attention": _ATTENTION,
+    "scaled_dot_product_attention": _ATTENTION,
+    "ring_attention": _ATTENTION._replace(platforms=_USUAL),
+    "attention": _ATTENTION._replace(platforms=("xla",), is_tunable=False),
+    "native_sparse_attention": Family("native_sparse", "native_sparse"),
+    "multi_head_latent_attention": Family("latent", "latent", _ON_TPU),
+    "absorbed_latent_attention": _PAGED,
+    "paged_attention": _PAGED,
+    "prefill_paged_attention": _PAGED,
+    "ragged_decode_attention": _PAGED,
+    "ragged_paged_attention": _PAGED,
+    "unified_attention": _PAGED,
+    "paged_native_sparse_attention": Family("native_pages", "native_sparse.native_pages"),
+    "delta_rule": RECURRENCE,
+    "gated_delta_rule": RECURRENCE,
+    "gated_linear_attention": RECURRENCE,
+    "kernel_delta_attention": RECURRENCE,
+    "lightning_attention": RECURRENCE,
+    "linear_attention": RECURRENCE,
+    "state_space_v2": RECURRENCE,
+    "state_space_v1": Family("selective_scan", "selective_scan"),
+    "causal_conv1d": Family("convolution", "convolution"),
+    "gated_rms_norm": Family("normalization", "normalization"),
+    "residual_rms_norm": Family("residual", "normalization.residual"),
+    "grouped_matmul": Family("matmul", "matmul", _ON_TPU),
+    "linear_cross_entropy": Family("losses", "losses", ("xla",)),
+    "mean_pooling": Family("pooling", "pooling"),
+    "recurrent": Family("cells", "cells"),
+}
