@@ -21,8 +21,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from benchmarks import report
 from ejkernel_eqx import Mask
-from ejkernel_eqx.attention.masks.classify import classify
-from ejkernel_eqx.attention.masks.pattern import traced_once
+from ejkernel_eqx.attention.masks.bounds.classify import classify
+from ejkernel_eqx.attention.masks.bounds.evaluate import traced_once
 from ejkernel_eqx.attention.masks.tile_lists import lists_of
 from ejkernel_eqx.attention.masks.tile_shape import Shape
 

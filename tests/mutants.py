@@ -56,8 +56,8 @@ FAULTS = (
     # its masks
     Fault("prefix-ignored", "attention/masks/row_ranges.py", "row_ranges", "jnp.maximum(behind, prefix)", "behind", _MASKS),
     Fault("whole-tile-too-long", "attention/masks/tile_table.py", "overlap", "earliest >= key + block_k", "earliest >= key + block_k - 1", _KERNELS),
-    Fault("bounds-of-comparisons", "attention/masks/bound_rules.py", "_compare", "compare(a.hi, b.lo)", "compare(a.lo, b.lo)", _MASKS),
-    Fault("last-tile-whole", "attention/masks/classify.py", "_of_head", "np.minimum(kinds[:, -1], PARTIAL)", "kinds[:, -1]", _MASKS),
+    Fault("bounds-of-comparisons", "attention/masks/bounds/rules.py", "_monotone", "return function(*low)", "return function(*high)", _MASKS),
+    Fault("last-tile-whole", "attention/masks/bounds/classify.py", "_of_head", "np.minimum(kinds[:, -1], PARTIAL)", "kinds[:, -1]", _MASKS),
     Fault("block-behind-a-tile", "attention/masks/call_lists.py", "_covered", "(np.minimum(first + tile, length) - 1) // block + 1", "np.minimum(first + tile, length) // block", _MASKS),
     # its Triton kernels
     Fault("triton-dropout-scale", "attention/triton/forward_kernel.py", "_attend_tiles", "p * KEEP_SCALE", "p", _KERNELS),

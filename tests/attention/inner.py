@@ -6,16 +6,8 @@ from ejkernel_eqx.attention import cudnn, philox, reference, samples, workload, 
 from ejkernel_eqx.attention.arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from ejkernel_eqx.attention.core import LSE_NAME, OUT_NAME, problem_of
 from ejkernel_eqx.attention.example import example_problem
-from ejkernel_eqx.attention.masks import (
-    bounds,
-    classify,
-    pattern,
-    ranges,
-    tile_lists,
-    tile_shape,
-    tile_table,
-    tiles,
-)
+from ejkernel_eqx.attention.masks import pattern, tile_lists, tile_shape, tile_table
+from ejkernel_eqx.attention.masks.bounds import classify, evaluate, interval, tiles
 from ejkernel_eqx.attention.reference import visibility
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from ejkernel_eqx.attention.xla import XlaConfig, XlaTile
@@ -41,8 +33,8 @@ from ejkernel_eqx.launch.sizes import cdiv, padded
 __all__ = [
     "BOTH", "FORWARD", "LSE_NAME", "OUT_NAME", "TARGETS", "AttentionArrays", "AttentionGrads", "AttentionSpec", "Backend", "DeviceFacts",
     "Implementation", "Known", "MaskInputs", "Platform", "Problem", "RowRanges", "ScoreInputs", "ScoreOptions", "Workload", "XlaConfig", "XlaTile",
-    "bounds", "cdiv", "choices_of", "classify", "compile_ahead", "cudnn", "device_facts", "example_problem", "from_dict", "gluon_unavailable",
-    "inputs", "kernel_registry", "memory_cache", "padded", "parse_window", "pattern", "philox", "problem_of", "ranges", "reference",
+    "cdiv", "choices_of", "classify", "compile_ahead", "cudnn", "device_facts", "evaluate", "example_problem", "from_dict", "gluon_unavailable",
+    "inputs", "interval", "kernel_registry", "memory_cache", "padded", "parse_window", "pattern", "philox", "problem_of", "reference",
     "resolve", "run", "samples", "selections_of", "tile_lists", "tile_shape", "tile_table", "tiles", "to_dict", "visibility", "with_plan",
     "workload", "xla",
 ]  # fmt: skip

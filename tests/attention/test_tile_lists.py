@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx import Mask
-from tests.attention.inner import bounds as bound_of
-from tests.attention.inner import classify, pattern, ranges, tile_lists, tile_shape, tiles
+from tests.attention.inner import classify, evaluate, interval, pattern, tile_lists, tile_shape, tiles
 from tests.attention.patterns import defined, H, PATTERNS, S, T
 
 Shape, lists_of = tile_shape.Shape, tile_lists.lists_of
@@ -114,14 +113,14 @@ FUNCTIONS = {
 
 def bounds(
     function: Any, first: np.ndarray, block: int, head: int = 0, regular: bool = True
-) -> bound_of.Bounds:
+) -> interval.Bounds:
     """Those of tiles of `block` by `block` pairs; `regular`: numbers of one form are kept along it."""
     q, k = first[:, None], first[None]
     edges = lambda x: (x, x) if block == 1 else (x, x + block - 1)
     step = int(first[1] - first[0])
     of = tiles.Tiles(edges(q), edges(k), head, (step, step) if regular else None)
-    traced = ranges.Function(jax.make_jaxpr(function)(*[jnp.int32(0)] * 3))
-    return ranges.bounds_of(traced, of)[0].spread(of)
+    traced = evaluate.Function(jax.make_jaxpr(function)(*[jnp.int32(0)] * 3))
+    return evaluate.bounds_of(traced, of)[0].spread(of)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -13,7 +13,7 @@ from .._sizes import is_symbolic
 from ..core import Kind, Named
 from ..dispatch import Problem
 from . import reference
-from .masks.classify import visible_share
+from .masks.bounds.classify import visible_share
 from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, LEARNED, RowRanges
 

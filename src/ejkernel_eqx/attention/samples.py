@@ -17,7 +17,7 @@ from .._broadcast import like
 from ..core.arguments import accumulator
 from ..core.workload import Inputs
 from ..dispatch import Problem
-from .masks.classify import visible_share
+from .masks.bounds.classify import visible_share
 from .masks.functions import BlockTable
 from .masks.pattern import Pattern
 from .masks.tile_table import window_covers

@@ -24,7 +24,7 @@ from ..dispatch import Backend, BOTH, FORWARD
 from ..parallel import match_varying
 from . import xla_symbols
 from .cotangents import clean_cotangent, row_terms, sinks_gradient
-from .masks.classify import touched
+from .masks.bounds.classify import touched
 from .masks.pattern import Pattern
 from .philox import philox_keep
 from .score_mod import modified_and_slope

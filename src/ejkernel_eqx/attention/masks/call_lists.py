@@ -63,25 +63,16 @@ def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
     row = lists.heads[None]
     if arrays.heads is not None:
         row = jnp.asarray(row)[0][arrays.heads]
-    bits = None if lists.bits is None else jnp.asarray(lists.bits)
-    return TileLists(
-        _every_head(row, arrays),
-        jnp.asarray(lists.tiles),
-        jnp.asarray(lists.entries),
-        jnp.asarray(lists.patterns),
-        bits,
-        lists.blind,
-    )
+    arrays_of = (lists.tiles, lists.entries, lists.patterns, lists.bits)
+    on_device = (None if x is None else jnp.asarray(x) for x in arrays_of)
+    return TileLists(_every_head(row, arrays), *on_device, lists.blind)
 
 
 def _every_head(row: Array | np.ndarray, arrays: AttentionArrays) -> Array:
     every = (arrays.q.shape[0], arrays.q.shape[2])
-    # Of a constant a constant, which takes no launch.
-    return (
-        jnp.asarray(np.broadcast_to(row, every))
-        if isinstance(row, np.ndarray)
-        else jnp.broadcast_to(row, every)
-    )
+    # A constant stays one, which takes no launch.
+    library = np if isinstance(row, np.ndarray) else jnp
+    return jnp.asarray(library.broadcast_to(row, every))
 
 
 def kinds_of(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> tuple[Array, Array, Array | None]:

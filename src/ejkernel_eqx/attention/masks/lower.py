@@ -170,18 +170,21 @@ def _without_window(mask: Any) -> tuple[Any, tuple[PairFunction, ...]]:
     """A mask without its static window and chunks, and those as functions. In packed sequences, chunks count from each one's start."""
     if mask.cu_seqlens is not None:
         return mask, ()
-    left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
-    right = 0 if mask.is_causal and (right is None or right > 0) else right
+    left, right = _static_window(mask)
     functions: list[PairFunction] = [Chunk(size) for size in mask.chunk_sizes]
     if left is not None or right is not None:
         functions.insert(0, Window(left, right))
     return dataclasses.replace(mask, is_causal=False, window=(None, None), chunk_sizes=()), tuple(functions)
 
 
-def _lower_ranges(mask: Any, num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
-    # A window longer than any sequence is equivalent to an unbounded one, and sums with positions fit 32 bits.
+def _static_window(mask: Any) -> tuple[int | None, int | None]:
+    """The sides of the window with causality in it, bounded so that sums with positions fit 32 bits; no sequence is as long."""
     left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
-    right = 0 if mask.is_causal and (right is None or right > 0) else right
+    return left, 0 if mask.is_causal and (right is None or right > 0) else right
+
+
+def _lower_ranges(mask: Any, num_queries: int, num_keys: int, q_offset: Any | None) -> Lowered:
+    left, right = _static_window(mask)
     if q_offset is None:
         q_offset = num_keys - num_queries
     pairs = mask.segments

@@ -217,34 +217,22 @@ class Mask(Module):
             raise ValueError(
                 "cu_seqlens: expected in at most one of two combined masks, received in both; merge the packings first."
             )
+        listed = {name: getattr(self, name) + getattr(other, name) for name in _LISTED}
+        single = {name: _both(f, getattr(self, name), getattr(other, name)) for name, f in _SINGLE.items()}
         return Mask(
             is_causal=self.is_causal or other.is_causal,
             window=(_both(min, self.window[0], other.window[0]), _both(min, self.window[1], other.window[1])),
             chunk_sizes=tuple(sorted({*self.chunk_sizes, *other.chunk_sizes})),
-            prefix_lengths=_both(jnp.minimum, self.prefix_lengths, other.prefix_lengths),
-            segments=self.segments + other.segments,
-            types=self.types + other.types,
-            type_runs=self.type_runs + other.type_runs,
-            q_lengths=_both(jnp.minimum, self.q_lengths, other.q_lengths),
-            kv_lengths=_both(jnp.minimum, self.kv_lengths, other.kv_lengths),
             cu_seqlens=self.cu_seqlens or other.cu_seqlens,
-            dense=_both(jnp.logical_and, self.dense, other.dense),
-            windows=self.windows + other.windows,
-            chunks=self.chunks + other.chunks,
-            functions=self.functions + other.functions,
-            tables=self.tables + other.tables,
-            maps=self.maps + other.maps,
-            unions=self.unions + other.unions,
-            complements=self.complements + other.complements,
+            **listed,
+            **single,
         )
 
     def __or__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
             return NotImplemented
-        if (
-            self.cu_seqlens is not None or other.cu_seqlens is not None
-        ):  # they change what the other conditions mean
-            return Mask(unions=((self, other),))
+        if self.cu_seqlens is not None or other.cu_seqlens is not None:
+            return Mask(unions=((self, other),))  # they change what the other conditions mean
         # Conditions with the same arrays hold for the whole, so that kernels take them as they are.
         shared, parts = {}, [self, other]
         for name in _SEVERAL:
@@ -336,11 +324,10 @@ class Mask(Module):
 
 def _most_heads(mask: Mask) -> int:
     """A number of heads that all maps of a mask have, if they have heads."""
-    own = [table.table.shape[0] for table in mask.tables]
-    own += [one.block_map.shape[-3] for one in mask.maps if one.block_map.ndim > 2]
-    return max(
-        [1, *own, *map(_most_heads, (*(m for union in mask.unions for m in union), *mask.complements))]
-    )
+    heads = [1, *(table.table.shape[0] for table in mask.tables)]
+    heads += [one.block_map.shape[-3] for one in mask.maps if one.block_map.ndim > 2]
+    parts = (part for union in (*mask.unions, mask.complements) for part in union)
+    return max(*heads, *map(_most_heads, parts), 1)
 
 
 def _both(combine: Any, a: Any | None, b: Any | None) -> Any:
@@ -348,7 +335,11 @@ def _both(combine: Any, a: Any | None, b: Any | None) -> Any:
 
 
 _SEVERAL = ("segments", "types", "type_runs", "windows", "chunks", "maps")
-_SINGLE = ("prefix_lengths", "q_lengths", "kv_lengths", "dense")
+_LISTED = (*_SEVERAL, "functions", "tables", "unions", "complements")
+_SINGLE = {
+    **dict.fromkeys(("prefix_lengths", "q_lengths", "kv_lengths"), jnp.minimum),
+    "dense": jnp.logical_and,
+}
 _EVERYTHING = jax.tree.structure(Mask())
 
 

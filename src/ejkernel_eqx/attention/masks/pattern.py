@@ -5,9 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from ..._jitted import while_alive
-from .functions import depends_on_head, evaluate, PairFunction, traced
-from .ranges import Function
+from .bounds.evaluate import traced_once
+from .functions import depends_on_head, evaluate, PairFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +26,3 @@ class Pattern:
         """Booleans `[n or 1, T, S]` of heads `[n]` (`None` if the pattern is the same for all), of queries `[T]` counted from 0, and of keys."""
         heads = jnp.zeros(1, jnp.int32) if heads is None else heads
         return evaluate(self.function, heads, queries + self.offset, keys)
-
-
-@while_alive
-def traced_once(function: PairFunction) -> Function:
-    """A function that closes over known values only."""
-    return Function(traced(function))

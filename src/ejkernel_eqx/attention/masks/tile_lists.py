@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._jitted import while_alive
-from .classify import classify, Kinds
-from .contents import packed
+from .bounds.classify import classify, Kinds
+from .bounds.contents import packed
 from .pattern import Pattern
 from .tile_shape import FULL, PARTIAL, Shape
 

@@ -1,14 +1,14 @@
-"""Which tiles have the same content, by what the open conditions of a mask function depend on: each content is looked at once."""
+"""Groups tiles of equal content by what the open conditions of a mask function depend on (`README.md`, "Equal contents")."""
 
 import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .bounds import Bounds
-from .pattern import Pattern, traced_once
-from .ranges import bounds_of, Condition
-from .tile_shape import Shape
+from ..pattern import Pattern
+from ..tile_shape import Shape
+from .evaluate import bounds_of, Condition, traced_once
+from .interval import Bounds
 from .tiles import Form, Tiles
 
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .functions import evaluate
-from .pattern import Pattern, traced_once
-from .ranges import bounds_of
-from .tile_shape import FULL, NONE, PARTIAL, Shape
+from ..functions import evaluate
+from ..pattern import Pattern
+from ..tile_shape import FULL, NONE, PARTIAL, Shape
+from .evaluate import visible
 from .tiles import Tiles
 
 _MOST_PAIRS = 2**20  # looked at together: about what a cache of the processor holds
@@ -15,22 +15,19 @@ _WORD = 32
 
 
 class Contents:
-    """The contents that have been found."""
+    """The contents of partly visible tiles by their bits, numbered from 1; number 0 is a tile whose pairs are all visible."""
 
     def __init__(self, shape: Shape):
-        every = packed(np.ones((1, shape.block_q, shape.block_k), bool))[0]
-        self.every = every.reshape(-1).view(np.uint64)
-        self._found, self._number = [every], {every.tobytes(): 0}
+        every = packed(np.ones((1, shape.block_q, shape.block_k), bool))
+        self.shape, self.every = every.shape[1:], every.reshape(-1).view(np.uint64)
+        self._numbers = {every.tobytes(): 0}
 
     def number(self, bits: np.ndarray) -> int:
-        number = self._number.setdefault(bits.tobytes(), len(self._found))
-        if number == len(self._found):
-            self._found.append(bits)
-        return number
+        return self._numbers.setdefault(bits.tobytes(), len(self._numbers))
 
     def all(self) -> np.ndarray:
         """uint8 `[patterns, block_q, bytes]`."""
-        return np.stack(self._found)
+        return np.frombuffer(b"".join(self._numbers), np.uint8).reshape(-1, *self.shape)
 
 
 def packed(tiles: np.ndarray) -> np.ndarray:
@@ -43,7 +40,7 @@ def packed(tiles: np.ndarray) -> np.ndarray:
 
 
 def looked_at(
-    pattern: Pattern, shape: Shape, head: int, m: np.ndarray, n: np.ndarray, found: Contents
+    pattern: Pattern, shape: Shape, head: int, m: np.ndarray, n: np.ndarray, known: Contents
 ) -> tuple[np.ndarray, np.ndarray]:
     """The kinds of some tiles, and the numbers of their contents if they are partly visible, from all of their pairs."""
     kinds, numbers = np.zeros(len(m), np.int8), np.zeros(len(m), np.int32)
@@ -53,10 +50,10 @@ def looked_at(
         tiles = _pairs(pattern, shape, head, m[part], n[part])
         bits = packed(tiles)
         flat = bits.reshape(len(bits), -1).view(np.uint64)
-        some, every = flat.any(1), (flat == found.every).all(1)
+        some, every = flat.any(1), (flat == known.every).all(1)
         kinds[part] = np.where(every, FULL, np.where(some, PARTIAL, NONE))
         for i in np.flatnonzero(some & ~every):
-            numbers[at + i] = found.number(bits[i])
+            numbers[at + i] = known.number(bits[i])
     return kinds, numbers
 
 
@@ -66,7 +63,7 @@ def _pairs(pattern: Pattern, shape: Shape, head: int, m: np.ndarray, n: np.ndarr
     k = n[:, None, None] * shape.block_k + np.arange(shape.block_k)
     position = q + pattern.offset
     tiles = Tiles((position, position), (k, k), head, (1, 1))
-    result = bounds_of(traced_once(pattern.function), tiles)[0].spread(tiles)
+    result = visible(pattern.function, tiles)
     if result.exact:
         seen = np.broadcast_to(np.asarray(result.lo, bool), (len(m), shape.block_q, shape.block_k))
     else:
@@ -84,7 +81,6 @@ def _pairs(pattern: Pattern, shape: Shape, head: int, m: np.ndarray, n: np.ndarr
 def _by_jax(pattern: Pattern, head: int, q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """For functions with operations that have no rule."""
     with jax.ensure_compile_time_eval():
-        heads = jnp.full(1, head, jnp.int32)
-        wide = lambda x: jnp.asarray(x, jnp.int32)
+        heads, of_q, of_k = (jnp.asarray(x, jnp.int32) for x in ([head], q[:, :, 0], k[:, 0]))
         of_tile = lambda q, k: evaluate(pattern.function, heads, q, k)[0]
-        return np.asarray(jax.jit(jax.vmap(of_tile))(wide(q[:, :, 0]), wide(k[:, 0])))
+        return np.asarray(jax.jit(jax.vmap(of_tile))(of_q, of_k))

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..._jitted import while_alive
+from ...._jitted import while_alive
+from ..pattern import Pattern
+from ..tile_shape import FULL, NONE, PARTIAL, Shape
 from .alike import alike
 from .contents import Contents, looked_at, packed
-from .pattern import Pattern, traced_once
-from .ranges import bounds_of
-from .tile_shape import FULL, NONE, PARTIAL, Shape
+from .evaluate import visible
 from .tiles import Tiles
 
 _COARSE = 16  # tiles along each side of a block of tiles that is looked at first
@@ -42,12 +42,12 @@ class Classified(NamedTuple):
 def classify(pattern: Pattern, shape: Shape) -> Classified:
     """Which tiles of a pattern are visible, exactly."""
     shape = shape._replace(by_key=False)
-    heads, rows, found = [], {}, Contents(shape)
+    heads, rows, contents = [], {}, Contents(shape)
     for head in range(max(pattern.heads, 1)):
-        row = _of_head(pattern, shape, head, found)
+        row = _of_head(pattern, shape, head, contents)
         key = (row.kinds.tobytes(), row.patterns.tobytes()) if pattern.heads else None
         heads.append(rows.setdefault(key, (len(rows), row))[0])
-    known, bits = tuple(row for _, row in rows.values()), found.all()
+    known, bits = tuple(row for _, row in rows.values()), contents.all()
     return Classified(np.array(heads, np.int32), known, bits, any(_blind(row, bits, shape) for row in known))
 
 
@@ -67,11 +67,11 @@ def touched(
     seen = np.zeros((q[0].shape[0], k[0].shape[1]), bool)
     for head in range(max(pattern.heads, 1)):
         tiles = Tiles((q[0], q[1]), (k[0], k[1]), head)
-        seen |= bounds_of(traced_once(pattern.function), tiles)[0].spread(tiles).hi
+        seen |= visible(pattern.function, tiles).hi
     return seen
 
 
-def _of_head(pattern: Pattern, shape: Shape, head: int, found: Contents) -> Kinds:
+def _of_head(pattern: Pattern, shape: Shape, head: int, contents: Contents) -> Kinds:
     kinds = _by_bounds(pattern, shape, head)
     if shape.keys % shape.block_k and shape.keys:
         # Keys past the end are hidden, but no mask hides them from a whole tile.
@@ -80,11 +80,9 @@ def _of_head(pattern: Pattern, shape: Shape, head: int, found: Contents) -> Kind
     if not len(m):
         return Kinds(kinds, (m, n), np.zeros(0, np.int32))
     first, same = alike(pattern, _tiles(pattern, shape, head, 1, (m, n)), shape)
-    of_kind, numbers = looked_at(pattern, shape, head, m[first], n[first], found)
-    if (of_kind != PARTIAL).any():
-        of_tile = of_kind[same]
-        kinds[m, n] = of_tile
-        m, n, same = (x[of_tile == PARTIAL] for x in (m, n, same))
+    of_kind, numbers = looked_at(pattern, shape, head, m[first], n[first], contents)
+    kinds[m, n] = of_tile = of_kind[same]
+    m, n, same = (x[of_tile == PARTIAL] for x in (m, n, same))
     return Kinds(kinds, (m, n), numbers[same])
 
 
@@ -104,8 +102,8 @@ def _by_bounds(pattern: Pattern, shape: Shape, head: int) -> np.ndarray:
 
 
 def _bounded(pattern: Pattern, tiles: Tiles) -> np.ndarray:
-    result = bounds_of(traced_once(pattern.function), tiles)[0].spread(tiles)
-    size = tiles.picked[0].shape if tiles.picked else (tiles.q[0].shape[0], tiles.k[0].shape[1])
+    result = visible(pattern.function, tiles)
+    size = tiles.picked[0].shape if tiles.picked else tiles.size
     some, every = (np.broadcast_to(np.asarray(x, bool), size).view(np.int8) for x in (result.hi, result.lo))
     return some + every
 
