@@ -60,9 +60,9 @@ FAULTS = (
     Fault("last-tile-whole", "attention/masks/bounds/classify.py", "_of_head", "np.minimum(kinds[:, -1], PARTIAL)", "kinds[:, -1]", _MASKS),
     Fault("block-behind-a-tile", "attention/masks/call_lists.py", "_covered", "(np.minimum(first + tile, length) - 1) // block + 1", "np.minimum(first + tile, length) // block", _MASKS),
     # its Triton kernels
-    Fault("triton-dropout-scale", "attention/triton/forward_kernel.py", "_attend_tiles", "p * KEEP_SCALE", "p", _KERNELS),
+    Fault("triton-dropout-scale", "attention/triton/forward_kernel.py", "_attend_tiles", "p * scoring.KEEP_SCALE", "p", _KERNELS),
     Fault("triton-lse-unit", "attention/triton/forward_kernel.py", "forward_kernel", "(top + tl.log2(tl.where(some, total, 1.0))) * LN2", "(top + tl.log2(tl.where(some, total, 1.0)))", _KERNELS),
-    Fault("triton-window", "attention/triton/tile.py", "visible", "seen = j <= position + RIGHT", "seen = j < position + RIGHT", _KERNELS),
+    Fault("triton-window", "attention/triton/tile.py", "visible", "seen = j <= position + masking.RIGHT", "seen = j < position + masking.RIGHT", _KERNELS),
     Fault("triton-score-gradient", "attention/triton/backward_kernels.py", "_score_gradient", "p * (dp - delta)", "p * (dp + delta)", _KERNELS),
     Fault("triton-dq-scale", "attention/triton/backward_kernels.py", "query_gradient_kernel", "(dq * SCALE).to(", "dq.to(", _KERNELS),
     # Hopper's host side

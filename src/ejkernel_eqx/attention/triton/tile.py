@@ -2,7 +2,11 @@
 
 A tile is `[BQ, BK]` or, where keys are the rows, `[BK, BQ]`: the functions below take query and key vectors already shaped to
 broadcast either way, and comments say `[BQ, BK]` for both. Scores are kept in units of log2, so that `exp2` needs no further multiplication.
+
+Kernels bundle their parameters into the tuples below. Names in capitals are constants of the compiler, and a kernel annotates a tuple of them as one.
 """
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -17,6 +21,33 @@ PHILOX_ROUNDS = tl.constexpr(philox.ROUNDS)
 LARGE_CAP = tl.constexpr(100.0)  # a cap from which on absolute errors of its tanh would be seen
 PHILOX_M0, PHILOX_M1 = (tl.constexpr(word) for word in philox.MULTIPLIERS)
 PHILOX_W0, PHILOX_W1 = (tl.constexpr(word) for word in philox.WEYL)
+
+
+# Heads, channels and tiles; EVEN_Q and EVEN_K say that tiles divide the lengths.
+Sizes = namedtuple("Sizes", "H K D R V BLOCK_D BLOCK_R BLOCK_V BQ BK EVEN_Q EVEN_K")
+# From products to weights. FOLDED: MULTIPLIER, the scores' last factor, is fused with the subtraction of the maximum.
+Scoring = namedtuple("Scoring", "SCALE CAP FAST_TANH FOLDED MULTIPLIER BIAS ALIBI DROPOUT SEED_WORDS KEEP_SCALE PRECISION")  # fmt: skip
+# Which keys are hidden. CLEAN: hidden rows may hold NaN, which is cleared. LISTED, BITS: lists of tiles, and words of a row of their patterns.
+Masking = namedtuple("Masking", "LEFT RIGHT ROWS SEGMENTS MASK LISTED BITS MAP_HEADS MAP_Q MAP_K CLEAN")
+# Queries, keys, and the position of the first query.
+Lengths = namedtuple("Lengths", "T S offset")
+# Pointers to numbers of each query, [B, T], and of each key, [B, S].
+RowArrays = namedtuple("RowArrays", "position start end q_segments kv_segments key_seen query_seen", defaults=(0,))  # fmt: skip
+# Pointers to what differs between heads: [B, H], [B, H, SEED_WORDS], bias and mask as in `over_scores`, the map as in `map_of`.
+HeadArrays = namedtuple("HeadArrays", "slopes seeds bias bias_run bias_rows mask mask_run mask_rows map")
+# Pointers to bounds of tiles, [B, tiles, 4] or of lists [rows, tiles, 8], and to the lists as in `TileLists`.
+TileArrays = namedtuple("TileArrays", "tiles row list pattern bits")
+# One head's slope, seed words and place in dropout's counter, [] each; and where its bias, its mask and its map begin.
+Head = namedtuple("Head", "slope seed0 seed1 ahead bias mask map")
+# The numbers of a tile's queries, [BQ, 1] each, and of its keys, [1, BK] each; where keys are the rows, [1, BQ] and [BK, 1].
+Queries = namedtuple("Queries", "i position start end segment")
+Keys = namedtuple("Keys", "j segment")
+# Where one head's queries, cotangents, terms of the softmax and the numbers of its queries begin; and the same of its keys.
+QueryRows = namedtuple("QueryRows", "q do lse delta position start end segments seen")
+KeyRows = namedtuple("KeyRows", "k rope v segments seen")
+# Tiles `[lo, full_lo)` and `[full_hi, hi)` need the mask, those between do not. Of lists: the first entry of either kind, and its patterns.
+Spans = namedtuple("Spans", "lo full_lo full_hi hi whole partial patterns")
+LEADING, FULL, TRAILING = (tl.constexpr(part) for part in range(3))
 
 
 @triton.jit
@@ -37,43 +68,46 @@ def tanh(x, APPROXIMATE: tl.constexpr, NEAR_ZERO: tl.constexpr):
 
 
 @triton.jit
-def query_rows(rows, inside, offset, b, T, position_ptr, start_ptr, end_ptr, q_segments_ptr,  # rows [BQ]
-               ROWS: tl.constexpr, SEGMENTS: tl.constexpr):  # fmt: skip
-    """Position, key range and segment of a vector of queries; absent arrays are never read."""
+def query_rows(rows, b, arrays, lengths, masking: tl.constexpr):  # rows [BQ]
+    """The numbers of a vector of queries, as a column; absent arrays are never read."""
+    T = lengths.T
+    inside = rows < T  # [BQ]
     # Unused numbers stand in for absent arrays.
-    position = rows + offset  # [BQ], as all four
+    position = rows + lengths.offset  # [BQ], as all four
     start = rows
     end = rows
     segment = rows
-    if ROWS:
-        position = tl.load(position_ptr + b * T + rows, mask=inside, other=0)
-        start = tl.load(start_ptr + b * T + rows, mask=inside, other=0)
-        end = tl.load(end_ptr + b * T + rows, mask=inside, other=0)
-    if SEGMENTS:
-        segment = tl.load(q_segments_ptr + b * T + rows, mask=inside, other=-1)  # -1, as padding has
-    return position, start, end, segment
+    if masking.ROWS:
+        position = tl.load(arrays.position + b * T + rows, mask=inside, other=0)
+        start = tl.load(arrays.start + b * T + rows, mask=inside, other=0)
+        end = tl.load(arrays.end + b * T + rows, mask=inside, other=0)
+    if masking.SEGMENTS:
+        segment = tl.load(arrays.q_segments + b * T + rows, mask=inside, other=-1)  # -1, as padding has
+    return Queries(rows[:, None], position[:, None], start[:, None], end[:, None], segment[:, None])
 
 
 @triton.jit
-def head_scalars(slopes_ptr, seeds_ptr, b, h, H: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-                 SEED_WORDS: tl.constexpr):  # fmt: skip
-    """The ALiBi slope and the two seed words of a head, and by how much its positions in dropout's counter are ahead."""
+def head_of(arrays, b, h, lengths, H: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr):
+    """What head `h` of batch row `b` has of its own."""
     slope = 0.0  # [] each
-    if ALIBI:
-        slope = tl.load(slopes_ptr + b * H + h)
+    if scoring.ALIBI:
+        slope = tl.load(arrays.slopes + b * H + h)
     seed0 = tl.zeros([], tl.uint32)
     seed1 = tl.zeros([], tl.uint32)
     ahead = tl.zeros([], tl.uint32)
-    if DROPOUT > 0:
-        seed0 = tl.load(seeds_ptr + (b * H + h) * SEED_WORDS)
-        seed1 = tl.load(seeds_ptr + (b * H + h) * SEED_WORDS + 1)
-        if SEED_WORDS == 3:
-            ahead = tl.load(seeds_ptr + (b * H + h) * SEED_WORDS + 2)
-    return slope, seed0, seed1, ahead
+    if scoring.DROPOUT > 0:
+        seeds = arrays.seeds + (b * H + h) * scoring.SEED_WORDS
+        seed0 = tl.load(seeds)
+        seed1 = tl.load(seeds + 1)
+        if scoring.SEED_WORDS == 3:
+            ahead = tl.load(seeds + 2)
+    bias = over_scores(arrays.bias, b, h, arrays.bias_run, arrays.bias_rows, lengths, H, scoring.BIAS)
+    mask = over_scores(arrays.mask, b, h, arrays.mask_run, arrays.mask_rows, lengths, H, masking.MASK)
+    return Head(slope, seed0, seed1, ahead, bias, mask, map_of(arrays.map, b, h, lengths, H, masking))
 
 
 @triton.jit
-def over_scores(ptr, b, h, run, rows, T, S, H: tl.constexpr, BITS: tl.constexpr):
+def over_scores(ptr, b, h, run, rows, lengths, H: tl.constexpr, BITS: tl.constexpr):
     """Where the scores of batch row `b` and head `h` begin in an array broadcastable to `[B, H, T, S]`.
 
     If rows are shared, each of its `rows` serves `run` consecutive batch rows, and the rows repeat cyclically.
@@ -86,22 +120,22 @@ def over_scores(ptr, b, h, run, rows, T, S, H: tl.constexpr, BITS: tl.constexpr)
     if OVER_HEADS & BITS:
         start = start * H + h
     if OVER_QUERIES & BITS:
-        start = start * T
+        start = start * lengths.T
     if OVER_KEYS & BITS:
-        start = start * S
+        start = start * lengths.S
     return ptr + start
 
 
 @triton.jit
-def load_over_scores(ptr, i, j, T, S, BITS: tl.constexpr):
+def load_over_scores(ptr, i, j, lengths, BITS: tl.constexpr):
     """The tile at queries `i` and keys `j` of the array that begins at `over_scores`."""
     rows: tl.constexpr = (OVER_QUERIES & BITS) != 0
     columns: tl.constexpr = (OVER_KEYS & BITS) != 0
-    inside = (i < T) & (j < S)  # [BQ, BK]
+    inside = (i < lengths.T) & (j < lengths.S)  # [BQ, BK]
     # An axis of size one is read at 0.
     offset = (i + j) * 0  # [BQ, BK]
     if rows and columns:
-        offset = i.to(tl.int64) * S + j  # in 64 bits: a head's scores may be more than 2^31
+        offset = i.to(tl.int64) * lengths.S + j  # in 64 bits: a head's scores may be more than 2^31
     elif rows:
         offset = i + j * 0
     elif columns:
@@ -119,71 +153,68 @@ def bias_in_log2(bias):
 
 
 @triton.jit
-def scores(qk, i, j, position, slope, bias_ptr, T, S, SCALE: tl.constexpr, CAP: tl.constexpr,
-           FAST_TANH: tl.constexpr, BIAS: tl.constexpr, ALIBI: tl.constexpr, FOLDED: tl.constexpr):  # fmt: skip
-    """Scores in log2 units, and the tanh whose square the backward needs. `FOLDED`: without their last constant factor, which the
-    caller fuses with a subtraction into one instruction."""
+def scores(qk, queries, keys, head, lengths, scoring: tl.constexpr):
+    """Scores in log2 units, and the tanh whose square the backward needs; if `FOLDED`, without their last constant factor."""
     t = qk  # [BQ, BK], as all below; the tanh if there is a soft cap
-    if CAP > 0:
-        t = tanh(qk * (SCALE / CAP), FAST_TANH, CAP > LARGE_CAP)
+    if scoring.CAP > 0:
+        t = tanh(qk * (scoring.SCALE / scoring.CAP), scoring.FAST_TANH, scoring.CAP > LARGE_CAP)
     s = t
-    if not FOLDED:
-        if CAP > 0:
-            s = t * (CAP * LOG2E)
+    if not scoring.FOLDED:
+        if scoring.CAP > 0:
+            s = t * (scoring.CAP * LOG2E)
         else:
-            s = qk * (SCALE * LOG2E)
+            s = qk * (scoring.SCALE * LOG2E)
         # Bias and ALiBi come after the soft cap, in natural units.
-        if BIAS:
-            s += bias_in_log2(load_over_scores(bias_ptr, i, j, T, S, BIAS))
-        if ALIBI:
-            s += (slope * LOG2E) * (j - position).to(tl.float32)  # [BQ, BK]
+        if scoring.BIAS:
+            s += bias_in_log2(load_over_scores(head.bias, queries.i, keys.j, lengths, scoring.BIAS))
+        if scoring.ALIBI:
+            s += (head.slope * LOG2E) * (keys.j - queries.position).to(tl.float32)  # [BQ, BK]
     return s, t
 
 
 @triton.jit
-def visible(i, j, position, start, end, q_segment, k_segment, mask_ptr, T, S,
-            listed, map_row,  # `load_bits` of the tile, the head's map
-            LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr, MASK: tl.constexpr,
-            BOUND: tl.constexpr, BITS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr):  # fmt: skip
-    """Which entries of the tile are visible; keys past the end are excluded only with `BOUND`, queries past the end never."""
+def visible(queries, keys, bits, head, lengths, masking: tl.constexpr, BOUND: tl.constexpr):
+    """Which entries of the tile are visible; keys past the end are excluded only with `BOUND`, queries past the end never. `bits`: those of the
+    tile's pattern, `[BQ, BK]`."""
+    i, position, start, end, q_segment = queries
+    j, k_segment = keys
     # The range: the row's own, or one that moves by one key per query.
-    if ROWS:
+    if masking.ROWS:
         seen = (j >= start) & (j < end)  # [BQ, BK]
-    elif RIGHT >= 0:
-        seen = j <= position + RIGHT  # [BQ, BK]
-        if LEFT >= 0:
-            seen = seen & (j >= position - LEFT)
-    elif LEFT >= 0:
-        seen = j >= position - LEFT  # [BQ, BK]
+    elif masking.RIGHT >= 0:
+        seen = j <= position + masking.RIGHT  # [BQ, BK]
+        if masking.LEFT >= 0:
+            seen = seen & (j >= position - masking.LEFT)
+    elif masking.LEFT >= 0:
+        seen = j >= position - masking.LEFT  # [BQ, BK]
     else:
         seen = (i >= 0) & (j >= 0)  # [BQ, BK], all
-    if BOUND and not ROWS:
-        seen = seen & (j < S)
-    if SEGMENTS:
+    if BOUND and not masking.ROWS:
+        seen = seen & (j < lengths.S)
+    if masking.SEGMENTS:
         seen = seen & (q_segment == k_segment) & (q_segment >= 0)  # -1 is padding
-    if MASK:
-        seen = seen & (load_over_scores(mask_ptr, i, j, T, S, MASK) != 0)
-    if BITS:
-        seen = seen & listed
-    if MAP_Q:  # one entry for every block of scores
-        inside = (i < T) & (j < S)  # [BQ, BK]
-        entry = tl.load(
-            map_row + i // MAP_Q * tl.cdiv(S, MAP_K) + j // MAP_K, mask=inside, other=0
-        )  # [BQ, BK]
-        seen = seen & (entry != 0)
+    if masking.MASK:
+        seen = seen & (load_over_scores(head.mask, i, j, lengths, masking.MASK) != 0)
+    if masking.BITS:
+        seen = seen & bits
+    if masking.MAP_Q:  # one entry for every block of scores
+        inside = (i < lengths.T) & (j < lengths.S)  # [BQ, BK]
+        row = head.map + i // masking.MAP_Q * tl.cdiv(lengths.S, masking.MAP_K)  # [BQ, 1]
+        seen = seen & (tl.load(row + j // masking.MAP_K, mask=inside, other=0) != 0)
     return seen
 
 
 @triton.jit
-def keep(seed0, seed1, ahead, position, j, THRESHOLD: tl.constexpr):
-    """Philox4x32-7 of (seed, query position, key position): which entries survive dropout. Both positions are `ahead` of those given."""
+def keep(queries, keys, head, THRESHOLD: tl.constexpr):
+    """Philox4x32-7 of (seed, query position, key position): which entries survive dropout. Both positions are `ahead` of those of the call."""
+    position, j = queries.position, keys.j
     # The counter: query position, key position, 0, 0. Adding a zero vector makes each word a tile.
-    c0 = position.to(tl.uint32) + ahead + (j * 0).to(tl.uint32)  # [BQ, BK]
-    c1 = j.to(tl.uint32) + ahead + (position * 0).to(tl.uint32)  # [BQ, BK]
+    c0 = position.to(tl.uint32) + head.ahead + (j * 0).to(tl.uint32)  # [BQ, BK]
+    c1 = j.to(tl.uint32) + head.ahead + (position * 0).to(tl.uint32)  # [BQ, BK]
     c2 = c0 * 0  # [BQ, BK]
     c3 = c0 * 0  # [BQ, BK]
-    k0 = seed0  # []
-    k1 = seed1  # []
+    k0 = head.seed0  # []
+    k1 = head.seed1  # []
     for _ in tl.static_range(PHILOX_ROUNDS):
         # A round: two 64-bit products, whose words are swapped and mixed with the key; then the next round's key.
         hi0 = tl.umulhi(c0, PHILOX_M0)
@@ -292,24 +323,60 @@ def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexp
 
 
 @triton.jit
-def listed_tiles(tiles_ptr, row_ptr, bh, at, count, pattern_ptr, LISTED: tl.constexpr):
-    """Entries of a tile's list, as the bounds of `key_tiles`: those before `full_hi` need no mask, the others do. The first of either kind,
-    and where the patterns of the latter are, counted as entries.
+def query_program(arrays, lengths, sizes: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr):
+    """This program's query tile, its row of batch times heads, the number of tiles, and the tile's place in the order of lists.
 
-    Both come with the bounds: an entry that is read between the two loops makes the compiler wait for products (C7515)."""
-    record = tiles_ptr + at * 8
+    The tiles with the most keys come first: of causal masks the last ones."""
+    if LISTED:
+        m, bh, count, at = listed_program(arrays.tiles, lengths.T, sizes.BQ, GROUP)
+    else:
+        at, bh, count = program(lengths.T, sizes.BQ, GROUP)
+        m = count - 1 - at
+    return m, bh, count, at
+
+
+@triton.jit
+def key_spans(arrays, b, bh, m, at, count, lengths, sizes: tl.constexpr, masking: tl.constexpr):
+    """The key tiles of query tile `m`."""
+    if masking.LISTED:
+        spans = listed_spans(arrays, bh, at, count, masking.LISTED)
+    else:
+        table: tl.constexpr = masking.ROWS or masking.SEGMENTS
+        lo, full_lo, full_hi, hi = key_tiles(arrays.tiles, b, m, lengths.offset, lengths.T, lengths.S, sizes.BQ, sizes.BK, masking.LEFT, masking.RIGHT, table, masking.MASK)  # fmt: skip
+        spans = Spans(lo, full_lo, full_hi, hi, full_lo, full_hi, arrays.pattern)
+    return spans
+
+
+@triton.jit
+def span(spans, PART: tl.constexpr):
+    """Begin and end of a part of the tiles, and the first of its entries in a list."""
+    if PART == LEADING:
+        part = (spans.lo, spans.full_lo, spans.lo)
+    elif PART == FULL:
+        part = (spans.full_lo, spans.full_hi, spans.whole)
+    else:
+        part = (spans.full_hi, spans.hi, spans.partial)
+    return part
+
+
+@triton.jit
+def listed_spans(arrays, bh, at, count, LISTED: tl.constexpr):
+    """Entries of a tile's list: those before `full_hi` need no mask, the others do. The first of either kind, and where the patterns of the latter
+    are, counted as entries, come with the bounds: an entry that is read between the two loops makes the compiler wait for products (C7515)."""
+    record = arrays.tiles + at * 8
     if LISTED > 1:  # heads have lists of their own
-        record += tl.load(row_ptr + bh) * (count * 8)
+        record += tl.load(arrays.row + bh) * (count * 8)
     lo, full_hi, hi = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
     whole, partial = tl.load(record + 5), tl.load(record + 6)
-    return lo, lo, full_hi, hi, whole, partial, pattern_ptr + tl.load(record + 4)
+    return Spans(lo, lo, full_hi, hi, whole, partial, arrays.pattern + tl.load(record + 4))
 
 
 @triton.constexpr_function
-def lists_partly(BQ, BK, TABLE, LEFT, RIGHT, MASK, BITS, MAP_Q, MAP_K, EVEN_K):
+def lists_partly(sizes, masking):
     """Whether lists may hold tiles of which a part is visible, for which a second loop takes registers."""
-    in_map = MAP_Q > 0 and (MAP_Q % BQ > 0 or MAP_K % BK > 0)
-    return TABLE or LEFT >= 0 or RIGHT >= 0 or MASK > 0 or BITS > 0 or in_map or not EVEN_K
+    in_map = masking.MAP_Q > 0 and (masking.MAP_Q % sizes.BQ > 0 or masking.MAP_K % sizes.BK > 0)
+    ranged = masking.ROWS or masking.SEGMENTS or masking.LEFT >= 0 or masking.RIGHT >= 0
+    return ranged or masking.MASK > 0 or masking.BITS > 0 or in_map or not sizes.EVEN_K
 
 
 @triton.jit
@@ -326,17 +393,14 @@ def load_bits(bits_ptr, pattern, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORD
 
 
 @triton.jit
-def map_of(
-    map_ptr, b, h, T, S, H: tl.constexpr, HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr
-):
+def map_of(map_ptr, b, h, lengths, H: tl.constexpr, masking: tl.constexpr):
     """Where the entries of a head begin in a map `[B, H or 1, cdiv(T, MAP_Q), cdiv(S, MAP_K)]`."""
-    if (
-        MAP_Q > 0
-    ):  # not after a `return`, which would be compiled: a T of 1 is a constant, and dividing it by 0 an error
+    # Not after a `return`, which would be compiled: a T of 1 is a constant, and dividing it by 0 an error.
+    if masking.MAP_Q > 0:
         row = b
-        if HEADS:
+        if masking.MAP_HEADS:
             row = b * H + h
-        map_ptr += row * tl.cdiv(T, MAP_Q) * tl.cdiv(S, MAP_K)
+        map_ptr += row * tl.cdiv(lengths.T, masking.MAP_Q) * tl.cdiv(lengths.S, masking.MAP_K)
     return map_ptr
 
 
@@ -364,14 +428,14 @@ def load_rows(ptr, start, row_stride, ok, length, WIDTH: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def load_queries(q_base, first, ok, T, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BQ: tl.constexpr,
-                 BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BOUND: tl.constexpr, CHECK: tl.constexpr):  # fmt: skip
+def load_queries(q_base, first, ok, T, sizes: tl.constexpr, BOUND: tl.constexpr, CHECK: tl.constexpr):
     """A tile of queries in two parts, `D` channels and behind them `R`, which are multiplied by keys that all heads share. Neither part is padded
     to the size of the other. Without the second part, the first one twice."""
-    q = load_rows(q_base, first, H * (D + R), ok, T, D, BQ, BLOCK_D, BOUND, CHECK)  # [BQ, BLOCK_D]
+    stride: tl.constexpr = sizes.H * (sizes.D + sizes.R)
+    q = load_rows(q_base, first, stride, ok, T, sizes.D, sizes.BQ, sizes.BLOCK_D, BOUND, CHECK)  # [BQ, BLOCK_D]  # fmt: skip
     rope = q
-    if R > 0:
-        rope = load_rows(q_base + D, first, H * (D + R), ok, T, R, BQ, BLOCK_R, BOUND, CHECK)  # [BQ, BLOCK_R]
+    if sizes.R > 0:
+        rope = load_rows(q_base + sizes.D, first, stride, ok, T, sizes.R, sizes.BQ, sizes.BLOCK_R, BOUND, CHECK)  # [BQ, BLOCK_R]  # fmt: skip
     return q, rope
 
 
