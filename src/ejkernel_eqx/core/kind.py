@@ -23,7 +23,6 @@ from jax.ad_checkpoint import checkpoint_name
 from .._errors import UnsupportedError
 from .._jitted import jitted
 from .._kernel import Plan
-from .._reverse_only import FORWARD_MODE, reverse_only
 from ..dispatch import BOTH, FORWARD, hooks_of, Platform, Problem, replaceable, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import (
@@ -38,6 +37,7 @@ from ..parallel import (
     wide,
 )
 from .fold_first import fold_first
+from .reverse_only import FORWARD_MODE, reverse_only
 
 Named = dict[str, Array]
 Letters = dict[str, tuple[str, ...]]

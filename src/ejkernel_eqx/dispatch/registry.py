@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
+from .._errors import not_installed
 from .._operations import Family, OPERATIONS, PLATFORMS
-from .._optional import not_installed
 from .._signatures import nearest
 from .device import device_facts, DeviceFacts
 from .hooks import hooks_of, PlatformHooks, REQUIRED

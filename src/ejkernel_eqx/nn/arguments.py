@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from .._sizes import remedy_of_size
+from .._shapes import remedy_of_size
 from .._values import check_known
 from ..core.arguments import check_flags as check_flags
 

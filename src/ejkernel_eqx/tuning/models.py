@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._errors import TuningError
-from .._inputs import Inputs
-from .._kernel import make_plan, Plan
+from .._kernel import Inputs, make_plan, Plan
 from ..dispatch import (
     current_policy,
     device_fingerprint,

@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array
 
 from ..._tolerances import TOLERANCES
-from ..._words import read_sizes
 from ...attention.native_sparse.problems import sparse_of
 from ...attention.native_sparse.spec import NativeSpec
 from ...attention.native_sparse.workload import read_parts
 from ...core.letters import wide_dtype
+from ...core.words import read_sizes
 from ...core.workload import launches_of
 from ...dispatch import Cost, FORWARD, Implementation, Platform, Problem, Workload
 from .. import samples
