@@ -131,7 +131,7 @@ FAULTS = (
     # dispatch, tuning, launch
     Fault("key-buckets", "dispatch/problem.py", "_bucket", "(size - 1).bit_length()", "size.bit_length()", "dispatch/test_problem.py"),
     Fault("table-of-old-kernels", "dispatch/entries.py", "fitting", "record.version == implementation.version", "record.version <= implementation.version", "dispatch/test_persistent.py dispatch/test_selection.py dispatch/test_shipped.py"),
-    Fault("table-of-another-length", "dispatch/selection.py", "_may_run", "implementation.config_unsupported(known.config, problem, snapshot.device) is None", "True", "dispatch/test_selection.py dispatch/test_fastest.py dispatch/test_plan.py"),
+    Fault("table-of-another-length", "dispatch/selection.py", "_if_it_runs", "known if reason is None else None", "known", "dispatch/test_selection.py dispatch/test_fastest.py dispatch/test_plan.py"),
     Fault("cache-file-overwritten", "dispatch/cache_file.py", "PersistentCache.update", "(*known, *added)", "added", "dispatch/test_cache_file.py"),
     Fault("cache-file-old-read", "dispatch/cache_file.py", "PersistentCache._load", "if known == stamp and", "if known is not None and", "dispatch/test_cache_file.py dispatch/test_persistent.py"),
     Fault("check-peak", "tuning/check.py", "all_errors", "measured.rms <= allowed.rms and measured.peak <= allowed.peak", "measured.rms <= allowed.rms", "tuning/test_check.py tuning/test_tuner.py"),
