@@ -9,9 +9,9 @@ import jax
 import ejkernel_eqx as ejx
 from benchmarks import attention_problems
 from benchmarks.attention_problems import AttentionProblem
-from ejkernel_eqx._explain import example_problem_of
 from ejkernel_eqx._kernel import selections_of
 from ejkernel_eqx.dispatch import Implementation, Problem
+from ejkernel_eqx.tuning.explain import example_problem_of
 
 
 class TuneProblem(NamedTuple):

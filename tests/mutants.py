@@ -131,7 +131,7 @@ FAULTS = (
     # dispatch, tuning, launch
     Fault("key-buckets", "dispatch/problem.py", "_bucket", "(size - 1).bit_length()", "size.bit_length()", "dispatch/test_problem.py"),
     Fault("table-of-old-kernels", "dispatch/entries.py", "fitting", "record.version == implementation.version", "record.version <= implementation.version", "dispatch/test_persistent.py dispatch/test_selection.py dispatch/test_shipped.py"),
-    Fault("table-of-another-length", "dispatch/selection.py", "_may_run", "implementation.config_unsupported(known.config, problem, snapshot.device) is None", "True", "dispatch/test_selection.py dispatch/test_fastest.py dispatch/test_plan.py"),
+    Fault("table-of-another-length", "dispatch/selection.py", "_if_it_runs", "known if reason is None else None", "known", "dispatch/test_selection.py dispatch/test_fastest.py dispatch/test_plan.py"),
     Fault("cache-file-overwritten", "dispatch/cache_file.py", "PersistentCache.update", "(*known, *added)", "added", "dispatch/test_cache_file.py"),
     Fault("cache-file-old-read", "dispatch/cache_file.py", "PersistentCache._load", "if known == stamp and", "if known is not None and", "dispatch/test_cache_file.py dispatch/test_persistent.py"),
     Fault("check-peak", "tuning/check.py", "all_errors", "measured.rms <= allowed.rms and measured.peak <= allowed.peak", "measured.rms <= allowed.rms", "tuning/test_check.py tuning/test_tuner.py"),
@@ -144,7 +144,7 @@ FAULTS = (
     Fault("gradient-of-shared-axes", "core/kind.py", "like", "grad = jnp.sum(wide(grad), ones, keepdims=True)", "grad = jnp.mean(wide(grad), ones, keepdims=True)", "attention/test_flash.py attention/test_leading.py parallel custom"),
     Fault("packing-ends", "sequences/packing.py", "ended", "each <= index", "each < index", "test_sequences.py"),
     Fault("zigzag-order", "sequences/zigzag.py", "reorder_sequence", "jnp.flip(_part(x, 1, axis), axis)", "_part(x, 1, axis)", "test_sequences.py"),
-    Fault("checksum-unread", "serialisation.py", "_verify", "if digest.digest() != expected:", "if len(digest.digest()) != len(expected):", "test_serialisation.py"),
+    Fault("checksum-unread", "serialisation/file.py", "_verify", "if digest.digest() != expected:", "if len(digest.digest()) != len(expected):", "test_serialisation.py"),
     Fault("functions-keep-choices", "functional.py", "_module", ").as_edition()", ")", "test_functional.py"),
     Fault("custom-source", "custom/platforms.py", "CustomPlatform.SOURCE", "return source_digest(self.kernel)", "return None", "custom"),
     Fault("clear-every-device", "cli/cache.py", "rows", 'row.device.startswith(device or "")', "row.device", "cli/test_cache.py"),

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import _explain
 from ejkernel_eqx.dispatch import BOTH, FORWARD, Known, memory_cache
+from ejkernel_eqx.tuning import explain as explaining
 from ejkernel_eqx.tuning.report import roofline as roofline_module
 from tests.dispatch import toy
 from tests.memory import nothing_in_memory
@@ -35,8 +35,8 @@ def h200(monkeypatch):
 
 
 def taken_for(monkeypatch, device):
-    monkeypatch.setattr(_explain, "device_facts", lambda: device)
-    monkeypatch.setattr(_explain, "_device_of", lambda selection: device)
+    monkeypatch.setattr(explaining, "device_facts", lambda: device)
+    monkeypatch.setattr(explaining, "_device_of", lambda selection: device)
 
 
 def roof(choice, direction=FORWARD) -> Any:

@@ -17,8 +17,8 @@ import optax
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import serialisation
 from ejkernel_eqx.models import DecoderConfig, LayerConfig, MLPConfig
+from ejkernel_eqx.serialisation import file as serialisation
 
 
 @pytest.fixture

@@ -9,11 +9,8 @@ from ._errors import CheckpointError as CheckpointError
 from ._errors import EjkernelError as EjkernelError
 from ._errors import TuningError as TuningError
 from ._errors import UnsupportedError as UnsupportedError
-from ._explain import explain as explain
-from ._explanation import Choice as Choice
-from ._explanation import Explanation as Explanation
-from ._inputs import Inputs as Inputs
-from ._inputs import inputs as inputs
+from ._kernel import Inputs as Inputs
+from ._kernel import inputs as inputs
 from ._kernel import Kernel as Kernel
 from ._kernel import Plan as Plan
 from ._values import check_values as check_values
@@ -117,6 +114,9 @@ from .tuning import tuned_results as tuned_results
 from .tuning import TuneOptions as TuneOptions
 from .tuning import tuning_options as tuning_options
 from .tuning import TuningResult as TuningResult
+from .tuning.explain import explain as explain
+from .tuning.explanation import Choice as Choice
+from .tuning.explanation import Explanation as Explanation
 from .tuning.models import autotune as autotune
 from .tuning.models import tune as tune
 from .tuning.names import autotune_recorded as autotune_recorded

@@ -1,4 +1,4 @@
-"""`Kernel`, the base module of every operation, and `Plan`, the static field that holds its choices."""
+"""`Kernel`, the base module of every operation; `Plan`, the static field that holds its choices; and `Inputs`, the arguments of a call."""
 
 import copy
 import dataclasses
@@ -6,12 +6,11 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast, ClassVar, TypeVar
+from typing import Any, cast, ClassVar, NamedTuple, TypeVar
 
 import equinox as eqx
 import wadler_lindig
 
-from ._inputs import Inputs
 from ._signatures import Module
 from .dispatch import (
     BOTH,
@@ -218,6 +217,29 @@ class Kernel(Module):
 
     operation: ClassVar[str]
     plan: eqx.AbstractVar[Plan]
+
+
+class Inputs(NamedTuple):
+    """Positional and keyword arguments of a module's call: arrays or `jax.ShapeDtypeStruct`s."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def inputs(*args: Any, **kwargs: Any) -> Inputs:
+    """The arguments of a call for `tune_for=`, such as `ejx.inputs(q, k, v, bias=bias)`: arrays or `jax.ShapeDtypeStruct`s."""
+    return Inputs(args, kwargs)
+
+
+def as_inputs(value: Any) -> Inputs:
+    """`Inputs` from what `tune_for=` accepts: `inputs(...)` or a tuple of positional arguments."""
+    if isinstance(value, Inputs):
+        return value
+    if isinstance(value, tuple):
+        return Inputs(value, {})
+    raise ValueError(
+        f"tune_for: expected a tuple of the call's arguments or ejx.inputs(...), received {type(value).__name__}."
+    )
 
 
 def settle(kernel: "Kernel", call: Inputs) -> Plan:

@@ -1,7 +1,6 @@
 """The inner parts of attention that this room's tests name, in one place: whoever moves one edits this file alone. Triton's are in `tritons.py`."""
 
-from ejkernel_eqx._inputs import inputs
-from ejkernel_eqx._kernel import choices_of, selections_of, with_plan
+from ejkernel_eqx._kernel import choices_of, inputs, selections_of, with_plan
 from ejkernel_eqx.attention import cudnn, philox, reference, samples, workload, xla
 from ejkernel_eqx.attention.arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from ejkernel_eqx.attention.core import LSE_NAME, OUT_NAME, problem_of

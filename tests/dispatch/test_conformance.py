@@ -11,8 +11,8 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Backend, DeviceFacts, dispatch, Platform, Problem
-from ejkernel_eqx._explain import example_problem_of
 from ejkernel_eqx.dispatch.labels import label_of
+from ejkernel_eqx.tuning.explain import example_problem_of
 from tests.compiled import DEVICES
 from tests.custom import kernels
 

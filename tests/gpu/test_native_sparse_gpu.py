@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx._explain import example_problem_of
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.tuning.explain import example_problem_of
 from tests.native_sparse.cases import by_hand, Case, CASES, LEARNED, make, results
 from tests.native_sparse.test_paged import Case as Paged
 from tests.native_sparse.test_paged import CASES as PAGED_CASES

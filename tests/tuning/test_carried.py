@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import Platform, serialisation
+from ejkernel_eqx import Platform
+from ejkernel_eqx.serialisation import file as serialisation
 from tests.tuning.parts import carried, device_facts, memory_cache, plans_of, record_for, store, Tier
 from tests.tuning.scaling import (
     OPERATION,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Plan
-from .._sizes import is_symbolic
+from .._shapes import is_symbolic
 from ..core import Kind, Named
 from ..dispatch import Problem
 from . import reference

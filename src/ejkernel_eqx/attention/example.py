@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._words import read_flags, read_sizes, SWITCH
+from ..core.words import read_flags, read_sizes, SWITCH
 from ..dispatch import Problem
 from .arguments import parse_window
 from .core import problem_of

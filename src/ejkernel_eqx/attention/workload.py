@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._exact import compiled
 from ..core.arguments import accumulator
+from ..core.exact import compiled
 from ..core.workload import bytes_of, Inputs, workload_of
 from ..dispatch import BOTH, Cost, FORWARD, Implementation, Problem, Workload
 from . import reference

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .._sizes import as_value, is_symbolic
+from .._shapes import as_value, is_symbolic
 from ..core.arguments import accumulator
 from ..dispatch import Backend, BOTH, FORWARD
 from ..parallel import match_varying

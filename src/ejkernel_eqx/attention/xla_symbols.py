@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._sizes import as_value, is_symbolic
+from .._shapes import as_value, is_symbolic
 from .spec import AttentionArrays, AttentionGrads, AttentionSpec
 
 Lengths = tuple[Any, Any]

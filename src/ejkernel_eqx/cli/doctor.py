@@ -10,8 +10,7 @@ import pathlib
 import platform as python_platform
 from typing import Any
 
-from .._errors import EjkernelError
-from .._optional import not_installed
+from .._errors import EjkernelError, not_installed
 from ..dispatch import (
     Backend,
     cache_dir,

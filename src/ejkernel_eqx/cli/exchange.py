@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._files import replacing
 from ..dispatch import Implementation, kernel_registry, Problem
 from ..dispatch.cache_file import parse
 from ..dispatch.config import from_dict
+from ..dispatch.files import replacing
 from ..dispatch.persistent import PersistentCache
 from ..dispatch.records import Record
 from .output import UsageError

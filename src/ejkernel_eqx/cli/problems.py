@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from .._errors import EjkernelError
-from .._explain import example_problem_of
 from ..dispatch import (
     device_facts,
     DeviceFacts,
@@ -19,6 +18,7 @@ from ..dispatch import (
     select,
     take_snapshot,
 )
+from ..tuning.explain import example_problem_of
 from .output import UsageError, user_input
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
-from .._sizes import least
+from .._shapes import least
 from ..core.arguments import accumulator
 from ..core.platforms import Plain
 from ..parallel.mesh import spec_of

@@ -23,8 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .._errors import UnsupportedError
 from .._jitted import jitted
 from .._kernel import Plan
-from .._reverse_only import FORWARD_MODE, reverse_only
-from ..dispatch import BOTH, FORWARD, hooks_of, Platform, Problem, replaceable, Selection
+from ..dispatch import BOTH, FORWARD, Platform, PlatformHooks, Problem, replaceable, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import (
     given_of,
@@ -38,6 +37,7 @@ from ..parallel import (
     wide,
 )
 from .fold_first import fold_first
+from .reverse_only import FORWARD_MODE, reverse_only
 
 Named = dict[str, Array]
 Letters = dict[str, tuple[str, ...]]
@@ -385,7 +385,7 @@ class ForwardKind(Kind):
 
 def is_opaque(platform: Any) -> bool:
     """Whether JAX cannot see into its kernels."""
-    return hooks_of(platform).OPAQUE
+    return getattr(platform, "OPAQUE", PlatformHooks.OPAQUE)
 
 
 def is_float(x: Any) -> bool:

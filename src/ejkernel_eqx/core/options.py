@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .._sizes import remedy_of_size
+from .._shapes import remedy_of_size
 
 _KINDS = {"floats": jnp.floating, "integers": jnp.integer, "booleans": jnp.bool_}
 

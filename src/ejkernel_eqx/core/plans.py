@@ -5,8 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._inputs import as_inputs
-from .._kernel import Kernel, make_plan, Plan, settle
+from .._kernel import as_inputs, Kernel, make_plan, Plan, settle
 from ..dispatch import PlatformLike
 
 R = TypeVar("R")

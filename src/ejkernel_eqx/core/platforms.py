@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from ..dispatch import DeviceFacts, hooks_of, Problem
+from ..dispatch import DeviceFacts, hooks_of, PlatformHooks, Problem
 from ..launch import expect_launches, interpreter_unavailable, run, triton_unavailable
 
 Named = dict[str, Array]
@@ -30,7 +30,7 @@ class NoChoice:
     """The configuration of a platform without options."""
 
 
-class Plain:
+class Plain(PlatformHooks):
     """Platform `xla` of a family: a function `(arrays, spec) -> results` that XLA fuses. Only the arrays are kept for its gradient."""
 
     config_type = NoChoice
@@ -39,7 +39,6 @@ class Plain:
         self._function = jax.checkpoint(function, static_argnums=1)
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why this platform cannot serve the problem: never, it supports all."""
         return None
 
     def default_config(self, problem: Problem, device: DeviceFacts) -> NoChoice:
@@ -52,23 +51,19 @@ class Plain:
         return self._function(arrays, spec)
 
 
-def _interpreted_triton(*given: Any) -> Any:
-    return run(*given, interpret=True)
-
-
 def _interpreted_pallas(*given: Any) -> Any:
     from ..launch import pallas  # imports all of Pallas
 
     return pallas.run(*given, interpret=True)
 
 
-class Interpreted:
+class Interpreted(PlatformHooks):
     """Platform `triton-interpret` of a family: `forward`, `backward` and `step` of its Triton platform, interpreted on the host. Slow; for
     testing. Limits, residuals and tuning are those of the Triton platform."""
 
     OPAQUE = True
     NOTE = "interpreted on the host: for testing, not for speed"
-    execute = staticmethod(_interpreted_triton)
+    execute = staticmethod(functools.partial(run, interpret=True))
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     step: Callable[..., Any]

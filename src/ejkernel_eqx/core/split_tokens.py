@@ -18,12 +18,12 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 
 from .._kernel import replaced
-from .._reverse_only import reverse_only
 from ..dispatch import Platform, replaceable
 from ..parallel import explicit_mesh, how_split, output_shapes, Split
 from ..parallel.shapes import inside_manual_mesh
 from ..parallel.tokens import TOKENS, TokenSplit
 from .kind import is_float, reversible
+from .reverse_only import reverse_only
 
 F = TypeVar("F", bound=Callable[..., Any])
 Named = dict[str, Array]

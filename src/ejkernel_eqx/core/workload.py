@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._exact import exactly
 from .._tolerances import TOLERANCES
 from ..dispatch import BOTH, Cost, FORWARD, hooks_of, Implementation, Part, Platform, Problem, Workload
 from .arguments import accumulator
+from .exact import exactly
 from .kind import is_float, is_opaque, Kind, like, Named
 
 

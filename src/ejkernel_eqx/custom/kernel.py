@@ -9,8 +9,7 @@ from typing import Any, ClassVar, get_origin
 import jax
 from jax import Array
 
-from .._inputs import as_inputs
-from .._kernel import Kernel, make_plan, Plan, settle
+from .._kernel import as_inputs, Kernel, make_plan, Plan, settle
 from ..dispatch import Backend, Cost, DeviceFacts, Implementation, kernel_registry, Platform, Problem
 from . import core
 from .declaration import check_arrays, Declaration, Fields, parse

@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from .._files import lock_of, read_regular, remove_leftovers, replacing
+from .files import lock_of, read_regular, remove_leftovers, replacing
 from .records import is_shallow, Record
 
 _LOG = logging.getLogger("ejkernel_eqx")

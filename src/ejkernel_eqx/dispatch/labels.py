@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from .._optional import not_installed
+from .._errors import not_installed
 from .registry import Implementation, kernel_registry
 from .selection import announce, Selection
 

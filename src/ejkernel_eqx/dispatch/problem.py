@@ -5,7 +5,7 @@ import hashlib
 import json
 from typing import Any
 
-from .._sizes import is_symbolic
+from .._shapes import is_symbolic
 
 REPRESENTATIVE = 4096
 """Stands for a symbolic size when a function is exported: configurations are chosen as for this size."""
@@ -47,7 +47,7 @@ class Problem:
         symbolic: "set[str] | frozenset[str]" = frozenset(),
     ) -> "Problem":
         """Sorts everything, so that equal problems are equal objects."""
-        symbols = {name for name, size in dims.items() if is_symbolic(size)}
+        symbols = {name for name, size in dims.items() if not isinstance(size, int) and is_symbolic(size)}
         dims = {name: REPRESENTATIVE if name in symbols else size for name, size in dims.items()}
         return cls(
             operation,

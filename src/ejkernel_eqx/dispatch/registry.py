@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
+from .._errors import not_installed
 from .._operations import Family, OPERATIONS, PLATFORMS
-from .._optional import not_installed
 from .._signatures import nearest
 from .device import device_facts, DeviceFacts
-from .hooks import hooks_of, PlatformHooks, REQUIRED
+from .hooks import hooks_of, missing_hooks, PlatformHooks, REQUIRED
 from .platform import Backend, parse_platform, Platform
 from .problem import Problem
 from .workload import Workload
 
 T = TypeVar("T")
-_PACKAGE = __package__.rpartition(".")[0]
+_PACKAGE = __name__.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Implementation:
     @property
     def hooks(self) -> PlatformHooks:
         """The hooks of this implementation."""
-        return _hooks(self.target) if isinstance(self.target, str) else hooks_of(self.target)
+        return hooks_of(self.load())
 
     @property
     def version(self) -> int:
@@ -93,7 +93,7 @@ def _load(target: str) -> Any:
     if name:
         return getattr(loaded, name)
     inside = getattr(loaded, "platform", None)
-    return inside if all(hasattr(inside, hook) for hook in REQUIRED) else loaded
+    return loaded if missing_hooks(inside) else inside
 
 
 def names_of(implementations: Sequence[Implementation]) -> list[str]:
@@ -111,11 +111,6 @@ def of_device(implementations: tuple[Implementation, ...], device: DeviceFacts) 
         return implementations
     usable = {i.platform: i for i in reversed(implementations) if i.unusable(device) is None}
     return tuple(i for i in implementations if usable.get(i.platform, i) is i)
-
-
-@functools.cache
-def _hooks(target: str) -> PlatformHooks:
-    return hooks_of(_load(target))
 
 
 class KernelRegistry:
@@ -149,7 +144,7 @@ class KernelRegistry:
         """A decorator that registers a class or object as the implementation of `operation` on `platform`."""
 
         def decorate(target: T) -> T:
-            missing = [hook for hook in REQUIRED if not hasattr(target, hook)]
+            missing = missing_hooks(target)
             if missing:
                 raise ValueError(
                     f"register({operation!r}, {str(platform)!r}): expected an object with {', '.join(REQUIRED)}, received {target!r} without "

@@ -1,4 +1,4 @@
-"""The selection chain: seven tiers in order, of which the first answer wins.
+"""The selection chain: tiers in order, of which the first answer wins.
 
 Everything that tiers read is collected in a `Snapshot` when a module is built. Choosing is then a pure function of the
 snapshot and a problem, and happens while a call is traced.
@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from .overlay import Policy
 from .platform import Platform
 from .problem import Problem
 from .registry import Implementation
-from .snapshot import Snapshot, Tier
+from .snapshot import Snapshot, TABLES, Tier
 from .transfer import nearest, nearest_comparison
 from .workload import BOTH
 
@@ -143,10 +143,8 @@ def _why_slower(
         if not guessed or snapshot.known_exactly(answer.implementation.platform, problem.key()) is not None:
             return None
     implementations = one.implementation, other.implementation
-    for index in (snapshot.near, snapshot.near_borrowed):
-        near = (
-            nearest_comparison(index, implementations, problem, snapshot.device, direction) if index else None
-        )
+    for index in snapshot.near:
+        near = nearest_comparison(index, implementations, problem, snapshot.device, direction)
         if near is not None:
             return slow_words(other.name, *near) if near[0][0] > NOISE else None
     return None
@@ -155,27 +153,15 @@ def _why_slower(
 def _first_answer(
     snapshot: Snapshot, implementation: Implementation, problem: Problem, tuning: bool
 ) -> tuple[Known, Tier]:
-    if tuning and _autotuner is not None:
-        for tier, ask in _SUFFICIENT[snapshot.policy]:
-            known = ask(snapshot, implementation, problem)
-            if known is not None and _may_run(ask, known, snapshot, implementation, problem):
-                return known, tier
-    for tier, ask in TIERS:
-        known = None if ask is _autotune else ask(snapshot, implementation, problem)
-        if known is not None and _may_run(ask, known, snapshot, implementation, problem):
+    before = _BEFORE_TUNING[snapshot.policy] if tuning and _autotuner is not None else ()
+    for source in (*before, *_WITHOUT_TUNER):
+        tier, ask = SOURCES[source]
+        known = ask(snapshot, implementation, problem)
+        if known is not None:
             return known, tier
     raise UnsupportedError(
         problem.operation, {implementation.platform.value: "has no configuration for this problem"}
     )
-
-
-def _may_run(
-    ask: Ask, known: Known, snapshot: Snapshot, implementation: Implementation, problem: Problem
-) -> bool:
-    """Whether a table's answer applies to exactly this problem, since it may have been measured at another length with the same key."""
-    if ask not in _OF_TABLES or known.config is None:
-        return True
-    return implementation.config_unsupported(known.config, problem, snapshot.device) is None
 
 
 def _override(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
@@ -193,35 +179,38 @@ def _overlay(snapshot: Snapshot, implementation: Implementation, problem: Proble
     return None
 
 
-def _tuned(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
-    return snapshot.tuned_table.get((implementation.platform, problem.key())) if snapshot.tuned else None
+def _in_table(name: str) -> Ask:
+    def look_up(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
+        table = snapshot.tables[name]
+        known = table.get((implementation.platform, problem.key())) if table else None
+        return None if known is None else _if_it_runs(known, snapshot, implementation, problem)
+
+    return look_up
 
 
-def _memory(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
-    return snapshot.memory_table.get((implementation.platform, problem.key())) if snapshot.memory else None
-
-
-def _user(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
-    return snapshot.user_table.get((implementation.platform, problem.key())) if snapshot.user else None
-
-
-def _shipped(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
-    return snapshot.shipped_table.get((implementation.platform, problem.key())) if snapshot.shipped else None
+def _if_it_runs(
+    known: Known, snapshot: Snapshot, implementation: Implementation, problem: Problem
+) -> Known | None:
+    """The answer if it applies to exactly this problem, since it may have been measured at another length with the same key."""
+    if known.config is None:
+        return known
+    reason = implementation.config_unsupported(known.config, problem, snapshot.device)
+    return known if reason is None else None
 
 
 def _autotune(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
-    if _autotuner is None:
+    answer = None if _autotuner is None else _autotuner(problem, implementation, snapshot.device)
+    if answer is None:
         return None
-    answer = _autotuner(problem, implementation, snapshot.device)
-    if answer is None or isinstance(answer, Known):
-        return answer
-    stored = memory_cache.known(implementation.platform, problem.key())
-    return stored if stored is not None and stored.config == answer else Known(answer, origin="tuned now")
+    if not isinstance(answer, Known):
+        stored = memory_cache.known(implementation.platform, problem.key())
+        answer = stored if stored and stored.config == answer else Known(answer, origin="tuned now")
+    return _if_it_runs(answer, snapshot, implementation, problem)
 
 
 def _transfer(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
-    for index in (snapshot.near, snapshot.near_borrowed):
-        known = nearest(index, implementation, problem, snapshot.device) if index else None
+    for index in snapshot.near:
+        known = nearest(index, implementation, problem, snapshot.device)
         if known is not None:
             return known
     return None
@@ -232,41 +221,36 @@ def _heuristic(snapshot: Snapshot, implementation: Implementation, problem: Prob
     return None if config is None else Known(config)
 
 
-TIERS: tuple[tuple[Tier, Ask], ...] = (
-    (Tier.OVERRIDE, _override),
-    (Tier.OVERLAY, _overlay),
-    (Tier.AUTOTUNE, _tuned),
-    (Tier.MEMORY, _memory),
-    (Tier.PERSISTENT, _user),
-    (Tier.PERSISTENT, _shipped),
-    (Tier.AUTOTUNE, _autotune),
-    (Tier.PERSISTENT, _transfer),
-    (Tier.HEURISTIC, _heuristic),
-)
-"""The tiers in order. The seventh is the error raised if none of these answers. `_tuned` holds what an earlier run of the
-autotune tier found for the same module; `_autotune` is skipped if nothing may be timed."""
-
-
-_OF_TABLES = (_tuned, _memory, _user, _shipped, _autotune)
-
-
-def _without(*passed_over: Ask) -> tuple[tuple[Tier, Ask], ...]:
-    first = TIERS[: [ask for _, ask in TIERS].index(_autotune) + 1]
-    return tuple((tier, ask) for tier, ask in first if ask not in passed_over)
-
-
-_SUFFICIENT: dict[Policy, Collection[tuple[Tier, Ask]]] = {
-    Policy.HEURISTIC: (),
-    Policy.CACHED: _without(),
-    Policy.TUNE: _without(_shipped),
-    Policy.FORCE: _without(_tuned, _memory, _user, _shipped),
+SOURCES: dict[str, tuple[Tier, Ask]] = {
+    "override": (Tier.OVERRIDE, _override),
+    "overlay": (Tier.OVERLAY, _overlay),
+    **{name: (tier, _in_table(name)) for name, tier in TABLES.items()},
+    "tuner": (Tier.AUTOTUNE, _autotune),
+    "near": (Tier.PERSISTENT, _transfer),
+    "heuristic": (Tier.HEURISTIC, _heuristic),
 }
-"""The tiers that come first, up to the tuner, when tuning is requested."""
+"""The sources of a configuration in the order in which they are asked, each with its tier. If none answers, the error is the last tier."""
+
+_WITHOUT_TUNER = tuple(source for source in SOURCES if source != "tuner")
+
+
+def _up_to_tuner(*passed_over: str) -> tuple[str, ...]:
+    first = list(SOURCES)[: list(SOURCES).index("tuner") + 1]
+    return tuple(source for source in first if source not in passed_over)
+
+
+_BEFORE_TUNING: dict[Policy, tuple[str, ...]] = {
+    Policy.HEURISTIC: (),
+    Policy.CACHED: _up_to_tuner(),
+    Policy.TUNE: _up_to_tuner("shipped"),
+    Policy.FORCE: _up_to_tuner(*TABLES),
+}
+"""The sources that come first when tuning is requested, with the tuner as the last."""
 
 
 def _tuner_of_package(problem: Problem, implementation: Implementation, device: DeviceFacts) -> Known | None:
     """The package's own tuner, which is imported when it is first asked."""
-    tuning = importlib.import_module(".tuning", __package__.rpartition(".")[0])
+    tuning = importlib.import_module(".tuning", __name__.partition(".")[0])
     return tuning.autotune_tier(problem, implementation, device)
 
 
@@ -281,7 +265,7 @@ def set_autotuner(autotuner: Autotuner | None) -> None:
 
 
 Listener = Callable[[Selection], None]
-_LISTENERS: ContextVar[tuple[tuple[Listener, Listener | None], ...]] = ContextVar(
+_LISTENERS: ContextVar[tuple[tuple[Listener, Listener], ...]] = ContextVar(
     "ejkernel_eqx_listeners", default=()
 )
 
@@ -306,34 +290,35 @@ def is_traced_anew() -> bool:
     return _asking.value != 0
 
 
+def _nothing(selection: Selection) -> None:
+    pass
+
+
 @contextlib.contextmanager
-def on_selection(listener: Listener, withdrawn: Listener | None = None) -> Iterator[None]:
+def on_selection(listener: Listener, withdrawn: Listener = _nothing) -> Iterator[None]:
     """Inside this context `listener` is called with every choice made, including the tier that answered, and `withdrawn` with those that
     turn out not to be used (the same objects). Cached traces of JAX do not hide choices."""
-    with _listening(listener, withdrawn), traced_anew():
-        yield
+    token = _LISTENERS.set((*_LISTENERS.get(), (listener, withdrawn)))
+    try:
+        with traced_anew():
+            yield
+    finally:
+        _LISTENERS.reset(token)
 
 
 @contextlib.contextmanager
 def replaceable() -> Iterator[Callable[[], None]]:
     """For code that is traced but that JAX may replace before anything is launched. Yields a function that withdraws the choices made inside
     from listeners."""
-    heard: list[Selection] = []
+    made: list[Selection] = []
 
     def take_back() -> None:
-        for selection in heard:
-            for _, withdrawn in _LISTENERS.get():
-                if withdrawn is not None:
-                    withdrawn(selection)
+        for selection in made:
+            for _, withdraw in _LISTENERS.get():
+                withdraw(selection)
 
-    with _listening(heard.append):
-        yield take_back
-
-
-@contextlib.contextmanager
-def _listening(listener: Listener, withdrawn: Listener | None = None) -> Iterator[None]:
-    token = _LISTENERS.set((*_LISTENERS.get(), (listener, withdrawn)))
+    token = _LISTENERS.set((*_LISTENERS.get(), (made.append, _nothing)))
     try:
-        yield
+        yield take_back
     finally:
         _LISTENERS.reset(token)

@@ -5,7 +5,7 @@ import enum
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,14 @@ class Tier(enum.StrEnum):
 _LOOKED_UP = (Tier.MEMORY, Tier.PERSISTENT, Tier.AUTOTUNE)
 
 Table = dict[tuple[Platform, str], Known]
+
+TABLES = {
+    "tuned": Tier.AUTOTUNE,
+    "memory": Tier.MEMORY,
+    "user": Tier.PERSISTENT,
+    "shipped": Tier.PERSISTENT,
+}
+"""The tables of a snapshot that answer for exactly a problem, the most trusted one first, and the tier of each."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,79 +108,55 @@ class Snapshot:
     @functools.cached_property
     def answers(self) -> str:
         """A digest of what decides a choice besides the request, without provenance; the same in every process."""
-        tables = () if self.override is not None else (self._all.items(), _table(self.borrowed).items())
+        tables = () if self.override is not None else (self._all.items(), self.tables["borrowed"].items())
         known = [
-            sorted((platform.value, key, repr(known.config)) for (platform, key), known in table)
+            sorted([(platform.value, key, repr(known.config)) for (platform, key), known in table])
             for table in tables
         ]
-        return hashlib.sha256(repr((self.device, known, self._order)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((self.device, known, self._order())).encode()).hexdigest()[:16]
 
-    @property
     def _order(self) -> list[tuple[str, str, str]]:
         """Which platforms are slower than which others, and for what, according to tables: everything that decides by times."""
-        by_key: dict[tuple[bool, str], list[tuple[Platform, Known]]] = {}
-        for table in (self._all, _table(self.borrowed)):
+        slower = []
+        for table in (self._all, self.tables["borrowed"]):
+            by_key: dict[str, list[tuple[Platform, Known]]] = {}
             for (platform, key), known in table.items():
-                by_key.setdefault((table is self._all, key), []).append((platform, known))
-        pairs = (
-            (key, a, b) for (_, key), known in by_key.items() for a, b in itertools.permutations(known, 2)
-        )
-        return sorted(
-            (key, f"{a[0].value} {direction}", b[0].value)
-            for key, a, b in pairs
-            for direction in (BOTH, FORWARD)
-            if slowness(a[1], b[1], direction)
-        )
+                by_key.setdefault(key, []).append((platform, known))
+            for key, known in by_key.items():
+                for (one, first), (other, second) in itertools.permutations(known, 2):
+                    directions = [d for d in (BOTH, FORWARD) if slowness(first, second, d)]
+                    slower += [(key, f"{one.value} {direction}", other.value) for direction in directions]
+        return sorted(slower)
 
     def known_exactly(self, platform: Platform, key: str) -> tuple[Known, Tier] | None:
         """What is known about exactly this problem, and from which tier."""
-        tiers = (Tier.AUTOTUNE, Tier.MEMORY, Tier.PERSISTENT, Tier.PERSISTENT)
-        tables = (self.tuned_table, self.memory_table, self.user_table, self.shipped_table)
-        found = (
-            (table[platform, key], tier)
-            for tier, table in zip(tiers, tables, strict=True)
-            if (platform, key) in table
-        )
-        return next(found, None)
+        for name, tier in TABLES.items():
+            if (platform, key) in self.tables[name]:
+                return self.tables[name][platform, key], tier
+        return None
 
     @functools.cached_property
-    def tuned_table(self) -> Table:
-        return _table(self.tuned)
-
-    @functools.cached_property
-    def memory_table(self) -> Table:
-        return _table(self.memory)
-
-    @functools.cached_property
-    def user_table(self) -> Table:
-        return _table(self.user)
-
-    @functools.cached_property
-    def shipped_table(self) -> Table:
-        return _table(self.shipped)
+    def tables(self) -> dict[str, Table]:
+        """What is known, by the name of its source."""
+        return {
+            name: {(platform, key): known for platform, key, known in getattr(self, name)}
+            for name in (*TABLES, "borrowed")
+        }
 
     @functools.cached_property
     def _all(self) -> Table:
         """All exact answers, the most trusted one for each problem."""
-        return self.shipped_table | self.user_table | self.memory_table | self.tuned_table
+        tables = self.tables
+        return tables["shipped"] | tables["user"] | tables["memory"] | tables["tuned"]
 
     @functools.cached_property
-    def near(self) -> Index:
-        """What is known on this device, for guesses at nearby shapes."""
-        return make_index((platform, key, known) for (platform, key), known in self._all.items())
-
-    @functools.cached_property
-    def near_borrowed(self) -> Index:
-        """What is known on the most similar other device, for guesses."""
-        return make_index(self.borrowed)
+    def near(self) -> list[Index]:
+        """What is known on this device, then on the most similar other one, for guesses at nearby shapes."""
+        return [make_index(table) for table in (self._all, self.tables["borrowed"]) if table]
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without cached values, because hashes of strings differ between processes."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-
-def _table(entries: Iterable[Entry]) -> Table:
-    return {(platform, key): known for platform, key, known in entries}
 
 
 _latest: dict[Any, Snapshot] = {}

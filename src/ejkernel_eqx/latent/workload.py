@@ -7,11 +7,11 @@ from typing import Any
 
 from jax import Array
 
-from .._exact import compiled
 from ..attention import workload as attention
 from ..attention.samples import make_inputs as attention_inputs
 from ..attention.samples import spec_of
 from ..attention.spec import AttentionSpec
+from ..core.exact import compiled
 from ..core.workload import Inputs, workload_of
 from ..dispatch import FORWARD, Implementation, Problem, Workload
 from .core import ATTEND

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .._optional import not_installed
+from .._errors import not_installed
 from ..dispatch import Backend, DeviceFacts
 from ..dispatch.device import shared_memory_limit
 from ._collector import collector_paused

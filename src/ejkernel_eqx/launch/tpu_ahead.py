@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from .._optional import not_installed
+from .._errors import not_installed
 from ..dispatch import Backend, DeviceFacts
 from ..dispatch.device import vmem_capacity
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from .._optional import not_installed
+from .._errors import not_installed
 from ..dispatch import DeviceFacts
 from ._apart import kept_apart
 from .launch import Launch

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._words import read_flags, read_sizes, SWITCH
 from ..core.letters import wide_dtype
+from ..core.words import read_flags, read_sizes, SWITCH
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import GROUPED, problem_of

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._sizes import is_symbolic
+from .._shapes import is_symbolic
 from ..core.arguments import accumulator
 from ..parallel import match_varying
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .._exact import compiled
-from .._words import read_flags, read_sizes, SWITCH
+from ..core.exact import compiled
 from ..core.letters import wide_dtype
+from ..core.words import read_flags, read_sizes, SWITCH
 from ..core.workload import exact_results, Inputs, random_cotangents, workload_of
 from ..dispatch import device_facts, Implementation, kernel_registry, Platform, Problem, Workload
 from . import blocks

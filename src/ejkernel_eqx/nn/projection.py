@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._sizes import is_symbolic
+from .._shapes import is_symbolic
 from ..core.arguments import accumulator
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._words import read_flags, read_sizes, SWITCH
 from ..core.letters import wide_dtype
+from ..core.words import read_flags, read_sizes, SWITCH
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import NORMALIZE, problem_of

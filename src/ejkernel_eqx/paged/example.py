@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .._words import read_flags, read_sizes, SWITCH
+from ..core.words import read_flags, read_sizes, SWITCH
 from ..dispatch import Problem
 from .cache.quantise import LARGEST
 from .core import problem_of

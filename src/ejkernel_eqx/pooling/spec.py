@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from .._sizes import as_value
+from .._shapes import as_value
 from ..core.letters import Letters
 
 REDUCTIONS = ("mean", "sum", "max", "last")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
-from .._sizes import as_value, is_symbolic
+from .._shapes import as_value, is_symbolic
 from ..core.arguments import accumulator
 from ..core.platforms import Plain
 from ..sequences.tokens import over

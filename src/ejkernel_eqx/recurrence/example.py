@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .._words import read_flags, read_sizes, SWITCH
 from ..core.letters import wide_dtype
+from ..core.words import read_flags, read_sizes, SWITCH
 from ..dispatch import Problem
 from .core import problem_of, step_problem_of
 from .spec import (

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from .._sizes import is_symbolic, least
+from .._shapes import is_symbolic, least
 from ..sequences.packing import ended
 from .spec import heads_of, RecurrenceArrays, RecurrenceSpec
 

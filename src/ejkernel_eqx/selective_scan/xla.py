@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
-from .._sizes import least
+from .._shapes import least
 from ..core.arguments import accumulator
 from ..parallel import match_varying
 from . import reference

@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Int
 
 from .._broadcast import like
-from .._sizes import remedy_of_size
+from .._shapes import remedy_of_size
 from .._values import check_int32, check_offsets, known, shown
 
 

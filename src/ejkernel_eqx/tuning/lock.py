@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._errors import TuningError
-from .._files import lock_of
 from ..dispatch import device_fingerprint, DeviceFacts
+from ..dispatch.files import lock_of
 from ..dispatch.persistent import cache_dir
 
 _LOG = logging.getLogger("ejkernel_eqx")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .._errors import TuningError
-from .._inputs import Inputs
-from .._kernel import make_plan, Plan
+from .._kernel import Inputs, make_plan, Plan
 from ..dispatch import (
     current_policy,
     device_fingerprint,
@@ -203,9 +202,9 @@ class Tuning:
 
     def _suffices(self, call: Invocation) -> bool:
         """Whether the tables that the policy trusts contain exactly this problem."""
-        snapshot = make_plan(call.operation, platform=call.platform).here
-        own = snapshot.memory_table | snapshot.user_table
-        trusted = {Policy.CACHED: snapshot.shipped_table | own, Policy.TUNE: own}
+        tables = make_plan(call.operation, platform=call.platform).here.tables
+        own = tables["memory"] | tables["user"]
+        trusted = {Policy.CACHED: tables["shipped"] | own, Policy.TUNE: own}
         return _question(call) in trusted.get(self._policy, {})
 
     def _renew(self, plans: list[Plan]) -> Plan | None:

@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._inputs import Inputs
+from .._kernel import Inputs
 from .models import tune_invocations
 from .options import TuneOptions
 from .recording import Invocation, invocations_of

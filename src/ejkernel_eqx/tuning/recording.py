@@ -5,8 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._inputs import Inputs
-from .._kernel import choices_of
+from .._kernel import choices_of, Inputs
 from ..dispatch import Implementation, on_selection, Platform, Problem, Selection, Tier
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..._broadcast import like
-from ..._sizes import is_symbolic
+from ..._shapes import is_symbolic
 from ..._values import FAR
 from ..spec import RowRanges
 from .block_map import BlockMap, check_map

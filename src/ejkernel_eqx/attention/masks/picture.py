@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._optional import require_matplotlib
+from ..._errors import require_matplotlib
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _VISIBLE, _HIDDEN, _LINES = "#2a6f97", "#eef1f4", "#ffffff"

@@ -10,8 +10,8 @@ import numpy as np
 from jax import Array
 
 from ..._tolerances import TOLERANCES
-from ..._words import read_sizes
 from ...core.letters import wide_dtype
+from ...core.words import read_sizes
 from ...core.workload import launches_of
 from ...dispatch import Cost, FORWARD, Implementation, Platform, Problem, Workload
 from ...paged import samples

@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from ..._broadcast import like
+from ..._shapes import is_symbolic
 from ..._signatures import Module
-from ..._sizes import is_symbolic
 from ..._values import check_between, check_distinct, checked
 from ...sequences.packing import read_count
 from ..spec import WriteArrays

@@ -8,9 +8,9 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..._files import replacing
-from ..._optional import require_matplotlib
+from ..._errors import require_matplotlib
 from ...dispatch import BOTH, device_facts, device_fingerprint, FORWARD
+from ...dispatch.files import replacing
 from ...dispatch.persistent import software, user_caches
 from ...dispatch.records import Record
 from ..result import TuningResult

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..._optional import require_matplotlib
+from ..._errors import require_matplotlib
 from ...dispatch import BOTH, FORWARD
 from .data import Candidate, describe, Entry
 from .roofline import Peaks

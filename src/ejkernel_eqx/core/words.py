@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._signatures import nearest
+from .._signatures import nearest
 
 SWITCH = (False, True)
 

@@ -10,11 +10,9 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 
-from ._errors import UnsupportedError
-from ._explanation import Choice, Explanation
-from ._inputs import Inputs
-from ._kernel import choices_of, Plan
-from .dispatch import (
+from .._errors import UnsupportedError
+from .._kernel import choices_of, Inputs, Plan
+from ..dispatch import (
     Backend,
     BOTH,
     Cost,
@@ -30,10 +28,11 @@ from .dispatch import (
     Selection,
     take_snapshot,
 )
-from .dispatch.caches import slow_words, slowness
-from .dispatch.labels import label_of
-from .tuning.replace import map_plans, plans_of
-from .tuning.report.roofline import device_peaks, matrix_dtype, Roofline, roofline
+from ..dispatch.caches import slow_words, slowness
+from ..dispatch.labels import label_of
+from .explanation import Choice, Explanation
+from .replace import map_plans, plans_of
+from .report.roofline import device_peaks, matrix_dtype, Roofline, roofline
 
 ExampleProblem = Callable[[str, dict[str, int], str, dict[str, Any]], Problem]
 _DTYPE = "bfloat16"

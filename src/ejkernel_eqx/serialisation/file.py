@@ -34,11 +34,11 @@ import jax.tree_util as jtu
 import ml_dtypes  # noqa: F401  registers bfloat16, float8_*, int4 with NumPy's dtype()
 import numpy as np
 
-from ._errors import CheckpointError
-from ._files import replacing
-from ._hyperparameters import differences, hyperparameters_of
-from .dispatch import no_tuning
-from .tuning.carried import choices_of_model, with_choices
+from .._errors import CheckpointError
+from ..dispatch import no_tuning
+from ..dispatch.files import replacing
+from ..tuning.carried import choices_of_model, with_choices
+from .hyperparameters import differences, hyperparameters_of
 
 _LOG = logging.getLogger("ejkernel_eqx")
 _FORMAT = "ejkernel_eqx"

@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ._errors import UnsupportedError
+from .._errors import UnsupportedError
 
 T = TypeVar("T")
 

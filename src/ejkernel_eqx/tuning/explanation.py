@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from .dispatch import FORWARD
-from .tuning.report.roofline import Peaks, Roofline
+from ..dispatch import FORWARD
+from .report.roofline import Peaks, Roofline
 
 _COLUMNS = ("", "ms", "bound ms", "of bound", "bound by", "GFLOP", "MB", "FLOP/byte")
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from .dispatch import Backend, device_facts
+from ..dispatch import Backend, device_facts
 
 # It runs once, so searching for its fastest matrix products would take longer than using any.
 _UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
