@@ -13,7 +13,7 @@ _FAR = tl.constexpr(2**31 - 1)
 def key_bounds_kernel(
     q_segments_ptr, marks_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S rounded up to whole tiles]
     T, S, offset,
-    tiles_ptr, kinds_ptr, first_ptr, past_ptr, no_taken_ptr,  # [B, tiles of queries, 4], [B, tiles of queries], [B, T], [B, T], [1]: 0
+    tiles_ptr, kinds_ptr, first_ptr, past_ptr, no_claims_ptr,  # [B, tiles of queries, 4], [B, tiles of queries], [B, T], [B, T], [1]: 0
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MOST: tl.constexpr, STEPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
@@ -90,7 +90,7 @@ def key_bounds_kernel(
     tl.store(first_ptr + b * T + row, start, mask=inside)
     tl.store(past_ptr + b * T + row, end, mask=inside)
     if tl.program_id(0) == 0:
-        tl.store(no_taken_ptr, 0)
+        tl.store(no_claims_ptr, 0)
 
 
 @triton.jit
