@@ -339,18 +339,10 @@ def launcher(
     k_rope: Array | None = None,
 ) -> Launcher:
     """The arguments that all kernels of a call share, without their tiles."""
-    (_, queries, heads, _), (_, keys, kv_heads, dim), values = (
-        arrays.q.shape,
-        arrays.k.shape,
-        arrays.v.shape[-1],
-    )
-    rope = 0 if k_rope is None else k_rope.shape[-1]
-    is_float32, rate, rows, ragged = (
-        arrays.q.dtype == jnp.float32,
-        spec.dropout_rate,
-        arrays.rows,
-        _ragged(arrays),
-    )
+    (_, queries, heads, _), (_, keys, kv_heads, dim) = arrays.q.shape, arrays.k.shape
+    values, rope = arrays.v.shape[-1], 0 if k_rope is None else k_rope.shape[-1]
+    is_float32, ragged = arrays.q.dtype == jnp.float32, _ragged(arrays)
+    rate, rows = spec.dropout_rate, arrays.rows
     queries_seen, keys_seen = tile_table.seen(arrays, spec) if ragged else (None, None)
     small = {
         "slopes": arrays.alibi_slopes,

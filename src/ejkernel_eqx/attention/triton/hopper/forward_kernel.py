@@ -73,20 +73,21 @@ def _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q: gl.constexpr, BLOCK_K: gl
 
 
 @gluon.jit
-def _scores(q, ks, at, sizes: gl.constexpr):
+def _scores(q, ks, at):
     """The product by the keys that were loaded as number `at`, `[64, BLOCK_K]`; not awaited."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_K, 16])
-    zero = gl.zeros([ROWS_EACH, sizes.BLOCK_K], gl.float32, layout)
-    k = ks.index(at % sizes.NUM_STAGES).reshape([sizes.BLOCK_K, sizes.BLOCK_D]).permute((1, 0))  # [BLOCK_D, BLOCK_K]
+    STAGES: gl.constexpr = ks.shape[0]
+    BLOCK_K: gl.constexpr = ks.shape[3]
+    zero = gl.zeros([ROWS_EACH, BLOCK_K], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16]))
+    k = ks.index(at % STAGES).reshape([BLOCK_K, ks.shape[4]]).permute((1, 0))  # [D, BLOCK_K]
     return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _weighted(p, vs, v_full, at, acc, sizes: gl.constexpr, USE_ACC=True):
-    """Adds the product by the values that were loaded as number `at`, `[64, BLOCK_V]`; not awaited."""
-    stage = at % sizes.NUM_STAGES
-    mbarrier.wait(v_full.index(stage), (at // sizes.NUM_STAGES) & 1)
-    return warpgroup_mma(p, vs.index(stage).reshape([sizes.BLOCK_K, sizes.BLOCK_V]), acc, use_acc=USE_ACC, is_async=True)
+def _weighted(p, vs, v_full, at, acc, use_acc=True):
+    """Adds the product by the values that were loaded as number `at`, `[64, V]`; not awaited."""
+    STAGES: gl.constexpr = vs.shape[0]
+    mbarrier.wait(v_full.index(at % STAGES), (at // STAGES) & 1)
+    return warpgroup_mma(p, vs.index(at % STAGES).reshape([vs.shape[3], vs.shape[4]]), acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -105,7 +106,6 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
               masking: gl.constexpr, SINKS: gl.constexpr, IN_PLACE: gl.constexpr):
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
     CONSUMERS: gl.constexpr = sizes.CONSUMERS
-    H: gl.constexpr = sizes.H
     V: gl.constexpr = sizes.BLOCK_V
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
@@ -123,7 +123,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
     ks, vs = buffers.k, buffers.v
     B, T, S, offset = lengths
     out_ptr, lse_ptr = outputs
-    out_desc = _described(out_ptr, B, T, H, sizes.V, ROWS_EACH, V)
+    out_desc = _described(out_ptr, B, T, sizes.H, sizes.V, ROWS_EACH, V)
     q = buffers.q.index(W).reshape([ROWS_EACH, sizes.BLOCK_D])
     dtype: gl.constexpr = q.dtype
     # The last consumer lets the first one start.
@@ -139,7 +139,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
         # Which queries, and what they see.
         count = (T + BLOCK_Q - 1) // BLOCK_Q
         m, bh = t % count, t // count
-        b, h = bh // H, bh % H
+        b, h = bh // sizes.H, bh % sizes.H
         if not TABLE:
             upcoming = gl.load(tiles.schedule + (r + 1) * gl.num_programs(0) + gl.program_id(0))
             lo, full_lo, full_hi, hi = _key_tiles(tiles.bounds, b, m, offset, T, S, BLOCK_Q, BLOCK_K, masking.LEFT, masking.RIGHT, False)
@@ -160,14 +160,14 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
         # there is one loop, and what hides keys is a branch in it.)
         mbarrier.wait(q_full.index(W), r & 1)
         mbarrier.wait(k_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
-        qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done, sizes)])  # [64, BLOCK_K]
+        qk = warpgroup_mma_wait(0, deps=[_scores(q, ks, done)])  # [64, BLOCK_K]
         mbarrier.arrive(k_empty.index(done % NUM_STAGES), count=1)
         queries = Queries(row, first, past, row_arrays.segments + b * T)
         s, unseen = _scored(qk, True, queries, (hi - 1) * BLOCK_K, kind, marks, lengths, scoring, masking)
         p, alpha, top, total = _softmax(s, top, total, scoring, GUARD)
         if TABLE:
             if unseen:
-                _clear(vs, v_full, done, marks + (hi - 1) * BLOCK_K, BLOCK_K, V, NUM_STAGES)
+                _clear(vs, v_full, done, marks + (hi - 1) * BLOCK_K)
         p = gl.convert_layout(p.to(dtype), weights_layout)
         # The others: scores of tile `n` and values of the one before it.
         for i in range(1, hi - lo):
@@ -175,8 +175,8 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             at = done + i
             mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
             _await_named(W)
-            qk = _scores(q, ks, at, sizes)
-            acc = _weighted(p, vs, v_full, at - 1, acc, sizes)
+            qk = _scores(q, ks, at)
+            acc = _weighted(p, vs, v_full, at - 1, acc)
             _arrive_named((W + 1) % CONSUMERS)
             qk = warpgroup_mma_wait(1, deps=[qk])
             mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
@@ -194,7 +194,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
             if TABLE:
                 if unseen:
-                    _clear(vs, v_full, at, marks + n * BLOCK_K, BLOCK_K, V, NUM_STAGES)
+                    _clear(vs, v_full, at, marks + n * BLOCK_K)
             if not BOUNDED:
                 acc = _rescaled(acc, alpha, scoring.RESCALE_THRESHOLD)
             p = gl.convert_layout(weights.to(dtype), weights_layout)
@@ -202,7 +202,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             mbarrier.arrive(q_empty.index(W), count=1)
         done += hi - lo
         # The last product runs while the next tile is received.
-        acc = _weighted(p, vs, v_full, done - 1, acc, sizes)
+        acc = _weighted(p, vs, v_full, done - 1, acc)
         r += 1
         if TABLE:
             following = _receive(queue, r)
@@ -234,20 +234,16 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
 def _loader(queue, buffers, barriers, operands, tiles, lengths, sizes: gl.constexpr, masking: gl.constexpr):
     """Loads the queries of every tile, and keys and values as far ahead as there are stages; across tiles of queries, too."""
     H: gl.constexpr = sizes.H
-    K: gl.constexpr = sizes.K
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
-    D: gl.constexpr = sizes.BLOCK_D
-    V: gl.constexpr = sizes.BLOCK_V
-    NUM_STAGES: gl.constexpr = sizes.NUM_STAGES
     TABLE: gl.constexpr = masking.TABLE
     qs, ks, vs = buffers.q, buffers.k, buffers.v
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_ptr, k_ptr, v_ptr = operands
     B, T, S, offset = lengths
-    k_desc = _described(k_ptr, B, S, K, sizes.D, BLOCK_K, D)
-    q_desc = _described(q_ptr, B, T, H, sizes.D, ROWS_EACH, D)
-    v_desc = _described(v_ptr, B, S, K, sizes.V, BLOCK_K, V)
+    k_desc = _described(k_ptr, B, S, sizes.K, sizes.D, BLOCK_K, sizes.BLOCK_D)
+    q_desc = _described(q_ptr, B, T, H, sizes.D, ROWS_EACH, sizes.BLOCK_D)
+    v_desc = _described(v_ptr, B, S, sizes.K, sizes.V, BLOCK_K, sizes.BLOCK_V)
     done = 0  # tiles of keys before this tile of queries
     r = 0
     if TABLE:
@@ -263,28 +259,28 @@ def _loader(queue, buffers, barriers, operands, tiles, lengths, sizes: gl.conste
         count = (T + BLOCK_Q - 1) // BLOCK_Q
         m, bh = t % count, t // count
         b, h = bh // H, bh % H
-        g = h // (H // K)
+        g = h // (H // sizes.K)
         if not TABLE:
             lo, _, _, hi = _key_tiles(tiles.bounds, b, m, offset, T, S, BLOCK_Q, BLOCK_K, masking.LEFT, masking.RIGHT, False)
         # The first keys and the queries, which the first product needs.
-        _load(k_desc, b, g, (hi - 1) * BLOCK_K, ks, k_full, k_empty, done, BLOCK_K, D, NUM_STAGES)
+        _load(k_desc, b, g, (hi - 1) * BLOCK_K, ks, k_full, k_empty, done)
         for w in gl.static_range(sizes.CONSUMERS):
             mbarrier.wait(q_empty.index(w), (r & 1) ^ 1)
-            mbarrier.expect(q_full.index(w), ROWS_EACH * D * 2)
+            mbarrier.expect(q_full.index(w), ROWS_EACH * sizes.BLOCK_D * 2)
             tma.async_copy_global_to_shared(q_desc, [b, h, m * BLOCK_Q + w * ROWS_EACH, 0], q_full.index(w), qs.index(w))
         if TABLE:
             number = _claim(tiles.counter)
         # Keys a tile ahead of values.
         for i in range(1, hi - lo):
-            _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, done + i, BLOCK_K, D, NUM_STAGES)
-            _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1, BLOCK_K, V, NUM_STAGES)
+            _load(k_desc, b, g, (hi - 1 - i) * BLOCK_K, ks, k_full, k_empty, done + i)
+            _load(v_desc, b, g, (hi - i) * BLOCK_K, vs, v_full, v_empty, done + i - 1)
         done += hi - lo
         r += 1
         if TABLE:  # while all but the last values are on their way
             upcoming = _tile_number(gl.num_programs(0) + _claimed(number), T, B * H, BLOCK_Q)
             following = _bounds(upcoming, tiles, lengths, sizes)
             _push(queue, r, following, WORDS)
-        _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1, BLOCK_K, V, NUM_STAGES)
+        _load(v_desc, b, g, lo * BLOCK_K, vs, v_full, v_empty, done - 1)
         t = upcoming
         if TABLE:
             lo, hi = following.lo, following.hi
@@ -309,10 +305,12 @@ def _bounds(t, tiles, lengths, sizes: gl.constexpr):
 
 
 @gluon.jit
-def _load(desc, b, head, row, buffer, full, empty, at, BLOCK_K: gl.constexpr, WIDTH: gl.constexpr, NUM_STAGES: gl.constexpr):
-    s = at % NUM_STAGES
-    mbarrier.wait(empty.index(s), ((at // NUM_STAGES) & 1) ^ 1)
-    mbarrier.expect(full.index(s), BLOCK_K * WIDTH * 2)
+def _load(desc, b, head, row, buffer, full, empty, at):
+    """A tile of keys or values as number `at`."""
+    STAGES: gl.constexpr = buffer.shape[0]
+    s = at % STAGES
+    mbarrier.wait(empty.index(s), ((at // STAGES) & 1) ^ 1)
+    mbarrier.expect(full.index(s), buffer.shape[3] * buffer.shape[4] * 2)
     tma.async_copy_global_to_shared(desc, [b, head, row, 0], full.index(s), buffer.index(s))
 
 

@@ -154,7 +154,7 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
     record = _record(lists.schedule, 0)
     mbarrier.wait(q_full.index(W), 0)
     mbarrier.wait(k_full.index(0), 0)
-    qk = warpgroup_mma_wait(0, deps=[_scores(qs.index(W).reshape([ROWS_EACH, D]), ks, 0, sizes)])
+    qk = warpgroup_mma_wait(0, deps=[_scores(qs.index(W).reshape([ROWS_EACH, D]), ks, 0)])
     mbarrier.arrive(k_empty.index(0), count=1)
     top, total = _begun(sinks_ptr, record.t, T, sizes, BOUNDED, SINKS, of_rows)
     weights, alpha, top, total = _weights(qk, top, total, record, record.lo, lists, lengths, W, sizes, scoring, masking, BITS)
@@ -181,8 +181,8 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
             mbarrier.wait(q_full.index(slot), (r // QUERY_SLOTS) & 1)
         mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
         _await_named(W)
-        qk = _scores(qs.index(slot).reshape([ROWS_EACH, D]), ks, at, sizes)
-        acc = _weighted(p, vs, v_full, at - 1, acc, sizes, more)
+        qk = _scores(qs.index(slot).reshape([ROWS_EACH, D]), ks, at)
+        acc = _weighted(p, vs, v_full, at - 1, acc, more)
         _arrive_named((W + 1) % CONSUMERS)
         qk = warpgroup_mma_wait(1, deps=[qk])
         mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
@@ -210,7 +210,7 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
             i = lo + 0
             r += 1
     # The last product of the program.
-    acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, at - 1, acc, sizes, more)])
+    acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, at - 1, acc, more)])
     mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
     _finish(acc, top, total, before, staging, out_desc, lse_ptr, T, W, sizes, BOUNDED)
     tma.store_wait(0)
@@ -220,9 +220,6 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
 def _loader(buffers, barriers, descs, lists, lengths, sizes: gl.constexpr):
     """Loads keys, queries with the first entry of their tile, and values one entry later."""
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
-    D: gl.constexpr = sizes.BLOCK_D
-    V: gl.constexpr = sizes.BLOCK_V
-    NUM_STAGES: gl.constexpr = sizes.NUM_STAGES
     qs, ks, vs = buffers.q, buffers.k, buffers.v
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_desc, k_desc, v_desc = descs
@@ -243,21 +240,21 @@ def _loader(buffers, barriers, descs, lists, lengths, sizes: gl.constexpr):
         next_hi = gl.where(over, following.hi, hi)
         next_i = gl.where(over, following.lo, i + 1)
         upcoming = _entry(lists.entries, next_i, next_lo, next_hi, lengths.S, BLOCK_K)
-        _load(k_desc, b, g, n * BLOCK_K, ks, k_full, k_empty, at, BLOCK_K, D, NUM_STAGES)
+        _load(k_desc, b, g, n * BLOCK_K, ks, k_full, k_empty, at)
         if i == lo:
             for w in gl.static_range(sizes.CONSUMERS):
                 slot = r % QUERY_SLOTS * sizes.CONSUMERS + w
                 mbarrier.wait(q_empty.index(slot), ((r // QUERY_SLOTS) & 1) ^ 1)
-                mbarrier.expect(q_full.index(slot), ROWS_EACH * D * 2)
+                mbarrier.expect(q_full.index(slot), ROWS_EACH * sizes.BLOCK_D * 2)
                 tma.async_copy_global_to_shared(q_desc, [b, h, row + w * ROWS_EACH, 0], q_full.index(slot), qs.index(slot))
         if at > 0:
-            _load(v_desc, last_b, last_g, last_n * BLOCK_K, vs, v_full, v_empty, at - 1, BLOCK_K, V, NUM_STAGES)
+            _load(v_desc, last_b, last_g, last_n * BLOCK_K, vs, v_full, v_empty, at - 1)
         last_b, last_g, last_n = b + 0, g + 0, n + 0
         at += 1
         r = gl.where(over, r + 1, r)
         i, n, lo, hi = next_i + 0, upcoming + 0, next_lo + 0, next_hi + 0
         t = gl.where(over, following.t, t)
-    _load(v_desc, last_b, last_g, last_n * BLOCK_K, vs, v_full, v_empty, at - 1, BLOCK_K, V, NUM_STAGES)
+    _load(v_desc, last_b, last_g, last_n * BLOCK_K, vs, v_full, v_empty, at - 1)
 
 
 @gluon.jit

@@ -84,14 +84,16 @@ def _within(s, low, high, BELOW: gl.constexpr, HIDDEN: gl.constexpr):
 
 
 @gluon.jit
-def _clear(vs, v_full, at, marks_ptr, BLOCK_K: gl.constexpr, V: gl.constexpr, NUM_STAGES: gl.constexpr):
+def _clear(vs, v_full, at, marks_ptr):
     """Zeros for the values that were loaded as number `at` of keys that no query sees, which can be anything: 0 * NaN is NaN. All consumers write the
     same, each before its own product."""
     ROWS: gl.constexpr = 16
+    STAGES: gl.constexpr = vs.shape[0]
+    V: gl.constexpr = vs.shape[4]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8] if V < 256 else [1, 32], [4, 1], [1, 0])
-    mbarrier.wait(v_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
-    v = vs.index(at % NUM_STAGES).reshape([BLOCK_K, V])
-    for n in gl.static_range(BLOCK_K // ROWS):
+    mbarrier.wait(v_full.index(at % STAGES), (at // STAGES) & 1)
+    v = vs.index(at % STAGES).reshape([vs.shape[3], V])
+    for n in gl.static_range(vs.shape[3] // ROWS):
         part = v.slice(n * ROWS, ROWS)
         # Marks are negative for keys that no query sees.
         mark = gl.load(marks_ptr + n * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)))  # [ROWS]
