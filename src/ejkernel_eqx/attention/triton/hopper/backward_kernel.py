@@ -98,20 +98,21 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
             mbarrier.wait(do_full.index(at), (s // NUM_STAGES) & 1)
             dp = _scores(v, dos.index(at), BLOCK_Q, D)
             if not AHEAD:
-                qk = warpgroup_mma_wait(1, deps=[qk])
-            # Each product waits for what it needs, and no more: the next ones run meanwhile.
+                qk = warpgroup_mma_wait(1, deps=[qk])  # [64, BLOCK_Q]
+            # dv = p^T do: the weights, under the product by the cotangents.
             p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, lengths, row_arrays, scoring, masking)
             weights = gl.convert_layout(p.to(dtype), weights_layout)
             dv = warpgroup_mma(weights, dos.index(at).reshape([BLOCK_Q, D]), dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=[dp])
+            # dk = ds^T q: the score gradients, under the product by the weights.
+            dp = warpgroup_mma_wait(1, deps=[dp])  # [64, BLOCK_Q]
             ds = _score_gradients(p, dp, lses, deltas, at, scoring).to(dtype)  # [64, BLOCK_Q]
             dss.index((s & 1) * CONSUMERS + W).store(ds)
             fence_async_shared()
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([BLOCK_Q, D]), dk, is_async=True)
-            # Both consumers' score gradients are there: a part of `dq` from all keys.
+            # dq = ds k: a part of its channels, when both consumers' score gradients are there.
             _sync_consumers()
             dq = _part(dss, s, ks, gl.zeros([64, 64], gl.float32, part_layout), 0, W, False, D)
-            dq = _part(dss, s, ks, dq, 1, W, True, D)
+            dq = _part(dss, s, ks, dq, 1, W, True, D)  # [64, 64]
             if AHEAD:
                 dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
             else:
@@ -160,7 +161,7 @@ def hopper_backward_kernel(
     row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
     tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
     descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, KEYS_EACH, BLOCK_D)
-    # Besides, in shared memory: score gradients of two steps, boxes of `dq`, the work queue, and barriers.
+    # Besides, in shared memory: score gradients of two steps, the work queue, and barriers.
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_EACH, BLOCK_Q], dtype)
     dss = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, KEYS_EACH, BLOCK_Q], ds_layout)
     queue = _queue_of(2, 1, WRITERS)

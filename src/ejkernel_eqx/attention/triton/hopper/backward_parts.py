@@ -33,9 +33,8 @@ from .work_queue import (
 CONSUMERS = gl.constexpr(2)
 WRITERS = gl.constexpr(2)
 # Heads, padded channels and tiles. DQ_...: boxes of a tile of `dq`, their columns, and how many boxes shared memory holds; KEY_SLOTS: tiles of keys there.
-Sizes = namedtuple(
-    "Sizes", "H K D BLOCK_Q BLOCK_K NUM_STAGES GROUP DQ_BOXES DQ_COLUMNS DQ_SLOTS KEY_SLOTS WRITERS"
-)
+Sizes = namedtuple("Sizes", "H K D BLOCK_Q BLOCK_K NUM_STAGES GROUP DQ_BOXES DQ_COLUMNS DQ_SLOTS KEY_SLOTS WRITERS")  # fmt: skip
+# Shared memory for what is loaded, and its barriers.
 Buffers = namedtuple("Buffers", "k v q do lse delta")
 Barriers = namedtuple("Barriers", "kv_full kv_empty q_full q_empty do_full do_empty")
 # Boxes of `dq` in shared memory, on their way from a consumer to a writer.
@@ -129,6 +128,7 @@ def _weights(qk, lses, at, first_key, m, is_partly_hidden, b, lengths, arrays, s
         if is_partly_hidden:
             qk = _hidden(qk, first_key, m * BLOCK_Q, b, lengths, arrays, masking, float("-inf"))
     lse = lses.index(at).reshape([BLOCK_Q]).load(gl.SliceLayout(0, qk.type.layout))  # [BLOCK_Q]
+    # p = 2^(s - lse); capped scores are in units of log2 already.
     return gl.exp2(qk * (1.0 if scoring.CAP > 0 else scoring.MULTIPLIER) - gl.expand_dims(lse, 0))
 
 
@@ -191,6 +191,7 @@ def _writer(queue, buffers, dq_desc, tiles, lengths, W: gl.constexpr, sizes: gl.
                 before = gl.load(tiles.order + (b * ((S + sizes.BLOCK_K - 1) // sizes.BLOCK_K) + n) * count + m)
             elif masking.LEFT >= 0:  # the tiles that are too far before the queries do not count
                 before = n - gl.maximum(m * sizes.BLOCK_Q + (offset - masking.LEFT), 0) // sizes.BLOCK_K
+            # Each box is freed when it has been read; the semaphore is released when all are in device memory.
             semaphore_ptr = tiles.semaphores + (b * sizes.H + h) * count + m
             _await_semaphore(semaphore_ptr, before)
             for pair in gl.static_range(BOXES // PARTS):
@@ -222,7 +223,7 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
     D: gl.constexpr = sizes.D
     SLOTS: gl.constexpr = sizes.KEY_SLOTS
     G: gl.constexpr = H // sizes.K
-    WIDE: gl.constexpr = D > 128  # rows in two halves
+    WIDE: gl.constexpr = D > 128  # halves are channels, not keys
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
     count = (lengths.S + BLOCK_K - 1) // BLOCK_K * lengths.B * sizes.K
     done = 0  # steps of earlier tiles
@@ -236,13 +237,11 @@ def _loader(queue, buffers, barriers, descs, tiles, lengths, sizes: gl.constexpr
         mbarrier.wait(kv_empty.index(slot), ((r // SLOTS) & 1) ^ 1)
         mbarrier.expect(kv_full.index(slot), 2 * BLOCK_K * D * 2)
         for half in gl.static_range(2):
-            row = n * BLOCK_K
-            column = half * 128
-            if not WIDE:
-                row = n * BLOCK_K + half * 64
-                column = 0
+            row = n * BLOCK_K + (0 if WIDE else half * 64)
+            column = half * 128 if WIDE else 0
             tma.async_copy_global_to_shared(descs.k, [b, g, row, column], kv_full.index(slot), buffers.k.index(slot * 2 + half))
             tma.async_copy_global_to_shared(descs.v, [b, g, row, column], kv_full.index(slot), buffers.v.index(slot * 2 + half))
+        # Queries and cotangents of every step.
         steps = (hi - lo) * G
         for e in range(steps):
             head, m = _step(e, hi, G)
@@ -266,6 +265,7 @@ def _load(desc, terms_desc, tiles, terms, full, empty, b, h, bh, row, s, sizes: 
     mbarrier.expect(full.index(at), sizes.BLOCK_Q * (D * 2 + 4))
     for half in gl.static_range(HALVES):
         tma.async_copy_global_to_shared(desc, [b, h, row, half * 128], full.index(at), tiles.index(at * HALVES + half))
+    # The terms of the softmax, `[BLOCK_Q]`.
     tma.async_copy_global_to_shared(terms_desc, [bh, row], full.index(at), terms.index(at))
 
 
@@ -285,8 +285,8 @@ def _store_key_gradients(dk, dv, buffers, descs, kv_empty, at, W: gl.constexpr, 
 
 @gluon.jit
 def _operands(pointers, lengths, terms, HEAD_D: gl.constexpr, HEAD_V: gl.constexpr, sizes: gl.constexpr, KEYS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Descriptors of what is loaded, of `dk` and `dv`, and of `dq`, with boxes of so many keys or a tile's queries, and so many columns; and shared memory for what is
-    loaded and for `dq`. Keys, and queries of more than 128 channels, take two boxes."""
+    """Descriptors of what is loaded, of `dk` and `dv`, and of `dq`, with boxes of so many keys or a tile's queries, and so many columns; and shared memory
+    for what is loaded and for `dq`. Keys, and queries of more than 128 channels, take two boxes."""
     HALVES: gl.constexpr = 2 if sizes.D > 128 else 1
     STAGES: gl.constexpr = sizes.NUM_STAGES
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
@@ -311,4 +311,5 @@ def _operands(pointers, lengths, terms, HEAD_D: gl.constexpr, HEAD_V: gl.constex
     delta_desc = tma.make_tensor_descriptor(delta_ptr, [B * sizes.H, terms], [terms, 1], [1, BLOCK_Q], layout)
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q], layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_Q], layout)
-    return Descs(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc), (dk_desc, dv_desc), dq_desc, Buffers(k, v, q, do, lse, delta), dqs
+    descs = Descs(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
+    return descs, (dk_desc, dv_desc), dq_desc, Buffers(k, v, q, do, lse, delta), dqs

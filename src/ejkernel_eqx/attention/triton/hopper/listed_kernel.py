@@ -48,6 +48,12 @@ def _record(schedule_ptr, r):
 
 
 @gluon.jit
+def _copied(record):
+    """The same numbers as values of their own, which a loop may carry beside those of `record`."""
+    return Record(record.t + 0, record.lo + 0, record.partly + 0, record.hi + 0, record.patterns + 0)
+
+
+@gluon.jit
 def _entry(list_ptr, i, lo, hi, S, BLOCK_K: gl.constexpr):
     """The tile of keys of an entry; of an empty list the one past the end, which is read as zeros and hidden."""
     n = gl.load(list_ptr + i).to(gl.int32)
@@ -119,7 +125,7 @@ def _finish(acc, top, total, t, staging, out_desc, lse_ptr, T, W: gl.constexpr, 
     b, h, row = _origin(t, T, sizes)
     row += W * ROWS_EACH
     rows = row + gl.arange(0, ROWS_EACH, top.type.layout)  # [64]
-    total = _row_sum(total, top.type.layout)
+    total = _row_sum(total, top.type.layout)  # [64]
     some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
     total = gl.where(some, total, 1.0)
     lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
@@ -164,19 +170,18 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
     # What follows a tile is read with its first entry.
     before, i, at, r = record.t + 0, record.lo + 1, 1, 0
     is_first = False
-    t, lo, partly, hi, patterns = record
-    next_t, next_lo, next_partly, next_hi, next_patterns = _record(lists.schedule, 1)
-    if i >= hi:
+    following = _record(lists.schedule, 1)
+    if i >= record.hi:
         is_first, r = True, 1
-        t, lo, partly, hi, patterns = next_t + 0, next_lo + 0, next_partly + 0, next_hi + 0, next_patterns + 0
-        i = lo + 0
-    more = lo < lo  # whether the entry before is not the first of its tile
-    while t >= 0:
+        record = _copied(following)
+        i = record.lo + 0
+    more = record.lo < record.lo  # whether the entry before is not the first of its tile
+    while record.t >= 0:
         slot = r % QUERY_SLOTS * CONSUMERS + W
         ended_top, ended_total = top, total
         if is_first:
-            next_t, next_lo, next_partly, next_hi, next_patterns = _record(lists.schedule, r + 1)
-            top, total = _begun(sinks_ptr, t, T, sizes, BOUNDED, SINKS, of_rows)
+            following = _record(lists.schedule, r + 1)
+            top, total = _begun(sinks_ptr, record.t, T, sizes, BOUNDED, SINKS, of_rows)
             mbarrier.arrive(q_empty.index((r + 1) % QUERY_SLOTS * CONSUMERS + W), count=1)  # of the tile before
             mbarrier.wait(q_full.index(slot), (r // QUERY_SLOTS) & 1)
         mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
@@ -184,9 +189,8 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
         qk = _scores(qs.index(slot).reshape([ROWS_EACH, D]), ks, at)
         acc = _weighted(p, vs, v_full, at - 1, acc, more)
         _arrive_named((W + 1) % CONSUMERS)
-        qk = warpgroup_mma_wait(1, deps=[qk])
+        qk = warpgroup_mma_wait(1, deps=[qk])  # [64, BLOCK_K]
         mbarrier.arrive(k_empty.index(at % NUM_STAGES), count=1)
-        record = Record(t, lo, partly, hi, patterns)
         weights, alpha, top, total = _weights(qk, top, total, record, i, lists, lengths, W, sizes, scoring, masking, BITS)
         # Never so. NVIDIA's assembler would else move the wait to before the softmax, which runs under the product; it moves none across a branch that
         # changes the weights.
@@ -197,17 +201,17 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
         p = gl.convert_layout(weights.to(dtype), weights_layout)
         if is_first:
             _finish(acc, ended_top, ended_total, before, staging, out_desc, lse_ptr, T, W, sizes, BOUNDED)
-            before = t + 0
+            before = record.t + 0
         # Of a new tile, what remains of the last one is not added to.
         if not BOUNDED:
             acc = _rescaled(acc, alpha, scoring.RESCALE_THRESHOLD)
-        more = i > lo
+        more = i > record.lo
         at += 1
         i += 1
-        is_first = i >= hi
+        is_first = i >= record.hi
         if is_first:
-            t, lo, partly, hi, patterns = next_t + 0, next_lo + 0, next_partly + 0, next_hi + 0, next_patterns + 0
-            i = lo + 0
+            record = _copied(following)
+            i = record.lo + 0
             r += 1
     # The last product of the program.
     acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, at - 1, acc, more)])

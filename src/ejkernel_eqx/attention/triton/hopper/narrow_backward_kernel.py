@@ -124,11 +124,13 @@ def _consumer(queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, 
             mbarrier.wait(full.index(at), (s // NUM_STAGES) & 1)
             qk = _scores(k, qs.index(at), D)
             dp = _scores(v, dos.index(at), D)
-            qk = warpgroup_mma_wait(1, deps=[qk])
+            # dv = p^T do: the weights, under the product by the cotangents.
+            qk = warpgroup_mma_wait(1, deps=[qk])  # [64, 64]
             p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, lengths, row_arrays, scoring, masking)
             weights = gl.convert_layout(p.to(dtype), weights_layout)
             dv = warpgroup_mma(weights, dos.index(at).reshape([SIZE, D]), dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=[dp])
+            # dk = ds^T q: the score gradients, under the product by the weights; `dq` is left to the third group.
+            dp = warpgroup_mma_wait(1, deps=[dp])  # [64, 64]
             ds = _score_gradients(p, dp, lses, deltas, at, scoring).to(dtype)  # [64, 64]
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([SIZE, D]), dk, is_async=True)
             _store_ds(ds, s, ds_buffers, W)
@@ -209,7 +211,7 @@ def hopper_narrow_backward_kernel(
     row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
     tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
     descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, SIZE, BLOCK_D)
-    # Besides, in shared memory: score gradients, `dq`, `dk` and `dv`, the work queue, and barriers.
+    # Besides, in shared memory: score gradients, `dk` and `dv`, the work queue, and barriers.
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, SIZE], dtype)
     dss = gl.allocate_shared_memory(dtype, [SCORE_SLOTS * CONSUMERS, SIZE, SIZE], ds_layout)
     dks = _tiles_of(dtype, CONSUMERS, SIZE, BLOCK_D)

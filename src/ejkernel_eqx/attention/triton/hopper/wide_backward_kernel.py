@@ -82,12 +82,13 @@ def _consumer(queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arra
             # The first consumer computes the weights, the second one from them the score gradients, each for both.
             if W == 0:
                 mbarrier.wait(q_full.index(0), s & 1)
-                qk = _products(ks, qs)
+                qk = _products(ks, qs)  # [64, 64]
                 if masking.GUARD:
                     if (m < full_lo) | (m >= full_hi) | past:
                         qk = _hidden(qk, n * SIZE, m * SIZE, b, lengths, row_arrays, masking, float("-inf"))
                 lse = lses.index(0).reshape([SIZE]).load(of_queries)  # [64]
                 weights = gl.exp2(qk * scoring.MULTIPLIER - gl.expand_dims(lse, 0)).to(dtype)  # [64, 64]
+                # dv = p^T do, when the weights are stored, and dk = ds^T q, when the score gradients are.
                 ps.index(s & 1).store(weights)
                 fence_async_shared()
                 _sync_consumers()
@@ -97,9 +98,10 @@ def _consumer(queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arra
                 dk = warpgroup_mma(dss.index(s & 1), _half(qs, 0), dk, is_async=True)
             else:
                 mbarrier.wait(do_full.index(0), s & 1)
-                dp = _products(vs, dos)
+                dp = _products(vs, dos)  # [64, 64]
                 delta = deltas.index(0).reshape([SIZE]).load(of_queries)  # [64]
                 dp = dp - gl.expand_dims(delta, 0)
+                # The same from the weights of the first consumer: ds = p (dp - delta).
                 _sync_consumers()
                 dv = warpgroup_mma(ps.index(s & 1), _half(dos, 1), dv, is_async=True)
                 ds = (ps.index(s & 1).load(scores_layout).to(gl.float32) * dp).to(dtype)  # [64, 64]
@@ -110,11 +112,12 @@ def _consumer(queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arra
                 dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), _half(qs, 1), dk, is_async=True)
             # A half of `dq`'s channels, while the other products end.
             dq = warpgroup_mma(dss.index(s & 1).permute((1, 0)), k, gl.zeros([SIZE, HALF], gl.float32, layout), use_acc=False, is_async=True)
+            # Stages are given back as soon as their products have ended.
             dv = warpgroup_mma_wait(2, deps=[dv])
             mbarrier.arrive(do_empty.index(0), count=1)
             dk = warpgroup_mma_wait(1, deps=[dk])
             mbarrier.arrive(q_empty.index(0), count=1)
-            dq = warpgroup_mma_wait(0, deps=[dq])
+            dq = warpgroup_mma_wait(0, deps=[dq])  # [64, 128]
             _store_dq(dq, dq_buffers, s, W, sizes)
             fence_async_shared()
             _signal_dq(dq_buffers, s, W, sizes)
@@ -146,7 +149,7 @@ def hopper_wide_backward_kernel(
     row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
     tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
     descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, SIZE, HALF)
-    # Besides, in shared memory: boxes of `dq`, weights and score gradients of two steps, the work queue, and barriers.
+    # Besides, in shared memory: weights and score gradients of two steps, the work queue, and barriers.
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, SIZE], dtype)
     ps = gl.allocate_shared_memory(dtype, [2, SIZE, SIZE], ds_layout)
     dss = gl.allocate_shared_memory(dtype, [2, SIZE, SIZE], ds_layout)

@@ -40,6 +40,7 @@ def _claimed(number):
 @gluon.jit
 def _queue_of(SLOTS: gl.constexpr, WORDS: gl.constexpr, READERS: gl.constexpr):
     """A queue of items of so many words; a slot is free when all readers have said so."""
+    # Full: the producer arrives alone. Empty: each reader arrives.
     full, empty = _barriers_of(SLOTS, READERS)
     slots = gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return WorkQueue(slots, full, empty)
@@ -49,6 +50,7 @@ def _queue_of(SLOTS: gl.constexpr, WORDS: gl.constexpr, READERS: gl.constexpr):
 def _push(queue, r, words, WORDS: gl.constexpr):
     """The producer writes item `r` when its slot is free."""
     SLOTS: gl.constexpr = queue.slots.shape[0] // WORDS
+    # All consumers have read what was in the slot.
     slot = r % SLOTS
     mbarrier.wait(queue.empty.index(slot), ((r // SLOTS) & 1) ^ 1)
     for n in gl.static_range(WORDS):
@@ -67,6 +69,7 @@ def _await_item(queue, r, WORDS: gl.constexpr):
 
 @gluon.jit
 def _word(queue, at, WARPS: gl.constexpr):
+    # One word, which every lane of so many warps reads.
     return gl.max(queue.slots.index(at).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
@@ -109,9 +112,11 @@ def _sync_consumers():
 @gluon.jit
 def _await_semaphore(semaphore_ptr, count):
     """Waits until the semaphore is `count`."""
+    # Acquire: what was added before the release is seen.
     seen = _semaphore(semaphore_ptr)
     while seen != count:
         seen = _semaphore(semaphore_ptr)
+    # The tile is added by an asynchronous copy, after what this warp has read.
     gl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, $1;", "=r,r,~{memory}", [seen], dtype=gl.int32, is_pure=False, pack=1)
 
 
