@@ -122,7 +122,7 @@ def _query_gradient_tiles(
             kept = keep(queries, keys, head, scoring.DROPOUT)  # [BQ, BK]
         ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, scoring, MASKED)  # [BQ, BK]
         if scoring.ALIBI:
-            dslope += tl.sum(tl.sum(after * (j - queries.position).to(tl.float32), axis=1), axis=0)
+            dslope += tl.sum(tl.sum(after * (keys.j - queries.position).to(tl.float32), axis=1), axis=0)
         # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
         clean: tl.constexpr = MASKED and masking.CLEAN and (masking.MASK or masking.LISTED)
         if clean:
