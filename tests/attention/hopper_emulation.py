@@ -247,32 +247,25 @@ class Device:
         )  # fmt: skip
         return dict(
             gl=language, tl=language, mbarrier=_BARRIERS, tma=copies, fence_async_shared=lambda: None,
-            warpgroup_mma=self._product, warpgroup_mma_wait=self._await, _claimed=self._claimed, _take=self._claimed, _taken=lambda number: number,
-            _meet=lambda: self.own.met.wait(LIMIT), _add=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, True)),
-            _await_turn=self._await_turn, _give_turn=lambda consumer: self.own.turns[consumer].release(), _end_turn=_end_turn,
-            _within=_within, _capped=_capped, _rescaled=lambda acc, alpha, patience: acc * alpha[:, None], _write=_written,
-            _log2=np.log2, _least=lambda number: number, LEAST=0.0,
+            warpgroup_mma=self._product, warpgroup_mma_wait=self._await, _claim=self._claim, _claimed=lambda number: number,
+            _sync_consumers=lambda: self.own.consumers.wait(LIMIT), _add=lambda desc, at, buffer: self.own.stores.append((desc, at, buffer, True)),
+            _await_named=self._await_named, _arrive_named=lambda consumer: self.own.named[consumer].release(),
+            _await_semaphore=_await_semaphore, _release_semaphore=_release_semaphore, _within=_within, _capped=_capped,
+            _rescaled=lambda acc, alpha, threshold: acc * alpha[:, None], _log2=np.log2, _uniform=lambda number: number, LEAST=0.0,
         )  # fmt: skip
 
     def _specialised(self, parts: Any, warps: Any, registers: Any) -> None:
         assert len(warps) == len(registers) == len(parts) - 1
         # What the groups of warps of a program know of one another.
         shared = {
-            "met": threading.Barrier(2),
+            "consumers": threading.Barrier(2),
             "program": self.own.program,
-            "turns": [threading.Semaphore(0) for _ in range(len(parts) - 1)],
+            "named": [threading.Semaphore(0) for _ in range(len(parts) - 1)],
         }
         finish([self._thread(self._guarded, *part, shared) for part in parts], self.errors)
 
-    def _await_turn(self, whose: Any, turn: int = 0) -> None:
-        """A consumer's, or that of a word in device memory: the program's other writer, or another program, may have to give it."""
-        if not isinstance(whose, Pointer):
-            assert self.own.turns[whose].acquire(timeout=LIMIT), "a turn that nobody gives"
-            return
-        flat, end = whose.array.reshape(-1), time.monotonic() + LIMIT
-        while flat[whose.at] != turn:
-            assert time.monotonic() < end, "a turn that nobody before gives"
-            time.sleep(1e-4)
+    def _await_named(self, consumer: int) -> None:
+        assert self.own.named[consumer].acquire(timeout=LIMIT), "a named barrier that nobody arrives at"
 
     def _guarded(self, function: Any, arguments: Any, shared: dict[str, Any]) -> None:
         self.own.queue, self.own.stores = [], []
@@ -290,7 +283,7 @@ class Device:
             desc, at, buffer, add = self.own.stores.pop(0)
             desc.store(at, buffer, add)
 
-    def _claimed(self, pointer: Pointer) -> int:
+    def _claim(self, pointer: Pointer) -> int:
         flat = pointer.array.reshape(-1)
         with self.claiming:
             flat[pointer.at] += 1
@@ -365,11 +358,6 @@ def _store(pointer: Pointer, value: Tensor, mask: Any = ...) -> None:
     pointer.array.reshape(-1)[np.asarray(pointer.at)[mask]] = value[mask]
 
 
-def _written(letters: Any, at: int, number: int) -> None:
-    """In one word."""
-    letters.index(at).store(tensor(np.asarray([number], np.int32)))
-
-
 def _within(s: Tensor, low: Any, high: Any, bounded_below: bool, hidden: float) -> Tensor:
     column = np.arange(s.shape[1])
     seen = column < high[:, None]
@@ -378,14 +366,20 @@ def _within(s: Tensor, low: Any, high: Any, bounded_below: bool, hidden: float) 
     return _where(seen, s, hidden)
 
 
-def _capped(
-    qk: Tensor, scale: float, cap: float, fast: bool, multiplier: float, bounded: bool = False, *_: Any
-) -> Any:
-    if cap == 0:
+def _capped(qk: Tensor, scoring: Any, pack: int) -> Any:
+    if scoring.CAP == 0:
         return qk
-    s = np.tanh(qk * np.float32(scale / cap)) * np.float32(multiplier)
-    return np.exp2(s) if bounded else s
+    s = np.tanh(qk * np.float32(scoring.SCALE / scoring.CAP)) * np.float32(scoring.MULTIPLIER)
+    return np.exp2(s) if scoring.BOUNDED else s
 
 
-def _end_turn(pointer: Pointer, turn: int) -> None:
-    pointer.array.reshape(-1)[pointer.at] = turn + 1
+def _await_semaphore(pointer: Pointer, count: int) -> None:
+    """The program's other writer, or another program, may have to release it."""
+    flat, end = pointer.array.reshape(-1), time.monotonic() + LIMIT
+    while flat[pointer.at] != count:
+        assert time.monotonic() < end, "a semaphore that nobody before releases"
+        time.sleep(1e-4)
+
+
+def _release_semaphore(pointer: Pointer, count: int) -> None:
+    pointer.array.reshape(-1)[pointer.at] = count + 1

@@ -237,7 +237,7 @@ def test_bounds_in_one_launch(kind, seed):
     marked = arrays if arrays.q_segments is None else arrays._replace(kv_segments=marks)
     table = jax.jit(tile_table.key_tile_table, static_argnums=(1, 2, 3))(marked, spec, block_q, block_k)
     np.testing.assert_array_equal(found["tiles"], table)
-    assert found["no_taken"][0] == 0 and found["marks"].shape == (batch, -(-keys // block_k) * block_k)
+    assert found["no_claims"][0] == 0 and found["marks"].shape == (batch, -(-keys // block_k) * block_k)
     seen = jax.jit(lambda arrays: tile_table.seen(arrays, spec).keys)(arrays)
     np.testing.assert_array_equal(marks >= 0, np.broadcast_to(seen, (batch, keys)) != 0)
     # The range of each query is what it sees, unless the keys of a segment are apart: then it is what it sees by ranges alone.

@@ -94,10 +94,10 @@ def test_no_keys_are_left_to_triton():
     assert not any(launch.is_gluon for launch in found)
 
 
-def test_turns():
+def test_order_of_tiles():
     """Of tiles of keys with gaps between those that see a tile of queries."""
     tiles = jnp.asarray([[[0, 0, 0, 2], [1, 1, 1, 1], [1, 1, 2, 3], [0, 0, 0, 1]]], jnp.int32)
-    order, visited = backward_call.turns_of(tiles, 4)
+    order, visited = backward_call.order_of(tiles, 4)
     np.testing.assert_array_equal(order[0, [0, 0, 2, 2, 3], [0, 1, 1, 2, 0]], [0, 0, 1, 0, 1])
     np.testing.assert_array_equal(visited, [[True, True, True, False]])
 

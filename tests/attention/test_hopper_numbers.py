@@ -77,7 +77,7 @@ def test_maxima_that_grow(growth, dtype):
     """Scores grow from tile to tile of keys, from the last to the first, by so many units of log2: less than sums wait for, about it, more."""
     case = odd(T=128, S=640, H=1, dtype=dtype, right=640)  # hides nothing
     arrays, spec = make(case)
-    assert tile_sizes.patience(case.D, None, True) == 8
+    assert tile_sizes.rescale_threshold(case.D, None, True) == 8
     step = growth * np.log(2) / 128 / spec.scale / 4
     rising = jnp.asarray(-step * np.arange(case.S), dtype)[None, :, None]
     arrays = arrays._replace(q=arrays.q.at[..., :4].set(1.0), k=arrays.k.at[..., :4].set(rising[..., None]))
@@ -87,7 +87,7 @@ def test_maxima_that_grow(growth, dtype):
 
 @needs_gluon
 @pytest.mark.parametrize(
-    "of, patience",
+    "of, threshold",
     [
         (call(**CAUSAL), 8),
         (call(), 0),
@@ -97,10 +97,10 @@ def test_maxima_that_grow(growth, dtype):
         (call(256), 8),
     ],
 )
-def test_where_sums_wait(of: Any, patience: int):
+def test_where_sums_wait(of: Any, threshold: int):
     """Where it was measured to pay."""
     *_, launch = launches(of[0], of[1], configured(tile(128, 128 if of[0].q.shape[-1] <= 128 else 64)))
-    assert launch.constants["PATIENCE"] == patience
+    assert launch.constants["RESCALE_THRESHOLD"] == threshold
 
 
 # Lists of tiles

@@ -13,6 +13,7 @@ from .tile import (
     head_of,
     HeadArrays,
     keep,
+    key_columns,
     key_spans,
     KeyRows,
     Keys,
@@ -103,16 +104,7 @@ def _query_gradient_tiles(
             n = entry
             entry = tl.load(tiles.list + at + 1).to(tl.int32)
         first = n * BK
-        columns = first + tl.arange(0, BK)  # [BK]
-        j = columns[None, :]  # [1, BK]
-        ok = columns < S  # [BK]
-        k_segment = j
-        # Keys that no query may see can hold anything, so they are not read.
-        if CHECK:
-            ok = ok & (tl.load(key_rows.seen + columns, mask=ok, other=0) != 0)
-            if masking.SEGMENTS:
-                k_segment = tl.load(key_rows.segments + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]  # fmt: skip
-        keys = Keys(j, k_segment)
+        keys, ok = key_columns(first, key_rows, S, BK, CHECK, masking.SEGMENTS)
         k = load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
         v = load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]  # fmt: skip
         # The weights again, from the scores.
@@ -130,7 +122,7 @@ def _query_gradient_tiles(
             kept = keep(queries, keys, head, scoring.DROPOUT)  # [BQ, BK]
         ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, scoring, MASKED)  # [BQ, BK]
         if scoring.ALIBI:
-            dslope += tl.sum(tl.sum(after * (j - queries.position).to(tl.float32), axis=1), axis=0)
+            dslope += tl.sum(tl.sum(after * (keys.j - queries.position).to(tl.float32), axis=1), axis=0)
         # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
         clean: tl.constexpr = MASKED and masking.CLEAN and (masking.MASK or masking.LISTED)
         if clean:

@@ -339,85 +339,45 @@ def launcher(
     k_rope: Array | None = None,
 ) -> Launcher:
     """The arguments that all kernels of a call share, without their tiles."""
-    (_, queries, heads, _), (_, keys, kv_heads, dim), values = (
-        arrays.q.shape,
-        arrays.k.shape,
-        arrays.v.shape[-1],
-    )
-    rope = 0 if k_rope is None else k_rope.shape[-1]
-    is_float32, rate, rows, ragged = (
-        arrays.q.dtype == jnp.float32,
-        spec.dropout_rate,
-        arrays.rows,
-        _ragged(arrays),
-    )
+    (_, queries, heads, _), (_, keys, kv_heads, dim) = arrays.q.shape, arrays.k.shape
+    values, rope = arrays.v.shape[-1], 0 if k_rope is None else k_rope.shape[-1]
+    is_float32, ragged = arrays.q.dtype == jnp.float32, _ragged(arrays)
+    rate, rows = spec.dropout_rate, arrays.rows
     queries_seen, keys_seen = tile_table.seen(arrays, spec) if ragged else (None, None)
-    small = {
-        "slopes": arrays.alibi_slopes,
-        "q_segments": arrays.q_segments,
-        "kv_segments": arrays.kv_segments,
-        "start": rows and rows.start,
-        "end": rows and rows.end,
-        "position": rows and rows.position,
-        "query_seen": queries_seen,
-        "key_seen": keys_seen,
-    }
+    small = dict(
+        slopes=arrays.alibi_slopes, q_segments=arrays.q_segments, kv_segments=arrays.kv_segments,
+        start=rows and rows.start, end=rows and rows.end, position=rows and rows.position,
+        query_seen=queries_seen, key_seen=keys_seen, map=None if arrays.blocks is None else arrays.blocks.astype(jnp.int8),
+    )  # fmt: skip
     named = {name: _every_row(x, arrays) for name, x in small.items()}
     mask = None if arrays.mask is None else arrays.mask.astype(jnp.int8)
-    named |= {
-        "q": arrays.q,
-        "k": arrays.k,
-        "k_rope": k_rope,
-        "v": arrays.v,
-        "bias": arrays.bias,
-        "mask": mask,
-        "seeds": arrays.seeds,
-        "map": None if arrays.blocks is None else _every_row(arrays.blocks.astype(jnp.int8), arrays),
-        **dict.fromkeys(("row", "list", "pattern", "bits")),
-    }
+    named |= dict(
+        q=arrays.q, k=arrays.k, k_rope=k_rope, v=arrays.v, bias=arrays.bias, mask=mask, seeds=arrays.seeds
+    )
+    named |= dict.fromkeys(("row", "list", "pattern", "bits"))
     folded = arrays.bias is None and arrays.alibi_slopes is None and spec.scale > 0
-    numbers = {
-        "T": queries,
-        "S": keys,
-        "H": heads,
-        "K": kv_heads,
-        "D": dim,
-        "R": rope,
-        "V": values,
-        "BLOCK_D": padded(dim),
-        "BLOCK_R": padded(rope),
-        "BLOCK_V": padded(values),
-        "offset": spec.offset,
-        "bias_run": spec.bias_run,
-        "bias_rows": _shared_rows(arrays.bias, arrays),
-        "mask_run": spec.mask_run,
-        "mask_rows": _shared_rows(arrays.mask, arrays),
-        "BIAS": _axes(arrays.bias, arrays),
-        "MASK": _axes(arrays.mask, arrays),
-        **given(ALIBI=arrays.alibi_slopes, SEGMENTS=arrays.q_segments),
-        "ROWS": rows is not None,
-        "LEFT": -1 if spec.left is None else spec.left,
-        "RIGHT": -1 if spec.right is None else spec.right,
-        "SCALE": spec.scale,
-        "CAP": spec.logits_soft_cap or 0.0,
-        "FAST_TANH": config.fast_tanh and not is_float32,
-        "PRECISION": config.float32_dot if is_float32 else "ieee",
-        "DROPOUT": threshold(rate) if rate > 0 else 0,
-        "SEED_WORDS": 2 if arrays.seeds is None else arrays.seeds.shape[-1],
-        "KEEP_SCALE": 1.0 / (1.0 - rate),
-        "FOLDED": folded,
-        "MULTIPLIER": (spec.logits_soft_cap or spec.scale) * LOG2E if folded else 1.0,
+    # In the order of the kernels' tuples: lengths and sizes, how bias and mask are shared, scoring, masking.
+    numbers = dict(
+        T=queries, S=keys, offset=spec.offset, H=heads, K=kv_heads, D=dim, R=rope, V=values,
+        BLOCK_D=padded(dim), BLOCK_R=padded(rope), BLOCK_V=padded(values),
+        bias_run=spec.bias_run, bias_rows=_shared_rows(arrays.bias, arrays),
+        mask_run=spec.mask_run, mask_rows=_shared_rows(arrays.mask, arrays),
+        SCALE=spec.scale, CAP=spec.logits_soft_cap or 0.0, FAST_TANH=config.fast_tanh and not is_float32,
+        FOLDED=folded, MULTIPLIER=(spec.logits_soft_cap or spec.scale) * LOG2E if folded else 1.0,
+        BIAS=_axes(arrays.bias, arrays), DROPOUT=threshold(rate) if rate > 0 else 0,
+        SEED_WORDS=2 if arrays.seeds is None else arrays.seeds.shape[-1], KEEP_SCALE=1.0 / (1.0 - rate),
+        PRECISION=config.float32_dot if is_float32 else "ieee",
+        LEFT=-1 if spec.left is None else spec.left, RIGHT=-1 if spec.right is None else spec.right, ROWS=rows is not None,
+        **given(ALIBI=arrays.alibi_slopes, SEGMENTS=arrays.q_segments), MASK=_axes(arrays.mask, arrays),
+        LISTED=0, BITS=0, MAP_HEADS=arrays.blocks is not None and arrays.blocks.shape[1] > 1,
+        **dict(zip(("MAP_Q", "MAP_K"), spec.block_size or (0, 0), strict=True)),
         # Whether a row may see nothing in its first tile: impossible if every row sees key 0. A window bounded only on the right
         # that leaves a row without keys has already become ranges.
-        "GUARD": spec.listed or ragged or arrays.mask is not None or not folded or spec.left is not None,
+        GUARD=spec.listed or ragged or arrays.mask is not None or not folded or spec.left is not None,
         # Whether a query that is not padding may still see no key: then its contents must be zeroed. Lists decide for themselves.
-        "CLEAN": arrays.mask is not None or (arrays.q_segments is not None and not spec.same_segments),
-        "GROUP": _group(arrays, spec),
-        "LISTED": 0,
-        "BITS": 0,
-        "MAP_HEADS": arrays.blocks is not None and arrays.blocks.shape[1] > 1,
-        **dict(zip(("MAP_Q", "MAP_K"), spec.block_size or (0, 0), strict=True)),
-    }
+        CLEAN=arrays.mask is not None or (arrays.q_segments is not None and not spec.same_segments),
+        GROUP=_group(arrays, spec),
+    )  # fmt: skip
     return Launcher("attention", named, numbers, arrays.q, execute)
 
 

@@ -9,9 +9,9 @@ from .tile import (
     head_of,
     HeadArrays,
     keep,
+    key_columns,
     key_spans,
     KeyRows,
-    Keys,
     LEADING,
     Lengths,
     lists_partly,
@@ -55,16 +55,7 @@ def _attend_tiles(
             n = entry
             entry = tl.load(tiles.list + at + 1).to(tl.int32)
         first = n * BK
-        columns = first + tl.arange(0, BK)  # [BK]
-        j = columns[None, :]  # [1, BK]
-        ok = columns < S  # [BK]
-        k_segment = j
-        # Keys that no query may see can hold anything, so they are not read.
-        if CHECK:
-            ok = ok & (tl.load(key_rows.seen + columns, mask=ok, other=0) != 0)
-            if masking.SEGMENTS:
-                k_segment = tl.load(key_rows.segments + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]  # fmt: skip
-        keys = Keys(j, k_segment)
+        keys, ok = key_columns(first, key_rows, S, BK, CHECK, masking.SEGMENTS)
         # Products by the head's keys and by those that all heads share.
         k = load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]

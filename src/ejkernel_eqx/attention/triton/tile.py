@@ -87,6 +87,21 @@ def query_rows(rows, b, arrays, lengths, masking: tl.constexpr):  # rows [BQ]
 
 
 @triton.jit
+def key_columns(first, key_rows, S, BK: tl.constexpr, CHECK: tl.constexpr, SEGMENTS: tl.constexpr):
+    """The numbers of the keys from `first` on, as a row, and which of them are read `[BK]`. `CHECK`: keys that no query may see can hold anything, so they
+    are not read."""
+    columns = first + tl.arange(0, BK)  # [BK]
+    j = columns[None, :]  # [1, BK]
+    ok = columns < S  # [BK]
+    segment = j
+    if CHECK:
+        ok = ok & (tl.load(key_rows.seen + columns, mask=ok, other=0) != 0)
+        if SEGMENTS:
+            segment = tl.load(key_rows.segments + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
+    return Keys(j, segment), ok
+
+
+@triton.jit
 def head_of(arrays, b, h, lengths, H: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr):
     """What head `h` of batch row `b` has of its own."""
     slope = 0.0  # [] each

@@ -13,6 +13,7 @@ def cap_text(pack, slope, factor, weigh):
     terms = (0.99993685, -0.33012801, 0.10839778)
     coefficients = [number(factor * slope ** (2 * n + 1) * term) for n, term in enumerate(terms)]
     scores, parts = [f"${pack + i}" for i in range(pack)], 4
+    # The largest magnitude of the warp's scores decides.
     lines = [f".reg .f32 u, r, most<{parts}>;", ".reg .pred far;"]
     lines += [f"abs.f32 most{i}, {scores[i]};" for i in range(parts)]
     for i in range(parts, pack):
@@ -54,6 +55,7 @@ def within_text(pack, bounded_below, hidden):
         return [f"sub.s32 c, {bound}, base;", "max.s32 c, c, 0;", f"min.s32 c, c, {columns};", "and.b32 r, c, 7;", "min.s32 r, r, 2;", "shr.u32 c, c, 3;",
                 f"mad.lo.s32 {result}, c, 2, r;"]
 
+    # Which columns each row sees, as bits, which become predicates.
     for half in range(2):
         lines += [*count(highs[half], "c"), f"shl.b32 seen{half}, 1, c;", f"sub.s32 seen{half}, seen{half}, 1;"]
         if bounded_below:
@@ -72,6 +74,7 @@ def within_operands(pack, bounded_below):
 @gluon.constexpr_function
 def rescale_text(pack):
     """`pack` sums of two rows of a thread, times the factor of their row: unless all factors of the warp are 1."""
+    # A thread has two rows: columns 0 and 1 of one, then of the other.
     factors = [f"${2 * pack + i}" for i in range(pack)]
     lines = [".reg .pred some, other;", f"setp.neu.f32 some, {factors[0]}, 1.0;", f"setp.neu.f32 other, {factors[2]}, 1.0;", "or.pred some, some, other;"]
     lines += ["vote.sync.any.pred some, some, -1;", "@!some bra.uni DONE;", *[f"mul.f32 ${i}, ${i}, {factor};" for i, factor in enumerate(factors)], "DONE:"]

@@ -35,7 +35,7 @@ def gradients(
     elif width > backward_tiles.WIDEST:
         kernel = hopper_wide_backward_kernel
     count = cdiv(queries, tile.block_q)
-    turns = 1 + batch * heads * count
+    semaphores = 1 + batch * heads * count
     tiles = order = visited = None
     if arrays.rows is not None or arrays.q_segments is not None:
         # The kernel reads whole tiles. What is not seen can be anything, and 0 * NaN is NaN.
@@ -44,14 +44,14 @@ def gradients(
         seen = jnp.broadcast_to(tile_table.seen(arrays, spec).keys, (batch, keys)) != 0
         k, v = (jnp.where(seen[:, :, None, None], x, 0) for x in (k, v))
         tiles = tile_table.query_tile_table(arrays, spec, tile.block_q, block_k)
-        order, visited = turns_of(tiles, count)
+        order, visited = order_of(tiles, count)
     are_alike = tiles is None and spec.left is None and spec.right is None
     past = ((0, 0), (0, 0), (0, count * tile.block_q - queries))
     results = launch(
         kernel,
         tile,
         {
-            "turns": result(turns, dtype=jnp.int32),
+            "semaphores": result(semaphores, dtype=jnp.int32),
             "dq": result(*q.shape),
             "dk": result_like(k),
             "dv": result_like(v),
@@ -59,9 +59,9 @@ def gradients(
         min(cdiv(keys, block_k) * batch * kv_heads, backward_tiles.PROGRAMS),
         {
             "q": q, "k": k, "v": v, "do": do, "lse": jnp.pad(lse, past, constant_values=jnp.inf), "delta": jnp.pad(delta, past), "tiles": tiles,
-            "order": order, "no_turns": jnp.zeros(turns, jnp.int32),
+            "order": order, "zeros": jnp.zeros(semaphores, jnp.int32),
         },
-        aliases={"no_turns": "turns"},
+        aliases={"zeros": "semaphores"},
         B=batch,
         terms=count * tile.block_q,
         BLOCK_D=width,
@@ -75,7 +75,7 @@ def gradients(
     return dq.astype(q.dtype), results["dk"], results["dv"]
 
 
-def turns_of(tiles: Array, count: int) -> tuple[Array, Array]:
+def order_of(tiles: Array, count: int) -> tuple[Array, Array]:
     """How many tiles of keys that see a tile of queries come before one, `[B, tiles of keys, count]`, and whether any sees it, `[B, count]`; from
     the bounds `[B, tiles of keys, 4]` of the tiles of queries of each tile of keys."""
     m = jnp.arange(count, dtype=jnp.int32)[None, None]

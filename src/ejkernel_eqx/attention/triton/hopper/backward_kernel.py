@@ -9,27 +9,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from .backward_parts import (
-    _announce,
-    _bounds,
-    _hand_over,
+    _key_tile,
     _loader,
-    _meet,
-    _place,
-    _return_keys,
+    _next_tile,
+    _operands,
     _score_gradients,
-    _told,
+    _signal_dq,
+    _step,
+    _store_dq,
+    _store_key_gradients,
     _weights,
     _writer,
+    Barriers,
     CONSUMERS,
+    DqBuffers,
+    RowArrays,
+    Sizes,
+    Tiles,
     WRITERS,
 )
-from .forward_kernel import _barriers_of, _described, _tiles_of
+from .scores import Lengths, Masking, Scoring
+from .work_queue import _barriers_of, _queue_of, _sync_consumers
 
 KEYS_EACH = gl.constexpr(64)
 
@@ -52,20 +57,17 @@ def _part(dss, s, keys, dq, PART: gl.constexpr, W: gl.constexpr, USE: gl.constex
 
 
 @gluon.jit
-def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_ptr, extents, W: gl.constexpr, sizes: gl.constexpr, flags: gl.constexpr):
+def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, scoring: gl.constexpr,
+              masking: gl.constexpr):
     """Sums `dk` and `dv` of keys `64 W` to `64 W + 63` of every tile, and computes its part of every `dq`."""
+    BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
+    D: gl.constexpr = sizes.D
+    NUM_STAGES: gl.constexpr = sizes.NUM_STAGES
+    G: gl.constexpr = sizes.H // sizes.K
+    # Scores a step ahead, under the storing of `dq`, pay where nothing is hidden; with a branch that hides they cost 8%.
+    AHEAD: gl.constexpr = not masking.GUARD
     ks, vs, qs, dos, lses, deltas = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
-    S = extents[2]
-    D: gl.constexpr = sizes[2]
-    BLOCK_Q: gl.constexpr = sizes[3]
-    BLOCK_K: gl.constexpr = sizes[4]
-    NUM_STAGES: gl.constexpr = sizes[5]
-    G: gl.constexpr = sizes[0] // sizes[1]
-    SCALE: gl.constexpr = flags[0]
-    HIDES: gl.constexpr = flags[2] >= 0 or flags[3] >= 0 or flags[4] or flags[5] or not flags[6]
-    # Scores a step ahead, under the storing of `dq`, pay where nothing is hidden; with a branch that hides they cost 8%.
-    AHEAD: gl.constexpr = not HIDES
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     part_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -74,14 +76,14 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
     dtype: gl.constexpr = k.dtype
     done = 0  # steps of earlier tiles
     r = 0
-    t = _told(board, r, 4)
+    t = _next_tile(queue, r, 4)
     while t >= 0:
-        n, b, g, lo, full_lo, full_hi, hi = _bounds(t, extents, tiles_ptr, sizes, flags)
-        first_key = n * BLOCK_K + W * KEYS_EACH
-        past = first_key + KEYS_EACH > S  # some keys are past the end, where they are 0
+        n, b, g, lo, full_lo, full_hi, hi = _key_tile(t, tiles, lengths, sizes, masking)
+        first_key = n * sizes.BLOCK_K + W * KEYS_EACH
+        past = first_key + KEYS_EACH > lengths.S  # some keys are past the end, where they are 0
         steps = (hi - lo) * G
-        dk = gl.zeros([KEYS_EACH, D], gl.float32, layout)
-        dv = gl.zeros([KEYS_EACH, D], gl.float32, layout)
+        dk = gl.zeros([KEYS_EACH, D], gl.float32, layout)  # [64, D]
+        dv = gl.zeros([KEYS_EACH, D], gl.float32, layout)  # [64, D]
         mbarrier.wait(kv_full.index(0), r & 1)
         if AHEAD:
             mbarrier.wait(q_full.index(done % NUM_STAGES), (done // NUM_STAGES) & 1)
@@ -89,25 +91,28 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
         for e in range(steps):
             s = done + e
             at = s % NUM_STAGES
-            _, m = _place(e, hi, G)
+            _, m = _step(e, hi, G)
             if not AHEAD:
                 mbarrier.wait(q_full.index(at), (s // NUM_STAGES) & 1)
                 qk = _scores(k, qs.index(at), BLOCK_Q, D)
             mbarrier.wait(do_full.index(at), (s // NUM_STAGES) & 1)
             dp = _scores(v, dos.index(at), BLOCK_Q, D)
             if not AHEAD:
-                qk = warpgroup_mma_wait(1, deps=[qk])
-            p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, extents, pointers, HIDES, flags)
+                qk = warpgroup_mma_wait(1, deps=[qk])  # [64, BLOCK_Q]
+            # dv = p^T do: the weights, under the product by the cotangents.
+            p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, lengths, row_arrays, scoring, masking)
             weights = gl.convert_layout(p.to(dtype), weights_layout)
             dv = warpgroup_mma(weights, dos.index(at).reshape([BLOCK_Q, D]), dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=[dp])
-            ds = _score_gradients(p, dp, lses, deltas, at, flags).to(dtype)
+            # dk = ds^T q: the score gradients, under the product by the weights.
+            dp = warpgroup_mma_wait(1, deps=[dp])  # [64, BLOCK_Q]
+            ds = _score_gradients(p, dp, lses, deltas, at, scoring).to(dtype)  # [64, BLOCK_Q]
             dss.index((s & 1) * CONSUMERS + W).store(ds)
             fence_async_shared()
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([BLOCK_Q, D]), dk, is_async=True)
-            _meet()
+            # dq = ds k: a part of its channels, when both consumers' score gradients are there.
+            _sync_consumers()
             dq = _part(dss, s, ks, gl.zeros([64, 64], gl.float32, part_layout), 0, W, False, D)
-            dq = _part(dss, s, ks, dq, 1, W, True, D)
+            dq = _part(dss, s, ks, dq, 1, W, True, D)  # [64, 64]
             if AHEAD:
                 dk, dv = warpgroup_mma_wait(2, deps=[dk, dv])
             else:
@@ -120,70 +125,56 @@ def _consumer(board, buffers, dss, sums, barriers, out_descs, pointers, tiles_pt
                     mbarrier.wait(q_full.index(following), ((s + 1) // NUM_STAGES) & 1)
                 upcoming = _scores(k, qs.index(following), BLOCK_Q, D)
                 dq = warpgroup_mma_wait(1, deps=[dq])
-            _hand_over(dq, sums, s, W, sizes)
+            _store_dq(dq, dq_buffers, s, W, sizes)
             fence_async_shared()
-            _announce(sums, s, W, sizes)
+            _signal_dq(dq_buffers, s, W, sizes)
             if AHEAD:
                 qk = warpgroup_mma_wait(0, deps=[upcoming])
-        _return_keys((dk * SCALE).to(dtype), dv.to(dtype), ks, vs, out_descs, kv_empty, [b, g, first_key, 0], W, D)
+        _store_key_gradients((dk * scoring.SCALE).to(dtype), dv.to(dtype), buffers, out_descs, kv_empty, [b, g, first_key, 0], W, D)
         done += steps
         r += 1
-        t = _told(board, r, 4)
+        t = _next_tile(queue, r, 4)
 
 
 @gluon.jit
 def hopper_backward_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,  # [B, T, H, D], [B, S, K, D], [B, S, K, V], as out; [B, H, terms] twice
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S]
-    tiles_ptr, order_ptr, no_turns_ptr,  # [B, tiles of keys, 4], [B, tiles of keys, tiles of queries], as turns
+    tiles_ptr, order_ptr, zeros_ptr,  # [B, tiles of keys, 4], [B, tiles of keys, tiles of queries], as semaphores
     B, T, S, terms, offset,
-    turns_ptr, dq_ptr, dk_ptr, dv_ptr,  # zeros [1 + B H tiles of queries]; float32 as q, as k, as v
+    semaphores_ptr, dq_ptr, dk_ptr, dv_ptr,  # zeros [1 + B H tiles of queries]; float32 as q, as k, as v
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
 ):
     # `dk = scale ds^T q`, `dv = p^T do`, and `dq = ds k` without the scale. `lse`: in units of log2, plus infinity past the end and for rows that see
-    # nothing; `delta`: 0 past the end. `turns`: how many tiles of keys are claimed, then how many have been added to a tile of `dq`; the first one is
-    # stored, and nothing is where none sees the queries. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
+    # nothing; `delta`: 0 past the end. `semaphores`: how many tiles of keys are claimed, then how many have been added to a tile of `dq`; the first one
+    # is stored, and nothing is where none sees the queries. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_K: gl.constexpr = CONSUMERS * KEYS_EACH
-    sizes: gl.constexpr = (H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, CONSUMERS, WRITERS * CONSUMERS, NUM_STAGES, 64, 1, WRITERS)
-    flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, CAP, FAST_TANH)
-    extents = (B, T, S, offset)
-    q_desc = _described(q_ptr, B, T, H, D, BLOCK_Q, BLOCK_D)
-    do_desc = _described(do_ptr, B, T, H, V, BLOCK_Q, BLOCK_D)
-    k_desc = _described(k_ptr, B, S, K, D, KEYS_EACH, BLOCK_D)
-    v_desc = _described(v_ptr, B, S, K, V, KEYS_EACH, BLOCK_D)
-    dk_desc = _described(dk_ptr, B, S, K, D, KEYS_EACH, BLOCK_D)
-    dv_desc = _described(dv_ptr, B, S, K, V, KEYS_EACH, BLOCK_D)
-    dq_desc = _described(dq_ptr, B, T, H, D, 64, 64)
-    ks = _tiles_of(dtype, CONSUMERS, KEYS_EACH, BLOCK_D)
-    vs = _tiles_of(dtype, CONSUMERS, KEYS_EACH, BLOCK_D)
-    qs = _tiles_of(dtype, NUM_STAGES, BLOCK_Q, BLOCK_D)
-    dos = _tiles_of(dtype, NUM_STAGES, BLOCK_Q, BLOCK_D)
-    terms_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    lse_desc = tma.make_tensor_descriptor(lse_ptr, [B * H, terms], [terms, 1], [1, BLOCK_Q], terms_layout)
-    delta_desc = tma.make_tensor_descriptor(delta_ptr, [B * H, terms], [terms, 1], [1, BLOCK_Q], terms_layout)
-    lses = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, BLOCK_Q], terms_layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, BLOCK_Q], terms_layout)
+    GUARD: gl.constexpr = LEFT >= 0 or RIGHT >= 0 or ROWS or SEGMENTS or not EVEN_K
+    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, CONSUMERS, 64, WRITERS * CONSUMERS, 1, WRITERS)
+    scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, False, 0)
+    masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
+    lengths = Lengths(B, T, S, offset)
+    pointers = (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr)
+    row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
+    tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
+    descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, KEYS_EACH, BLOCK_D)
+    # Besides, in shared memory: score gradients of two steps, the work queue, and barriers.
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_EACH, BLOCK_Q], dtype)
     dss = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, KEYS_EACH, BLOCK_Q], ds_layout)
-    dqs = _tiles_of(gl.float32, WRITERS * CONSUMERS, 64, 64)
-    told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told_full, told_empty = _barriers_of(2, WRITERS)
+    queue = _queue_of(2, 1, WRITERS)
     kv_full, kv_empty = _barriers_of(1, CONSUMERS)
     q_full, q_empty = _barriers_of(NUM_STAGES, CONSUMERS)
     do_full, do_empty = _barriers_of(NUM_STAGES, CONSUMERS)
     dq_full, dq_empty = _barriers_of(WRITERS * CONSUMERS, 1)
-    board = (told, told_full, told_empty)
-    buffers = (ks, vs, qs, dos, lses, deltas)
-    sums = (dqs, dq_full, dq_empty)
-    barriers = (kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
-    pointers = (q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
+    dq_buffers = DqBuffers(dqs, dq_full, dq_empty)
+    barriers = Barriers(kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
     gl.warp_specialize([
-        (_consumer, (board, buffers, dss, sums, barriers, (dk_desc, dv_desc), pointers, tiles_ptr, extents, 0, sizes, flags)),
-        (_consumer, (board, buffers, dss, sums, barriers, (dk_desc, dv_desc), pointers, tiles_ptr, extents, 1, sizes, flags)),
-        (_loader, (board, buffers, barriers, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc), turns_ptr, tiles_ptr, extents, sizes, flags)),
-        (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 0, sizes, flags)),
-        (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 1, sizes, flags)),
+        (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
+        (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
+        (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
+        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
+        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])

@@ -13,7 +13,7 @@ _FAR = tl.constexpr(2**31 - 1)
 def key_bounds_kernel(
     q_segments_ptr, marks_ptr, start_ptr, end_ptr,  # [B, T] and, of keys, [B, S rounded up to whole tiles]
     T, S, offset,
-    tiles_ptr, kinds_ptr, first_ptr, past_ptr, no_taken_ptr,  # [B, tiles of queries, 4], [B, tiles of queries], [B, T], [B, T], [1]: 0
+    tiles_ptr, kinds_ptr, first_ptr, past_ptr, no_claims_ptr,  # [B, tiles of queries, 4], [B, tiles of queries], [B, T], [B, T], [1]: 0
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, MOST: tl.constexpr, STEPS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, ROWS: tl.constexpr,
     SEGMENTS: tl.constexpr,
 ):
@@ -23,7 +23,7 @@ def key_bounds_kernel(
     `scores.SCATTERED` says."""
     tiles, count = tl.cdiv(T, BLOCK_Q), tl.cdiv(S, BLOCK_K)
     b, m = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    each = tl.arange(0, MOST)
+    each = tl.arange(0, MOST)  # [MOST]
     row = m * BLOCK_Q + each  # [MOST]
     inside = (each < BLOCK_Q) & (row < T)  # [MOST]
     # The keys that the first query sees to the last one, and those that all of them see, by ranges.
@@ -49,6 +49,7 @@ def key_bounds_kernel(
         q_low = tl.min(tl.where(segment >= 0, segment, _FAR), 0)
         q_high = tl.max(segment, 0)
         alike = tl.min(tl.where(inside, segment, _FAR), 0) == q_high
+    # Tiles of keys that any query may see, those that all of them see, and the first tile with a key that no query sees.
     lo, hi, whole_lo, whole_hi = count, 0, count, count
     marks_ptr += b * (count * BLOCK_K)
     for c in range(0, tl.cdiv(count, _CHUNK)):
@@ -61,6 +62,7 @@ def key_bounds_kernel(
         if SEGMENTS:
             before = tl.load(marks_ptr + j - 1, mask=(j > 0) & (j < S), other=0)  # [_CHUNK, BLOCK_K]
             real = tl.minimum(real, tl.min(tl.min(tl.where(mark >= 0, j, S), 1), 0))  # the first key of a segment
+            # Keys of a segment are side by side if segments never fall behind the first one.
             falls = (j < S) & (mark >= 0) & (j > real) & ((before < 0) | (before > mark))
             scattered |= tl.max(tl.max(falls.to(tl.int32), 1), 0) > 0
             k_low = tl.min(tl.where(mark >= 0, mark, _FAR), 1)  # [_CHUNK]
@@ -90,13 +92,14 @@ def key_bounds_kernel(
     tl.store(first_ptr + b * T + row, start, mask=inside)
     tl.store(past_ptr + b * T + row, end, mask=inside)
     if tl.program_id(0) == 0:
-        tl.store(no_taken_ptr, 0)
+        tl.store(no_claims_ptr, 0)
 
 
 @triton.jit
 def _among(marks_ptr, S, real, segment, STEPS: tl.constexpr):
     """Where the keys of segments begin and end, if they are in order from key `real` on, with those of none before and behind."""
     begin, end = segment * 0, segment * 0  # [MOST]
+    # A binary search for each query: the first key of its segment, and the one behind the last.
     size = 1 << (STEPS - 1)
     for _ in range(0, STEPS):
         for_begin = tl.load(marks_ptr + begin + size - 1, mask=begin + size <= S, other=-1)  # [MOST]

@@ -34,27 +34,27 @@ def attended(
         table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
         given = {
             "schedule": jnp.asarray(table),
-            **dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_taken")),
+            **dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_claims")),
         }
     sinks = None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads))
     results = launch(
         hopper_forward_kernel,
         tile,
         {
-            "taken": result(1, dtype=jnp.int32),
+            "claims": result(1, dtype=jnp.int32),
             "out": result(batch, queries, heads, values, dtype=arrays.q.dtype),
             "lse": result(batch, heads, queries),
         },
         programs,
         {"sinks": sinks, **given},
-        aliases={"no_taken": "taken"} if ragged else None,
+        aliases={"no_claims": "claims"} if ragged else None,
         B=batch,
         SINKS=arrays.sinks is not None,
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         EVEN_K=keys % tile.block_k == 0,
         GUARD=hides,
-        PATIENCE=tile_sizes.patience(dim, spec.logits_soft_cap, hides),
+        RESCALE_THRESHOLD=tile_sizes.rescale_threshold(dim, spec.logits_soft_cap, hides),
         IN_PLACE=tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST)),
         name="forward_kernel",
     )
@@ -63,7 +63,7 @@ def attended(
 
 def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any) -> dict[str, Array]:
     """What is known on the device only: the bounds of each tile of queries; `marks` of keys, negative if no query sees the key, whose value can then be
-    anything, and the segment if there are any, of whole tiles; and a counter of the tiles that are taken."""
+    anything, and the segment if there are any, of whole tiles; and a counter of the tiles that are claimed."""
     from .bounds_kernel import key_bounds_kernel
 
     (batch, queries), keys = arrays.q.shape[:2], arrays.k.shape[1]
@@ -83,7 +83,7 @@ def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile:
             "kinds": result(batch, count, dtype=jnp.int32),
             "first": result(batch, queries, dtype=jnp.int32),
             "past": result(batch, queries, dtype=jnp.int32),
-            "no_taken": result(1, dtype=jnp.int32),
+            "no_claims": result(1, dtype=jnp.int32),
         },
         batch * count,
         {"marks": marks},
@@ -125,7 +125,7 @@ def _attended_by_lists(
         B=batch,
         SINKS=arrays.sinks is not None,
         BITS=0 if listed.bits is None else listed.bits.shape[-1],
-        PATIENCE=tile_sizes.patience(dim, spec.logits_soft_cap, True),
+        RESCALE_THRESHOLD=tile_sizes.rescale_threshold(dim, spec.logits_soft_cap, True),
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         name="forward_kernel",

@@ -4,6 +4,8 @@ consumers leave of the scores' gradients. So these never wait for one another, a
 Shared memory is what such narrow products are short of: 64 rows by 64 columns read as much of it as they have time for. So keys and values, which a
 tile keeps, are operands in registers for the consumers, and `dq` is computed transposed, which is stored without conflicts."""
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,27 +18,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..tile import query_tiles
 from .backward_parts import (
-    _announce,
-    _bounds,
-    _hand_over,
+    _key_tile,
     _loader,
-    _place,
+    _next_tile,
+    _operands,
     _score_gradients,
-    _told,
+    _signal_dq,
+    _step,
+    _store_dq,
     _weights,
     _writer,
+    Barriers,
     CONSUMERS,
+    DqBuffers,
+    RowArrays,
+    Sizes,
+    Tiles,
 )
-from .forward_kernel import _barriers_of, _described, _tiles_of
+from .forward_kernel import _tiles_of
+from .scores import Lengths, Masking, Scoring
+from .work_queue import _barriers_of, _queue_of
 
 SIZE = gl.constexpr(64)
 """Queries of a tile, and keys of a consumer."""
-KEY_PLACES = gl.constexpr(2)
+KEY_SLOTS = gl.constexpr(2)
 """Tiles of keys in shared memory: the next one is loaded while this one is at work."""
-SCORE_PLACES = gl.constexpr(2)
+SCORE_SLOTS = gl.constexpr(2)
 """Steps whose score gradients may wait for the group that computes `dq`."""
 WRITERS = gl.constexpr(3)
-"""Warps that add `dq`: each has as long as three steps for an addition, its turn and device memory."""
+"""Warps that add `dq`: each has as long as three steps for an addition, its wait for the semaphore included."""
+# Score gradients of consumers, [SCORE_SLOTS * CONSUMERS, 64, 64], on their way to the group that computes `dq`.
+DsBuffers = namedtuple("DsBuffers", "tiles full empty")
+# Tiles of `dk` and `dv`, one for each consumer, and their descriptors.
+Outputs = namedtuple("Outputs", "dk dv descs")
 
 
 # fmt: off
@@ -48,40 +62,35 @@ def _scores(rows, columns, D: gl.constexpr):
 
 
 @gluon.jit
-def _give(ds, s, dss, ds_full, ds_empty, W: gl.constexpr):
+def _store_ds(ds, s, buffers, W: gl.constexpr):
     """Leaves a consumer's score gradients `[64, 64]` of step `s` to the group that computes `dq`."""
-    place = s % SCORE_PLACES
-    mbarrier.wait(ds_empty.index(place), ((s // SCORE_PLACES) & 1) ^ 1)
-    dss.index(place * CONSUMERS + W).store(ds)
+    slot = s % SCORE_SLOTS
+    mbarrier.wait(buffers.empty.index(slot), ((s // SCORE_SLOTS) & 1) ^ 1)
+    buffers.tiles.index(slot * CONSUMERS + W).store(ds)
     fence_async_shared()
-    mbarrier.arrive(ds_full.index(place), count=1)
+    mbarrier.arrive(buffers.full.index(slot), count=1)
 
 
 @gluon.jit
-def _nothing(s, dss, barriers, W: gl.constexpr, NUM_STAGES: gl.constexpr):
+def _skip_step(s, ds_buffers, full, empty, W: gl.constexpr, NUM_STAGES: gl.constexpr):
     """A step whose queries see keys of the other consumer alone."""
-    _, _, full, empty, ds_full, ds_empty = barriers
     mbarrier.wait(full.index(s % NUM_STAGES), (s // NUM_STAGES) & 1)
     mbarrier.arrive(empty.index(s % NUM_STAGES), count=1)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
-    _give(gl.zeros([SIZE, SIZE], dss.dtype, layout), s, dss, ds_full, ds_empty, W)
+    _store_ds(gl.zeros([SIZE, SIZE], ds_buffers.tiles.dtype, layout), s, ds_buffers, W)
 
 
 @gluon.jit
-def _consumer(board, buffers, dss, results, barriers, out_descs, pointers, tiles_ptr, extents, W: gl.constexpr, sizes: gl.constexpr, flags: gl.constexpr):
+def _consumer(queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, scoring: gl.constexpr,
+              masking: gl.constexpr):
     """Sums `dk` and `dv` of keys `64 W` to `64 W + 63` of every tile."""
+    D: gl.constexpr = sizes.D
+    NUM_STAGES: gl.constexpr = sizes.NUM_STAGES
+    G: gl.constexpr = sizes.H // sizes.K
     ks, vs, qs, dos, lses, deltas = buffers
-    dks, dvs = results
-    kv_full, kv_empty, full, empty, ds_full, ds_empty = barriers
-    dk_desc, dv_desc = out_descs
-    _, T, S, offset = extents
-    D: gl.constexpr = sizes[2]
-    BLOCK_K: gl.constexpr = sizes[4]
-    NUM_STAGES: gl.constexpr = sizes[5]
-    G: gl.constexpr = sizes[0] // sizes[1]
-    SCALE: gl.constexpr = flags[0]
-    TABLE: gl.constexpr = flags[4] or flags[5]
-    HIDES: gl.constexpr = flags[2] >= 0 or flags[3] >= 0 or TABLE or not flags[6]
+    kv_full, kv_empty, full, empty = barriers.kv_full, barriers.kv_empty, barriers.q_full, barriers.q_empty
+    dk_desc, dv_desc = outputs.descs
+    _, T, S, offset = lengths
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -89,98 +98,103 @@ def _consumer(board, buffers, dss, results, barriers, out_descs, pointers, tiles
     dtype: gl.constexpr = ks.dtype
     done = 0  # steps of earlier tiles
     r = 0
-    t = _told(board, r, 4)
+    t = _next_tile(queue, r, 4)
     while t >= 0:
-        n, b, g, lo, full_lo, full_hi, hi = _bounds(t, extents, tiles_ptr, sizes, flags)
-        first_key = n * BLOCK_K + W * SIZE
+        n, b, g, lo, full_lo, full_hi, hi = _key_tile(t, tiles, lengths, sizes, masking)
+        first_key = n * sizes.BLOCK_K + W * SIZE
         past = first_key + SIZE > S  # some keys are past the end, where they are 0
         steps = (hi - lo) * G
         first, last = 0, steps
-        if not TABLE:  # the queries that see these keys, of those that see any of the tile
-            own_lo, full_lo, full_hi, own_hi = query_tiles(tiles_ptr, b, n * CONSUMERS + W, offset, T, S, SIZE, SIZE, flags[2], flags[3], False, False)
-            first, last = (hi - own_hi) * G, (hi - own_lo) * G
+        if not masking.TABLE:  # the queries that see these keys, of those that see any of the tile
+            begin, full_lo, full_hi, end = query_tiles(tiles.bounds, b, n * CONSUMERS + W, offset, T, S, SIZE, SIZE, masking.LEFT, masking.RIGHT, False, False)
+            first, last = (hi - end) * G, (hi - begin) * G
         for e in range(0, first):
-            _nothing(done + e, dss, barriers, W, NUM_STAGES)
-        dk = gl.zeros([SIZE, D], gl.float32, layout)
-        dv = gl.zeros([SIZE, D], gl.float32, layout)
-        held = r % KEY_PLACES
-        mbarrier.wait(kv_full.index(held), (r // KEY_PLACES) & 1)
-        k = ks.index(held * CONSUMERS + W).reshape([SIZE, D]).load(keys_layout)
-        v = vs.index(held * CONSUMERS + W).reshape([SIZE, D]).load(keys_layout)
+            _skip_step(done + e, ds_buffers, full, empty, W, NUM_STAGES)
+        dk = gl.zeros([SIZE, D], gl.float32, layout)  # [64, D]
+        dv = gl.zeros([SIZE, D], gl.float32, layout)  # [64, D]
+        # Keys and values stay in registers for all steps.
+        slot = r % KEY_SLOTS
+        mbarrier.wait(kv_full.index(slot), (r // KEY_SLOTS) & 1)
+        k = ks.index(slot * CONSUMERS + W).reshape([SIZE, D]).load(keys_layout)  # [64, D]
+        v = vs.index(slot * CONSUMERS + W).reshape([SIZE, D]).load(keys_layout)  # [64, D]
         for e in range(first, last):
             s = done + e
             at = s % NUM_STAGES
-            _, m = _place(e, hi, G)
+            _, m = _step(e, hi, G)
             mbarrier.wait(full.index(at), (s // NUM_STAGES) & 1)
             qk = _scores(k, qs.index(at), D)
             dp = _scores(v, dos.index(at), D)
-            qk = warpgroup_mma_wait(1, deps=[qk])
-            p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, extents, pointers, HIDES, flags)
+            # dv = p^T do: the weights, under the product by the cotangents.
+            qk = warpgroup_mma_wait(1, deps=[qk])  # [64, 64]
+            p = _weights(qk, lses, at, first_key, m, (m < full_lo) | (m >= full_hi) | past, b, lengths, row_arrays, scoring, masking)
             weights = gl.convert_layout(p.to(dtype), weights_layout)
             dv = warpgroup_mma(weights, dos.index(at).reshape([SIZE, D]), dv, is_async=True)
-            dp = warpgroup_mma_wait(1, deps=[dp])
-            ds = _score_gradients(p, dp, lses, deltas, at, flags).to(dtype)
+            # dk = ds^T q: the score gradients, under the product by the weights; `dq` is left to the third group.
+            dp = warpgroup_mma_wait(1, deps=[dp])  # [64, 64]
+            ds = _score_gradients(p, dp, lses, deltas, at, scoring).to(dtype)  # [64, 64]
             dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), qs.index(at).reshape([SIZE, D]), dk, is_async=True)
-            _give(ds, s, dss, ds_full, ds_empty, W)
+            _store_ds(ds, s, ds_buffers, W)
             dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
             mbarrier.arrive(empty.index(at), count=1)
         for e in range(last, steps):
-            _nothing(done + e, dss, barriers, W, NUM_STAGES)
-        mbarrier.arrive(kv_empty.index(held), count=1)
+            _skip_step(done + e, ds_buffers, full, empty, W, NUM_STAGES)
+        mbarrier.arrive(kv_empty.index(slot), count=1)
+        # The gradients are stored while the next tile runs.
         tma.store_wait(0)  # of the last tile's
-        dvs.index(W).reshape([SIZE, D]).store(dv.to(dtype))
-        dks.index(W).reshape([SIZE, D]).store((dk * SCALE).to(dtype))
+        outputs.dv.index(W).reshape([SIZE, D]).store(dv.to(dtype))
+        outputs.dk.index(W).reshape([SIZE, D]).store((dk * scoring.SCALE).to(dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(dv_desc, [b, g, first_key, 0], dvs.index(W))
-        tma.async_copy_shared_to_global(dk_desc, [b, g, first_key, 0], dks.index(W))
+        tma.async_copy_shared_to_global(dv_desc, [b, g, first_key, 0], outputs.dv.index(W))
+        tma.async_copy_shared_to_global(dk_desc, [b, g, first_key, 0], outputs.dk.index(W))
         done += steps
         r += 1
-        t = _told(board, r, 4)
+        t = _next_tile(queue, r, 4)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _query_gradients(board, ks, dss, sums, barriers, tiles_ptr, extents, sizes: gl.constexpr, flags: gl.constexpr):
+def _query_gradients(queue, ks, ds_buffers, dq_buffers, barriers, tiles, lengths, sizes: gl.constexpr, masking: gl.constexpr):
     """Computes every `dq`, transposed."""
-    kv_full, kv_empty, ds_full, ds_empty = barriers
-    D: gl.constexpr = sizes[2]
-    G: gl.constexpr = sizes[0] // sizes[1]
+    D: gl.constexpr = sizes.D
+    G: gl.constexpr = sizes.H // sizes.K
+    kv_full, kv_empty = barriers.kv_full, barriers.kv_empty
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
-    done = 0
+    done = 0  # steps of earlier tiles
     r = 0
-    t = _told(board, r, 4)
+    t = _next_tile(queue, r, 4)
     while t >= 0:
-        _, _, _, lo, _, _, hi = _bounds(t, extents, tiles_ptr, sizes, flags)
+        _, _, _, lo, _, _, hi = _key_tile(t, tiles, lengths, sizes, masking)
         steps = (hi - lo) * G
-        held = r % KEY_PLACES
-        mbarrier.wait(kv_full.index(held), (r // KEY_PLACES) & 1)
-        first = ks.index(held * CONSUMERS).reshape([SIZE, D]).permute((1, 0))  # [D, 64]
-        second = ks.index(held * CONSUMERS + 1).reshape([SIZE, D]).permute((1, 0))  # [D, 64]
+        slot = r % KEY_SLOTS
+        mbarrier.wait(kv_full.index(slot), (r // KEY_SLOTS) & 1)
+        first = ks.index(slot * CONSUMERS).reshape([SIZE, D]).permute((1, 0))  # [D, 64]
+        second = ks.index(slot * CONSUMERS + 1).reshape([SIZE, D]).permute((1, 0))  # [D, 64]
         for e in range(steps):
             s = done + e
-            place = s % SCORE_PLACES
-            mbarrier.wait(ds_full.index(place), (s // SCORE_PLACES) & 1)
-            dq = gl.zeros([D, SIZE], gl.float32, layout)
-            dq = warpgroup_mma(first, dss.index(place * CONSUMERS), dq, use_acc=False, is_async=True)
-            dq = warpgroup_mma(second, dss.index(place * CONSUMERS + 1), dq, is_async=True)
+            at = s % SCORE_SLOTS
+            mbarrier.wait(ds_buffers.full.index(at), (s // SCORE_SLOTS) & 1)
+            # The keys of both consumers.
+            dq = gl.zeros([D, SIZE], gl.float32, layout)  # [D, 64]
+            dq = warpgroup_mma(first, ds_buffers.tiles.index(at * CONSUMERS), dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma(second, ds_buffers.tiles.index(at * CONSUMERS + 1), dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[dq])
-            mbarrier.arrive(ds_empty.index(place), count=1)
-            _hand_over(dq, sums, s, 0, sizes, TRANSPOSED=True)
+            mbarrier.arrive(ds_buffers.empty.index(at), count=1)
+            _store_dq(dq, dq_buffers, s, 0, sizes, TRANSPOSED=True)
             fence_async_shared()
-            _announce(sums, s, 0, sizes)
-        mbarrier.arrive(kv_empty.index(held), count=1)
+            _signal_dq(dq_buffers, s, 0, sizes)
+        mbarrier.arrive(kv_empty.index(slot), count=1)
         done += steps
         r += 1
-        t = _told(board, r, 4)
+        t = _next_tile(queue, r, 4)
 
 
 @gluon.jit
 def hopper_narrow_backward_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    tiles_ptr, order_ptr, no_turns_ptr,
+    tiles_ptr, order_ptr, zeros_ptr,
     B, T, S, terms, offset,
-    turns_ptr, dq_ptr, dk_ptr, dv_ptr,
+    semaphores_ptr, dq_ptr, dk_ptr, dv_ptr,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
@@ -188,56 +202,40 @@ def hopper_narrow_backward_kernel(
     # As `hopper_backward_kernel`, for tiles of 64 queries.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     BLOCK_K: gl.constexpr = CONSUMERS * SIZE
-    sizes: gl.constexpr = (H, K, BLOCK_D, SIZE, BLOCK_K, NUM_STAGES, GROUP, 1, WRITERS, NUM_STAGES, SIZE, KEY_PLACES, WRITERS)
-    flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K, CAP, FAST_TANH)
-    extents = (B, T, S, offset)
-    q_desc = _described(q_ptr, B, T, H, D, SIZE, BLOCK_D)
-    do_desc = _described(do_ptr, B, T, H, V, SIZE, BLOCK_D)
-    k_desc = _described(k_ptr, B, S, K, D, SIZE, BLOCK_D)
-    v_desc = _described(v_ptr, B, S, K, V, SIZE, BLOCK_D)
-    dk_desc = _described(dk_ptr, B, S, K, D, SIZE, BLOCK_D)
-    dv_desc = _described(dv_ptr, B, S, K, V, SIZE, BLOCK_D)
-    dq_desc = _described(dq_ptr, B, T, H, D, SIZE, BLOCK_D)
-    ks = _tiles_of(dtype, KEY_PLACES * CONSUMERS, SIZE, BLOCK_D)
-    vs = _tiles_of(dtype, KEY_PLACES * CONSUMERS, SIZE, BLOCK_D)
-    qs = _tiles_of(dtype, NUM_STAGES, SIZE, BLOCK_D)
-    dos = _tiles_of(dtype, NUM_STAGES, SIZE, BLOCK_D)
-    terms_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    lse_desc = tma.make_tensor_descriptor(lse_ptr, [B * H, terms], [terms, 1], [1, SIZE], terms_layout)
-    delta_desc = tma.make_tensor_descriptor(delta_ptr, [B * H, terms], [terms, 1], [1, SIZE], terms_layout)
-    lses = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, SIZE], terms_layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [NUM_STAGES, 1, SIZE], terms_layout)
+    GUARD: gl.constexpr = LEFT >= 0 or RIGHT >= 0 or ROWS or SEGMENTS or not EVEN_K
+    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, SIZE, BLOCK_K, NUM_STAGES, GROUP, 1, SIZE, WRITERS, KEY_SLOTS, WRITERS)
+    scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, False, 0)
+    masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
+    lengths = Lengths(B, T, S, offset)
+    pointers = (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr)
+    row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
+    tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
+    descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, SIZE, BLOCK_D)
+    # Besides, in shared memory: score gradients, `dk` and `dv`, the work queue, and barriers.
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, SIZE], dtype)
-    dss = gl.allocate_shared_memory(dtype, [SCORE_PLACES * CONSUMERS, SIZE, SIZE], ds_layout)
-    dqs = _tiles_of(gl.float32, WRITERS, SIZE, BLOCK_D)
+    dss = gl.allocate_shared_memory(dtype, [SCORE_SLOTS * CONSUMERS, SIZE, SIZE], ds_layout)
     dks = _tiles_of(dtype, CONSUMERS, SIZE, BLOCK_D)
     dvs = _tiles_of(dtype, CONSUMERS, SIZE, BLOCK_D)
-    told = gl.allocate_shared_memory(gl.int32, [KEY_PLACES + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told_full, told_empty = _barriers_of(KEY_PLACES + 1, WRITERS)
-    kv_full, kv_empty = _barriers_of(KEY_PLACES, CONSUMERS + 1)
+    queue = _queue_of(KEY_SLOTS + 1, 1, WRITERS)
+    kv_full, kv_empty = _barriers_of(KEY_SLOTS, CONSUMERS + 1)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
         mbarrier.init(full.index(i), count=2)  # queries and cotangents
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    ds_empty, ds_full = _barriers_of(SCORE_PLACES, CONSUMERS)
+    ds_empty, ds_full = _barriers_of(SCORE_SLOTS, CONSUMERS)  # filled by both consumers
     dq_full, dq_empty = _barriers_of(WRITERS, 1)
-    board = (told, told_full, told_empty)
-    buffers = (ks, vs, qs, dos, lses, deltas)
-    sums = (dqs, dq_full, dq_empty)
-    loads = (kv_full, kv_empty, full, empty, full, empty)
-    barriers = (kv_full, kv_empty, full, empty, ds_full, ds_empty)
-    exchange = (kv_full, kv_empty, ds_full, ds_empty)
-    pointers = (q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
-    descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
-    outs = (dk_desc, dv_desc)
+    barriers = Barriers(kv_full, kv_empty, full, empty, full, empty)
+    ds_buffers = DsBuffers(dss, ds_full, ds_empty)
+    dq_buffers = DqBuffers(dqs, dq_full, dq_empty)
+    outputs = Outputs(dks, dvs, out_descs)
     # The first consumer has what the others leave of 512 registers, 192.
     gl.warp_specialize([
-        (_consumer, (board, buffers, dss, (dks, dvs), barriers, outs, pointers, tiles_ptr, extents, 0, sizes, flags)),
-        (_consumer, (board, buffers, dss, (dks, dvs), barriers, outs, pointers, tiles_ptr, extents, 1, sizes, flags)),
-        (_query_gradients, (board, ks, dss, sums, exchange, tiles_ptr, extents, sizes, flags)),
-        (_loader, (board, buffers, loads, descs, turns_ptr, tiles_ptr, extents, sizes, flags)),
-        (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 0, sizes, flags)),
-        (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 1, sizes, flags)),
-        (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 2, sizes, flags)),
+        (_consumer, (queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
+        (_consumer, (queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
+        (_query_gradients, (queue, buffers.k, ds_buffers, dq_buffers, barriers, tiles, lengths, sizes, masking)),
+        (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
+        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
+        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
+        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 2, sizes, masking)),
     ], [4, 4, 1, 1, 1, 1], [200, 96, 24, 24, 24, 24])

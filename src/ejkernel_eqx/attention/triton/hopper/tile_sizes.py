@@ -40,9 +40,9 @@ _LISTED: dict[int, tuple[Sizes, ...]] = {
 }
 LISTS_PREFERRED: frozenset[int] = frozenset({128})
 """Padded head dims at which this kernel was measured to be faster with lists of patterns, too."""
-# By the padded head dim: by how many units of log2 a row's maximum grows before sums are scaled to it, where tiles of keys may be hidden and where none
-# is; else at once. Weights and sums have room for as many.
-_PATIENCE = {128: (8, 0), 256: (8, 8)}
+# Thresholds of lazy rescaling by the padded head dim, where tiles of keys may be hidden and where none is: by how many units of log2 a row's maximum
+# grows before sums are scaled to it. Weights and sums have room for as many. At other head dims sums are scaled at once.
+_RESCALE_THRESHOLDS = {128: (8, 0), 256: (8, 8)}
 # By the queries of a tile: how long a tile of 128 keys takes; how many of them a tile of queries costs besides, and a tile of keys that is partly
 # hidden. From times of head dim 64 at 1,024 to 16,384 tokens; three groups of warps share each tile of keys, and more of theirs are partly hidden.
 _COSTS = {128: (1.0, 0.55, 0.25), 192: (1.21, 0.85, 0.5)}
@@ -199,10 +199,9 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
     return None
 
 
-def patience(dim: int, soft_cap: float | None, hides: bool) -> int:
-    """By how many units of log2 the maximum of a row grows before its sums are scaled to it; `hides`: whether tiles of keys may be hidden, wholly or partly.
-    A soft cap bounds the weights anyway."""
-    hiding, plain = _PATIENCE.get(padded(dim, NARROWEST), (0, 0))
+def rescale_threshold(dim: int, soft_cap: float | None, hides: bool) -> int:
+    """The threshold of lazy rescaling; `hides`: whether tiles of keys may be hidden, wholly or partly. A soft cap bounds the weights anyway."""
+    hiding, plain = _RESCALE_THRESHOLDS.get(padded(dim, NARROWEST), (0, 0))
     return 0 if soft_cap else hiding if hides else plain
 
 

@@ -7,26 +7,31 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from .backward_parts import (
-    _announce,
-    _bounds,
-    _hand_over,
     _hidden,
+    _key_tile,
     _loader,
-    _meet,
-    _place,
-    _return_keys,
-    _told,
+    _next_tile,
+    _operands,
+    _signal_dq,
+    _step,
+    _store_dq,
+    _store_key_gradients,
     _writer,
+    Barriers,
     CONSUMERS,
+    DqBuffers,
+    RowArrays,
+    Sizes,
+    Tiles,
     WRITERS,
 )
-from .forward_kernel import _barriers_of, _described, _tiles_of
+from .scores import Lengths, Masking, Scoring
+from .work_queue import _barriers_of, _queue_of, _sync_consumers
 
 SIZE = gl.constexpr(64)
 """Queries and keys of a tile."""
@@ -49,16 +54,12 @@ def _half(tiles, at):
 
 
 @gluon.jit
-def _consumer(board, buffers, ps, dss, sums, barriers, out_descs, pointers, tiles_ptr, extents, W: gl.constexpr, sizes: gl.constexpr,
-              flags: gl.constexpr):
+def _consumer(queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, W: gl.constexpr, sizes: gl.constexpr, scoring: gl.constexpr,
+              masking: gl.constexpr):
     """Sums channels `128 W` to `128 W + 127` of `dk` and `dv`, and computes those of every `dq`."""
+    G: gl.constexpr = sizes.H // sizes.K
     ks, vs, qs, dos, lses, deltas = buffers
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty = barriers
-    S = extents[2]
-    G: gl.constexpr = sizes[0] // sizes[1]
-    SCALE: gl.constexpr = flags[0]
-    MULTIPLIER: gl.constexpr = flags[1]
-    HIDES: gl.constexpr = flags[2] >= 0 or flags[3] >= 0 or flags[4] or flags[5] or not flags[6]
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -67,111 +68,102 @@ def _consumer(board, buffers, ps, dss, sums, barriers, out_descs, pointers, tile
     k = _half(ks, W)
     done = 0  # steps of earlier tiles
     r = 0
-    t = _told(board, r, 4)
+    t = _next_tile(queue, r, 4)
     while t >= 0:
-        n, b, g, lo, full_lo, full_hi, hi = _bounds(t, extents, tiles_ptr, sizes, flags)
-        past = n * SIZE + SIZE > S  # some keys are past the end, where they are 0
+        n, b, g, lo, full_lo, full_hi, hi = _key_tile(t, tiles, lengths, sizes, masking)
+        past = n * SIZE + SIZE > lengths.S  # some keys are past the end, where they are 0
         steps = (hi - lo) * G
-        dk = gl.zeros([SIZE, HALF], gl.float32, layout)
-        dv = gl.zeros([SIZE, HALF], gl.float32, layout)
+        dk = gl.zeros([SIZE, HALF], gl.float32, layout)  # [64, 128]
+        dv = gl.zeros([SIZE, HALF], gl.float32, layout)  # [64, 128]
         mbarrier.wait(kv_full.index(0), r & 1)
         for e in range(steps):
             s = done + e
-            _, m = _place(e, hi, G)
+            _, m = _step(e, hi, G)
+            # The first consumer computes the weights, the second one from them the score gradients, each for both.
             if W == 0:
                 mbarrier.wait(q_full.index(0), s & 1)
-                qk = _products(ks, qs)
-                if HIDES:
+                qk = _products(ks, qs)  # [64, 64]
+                if masking.GUARD:
                     if (m < full_lo) | (m >= full_hi) | past:
-                        qk = _hidden(qk, n * SIZE, m * SIZE, b, extents, pointers, flags, float("-inf"))
+                        qk = _hidden(qk, n * SIZE, m * SIZE, b, lengths, row_arrays, masking, float("-inf"))
                 lse = lses.index(0).reshape([SIZE]).load(of_queries)  # [64]
-                weights = gl.exp2(qk * MULTIPLIER - gl.expand_dims(lse, 0)).to(dtype)  # [64, 64]
+                weights = gl.exp2(qk * scoring.MULTIPLIER - gl.expand_dims(lse, 0)).to(dtype)  # [64, 64]
+                # dv = p^T do, when the weights are stored, and dk = ds^T q, when the score gradients are.
                 ps.index(s & 1).store(weights)
                 fence_async_shared()
-                _meet()
+                _sync_consumers()
                 mbarrier.wait(do_full.index(0), s & 1)
                 dv = warpgroup_mma(gl.convert_layout(weights, weights_layout), _half(dos, 0), dv, is_async=True)
-                _meet()
+                _sync_consumers()
                 dk = warpgroup_mma(dss.index(s & 1), _half(qs, 0), dk, is_async=True)
             else:
                 mbarrier.wait(do_full.index(0), s & 1)
-                dp = _products(vs, dos)
+                dp = _products(vs, dos)  # [64, 64]
                 delta = deltas.index(0).reshape([SIZE]).load(of_queries)  # [64]
                 dp = dp - gl.expand_dims(delta, 0)
-                _meet()
+                # The same from the weights of the first consumer: ds = p (dp - delta).
+                _sync_consumers()
                 dv = warpgroup_mma(ps.index(s & 1), _half(dos, 1), dv, is_async=True)
                 ds = (ps.index(s & 1).load(scores_layout).to(gl.float32) * dp).to(dtype)  # [64, 64]
                 dss.index(s & 1).store(ds)
                 fence_async_shared()
-                _meet()
+                _sync_consumers()
                 mbarrier.wait(q_full.index(0), s & 1)
                 dk = warpgroup_mma(gl.convert_layout(ds, weights_layout), _half(qs, 1), dk, is_async=True)
+            # A half of `dq`'s channels, while the other products end.
             dq = warpgroup_mma(dss.index(s & 1).permute((1, 0)), k, gl.zeros([SIZE, HALF], gl.float32, layout), use_acc=False, is_async=True)
+            # Stages are given back as soon as their products have ended.
             dv = warpgroup_mma_wait(2, deps=[dv])
             mbarrier.arrive(do_empty.index(0), count=1)
             dk = warpgroup_mma_wait(1, deps=[dk])
             mbarrier.arrive(q_empty.index(0), count=1)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            _hand_over(dq, sums, s, W, sizes)
+            dq = warpgroup_mma_wait(0, deps=[dq])  # [64, 128]
+            _store_dq(dq, dq_buffers, s, W, sizes)
             fence_async_shared()
-            _announce(sums, s, W, sizes)
-        _return_keys((dk * SCALE).to(dtype), dv.to(dtype), ks, vs, out_descs, kv_empty, [b, g, n * SIZE, W * HALF], W, HALF)
+            _signal_dq(dq_buffers, s, W, sizes)
+        _store_key_gradients((dk * scoring.SCALE).to(dtype), dv.to(dtype), buffers, out_descs, kv_empty, [b, g, n * SIZE, W * HALF], W, HALF)
         done += steps
         r += 1
-        t = _told(board, r, 4)
+        t = _next_tile(queue, r, 4)
 
 
 @gluon.jit
 def hopper_wide_backward_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
     q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    tiles_ptr, order_ptr, no_turns_ptr,
+    tiles_ptr, order_ptr, zeros_ptr,
     B, T, S, terms, offset,
-    turns_ptr, dq_ptr, dk_ptr, dv_ptr,
+    semaphores_ptr, dq_ptr, dk_ptr, dv_ptr,
     H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
     ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
 ):
     # As `hopper_backward_kernel`, for tiles of 64 and 256 channels in one stage.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    sizes: gl.constexpr = (H, K, BLOCK_D, SIZE, SIZE, NUM_STAGES, GROUP, CONSUMERS, CONSUMERS, NUM_STAGES, HALF, 1, WRITERS)
-    flags: gl.constexpr = (SCALE, MULTIPLIER, LEFT, RIGHT, ROWS, SEGMENTS, EVEN_K)
-    extents = (B, T, S, offset)
-    q_desc = _described(q_ptr, B, T, H, D, SIZE, HALF)
-    do_desc = _described(do_ptr, B, T, H, V, SIZE, HALF)
-    k_desc = _described(k_ptr, B, S, K, D, SIZE, HALF)
-    v_desc = _described(v_ptr, B, S, K, V, SIZE, HALF)
-    dk_desc = _described(dk_ptr, B, S, K, D, SIZE, HALF)
-    dv_desc = _described(dv_ptr, B, S, K, V, SIZE, HALF)
-    dq_desc = _described(dq_ptr, B, T, H, D, SIZE, HALF)
-    ks = _tiles_of(dtype, 2, SIZE, HALF)
-    vs = _tiles_of(dtype, 2, SIZE, HALF)
-    qs = _tiles_of(dtype, 2, SIZE, HALF)
-    dos = _tiles_of(dtype, 2, SIZE, HALF)
-    dqs = _tiles_of(gl.float32, CONSUMERS, SIZE, HALF)
-    terms_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    lse_desc = tma.make_tensor_descriptor(lse_ptr, [B * H, terms], [terms, 1], [1, SIZE], terms_layout)
-    delta_desc = tma.make_tensor_descriptor(delta_ptr, [B * H, terms], [terms, 1], [1, SIZE], terms_layout)
-    lses = gl.allocate_shared_memory(gl.float32, [1, 1, SIZE], terms_layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [1, 1, SIZE], terms_layout)
+    GUARD: gl.constexpr = LEFT >= 0 or RIGHT >= 0 or ROWS or SEGMENTS or not EVEN_K
+    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, SIZE, SIZE, NUM_STAGES, GROUP, CONSUMERS, HALF, CONSUMERS, 1, WRITERS)
+    scoring: gl.constexpr = Scoring(SCALE, 0.0, False, MULTIPLIER, False, 0)
+    masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
+    lengths = Lengths(B, T, S, offset)
+    pointers = (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr)
+    row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
+    tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
+    descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, SIZE, HALF)
+    # Besides, in shared memory: weights and score gradients of two steps, the work queue, and barriers.
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, SIZE], dtype)
     ps = gl.allocate_shared_memory(dtype, [2, SIZE, SIZE], ds_layout)
     dss = gl.allocate_shared_memory(dtype, [2, SIZE, SIZE], ds_layout)
-    told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told_full, told_empty = _barriers_of(2, WRITERS)
+    queue = _queue_of(2, 1, WRITERS)
     kv_full, kv_empty = _barriers_of(1, CONSUMERS)
     q_full, q_empty = _barriers_of(1, CONSUMERS)
     do_full, do_empty = _barriers_of(1, CONSUMERS)
     dq_full, dq_empty = _barriers_of(WRITERS * CONSUMERS, 1)
-    board = (told, told_full, told_empty)
-    buffers = (ks, vs, qs, dos, lses, deltas)
-    sums = (dqs, dq_full, dq_empty)
-    barriers = (kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
-    pointers = (q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
+    dq_buffers = DqBuffers(dqs, dq_full, dq_empty)
+    barriers = Barriers(kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
     gl.warp_specialize([
-        (_consumer, (board, buffers, ps, dss, sums, barriers, (dk_desc, dv_desc), pointers, tiles_ptr, extents, 0, sizes, flags)),
-        (_consumer, (board, buffers, ps, dss, sums, barriers, (dk_desc, dv_desc), pointers, tiles_ptr, extents, 1, sizes, flags)),
-        (_loader, (board, buffers, barriers, (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc), turns_ptr, tiles_ptr, extents, sizes, flags)),
-        (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 0, sizes, flags)),
-        (_writer, (board, sums, dq_desc, turns_ptr + 1, order_ptr, tiles_ptr, extents, 1, sizes, flags)),
+        (_consumer, (queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
+        (_consumer, (queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
+        (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
+        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
+        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
     ], [4, 1, 1, 1], [240, 24, 24, 24])
