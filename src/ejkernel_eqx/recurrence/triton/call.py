@@ -58,6 +58,11 @@ class Call:
         heads = self.sizes[0]
         return self.rows(heads, x.shape[3], dtype=x.dtype if x.shape[2] == heads else jnp.float32)
 
+    def parts(self, x: Array, summed: int = 1) -> jax.ShapeDtypeStruct:
+        """The shape of a gradient in parts, one for every `summed` state heads that share a head of the operand."""
+        count = self.sizes[0] // x.shape[2] // summed
+        return result(count, *x.shape, dtype=x.dtype if count == 1 else jnp.float32)
+
     def knowing(self, arrays: dict[str, Array], **numbers: Any) -> "Call":
         """The same call with more arguments for its kernels."""
         return dataclasses.replace(self, launch=self.launch.knowing(arrays, **numbers))

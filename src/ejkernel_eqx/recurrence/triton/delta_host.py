@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch import Execute, NOTHING, result, run
+from ...launch import NOTHING, result
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec
 from . import delta_splits
-from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies, sum_heads
+from .call import Call, sum_heads
 from .delta_gradients import delta_gradients_kernel, delta_pairs_kernel
 from .delta_key_gradients import delta_key_gradients_kernel
 from .delta_states import delta_dstates_kernel, delta_states_kernel
 from .key_scores import gates
-from .tile_sizes import Tile, TritonConfig
+from .tile_sizes import Tile
 from .wy import delta_scores_kernel
 from .wy_key import delta_key_scores_kernel
 
@@ -32,67 +32,45 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
     return solved | delta_splits.saved_axes(arrays, spec)
 
 
-def forward(
-    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
-) -> Arrays:
-    """`out`, `final_state`, and the residuals of the backward pass."""
-    call = make_call(repeated(arrays, spec), spec, config, execute)
+def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Arrays]:
     heads, _, values = call.sizes
-    if spec.decay == KEY:
-        solved = _key_scores(call, _gates(call), solving=True)
-    else:
-        solved = _scores(call)
+    solved = _key_scores(call, _gates(call), solving=True) if call.spec.decay == KEY else _scores(call)
     serial = _serial(call)
     edges, turns = delta_splits.edges_of(serial, solved)
     results = serial.launch(
         delta_states_kernel,
         serial.config.out,
         delta_splits.NO_STATES
-        | {"out": call.rows(heads, values), "final": call.edge_states(spec.state_dtype)},
-        _programs(call, config.out),
+        | {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)},
+        _programs(call, call.config.out),
         solved | {"edges": edges},
         OUT=True,
         LOCAL=False,
     )
-    return {
-        "out": results["out"].astype(arrays.v.dtype),
-        "final_state": first_copies(results["final"], _copies(call, arrays)),
-        **{name: solved[name] for name in ("scores", "inverse", "factors")},
-        **delta_splits.to_saved(call, edges, turns),
-    }
+    saved = {name: solved[name] for name in ("scores", "inverse", "factors")}
+    return results["out"], results["final"], saved | delta_splits.to_saved(call, edges, turns)
 
 
 def backward(
-    arrays: RecurrenceArrays,
-    spec: RecurrenceSpec,
-    config: TritonConfig,
-    saved: Arrays,
-    dout: Array,
-    dfinal_state: Array,
-    *,
-    execute: Execute = run,
-) -> Arrays:
-    """The gradients of every float array of the call."""
-    call = make_call(repeated(arrays, spec), spec, config, execute)
+    call: Call, arrays: RecurrenceArrays, saved: Arrays, dout: Array, dfinal: Array
+) -> tuple[Arrays, Array]:
     heads, _, values = call.sizes
-    copies = _copies(call, arrays)
-    given = {name: x for name, x in saved.items()} | {"do": dout.astype(call.arrays.q.dtype)}
-    key_gates = _gates(call) if spec.decay == KEY else {}
-    folded = _key_scores(call, key_gates, solving=False) if spec.decay == KEY else {}
+    decay, config, named = call.spec.decay, call.config, saved | {"do": dout}
+    key_gates = _gates(call) if decay == KEY else {}
+    folded = _key_scores(call, key_gates, solving=False) if decay == KEY else {}
     serial = _serial(call)
-    edges, turns = delta_splits.from_saved(serial, given | folded)
+    edges, turns = delta_splits.from_saved(serial, named | folded)
     results = serial.launch(
         delta_states_kernel,
         serial.config.states,
         delta_splits.NO_STATES | {"states": _states(call), "written": call.rows(heads, values)},
         _programs(call, config.states),
-        given | folded | {"edges": edges},
+        named | folded | {"edges": edges},
         OUT=False,
         LOCAL=False,
     )
-    given |= {name: results[name] for name in ("states", "written")}
-    dfinal = in_first_copies(dfinal_state, copies)
-    edges = delta_splits.gradients_of(serial, given | folded, dfinal, turns)
+    named |= {name: results[name] for name in ("states", "written")}
+    edges = delta_splits.gradients_of(serial, named | folded, dfinal, turns)
     results = serial.launch(
         delta_dstates_kernel,
         serial.config.dstates,
@@ -103,29 +81,21 @@ def backward(
             "local": NOTHING,
         },
         _programs(call, config.dstates),
-        given | folded | {"dfinal": dfinal, "edges": edges},
+        named | folded | {"dfinal": dfinal, "edges": edges},
         LOCAL=False,
     )
-    given |= {name: results[name] for name in ("dstates", "derrors")}
-    dinitial = results["dinitial"]
-    grads = _gradients(call, given | key_gates)
-    if spec.decay == CONSTANT:
+    named |= {name: results[name] for name in ("dstates", "derrors")}
+    grads = _gradients(call, named | key_gates)
+    if decay == CONSTANT:
         grads["dg"] = _sum_tokens(grads["dg"], arrays.offsets)
     # The head axis of each array.
-    axes = {"q": 2, "k": 2, "v": 2, "g": 1 if spec.decay == CONSTANT else 2, "beta": 2}
-    found = {
+    axes = {"q": 2, "k": 2, "v": 2, "g": 1 if decay == CONSTANT else 2, "beta": 2}
+    summed = {
         name: sum_heads(grads[f"d{name}"], x.shape[axis], axis=axis)
         for name, axis in axes.items()
         if (x := getattr(arrays, name)) is not None
     }
-    if arrays.initial_state is not None:
-        found["initial_state"] = sum_copies(dinitial, copies)
-    return found
-
-
-def _copies(call: Call, arrays: RecurrenceArrays) -> int:
-    """How often a state head is repeated."""
-    return call.sizes[0] // heads_of(arrays, call.spec).state
+    return summed, results["dinitial"]
 
 
 def _scores(call: Call) -> Arrays:

@@ -10,9 +10,10 @@ from jax import Array
 from ...launch import NOTHING, result
 from ...launch.sizes import cdiv, padded
 from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec
+from . import splits
 from .call import Call
 from .delta_states import delta_chain_kernel, delta_dstates_kernel, delta_states_kernel
-from .tile_sizes import CHUNK_SIZES, Tile
+from .tile_sizes import Tile
 
 Arrays = dict[str, Array]
 NO_STATES = dict.fromkeys(("out", "final", "states", "written", "local", "turns"), NOTHING)
@@ -80,29 +81,22 @@ def _chain(call: Call, edge: Array | None, local: Array, turns: Array, forward: 
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The axes, after the leading one, of what the backward pass reads. Names include the chunk size, on which the lengths of splits depend."""
+    """The axes, after the leading one, of what the backward pass reads."""
     heads = f"H{heads_of(arrays, spec).out}"
-    axes = {"edges": ("splits", heads, "V", "D"), "turns": ("splits", heads, "square")}
-    return {f"{name}{size}": axes[name] for name in axes for size in CHUNK_SIZES}
+    return splits.by_chunk_size({"edges": ("splits", heads, "V", "D"), "turns": ("splits", heads, "square")})
 
 
 def to_saved(call: Call, edges: Array | None, turns: Array | None) -> Arrays:
     """As residuals, with the call's leading axis first."""
     if edges is None or turns is None:
         return {}
-    batch, size, (heads, dim, values) = call.arrays.q.shape[0], call.config.chunk_size, call.sizes
-    return {
-        f"edges{size}": edges.reshape(batch, -1, heads, values, dim),
-        f"turns{size}": turns.reshape(batch, -1, heads, dim * dim),
-    }
+    return splits.to_saved(call, {"edges": edges, "turns": turns.reshape(*turns.shape[:3], -1)})
 
 
 def from_saved(call: Call, saved: Arrays) -> tuple[Array | None, Array | None]:
-    """The inverse of `to_saved`. They are computed again if this call has other splits, as a pullback that is mapped may have."""
-    size, (heads, dim, values) = call.config.chunk_size, call.sizes
-    edges, turns = saved.get(f"edges{size}"), saved.get(f"turns{size}")
-    batch = call.arrays.q.shape[0]
-    if edges is None or turns is None or edges.shape[:2] != (batch, call.sequences // batch * call.splits):
+    """The inverse of `to_saved`. They are computed again if this call has other splits."""
+    known = splits.saved_splits(call, saved, "edges", "turns")
+    if known is None:
         return edges_of(call, saved)
-    lead = call.sequences, call.splits, heads
-    return edges.reshape(*lead, values, dim), turns.reshape(*lead, dim, dim)
+    edges, turns = known
+    return edges, turns.reshape(*turns.shape[:3], call.sizes[1], call.sizes[1])

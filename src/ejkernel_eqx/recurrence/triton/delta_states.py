@@ -12,7 +12,10 @@ and then each split begins with its own state. Gradients of states go the other 
 import triton
 import triton.language as tl
 
-from .tile import chunks_of_split, load_carry, load_tile, load_vector, operand_of, state_tile, store_tile
+from .operands import load_head, Operand, operand_of
+from .places import Chunk
+from .state_tiles import chunks_of_split, state_tile, States
+from .tile import load_carry, load_tile, load_vector, store_tile
 
 
 # fmt: off
@@ -40,6 +43,14 @@ def factors_of(factors, count, T, CHUNK: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def store_factors(factors, before, after, beta, T, mask):
+    """Stores the factors of tokens: the decays from the chunk's start and to its end, and the write strengths."""
+    tl.store(factors, before, mask=mask)
+    tl.store(factors + T, after, mask=mask)
+    tl.store(factors + T * 2, beta, mask=mask)
+
+
+@triton.jit
 def identity(CHUNK: tl.constexpr, DTYPE: tl.constexpr):
     """Multiplying by it moves a tile from memory to where accumulators are, faster than Triton's own layout conversion."""
     r = tl.arange(0, CHUNK)  # [C]
@@ -51,6 +62,14 @@ def load_rows(ptr, split, h, start, HS: tl.constexpr, D: tl.constexpr, V: tl.con
     """Rows from `start` on of a head's part of `[splits, HS, V, D]`."""
     at = split.to(tl.int64) * HS + h
     return load_tile(ptr + at * (V * D) + start * D, D, V - start, 0, D, BLOCK_V, BLOCK_K, V % BLOCK_V == 0)  # [BV, BK]
+
+
+@triton.jit
+def store_leaving_rows(pointers, state, mask, split, SPLITS: tl.constexpr, LAST: tl.constexpr):
+    """Stores a state, or its gradient, at the pointers if this program has the split `LAST`."""
+    if SPLITS > 1:
+        mask = mask & (split == LAST)
+    tl.store(pointers, state, mask=mask)
 
 
 @triton.jit
@@ -66,7 +85,7 @@ def delta_states_kernel(
     # Tiles of rows of the identity follow those of values.
     values: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V * BLOCK_V
     seq, split, h, _d0, start, first, length, chunk, own = state_tile(
-        bounds_ptr, T, HS, D, values + D if LOCAL else V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS)
+        bounds_ptr, T, States(HS, D, values + D if LOCAL else V, BLOCK_K, BLOCK_V, SPLITS), CHUNK, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
     if LOCAL:
@@ -80,11 +99,11 @@ def delta_states_kernel(
     one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
     begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
     for n in tl.range(begin, end):
-        row = first + n * CHUNK
-        count = tl.minimum(length - n * CHUNK, CHUNK)
-        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        row, count = first + n * CHUNK, tl.minimum(length - n * CHUNK, CHUNK)
+        tokens = Chunk(row, count, seq)
+        k = load_head(k_ptr, tokens, h, 0, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
         given = tl.where(start < V, count, 0) if LOCAL else count  # no values are written to the identity
-        v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, given, start, V, CHUNK, BLOCK_V, EVEN and not LOCAL)  # [C, BV]
+        v = load_head(v_ptr, Chunk(row, given, seq), h, start, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN and not LOCAL))  # [C, BV]
         place = (row * HS + h) * CHUNK
         inverse = load_tile(inverse_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
         beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)  # [C]
@@ -109,7 +128,7 @@ def delta_states_kernel(
             state = tl.dot(kept, k, state * carry, input_precision=PRECISION)  # [BV, BK]
         # o = scale e^G q S + A v'.
         if OUT:
-            q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            q = load_head(q_ptr, tokens, h, 0, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
             scores = load_tile(scores_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
             out = tl.dot(old, tl.trans(q), input_precision=PRECISION)  # [BV, C]
             if not DECAYED:
@@ -126,10 +145,7 @@ def delta_states_kernel(
         rows = tl.where(start < values, 0, values + D - start)
         store_tile(turns_ptr + at * (D * D) + (start - values) * D, state, D, rows, 0, D, BLOCK_V, BLOCK_K)
     elif OUT:
-        if SPLITS == 1:
-            tl.store(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask=mask)
-        else:
-            tl.store(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask=mask & (split == SPLITS - 1))
+        store_leaving_rows(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask, split, SPLITS, SPLITS - 1)
 
 
 @triton.jit
@@ -143,7 +159,7 @@ def delta_dstates_kernel(
     """Gradients with respect to the state after each chunk, `[chunks, HS, V, D]`, to `beta (v - e^G k S)`, and to the initial state. With
     `LOCAL` what every split but the first makes of a zero gradient, `local [sequences, SPLITS - 1, HS, V, D]`."""
     seq, split, h, _d0, start, first, length, chunk, own = state_tile(
-        bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS - 1 if LOCAL else SPLITS)
+        bounds_ptr, T, States(HS, D, V, BLOCK_K, BLOCK_V, SPLITS - 1 if LOCAL else SPLITS), CHUNK, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     if LOCAL:
         dstate = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
@@ -157,10 +173,10 @@ def delta_dstates_kernel(
     # From the last chunk to the first; `dstate` is the gradient with respect to the state after it.
     for step in tl.range(0, end - begin):
         n = end - 1 - step
-        row = first + n * CHUNK
-        count = tl.minimum(length - n * CHUNK, CHUNK)
-        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        row, count = first + n * CHUNK, tl.minimum(length - n * CHUNK, CHUNK)
+        tokens = Chunk(row, count, seq)
+        k = load_head(k_ptr, tokens, h, 0, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+        q = load_head(q_ptr, tokens, h, 0, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
         do = load_tile(do_ptr + (row * HS + h) * V, HS * V, count, start, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         place = (row * HS + h) * CHUNK
         scores = load_tile(scores_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
@@ -199,10 +215,8 @@ def delta_dstates_kernel(
     if LOCAL:
         at = (seq.to(tl.int64) * (SPLITS - 1) + split) * HS + h
         store_tile(local_ptr + at * (V * D) + start * D, dstate, D, V - start, 0, D, BLOCK_V, BLOCK_K)
-    elif SPLITS == 1:
-        tl.store(dinitial_ptr + own + offsets, dstate, mask=mask)
     else:
-        tl.store(dinitial_ptr + own + offsets, dstate, mask=mask & (split == 0))
+        store_leaving_rows(dinitial_ptr + own + offsets, dstate, mask, split, SPLITS, 0)
 
 
 @triton.jit
@@ -214,7 +228,8 @@ def delta_chain_kernel(
 ):
     """The state before each split, or the gradient of the state after it, `edges [sequences, SPLITS, HS, V, D]`: from `edge [.., D, V]`, that of the
     whole sequence, and the results of the `LOCAL` kernels."""
-    seq, _split, h, _d0, start, _first, _length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
+    seq, _split, h, _d0, start, _first, _length, _chunk, own = state_tile(
+        bounds_ptr, T, States(HS, D, V, BLOCK_K, BLOCK_V, 1), CHUNK, TABLE)
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK]
     if GIVEN:
         offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each

@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-from .tile import chunks_of_split, closed, CONSTANT, last_start, SCALAR, sequence_of
+from .decays import closed, CONSTANT, SCALAR
+from .places import Chunk, last_start
+from .state_tiles import chunks_of_split, sequence_of
 
 FORGOTTEN = tl.constexpr(-256.0)  # 2 to this power times any product below 2^106 is zero in float32
 FAR = tl.constexpr(2.0**30)  # a number of chunks that no split has
@@ -25,7 +27,7 @@ def split_at_edge(at, seq, bounds_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constex
 def open_segment(starts_ptr, begin, end, first, length, seq, T, CHUNK: tl.constexpr):
     """The first token of the segment that is open at the end of a split."""
     until = tl.minimum(end * CHUNK, length)
-    return tl.where(begin < end, last_start(starts_ptr, first, tl.maximum(until, 1), seq, T), -1)
+    return tl.where(begin < end, last_start(starts_ptr, Chunk(first, tl.maximum(until, 1), seq), T), -1)
 
 
 @triton.jit

@@ -1,7 +1,5 @@
 """The launches of gradients whose state heads share queries and keys."""
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 from ...launch import NOTHING, result
@@ -53,17 +51,12 @@ def gradients(
         summed < shared and shared % (2 * summed) == 0 and call.chunks * tiles * (heads // summed) > _PROGRAMS
     ):
         summed *= 2
-
-    def parts(x: Array) -> jax.ShapeDtypeStruct:
-        count = heads // x.shape[2] // summed
-        return result(count, *x.shape, dtype=x.dtype if count == 1 else jnp.float32)
-
     found |= call.launch(
         kernels.shared_channels_kernel,
         config.gradients,
         {
-            "dq": parts(arrays.q),
-            "dk": parts(arrays.k),
+            "dq": call.parts(arrays.q, summed),
+            "dk": call.parts(arrays.k, summed),
             "reads": for_decays(tiles, batch, length, heads),
             "written": NOTHING if is_plain else result(tiles, batch, length, heads),
             "through": for_decays(tiles, call.chunks, heads),

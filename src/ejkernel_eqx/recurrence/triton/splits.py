@@ -122,22 +122,30 @@ def _local_tile(call: Call, tile: Tile) -> Tile:
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The axes, after the leading one, of states before splits as residuals. Names include the chunk size, on which the lengths of splits
-    depend."""
-    heads = f"H{heads_of(arrays, spec).out}"
-    return {f"{_NAME}{size}": ("splits", heads, "D", "V") for size in CHUNK_SIZES}
+    """The axes, after the leading one, of states before splits as residuals."""
+    return by_chunk_size({_NAME: ("splits", f"H{heads_of(arrays, spec).out}", "D", "V")})
 
 
-def to_saved(call: Call, edges: Edges) -> dict[str, Array]:
-    """States before splits as residuals, with the call's leading axis first."""
+def by_chunk_size(axes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The axes of residuals over splits by names that include the chunk size, on which the lengths of splits depend."""
+    return {f"{name}{size}": letters for name, letters in axes.items() for size in CHUNK_SIZES}
+
+
+def to_saved(call: Call, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Arrays over splits as residuals, with the call's leading axis first."""
     batch, size = call.arrays.q.shape[0], call.config.chunk_size
-    return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in edges.items()}
+    return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in arrays.items()}
+
+
+def saved_splits(call: Call, saved: dict[str, Array], *names: str) -> list[Array] | None:
+    """The inverse of `to_saved`; `None` if this call has other splits, as a pullback that is mapped may have."""
+    batch, known = call.arrays.q.shape[0], [saved.get(f"{name}{call.config.chunk_size}") for name in names]
+    if any(x is None or x.shape[:2] != (batch, call.sequences // batch * call.splits) for x in known):
+        return None
+    return [x.reshape(call.sequences, call.splits, *x.shape[2:]) for x in known if x is not None]
 
 
 def from_saved(call: Call, saved: dict[str, Array]) -> Edges:
-    """The inverse of `to_saved`. They are computed again if this call has other splits, as a pullback that is mapped may have."""
-    found = saved.get(f"{_NAME}{call.config.chunk_size}")
-    batch = call.arrays.q.shape[0]
-    if found is None or found.shape[:2] != (batch, call.sequences // batch * call.splits):
-        return edges_of(call)
-    return {_NAME: found.reshape(call.sequences, call.splits, *found.shape[2:])}
+    """The states before splits, computed again if this call has other splits."""
+    known = saved_splits(call, saved, _NAME)
+    return edges_of(call) if known is None else {_NAME: known[0]}

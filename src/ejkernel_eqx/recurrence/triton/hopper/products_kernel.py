@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-from ..tile import chunk_of, products_of, store_tile
+from ..operands import products_of
+from ..places import chunk_of
+from ..tile import store_tile
 
 
 # fmt: off
