@@ -178,33 +178,22 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
     each = 1 if arrays.offsets is None else arrays.offsets.shape[1] - 1
     per_sequence = lambda x: None if x is None else jnp.repeat(x, each, axis=0)
     tables = (None, None) if arrays.offsets is None else tables_of(arrays.offsets, length, chunk)
-    named = {
-        "q": arrays.q,
-        "k": arrays.k,
-        "v": arrays.v,
+    named = arrays._asdict() | {
         "g": per_sequence(arrays.g) if spec.decay == CONSTANT else arrays.g,
-        "beta": arrays.beta,
         "skip": per_sequence(arrays.skip),
         "initial": arrays.initial_state,
-        "starts": arrays.starts,
-        "chunks": tables[0],
-        "bounds": tables[1],
+        **dict(zip(("chunks", "bounds"), tables)),
         # Arguments of some members only.
         **dict.fromkeys(("logs", "spans", "carry", "scores", "k_end", "edges", "kept", "beyond")),
     }
-    numbers = counts | {
-        "T": length,
-        "TOKENS": arrays.q.shape[0] * length,
-        "HS": max(counts.values()),
-        "D": dim,
-        "V": values,
-        "CHUNK": chunk,
+    tokens = {"T": length, "TOKENS": arrays.q.shape[0] * length, "CHUNK": chunk}
+    sizes = {"HS": max(counts.values()), "D": dim, "V": values}
+    kind = {"SCALE": spec.scale, "DECAY": DECAYS[spec.decay], "PRECISION": precision}
+    numbers = {
+        **(counts | tokens | sizes | kind),
         "SPLITS": max(1, min(config.splits, cdiv(length, chunk))),
-        "SCALE": spec.scale,
-        "DECAY": DECAYS[spec.decay],
         "EVEN": arrays.offsets is None and length % chunk == 0,
         "EXACT": arrays.q.dtype == jnp.float32,
-        "PRECISION": precision,
         **given(BETA=arrays.beta, SKIP=arrays.skip, INITIAL=arrays.initial_state),
         **given(SEGMENTS=arrays.starts, TABLE=arrays.offsets),
     }

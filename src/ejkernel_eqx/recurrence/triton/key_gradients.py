@@ -6,7 +6,7 @@ import triton.language as tl
 from .key_tile import between_rows, Channels, chunk_gates, edge_gates, gates_of, gradients_by_halves, is_usual
 from .operands import load_head, Operand, operand_of, store_head
 from .places import chunk_tile, last_start, pairs_below, segment_starts
-from .tile import load_state, load_tile, load_transposed, load_vector
+from .tile import load_state, load_tile, load_transposed, load_vector, store_tile
 
 
 # fmt: off
@@ -49,7 +49,7 @@ def key_values_kernel(
             tl.store(down_ptr + first * HS + h + r * HS, own, mask=r < count)
             before = pairs_below(starts_ptr, chunk, T, CHUNK, SEGMENTS)  # [C, C]
             da = operand_of(tl.where(before, da, 0.0), dscores_ptr.dtype.element_ty, PRECISION)  # [C, C]
-            store_head(dscores_ptr, da, chunk, h, 0, Operand(HS, HS, CHUNK, CHUNK, CHUNK, EVEN))
+            store_tile(dscores_ptr + scores, da, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
 
 
 @triton.jit
@@ -63,7 +63,6 @@ def key_gradients_kernel(
 ):
     """The gradients of queries, keys and gates for one chunk, state head and tile of key channels."""
     operand: tl.constexpr = q_ptr.dtype.element_ty
-    folded: tl.constexpr = Operand(HS, HS, D, CHUNK, BLOCK_K, EVEN)
     channels: tl.constexpr = Channels(HG * D, D, CHUNK, BLOCK_K, EXACT)
     index, h, _tile, d0, chunk = chunk_tile(chunks_ptr, T, HS, D, BLOCK_K, CHUNK, TABLE)
     first, count = chunk.first, chunk.count
@@ -74,6 +73,7 @@ def key_gradients_kernel(
         do_base = do_ptr + first * (HS * V) + h * V
         gates = gates_of(gates_ptr, low_ptr, chunk, h, HS, HG, D)
         state = (index.to(tl.int64) * HS + h) * (D * V)
+        own = first * (HS * D) + h * D
         dscores = dscores_ptr + first * (HS * CHUNK) + h * CHUNK
         r = tl.arange(0, CHUNK)  # [C]
 
@@ -133,12 +133,12 @@ def key_gradients_kernel(
         down = load_vector(down_ptr + first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
         dq += down * k.to(tl.float32)
         dk += down * q.to(tl.float32)
-        store_head(dq_ptr, dq, chunk, h, d0, folded)
-        store_head(dk_ptr, dk, chunk, h, d0, folded)
+        store_tile(dq_ptr + own, dq, HS * D, count, d0, D, CHUNK, BLOCK_K)
+        store_tile(dk_ptr + own, dk, HS * D, count, d0, D, CHUNK, BLOCK_K)
         if operand == tl.float32:
             rise = operand_of(rise, operand, SUMS)  # [C, BK]
             kept = operand_of(kept, operand, SUMS)  # [C, BK]
         # A token's gate decays what later tokens read of earlier ones, and what the end of the chunk holds of those before it.
         dg = tl.dot(tl.where(r[:, None] <= r[None, :], 1.0, 0.0), rise, input_precision=SUMS)  # [C, BK]
         dg = tl.dot(tl.where(r[:, None] > r[None, :], 1.0, 0.0), kept, dg, input_precision=SUMS)  # [C, BK]
-        store_head(dg_ptr, dg + passed, chunk, h, d0, folded)
+        store_tile(dg_ptr + own, dg + passed, HS * D, count, d0, D, CHUNK, BLOCK_K)

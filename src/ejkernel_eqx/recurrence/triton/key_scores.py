@@ -60,12 +60,12 @@ def key_fold_kernel(
     # A program: a chunk, a state head (fastest).
     index = tl.program_id(0)
     h = index % HS
-    folded: tl.constexpr = Operand(HS, HS, D, CHUNK, BLOCK_K, EVEN)
     channels: tl.constexpr = Channels(HG * D, D, CHUNK, BLOCK_K, EXACT)
     chunk = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)
     if chunk.count > 0:
         r = tl.arange(0, CHUNK)  # [C]
         gates = gates_of(gates_ptr, low_ptr, chunk, h, HS, HG, D)
+        own = chunk.first * (HS * D) + h * D
         before = r[:, None] > r[None, :]  # [C, C]
         carried = 1.0
         if SEGMENTS:
@@ -104,8 +104,10 @@ def key_fold_kernel(
             if SEGMENTS:
                 queries = tl.where((starts < 0)[:, None], queries, 0.0)  # [C, BK]
                 keys = tl.where((r >= start)[:, None], keys, 0.0)  # [C, BK]
-            store_head(folded_q_ptr, operand_of(queries * SCALE, operand, PRECISION), chunk, h, column, folded)
-            store_head(folded_k_ptr, operand_of(keys, operand, PRECISION), chunk, h, column, folded)
+            queries = operand_of(queries * SCALE, operand, PRECISION)  # [C, BK]
+            store_tile(folded_q_ptr + own, queries, HS * D, chunk.count, column, D, CHUNK, BLOCK_K)
+            keys = operand_of(keys, operand, PRECISION)  # [C, BK]
+            store_tile(folded_k_ptr + own, keys, HS * D, chunk.count, column, D, CHUNK, BLOCK_K)
             store_tile(carry_ptr + index.to(tl.int64) * D, tl.exp2(last) * carried, 0, 1, column, D, 1, BLOCK_K)
         # The products are undefined on and above the diagonal; on it there is no decay.
         if SCORES:

@@ -102,25 +102,13 @@ def step(arrays: StepArrays, spec: StepSpec, config: Any, *, execute: Execute = 
     heads = state.shape[-3]
     out_heads = max(heads, q_heads)
     tile = getattr(config, "step", None) or default_tile(dim, values, state.dtype.itemsize)
-    gate_heads = 1
-    if arrays.g is not None:
-        gate_heads = arrays.g.shape[-1 if spec.decay == SCALAR else -2]
+    count = lambda x, axis: 1 if x is None else x.shape[axis]
+    gates = count(arrays.g, -1 if spec.decay == SCALAR else -2)
+    counts = {"HQ": q_heads, "HK": k.shape[-2], "HV": v.shape[-2], "HG": gates, "HB": count(arrays.beta, -1)}
+    sizes = {"HS": heads, "GROUP": out_heads // heads, "D": dim, "V": values, "BLOCK_D": padded(dim, 1)}
+    kind = {"SCALE": spec.scale, "DECAY": _KINDS[spec.decay], "DELTA": spec.delta}
     numbers = {
-        "B": rows,
-        "S": state.shape[-4],
-        "HQ": q_heads,
-        "HK": k.shape[-2],
-        "HV": v.shape[-2],
-        "HG": gate_heads,
-        "HB": 1 if arrays.beta is None else arrays.beta.shape[-1],
-        "HS": heads,
-        "GROUP": out_heads // heads,
-        "D": dim,
-        "V": values,
-        "BLOCK_D": padded(dim, 1),
-        "SCALE": spec.scale,
-        "DECAY": _KINDS[spec.decay],
-        "DELTA": spec.delta,
+        **(counts | sizes | kind | {"B": rows, "S": state.shape[-4]}),
         **given(BETA=arrays.beta, SKIP=arrays.skip, SLOTS=arrays.indices),
         "STRIDE_D": 1 if spec.transposed else values,
         "STRIDE_V": dim if spec.transposed else 1,

@@ -326,43 +326,29 @@ class _Call:
         wanted = tile.programs // (chunks.sequences * self.blocks)
         self.splits = max(1, min(wanted, cdiv(length, size), _MOST_SPLITS))
         f32 = lambda x: None if x is None else x.astype(jnp.float32)
-        named = {
-            "x": arrays.x,
-            "dt": arrays.dt,
+        named = arrays._asdict() | {
             "a": jnp.swapaxes(arrays.A.astype(jnp.float32) * LOG2E, -1, -2),
             "b": _to_chunks(arrays.B, chunks),
             "c": _to_chunks(arrays.C, chunks),
             "d": f32(arrays.D),
-            "z": arrays.z,
             "bias": f32(arrays.dt_bias),
             "initial": None if arrays.initial_state is None else self.states_in(arrays.initial_state),
-            "starts": arrays.starts,
             "bounds": chunks.bounds,
         }
+        log2 = lambda count: (count - 1).bit_length()
+        tokens = {"T": length, "L": size, "LEVELS": log2(size), "CHUNKS": batch * chunks.count, "zero": 0}
+        sequences = {"SEQUENCES": chunks.sequences // batch, "SPLITS": self.splits}
+        sizes = {"I": channels, "N": states, "STATE_LEVELS": log2(states)}
+        blocks = {"GROUP": group, "GROUP_BLOCKS": self.blocks // groups, "BLOCKS": self.blocks}
+        options = {"BI": tile.block_i, "UNROLL": tile.unroll, "PREFETCH": tile.prefetch}
         numbers = {
-            "T": length,
-            "SPLITS": self.splits,
-            "CHUNKS": batch * chunks.count,
-            "SEQUENCES": chunks.sequences // batch,
-            "zero": 0,
-            "I": channels,
-            "N": states,
-            "L": size,
-            "LEVELS": size.bit_length() - 1,
-            "GROUP": group,
-            "GROUP_BLOCKS": self.blocks // groups,
-            "BLOCKS": self.blocks,
-            "BI": tile.block_i,
-            "LANE_LEVELS": min(tile.block_i, _LANES).bit_length() - 1,
-            "UNROLL": tile.unroll,
-            "STATE_LEVELS": (states - 1).bit_length(),
-            "PREFETCH": tile.prefetch,
+            **(tokens | sequences | sizes | blocks | options),
+            "LANE_LEVELS": log2(min(tile.block_i, _LANES)),
             "SOFTPLUS": spec.softplus,
             "EVEN": chunks.bounds is None and length % size == 0 and group % tile.block_i == 0,
             **step_kernel.strides(A=arrays.A, BIAS=arrays.dt_bias, D=arrays.D),
-            **given(
-                BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z, SEGMENTS=arrays.starts, TABLE=chunks.bounds
-            ),
+            **given(BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z),
+            **given(SEGMENTS=arrays.starts, TABLE=chunks.bounds),
         }
         self.launch = Launcher("selective_scan", named, numbers, arrays.x, execute)
 

@@ -12,7 +12,7 @@ from ...launch.constants import LOG2E
 from ...launch.fields import check_fields, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import ScanSpec, StepArrays
-from .tile import sigmoid, time_step
+from .steps import sigmoid, time_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,31 +94,16 @@ def step(
     """`out [*, B, I]` in the dtype of `x` and the states (the whole pool), from arrays with exactly one leading axis."""
     x, state = arrays.x, arrays.state
     lead, rows, channels = x.shape
-    named = {
-        "x": x,
-        "dt": arrays.dt,
-        "a": arrays.A,
-        "b": arrays.B,
-        "c": arrays.C,
-        "d": arrays.D,
-        "z": arrays.z,
-        "bias": arrays.dt_bias,
-        "indices": arrays.indices,
-        "state": state,
-    }
+    parameters = {"a": arrays.A, "b": arrays.B, "c": arrays.C, "d": arrays.D, "bias": arrays.dt_bias}
+    sizes = {"I": channels, "N": state.shape[-1], "GROUPS": arrays.B.shape[-2], "BI": tile.block_i}
     numbers = {
-        "ROWS": rows,
-        "SLOTS": state.shape[1],
-        "I": channels,
-        "N": state.shape[-1],
-        "GROUPS": arrays.B.shape[-2],
-        "BI": tile.block_i,
+        **(sizes | {"ROWS": rows, "SLOTS": state.shape[1]}),
         "BLOCK_N": padded(state.shape[-1], 1),
         "SOFTPLUS": spec.softplus,
         **strides(A=arrays.A, BIAS=arrays.dt_bias, D=arrays.D),
         **given(BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z, POOL=arrays.indices),
     }
-    results = Launcher("selective_scan", named, numbers, x, execute)(
+    results = Launcher("selective_scan", arrays._asdict() | parameters, numbers, x, execute)(
         step_kernel,
         tile,
         {"new_state": result_like(state), "out": result_like(x)},
