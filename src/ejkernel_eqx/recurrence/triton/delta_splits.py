@@ -4,6 +4,7 @@ Both are `edges [sequences, splits, HS, V, D]` in float32; `turns [sequences, sp
 """
 
 import dataclasses
+import math
 
 from jax import Array
 
@@ -31,53 +32,35 @@ def edges_of(call: Call, solved: Arrays) -> tuple[Array | None, Array | None]:
     if call.spec.decay == KEY:  # two programs of two stages share a multiprocessor
         tile = dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
     lead = call.sequences, call.splits, heads
-    results = call.launch(
-        delta_states_kernel,
-        tile,
-        NO_STATES | {"local": result(*lead, values, dim), "turns": result(*lead, dim, dim)},
-        call.sequences * call.splits * heads * (cdiv(values, tile.block_v) + cdiv(dim, tile.block_v)),
-        solved,
-        OUT=False,
-        LOCAL=True,
-        name="delta_local_states_kernel",
-    )
+    outputs = NO_STATES | {"local": result(*lead, values, dim), "turns": result(*lead, dim, dim)}
+    programs = math.prod(lead) * (cdiv(values, tile.block_v) + cdiv(dim, tile.block_v))
+    options = {"OUT": False, "LOCAL": True, "name": "delta_local_states_kernel"}
+    results = call.launch(delta_states_kernel, tile, outputs, programs, solved, **options)
     return _chain(call, call.arrays.initial_state, results["local"], results["turns"], True), results["turns"]
 
 
-def gradients_of(call: Call, given: Arrays, dfinal: Array, turns: Array | None) -> Array | None:
+def gradients_of(call: Call, inputs: Arrays, dfinal: Array, turns: Array | None) -> Array | None:
     """The gradient of the state after every split."""
     if turns is None:
         return None
     heads, dim, values = call.sizes
-    tile = call.config.dstates
-    results = call.launch(
-        delta_dstates_kernel,
-        tile,
-        dict.fromkeys(("dstates", "derrors", "dinitial"), NOTHING)
-        | {"local": result(call.sequences, call.splits - 1, heads, values, dim)},
-        call.sequences * (call.splits - 1) * heads * cdiv(values, tile.block_v),
-        given | {"dfinal": None},
-        LOCAL=True,
-        name="delta_local_dstates_kernel",
-    )
+    tile, splits = call.config.dstates, call.splits - 1
+    outputs = dict.fromkeys(("dstates", "derrors", "dinitial"), NOTHING)
+    outputs |= {"local": result(call.sequences, splits, heads, values, dim)}
+    arrays, programs = inputs | {"dfinal": None}, call.state_programs(tile, splits)
+    options = {"LOCAL": True, "name": "delta_local_dstates_kernel"}
+    results = call.launch(delta_dstates_kernel, tile, outputs, programs, arrays, **options)
     return _chain(call, dfinal, results["local"], turns, False)
 
 
 def _chain(call: Call, edge: Array | None, local: Array, turns: Array, forward: bool) -> Array:
     heads, dim, values = call.sizes
     tile = Tile(padded(dim), min(_CHAIN_ROWS, padded(values)), 4, 1)
-    results = call.launch(
-        delta_chain_kernel,
-        tile,
-        {"edges": result(call.sequences, call.splits, heads, values, dim)},
-        call.sequences * heads * cdiv(values, tile.block_v),
-        {"edge": edge, "local": local, "turns": turns},
-        BLOCK_D=min(_CHAIN_CHANNELS, padded(dim)),
-        PASS=call.config.float32_dot,
-        GIVEN=edge is not None,
-        FORWARD=forward,
-    )
-    return results["edges"]
+    outputs = {"edges": result(call.sequences, call.splits, heads, values, dim)}
+    inputs, programs = {"edge": edge, "local": local, "turns": turns}, call.state_programs(tile, 1)
+    numbers = {"BLOCK_D": min(_CHAIN_CHANNELS, padded(dim)), "PASS": call.config.float32_dot}
+    numbers |= {"GIVEN": edge is not None, "FORWARD": forward}
+    return call.launch(delta_chain_kernel, tile, outputs, programs, inputs, **numbers)["edges"]
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:

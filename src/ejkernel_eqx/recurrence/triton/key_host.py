@@ -46,17 +46,10 @@ def backward(
     folded, _ = fold(call, high, low, scores=False)
     states, _ = folded.states(splits.from_saved(folded, saved))
     dstates, dinitial = folded.dstates(dout, dfinal, splits.edges_of(folded, dout, dfinal))
-    named = {
-        "folded_k": folded.launch.arrays["k"],
-        "gates": high,
-        "low": high if low is None else low,
-        "do": dout,
-        "scores": saved["scores"],
-        "states": states,
-        "dstates": dstates,
-    }
-    dv, dscores = _value_gradients(call, named)
-    grads = _key_gradients(call, named | dscores)
+    inputs = {"gates": high, "low": high if low is None else low, "do": dout, "scores": saved["scores"]}
+    inputs |= {"folded_k": folded.launch.arrays["k"], "states": states, "dstates": dstates}
+    dv, dscores = _value_gradients(call, inputs)
+    grads = _key_gradients(call, inputs | dscores)
     if arrays.beta is not None:
         wide, heads = dv.astype(jnp.float32), dv.shape[2]
         dbeta = jnp.sum(wide * _per_head(arrays.v, heads), -1)
@@ -75,38 +68,24 @@ def _per_head(x: Array, heads: int) -> Array:
     return jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], axis=2)
 
 
-def _value_gradients(call: Call, given: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+def _value_gradients(call: Call, inputs: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
     """Gradients of the values, over the heads of the call, and of the scores, below the diagonal and on it."""
     heads, _, values = call.sizes
-    tile = call.config.wy
-    shape = given["scores"].shape[2:]
-    results = call.launch(
-        key_gradients.key_values_kernel,
-        tile,
-        {
-            "dv": call.gradient(call.arrays.v),
-            "dscores": call.rows(*shape),
-            "down": call.rows(heads, dtype=jnp.float32),
-        },
-        call.chunks * heads * cdiv(values, tile.block_v),
-        given,
-    )
+    tile, scores = call.config.wy, call.rows(*inputs["scores"].shape[2:])
+    outputs = {"dv": call.gradient(call.arrays.v), "dscores": scores, "down": call.wide_rows(heads)}
+    programs = call.chunks * heads * cdiv(values, tile.block_v)
+    results = call.launch(key_gradients.key_values_kernel, tile, outputs, programs, inputs)
     return results.pop("dv"), results
 
 
-def _key_gradients(call: Call, given: dict[str, Array]) -> dict[str, Array]:
+def _key_gradients(call: Call, inputs: dict[str, Array]) -> dict[str, Array]:
     """Gradients of `q`, `k`, `g`."""
     arrays, tile = call.arrays, call.config.gradients
     heads, dim, _ = call.sizes
     operands = {name: getattr(arrays, name) for name in "qkg"}
-    results = call.launch(
-        key_gradients.key_gradients_kernel,
-        tile,
-        {f"d{name}": call.gradient(x) for name, x in operands.items()},
-        call.chunks * heads * cdiv(dim, tile.block_k),
-        given,
-        SUMS=_sums_precision(call),
-    )
+    outputs = {f"d{name}": call.gradient(x) for name, x in operands.items()}
+    programs, sums = call.chunks * heads * cdiv(dim, tile.block_k), _sums_precision(call)
+    results = call.launch(key_gradients.key_gradients_kernel, tile, outputs, programs, inputs, SUMS=sums)
     return {name: sum_heads(results[f"d{name}"], x.shape[2]) for name, x in operands.items()}
 
 

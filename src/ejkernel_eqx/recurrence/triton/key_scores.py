@@ -8,7 +8,6 @@ its queries and keys, zero where segments hide them, and `carry_ptr [chunks, HS,
 requested) `[B, T, HS, chunk]`: `scale * sum_d q_id k_jd 2^(G_id - G_jd)` on and below the diagonal and within a segment, else zero.
 """
 
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
@@ -122,32 +121,21 @@ _GATES = Tile(128, 16, 4, 1)
 
 def gates(call: Call) -> tuple[Array, Array | None]:
     assert call.arrays.g is not None
-    shape = call.arrays.g.shape[2:]
-    exact = call.launch.numbers["EXACT"]
-    outputs = {
-        "gates": call.rows(*shape, dtype=jnp.float32),
-        "low": call.rows(*shape, dtype=jnp.float32) if exact else NOTHING,
-    }
-    programs = call.chunks * cdiv(shape[0] * shape[1], _GATES.block_k)
-    results = call.launch(gates_kernel, _GATES, outputs, programs)
+    shape, exact = call.wide_rows(*call.arrays.g.shape[2:]), call.launch.numbers["EXACT"]
+    programs = call.chunks * cdiv(shape.shape[2] * shape.shape[3], _GATES.block_k)
+    results = call.launch(
+        gates_kernel, _GATES, {"gates": shape, "low": shape if exact else NOTHING}, programs
+    )
     return results["gates"], results["low"] if exact else None
 
 
 def fold(call: Call, gates: Array, low: Array | None, *, scores: bool) -> tuple[Call, Array | None]:
     (heads, dim, _), chunk = call.sizes, call.config.chunk_size
-    results = call.launch(
-        key_fold_kernel,
-        call.config.scores,
-        {
-            "folded_q": call.rows(heads, dim),
-            "folded_k": call.rows(heads, dim),
-            "carry": result(call.chunks, heads, dim),
-            "scores": call.rows(heads, chunk) if scores else NOTHING,
-        },
-        call.chunks * heads,
-        {"gates": gates, "low": gates if low is None else low},
-        SCORES=scores,
-    )
+    rows, carry = call.rows(heads, dim), result(call.chunks, heads, dim)
+    outputs = {"folded_q": rows, "folded_k": rows, "carry": carry}
+    outputs |= {"scores": call.rows(heads, chunk) if scores else NOTHING}
+    inputs, tile = {"gates": gates, "low": gates if low is None else low}, call.config.scores
+    results = call.launch(key_fold_kernel, tile, outputs, call.chunks * heads, inputs, SCORES=scores)
     operands = {"q": results["folded_q"], "k": results["folded_k"], "carry": results["carry"]}
     folded = call.knowing(operands, HQ=heads, HK=heads, SCALE=1.0, SEGMENTS=False)
     return folded, results["scores"] if scores else None

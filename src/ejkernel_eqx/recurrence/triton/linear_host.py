@@ -70,25 +70,18 @@ def _separate_gradients(call: Call, states: Array, dstates: Array, dout: Array) 
     """The same for each state head, all from one kernel."""
     arrays, tile, decay = call.arrays, call.config.gradients, call.spec.decay
     heads, dim, values = call.sizes
-    batch, length = arrays.q.shape[:2]
-    tiles = cdiv(dim, tile.block_k)
-
-    scalars = result(2 * tiles, batch, length, heads)
-    sums = result(2 * tiles, call.chunks, heads)
-    results = call.launch(
-        gradients.gradients_kernel,
-        tile,
-        {
-            "dq": call.parts(arrays.q),
-            "dk": call.parts(arrays.k),
-            "dv": call.gradient(arrays.v),
-            "dg": NOTHING if decay == NONE else sums if decay == CONSTANT else scalars,
-            "dbeta": NOTHING if arrays.beta is None else scalars,
-            "dskip": NOTHING if arrays.skip is None else result(call.chunks, heads, values),
-        },
-        2 * tiles * call.chunks * heads,
-        {"states": states, "dstates": dstates, "do": dout},
-    )
+    parts = 2 * cdiv(dim, tile.block_k)
+    scalars, sums = result(parts, *call.rows(heads).shape), result(parts, call.chunks, heads)
+    outputs = {
+        "dq": call.parts(arrays.q),
+        "dk": call.parts(arrays.k),
+        "dv": call.gradient(arrays.v),
+        "dg": NOTHING if decay == NONE else sums if decay == CONSTANT else scalars,
+        "dbeta": NOTHING if arrays.beta is None else scalars,
+        "dskip": NOTHING if arrays.skip is None else result(call.chunks, heads, values),
+    }
+    inputs, programs = {"states": states, "dstates": dstates, "do": dout}, parts * call.chunks * heads
+    results = call.launch(gradients.gradients_kernel, tile, outputs, programs, inputs)
     summed = [name for name in ("dg", "dbeta") if results[name].ndim > 1]
     return results | {name: _sum_parts(results[name]) for name in summed}
 

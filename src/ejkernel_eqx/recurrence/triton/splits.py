@@ -4,6 +4,7 @@ Both are `edges [sequences, splits, HS, D, V]`, in float32.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,15 +34,10 @@ def edges_of(call: Call, dout: Array | None = None, dfinal: Array | None = None)
     passed = _reached(call, pieces)
     local = _local(call, dout, passed, pieces)
     edge = call.arrays.initial_state if forward else dfinal
-    tile = _chained(pieces, *call.sizes[1:])
-    return call.launch(
-        split_phase.chain_kernel,
-        tile,
-        {_NAME: result(call.sequences, call.splits, *call.sizes)},
-        call.state_programs(tile, 1),
-        {"edge": edge, **passed, **local},
-        GIVEN=edge is not None,
-    )
+    tile, kernel = _chained(pieces, *call.sizes[1:]), split_phase.chain_kernel
+    outputs = {_NAME: result(call.sequences, call.splits, *call.sizes)}
+    inputs, programs = {"edge": edge, **passed, **local}, call.state_programs(tile, 1)
+    return call.launch(kernel, tile, outputs, programs, inputs, GIVEN=edge is not None)
 
 
 def _reached(call: Call, pieces: int) -> dict[str, Any]:
@@ -50,32 +46,21 @@ def _reached(call: Call, pieces: int) -> dict[str, Any]:
         return dict.fromkeys(("kept", "beyond"))
     heads, dim, _ = call.sizes
     lead = call.sequences, call.splits - 1, heads
-    return call.launch(
-        reach.reach_kernel,
-        Options(4, 1),
-        {"kept": result(*lead, dtype="int32"), "beyond": result(*lead, pieces), "passed": result(*lead, dim)},
-        call.sequences * (call.splits - 1) * heads,
-        BLOCK_K=padded(dim),
-    )
+    outputs = {"kept": result(*lead, dtype="int32"), "beyond": result(*lead, pieces)}
+    outputs |= {"passed": result(*lead, dim)}
+    return call.launch(reach.reach_kernel, Options(4, 1), outputs, math.prod(lead), BLOCK_K=padded(dim))
 
 
 def _local(call: Call, dout: Array | None, passed: dict[str, Any], pieces: int) -> dict[str, Array]:
     """What each piece of a split adds."""
     heads, dim, values = call.sizes
     lead = call.sequences, call.splits - 1
-    shape = result(*lead, pieces, heads, dim, values)
     tile = _local_tile(call, call.config.states if dout is None else call.config.dstates)
-    results = call.launch(
-        split_phase.local_kernel,
-        tile,
-        {
-            "local": shape,
-            "decay": result(*lead, heads, dim) if call.spec.decay == KEY else NOTHING,
-        },
-        call.state_programs(tile, pieces * (call.splits - 1)),
-        {"do": dout, **passed},
-        name="local_states_kernel" if dout is None else "local_dstates_kernel",
-    )
+    decay = result(*lead, heads, dim) if call.spec.decay == KEY else NOTHING
+    outputs = {"local": result(*lead, pieces, heads, dim, values), "decay": decay}
+    inputs, programs = {"do": dout, **passed}, call.state_programs(tile, pieces * (call.splits - 1))
+    name = "local_states_kernel" if dout is None else "local_dstates_kernel"
+    results = call.launch(split_phase.local_kernel, tile, outputs, programs, inputs, name=name)
     return {"local": results["local"]} | ({"passed": results["decay"]} if call.spec.decay == KEY else {})
 
 
