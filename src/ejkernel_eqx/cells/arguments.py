@@ -13,25 +13,11 @@ from ..core.arguments import array, fitting, wide
 from ..core.frame import Frame, frame_of, States
 from ..sequences.packing import read_ids
 from ..sequences.rows import Packing, read_packing
-from .spec import (
-    ACTIVATIONS,
-    CellArrays,
-    CELLS,
-    CellSpec,
-    CONTINUES,
-    GATE_ACTIVATIONS,
-    GATES,
-    PADDING,
-    STARTS,
-)
+from .spec import CellArrays, CellSpec, CHOICES, CONTINUES, GATES, PADDING, STARTS
 
 
 def check_options(cell: Any, activation: Any, gate_activation: Any) -> None:
-    for name, value, choices in (
-        ("cell", cell, CELLS),
-        ("activation", activation, ACTIVATIONS),
-        ("gate_activation", gate_activation, GATE_ACTIVATIONS),
-    ):
+    for (name, choices), value in zip(CHOICES.items(), (cell, activation, gate_activation)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {', '.join(choices)}, received {value!r}.")
 

@@ -17,6 +17,8 @@ GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 """The number of gates, in the order of PyTorch: LSTM i, f, g, o; GRU r, z, n."""
 ACTIVATIONS = ("tanh", "relu", "sigmoid", "hard_tanh", "silu", "identity")
 GATE_ACTIVATIONS = ("sigmoid", "hard_sigmoid")
+CHOICES = {"cell": CELLS, "activation": ACTIVATIONS, "gate_activation": GATE_ACTIVATIONS}
+"""The values of options by their names."""
 
 
 @dataclasses.dataclass(frozen=True)

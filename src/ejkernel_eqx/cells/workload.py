@@ -14,18 +14,7 @@ from ..core.letters import wide_dtype
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import KINDS, problem_of
-from .spec import (
-    ACTIVATIONS,
-    CellArrays,
-    CELLS,
-    CellSpec,
-    GATE_ACTIVATIONS,
-    GATES,
-    letters,
-    PADDING,
-    SHARED,
-    STARTS,
-)
+from .spec import CellArrays, CellSpec, CHOICES, GATES, letters, PADDING, SHARED, STARTS
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -99,15 +88,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     size = read_sizes(dims, {"B": 1, "T": None, "H": None, "S": 1})
-    choices = {
-        "cell": CELLS,
-        "activation": ACTIVATIONS,
-        "gate_activation": GATE_ACTIVATIONS,
-        "bias": SWITCH[::-1],
-        "initial_state": SWITCH,
-        "packed": (None, "offsets", "marks"),
-    }
-    given = read_flags(flags, choices)
+    choices = {"bias": SWITCH[::-1], "initial_state": SWITCH, "packed": (None, "offsets", "marks")}
+    given = read_flags(flags, CHOICES | choices)
     cell, wide, packed = given["cell"], wide_dtype(dtype), given["packed"]
     dtypes = {"x": dtype, "weight": dtype} | ({"bias": dtype} if given["bias"] and cell == "gru" else {})
     if given["initial_state"]:

@@ -1,6 +1,7 @@
 """`StateSpaceV1`: the selective scan of Mamba-1."""
 
-from typing import Any, ClassVar, NamedTuple
+from collections import namedtuple
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -24,17 +25,8 @@ from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 register("state_space_v1", __package__)
 
 
-class _Inputs(NamedTuple):
-    """The operands of a call on sequences or of a step."""
-
-    x: Any
-    dt: Any
-    A: Any
-    B: Any
-    C: Any
-    D: Any
-    z: Any
-    dt_bias: Any
+_Inputs = namedtuple("_Inputs", "x dt A B C D z dt_bias")
+"""The operands of a call on sequences or of a step."""
 
 
 class StateSpaceV1(Kernel):

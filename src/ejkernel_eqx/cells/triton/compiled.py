@@ -113,33 +113,18 @@ def backward(
     if call.is_persistent:
         weight = jnp.swapaxes(weight, 0, 1)
         kernel = persistent_backward_kernel.persistent_backward_kernel
-    given_arrays = {
-        "gates": call.gates(flat(x), before),
-        "cells": flat(saved["cells"]) if "cells" in saved else None,
-        "states": before,
-        "initial": call.cells(arrays.cell),
-        "weight": weight,
-        "dout": flat(cotangents["out"]),
-    }
-    launch = functools.partial(
-        call.launch.knowing(
-            given_arrays,
-            PARTS=1 if spec.cell == "rnn" else 4,
-            SHARED=tile_sizes.sharing(config.backward),
-            **given(INITIAL=arrays.cell),
-        ),
-        kernel,
-        config.backward,
-    )
+    cells = flat(saved["cells"]) if "cells" in saved else None
+    inputs = {"gates": call.gates(flat(x), before), "cells": cells, "states": before, "weight": weight}
+    inputs |= {"initial": call.cells(arrays.cell), "dout": flat(cotangents["out"])}
+    numbers = {"PARTS": 1 if spec.cell == "rnn" else 4, "SHARED": tile_sizes.sharing(config.backward)}
+    known = call.launch.knowing(inputs, **numbers, **given(INITIAL=arrays.cell))
+    launch = functools.partial(known, kernel, config.backward)
     longest = call.rows.longest
     told = lambda step: jnp.stack([jnp.asarray(longest, jnp.int32), step // launches, step % launches])
     results = call.walk(launch, outputs, (longest + 1) * launches, told)
     dproduct = call.rows.clear(results["dproduct"])
     dx = call.rows.clear(results["dx"]) if is_gru else dproduct
-    grads = {
-        "x": dx.reshape(x.shape),
-        "weight": _dot(dproduct, before, (0, 0), jnp.float32),
-    }
+    grads = {"x": dx.reshape(x.shape), "weight": _dot(dproduct, before, (0, 0), jnp.float32)}
     if arrays.bias is not None:
         grads["bias"] = jnp.sum(dproduct[:, 2 * features :].astype(jnp.float32), 0)
     if arrays.hidden is not None:
@@ -189,13 +174,8 @@ class _Call:
             "EXACT": arrays.x.dtype == jnp.float32,
             **given(BIAS=arrays.bias),
         }
-        named = {
-            "x": arrays.x,
-            "bias": arrays.bias,
-            "bounds": self.rows.bounds,
-            "marks": arrays.marks,
-            "step": None,
-        }
+        named = {"x": arrays.x, "bias": arrays.bias, "marks": arrays.marks}
+        named |= {"bounds": self.rows.bounds, "step": None}
         self.launch = Launcher("cells", named, numbers, arrays.x, execute)
 
     def states(self, given: Array | None) -> Array:

@@ -31,6 +31,16 @@ def marks_of(marks_ptr, token, inside, MARKS: tl.constexpr):
 
 
 @triton.jit
+def gates_of(gates_ptr, token, n, mask, H: tl.constexpr, PARTS: tl.constexpr):
+    """What the gates are functions of: a tuple of tiles `[BM, BN]`."""
+    parts = ()
+    for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+        at = token[:, None] * (PARTS * H) + (part * H + n)[None, :]  # [BM, BN]
+        parts = parts + (tl.load(gates_ptr + at, mask=mask, other=0.0),)
+    return parts
+
+
+@triton.jit
 def within(rows, columns, SIZE: tl.constexpr):
     """`[rows, columns]`: these rows, and columns that exist; no test if blocks of columns are whole."""
     if ((columns.shape[0] - 1) & SIZE) == 0:  # the block is a power of two
@@ -39,16 +49,17 @@ def within(rows, columns, SIZE: tl.constexpr):
 
 
 @triton.jit
-def gate(x, GATE: tl.constexpr, FAST: tl.constexpr):
-    if GATE == "hard_sigmoid":
+def gate(x, kind):
+    """The activation of gates."""
+    if kind.GATE == "hard_sigmoid":
         return tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * (1.0 / 6.0)
-    return sigmoid(x, FAST)
+    return sigmoid(x, kind.FAST)
 
 
 @triton.jit
-def gate_slope(x, y, GATE: tl.constexpr):
+def gate_slope(x, y, kind):
     """The derivative of `y = gate(x)`."""
-    if GATE == "hard_sigmoid":
+    if kind.GATE == "hard_sigmoid":
         return tl.where((x > -3.0) & (x < 3.0), 1.0 / 6.0, 0.0)
     return y * (1.0 - y)
 
@@ -65,32 +76,33 @@ def tanh(x, FAST: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def activate(x, ACTIVATION: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr):
-    if ACTIVATION == "relu":
+def activate(x, kind):
+    """The activation of candidates and outputs."""
+    if kind.ACTIVATION == "relu":
         return tl.maximum(x, 0.0)
-    if ACTIVATION == "sigmoid":
-        return sigmoid(x, FAST)
-    if ACTIVATION == "hard_tanh":
+    if kind.ACTIVATION == "sigmoid":
+        return sigmoid(x, kind.FAST)
+    if kind.ACTIVATION == "hard_tanh":
         return tl.minimum(tl.maximum(x, -1.0), 1.0)
-    if ACTIVATION == "silu":
-        return x * sigmoid(x, FAST)
-    if ACTIVATION == "identity":
+    if kind.ACTIVATION == "silu":
+        return x * sigmoid(x, kind.FAST)
+    if kind.ACTIVATION == "identity":
         return x
-    return tanh(x, FAST, EXACT)
+    return tanh(x, kind.FAST, kind.EXACT)
 
 
 @triton.jit
-def slope(x, y, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+def slope(x, y, kind):
     """The derivative of `y = activate(x)`."""
-    if ACTIVATION == "relu":
+    if kind.ACTIVATION == "relu":
         return tl.where(x > 0.0, 1.0, 0.0)
-    if ACTIVATION == "sigmoid":
+    if kind.ACTIVATION == "sigmoid":
         return y * (1.0 - y)
-    if ACTIVATION == "hard_tanh":
+    if kind.ACTIVATION == "hard_tanh":
         return tl.where((x >= -1.0) & (x <= 1.0), 1.0, 0.0)
-    if ACTIVATION == "silu":
-        s = sigmoid(x, FAST)
+    if kind.ACTIVATION == "silu":
+        s = sigmoid(x, kind.FAST)
         return s * (1.0 + x * (1.0 - s))
-    if ACTIVATION == "identity":
+    if kind.ACTIVATION == "identity":
         return tl.full(x.shape, 1.0, tl.float32)
     return 1.0 - y * y

@@ -77,9 +77,8 @@ class Call:
         chunks = self.chunks
         place = jnp.arange(chunks.count, dtype=jnp.int32)
         if not chunks.packed:
-            flags = FRESH * (place == 0).astype(jnp.int32) + ENDS * (place == chunks.count - 1).astype(
-                jnp.int32
-            )
+            first, last = place == 0, place == chunks.count - 1
+            flags = FRESH * first.astype(jnp.int32) + ENDS * last.astype(jnp.int32)
             return jnp.zeros_like(flags), flags
         ends = ((chunks.last[..., None] == place[None, None]) & ~chunks.empty[..., None]).any(1)
         flags = FRESH * chunks.fresh.astype(jnp.int32) + ENDS * ends.astype(jnp.int32)
@@ -154,22 +153,18 @@ class _Blocks:
 
     def spec(self, name: str, shape: tuple[int, ...], launched: Launched) -> Any:
         heads, size = self.heads, self.call.chunks.size
-        kind = name.removeprefix("d")
+        kind, chunk = name.removeprefix("d"), self._chunk
         if kind == "starts":
-            return pl.BlockSpec((None, None, 1, size), lambda b, h, c, *_: (b, self._chunk(c), 0, 0))
+            return pl.BlockSpec((None, None, 1, size), lambda b, h, c, *_: (b, chunk(c), 0, 0))
         if kind == "states":
-            return pl.BlockSpec(
-                (None, None, heads, *shape[3:]), lambda b, h, c, *_: (b, self._chunk(c), h, 0, 0)
-            )
+            return pl.BlockSpec((None, None, heads, *shape[3:]), lambda b, h, c, *_: (b, chunk(c), h, 0, 0))
         if kind in ("initial", "final"):
-            place = lambda b, h, c, sequence, _: (b, sequence[launched.entry(b, self._chunk(c))], h, 0, 0)
+            place = lambda b, h, c, sequence, _: (b, sequence[launched.entry(b, chunk(c))], h, 0, 0)
             return pl.BlockSpec((None, None, heads, *shape[3:]), place)
         if len(shape) == 5:
-            return pl.BlockSpec(
-                (None, heads, None, 1, size), lambda b, h, c, *_: (b, h, self._chunk(c), 0, 0)
-            )
+            return pl.BlockSpec((None, heads, None, 1, size), lambda b, h, c, *_: (b, h, chunk(c), 0, 0))
         many = heads * self.call.queries if kind in ("q", "out") else heads
-        return pl.BlockSpec((None, many, size, shape[3]), lambda b, h, c, *_: (b, h, self._chunk(c), 0))
+        return pl.BlockSpec((None, many, size, shape[3]), lambda b, h, c, *_: (b, h, chunk(c), 0))
 
     def launch(
         self, kernel: Any, label: str, given: Named, outputs: dict[str, Any], scratch: str, execute: Execute
@@ -182,15 +177,9 @@ class _Blocks:
         names = (*given, *outputs, scratch)
         launched = Launched(names, form, self.heads, call.queries, self.count, call.chunks.packed)
         results = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in outputs.values()]
-        batch, tokens = call.arrays.q.shape[0], call.chunks.places
-        flops = (
-            2
-            * batch
-            * state_heads
-            * tokens
-            * (1 + call.queries)
-            * (2 * dim * width + call.chunks.size * (dim + width))
-        )
+        batch, size = call.arrays.q.shape[0], call.chunks.size
+        products = 2 * dim * width + size * (dim + width)  # of a token and head
+        flops = 2 * batch * state_heads * call.chunks.places * (1 + call.queries) * products
         launch = TpuLaunch(
             kernel=functools.partial(kernel, launched),
             name=f"recurrence.{label}",
@@ -201,9 +190,7 @@ class _Blocks:
             outputs=results,
             scratch=[pltpu.VMEM((self.heads, dim, width), jnp.float32)],
             parallel=(0, 1),
-            temporaries=values(
-                label, self.heads, call.chunks.size, call.queries, dim, width, call.spec.decay == KEY
-            ),
+            temporaries=values(label, self.heads, size, call.queries, dim, width, call.spec.decay == KEY),
             flops=flops * (3 if self.reverse else 1),
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given.values(), *results)),
         )

@@ -235,15 +235,10 @@ def forward(
     x, shape, initial = arrays.x, call.state_shape, call.launch.arrays["initial"]
     slots = call.chunks.batch * call.chunks.count if save else shape[0] * call.splits
     entering = call.entering(forward_kernels.summary_kernel, initial)
-    results = call.launch(
-        forward_kernels.forward_kernel,
-        call.options,
-        {"out": result_like(x), "final": result(*shape), "states": result(slots, *shape[1:])},
-        call.programs(call.splits),
-        {"entering": entering},
-        ENTERS=entering is not None,
-        SAVE=save,
-    )
+    outputs = {"out": result_like(x), "final": result(*shape), "states": result(slots, *shape[1:])}
+    inputs, numbers = {"entering": entering}, {"ENTERS": entering is not None, "SAVE": save}
+    kernel, programs = forward_kernels.forward_kernel, call.programs(call.splits)
+    results = call.launch(kernel, call.options, outputs, programs, inputs, **numbers)
     out = {"out": results["out"], "final_state": call.state(results["final"], spec.state_dtype)}
     if save:
         out["states"] = results["states"].reshape((x.shape[0], -1, *shape[1:]))
@@ -269,30 +264,22 @@ def backward(
     rows, blocks = shape[0] * call.splits, call.blocks // groups
     per_channel, per_state = result(rows, channels), result(rows, *shape[1:])
     projection = (groups, chunks.batch * chunks.count, shape[1], 2 * chunks.size)
-    results = call.launch(
-        backward_kernels.backward_kernel,
-        call.options,
-        {
-            "dx": result_like(x),
-            "ddt": result_like(arrays.dt),
-            "dz": result(1, dtype=x.dtype) if arrays.z is None else result_like(arrays.z),
-            "dprojection": result(blocks, *projection),
-            "da": per_state,
-            "dd": per_channel,
-            "dbias": per_channel,
-            "dinitial": result(*shape),
-            "carry": per_state,
-        },
-        call.programs(call.splits),
-        dout | {"states": saved["states"].reshape((-1, *shape[1:])), "entering": entering},
-    )
+    outputs = {
+        "dx": result_like(x),
+        "ddt": result_like(arrays.dt),
+        "dz": result(1, dtype=x.dtype) if arrays.z is None else result_like(arrays.z),
+        "dprojection": result(blocks, *projection),
+        "dinitial": result(*shape),
+        **dict.fromkeys(("dd", "dbias"), per_channel),
+        **dict.fromkeys(("da", "carry"), per_state),
+    }
+    inputs = dout | {"states": saved["states"].reshape((-1, *shape[1:])), "entering": entering}
+    kernel, programs = backward_kernels.backward_kernel, call.programs(call.splits)
+    results = call.launch(kernel, call.options, outputs, programs, inputs)
     parts = parts_of(channels, groups)
     projections = results["dprojection"].reshape((parts, blocks // parts, *projection)).sum(1)
     size = chunks.size
-
-    def over_splits(partial: Array) -> Array:
-        return partial.reshape((batch, -1, *partial.shape[1:])).sum(1)
-
+    over_splits = lambda partial: partial.reshape((batch, -1, *partial.shape[1:])).sum(1)
     grads = {
         "x": results["dx"],
         "dt": results["ddt"],
@@ -373,29 +360,19 @@ class _Call:
         if self.splits == 1:
             return first
         sequences, states, channels = self.state_shape
-        per_channel, per_state = (
-            (sequences * self.splits, *sizes) for sizes in ((channels,), (states, channels))
-        )
+        rows = sequences * self.splits
+        per_channel, per_state = result(rows, channels), result(rows, states, channels)
         registers = self.tile.summary_registers or self.tile.max_registers
-        summaries = self.launch(
-            summary,
-            dataclasses.replace(self.options, max_registers=registers),
-            {"local": result(*per_state), "total": result(*per_channel)},
-            self.programs(self.splits - 1),
-            arrays,
-        )
+        options = dataclasses.replace(self.options, max_registers=registers)
+        outputs, programs = {"local": per_state, "total": per_channel}, self.programs(self.splits - 1)
+        inputs = {"first": first, **self.launch(summary, options, outputs, programs, arrays)}
+        # The effects of all splits, one after the other.
         block = min(_COMBINED, padded(channels, 1))
-        return self.launch(
-            forward_kernels.combine_kernel,
-            Options(4),
-            {"entering": result(*per_state)},
-            sequences * states * cdiv(channels, block),
-            {"first": first, **summaries},
-            name="backward_combine_kernel" if reverse else "",
-            BLOCK=block,
-            FIRST=first is not None,
-            REVERSE=reverse,
-        )["entering"]
+        programs = sequences * states * cdiv(channels, block)
+        numbers = {"BLOCK": block, "FIRST": first is not None, "REVERSE": reverse}
+        numbers |= {"name": "backward_combine_kernel" if reverse else ""}
+        kernel, outputs = forward_kernels.combine_kernel, {"entering": per_state}
+        return self.launch(kernel, Options(4), outputs, programs, inputs, **numbers)["entering"]
 
 
 def step(
