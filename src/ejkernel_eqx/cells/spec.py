@@ -33,7 +33,7 @@ class CellSpec:
 
 
 CONTINUES, STARTS, PADDING = 0, 1, 2
-"""What `marks` say of a token: it continues its sequence, starts from a state of zeros, or leaves the state unchanged."""
+"""Values of `marks`: a token continues its sequence, starts from a state of zeros, or leaves the state unchanged."""
 
 
 class CellArrays(NamedTuple):
@@ -61,7 +61,7 @@ def letters(packed: str | None = None) -> Letters:
 
 
 def packed_of(arrays: CellArrays) -> str | None:
-    """How sequences are described: `"offsets"`, `"marks"`, or not at all."""
+    """The description of sequences: `"offsets"`, `"marks"`, or not at all."""
     return "offsets" if arrays.offsets is not None else "marks" if arrays.marks is not None else None
 
 

@@ -1,4 +1,4 @@
-"""What the tuner needs from recurrent cells: representative work, and problems for the command line."""
+"""Representative work of recurrent cells for the tuner, and problems for the command line."""
 
 import functools
 from collections.abc import Mapping
@@ -89,12 +89,12 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     """
     size = read_sizes(dims, {"B": 1, "T": None, "H": None, "S": 1})
     choices = {"bias": SWITCH[::-1], "initial_state": SWITCH, "packed": (None, "offsets", "marks")}
-    given = read_flags(flags, CHOICES | choices)
-    cell, wide, packed = given["cell"], wide_dtype(dtype), given["packed"]
-    dtypes = {"x": dtype, "weight": dtype} | ({"bias": dtype} if given["bias"] and cell == "gru" else {})
-    if given["initial_state"]:
+    options = read_flags(flags, CHOICES | choices)
+    cell, wide, packed = options["cell"], wide_dtype(dtype), options["packed"]
+    dtypes = {"x": dtype, "weight": dtype} | ({"bias": dtype} if options["bias"] and cell == "gru" else {})
+    if options["initial_state"]:
         dtypes |= {"hidden": wide} | ({"cell": wide} if cell == "lstm" else {})
     dtypes |= {packed: "int32"} if packed else {}
     arrays = CellArrays(**letters(packed).shapes({**size, "G": GATES[cell] * size["H"]}, dtypes, SHARED))
-    spec = CellSpec(cell, given["activation"], given["gate_activation"], wide)
+    spec = CellSpec(cell, options["activation"], options["gate_activation"], wide)
     return problem_of(operation, arrays, spec)

@@ -32,7 +32,7 @@ _Inputs = namedtuple("_Inputs", "x dt A B C D z dt_bias norm_weight")
 
 
 class _Rates(NamedTuple):
-    """What determines the time steps and the decays."""
+    """Arrays that determine the time steps and the decays."""
 
     dt: Array
     A: Array

@@ -152,8 +152,8 @@ class StateSpaceV1(Kernel):
         state, indices = frame.row_states(state, operands["A"].shape, "I N")
         if frame.is_empty:
             return operands["x"], state
-        own = {name: x for name, x in operands.items() if name not in SHARED}
-        rows = operands | frame.as_rows(own | {"state": state})
+        by_row = {name: x for name, x in operands.items() if name not in SHARED}
+        rows = operands | frame.as_rows(by_row | {"state": state})
         arrays = StepArrays(**rows, indices=indices)
         return frame.from_rows(step(self.plan, self.operation, arrays, ScanSpec(self.dt_softplus)))
 

@@ -1,5 +1,6 @@
 """The backward pass over time, from the last step to the first. A step adds to the gradient of the state what the gates of the next token
 contribute, and from it computes the gradients of its own gates. Rows and columns are distributed as in the forward pass."""
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
@@ -14,6 +15,7 @@ def _product(gradients_ptr, weight_ptr, token, inside, n,
              H: tl.constexpr, GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              PRECISION: tl.constexpr):
     """The gradients of the products of these tokens times the columns `n` of the weight, `[BM, BN]`."""
+    # Over the gradients of all gates, a block of them at a time.
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BM, BN]
     for first in range(0, GATES * H, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)  # [BK]

@@ -1,5 +1,6 @@
 """The forward pass over time. A program has a block of rows and walks along their tokens; or, launched once per step, one tile of columns of
 them. States are in memory: the hidden state in the dtype of products, read by every tile of columns, alternates between two buffers."""
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
@@ -14,6 +15,7 @@ def _products(source_ptr, weight_ptr, row, inside, starts, n,
               H: tl.constexpr, GATES: tl.constexpr, MARKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
               BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
     """The products of the hidden states with the columns `n` of every gate: a tuple of tiles `[BM, BN]`."""
+    # A sum for every gate, so that a hidden state is loaded once for all.
     sums = ()
     for _ in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
         sums = sums + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)  # [BM, BN]
@@ -54,6 +56,7 @@ def forward_kernel(
         inside = t < length  # [BM]
         token = begin + t  # [BM]
         starts, real = marks_of(marks_ptr, token, inside, MARKS)
+        # One buffer is read in this step, the other written.
         even = (t % 2).to(tl.int64) * R
         source_ptr, target_ptr = operand_ptr + even * H, operand_ptr + (R - even) * H
         for tile in range(first_tile, end_tile):

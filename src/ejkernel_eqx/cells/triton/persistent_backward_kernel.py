@@ -1,6 +1,7 @@
 """The backward pass over time with the weight on the chip; `persistent.py` says how its programs work together. The gradients of a tile's states
 stay in registers; those of the gates are read by all programs of the same rows, from two buffers in turn. `SHARED` programs have their tiles of
 columns together: each multiplies all of them by its part of the features, and adds what they have found for its own tile."""
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl

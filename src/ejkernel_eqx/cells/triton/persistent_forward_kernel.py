@@ -1,5 +1,6 @@
 """The forward pass over time with the weight on the chip; `persistent.py` says how its programs work together. States of a tile stay in registers;
 the hidden state in the dtype of products, read by all programs of the same rows, alternates between two buffers."""
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl

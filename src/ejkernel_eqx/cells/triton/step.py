@@ -1,4 +1,4 @@
-"""One step of a cell on tiles, elementwise in rows and hidden features: what every form of the kernels computes between its products."""
+"""One step of a cell on tiles, elementwise in rows and hidden features: the computation between products, in every form of the kernels."""
 
 from collections import namedtuple
 
@@ -16,6 +16,7 @@ Cell = namedtuple("Cell", "CELL ACTIVATION GATE FAST EXACT")
 def advance(xs, us, bias_ptr, n, hidden, cell, H: tl.constexpr, BIAS: tl.constexpr, kind):
     """The next hidden and cell state `[BM, BN]` from the projected inputs and the products of every gate; only an LSTM uses `cell`."""
     if kind.CELL == "lstm":
+        # The gates, then the candidate that they let in.
         i = gate(xs[0].to(tl.float32) + us[0], kind)  # [BM, BN]
         f = gate(xs[1].to(tl.float32) + us[1], kind)
         g = activate(xs[2].to(tl.float32) + us[2], kind)
@@ -40,6 +41,7 @@ def gradients(parts, cell, before, dh, dc, kind):
     """The gradients of the products of every gate, and of a GRU those of the inputs of n after them; then what of `dh` and `dc` reaches the
     states before the token without a product. `before` is the cell state of an LSTM before it, the hidden state of a GRU."""
     if kind.CELL == "lstm":
+        # Gates are computed again from their arguments.
         pi, pf = parts[0].to(tl.float32), parts[1].to(tl.float32)  # [BM, BN]
         pg, po, c = parts[2].to(tl.float32), parts[3].to(tl.float32), cell.to(tl.float32)
         i, f, o = gate(pi, kind), gate(pf, kind), gate(po, kind)
@@ -62,6 +64,7 @@ def gradients(parts, cell, before, dh, dc, kind):
         gates = (dn * un * gate_slope(pr, r, kind), dh * (before - y) * gate_slope(pz, z, kind), dn * r, dn)
         passing = z * dh
     else:
+        # A plain cell has a single activation.
         p = parts[0].to(tl.float32)  # [BM, BN]
         gates = (dh * slope(p, activate(p, kind), kind),)
         passing = tl.zeros_like(dh)

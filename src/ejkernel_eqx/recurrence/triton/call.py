@@ -68,11 +68,11 @@ class Call:
         return result(count, *x.shape, dtype=x.dtype if count == 1 else jnp.float32)
 
     def knowing(self, arrays: dict[str, Array], **numbers: Any) -> "Call":
-        """The same call with more arguments for its kernels."""
+        """This call with more arguments for its kernels."""
         return dataclasses.replace(self, launch=self.launch.knowing(arrays, **numbers))
 
     def with_decays(self) -> "Call":
-        """The same call with the cumulative decays of its tokens, for kinds with one number per token."""
+        """This call with the cumulative decays of its tokens, for kinds with one number per token."""
         if self.spec.decay != SCALAR:
             return self
         batch, length = self.arrays.q.shape[:2]
@@ -203,7 +203,7 @@ def precision_of(arrays: RecurrenceArrays, config: TritonConfig) -> str:
 
 
 def repeated(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> RecurrenceArrays:
-    """The same call with a state head for every query head, if there are more query heads."""
+    """This call with a state head for every query head, if there are more query heads."""
     heads = arrays.q.shape[2]
     counts = [arrays.k.shape[2], arrays.v.shape[2]]
     if arrays.g is not None:
@@ -230,7 +230,7 @@ def sum_heads(x: Array, heads: int, *, axis: int = 2) -> Array:
 
 
 def first_copies(states: Array, copies: int) -> Array:
-    """From states `[.., heads, D, V]` with `copies` equal neighbours each, the first ones."""
+    """The first of every `copies` equal neighbours among states `[.., heads, D, V]`."""
     return states if copies == 1 else states[..., ::copies, :, :]
 
 

@@ -39,5 +39,6 @@ def decays_kernel(
         tl.store(logs, high, mask=mask)
         end = tl.sum(g, axis=0)[None, :]  # [1, BV]
         tl.store(logs + TOKENS, end - high, mask=mask)
+    # A decay that is not a number counts as infinitely far.
     spans = tl.max(tl.where(high == high, tl.abs(high - end * 0.5), float("inf")), axis=0)[None, :]  # [1, BV]
     tl.store(spans_ptr + head.to(tl.int64) * CHUNKS + index, spans, mask=head < HG)

@@ -3,6 +3,7 @@
 Decays are kept as base-2 logarithms, summed from the first token of their chunk on, and as a pair of numbers for float32 operands, because
 differences of large sums must be exact.
 """
+# pyright: reportArgumentType=false
 
 from collections import namedtuple
 

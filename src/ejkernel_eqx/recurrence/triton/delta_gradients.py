@@ -16,8 +16,8 @@ from .places import chunk_tile, pairs_below
 from .tile import load_state, load_tile, load_vector, store_tile
 
 Saved = namedtuple("Saved", "do_ptr written_ptr derrors_ptr states_ptr dstates_ptr")
-"""Of a chunk and head, from its first row on: gradients of outputs, rows that were written to the state, and gradients of what these were computed
-from; the state before the chunk, and the gradient of the state after it."""
+"""Arrays of a chunk and head, from its first row on: gradients of outputs, rows that were written to the state, and gradients of what these were
+computed from; the state before the chunk, and the gradient of the state after it."""
 
 
 # fmt: off
@@ -53,7 +53,7 @@ def delta_pairs_kernel(
     HS: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """For one chunk and state head, over values: the gradients of `q_i k_j` and, without beta, of `k_i k_j`, both `[.., CHUNK]` with their
+    """Gradients of one chunk and state head, summed over values: of `q_i k_j` and, without beta, of `k_i k_j`, both `[.., CHUNK]` with their
     decays (except those of key channels) and without the diagonal, which is the third result; `dv`; and the part of `dbeta` from v.
     """
     _index, h, _tile, _start, chunk = chunk_tile(chunks_ptr, T, HS, 1, 1, CHUNK, TABLE)
@@ -103,8 +103,8 @@ def delta_gradients_kernel(
     BLOCK_V: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """For one chunk, a slice of key channels and `HEADS` state heads with the same queries and keys, over which `dq` and `dk` are summed;
-    and this slice's parts of `dg` (natural logarithm) and `dbeta`, `[B, T, slices, HS]`."""
+    """Gradients of one chunk and a slice of key channels, for `HEADS` state heads with the same queries and keys, over which `dq` and `dk` are
+    summed; and this slice's parts of `dg` (natural logarithm) and `dbeta`, `[B, T, slices, HS]`."""
     values: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
     groups: tl.constexpr = HS // HEADS
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
@@ -115,9 +115,10 @@ def delta_gradients_kernel(
     dk_sum = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     for h in range(group * HEADS, group * HEADS + HEADS):
         place = (row * HS + h) * V
-        own = (index.to(tl.int64) * HS + h) * (D * V)
-        saved = Saved(do_ptr + place, written_ptr + place, derrors_ptr + place, states_ptr + own, dstates_ptr + own)
+        offset = (index.to(tl.int64) * HS + h) * (D * V)
+        saved = Saved(do_ptr + place, written_ptr + place, derrors_ptr + place, states_ptr + offset, dstates_ptr + offset)
         dq, dread, dk, dcarry = from_states(saved, count, column, values, D, BLOCK_K, DECAY != NONE, PRECISION)  # [C, BK] thrice, [BK]
+        # The factors of the chunk's tokens, as the forward pass stored them.
         factors = factors_at(factors_ptr, row, h, T, HS)
         before, after, carry = factors_of(factors, count, T, CHUNK, EVEN)  # [C], [C], []
         beta = load_vector(factors + T * 2, 1, count, CHUNK, EVEN)  # [C]
@@ -151,6 +152,7 @@ def delta_gradients_kernel(
             tl.store(dg_ptr + sums, dlog, mask=r < count)
         dq_sum += dq + diagonal[:, None] * k_wide
         dk_sum += dk + dread * beta[:, None] + diagonal[:, None] * q_wide
+    # Sums over the heads of the group, in one place each.
     width: tl.constexpr = groups * D
     store_tile(dq_ptr + row * width + group * D, dq_sum, width, count, column, D, CHUNK, BLOCK_K)
     store_tile(dk_ptr + row * width + group * D, dk_sum, width, count, column, D, CHUNK, BLOCK_K)

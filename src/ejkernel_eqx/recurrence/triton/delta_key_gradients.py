@@ -1,4 +1,4 @@
-"""Triton: as `delta_gradients`, with a decay per key channel."""
+"""`delta_gradients` with a decay per key channel."""
 
 from collections import namedtuple
 
@@ -96,9 +96,9 @@ def delta_key_gradients_kernel(
     row, count = chunk.first, chunk.count
     if count > 0:
         r = tl.arange(0, CHUNK)  # [C]
-        own = index.to(tl.int64) * (D * V)
+        offset = index.to(tl.int64) * (D * V)
         place = (row * HS + h) * V
-        saved = Saved(do_ptr + place, written_ptr + place, derrors_ptr + place, states_ptr + own, dstates_ptr + own)
+        saved = Saved(do_ptr + place, written_ptr + place, derrors_ptr + place, states_ptr + offset, dstates_ptr + offset)
         dq, dread, dk, dcarry = from_states(  # [C, BK] thrice, [BK]
             saved, count, column, Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN), D, BLOCK_K, True, PRECISION)
         beta = load_vector(factors_at(factors_ptr, row, h, T, HS) + T * 2, 1, count, CHUNK, EVEN)  # [C]

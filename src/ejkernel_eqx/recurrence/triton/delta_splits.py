@@ -70,7 +70,7 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
 
 
 def to_saved(call: Call, edges: Array | None, turns: Array | None) -> Arrays:
-    """As residuals, with the call's leading axis first."""
+    """Residuals, with the call's leading axis first."""
     if edges is None or turns is None:
         return {}
     return splits.to_saved(call, {"edges": edges, "turns": turns.reshape(*turns.shape[:3], -1)})

@@ -80,21 +80,22 @@ def delta_states_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, INITIAL: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, LOCAL: tl.constexpr,
 ):
-    """With `OUT` the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it. With
+    """Computes with `OUT` the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it. With
     `LOCAL` what every split makes of a zero state, `local [sequences, SPLITS, HS, V, D]`, and of the identity, `turns [.., D, D]`."""
     # Tiles of rows of the identity follow those of values.
     values: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V * BLOCK_V
-    seq, split, h, _d0, start, first, length, chunk, own = state_tile(
+    seq, split, h, _d0, start, first, length, chunk, state_offset = state_tile(
         bounds_ptr, T, States(HS, D, values + D if LOCAL else V, BLOCK_K, BLOCK_V, SPLITS), CHUNK, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
     if LOCAL:
+        # Tiles past those of values begin as rows of the identity.
         rows = start - values + tl.arange(0, BLOCK_V)[:, None]  # [BV, 1], of the identity
         state = tl.where(rows == tl.arange(0, BLOCK_K)[None, :], 1.0, state)  # [BV, BK]
     elif SPLITS > 1:
         state = load_rows(edges_ptr, seq * SPLITS + split, h, start, HS, D, V, BLOCK_K, BLOCK_V)  # [BV, BK]
     elif INITIAL:
-        state = tl.load(initial_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
+        state = tl.load(initial_ptr + state_offset + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
     factors = factors_at(factors_ptr, first, h, T, HS)
     one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
     begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
@@ -102,10 +103,11 @@ def delta_states_kernel(
         row, count = first + n * CHUNK, tl.minimum(length - n * CHUNK, CHUNK)
         tokens = Chunk(row, count, seq)
         k = load_head(k_ptr, tokens, h, 0, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
-        given = tl.where(start < V, count, 0) if LOCAL else count  # no values are written to the identity
-        v = load_head(v_ptr, Chunk(row, given, seq), h, start, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN and not LOCAL))  # [C, BV]
+        written_count = tl.where(start < V, count, 0) if LOCAL else count  # no values are written to the identity
+        v = load_head(v_ptr, Chunk(row, written_count, seq), h, start, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN and not LOCAL))  # [C, BV]
         place = (row * HS + h) * CHUNK
         inverse = load_tile(inverse_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+        # Factors are stored by head, a token after the other.
         beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)  # [C]
         if not DECAYED:
             before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)  # [C], [C], []
@@ -142,10 +144,11 @@ def delta_states_kernel(
     if LOCAL:
         at = (seq.to(tl.int64) * SPLITS + split) * HS + h
         store_tile(local_ptr + at * (V * D) + start * D, state, D, V - start, 0, D, BLOCK_V, BLOCK_K)
+        # The rest of the tile has rows of the identity; none in tiles of values.
         rows = tl.where(start < values, 0, values + D - start)
         store_tile(turns_ptr + at * (D * D) + (start - values) * D, state, D, rows, 0, D, BLOCK_V, BLOCK_K)
     elif OUT:
-        store_leaving_rows(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask, split, SPLITS, SPLITS - 1)
+        store_leaving_rows(final_ptr + state_offset + offsets, state.to(final_ptr.dtype.element_ty), mask, split, SPLITS, SPLITS - 1)
 
 
 @triton.jit
@@ -158,7 +161,7 @@ def delta_dstates_kernel(
 ):
     """Gradients with respect to the state after each chunk, `[chunks, HS, V, D]`, to `beta (v - e^G k S)`, and to the initial state. With
     `LOCAL` what every split but the first makes of a zero gradient, `local [sequences, SPLITS - 1, HS, V, D]`."""
-    seq, split, h, _d0, start, first, length, chunk, own = state_tile(
+    seq, split, h, _d0, start, first, length, chunk, state_offset = state_tile(
         bounds_ptr, T, States(HS, D, V, BLOCK_K, BLOCK_V, SPLITS - 1 if LOCAL else SPLITS), CHUNK, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     if LOCAL:
@@ -166,7 +169,7 @@ def delta_dstates_kernel(
     elif SPLITS > 1:
         dstate = load_rows(edges_ptr, seq * SPLITS + split, h, start, HS, D, V, BLOCK_K, BLOCK_V)  # [BV, BK]
     else:
-        dstate = tl.load(dfinal_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
+        dstate = tl.load(dfinal_ptr + state_offset + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
     begin, end = chunks_of_split(split + 1 if LOCAL else split, length, CHUNK, SPLITS)
     factors = factors_at(factors_ptr, first, h, T, HS)
     one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
@@ -216,7 +219,7 @@ def delta_dstates_kernel(
         at = (seq.to(tl.int64) * (SPLITS - 1) + split) * HS + h
         store_tile(local_ptr + at * (V * D) + start * D, dstate, D, V - start, 0, D, BLOCK_V, BLOCK_K)
     else:
-        store_leaving_rows(dinitial_ptr + own + offsets, dstate, mask, split, SPLITS, 0)
+        store_leaving_rows(dinitial_ptr + state_offset + offsets, dstate, mask, split, SPLITS, 0)
 
 
 @triton.jit
@@ -228,12 +231,12 @@ def delta_chain_kernel(
 ):
     """The state before each split, or the gradient of the state after it, `edges [sequences, SPLITS, HS, V, D]`: from `edge [.., D, V]`, that of the
     whole sequence, and the results of the `LOCAL` kernels."""
-    seq, _split, h, _d0, start, _first, _length, _chunk, own = state_tile(
+    seq, _split, h, _d0, start, _first, _length, _chunk, state_offset = state_tile(
         bounds_ptr, T, States(HS, D, V, BLOCK_K, BLOCK_V, 1), CHUNK, TABLE)
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK]
     if GIVEN:
         offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
-        state = tl.load(edge_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
+        state = tl.load(edge_ptr + state_offset + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
     for n in tl.range(0, SPLITS):
         split = n if FORWARD else SPLITS - 1 - n
         place = (seq.to(tl.int64) * SPLITS + split) * HS + h

@@ -45,8 +45,8 @@ def key_values_kernel(
                 v = load_tile(v_base, HV * V, count, next, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
                 da = tl.dot(do, tl.trans(v), da, input_precision=PRECISION)  # [C, C]
             da *= SCALE
-            own = tl.sum(tl.where(r[:, None] == r[None, :], da, 0.0), axis=1)  # [C]
-            tl.store(down_ptr + first * HS + h + r * HS, own, mask=r < count)
+            diagonal = tl.sum(tl.where(r[:, None] == r[None, :], da, 0.0), axis=1)  # [C]
+            tl.store(down_ptr + first * HS + h + r * HS, diagonal, mask=r < count)
             before = pairs_below(starts_ptr, chunk, T, CHUNK, SEGMENTS)  # [C, C]
             da = operand_of(tl.where(before, da, 0.0), dscores_ptr.dtype.element_ty, PRECISION)  # [C, C]
             store_tile(dscores_ptr + scores, da, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
@@ -73,7 +73,7 @@ def key_gradients_kernel(
         do_base = do_ptr + first * (HS * V) + h * V
         gates = gates_of(gates_ptr, low_ptr, chunk, h, HS, HG, D)
         state = (index.to(tl.int64) * HS + h) * (D * V)
-        own = first * (HS * D) + h * D
+        offset = first * (HS * D) + h * D
         dscores = dscores_ptr + first * (HS * CHUNK) + h * CHUNK
         r = tl.arange(0, CHUNK)  # [C]
 
@@ -133,12 +133,12 @@ def key_gradients_kernel(
         down = load_vector(down_ptr + first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
         dq += down * k.to(tl.float32)
         dk += down * q.to(tl.float32)
-        store_tile(dq_ptr + own, dq, HS * D, count, d0, D, CHUNK, BLOCK_K)
-        store_tile(dk_ptr + own, dk, HS * D, count, d0, D, CHUNK, BLOCK_K)
+        store_tile(dq_ptr + offset, dq, HS * D, count, d0, D, CHUNK, BLOCK_K)
+        store_tile(dk_ptr + offset, dk, HS * D, count, d0, D, CHUNK, BLOCK_K)
         if operand == tl.float32:
             rise = operand_of(rise, operand, SUMS)  # [C, BK]
             kept = operand_of(kept, operand, SUMS)  # [C, BK]
         # A token's gate decays what later tokens read of earlier ones, and what the end of the chunk holds of those before it.
         dg = tl.dot(tl.where(r[:, None] <= r[None, :], 1.0, 0.0), rise, input_precision=SUMS)  # [C, BK]
         dg = tl.dot(tl.where(r[:, None] > r[None, :], 1.0, 0.0), kept, dg, input_precision=SUMS)  # [C, BK]
-        store_tile(dg_ptr + own, dg + passed, HS * D, count, d0, D, CHUNK, BLOCK_K)
+        store_tile(dg_ptr + offset, dg + passed, HS * D, count, d0, D, CHUNK, BLOCK_K)

@@ -18,7 +18,7 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
 
 
 def weighted(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig) -> RecurrenceArrays:
-    """The same call with write strengths in the values, and without a skip."""
+    """This call with write strengths in the values, and without a skip."""
     heads, v = heads_of(arrays, spec).state, arrays.v
     if arrays.beta is not None:
         v = (_per_head(v, heads) * _per_head(arrays.beta[..., None], heads)).astype(wide(v.dtype))

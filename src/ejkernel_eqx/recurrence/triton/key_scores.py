@@ -64,7 +64,7 @@ def key_fold_kernel(
     if chunk.count > 0:
         r = tl.arange(0, CHUNK)  # [C]
         gates = gates_of(gates_ptr, low_ptr, chunk, h, HS, HG, D)
-        own = chunk.first * (HS * D) + h * D
+        offset = chunk.first * (HS * D) + h * D
         before = r[:, None] > r[None, :]  # [C, C]
         carried = 1.0
         if SEGMENTS:
@@ -104,9 +104,9 @@ def key_fold_kernel(
                 queries = tl.where((starts < 0)[:, None], queries, 0.0)  # [C, BK]
                 keys = tl.where((r >= start)[:, None], keys, 0.0)  # [C, BK]
             queries = operand_of(queries * SCALE, operand, PRECISION)  # [C, BK]
-            store_tile(folded_q_ptr + own, queries, HS * D, chunk.count, column, D, CHUNK, BLOCK_K)
+            store_tile(folded_q_ptr + offset, queries, HS * D, chunk.count, column, D, CHUNK, BLOCK_K)
             keys = operand_of(keys, operand, PRECISION)  # [C, BK]
-            store_tile(folded_k_ptr + own, keys, HS * D, chunk.count, column, D, CHUNK, BLOCK_K)
+            store_tile(folded_k_ptr + offset, keys, HS * D, chunk.count, column, D, CHUNK, BLOCK_K)
             store_tile(carry_ptr + index.to(tl.int64) * D, tl.exp2(last) * carried, 0, 1, column, D, 1, BLOCK_K)
         # The products are undefined on and above the diagonal; on it there is no decay.
         if SCORES:

@@ -80,7 +80,7 @@ def about_middle(high, low, gates, column, of):
 
 @triton.jit
 def about_halves(high, low, gates, column, level, of):
-    """For blocks of `2^level` rows: the factors of queries and keys, whether the middle row suffices for all pairs of a block, and which
+    """Factors within blocks of `2^level` rows, of queries and of keys; whether the middle row suffices for all pairs of a block, and which
     pairs are in the same block."""
     r = tl.arange(0, of.CHUNK)  # [C]
     middle = tl.minimum((r >> level << level) + (1 << level >> 1), gates.count - 1)  # [C], where the second half of a row's block starts
@@ -111,7 +111,7 @@ def edge_gates(gates, column, of):
 
 @triton.jit
 def is_usual(exponent, middle):
-    """Whether the middle row suffices for the whole chunk: no factor about it, nor that of the incoming state, is out of range."""
+    """True if the middle row suffices for the whole chunk: no factor about it, nor that of the incoming state, is out of range."""
     return (tl.max(tl.abs(exponent)) <= MOST_EXPONENT) & (tl.min(middle) >= LEAST_MIDDLE)
 
 

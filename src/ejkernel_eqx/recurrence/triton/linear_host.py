@@ -67,7 +67,7 @@ def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[s
 
 
 def _separate_gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[str, Array]:
-    """The same for each state head, all from one kernel."""
+    """Gradients for each state head, all from one kernel."""
     arrays, tile, decay = call.arrays, call.config.gradients, call.spec.decay
     heads, dim, values = call.sizes
     parts = 2 * cdiv(dim, tile.block_k)
@@ -87,12 +87,12 @@ def _separate_gradients(call: Call, states: Array, dstates: Array, dout: Array) 
 
 
 def _shared(call: Call) -> int:
-    """How many state heads share a query and a key head."""
+    """The number of state heads that share a query and a key head."""
     return math.gcd(*(call.launch.numbers["HS"] // call.launch.numbers[name] for name in ("HQ", "HK")))
 
 
 def _heads_each(call: Call) -> int:
-    """How many of the state heads that share a query and a key head are processed by one program."""
+    """The number of state heads that one program processes: they share a query and a key head."""
     shared, each = _shared(call), 1
     while shared % (2 * each) == 0 and shared // each > _PARTS:
         each *= 2

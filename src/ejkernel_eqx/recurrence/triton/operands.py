@@ -42,6 +42,7 @@ def load_skip(ptr, seq, h, v0, HS: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.co
 def operand_of(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """A float32 result as an operand of products. Numbers for a single pass of `"tf32"` are rounded to its 11 bits here, because the
     hardware truncates towards zero, which would be visible in sums over many tokens."""
+    # Half of the last bit that is kept, added before the others are cut off.
     if DTYPE == tl.float32 and PRECISION == "tf32":
         x = x.to(tl.float32)
         rounded = (x.to(tl.int32, bitcast=True) + TF32_HALF) & TF32_KEPT  # of x's shape
@@ -55,6 +56,7 @@ def products_of(a_ptr, b_ptr, a_stride, b_stride, count, D: tl.constexpr, CHUNK:
                 PRECISION: tl.constexpr):
     """The products of a chunk's rows of two operands, summed over all key channels."""
     products = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
+    # A slice of the channels at a time.
     for d in tl.static_range(0, D, BLOCK_K):
         a = load_tile(a_ptr, a_stride, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         b = load_tile(b_ptr, b_stride, count, d, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]

@@ -1,4 +1,4 @@
-"""Where the tokens of a program are, and which of them see which.
+"""The location of a program's tokens, and which of them see which.
 
 Rows are flat: the tokens of all batch rows one after the other. A `TABLE` locates the sequences and chunks of packed rows (`tables.py`).
 """
@@ -16,6 +16,7 @@ Chunk = namedtuple("Chunk", "first count seq")
 @triton.jit
 def chunk_of(index, chunks_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
     """The `Chunk` of an index."""
+    # Packed rows: the table has every chunk, and entries that are not used.
     if TABLE:
         entry = chunks_ptr + index.to(tl.int64) * 3  # a row of [chunks, 3]: first row, end row, sequence
         start = tl.load(entry)
@@ -34,8 +35,9 @@ def chunk_of(index, chunks_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
 
 @triton.jit
 def chunk_tile(chunks_ptr, T, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TABLE: tl.constexpr):
-    """For programs over chunks, `HEADS` heads or groups of heads, and tiles of `WIDTH` channels (fastest): the index of each, the channel
-    where the tile begins, and the `Chunk`."""
+    """The chunk, head or group of heads, and tile of a program (fastest), each by its index; the channel where the tile begins, and the `Chunk`.
+    There are `HEADS` heads or groups of heads, and tiles of `BLOCK` of `WIDTH` channels."""
+    # The program's number, taken apart from its fastest part on.
     tiles: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     index = tl.program_id(0)
     tile = index % tiles
@@ -46,7 +48,7 @@ def chunk_tile(chunks_ptr, T, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: t
 
 @triton.jit
 def segment_starts(starts_ptr, chunk, T, CHUNK: tl.constexpr):
-    """Where each token's segment starts, relative to the chunk's first token; negative if the token sees the incoming state. Token
+    """The start of each token's segment, relative to the chunk's first token; negative if the token sees the incoming state. Token
     i sees token j <= i iff j is not less than this."""
     r = tl.arange(0, CHUNK)  # [C]
     token = (chunk.first - chunk.seq.to(tl.int64) * T).to(tl.int32)  # the chunk's first, within its row of the batch
@@ -63,7 +65,7 @@ def last_start(starts_ptr, chunk, T):
 
 @triton.jit
 def visible_to(starts_ptr, chunk, T, CHUNK: tl.constexpr, SCALE: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Which tokens j (columns) the tokens i (rows) of a chunk see, and `SCALE` for those that see the incoming state, else zero."""
+    """A mask of the tokens j (columns) that the tokens i (rows) of a chunk see, and `SCALE` for those that see the incoming state, else zero."""
     r = tl.arange(0, CHUNK)  # [C]
     visible = (r[:, None] >= r[None, :]) & (r < chunk.count)[:, None]  # [C, C]
     sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
@@ -76,8 +78,9 @@ def visible_to(starts_ptr, chunk, T, CHUNK: tl.constexpr, SCALE: tl.constexpr, S
 
 @triton.jit
 def readers_of(r, starts_ptr, chunk, T, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Which tokens i (columns) see the tokens j (rows) of a chunk, and which of them the outgoing state holds; `r` numbers them."""
+    """Masks: the tokens i (columns) that see the tokens j (rows) of a chunk, and the tokens that the outgoing state holds; `r` numbers them."""
     visible = (r[:, None] <= r[None, :]) & (r < chunk.count)[None, :]  # [C, C]
+    # Rows past the last token neither read nor are held.
     leaves = r < chunk.count  # [C]
     if SEGMENTS:
         starts = segment_starts(starts_ptr, chunk, T, CHUNK)  # [C]
@@ -88,7 +91,7 @@ def readers_of(r, starts_ptr, chunk, T, CHUNK: tl.constexpr, SEGMENTS: tl.conste
 
 @triton.jit
 def pairs_below(starts_ptr, chunk, T, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr):
-    """Which earlier tokens j (columns) of its segment each token i (row) of a chunk sees."""
+    """A mask of the earlier tokens j (columns) of its segment that each token i (row) of a chunk sees."""
     r = tl.arange(0, CHUNK)  # [C]
     below = r[:, None] > r[None, :]  # [C, C]
     if SEGMENTS:

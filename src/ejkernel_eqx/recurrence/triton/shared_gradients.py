@@ -10,6 +10,7 @@ few tiles, so that all stay in registers:
 
 Rows of pairs are tokens j that were written, columns are tokens i >= j that read.
 """
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
@@ -64,8 +65,10 @@ def shared_pairs_kernel(
     r = tl.arange(0, CHUNK)  # [C]
     visible, leaves = readers_of(r, starts_ptr, place, T, CHUNK, SEGMENTS)  # [C, C], [C]
     group = chunk.to(tl.int64) * GROUPS + h0 // (HS // GROUPS)
+    # Keys times queries, which the heads of a group share.
     products = load_tile(products_ptr + group * (CHUNK * CHUNK), CHUNK, CHUNK, 0, CHUNK, CHUNK, CHUNK, True)  # [C, C]
 
+    # The side of products: the gradients of pairs, summed over the heads.
     if side == 0:
         dproducts = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], summed over the heads
         for n in tl.range(0, HEADS):
@@ -184,6 +187,7 @@ def shared_channels_kernel(
         at = (tile.to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
         if DECAY != NONE or BETA:
             tl.store(written_ptr + at, tl.sum(k.to(tl.float32) * dk_head, axis=1), mask=r < count)
+        # What the state gave to queries, with the decay up to each token.
         dq_head *= (from_start(high, low, kind) * sees)[:, None]
         dq += dq_head
         if DECAY != NONE:
@@ -212,7 +216,7 @@ def shared_channels_kernel(
 
 @triton.jit
 def _written(written_ptr, gates, r, h, chunk, start, kind, TILES: tl.constexpr):
-    """What rows `r [C, 1]` write to the states of heads `h [1, BV]`, times its gradient; without write strength."""
+    """Products of what rows `r [C, 1]` write to the states of heads `h [1, BV]` with its gradient, without write strength."""
     known = (r >= 0) & (r < chunk.count) & (h < kind.HS)  # [C, BV]
     total = tl.load(written_ptr + (chunk.first + r) * kind.HS + h, mask=known, other=0.0)  # [C, BV]
     for n in tl.static_range(1, TILES):  # pyright: ignore[reportGeneralTypeIssues]

@@ -20,7 +20,7 @@ from .call import Call
 from .tile_sizes import CHUNK_SIZES, Tile
 
 Edges = dict[str, Array]
-"""By name; empty if sequences are not split."""
+"""States or gradients by name; empty if sequences are not split."""
 MOST_PIECES, LEAST_PIECE = 8, 32  # of a split; chunks
 _NAME = "edges"
 
@@ -41,7 +41,7 @@ def edges_of(call: Call, dout: Array | None = None, dfinal: Array | None = None)
 
 
 def _reached(call: Call, pieces: int) -> dict[str, Any]:
-    """How many chunks of each split count beyond it, and the decays over them; nothing where decays are found with what a split adds."""
+    """The number of chunks of each split that count beyond it, and the decays over them; nothing where `_local` computes the decays."""
     if call.spec.decay == KEY:
         return dict.fromkeys(("kept", "beyond"))
     heads, dim, _ = call.sizes
@@ -52,7 +52,7 @@ def _reached(call: Call, pieces: int) -> dict[str, Any]:
 
 
 def _local(call: Call, dout: Array | None, passed: dict[str, Any], pieces: int) -> dict[str, Array]:
-    """What each piece of a split adds."""
+    """Computes what each piece of a split adds."""
     heads, dim, values = call.sizes
     lead = call.sequences, call.splits - 1
     tile = _local_tile(call, call.config.states if dout is None else call.config.dstates)
@@ -65,7 +65,7 @@ def _local(call: Call, dout: Array | None, passed: dict[str, Any], pieces: int) 
 
 
 def pieces_of(call: Call) -> int:
-    """How many programs add up a split, a power of two: several if few of its tokens count where its heads decay, so that it costs little to try."""
+    """The number of programs that sum over a split, a power of two. Several are used only with decays, where they stop early if few tokens count."""
     if call.spec.decay not in (CONSTANT, SCALAR):
         return 1
     chunks = call.chunks // (call.sequences * call.splits)

@@ -59,6 +59,7 @@ def step_kernel(
         index = tl.load(indices_ptr + row)
         slot, used = row // B * S + index, (index >= 0) & (index < S)
     if used:
+        # The state is read and written in one place.
         at = (slot * HS + head) * (D * V) + d[:, None] * STRIDE_D + c[None, :] * STRIDE_V  # [BD, BV]; the state may be stored transposed
         inside = in_d[:, None] & in_v[None, :]  # [BD, BV]
         state = tl.load(new_state_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BD, BV]
@@ -72,6 +73,7 @@ def step_kernel(
             state *= tl.exp(tl.load(g_ptr + gate * D + d, mask=in_d, other=0.0).to(tl.float32))[:, None]  # one a row, [BD, 1]
         if DECAY == _VALUE:
             state *= tl.exp(tl.load(g_ptr + gate * V + c, mask=in_v, other=0.0).to(tl.float32))[None, :]  # one a column, [1, BV]
+        # A delta rule writes what the state lacks of the value.
         written = v  # [BV]
         if DELTA:
             written -= tl.sum(state * k[:, None], 0)  # [BV]

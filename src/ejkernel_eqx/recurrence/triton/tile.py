@@ -29,6 +29,7 @@ def store_tile(ptr, tile, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.c
     """The counterpart of `load_tile`; stores in the dtype of the memory."""
     r = tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     c = column + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]
+    # Rows and columns that do not exist are left alone.
     tl.store(ptr + (r * stride + c), tile.to(ptr.dtype.element_ty), mask=(r < count) & (c < WIDTH))
 
 
@@ -36,6 +37,7 @@ def store_tile(ptr, tile, stride, count, column, WIDTH: tl.constexpr, ROWS: tl.c
 def load_transposed(ptr, stride, count, CHUNK: tl.constexpr):
     """`[j, i]` of a matrix `[count, CHUNK]`, zero past its rows."""
     r = tl.arange(0, CHUNK)  # [C]
+    # Transposed by its addresses, so that threads exchange nothing.
     return tl.load(ptr + (r[None, :] * stride + r[:, None]), mask=(r < count)[None, :] & (r >= 0)[:, None], other=0.0)  # [C, C]
 
 

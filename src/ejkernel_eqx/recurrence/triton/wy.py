@@ -1,4 +1,4 @@
-"""Triton: what a delta rule computes for a chunk before the states are known: scores, and the inverse that solves the chunk.
+"""Scores of a delta rule, and the inverse that solves a chunk: the part that needs no states.
 
 With the state S before a chunk, the rows v' that are written solve (I + L) v' = beta (v - e^G k S), L = tril(beta k k^T o decay, -1).
 """
@@ -65,7 +65,7 @@ def delta_scores_kernel(
     BLOCK_K: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, EXACT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
 ):
-    """For one chunk and `HEADS` state heads with the same queries and keys: the scores, the inverse of `I + L`, and three factors per token,
+    """Solves one chunk for `HEADS` state heads with the same queries and keys: the scores, the inverse of `I + L`, and three factors per token,
     `[B, HS, 3, T]`: the decay from the start of the chunk and to its end (zero across the start of a segment), and beta.
     """
     # A program: a chunk, `HEADS` heads (fastest).

@@ -1,4 +1,4 @@
-"""Triton: as `wy`, with a decay per key channel. Queries and keys are also written with their decays included.
+"""`wy` with a decay per key channel. Queries and keys are also written with their decays included.
 
 `gates_ptr` holds the summed log decays and, for float32 operands, `low_ptr` their rounding errors.
 """
@@ -17,7 +17,7 @@ from .tile import store_tile
 from .wy import SCRATCH, unit_inverse
 
 Folded = namedtuple("Folded", "q_ptr k_ptr k_end_ptr carry_ptr")
-"""Where the operands of a chunk and head with their decays go, and the decay of the chunk."""
+"""Destinations of a chunk's operands with their decays, for one head, and of the decay of the chunk."""
 
 
 Reach = namedtuple("Reach", "visible kept carried")
@@ -45,6 +45,7 @@ def _fold(q, k, gates, reach, to, column, HS: tl.constexpr, of, SCALE: tl.conste
     store_tile(to.q_ptr, q, HS * of.D, gates.count, column, of.D, of.CHUNK, of.BLOCK_K)
     store_tile(to.k_ptr, operand_of(k * before, operand, PRECISION), HS * of.D, gates.count, column, of.D, of.CHUNK, of.BLOCK_K)
     store_tile(to.k_end_ptr, operand_of(k * after, operand, PRECISION), HS * of.D, gates.count, column, of.D, of.CHUNK, of.BLOCK_K)
+    # The decay of the whole chunk, one number per channel.
     d = column + tl.arange(0, of.BLOCK_K)  # [BK]
     last = tl.load(gates.ptr + (gates.count - 1) * of.STRIDE + d, mask=d < of.D, other=0.0)  # [BK]
     if of.EXACT:
@@ -60,7 +61,7 @@ def delta_key_scores_kernel(
     BLOCK_K: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
     SCALE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr, SOLVING: tl.constexpr,
 ):
-    """For one chunk and state head: the results of `delta_scores_kernel` (only with `SOLVING`; the factors are without decays), the operands
+    """Solves one chunk for a state head: the results of `delta_scores_kernel` (only with `SOLVING`; the factors are without decays), the operands
     with their decays included, over tokens and state heads, and the decay of the chunk `[chunks, HS, D]`."""
     # A program: a chunk, a state head (fastest).
     index = tl.program_id(0)
@@ -81,9 +82,10 @@ def delta_key_scores_kernel(
             kept = tl.where(r >= last, 1.0, 0.0)  # [C]
             carried = tl.where(last < 0, 1.0, 0.0)
         gates = gates_of(gates_ptr, low_ptr, chunk, h, HS, HG, D)
+        # Scores below the diagonal, the matrix L, and the scores on the diagonal.
         scores = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
         lower = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
-        own = tl.zeros([CHUNK], tl.float32)  # [C]
+        diagonal = tl.zeros([CHUNK], tl.float32)  # [C]
         wide = (row * HS + h) * D
         to = Folded(q_in_ptr + wide, k_in_ptr + wide, k_end_ptr + wide, carry_ptr + index.to(tl.int64) * D)
         # Sums over slices of channels, as each channel has its own decays: q_i k_j and k_i k_j below the diagonal, q_i k_i on it.
@@ -92,7 +94,7 @@ def delta_key_scores_kernel(
             k = load_head(k_ptr, chunk, h, column, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
             _fold(q, k, gates, Reach(visible, kept, carried), to, column, HS, channels, SCALE, PRECISION)
             if SOLVING:
-                own += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
+                diagonal += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
                 scores, lower = add_key_scores(scores, lower, q, k, gates, column, channels, True, PRECISION)  # [C, C] each
         # The products are undefined on and above the diagonal: corrected here, before L is inverted.
         if SOLVING:
@@ -101,7 +103,7 @@ def delta_key_scores_kernel(
                 beta = strengths_of(beta_ptr, chunk, h, HB, kind)  # [C]
             place = (row * HS + h) * CHUNK
             scores = tl.where(below, scores, 0.0)  # [C, C]
-            scores = tl.where(r[:, None] == r[None, :], own[:, None], scores) * SCALE  # [C, C]
+            scores = tl.where(r[:, None] == r[None, :], diagonal[:, None], scores) * SCALE  # [C, C]
             store_tile(scores_ptr + place, operand_of(scores, k_ptr.dtype.element_ty, PRECISION), HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
             lower = tl.where(below, lower * beta[:, None], 0.0)  # [C, C]
             inverse = unit_inverse(lower, scratch_ptr + index.to(tl.int64) * (CHUNK * SCRATCH), CHUNK, SOLVE)  # [C, C]

@@ -33,7 +33,7 @@ def backward_summary_kernel(
     A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, GATE: tl.constexpr,
     SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """For every split except the first: the gradient of the state before it given a zero gradient after it, and the sum of its time steps.
+    """Computes for every split except the first the gradient of the state before it given a zero gradient after it, and the sum of its time steps.
 
     If all states are processed side by side (`UNROLL`), gradients stay in registers; else they are in `local` between chunks."""
     L: tl.constexpr = 1 << LEVELS
@@ -113,7 +113,7 @@ def backward_summary_kernel(
 
 @triton.jit
 def _load_state(a_ptr, state_ptr, carry_ptr, da_ptr, n, i, inside, I: tl.constexpr):
-    """What the loop over states loads for each: rates, the states before the chunk, `f`, and the gradient of the rates."""
+    """Loads what the loop over states needs of each: rates, the states before the chunk, `f`, and the gradient of the rates."""
     a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)  # [BI], as all here
     h = tl.load(state_ptr + n * I + i, mask=inside, other=0.0)
     f = tl.load(carry_ptr + n * I + i, mask=inside, other=0.0)

@@ -51,10 +51,10 @@ class ScanTile:
     them, rounded up to a power of two, they stay in registers between chunks."""
     max_registers: Registers = 0
     summary_registers: Registers = 0
-    """The same for the kernel that computes the effect of each split on a state; 0 for `max_registers`."""
+    """`max_registers` of the kernel that computes the effect of each split on a state; 0 for the same number."""
     prefetch: Annotated[int, whole(0, 2)] = 0
-    """What a program prefetches at the start of a chunk: 1 everything that comes from global memory, which is all per-channel inputs of each
-    token and the states before a chunk; 2 also `B` and `C`, which programs share."""
+    """The arrays that a program prefetches at the start of a chunk: 1 everything that comes from global memory, which is all per-channel inputs of
+    each token and the states before a chunk; 2 also `B` and `C`, which programs share."""
 
     __post_init__ = check_fields
 
@@ -121,8 +121,8 @@ def _unlimited(tile: ScanTile) -> ScanTile:
 
 
 def _forward_tiles(block: int, base: int, device: DeviceFacts) -> list[ScanTile]:
-    """With all states in registers, the compiler by default uses few more registers and loads just before use; a limit makes it use as many
-    as allowed."""
+    """Tiles of the forward. With all states in registers, the compiler by default uses few more registers and loads just before use; a limit makes it
+    use as many as allowed."""
     limited = [
         *(ScanTile(block, 1, 12 * base, _KEPT, 168, 0, near) for near in (0, 2, 1)),
         *(ScanTile(block, 1, 16 * base, _KEPT, 128, 0, near) for near in (2, 0, 1)),
@@ -152,7 +152,7 @@ def _backward_tiles(block: int, base: int) -> list[ScanTile]:
 
 
 def _in_turns(block: int, base: int, turn: int) -> Iterator[tuple[ScanTile, ScanTile]]:
-    """For problems whose states of a channel are processed a few at a time."""
+    """Tiles for problems whose states of a channel are processed a few at a time."""
     forward = [
         *(ScanTile(block, 1, n * base, turn) for n in (8, 32)),
         *(ScanTile(block, 1, n * base, 3 - turn) for n in (16, 20, 62)),
@@ -175,7 +175,7 @@ Arrays = dict[str, Array]
 
 
 class _Chunks(NamedTuple):
-    """How the sequences of a call are split into chunks, of which every row of the batch has `count`.
+    """The division of a call's sequences into chunks, of which every row of the batch has `count`.
 
     `bounds` `[sequences, 3]`: first row of tokens, the row after the last, first chunk. `rows` `[chunks, L]`: the row of each token of a
     chunk, past the end if there is none. Both are `None` without packed sequences, when all rows of the batch are split alike.

@@ -88,7 +88,7 @@ def summary_kernel(
     A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """For every split except the last: the state after it given a zero state before it, and the sum of its time steps.
+    """Computes for every split except the last the state after it given a zero state before it, and the sum of its time steps.
 
     If all states are processed side by side (`UNROLL`), they stay in registers; else they are in `local` between chunks."""
     L: tl.constexpr = 1 << LEVELS
@@ -113,6 +113,7 @@ def summary_kernel(
         if PREFETCH > 1:
             seen += touch_projection(b_ptr + (j + 1).to(tl.int64) * (N * L), ahead, sizes)
         dt = time_step(raw, lanes.bias, SOFTPLUS)  # [L, BI]
+        # The decay over a split follows from the sum of its time steps.
         total += tl.sum(dt, axis=0)  # [BI]; decays multiply, so their exponents add
         x *= dt  # dt x, [L, BI]
         fresh = fresh_penalty(starts_ptr, at, token, lanes.l, SEGMENTS)  # [L]
@@ -194,6 +195,7 @@ def forward_kernel(
     lanes = channels_of(at, bias_ptr, SEQUENCES, grid)
     i, inside = lanes.i, lanes.inside  # [BI], [BI]
     seen = tl.zeros([BI], tl.float32)  # [BI]
+    # Pointers to what the program has of each array.
     skip = of_channels(d_ptr + lanes.batch * D_STRIDE, i, inside, SKIP)  # [BI]
     a_ptr += lanes.batch * A_STRIDE
     final_ptr += at.sequence.to(tl.int64) * (N * I)

@@ -1,4 +1,4 @@
-"""Where a program is: its split of a sequence, and its channels."""
+"""The location of a program: its split of a sequence, and its channels."""
 
 from collections import namedtuple
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 Grid = namedtuple("Grid", "BLOCKS GROUP GROUP_BLOCKS BI L BIAS_STRIDE BIAS TABLE")
-"""How programs divide channels and tokens among themselves, and how the biases of time steps lie in memory; all are constants."""
+"""The division of channels and tokens among programs, and the layout of the biases of time steps; all are constants."""
 Split = namedtuple("Split", "block sequence split row length chunk first last size")
 """A program's block of channels, its sequence and its split of it; the sequence's first row, length and first chunk; the split's first chunk and the
 one after its last; and the number of chunks of a split."""

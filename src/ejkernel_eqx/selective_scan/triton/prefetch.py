@@ -10,6 +10,7 @@ SECTOR = tl.constexpr(32)  # bytes that a cache loads at once
 def touch(ptr, rows, width, ROWS: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, BI: tl.constexpr):
     """Prefetches into the cache without taking registers: loads one number of every sector of the first `rows` of `ROWS` rows of `width` (at
     most `WIDTH`) numbers, `STRIDE` apart. Returns sums `[BI]` for `keep_touched` only."""
+    # A number of each sector suffices.
     EVERY: tl.constexpr = SECTOR * 8 // ptr.dtype.element_ty.primitive_bitwidth  # numbers of a sector
     OF_ROW: tl.constexpr = (WIDTH + EVERY - 1) // EVERY  # sectors of a row
     sums = tl.zeros([BI], tl.float32)  # [BI]

@@ -1,5 +1,6 @@
 """Tiles as rows. A tile `[L, BI]` lies along its tokens in the registers of one thread, so joining rows of channels to a tile and splitting a tile
 into rows are free, and a recurrence over the tokens of a chunk is plain arithmetic."""
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false
 
 import triton
 import triton.language as tl
@@ -49,6 +50,7 @@ def _other_lane(x, SPAN: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr):
 def _halve_rows(x, SPAN: tl.constexpr, R: tl.constexpr, LANES: tl.constexpr):
     """`[R, LANES]` to `[R / 2, LANES]`: in each pair of channels `SPAN` apart, one adds the other's half of its rows to its own."""
     low, high = tl.split(tl.permute(tl.reshape(x, (2, R // 2, LANES)), (1, 2, 0)))  # [R / 2, LANES] each
+    # The upper lane of a pair keeps the later half of the rows.
     upper = (tl.arange(0, LANES) // SPAN % 2 == 1)[None, :]  # [1, LANES]
     return tl.where(upper, high, low) + _other_lane(tl.where(upper, low, high), SPAN, R // 2, LANES)  # [R / 2, LANES]  # fmt: skip
 

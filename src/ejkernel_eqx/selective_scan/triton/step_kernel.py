@@ -34,6 +34,7 @@ def step_kernel(
     A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, D_STRIDE: tl.constexpr,
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
+    # A program: a row, a block of channels (fastest).
     blocks: tl.constexpr = (I + BI - 1) // BI
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
@@ -68,6 +69,7 @@ def step_kernel(
         # h = e^(dt A) h + dt x B, y = (h C + D x) silu(z).
         state = tl.exp2(dt[:, None] * (a * LOG2E)) * state + (dt * x)[:, None] * b  # [BI, BLOCK_N]
         tl.store(new_state_ptr + at, state.to(new_state_ptr.dtype.element_ty), mask=whole)
+        # The output reads the new state.
         y = tl.sum(state * c, axis=1)  # [BI]
         if SKIP:
             y += x * tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0).to(tl.float32)

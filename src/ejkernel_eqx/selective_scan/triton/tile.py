@@ -38,7 +38,8 @@ def store_tile(ptr, tile, count, lanes, sizes):
 
 @triton.jit
 def no_states(inside, sizes):
-    """Which states of the channels exist, and zeros for them: tiles `[NS, BI]`."""
+    """A mask of the states that channels have, and zeros for them: tiles `[NS, BI]`."""
+    # States are padded to a power of two.
     known = (tl.arange(0, 1 << sizes.STATE_LEVELS) < sizes.N)[:, None] & inside[None, :]  # [NS, BI]
     return known, tl.zeros([1 << sizes.STATE_LEVELS, sizes.BI], tl.float32)
 
@@ -46,6 +47,7 @@ def no_states(inside, sizes):
 @triton.jit
 def states_at(ptr, i, sizes):
     """Pointers to all states of channels `i` in `[N, I]`, a tile `[2**STATE_LEVELS, BI]`."""
+    # A row of each state, its channels side by side.
     n = tl.arange(0, 1 << sizes.STATE_LEVELS)  # [NS], NS = 2**STATE_LEVELS
     return (ptr + i)[None, :] + n[:, None] * sizes.I  # [NS, BI]
 
@@ -61,6 +63,7 @@ def load_rates(ptr, i, known, sizes):
 def load_projection(ptr, n, l, sizes, UNROLL: tl.constexpr):
     """`B` or `C` of one state over the tokens of a chunk `[N, L]`; 0 for a state past the last."""
     L: tl.constexpr = 1 << sizes.LEVELS
+    # No mask where turns of states are whole.
     if sizes.N % UNROLL:
         return tl.load(ptr + n * L + l, mask=(l < L) & (n < sizes.N), other=0.0)  # [L]
     else:

@@ -318,7 +318,7 @@ def hopper_single_kernel(
     V: gl.constexpr, BLOCK_V: gl.constexpr, SCALE: gl.constexpr, DECAY: gl.constexpr, BETA: gl.constexpr, SKIP: gl.constexpr,
     INITIAL: gl.constexpr, SPLITS: gl.constexpr, PRODUCTS: gl.constexpr, GENTLE: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):
-    """As `single_kernel`, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. `beta [HB, B, T]`, in float32.
+    """Computes what `single_kernel` does, for whole chunks of unpacked bfloat16 sequences and splits of whole chunks. `beta [HB, B, T]`, in float32.
     `PRODUCTS`: those of queries and keys, each token's with its chunk's, zero where it would see a later one, are given. Decays per token without
     write strengths are taken apart in chunks where they are at most `GENTLE` from their half, if that is not 0."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -335,6 +335,7 @@ def hopper_single_kernel(
     count = T // (CHUNK * SPLITS)
     place = Place(seq, split, h, v0, split * (count * CHUNK), count)
     B = TOKENS // T
+    # Descriptors of whole arrays: a copy is a chunk of one head.
     q_desc = _described(q_ptr, B, T, HQ, D, CHUNK, D)
     k_desc = _described(k_ptr, B, T, HK, D, CHUNK, D)
     v_desc = _described(v_ptr, B, T, HV, V, CHUNK, WIDTH)
@@ -343,11 +344,13 @@ def hopper_single_kernel(
     p_desc, ps = q_desc, qs  # not used
     if PRODUCTS:
         p_desc, ps = _described(products_ptr, B, T, HQ, CHUNK, CHUNK, CHUNK), _tiles_of(dtype, NUM_STAGES, CHUNK)
+    # Shared memory of each consumer alone.
     read = gl.allocate_shared_memory(dtype, [CONSUMERS, D, WIDTH], gl.NVMMASharedLayout.get_default_for([D, WIDTH], dtype))
     staging = _tiles_of(dtype, CONSUMERS, WIDTH)
     weighted = staging  # with products there is no room for both
     if not PRODUCTS:
         weighted = gl.allocate_shared_memory(dtype, [CONSUMERS, CHUNK, WIDTH], gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], dtype))
+    # Barriers of every stage: the loader arrives at one of them, all consumers at the other.
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM_STAGES):
