@@ -37,7 +37,7 @@ def reach_kernel(
     HS: tl.constexpr, HG: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, DECAY: tl.constexpr, SEGMENTS: tl.constexpr,
     TABLE: tl.constexpr, EXACT: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr, TO_END: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """Counts for each split and head, `[sequences, SPLITS - 1, HS]`, how many of its chunks matter to the state at its end (`TO_END`: the last ones) or
+    """Counts for each split and head, `[sequences, SPLITS - 1, HS]`, how many of its chunks matter to the state at its end (`TO_END`: the last) or
     to its gradient at the split's start (the first ones), the log2 decay `[.., PIECES]` between each piece and that edge, and the decay `[.., D]`
     over all. A decay that is not a number reaches everything."""
     index = tl.program_id(0)
