@@ -13,25 +13,11 @@ from ..core.arguments import array, fitting, wide
 from ..core.frame import Frame, frame_of, States
 from ..sequences.packing import read_ids
 from ..sequences.rows import Packing, read_packing
-from .spec import (
-    ACTIVATIONS,
-    CellArrays,
-    CELLS,
-    CellSpec,
-    CONTINUES,
-    GATE_ACTIVATIONS,
-    GATES,
-    PADDING,
-    STARTS,
-)
+from .spec import CellArrays, CellSpec, CHOICES, CONTINUES, GATES, PADDING, STARTS
 
 
 def check_options(cell: Any, activation: Any, gate_activation: Any) -> None:
-    for name, value, choices in (
-        ("cell", cell, CELLS),
-        ("activation", activation, ACTIVATIONS),
-        ("gate_activation", gate_activation, GATE_ACTIVATIONS),
-    ):
+    for (name, choices), value in zip(CHOICES.items(), (cell, activation, gate_activation)):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {', '.join(choices)}, received {value!r}.")
 
@@ -48,7 +34,7 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokens:
-    """What a call is told about its tokens."""
+    """The arguments of a call that describe its tokens."""
 
     lengths: Any = None
     resets: Any = None
@@ -64,7 +50,7 @@ class Call:
     arrays: CellArrays
     frame: Frame
     states: tuple[States, ...]
-    """Of the hidden state, and of an LSTM the cell state."""
+    """The hidden state, and of an LSTM the cell state."""
 
     def unchanged(self, spec: CellSpec) -> dict[str, Array]:
         """The results of a call without tokens."""
@@ -143,21 +129,21 @@ def _biases(spec: CellSpec, parameters: Parameters, gates: int) -> tuple[list[Ar
     return outer, inner
 
 
-def _states(spec: CellSpec, frame: Frame, given: Any, features: int) -> tuple[States, ...]:
+def _states(spec: CellSpec, frame: Frame, initial: Any, features: int) -> tuple[States, ...]:
     if spec.cell != "lstm":
-        if isinstance(given, tuple | list):
+        if isinstance(initial, tuple | list):
             raise ValueError(
-                f"initial_state: expected one array [..., H] for a cell {spec.cell!r}, received {type(given).__name__}; only an LSTM has a cell "
+                f"initial_state: expected one array [..., H] for a cell {spec.cell!r}, received {type(initial).__name__}; only an LSTM has a cell "
                 "state."
             )
-        return (frame.states(given, (features,), "H", spec.state_dtype),)
-    if given is None:
-        given = (None, None)
-    elif not isinstance(given, tuple | list) or len(given) != 2 or any(x is None for x in given):
+        return (frame.states(initial, (features,), "H", spec.state_dtype),)
+    if initial is None:
+        initial = (None, None)
+    elif not isinstance(initial, tuple | list) or len(initial) != 2 or any(x is None for x in initial):
         raise ValueError(
-            f"initial_state: expected (hidden, cell) for an LSTM, received {type(given).__name__}; use zeros for one that is not known."
+            f"initial_state: expected (hidden, cell) for an LSTM, received {type(initial).__name__}; use zeros for one that is not known."
         )
-    return tuple(frame.states(x, (features,), "H", spec.state_dtype) for x in given)
+    return tuple(frame.states(x, (features,), "H", spec.state_dtype) for x in initial)
 
 
 def _segments(inputs: Any, tokens: Tokens) -> tuple[Any, Array | None]:
@@ -187,24 +173,24 @@ def _segments(inputs: Any, tokens: Tokens) -> tuple[Any, Array | None]:
     return jnp.where(ids >= 0, jnp.cumsum(begins, ids.ndim - 1, dtype=jnp.int32), -1), resets
 
 
-def _read_lengths(given: Any, over: tuple[int, ...]) -> Array:
-    lengths = jnp.asarray(given)
+def _read_lengths(value: Any, over: tuple[int, ...]) -> Array:
+    lengths = jnp.asarray(value)
     if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape not in (over[:-1], ()):
         raise ValueError(
             f"lengths: expected integers of shape {over[:-1]}, one per row, received {lengths.dtype} of shape {lengths.shape}."
         )
     lengths = check_between(
-        "lengths", lengths.astype(jnp.int32), given, 0, over[-1], "a row has at most T tokens"
+        "lengths", lengths.astype(jnp.int32), value, 0, over[-1], "a row has at most T tokens"
     )
     return jnp.broadcast_to(lengths, over[:-1])
 
 
-def _read_resets(given: Any, over: tuple[int, ...]) -> Array:
-    resets = jnp.asarray(given) if isinstance(given, Array | np.ndarray | list | tuple) else given
+def _read_resets(value: Any, over: tuple[int, ...]) -> Array:
+    resets = jnp.asarray(value) if isinstance(value, Array | np.ndarray | list | tuple) else value
     if getattr(resets, "dtype", None) != jnp.bool_ or resets.shape != over:
-        found = getattr(resets, "dtype", type(given).__name__)
+        dtype = getattr(resets, "dtype", type(value).__name__)
         raise ValueError(
-            f"resets: expected booleans of shape {over}, one per token, received {found} of shape {getattr(resets, 'shape', ())}; "
+            f"resets: expected booleans of shape {over}, one per token, received {dtype} of shape {getattr(resets, 'shape', ())}; "
             "compare numbers, as in resets != 0, and broadcast them."
         )
     return resets

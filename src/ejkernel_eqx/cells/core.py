@@ -12,7 +12,7 @@ from .spec import CellArrays, CELLS, CellSpec, LEARNED, letters, packed_of, resu
 OUT_NAME, HIDDEN_NAME, CELL_NAME = "recurrent_out", "recurrent_hidden", "recurrent_cell"
 """Names for `jax.checkpoint_policies.save_only_these_names`: the output and the final states."""
 SAVED_NAME = "recurrent_saved"
-"""The same for the states of every token that the backward needs."""
+"""A name for the states of every token, which the backward needs."""
 
 
 def problem_of(operation: str, arrays: CellArrays, spec: CellSpec) -> Problem:

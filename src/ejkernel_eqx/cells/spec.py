@@ -17,6 +17,8 @@ GATES = {"lstm": 4, "gru": 3, "rnn": 1}
 """The number of gates, in the order of PyTorch: LSTM i, f, g, o; GRU r, z, n."""
 ACTIVATIONS = ("tanh", "relu", "sigmoid", "hard_tanh", "silu", "identity")
 GATE_ACTIVATIONS = ("sigmoid", "hard_sigmoid")
+CHOICES = {"cell": CELLS, "activation": ACTIVATIONS, "gate_activation": GATE_ACTIVATIONS}
+"""The values of options by their names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +33,7 @@ class CellSpec:
 
 
 CONTINUES, STARTS, PADDING = 0, 1, 2
-"""What `marks` say of a token: it continues its sequence, starts from a state of zeros, or leaves the state unchanged."""
+"""Values of `marks`: a token continues its sequence, starts from a state of zeros, or leaves the state unchanged."""
 
 
 class CellArrays(NamedTuple):
@@ -59,7 +61,7 @@ def letters(packed: str | None = None) -> Letters:
 
 
 def packed_of(arrays: CellArrays) -> str | None:
-    """How sequences are described: `"offsets"`, `"marks"`, or not at all."""
+    """The description of sequences: `"offsets"`, `"marks"`, or not at all."""
     return "offsets" if arrays.offsets is not None else "marks" if arrays.marks is not None else None
 
 

@@ -1,4 +1,4 @@
-"""What the tuner needs from recurrent cells: representative work, and problems for the command line."""
+"""Representative work of recurrent cells for the tuner, and problems for the command line."""
 
 import functools
 from collections.abc import Mapping
@@ -14,18 +14,7 @@ from ..core.words import read_flags, read_sizes, SWITCH
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import KINDS, problem_of
-from .spec import (
-    ACTIVATIONS,
-    CellArrays,
-    CELLS,
-    CellSpec,
-    GATE_ACTIVATIONS,
-    GATES,
-    letters,
-    PADDING,
-    SHARED,
-    STARTS,
-)
+from .spec import CellArrays, CellSpec, CHOICES, GATES, letters, PADDING, SHARED, STARTS
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -99,20 +88,13 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     size = read_sizes(dims, {"B": 1, "T": None, "H": None, "S": 1})
-    choices = {
-        "cell": CELLS,
-        "activation": ACTIVATIONS,
-        "gate_activation": GATE_ACTIVATIONS,
-        "bias": SWITCH[::-1],
-        "initial_state": SWITCH,
-        "packed": (None, "offsets", "marks"),
-    }
-    given = read_flags(flags, choices)
-    cell, wide, packed = given["cell"], wide_dtype(dtype), given["packed"]
-    dtypes = {"x": dtype, "weight": dtype} | ({"bias": dtype} if given["bias"] and cell == "gru" else {})
-    if given["initial_state"]:
+    choices = {"bias": SWITCH[::-1], "initial_state": SWITCH, "packed": (None, "offsets", "marks")}
+    options = read_flags(flags, CHOICES | choices)
+    cell, wide, packed = options["cell"], wide_dtype(dtype), options["packed"]
+    dtypes = {"x": dtype, "weight": dtype} | ({"bias": dtype} if options["bias"] and cell == "gru" else {})
+    if options["initial_state"]:
         dtypes |= {"hidden": wide} | ({"cell": wide} if cell == "lstm" else {})
     dtypes |= {packed: "int32"} if packed else {}
     arrays = CellArrays(**letters(packed).shapes({**size, "G": GATES[cell] * size["H"]}, dtypes, SHARED))
-    spec = CellSpec(cell, given["activation"], given["gate_activation"], wide)
+    spec = CellSpec(cell, options["activation"], options["gate_activation"], wide)
     return problem_of(operation, arrays, spec)

@@ -54,7 +54,7 @@ def candidates(problem: Any, device: Any) -> list[XlaConfig]:
 
 
 class _Floats(NamedTuple):
-    """What is differentiated. Time is the first axis; `*` are the leading ones."""
+    """The arrays that are differentiated. Time is the first axis; `*` are the leading ones."""
 
     x: Array  # [T, *, G]
     weight: Array  # [G, H], in the dtype of x
@@ -128,7 +128,7 @@ def _loop_inputs(arrays: CellArrays, spec: CellSpec) -> tuple[_Floats, _Masks]:
 
 
 def _bounds(offsets: Array, length: int) -> tuple[Array, Array, Array]:
-    """For every token `[*, T]`: whether its sequence begins there, whether it is in none, and the number of its sequence."""
+    """Facts of every token `[*, T]`: whether its sequence begins there, whether it is in none, and the number of its sequence."""
     tokens = like(jnp.arange(length, dtype=jnp.int32), offsets)
     number = jnp.minimum(ended(offsets[..., 1:], length), offsets.shape[-1] - 2)
     begins = tokens == jnp.take_along_axis(offsets, number, -1)
@@ -225,9 +225,9 @@ def _before(states: Array, first: Array | None, entering: Array | None, starts: 
     assert first is not None
     before = jnp.concatenate([first[None].astype(states.dtype), states[:-1]])
     entering = None if entering is None else entering.astype(states.dtype)
-    found = _started(before, starts, entering, jnp.zeros((), states.dtype))
-    assert found is not None
-    return found
+    result = _started(before, starts, entering, jnp.zeros((), states.dtype))
+    assert result is not None
+    return result
 
 
 def _recurrent(hidden: Array, weight: Array, bias: Array | None) -> Array:
@@ -242,7 +242,7 @@ def _last_gate(bias: Array, product: Array) -> Array:
 
 
 def _product(hidden: Array | None, weight: Array, dtype: Any) -> Array:
-    """Of operands in the dtype of the weight, because that is what tensor cores are for."""
+    """A product of operands in the dtype of the weight, for which there are tensor cores."""
     assert hidden is not None
     precision = lax.Precision.HIGHEST if weight.dtype.itemsize >= 4 else None
     axes = (((hidden.ndim - 1,), (1,)), ((), ()))

@@ -23,21 +23,21 @@ _EXACT = lax.Precision.HIGHEST
 def recur_along(
     along: Along, plan: Plan, operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec
 ) -> tuple[Array, Array]:
-    """As `core.recur`: this device's outputs, and the state after the last token of all devices."""
+    """Runs `core.recur`: this device's outputs, and the state after the last token of all devices."""
     wide, heads = accumulator(arrays.q.dtype), heads_of(arrays, spec)
     inner = dataclasses.replace(spec, state_dtype=jnp.dtype(wide).name)
     local = arrays._replace(initial_state=None)
-    out, own = recur(plan, operation, local, inner)
-    state = jnp.zeros_like(own) if arrays.initial_state is None else arrays.initial_state.astype(wide)
+    out, local_state = recur(plan, operation, local, inner)
+    state = jnp.zeros_like(local_state) if arrays.initial_state is None else arrays.initial_state.astype(wide)
     if spec.delta:
         read, passed = _of_identity(plan, operation, local, inner, heads.state)
         step = lambda part, state: _product("...hde,...hev->...hdv", part[0], state) + part[1]
-        entering, final = along.carry(step, (passed, own), state)
+        entering, final = along.carry(step, (passed, local_state), state)
         added = _outputs(read.astype(wide), entering)
     else:
         read, passed, after = _of_decays(arrays, spec, heads.out, heads.state)
         step = lambda part, state: part[0] * state + part[1]
-        entering, final = along.carry(step, (passed, own), state)
+        entering, final = along.carry(step, (passed, local_state), state)
         added = _outputs(read, entering)
         added = added if after is None else added * after
     out = (out.astype(wide) + added).astype(out.dtype)
@@ -47,7 +47,7 @@ def recur_along(
 def _of_identity(
     plan: Plan, operation: str, arrays: RecurrenceArrays, spec: RecurrenceSpec, heads: int
 ) -> tuple[Array, Array]:
-    """What the tokens read from a state, `[*, T, R, D]`, and what they leave of it, `[*, HS, D, D]`."""
+    """Computes what the tokens read from a state, `[*, T, R, D]`, and what they leave of it, `[*, HS, D, D]`."""
     *lead, _, _, dim = arrays.q.shape
     identity = jnp.broadcast_to(jnp.eye(dim, dtype=spec.state_dtype), (*lead, heads, dim, dim))
     values = jnp.zeros((*arrays.v.shape[:-1], dim), arrays.v.dtype)
@@ -57,8 +57,8 @@ def _of_identity(
 def _of_decays(
     arrays: RecurrenceArrays, spec: RecurrenceSpec, out_heads: int, state_heads: int
 ) -> tuple[Array, Array, Array | None]:
-    """What the tokens read from a state, `[*, T, R, D]`; the factor that remains of it after them, which broadcasts to `[*, HS, D, V]`; and for
-    decays of values a factor of the outputs, `[*, T, R, V]`."""
+    """Computes what the tokens read of a state, `[*, T, R, D]`; the factor that remains of it after them, which broadcasts to `[*, HS, D, V]`; and
+    for decays of values a factor of the outputs, `[*, T, R, V]`."""
     wide, after = accumulator(arrays.q.dtype), None
     *lead, length, _, _ = arrays.q.shape
     read = spec.scale * repeat_heads(arrays.q.astype(wide), -2, out_heads)

@@ -44,7 +44,7 @@ class Operands:
     decay: str = NONE
     delta: bool = False
     transposed: bool = False
-    """Whether the caller's states are `[V, D]`."""
+    """True if the caller's states are `[V, D]`."""
 
     @property
     def resolved_scale(self) -> float:

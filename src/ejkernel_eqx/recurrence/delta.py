@@ -26,7 +26,7 @@ G = TypeVar("G", bound="GatedDelta")
 
 @dataclasses.dataclass(frozen=True)
 class DeltaOptions:
-    """How a delta rule transforms its operands before it runs. Call `check` first."""
+    """Transformations of a delta rule's operands before it runs. Call `check` first."""
 
     use_qk_l2norm: bool = False
     beta_sigmoid: bool = False
@@ -62,7 +62,7 @@ def delta_operands(
 def gate_operands(
     frame: Frame, options: DeltaOptions, inputs: GateInputs, channels: tuple[int, ...]
 ) -> tuple[Array, Array | None, Array | None]:
-    """What determines the log-decays of every token and head, and of every key channel if there are `channels`."""
+    """Arrays that determine the log-decays of every token and head, and of every key channel if there are `channels`."""
     letters = "H D" if channels else "H"
     raw = frame.operand("g", inputs.g, (None, *channels), letters)
     heads = raw.shape[-1 - len(channels)]
@@ -129,7 +129,7 @@ class GatedDelta(Kernel):
         self.plan = plan_of(type(self), self, platform, config, tune_for)
 
     def of_normalised(self: G) -> G:
-        """The same operation for queries and keys that are normalised already."""
+        """This operation for queries and keys that are normalised already."""
         return replaced(self, options=dataclasses.replace(self.options, use_qk_l2norm=False))
 
     @over_sequence_axis()

@@ -55,8 +55,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     """
     known = dict(_OPERATIONS.get(operation, {}))
     few = {name: known.pop(name) for name in ("Hq", "Hk") if name in known}
-    given = read_flags(known | dict(flags), _CHOICES)
-    heads, step = dims.get("H", 1), given["step"]
+    options = read_flags(known | dict(flags), _CHOICES)
+    heads, step = dims.get("H", 1), options["step"]
     defaults = {"T": 1 if step else None, "H": None, "D": None, "V": dims.get("D", 1), "N": 1, "B": 1}
     size = read_sizes(few | dict(dims), defaults | dict.fromkeys(("Hq", "Hk", "Hv"), heads))
     if any(heads % size[name] for name in ("Hk", "Hv")) or max(size["Hq"], heads) % min(size["Hq"], heads):
@@ -64,18 +64,18 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
             f"dims: expected head counts that divide H, received {', '.join(f'{n}={size[n]}' for n in _HEADS)}."
         )
     size |= dict.fromkeys(("HS", "Hg", "Hb"), heads)
-    wide, decay = wide_dtype(dtype), given["decay"]
-    dtypes = dict.fromkeys(("q", "k", "v", *(name for name in ("beta", "skip") if given[name])), dtype)
+    wide, decay = wide_dtype(dtype), options["decay"]
+    dtypes = dict.fromkeys(("q", "k", "v", *(name for name in ("beta", "skip") if options[name])), dtype)
     dtypes |= {} if decay == NONE else {"g": wide}
     if step:
         decay = SCALAR if decay == CONSTANT else decay
-        dtypes |= {"state": wide} | ({"indices": "int32"} if given["slots"] else {})
+        dtypes |= {"state": wide} | ({"indices": "int32"} if options["slots"] else {})
         sizes = {**size, "rows": size["B"], "slots": size["B"]}
-        shapes = step_letters("rows", "slots", decay, given["transposed"]).shapes(sizes, dtypes, lead="")
-        spec = StepSpec(size["D"] ** -0.5, decay, given["delta"], given["transposed"])
+        shapes = step_letters("rows", "slots", decay, options["transposed"]).shapes(sizes, dtypes, lead="")
+        spec = StepSpec(size["D"] ** -0.5, decay, options["delta"], options["transposed"])
         return step_problem_of(operation, StepArrays(**shapes), spec)
-    packed = given["packed"]
-    dtypes |= {"initial_state": wide} if given["initial_state"] else {}
+    packed = options["packed"]
+    dtypes |= {"initial_state": wide} if options["initial_state"] else {}
     dtypes |= {"starts" if packed == "segments" else packed: "int32"} if packed else {}
-    spec = RecurrenceSpec(size["D"] ** -0.5, decay, given["delta"], wide)
+    spec = RecurrenceSpec(size["D"] ** -0.5, decay, options["delta"], wide)
     return problem_of(operation, RecurrenceArrays(**letters(decay, packed).shapes(size, dtypes)), spec)

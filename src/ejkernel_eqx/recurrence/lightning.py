@@ -190,7 +190,7 @@ class LightningAttention(Kernel):
         return Operands(q, k, v, self.scale, frame.shared(-slopes), decay=CONSTANT)
 
     def _slopes(self, q: AnyArray, k: AnyArray, v: AnyArray, slopes: AnyArray | None) -> AnyArray:
-        """Those that were passed, or those of the rule for as many heads."""
+        """Slopes that were passed, or those of the rule for as many heads."""
         if (slopes is None) != (self.slopes is not None):
             expected = "an array [H]" if self.slopes is None else "None"
             raise ValueError(

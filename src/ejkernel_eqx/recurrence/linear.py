@@ -163,10 +163,10 @@ def _decay(
     frame: Frame, q: AnyArray, v: AnyArray, g: Any, gk: Any, gv: Any, g_gamma: Any
 ) -> tuple[str, Array | None]:
     """The kind of decay and its log-decays."""
-    given = [name for name, x in (("g", g), ("gk", gk), ("gv", gv), ("g_gamma", g_gamma)) if x is not None]
-    if len(given) > 1 and given != ["g", "gk"]:
+    kinds = [name for name, x in (("g", g), ("gk", gk), ("gv", gv), ("g_gamma", g_gamma)) if x is not None]
+    if len(kinds) > 1 and kinds != ["g", "gk"]:
         raise ValueError(
-            f"{given[1]}: expected one kind of decay, or g and gk together, received {' and '.join(given)}; pass one of them."
+            f"{kinds[1]}: expected one kind of decay, or g and gk together, received {' and '.join(kinds)}; pass one of them."
         )
     if g_gamma is not None:
         return CONSTANT, frame.shared(log_decays("g_gamma", fitting("g_gamma", g_gamma, (None,), "H")))

@@ -1,4 +1,4 @@
-"""From checked operands to results: the common part of every operation of this family."""
+"""The common part of every operation of this family: from checked operands to results."""
 
 from collections.abc import Callable
 from typing import Any

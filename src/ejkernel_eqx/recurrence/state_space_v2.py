@@ -1,6 +1,7 @@
 """`StateSpaceV2`: the state space model of Mamba-2."""
 
 import dataclasses
+from collections import namedtuple
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import equinox as eqx
@@ -24,22 +25,12 @@ from .operation import plan_of, run, run_step
 from .spec import SCALAR
 
 
-class _Inputs(NamedTuple):
-    """The operands of a call on sequences or of a step."""
-
-    x: Any
-    dt: Any
-    A: Any
-    B: Any
-    C: Any
-    D: Any
-    z: Any
-    dt_bias: Any
-    norm_weight: Any
+_Inputs = namedtuple("_Inputs", "x dt A B C D z dt_bias norm_weight")
+"""The operands of a call on sequences or of a step."""
 
 
 class _Rates(NamedTuple):
-    """What determines the time steps and the decays."""
+    """Arrays that determine the time steps and the decays."""
 
     dt: Array
     A: Array

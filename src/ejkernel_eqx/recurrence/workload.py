@@ -1,4 +1,4 @@
-"""What the tuner needs from a recurrence: representative work and its cost."""
+"""Representative work of recurrences for the tuner, and its cost."""
 
 import functools
 

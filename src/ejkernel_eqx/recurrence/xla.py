@@ -236,7 +236,7 @@ class _Call:
         return merge(jnp.moveaxis(out, 0, 2), 1)
 
     def _linear_writes(self, k: Array, v: Array, g: Array | None, beta: Array | None) -> Any:
-        """What each chunk adds to the state, and the factor of the incoming state."""
+        """Computes what each chunk adds to the state, and the factor of the incoming state."""
         local = _Local(self, g)
         return self._front(local.write(k, _times(v, beta)), local.total)
 

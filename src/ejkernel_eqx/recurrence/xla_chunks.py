@@ -47,7 +47,7 @@ class Chunks:
         return self.sequences is not None
 
     def _pack(self, offsets: Array, sequences: int) -> None:
-        """Which token each position holds, and the position of each token."""
+        """The token that each position holds, and the position of each token."""
         size = self.size
         lengths = jnp.diff(offsets, axis=-1)
         ends = jnp.cumsum(-(-lengths // size), axis=-1)  # number of chunks up to and including each sequence
@@ -101,7 +101,7 @@ class Chunks:
         return merge(split(x, 2, self.count), 1)
 
     def join(self, x: Array) -> Array:
-        """Undoes `cut`."""
+        """The inverse of `cut`."""
         return merge(split(x, 1, self.heads), 2)
 
     def front(self, x: Array) -> Array:
@@ -109,7 +109,7 @@ class Chunks:
         return jnp.moveaxis(split(x, 1, self.heads), 2, 0)
 
     def back(self, x: Array) -> Array:
-        """Undoes `front`."""
+        """The inverse of `front`."""
         return merge(jnp.moveaxis(x, 0, 2), 1)
 
     def states_of_chunks(self, initial: Array) -> Array:

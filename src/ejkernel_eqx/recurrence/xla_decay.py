@@ -77,7 +77,7 @@ def channel_decays(g: Array) -> Decays:
 
 
 def _sums(chosen: Any, logs: Array) -> Array:
-    """For each token `i` of a block, the sum of the log-decays selected by `chosen [i, t]`."""
+    """Sums, for each token `i` of a block, the log-decays selected by `chosen [i, t]`."""
     # One product per block: the result of a single product for all would have to be transposed.
     chosen = jnp.zeros_like(logs[:, :, :1, :1]) + jnp.asarray(chosen, logs.dtype)[None, None]
     return jnp.einsum("...it,...tx->...ix", chosen, logs, precision=_EXACT)
@@ -102,7 +102,7 @@ def _over_halves(add: Callable[[Any, Array, Array], Any], first: Any, decays: De
 
 
 def _halves_within(size: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """For blocks of `2 * step` tokens: which log-decays lie between token `i` and the middle, `[i, t]`; and whether `i` is in the later half
+    """Masks for blocks of `2 * step` tokens: which log-decays lie between token `i` and the middle, `[i, t]`; and whether `i` is in the later half
     of the block whose earlier half contains `j`, `[i, j]`."""
     i, t = np.arange(size)[:, None], np.arange(size)
     middle = i // (2 * step) * (2 * step) + step

@@ -31,7 +31,7 @@ def _apply(matrix: Array, x: Array) -> Array:
 
 
 def _inverse(below: Array) -> Array:
-    """From single tokens up: the inverse of two blocks together, from their inverses and the square between them."""
+    """The inverse, from single tokens up: that of two blocks together from their inverses and the square between them."""
     size, block = below.shape[2], min(below.shape[2], BLOCK)
     inverse = _inverse_of_blocks(squares(below, block))
     for step in (block << n for n in range((size // block).bit_length() - 1)):
@@ -42,7 +42,7 @@ def _inverse(below: Array) -> Array:
 
 
 def _inverse_of_blocks(below: Array) -> Array:
-    """The same within `[B, blocks, s, s]`, all squares of a level at once, with one body that a scan repeats."""
+    """`_inverse` within `[B, blocks, s, s]`, all squares of a level at once, with one body that a scan repeats."""
     size = below.shape[2]
     i, j = np.arange(size)[:, None], np.arange(size)
     # With the sharding and varying axes of the matrices.

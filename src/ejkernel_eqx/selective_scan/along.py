@@ -20,13 +20,13 @@ from .spec import ScanArrays, ScanSpec
 def scan_along(
     along: Along, plan: Plan, operation: str, arrays: ScanArrays, spec: ScanSpec
 ) -> tuple[Array, Array]:
-    """As `core.scan`: this device's outputs, and the state after the last token of all devices."""
+    """Runs `core.scan`: this device's outputs, and the state after the last token of all devices."""
     wide = accumulator(arrays.x.dtype)
     inner = dataclasses.replace(spec, state_dtype=jnp.dtype(wide).name)
-    _, own = scan(plan, operation, arrays._replace(initial_state=None), inner)
-    state = jnp.zeros_like(own) if arrays.initial_state is None else arrays.initial_state.astype(wide)
+    _, local_state = scan(plan, operation, arrays._replace(initial_state=None), inner)
+    state = jnp.zeros_like(local_state) if arrays.initial_state is None else arrays.initial_state.astype(wide)
     steps = time_step(arrays.dt, arrays.dt_bias, spec.softplus, wide).sum(-2)[..., None]  # [*, I, 1]
     passed = passed_on(jnp.exp(steps * like(arrays.A.astype(wide), steps)), arrays.starts)
-    entering, _ = along.carry(lambda part, state: part[0] * state + part[1], (passed, own), state)
+    entering, _ = along.carry(lambda part, state: part[0] * state + part[1], (passed, local_state), state)
     out, final = scan(plan, operation, arrays._replace(initial_state=entering), inner)
     return out, along.last(final).astype(spec.state_dtype)

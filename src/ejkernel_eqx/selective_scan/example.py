@@ -28,23 +28,23 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
-    given = read_flags(flags, _CHOICES)
-    size = read_sizes(dims, {"T": 1 if given["step"] else None, "I": None, "B": 1, "N": 16, "G": 1, "S": 1})
+    options = read_flags(flags, _CHOICES)
+    size = read_sizes(dims, {"T": 1 if options["step"] else None, "I": None, "B": 1, "N": 16, "G": 1, "S": 1})
     if size["I"] % size["G"]:
         raise ValueError(f"dims: expected G to be a divisor of I, received I={size['I']}, G={size['G']}.")
     wide = wide_dtype(dtype)
     dtypes = {"x": dtype, "dt": dtype, "A": wide, "B": dtype, "C": dtype}
-    dtypes |= {name: dtype if name == "z" else wide for name in ("D", "z", "dt_bias") if given[name]}
-    spec = ScanSpec(given["softplus"], wide)
-    if given["step"]:
-        dtypes |= {"state": wide} | ({"indices": "int32"} if given["slots"] else {})
+    dtypes |= {name: dtype if name == "z" else wide for name in ("D", "z", "dt_bias") if options[name]}
+    spec = ScanSpec(options["softplus"], wide)
+    if options["step"]:
+        dtypes |= {"state": wide} | ({"indices": "int32"} if options["slots"] else {})
         sizes = {**size, "B": 1, "rows": size["B"], "slots": size["B"]}
         return step_problem_of(
             operation,
             StepArrays(**step_letters("rows", "slots").shapes(sizes, dtypes, SHARED, lead="")),
             spec,
         )
-    packed = given["packed"]
-    dtypes |= {"initial_state": wide} if given["initial_state"] else {}
+    packed = options["packed"]
+    dtypes |= {"initial_state": wide} if options["initial_state"] else {}
     dtypes |= {"starts" if packed == "segments" else packed: "int32"} if packed else {}
     return problem_of(operation, ScanArrays(**letters("T", packed).shapes(size, dtypes, SHARED)), spec)

@@ -1,6 +1,7 @@
 """`StateSpaceV1`: the selective scan of Mamba-1."""
 
-from typing import Any, ClassVar, NamedTuple
+from collections import namedtuple
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -21,17 +22,8 @@ from .core import scan, step
 from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 
 
-class _Inputs(NamedTuple):
-    """The operands of a call on sequences or of a step."""
-
-    x: Any
-    dt: Any
-    A: Any
-    B: Any
-    C: Any
-    D: Any
-    z: Any
-    dt_bias: Any
+_Inputs = namedtuple("_Inputs", "x dt A B C D z dt_bias")
+"""The operands of a call on sequences or of a step."""
 
 
 class StateSpaceV1(Kernel):
@@ -157,8 +149,8 @@ class StateSpaceV1(Kernel):
         state, indices = frame.row_states(state, operands["A"].shape, "I N")
         if frame.is_empty:
             return operands["x"], state
-        own = {name: x for name, x in operands.items() if name not in SHARED}
-        rows = operands | frame.as_rows(own | {"state": state})
+        by_row = {name: x for name, x in operands.items() if name not in SHARED}
+        rows = operands | frame.as_rows(by_row | {"state": state})
         arrays = StepArrays(**rows, indices=indices)
         return frame.from_rows(step(self.plan, self.operation, arrays, ScanSpec(self.dt_softplus)))
 

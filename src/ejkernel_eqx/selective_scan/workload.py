@@ -1,4 +1,4 @@
-"""What the tuner needs from a selective scan: representative work and its cost."""
+"""Representative work of selective scans for the tuner, and its cost."""
 
 import functools
 import math

@@ -1,11 +1,12 @@
 """The backward pass over time, from the last step to the first. A step adds to the gradient of the state what the gates of the next token
 contribute, and from it computes the gradients of its own gates. Rows and columns are distributed as in the forward pass."""
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
 
-from .step import gradients
-from .tile import marks_of, rows_of, within
+from .step import Cell, gradients
+from .tile import gates_of, marks_of, rows_of, within
 
 
 # fmt: off
@@ -14,6 +15,7 @@ def _product(gradients_ptr, weight_ptr, token, inside, n,
              H: tl.constexpr, GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              PRECISION: tl.constexpr):
     """The gradients of the products of these tokens times the columns `n` of the weight, `[BM, BN]`."""
+    # Over the gradients of all gates, a block of them at a time.
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BM, BN]
     for first in range(0, GATES * H, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)  # [BK]
@@ -25,23 +27,42 @@ def _product(gradients_ptr, weight_ptr, token, inside, n,
 
 
 @triton.jit
-def gates_of(gates_ptr, token, n, mask, H: tl.constexpr, PARTS: tl.constexpr):
-    """What the gates are functions of: a tuple of tiles `[BM, BN]`."""
-    parts = ()
-    for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
-        at = token[:, None] * (PARTS * H) + (part * H + n)[None, :]  # [BM, BN]
-        parts = parts + (tl.load(gates_ptr + at, mask=mask, other=0.0),)
-    return parts
-
-
-@triton.jit
-def put(gradients_ptr, gradient, real, token, n, mask,
-         part: tl.constexpr, H: tl.constexpr, GATES: tl.constexpr, MARKS: tl.constexpr):
+def store_gate(gradients_ptr, gradient, real, token, n, mask, part: tl.constexpr, H: tl.constexpr, GATES: tl.constexpr, MARKS: tl.constexpr):
     """Stores the gradient of a gate, which is zero at padding."""
     if MARKS:
         gradient = tl.where(real[:, None], gradient, 0.0)
     at = token[:, None] * (GATES * H) + (part * H + n)[None, :]  # [BM, BN]
     tl.store(gradients_ptr + at, gradient.to(gradients_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_gates(dproduct_ptr, dx_ptr, gradients, real, token, n, mask, CELL: tl.constexpr, H: tl.constexpr, GATES: tl.constexpr, MARKS: tl.constexpr):
+    """Stores the gradients of the gates' products, and of a GRU those of its inputs, which differ in n."""
+    for part in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
+        store_gate(dproduct_ptr, gradients[part], real, token, n, mask, part, H, GATES, MARKS)
+    if CELL == "gru":
+        store_gate(dx_ptr, gradients[0], real, token, n, mask, 0, H, GATES, MARKS)
+        store_gate(dx_ptr, gradients[1], real, token, n, mask, 1, H, GATES, MARKS)
+        store_gate(dx_ptr, gradients[3], real, token, n, mask, 2, H, GATES, MARKS)
+
+
+@triton.jit
+def cell_before(cells_ptr, initial_ptr, along, at, t, fresh, mask, H: tl.constexpr, INITIAL: tl.constexpr):
+    """The cell state of an LSTM before a token: that of the token before, the initial one, or zero."""
+    earlier = mask & ((t > 0) & (fresh == 0))[:, None]  # [BM, BN]
+    before = tl.load(cells_ptr + along - H, mask=earlier, other=0.0).to(tl.float32)  # [BM, BN]
+    if INITIAL:
+        first = mask & ((t == 0) & (fresh == 0))[:, None]  # [BM, BN]
+        before += tl.load(initial_ptr + at, mask=first, other=0.0)
+    return before
+
+
+@triton.jit
+def step_of(step_ptr, longest):
+    """The first step of a launch for one step, and the one after it: counted back from the last token of the longest of all rows, which may not
+    be among those of the program, whose longest row is `longest`."""
+    start = tl.load(step_ptr + 1) + longest - tl.load(step_ptr)
+    return tl.maximum(start, 0), tl.minimum(start + 1, longest + 1)
 
 
 @triton.jit
@@ -55,6 +76,7 @@ def backward_kernel(
     PARTS: tl.constexpr, MARKS: tl.constexpr, PER_STEP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
+    kind: tl.constexpr = Cell(CELL, ACTIVATION, GATE, FAST, EXACT)
     columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     row, begin, length, mine = rows_of(bounds_ptr, R, columns if PER_STEP else 1, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     # Steps are counted back from the last one; the one before the first token completes the gradient of the initial state.
@@ -62,10 +84,7 @@ def backward_kernel(
     start, end = 0, longest + 1
     first_tile, end_tile = 0, columns
     if PER_STEP:
-        # Counted from the longest of all rows.
-        start = tl.load(step_ptr + 1) + longest - tl.load(step_ptr)
-        end = tl.minimum(start + 1, longest + 1)
-        start = tl.maximum(start, 0)
+        start, end = step_of(step_ptr, longest)
         first_tile, end_tile = mine, mine + 1
     for back in range(start, end):
         t = longest - 1 - back
@@ -84,11 +103,7 @@ def backward_kernel(
             if CELL == "lstm":
                 dc = tl.load(dcell_ptr + at, mask=alive, other=0.0)  # [BM, BN]
                 cell = tl.load(cells_ptr + along, mask=mask, other=0.0)  # [BM, BN]
-                earlier = mask & ((t > 0) & (fresh == 0))[:, None]  # [BM, BN]
-                before = tl.load(cells_ptr + along - H, mask=earlier, other=0.0).to(tl.float32)  # [BM, BN]
-                if INITIAL:
-                    first = mask & ((t == 0) & (fresh == 0))[:, None]  # [BM, BN]
-                    before += tl.load(initial_ptr + at, mask=first, other=0.0)
+                before = cell_before(cells_ptr, initial_ptr, along, at, t, fresh, mask, H, INITIAL)  # [BM, BN]
             if CELL == "gru":
                 before = tl.load(states_ptr + along, mask=mask, other=0.0).to(tl.float32)  # [BM, BN]
             dh += _product(dproduct_ptr, weight_ptr, token + 1, follows, n, H, GATES, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
@@ -101,13 +116,8 @@ def backward_kernel(
                 dc, cell = dh, dout  # not read
             if CELL == "rnn":
                 before = dh  # not read
-            found, passing, dc_before = gradients(parts, cell, before, dh, dc, CELL, ACTIVATION, GATE, FAST, EXACT)
-            for part in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
-                put(dproduct_ptr, found[part], real, token, n, mask, part, H, GATES, MARKS)
-            if CELL == "gru":
-                put(dx_ptr, found[0], real, token, n, mask, 0, H, GATES, MARKS)
-                put(dx_ptr, found[1], real, token, n, mask, 1, H, GATES, MARKS)
-                put(dx_ptr, found[3], real, token, n, mask, 2, H, GATES, MARKS)
+            dgates, passing, dc_before = gradients(parts, cell, before, dh, dc, kind)
+            store_gates(dproduct_ptr, dx_ptr, dgates, real, token, n, mask, CELL, H, GATES, MARKS)
             if CELL == "lstm":
                 tl.store(dcell_ptr + at, tl.where(real[:, None], dc_before, dc), mask=alive)
             # Without a real token there (padding, or before the first), all of the gradient passes.

@@ -113,33 +113,18 @@ def backward(
     if call.is_persistent:
         weight = jnp.swapaxes(weight, 0, 1)
         kernel = persistent_backward_kernel.persistent_backward_kernel
-    given_arrays = {
-        "gates": call.gates(flat(x), before),
-        "cells": flat(saved["cells"]) if "cells" in saved else None,
-        "states": before,
-        "initial": call.cells(arrays.cell),
-        "weight": weight,
-        "dout": flat(cotangents["out"]),
-    }
-    launch = functools.partial(
-        call.launch.knowing(
-            given_arrays,
-            PARTS=1 if spec.cell == "rnn" else 4,
-            SHARED=tile_sizes.sharing(config.backward),
-            **given(INITIAL=arrays.cell),
-        ),
-        kernel,
-        config.backward,
-    )
+    cells = flat(saved["cells"]) if "cells" in saved else None
+    inputs = {"gates": call.gates(flat(x), before), "cells": cells, "states": before, "weight": weight}
+    inputs |= {"initial": call.cells(arrays.cell), "dout": flat(cotangents["out"])}
+    numbers = {"PARTS": 1 if spec.cell == "rnn" else 4, "SHARED": tile_sizes.sharing(config.backward)}
+    known = call.launch.knowing(inputs, **numbers, **given(INITIAL=arrays.cell))
+    launch = functools.partial(known, kernel, config.backward)
     longest = call.rows.longest
     told = lambda step: jnp.stack([jnp.asarray(longest, jnp.int32), step // launches, step % launches])
     results = call.walk(launch, outputs, (longest + 1) * launches, told)
     dproduct = call.rows.clear(results["dproduct"])
     dx = call.rows.clear(results["dx"]) if is_gru else dproduct
-    grads = {
-        "x": dx.reshape(x.shape),
-        "weight": _dot(dproduct, before, (0, 0), jnp.float32),
-    }
+    grads = {"x": dx.reshape(x.shape), "weight": _dot(dproduct, before, (0, 0), jnp.float32)}
     if arrays.bias is not None:
         grads["bias"] = jnp.sum(dproduct[:, 2 * features :].astype(jnp.float32), 0)
     if arrays.hidden is not None:
@@ -189,27 +174,22 @@ class _Call:
             "EXACT": arrays.x.dtype == jnp.float32,
             **given(BIAS=arrays.bias),
         }
-        named = {
-            "x": arrays.x,
-            "bias": arrays.bias,
-            "bounds": self.rows.bounds,
-            "marks": arrays.marks,
-            "step": None,
-        }
+        named = {"x": arrays.x, "bias": arrays.bias, "marks": arrays.marks}
+        named |= {"bounds": self.rows.bounds, "step": None}
         self.launch = Launcher("cells", named, numbers, arrays.x, execute)
 
-    def states(self, given: Array | None) -> Array:
+    def states(self, x: Array | None) -> Array:
         """States as the kernels see them, `[R, H]` in float32."""
         shape = self.rows.count, self.features
-        return jnp.zeros(shape, jnp.float32) if given is None else given.astype(jnp.float32).reshape(shape)
+        return jnp.zeros(shape, jnp.float32) if x is None else x.astype(jnp.float32).reshape(shape)
 
-    def cells(self, given: Array | None) -> Array:
-        """The same for cell states; a single number if there are none."""
-        return self.states(given) if self.spec.cell == "lstm" else jnp.zeros(1, jnp.float32)
+    def cells(self, x: Array | None) -> Array:
+        """Cell states as the kernels see them; a single number if there are none."""
+        return self.states(x) if self.spec.cell == "lstm" else jnp.zeros(1, jnp.float32)
 
     def arrived(self) -> Named:
-        """How often programs have arrived at each barrier, each number in a cache line of its own: for a tile of rows one of all its programs, then
-        those of the programs that share columns."""
+        """Counters of arrivals, one for each barrier, each in a cache line of its own. A tile of rows has one for all its programs, then one for each
+        group of programs that share columns."""
         if not self.is_persistent:
             return {}
         columns = cdiv(self.features, max(self.tile.block_n, tile_sizes.WIDTH))
@@ -224,7 +204,7 @@ class _Call:
         return states.reshape(shape).astype(self.spec.state_dtype)
 
     def gates(self, x: Array, before: Array) -> Array:
-        """What the gates are functions of: the sums of projected inputs and products, for n of a GRU both of them apart."""
+        """The arguments of the gates: sums of projected inputs and products; for n of a GRU, the two apart."""
         product = _dot(before, self.arrays.weight.astype(x.dtype), (1, 1), jnp.float32)
         wide = x.astype(jnp.float32)
         if self.spec.cell != "gru":

@@ -1,11 +1,12 @@
 """The forward pass over time. A program has a block of rows and walks along their tokens; or, launched once per step, one tile of columns of
 them. States are in memory: the hidden state in the dtype of products, read by every tile of columns, alternates between two buffers."""
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
 
-from .step import advance
-from .tile import marks_of, rows_of, within
+from .step import advance, Cell
+from .tile import gates_of, marks_of, rows_of, within
 
 
 # fmt: off
@@ -14,6 +15,7 @@ def _products(source_ptr, weight_ptr, row, inside, starts, n,
               H: tl.constexpr, GATES: tl.constexpr, MARKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
               BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
     """The products of the hidden states with the columns `n` of every gate: a tuple of tiles `[BM, BN]`."""
+    # A sum for every gate, so that a hidden state is loaded once for all.
     sums = ()
     for _ in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
         sums = sums + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)  # [BM, BN]
@@ -41,6 +43,7 @@ def forward_kernel(
     MARKS: tl.constexpr, SAVE: tl.constexpr, PER_STEP: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
+    kind: tl.constexpr = Cell(CELL, ACTIVATION, GATE, FAST, EXACT)
     columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     row, begin, length, mine = rows_of(bounds_ptr, R, columns if PER_STEP else 1, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
     start, end = 0, tl.max(length, 0)
@@ -53,6 +56,7 @@ def forward_kernel(
         inside = t < length  # [BM]
         token = begin + t  # [BM]
         starts, real = marks_of(marks_ptr, token, inside, MARKS)
+        # One buffer is read in this step, the other written.
         even = (t % 2).to(tl.int64) * R
         source_ptr, target_ptr = operand_ptr + even * H, operand_ptr + (R - even) * H
         for tile in range(first_tile, end_tile):
@@ -60,10 +64,7 @@ def forward_kernel(
             mask = within(inside, n, H)  # [BM, BN]
             at, along = row[:, None] * H + n[None, :], token[:, None] * H + n[None, :]  # [BM, BN]
             # Loaded before the products, which hide the time that this takes.
-            xs = ()
-            for part in tl.static_range(GATES):
-                x = tl.load(x_ptr + token[:, None] * (GATES * H) + (part * H + n)[None, :], mask=mask, other=0.0)  # [BM, BN]
-                xs = xs + (x,)
+            xs = gates_of(x_ptr, token, n, mask, H, GATES)  # tiles [BM, BN]
             if CELL == "gru" or MARKS:
                 old = tl.load(hidden_ptr + at, mask=mask, other=0.0)  # [BM, BN]
             if CELL == "lstm":
@@ -75,7 +76,7 @@ def forward_kernel(
                 hidden = tl.where(starts[:, None], 0.0, old) if MARKS else old  # [BM, BN]
             if CELL == "lstm":
                 cell = tl.where(starts[:, None], 0.0, old_cell) if MARKS else old_cell  # [BM, BN]
-            h, c = advance(xs, u, bias_ptr, n, hidden, cell, H, CELL, ACTIVATION, GATE, BIAS, FAST, EXACT)
+            h, c = advance(xs, u, bias_ptr, n, hidden, cell, H, BIAS, kind)
             if CELL == "lstm":
                 if MARKS:
                     c = tl.where(real[:, None], c, old_cell)

@@ -1,4 +1,4 @@
-"""What the two passes share whose weight stays on the chip: the weight itself, products with it, and the barrier between steps.
+"""Shared by the two passes whose weight stays on the chip: the weight itself, products with it, and the barrier between steps.
 
 A launch has a program for every tile of rows and columns, and all of them run at the same time. In every step each multiplies the states of its
 rows, which the programs of the same rows have written, by its own columns of the weight. Before it reads them, it waits until all of
@@ -25,6 +25,7 @@ def arrive(arrived_ptr):
 @triton.jit
 def wait_for(arrived_ptr, count):
     """Returns when programs have arrived `count` times."""
+    # Each look acquires what was released before it.
     seen = _acquire(arrived_ptr)
     while seen < count:
         seen = _acquire(arrived_ptr)
@@ -53,6 +54,7 @@ def resident(weight_ptr, feature, exists, part, K: tl.constexpr, BLOCK_K: tl.con
     """These rows of a weight `[*, K]`, one of equal parts of their features, as a tuple of blocks `[W, BK]`. Operands of products outside of the
     loop remain where products read them, in shared memory."""
     blocks = ()
+    # Unrolled: every block has registers or shared memory of its own.
     for block in tl.static_range((K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)):  # pyright: ignore[reportGeneralTypeIssues]
         k, mask = _block(exists, part, block, K, BLOCK_K, PARTS)  # [BK], [W, BK]  # pyright: ignore[reportGeneralTypeIssues]
         blocks = blocks + (tl.load(weight_ptr + feature[:, None] * K + k[None, :], mask=mask, other=0.0),)
@@ -74,6 +76,7 @@ def product(source_ptr, at, inside, blocks, part, K: tl.constexpr, BLOCK_M: tl.c
     COUNT: tl.constexpr = (K + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K)
     # Hopper's products need 64 rows of the first operand, and read the second, of any width from 16 on, from shared memory.
     SWAP: tl.constexpr = BLOCK_M < 64 and W >= 64  # pyright: ignore[reportAssignmentType]
+    # The first blocks, as early as the tile says.
     loaded = ()
     for block in tl.static_range(min(AHEAD, COUNT)):  # pyright: ignore[reportGeneralTypeIssues]
         loaded = loaded + (_source(source_ptr, at, inside, part, block, K, BLOCK_K, PARTS),)
@@ -93,6 +96,7 @@ def product(source_ptr, at, inside, blocks, part, K: tl.constexpr, BLOCK_M: tl.c
 @triton.jit
 def of_gates(total, GATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tuple of the products `[BM, BN]` of every gate, from those of all `[BM, parts of BN]`: one part, or four."""
+    # Triton splits a tile in halves only: gates are padded to four.
     if GATES == 1:
         return (total,)
     else:

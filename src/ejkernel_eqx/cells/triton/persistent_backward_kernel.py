@@ -1,14 +1,15 @@
 """The backward pass over time with the weight on the chip; `persistent.py` says how its programs work together. The gradients of a tile's states
 stay in registers; those of the gates are read by all programs of the same rows, from two buffers in turn. `SHARED` programs have their tiles of
 columns together: each multiplies all of them by its part of the features, and adds what they have found for its own tile."""
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
 
-from .backward_kernel import gates_of, put
+from .backward_kernel import cell_before, step_of, store_gate, store_gates
 from .persistent import arrive, product, resident, wait_for
-from .step import gradients
-from .tile import marks_of, rows_of, within
+from .step import Cell, gradients
+from .tile import gates_of, marks_of, rows_of, within
 
 
 # fmt: off
@@ -26,6 +27,7 @@ def persistent_backward_kernel(
     FAST: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
+    kind: tl.constexpr = Cell(CELL, ACTIVATION, GATE, FAST, EXACT)
     W: tl.constexpr = SHARED * BLOCK_N  # pyright: ignore[reportAssignmentType]
     groups: tl.constexpr = (H + W - 1) // W
     programs: tl.constexpr = groups * SHARED  # of the same rows
@@ -41,10 +43,8 @@ def persistent_backward_kernel(
     # Steps are counted back from the last one; the one before the first token completes the gradient of the initial state.
     longest = tl.max(length, 0)
     start, end = 0, longest + 1
-    if not GRID_BARRIER:  # counted from the longest of all rows
-        start = tl.load(step_ptr + 1) + longest - tl.load(step_ptr)
-        end = tl.minimum(start + 1, longest + 1)
-        start = tl.maximum(start, 0)
+    if not GRID_BARRIER:
+        start, end = step_of(step_ptr, longest)
         if SHARED > 1:  # one launch multiplies, the next adds
             multiplies, adds = tl.load(step_ptr + 2) == 0, tl.load(step_ptr + 2) == 1
     at = row[:, None] * H + n[None, :]  # [BM, BN]
@@ -68,11 +68,7 @@ def persistent_backward_kernel(
         cell, before = dout, dhidden
         if CELL == "lstm":
             cell = tl.load(cells_ptr + along, mask=mask, other=0.0)  # [BM, BN]
-            earlier = mask & ((t > 0) & (fresh == 0))[:, None]  # [BM, BN]
-            before = tl.load(cells_ptr + along - H, mask=earlier, other=0.0).to(tl.float32)  # [BM, BN]
-            if INITIAL:
-                first = mask & ((t == 0) & (fresh == 0))[:, None]  # [BM, BN]
-                before += tl.load(initial_ptr + at, mask=first, other=0.0)
+            before = cell_before(cells_ptr, initial_ptr, along, at, t, fresh, mask, H, INITIAL)  # [BM, BN]
         if CELL == "gru":
             before = tl.load(states_ptr + along, mask=mask, other=0.0).to(tl.float32)  # [BM, BN]
         if GRID_BARRIER:
@@ -99,17 +95,12 @@ def persistent_backward_kernel(
                 dhidden = tl.where(starts[:, None], 0.0, dhidden)
                 dcell = tl.where(starts[:, None], 0.0, dcell)
             dhidden += dout.to(tl.float32)  # the gradient of the state after the token
-            found, passing, dcell_before = gradients(parts, cell, before, dhidden, dcell, CELL, ACTIVATION, GATE, FAST, EXACT)
+            dgates, passing, dcell_before = gradients(parts, cell, before, dhidden, dcell, kind)
             for g in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
-                put(operand_ptr + even * (GATES * H), found[g], real, row, n, mask, g, H, GATES, MARKS)
+                store_gate(operand_ptr + even * (GATES * H), dgates[g], real, row, n, mask, g, H, GATES, MARKS)
             if GRID_BARRIER:
                 arrive(arrived_ptr)
-            for g in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
-                put(dproduct_ptr, found[g], real, token, n, mask, g, H, GATES, MARKS)
-            if CELL == "gru":
-                put(dx_ptr, found[0], real, token, n, mask, 0, H, GATES, MARKS)
-                put(dx_ptr, found[1], real, token, n, mask, 1, H, GATES, MARKS)
-                put(dx_ptr, found[3], real, token, n, mask, 2, H, GATES, MARKS)
+            store_gates(dproduct_ptr, dx_ptr, dgates, real, token, n, mask, CELL, H, GATES, MARKS)
             # Without a real token there (padding, or before the first), all of the gradient passes.
             dhidden = tl.where(real[:, None], passing, dhidden)
             if CELL == "lstm":

@@ -1,12 +1,13 @@
 """The forward pass over time with the weight on the chip; `persistent.py` says how its programs work together. States of a tile stay in registers;
 the hidden state in the dtype of products, read by all programs of the same rows, alternates between two buffers."""
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
 
 from .persistent import arrive, of_gates, product, resident, wait_for
-from .step import advance
-from .tile import marks_of, rows_of, within
+from .step import advance, Cell
+from .tile import gates_of, marks_of, rows_of, within
 
 
 # fmt: off
@@ -20,6 +21,7 @@ def persistent_forward_kernel(
     MARKS: tl.constexpr, SAVE: tl.constexpr, GRID_BARRIER: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, AHEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
+    kind: tl.constexpr = Cell(CELL, ACTIVATION, GATE, FAST, EXACT)
     columns: tl.constexpr = (H + BLOCK_N - 1) // BLOCK_N
     parts: tl.constexpr = 1 if GATES == 1 else 4  # pyright: ignore[reportAssignmentType]
     row, begin, length, tile = rows_of(bounds_ptr, R, columns, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
@@ -44,10 +46,8 @@ def persistent_forward_kernel(
         starts, real = marks_of(marks_ptr, token, inside, MARKS)
         mask = within(inside, n, H)  # [BM, BN]
         along = token[:, None] * H + n[None, :]  # [BM, BN]
-        xs = ()  # loaded before the wait, which hides the time that this takes
-        for g in tl.static_range(GATES):  # pyright: ignore[reportGeneralTypeIssues]
-            x = tl.load(x_ptr + token[:, None] * (GATES * H) + (g * H + n)[None, :], mask=mask, other=0.0)  # [BM, BN]
-            xs = xs + (x,)
+        # Loaded before the wait, which hides the time that this takes.
+        xs = gates_of(x_ptr, token, n, mask, H, GATES)  # tiles [BM, BN]
         even = (t % 2).to(tl.int64) * R
         if GRID_BARRIER:
             wait_for(arrived_ptr, (t - start) * columns)
@@ -58,7 +58,7 @@ def persistent_forward_kernel(
         before, before_cell = hidden, cell
         if MARKS:
             before, before_cell = tl.where(starts[:, None], 0.0, hidden), tl.where(starts[:, None], 0.0, cell)
-        new, new_cell = advance(xs, us, bias_ptr, n, before, before_cell, H, CELL, ACTIVATION, GATE, BIAS, FAST, EXACT)
+        new, new_cell = advance(xs, us, bias_ptr, n, before, before_cell, H, BIAS, kind)
         hidden = tl.where(real[:, None], new, hidden)
         if CELL == "lstm":
             cell = tl.where(real[:, None], new_cell, cell)

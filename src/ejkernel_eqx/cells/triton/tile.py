@@ -1,4 +1,4 @@
-"""What the kernels share: which tokens a program has at a step, activations and their derivatives."""
+"""Shared by the kernels: the tokens of a program at a step, activations and their derivatives."""
 
 import triton
 import triton.language as tl
@@ -13,6 +13,7 @@ def rows_of(bounds_ptr, R, TILES: tl.constexpr, BLOCK_M: tl.constexpr):
     """The rows of a program `[BM]`, their first tokens and lengths, and its tile of columns."""
     pid = tl.program_id(0)
     row = pid // TILES * BLOCK_M + tl.arange(0, BLOCK_M)  # [BM]
+    # Rows that do not exist have no tokens.
     begin = tl.load(bounds_ptr + 2 * row, mask=row < R, other=0).to(tl.int64)  # [BM]
     length = tl.load(bounds_ptr + 2 * row + 1, mask=row < R, other=0)  # [BM]
     return row.to(tl.int64), begin, length, pid % TILES
@@ -20,9 +21,10 @@ def rows_of(bounds_ptr, R, TILES: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def marks_of(marks_ptr, token, inside, MARKS: tl.constexpr):
-    """Whether the tokens start from zeros, and whether they are real, `[BM]` each; tokens that are not inside do neither."""
+    """Two masks `[BM]`: tokens that start from zeros, and real tokens. Tokens that are not inside are in neither."""
     starts = inside & (token < 0)
     real = inside
+    # Marks may start a sequence anywhere, or skip a token.
     if MARKS:
         mark = tl.load(marks_ptr + token, mask=inside, other=0)  # [BM]
         starts = inside & (mark == _STARTS)
@@ -31,31 +33,45 @@ def marks_of(marks_ptr, token, inside, MARKS: tl.constexpr):
 
 
 @triton.jit
+def gates_of(gates_ptr, token, n, mask, H: tl.constexpr, PARTS: tl.constexpr):
+    """The arguments of gates, or projected inputs: a tuple of tiles `[BM, BN]`."""
+    parts = ()
+    for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+        at = token[:, None] * (PARTS * H) + (part * H + n)[None, :]  # [BM, BN]
+        parts = parts + (tl.load(gates_ptr + at, mask=mask, other=0.0),)
+    return parts
+
+
+@triton.jit
 def within(rows, columns, SIZE: tl.constexpr):
     """`[rows, columns]`: these rows, and columns that exist; no test if blocks of columns are whole."""
+    # A multiple of the block needs no test.
     if ((columns.shape[0] - 1) & SIZE) == 0:  # the block is a power of two
         return rows[:, None] & tl.full([1, columns.shape[0]], 1, tl.int1)
     return rows[:, None] & (columns < SIZE)[None, :]
 
 
 @triton.jit
-def gate(x, GATE: tl.constexpr, FAST: tl.constexpr):
-    if GATE == "hard_sigmoid":
+def gate(x, kind):
+    """The activation of gates."""
+    # relu6(x + 3) / 6.
+    if kind.GATE == "hard_sigmoid":
         return tl.minimum(tl.maximum(x + 3.0, 0.0), 6.0) * (1.0 / 6.0)
-    return sigmoid(x, FAST)
+    return sigmoid(x, kind.FAST)
 
 
 @triton.jit
-def gate_slope(x, y, GATE: tl.constexpr):
+def gate_slope(x, y, kind):
     """The derivative of `y = gate(x)`."""
-    if GATE == "hard_sigmoid":
+    if kind.GATE == "hard_sigmoid":
         return tl.where((x > -3.0) & (x < 3.0), 1.0 / 6.0, 0.0)
     return y * (1.0 - y)
 
 
 @triton.jit
 def tanh(x, FAST: tl.constexpr, EXACT: tl.constexpr):
-    """From a sigmoid, with an absolute error of 1e-7. `EXACT`: with a small relative error also near zero, by the series there."""
+    """tanh from a sigmoid, with an absolute error of 1e-7. With `EXACT` the relative error is small near zero, too, by the series there."""
+    # tanh(x) = 2 sigmoid(2 x) - 1.
     y = 2.0 * sigmoid(2.0 * x, FAST) - 1.0
     if EXACT:
         s = x * x
@@ -65,32 +81,33 @@ def tanh(x, FAST: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def activate(x, ACTIVATION: tl.constexpr, FAST: tl.constexpr, EXACT: tl.constexpr):
-    if ACTIVATION == "relu":
+def activate(x, kind):
+    """The activation of candidates and outputs."""
+    if kind.ACTIVATION == "relu":
         return tl.maximum(x, 0.0)
-    if ACTIVATION == "sigmoid":
-        return sigmoid(x, FAST)
-    if ACTIVATION == "hard_tanh":
+    if kind.ACTIVATION == "sigmoid":
+        return sigmoid(x, kind.FAST)
+    if kind.ACTIVATION == "hard_tanh":
         return tl.minimum(tl.maximum(x, -1.0), 1.0)
-    if ACTIVATION == "silu":
-        return x * sigmoid(x, FAST)
-    if ACTIVATION == "identity":
+    if kind.ACTIVATION == "silu":
+        return x * sigmoid(x, kind.FAST)
+    if kind.ACTIVATION == "identity":
         return x
-    return tanh(x, FAST, EXACT)
+    return tanh(x, kind.FAST, kind.EXACT)
 
 
 @triton.jit
-def slope(x, y, ACTIVATION: tl.constexpr, FAST: tl.constexpr):
+def slope(x, y, kind):
     """The derivative of `y = activate(x)`."""
-    if ACTIVATION == "relu":
+    if kind.ACTIVATION == "relu":
         return tl.where(x > 0.0, 1.0, 0.0)
-    if ACTIVATION == "sigmoid":
+    if kind.ACTIVATION == "sigmoid":
         return y * (1.0 - y)
-    if ACTIVATION == "hard_tanh":
+    if kind.ACTIVATION == "hard_tanh":
         return tl.where((x >= -1.0) & (x <= 1.0), 1.0, 0.0)
-    if ACTIVATION == "silu":
-        s = sigmoid(x, FAST)
+    if kind.ACTIVATION == "silu":
+        s = sigmoid(x, kind.FAST)
         return s * (1.0 + x * (1.0 - s))
-    if ACTIVATION == "identity":
+    if kind.ACTIVATION == "identity":
         return tl.full(x.shape, 1.0, tl.float32)
     return 1.0 - y * y

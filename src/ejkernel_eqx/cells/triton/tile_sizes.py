@@ -36,7 +36,7 @@ class TritonConfig:
     backward: CellTile
     float32_dot: Float32Dot = "tf32x3"
     fast_sigmoid: bool = True
-    """Whether sigmoid and tanh use NVIDIA's approximate instructions (error 2e-7)."""
+    """True if sigmoid and tanh use NVIDIA's approximate instructions (error 2e-7)."""
     concurrent_programs: Annotated[int, whole(0)] = 0
     """The number of programs that are certain to run at the same time: at most the device's multiprocessors. A launch of the persistent form with
     more of them, which must not wait for each other, becomes a launch for each step."""
@@ -139,8 +139,8 @@ def _not_persistent(device: DeviceFacts) -> str | None:
 
 
 def sharing(tile: CellTile) -> int:
-    """How many programs of the persistent backward share columns, and divide the features that products sum over: a column has one gate's gradient
-    where the forward has four, and so fewer columns than products need."""
+    """The number of programs of the persistent backward that share columns, and divide the features that products sum over: a column has one gate's
+    gradient where the forward has four, so there are fewer columns than products need."""
     return max(WIDTH // tile.block_n, 1)
 
 
@@ -156,7 +156,7 @@ def _persistent_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> lis
     if _not_persistent(device) is not None:
         return []
     H, rows = problem.dim("H"), _rows(problem)
-    found: list[CellTile] = []
+    results: list[CellTile] = []
     most, deepest = _WIDE if _is_wide(problem) else _LARGEST
     for m, n, warps in _PERSISTENT[kernel]:
         if m > most:
@@ -175,8 +175,8 @@ def _persistent_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> lis
         tiles = fitting(tiles, lambda tile: _memory(kernel, problem, tile), device)
         tiles = [tile for tile in tiles if programs(kernel, rows, H, tile) <= device.num_multiprocessors]
         # Of the blocks that exceed the features the least, the deepest.
-        found += sorted(tiles, key=lambda tile: _blocks(kernel, problem, tile) * tile.block_k)[:1]
-    return list(dict.fromkeys(found))
+        results += sorted(tiles, key=lambda tile: _blocks(kernel, problem, tile) * tile.block_k)[:1]
+    return list(dict.fromkeys(results))
 
 
 def _tiles(kernel: str, form: str, problem: Problem, device: DeviceFacts) -> list[CellTile]:
@@ -190,9 +190,9 @@ def _tiles(kernel: str, form: str, problem: Problem, device: DeviceFacts) -> lis
     # With fewer stages where a wider dtype, or a smaller shared memory, needs it.
     tiles += [dataclasses.replace(tile, num_stages=2) for tile in tiles]
     tiles += [dataclasses.replace(tile, block_k=16, num_stages=2) for tile in tiles]
-    found = fitting(tiles, lambda tile: _memory(kernel, problem, tile), device)
+    results = fitting(tiles, lambda tile: _memory(kernel, problem, tile), device)
     most = len(_TILES[form][kernel])
-    return list(dict.fromkeys(found))[:most] or [dataclasses.replace(_SMALLEST, form=form)]
+    return list(dict.fromkeys(results))[:most] or [dataclasses.replace(_SMALLEST, form=form)]
 
 
 def _memory(kernel: str, problem: Problem, tile: CellTile) -> int:

@@ -52,22 +52,22 @@ class Call:
     def sizes(self) -> tuple[int, int, int]:
         return self.chunks.heads, self.arrays.q.shape[-1], self.arrays.v.shape[-1]
 
-    def operands(self, given: Named) -> Named:
+    def operands(self, inputs: Named) -> Named:
         """Operands as the kernels take them, from those of the call: `q [B, R, P, D]`, `k`, `v` and decays by key `[B, HS, P, ...]`, numbers of
         tokens `[B, HS, NC, 1, C]`. Linear, but for decays that are as good as closed."""
         chunks, length = self.chunks, self.arrays.q.shape[1]
-        found = {name: chunks.take(given[name]) for name in "qkv"}
+        result = {name: chunks.take(inputs[name]) for name in "qkv"}
         for name in ("g", "beta"):
-            if name in given:
-                x = given[name].astype(jnp.float32)
+            if name in inputs:
+                x = inputs[name].astype(jnp.float32)
                 if name == "g" and self.spec.decay == CONSTANT:
                     x = jnp.broadcast_to(x[:, None], (x.shape[0], length, x.shape[-1]))
                 x = chunks.take(closed(x) if name == "g" else x)
-                found[name] = x if x.ndim == 4 else x.reshape(*x.shape[:2], chunks.count, 1, chunks.size)
+                result[name] = x if x.ndim == 4 else x.reshape(*x.shape[:2], chunks.count, 1, chunks.size)
         if self.spec.decay == NONE:
             # As decays of 1: without them libtpu 0.0.50 fails for v6e and tpu7x, on queries that are multiplied both by keys and by the state.
-            found["g"] = jnp.zeros((chunks.batch, chunks.heads, chunks.count, 1, chunks.size), jnp.float32)
-        return found
+            result["g"] = jnp.zeros((chunks.batch, chunks.heads, chunks.count, 1, chunks.size), jnp.float32)
+        return result
 
     def learned(self) -> Named:
         return {name: x for name in OPERANDS if (x := getattr(self.arrays, name)) is not None}
@@ -77,9 +77,8 @@ class Call:
         chunks = self.chunks
         place = jnp.arange(chunks.count, dtype=jnp.int32)
         if not chunks.packed:
-            flags = FRESH * (place == 0).astype(jnp.int32) + ENDS * (place == chunks.count - 1).astype(
-                jnp.int32
-            )
+            first, last = place == 0, place == chunks.count - 1
+            flags = FRESH * first.astype(jnp.int32) + ENDS * last.astype(jnp.int32)
             return jnp.zeros_like(flags), flags
         ends = ((chunks.last[..., None] == place[None, None]) & ~chunks.empty[..., None]).any(1)
         flags = FRESH * chunks.fresh.astype(jnp.int32) + ENDS * ends.astype(jnp.int32)
@@ -96,12 +95,12 @@ class Call:
         """Initial or final states as `[B, N, HS, D, V]`."""
         return states if self.chunks.packed else states[:, None]
 
-    def of_sequences(self, found: Array, otherwise: Array | None) -> Array:
+    def of_sequences(self, states: Array, otherwise: Array | None) -> Array:
         """The states of sequences `[B, N, HS, D, V]`, or of rows `[B, HS, D, V]`; of empty sequences others, by default zeros."""
         if not self.chunks.packed:
-            return found[:, 0]
+            return states[:, 0]
         return jnp.where(
-            self.chunks.empty[..., None, None, None], 0 if otherwise is None else otherwise, found
+            self.chunks.empty[..., None, None, None], 0 if otherwise is None else otherwise, states
         )
 
 
@@ -111,11 +110,11 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, chunk_size: int) -
 
 def run_forward(call: Call, heads: int, save: bool, execute: Execute) -> Named:
     """`out [B, R, P, V]`, `final [B, N, HS, D, V]` and, with `save`, `states [B, NC, HS, D, V]`."""
-    given = call.operands(call.learned())
+    inputs = call.operands(call.learned())
     if call.arrays.initial_state is not None:
-        given["initial"] = call.edges(call.arrays.initial_state)
+        inputs["initial"] = call.edges(call.arrays.initial_state)
     blocks = _Blocks(call, heads, reverse=False)
-    batch, out_heads = given["q"].shape[:2]
+    batch, out_heads = inputs["q"].shape[:2]
     state_heads, dim, width = call.sizes
     # With a skip, what is added to the outputs is added before they are rounded.
     dtype = call.arrays.v.dtype if call.arrays.skip is None else jnp.float32
@@ -125,20 +124,20 @@ def run_forward(call: Call, heads: int, save: bool, execute: Execute) -> Named:
     }
     if save:
         outputs["states"] = ((batch, call.chunks.count, state_heads, dim, width), call.arrays.q.dtype)
-    return blocks.launch(forward_kernel, "forward", given, outputs, "state", execute)
+    return blocks.launch(forward_kernel, "forward", inputs, outputs, "state", execute)
 
 
 def run_backward(
     call: Call, heads: int, states: Array, dout: Array, dfinal: Array, execute: Execute
 ) -> Named:
     """The gradients of `call.operands`, and `dinitial [B, N, HS, D, V]` in float32; their names begin with `d`."""
-    given = call.operands(call.learned())
-    shapes = {f"d{name}": (x.shape, x.dtype) for name, x in given.items()}
-    given |= {"states": states, "dout": call.chunks.take(dout), "dfinal": call.edges(dfinal)}
+    inputs = call.operands(call.learned())
+    shapes = {f"d{name}": (x.shape, x.dtype) for name, x in inputs.items()}
+    inputs |= {"states": states, "dout": call.chunks.take(dout), "dfinal": call.edges(dfinal)}
     if call.arrays.initial_state is not None:
-        shapes["dinitial"] = (given["dfinal"].shape, jnp.float32)
+        shapes["dinitial"] = (inputs["dfinal"].shape, jnp.float32)
     return _Blocks(call, heads, reverse=True).launch(
-        backward_kernel, "backward", given, shapes, "dstate", execute
+        backward_kernel, "backward", inputs, shapes, "dstate", execute
     )
 
 
@@ -154,57 +153,45 @@ class _Blocks:
 
     def spec(self, name: str, shape: tuple[int, ...], launched: Launched) -> Any:
         heads, size = self.heads, self.call.chunks.size
-        kind = name.removeprefix("d")
+        kind, chunk = name.removeprefix("d"), self._chunk
         if kind == "starts":
-            return pl.BlockSpec((None, None, 1, size), lambda b, h, c, *_: (b, self._chunk(c), 0, 0))
+            return pl.BlockSpec((None, None, 1, size), lambda b, h, c, *_: (b, chunk(c), 0, 0))
         if kind == "states":
-            return pl.BlockSpec(
-                (None, None, heads, *shape[3:]), lambda b, h, c, *_: (b, self._chunk(c), h, 0, 0)
-            )
+            return pl.BlockSpec((None, None, heads, *shape[3:]), lambda b, h, c, *_: (b, chunk(c), h, 0, 0))
         if kind in ("initial", "final"):
-            place = lambda b, h, c, sequence, _: (b, sequence[launched.entry(b, self._chunk(c))], h, 0, 0)
+            place = lambda b, h, c, sequence, _: (b, sequence[launched.entry(b, chunk(c))], h, 0, 0)
             return pl.BlockSpec((None, None, heads, *shape[3:]), place)
         if len(shape) == 5:
-            return pl.BlockSpec(
-                (None, heads, None, 1, size), lambda b, h, c, *_: (b, h, self._chunk(c), 0, 0)
-            )
+            return pl.BlockSpec((None, heads, None, 1, size), lambda b, h, c, *_: (b, h, chunk(c), 0, 0))
         many = heads * self.call.queries if kind in ("q", "out") else heads
-        return pl.BlockSpec((None, many, size, shape[3]), lambda b, h, c, *_: (b, h, self._chunk(c), 0))
+        return pl.BlockSpec((None, many, size, shape[3]), lambda b, h, c, *_: (b, h, chunk(c), 0))
 
     def launch(
-        self, kernel: Any, label: str, given: Named, outputs: dict[str, Any], scratch: str, execute: Execute
+        self, kernel: Any, label: str, inputs: Named, outputs: dict[str, Any], scratch: str, execute: Execute
     ) -> Named:
         call = self.call
         if call.chunks.starts is not None:
-            given = given | {"starts": call.starts()}
+            inputs = inputs | {"starts": call.starts()}
         state_heads, dim, width = call.sizes
         form = Form(call.spec.scale, call.spec.delta, call.arrays.q.dtype.name, self.reverse)
-        names = (*given, *outputs, scratch)
+        names = (*inputs, *outputs, scratch)
         launched = Launched(names, form, self.heads, call.queries, self.count, call.chunks.packed)
         results = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in outputs.values()]
-        batch, tokens = call.arrays.q.shape[0], call.chunks.places
-        flops = (
-            2
-            * batch
-            * state_heads
-            * tokens
-            * (1 + call.queries)
-            * (2 * dim * width + call.chunks.size * (dim + width))
-        )
+        batch, size = call.arrays.q.shape[0], call.chunks.size
+        products = 2 * dim * width + size * (dim + width)  # of a token and head
+        flops = 2 * batch * state_heads * call.chunks.places * (1 + call.queries) * products
         launch = TpuLaunch(
             kernel=functools.partial(kernel, launched),
             name=f"recurrence.{label}",
             grid=(batch, state_heads // self.heads, self.count),
             scalars=2,
-            in_specs=[self.spec(name, x.shape, launched) for name, x in given.items()],
+            in_specs=[self.spec(name, x.shape, launched) for name, x in inputs.items()],
             out_specs=[self.spec(name, shape, launched) for name, (shape, _) in outputs.items()],
             outputs=results,
             scratch=[pltpu.VMEM((self.heads, dim, width), jnp.float32)],
             parallel=(0, 1),
-            temporaries=values(
-                label, self.heads, call.chunks.size, call.queries, dim, width, call.spec.decay == KEY
-            ),
+            temporaries=values(label, self.heads, size, call.queries, dim, width, call.spec.decay == KEY),
             flops=flops * (3 if self.reverse else 1),
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*given.values(), *results)),
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *results)),
         )
-        return dict(zip(outputs, execute(launch, [*call.tables(), *given.values()]), strict=True))
+        return dict(zip(outputs, execute(launch, [*call.tables(), *inputs.values()]), strict=True))

@@ -46,7 +46,7 @@ class Form:
         return near + lax.stop_gradient(z - near)
 
     def plain(self, x: Array, y: Array, x_axis: int = 1, y_axis: int = 0) -> Array:
-        """The same for values that have no gradient."""
+        """`dot` for values that have no gradient."""
         return _product(x.astype(self.operand), y.astype(self.operand), x_axis, y_axis)
 
     def chosen_of(self, chosen: Array, x: Array) -> Array:
@@ -72,7 +72,7 @@ def _product(x: Array, y: Array, x_axis: int = 1, y_axis: int = 0) -> Array:
 
 
 class _Places:
-    """Which tokens a token sees. `starts [1, C]`, if there are segments: where the segment of each token begins, in tokens of the chunk, -1 if
+    """The tokens that each token sees. `starts [1, C]`, if there are segments: where the segment of each token begins, in tokens of the chunk, -1 if
     before it."""
 
     def __init__(self, size: int, starts: Array | None):
@@ -182,8 +182,8 @@ def _scores(form: Form, place: _Places, x: Array, k: Array, decays: _Decays) -> 
     if not decays.levels:
         scores = form.dot(x, k, 1, 1) * _repeated(decays.pairs, count)
         return jnp.where(_repeated(place.visible, count), scores, 0.0)
-    own = jnp.sum(x * _repeated(k, count), 1, keepdims=True)
-    scores = jnp.where(_repeated(place.i == place.j, count), own, 0.0)
+    diagonal = jnp.sum(x * _repeated(k, count), 1, keepdims=True)
+    scores = jnp.where(_repeated(place.i == place.j, count), diagonal, 0.0)
     for half, factors in zip(place.halves, decays.levels, strict=True):
         # Of every block of two halves, tokens of the later one see those of the earlier one through the decays to the middle and from it.
         level = form.dot(x * _repeated(factors, count), k * factors, 1, 1)

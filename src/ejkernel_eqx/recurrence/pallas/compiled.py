@@ -41,7 +41,7 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 
 
 def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:
-    """What runs in plain XLA."""
+    """Names what runs in plain XLA."""
     return "steps run in plain XLA, which reads and writes each state once" if problem.flag("step") else ""
 
 
@@ -68,12 +68,12 @@ def forward(
         final = jnp.zeros(shape, spec.state_dtype) if initial is None else initial.astype(spec.state_dtype)
         states = jnp.zeros((batch, call.chunks.count, *shape[-3:]), arrays.q.dtype)
         return {"out": out, "final_state": final} | ({"states": states} if save else {})
-    found = run_forward(call, heads_of_step(config.forward_heads, call.chunks.heads), save, execute)
-    out = call.chunks.give(found["out"])
+    outputs = run_forward(call, heads_of_step(config.forward_heads, call.chunks.heads), save, execute)
+    out = call.chunks.give(outputs["out"])
     if arrays.skip is not None:
         out = (out + _skipped(arrays.v, arrays.skip)).astype(arrays.v.dtype)
-    results = {"out": out, "final_state": call.of_sequences(found["final"], initial)}
-    return results | ({"states": found["states"]} if save else {})
+    results = {"out": out, "final_state": call.of_sequences(outputs["final"], initial)}
+    return results | ({"states": outputs["states"]} if save else {})
 
 
 def backward(
@@ -92,15 +92,15 @@ def backward(
         grads = {name: jnp.zeros_like(x) for name in FLOATS if (x := getattr(arrays, name)) is not None}
         return grads | ({} if initial is None else {"initial_state": dfinal})
     heads = heads_of_step(config.backward_heads, call.chunks.heads)
-    found = run_backward(call, heads, saved["states"], dout, dfinal, execute)
+    outputs = run_backward(call, heads, saved["states"], dout, dfinal, execute)
     operands, pull = jax.vjp(call.operands, call.learned())
-    (grads,) = pull({name: found[f"d{name}"] for name in operands})
+    (grads,) = pull({name: outputs[f"d{name}"] for name in operands})
     if arrays.skip is not None:
         _, pull = jax.vjp(_skipped, arrays.v, arrays.skip)
         dv, grads["skip"] = pull(dout.astype(jnp.float32))
         grads["v"] = grads["v"].astype(jnp.float32) + dv.astype(jnp.float32)
     if initial is not None:
-        grads["initial_state"] = call.of_sequences(found["dinitial"], dfinal.astype(jnp.float32))
+        grads["initial_state"] = call.of_sequences(outputs["dinitial"], dfinal.astype(jnp.float32))
     return grads
 
 
@@ -112,5 +112,5 @@ def step(
 
 
 def _skipped(v: Array, skip: Array) -> Array:
-    """What the values add to the outputs, `[B, T, HS, V]` in float32."""
+    """Computes what values add to the outputs, `[B, T, HS, V]` in float32."""
     return skip.astype(jnp.float32)[:, None] * v.astype(jnp.float32)

@@ -28,17 +28,17 @@ class Launched:
     packed: bool
 
     def entry(self, row: Any, chunk: Any) -> Any:
-        """Where the tables have a chunk."""
+        """The entry of a chunk in the tables."""
         return row * self.chunks + chunk if self.packed else chunk
 
 
 def forward_kernel(call: Launched, sequence: Any, flags: Any, *refs: Any) -> None:
     """Outputs, states at the starts of chunks if they are kept, and final states."""
     ref = dict(zip(call.names, refs, strict=True))
-    own = flags[call.entry(pl.program_id(0), pl.program_id(2))]
+    flag = flags[call.entry(pl.program_id(0), pl.program_id(2))]
     state = ref["state"]
 
-    @pl.when(own & FRESH != 0)
+    @pl.when(flag & FRESH != 0)
     def _() -> None:
         state[...] = ref["initial"][...].astype(jnp.float32) if "initial" in ref else jnp.zeros_like(state)
 
@@ -54,10 +54,10 @@ def forward_kernel(call: Launched, sequence: Any, flags: Any, *refs: Any) -> Non
 def backward_kernel(call: Launched, sequence: Any, flags: Any, *refs: Any) -> None:
     """Gradients of all operands and of the initial states, from the last chunk to the first."""
     ref = dict(zip(call.names, refs, strict=True))
-    own = flags[call.entry(pl.program_id(0), call.chunks - 1 - pl.program_id(2))]
+    flag = flags[call.entry(pl.program_id(0), call.chunks - 1 - pl.program_id(2))]
     dstate = ref["dstate"]
 
-    @pl.when(own & ENDS != 0)
+    @pl.when(flag & ENDS != 0)
     def _() -> None:
         dstate[...] = ref["dfinal"][...].astype(jnp.float32)
 
@@ -83,8 +83,8 @@ def _chunk(call: Launched, ref: dict[str, Any], head: int, state: Array) -> Chun
 
 def _queries(call: Launched, ref: Any, head: int) -> Array:
     """`[G C, ...]`: the query heads of a state head, one after the other."""
-    own = range(head * call.queries, (head + 1) * call.queries)
-    each = [ref[n].astype(jnp.float32) for n in own]
+    heads = range(head * call.queries, (head + 1) * call.queries)
+    each = [ref[n].astype(jnp.float32) for n in heads]
     return jnp.concatenate(each) if len(each) > 1 else each[0]
 
 

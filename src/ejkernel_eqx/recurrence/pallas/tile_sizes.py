@@ -60,7 +60,7 @@ def vmem(label: str, config: PallasConfig, problem: Problem) -> int:
 
 
 MAX_CHUNKS = 65_536
-"""Of packed sequences, over all leading axes: their table is in scalar memory, a megabyte."""
+"""Chunks of packed sequences, over all leading axes: their table is in scalar memory, a megabyte."""
 _CHUNKS = {False: (128, 64, 256, 32, 16), True: (64, 32, 128, 16)}
 _HEADS = ((4, 2), (8, 4), (2, 1), (1, 1))
 
@@ -68,15 +68,15 @@ _HEADS = ((4, 2), (8, 4), (2, 1), (1, 1))
 def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
     """Configurations worth timing, the heuristic first: those that fit."""
     chunks = _CHUNKS[bool(problem.flag("delta")) or problem.flag("decay") == KEY]
-    found: dict[PallasConfig, None] = {}
+    configs: dict[PallasConfig, None] = {}
     for heads in _HEADS:
         for chunk in chunks:
             config = PallasConfig(
                 min(chunk, padded(problem.dim("T"))), *(heads_of_step(n, problem.dim("HS")) for n in heads)
             )
             if config_unsupported(config, problem, device) is None:
-                found.setdefault(config)
-    return list(found)[:12] or [PallasConfig(16, 1, 1)]
+                configs.setdefault(config)
+    return list(configs)[:12] or [PallasConfig(16, 1, 1)]
 
 
 def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:

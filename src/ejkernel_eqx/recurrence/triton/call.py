@@ -53,17 +53,26 @@ class Call:
         batch, length = self.arrays.q.shape[:2]
         return result(batch, length, *sizes, dtype=dtype or self.arrays.q.dtype)
 
+    def wide_rows(self, *sizes: int) -> jax.ShapeDtypeStruct:
+        """`rows` in float32."""
+        return self.rows(*sizes, dtype=jnp.float32)
+
     def gradient(self, x: Array) -> jax.ShapeDtypeStruct:
         """The shape of a gradient over the heads of the call; in float32 if the operand has fewer heads, since it is then summed."""
         heads = self.sizes[0]
         return self.rows(heads, x.shape[3], dtype=x.dtype if x.shape[2] == heads else jnp.float32)
 
+    def parts(self, x: Array, summed: int = 1) -> jax.ShapeDtypeStruct:
+        """The shape of a gradient in parts, one for every `summed` state heads that share a head of the operand."""
+        count = self.sizes[0] // x.shape[2] // summed
+        return result(count, *x.shape, dtype=x.dtype if count == 1 else jnp.float32)
+
     def knowing(self, arrays: dict[str, Array], **numbers: Any) -> "Call":
-        """The same call with more arguments for its kernels."""
+        """This call with more arguments for its kernels."""
         return dataclasses.replace(self, launch=self.launch.knowing(arrays, **numbers))
 
     def with_decays(self) -> "Call":
-        """The same call with the cumulative decays of its tokens, for kinds with one number per token."""
+        """This call with the cumulative decays of its tokens, for kinds with one number per token."""
         if self.spec.decay != SCALAR:
             return self
         batch, length = self.arrays.q.shape[:2]
@@ -72,52 +81,36 @@ class Call:
         logs = result(heads, 3 if self.launch.numbers["EXACT"] else 2, batch * length)
         shapes = {"logs": logs, "spans": result(heads, self.chunks)}
         programs = self.chunks * cdiv(heads, tile.block_v)
-        return self.knowing(
-            self.launch(decay_phase.decays_kernel, tile, shapes, programs, CHUNKS=self.chunks)
-        )
+        sums = self.launch(decay_phase.decays_kernel, tile, shapes, programs, CHUNKS=self.chunks)
+        return self.knowing(sums)
 
     def states(self, edges: dict[str, Array]) -> tuple[Array, Array]:
         """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's; `edges` are
         the states before splits."""
         tile = self.config.states
-        results = self.launch(
-            states_phase.states_kernel,
-            tile,
-            {"states": self.stored_states, "final": self.edge_states(self.spec.state_dtype)},
-            self.state_programs(tile, self.splits),
-            edges,
-        )
+        outputs = {"states": self.stored_states, "final": self.edge_states(self.spec.state_dtype)}
+        results = self.launch(states_phase.states_kernel, tile, outputs, self.state_programs(tile), edges)
         return results["states"], results["final"]
 
     def dstates(self, dout: Array, dfinal: Array, edges: dict[str, Array]) -> tuple[Array, Array]:
         """Gradients with respect to the state at the end of every chunk and, in float32, to the initial state; `edges` are
         those after splits."""
-        tile = self.config.dstates
-        results = self.launch(
-            states_phase.dstates_kernel,
-            tile,
-            {"dstates": self.stored_states, "dinitial": self.edge_states("float32")},
-            self.state_programs(tile, self.splits),
-            {"do": dout, "dfinal": dfinal, **edges},
-        )
+        tile, arrays = self.config.dstates, {"do": dout, "dfinal": dfinal, **edges}
+        outputs = {"dstates": self.stored_states, "dinitial": self.edge_states("float32")}
+        results = self.launch(states_phase.dstates_kernel, tile, outputs, self.state_programs(tile), arrays)
         return results["dstates"], results["dinitial"]
 
     def out(self, states: Array, *, scores: Array | None = None, heads_each: int = 1) -> Array:
         """The outputs. `scores [B, T, HS, chunk]`: passed in instead of being computed in the kernel; `heads_each`: heads per program, which
         share their query and key heads."""
         heads, _, values = self.sizes
-        tile = self.config.out
-        results = self.launch(
-            out_phase.out_kernel,
-            tile,
-            {"out": self.rows(heads, values)},
-            self.chunks * (heads // heads_each) * cdiv(values, tile.block_v),
-            {"states": states, "scores": scores},
-            SCORES=scores is not None,
-            BETA=self.arrays.beta is not None and scores is None,
-            HEADS=heads_each,
-        )
-        return results["out"]
+        tile, outputs = self.config.out, {"out": self.rows(heads, values)}
+        programs = self.chunks * (heads // heads_each) * cdiv(values, tile.block_v)
+        has = {"SCORES": scores is not None, "BETA": self.arrays.beta is not None and scores is None}
+        arrays = {"states": states, "scores": scores}
+        return self.launch(out_phase.out_kernel, tile, outputs, programs, arrays, HEADS=heads_each, **has)[
+            "out"
+        ]
 
     def single(self, edges: dict[str, Array]) -> tuple[Array, Array]:
         """Outputs and final state from the single kernel that holds all key channels; `edges` are the states before splits."""
@@ -125,13 +118,8 @@ class Call:
             return hopper_call.single(self, edges)
         heads, dim, values = self.sizes
         tile = dataclasses.replace(self.config.out, block_k=padded(dim))
-        results = self.launch(
-            single_pass.single_kernel,
-            tile,
-            {"out": self.rows(heads, values), "final": self.edge_states(self.spec.state_dtype)},
-            self.sequences * self.splits * heads * cdiv(values, tile.block_v),
-            edges,
-        )
+        outputs = {"out": self.rows(heads, values), "final": self.edge_states(self.spec.state_dtype)}
+        results = self.launch(single_pass.single_kernel, tile, outputs, self.state_programs(tile), edges)
         return results["out"], results["final"]
 
     @property
@@ -149,10 +137,16 @@ class Call:
         """The number of parts of each sequence that have their own programs."""
         return self.launch.numbers["SPLITS"]
 
-    def state_programs(self, tile: Any, splits: int) -> int:
-        """The number of programs that have a tile of a state over a split each."""
+    def state_programs(self, tile: Any, splits: int | None = None) -> int:
+        """The number of programs that have a tile of a state over a split each, by default over all splits."""
         heads, dim, values = self.sizes
-        return self.sequences * splits * heads * cdiv(dim, tile.block_k) * cdiv(values, tile.block_v)
+        return (
+            self.sequences
+            * (splits or self.splits)
+            * heads
+            * cdiv(dim, tile.block_k)
+            * cdiv(values, tile.block_v)
+        )
 
 
 def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute) -> Call:
@@ -173,33 +167,22 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
     each = 1 if arrays.offsets is None else arrays.offsets.shape[1] - 1
     per_sequence = lambda x: None if x is None else jnp.repeat(x, each, axis=0)
     tables = (None, None) if arrays.offsets is None else tables_of(arrays.offsets, length, chunk)
-    named = {
-        "q": arrays.q,
-        "k": arrays.k,
-        "v": arrays.v,
+    named = arrays._asdict() | {
         "g": per_sequence(arrays.g) if spec.decay == CONSTANT else arrays.g,
-        "beta": arrays.beta,
         "skip": per_sequence(arrays.skip),
         "initial": arrays.initial_state,
-        "starts": arrays.starts,
-        "chunks": tables[0],
-        "bounds": tables[1],
+        **dict(zip(("chunks", "bounds"), tables)),
         # Arguments of some members only.
         **dict.fromkeys(("logs", "spans", "carry", "scores", "k_end", "edges", "kept", "beyond")),
     }
-    numbers = counts | {
-        "T": length,
-        "TOKENS": arrays.q.shape[0] * length,
-        "HS": max(counts.values()),
-        "D": dim,
-        "V": values,
-        "CHUNK": chunk,
+    tokens = {"T": length, "TOKENS": arrays.q.shape[0] * length, "CHUNK": chunk}
+    sizes = {"HS": max(counts.values()), "D": dim, "V": values}
+    kind = {"SCALE": spec.scale, "DECAY": DECAYS[spec.decay], "PRECISION": precision}
+    numbers = {
+        **(counts | tokens | sizes | kind),
         "SPLITS": max(1, min(config.splits, cdiv(length, chunk))),
-        "SCALE": spec.scale,
-        "DECAY": DECAYS[spec.decay],
         "EVEN": arrays.offsets is None and length % chunk == 0,
         "EXACT": arrays.q.dtype == jnp.float32,
-        "PRECISION": precision,
         **given(BETA=arrays.beta, SKIP=arrays.skip, INITIAL=arrays.initial_state),
         **given(SEGMENTS=arrays.starts, TABLE=arrays.offsets),
     }
@@ -220,7 +203,7 @@ def precision_of(arrays: RecurrenceArrays, config: TritonConfig) -> str:
 
 
 def repeated(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> RecurrenceArrays:
-    """The same call with a state head for every query head, if there are more query heads."""
+    """This call with a state head for every query head, if there are more query heads."""
     heads = arrays.q.shape[2]
     counts = [arrays.k.shape[2], arrays.v.shape[2]]
     if arrays.g is not None:
@@ -247,7 +230,7 @@ def sum_heads(x: Array, heads: int, *, axis: int = 2) -> Array:
 
 
 def first_copies(states: Array, copies: int) -> Array:
-    """From states `[.., heads, D, V]` with `copies` equal neighbours each, the first ones."""
+    """The first of every `copies` equal neighbours among states `[.., heads, D, V]`."""
     return states if copies == 1 else states[..., ::copies, :, :]
 
 

@@ -9,8 +9,9 @@ from jax import Array, lax
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, run
-from ..spec import KEY, RecurrenceArrays, RecurrenceSpec, StepArrays, StepSpec, VALUE
+from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec, StepArrays, StepSpec, VALUE
 from . import delta_host, delta_tile_sizes, key_host, linear_host, step_kernel, tile_sizes
+from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies
 from .tile_sizes import TritonConfig
 
 OPAQUE = True
@@ -70,12 +71,21 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 
 
 def _member(spec: RecurrenceSpec) -> ModuleType:
+    """The host side of a member of the family. Its `forward` returns outputs, the final state and residuals, its `backward` gradients of the call's
+    arrays and of the initial state; states are those of the call's heads."""
     return delta_host if spec.delta else key_host if spec.decay == KEY else linear_host
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
     """The axes, after the leading one, of the residuals that the forward pass keeps for the backward pass."""
     return _member(spec).saved_axes(arrays, spec)
+
+
+def _call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute) -> Call:
+    """The call as the kernels see it, with a state head for every query head."""
+    if _member(spec) is key_host:
+        arrays = key_host.weighted(arrays, spec, config)
+    return make_call(repeated(arrays, spec), spec, config, execute)
 
 
 def forward(
@@ -88,7 +98,10 @@ def forward(
 ) -> dict[str, Array]:
     """`out`, `final_state` and the residuals of `saved_axes`, from arrays with one leading axis. Saving costs no time, since one kernel
     passes the residuals to the next anyway."""
-    return _member(spec).forward(arrays, spec, config, execute=execute)
+    call = _call(arrays, spec, config, execute)
+    out, final, saved = _member(spec).forward(call, arrays)
+    copies = call.sizes[0] // heads_of(arrays, spec).state
+    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
 
 
 def backward(
@@ -103,8 +116,14 @@ def backward(
     """Gradients of all float arrays of the call; bitwise repeatable, as every sum has a fixed order."""
     # States are computed again from the arrays alone. Bound to the cotangents, so that no compiler does so early and holds them until here.
     arrays, saved, cotangents = lax.optimization_barrier((arrays, saved, cotangents))
-    dout, dfinal_state = cotangents["out"], cotangents["final_state"]
-    return _member(spec).backward(arrays, spec, config, saved, dout, dfinal_state, execute=execute)
+    call = _call(arrays, spec, config, execute)
+    copies = call.sizes[0] // heads_of(arrays, spec).state
+    dout = cotangents["out"].astype(call.arrays.q.dtype)
+    dfinal = in_first_copies(cotangents["final_state"], copies)
+    grads, dinitial = _member(spec).backward(call, arrays, saved, dout, dfinal)
+    if arrays.initial_state is not None:
+        grads["initial_state"] = sum_copies(dinitial, copies)
+    return grads
 
 
 def step(arrays: StepArrays, spec: StepSpec, config: Any, *, execute: Execute = run) -> tuple[Array, Array]:

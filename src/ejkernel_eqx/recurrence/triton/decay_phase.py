@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
-from .tile import add_pairs, chunk_tile, closed, load_tile
+from .decays import add_pairs, closed
+from .places import chunk_tile
+from .tile import load_tile
 
 
 # fmt: off
@@ -17,7 +19,8 @@ def decays_kernel(
     tokens; from the token to the end of the chunk; and with `EXACT` the rounding error of the first. `spans [HG, chunks]`: how far the first is
     from half of the whole chunk's, at most."""
     planes: tl.constexpr = 3 if EXACT else 2
-    chunk, _, _tile, start, first, count, _seq = chunk_tile(chunks_ptr, T, 1, HG, BLOCK_V, CHUNK, TABLE)
+    index, _, _tile, start, chunk = chunk_tile(chunks_ptr, T, 1, HG, BLOCK_V, CHUNK, TABLE)
+    first, count = chunk.first, chunk.count
     g = closed(load_tile(g_ptr + first * HG, HG, count, start, HG, CHUNK, BLOCK_V, EVEN).to(tl.float32))  # [C, BV]
     r = tl.arange(0, CHUNK)[:, None]  # [C, 1]
     head = start + tl.arange(0, BLOCK_V)[None, :]  # [1, BV]
@@ -36,5 +39,6 @@ def decays_kernel(
         tl.store(logs, high, mask=mask)
         end = tl.sum(g, axis=0)[None, :]  # [1, BV]
         tl.store(logs + TOKENS, end - high, mask=mask)
+    # A decay that is not a number counts as infinitely far.
     spans = tl.max(tl.where(high == high, tl.abs(high - end * 0.5), float("inf")), axis=0)[None, :]  # [1, BV]
-    tl.store(spans_ptr + head.to(tl.int64) * CHUNKS + chunk, spans, mask=head < HG)
+    tl.store(spans_ptr + head.to(tl.int64) * CHUNKS + index, spans, mask=head < HG)

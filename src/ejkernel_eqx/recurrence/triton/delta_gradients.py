@@ -4,44 +4,40 @@ With e = beta (v - e^G k S), v' = (I + L)^-1 e and x the gradient with respect t
 -tril(x v'^T, -1), and the one with respect to beta e^G k is -x S^T.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
+from .decays import between, Decay, KEY, log_decays, NONE
 from .delta_states import factors_at, factors_of
-from .tile import (
-    between,
-    chunk_tile,
-    KEY,
-    load_state,
-    load_tile,
-    load_vector,
-    log_decays,
-    NONE,
-    operand_of,
-    segment_starts,
-    store_tile,
-)
+from .operands import load_head, Operand, operand_of
+from .places import chunk_tile, pairs_below
+from .tile import load_state, load_tile, load_vector, store_tile
+
+Saved = namedtuple("Saved", "do_ptr written_ptr derrors_ptr states_ptr dstates_ptr")
+"""Arrays of a chunk and head, from its first row on: gradients of outputs, rows that were written to the state, and gradients of what these were
+computed from; the state before the chunk, and the gradient of the state after it."""
 
 
 # fmt: off
 @triton.jit
-def from_states(
-    do_ptr, written_ptr, derrors_ptr, states_ptr, dstates_ptr, place, own, count, column,
-    HS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    CARRY: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-):
+def from_states(saved, count, column, of, D: tl.constexpr, BLOCK_K: tl.constexpr, CARRY: tl.constexpr, PRECISION: tl.constexpr):
     """Contributions of the states to a slice of key channels, without decays: do S^T, x S^T, v' dS^T, and with `CARRY` that of the
-    state passing through the chunk, sum_v S o dS. `place`: offset of the chunk's first row; `own`: offset of its state."""
+    state passing through the chunk, sum_v S o dS. `of`: the operand of values."""
+    CHUNK: tl.constexpr = of.ROWS
+    V: tl.constexpr = of.WIDTH
+    BLOCK_V: tl.constexpr = of.COLUMNS
     dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     dread = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     dcarry = tl.zeros([BLOCK_K], tl.float32)  # [BK]
     for v0 in tl.range(0, V, BLOCK_V):
-        do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-        written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-        derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-        state = load_state(states_ptr + own, v0, column, V, D, BLOCK_V, BLOCK_K)  # [BV, BK]
-        dstate = load_state(dstates_ptr + own, v0, column, V, D, BLOCK_V, BLOCK_K)  # [BV, BK]
+        do = load_tile(saved.do_ptr, of.HS * V, count, v0, V, CHUNK, BLOCK_V, of.EVEN)  # [C, BV]
+        written = load_tile(saved.written_ptr, of.HS * V, count, v0, V, CHUNK, BLOCK_V, of.EVEN)  # [C, BV]
+        derror = load_tile(saved.derrors_ptr, of.HS * V, count, v0, V, CHUNK, BLOCK_V, of.EVEN)  # [C, BV]
+        state = load_state(saved.states_ptr, v0, column, V, D, BLOCK_V, BLOCK_K)  # [BV, BK]
+        dstate = load_state(saved.dstates_ptr, v0, column, V, D, BLOCK_V, BLOCK_K)  # [BV, BK]
         dq = tl.dot(do, state, dq, input_precision=PRECISION)  # [C, BK]
         dread = tl.dot(derror, state, dread, input_precision=PRECISION)  # [C, BK]
         dk = tl.dot(written, dstate, dk, input_precision=PRECISION)  # [C, BK]
@@ -57,10 +53,11 @@ def delta_pairs_kernel(
     HS: tl.constexpr, HV: tl.constexpr, HG: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr, DECAY: tl.constexpr,
     SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):
-    """For one chunk and state head, over values: the gradients of `q_i k_j` and, without beta, of `k_i k_j`, both `[.., CHUNK]` with their
+    """Gradients of one chunk and state head, summed over values: of `q_i k_j` and, without beta, of `k_i k_j`, both `[.., CHUNK]` with their
     decays (except those of key channels) and without the diagonal, which is the third result; `dv`; and the part of `dbeta` from v.
     """
-    _chunk, h, _tile, _start, row, count, seq = chunk_tile(chunks_ptr, T, HS, 1, 1, CHUNK, TABLE)
+    _index, h, _tile, _start, chunk = chunk_tile(chunks_ptr, T, HS, 1, 1, CHUNK, TABLE)
+    row, count = chunk.first, chunk.count
     r = tl.arange(0, CHUNK)  # [C]
     place = (row * HS + h) * V
     beta = load_vector(factors_at(factors_ptr, row, h, T, HS) + T * 2, 1, count, CHUNK, EVEN)  # [C]
@@ -72,7 +69,7 @@ def delta_pairs_kernel(
         do = load_tile(do_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         written = load_tile(written_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV], v'
         derror = load_tile(derrors_ptr + place, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV], x
-        v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        v = load_head(v_ptr, chunk, h, v0, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN))  # [C, BV]
         dscores = tl.dot(do, tl.trans(written), dscores, input_precision=PRECISION)  # [C, C]
         dreads = tl.dot(derror, tl.trans(written), dreads, input_precision=PRECISION)  # [C, C]
         derror = derror.to(tl.float32)  # [C, BV]
@@ -80,14 +77,13 @@ def delta_pairs_kernel(
         store_tile(dv_ptr + place, derror * beta[:, None], HS * V, count, v0, V, CHUNK, BLOCK_V)
     # Pairs below the diagonal include the decays between them; those on it have none and are kept apart.
     diagonal = tl.sum(tl.where(r[:, None] == r[None, :], dscores, 0.0), axis=1)  # [C]
-    below = r[:, None] > r[None, :]  # [C, C]
-    if SEGMENTS:
-        below = below & (r[None, :] >= segment_starts(starts_ptr, row, count, row // T, T, CHUNK)[:, None])  # [C, C]
+    below = pairs_below(starts_ptr, chunk, T, CHUNK, SEGMENTS)  # [C, C]
     if DECAY == KEY:
         decay = tl.where(below, 1.0, 0.0)  # [C, C]
     else:
-        high, low = log_decays(g_ptr, row, count, seq, h, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C] each
-        decay = between(high, low, below, DECAY, EXACT)  # [C, C]
+        kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
+        high, low = log_decays(g_ptr, chunk, h, kind)  # [C] each
+        decay = between(high, low, below, kind)  # [C, C]
     pairs = (row * HS + h) * CHUNK
     operand: tl.constexpr = dscores_ptr.dtype.element_ty
     dscores = operand_of(dscores * decay * SCALE, operand, PRECISION)  # [C, C]
@@ -107,25 +103,27 @@ def delta_gradients_kernel(
     BLOCK_V: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """For one chunk, a slice of key channels and `HEADS` state heads with the same queries and keys, over which `dq` and `dk` are summed;
-    and this slice's parts of `dg` (natural logarithm) and `dbeta`, `[B, T, slices, HS]`."""
+    """Gradients of one chunk and a slice of key channels, for `HEADS` state heads with the same queries and keys, over which `dq` and `dk` are
+    summed; and this slice's parts of `dg` (natural logarithm) and `dbeta`, `[B, T, slices, HS]`."""
+    values: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
     groups: tl.constexpr = HS // HEADS
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
-    chunk, group, tile, column, row, count, _seq = chunk_tile(chunks_ptr, T, groups, D, BLOCK_K, CHUNK, TABLE)
+    index, group, tile, column, chunk = chunk_tile(chunks_ptr, T, groups, D, BLOCK_K, CHUNK, TABLE)
+    row, count = chunk.first, chunk.count
     r = tl.arange(0, CHUNK)  # [C]
     dq_sum = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     dk_sum = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     for h in range(group * HEADS, group * HEADS + HEADS):
         place = (row * HS + h) * V
-        own = (chunk.to(tl.int64) * HS + h) * (D * V)
-        dq, dread, dk, dcarry = from_states(  # [C, BK] thrice, [BK]
-            do_ptr, written_ptr, derrors_ptr, states_ptr, dstates_ptr, place, own, count, column, HS, D, V, CHUNK, BLOCK_K, BLOCK_V,
-            DECAY != NONE, EVEN, PRECISION)
+        offset = (index.to(tl.int64) * HS + h) * (D * V)
+        saved = Saved(do_ptr + place, written_ptr + place, derrors_ptr + place, states_ptr + offset, dstates_ptr + offset)
+        dq, dread, dk, dcarry = from_states(saved, count, column, values, D, BLOCK_K, DECAY != NONE, PRECISION)  # [C, BK] thrice, [BK]
+        # The factors of the chunk's tokens, as the forward pass stored them.
         factors = factors_at(factors_ptr, row, h, T, HS)
         before, after, carry = factors_of(factors, count, T, CHUNK, EVEN)  # [C], [C], []
         beta = load_vector(factors + T * 2, 1, count, CHUNK, EVEN)  # [C]
-        q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        q = load_head(q_ptr, chunk, h, column, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+        k = load_head(k_ptr, chunk, h, column, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
         pairs = (row * HS + h) * CHUNK
         dscores = load_tile(dscores_ptr + pairs, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
         dreads = load_tile(dreads_ptr + pairs, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
@@ -154,6 +152,7 @@ def delta_gradients_kernel(
             tl.store(dg_ptr + sums, dlog, mask=r < count)
         dq_sum += dq + diagonal[:, None] * k_wide
         dk_sum += dk + dread * beta[:, None] + diagonal[:, None] * q_wide
+    # Sums over the heads of the group, in one place each.
     width: tl.constexpr = groups * D
     store_tile(dq_ptr + row * width + group * D, dq_sum, width, count, column, D, CHUNK, BLOCK_K)
     store_tile(dk_ptr + row * width + group * D, dk_sum, width, count, column, D, CHUNK, BLOCK_K)

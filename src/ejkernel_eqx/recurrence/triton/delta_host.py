@@ -4,21 +4,22 @@ The forward pass keeps the scores, the inverse of every chunk's matrix, and thre
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch import Execute, NOTHING, result, run
+from ...launch import NOTHING, result
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec
 from . import delta_splits
-from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies, sum_heads
+from .call import Call, sum_heads
 from .delta_gradients import delta_gradients_kernel, delta_pairs_kernel
 from .delta_key_gradients import delta_key_gradients_kernel
 from .delta_states import delta_dstates_kernel, delta_states_kernel
 from .key_scores import gates
-from .tile_sizes import Tile, TritonConfig
+from .tile_sizes import Tile
 from .wy import delta_scores_kernel
 from .wy_key import delta_key_scores_kernel
 
@@ -32,113 +33,62 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
     return solved | delta_splits.saved_axes(arrays, spec)
 
 
-def forward(
-    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
-) -> Arrays:
-    """`out`, `final_state`, and the residuals of the backward pass."""
-    call = make_call(repeated(arrays, spec), spec, config, execute)
+def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Arrays]:
     heads, _, values = call.sizes
-    if spec.decay == KEY:
-        solved = _key_scores(call, _gates(call), solving=True)
-    else:
-        solved = _scores(call)
+    solved = _key_scores(call, _gates(call), solving=True) if call.spec.decay == KEY else _scores(call)
     serial = _serial(call)
     edges, turns = delta_splits.edges_of(serial, solved)
-    results = serial.launch(
-        delta_states_kernel,
-        serial.config.out,
-        delta_splits.NO_STATES
-        | {"out": call.rows(heads, values), "final": call.edge_states(spec.state_dtype)},
-        _programs(call, config.out),
-        solved | {"edges": edges},
-        OUT=True,
-        LOCAL=False,
-    )
-    return {
-        "out": results["out"].astype(arrays.v.dtype),
-        "final_state": first_copies(results["final"], _copies(call, arrays)),
-        **{name: solved[name] for name in ("scores", "inverse", "factors")},
-        **delta_splits.to_saved(call, edges, turns),
-    }
+    outputs = {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)}
+    results = _states(serial, serial.config.out, outputs, solved | {"edges": edges})
+    saved = {name: solved[name] for name in ("scores", "inverse", "factors")}
+    return results["out"], results["final"], saved | delta_splits.to_saved(call, edges, turns)
 
 
 def backward(
-    arrays: RecurrenceArrays,
-    spec: RecurrenceSpec,
-    config: TritonConfig,
-    saved: Arrays,
-    dout: Array,
-    dfinal_state: Array,
-    *,
-    execute: Execute = run,
-) -> Arrays:
-    """The gradients of every float array of the call."""
-    call = make_call(repeated(arrays, spec), spec, config, execute)
-    heads, _, values = call.sizes
-    copies = _copies(call, arrays)
-    given = {name: x for name, x in saved.items()} | {"do": dout.astype(call.arrays.q.dtype)}
-    key_gates = _gates(call) if spec.decay == KEY else {}
-    folded = _key_scores(call, key_gates, solving=False) if spec.decay == KEY else {}
+    call: Call, arrays: RecurrenceArrays, saved: Arrays, dout: Array, dfinal: Array
+) -> tuple[Arrays, Array]:
+    heads, dim, values = call.sizes
+    decay, named = call.spec.decay, saved | {"do": dout}
+    key_gates = _gates(call) if decay == KEY else {}
+    folded = _key_scores(call, key_gates, solving=False) if decay == KEY else {}
     serial = _serial(call)
-    edges, turns = delta_splits.from_saved(serial, given | folded)
-    results = serial.launch(
-        delta_states_kernel,
-        serial.config.states,
-        delta_splits.NO_STATES | {"states": _states(call), "written": call.rows(heads, values)},
-        _programs(call, config.states),
-        given | folded | {"edges": edges},
-        OUT=False,
-        LOCAL=False,
-    )
-    given |= {name: results[name] for name in ("states", "written")}
-    dfinal = in_first_copies(dfinal_state, copies)
-    edges = delta_splits.gradients_of(serial, given | folded, dfinal, turns)
-    results = serial.launch(
-        delta_dstates_kernel,
-        serial.config.dstates,
-        {
-            "dstates": _states(call),
-            "derrors": call.rows(heads, values),
-            "dinitial": call.edge_states("float32"),
-            "local": NOTHING,
-        },
-        _programs(call, config.dstates),
-        given | folded | {"dfinal": dfinal, "edges": edges},
-        LOCAL=False,
-    )
-    given |= {name: results[name] for name in ("dstates", "derrors")}
-    dinitial = results["dinitial"]
-    grads = _gradients(call, given | key_gates)
-    if spec.decay == CONSTANT:
+    edges, turns = delta_splits.from_saved(serial, named | folded)
+    stored = result(call.chunks, heads, values, dim, dtype=call.arrays.q.dtype)
+    outputs = {"states": stored, "written": call.rows(heads, values)}
+    results = _states(serial, serial.config.states, outputs, named | folded | {"edges": edges})
+    named |= {name: results[name] for name in outputs}
+    edges = delta_splits.gradients_of(serial, named | folded, dfinal, turns)
+    tile, inputs = serial.config.dstates, named | folded | {"dfinal": dfinal, "edges": edges}
+    outputs = {"dstates": stored, "derrors": call.rows(heads, values)}
+    others = {"dinitial": call.edge_states("float32"), "local": NOTHING}
+    programs = serial.state_programs(tile)
+    results = serial.launch(delta_dstates_kernel, tile, outputs | others, programs, inputs, LOCAL=False)
+    named |= {name: results[name] for name in outputs}
+    grads = _gradients(call, named | key_gates)
+    if decay == CONSTANT:
         grads["dg"] = _sum_tokens(grads["dg"], arrays.offsets)
     # The head axis of each array.
-    axes = {"q": 2, "k": 2, "v": 2, "g": 1 if spec.decay == CONSTANT else 2, "beta": 2}
-    found = {
+    axes = {"q": 2, "k": 2, "v": 2, "g": 1 if decay == CONSTANT else 2, "beta": 2}
+    summed = {
         name: sum_heads(grads[f"d{name}"], x.shape[axis], axis=axis)
         for name, axis in axes.items()
         if (x := getattr(arrays, name)) is not None
     }
-    if arrays.initial_state is not None:
-        found["initial_state"] = sum_copies(dinitial, copies)
-    return found
+    return summed, results["dinitial"]
 
 
-def _copies(call: Call, arrays: RecurrenceArrays) -> int:
-    """How often a state head is repeated."""
-    return call.sizes[0] // heads_of(arrays, call.spec).state
+def _states(serial: Call, tile: Tile, outputs: dict[str, Any], inputs: dict[str, Any]) -> Arrays:
+    """A pass over the states, with the outputs of the call if these are wanted."""
+    numbers = {"OUT": "out" in outputs, "LOCAL": False}
+    outputs, programs = delta_splits.NO_STATES | outputs, serial.state_programs(tile)
+    return serial.launch(delta_states_kernel, tile, outputs, programs, inputs, **numbers)
 
 
 def _scores(call: Call) -> Arrays:
     heads, each = call.sizes[0], _heads_each(call)
-    return call.launch(
-        delta_scores_kernel,
-        call.config.scores,
-        _solutions(call),
-        call.chunks * (heads // each),
-        BLOCK_K=padded(call.sizes[1]),
-        HEADS=each,
-        SOLVE=_solving(call),
-    )
+    numbers = {"BLOCK_K": padded(call.sizes[1]), "HEADS": each, "SOLVE": _solving(call)}
+    outputs, programs = _solutions(call), call.chunks * (heads // each)
+    return call.launch(delta_scores_kernel, call.config.scores, outputs, programs, **numbers)
 
 
 def _gates(call: Call) -> Arrays:
@@ -149,80 +99,50 @@ def _gates(call: Call) -> Arrays:
 def _key_scores(call: Call, key_gates: Arrays, *, solving: bool) -> Arrays:
     """Queries and keys with their decays included instead of the plain ones; with `solving` also the scores and inverses."""
     heads, dim, _ = call.sizes
-    wide = call.rows(heads, dim)
-    solutions = _solutions(call) if solving else dict.fromkeys(_solutions(call), NOTHING)
-    results = call.launch(
-        delta_key_scores_kernel,
-        call.config.scores,
-        solutions
-        | {
-            "q_in": wide,
-            "k_in": wide,
-            "k_end": wide,
-            "carry": result(call.chunks, heads, dim),
-        },
-        call.chunks * heads,
-        key_gates,
-        SOLVE=_solving(call),
-        SOLVING=solving,
-    )
+    outputs = _solutions(call) if solving else dict.fromkeys(_solutions(call), NOTHING)
+    outputs |= dict.fromkeys(("q_in", "k_in", "k_end"), call.rows(heads, dim))
+    outputs |= {"carry": result(call.chunks, heads, dim)}
+    tile, numbers = call.config.scores, {"SOLVE": _solving(call), "SOLVING": solving}
+    programs = call.chunks * heads
+    results = call.launch(delta_key_scores_kernel, tile, outputs, programs, key_gates, **numbers)
     kept = ("scores", "inverse", "factors") if solving else ()
-    return {name: results[name] for name in (*kept, "k_end", "carry")} | {
-        "q": results["q_in"],
-        "k": results["k_in"],
-    }
+    others = {"q": results["q_in"], "k": results["k_in"]}
+    return {name: results[name] for name in (*kept, "k_end", "carry")} | others
 
 
 def _solutions(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
     heads, chunk = call.sizes[0], call.config.chunk_size
     batch, length = call.arrays.q.shape[:2]
-    return {
-        "scores": call.rows(heads, chunk),
-        "inverse": call.rows(heads, chunk),
-        "factors": result(batch, heads, 3, length),
-        "scratch": result(call.chunks, heads, chunk, 32),
+    factors, scratch = result(batch, heads, 3, length), result(call.chunks, heads, chunk, 32)
+    return dict.fromkeys(("scores", "inverse"), call.rows(heads, chunk)) | {
+        "factors": factors,
+        "scratch": scratch,
     }
 
 
-def _pairs(call: Call, given: Arrays) -> Arrays:
+def _pairs(call: Call, inputs: Arrays) -> Arrays:
     """The contributions of pairs of tokens to the gradients, `dv`, and a part of `dbeta`."""
-    heads, chunk, values = call.sizes[0], call.config.chunk_size, call.sizes[2]
-    a_head = call.rows(heads, dtype=jnp.float32)
-    return call.launch(
-        delta_pairs_kernel,
-        call.config.wy,
-        {
-            "dscores": call.rows(heads, chunk),
-            "dreads": call.rows(heads, chunk),
-            "diagonal": a_head,
-            "dv": _shared(call, heads, values, "HV"),
-            "dbeta": a_head,
-        },
-        call.chunks * heads,
-        given,
-    )
+    heads, _, values = call.sizes
+    pairs = call.rows(heads, call.config.chunk_size)
+    outputs = {"dscores": pairs, "dreads": pairs, "dv": _shared(call, heads, values, "HV")}
+    outputs |= dict.fromkeys(("diagonal", "dbeta"), call.wide_rows(heads))
+    return call.launch(delta_pairs_kernel, call.config.wy, outputs, call.chunks * heads, inputs)
 
 
-def _gradients(call: Call, given: Arrays) -> Arrays:
+def _gradients(call: Call, inputs: Arrays) -> Arrays:
     """Gradients over state heads; those of queries and keys are summed over the heads that share them."""
     heads, dim, _ = call.sizes
     keyed, gated = call.spec.decay == KEY, call.arrays.g is not None
     each = 1 if keyed else _heads_each(call)
-    pairs = _pairs(call, given)
-    tiles = cdiv(dim, call.config.gradients.block_k)
-    parts = call.rows(tiles, heads, dtype=jnp.float32)
-    results = call.knowing({}, HEADS=each).launch(
-        delta_key_gradients_kernel if keyed else delta_gradients_kernel,
-        call.config.gradients,
-        {
-            "dq": _shared(call, heads // each, dim, "HQ"),
-            "dk": _shared(call, heads // each, dim, "HK"),
-            "dg": call.rows(heads, dim, dtype=jnp.float32) if keyed else parts if gated else NOTHING,
-            "dbeta": parts,
-        },
-        call.chunks * (heads // each) * tiles,
-        given | {name: pairs[name] for name in ("dscores", "dreads", "diagonal")},
-    )
+    pairs, tile = _pairs(call, inputs), call.config.gradients
+    inputs = inputs | {name: pairs[name] for name in ("dscores", "dreads", "diagonal")}
+    tiles = cdiv(dim, tile.block_k)
+    parts = call.wide_rows(tiles, heads)
+    outputs = {"dg": call.wide_rows(heads, dim) if keyed else parts if gated else NOTHING, "dbeta": parts}
+    outputs |= {f"d{x}": _shared(call, heads // each, dim, f"H{x.upper()}") for x in "qk"}
+    kernel = delta_key_gradients_kernel if keyed else delta_gradients_kernel
+    programs = call.chunks * (heads // each) * tiles
+    results = call.knowing({}, HEADS=each).launch(kernel, tile, outputs, programs, inputs)
     results["dbeta"] = pairs["dbeta"] + results["dbeta"].sum(2)
     if gated and not keyed:
         results["dg"] = results["dg"].sum(2)
@@ -258,16 +178,6 @@ def _serial(call: Call) -> Call:
     decayed = call.spec.decay == KEY
     call = call.knowing({}, DECAYED=decayed, **({"HQ": heads, "HK": heads} if decayed else {}))
     return dataclasses.replace(call, config=dataclasses.replace(call.config, **whole))
-
-
-def _programs(call: Call, tile: Tile) -> int:
-    heads, _, values = call.sizes
-    return call.sequences * call.splits * heads * cdiv(values, tile.block_v)
-
-
-def _states(call: Call) -> jax.ShapeDtypeStruct:
-    heads, dim, values = call.sizes
-    return result(call.chunks, heads, values, dim, dtype=call.arrays.q.dtype)
 
 
 def _sum_tokens(x: Array, offsets: Array | None) -> Array:

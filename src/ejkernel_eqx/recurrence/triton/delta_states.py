@@ -12,7 +12,10 @@ and then each split begins with its own state. Gradients of states go the other 
 import triton
 import triton.language as tl
 
-from .tile import chunks_of_split, load_carry, load_tile, load_vector, operand_of, state_tile, store_tile
+from .operands import load_head, Operand, operand_of
+from .places import Chunk
+from .state_tiles import chunks_of_split, state_tile, States
+from .tile import load_carry, load_tile, load_vector, store_tile
 
 
 # fmt: off
@@ -40,6 +43,14 @@ def factors_of(factors, count, T, CHUNK: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def store_factors(factors, before, after, beta, T, mask):
+    """Stores the factors of tokens: the decays from the chunk's start and to its end, and the write strengths."""
+    tl.store(factors, before, mask=mask)
+    tl.store(factors + T, after, mask=mask)
+    tl.store(factors + T * 2, beta, mask=mask)
+
+
+@triton.jit
 def identity(CHUNK: tl.constexpr, DTYPE: tl.constexpr):
     """Multiplying by it moves a tile from memory to where accumulators are, faster than Triton's own layout conversion."""
     r = tl.arange(0, CHUNK)  # [C]
@@ -54,6 +65,14 @@ def load_rows(ptr, split, h, start, HS: tl.constexpr, D: tl.constexpr, V: tl.con
 
 
 @triton.jit
+def store_leaving_rows(pointers, state, mask, split, SPLITS: tl.constexpr, LAST: tl.constexpr):
+    """Stores a state, or its gradient, at the pointers if this program has the split `LAST`."""
+    if SPLITS > 1:
+        mask = mask & (split == LAST)
+    tl.store(pointers, state, mask=mask)
+
+
+@triton.jit
 def delta_states_kernel(
     q_ptr, k_ptr, k_end_ptr, v_ptr, scores_ptr, inverse_ptr, factors_ptr, carry_ptr, initial_ptr, edges_ptr, bounds_ptr, T,
     out_ptr, final_ptr, states_ptr, written_ptr, local_ptr, turns_ptr,
@@ -61,32 +80,34 @@ def delta_states_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, INITIAL: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, LOCAL: tl.constexpr,
 ):
-    """With `OUT` the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it. With
+    """Computes with `OUT` the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it. With
     `LOCAL` what every split makes of a zero state, `local [sequences, SPLITS, HS, V, D]`, and of the identity, `turns [.., D, D]`."""
     # Tiles of rows of the identity follow those of values.
     values: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V * BLOCK_V
-    seq, split, h, _d0, start, first, length, chunk, own = state_tile(
-        bounds_ptr, T, HS, D, values + D if LOCAL else V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS)
+    seq, split, h, _d0, start, first, length, chunk, state_offset = state_tile(
+        bounds_ptr, T, States(HS, D, values + D if LOCAL else V, BLOCK_K, BLOCK_V, SPLITS), CHUNK, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
     if LOCAL:
+        # Tiles past those of values begin as rows of the identity.
         rows = start - values + tl.arange(0, BLOCK_V)[:, None]  # [BV, 1], of the identity
         state = tl.where(rows == tl.arange(0, BLOCK_K)[None, :], 1.0, state)  # [BV, BK]
     elif SPLITS > 1:
         state = load_rows(edges_ptr, seq * SPLITS + split, h, start, HS, D, V, BLOCK_K, BLOCK_V)  # [BV, BK]
     elif INITIAL:
-        state = tl.load(initial_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
+        state = tl.load(initial_ptr + state_offset + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
     factors = factors_at(factors_ptr, first, h, T, HS)
     one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
     begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
     for n in tl.range(begin, end):
-        row = first + n * CHUNK
-        count = tl.minimum(length - n * CHUNK, CHUNK)
-        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        given = tl.where(start < V, count, 0) if LOCAL else count  # no values are written to the identity
-        v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, given, start, V, CHUNK, BLOCK_V, EVEN and not LOCAL)  # [C, BV]
+        row, count = first + n * CHUNK, tl.minimum(length - n * CHUNK, CHUNK)
+        tokens = Chunk(row, count, seq)
+        k = load_head(k_ptr, tokens, h, 0, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+        written_count = tl.where(start < V, count, 0) if LOCAL else count  # no values are written to the identity
+        v = load_head(v_ptr, Chunk(row, written_count, seq), h, start, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN and not LOCAL))  # [C, BV]
         place = (row * HS + h) * CHUNK
         inverse = load_tile(inverse_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+        # Factors are stored by head, a token after the other.
         beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)  # [C]
         if not DECAYED:
             before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)  # [C], [C], []
@@ -109,7 +130,7 @@ def delta_states_kernel(
             state = tl.dot(kept, k, state * carry, input_precision=PRECISION)  # [BV, BK]
         # o = scale e^G q S + A v'.
         if OUT:
-            q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            q = load_head(q_ptr, tokens, h, 0, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
             scores = load_tile(scores_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
             out = tl.dot(old, tl.trans(q), input_precision=PRECISION)  # [BV, C]
             if not DECAYED:
@@ -123,13 +144,11 @@ def delta_states_kernel(
     if LOCAL:
         at = (seq.to(tl.int64) * SPLITS + split) * HS + h
         store_tile(local_ptr + at * (V * D) + start * D, state, D, V - start, 0, D, BLOCK_V, BLOCK_K)
+        # The rest of the tile has rows of the identity; none in tiles of values.
         rows = tl.where(start < values, 0, values + D - start)
         store_tile(turns_ptr + at * (D * D) + (start - values) * D, state, D, rows, 0, D, BLOCK_V, BLOCK_K)
     elif OUT:
-        if SPLITS == 1:
-            tl.store(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask=mask)
-        else:
-            tl.store(final_ptr + own + offsets, state.to(final_ptr.dtype.element_ty), mask=mask & (split == SPLITS - 1))
+        store_leaving_rows(final_ptr + state_offset + offsets, state.to(final_ptr.dtype.element_ty), mask, split, SPLITS, SPLITS - 1)
 
 
 @triton.jit
@@ -142,25 +161,25 @@ def delta_dstates_kernel(
 ):
     """Gradients with respect to the state after each chunk, `[chunks, HS, V, D]`, to `beta (v - e^G k S)`, and to the initial state. With
     `LOCAL` what every split but the first makes of a zero gradient, `local [sequences, SPLITS - 1, HS, V, D]`."""
-    seq, split, h, _d0, start, first, length, chunk, own = state_tile(
-        bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS - 1 if LOCAL else SPLITS)
+    seq, split, h, _d0, start, first, length, chunk, state_offset = state_tile(
+        bounds_ptr, T, States(HS, D, V, BLOCK_K, BLOCK_V, SPLITS - 1 if LOCAL else SPLITS), CHUNK, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     if LOCAL:
         dstate = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
     elif SPLITS > 1:
         dstate = load_rows(edges_ptr, seq * SPLITS + split, h, start, HS, D, V, BLOCK_K, BLOCK_V)  # [BV, BK]
     else:
-        dstate = tl.load(dfinal_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
+        dstate = tl.load(dfinal_ptr + state_offset + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
     begin, end = chunks_of_split(split + 1 if LOCAL else split, length, CHUNK, SPLITS)
     factors = factors_at(factors_ptr, first, h, T, HS)
     one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
     # From the last chunk to the first; `dstate` is the gradient with respect to the state after it.
     for step in tl.range(0, end - begin):
         n = end - 1 - step
-        row = first + n * CHUNK
-        count = tl.minimum(length - n * CHUNK, CHUNK)
-        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+        row, count = first + n * CHUNK, tl.minimum(length - n * CHUNK, CHUNK)
+        tokens = Chunk(row, count, seq)
+        k = load_head(k_ptr, tokens, h, 0, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+        q = load_head(q_ptr, tokens, h, 0, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
         do = load_tile(do_ptr + (row * HS + h) * V, HS * V, count, start, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         place = (row * HS + h) * CHUNK
         scores = load_tile(scores_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
@@ -199,10 +218,8 @@ def delta_dstates_kernel(
     if LOCAL:
         at = (seq.to(tl.int64) * (SPLITS - 1) + split) * HS + h
         store_tile(local_ptr + at * (V * D) + start * D, dstate, D, V - start, 0, D, BLOCK_V, BLOCK_K)
-    elif SPLITS == 1:
-        tl.store(dinitial_ptr + own + offsets, dstate, mask=mask)
     else:
-        tl.store(dinitial_ptr + own + offsets, dstate, mask=mask & (split == 0))
+        store_leaving_rows(dinitial_ptr + state_offset + offsets, dstate, mask, split, SPLITS, 0)
 
 
 @triton.jit
@@ -214,11 +231,12 @@ def delta_chain_kernel(
 ):
     """The state before each split, or the gradient of the state after it, `edges [sequences, SPLITS, HS, V, D]`: from `edge [.., D, V]`, that of the
     whole sequence, and the results of the `LOCAL` kernels."""
-    seq, _split, h, _d0, start, _first, _length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)
+    seq, _split, h, _d0, start, _first, _length, _chunk, state_offset = state_tile(
+        bounds_ptr, T, States(HS, D, V, BLOCK_K, BLOCK_V, 1), CHUNK, TABLE)
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK]
     if GIVEN:
         offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
-        state = tl.load(edge_ptr + own + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
+        state = tl.load(edge_ptr + state_offset + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
     for n in tl.range(0, SPLITS):
         split = n if FORWARD else SPLITS - 1 - n
         place = (seq.to(tl.int64) * SPLITS + split) * HS + h

@@ -66,8 +66,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 
 def _splits(problem: Problem, block_v: int, device: DeviceFacts) -> int:
-    """How many parts of each sequence have a program each on the device at once, if that is enough to pay for what they make of zero states and of
-    the identity, which is computed first."""
+    """The number of parts of each sequence whose programs run on the device at once. It is 1 if there are too few to pay for the first launch, which
+    computes the effect of each part on a zero state and on the identity."""
     if problem.flag("step"):
         return 1
     sequences = problem.dim("B") * (problem.dim("N") if problem.flag("packed") == "offsets" else 1)
@@ -98,7 +98,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 def _fitting(
     name: str, rows: tuple[_Row, ...], chunk: int, problem: Problem, device: DeviceFacts
 ) -> list[Tile]:
-    """Those that fit in shared memory, else the last; no tile is wider than the channels."""
+    """The tiles that fit in shared memory, else the last; none is wider than the channels."""
     dim, values = (padded(problem.dim(letter)) for letter in "DV")
     tiles = [Tile(min(k, dim), min(v, values), warps, stages) for k, v, warps, stages in rows]
     return fitting(tiles, lambda tile: _shared_memory(name, tile, chunk, problem), device) or tiles[-1:]

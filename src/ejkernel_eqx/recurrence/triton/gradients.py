@@ -11,23 +11,10 @@ A program computes either the query side or the key side; both run side by side 
 import triton
 import triton.language as tl
 
-from .tile import (
-    between,
-    chunk_of,
-    CONSTANT,
-    decays_of,
-    from_start,
-    last_start,
-    load_state,
-    load_tile,
-    load_vector,
-    NONE,
-    operand_of,
-    products_of,
-    segment_starts,
-    store_tile,
-    visible_to,
-)
+from .decays import between, CONSTANT, Decay, decays_of, from_start, Gates, NONE, strengths_of
+from .operands import load_head, load_skip, Operand, operand_of, products_of, store_head
+from .places import chunk_of, last_start, readers_of, visible_to
+from .tile import load_state, load_tile, store_tile
 
 
 # fmt: off
@@ -47,6 +34,9 @@ def gradients_kernel(
     """
     # A program: a chunk, a state head, a tile of key channels, a side (fastest).
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
+    kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
+    values: tl.constexpr = Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN)
+    outs: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
     index = tl.program_id(0)
     side = index % 2
     tile = index // 2 % tiles
@@ -54,7 +44,8 @@ def gradients_kernel(
     index = index // (2 * tiles * HS)
     chunks = tl.num_programs(0) // (2 * tiles * HS)
     d0 = tile * BLOCK_K
-    first, count, seq = chunk_of(index, chunks_ptr, T, CHUNK, TABLE)
+    at = chunk_of(index, chunks_ptr, T, CHUNK, TABLE)
+    first, count = at.first, at.count
     q_base = q_ptr + first * (HQ * D) + h // (HS // HQ) * D
     k_base = k_ptr + first * (HK * D) + h // (HS // HK) * D
     states = states_ptr + (index.to(tl.int64) * HS + h) * (D * V)
@@ -63,36 +54,36 @@ def gradients_kernel(
 
     # The query side: rows of pairs are tokens i that read, columns are tokens j <= i that were written.
     if side == 0:
-        visible, sees = visible_to(starts_ptr, first, count, seq, T, CHUNK, SCALE, SEGMENTS)  # [C, C], [C]
+        visible, sees = visible_to(starts_ptr, at, T, CHUNK, SCALE, SEGMENTS)  # [C, C], [C]
         carried = 1.0
         if SEGMENTS:
-            carried = tl.where(last_start(starts_ptr, first, count, seq, T) < 0, 1.0, 0.0)
-        high, low, _rest, whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+            carried = tl.where(last_start(starts_ptr, at, T) < 0, 1.0, 0.0)
+        high, low, _rest, whole = decays_of(Gates(g_ptr, logs_ptr, TOKENS), at, h, kind)  # [C], [C], [C], []
         part = (tile.to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
         ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
         dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
         through = 0.0  # []
         # do v^T, the contribution of the state to q_i, scale e^{G_i} S do_i, and that of the state passing through, sum (S o dS).
         for v0 in tl.range(0, V, BLOCK_V):
-            v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-            do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            v = load_head(v_ptr, at, h, v0, values)  # [C, BV]
+            do = load_head(do_ptr, at, h, v0, outs)  # [C, BV]
             state = load_state(states, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
             ds = tl.dot(do, tl.trans(v), ds, input_precision=PRECISION)  # [C, C]
             dq = tl.dot(do, tl.trans(state), dq, input_precision=PRECISION)  # [C, BK]
             if DECAY != NONE:
                 dstate = load_state(dstates, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
                 through += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), axis=1), axis=0)
-        dq *= (from_start(high, low, DECAY, EXACT) * sees)[:, None]
+        dq *= (from_start(high, low, kind) * sees)[:, None]
         if DECAY != NONE:
             q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
             read = tl.sum(q.to(tl.float32) * dq, axis=1)  # [C], the gradient of G_i
 
         # The gradient of q_i k_j^T, and from it those of beta and of the decays between j and i.
-        ds *= between(high, low, visible, DECAY, EXACT) * SCALE
+        ds *= between(high, low, visible, kind) * SCALE
         if DECAY != NONE or BETA:
             products = products_of(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
         if BETA:
-            beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
+            beta = strengths_of(beta_ptr, at, h, HB, kind)  # [C]
             dbeta = tl.where(tile == 0, tl.sum(ds * products, axis=0), 0.0)  # [C]; `products` cover all channels, so only one tile counts
             tl.store(dbeta_ptr + part, dbeta, mask=r < count)
             ds *= beta[None, :]
@@ -115,19 +106,14 @@ def gradients_kernel(
 
     else:
         # The key side: rows of pairs are tokens j that were written, columns are tokens i >= j that read.
-        visible = (r[:, None] <= r[None, :]) & (r < count)[None, :]  # [C, C]
-        leaves = r < count  # [C]
-        if SEGMENTS:
-            starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)  # [C]
-            visible = visible & (r[:, None] >= starts[None, :])  # [C, C]
-            leaves = leaves & (r >= last_start(starts_ptr, first, count, seq, T))  # [C]
-        high, low, rest, _whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+        visible, leaves = readers_of(r, starts_ptr, at, T, CHUNK, SEGMENTS)  # [C, C], [C]
+        high, low, rest, _whole = decays_of(Gates(g_ptr, logs_ptr, TOKENS), at, h, kind)  # [C], [C], [C], []
         part = ((tiles + tile).to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
         leave = tl.where(leaves, tl.exp2(rest), 0.0)  # [C], e^{G_C - G_j}
-        decay = between(high, low, visible, DECAY, EXACT, True) * SCALE  # [C, C]
+        decay = between(high, low, visible, kind, True) * SCALE  # [C, C]
         kept = leave  # [C], with beta
         if BETA:
-            beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
+            beta = strengths_of(beta_ptr, at, h, HB, kind)  # [C]
             decay *= beta[:, None]
             kept *= beta
         products = products_of(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
@@ -137,8 +123,8 @@ def gradients_kernel(
         dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
         # v do^T, and the contribution to k_j of the state it is written to, e^{G_C - G_j} b_j dS v_j.
         for v0 in tl.range(0, V, BLOCK_V):
-            v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-            do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            v = load_head(v_ptr, at, h, v0, values)  # [C, BV]
+            do = load_head(do_ptr, at, h, v0, outs)  # [C, BV]
             dstate = load_state(dstates, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
             ds = tl.dot(v, tl.trans(do), ds, input_precision=PRECISION)  # [C, C]
             dk = tl.dot(v, tl.trans(dstate), dk, input_precision=PRECISION)  # [C, BK]
@@ -155,11 +141,11 @@ def gradients_kernel(
                 dv = tl.dot(weights, do, dv * kept[:, None], input_precision=PRECISION)  # [C, BV]
                 if SKIP:
                     c = v0 + tl.arange(0, BLOCK_V)  # [BV]
-                    skip = tl.load(skip_ptr + (seq.to(tl.int64) * HS + h) * V + c, mask=c < V, other=0.0).to(tl.float32)  # [BV]
+                    skip = load_skip(skip_ptr, at.seq, h, v0, HS, V, BLOCK_V)  # [BV]
                     dv += do.to(tl.float32) * skip[None, :]
                     dskip = tl.sum(do.to(tl.float32) * v.to(tl.float32), axis=0)  # [BV]
                     tl.store(dskip_ptr + (index.to(tl.int64) * HS + h) * V + c, dskip, mask=c < V)
-                store_tile(dv_ptr + first * (HS * V) + h * V, dv, HS * V, count, v0, V, CHUNK, BLOCK_V)
+                store_head(dv_ptr, dv, at, h, v0, outs)
         ds *= decay
         if DECAY != NONE or BETA:
             written = tl.sum(k.to(tl.float32) * dk, axis=1)  # [C], this tile's part of k_j^T dS v_j

@@ -3,25 +3,10 @@
 import triton
 import triton.language as tl
 
-from .key_tile import (
-    add_gradients_by_halves,
-    between_rows,
-    edge_gates,
-    is_usual,
-    load_both,
-    load_gates,
-    load_transposed,
-)
-from .tile import (
-    chunk_tile,
-    last_start,
-    load_state,
-    load_tile,
-    load_vector,
-    operand_of,
-    segment_starts,
-    store_tile,
-)
+from .key_tile import between_rows, Channels, chunk_gates, edge_gates, gates_of, gradients_by_halves, is_usual
+from .operands import load_head, Operand, operand_of, store_head
+from .places import chunk_tile, last_start, pairs_below, segment_starts
+from .tile import load_state, load_tile, load_transposed, load_vector, store_tile
 
 
 # fmt: off
@@ -34,22 +19,23 @@ def key_values_kernel(
 ):
     """The gradient of the values for one chunk, state head and tile of value channels; the program of the first tile also computes that of
     the scores, below the diagonal and, separately, on it (`down`), where decays play no part."""
-    chunk, h, _tile, v0, first, count, seq = chunk_tile(chunks_ptr, T, HS, V, BLOCK_V, CHUNK, TABLE)
+    index, h, _tile, v0, chunk = chunk_tile(chunks_ptr, T, HS, V, BLOCK_V, CHUNK, TABLE)
+    first, count = chunk.first, chunk.count
     if count > 0:
         r = tl.arange(0, CHUNK)  # [C]
         v_base = v_ptr + first * (HV * V) + h // (HS // HV) * V
         do_base = do_ptr + first * (HS * V) + h * V
-        dstate_base = dstates_ptr + (chunk.to(tl.int64) * HS + h) * (D * V)
+        dstate_base = dstates_ptr + (index.to(tl.int64) * HS + h) * (D * V)
         scores = first * (HS * CHUNK) + h * CHUNK
         # dv = A^T do + (e^{G_C - G} k) dS.
         do = load_tile(do_base, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
         transposed = load_transposed(scores_ptr + scores, HS * CHUNK, count, CHUNK)  # [C, C], A^T
         dv = tl.dot(transposed, do, input_precision=PRECISION)  # [C, BV]
         for d0 in tl.range(0, D, BLOCK_K):
-            k = load_tile(folded_k_ptr + first * (HS * D) + h * D, HS * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            k = load_head(folded_k_ptr, chunk, h, d0, Operand(HS, HS, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
             dstate = load_state(dstate_base, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
             dv = tl.dot(k, dstate, dv, input_precision=PRECISION)  # [C, BV]
-        store_tile(dv_ptr + first * (HS * V) + h * V, dv, HS * V, count, v0, V, CHUNK, BLOCK_V)
+        store_head(dv_ptr, dv, chunk, h, v0, Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN))
         # dA = scale do v^T over all value channels, by one program of each head.
         if v0 == 0:
             v = load_tile(v_base, HV * V, count, 0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
@@ -59,11 +45,9 @@ def key_values_kernel(
                 v = load_tile(v_base, HV * V, count, next, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
                 da = tl.dot(do, tl.trans(v), da, input_precision=PRECISION)  # [C, C]
             da *= SCALE
-            own = tl.sum(tl.where(r[:, None] == r[None, :], da, 0.0), axis=1)  # [C]
-            tl.store(down_ptr + first * HS + h + r * HS, own, mask=r < count)
-            before = r[:, None] > r[None, :]  # [C, C]
-            if SEGMENTS:
-                before = before & (r[None, :] >= segment_starts(starts_ptr, first, count, seq, T, CHUNK)[:, None])  # [C, C]
+            diagonal = tl.sum(tl.where(r[:, None] == r[None, :], da, 0.0), axis=1)  # [C]
+            tl.store(down_ptr + first * HS + h + r * HS, diagonal, mask=r < count)
+            before = pairs_below(starts_ptr, chunk, T, CHUNK, SEGMENTS)  # [C, C]
             da = operand_of(tl.where(before, da, 0.0), dscores_ptr.dtype.element_ty, PRECISION)  # [C, C]
             store_tile(dscores_ptr + scores, da, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
 
@@ -79,23 +63,24 @@ def key_gradients_kernel(
 ):
     """The gradients of queries, keys and gates for one chunk, state head and tile of key channels."""
     operand: tl.constexpr = q_ptr.dtype.element_ty
-    chunk, h, _tile, d0, first, count, seq = chunk_tile(chunks_ptr, T, HS, D, BLOCK_K, CHUNK, TABLE)
+    channels: tl.constexpr = Channels(HG * D, D, CHUNK, BLOCK_K, EXACT)
+    index, h, _tile, d0, chunk = chunk_tile(chunks_ptr, T, HS, D, BLOCK_K, CHUNK, TABLE)
+    first, count = chunk.first, chunk.count
     if count > 0:
         q_base = q_ptr + first * (HQ * D) + h // (HS // HQ) * D
         k_base = k_ptr + first * (HK * D) + h // (HS // HK) * D
         v_base = v_ptr + first * (HV * V) + h // (HS // HV) * V
         do_base = do_ptr + first * (HS * V) + h * V
-        gates = gates_ptr + first * (HG * D) + h // (HS // HG) * D
-        low_gates = low_ptr + first * (HG * D) + h // (HS // HG) * D
-        state = (chunk.to(tl.int64) * HS + h) * (D * V)
-        own = first * (HS * D) + h * D
+        gates = gates_of(gates_ptr, low_ptr, chunk, h, HS, HG, D)
+        state = (index.to(tl.int64) * HS + h) * (D * V)
+        offset = first * (HS * D) + h * D
         dscores = dscores_ptr + first * (HS * CHUNK) + h * CHUNK
         r = tl.arange(0, CHUNK)  # [C]
 
         q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
         k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        high, low = load_gates(gates, low_gates, tl.minimum(r, count - 1), HG * D, d0, D, BLOCK_K, EXACT)  # [C, BK] each
-        middle, middle_low, last, last_low = edge_gates(gates, low_gates, HG * D, count, d0, D, CHUNK, BLOCK_K, EXACT)  # [1, BK] each
+        high, low = chunk_gates(gates, d0, channels)  # [C, BK] each
+        middle, middle_low, last, last_low = edge_gates(gates, d0, channels)  # [1, BK] each
 
         # From the states, without their decays yet.
         dq = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
@@ -112,8 +97,8 @@ def key_gradients_kernel(
         dq *= SCALE
         passed = passed[None, :] * tl.exp2(last)  # [1, BK]
         if SEGMENTS:
-            start = last_start(starts_ptr, first, count, seq, T)
-            dq = tl.where((segment_starts(starts_ptr, first, count, seq, T, CHUNK) < 0)[:, None], dq, 0.0)  # [C, BK]
+            start = last_start(starts_ptr, chunk, T)
+            dq = tl.where((segment_starts(starts_ptr, chunk, T, CHUNK) < 0)[:, None], dq, 0.0)  # [C, BK]
             dk = tl.where((r >= start)[:, None], dk, 0.0)  # [C, BK]
             passed = tl.where(start < 0, passed, 0.0)
 
@@ -126,7 +111,8 @@ def key_gradients_kernel(
             columns = tl.exp2(-exponent)  # [C, BK]
             queries = operand_of(q.to(tl.float32) * rows, operand, PRECISION)  # [C, BK]
             keys = operand_of(k.to(tl.float32) * columns, operand, PRECISION)  # [C, BK]
-            da, dat = load_both(dscores, HS * CHUNK, count, CHUNK)  # [C, C] each
+            da = load_tile(dscores, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, False)  # [C, C]
+            dat = load_transposed(dscores, HS * CHUNK, count, CHUNK)  # [C, C]
             dq = tl.dot(da, keys, dq * tl.exp2(middle), input_precision=PRECISION)  # [C, BK]
             rise = dq * queries.to(tl.float32)  # [C, BK]
             dq *= rows
@@ -141,19 +127,18 @@ def key_gradients_kernel(
             dk *= tl.exp2(between_rows(last, last_low, high, low, EXACT))
             rise = dq * q.to(tl.float32)  # [C, BK]
             kept = dk * k.to(tl.float32)  # [C, BK]
-            dq, dk, rise = add_gradients_by_halves(
-                dq, dk, rise, q_base, HQ * D, k_base, HK * D, gates, low_gates, HG * D, dscores, HS * CHUNK, count, d0, D, CHUNK, BLOCK_K,
-                EXACT, PRECISION)
+            dq, dk, rise = gradients_by_halves(
+                dq, dk, rise, q_base, HQ * D, k_base, HK * D, dscores, HS * CHUNK, gates, d0, channels, PRECISION)
         # There is no decay between a token and itself, so the diagonal is added last.
         down = load_vector(down_ptr + first * HS + h, HS, count, CHUNK, EVEN)[:, None]  # [C, 1]
         dq += down * k.to(tl.float32)
         dk += down * q.to(tl.float32)
-        store_tile(dq_ptr + own, dq, HS * D, count, d0, D, CHUNK, BLOCK_K)
-        store_tile(dk_ptr + own, dk, HS * D, count, d0, D, CHUNK, BLOCK_K)
+        store_tile(dq_ptr + offset, dq, HS * D, count, d0, D, CHUNK, BLOCK_K)
+        store_tile(dk_ptr + offset, dk, HS * D, count, d0, D, CHUNK, BLOCK_K)
         if operand == tl.float32:
             rise = operand_of(rise, operand, SUMS)  # [C, BK]
             kept = operand_of(kept, operand, SUMS)  # [C, BK]
         # A token's gate decays what later tokens read of earlier ones, and what the end of the chunk holds of those before it.
         dg = tl.dot(tl.where(r[:, None] <= r[None, :], 1.0, 0.0), rise, input_precision=SUMS)  # [C, BK]
         dg = tl.dot(tl.where(r[:, None] > r[None, :], 1.0, 0.0), kept, dg, input_precision=SUMS)  # [C, BK]
-        store_tile(dg_ptr + own, dg + passed, HS * D, count, d0, D, CHUNK, BLOCK_K)
+        store_tile(dg_ptr + offset, dg + passed, HS * D, count, d0, D, CHUNK, BLOCK_K)

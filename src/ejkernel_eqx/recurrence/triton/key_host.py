@@ -4,21 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch import Execute, run
 from ...launch.sizes import cdiv
 from ..spec import heads_of, RecurrenceArrays, RecurrenceSpec
 from . import key_gradients, splits
-from .call import (
-    Call,
-    first_copies,
-    in_first_copies,
-    make_call,
-    precision_of,
-    repeated,
-    sum_copies,
-    sum_heads,
-    wide,
-)
+from .call import Call, precision_of, sum_heads, wide
 from .key_scores import fold, gates
 from .tile_sizes import TritonConfig
 
@@ -28,11 +17,17 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
     return {"scores": ("T", f"H{heads_of(arrays, spec).out}", "chunk")} | splits.saved_axes(arrays, spec)
 
 
-def forward(
-    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
-) -> dict[str, Array]:
-    """`out`, `final_state`, and the residuals of the backward pass."""
-    call, copies = _call(arrays, spec, config, execute)
+def weighted(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig) -> RecurrenceArrays:
+    """This call with write strengths in the values, and without a skip."""
+    heads, v = heads_of(arrays, spec).state, arrays.v
+    if arrays.beta is not None:
+        v = (_per_head(v, heads) * _per_head(arrays.beta[..., None], heads)).astype(wide(v.dtype))
+        if v.dtype == jnp.float32 and precision_of(arrays, config) == "tf32":
+            v = jax.lax.reduce_precision(v, exponent_bits=8, mantissa_bits=10)
+    return arrays._replace(v=v, beta=None, skip=None)
+
+
+def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, dict[str, Array]]:
     folded, scores = fold(call, *gates(call), scores=True)
     assert scores is not None
     edges = splits.edges_of(folded)
@@ -41,44 +36,22 @@ def forward(
     if arrays.skip is not None:
         skipped = _per_head(arrays.v, out.shape[2]) * arrays.skip.astype(jnp.float32)[:, None]
         out = (out.astype(jnp.float32) + skipped).astype(out.dtype)
-    saved = {"scores": scores, **splits.to_saved(folded, edges)}
-    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
+    return out, final, {"scores": scores, **splits.to_saved(folded, edges)}
 
 
 def backward(
-    arrays: RecurrenceArrays,
-    spec: RecurrenceSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    dout: Array,
-    dfinal_state: Array,
-    *,
-    execute: Execute = run,
-) -> dict[str, Array]:
-    """The gradients of all float arrays of the call, most in the array's dtype."""
-    call, copies = _call(arrays, spec, config, execute)
+    call: Call, arrays: RecurrenceArrays, saved: dict[str, Array], dout: Array, dfinal: Array
+) -> tuple[dict[str, Array], Array]:
     high, low = gates(call)
     folded, _ = fold(call, high, low, scores=False)
     states, _ = folded.states(splits.from_saved(folded, saved))
-    dout = dout.astype(call.arrays.q.dtype)
-    dfinal = in_first_copies(dfinal_state, copies)
     dstates, dinitial = folded.dstates(dout, dfinal, splits.edges_of(folded, dout, dfinal))
-    given = {
-        "folded_k": folded.launch.arrays["k"],
-        "gates": high,
-        "low": high if low is None else low,
-        "do": dout,
-        "scores": saved["scores"],
-        "states": states,
-        "dstates": dstates,
-    }
-    dv, dscores = _value_gradients(call, given)
-    grads = _key_gradients(call, given | dscores)
-    if arrays.initial_state is not None:
-        grads["initial_state"] = sum_copies(dinitial, copies)
+    inputs = {"gates": high, "low": high if low is None else low, "do": dout, "scores": saved["scores"]}
+    inputs |= {"folded_k": folded.launch.arrays["k"], "states": states, "dstates": dstates}
+    dv, dscores = _value_gradients(call, inputs)
+    grads = _key_gradients(call, inputs | dscores)
     if arrays.beta is not None:
-        wide = dv.astype(jnp.float32)
-        heads = dv.shape[2]
+        wide, heads = dv.astype(jnp.float32), dv.shape[2]
         dbeta = jnp.sum(wide * _per_head(arrays.v, heads), -1)
         grads["beta"] = sum_heads(dbeta, arrays.beta.shape[2])
         dv = wide * _per_head(arrays.beta[..., None], heads)
@@ -87,21 +60,7 @@ def backward(
         grads["skip"] = jnp.sum(wide * _per_head(arrays.v, dout.shape[2]), 1)
         dv = dv.astype(jnp.float32) + wide * arrays.skip.astype(jnp.float32)[:, None]
     grads["v"] = sum_heads(dv, arrays.v.shape[2])
-    return grads
-
-
-def _call(
-    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute
-) -> tuple[Call, int]:
-    """The call in the kernels' form, without write strength and skip, and its number of copies of each state head."""
-    heads = heads_of(arrays, spec)
-    v = arrays.v
-    if arrays.beta is not None:
-        v = (_per_head(v, heads.state) * _per_head(arrays.beta[..., None], heads.state)).astype(wide(v.dtype))
-        if v.dtype == jnp.float32 and precision_of(arrays, config) == "tf32":
-            v = jax.lax.reduce_precision(v, exponent_bits=8, mantissa_bits=10)
-    plain = repeated(arrays._replace(v=v, beta=None, skip=None), spec)
-    return make_call(plain, spec, config, execute), heads.out // heads.state
+    return grads, dinitial
 
 
 def _per_head(x: Array, heads: int) -> Array:
@@ -109,38 +68,24 @@ def _per_head(x: Array, heads: int) -> Array:
     return jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], axis=2)
 
 
-def _value_gradients(call: Call, given: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+def _value_gradients(call: Call, inputs: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
     """Gradients of the values, over the heads of the call, and of the scores, below the diagonal and on it."""
     heads, _, values = call.sizes
-    tile = call.config.wy
-    shape = given["scores"].shape[2:]
-    results = call.launch(
-        key_gradients.key_values_kernel,
-        tile,
-        {
-            "dv": call.gradient(call.arrays.v),
-            "dscores": call.rows(*shape),
-            "down": call.rows(heads, dtype=jnp.float32),
-        },
-        call.chunks * heads * cdiv(values, tile.block_v),
-        given,
-    )
+    tile, scores = call.config.wy, call.rows(*inputs["scores"].shape[2:])
+    outputs = {"dv": call.gradient(call.arrays.v), "dscores": scores, "down": call.wide_rows(heads)}
+    programs = call.chunks * heads * cdiv(values, tile.block_v)
+    results = call.launch(key_gradients.key_values_kernel, tile, outputs, programs, inputs)
     return results.pop("dv"), results
 
 
-def _key_gradients(call: Call, given: dict[str, Array]) -> dict[str, Array]:
+def _key_gradients(call: Call, inputs: dict[str, Array]) -> dict[str, Array]:
     """Gradients of `q`, `k`, `g`."""
     arrays, tile = call.arrays, call.config.gradients
     heads, dim, _ = call.sizes
     operands = {name: getattr(arrays, name) for name in "qkg"}
-    results = call.launch(
-        key_gradients.key_gradients_kernel,
-        tile,
-        {f"d{name}": call.gradient(x) for name, x in operands.items()},
-        call.chunks * heads * cdiv(dim, tile.block_k),
-        given,
-        SUMS=_sums_precision(call),
-    )
+    outputs = {f"d{name}": call.gradient(x) for name, x in operands.items()}
+    programs, sums = call.chunks * heads * cdiv(dim, tile.block_k), _sums_precision(call)
+    results = call.launch(key_gradients.key_gradients_kernel, tile, outputs, programs, inputs, SUMS=sums)
     return {name: sum_heads(results[f"d{name}"], x.shape[2]) for name, x in operands.items()}
 
 

@@ -8,7 +8,6 @@ its queries and keys, zero where segments hide them, and `carry_ptr [chunks, HS,
 requested) `[B, T, HS, chunk]`: `scale * sum_d q_id k_jd 2^(G_id - G_jd)` on and below the diagonal and within a segment, else zero.
 """
 
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 from jax import Array
@@ -16,8 +15,11 @@ from jax import Array
 from ...launch import NOTHING, result
 from ...launch.sizes import cdiv
 from .call import Call
-from .key_tile import add_scores_by_halves, between_rows, edge_gates, is_usual, load_gates
-from .tile import add_pairs, chunk_of, closed, last_start, load_tile, operand_of, segment_starts, store_tile
+from .decays import add_pairs, closed
+from .key_tile import between_rows, Channels, chunk_gates, edge_gates, gates_of, is_usual, scores_by_halves
+from .operands import load_head, Operand, operand_of, store_head
+from .places import chunk_of, last_start, segment_starts
+from .tile import load_tile, store_tile
 from .tile_sizes import Tile
 
 
@@ -57,28 +59,27 @@ def key_fold_kernel(
     # A program: a chunk, a state head (fastest).
     index = tl.program_id(0)
     h = index % HS
-    first, count, seq = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
-    if count > 0:
+    channels: tl.constexpr = Channels(HG * D, D, CHUNK, BLOCK_K, EXACT)
+    chunk = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)
+    if chunk.count > 0:
         r = tl.arange(0, CHUNK)  # [C]
-        stride: tl.constexpr = HG * D
-        gates = gates_ptr + first * stride + h // (HS // HG) * D
-        low_gates = low_ptr + first * stride + h // (HS // HG) * D
-        own = first * (HS * D) + h * D
+        gates = gates_of(gates_ptr, low_ptr, chunk, h, HS, HG, D)
+        offset = chunk.first * (HS * D) + h * D
         before = r[:, None] > r[None, :]  # [C, C]
         carried = 1.0
         if SEGMENTS:
-            starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)  # [C]
-            start = last_start(starts_ptr, first, count, seq, T)
+            starts = segment_starts(starts_ptr, chunk, T, CHUNK)  # [C]
+            start = last_start(starts_ptr, chunk, T)
             before = before & (r[None, :] >= starts[:, None])  # [C, C]
             carried = tl.where(start < 0, 1.0, 0.0)
         a = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
         diagonal = tl.zeros([CHUNK], tl.float32)  # [C]
         # Sums over slices of channels, as each channel has its own decays; each slice also writes its operands.
         for column in tl.range(0, D, BLOCK_K):
-            q = load_tile(q_ptr + first * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            k = load_tile(k_ptr + first * (HK * D) + h // (HS // HK) * D, HK * D, count, column, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            high, low = load_gates(gates, low_gates, tl.minimum(r, count - 1), stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
-            middle, middle_low, last, last_low = edge_gates(gates, low_gates, stride, count, column, D, CHUNK, BLOCK_K, EXACT)  # [1, BK] each
+            q = load_head(q_ptr, chunk, h, column, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+            k = load_head(k_ptr, chunk, h, column, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+            high, low = chunk_gates(gates, column, channels)  # [C, BK] each
+            middle, middle_low, last, last_low = edge_gates(gates, column, channels)  # [1, BK] each
             if SCORES:
                 diagonal += tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)
                 exponent = between_rows(high, low, middle, middle_low, EXACT)  # [C, BK]
@@ -92,8 +93,7 @@ def key_fold_kernel(
                     queries *= tl.exp2(middle)
                     keys *= tl.exp2(between_rows(last, last_low, middle, middle_low, EXACT))
                 else:
-                    a, _ = add_scores_by_halves(
-                        a, a, q, k, high, low, gates, low_gates, stride, count, column, D, CHUNK, BLOCK_K, EXACT, False, PRECISION)
+                    a, _ = scores_by_halves(a, a, q, k, high, low, gates, column, channels, False, PRECISION)
                     queries = q.to(tl.float32) * tl.exp2(high)  # [C, BK]
                     keys = k.to(tl.float32) * tl.exp2(between_rows(last, last_low, high, low, EXACT))  # [C, BK]
             else:
@@ -104,16 +104,15 @@ def key_fold_kernel(
                 queries = tl.where((starts < 0)[:, None], queries, 0.0)  # [C, BK]
                 keys = tl.where((r >= start)[:, None], keys, 0.0)  # [C, BK]
             queries = operand_of(queries * SCALE, operand, PRECISION)  # [C, BK]
-            store_tile(folded_q_ptr + own, queries, HS * D, count, column, D, CHUNK, BLOCK_K)
+            store_tile(folded_q_ptr + offset, queries, HS * D, chunk.count, column, D, CHUNK, BLOCK_K)
             keys = operand_of(keys, operand, PRECISION)  # [C, BK]
-            store_tile(folded_k_ptr + own, keys, HS * D, count, column, D, CHUNK, BLOCK_K)
+            store_tile(folded_k_ptr + offset, keys, HS * D, chunk.count, column, D, CHUNK, BLOCK_K)
             store_tile(carry_ptr + index.to(tl.int64) * D, tl.exp2(last) * carried, 0, 1, column, D, 1, BLOCK_K)
         # The products are undefined on and above the diagonal; on it there is no decay.
         if SCORES:
             a = tl.where(before, a, 0.0)  # [C, C]
             a = tl.where(r[:, None] == r[None, :], diagonal[:, None], a) * SCALE  # [C, C]
-            a = operand_of(a, operand, PRECISION)  # [C, C]
-            store_tile(scores_ptr + first * (HS * CHUNK) + h * CHUNK, a, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+            store_head(scores_ptr, operand_of(a, operand, PRECISION), chunk, h, 0, Operand(HS, HS, CHUNK, CHUNK, CHUNK, EVEN))
 # fmt: on
 
 
@@ -122,32 +121,21 @@ _GATES = Tile(128, 16, 4, 1)
 
 def gates(call: Call) -> tuple[Array, Array | None]:
     assert call.arrays.g is not None
-    shape = call.arrays.g.shape[2:]
-    exact = call.launch.numbers["EXACT"]
-    outputs = {
-        "gates": call.rows(*shape, dtype=jnp.float32),
-        "low": call.rows(*shape, dtype=jnp.float32) if exact else NOTHING,
-    }
-    programs = call.chunks * cdiv(shape[0] * shape[1], _GATES.block_k)
-    results = call.launch(gates_kernel, _GATES, outputs, programs)
+    shape, exact = call.wide_rows(*call.arrays.g.shape[2:]), call.launch.numbers["EXACT"]
+    programs = call.chunks * cdiv(shape.shape[2] * shape.shape[3], _GATES.block_k)
+    results = call.launch(
+        gates_kernel, _GATES, {"gates": shape, "low": shape if exact else NOTHING}, programs
+    )
     return results["gates"], results["low"] if exact else None
 
 
 def fold(call: Call, gates: Array, low: Array | None, *, scores: bool) -> tuple[Call, Array | None]:
     (heads, dim, _), chunk = call.sizes, call.config.chunk_size
-    results = call.launch(
-        key_fold_kernel,
-        call.config.scores,
-        {
-            "folded_q": call.rows(heads, dim),
-            "folded_k": call.rows(heads, dim),
-            "carry": result(call.chunks, heads, dim),
-            "scores": call.rows(heads, chunk) if scores else NOTHING,
-        },
-        call.chunks * heads,
-        {"gates": gates, "low": gates if low is None else low},
-        SCORES=scores,
-    )
+    rows, carry = call.rows(heads, dim), result(call.chunks, heads, dim)
+    outputs = {"folded_q": rows, "folded_k": rows, "carry": carry}
+    outputs |= {"scores": call.rows(heads, chunk) if scores else NOTHING}
+    inputs, tile = {"gates": gates, "low": gates if low is None else low}, call.config.scores
+    results = call.launch(key_fold_kernel, tile, outputs, call.chunks * heads, inputs, SCORES=scores)
     operands = {"q": results["folded_q"], "k": results["folded_k"], "carry": results["carry"]}
     folded = call.knowing(operands, HQ=heads, HK=heads, SCALE=1.0, SEGMENTS=False)
     return folded, results["scores"] if scores else None

@@ -6,33 +6,58 @@ taken from the second half and keys from the first, so that both exponents are n
 pairs of rows. So any decay is exact, and no pair of rows is computed alone.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
-from .tile import load_tile, operand_of
+from .operands import operand_of
+from .tile import load_tile, load_transposed
 
 MOST_EXPONENT = tl.constexpr(80.0)  # the largest exponent of a factor about a row, in either direction
 LEAST_MIDDLE = tl.constexpr(-100.0)  # log2 of the decay of the incoming state at the middle row
 
 
+KeyGates = namedtuple("KeyGates", "ptr low_ptr count")
+"""The summed log decays of a chunk and their rounding errors, from its first row on, and the number of its rows, at least one."""
+
+
+Channels = namedtuple("Channels", "STRIDE D CHUNK BLOCK_K EXACT")
+"""The stride of rows of gates, their channels, and the tile that is processed at a time; `EXACT`: with rounding errors. All are constants."""
+
+
 # fmt: off
 @triton.jit
-def load_gates(ptr, low_ptr, rows, stride, column, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
-    """Summed log decays of the given rows, `[len(rows), COLUMNS]`, and their low part (the same if not `EXACT`)."""
-    c = column + tl.arange(0, COLUMNS)  # [COLUMNS]
-    at = rows[:, None] * stride + c[None, :]  # [len(rows), COLUMNS]
-    if WIDTH % COLUMNS == 0:
-        high = tl.load(ptr + at)
+def gates_of(ptr, low_ptr, chunk, h, HS: tl.constexpr, HG: tl.constexpr, D: tl.constexpr):
+    """The `KeyGates` of a chunk that the state head h has."""
+    high = ptr + chunk.first * (HG * D) + h // (HS // HG) * D
+    low = low_ptr + chunk.first * (HG * D) + h // (HS // HG) * D
+    return KeyGates(high, low, chunk.count)
+
+
+@triton.jit
+def load_gates(gates, rows, column, of):
+    """Gates of the given rows, and their low part (the same if not `EXACT`)."""
+    c = column + tl.arange(0, of.BLOCK_K)  # [BK]
+    at = rows[:, None] * of.STRIDE + c[None, :]  # [len(rows), BK]
+    if of.D % of.BLOCK_K == 0:
+        high = tl.load(gates.ptr + at)
         low = high
-        if EXACT:
-            low = tl.load(low_ptr + at)
+        if of.EXACT:
+            low = tl.load(gates.low_ptr + at)
     else:
-        inside = (rows >= 0)[:, None] & (c < WIDTH)[None, :]
-        high = tl.load(ptr + at, mask=inside, other=0.0)
+        inside = (rows >= 0)[:, None] & (c < of.D)[None, :]
+        high = tl.load(gates.ptr + at, mask=inside, other=0.0)
         low = high
-        if EXACT:
-            low = tl.load(low_ptr + at, mask=inside, other=0.0)
-    return high, low
+        if of.EXACT:
+            low = tl.load(gates.low_ptr + at, mask=inside, other=0.0)
+    return high, low  # [len(rows), BK] each
+
+
+@triton.jit
+def chunk_gates(gates, column, of):
+    """The gates of a chunk's rows; those past the last repeat it."""
+    return load_gates(gates, tl.minimum(tl.arange(0, of.CHUNK), gates.count - 1), column, of)  # [C, BK] each
 
 
 @triton.jit
@@ -45,24 +70,22 @@ def between_rows(high, low, high2, low2, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _about_middle(high, low, g_ptr, low_ptr, stride, count, column, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-                  EXACT: tl.constexpr):
+def about_middle(high, low, gates, column, of):
     """The exponents of a chunk's rows about its middle row, and whether that row suffices for the whole chunk."""
-    middle = tl.zeros([1], tl.int32) + tl.minimum(CHUNK // 2, count - 1)  # [1]
-    reference, reference_low = load_gates(g_ptr, low_ptr, middle, stride, column, D, BLOCK_K, EXACT)  # [1, BK] each
-    exponent = between_rows(high, low, reference, reference_low, EXACT)  # [C, BK]
+    middle = tl.zeros([1], tl.int32) + tl.minimum(of.CHUNK // 2, gates.count - 1)  # [1]
+    reference, reference_low = load_gates(gates, middle, column, of)  # [1, BK] each
+    exponent = between_rows(high, low, reference, reference_low, of.EXACT)  # [C, BK]
     return exponent, tl.max(tl.abs(exponent)) <= MOST_EXPONENT
 
 
 @triton.jit
-def _about_halves(high, low, g_ptr, low_ptr, stride, count, column, level, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-                  EXACT: tl.constexpr):
-    """For blocks of `2^level` rows: the factors of queries and keys, whether the middle row suffices for all pairs of a block, and which
+def about_halves(high, low, gates, column, level, of):
+    """Factors within blocks of `2^level` rows, of queries and of keys; whether the middle row suffices for all pairs of a block, and which
     pairs are in the same block."""
-    r = tl.arange(0, CHUNK)  # [C]
-    middle = tl.minimum((r >> level << level) + (1 << level >> 1), count - 1)  # [C], where the second half of a row's block starts
-    reference, reference_low = load_gates(g_ptr, low_ptr, middle, stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
-    exponent = between_rows(high, low, reference, reference_low, EXACT)  # [C, BK]
+    r = tl.arange(0, of.CHUNK)  # [C]
+    middle = tl.minimum((r >> level << level) + (1 << level >> 1), gates.count - 1)  # [C], where the second half of a row's block starts
+    reference, reference_low = load_gates(gates, middle, column, of)  # [C, BK] each
+    exponent = between_rows(high, low, reference, reference_low, of.EXACT)  # [C, BK]
     whole = tl.max(tl.abs(exponent)) <= MOST_EXPONENT  # []
     # The second half reads the first; all other rows get the factor zero.
     second = ((r >> (level - 1)) & 1)[:, None] == 1  # [C, 1]
@@ -72,109 +95,85 @@ def _about_halves(high, low, g_ptr, low_ptr, stride, count, column, level, D: tl
 
 
 @triton.jit
-def _scale(x, factors, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def scaled(x, factors, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile times factors, as an operand of products."""
     return operand_of(x.to(tl.float32) * factors, OPERAND, PRECISION)  # [C, BK]
 
 
 @triton.jit
-def edge_gates(g_ptr, low_ptr, stride, count, column, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr):
-    """The gates of a chunk's middle and last row, `[1, BLOCK_K]` each, with their low parts."""
+def edge_gates(gates, column, of):
+    """The gates of a chunk's middle and last row, each with its low part."""
     one = tl.zeros([1], tl.int32)  # [1]
-    middle, middle_low = load_gates(g_ptr, low_ptr, one + tl.minimum(CHUNK // 2, count - 1), stride, column, D, BLOCK_K, EXACT)  # [1, BK]
-    last, last_low = load_gates(g_ptr, low_ptr, one + (count - 1), stride, column, D, BLOCK_K, EXACT)  # [1, BK]
+    middle, middle_low = load_gates(gates, one + tl.minimum(of.CHUNK // 2, gates.count - 1), column, of)  # [1, BK] each
+    last, last_low = load_gates(gates, one + (gates.count - 1), column, of)  # [1, BK] each
     return middle, middle_low, last, last_low
 
 
 @triton.jit
 def is_usual(exponent, middle):
-    """Whether the middle row suffices for the whole chunk: no factor about it, nor that of the incoming state, is out of range."""
+    """True if the middle row suffices for the whole chunk: no factor about it, nor that of the incoming state, is out of range."""
     return (tl.max(tl.abs(exponent)) <= MOST_EXPONENT) & (tl.min(middle) >= LEAST_MIDDLE)
 
 
 @triton.jit
-def add_scores_by_halves(
-    a, kk, q, k, high, low, g_ptr, low_ptr, stride, count, column,
-    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, KK: tl.constexpr, PRECISION: tl.constexpr,
-):
+def scores_by_halves(a, kk, q, k, high, low, gates, column, of, KK: tl.constexpr, PRECISION: tl.constexpr):
     """`add_key_scores` for arbitrary gates."""
     operand: tl.constexpr = tl.bfloat16 if q.dtype == tl.bfloat16 else tl.float32
-    level = count * 0 + (CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
+    level = gates.count * 0 + (of.CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
     # From the whole chunk down to pairs of rows; a level at which the middle row suffices is the last.
     while level > 0:
-        rows, columns, whole, together = _about_halves(  # [C, BK], [C, BK], [], [C, C]
-            high, low, g_ptr, low_ptr, stride, count, column, level, D, CHUNK, BLOCK_K, EXACT)
-        keys = tl.trans(_scale(k, columns, operand, PRECISION))  # [BK, C]
+        rows, columns, whole, together = about_halves(high, low, gates, column, level, of)  # [C, BK], [C, BK], [], [C, C]
+        keys = tl.trans(scaled(k, columns, operand, PRECISION))  # [BK, C]
         # Products of rows in different blocks belong to a higher level and are left out.
-        a += tl.where(together, tl.dot(_scale(q, rows, operand, PRECISION), keys, input_precision=PRECISION), 0.0)  # [C, C]
+        a += tl.where(together, tl.dot(scaled(q, rows, operand, PRECISION), keys, input_precision=PRECISION), 0.0)  # [C, C]
         if KK:
-            kk += tl.where(together, tl.dot(_scale(k, rows, operand, PRECISION), keys, input_precision=PRECISION), 0.0)  # [C, C]
+            kk += tl.where(together, tl.dot(scaled(k, rows, operand, PRECISION), keys, input_precision=PRECISION), 0.0)  # [C, C]
         level = tl.where(whole, 0, level - 1)
     return a, kk
 
 
 @triton.jit
-def add_key_scores(
-    a, kk, q, k, g_ptr, low_ptr, stride, count, column,
-    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, KK: tl.constexpr, PRECISION: tl.constexpr,
-):
-    """Adds to `a` the scores of a slice of channels, and with `KK` to `kk` those of keys with keys. Valid only below the
-    diagonal. `g_ptr`, `low_ptr`: the chunk's first row; `count > 0`."""
+def add_key_scores(a, kk, q, k, gates, column, of, KK: tl.constexpr, PRECISION: tl.constexpr):
+    """Adds to `a` the scores of a slice of channels, and with `KK` to `kk` those of keys with keys. Valid only below the diagonal."""
     operand: tl.constexpr = tl.bfloat16 if q.dtype == tl.bfloat16 else tl.float32
-    last = tl.minimum(tl.arange(0, CHUNK), count - 1)  # [C]; rows past the chunk's last repeat it
-    high, low = load_gates(g_ptr, low_ptr, last, stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
-    exponent, whole = _about_middle(high, low, g_ptr, low_ptr, stride, count, column, D, CHUNK, BLOCK_K, EXACT)  # [C, BK], []
+    high, low = chunk_gates(gates, column, of)  # [C, BK] each
+    exponent, whole = about_middle(high, low, gates, column, of)  # [C, BK], []
     # About one middle row for all pairs, or by halves if a factor would be too large.
     if whole:
         rows = tl.exp2(exponent)  # [C, BK]
-        keys = tl.trans(_scale(k, tl.exp2(-exponent), operand, PRECISION))  # [BK, C]
-        a = tl.dot(_scale(q, rows, operand, PRECISION), keys, a, input_precision=PRECISION)  # [C, C]
+        keys = tl.trans(scaled(k, tl.exp2(-exponent), operand, PRECISION))  # [BK, C]
+        a = tl.dot(scaled(q, rows, operand, PRECISION), keys, a, input_precision=PRECISION)  # [C, C]
         if KK:
-            kk = tl.dot(_scale(k, rows, operand, PRECISION), keys, kk, input_precision=PRECISION)  # [C, C]
+            kk = tl.dot(scaled(k, rows, operand, PRECISION), keys, kk, input_precision=PRECISION)  # [C, C]
     else:
-        a, kk = add_scores_by_halves(a, kk, q, k, high, low, g_ptr, low_ptr, stride, count, column, D, CHUNK, BLOCK_K, EXACT, KK, PRECISION)
+        a, kk = scores_by_halves(a, kk, q, k, high, low, gates, column, of, KK, PRECISION)
     return a, kk
 
 
 @triton.jit
-def load_transposed(ptr, stride, count, CHUNK: tl.constexpr):
-    """`[j, i]` of a matrix `[count, CHUNK]`, zero past its rows."""
-    r = tl.arange(0, CHUNK)  # [C]
-    return tl.load(ptr + (r[None, :] * stride + r[:, None]), mask=(r < count)[None, :] & (r >= 0)[:, None], other=0.0)  # [C, C]
-
-
-@triton.jit
-def load_both(ptr, stride, count, CHUNK: tl.constexpr):
-    """A matrix `[count, CHUNK]` and its transpose, zero past its rows."""
-    return load_tile(ptr, stride, count, 0, CHUNK, CHUNK, CHUNK, False), load_transposed(ptr, stride, count, CHUNK)  # [C, C] each
-
-
-@triton.jit
-def add_gradients_by_halves(
-    dq, dk, rise, q_ptr, q_stride, k_ptr, k_stride, g_ptr, low_ptr, g_stride, da_ptr, da_stride, count, column,
-    D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+def gradients_by_halves(
+    dq, dk, rise, q_ptr, q_stride, k_ptr, k_stride, da_ptr, da_stride, gates, column, of, PRECISION: tl.constexpr,
 ):
     """Adds the contributions to a slice of channels of the scores' gradient `da [i, j]`, which is zero on and above the diagonal and has the
-    operands' dtype. All pointers are to the chunk's first row; `count > 0`. `rise` is the gradient with respect to the summed log decays:
-    a pair of tokens contributes to its two rows with opposite signs, equal to the last digit."""
+    operands' dtype. `rise` is the gradient with respect to the summed log decays: a pair of tokens contributes to its two rows with opposite
+    signs, equal to the last digit."""
     operand: tl.constexpr = q_ptr.dtype.element_ty
-    last = tl.minimum(tl.arange(0, CHUNK), count - 1)  # [C]
-    level = count * 0 + (CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
-    # As `add_scores_by_halves`.
+    level = gates.count * 0 + (of.CHUNK.bit_length() - 1)  # a tensor, as the loop changes it
+    # As `scores_by_halves`.
     while level > 0:
         # Everything is reloaded each time, so that this case does not take registers from the typical one.
-        high, low = load_gates(g_ptr, low_ptr, last, g_stride, column, D, BLOCK_K, EXACT)  # [C, BK] each
-        rows, columns, whole, together = _about_halves(  # [C, BK], [C, BK], [], [C, C]
-            high, low, g_ptr, low_ptr, g_stride, count, column, level, D, CHUNK, BLOCK_K, EXACT)
-        q = load_tile(q_ptr, q_stride, count, column, D, CHUNK, BLOCK_K, False)  # [C, BK]
-        k = load_tile(k_ptr, k_stride, count, column, D, CHUNK, BLOCK_K, False)  # [C, BK]
-        queries = _scale(q, rows, operand, PRECISION)  # [C, BK]
-        keys = _scale(k, columns, operand, PRECISION)  # [C, BK]
-        da = load_tile(da_ptr, da_stride, count, 0, CHUNK, CHUNK, CHUNK, False)  # [C, C]
+        high, low = chunk_gates(gates, column, of)  # [C, BK] each
+        rows, columns, whole, together = about_halves(high, low, gates, column, level, of)  # [C, BK], [C, BK], [], [C, C]
+        q = load_tile(q_ptr, q_stride, gates.count, column, of.D, of.CHUNK, of.BLOCK_K, False)  # [C, BK]
+        k = load_tile(k_ptr, k_stride, gates.count, column, of.D, of.CHUNK, of.BLOCK_K, False)  # [C, BK]
+        queries = scaled(q, rows, operand, PRECISION)  # [C, BK]
+        keys = scaled(k, columns, operand, PRECISION)  # [C, BK]
+        da = load_tile(da_ptr, da_stride, gates.count, 0, of.CHUNK, of.CHUNK, of.CHUNK, False)  # [C, C]
         # dq_i = sum_j da_ij k_j e^{G_i - G_j}; G_i receives q_i dq_i.
         part = tl.dot(tl.where(together, da, 0.0), keys, input_precision=PRECISION)  # [C, BK]
         dq += part * rows
         rise += part * queries.to(tl.float32)
-        dat = load_transposed(da_ptr, da_stride, count, CHUNK)  # [C, C]
+        dat = load_transposed(da_ptr, da_stride, gates.count, of.CHUNK)  # [C, C]
         # dk_j = sum_i da_ij q_i e^{G_i - G_j}; G_j receives -k_j dk_j.
         part = tl.dot(tl.where(together, dat, 0.0), queries, input_precision=PRECISION)  # [C, BK]
         dk += part * columns

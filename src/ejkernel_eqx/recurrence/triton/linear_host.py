@@ -2,24 +2,13 @@
 
 import math
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
-from ...launch import Execute, NOTHING, result, run
+from ...launch import NOTHING, result
 from ...launch.sizes import cdiv
-from ..spec import CONSTANT, heads_of, NONE, RecurrenceArrays, RecurrenceSpec
+from ..spec import CONSTANT, NONE, RecurrenceArrays, RecurrenceSpec
 from . import gradients, shared_host, splits
-from .call import (
-    Call,
-    first_copies,
-    in_first_copies,
-    make_call,
-    repeated,
-    sum_copies,
-    sum_heads,
-)
-from .tile_sizes import TritonConfig
+from .call import Call, sum_heads
 
 _PARTS = 8  # at most this many partial sums of the gradient of a shared head
 
@@ -29,42 +18,25 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
     return splits.saved_axes(arrays, spec)
 
 
-def forward(
-    arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, *, execute: Execute = run
-) -> dict[str, Array]:
-    call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
+def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, dict[str, Array]]:
+    call = call.with_decays()
     edges = splits.edges_of(call)
-    if config.single:
+    if call.config.single:
         out, final = call.single(edges)
     else:
         states, final = call.states(edges)
         out = call.out(states, heads_each=_heads_each(call))
-    copies = call.sizes[0] // heads_of(arrays, spec).state
-    saved = splits.to_saved(call, edges)
-    return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
+    return out, final, splits.to_saved(call, edges)
 
 
 def backward(
-    arrays: RecurrenceArrays,
-    spec: RecurrenceSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    dout: Array,
-    dfinal: Array,
-    *,
-    execute: Execute = run,
-) -> dict[str, Array]:
-    call = make_call(repeated(arrays, spec), spec, config, execute).with_decays()
-    copies = call.sizes[0] // heads_of(arrays, spec).state
-    dout = dout.astype(call.arrays.q.dtype)
+    call: Call, arrays: RecurrenceArrays, saved: dict[str, Array], dout: Array, dfinal: Array
+) -> tuple[dict[str, Array], Array]:
+    call = call.with_decays()
     states, _ = call.states(splits.from_saved(call, saved))
-    dfinal = in_first_copies(dfinal, copies)
     dstates, dinitial = call.dstates(dout, dfinal, splits.edges_of(call, dout, dfinal))
     grads = _gradients(call, states, dstates, dout)
-    grads["v"] = sum_heads(grads["v"], arrays.v.shape[2])
-    if arrays.initial_state is not None:
-        grads["initial_state"] = sum_copies(dinitial, copies)
-    return grads
+    return grads | {"v": sum_heads(grads["v"], arrays.v.shape[2])}, dinitial
 
 
 def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[str, Array]:
@@ -95,43 +67,32 @@ def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[s
 
 
 def _separate_gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[str, Array]:
-    """The same for each state head, all from one kernel."""
+    """Gradients for each state head, all from one kernel."""
     arrays, tile, decay = call.arrays, call.config.gradients, call.spec.decay
     heads, dim, values = call.sizes
-    batch, length = arrays.q.shape[:2]
-    tiles = cdiv(dim, tile.block_k)
-
-    def parts(x: Array) -> jax.ShapeDtypeStruct:
-        count = heads // x.shape[2]
-        return result(count, *x.shape, dtype=x.dtype if count == 1 else jnp.float32)
-
-    scalars = result(2 * tiles, batch, length, heads)
-    sums = result(2 * tiles, call.chunks, heads)
-    results = call.launch(
-        gradients.gradients_kernel,
-        tile,
-        {
-            "dq": parts(arrays.q),
-            "dk": parts(arrays.k),
-            "dv": call.gradient(arrays.v),
-            "dg": NOTHING if decay == NONE else sums if decay == CONSTANT else scalars,
-            "dbeta": NOTHING if arrays.beta is None else scalars,
-            "dskip": NOTHING if arrays.skip is None else result(call.chunks, heads, values),
-        },
-        2 * tiles * call.chunks * heads,
-        {"states": states, "dstates": dstates, "do": dout},
-    )
+    parts = 2 * cdiv(dim, tile.block_k)
+    scalars, sums = result(parts, *call.rows(heads).shape), result(parts, call.chunks, heads)
+    outputs = {
+        "dq": call.parts(arrays.q),
+        "dk": call.parts(arrays.k),
+        "dv": call.gradient(arrays.v),
+        "dg": NOTHING if decay == NONE else sums if decay == CONSTANT else scalars,
+        "dbeta": NOTHING if arrays.beta is None else scalars,
+        "dskip": NOTHING if arrays.skip is None else result(call.chunks, heads, values),
+    }
+    inputs, programs = {"states": states, "dstates": dstates, "do": dout}, parts * call.chunks * heads
+    results = call.launch(gradients.gradients_kernel, tile, outputs, programs, inputs)
     summed = [name for name in ("dg", "dbeta") if results[name].ndim > 1]
     return results | {name: _sum_parts(results[name]) for name in summed}
 
 
 def _shared(call: Call) -> int:
-    """How many state heads share a query and a key head."""
+    """The number of state heads that share a query and a key head."""
     return math.gcd(*(call.launch.numbers["HS"] // call.launch.numbers[name] for name in ("HQ", "HK")))
 
 
 def _heads_each(call: Call) -> int:
-    """How many of the state heads that share a query and a key head are processed by one program."""
+    """The number of state heads that one program processes: they share a query and a key head."""
     shared, each = _shared(call), 1
     while shared % (2 * each) == 0 and shared // each > _PARTS:
         each *= 2

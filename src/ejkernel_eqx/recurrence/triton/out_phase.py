@@ -3,20 +3,10 @@
 import triton
 import triton.language as tl
 
-from .tile import (
-    between,
-    chunk_tile,
-    decays_of,
-    from_start,
-    KEY,
-    load_state,
-    load_tile,
-    load_vector,
-    operand_of,
-    products_of,
-    store_tile,
-    visible_to,
-)
+from .decays import between, Decay, decays_of, from_start, Gates, KEY, strengths_of
+from .operands import load_head, load_skip, Operand, operand_of, products_of, store_head
+from .places import chunk_tile, visible_to
+from .tile import load_state, load_tile
 
 
 # fmt: off
@@ -34,40 +24,39 @@ def out_kernel(
     `SCORES`: `A [.., HS, CHUNK]` is read, all of its columns, and includes scale, decay, mask and write strength; else it is computed here.
     With a decay per key channel, queries already include decay, mask and scale.
     """
-    index, group, _tile, v0, first, count, seq = chunk_tile(chunks_ptr, T, HS // HEADS, V, BLOCK_V, CHUNK, TABLE)
+    kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
+    index, group, _tile, v0, chunk = chunk_tile(chunks_ptr, T, HS // HEADS, V, BLOCK_V, CHUNK, TABLE)
     h0 = group * HEADS
-    q_base = q_ptr + first * (HQ * D) + h0 // (HS // HQ) * D
-    k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
-    visible, sees = visible_to(starts_ptr, first, count, seq, T, CHUNK, SCALE, SEGMENTS)  # [C, C], [C]
+    q_base = q_ptr + chunk.first * (HQ * D) + h0 // (HS // HQ) * D
+    k_base = k_ptr + chunk.first * (HK * D) + h0 // (HS // HK) * D
+    visible, sees = visible_to(starts_ptr, chunk, T, CHUNK, SCALE, SEGMENTS)  # [C, C], [C]
     # q k^T, once for all heads that share them.
     if not SCORES:
-        products = products_of(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
+        products = products_of(q_base, k_base, HQ * D, HK * D, chunk.count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
 
     for n in tl.range(0, HEADS):
         h = h0 + n
-        v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        v = load_head(v_ptr, chunk, h, v0, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN))  # [C, BV]
         states = states_ptr + (index.to(tl.int64) * HS + h) * (D * V)
         # scale (q e^G) S: the decay of a token is a factor of its row, so it is applied after the product.
         out = tl.zeros([CHUNK, BLOCK_V], tl.float32)  # [C, BV]
         for d0 in tl.static_range(0, D, BLOCK_K):
-            q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+            q = load_tile(q_base, HQ * D, chunk.count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
             state = load_state(states, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
             out = tl.dot(q, state, out, input_precision=PRECISION)  # [C, BV]
         if DECAY != KEY:
-            high, low, _rest, _whole = decays_of(  # [C], [C], [C], []
-                g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)
-            out *= (from_start(high, low, DECAY, EXACT) * sees)[:, None]
+            high, low, _rest, _whole = decays_of(Gates(g_ptr, logs_ptr, TOKENS), chunk, h, kind)  # [C], [C], [C], []
+            out *= (from_start(high, low, kind) * sees)[:, None]
         # A v, A_ij = scale q_i k_j^T e^{G_i - G_j} b_j for j <= i.
         if SCORES:
-            scores = load_tile(scores_ptr + first * (HS * CHUNK) + h * CHUNK, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+            scores = load_head(scores_ptr, chunk, h, 0, Operand(HS, HS, CHUNK, CHUNK, CHUNK, EVEN))  # [C, C]
         else:
-            scores = products * between(high, low, visible, DECAY, EXACT) * SCALE  # [C, C]
+            scores = products * between(high, low, visible, kind) * SCALE  # [C, C]
             if BETA:
-                scores *= load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)[None, :]
+                scores *= strengths_of(beta_ptr, chunk, h, HB, kind)[None, :]
             scores = operand_of(scores, v.dtype, PRECISION)  # [C, C]
         out = tl.dot(scores, v, out, input_precision=PRECISION)  # [C, BV]
         if SKIP:
-            c = v0 + tl.arange(0, BLOCK_V)  # [BV]
-            skip = tl.load(skip_ptr + (seq.to(tl.int64) * HS + h) * V + c, mask=c < V, other=0.0).to(tl.float32)  # [BV]
+            skip = load_skip(skip_ptr, chunk.seq, h, v0, HS, V, BLOCK_V)  # [BV]
             out += v.to(tl.float32) * skip[None, :]
-        store_tile(out_ptr + first * (HS * V) + h * V, out, HS * V, count, v0, V, CHUNK, BLOCK_V)
+        store_head(out_ptr, out, chunk, h, v0, Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN))

@@ -10,30 +10,15 @@ few tiles, so that all stay in registers:
 
 Rows of pairs are tokens j that were written, columns are tokens i >= j that read.
 """
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
 
-from .key_tile import load_transposed
-from .tile import (
-    between,
-    chunk_of,
-    chunk_tile,
-    closed,
-    CONSTANT,
-    decays_of,
-    from_start,
-    last_start,
-    load_state,
-    load_tile,
-    load_vector,
-    NONE,
-    operand_of,
-    products_of,
-    SCALAR,
-    segment_starts,
-    store_tile,
-)
+from .decays import between, closed, CONSTANT, Decay, decays_of, from_start, Gates, NONE, SCALAR, strengths_of
+from .operands import load_head, load_skip, Operand, operand_of, products_of, store_head
+from .places import chunk_of, chunk_tile, last_start, readers_of, segment_starts
+from .tile import load_state, load_tile, load_transposed, store_tile
 
 
 # fmt: off
@@ -47,7 +32,7 @@ def shared_products_kernel(
     """`products [chunks, GROUPS, C, C]`: keys times queries for one chunk and group of heads that share both."""
     index = tl.program_id(0)
     group = index % GROUPS
-    first, count, _ = chunk_of(index // GROUPS, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    first, count, _seq = chunk_of(index // GROUPS, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     q_base = q_ptr + first * (HQ * D) + group // (GROUPS // HQ) * D
     k_base = k_ptr + first * (HK * D) + group // (GROUPS // HK) * D
     products = products_of(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
@@ -66,42 +51,43 @@ def shared_pairs_kernel(
     """One chunk, `HEADS` heads of a group and one side. The side of products: `dproducts [chunks, HS / HEADS, C, C]`, `dskip [chunks, HS, V]`,
     and from pairs the gradient of G (`pairs [.., HS]`) and of the write strength (`weighed [.., HS]`). The side of values: `dv [.., HS, V]`."""
     slices: tl.constexpr = HS // HEADS
+    kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
+    values: tl.constexpr = Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN)
+    outs: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
     # A program: a chunk, `HEADS` heads, a side (fastest).
     index = tl.program_id(0)
     side = index % 2
     index = index // 2
     h0 = index % slices * HEADS
     chunk = index // slices
-    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    place = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    first, count = place.first, place.count
     r = tl.arange(0, CHUNK)  # [C]
-    visible = (r[:, None] <= r[None, :]) & (r < count)[None, :]  # [C, C]
-    leaves = r < count  # [C]
-    if SEGMENTS:
-        starts = segment_starts(starts_ptr, first, count, seq, T, CHUNK)  # [C]
-        visible = visible & (r[:, None] >= starts[None, :])  # [C, C]
-        leaves = leaves & (r >= last_start(starts_ptr, first, count, seq, T))  # [C]
+    visible, leaves = readers_of(r, starts_ptr, place, T, CHUNK, SEGMENTS)  # [C, C], [C]
     group = chunk.to(tl.int64) * GROUPS + h0 // (HS // GROUPS)
+    # Keys times queries, which the heads of a group share.
     products = load_tile(products_ptr + group * (CHUNK * CHUNK), CHUNK, CHUNK, 0, CHUNK, CHUNK, CHUNK, True)  # [C, C]
 
+    # The side of products: the gradients of pairs, summed over the heads.
     if side == 0:
         dproducts = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], summed over the heads
         for n in tl.range(0, HEADS):
             h = h0 + n
-            high, low, _, _ = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+            high, low, _, _ = decays_of(Gates(g_ptr, logs_ptr, TOKENS), place, h, kind)  # [C], [C], [C], []
             at = (first + r) * HS + h  # [C]
             # v do^T, the gradient of A^T, and so of each of its factors times the others.
             ds = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C]
             for v0 in tl.static_range(0, V, BLOCK_V):
-                v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-                do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+                v = load_head(v_ptr, place, h, v0, values)  # [C, BV]
+                do = load_head(do_ptr, place, h, v0, outs)  # [C, BV]
                 ds = tl.dot(v, tl.trans(do), ds, input_precision=PRECISION)  # [C, C]
                 if SKIP:
                     c = v0 + tl.arange(0, BLOCK_V)  # [BV]
                     dskip = tl.sum(do.to(tl.float32) * v.to(tl.float32), axis=0)  # [BV]
                     tl.store(dskip_ptr + (chunk.to(tl.int64) * HS + h) * V + c, dskip, mask=c < V)
-            ds *= between(high, low, visible, DECAY, EXACT, True) * SCALE
+            ds *= between(high, low, visible, kind, True) * SCALE
             if BETA:
-                beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
+                beta = strengths_of(beta_ptr, place, h, HB, kind)  # [C]
                 tl.store(weighed_ptr + at, tl.sum(ds * products, axis=1), mask=r < count)
                 ds *= beta[:, None]
             dproducts += ds
@@ -114,11 +100,11 @@ def shared_pairs_kernel(
     else:
         for n in tl.range(0, HEADS):
             h = h0 + n
-            high, low, rest, _whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+            high, low, rest, _whole = decays_of(Gates(g_ptr, logs_ptr, TOKENS), place, h, kind)  # [C], [C], [C], []
             kept = tl.where(leaves, tl.exp2(rest), 0.0)  # [C], e^{G_C - G_j} b_j
-            weights = products * between(high, low, visible, DECAY, EXACT, True) * SCALE  # [C, C], A^T
+            weights = products * between(high, low, visible, kind, True) * SCALE  # [C, C], A^T
             if BETA:
-                beta = load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
+                beta = strengths_of(beta_ptr, place, h, HB, kind)  # [C]
                 kept *= beta
                 weights *= beta[:, None]
             weights = operand_of(weights, k_ptr.dtype.element_ty, PRECISION)  # [C, C]
@@ -131,13 +117,12 @@ def shared_pairs_kernel(
                     k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
                     dstate = load_state(dstates, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
                     dv = tl.dot(k, dstate, dv, input_precision=PRECISION)  # [C, BV]
-                do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+                do = load_head(do_ptr, place, h, v0, outs)  # [C, BV]
                 dv = tl.dot(weights, do, dv * kept[:, None], input_precision=PRECISION)  # [C, BV]
                 if SKIP:
-                    c = v0 + tl.arange(0, BLOCK_V)  # [BV]
-                    skip = tl.load(skip_ptr + (seq.to(tl.int64) * HS + h) * V + c, mask=c < V, other=0.0).to(tl.float32)  # [BV]
+                    skip = load_skip(skip_ptr, place.seq, h, v0, HS, V, BLOCK_V)  # [BV]
                     dv += do.to(tl.float32) * skip[None, :]
-                store_tile(dv_ptr + first * (HS * V) + h * V, dv, HS * V, count, v0, V, CHUNK, BLOCK_V)
+                store_head(dv_ptr, dv, place, h, v0, outs)
 
 
 @triton.jit
@@ -155,6 +140,9 @@ def shared_channels_kernel(
     of the state that passes. `SUMMED`: the number of heads that each of `dproducts` sums over."""
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     slices: tl.constexpr = HS // HEADS
+    kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
+    values: tl.constexpr = Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN)
+    outs: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
     index = tl.program_id(0)
     tile = index % tiles
     d0 = tile * BLOCK_K
@@ -162,7 +150,8 @@ def shared_channels_kernel(
     h0 = slice * HEADS
     chunk = index // (tiles * slices)
     chunks = tl.num_programs(0) // (tiles * slices)
-    first, count, seq = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    place = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    first, count = place.first, place.count
     q_base = q_ptr + first * (HQ * D) + h0 // (HS // HQ) * D
     k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
     r = tl.arange(0, CHUNK)  # [C]
@@ -170,9 +159,9 @@ def shared_channels_kernel(
     sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
     carried = 1.0
     if SEGMENTS:
-        start = last_start(starts_ptr, first, count, seq, T)
+        start = last_start(starts_ptr, place, T)
         leaves = leaves & (r >= start)  # [C]
-        sees = tl.where(segment_starts(starts_ptr, first, count, seq, T, CHUNK) < 0, sees, 0.0)  # [C]
+        sees = tl.where(segment_starts(starts_ptr, place, T, CHUNK) < 0, sees, 0.0)  # [C]
         carried = tl.where(start < 0, 1.0, 0.0)
     q = load_tile(q_base, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
     k = load_tile(k_base, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
@@ -180,17 +169,17 @@ def shared_channels_kernel(
     dk = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
     for n in tl.range(0, HEADS):
         h = h0 + n
-        high, low, rest, whole = decays_of(g_ptr, logs_ptr, first, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+        high, low, rest, whole = decays_of(Gates(g_ptr, logs_ptr, TOKENS), place, h, kind)  # [C], [C], [C], []
         state = (chunk.to(tl.int64) * HS + h) * (D * V)
         # scale e^{G_i} S do_i and e^{G_C - G_j} b_j dS v_j.
         dq_head = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
         dk_head = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]
         through = 0.0  # []
         for v0 in tl.static_range(0, V, BLOCK_V):
-            do = load_tile(do_ptr + first * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            do = load_head(do_ptr, place, h, v0, outs)  # [C, BV]
             s = load_state(states_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
             dq_head = tl.dot(do, tl.trans(s), dq_head, input_precision=PRECISION)  # [C, BK]
-            v = load_tile(v_ptr + first * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            v = load_head(v_ptr, place, h, v0, values)  # [C, BV]
             ds = load_state(dstates_ptr + state, d0, v0, D, V, BLOCK_K, BLOCK_V)  # [BK, BV]
             dk_head = tl.dot(v, tl.trans(ds), dk_head, input_precision=PRECISION)  # [C, BK]
             if DECAY != NONE:
@@ -198,14 +187,15 @@ def shared_channels_kernel(
         at = (tile.to(tl.int64) * TOKENS + first + r) * HS + h  # [C]
         if DECAY != NONE or BETA:
             tl.store(written_ptr + at, tl.sum(k.to(tl.float32) * dk_head, axis=1), mask=r < count)
-        dq_head *= (from_start(high, low, DECAY, EXACT) * sees)[:, None]
+        # What the state gave to queries, with the decay up to each token.
+        dq_head *= (from_start(high, low, kind) * sees)[:, None]
         dq += dq_head
         if DECAY != NONE:
             tl.store(reads_ptr + at, tl.sum(q.to(tl.float32) * dq_head, axis=1), mask=r < count)
             tl.store(through_ptr + (tile.to(tl.int64) * chunks + chunk) * HS + h, through * tl.exp2(whole + 0.0) * carried)
         kept = tl.where(leaves, tl.exp2(rest), 0.0)  # [C]
         if BETA:
-            kept *= load_vector(beta_ptr + first * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
+            kept *= strengths_of(beta_ptr, place, h, HB, kind)
         dk += dk_head * kept[:, None]
     # From pairs of tokens, once for all heads.
     dscores = tl.zeros([CHUNK, CHUNK], tl.float32)  # [C, C], rows are tokens that read
@@ -225,21 +215,21 @@ def shared_channels_kernel(
 
 
 @triton.jit
-def _written(written_ptr, g_ptr, logs_ptr, r, h, first, count, seq, start, TOKENS, HS: tl.constexpr, HG: tl.constexpr, TILES: tl.constexpr,
-             DECAY: tl.constexpr, EXACT: tl.constexpr):
-    """What rows `r [C, 1]` write to the states of heads `h [1, BV]`, times its gradient; without write strength."""
-    known = (r >= 0) & (r < count) & (h < HS)  # [C, BV]
-    total = tl.load(written_ptr + (first + r) * HS + h, mask=known, other=0.0)  # [C, BV]
+def _written(written_ptr, gates, r, h, chunk, start, kind, TILES: tl.constexpr):
+    """Products of what rows `r [C, 1]` write to the states of heads `h [1, BV]` with its gradient, without write strength."""
+    known = (r >= 0) & (r < chunk.count) & (h < kind.HS)  # [C, BV]
+    total = tl.load(written_ptr + (chunk.first + r) * kind.HS + h, mask=known, other=0.0)  # [C, BV]
     for n in tl.static_range(1, TILES):  # pyright: ignore[reportGeneralTypeIssues]
-        total += tl.load(written_ptr + (n * TOKENS.to(tl.int64) + first + r) * HS + h, mask=known, other=0.0)  # [C, BV]
+        total += tl.load(written_ptr + (n * gates.TOKENS.to(tl.int64) + chunk.first + r) * kind.HS + h, mask=known, other=0.0)  # [C, BV]
     # e^{G_C - G_j}, for rows of the segment that is open at the end of the chunk.
-    if DECAY == SCALAR:
-        planes: tl.constexpr = 3 if EXACT else 2  # pyright: ignore[reportAssignmentType]
-        rest = tl.load(logs_ptr + ((h // (HS // HG)).to(tl.int64) * planes + 1) * TOKENS + first + r, mask=known, other=0.0)  # [C, BV]
-        total *= tl.exp2(rest)
-    elif DECAY == CONSTANT:
-        g = closed(tl.load(g_ptr + seq.to(tl.int64) * HG + h // (HS // HG), mask=h < HS, other=0.0).to(tl.float32))  # [1, BV]
-        total *= tl.exp2((count - 1 - r).to(tl.float32) * g)
+    if kind.DECAY == SCALAR:
+        planes: tl.constexpr = 3 if kind.EXACT else 2  # pyright: ignore[reportAssignmentType]
+        rest = gates.logs_ptr + ((h // (kind.HS // kind.HG)).to(tl.int64) * planes + 1) * gates.TOKENS + chunk.first + r  # [C, BV]
+        total *= tl.exp2(tl.load(rest, mask=known, other=0.0))
+    elif kind.DECAY == CONSTANT:
+        g = gates.g_ptr + chunk.seq.to(tl.int64) * kind.HG + h // (kind.HS // kind.HG)  # [1, BV]
+        g = closed(tl.load(g, mask=h < kind.HS, other=0.0).to(tl.float32))  # [1, BV]
+        total *= tl.exp2((chunk.count - 1 - r).to(tl.float32) * g)
     return tl.where(known & (r >= start), total, 0.0)  # [C, BV]
 
 
@@ -251,17 +241,19 @@ def shared_decays_kernel(
     DECAY: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
 ):
     """`dg [.., HS]`, or `[chunks, HS]` of a constant, and `dbeta [.., HS]`, for one chunk and `BLOCK_V` state heads."""
-    chunk, _, _tile, h0, first, count, seq = chunk_tile(chunks_ptr, T, 1, HS, BLOCK_V, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
+    chunk, _, _tile, h0, place = chunk_tile(chunks_ptr, T, 1, HS, BLOCK_V, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    first, count = place.first, place.count
     chunks = tl.num_programs(0) // tl.cdiv(HS, BLOCK_V)
     r = tl.arange(0, CHUNK)[:, None]  # [C, 1]
     h = h0 + tl.arange(0, BLOCK_V)[None, :]  # [1, BV]
     start = 0
     if SEGMENTS:
-        start = last_start(starts_ptr, first, count, seq, T)
+        start = last_start(starts_ptr, place, T)
     at = first * HS
     if BETA:
         dbeta = load_tile(weighed_ptr + at, HS, count, h0, HS, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-        dbeta += _written(written_ptr, g_ptr, logs_ptr, r, h, first, count, seq, start, TOKENS, HS, HG, TILES, DECAY, EXACT)
+        dbeta += _written(written_ptr, Gates(g_ptr, logs_ptr, TOKENS), r, h, place, start, kind, TILES)
         store_tile(dbeta_ptr + at, dbeta, HS, count, h0, HS, CHUNK, BLOCK_V)
     if DECAY != NONE:
         # The sum from the end of what each token reads yields its own decay's gradient.
@@ -272,7 +264,7 @@ def shared_decays_kernel(
             through += tl.load(through_ptr + (n * chunks + chunk).to(tl.int64) * HS + h, mask=h < HS, other=0.0)
         dg = tl.cumsum(read, axis=0, reverse=True) + through  # [C, BV]
         # A decay applies to what was written before it: the sum up to the token before.
-        before = _written(written_ptr, g_ptr, logs_ptr, r - 1, h, first, count, seq, start, TOKENS, HS, HG, TILES, DECAY, EXACT)  # [C, BV]
+        before = _written(written_ptr, Gates(g_ptr, logs_ptr, TOKENS), r - 1, h, place, start, kind, TILES)  # [C, BV]
         if BETA:
             known = (r >= 1) & (r <= count) & (h < HS)  # [C, BV]
             before *= tl.load(beta_ptr + (first + r - 1) * HB + h // (HS // HB), mask=known, other=0.0).to(tl.float32)

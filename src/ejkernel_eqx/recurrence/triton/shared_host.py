@@ -1,7 +1,5 @@
 """The launches of gradients whose state heads share queries and keys."""
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 from ...launch import NOTHING, result
@@ -21,71 +19,45 @@ def gradients(
     state heads, and of `skip` by chunk. `shared` heads have the same query and key heads; `each` of them sum into one gradient of products."""
     arrays, config, decay = call.arrays, call.config, call.spec.decay
     heads, dim, values = call.sizes
-    groups, chunk = heads // shared, config.chunk_size
+    groups, chunk, count = heads // shared, config.chunk_size, call.chunks * (heads // each)
     is_plain = decay == NONE and arrays.beta is None
-    for_decays = lambda *shape: NOTHING if decay == NONE else result(*shape)
-    products = call.launch(
-        kernels.shared_products_kernel,
-        config.scores,
-        {"products": result(call.chunks * groups, chunk, chunk)},
-        call.chunks * groups,
-        GROUPS=groups,
-    )["products"]
-    batch, length = arrays.q.shape[:2]
-    found = call.launch(
-        kernels.shared_pairs_kernel,
-        config.wy,
-        {
-            "dv": call.gradient(arrays.v),
-            "dproducts": result(call.chunks * (heads // each), chunk, chunk),
-            "pairs": for_decays(batch, length, heads),
-            "weighed": NOTHING if arrays.beta is None else result(batch, length, heads),
-            "dskip": NOTHING if arrays.skip is None else result(call.chunks, heads, values),
-        },
-        2 * call.chunks * (heads // each),
-        {"products": products, "dstates": dstates, "do": dout},
-        HEADS=each,
-        GROUPS=groups,
-    )
-    tiles = cdiv(dim, config.gradients.block_k)
-    summed = each
-    while (
-        summed < shared and shared % (2 * summed) == 0 and call.chunks * tiles * (heads // summed) > _PROGRAMS
-    ):
+    if_decays = lambda shape: NOTHING if decay == NONE else shape
+    if_beta = lambda shape: NOTHING if arrays.beta is None else shape
+    tokens = call.wide_rows(heads)
+    # The products that heads share.
+    outputs, programs = {"products": result(call.chunks * groups, chunk, chunk)}, call.chunks * groups
+    results = call.launch(kernels.shared_products_kernel, config.scores, outputs, programs, GROUPS=groups)
+    # What pairs of tokens contribute, summed over `each` heads.
+    inputs = results | {"dstates": dstates, "do": dout}
+    outputs = {
+        "dv": call.gradient(arrays.v),
+        "dproducts": result(count, chunk, chunk),
+        "pairs": if_decays(tokens),
+        "weighed": if_beta(tokens),
+        "dskip": NOTHING if arrays.skip is None else result(call.chunks, heads, values),
+    }
+    numbers = {"HEADS": each, "GROUPS": groups}
+    results = call.launch(kernels.shared_pairs_kernel, config.wy, outputs, 2 * count, inputs, **numbers)
+    # Queries and keys, of as many heads as leave enough programs.
+    tiles, summed = cdiv(dim, config.gradients.block_k), each
+    programs = lambda: tiles * call.chunks * (heads // summed)
+    while summed < shared and shared % (2 * summed) == 0 and programs() > _PROGRAMS:
         summed *= 2
-
-    def parts(x: Array) -> jax.ShapeDtypeStruct:
-        count = heads // x.shape[2] // summed
-        return result(count, *x.shape, dtype=x.dtype if count == 1 else jnp.float32)
-
-    found |= call.launch(
-        kernels.shared_channels_kernel,
-        config.gradients,
-        {
-            "dq": parts(arrays.q),
-            "dk": parts(arrays.k),
-            "reads": for_decays(tiles, batch, length, heads),
-            "written": NOTHING if is_plain else result(tiles, batch, length, heads),
-            "through": for_decays(tiles, call.chunks, heads),
-        },
-        tiles * call.chunks * (heads // summed),
-        {"dproducts": found["dproducts"], "states": states, "dstates": dstates, "do": dout},
-        HEADS=summed,
-        SUMMED=each,
-    )
-    if not is_plain:
-        tile = Tile(16, min(padded(heads), 32), 4, 1)
-        found |= call.launch(
-            kernels.shared_decays_kernel,
-            tile,
-            {
-                "dg": for_decays(call.chunks, heads)
-                if decay == CONSTANT
-                else for_decays(batch, length, heads),
-                "dbeta": NOTHING if arrays.beta is None else result(batch, length, heads),
-            },
-            call.chunks * cdiv(heads, tile.block_v),
-            {name: found[name] for name in ("pairs", "weighed", "reads", "written", "through")},
-            TILES=tiles,
-        )
-    return found
+    by_tile = result(tiles, *tokens.shape)
+    outputs = {
+        "dq": call.parts(arrays.q, summed),
+        "dk": call.parts(arrays.k, summed),
+        "reads": if_decays(by_tile),
+        "written": NOTHING if is_plain else by_tile,
+        "through": if_decays(result(tiles, call.chunks, heads)),
+    }
+    inputs = {"dproducts": results["dproducts"], "states": states, "dstates": dstates, "do": dout}
+    numbers, kernel = {"HEADS": summed, "SUMMED": each}, kernels.shared_channels_kernel
+    results |= call.launch(kernel, config.gradients, outputs, programs(), inputs, **numbers)
+    if is_plain:
+        return results
+    tile = Tile(16, min(padded(heads), 32), 4, 1)
+    dg = if_decays(result(call.chunks, heads) if decay == CONSTANT else tokens)
+    outputs, count = {"dg": dg, "dbeta": if_beta(tokens)}, call.chunks * cdiv(heads, tile.block_v)
+    inputs = {name: results[name] for name in ("pairs", "weighed", "reads", "written", "through")}
+    return results | call.launch(kernels.shared_decays_kernel, tile, outputs, count, inputs, TILES=tiles)

@@ -1,4 +1,4 @@
-"""What passes from one split of a sequence to the next: the state before each, or the gradient of the state after it.
+"""The passage from one split of a sequence to the next: the state before each, or the gradient of the state after it.
 
 Sequences are split where there would be few programs otherwise. A split decays the state that passes through it and adds to it. One launch adds up
 what every split adds that others follow: each of its programs has one piece of a split, a product of keys and values with weights that decay to
@@ -7,25 +7,17 @@ finite does not pass from one split to the next through such a decay. Another la
 
 Gradients go the other way, from the last split to the first, through queries and the outputs' gradients.
 """
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
 
+from .decays import Decay, decays_of, from_start, Gates, KEY, NONE, strengths_of
+from .operands import load_head, Operand, operand_of
+from .places import Chunk, segment_starts
 from .reach import open_segment, split_at_edge
-from .tile import (
-    decays_of,
-    from_start,
-    KEY,
-    load_carry,
-    load_state,
-    load_tile,
-    load_vector,
-    NONE,
-    operand_of,
-    segment_starts,
-    state_tile,
-    store_tile,
-)
+from .state_tiles import entering_state, state_tile, States
+from .tile import load_carry, store_tile
 
 
 # fmt: off
@@ -38,25 +30,29 @@ def local_kernel(
     BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
     SPLITS: tl.constexpr, PIECES: tl.constexpr, TO_END: tl.constexpr,
 ):
-    """What each piece of a split adds to the state at the split's end (`TO_END`) or to the gradient at its start, `local [sequences, SPLITS - 1,
+    """Sums what each piece of a split adds to the state at the split's end (`TO_END`) or to the gradient at its start, `local [sequences, SPLITS - 1,
     PIECES, HS, D, V]`, pieces counted from that edge; nothing is written of those that are not reached. With a decay per key channel there is
-    one piece, and the decay of the split `[sequences, SPLITS - 1, HS, D]` is found on the way."""
+    one piece, and the decay of the split `[sequences, SPLITS - 1, HS, D]` is computed with it."""
+    kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
     seq, index, h, d0, v0, _first, _length, _chunk, _own = state_tile(  # pyright: ignore[reportGeneralTypeIssues]
-        bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, PIECES * (SPLITS - 1))
+        bounds_ptr, T, States(HS, D, V, BLOCK_K, BLOCK_V, PIECES * (SPLITS - 1)), CHUNK, TABLE)
+    # The split counts from the first that has a program, the piece from the edge.
     piece, at = index // (SPLITS - 1), index % (SPLITS - 1)
     first, length, chunk, begin, end, size = split_at_edge(  # pyright: ignore[reportGeneralTypeIssues]
         at, seq, bounds_ptr, T, CHUNK, TABLE, SPLITS, PIECES, TO_END)
-    own = (seq.to(tl.int64) * (SPLITS - 1) + at) * HS + h
+    edge = (seq.to(tl.int64) * (SPLITS - 1) + at) * HS + h
+    # Chunks by their distance from the edge: those that still count there.
     near, far = piece * size, end - begin
     beyond = 0.0
     if DECAY == KEY:
         passed = tl.zeros([BLOCK_K], tl.float32) + 1.0  # [BK]
     else:
-        far = tl.minimum(tl.load(kept_ptr + own), near + size)
-        beyond = tl.load(beyond_ptr + own * PIECES + piece)
+        far = tl.minimum(tl.load(kept_ptr + edge), near + size)
+        beyond = tl.load(beyond_ptr + edge * PIECES + piece)
     if SEGMENTS:
         opened = open_segment(starts_ptr, begin, end, first, length, seq, T, CHUNK)
 
+    # A sum of products of keys and values, or of queries and gradients, with weights that decay to the edge.
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
     for n in tl.range(near, far):
         if DECAY == KEY:
@@ -64,20 +60,19 @@ def local_kernel(
         else:
             away = n
         c = end - 1 - away if TO_END else begin + away
-        row = first + c * CHUNK
-        count = tl.minimum(length - c * CHUNK, CHUNK)
+        tokens = Chunk(first + c * CHUNK, tl.minimum(length - c * CHUNK, CHUNK), seq)
         if TO_END:
-            x = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            y = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            x = load_head(k_ptr, tokens, h, d0, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+            y = load_head(v_ptr, tokens, h, v0, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN))  # [C, BV]
         else:
-            x = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            y = load_tile(do_ptr + row * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            x = load_head(q_ptr, tokens, h, d0, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+            y = load_head(do_ptr, tokens, h, v0, Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN))  # [C, BV]
         # Only the segment that is open at the split's end writes to the state there; only the one that is open at its start reads it.
         if SEGMENTS:
             if TO_END:
                 seen = c * CHUNK + tl.arange(0, CHUNK) >= opened  # [C]
             else:
-                seen = c * CHUNK + segment_starts(starts_ptr, row, count, seq, T, CHUNK) < begin * CHUNK  # [C]
+                seen = c * CHUNK + segment_starts(starts_ptr, tokens, T, CHUNK) < begin * CHUNK  # [C]
             y = tl.where(seen[:, None], y, 0.0).to(x.dtype)  # [C, BV]
         if DECAY == KEY:
             # Operands include their decays to the edge of the chunk.
@@ -85,13 +80,13 @@ def local_kernel(
             state *= carry[:, None]
             passed *= carry
         else:
-            high, low, rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+            high, low, rest, whole = decays_of(Gates(g_ptr, logs_ptr, TOKENS), tokens, h, kind)  # [C], [C], [C], []
             if TO_END:
                 weight = tl.exp2(rest + beyond)  # [C]
                 if BETA:
-                    weight *= load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
+                    weight *= strengths_of(beta_ptr, tokens, h, HB, kind)
             else:
-                weight = from_start(high + beyond, low, DECAY, EXACT) * SCALE  # [C]
+                weight = from_start(high + beyond, low, kind) * SCALE  # [C]
             if DECAY != NONE or BETA or not TO_END:
                 y = operand_of(y.to(tl.float32) * weight[:, None], x.dtype, PRECISION)  # [C, BV]
             beyond += whole
@@ -103,7 +98,7 @@ def local_kernel(
         if SEGMENTS:
             passed = tl.where(opened < begin * CHUNK, passed, 0.0)
         d = d0 + tl.arange(0, BLOCK_K)  # [BK]
-        tl.store(decay_ptr + own * D + d, passed, mask=(d < D) & (v0 == 0))
+        tl.store(decay_ptr + edge * D + d, passed, mask=(d < D) & (v0 == 0))
     else:
         rows = tl.where(near < far, rows, 0)
     store_tile(local_ptr + place * (D * V) + d0 * V, state, V, rows, v0, V, BLOCK_K, BLOCK_V)
@@ -117,11 +112,12 @@ def chain_kernel(
     DECAY: tl.constexpr, GIVEN: tl.constexpr, TABLE: tl.constexpr, SPLITS: tl.constexpr, PIECES: tl.constexpr, TO_END: tl.constexpr,
 ):
     """The state before each split (`TO_END`), or the gradient of the state after it, `edges [sequences, SPLITS, HS, D, V]`: from `edge`, that of the
-    whole sequence, and what the other kernels found of every split."""
-    seq, _split, h, d0, v0, _first, _length, _chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
-    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
-    if GIVEN:
-        state = load_state(edge_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
+    whole sequence, and the results of the other kernels for every split."""
+    whole: tl.constexpr = States(HS, D, V, BLOCK_K, BLOCK_V, 1)
+    where = state_tile(bounds_ptr, T, whole, CHUNK, TABLE)
+    seq, h, d0, v0 = where.seq, where.h, where.d0, where.v0
+    state = entering_state(edge_ptr, edge_ptr, where, whole, GIVEN)  # [BK, BV]
+    # All pieces of a split are loaded at once.
     p = tl.arange(0, PIECES)[:, None, None]  # [P, 1, 1]
     d = d0 + tl.arange(0, BLOCK_K)[None, :, None]  # [1, BK, 1]
     v = v0 + tl.arange(0, BLOCK_V)[None, None, :]  # [1, 1, BV]
@@ -131,13 +127,13 @@ def chain_kernel(
         store_tile(edges_ptr + ((seq.to(tl.int64) * SPLITS + split) * HS + h) * (D * V) + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
         if n < SPLITS - 1:
             at = n if TO_END else SPLITS - 2 - n
-            split_own = (seq.to(tl.int64) * (SPLITS - 1) + at) * HS + h
+            edge = (seq.to(tl.int64) * (SPLITS - 1) + at) * HS + h
             written = inside
             if DECAY != KEY:
                 _first, _length, _chunk, _begin, _end, size = split_at_edge(  # pyright: ignore[reportGeneralTypeIssues]
                     at, seq, bounds_ptr, T, CHUNK, TABLE, SPLITS, PIECES, TO_END)
-                written = inside & (p * size < tl.load(kept_ptr + split_own))
+                written = inside & (p * size < tl.load(kept_ptr + edge))
             pieces = local_ptr + ((seq.to(tl.int64) * (SPLITS - 1) + at) * PIECES + p) * (HS * D * V) + h * (D * V) + d * V + v  # [P, BK, BV]
             local = tl.sum(tl.load(pieces, mask=written, other=0.0), axis=0)  # [BK, BV]
-            passed = load_carry(passed_ptr + split_own * D, d0, D, BLOCK_K)[:, None]  # [BK, 1]
+            passed = load_carry(passed_ptr + edge * D, d0, D, BLOCK_K)[:, None]  # [BK, 1]
             state = tl.where(passed == 0.0, 0.0, state * passed) + local

@@ -4,6 +4,7 @@ Both are `edges [sequences, splits, HS, D, V]`, in float32.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from .call import Call
 from .tile_sizes import CHUNK_SIZES, Tile
 
 Edges = dict[str, Array]
-"""By name; empty if sequences are not split."""
+"""States or gradients by name; empty if sequences are not split."""
 MOST_PIECES, LEAST_PIECE = 8, 32  # of a split; chunks
 _NAME = "edges"
 
@@ -33,54 +34,38 @@ def edges_of(call: Call, dout: Array | None = None, dfinal: Array | None = None)
     passed = _reached(call, pieces)
     local = _local(call, dout, passed, pieces)
     edge = call.arrays.initial_state if forward else dfinal
-    tile = _chained(pieces, *call.sizes[1:])
-    return call.launch(
-        split_phase.chain_kernel,
-        tile,
-        {_NAME: result(call.sequences, call.splits, *call.sizes)},
-        call.state_programs(tile, 1),
-        {"edge": edge, **passed, **local},
-        GIVEN=edge is not None,
-    )
+    tile, kernel = _chained(pieces, *call.sizes[1:]), split_phase.chain_kernel
+    outputs = {_NAME: result(call.sequences, call.splits, *call.sizes)}
+    inputs, programs = {"edge": edge, **passed, **local}, call.state_programs(tile, 1)
+    return call.launch(kernel, tile, outputs, programs, inputs, GIVEN=edge is not None)
 
 
 def _reached(call: Call, pieces: int) -> dict[str, Any]:
-    """How many chunks of each split count beyond it, and the decays over them; nothing where decays are found with what a split adds."""
+    """The number of chunks of each split that count beyond it, and the decays over them; nothing where `_local` computes the decays."""
     if call.spec.decay == KEY:
         return dict.fromkeys(("kept", "beyond"))
     heads, dim, _ = call.sizes
     lead = call.sequences, call.splits - 1, heads
-    return call.launch(
-        reach.reach_kernel,
-        Options(4, 1),
-        {"kept": result(*lead, dtype="int32"), "beyond": result(*lead, pieces), "passed": result(*lead, dim)},
-        call.sequences * (call.splits - 1) * heads,
-        BLOCK_K=padded(dim),
-    )
+    outputs = {"kept": result(*lead, dtype="int32"), "beyond": result(*lead, pieces)}
+    outputs |= {"passed": result(*lead, dim)}
+    return call.launch(reach.reach_kernel, Options(4, 1), outputs, math.prod(lead), BLOCK_K=padded(dim))
 
 
 def _local(call: Call, dout: Array | None, passed: dict[str, Any], pieces: int) -> dict[str, Array]:
-    """What each piece of a split adds."""
+    """Computes what each piece of a split adds."""
     heads, dim, values = call.sizes
     lead = call.sequences, call.splits - 1
-    shape = result(*lead, pieces, heads, dim, values)
     tile = _local_tile(call, call.config.states if dout is None else call.config.dstates)
-    results = call.launch(
-        split_phase.local_kernel,
-        tile,
-        {
-            "local": shape,
-            "decay": result(*lead, heads, dim) if call.spec.decay == KEY else NOTHING,
-        },
-        call.state_programs(tile, pieces * (call.splits - 1)),
-        {"do": dout, **passed},
-        name="local_states_kernel" if dout is None else "local_dstates_kernel",
-    )
+    decay = result(*lead, heads, dim) if call.spec.decay == KEY else NOTHING
+    outputs = {"local": result(*lead, pieces, heads, dim, values), "decay": decay}
+    inputs, programs = {"do": dout, **passed}, call.state_programs(tile, pieces * (call.splits - 1))
+    name = "local_states_kernel" if dout is None else "local_dstates_kernel"
+    results = call.launch(split_phase.local_kernel, tile, outputs, programs, inputs, name=name)
     return {"local": results["local"]} | ({"passed": results["decay"]} if call.spec.decay == KEY else {})
 
 
 def pieces_of(call: Call) -> int:
-    """How many programs add up a split, a power of two: several if few of its tokens count where its heads decay, so that it costs little to try."""
+    """The number of programs that sum over a split, a power of two. Several are used only with decays, where they stop early if few tokens count."""
     if call.spec.decay not in (CONSTANT, SCALAR):
         return 1
     chunks = call.chunks // (call.sequences * call.splits)
@@ -122,22 +107,30 @@ def _local_tile(call: Call, tile: Tile) -> Tile:
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The axes, after the leading one, of states before splits as residuals. Names include the chunk size, on which the lengths of splits
-    depend."""
-    heads = f"H{heads_of(arrays, spec).out}"
-    return {f"{_NAME}{size}": ("splits", heads, "D", "V") for size in CHUNK_SIZES}
+    """The axes, after the leading one, of states before splits as residuals."""
+    return by_chunk_size({_NAME: ("splits", f"H{heads_of(arrays, spec).out}", "D", "V")})
 
 
-def to_saved(call: Call, edges: Edges) -> dict[str, Array]:
-    """States before splits as residuals, with the call's leading axis first."""
+def by_chunk_size(axes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """The axes of residuals over splits by names that include the chunk size, on which the lengths of splits depend."""
+    return {f"{name}{size}": letters for name, letters in axes.items() for size in CHUNK_SIZES}
+
+
+def to_saved(call: Call, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Arrays over splits as residuals, with the call's leading axis first."""
     batch, size = call.arrays.q.shape[0], call.config.chunk_size
-    return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in edges.items()}
+    return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in arrays.items()}
+
+
+def saved_splits(call: Call, saved: dict[str, Array], *names: str) -> list[Array] | None:
+    """The inverse of `to_saved`; `None` if this call has other splits, as a pullback that is mapped may have."""
+    batch, known = call.arrays.q.shape[0], [saved.get(f"{name}{call.config.chunk_size}") for name in names]
+    if any(x is None or x.shape[:2] != (batch, call.sequences // batch * call.splits) for x in known):
+        return None
+    return [x.reshape(call.sequences, call.splits, *x.shape[2:]) for x in known if x is not None]
 
 
 def from_saved(call: Call, saved: dict[str, Array]) -> Edges:
-    """The inverse of `to_saved`. They are computed again if this call has other splits, as a pullback that is mapped may have."""
-    found = saved.get(f"{_NAME}{call.config.chunk_size}")
-    batch = call.arrays.q.shape[0]
-    if found is None or found.shape[:2] != (batch, call.sequences // batch * call.splits):
-        return edges_of(call)
-    return {_NAME: found.reshape(call.sequences, call.splits, *found.shape[2:])}
+    """The states before splits, computed again if this call has other splits."""
+    known = saved_splits(call, saved, _NAME)
+    return edges_of(call) if known is None else {_NAME: known[0]}

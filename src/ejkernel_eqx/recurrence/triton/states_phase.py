@@ -3,29 +3,17 @@
 Each program has a tile of the state of a linear member, whose channels are independent. With a decay per key channel, queries and keys
 already include their decays, masks and the scale.
 
-If there are few programs, sequences are split, and each split begins with the state that `split_phase` found.
+If there are few programs, sequences are split, and each split begins with the state that `split_phase` computed.
 """
 
 import triton
 import triton.language as tl
 
-from .tile import (
-    chunks_of_split,
-    decays_of,
-    from_start,
-    KEY,
-    last_start,
-    load_carry,
-    load_edge,
-    load_state,
-    load_tile,
-    load_vector,
-    NONE,
-    operand_of,
-    segment_starts,
-    state_tile,
-    store_tile,
-)
+from .decays import Decay, decays_of, from_start, Gates, KEY, NONE, strengths_of
+from .operands import load_head, Operand, operand_of
+from .places import last_start, segment_starts
+from .state_tiles import chunks_of_split, entering_state, nth_chunk, state_tile, States, store_leaving
+from .tile import load_carry, store_tile
 
 
 # fmt: off
@@ -39,47 +27,43 @@ def states_kernel(
     SPLITS: tl.constexpr,
 ):
     """The state at the start of each chunk and the final state."""
-    seq, split, h, d0, v0, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS)
-    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)  # [BK, BV]
-    if SPLITS > 1:
-        state = load_edge(edges_ptr, split, seq, h, d0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)  # [BK, BV]
-    elif INITIAL:
-        state = load_state(initial_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
+    sizes: tl.constexpr = States(HS, D, V, BLOCK_K, BLOCK_V, SPLITS)
+    kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
+    keys: tl.constexpr = Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN)
+    values: tl.constexpr = Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN)
+    at = state_tile(bounds_ptr, T, sizes, CHUNK, TABLE)
+    h, d0, v0 = at.h, at.d0, at.v0
+    state = entering_state(edges_ptr, initial_ptr, at, sizes, INITIAL)  # [BK, BV]
 
     # S <- e^{G_C} S + sum_j k_j (e^{G_C - G_j} b_j v_j)^T, chunk by chunk.
-    begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
+    begin, end = chunks_of_split(at.split, at.length, CHUNK, SPLITS)
     for c in tl.range(begin, end):
-        row = first + c * CHUNK
-        count = tl.minimum(length - c * CHUNK, CHUNK)
+        chunk = nth_chunk(at, c, CHUNK)
         stored = operand_of(state, states_ptr.dtype.element_ty, PRECISION)  # [BK, BV], on entering the chunk
-        store_tile(states_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
-        k = load_tile(k_ptr + row * (HK * D) + h // (HS // HK) * D, HK * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        v = load_tile(v_ptr + row * (HV * V) + h // (HS // HV) * V, HV * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        store_tile(states_ptr + ((at.chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+        k = load_head(k_ptr, chunk, h, d0, keys)  # [C, BK]
+        v = load_head(v_ptr, chunk, h, v0, values)  # [C, BV]
         carried = 1.0
         # Only what the segment open at the end of the chunk writes is carried on, and the old state if that segment began before the chunk.
         if SEGMENTS:
-            start = last_start(starts_ptr, row, count, seq, T)  # its first token, relative to the chunk's
+            start = last_start(starts_ptr, chunk, T)  # its first token, relative to the chunk's
             v = tl.where((tl.arange(0, CHUNK) >= start)[:, None], v, 0.0)  # [C, BV]
             carried = tl.where(start < 0, 1.0, 0.0)
         # With a decay per key channel, keys include theirs up to the end of the chunk; the chunk's own decay is one number per row of the state.
         if DECAY == KEY:
-            factor = load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)  # [BK]
+            factor = load_carry(carry_ptr + ((at.chunk + c) * HS + h) * D, d0, D, BLOCK_K)  # [BK]
             state *= factor[:, None]
         else:
-            _high, _low, rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
+            _high, _low, rest, whole = decays_of(Gates(g_ptr, logs_ptr, TOKENS), chunk, h, kind)  # [C], [C], [C], []
             weight = tl.exp2(rest)  # [C]
             if BETA:
-                weight *= load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)
+                weight *= strengths_of(beta_ptr, chunk, h, HB, kind)
             if DECAY != NONE or BETA:
                 v = operand_of(v.to(tl.float32) * weight[:, None], k.dtype, PRECISION)  # [C, BV]
             factor = tl.exp2(whole + 0.0) * carried  # []
             state *= factor
         state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)  # [BK, BV]
-
-    if SPLITS == 1:
-        store_tile(final_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
-    elif split == SPLITS - 1:
-        store_tile(final_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+    store_leaving(final_ptr, state, at, sizes, SPLITS - 1)
 
 
 @triton.jit
@@ -91,42 +75,40 @@ def dstates_kernel(
     TABLE: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr,
 ):
     """The gradient with respect to the state at the end of each chunk and to the initial state."""
-    seq, split, h, d0, v0, first, length, chunk, own = state_tile(bounds_ptr, T, HS, D, V, CHUNK, BLOCK_K, BLOCK_V, TABLE, SPLITS)
-    if SPLITS > 1:
-        state = load_edge(edges_ptr, split, seq, h, d0, v0, HS, D, V, BLOCK_K, BLOCK_V, SPLITS)  # [BK, BV]
-    else:
-        state = load_state(dfinal_ptr + own, d0, v0, D, V, BLOCK_K, BLOCK_V).to(tl.float32)  # [BK, BV]
+    sizes: tl.constexpr = States(HS, D, V, BLOCK_K, BLOCK_V, SPLITS)
+    kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
+    queries: tl.constexpr = Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN)
+    outs: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
+    at = state_tile(bounds_ptr, T, sizes, CHUNK, TABLE)
+    h, d0, v0 = at.h, at.d0, at.v0
+    state = entering_state(edges_ptr, dfinal_ptr, at, sizes, True)  # [BK, BV]
 
-    begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
+    begin, end = chunks_of_split(at.split, at.length, CHUNK, SPLITS)
     # dS <- e^{G_C} dS + sum_i scale e^{G_i} q_i do_i^T, from the last chunk to the first.
     for n in tl.range(0, end - begin):
         c = end - 1 - n
-        row = first + c * CHUNK
-        count = tl.minimum(length - c * CHUNK, CHUNK)
+        chunk = nth_chunk(at, c, CHUNK)
         stored = operand_of(state, dstates_ptr.dtype.element_ty, PRECISION)  # [BK, BV], at the end of the chunk
-        store_tile(dstates_ptr + ((chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
-        q = load_tile(q_ptr + row * (HQ * D) + h // (HS // HQ) * D, HQ * D, count, d0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-        do = load_tile(do_ptr + row * (HS * V) + h * V, HS * V, count, v0, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+        store_tile(dstates_ptr + ((at.chunk + c) * HS + h) * (D * V) + d0 * V, stored, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+        q = load_head(q_ptr, chunk, h, d0, queries)  # [C, BK]
+        do = load_head(do_ptr, chunk, h, v0, outs)  # [C, BV]
         sees = tl.zeros([CHUNK], tl.float32) + SCALE  # [C]
         carried = 1.0
         # Only the segment open at the start of the chunk reads the old state, which is carried on only if that segment continues.
         if SEGMENTS:
-            start = last_start(starts_ptr, row, count, seq, T)
-            starts = segment_starts(starts_ptr, row, count, seq, T, CHUNK)  # [C]
+            start = last_start(starts_ptr, chunk, T)
+            starts = segment_starts(starts_ptr, chunk, T, CHUNK)  # [C]
             sees = tl.where(starts < 0, sees, 0.0)  # [C]
             carried = tl.where(start < 0, 1.0, 0.0)
+        # Queries, too, include a decay per key channel.
         if DECAY == KEY:
-            factor = load_carry(carry_ptr + ((chunk + c) * HS + h) * D, d0, D, BLOCK_K)  # [BK]
+            factor = load_carry(carry_ptr + ((at.chunk + c) * HS + h) * D, d0, D, BLOCK_K)  # [BK]
             state *= factor[:, None]
         else:
-            high, low, _rest, whole = decays_of(g_ptr, logs_ptr, row, count, seq, h, TOKENS, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C], [C], [C], []
-            read = from_start(high, low, DECAY, EXACT) * sees  # [C]
+            high, low, _rest, whole = decays_of(Gates(g_ptr, logs_ptr, TOKENS), chunk, h, kind)  # [C], [C], [C], []
+            read = from_start(high, low, kind) * sees  # [C]
             do = operand_of(do.to(tl.float32) * read[:, None], q.dtype, PRECISION)  # [C, BV]
             factor = tl.exp2(whole + 0.0) * carried  # []
             state *= factor
         state = tl.dot(tl.trans(q), do, state, input_precision=PRECISION)  # [BK, BV]
-
-    if SPLITS == 1:
-        store_tile(dinitial_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
-    elif split == 0:
-        store_tile(dinitial_ptr + own + d0 * V, state, V, D - d0, v0, V, BLOCK_K, BLOCK_V)
+    store_leaving(dinitial_ptr, state, at, sizes, 0)

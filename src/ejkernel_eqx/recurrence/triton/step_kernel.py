@@ -59,6 +59,7 @@ def step_kernel(
         index = tl.load(indices_ptr + row)
         slot, used = row // B * S + index, (index >= 0) & (index < S)
     if used:
+        # The state is read and written in one place.
         at = (slot * HS + head) * (D * V) + d[:, None] * STRIDE_D + c[None, :] * STRIDE_V  # [BD, BV]; the state may be stored transposed
         inside = in_d[:, None] & in_v[None, :]  # [BD, BV]
         state = tl.load(new_state_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BD, BV]
@@ -72,6 +73,7 @@ def step_kernel(
             state *= tl.exp(tl.load(g_ptr + gate * D + d, mask=in_d, other=0.0).to(tl.float32))[:, None]  # one a row, [BD, 1]
         if DECAY == _VALUE:
             state *= tl.exp(tl.load(g_ptr + gate * V + c, mask=in_v, other=0.0).to(tl.float32))[None, :]  # one a column, [1, BV]
+        # A delta rule writes what the state lacks of the value.
         written = v  # [BV]
         if DELTA:
             written -= tl.sum(state * k[:, None], 0)  # [BV]
@@ -102,25 +104,13 @@ def step(arrays: StepArrays, spec: StepSpec, config: Any, *, execute: Execute = 
     heads = state.shape[-3]
     out_heads = max(heads, q_heads)
     tile = getattr(config, "step", None) or default_tile(dim, values, state.dtype.itemsize)
-    gate_heads = 1
-    if arrays.g is not None:
-        gate_heads = arrays.g.shape[-1 if spec.decay == SCALAR else -2]
+    count = lambda x, axis: 1 if x is None else x.shape[axis]
+    gates = count(arrays.g, -1 if spec.decay == SCALAR else -2)
+    counts = {"HQ": q_heads, "HK": k.shape[-2], "HV": v.shape[-2], "HG": gates, "HB": count(arrays.beta, -1)}
+    sizes = {"HS": heads, "GROUP": out_heads // heads, "D": dim, "V": values, "BLOCK_D": padded(dim, 1)}
+    kind = {"SCALE": spec.scale, "DECAY": _KINDS[spec.decay], "DELTA": spec.delta}
     numbers = {
-        "B": rows,
-        "S": state.shape[-4],
-        "HQ": q_heads,
-        "HK": k.shape[-2],
-        "HV": v.shape[-2],
-        "HG": gate_heads,
-        "HB": 1 if arrays.beta is None else arrays.beta.shape[-1],
-        "HS": heads,
-        "GROUP": out_heads // heads,
-        "D": dim,
-        "V": values,
-        "BLOCK_D": padded(dim, 1),
-        "SCALE": spec.scale,
-        "DECAY": _KINDS[spec.decay],
-        "DELTA": spec.delta,
+        **(counts | sizes | kind | {"B": rows, "S": state.shape[-4]}),
         **given(BETA=arrays.beta, SKIP=arrays.skip, SLOTS=arrays.indices),
         "STRIDE_D": 1 if spec.transposed else values,
         "STRIDE_V": dim if spec.transposed else 1,

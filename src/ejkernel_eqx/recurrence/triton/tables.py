@@ -5,7 +5,7 @@ from jax import Array
 
 
 def tables_of(offsets: Array, length: int, chunk: int) -> tuple[Array, Array]:
-    """From offsets `[B, N + 1]` into rows of `length` tokens: `chunks [B * (length // chunk + N), 3]`, first row, end row and sequence,
+    """Tables of offsets `[B, N + 1]` into rows of `length` tokens: `chunks [B * (length // chunk + N), 3]`, first row, end row and sequence,
     with both rows 0 for unused entries; `bounds [B * N, 3]`, first row, end row and first chunk of each sequence. Rows and
     sequences are counted over the whole batch."""
     batch, count = offsets.shape[0], offsets.shape[1] - 1

@@ -43,7 +43,7 @@ class TritonConfig:
     gradients: Tile
     float32_dot: Float32Dot = "tf32x3"
     single: bool = False
-    """Whether the forward pass of a linear member without a decay per key is a single kernel, with the value channels of `out`."""
+    """True if the forward pass of a linear member without a decay per key is a single kernel, with the value channels of `out`."""
     splits: Count = 1
     """The number of parts of each sequence that have programs of their own."""
 
@@ -153,7 +153,7 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
 
 
 def _is_single(problem: Problem, device: DeviceFacts) -> bool:
-    """Whether a single kernel computes the outputs: if there are enough programs, and keys fit along with the state."""
+    """True if a single kernel computes the outputs: if there are enough programs, and keys fit along with the state."""
     plain = not problem.flag("step") and not problem.flag("delta") and problem.flag("decay") != KEY
     # Except on Hopper, where it was measured, the state of wide keys spills with a decay per token.
     widest = 128 if device.capability[0] == 9 or problem.flag("decay") in (NONE, CONSTANT) else 64
@@ -167,7 +167,7 @@ def _is_enough(programs: int, device: DeviceFacts) -> bool:
 
 
 def _splits(problem: Problem, device: DeviceFacts) -> int:
-    """How many parts of each sequence make two programs for every multiprocessor; one if there are enough without."""
+    """The number of parts of each sequence that make two programs for every multiprocessor; one if there are enough without."""
     programs, splits = _single_programs(problem), 1
     if _is_enough(programs, device):
         return 1
@@ -195,7 +195,7 @@ def _multiprocessors(device: DeviceFacts) -> int:
 
 
 def _shared(problem: Problem) -> bool:
-    """Whether enough state heads share a query and a key head for a program to process several."""
+    """True if enough state heads share a query and a key head for a program to process several."""
     return problem.dim("R") // max(problem.dim("Hq"), problem.dim("Hk")) > 8
 
 

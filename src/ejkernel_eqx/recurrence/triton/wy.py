@@ -1,4 +1,4 @@
-"""Triton: what a delta rule computes for a chunk before the states are known: scores, and the inverse that solves the chunk.
+"""Scores of a delta rule, and the inverse that solves a chunk: the part that needs no states.
 
 With the state S before a chunk, the rows v' that are written solve (I + L) v' = beta (v - e^G k S), L = tril(beta k k^T o decay, -1).
 """
@@ -6,20 +6,11 @@ With the state S before a chunk, the rows v' that are written solve (I + L) v' =
 import triton
 import triton.language as tl
 
-from .delta_states import factors_at
-from .tile import (
-    between,
-    chunk_of,
-    from_start,
-    last_start,
-    load_tile,
-    load_vector,
-    log_decays,
-    operand_of,
-    segment_starts,
-    store_tile,
-    to_end,
-)
+from .decays import between, Decay, from_start, log_decays, strengths_of, to_end
+from .delta_states import factors_at, store_factors
+from .operands import load_head, Operand, operand_of
+from .places import Chunk, chunk_of, last_start, segment_starts
+from .tile import store_tile
 
 BLOCK = tl.constexpr(16)  # rows of the blocks that are solved row by row
 SCRATCH = tl.constexpr(32)  # numbers per row: the block's own, followed by those of its inverse
@@ -74,42 +65,41 @@ def delta_scores_kernel(
     BLOCK_K: tl.constexpr, HEADS: tl.constexpr, DECAY: tl.constexpr, BETA: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, EXACT: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr, SOLVE: tl.constexpr,
 ):
-    """For one chunk and `HEADS` state heads with the same queries and keys: the scores, the inverse of `I + L`, and three factors per token,
+    """Solves one chunk for `HEADS` state heads with the same queries and keys: the scores, the inverse of `I + L`, and three factors per token,
     `[B, HS, 3, T]`: the decay from the start of the chunk and to its end (zero across the start of a segment), and beta.
     """
     # A program: a chunk, `HEADS` heads (fastest).
     index = tl.program_id(0)
     groups: tl.constexpr = HS // HEADS
     head = index % groups * HEADS
-    row, count, seq = chunk_of(index // groups, chunks_ptr, T, CHUNK, TABLE)
+    kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
+    chunk = chunk_of(index // groups, chunks_ptr, T, CHUNK, TABLE)
+    row, count = chunk.first, chunk.count
     r = tl.arange(0, CHUNK)  # [C]
     seen = r[:, None] >= r[None, :]  # [C, C]
     if SEGMENTS:
-        starts = segment_starts(starts_ptr, row, count, row // T, T, CHUNK)  # [C]
+        starts = segment_starts(starts_ptr, chunk, T, CHUNK)  # [C]
         seen = seen & (r[None, :] >= starts[:, None])  # [C, C]
-    k = load_tile(k_ptr + row * (HK * D) + head // (HS // HK) * D, HK * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK], all channels
-    q = load_tile(q_ptr + row * (HQ * D) + head // (HS // HQ) * D, HQ * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+    k = load_head(k_ptr, chunk, head, 0, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK], all channels
+    q = load_head(q_ptr, chunk, head, 0, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [C, C]
     kk = tl.dot(k, tl.trans(k), input_precision=PRECISION)  # [C, C]
     # The products are shared by all heads; decays and betas are not.
     for h in range(head, head + HEADS):
-        high, low = log_decays(g_ptr, row, count, seq, h, HS, HG, CHUNK, DECAY, EVEN, EXACT)  # [C] each
-        decay = between(high, low, seen, DECAY, EXACT)  # [C, C]
+        high, low = log_decays(g_ptr, chunk, h, kind)  # [C] each
+        decay = between(high, low, seen, kind)  # [C, C]
         beta = tl.where(r < count, 1.0, 0.0)  # [C]
         if BETA:
-            beta = load_vector(beta_ptr + row * HB + h // (HS // HB), HB, count, CHUNK, EVEN)  # [C]
+            beta = strengths_of(beta_ptr, chunk, h, HB, kind)  # [C]
         place = (row * HS + h) * CHUNK
         store_tile(scores_ptr + place, operand_of(qk * decay * SCALE, k.dtype, PRECISION), HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
         lower = tl.where(r[:, None] > r[None, :], kk * decay * beta[:, None], 0.0)  # [C, C], the equation's L
         scratch = scratch_ptr + (index.to(tl.int64) * HEADS + (h - head)) * (CHUNK * SCRATCH)
         inverse = unit_inverse(lower, scratch, CHUNK, SOLVE)  # [C, C]
         store_tile(inverse_ptr + place, operand_of(inverse, k.dtype, PRECISION), HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
-        before = from_start(high, low, DECAY, EXACT)  # [C]
-        after = to_end(high, low, CHUNK, DECAY, EXACT)  # [C]
+        before = from_start(high, low, kind)  # [C]
+        after = to_end(high, low, kind)  # [C]
         if SEGMENTS:
             before = tl.where(starts < 0, before, 0.0)  # [C]
-            after = tl.where(r >= last_start(starts_ptr, row, tl.maximum(count, 1), row // T, T), after, 0.0)  # [C]
-        factors = factors_at(factors_ptr, row, h, T, HS) + r  # [C]
-        tl.store(factors, before, mask=r < count)
-        tl.store(factors + T, after, mask=r < count)
-        tl.store(factors + T * 2, beta, mask=r < count)
+            after = tl.where(r >= last_start(starts_ptr, Chunk(row, tl.maximum(count, 1), chunk.seq), T), after, 0.0)  # [C]
+        store_factors(factors_at(factors_ptr, row, h, T, HS) + r, before, after, beta, T, r < count)

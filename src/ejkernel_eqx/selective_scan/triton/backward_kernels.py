@@ -4,35 +4,20 @@ import triton
 import triton.language as tl
 
 from ...launch.constants import LN2
-from .tile import (
-    channels_of,
-    decays_of,
-    fresh_penalty,
-    join_rows,
-    keep_touched,
-    load_rates,
-    load_tile,
-    no_states,
-    NO_TIME,
-    of_channels,
-    place,
-    sigmoid,
-    split_rows,
-    states_at,
-    store_tile,
-    sum_channels,
-    time_step,
-    touch,
-)
+from .places import channels_of, Grid, of_channels, place
+from .prefetch import keep_touched, touch, touch_projection, touch_rows
+from .rows import join_rows, split_rows, sum_channels
+from .steps import decays_of, fresh_penalty, NO_TIME, sigmoid, time_step
+from .tile import load_rates, load_tile, no_states, Sizes, states_at, store_tile
 
 
 @triton.jit
-def _retreat(g, dt, dy, rate, c, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
+def _retreat(g, dt, dy, rate, c, fresh, sizes):
     """The gradient of one state of every channel before a chunk, `[BI]`, from that of the one after it."""
-    L: tl.constexpr = 1 << LEVELS
+    L: tl.constexpr = 1 << sizes.LEVELS
     # f = e^(dt A) (C dy + f), from the chunk's last token back.
-    decay = decays_of(dt, rate, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
-    read = split_rows(dy * c[:, None], BI, LEVELS)  # L rows [BI]
+    decay = decays_of(dt, rate, fresh, sizes)  # L rows [BI]
+    read = split_rows(dy * c[:, None], sizes.BI, sizes.LEVELS)  # L rows [BI]
     for r in tl.static_range(L):
         g = decay[L - 1 - r] * (read[L - 1 - r] + g)  # [BI]
     return g
@@ -48,62 +33,65 @@ def backward_summary_kernel(
     A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, GATE: tl.constexpr,
     SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """For every split except the first: the gradient of the state before it given a zero gradient after it, and the sum of its time steps.
+    """Computes for every split except the first the gradient of the state before it given a zero gradient after it, and the sum of its time steps.
 
     If all states are processed side by side (`UNROLL`), gradients stay in registers; else they are in `local` between chunks."""
     L: tl.constexpr = 1 << LEVELS
     KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
+    sizes: tl.constexpr = Sizes(I, N, BI, LEVELS, STATE_LEVELS, EVEN, SEGMENTS)
+    grid: tl.constexpr = Grid(BLOCKS, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS, TABLE)
     # Splits are numbered in reverse, so the one without a program is the first.
-    block, sequence, missing, row, length, chunk, _, _, size = place(
-        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE)  # fmt: skip
-    split = missing + 1
-    first = split * size
-    last = tl.minimum(first + size, (length + L - 1) // L)
-    group, i, inside, channel, width, l, batch, bias = channels_of(
-        block, sequence, bias_ptr, SEQUENCES, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS)  # [BI], as i and inside  # fmt: skip
+    at = place(tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE)
+    split = at.split + 1
+    first = split * at.size
+    last = tl.minimum(first + at.size, (at.length + L - 1) // L)
+    lanes = channels_of(at, bias_ptr, SEQUENCES, grid)
+    i, inside = lanes.i, lanes.inside  # [BI], [BI]
     seen = tl.zeros([BI], tl.float32)  # [BI]
-    a_ptr += batch * A_STRIDE
-    at = (sequence * SPLITS + split).to(tl.int64)
-    local_ptr += at * (N * I)
-    c_ptr += (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
+    a_ptr += lanes.batch * A_STRIDE
+    mine = (at.sequence * SPLITS + split).to(tl.int64)
+    local_ptr += mine * (N * I)
+    c_ptr += (lanes.group.to(tl.int64) * CHUNKS + at.chunk) * (N * L)
     total = tl.zeros([BI], tl.float32)  # [BI]
-    known_states, states = no_states(inside, BI, N, STATE_LEVELS)  # [NS, BI] each, gradients
+    known_states, states = no_states(inside, sizes)  # [NS, BI] each, gradients
     if not KEPT:
         for n in range(N):
             tl.store(local_ptr + n * I + i, total, mask=inside)
     for back in range(last - first):
         j = last - 1 - back
         token = j * L
-        count = length - token
-        here = (row + token) * I + zero
-        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]; past the end a time step of 0  # fmt: skip
-        dy = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+        count = at.length - token
+        here = (at.row + token) * I + zero
+        raw = load_tile(
+            dt_ptr + here, count, lanes, float("-inf"), sizes
+        )  # [L, BI]; past the end a time step of 0
+        dy = load_tile(dout_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
         # The previous chunk is loaded while this one is processed.
         if PREFETCH:
             ahead = tl.where(j > first, L, 0)
-            there = here - L * I + channel
-            seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
-            seen += touch(dout_ptr + there, ahead, width, L, BI, I, BI)
+            there = here - L * I + lanes.channel
+            seen += touch_rows(dt_ptr + there, ahead, lanes, sizes)
+            seen += touch_rows(dout_ptr + there, ahead, lanes, sizes)
             if GATE:
-                seen += touch(z_ptr + there, ahead, width, L, BI, I, BI)
+                seen += touch_rows(z_ptr + there, ahead, lanes, sizes)
             if PREFETCH > 1:
-                seen += touch(c_ptr + (j - 1).to(tl.int64) * (N * L), ahead, N * L, 1, N * L, 0, BI)
+                seen += touch_projection(c_ptr + (j - 1).to(tl.int64) * (N * L), ahead, sizes)
         if GATE:
-            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+            z = load_tile(z_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
             dy *= z * sigmoid(z)  # [L, BI]
-        dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
+        dt = time_step(raw, lanes.bias, SOFTPLUS)  # [L, BI]
         total += tl.sum(dt, axis=0)  # [BI]; decays multiply, so their exponents add
-        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
+        fresh = fresh_penalty(starts_ptr, at, token, lanes.l, SEGMENTS)  # [L]
         c_chunk = c_ptr + j.to(tl.int64) * (N * L)
         if KEPT:
-            rates = load_rates(a_ptr + zero, i, known_states, BI, N, I, STATE_LEVELS)  # NS rows [BI]
+            rates = load_rates(a_ptr + zero, i, known_states, sizes)  # NS rows [BI]
             behind = split_rows(states, BI, STATE_LEVELS)  # NS rows [BI]
             before = ()
             # The gradient of every state over the tokens of the chunk, all in registers.
             for n in tl.static_range(1 << STATE_LEVELS):
                 if n < N:
-                    c = tl.load(c_chunk + n * L + l)  # [L]
-                    g = _retreat(behind[n], dt, dy, rates[n], c, fresh, BI, LEVELS, SEGMENTS)  # [BI]
+                    c = tl.load(c_chunk + n * L + lanes.l)  # [L]
+                    g = _retreat(behind[n], dt, dy, rates[n], c, fresh, sizes)  # [BI]
                     before = before + (g,)
                 else:
                     before = before + (behind[n],)
@@ -113,19 +101,19 @@ def backward_summary_kernel(
             for n in range(N):
                 a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
                 g = tl.load(local_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
-                c = tl.load(c_chunk + n * L + l)  # [L]
-                g = _retreat(g, dt, dy, a, c, fresh, BI, LEVELS, SEGMENTS)  # [BI]
+                c = tl.load(c_chunk + n * L + lanes.l)  # [L]
+                g = _retreat(g, dt, dy, a, c, fresh, sizes)  # [BI]
                 tl.store(local_ptr + n * I + i, g, mask=inside)
     if KEPT:
-        tl.store(states_at(local_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
-    tl.store(total_ptr + at * I + i, total, mask=inside)
+        tl.store(states_at(local_ptr + zero, i, sizes), states, mask=known_states)
+    tl.store(total_ptr + mine * I + i, total, mask=inside)
     if PREFETCH:
         keep_touched(total_ptr, seen, zero, BI)
 
 
 @triton.jit
 def _load_state(a_ptr, state_ptr, carry_ptr, da_ptr, n, i, inside, I: tl.constexpr):
-    """What the loop over states loads for each: rates, the states before the chunk, `f`, and the gradient of the rates."""
+    """Loads what the loop over states needs of each: rates, the states before the chunk, `f`, and the gradient of the rates."""
     a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)  # [BI], as all here
     h = tl.load(state_ptr + n * I + i, mask=inside, other=0.0)
     f = tl.load(carry_ptr + n * I + i, mask=inside, other=0.0)
@@ -148,25 +136,29 @@ def backward_kernel(
     With `g` the gradient of the state after a token and `f` that of the state before it: `g = C dy + f'`, `f = decay g`, where `f'` belongs
     to the next token. `carry` holds `f` of every state of the split between chunks."""
     L: tl.constexpr = 1 << LEVELS
-    block, sequence, split, row, length, chunk, first, last, _ = place(
-        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE)  # fmt: skip
-    group, i, inside, channel, width, l, batch, bias = channels_of(
-        block, sequence, bias_ptr, SEQUENCES, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS)  # [BI], as i and inside  # fmt: skip
+    sizes: tl.constexpr = Sizes(I, N, BI, LEVELS, 0, EVEN, SEGMENTS)
+    grid: tl.constexpr = Grid(BLOCKS, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS, TABLE)
+    at = place(tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE)
+    split, first, last = at.split, at.first, at.last
+    lanes = channels_of(at, bias_ptr, SEQUENCES, grid)
+    i, inside = lanes.i, lanes.inside  # [BI], [BI]
     seen = tl.zeros([BI], tl.float32)  # [BI]
-    skip = of_channels(d_ptr + batch * D_STRIDE, i, inside, SKIP)  # [BI]
-    a_ptr += batch * A_STRIDE
-    mine = (sequence * SPLITS + split).to(tl.int64)
+    skip = of_channels(d_ptr + lanes.batch * D_STRIDE, i, inside, SKIP)  # [BI]
+    a_ptr += lanes.batch * A_STRIDE
+    mine = (at.sequence * SPLITS + split).to(tl.int64)
     entering_ptr += mine * (N * I)
     carry_ptr += mine * (N * I)
     da_ptr += mine * (N * I)
-    dinitial_ptr += sequence.to(tl.int64) * (N * I)
-    projection = (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
+    dinitial_ptr += at.sequence.to(tl.int64) * (N * I)
+    projection = (lanes.group.to(tl.int64) * CHUNKS + at.chunk) * (N * L)
     b_ptr += projection
     c_ptr += projection
-    partial = (block % GROUP_BLOCKS).to(tl.int64) * (BLOCKS // GROUP_BLOCKS) * CHUNKS * (N * L) + projection
+    partial = (at.block % GROUP_BLOCKS).to(tl.int64) * (BLOCKS // GROUP_BLOCKS) * CHUNKS * (
+        N * L
+    ) + projection
     dprojection_ptr += 2 * partial
-    states_ptr += chunk * (N * I)
-    chunks = (length + L - 1) // L
+    states_ptr += at.chunk * (N * I)
+    chunks = (at.length + L - 1) // L
 
     # The gradients of the states after the split; a sequence without tokens passes them on to its initial states.
     nothing = tl.zeros([BI], tl.float32)  # [BI]
@@ -181,21 +173,23 @@ def backward_kernel(
     for back in range(last - first):
         j = last - 1 - back
         token = j * L
-        count = length - token
-        here = (row + token) * I + zero
-        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
-        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]; past the end a time step of 0  # fmt: skip
-        dy = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+        count = at.length - token
+        here = (at.row + token) * I + zero
+        x = load_tile(x_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
+        raw = load_tile(
+            dt_ptr + here, count, lanes, float("-inf"), sizes
+        )  # [L, BI]; past the end a time step of 0
+        dy = load_tile(dout_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
         if GATE:
-            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+            z = load_tile(z_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
             dy *= z * sigmoid(z)  # [L, BI], dout silu(z)
-        dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
+        dt = time_step(raw, lanes.bias, SOFTPLUS)  # [L, BI]
         dskip += tl.sum(dy * x, axis=0)  # [BI]
         y = x * skip[None, :]  # [L, BI], for dz
         x *= dt  # dt x, [L, BI]
         dx = tl.zeros([L, BI], tl.float32)  # [L, BI], without dt and D until the end
         ddt = tl.zeros([L, BI], tl.float32)  # [L, BI], in log2 units and without dx until the end
-        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
+        fresh = fresh_penalty(starts_ptr, at, token, lanes.l, SEGMENTS)  # [L]
         at_chunk = j.to(tl.int64) * (N * L)
         state = states_ptr + j.to(tl.int64) * (N * I)
         a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, 0, i, inside, I)
@@ -203,9 +197,9 @@ def backward_kernel(
         for n in range(N):
             if not PREFETCH:
                 a, h, f, da = _load_state(a_ptr, state, carry_ptr, da_ptr, n, i, inside, I)
-            b = tl.load(b_ptr + at_chunk + n * L + l)  # [L]
-            c = tl.load(c_ptr + at_chunk + n * L + l)  # [L]
-            decays = decays_of(dt, a, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
+            b = tl.load(b_ptr + at_chunk + n * L + lanes.l)  # [L]
+            c = tl.load(c_ptr + at_chunk + n * L + lanes.l)  # [L]
+            decays = decays_of(dt, a, fresh, sizes)  # L rows [BI]
             write = split_rows(x * b[:, None], BI, LEVELS)  # L rows [BI]
             read = split_rows(dy * c[:, None], BI, LEVELS)  # L rows [BI]
             passed_rows = ()
@@ -242,37 +236,37 @@ def backward_kernel(
         # The previous chunk is loaded while this one is finished.
         if PREFETCH:
             ahead = tl.where(j > first, L, 0)
-            there = here - L * I + channel
-            seen += touch(x_ptr + there, ahead, width, L, BI, I, BI)
-            seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
-            seen += touch(dout_ptr + there, ahead, width, L, BI, I, BI)
+            there = here - L * I + lanes.channel
+            seen += touch_rows(x_ptr + there, ahead, lanes, sizes)
+            seen += touch_rows(dt_ptr + there, ahead, lanes, sizes)
+            seen += touch_rows(dout_ptr + there, ahead, lanes, sizes)
             if GATE:
-                seen += touch(z_ptr + there, ahead, width, L, BI, I, BI)
+                seen += touch_rows(z_ptr + there, ahead, lanes, sizes)
             if PREFETCH > 1:
                 at_next = (j - 1).to(tl.int64) * (N * L)
-                seen += touch(b_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
-                seen += touch(c_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
-            state_there = states_ptr + (j - 1).to(tl.int64) * (N * I) + channel
-            seen += touch(state_there, tl.where(j > first, N, 0), width, N, BI, I, BI)
+                seen += touch_projection(b_ptr + at_next, ahead, sizes)
+                seen += touch_projection(c_ptr + at_next, ahead, sizes)
+            state_there = states_ptr + (j - 1).to(tl.int64) * (N * I) + lanes.channel
+            seen += touch(state_there, tl.where(j > first, N, 0), lanes.width, N, BI, I, BI)
         # Reloaded rather than kept in registers over all states.
-        x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
-        raw = load_tile(dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN)  # [L, BI]
+        x = load_tile(x_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
+        raw = load_tile(dt_ptr + here, count, lanes, float("-inf"), sizes)  # [L, BI]
         if GATE:
-            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
-            dout = load_tile(dout_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+            z = load_tile(z_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
+            dout = load_tile(dout_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
             gate = sigmoid(z)  # [L, BI]
             dz = dout * y * gate * (1.0 + z * (1.0 - gate))  # [L, BI]
-            store_tile(dz_ptr + here, dz, count, l, i, inside, I, EVEN)
+            store_tile(dz_ptr + here, dz, count, lanes, sizes)
         ddt = ddt * LN2 + dx * x  # [L, BI]; A has log2 e inside
         dx = dx * dt + dy * skip[None, :]  # [L, BI]
         # The gradient before the softplus, whose derivative is the sigmoid; zero where the time step was fixed at 0.
         if SOFTPLUS:
-            ddt *= sigmoid(raw + bias[None, :])
+            ddt *= sigmoid(raw + lanes.bias[None, :])
         else:
             ddt = tl.where(raw <= NO_TIME, 0.0, ddt)
         dbias += tl.sum(ddt, axis=0)  # [BI]
-        store_tile(dx_ptr + here, dx, count, l, i, inside, I, EVEN)
-        store_tile(ddt_ptr + here, ddt, count, l, i, inside, I, EVEN)
+        store_tile(dx_ptr + here, dx, count, lanes, sizes)
+        store_tile(ddt_ptr + here, ddt, count, lanes, sizes)
 
     for n in range(N):
         f = tl.load(carry_ptr + n * I + i, mask=inside & (split == 0) & (chunks > 0), other=0.0)

@@ -51,10 +51,10 @@ class ScanTile:
     them, rounded up to a power of two, they stay in registers between chunks."""
     max_registers: Registers = 0
     summary_registers: Registers = 0
-    """The same for the kernel that computes the effect of each split on a state; 0 for `max_registers`."""
+    """`max_registers` of the kernel that computes the effect of each split on a state; 0 for the same number."""
     prefetch: Annotated[int, whole(0, 2)] = 0
-    """What a program prefetches at the start of a chunk: 1 everything that comes from global memory, which is all per-channel inputs of each
-    token and the states before a chunk; 2 also `B` and `C`, which programs share."""
+    """The arrays that a program prefetches at the start of a chunk: 1 everything that comes from global memory, which is all per-channel inputs of
+    each token and the states before a chunk; 2 also `B` and `C`, which programs share."""
 
     __post_init__ = check_fields
 
@@ -121,8 +121,8 @@ def _unlimited(tile: ScanTile) -> ScanTile:
 
 
 def _forward_tiles(block: int, base: int, device: DeviceFacts) -> list[ScanTile]:
-    """With all states in registers, the compiler by default uses few more registers and loads just before use; a limit makes it use as many
-    as allowed."""
+    """Tiles of the forward. With all states in registers, the compiler by default uses few more registers and loads just before use; a limit makes it
+    use as many as allowed."""
     limited = [
         *(ScanTile(block, 1, 12 * base, _KEPT, 168, 0, near) for near in (0, 2, 1)),
         *(ScanTile(block, 1, 16 * base, _KEPT, 128, 0, near) for near in (2, 0, 1)),
@@ -152,7 +152,7 @@ def _backward_tiles(block: int, base: int) -> list[ScanTile]:
 
 
 def _in_turns(block: int, base: int, turn: int) -> Iterator[tuple[ScanTile, ScanTile]]:
-    """For problems whose states of a channel are processed a few at a time."""
+    """Tiles for problems whose states of a channel are processed a few at a time."""
     forward = [
         *(ScanTile(block, 1, n * base, turn) for n in (8, 32)),
         *(ScanTile(block, 1, n * base, 3 - turn) for n in (16, 20, 62)),
@@ -175,7 +175,7 @@ Arrays = dict[str, Array]
 
 
 class _Chunks(NamedTuple):
-    """How the sequences of a call are split into chunks, of which every row of the batch has `count`.
+    """The division of a call's sequences into chunks, of which every row of the batch has `count`.
 
     `bounds` `[sequences, 3]`: first row of tokens, the row after the last, first chunk. `rows` `[chunks, L]`: the row of each token of a
     chunk, past the end if there is none. Both are `None` without packed sequences, when all rows of the batch are split alike.
@@ -235,15 +235,10 @@ def forward(
     x, shape, initial = arrays.x, call.state_shape, call.launch.arrays["initial"]
     slots = call.chunks.batch * call.chunks.count if save else shape[0] * call.splits
     entering = call.entering(forward_kernels.summary_kernel, initial)
-    results = call.launch(
-        forward_kernels.forward_kernel,
-        call.options,
-        {"out": result_like(x), "final": result(*shape), "states": result(slots, *shape[1:])},
-        call.programs(call.splits),
-        {"entering": entering},
-        ENTERS=entering is not None,
-        SAVE=save,
-    )
+    outputs = {"out": result_like(x), "final": result(*shape), "states": result(slots, *shape[1:])}
+    inputs, numbers = {"entering": entering}, {"ENTERS": entering is not None, "SAVE": save}
+    kernel, programs = forward_kernels.forward_kernel, call.programs(call.splits)
+    results = call.launch(kernel, call.options, outputs, programs, inputs, **numbers)
     out = {"out": results["out"], "final_state": call.state(results["final"], spec.state_dtype)}
     if save:
         out["states"] = results["states"].reshape((x.shape[0], -1, *shape[1:]))
@@ -269,30 +264,22 @@ def backward(
     rows, blocks = shape[0] * call.splits, call.blocks // groups
     per_channel, per_state = result(rows, channels), result(rows, *shape[1:])
     projection = (groups, chunks.batch * chunks.count, shape[1], 2 * chunks.size)
-    results = call.launch(
-        backward_kernels.backward_kernel,
-        call.options,
-        {
-            "dx": result_like(x),
-            "ddt": result_like(arrays.dt),
-            "dz": result(1, dtype=x.dtype) if arrays.z is None else result_like(arrays.z),
-            "dprojection": result(blocks, *projection),
-            "da": per_state,
-            "dd": per_channel,
-            "dbias": per_channel,
-            "dinitial": result(*shape),
-            "carry": per_state,
-        },
-        call.programs(call.splits),
-        dout | {"states": saved["states"].reshape((-1, *shape[1:])), "entering": entering},
-    )
+    outputs = {
+        "dx": result_like(x),
+        "ddt": result_like(arrays.dt),
+        "dz": result(1, dtype=x.dtype) if arrays.z is None else result_like(arrays.z),
+        "dprojection": result(blocks, *projection),
+        "dinitial": result(*shape),
+        **dict.fromkeys(("dd", "dbias"), per_channel),
+        **dict.fromkeys(("da", "carry"), per_state),
+    }
+    inputs = dout | {"states": saved["states"].reshape((-1, *shape[1:])), "entering": entering}
+    kernel, programs = backward_kernels.backward_kernel, call.programs(call.splits)
+    results = call.launch(kernel, call.options, outputs, programs, inputs)
     parts = parts_of(channels, groups)
     projections = results["dprojection"].reshape((parts, blocks // parts, *projection)).sum(1)
     size = chunks.size
-
-    def over_splits(partial: Array) -> Array:
-        return partial.reshape((batch, -1, *partial.shape[1:])).sum(1)
-
+    over_splits = lambda partial: partial.reshape((batch, -1, *partial.shape[1:])).sum(1)
     grads = {
         "x": results["dx"],
         "dt": results["ddt"],
@@ -326,43 +313,29 @@ class _Call:
         wanted = tile.programs // (chunks.sequences * self.blocks)
         self.splits = max(1, min(wanted, cdiv(length, size), _MOST_SPLITS))
         f32 = lambda x: None if x is None else x.astype(jnp.float32)
-        named = {
-            "x": arrays.x,
-            "dt": arrays.dt,
+        named = arrays._asdict() | {
             "a": jnp.swapaxes(arrays.A.astype(jnp.float32) * LOG2E, -1, -2),
             "b": _to_chunks(arrays.B, chunks),
             "c": _to_chunks(arrays.C, chunks),
             "d": f32(arrays.D),
-            "z": arrays.z,
             "bias": f32(arrays.dt_bias),
             "initial": None if arrays.initial_state is None else self.states_in(arrays.initial_state),
-            "starts": arrays.starts,
             "bounds": chunks.bounds,
         }
+        log2 = lambda count: (count - 1).bit_length()
+        tokens = {"T": length, "L": size, "LEVELS": log2(size), "CHUNKS": batch * chunks.count, "zero": 0}
+        sequences = {"SEQUENCES": chunks.sequences // batch, "SPLITS": self.splits}
+        sizes = {"I": channels, "N": states, "STATE_LEVELS": log2(states)}
+        blocks = {"GROUP": group, "GROUP_BLOCKS": self.blocks // groups, "BLOCKS": self.blocks}
+        options = {"BI": tile.block_i, "UNROLL": tile.unroll, "PREFETCH": tile.prefetch}
         numbers = {
-            "T": length,
-            "SPLITS": self.splits,
-            "CHUNKS": batch * chunks.count,
-            "SEQUENCES": chunks.sequences // batch,
-            "zero": 0,
-            "I": channels,
-            "N": states,
-            "L": size,
-            "LEVELS": size.bit_length() - 1,
-            "GROUP": group,
-            "GROUP_BLOCKS": self.blocks // groups,
-            "BLOCKS": self.blocks,
-            "BI": tile.block_i,
-            "LANE_LEVELS": min(tile.block_i, _LANES).bit_length() - 1,
-            "UNROLL": tile.unroll,
-            "STATE_LEVELS": (states - 1).bit_length(),
-            "PREFETCH": tile.prefetch,
+            **(tokens | sequences | sizes | blocks | options),
+            "LANE_LEVELS": log2(min(tile.block_i, _LANES)),
             "SOFTPLUS": spec.softplus,
             "EVEN": chunks.bounds is None and length % size == 0 and group % tile.block_i == 0,
             **step_kernel.strides(A=arrays.A, BIAS=arrays.dt_bias, D=arrays.D),
-            **given(
-                BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z, SEGMENTS=arrays.starts, TABLE=chunks.bounds
-            ),
+            **given(BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z),
+            **given(SEGMENTS=arrays.starts, TABLE=chunks.bounds),
         }
         self.launch = Launcher("selective_scan", named, numbers, arrays.x, execute)
 
@@ -387,29 +360,19 @@ class _Call:
         if self.splits == 1:
             return first
         sequences, states, channels = self.state_shape
-        per_channel, per_state = (
-            (sequences * self.splits, *sizes) for sizes in ((channels,), (states, channels))
-        )
+        rows = sequences * self.splits
+        per_channel, per_state = result(rows, channels), result(rows, states, channels)
         registers = self.tile.summary_registers or self.tile.max_registers
-        summaries = self.launch(
-            summary,
-            dataclasses.replace(self.options, max_registers=registers),
-            {"local": result(*per_state), "total": result(*per_channel)},
-            self.programs(self.splits - 1),
-            arrays,
-        )
+        options = dataclasses.replace(self.options, max_registers=registers)
+        outputs, programs = {"local": per_state, "total": per_channel}, self.programs(self.splits - 1)
+        inputs = {"first": first, **self.launch(summary, options, outputs, programs, arrays)}
+        # The effects of all splits, one after the other.
         block = min(_COMBINED, padded(channels, 1))
-        return self.launch(
-            forward_kernels.combine_kernel,
-            Options(4),
-            {"entering": result(*per_state)},
-            sequences * states * cdiv(channels, block),
-            {"first": first, **summaries},
-            name="backward_combine_kernel" if reverse else "",
-            BLOCK=block,
-            FIRST=first is not None,
-            REVERSE=reverse,
-        )["entering"]
+        programs = sequences * states * cdiv(channels, block)
+        numbers = {"BLOCK": block, "FIRST": first is not None, "REVERSE": reverse}
+        numbers |= {"name": "backward_combine_kernel" if reverse else ""}
+        kernel, outputs = forward_kernels.combine_kernel, {"entering": per_state}
+        return self.launch(kernel, Options(4), outputs, programs, inputs, **numbers)["entering"]
 
 
 def step(

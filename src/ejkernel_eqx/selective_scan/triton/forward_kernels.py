@@ -3,94 +3,78 @@
 import triton
 import triton.language as tl
 
-from .tile import (
-    channels_of,
-    decays_of,
-    fresh_penalty,
-    join_rows,
-    keep_touched,
-    load_projection,
-    load_rates,
-    load_tile,
-    no_states,
-    of_channels,
-    place,
-    sigmoid,
-    split_rows,
-    states_at,
-    store_tile,
-    time_step,
-    touch,
-)
+from .places import channels_of, Grid, of_channels, place
+from .prefetch import keep_touched, touch_projection, touch_rows
+from .rows import join_rows, split_rows
+from .steps import decays_of, fresh_penalty, sigmoid, time_step
+from .tile import load_projection, load_rates, load_tile, no_states, Sizes, states_at, store_tile
 
 
 @triton.jit
-def _load_inputs(x_ptr, dt_ptr, seen, j, row, length, last, channel, width, l, i, inside, zero,
-                 I: tl.constexpr, L: tl.constexpr, BI: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr):  # fmt: skip
+def _load_inputs(x_ptr, dt_ptr, seen, j, at, lanes, zero, sizes, PREFETCH: tl.constexpr):
     """Chunk `j`: its first token, the number of tokens from it on, its location; `x` and the raw time steps; the number of tokens after it."""
+    L: tl.constexpr = 1 << sizes.LEVELS
     token = j * L
-    count = length - token
-    here = (row + token) * I + zero
-    x = load_tile(x_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+    count = at.length - token
+    here = (at.row + token) * sizes.I + zero
+    x = load_tile(x_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
     raw = load_tile(
-        dt_ptr + here, count, l, i, inside, float("-inf"), I, EVEN
+        dt_ptr + here, count, lanes, float("-inf"), sizes
     )  # [L, BI]; the time step is 0 past the end
     # The next chunk is loaded while this one is processed.
-    ahead = tl.where(j + 1 < last, count - L, 0)
+    ahead = tl.where(j + 1 < at.last, count - L, 0)
     if PREFETCH:
-        there = here + L * I + channel
-        seen += touch(x_ptr + there, ahead, width, L, BI, I, BI)
-        seen += touch(dt_ptr + there, ahead, width, L, BI, I, BI)
+        there = here + L * sizes.I + lanes.channel
+        seen += touch_rows(x_ptr + there, ahead, lanes, sizes)
+        seen += touch_rows(dt_ptr + there, ahead, lanes, sizes)
     return token, count, here, x, raw, ahead, seen
 
 
 @triton.jit
-def _advance(h, dt, x, rate, b, fresh, BI: tl.constexpr, LEVELS: tl.constexpr, SEGMENTS: tl.constexpr):
+def _advance(h, dt, x, rate, b, fresh, sizes):
     """One state of every channel after each token of a chunk, `[BI]` each, from the one before the chunk; `x` includes its time steps."""
     # h = e^(dt A) h + dt x B, token by token: one instruction each.
-    decay = decays_of(dt, rate, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
-    write = split_rows(x * b[:, None], BI, LEVELS)  # L rows [BI]
+    decay = decays_of(dt, rate, fresh, sizes)  # L rows [BI]
+    write = split_rows(x * b[:, None], sizes.BI, sizes.LEVELS)  # L rows [BI]
     rows = ()
-    for r in tl.static_range(1 << LEVELS):
+    for r in tl.static_range(1 << sizes.LEVELS):
         h = tl.fma(decay[r], h, write[r])  # [BI]
         rows = rows + (h,)
     return rows
 
 
 @triton.jit
-def _advance_all(states, y, dt, x, a_ptr, b_ptr, c_ptr, fresh, l, i, known, BI: tl.constexpr, LEVELS: tl.constexpr, N: tl.constexpr,
-                 I: tl.constexpr, STATE_LEVELS: tl.constexpr, SEGMENTS: tl.constexpr, READ: tl.constexpr):  # fmt: skip
+def _advance_all(states, y, dt, x, a_ptr, b_ptr, c_ptr, fresh, lanes, known, sizes, READ: tl.constexpr):
     """Every state `[NS, BI]` over the tokens of a chunk, all in registers; with `READ` their product with `C` is added to `y` `[L, BI]`."""
-    L: tl.constexpr = 1 << LEVELS
-    rates = load_rates(a_ptr, i, known, BI, N, I, STATE_LEVELS)  # NS rows [BI]
-    before = split_rows(states, BI, STATE_LEVELS)  # NS rows [BI]
+    L: tl.constexpr = 1 << sizes.LEVELS
+    rates = load_rates(a_ptr, lanes.i, known, sizes)  # NS rows [BI]
+    before = split_rows(states, sizes.BI, sizes.STATE_LEVELS)  # NS rows [BI]
     after = ()
-    for n in tl.static_range(1 << STATE_LEVELS):
-        if n < N:
-            b = load_projection(b_ptr, n, l, N, L, 1)  # [L]
+    for n in tl.static_range(1 << sizes.STATE_LEVELS):
+        if n < sizes.N:
+            b = load_projection(b_ptr, n, lanes.l, sizes, 1)  # [L]
             if READ:
-                c = load_projection(c_ptr, n, l, N, L, 1)  # [L]
-            rows = _advance(before[n], dt, x, rates[n], b, fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]
+                c = load_projection(c_ptr, n, lanes.l, sizes, 1)  # [L]
+            rows = _advance(before[n], dt, x, rates[n], b, fresh, sizes)  # L rows [BI]
             if READ:
-                y += join_rows(rows, BI, LEVELS) * c[:, None]  # [L, BI]
+                y += join_rows(rows, sizes.BI, sizes.LEVELS) * c[:, None]  # [L, BI]
             after = after + (rows[L - 1],)
         else:
             after = after + (before[n],)
-    return join_rows(after, BI, STATE_LEVELS), y
+    return join_rows(after, sizes.BI, sizes.STATE_LEVELS), y
 
 
 @triton.jit
-def _load_turn(a_ptr, state_ptr, b_ptr, n0, l, i, inside,
-               N: tl.constexpr, I: tl.constexpr, L: tl.constexpr, UNROLL: tl.constexpr):  # fmt: skip
+def _load_turn(a_ptr, state_ptr, b_ptr, n0, lanes, sizes, UNROLL: tl.constexpr):
     """The rates, the states and `B` over a chunk, for `UNROLL` states from `n0` on: all loads come before the computation."""
     rates = ()
     before = ()
     b_rows = ()
     for u in tl.static_range(UNROLL):
-        known = inside & (n0 + u < N) if N % UNROLL else inside  # [BI]
-        rates = rates + (tl.load(a_ptr + (n0 + u) * I + i, mask=known, other=0.0),)  # [BI]
-        before = before + (tl.load(state_ptr + (n0 + u) * I + i, mask=known, other=0.0),)  # [BI]
-        b_rows = b_rows + (load_projection(b_ptr, n0 + u, l, N, L, UNROLL),)  # [L]
+        known = lanes.inside & (n0 + u < sizes.N) if sizes.N % UNROLL else lanes.inside  # [BI]
+        rates = rates + (tl.load(a_ptr + (n0 + u) * sizes.I + lanes.i, mask=known, other=0.0),)  # [BI]
+        before = before + (tl.load(state_ptr + (n0 + u) * sizes.I + lanes.i, mask=known, other=0.0),)  # [BI]
+        b_rows = b_rows + (load_projection(b_ptr, n0 + u, lanes.l, sizes, UNROLL),)  # [L]
     return rates, before, b_rows
 
 
@@ -104,50 +88,49 @@ def summary_kernel(
     A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """For every split except the last: the state after it given a zero state before it, and the sum of its time steps.
+    """Computes for every split except the last the state after it given a zero state before it, and the sum of its time steps.
 
     If all states are processed side by side (`UNROLL`), they stay in registers; else they are in `local` between chunks."""
     L: tl.constexpr = 1 << LEVELS
     KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
-    block, sequence, split, row, length, chunk, first, last, _ = place(
-        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE)  # fmt: skip
-    group, i, inside, channel, width, l, batch, bias = channels_of(
-        block, sequence, bias_ptr, SEQUENCES, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS)  # [BI], as i and inside  # fmt: skip
+    sizes: tl.constexpr = Sizes(I, N, BI, LEVELS, STATE_LEVELS, EVEN, SEGMENTS)
+    grid: tl.constexpr = Grid(BLOCKS, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS, TABLE)
+    at = place(tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE)
+    lanes = channels_of(at, bias_ptr, SEQUENCES, grid)
+    i, inside = lanes.i, lanes.inside  # [BI], [BI]
     seen = tl.zeros([BI], tl.float32)  # [BI]
-    a_ptr += batch * A_STRIDE
-    at = (sequence * SPLITS + split).to(tl.int64)
-    local_ptr += at * (N * I)
-    b_ptr += (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
+    a_ptr += lanes.batch * A_STRIDE
+    mine = (at.sequence * SPLITS + at.split).to(tl.int64)
+    local_ptr += mine * (N * I)
+    b_ptr += (lanes.group.to(tl.int64) * CHUNKS + at.chunk) * (N * L)
     total = tl.zeros([BI], tl.float32)  # [BI]
-    known_states, states = no_states(inside, BI, N, STATE_LEVELS)  # [NS, BI] each
+    known_states, states = no_states(inside, sizes)  # [NS, BI] each
     if not KEPT:
         for n in range(N):
             tl.store(local_ptr + n * I + i, total, mask=inside)
-    for j in range(first, last):
-        token, _count, _here, x, raw, ahead, seen = _load_inputs(
-            x_ptr, dt_ptr, seen, j, row, length, last, channel, width, l, i, inside, zero, I, L, BI, EVEN, PREFETCH)  # fmt: skip
+    for j in range(at.first, at.last):
+        token, _count, _here, x, raw, ahead, seen = _load_inputs(x_ptr, dt_ptr, seen, j, at, lanes, zero, sizes, PREFETCH)  # fmt: skip
         if PREFETCH > 1:
-            seen += touch(b_ptr + (j + 1).to(tl.int64) * (N * L), ahead, N * L, 1, N * L, 0, BI)
-        dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
+            seen += touch_projection(b_ptr + (j + 1).to(tl.int64) * (N * L), ahead, sizes)
+        dt = time_step(raw, lanes.bias, SOFTPLUS)  # [L, BI]
+        # The decay over a split follows from the sum of its time steps.
         total += tl.sum(dt, axis=0)  # [BI]; decays multiply, so their exponents add
         x *= dt  # dt x, [L, BI]
-        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
+        fresh = fresh_penalty(starts_ptr, at, token, lanes.l, SEGMENTS)  # [L]
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)
         if KEPT:
-            states = _advance_all(
-                states, x, dt, x, a_ptr + zero, b_chunk, b_chunk, fresh, l, i, known_states,
-                BI, LEVELS, N, I, STATE_LEVELS, SEGMENTS, False)[0]  # [NS, BI]  # fmt: skip
+            states, _ = _advance_all(states, x, dt, x, a_ptr + zero, b_chunk, b_chunk, fresh, lanes, known_states, sizes, False)  # fmt: skip
         else:
             # `UNROLL` states at a time over the tokens of the chunk, from memory and back.
             for n0 in range(0, N, UNROLL):
-                rates, before, b_rows = _load_turn(a_ptr, local_ptr, b_chunk, n0, l, i, inside, N, I, L, UNROLL)  # fmt: skip
+                rates, before, b_rows = _load_turn(a_ptr, local_ptr, b_chunk, n0, lanes, sizes, UNROLL)
                 for u in tl.static_range(UNROLL):
                     known = inside & (n0 + u < N) if N % UNROLL else inside
-                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]  # fmt: skip
+                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, sizes)  # L rows [BI]
                     tl.store(local_ptr + (n0 + u) * I + i, rows[L - 1], mask=known)
     if KEPT:
-        tl.store(states_at(local_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
-    tl.store(total_ptr + at * I + i, total, mask=inside)
+        tl.store(states_at(local_ptr + zero, i, sizes), states, mask=known_states)
+    tl.store(total_ptr + mine * I + i, total, mask=inside)
     if PREFETCH:
         keep_touched(total_ptr, seen, zero, BI)
 
@@ -168,7 +151,7 @@ def combine_kernel(
     sequence = pid // (blocks * N)
     i = pid % blocks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     inside = i < I  # [BLOCK]
-    _, _, _, row, length, _, _, _, size = place(sequence, bounds_ptr, T, SPLITS, 1, L, 1, TABLE)
+    split = place(sequence, bounds_ptr, T, SPLITS, 1, L, 1, TABLE)
     at = (sequence * SPLITS).to(tl.int64)
     a = tl.load(a_ptr + (sequence // SEQUENCES).to(tl.int64) * A_STRIDE + n * I + i, mask=inside, other=0.0)  # [BLOCK]  # fmt: skip
     h = tl.zeros([BLOCK], tl.float32)  # [BLOCK]
@@ -181,12 +164,12 @@ def combine_kernel(
         tl.store(entering_ptr + here, h, mask=inside)
         # Nothing comes after the last split, whose effect is not computed.
         known = inside & (k + 1 < SPLITS)  # [BLOCK]
-        begin = s * size * L
+        begin = s * split.size * L
         decay = tl.exp2(a * tl.load(total_ptr + (at + s) * I + i, mask=known, other=0.0))  # [BLOCK]
         # If a segment starts within the split, nothing from before passes through.
         if SEGMENTS:
-            end = tl.minimum(begin + size * L, length)
-            decay = tl.where(tl.load(starts_ptr + row + end - 1) < begin, decay, 0.0)  # [BLOCK]
+            end = tl.minimum(begin + split.size * L, split.length)
+            decay = tl.where(tl.load(starts_ptr + split.row + end - 1) < begin, decay, 0.0)  # [BLOCK]
         h = decay * h + tl.load(local_ptr + here, mask=known, other=0.0)  # [BLOCK]
 
 
@@ -206,80 +189,79 @@ def forward_kernel(
     unless it stays in registers (as in the summary)."""
     L: tl.constexpr = 1 << LEVELS
     KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
-    block, sequence, split, row, length, chunk, first, last, _ = place(
-        tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE)  # fmt: skip
-    group, i, inside, channel, width, l, batch, bias = channels_of(
-        block, sequence, bias_ptr, SEQUENCES, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS)  # [BI], as i and inside  # fmt: skip
+    sizes: tl.constexpr = Sizes(I, N, BI, LEVELS, STATE_LEVELS, EVEN, SEGMENTS)
+    grid: tl.constexpr = Grid(BLOCKS, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS, TABLE)
+    at = place(tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS, L, BLOCKS, TABLE)
+    lanes = channels_of(at, bias_ptr, SEQUENCES, grid)
+    i, inside = lanes.i, lanes.inside  # [BI], [BI]
     seen = tl.zeros([BI], tl.float32)  # [BI]
-    skip = of_channels(d_ptr + batch * D_STRIDE, i, inside, SKIP)  # [BI]
-    a_ptr += batch * A_STRIDE
-    final_ptr += sequence.to(tl.int64) * (N * I)
-    at = (sequence * SPLITS + split).to(tl.int64)
-    entering_ptr += at * (N * I)
-    projection = (group.to(tl.int64) * CHUNKS + chunk) * (N * L)
+    # Pointers to what the program has of each array.
+    skip = of_channels(d_ptr + lanes.batch * D_STRIDE, i, inside, SKIP)  # [BI]
+    a_ptr += lanes.batch * A_STRIDE
+    final_ptr += at.sequence.to(tl.int64) * (N * I)
+    mine = (at.sequence * SPLITS + at.split).to(tl.int64)
+    entering_ptr += mine * (N * I)
+    projection = (lanes.group.to(tl.int64) * CHUNKS + at.chunk) * (N * L)
     b_ptr += projection
     c_ptr += projection
-    states_ptr += (chunk + first if SAVE else at) * (N * I)
-    chunks = (length + L - 1) // L
+    states_ptr += (at.chunk + at.first if SAVE else mine) * (N * I)
+    chunks = (at.length + L - 1) // L
 
     # The states before the first chunk, to registers or to memory. For a sequence without tokens they are the final ones.
-    known_states, states = no_states(inside, BI, N, STATE_LEVELS)  # [NS, BI] each
+    known_states, states = no_states(inside, sizes)  # [NS, BI] each
     if KEPT:
         if ENTERS:
-            states = tl.load(states_at(entering_ptr + zero, i, N, I, STATE_LEVELS), mask=known_states, other=0.0)  # [NS, BI]  # fmt: skip
+            states = tl.load(states_at(entering_ptr + zero, i, sizes), mask=known_states, other=0.0)  # [NS, BI]  # fmt: skip
     else:
         for n in range(N):
             h = tl.zeros([BI], tl.float32)
             if ENTERS:
                 h = tl.load(entering_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
-            tl.store(states_ptr + n * I + i, h, mask=inside & (first < last))
-            tl.store(final_ptr + n * I + i, h, mask=inside & (chunks == 0) & (split == 0))
+            tl.store(states_ptr + n * I + i, h, mask=inside & (at.first < at.last))
+            tl.store(final_ptr + n * I + i, h, mask=inside & (chunks == 0) & (at.split == 0))
 
-    for j in range(first, last):
-        token, count, here, x, raw, ahead, seen = _load_inputs(
-            x_ptr, dt_ptr, seen, j, row, length, last, channel, width, l, i, inside, zero, I, L, BI, EVEN, PREFETCH)  # fmt: skip
+    for j in range(at.first, at.last):
+        token, count, here, x, raw, ahead, seen = _load_inputs(x_ptr, dt_ptr, seen, j, at, lanes, zero, sizes, PREFETCH)  # fmt: skip
         if PREFETCH:
             if GATE:  # at the end of this chunk
-                seen += touch(z_ptr + here + channel, count, width, L, BI, I, BI)
+                seen += touch_rows(z_ptr + here + lanes.channel, count, lanes, sizes)
             if PREFETCH > 1:
                 at_next = (j + 1).to(tl.int64) * (N * L)
-                seen += touch(b_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
-                seen += touch(c_ptr + at_next, ahead, N * L, 1, N * L, 0, BI)
-        dt = time_step(raw, bias, SOFTPLUS)  # [L, BI]
+                seen += touch_projection(b_ptr + at_next, ahead, sizes)
+                seen += touch_projection(c_ptr + at_next, ahead, sizes)
+        dt = time_step(raw, lanes.bias, SOFTPLUS)  # [L, BI]
         y = x * skip[None, :]  # [L, BI]; h C + D x, gated at the end
         x *= dt  # dt x, [L, BI]
-        fresh = fresh_penalty(starts_ptr, row, token, length, l, SEGMENTS)  # [L]
+        fresh = fresh_penalty(starts_ptr, at, token, lanes.l, SEGMENTS)  # [L]
         b_chunk = b_ptr + j.to(tl.int64) * (N * L)
         c_chunk = c_ptr + j.to(tl.int64) * (N * L)
         state = states_ptr
         if SAVE:
-            state += (j - first).to(tl.int64) * (N * I)
+            state += (j - at.first).to(tl.int64) * (N * I)
         if KEPT:
             if SAVE:
-                tl.store(states_at(state + zero, i, N, I, STATE_LEVELS), states, mask=known_states)
-            states, y = _advance_all(
-                states, y, dt, x, a_ptr + zero, b_chunk, c_chunk, fresh, l, i, known_states,
-                BI, LEVELS, N, I, STATE_LEVELS, SEGMENTS, True)  # [NS, BI], [L, BI]  # fmt: skip
+                tl.store(states_at(state + zero, i, sizes), states, mask=known_states)
+            states, y = _advance_all(states, y, dt, x, a_ptr + zero, b_chunk, c_chunk, fresh, lanes, known_states, sizes, True)  # fmt: skip
         else:
             # `UNROLL` states at a time over the tokens of the chunk, from memory and back.
             for n0 in range(0, N, UNROLL):
-                rates, before, b_rows = _load_turn(a_ptr, state, b_chunk, n0, l, i, inside, N, I, L, UNROLL)
+                rates, before, b_rows = _load_turn(a_ptr, state, b_chunk, n0, lanes, sizes, UNROLL)
                 c_rows = ()
                 for u in tl.static_range(UNROLL):
-                    c_rows = c_rows + (load_projection(c_chunk, n0 + u, l, N, L, UNROLL),)  # [L]
+                    c_rows = c_rows + (load_projection(c_chunk, n0 + u, lanes.l, sizes, UNROLL),)  # [L]
                 for u in tl.static_range(UNROLL):
                     known = inside & (n0 + u < N) if N % UNROLL else inside
-                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, BI, LEVELS, SEGMENTS)  # L rows [BI]  # fmt: skip
+                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, sizes)  # L rows [BI]
                     y += join_rows(rows, BI, LEVELS) * c_rows[u][:, None]  # [L, BI]
                     next_state = state + (n0 + u + (N if SAVE else 0)) * I + i
-                    tl.store(next_state, rows[L - 1], mask=known & (j + 1 < last))
+                    tl.store(next_state, rows[L - 1], mask=known & (j + 1 < at.last))
                     tl.store(final_ptr + (n0 + u) * I + i, rows[L - 1], mask=known & (j + 1 == chunks))
         if GATE:
-            z = load_tile(z_ptr + here, count, l, i, inside, 0.0, I, EVEN)  # [L, BI]
+            z = load_tile(z_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
             y *= z * sigmoid(z)  # [L, BI]
-        store_tile(out_ptr + here, y, count, l, i, inside, I, EVEN)
+        store_tile(out_ptr + here, y, count, lanes, sizes)
     if KEPT:
-        ends = (last == chunks) & ((first < last) | (split == 0))
-        tl.store(states_at(final_ptr + zero, i, N, I, STATE_LEVELS), states, mask=known_states & ends)
+        ends = (at.last == chunks) & ((at.first < at.last) | (at.split == 0))
+        tl.store(states_at(final_ptr + zero, i, sizes), states, mask=known_states & ends)
     if PREFETCH:
         keep_touched(final_ptr, seen, zero, BI)

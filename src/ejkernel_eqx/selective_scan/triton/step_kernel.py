@@ -12,7 +12,7 @@ from ...launch.constants import LOG2E
 from ...launch.fields import check_fields, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import ScanSpec, StepArrays
-from .tile import sigmoid, time_step
+from .steps import sigmoid, time_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ def step_kernel(
     A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, D_STRIDE: tl.constexpr,
     BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
+    # A program: a row, a block of channels (fastest).
     blocks: tl.constexpr = (I + BI - 1) // BI
     pid = tl.program_id(0)
     row = (pid // blocks).to(tl.int64)
@@ -68,6 +69,7 @@ def step_kernel(
         # h = e^(dt A) h + dt x B, y = (h C + D x) silu(z).
         state = tl.exp2(dt[:, None] * (a * LOG2E)) * state + (dt * x)[:, None] * b  # [BI, BLOCK_N]
         tl.store(new_state_ptr + at, state.to(new_state_ptr.dtype.element_ty), mask=whole)
+        # The output reads the new state.
         y = tl.sum(state * c, axis=1)  # [BI]
         if SKIP:
             y += x * tl.load(d_ptr + batch * D_STRIDE + i, mask=inside, other=0.0).to(tl.float32)
@@ -94,31 +96,16 @@ def step(
     """`out [*, B, I]` in the dtype of `x` and the states (the whole pool), from arrays with exactly one leading axis."""
     x, state = arrays.x, arrays.state
     lead, rows, channels = x.shape
-    named = {
-        "x": x,
-        "dt": arrays.dt,
-        "a": arrays.A,
-        "b": arrays.B,
-        "c": arrays.C,
-        "d": arrays.D,
-        "z": arrays.z,
-        "bias": arrays.dt_bias,
-        "indices": arrays.indices,
-        "state": state,
-    }
+    parameters = {"a": arrays.A, "b": arrays.B, "c": arrays.C, "d": arrays.D, "bias": arrays.dt_bias}
+    sizes = {"I": channels, "N": state.shape[-1], "GROUPS": arrays.B.shape[-2], "BI": tile.block_i}
     numbers = {
-        "ROWS": rows,
-        "SLOTS": state.shape[1],
-        "I": channels,
-        "N": state.shape[-1],
-        "GROUPS": arrays.B.shape[-2],
-        "BI": tile.block_i,
+        **(sizes | {"ROWS": rows, "SLOTS": state.shape[1]}),
         "BLOCK_N": padded(state.shape[-1], 1),
         "SOFTPLUS": spec.softplus,
         **strides(A=arrays.A, BIAS=arrays.dt_bias, D=arrays.D),
         **given(BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z, POOL=arrays.indices),
     }
-    results = Launcher("selective_scan", named, numbers, x, execute)(
+    results = Launcher("selective_scan", arrays._asdict() | parameters, numbers, x, execute)(
         step_kernel,
         tile,
         {"new_state": result_like(state), "out": result_like(x)},

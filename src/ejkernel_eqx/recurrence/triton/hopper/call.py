@@ -26,17 +26,12 @@ def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
     # With write strengths it was measured to be slower.
     gentle = call.spec.decay == SCALAR and beta is None
     products = _products(call)
-    results = call.launch(
-        hopper_single_kernel,
-        tile,
-        {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)},
-        call.sequences * call.splits * heads * values // tile.block_v,
-        edges | {"products": products, "beta": None if beta is None else _by_head(beta)},
-        PRODUCTS=products is not None,
-        GENTLE=tile_sizes.GENTLE if gentle else 0.0,
-        NUM_STAGES=tile.num_stages,
-        name="single_kernel",
-    )
+    outputs = {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)}
+    programs = call.sequences * call.splits * heads * values // tile.block_v
+    inputs = edges | {"products": products, "beta": None if beta is None else _by_head(beta)}
+    numbers = {"PRODUCTS": products is not None, "NUM_STAGES": tile.num_stages}
+    numbers |= {"GENTLE": tile_sizes.GENTLE if gentle else 0.0, "name": "single_kernel"}
+    results = call.launch(hopper_single_kernel, tile, outputs, programs, inputs, **numbers)
     return results["out"], results["final"]
 
 
@@ -47,13 +42,8 @@ def _products(call: Any) -> Array | None:
         return None
     if heads < tile_sizes.LEAST_SHARED * queries or call.chunks * tile_sizes.CHUNK < tile_sizes.LEAST_ROWS:
         return None
-    results = call.launch(
-        masked_products_kernel,
-        call.config.scores,
-        {"products": call.rows(queries, tile_sizes.CHUNK)},
-        call.chunks * queries,
-    )
-    return results["products"]
+    outputs, programs = {"products": call.rows(queries, tile_sizes.CHUNK)}, call.chunks * queries
+    return call.launch(masked_products_kernel, call.config.scores, outputs, programs)["products"]
 
 
 def _by_head(beta: Array) -> Array:

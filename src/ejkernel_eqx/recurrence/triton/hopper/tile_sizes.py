@@ -12,7 +12,7 @@ WIDTH = 64
 LEAST_TOKENS = 1024
 """Tokens of a split from which on this kernel is the default; for fewer the tuner times it."""
 GENTLE = 48.0
-"""Up to this distance from half of a chunk's log2 decay, powers of two times operands are far from bfloat16's limits."""
+"""The largest distance from half of a chunk's log2 decay at which powers of two times operands are far from bfloat16's limits."""
 LEAST_SHARED = 32
 """Heads that share queries and keys, from which on a kernel of its own computes their products once. It takes as long as about 15 heads gain."""
 LEAST_ROWS = 8192
@@ -24,15 +24,15 @@ Sizes = tuple[int, int]
 
 def tiles(problem: Problem, splits: int, device: DeviceFacts) -> list[Sizes]:
     """Value channels of a program and stages, best first; none if the kernel cannot run the problem."""
-    found = [
+    results = [
         sizes
         for sizes in ((2 * WIDTH, 3), (WIDTH, 4), (WIDTH, 2))
         if unfit(sizes[0], splits, problem, device) is None
     ]
     programs = splits * problem.dim("B") * problem.dim("R") * problem.dim("V") // (2 * WIDTH)
     if 2 * programs <= (device.num_multiprocessors or _MULTIPROCESSORS):
-        found.sort(key=lambda sizes: sizes[0])
-    return found
+        results.sort(key=lambda sizes: sizes[0])
+    return results
 
 
 def unfit(block_v: int, splits: int, problem: Problem, device: DeviceFacts) -> str | None:
@@ -41,7 +41,7 @@ def unfit(block_v: int, splits: int, problem: Problem, device: DeviceFacts) -> s
 
 
 def problem_unfit(block_v: int, splits: int, problem: Problem) -> str | None:
-    """The same for any device."""
+    """`unfit` for any device."""
     if problem.flag("step") or problem.flag("delta") or problem.flag("decay") not in (NONE, CONSTANT, SCALAR):
         return "is for sequences of members without a delta rule and without a decay per channel"
     if problem.flag("packed"):
