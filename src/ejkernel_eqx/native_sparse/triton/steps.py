@@ -14,15 +14,17 @@ from ...dispatch import DeviceFacts
 from ...launch import Execute, Launcher, NOTHING, result, run
 from ...launch.sizes import cdiv, padded
 from ...paged.flat import part_of
+from ...paged.spec import PagedArrays
 from ...paged.triton import compiled as pages
 from ...paged.triton.tile import FILLED
-from ..spec import most_blocks, NativeArrays, NativeSpec
+from ..spec import most_blocks, NativeArrays, NativeSpec, positions
 from . import step_choice, step_kernels, whole_step
 from .choice_kernels import GROUPS
-from .few import MOST_QUERIES
 from .tiles import StepTile, Warped
 
 BY_BRANCH = StepTile(0, 1, 4, 1)
+MOST_QUERIES = 8
+"""With more of them, tiles of softmax attention's kernels read a key less often."""
 
 MOST_GROUP = 64
 MOST_BLOCKS = 4096
@@ -38,8 +40,8 @@ _NUMBERS, _MANY_NUMBERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The arrays of a step, without leading axes: tokens, and pages with their tables. Over dense keys `queries` are those of a row; over a batch's
-    pages the maximum of a sequence."""
+    """The arrays of a call over pages, without leading axes: tokens, and the sequences of a batch with their tables. Over dense keys, a row is a
+    sequence, and parts of it are pages."""
 
     q: Array  # [T, H, D]
     gates: Array  # [T, H, 3]
@@ -49,26 +51,35 @@ class Step:
     compressed_v: Array
     table: Array  # int32 [N, M]
     small_table: Array  # int32 [N, M']
+    q_start: Array  # int32 [N]
+    q_len: Array  # int32 [N]
+    kv_len: Array  # int32 [N]
     queries: int
+    """The most of a sequence."""
     blocks: int
     """The most that a sequence may have."""
     first_slot: int = 0
     """Where compressed key 0 is."""
-    offset: int = 0
-    position: Array | None = None  # int32 [T], over dense keys
-    q_start: Array | None = None  # int32 [N], over a batch's pages
-    q_len: Array | None = None  # int32 [N]
-    kv_len: Array | None = None  # int32 [N]
     indices: Array | None = None  # int32 [T, K, n]
 
     @property
     def rows(self) -> int:
         """The queries that there may be."""
-        return self.q.shape[0] if self.q_len is None else self.q_len.shape[0] * self.queries
+        return self.q_len.shape[0] * self.queries
 
     @property
     def compressed_keys(self) -> int:
         return self.small_table.shape[1] * self.compressed_k.shape[1]
+
+    @property
+    def main(self) -> PagedArrays:
+        """Attention to the keys."""
+        return PagedArrays(self.q, self.k, self.v, self.table, self.q_start, self.q_len, self.kv_len)
+
+    @property
+    def small(self) -> PagedArrays:
+        """Attention to the compressed keys."""
+        return self.main._replace(k=self.compressed_k, v=self.compressed_v, page_table=self.small_table)
 
     @property
     def sizes(self) -> "Sizes":
@@ -155,11 +166,16 @@ def tiles_for(branch: list[pages.TritonConfig], sizes: Sizes, device: DeviceFact
     return list(dict.fromkeys([*found, BY_BRANCH]))
 
 
+def serves(arrays: NativeArrays) -> bool:
+    """Whether dense keys have few queries."""
+    return arrays.begin is None and arrays.q.shape[1] <= MOST_QUERIES
+
+
 def of_rows(arrays: NativeArrays, spec: NativeSpec) -> Step:
-    """The step of few queries over dense keys: parts of a row are pages, their table a constant."""
+    """Few queries over dense keys: each row is a sequence, and parts of it are pages, their table a constant."""
     batch, length, heads, dim = arrays.q.shape
     (k, table), (small, small_table) = _in_pages(arrays.k), _in_pages(arrays.compressed_k)
-    flat = lambda x: None if x is None else x.reshape(batch * length, *x.shape[2:])
+    start, last = np.arange(batch, dtype=np.int32) * length, positions(arrays, spec)[:, -1]
     return Step(
         q=arrays.q.reshape(-1, heads, dim),
         gates=arrays.gates.reshape(-1, heads, 3),
@@ -169,11 +185,12 @@ def of_rows(arrays: NativeArrays, spec: NativeSpec) -> Step:
         compressed_v=_in_pages(arrays.compressed_v)[0],
         table=table,
         small_table=small_table,
+        q_start=jnp.asarray(start),
+        q_len=jnp.full(batch, length, jnp.int32),
+        kv_len=jnp.broadcast_to(last + 1, (batch,)),
         queries=length,
         blocks=most_blocks(arrays, spec),
-        offset=spec.offset,
-        position=flat(arrays.position),
-        indices=flat(arrays.indices),
+        indices=None if arrays.indices is None else arrays.indices.reshape(-1, *arrays.indices.shape[2:]),
     )
 
 
@@ -286,18 +303,18 @@ def _choice(launch: Launcher, step: Step, spec: NativeSpec) -> dict[str, Any]:
 
 def _fills(step: Step) -> int:
     """Programs for tokens of no sequence."""
-    return 0 if step.q_len is None else cdiv(step.q.shape[0], FILLED.value)
+    return cdiv(step.q.shape[0], FILLED.value)
 
 
 def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) -> Launcher:
     """What the kernels of a step have in common."""
-    (tokens, heads, dim), (pages, page, kv_heads, values) = step.q.shape, step.v.shape
+    (tokens, _, dim), (pages, page, kv_heads, values) = step.q.shape, step.v.shape
     small_pages, small_page = step.compressed_k.shape[:2]
-    names = ("q", "gates", "k", "v", "compressed_k", "compressed_v", "table", "small_table", "position")
+    names = ("q", "gates", "k", "v", "compressed_k", "compressed_v", "table", "small_table")
     named = {name: getattr(step, name) for name in (*names, "q_start", "q_len", "kv_len")}
     far = lambda pages, page: max(pages, kv_heads * max(dim, values)) * page >= 2**31
-    numbers: dict[str, Any] = {
-        "T": step.queries if step.q_len is None else tokens,
+    numbers = numbers_of(step.q, step.v, spec, float32_dot) | {
+        "T": tokens,
         "R": step.rows,
         "N_SEQUENCES": step.table.shape[0],
         "M": step.table.shape[1],
@@ -310,21 +327,6 @@ def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) 
         "SMALL_PAGE": small_page,
         "SMALL_FAR": far(small_pages, small_page),
         "BLOCKS": step.blocks,
-        "offset": step.offset,
-        "H": heads,
-        "K": kv_heads,
-        "D": dim,
-        "V": values,
-        "N": spec.count,
-        "BS": spec.block,
-        "G": heads // kv_heads,
-        "GP": padded(heads // kv_heads),
-        "BLOCK_D": padded(dim),
-        "BLOCK_V": padded(values),
-        "SCALE": spec.scale,
-        "PRECISION": float32_dot if step.q.dtype == jnp.float32 else "ieee",
-        "PAGED": step.q_len is not None,
-        "PLACED": step.position is not None,
         "QUERIES": step.queries,
         "WINDOW": spec.window,
         "FIRST": step.first_slot,
@@ -332,3 +334,23 @@ def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) 
         "STRIDE": spec.stride,
     }
     return Launcher("native_sparse_step", named, numbers, step.q, execute)
+
+
+def numbers_of(q: Array, v: Array, spec: NativeSpec, float32_dot: str) -> dict[str, Any]:
+    """The numbers that all kernels share."""
+    (heads, dim), (kv_heads, values) = q.shape[-2:], v.shape[-2:]
+    group = heads // kv_heads
+    return {
+        "H": heads,
+        "K": kv_heads,
+        "D": dim,
+        "V": values,
+        "N": spec.count,
+        "BS": spec.block,
+        "G": group,
+        "GP": padded(group),
+        "BLOCK_D": padded(dim),
+        "BLOCK_V": padded(values),
+        "SCALE": spec.scale,
+        "PRECISION": float32_dot if q.dtype == jnp.float32 else "ieee",
+    }
