@@ -20,13 +20,7 @@ from ...paged.triton import compiled as pages
 from .. import branches
 from ..lists import by_key, lists_of
 from ..problems import COMPRESSED, of_branch, shapes_of, SLIDING, spec_of
-from ..spec import (
-    begins,
-    BRANCHES,
-    NativeArrays,
-    NativeSpec,
-    num_blocks,
-)
+from ..spec import begins, BRANCHES, NativeArrays, NativeSpec, num_blocks
 from . import by_blocks, choice, few, kernels, steps
 from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
 
@@ -118,14 +112,15 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         even = dataclasses.replace(compressed[0], forward=attention.TileConfig(*tile_sizes.SIDE_BY_SIDE))
         hopper = 1 if compressed[0].forward.hopper_programs else 0
         compressed = [*compressed[:hopper], even, *compressed[hopper:]]
-    pages_of = [pages.candidates(branch, device) for branch in _few_branches(problem)]
+    *branches_of, sizes = _few_parts(problem)
+    pages_of = [pages.candidates(branch, device) for branch in branches_of]
     select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
     if problem.dim("T") <= steps.MOST_QUERIES:
         select = _FEW_SELECTIONS
     elif select is _SELECTIONS and device.capability < (9, 0):
         select = (_SPARING_SELECTION, *select)
     programs, count = problem.dim("B") * problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1)
-    step_tiles = steps.tiles_for(pages_of[0], _sizes(problem), device)
+    step_tiles = steps.tiles_for(pages_of[0], sizes, device)
     span, rows_of = (
         span_for(programs, count, device),
         _FEW_ROWS if problem.dim("T") <= steps.MOST_QUERIES else _ROWS,
@@ -156,21 +151,14 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     """Where few queries go branch by branch."""
-    return "" if problem.flag("packed") else steps.remark_on(config.few.step, _sizes(problem))
+    return "" if problem.flag("packed") else steps.remark_on(config.few.step, _few_parts(problem)[-1])
 
 
 @functools.lru_cache(maxsize=256)
-def _few_branches(problem: Problem) -> tuple[Problem, Problem]:
-    """The compressed and the sliding branch as attention over pages, for few queries."""
+def _few_parts(problem: Problem) -> tuple[Problem, Problem, steps.Sizes]:
+    """The branches as attention over pages, for few queries, and the sizes of a step."""
     spec = spec_of(problem)
-    return few.branches_of(lambda arrays: steps.of_rows(arrays, spec), shapes_of(problem), spec)
-
-
-def _sizes(problem: Problem) -> steps.Sizes:
-    size, blocks = problem.dim, cdiv(problem.dim("S"), int(str(problem.flag("block"))))
-    itemsize = jnp.dtype(problem.dtype("qkv")).itemsize
-    rows, channels = size("B") * size("T"), max(size("D"), size("V"))
-    return steps.Sizes(size("T"), rows, size("H"), size("K"), channels, itemsize, size("C"), blocks)
+    return few.parts_of(lambda arrays: steps.of_rows(arrays, spec), shapes_of(problem), spec)
 
 
 def span_for(programs: int, count: int, device: DeviceFacts) -> int:
@@ -183,12 +171,7 @@ def span_for(programs: int, count: int, device: DeviceFacts) -> int:
 
 
 def forward(
-    arrays: NativeArrays,
-    spec: NativeSpec,
-    config: TritonConfig,
-    *,
-    save: bool = True,
-    execute: Execute = run,
+    arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> dict[str, Array]:
     """The output, the blocks that were chosen, and what the backward needs."""
     if steps.serves(arrays):
@@ -324,13 +307,8 @@ def launcher_of(arrays: NativeArrays, spec: NativeSpec, float32_dot: str, execut
     """The arguments that the kernels of one call share."""
     begin = None if arrays.begin is None else begins(arrays, spec)
     named = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "position": arrays.position, "begin": begin}
-    numbers = steps.numbers_of(arrays.q, arrays.v, spec, float32_dot) | {
-        "T": arrays.q.shape[1],
-        "S": arrays.k.shape[1],
-        "M": num_blocks(arrays, spec),
-        "BLOCK_S": padded(spec.block),
-        "offset": spec.offset,
-        "PLACED": arrays.position is not None,
-        "PACKED": begin is not None,
-    }
+    numbers = steps.numbers_of(arrays.q, arrays.v, spec, float32_dot) | dict(
+        T=arrays.q.shape[1], S=arrays.k.shape[1], M=num_blocks(arrays, spec), BLOCK_S=padded(spec.block), offset=spec.offset,
+        PLACED=arrays.position is not None, PACKED=begin is not None,
+    )  # fmt: skip
     return Launcher("native_sparse", named, numbers, arrays.q, execute)

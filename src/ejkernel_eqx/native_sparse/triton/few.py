@@ -60,16 +60,19 @@ def attend(
     return {"out": out, "indices": indices} | (found if save else {})
 
 
-def branches_of(step_of: Callable[[Any], Step], shapes: Any, spec: NativeSpec) -> tuple[Problem, Problem]:
-    """The problems of the compressed and of the sliding branch, from the shapes of a call."""
-    found: list[Problem] = []
+def parts_of(
+    step_of: Callable[[Any], Step], shapes: Any, spec: NativeSpec
+) -> tuple[Problem, Problem, steps.Sizes]:
+    """The problems of the compressed and of the sliding branch, and the sizes of a step, from the shapes of a call."""
+    found: list[Any] = []
 
     def look(arrays: Any) -> None:
-        calls = _calls(step_of(arrays), spec)
-        found.extend(problem_of("ragged_paged_attention", *call) for call in calls.values())
+        step = step_of(arrays)
+        found.extend(problem_of("ragged_paged_attention", *call) for call in _calls(step, spec).values())
+        found.append(step.sizes)
 
     jax.eval_shape(look, shapes)
-    return found[0], found[1]
+    return found[0], found[1], found[2]
 
 
 def _calls(step: Step, spec: NativeSpec) -> dict[str, tuple[PagedArrays, PagedSpec]]:

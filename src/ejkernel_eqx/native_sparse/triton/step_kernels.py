@@ -78,13 +78,12 @@ def load_query(q_ptr, token, kv, heads):
 
 @triton.jit
 def clear_outputs(token, rest, out_ptr, heads):
-    """Stores 0 for tokens of no sequence, which usually there are none of."""
-    if tl.max(rest.to(tl.int32), axis=0) > 0:
-        c = tl.arange(0, heads.BLOCK_V)  # [BLOCK_V]
-        nothing = tl.zeros([FILLED, heads.BLOCK_V], out_ptr.dtype.element_ty)
-        for h in tl.range(0, heads.H):
-            to = (token.to(tl.int64) * heads.H + h)[:, None] * heads.V + c[None, :]
-            tl.store(out_ptr + to, nothing, mask=rest[:, None] & (c < heads.V)[None, :])
+    """Stores 0 for tokens of no sequence."""
+    c = tl.arange(0, heads.BLOCK_V)  # [BLOCK_V]
+    nothing = tl.zeros([FILLED, heads.BLOCK_V], out_ptr.dtype.element_ty)
+    for h in tl.range(0, heads.H):
+        to = (token.to(tl.int64) * heads.H + h)[:, None] * heads.V + c[None, :]
+        tl.store(out_ptr + to, nothing, mask=rest[:, None] & (c < heads.V)[None, :])
 
 
 @triton.jit
@@ -307,8 +306,8 @@ def _gated(part_ptr, lse_ptr, gate_ptr, row, V: tl.constexpr, BLOCK_V: tl.conste
 
 @triton.jit
 def combine_step_kernel(
-    gates_ptr, q_start_ptr, q_len_ptr, kv_len_ptr, compressed_part_ptr, compressed_lse_ptr, selected_part_ptr, selected_lse_ptr,
-    sliding_part_ptr, sliding_lse_ptr,  # [T, H, 3], [N] thrice, and of each branch [R, H, PARTS, V], [R, H, PARTS]
+    gates_ptr, q_start_ptr, q_len_ptr, compressed_part_ptr, compressed_lse_ptr, selected_part_ptr, selected_lse_ptr, sliding_part_ptr,
+    sliding_lse_ptr,  # [T, H, 3], [N] twice, and of each branch [R, H, PARTS, V], [R, H, PARTS]
     T, N_SEQUENCES, R,
     out_ptr,  # [T, H, V]
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -318,21 +317,25 @@ def combine_step_kernel(
     """One head of a query a program: the parts of each branch, and the sum of the branches under their gates. Tokens of no sequence are 0."""
     heads: tl.constexpr = Heads(H, K, D, V, G, GP, BLOCK_D, BLOCK_V)  # pyright: ignore[reportAssignmentType]
     pid = tl.program_id(0)
+    c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     if pid >= R * H:
         token, rest = rest_of(pid - R * H, q_start_ptr, q_len_ptr, N_SEQUENCES, T, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
-        clear_outputs(token, rest, out_ptr, heads)
+        if tl.max(rest.to(tl.int32), axis=0) > 0:  # usually there are none
+            clear_outputs(token, rest, out_ptr, heads)
         return
+    h = pid % H
     r = pid // H
-    token, _, _ = query_of(r, Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)
-    if token < 0:
+    n = r // QUERIES
+    i = r % QUERIES
+    token = tl.load(q_start_ptr + n) + i
+    if (i >= tl.load(q_len_ptr + n)) | (token < 0) | (token >= T):
         return
-    to = token.to(tl.int64) * H + pid % H
-    row = r.to(tl.int64) * H + pid % H
+    to = token.to(tl.int64) * H + h
+    row = r.to(tl.int64) * H + h
     gates = gates_ptr + to * 3
     total = _gated(compressed_part_ptr, compressed_lse_ptr, gates, row, V, BLOCK_V, PARTS, BLOCK_PARTS)
     total += _gated(
         selected_part_ptr, selected_lse_ptr, gates + 1, row, V, BLOCK_V, CHOSEN_PARTS, BLOCK_CHOSEN
     )
     total += _gated(sliding_part_ptr, sliding_lse_ptr, gates + 2, row, V, BLOCK_V, NEAR_PARTS, BLOCK_NEAR)
-    c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     tl.store(out_ptr + to * V + c, total.to(out_ptr.dtype.element_ty), mask=c < V)

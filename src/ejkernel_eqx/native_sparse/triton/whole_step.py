@@ -48,9 +48,10 @@ def whole_step_kernel(
     pid = tl.program_id(0)
     if pid >= R * K:
         token, rest = rest_of(pid - R * K, q_start_ptr, q_len_ptr, N_SEQUENCES, T, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
-        clear_outputs(token, rest, out_ptr, heads)
-        if CHOOSES:
-            clear_blocks(token, rest, indices_ptr, K * N)
+        if tl.max(rest.to(tl.int32), axis=0) > 0:  # usually there are none
+            clear_outputs(token, rest, out_ptr, heads)
+            if CHOOSES:
+                clear_blocks(token, rest, indices_ptr, K * N)
         return
     kv = pid % K
     r = pid // K

@@ -4,14 +4,13 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch import Execute, run
 from ....launch.fields import Block, check_fields, Count, Float32Dot, Warps
-from ....launch.sizes import cdiv, padded
+from ....launch.sizes import padded
 from ....paged.flat import merged_rows
 from ....paged.triton import compiled as pages
 from ...triton import few, steps
@@ -57,7 +56,7 @@ config_type = TritonConfig
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if reason := sparse_unsupported(problem, device):
         return reason
-    return next(filter(None, (pages.unsupported(of, device) for of in _parts(problem))), None)
+    return next(filter(None, (pages.unsupported(of, device) for of in _parts(problem)[:2])), None)
 
 
 _ROWS = ((4, 3), (4, 2), (2, 3), (8, 2), (2, 2), (4, 4))
@@ -73,9 +72,10 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     is_wide = problem.dtype("qkv") == "float32" or device.vendor != "nvidia"
     large = max(padded(problem.dim("D")), padded(problem.dim("V"))) > 128
     dot: dict[str, Any] = {} if device.vendor == "nvidia" else {"float32_dot": "ieee"}
-    compressed, sliding = (pages.candidates(of, device) for of in _parts(problem))
+    *parts, sizes = _parts(problem)
+    compressed, sliding = (pages.candidates(of, device) for of in parts)
     span = span_for(problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1), device)
-    step_tiles = steps.tiles_for(compressed, _sizes(problem), device)
+    step_tiles = steps.tiles_for(compressed, sizes, device)
     found = []
     for n in range(max(map(len, (_ROWS, step_tiles, compressed)))):
         take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
@@ -91,29 +91,21 @@ def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> Trit
     """Keeps the tiles. The programs that share the keys of a query depend on the number and length of the sequences."""
     if not config.step.block_k:
         return config
-    splits = steps.programs_for(_sizes(problem), config.step.block_k, device)
+    splits = steps.programs_for(_parts(problem)[-1], config.step.block_k, device)
     return dataclasses.replace(config, step=dataclasses.replace(config.step, split_k=splits))
 
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     """Where few queries go branch by branch."""
-    return steps.remark_on(config.step, _sizes(problem))
-
-
-def _sizes(problem: Problem) -> steps.Sizes:
-    size, tokens = problem.dim, problem.dim("M") * problem.dim("p")
-    keys, blocks = tokens // int(str(problem.flag("stride"))), cdiv(tokens, int(str(problem.flag("block"))))
-    itemsize = jnp.dtype(problem.dtype("qkv")).itemsize
-    rows, channels = size("N") * size("Q"), max(size("D"), size("V"))
-    return steps.Sizes(size("Q"), rows, size("H"), size("K"), channels, itemsize, keys, blocks)
+    return steps.remark_on(config.step, _parts(problem)[-1])
 
 
 @functools.lru_cache(maxsize=256)
-def _parts(problem: Problem) -> tuple[Problem, Problem]:
-    """The problems of the compressed and the sliding branch."""
+def _parts(problem: Problem) -> tuple[Problem, Problem, steps.Sizes]:
+    """The problems of the compressed and the sliding branch, and the sizes of a step."""
     spec, shapes = spec_of(problem), shapes_of(problem)
     row = lambda arrays: arrays._replace(**{n: x[None] for n, x in arrays.given.items() if n not in SHARED})
-    return few.branches_of(lambda arrays: _step_of(row(arrays), spec), shapes, spec.sparse)
+    return few.parts_of(lambda arrays: _step_of(row(arrays), spec), shapes, spec.sparse)
 
 
 def forward(
@@ -133,19 +125,7 @@ def _step_of(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> steps.Step:
     assert main.v is not None and small.v is not None
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     return steps.Step(
-        q=main.q,
-        gates=flat(arrays.gates),
-        k=main.k,
-        v=main.v,
-        compressed_k=small.k,
-        compressed_v=small.v,
-        table=main.page_table,
-        small_table=small.page_table,
-        q_start=main.q_start,
-        q_len=main.q_len,
-        kv_len=main.kv_len,
-        queries=spec.max_query_len,
-        blocks=most_blocks(arrays, spec),
-        first_slot=spec.first_slot,
-        indices=None if arrays.indices is None else flat(arrays.indices),
-    )
+        q=main.q, gates=flat(arrays.gates), k=main.k, v=main.v, compressed_k=small.k, compressed_v=small.v, table=main.page_table,
+        small_table=small.page_table, q_start=main.q_start, q_len=main.q_len, kv_len=main.kv_len, queries=spec.max_query_len,
+        blocks=most_blocks(arrays, spec), first_slot=spec.first_slot, indices=None if arrays.indices is None else flat(arrays.indices),
+    )  # fmt: skip
