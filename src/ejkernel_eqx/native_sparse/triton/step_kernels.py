@@ -81,7 +81,7 @@ def clear_outputs(token, rest, out_ptr, heads):
     """Stores 0 for tokens of no sequence."""
     c = tl.arange(0, heads.BLOCK_V)  # [BLOCK_V]
     nothing = tl.zeros([FILLED, heads.BLOCK_V], out_ptr.dtype.element_ty)
-    for h in tl.range(0, heads.H):
+    for h in tl.range(0, heads.H):  # pyright: ignore[reportGeneralTypeIssues]
         to = (token.to(tl.int64) * heads.H + h)[:, None] * heads.V + c[None, :]
         tl.store(out_ptr + to, nothing, mask=rest[:, None] & (c < heads.V)[None, :])
 
@@ -89,7 +89,7 @@ def clear_outputs(token, rest, out_ptr, heads):
 @triton.jit
 def clear_blocks(token, rest, indices_ptr, NUMBERS: tl.constexpr):
     """Stores -1 for the blocks of tokens of no sequence."""
-    for c in tl.range(0, NUMBERS):
+    for c in tl.range(0, NUMBERS):  # pyright: ignore[reportGeneralTypeIssues]
         tl.store(indices_ptr + token.to(tl.int64) * NUMBERS + c, token * 0 - 1, mask=rest)
 
 
@@ -160,7 +160,7 @@ def compressed_step_kernel(
     kv = pid % K
     split = pid // K % SPLITS
     r = pid // (K * SPLITS)
-    token, n, last = query_of(r, Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)
+    token, n, last = query_of(r, Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
     _, end = compressed_keys(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
     q = load_query(q_ptr, token, kv, heads)  # [GP, BLOCK_D]
     scores = scores_ptr + (r * K + kv).to(tl.int64) * (G * WIDTH * SCORE_ROW)
@@ -193,7 +193,7 @@ def sliding_step_kernel(
     kv = pid % K
     split = pid // K % each - CHOOSES
     r = pid // (K * each)
-    token, n, last = query_of(r, Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)
+    token, n, last = query_of(r, Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
     if split >= 0:
         first = tl.maximum(last - (WINDOW - 1), 0)
         end = tl.minimum(last + 1, M * PAGE)
@@ -275,7 +275,7 @@ def selected_step_kernel(
     kv = pid % K
     split = pid // K % SPLITS
     r = pid // (K * SPLITS)
-    token, n, last = query_of(r, Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)
+    token, n, last = query_of(r, Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
     q = load_query(q_ptr, token, kv, heads)  # [GP, BLOCK_D]
     chosen = indices_ptr + (tl.maximum(token, 0).to(tl.int64) * K + kv) * N
     lo = split * SPAN

@@ -55,7 +55,7 @@ def whole_step_kernel(
         return
     kv = pid % K
     r = pid // K
-    token, n, last = query_of(r, Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)
+    token, n, last = query_of(r, Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
     if token < 0:
         return
     q = load_query(q_ptr, token, kv, heads)  # [GP, BLOCK_D]
