@@ -10,22 +10,26 @@ from . import branches, selection
 from .spec import begins, NativeArrays, NativeSpec, of_sequence, positions
 
 
-def attend(arrays: NativeArrays, spec: NativeSpec) -> tuple[Array, Array]:
-    """The output `[B, T, H, V]`, in float64 for float64 inputs and in float32 otherwise, and the blocks that were chosen."""
-    results = {}
-    results["compressed_out"], results["compressed_lse"], weights = attention.attend_with_weights(
-        *branches.compressed(arrays, spec)
-    )
+def attend(
+    arrays: NativeArrays, spec: NativeSpec, there: tuple[Array, Array] | None = None
+) -> tuple[Array, Array]:
+    """The output `[B, T, H, V]`, in float64 for float64 inputs and in float32 otherwise, and the blocks that were chosen. `there` are those of the
+    keys `[B, S]` and of the compressed keys `[B, C]` that exist; default all."""
+    keys, compressed_keys = (None, None) if there is None else (x[:, None, None] for x in there)
+    results, group = {}, arrays.q.shape[2] // arrays.k.shape[2]
+    (call, own), (near, window) = branches.compressed(arrays, spec), branches.sliding(arrays, spec)
+    call, near = call._replace(mask=compressed_keys), near._replace(mask=keys)
+    *found, weights = attention.attend_with_weights(call, own)
+    results["compressed_out"], results["compressed_lse"] = found
     indices = arrays.indices
     if indices is None:
         importance = _of_groups(jax.lax.stop_gradient(weights), arrays.k.shape[2])
         indices = selection.choose(importance, arrays, spec)
-    mask = jnp.repeat(
-        visibility(arrays._replace(indices=indices), spec), arrays.q.shape[2] // arrays.k.shape[2], 1
-    )
+    mask = jnp.repeat(visibility(arrays._replace(indices=indices), spec), group, 1)
+    mask = mask if keys is None else mask & keys
     call = AttentionArrays(arrays.q, arrays.k, arrays.v, mask=mask)
     results["selected_out"], results["selected_lse"] = attention.attend(call, AttentionSpec(spec.scale))
-    results["sliding_out"], results["sliding_lse"] = attention.attend(*branches.sliding(arrays, spec))
+    results["sliding_out"], results["sliding_lse"] = attention.attend(near, window)
     return branches.combine(arrays.gates, results, results["selected_out"].dtype), indices
 
 

@@ -13,7 +13,6 @@ from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
-from .._signatures import Module
 from ..attention import FlashAttention, Mask, RingAttention
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
@@ -39,6 +38,7 @@ from .attention_places import keys_of, locate, Places, places_over_pages
 from .attention_signature import BatchInputs, Cache, Inputs, Lse, Output, RowCache, Tokens
 from .equinox_attention import options_of
 from .kv_cache import KVCache
+from .paged_layer import over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .rolling_cache import RollingKVCache
@@ -47,7 +47,7 @@ from .tokens import clear, merge_heads, normed, split_heads
 from .windows import check_scalar, read_window, with_window
 
 
-class MultiHeadAttention(Module):
+class MultiHeadAttention(PagedLayer[PagedKVCache]):
     r"""Multi-head attention (Vaswani et al. 2017, arXiv:1706.03762) with grouped keys and values (Ainslie et
     al. 2023, arXiv:2305.13245):
 
@@ -315,24 +315,6 @@ class MultiHeadAttention(Module):
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
         return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
 
-    def init_pool(
-        self,
-        *,
-        num_pages: int,
-        page_size: int,
-        num_slots: int,
-        batch_shape: tuple[int, ...] | int = (),
-        dtype: Any = None,
-        scales: str | None = None,
-        num_draft_tokens: int = 0,
-    ) -> PagedKVCache:
-        """Returns `init_paged_cache(num_pages, page_size, batch_shape=..., dtype=..., scales=...)`. Attention and recurrent layers share this
-        method and its arguments, so that a server can treat them alike. `num_slots` and `num_draft_tokens` are for recurrent layers and not
-        used here: shorter lengths are enough to reject tokens in pages."""
-        return self.init_paged_cache(
-            num_pages, page_size, batch_shape=batch_shape, dtype=dtype, scales=scales
-        )
-
     def _projections(self) -> tuple[Any, ...]:
         return self.q_proj, self.k_proj, self.v_proj, self.o_proj
 
@@ -516,15 +498,6 @@ class MultiHeadAttention(Module):
         self, x: Array, cache: PagedKVCache, batch: RaggedBatch, positions: AnyArray | None, return_lse: bool
     ) -> Any:
         """A call with a batch: keys and values are written to their pages first."""
-        bound = cache.bind(batch)
-        x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
-        if 0 in (x.shape[0], batch.lengths.shape[0]):
-            y = jnp.zeros((x.shape[0], self.output_size), x.dtype)
-            lse = jnp.full((x.shape[0], self.num_heads), -jnp.inf, accumulator(x.dtype))
-            new = bound if cache.is_bound else cache
-            return (y, new, lse) if return_lse else (y, new)
-        x = clear(x, batch.is_real)
-        q, k, v, gate = self._heads(x, x, x, places_over_pages(self.rope, batch, positions))
         given: Any = {
             "query_start_loc": batch.query_start_loc,
             "max_query_len": batch.max_query_len,
@@ -532,13 +505,23 @@ class MultiHeadAttention(Module):
             "window": self.sliding_window,
             "return_lse": return_lse,
         }
-        if isinstance(self.paged_attention, UnifiedAttention):
-            new = bound.append(k, v, batch.slots)
-            out = self.paged_attention(q, new, **given, alibi_slopes=self._slopes(q))
-        else:
-            *out, new = self.paged_attention(q, bound, k, v, **given)
-            out = out if return_lse else out[0]
-        return self._results(out, gate, new if cache.is_bound else new.unbind(), return_lse)
+
+        def empty(x: Array) -> tuple[Array, ...]:
+            lse = jnp.full((x.shape[0], self.num_heads), -jnp.inf, accumulator(x.dtype))
+            return jnp.zeros((x.shape[0], self.output_size), x.dtype), *((lse,) if return_lse else ())
+
+        def call(x: Array, bound: PagedKVCache) -> tuple[tuple[Array, ...], PagedKVCache]:
+            q, k, v, gate = self._heads(x, x, x, places_over_pages(self.rope, batch, positions))
+            if isinstance(self.paged_attention, UnifiedAttention):
+                new = bound.append(k, v, batch.slots)
+                out: Any = self.paged_attention(q, new, **given, alibi_slopes=self._slopes(q))
+                out = out if return_lse else (out,)
+            else:
+                *out, new = self.paged_attention(q, bound, k, v, **given)
+            return (self._finish(out[0], gate), *out[1:]), new
+
+        (y, *lse), new = over_pages(self, x, cache, batch, call, empty)
+        return y, new, *lse
 
     def _results(self, out: Any, gate: Array | None, cache: Any, return_lse: bool) -> Any:
         """The results of a call, from the output of the operation (and its `lse`)."""

@@ -12,6 +12,7 @@ from ..paged import PagedKVCache
 from ..rotary import check_positions, RotaryChoice, RotaryEmbedding
 from .arguments import check_flags, check_key, check_tokens, read_array, read_features
 from .kv_cache import KVCache
+from .paged_layer import check_pool
 from .rolling_cache import RollingKVCache
 from .tokens import check_ragged
 
@@ -296,17 +297,8 @@ def check_pages(layer: Any, x: Any, cache: Any, batch: Any, given: CallInputs) -
     x = check_ragged(x, batch, layer.embed_dim, others._asdict())
     if axes is not None and given.positions is not None:
         check_positions(given.positions, x.shape[:-1], axes)
-    if not isinstance(cache, PagedKVCache):
-        raise ValueError(
-            f"cache: expected a PagedKVCache with a batch, received {type(cache).__name__}; build it with init_paged_cache."
-        )
-    heads = (layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
-    found = (cache.num_kv_heads, cache.head_dim, cache.v_head_dim)
-    if found != heads or cache.batch_shape:
-        raise ValueError(
-            f"cache: expected pages of one layer with heads (K, D, V) = {heads}, received {found} and batch_shape "
-            f"{cache.batch_shape}; build it with init_paged_cache, and jax.lax.scan over stacked layers."
-        )
+    sizes = lambda of: (of.num_kv_heads, of.head_dim, of.v_head_dim)
+    check_pool(cache, PagedKVCache, "heads (K, D, V)", sizes(layer), sizes)
     if given.inference is not None:
         check_flags(inference=given.inference)
     if not layer.attention.causal or layer.kv_embed_dim != layer.embed_dim:

@@ -14,7 +14,7 @@ from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
 from .._values import refused_if
 from ..parallel import Leading, over_mesh
-from .arguments import broadcasts, check_sizes, is_known, named_dtype, read_array, read_batch_shape
+from .arguments import broadcasts, is_known, named_dtype, read_array, read_batch_shape, read_sizes
 
 
 class KVCache(Module):
@@ -52,17 +52,8 @@ class KVCache(Module):
         - `dtype`: floating dtype of the stored keys and values; new ones are cast to it. For 8-bit integers, which need
             scales, use [`ejkernel_eqx.PagedKVCache`][].
         """
-        batch = read_batch_shape(batch_shape)
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        check_sizes(
-            max_length=max_length, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
-        )
-        check_stored(dtype)
-        return cls(
-            k=jnp.zeros((*batch, max_length, num_kv_heads, head_dim), dtype),
-            v=jnp.zeros((*batch, max_length, num_kv_heads, v_head_dim), dtype),
-            lengths=jnp.zeros(batch, jnp.int32),
-        )
+        sizes = {"max_length": max_length, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        return cls(**empty_rows(batch_shape, sizes, v_head_dim, dtype))
 
     @property
     def max_length(self) -> int:
@@ -154,6 +145,19 @@ class KVCache(Module):
                 f"k_new: expected at most max_length={self.max_length} tokens, received {k_new.shape[-3]}; "
                 "build the cache with a larger max_length."
             )
+
+
+def empty_rows(
+    batch_shape: Any, sizes: dict[str, Any], v_head_dim: Any, dtype: DTypeLike
+) -> dict[str, Array]:
+    """The fields of an empty cache with the `sizes` of its keys `[S, K, D]`, by the names of the arguments."""
+    batch = read_batch_shape(batch_shape)
+    *rows, dim, v_dim = read_sizes(
+        **sizes, v_head_dim=sizes["head_dim"] if v_head_dim is None else v_head_dim
+    )
+    check_stored(dtype)
+    k, v = (jnp.zeros((*batch, *rows, width), dtype) for width in (dim, v_dim))
+    return {"k": k, "v": v, "lengths": jnp.zeros(batch, jnp.int32)}
 
 
 def check_new(cache: Any, k_new: Any, v_new: Any) -> None:

@@ -1,5 +1,6 @@
 """`MultiHeadLatentAttention`: the attention layer of DeepSeek-V2 and V3."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, overload, TYPE_CHECKING, TypedDict, Unpack
@@ -12,7 +13,6 @@ from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
-from .._signatures import Module
 from ..attention import Mask, merge_attention
 from ..dispatch import PlatformLike
 from ..latent import AbsorbedLatentAttention
@@ -29,6 +29,7 @@ from .arguments import check_eps, check_flags, check_numbers, read_sizes
 from .attention_inputs import CallInputs, check_rows
 from .attention_places import locate, Places, places_of, places_over_pages, Rows
 from .latent_cache import LatentCache
+from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, product, project, stored_dtype_of
 from .tokens import check_ragged, clear, merge_heads, split_heads
@@ -47,7 +48,7 @@ class LatentLayerInputs(TypedDict, total=False):
     mask: Bool[AnyArray, "#*B #H #T #S"] | Mask | None
 
 
-class MultiHeadLatentAttention(Module):
+class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
     r"""Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1; the same in DeepSeek-V3):
 
     $$c = \mathrm{norm}(x W_{kv}^\top),\quad k^r = \mathrm{rope}(x W_{kr}^\top),\quad [k_h, v_h] = c\,W_{b,h}^\top,\quad
@@ -215,23 +216,6 @@ class MultiHeadLatentAttention(Module):
         sizes = (num_pages, page_size, self.kv_lora_rank, self.qk_rope_head_dim)
         return PagedLatentCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
 
-    def init_pool(
-        self,
-        *,
-        num_pages: int,
-        page_size: int,
-        num_slots: int,
-        batch_shape: tuple[int, ...] | int = (),
-        dtype: Any = None,
-        scales: str | None = None,
-        num_draft_tokens: int = 0,
-    ) -> PagedLatentCache:
-        """Returns `init_paged_cache(num_pages, page_size, batch_shape=..., dtype=..., scales=...)`, as
-        [`ejkernel_eqx.nn.MultiHeadAttention`][]`.init_pool` does."""
-        return self.init_paged_cache(
-            num_pages, page_size, batch_shape=batch_shape, dtype=dtype, scales=scales
-        )
-
     if TYPE_CHECKING:
 
         @overload
@@ -285,7 +269,10 @@ class MultiHeadLatentAttention(Module):
         )
         if batch is not None:
             x = check_ragged(x, batch, self.embed_dim, given._asdict())
-            return self._over_pages(x, _check_pages(self, cache), batch)
+            sizes = self.kv_lora_rank, self.qk_rope_head_dim
+            check_pool(cache, PagedLatentCache, "(R, Dr)", sizes, lambda of: (of.latent_dim, of.rope_dim))
+            call = functools.partial(self._over_pages, batch)
+            return over_pages(self, x, cache, batch, call, no_tokens(self.embed_dim))
         x = check_rows(self.embed_dim, (LatentCache, PagedLatentCache), x, cache, given)
         assert not isinstance(cache, PagedLatentCache)
         rows = locate(x, cache, given)
@@ -318,14 +305,9 @@ class MultiHeadLatentAttention(Module):
         return self._finish(merge_attention(past, own, return_lse=False)), new
 
     def _over_pages(
-        self, x: Array, cache: PagedLatentCache, batch: RaggedBatch
+        self, batch: RaggedBatch, x: Array, bound: PagedLatentCache
     ) -> tuple[Array, PagedLatentCache]:
         """A call with a batch: latents and rotary keys are written to their pages first."""
-        bound = cache.bind(batch)
-        x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
-        if 0 in (x.shape[0], batch.lengths.shape[0]):
-            return jnp.zeros((x.shape[0], self.embed_dim), x.dtype), bound if cache.is_bound else cache
-        x = clear(x, batch.is_real)
         q, latent, k_rope = self._parts(x, places_over_pages(self.rope, batch, None))
         w_uk, w_uv = self._weights(q.dtype)
         starts = batch.query_start_loc
@@ -340,7 +322,7 @@ class MultiHeadLatentAttention(Module):
             before = new.bind(batch.page_table, batch.lengths - (starts[1:] - starts[:-1]))
             past = self.past_attention(q, before, w_uk=w_uk, w_uv=w_uv, return_lse=True, **sizes)
             out = merge_attention(past, own, return_lse=False)
-        return self._finish(out), new if cache.is_bound else new.unbind()
+        return self._finish(out), new
 
     def _parts(self, x: Array, places: Places) -> tuple[Array, Array, Array]:
         """Queries `[..., T, H, Dn + Dr]`, latents `[..., T, R]` and rotary keys `[..., T, Dr]`."""
@@ -431,17 +413,3 @@ def _softmax_scale(rope: RotaryEmbedding, dim: int) -> float:
     scaling = rope.scaling
     share = scaling.softmax_factor if isinstance(scaling, YarnScaling) else 1.0
     return dim**-0.5 * share
-
-
-def _check_pages(layer: MultiHeadLatentAttention, cache: Any) -> PagedLatentCache:
-    if not isinstance(cache, PagedLatentCache):
-        raise ValueError(
-            f"cache: expected a PagedLatentCache with a batch, received {type(cache).__name__}; build it with init_paged_cache."
-        )
-    sizes, found = (layer.kv_lora_rank, layer.qk_rope_head_dim), (cache.latent_dim, cache.rope_dim)
-    if found != sizes or cache.batch_shape:
-        raise ValueError(
-            f"cache: expected pages of one layer with (R, Dr) = {sizes}, received {found} and batch_shape {cache.batch_shape}; build it with "
-            "init_paged_cache, and jax.lax.scan over stacked layers."
-        )
-    return cache

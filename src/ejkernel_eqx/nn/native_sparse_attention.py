@@ -1,5 +1,6 @@
 """`NativeSparseAttention`: the attention layer of NSA."""
 
+import functools
 from typing import Any, NamedTuple, overload, TYPE_CHECKING, TypedDict, Unpack
 
 import equinox as eqx
@@ -11,7 +12,6 @@ from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
-from .._signatures import Module
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
 from ..native_sparse import blocks, PagedNativeSparseAttention
@@ -26,6 +26,7 @@ from .arguments import check_flags, check_numbers, check_sizes, read_dtype
 from .attention_inputs import CallInputs, check_heads, check_rows, head_dim_of
 from .attention_places import locate, Places, places_of, places_over_pages
 from .block_compression import BlockCompression, Compression
+from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .sparse_cache import PagedSparseCache, SparseKVCache
@@ -52,7 +53,7 @@ class Heads(NamedTuple):
     gates: Array  # [..., T, H, 3]
 
 
-class NativeSparseAttention(Module):
+class NativeSparseAttention(PagedLayer[PagedSparseCache]):
     r"""The attention layer of NSA (Yuan et al. 2025, arXiv:2502.11089, section 3), for long sequences: every query attends compressed keys, a few
     chosen blocks of keys and a window ([`ejkernel_eqx.NativeSparseAttention`][]), under gates of its own for each head,
 
@@ -213,23 +214,6 @@ class NativeSparseAttention(Module):
             *sizes, compression_stride=self._stride, batch_shape=batch_shape, dtype=kept
         )
 
-    def init_pool(
-        self,
-        *,
-        num_pages: int,
-        page_size: int,
-        num_slots: int,
-        batch_shape: tuple[int, ...] | int = (),
-        dtype: Any = None,
-        scales: str | None = None,
-        num_draft_tokens: int = 0,
-    ) -> PagedSparseCache:
-        """Returns `init_paged_cache(num_pages, page_size, batch_shape=..., dtype=..., scales=...)`, as
-        [`ejkernel_eqx.nn.MultiHeadAttention`][]`.init_pool` does."""
-        return self.init_paged_cache(
-            num_pages, page_size, batch_shape=batch_shape, dtype=dtype, scales=scales
-        )
-
     if TYPE_CHECKING:
 
         @overload
@@ -278,7 +262,15 @@ class NativeSparseAttention(Module):
         given = CallInputs(padding_mask=padding_mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
         if batch is not None:
             x = check_ragged(x, batch, self.embed_dim, given._asdict())
-            return self._over_pages(x, _check_pages(self, cache), batch)
+            sizes = self.num_kv_heads, self.head_dim, self._stride
+            sizes_of = lambda of: (
+                of.tokens.num_kv_heads,
+                of.tokens.head_dim,
+                of.page_size // of.compressed.page_size,
+            )
+            check_pool(cache, PagedSparseCache, "(K, D) and stride", sizes, sizes_of)
+            call = functools.partial(self._over_pages, batch)
+            return over_pages(self, x, cache, batch, call, no_tokens(self.embed_dim))
         x = check_rows(self.embed_dim, (SparseKVCache, PagedSparseCache), x, cache, given)
         assert not isinstance(cache, PagedSparseCache)
         x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
@@ -370,20 +362,16 @@ class NativeSparseAttention(Module):
         return cache.complete(compressed_k, compressed_v, first, end)
 
     def _over_pages(
-        self, x: Array, cache: PagedSparseCache, batch: RaggedBatch
+        self, batch: RaggedBatch, x: Array, bound: PagedSparseCache
     ) -> tuple[Array, PagedSparseCache]:
         """A call with a batch: keys and values are written to their pages first, then the compressed ones of blocks that they complete."""
-        bound = cache.bind(batch)
-        x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
-        if 0 in (x.shape[0], batch.lengths.shape[0]):
-            return x, bound if cache.is_bound else cache
-        heads, places = self._heads(clear(x, batch.is_real)), places_over_pages(self.rope, batch, None)
+        heads, places = self._heads(x), places_over_pages(self.rope, batch, None)
         q, k = places.turn(self.rope, heads.q), places.turn(self.rope, heads.k)
         tokens = bound.tokens.append(k, heads.v, batch.slots)
         new = PagedSparseCache(tokens, self._completed_pages(tokens, bound.compressed, batch))
         sizes: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
         out = self.paged_attention(q.astype(tokens.k.dtype), heads.gates, new.tokens, new.compressed, **sizes)
-        return self._finish(out.astype(x.dtype)), new if cache.is_bound else new.unbind()
+        return self._finish(out.astype(x.dtype)), new
 
     def _completed_pages(
         self, tokens: PagedKVCache, compressed: PagedKVCache, batch: RaggedBatch
@@ -504,21 +492,6 @@ def unrotated(rope: RotaryEmbedding | None, k: Array, positions: Array) -> Array
     if magnitude == 1:
         return k
     return jnp.concatenate([k[..., : rope.rotary_dim] / magnitude**2, k[..., rope.rotary_dim :]], axis=-1)
-
-
-def _check_pages(layer: NativeSparseAttention, cache: Any) -> PagedSparseCache:
-    if not isinstance(cache, PagedSparseCache):
-        raise ValueError(
-            f"cache: expected a PagedSparseCache with a batch, received {type(cache).__name__}; build it with init_paged_cache."
-        )
-    heads = (layer.num_kv_heads, layer.head_dim, layer._stride)
-    found = (cache.tokens.num_kv_heads, cache.tokens.head_dim, cache.page_size // cache.compressed.page_size)
-    if found != heads or cache.batch_shape:
-        raise ValueError(
-            f"cache: expected pages of one layer with (K, D) and stride = {heads}, received {found} and batch_shape {cache.batch_shape}; "
-            "build it with init_paged_cache, and jax.lax.scan over stacked layers."
-        )
-    return cache
 
 
 def _check_rope(rope: Any) -> None:

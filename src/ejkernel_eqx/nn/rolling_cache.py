@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
 from ..parallel import Leading, over_mesh
-from .arguments import read_batch_shape, read_sizes
-from .kv_cache import check_new, check_stored, read_rows
+from .kv_cache import check_new, empty_rows, read_rows
 
 
 class WindowKeys(NamedTuple):
@@ -49,17 +48,8 @@ class RollingKVCache(Module):
         dtype: DTypeLike = jnp.float32,
     ) -> "RollingKVCache":
         """Returns an empty cache with `window` slots (`W`) per row. The other arguments are those of `KVCache.init`."""
-        batch = read_batch_shape(batch_shape)
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        window, num_kv_heads, head_dim, v_head_dim = read_sizes(
-            window=window, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
-        )
-        check_stored(dtype)
-        return cls(
-            k=jnp.zeros((*batch, window, num_kv_heads, head_dim), dtype),
-            v=jnp.zeros((*batch, window, num_kv_heads, v_head_dim), dtype),
-            lengths=jnp.zeros(batch, jnp.int32),
-        )
+        sizes = {"window": window, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        return cls(**empty_rows(batch_shape, sizes, v_head_dim, dtype))
 
     @property
     def window(self) -> int:

@@ -1,34 +1,22 @@
 """The kind of call and its problem."""
 
-import math
-
 from ...core import ForwardKind
 from ...dispatch import Problem
 from ..problems import FIELDS
 from . import reference
-from .spec import axes_of, PagedNativeArrays, PagedNativeSpec, RESULTS, SHARED
+from .spec import LETTERS, PagedNativeArrays, PagedNativeSpec, RESULTS, SHARED
 
 
 def problem_of(operation: str, arrays: PagedNativeArrays, spec: PagedNativeSpec) -> Problem:
     """The host metadata of a call. Shapes are those visible here, which inside a partitioned body are the local ones."""
-    q, k = arrays.q, arrays.k
-    dims = {
-        "N": math.prod(arrays.q_start.shape),
-        "T": math.prod(q.shape[:-2]),
-        "H": q.shape[-2],
-        "K": k.shape[-2],
-        "D": q.shape[-1],
-        "V": arrays.v.shape[-1],
-        "p": k.shape[-3],
-        "M": arrays.page_table.shape[-1],
-        "Q": spec.max_query_len,
-        "n": spec.sparse.count,
-    }
+    size = LETTERS.sizes(arrays)
+    dims = {letter: size[letter] for letter in "HKDVpM"} | {name: size["B"] * size[name] for name in "NT"}
+    dims |= {"Q": spec.max_query_len, "n": spec.sparse.count}
     flags = {name: getattr(spec.sparse, name) for name in FIELDS} | {"given": spec.sparse.given}
     return Problem.make(
         operation,
         dims=dims,
-        dtypes={"qkv": q.dtype, "gates": arrays.gates.dtype},
+        dtypes={"qkv": arrays.q.dtype, "gates": arrays.gates.dtype},
         flags=flags,
         lengths={"N", "T", "M", "Q"},
         counts={"H", "K"},
@@ -39,7 +27,7 @@ def problem_of(operation: str, arrays: PagedNativeArrays, spec: PagedNativeSpec)
 ATTEND = ForwardKind(
     make=PagedNativeArrays,
     problem_of=problem_of,
-    axes_of=axes_of,
+    axes_of=LETTERS.axes_of,
     reference=reference.attend,
     results=RESULTS,
     learned=(),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
+from ...core.letters import Letters
 from ...paged.spec import PagedArrays, PagedSpec
 from ..spec import NativeSpec
 
@@ -78,23 +79,18 @@ class PagedNativeArrays(NamedTuple):
 
 SHARED = frozenset({"k", "v", "compressed_k", "compressed_v"})
 RESULTS = ("out", "indices")
-
-
-def axes_of(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> dict[str, tuple[str, ...]]:
-    """The axes after the leading ones of every possible array and of both results; `H<n>` stands for n heads."""
-    heads, kv_heads = f"H{arrays.q.shape[-2]}", f"H{arrays.k.shape[-2]}"
-    return {
-        "q": ("T", heads, "D"),
-        "gates": ("T", heads, "three"),
-        "k": ("P", "p", kv_heads, "D"),
-        "v": ("P", "p", kv_heads, "V"),
-        "compressed_k": ("P", "pc", kv_heads, "D"),
-        "compressed_v": ("P", "pc", kv_heads, "V"),
-        "page_table": ("N", "M"),
-        **dict.fromkeys(("q_start", "q_len", "kv_len"), ("N",)),
-        "indices": ("T", kv_heads, "n"),
-        "out": ("T", heads, "V"),
-    }
+INTS = ("page_table", "q_start", "q_len", "kv_len")
+LETTERS = Letters.of(
+    {
+        "q": "T H D",
+        "gates": "T H three",
+        **{"k": "P p K D", "v": "P p K V", "compressed_k": "P c K D", "compressed_v": "P c K V"},
+        **dict(zip(INTS, ("N M", "N", "N", "N"))),
+        "indices": "T K n",
+        "out": "T H V",
+    },
+    heads="H K",
+)
 
 
 def unmapped(arrays: PagedNativeArrays) -> frozenset[str]:

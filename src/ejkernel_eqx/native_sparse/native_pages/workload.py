@@ -20,9 +20,9 @@ from ..spec import NativeSpec
 from ..workload import read_parts
 from . import reference
 from .core import problem_of
-from .spec import PagedNativeArrays, PagedNativeSpec
+from .spec import INTS, LETTERS, PagedNativeArrays, PagedNativeSpec
 
-_PAGES = {"k": "PpKD", "v": "PpKV", "compressed_k": "PcKD", "compressed_v": "PcKV"}
+_PAGES = ("k", "v", "compressed_k", "compressed_v")
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -50,18 +50,12 @@ def spec_of(problem: Problem) -> PagedNativeSpec:
 def make_arrays(problem: Problem, seed: int) -> PagedNativeArrays:
     """The arrays of a call, with one leading axis of size one: a batch as on a server, with pages in random order."""
     tables = samples.make_arrays(_plain(problem), seed)
-    size = dict(problem.dims) | {
-        "P": tables.k.shape[0],
-        "c": problem.dim("p") // int(str(problem.flag("stride"))),
-    }
     keys = iter(jax.random.split(jax.random.key(seed + 1, impl="rbg"), len(_PAGES) + 1))
-    dtype = jnp.dtype(problem.dtype("qkv"))
-    pages = {
-        name: jax.random.normal(next(keys), [size[axis] for axis in letters], dtype)
-        for name, letters in _PAGES.items()
-    }
+    shapes = _shapes(dict(problem.dims) | {"P": tables.k.shape[0]}, problem.dtype("qkv"), spec_of(problem))
+    random = lambda x: jax.random.normal(next(keys), x.shape, x.dtype)
+    pages = {name: random(getattr(shapes, name)) for name in _PAGES}
     gates = jax.nn.sigmoid(jax.random.normal(next(keys), (*tables.q.shape[:-1], 3), problem.dtype("gates")))
-    own = {name: getattr(tables, name) for name in ("page_table", "q_start", "q_len", "kv_len")}
+    own = {name: getattr(tables, name) for name in INTS}
     arrays = PagedNativeArrays(tables.q, gates, **pages, **own)
     if problem.flag("given"):
         return arrays._replace(indices=_blocks(problem, arrays, seed))
@@ -152,20 +146,18 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     size |= {"M": -(-size["S"] // size["p"])}
     sparse = NativeSpec(size["D"] ** -0.5, count=size["n"], given=bool(given["given"]), **ints)
     spec = PagedNativeSpec(sparse, size["Q"])
-    return problem_of(operation, _shapes(size, dtype, wide_dtype(dtype), spec), spec)
+    return problem_of(operation, _shapes(size | {"P": 1}, dtype, spec), spec)
 
 
 def shapes_of(problem: Problem) -> PagedNativeArrays:
     """The shapes of the problem's arrays."""
-    return _shapes(problem.dims, problem.dtype("qkv"), problem.dtype("gates"), spec_of(problem))
+    return _shapes(dict(problem.dims) | {"P": 1}, problem.dtype("qkv"), spec_of(problem))
 
 
-def _shapes(dims: Any, dtype: str, gates: str, spec: PagedNativeSpec) -> PagedNativeArrays:
-    size = dict(dims) | {"P": 1, "3": 3}
-    size["c"] = size["p"] // spec.sparse.stride
-    letters = {"q": "THD", "gates": "TH3", **_PAGES, "page_table": "NM"}
-    letters |= dict.fromkeys(("q_start", "q_len", "kv_len"), "N")
-    letters |= {"indices": "TKn"} if spec.sparse.given else {}
-    dtypes = dict.fromkeys(letters, "int32") | dict.fromkeys(("q", *_PAGES), dtype) | {"gates": gates}
-    shape = lambda name: jax.ShapeDtypeStruct([size[axis] for axis in letters[name]], jnp.dtype(dtypes[name]))
-    return PagedNativeArrays(**{name: shape(name) for name in letters})  # pyright: ignore[reportArgumentType]
+def _shapes(size: dict[str, int], dtype: str, spec: PagedNativeSpec) -> PagedNativeArrays:
+    size |= {"c": size["p"] // spec.sparse.stride, "three": 3}
+    dtypes = (
+        dict.fromkeys(("q", *_PAGES), dtype) | {"gates": wide_dtype(dtype)} | dict.fromkeys(INTS, "int32")
+    )
+    dtypes |= {"indices": "int32"} if spec.sparse.given else {}
+    return PagedNativeArrays(**LETTERS.shapes(size, dtypes, lead=""))

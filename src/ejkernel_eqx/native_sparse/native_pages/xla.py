@@ -26,7 +26,7 @@ from ...parallel import Leading, match_varying, opaque, Split
 from .. import branches
 from ..selection import best_blocks
 from ..spec import BRANCHES
-from .spec import axes_of, most_blocks, PagedNativeArrays, PagedNativeSpec, SHARED, unmapped
+from .spec import LETTERS, most_blocks, PagedNativeArrays, PagedNativeSpec, SHARED, unmapped
 
 Named = dict[str, Array]
 config_type = XlaConfig
@@ -62,7 +62,7 @@ def forward(arrays: PagedNativeArrays, spec: PagedNativeSpec, config: XlaConfig)
             lambda flat: _attend(PagedNativeArrays(**flat), spec, config), given, SHARED, shared
         )
 
-    leading = Leading(axes=axes_of(arrays, spec), shared=SHARED)
+    leading = Leading(axes=LETTERS.axes_of(arrays), shared=SHARED)
     return opaque(folded, leading, split=Split.EXPLICIT, sliced=False)(arrays.given)
 
 

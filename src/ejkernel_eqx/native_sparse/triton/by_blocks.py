@@ -116,31 +116,17 @@ def merged(
     return {"out": found["out"]} if gated else found
 
 
-def by_queries(
-    launch: Launcher,
-    kernel: Any,
-    tile: Any,
-    shape: tuple[int, ...],
-    kv_heads: int,
-    count: int,
-    span: int,
-) -> dict[str, Array]:
-    """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` by `forward_kernel` or `page_forward_kernel`, each program with up to `span` of
-    the `count` blocks of a query."""
-    batch, length, heads, values = shape
-    splits, dtype = cdiv(count, span), launch.absent.dtype
+def by_queries(launch: Launcher, kernel: Any, tile: Any, shape: tuple[int, ...]) -> dict[str, Array]:
+    """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` by `forward_kernel` or `page_forward_kernel`, each program with up to `tile.span` of
+    the blocks of a query."""
+    (batch, length, heads, values), dtype = shape, launch.absent.dtype
+    kv_heads, splits = launch.numbers["K"], cdiv(launch.numbers["N"], tile.span)
     programs = batch * length * kv_heads * splits
-    numbers: Any = {"SPLITS": splits, "SPAN": span}
+    numbers: Any = {"SPLITS": splits, "SPAN": tile.span}
     if splits == 1:
         outputs = {"out": result(*shape, dtype=dtype), "lse": result(batch, heads, length)}
-        return launch(
-            kernel,
-            tile,
-            outputs,
-            programs,
-            name=f"native_{kernel.fn.__name__.removesuffix('_kernel')}",
-            **numbers,
-        )
+        name = f"native_{kernel.fn.__name__.removesuffix('_kernel')}"
+        return launch(kernel, tile, outputs, programs, name=name, **numbers)
     pairs = (batch, kv_heads, length * splits, heads // kv_heads)
     outputs = {"out": result(*pairs, values), "lse": result(*pairs)}
     found = launch(kernel, tile, outputs, programs, **numbers)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,19 +19,9 @@ from ...launch.sizes import cdiv, padded
 from ...paged.triton import compiled as pages
 from .. import branches
 from ..lists import by_key, lists_of
-from ..problems import COMPRESSED, of_branch, SLIDING
-from ..spec import (
-    begins,
-    BRANCHES,
-    compressed_ranges,
-    most_blocks,
-    NativeArrays,
-    NativeSpec,
-    num_blocks,
-    of_sequence,
-    positions,
-)
-from . import by_blocks, choice_kernels, few, kernels, steps
+from ..problems import COMPRESSED, of_branch, shapes_of, SLIDING, spec_of
+from ..spec import begins, BRANCHES, NativeArrays, NativeSpec, num_blocks
+from . import by_blocks, choice, few, kernels, steps
 from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
 
 OPAQUE = True
@@ -49,9 +38,7 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 _MAX_BLOCK = 256
 _BRANCHES = {COMPRESSED: branches.compressed, SLIDING: branches.sliding}
-_BYTES = 2**28  # of weights of compressed keys at a time
 _MANY = 4096  # queries from which on the forward runs by blocks
-_MANY_BLOCKS = 1024  # to choose from
 _FEW = 512  # programs, which do not fill a GPU evenly
 
 
@@ -125,17 +112,18 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         even = dataclasses.replace(compressed[0], forward=attention.TileConfig(*tile_sizes.SIDE_BY_SIDE))
         hopper = 1 if compressed[0].forward.hopper_programs else 0
         compressed = [*compressed[:hopper], even, *compressed[hopper:]]
-    pages_of = [pages.candidates(few.of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)]
+    *branches_of, sizes = _few_parts(problem)
+    pages_of = [pages.candidates(branch, device) for branch in branches_of]
     select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
-    if problem.dim("T") <= few.MOST_QUERIES:
+    if problem.dim("T") <= steps.MOST_QUERIES:
         select = _FEW_SELECTIONS
     elif select is _SELECTIONS and device.capability < (9, 0):
         select = (_SPARING_SELECTION, *select)
     programs, count = problem.dim("B") * problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1)
-    step_tiles = steps.tiles_for(pages_of[0], _sizes(problem), device)
+    step_tiles = steps.tiles_for(pages_of[0], sizes, device)
     span, rows_of = (
         span_for(programs, count, device),
-        _FEW_ROWS if problem.dim("T") <= few.MOST_QUERIES else _ROWS,
+        _FEW_ROWS if problem.dim("T") <= steps.MOST_QUERIES else _ROWS,
     )
     forwards = [ForwardTile(0, span, warps, 1 if is_wide or large else stages) for warps, stages in rows_of]
     if problem.dim("T") >= _MANY and not (is_wide or large):
@@ -163,14 +151,14 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     """Where few queries go branch by branch."""
-    return "" if problem.flag("packed") else steps.remark_on(config.few.step, _sizes(problem))
+    return "" if problem.flag("packed") else steps.remark_on(config.few.step, _few_parts(problem)[-1])
 
 
-def _sizes(problem: Problem) -> steps.Sizes:
-    size, blocks = problem.dim, cdiv(problem.dim("S"), int(str(problem.flag("block"))))
-    itemsize = jnp.dtype(problem.dtype("qkv")).itemsize
-    rows, channels = size("B") * size("T"), max(size("D"), size("V"))
-    return steps.Sizes(size("T"), rows, size("H"), size("K"), channels, itemsize, size("C"), blocks)
+@functools.lru_cache(maxsize=256)
+def _few_parts(problem: Problem) -> tuple[Problem, Problem, steps.Sizes]:
+    """The branches as attention over pages, for few queries, and the sizes of a step."""
+    spec = spec_of(problem)
+    return few.parts_of(lambda arrays: steps.of_rows(arrays, spec), shapes_of(problem), spec)
 
 
 def span_for(programs: int, count: int, device: DeviceFacts) -> int:
@@ -183,49 +171,37 @@ def span_for(programs: int, count: int, device: DeviceFacts) -> int:
 
 
 def forward(
-    arrays: NativeArrays,
-    spec: NativeSpec,
-    config: TritonConfig,
-    *,
-    save: bool = True,
-    execute: Execute = run,
+    arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> dict[str, Array]:
     """The output, the blocks that were chosen, and what the backward needs."""
-    if not save and config.few.step.block_k and few.serves(arrays):
-        step = steps.of_rows(arrays, spec)
-        if not step.sizes.reason_against():
-            results = steps.attend(step, spec, config.few.step, config.float32_dot, execute=execute)
-            return {name: x.reshape(*arrays.q.shape[:2], *x.shape[1:]) for name, x in results.items()}
+    if steps.serves(arrays):
+        tiles = few.Tiles(
+            config.few.step,
+            config.forward,
+            config.selection,
+            config.few.compressed,
+            config.few.sliding,
+            config.float32_dot,
+        )
+        return few.attend(steps.of_rows(arrays, spec), spec, tiles, arrays.q.shape[:2], save, execute=execute)
     found: dict[str, Array] = {}
-    for name in (COMPRESSED, SLIDING):
-        if few.serves(arrays):
-            call, tiles = few.call_of(name, arrays, spec), getattr(config.few, name)
-            results = few.by_row(pages.forward(*call, tiles, execute=execute), arrays.q.shape[0])
-        else:
-            results = attention.forward(
-                *_BRANCHES[name](arrays, spec), getattr(config, name), execute=execute
-            )
+    for name, branch in _BRANCHES.items():
+        results = attention.forward(*branch(arrays, spec), getattr(config, name), execute=execute)
         found[f"{name}_out"], found[f"{name}_lse"] = results
     launch = launcher_of(arrays, spec, config.float32_dot, execute)
     indices = arrays.indices
     if indices is None:
-        indices = _choose(launch, arrays, spec, config.selection, found["compressed_lse"])
-    if config.forward.tokens and not save:  # the sum of the branches with that of a query's blocks
-        gated = found | {"gates": arrays.gates}
-        out = by_blocks.attended(launch, arrays, spec, config.forward, indices, gated)["out"]
-        return {"out": out, "indices": indices}
+        indices = choice.choose(launch, arrays, spec, config.selection, found["compressed_lse"])
     if config.forward.tokens:
-        selected = by_blocks.attended(launch, arrays, spec, config.forward, indices)
+        # Without a gradient, one kernel also sums the branches.
+        gated = None if save else found | {"gates": arrays.gates}
+        selected = by_blocks.attended(launch, arrays, spec, config.forward, indices, gated)
+        if gated:
+            return {"out": selected["out"], "indices": indices}
     else:
-        selected = by_blocks.by_queries(
-            launch.knowing({"indices": indices}),
-            kernels.forward_kernel,
-            config.forward,
-            (*arrays.q.shape[:3], arrays.v.shape[-1]),
-            arrays.k.shape[2],
-            spec.count,
-            config.forward.span,
-        )
+        shape = (*arrays.q.shape[:3], arrays.v.shape[-1])
+        launch_chosen = launch.knowing({"indices": indices})
+        selected = by_blocks.by_queries(launch_chosen, kernels.forward_kernel, config.forward, shape)
     found["selected_out"], found["selected_lse"] = selected["out"], selected["lse"]
     out = branches.combine(arrays.gates, found, arrays.q.dtype)
     return {"out": out, "indices": indices} | (found if save else {})
@@ -327,124 +303,12 @@ def _key_gradient(
     return whole(parts["dk"], dim), whole(parts["dv"], values)
 
 
-def _weights(launch: Launcher, arrays: NativeArrays, tile: SelectionTile, chunk: int, count: int) -> Array:
-    """The weights of compressed keys for some queries, `[B, K, count, C]`."""
-    batch, length = arrays.q.shape[:2]
-    keys, heads = arrays.compressed_k.shape[1:3]
-    tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(length)))
-    programs = cdiv(keys, tile.block_k) * cdiv(count, tile.block_q) * heads * batch
-    outputs = {"importance": result(batch, heads, count, keys)}
-    return launch(kernels.importance_kernel, tile, outputs, programs, chunk=chunk, length=count)["importance"]
-
-
-def _choose(
-    launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: SelectionTile, lse: Array
-) -> Array:
-    """The blocks of each query."""
-    every = lambda x: jnp.broadcast_to(x, arrays.q.shape[:2])
-    start, end = compressed_ranges(arrays, spec)
-    place = positions(arrays, spec) - of_sequence(arrays.first)
-    base = of_sequence(arrays.base)
-    tables = {"start": every(start), "end": every(end), "place": every(place), "base": every(base)}
-    (batch, length), heads = arrays.q.shape[:2], arrays.k.shape[2]
-    own, keys, blocks = {"k": arrays.compressed_k}, arrays.compressed_k.shape[1], most_blocks(arrays, spec)
-    if few.serves(arrays):
-        # A row of keys is a page, so that the heads of a group are the rows of a product.
-        tokens = batch * length
-        own |= {
-            "lse": jnp.moveaxis(lse, 1, 0) * LOG2E,
-            "table": jnp.arange(tokens, dtype=jnp.int32) // length,
-        }
-        launch = launch.knowing(own | tables, T=tokens, M=1, P=batch, PAGE=keys, C=keys)
-        weights = lambda chunk, count: page_weights(launch, tile, (heads, keys), chunk, count)
-        return chosen_by(weights, launch, (1, tokens, heads, keys, blocks), spec, 16).reshape(
-            batch, length, heads, spec.count
-        )
-    launch = launch.knowing(own | tables | {"lse": lse * LOG2E}, C=keys)
-    weights = functools.partial(_weights, launch, arrays, tile)
-    return chosen_by(weights, launch, (batch, length, heads, keys, blocks), spec, tile.block_q)
-
-
-def page_weights(launch: Launcher, tile: Any, sizes: tuple[int, int], chunk: int, count: int) -> Array:
-    """As `_weights`, of compressed keys in pages: `[1, K, count, C]` for `sizes` `K, C`."""
-    heads, keys = sizes
-    programs, outputs = (
-        cdiv(keys, tile.block_k) * heads * count,
-        {"importance": result(1, heads, count, keys)},
-    )
-    return launch(kernels.page_importance_kernel, tile, outputs, programs, chunk=chunk, length=count)[
-        "importance"
-    ]
-
-
-def chosen_by(
-    weights: Callable[[int, int], Array],
-    launch: Launcher,
-    sizes: tuple[int, int, int, int, int],
-    spec: NativeSpec,
-    multiple: int,
-) -> Array:
-    """The blocks of each query by `weights(chunk, count)`, those of compressed keys for queries from `chunk` on, `[B, K, count, C]`: for some
-    queries at a time, a `multiple` of them, as they are in memory. `sizes` are `B, T, K, C, M`; `launch` knows where compressed keys `start` and
-    `end`, the `place` of a query in its sequence, and the `base` of its blocks, `[B, T]` each."""
-    batch, length, heads, keys, blocks = sizes
-    size = max(multiple, _BYTES // max(1, 4 * batch * heads * keys) // multiple * multiple)
-    columns = padded(blocks, 1)
-    rows = max(1, min(8, 1024 // columns))  # of a warp, whose lanes compare faster than warps do
-    shared = {"M": blocks, "BLOCK": spec.block, "BLOCK_M": columns}
-    chosen = []
-    for chunk in range(0, length, size):
-        count = min(size, length - chunk)
-        own = shared | {"chunk": chunk, "length": count}
-        outputs = {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)}
-        given = {"importance": weights(chunk, count)}
-        if columns >= _MANY_BLOCKS and spec.block == spec.span == spec.stride:
-            programs, groups = count * heads * batch, choice_kernels.GROUPS.value
-            outputs["peaks"] = result(batch, heads, count, groups, dtype=jnp.int32)
-            found = launch(choice_kernels.choose_one_kernel, Warped(1), outputs, programs, given, **own)
-        else:
-            found = launch(
-                choice_kernels.choose_kernel,
-                Warped(min(8, max(1, columns // 2048))),
-                outputs,
-                cdiv(count, rows) * heads * batch,
-                given,
-                PER=spec.block // spec.stride,
-                REACH=spec.span // spec.stride,
-                ROWS=rows,
-                **own,
-            )
-        chosen.append(jnp.moveaxis(found["chosen"], 1, 2))
-    return jnp.concatenate(chosen, 1)
-
-
-def launcher_of(
-    arrays: NativeArrays, spec: NativeSpec, float32_dot: str, execute: Execute, family: str = "native_sparse"
-) -> Launcher:
+def launcher_of(arrays: NativeArrays, spec: NativeSpec, float32_dot: str, execute: Execute) -> Launcher:
     """The arguments that the kernels of one call share."""
-    (_, length, heads, dim), (_, keys, kv_heads, values) = arrays.q.shape, arrays.v.shape
-    group = heads // kv_heads
     begin = None if arrays.begin is None else begins(arrays, spec)
     named = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "position": arrays.position, "begin": begin}
-    numbers = {
-        "T": length,
-        "S": keys,
-        "M": num_blocks(arrays, spec),
-        "H": heads,
-        "K": kv_heads,
-        "D": dim,
-        "V": values,
-        "N": spec.count,
-        "BS": spec.block,
-        "BLOCK_S": padded(spec.block),
-        "G": group,
-        "GP": padded(group),
-        "BLOCK_D": padded(dim),
-        "BLOCK_V": padded(values),
-        "SCALE": spec.scale,
-        "offset": spec.offset,
-        "PLACED": arrays.position is not None,
-        "PACKED": begin is not None,
-        "PRECISION": float32_dot if arrays.q.dtype == jnp.float32 else "ieee",
-    }
-    return Launcher(family, named, numbers, arrays.q, execute)
+    numbers = steps.numbers_of(arrays.q, arrays.v, spec, float32_dot) | dict(
+        T=arrays.q.shape[1], S=arrays.k.shape[1], M=num_blocks(arrays, spec), BLOCK_S=padded(spec.block), offset=spec.offset,
+        PLACED=arrays.position is not None, PACKED=begin is not None,
+    )  # fmt: skip
+    return Launcher("native_sparse", named, numbers, arrays.q, execute)

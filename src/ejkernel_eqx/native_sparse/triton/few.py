@@ -1,63 +1,146 @@
-"""Few queries over many keys: the compressed and the sliding branch by the kernels for pages, which split the keys of a query over programs and
-read each key once for all heads of a group. The keys of a row are a page."""
+"""Few queries over many keys, and all queries over pages: a step of decoding, or branch by branch.
 
-import functools
+Branch by branch, the compressed and the sliding branch are attention over pages, whose kernels split the keys of a query over programs. In the
+compressed one, and where there are few queries in both, each query is a sequence of its own."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from ...dispatch import Problem
+from ...launch import Execute, Launcher, LOG2E, result, run
+from ...launch.sizes import cdiv, padded
 from ...paged.core import problem_of
 from ...paged.spec import PagedArrays, PagedSpec
-from ..problems import COMPRESSED, shapes_of, spec_of
-from ..spec import compressed_ranges, NativeArrays, NativeSpec, positions
-
-MOST_QUERIES = 8
-"""With more of them, tiles of softmax attention's kernels read a key less often."""
-
-
-def serves(arrays: NativeArrays) -> bool:
-    return arrays.begin is None and arrays.q.shape[1] <= MOST_QUERIES
-
-
-@functools.lru_cache(maxsize=256)
-def of_branch(problem: Problem, name: str) -> Problem:
-    """The problem of attention over pages that a branch is."""
-    spec, found = spec_of(problem), []
-
-    def look(arrays: NativeArrays) -> None:
-        found.append(problem_of("ragged_paged_attention", *call_of(name, arrays, spec)))
-
-    jax.eval_shape(look, shapes_of(problem))
-    return found[0]
+from ...paged.tokens import alone
+from ...paged.triton import compiled as pages
+from .. import branches
+from ..spec import NativeSpec
+from . import kernels, steps
+from .by_blocks import by_queries
+from .choice import chosen_by
+from .steps import Step
+from .tiles import StepTile
 
 
-def call_of(name: str, arrays: NativeArrays, spec: NativeSpec) -> tuple[PagedArrays, PagedSpec]:
-    """A branch as attention over pages: each query is a sequence with one query."""
-    batch, length, heads, dim = arrays.q.shape
-    last = jnp.broadcast_to(positions(arrays, spec), (batch, length))
-    k, v, end, left = arrays.k, arrays.v, last + 1, spec.window - 1
-    if name == COMPRESSED:
-        k, v, left = arrays.compressed_k, arrays.compressed_v, None
-        end = jnp.broadcast_to(compressed_ranges(arrays, spec)[1], (batch, length))
-    tokens = batch * length
-    numbers = jnp.arange(tokens, dtype=jnp.int32)[None]
-    zeros = jnp.zeros_like(numbers)
-    paged = PagedArrays(
-        q=arrays.q.reshape(1, tokens, heads, dim),
-        k=k,
-        v=v,
-        page_table=numbers[..., None] // length,
-        q_start=numbers,
-        q_len=zeros + 1,
-        kv_len=jnp.minimum(end, k.shape[1]).reshape(1, tokens),
-        kv_start=zeros,
-    )
-    return paged, PagedSpec(spec.scale, left=left, return_lse=True)
+class Tiles(NamedTuple):
+    """The configuration of a call: of a step; or of the selected branch, of the weights of compressed keys, and of two branches over pages."""
+
+    step: StepTile
+    selected: Any
+    weights: Any
+    compressed: pages.TritonConfig
+    sliding: pages.TritonConfig
+    float32_dot: str
 
 
-def by_row(results: dict[str, Array], batch: int) -> tuple[Array, Array]:
-    """`out [B, T, H, V]` and `lse [B, H, T]`."""
-    out, lse = (results[name].reshape(batch, -1, *results[name].shape[2:]) for name in ("out", "lse"))
-    return out, jnp.swapaxes(lse, 1, 2)
+def attend(
+    step: Step,
+    spec: NativeSpec,
+    tiles: Tiles,
+    lead: tuple[int, ...],
+    save: bool = False,
+    *,
+    execute: Execute = run,
+) -> dict[str, Array]:
+    """`out [*lead, H, V]` and the chosen blocks; with `save` also the results of all branches, for a gradient. `lead` are the rows and their
+    tokens."""
+    if tiles.step.block_k and not (save or step.sizes.reason_against()):
+        found = steps.attend(step, spec, tiles.step, tiles.float32_dot, execute=execute)
+        return {name: x.reshape(*lead, *x.shape[1:]) for name, x in found.items()}
+    found = {
+        name: x.reshape(*lead, *x.shape[1:]) for name, x in _by_branch(step, spec, tiles, execute).items()
+    }
+    found = {name: x.swapaxes(1, 2) if name.endswith("lse") else x for name, x in found.items()}
+    indices = found.pop("indices")
+    out = branches.combine(step.gates.reshape(*lead, *step.gates.shape[1:]), found, step.q.dtype)
+    return {"out": out, "indices": indices} | (found if save else {})
+
+
+def parts_of(
+    step_of: Callable[[Any], Step], shapes: Any, spec: NativeSpec
+) -> tuple[Problem, Problem, steps.Sizes]:
+    """The problems of the compressed and of the sliding branch, and the sizes of a step, from the shapes of a call."""
+    found: list[Any] = []
+
+    def look(arrays: Any) -> None:
+        step = step_of(arrays)
+        found.extend(problem_of("ragged_paged_attention", *call) for call in _calls(step, spec).values())
+        found.append(step.sizes)
+
+    jax.eval_shape(look, shapes)
+    return found[0], found[1], found[2]
+
+
+def _calls(step: Step, spec: NativeSpec) -> dict[str, tuple[PagedArrays, PagedSpec]]:
+    """The compressed and the sliding branch as attention over pages."""
+    each, small = alone(step.main, step.queries), alone(step.small, step.queries)
+    room = lambda arrays: arrays.page_table.shape[1] * arrays.k.shape[1]
+    end = step.first_slot + jnp.maximum(each.kv_len // spec.stride - (spec.span // spec.stride - 1), 0)
+    start = jnp.full_like(end, step.first_slot) if step.first_slot else None
+    small = small._replace(kv_len=jnp.minimum(end, room(small)), kv_start=start)
+    alike = PagedSpec(spec.scale, return_lse=True)
+    near, queries = each._replace(kv_len=jnp.clip(each.kv_len, 0, room(each))), 1
+    if step.queries > steps.MOST_QUERIES:
+        near, queries = step.main, step.queries
+    return {
+        "compressed": (small, alike),
+        "sliding": (
+            near,
+            PagedSpec(spec.scale, left=spec.window - 1, max_query_len=queries, return_lse=True),
+        ),
+    }
+
+
+def _by_branch(step: Step, spec: NativeSpec, tiles: Tiles, execute: Execute) -> dict[str, Array]:
+    """`out [T, H, V]` and `lse [T, H]` of each branch, and the blocks `indices [T, K, n]`."""
+    found, calls = {}, _calls(step, spec)
+    for name, (arrays, own) in calls.items():
+        # With a leading axis of one, which pages need not have.
+        row = arrays._replace(**{n: x[None] for n, x in arrays.given.items() if n not in ("k", "v")})
+        results = pages.forward(row, own, getattr(tiles, name), execute=execute)
+        found |= {f"{name}_{what}": x[0] for what, x in results.items()}
+    each, small = alone(step.main, step.queries), calls["compressed"][0]
+    place, numbers = each.kv_len - 1, steps.numbers_of(step.q, step.v, spec, tiles.float32_dot)
+    named = {"q": step.q, "k": step.k, "v": step.v, "position": place, "table": each.page_table}
+    numbers |= {"T": step.q.shape[0], "BLOCK_S": padded(spec.block)} | _sizes(each)
+    launch = Launcher("paged_native_sparse", named, numbers, step.q, execute)
+    indices = step.indices
+    if indices is None:
+        indices = _chosen(launch, step, small, spec, tiles.weights, place, found["compressed_lse"])
+    launch, shape = launch.knowing({"indices": indices}), (1, *step.q.shape[:2], step.v.shape[-1])
+    selected = by_queries(launch, kernels.page_forward_kernel, tiles.selected, shape)
+    found |= {"selected_out": selected["out"][0], "selected_lse": selected["lse"][0].T}
+    return found | {"indices": indices}
+
+
+def _sizes(arrays: PagedArrays) -> dict[str, int]:
+    """What kernels know of pages."""
+    (count, size), tables = arrays.k.shape[:2], arrays.page_table.shape[1]
+    return {"M": tables, "P": count, "PAGE": size}
+
+
+def _chosen(
+    launch: Launcher, step: Step, small: PagedArrays, spec: NativeSpec, tile: Any, place: Array, lse: Array
+) -> Array:
+    """The blocks of each query, `[T, K, n]`; `lse [T, H]` is that of the compressed branch."""
+    tokens, heads = step.q.shape[0], step.k.shape[2]
+    sizes = _sizes(small)
+    keys = sizes["M"] * sizes["PAGE"]
+    row = lambda number: jnp.full((1, tokens), number, jnp.int32)
+    tables = {"start": row(step.first_slot), "end": small.kv_len[None], "place": place[None], "base": row(0)}
+    own = {"k": small.k, "table": small.page_table, "lse": lse.T * LOG2E}
+    launch = launch.knowing(own | tables, C=keys, **sizes)
+
+    def weights(chunk: int, count: int) -> Array:
+        programs, outputs = (
+            cdiv(keys, tile.block_k) * heads * count,
+            {"importance": result(1, heads, count, keys)},
+        )
+        kernel = kernels.page_importance_kernel
+        return launch(kernel, tile, outputs, programs, chunk=chunk, length=count)["importance"]
+
+    return chosen_by(weights, launch, (1, tokens, heads, keys, step.blocks), spec, 64)[0]

@@ -14,15 +14,17 @@ from ...dispatch import DeviceFacts
 from ...launch import Execute, Launcher, NOTHING, result, run
 from ...launch.sizes import cdiv, padded
 from ...paged.flat import part_of
+from ...paged.spec import PagedArrays
 from ...paged.triton import compiled as pages
 from ...paged.triton.tile import FILLED
-from ..spec import most_blocks, NativeArrays, NativeSpec
+from ..spec import most_blocks, NativeArrays, NativeSpec, positions
 from . import step_choice, step_kernels, whole_step
 from .choice_kernels import GROUPS
-from .few import MOST_QUERIES
 from .tiles import StepTile, Warped
 
 BY_BRANCH = StepTile(0, 1, 4, 1)
+MOST_QUERIES = 8
+"""With more of them, tiles of softmax attention's kernels read a key less often."""
 
 MOST_GROUP = 64
 MOST_BLOCKS = 4096
@@ -30,16 +32,13 @@ _MOST_BYTES = 2**14  # of the queries of a group, whose sums are in registers
 _MANY_BYTES = 2**13
 _SCORE_BYTES = 2**28
 _GROUPS = GROUPS.value
-_NUMBERS, _MANY_NUMBERS = (
-    4096,
-    8192,
-)  # of scores at a time, as many as no kernel spills
+_NUMBERS, _MANY_NUMBERS = (4096, 8192)  # of scores at a time, as many as no kernel spills
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The arrays of a step, without leading axes: tokens, and pages with their tables. Over dense keys `queries` are those of a row; over a batch's
-    pages the maximum of a sequence."""
+    """The arrays of a call over pages, without leading axes: tokens, and the sequences of a batch with their tables. Over dense keys, a row is a
+    sequence, and parts of it are pages."""
 
     q: Array  # [T, H, D]
     gates: Array  # [T, H, 3]
@@ -49,26 +48,35 @@ class Step:
     compressed_v: Array
     table: Array  # int32 [N, M]
     small_table: Array  # int32 [N, M']
+    q_start: Array  # int32 [N]
+    q_len: Array  # int32 [N]
+    kv_len: Array  # int32 [N]
     queries: int
+    """The most of a sequence."""
     blocks: int
     """The most that a sequence may have."""
     first_slot: int = 0
     """Where compressed key 0 is."""
-    offset: int = 0
-    position: Array | None = None  # int32 [T], over dense keys
-    q_start: Array | None = None  # int32 [N], over a batch's pages
-    q_len: Array | None = None  # int32 [N]
-    kv_len: Array | None = None  # int32 [N]
     indices: Array | None = None  # int32 [T, K, n]
 
     @property
     def rows(self) -> int:
         """The queries that there may be."""
-        return self.q.shape[0] if self.q_len is None else self.q_len.shape[0] * self.queries
+        return self.q_len.shape[0] * self.queries
 
     @property
     def compressed_keys(self) -> int:
         return self.small_table.shape[1] * self.compressed_k.shape[1]
+
+    @property
+    def main(self) -> PagedArrays:
+        """Attention to the keys."""
+        return PagedArrays(self.q, self.k, self.v, self.table, self.q_start, self.q_len, self.kv_len)
+
+    @property
+    def small(self) -> PagedArrays:
+        """Attention to the compressed keys."""
+        return self.main._replace(k=self.compressed_k, v=self.compressed_v, page_table=self.small_table)
 
     @property
     def sizes(self) -> "Sizes":
@@ -155,26 +163,22 @@ def tiles_for(branch: list[pages.TritonConfig], sizes: Sizes, device: DeviceFact
     return list(dict.fromkeys([*found, BY_BRANCH]))
 
 
+def serves(arrays: NativeArrays) -> bool:
+    """Whether dense keys have few queries."""
+    return arrays.begin is None and arrays.q.shape[1] <= MOST_QUERIES
+
+
 def of_rows(arrays: NativeArrays, spec: NativeSpec) -> Step:
-    """The step of few queries over dense keys: parts of a row are pages, their table a constant."""
-    batch, length, heads, dim = arrays.q.shape
+    """Few queries over dense keys: each row is a sequence, and parts of it are pages, their table a constant."""
+    (batch, length), flat = arrays.q.shape[:2], lambda x: x.reshape(-1, *x.shape[2:])
     (k, table), (small, small_table) = _in_pages(arrays.k), _in_pages(arrays.compressed_k)
-    flat = lambda x: None if x is None else x.reshape(batch * length, *x.shape[2:])
+    start, last = np.arange(batch, dtype=np.int32) * length, positions(arrays, spec)[:, -1]
     return Step(
-        q=arrays.q.reshape(-1, heads, dim),
-        gates=arrays.gates.reshape(-1, heads, 3),
-        k=k,
-        v=_in_pages(arrays.v)[0],
-        compressed_k=small,
-        compressed_v=_in_pages(arrays.compressed_v)[0],
-        table=table,
-        small_table=small_table,
-        queries=length,
-        blocks=most_blocks(arrays, spec),
-        offset=spec.offset,
-        position=flat(arrays.position),
-        indices=flat(arrays.indices),
-    )
+        q=flat(arrays.q), gates=flat(arrays.gates), k=k, v=_in_pages(arrays.v)[0], compressed_k=small,
+        compressed_v=_in_pages(arrays.compressed_v)[0], table=table, small_table=small_table, q_start=jnp.asarray(start),
+        q_len=jnp.full(batch, length, jnp.int32), kv_len=jnp.broadcast_to(last + 1, (batch,)), queries=length,
+        blocks=most_blocks(arrays, spec), indices=None if arrays.indices is None else flat(arrays.indices),
+    )  # fmt: skip
 
 
 def _in_pages(x: Array) -> tuple[Array, Array]:
@@ -189,146 +193,112 @@ def attend(
     step: Step, spec: NativeSpec, tile: StepTile, float32_dot: str, *, execute: Execute = run
 ) -> dict[str, Array]:
     """`out [T, H, V]` and the blocks `indices [T, K, n]`."""
-    launch, chooses = _launcher(step, spec, float32_dot, execute), step.indices is None
     blocks, group = padded(step.blocks, _GROUPS), step.q.shape[1] // step.v.shape[2]
     block_k, alone = min(tile.block_k, padded(spec.block)), tile.split_k == 1
     many = not alone and spec.block == spec.span == spec.stride
     numbers = {
-        "CHOOSES": int(chooses),
+        "CHOOSES": int(step.indices is None),
         "EACH": cdiv(spec.block, block_k),
         "BK": block_k,
         "BLOCK_M": blocks,
         "HEADS": min(padded(group, 1), max(1, (_MANY_NUMBERS if many else _NUMBERS) // blocks)),
     }
-    launch = launch.knowing({"given": step.indices}, **numbers)
+    launch = _launcher(step, spec, float32_dot, execute).knowing({"given": step.indices}, **numbers)
     found = (_in_one if alone else _in_four)(launch, step, spec, tile)
     return {"out": found["out"], "indices": found["indices"] if step.indices is None else step.indices}
 
 
 def _in_one(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
     tokens, heads, values = *step.q.shape[:2], step.v.shape[-1]
-    outputs = _choice(launch, step, spec) | {
-        "out": result(tokens, heads, values, dtype=step.q.dtype),
-        "lse": result(step.rows, heads) if step.indices is None else NOTHING,
-    }
+    lse = result(step.rows, heads) if step.indices is None else NOTHING
+    outputs = {"out": result(tokens, heads, values, dtype=step.q.dtype), "lse": lse} | _choice(launch, step)
     return launch(whole_step.whole_step_kernel, tile, outputs, step.rows * step.v.shape[2] + _fills(step))
 
 
 def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> dict[str, Array]:
     (tokens, heads, _), (kv_heads, values) = step.q.shape, step.v.shape[2:]
-    rows, keys, pairs = step.rows, step.compressed_keys, step.rows * kv_heads
+    rows, pairs, chooses = step.rows, step.rows * kv_heads, step.indices is None
     # Programs that share the keys of a branch, each with two tiles at least.
     shared = lambda count: max(1, min(tile.split_k, cdiv(count, 2 * tile.block_k)))
-    compressed, sliding = shared(keys), shared(min(spec.window, step.table.shape[1] * step.k.shape[1]))
+    small, near = (
+        shared(step.compressed_keys),
+        shared(min(spec.window, step.table.shape[1] * step.k.shape[1])),
+    )
     span = cdiv(spec.count, shared(spec.count * spec.block))
-    selected = cdiv(spec.count, span)
-    part = lambda splits: result(rows, heads, splits, values)
-    part_lse = lambda splits: result(rows, heads, splits)
-    chooses, chosen = step.indices is None, _choice(launch, step, spec)
-    found = launch(
-        step_kernels.compressed_step_kernel,
-        tile,
-        {"part": part(compressed), "part_lse": part_lse(compressed), "scores": chosen.pop("scores")},
-        pairs * compressed,
-        SPLITS=compressed,
-    )
-    near = launch(
-        step_kernels.sliding_step_kernel,
-        tile,
-        {"part": part(sliding), "part_lse": part_lse(sliding)} | chosen,
-        pairs * (sliding + chooses) + (_fills(step) if chooses else 0),
-        {"scores": found["scores"], "compressed_lse": found["part_lse"]},
-        SPLITS=sliding,
-        PARTS=compressed,
-        BLOCK_PARTS=padded(compressed, 1),
-    )
-    picked = launch(
-        step_kernels.selected_step_kernel,
-        tile,
-        {"part": part(selected), "part_lse": part_lse(selected)},
-        pairs * selected,
-        {"indices": near["indices"] if chooses else step.indices},
-        SPLITS=selected,
-        SPAN=span,
-    )
-    combined = {"compressed_part": found["part"], "compressed_lse": found["part_lse"]}
-    combined |= {"selected_part": picked["part"], "selected_lse": picked["part_lse"]}
-    combined |= {"sliding_part": near["part"], "sliding_lse": near["part_lse"]}
-    most = max(compressed, selected, sliding)
-    out = launch(
-        step_kernels.combine_step_kernel,
-        Warped(min(4, max(1, padded(most, 1) * padded(values) // 512))),
+    chosen, writes = cdiv(spec.count, span), _choice(launch, step)
+    parts = lambda splits: {
+        "part": result(rows, heads, splits, values),
+        "part_lse": result(rows, heads, splits),
+    }
+    outputs = parts(small) | {"scores": writes.pop("scores")}
+    compressed = launch(step_kernels.compressed_step_kernel, tile, outputs, pairs * small, SPLITS=small)
+    launch = launch.knowing({}, PARTS=small, BLOCK_PARTS=padded(small, 1))
+    scores = {"scores": compressed["scores"], "compressed_lse": compressed["part_lse"]}
+    programs = pairs * (near + chooses) + (_fills(step) if chooses else 0)
+    outputs = parts(near) | writes
+    sliding = launch(step_kernels.sliding_step_kernel, tile, outputs, programs, scores, SPLITS=near)
+    indices = {"indices": sliding["indices"] if chooses else step.indices}
+    numbers: Any = {"SPLITS": chosen, "SPAN": span}
+    kernel = step_kernels.selected_step_kernel
+    selected = launch(kernel, tile, parts(chosen), pairs * chosen, indices, **numbers)
+    results = {"compressed": compressed, "selected": selected, "sliding": sliding}
+    combined = {f"{name}_part": x["part"] for name, x in results.items()}
+    combined |= {f"{name}_lse": x["part_lse"] for name, x in results.items()}
+    warps = min(4, max(1, padded(max(small, chosen, near), 1) * padded(values) // 512))
+    numbers = {
+        "CHOSEN_PARTS": chosen,
+        "BLOCK_CHOSEN": padded(chosen, 1),
+        "NEAR_PARTS": near,
+        "BLOCK_NEAR": padded(near, 1),
+    }
+    outputs, programs = (
         {"out": result(tokens, heads, values, dtype=step.q.dtype)},
         rows * heads + _fills(step),
-        combined,
-        PARTS=compressed,
-        BLOCK_PARTS=padded(compressed, 1),
-        CHOSEN_PARTS=selected,
-        BLOCK_CHOSEN=padded(selected, 1),
-        NEAR_PARTS=sliding,
-        BLOCK_NEAR=padded(sliding, 1),
-    )["out"]
-    return {"out": out, "indices": near["indices"]}
+    )
+    out = launch(step_kernels.combine_step_kernel, Warped(warps), outputs, programs, combined, **numbers)[
+        "out"
+    ]
+    return {"out": out, "indices": sliding["indices"]}
 
 
-def _choice(launch: Launcher, step: Step, spec: NativeSpec) -> dict[str, Any]:
-    """What a choice writes."""
+def _choice(launch: Launcher, step: Step) -> dict[str, Any]:
+    """The outputs of a choice."""
     if step.indices is not None:
         return dict.fromkeys(("indices", "scores", "keys"), NOTHING)
-    tokens, kv_heads, number = step.q.shape[0], step.v.shape[2], launch.numbers
-    scores = number["WIDTH"] * step_choice.SCORE_ROW.value
+    number, tokens, pairs = launch.numbers, step.q.shape[0], (step.rows, step.v.shape[2])
     return {
-        "indices": result(tokens, kv_heads, spec.count, dtype=jnp.int32),
-        "scores": result(step.rows, kv_heads, number["G"], scores),
-        "keys": result(step.rows, kv_heads, number["BLOCK_M"] + _GROUPS, dtype=jnp.int32),
+        "indices": result(tokens, pairs[1], number["N"], dtype=jnp.int32),
+        "scores": result(*pairs, number["G"], number["WIDTH"] * step_choice.SCORE_ROW.value),
+        "keys": result(*pairs, number["BLOCK_M"] + _GROUPS, dtype=jnp.int32),
     }
 
 
 def _fills(step: Step) -> int:
     """Programs for tokens of no sequence."""
-    return 0 if step.q_len is None else cdiv(step.q.shape[0], FILLED.value)
+    return cdiv(step.q.shape[0], FILLED.value)
 
 
 def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) -> Launcher:
-    """What the kernels of a step have in common."""
-    (tokens, heads, dim), (pages, page, kv_heads, values) = step.q.shape, step.v.shape
+    """The arguments that the kernels of a step share."""
+    (tokens, _, dim), (pages, page, kv_heads, values) = step.q.shape, step.v.shape
     small_pages, small_page = step.compressed_k.shape[:2]
-    names = ("q", "gates", "k", "v", "compressed_k", "compressed_v", "table", "small_table", "position")
-    named = {name: getattr(step, name) for name in (*names, "q_start", "q_len", "kv_len")}
+    named = {field.name: getattr(step, field.name) for field in dataclasses.fields(step)[:11]}
     far = lambda pages, page: max(pages, kv_heads * max(dim, values)) * page >= 2**31
-    numbers: dict[str, Any] = {
-        "T": step.queries if step.q_len is None else tokens,
-        "R": step.rows,
-        "N_SEQUENCES": step.table.shape[0],
-        "M": step.table.shape[1],
-        "P": pages,
-        "PAGE": page,
-        "FAR": far(pages, page),
-        "WIDTH": cdiv(step.compressed_keys, step_choice.SCORE_ROW.value),
-        "SMALL_M": step.small_table.shape[1],
-        "P_SMALL": small_pages,
-        "SMALL_PAGE": small_page,
-        "SMALL_FAR": far(small_pages, small_page),
-        "BLOCKS": step.blocks,
-        "offset": step.offset,
-        "H": heads,
-        "K": kv_heads,
-        "D": dim,
-        "V": values,
-        "N": spec.count,
-        "BS": spec.block,
-        "G": heads // kv_heads,
-        "GP": padded(heads // kv_heads),
-        "BLOCK_D": padded(dim),
-        "BLOCK_V": padded(values),
-        "SCALE": spec.scale,
-        "PRECISION": float32_dot if step.q.dtype == jnp.float32 else "ieee",
-        "PAGED": step.q_len is not None,
-        "PLACED": step.position is not None,
-        "QUERIES": step.queries,
-        "WINDOW": spec.window,
-        "FIRST": step.first_slot,
-        "REACH": spec.span // spec.stride,
-        "STRIDE": spec.stride,
-    }
+    numbers = numbers_of(step.q, step.v, spec, float32_dot) | dict(
+        T=tokens, R=step.rows, N_SEQUENCES=step.table.shape[0], QUERIES=step.queries, BLOCKS=step.blocks, WINDOW=spec.window,
+        M=step.table.shape[1], P=pages, PAGE=page, FAR=far(pages, page),
+        SMALL_M=step.small_table.shape[1], P_SMALL=small_pages, SMALL_PAGE=small_page, SMALL_FAR=far(small_pages, small_page),
+        WIDTH=cdiv(step.compressed_keys, step_choice.SCORE_ROW.value), FIRST=step.first_slot,
+        REACH=spec.span // spec.stride, STRIDE=spec.stride,
+    )  # fmt: skip
     return Launcher("native_sparse_step", named, numbers, step.q, execute)
+
+
+def numbers_of(q: Array, v: Array, spec: NativeSpec, float32_dot: str) -> dict[str, Any]:
+    """The numbers that all kernels share."""
+    (heads, dim), (kv_heads, values) = q.shape[-2:], v.shape[-2:]
+    group, is_float32 = heads // kv_heads, q.dtype == jnp.float32
+    return dict(
+        H=heads, K=kv_heads, D=dim, V=values, N=spec.count, BS=spec.block, G=group, GP=padded(group), BLOCK_D=padded(dim),
+        BLOCK_V=padded(values), SCALE=spec.scale, PRECISION=float32_dot if is_float32 else "ieee",
+    )  # fmt: skip

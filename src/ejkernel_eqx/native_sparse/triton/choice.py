@@ -1,0 +1,80 @@
+"""The host side of the choice: the weights of compressed keys, then the blocks with the largest, for some queries at a time."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+
+from ...launch import Launcher, LOG2E, result
+from ...launch.sizes import cdiv, padded
+from ..spec import compressed_ranges, most_blocks, NativeArrays, NativeSpec, of_sequence, positions
+from . import choice_kernels, kernels
+from .tiles import SelectionTile, Warped
+
+_BYTES = 2**28  # of weights of compressed keys at a time
+_MANY_BLOCKS = 1024  # to choose from
+
+
+def choose(
+    launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: SelectionTile, lse: Array
+) -> Array:
+    """The blocks of each query, `[B, T, K, n]`; `lse [B, H, T]` is that of the compressed branch."""
+    (batch, length), heads = arrays.q.shape[:2], arrays.k.shape[2]
+    every = lambda x: jnp.broadcast_to(x, (batch, length))
+    start, end = compressed_ranges(arrays, spec)
+    place, base = positions(arrays, spec) - of_sequence(arrays.first), of_sequence(arrays.base)
+    tables = {"start": every(start), "end": every(end), "place": every(place), "base": every(base)}
+    keys = arrays.compressed_k.shape[1]
+    launch = launch.knowing(tables | {"k": arrays.compressed_k, "lse": lse * LOG2E}, C=keys)
+    tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(length)))
+
+    def weights(chunk: int, count: int) -> Array:
+        programs = cdiv(keys, tile.block_k) * cdiv(count, tile.block_q) * heads * batch
+        outputs = {"importance": result(batch, heads, count, keys)}
+        kernel = kernels.importance_kernel
+        return launch(kernel, tile, outputs, programs, chunk=chunk, length=count)["importance"]
+
+    sizes = batch, length, heads, keys, most_blocks(arrays, spec)
+    return chosen_by(weights, launch, sizes, spec, tile.block_q)
+
+
+def chosen_by(
+    weights: Callable[[int, int], Array],
+    launch: Launcher,
+    sizes: tuple[int, int, int, int, int],
+    spec: NativeSpec,
+    multiple: int,
+) -> Array:
+    """The blocks of each query by `weights(chunk, count)`, those of compressed keys for queries from `chunk` on, `[B, K, count, C]`: for some
+    queries at a time, a `multiple` of them, as they are in memory. `sizes` are `B, T, K, C, M`; `launch` knows where compressed keys `start` and
+    `end`, the `place` of a query in its sequence, and the `base` of its blocks, `[B, T]` each."""
+    batch, length, heads, keys, blocks = sizes
+    size = max(multiple, _BYTES // max(1, 4 * batch * heads * keys) // multiple * multiple)
+    columns = padded(blocks, 1)
+    rows = max(1, min(8, 1024 // columns))  # of a warp, whose lanes compare faster than warps do
+    shared = {"M": blocks, "BLOCK": spec.block, "BLOCK_M": columns}
+    chosen = []
+    for chunk in range(0, length, size):
+        count = min(size, length - chunk)
+        own = shared | {"chunk": chunk, "length": count}
+        outputs = {"chosen": result(batch, heads, count, spec.count, dtype=jnp.int32)}
+        given = {"importance": weights(chunk, count)}
+        if columns >= _MANY_BLOCKS and spec.block == spec.span == spec.stride:
+            programs, groups = count * heads * batch, choice_kernels.GROUPS.value
+            outputs["peaks"] = result(batch, heads, count, groups, dtype=jnp.int32)
+            found = launch(choice_kernels.choose_one_kernel, Warped(1), outputs, programs, given, **own)
+        else:
+            found = launch(
+                choice_kernels.choose_kernel,
+                Warped(min(8, max(1, columns // 2048))),
+                outputs,
+                cdiv(count, rows) * heads * batch,
+                given,
+                PER=spec.block // spec.stride,
+                REACH=spec.span // spec.stride,
+                ROWS=rows,
+                **own,
+            )
+        chosen.append(jnp.moveaxis(found["chosen"], 1, 2))
+    return jnp.concatenate(chosen, 1)
