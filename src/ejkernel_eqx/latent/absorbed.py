@@ -27,7 +27,7 @@ from ..paged.arguments import (
     Tokens,
 )
 from ..paged.cache.pages import read_array
-from ..paged.operation import finish
+from ..paged.core import finish
 from ..parallel import match_sharding
 from ..parallel.mesh import resharded, spec_of
 from .arguments import read_latents, read_weights

@@ -19,9 +19,8 @@ from ..sequences.packing import ended
 from .cache.batch import positions_of, slots_of, to_int32
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .cache.pages import operands_of, read_array
+from .signature import Cache
 from .spec import PagedArrays, PagedSpec
-
-Cache = PagedKVCache | PagedLatentCache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from .._jitted import compiled_once
 from .._kernel import Plan
 from ..core import ForwardKind, is_opaque
+from ..core.arguments import accumulator
 from ..dispatch import Implementation, Problem
 from ..parallel import how_split, Leading, match_varying, opaque, Split
 from . import reference
@@ -80,9 +82,20 @@ ATTEND = ForwardKind(
 )
 
 
-def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Named:
-    """`out`, and `lse` if requested, on the platform that the plan chooses."""
-    return ATTEND.call(plan, operation, arrays, spec)
+def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec) -> Array | tuple[Array, Array]:
+    """`out`, and `lse` if requested, on the platform that the plan chooses; zeros and minus infinity where no token belongs to a sequence."""
+    if is_empty(arrays):
+        shape = arrays.q.shape[:-1]
+        out = jnp.zeros((*shape, arrays.value_channels), arrays.q.dtype)
+        results = {"out": out, "lse": jnp.full(shape, -jnp.inf, accumulator(arrays.q.dtype))}
+    else:
+        results = ATTEND.call(plan, plan.operation, arrays, spec)
+    return (results["out"], results["lse"]) if spec.return_lse else results["out"]
+
+
+def is_empty(arrays: PagedArrays) -> bool:
+    """Reports whether there are no tokens, or none that belong to a sequence."""
+    return 0 in (arrays.q.size, arrays.kv_len.size)
 
 
 def writer(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Writer:

@@ -16,19 +16,25 @@ from ...launch import NOTHING, Options, result
 from ...launch.constants import LN2, LOG2E
 from ...launch.sizes import cdiv, padded
 from .call import Call
-from .last import is_last, merge_splits, MOST_MERGED
+from .last import is_last, merge_splits, MOST_MERGED, Partials
 from .latent_bytes import attend_bytes, half_queries
 from .pairs import attend_pairs, PAIRS_OF, RAISED, split_queries
 from .tile import (
     attend_tile,
     fill_rest,
     FILLED,
+    Format,
     head_factors,
+    Keys,
     load_pages,
     load_queries,
     locate,
+    Pages,
+    Queries,
     query_rows,
+    Scoring,
     sequence,
+    Sizes,
 )
 from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
 
@@ -83,10 +89,10 @@ def decode_kernel(
     used = 1
     if TOGETHER:
         used = tl.maximum(tl.cdiv(hi - lo, size), 1)  # of a sequence without keys, too, one program stores the result  # fmt: skip
-    own = (row < queries * (H // K)) & (start < T) & (start + queries > 0)
+    valid = (row < queries * (H // K)) & (start < T) & (start + queries > 0)
     if not ALONE:
-        own &= queries <= QUERIES  # else it is another kernel's
-    busy = own
+        valid &= queries <= QUERIES  # another kernel takes longer sequences
+    busy = valid
     if SPLITS > 1:
         lo += split * size
         if TOGETHER:
@@ -96,7 +102,7 @@ def decode_kernel(
         hi = tl.minimum(lo + size, hi)
     t, h = query_rows(row, kv_head, H, K, BM)  # [BM] each
     token = start + t  # [BM]
-    inside = own & (t < queries) & (token >= 0) & (token < T)  # [BM]
+    inside = valid & (t < queries) & (token >= 0) & (token < T)  # [BM]
     if not busy:
         if SPLITS > 1 and not TOGETHER:  # to the merge, minus infinity says that there are no keys
             target = ((n * QUERIES + t) * H + h) * SPLITS + split  # [BM]
@@ -112,18 +118,25 @@ def decode_kernel(
     if R > 0:
         q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
     if BYTES:
-        own = q_half_ptr + program.to(tl.int64) * (BM * (D + R))
-        q, half_rope, q_factor = half_queries(q, q_rope, own, D, R, BM, BLOCK_D, BLOCK_R)  # pyright: ignore[reportGeneralTypeIssues]
+        memory = q_half_ptr + program.to(tl.int64) * (BM * (D + R))
+        q, half_rope, q_factor = half_queries(q, q_rope, memory, D, R, BM, BLOCK_D, BLOCK_R)  # pyright: ignore[reportGeneralTypeIssues]
         if R_SCALES != 0:
             q_rope = half_rope
+    # Constants that travel together, for the functions that add a tile.
+    sizes: tl.constexpr = Sizes(D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BM, BK)  # pyright: ignore[reportAssignmentType]
+    form: tl.constexpr = Format(K, LATENT, K_SCALES, V_SCALES, R_SCALES, FAST_BYTES)  # pyright: ignore[reportAssignmentType]
+    scoring: tl.constexpr = Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION)  # pyright: ignore[reportAssignmentType]
     i = (chunk + t)[:, None]  # [BM, 1]
-    shared = n // ROW
+    # Slopes, scales for each head and the bias are those of a row of sequences.
+    small = n // ROW
     slope = 0.0
     if ALIBI:
-        slope = tl.load(slopes_ptr + shared * H + h)[:, None] * LOG2E  # [BM, 1]
-    k_factor, v_factor, rope_factor = head_factors(
-        k_scale_ptr, v_scale_ptr, rope_scale_ptr, shared, kv_head, K, R, LATENT, K_SCALES, V_SCALES, R_SCALES)  # fmt: skip
+        slope = tl.load(slopes_ptr + small * H + h)[:, None] * LOG2E  # [BM, 1]
+    pages = Pages(k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, kv_head)
+    factors = head_factors(pages, small, form, R)
+    v_factor = factors.v  # []
 
+    # The state of the online softmax: sums of values, the largest score and the sum of weights.
     if PAIRS:
         q_even, q_odd, q_factor = split_queries(q, BM, BLOCK_D)  # [BM, BLOCK_D / 2] twice, [BM]
         acc = tl.zeros([BM, BLOCK_V // 2], tl.float32)  # [BM, BLOCK_V / 2]
@@ -133,32 +146,28 @@ def decode_kernel(
     top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
     total = tl.zeros([BM], tl.float32)  # [BM]
 
+    # One tile of keys after the other, by the function for the format of the pages.
     for tile in tl.range(lo, hi):
         j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
         page = load_pages(table, tile + 1, end, PAGE, BK)
+        keys = Keys(j, slot, ok)
+        rows = Queries(i, t[:, None], slope, chunk, qq_bias_ptr + small * Q * Q, Q)
         if PAIRS:
             acc, acc_odd, total, top = attend_pairs(
-                acc, acc_odd, total, top, q_even, q_odd, q_factor, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
-                rope_factor, qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R,
-                BLOCK_D, BLOCK_V, BLOCK_R, BM, BK, LATENT, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PAIRS, FAST_BYTES)  # fmt: skip
+                acc, acc_odd, total, top, q_even, q_odd, q_factor, q_rope, keys, rows, pages, factors, sizes, form, scoring, PAIRS)  # fmt: skip
         elif BYTES:
             acc, total, top = attend_bytes(
-                acc, total, top, q, q_rope, q_factor, j, slot, ok, i, t[:, None], slope, chunk, tile * BK < end, kv_head, k_factor, rope_factor,
-                qq_bias_ptr + shared * Q * Q, Q, k_ptr, rope_ptr, k_scale_ptr, rope_scale_ptr, K, D, R, BLOCK_D, BLOCK_R, BM, BK, K_SCALES,
-                R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, FAST_BYTES)  # fmt: skip
+                acc, total, top, q, q_rope, q_factor, tile * BK < end, keys, rows, pages, factors, sizes, form, scoring)  # fmt: skip
         else:
             acc, total, top = attend_tile(
-                acc, total, top, q, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor, rope_factor,
-                qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
-                BLOCK_V, BLOCK_R, LATENT, K_SCALES, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, FAST_BYTES,
-                True)  # fmt: skip
+                acc, total, top, q, q_rope, keys, rows, pages, factors, sizes, form, scoring, True)  # fmt: skip
 
     # out = acc / total, lse = top + log2(total): for the sequence or, in units of log2, for the split and its merge.
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)  # [BM, BLOCK_V]
     # A sink is a key without a value; with splits, the merge adds it once.
     if SINKS and SPLITS == 1:
-        sink = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]
+        sink = tl.load(sinks_ptr + small * H + h) * LOG2E  # [BM]
         new_top = tl.maximum(top, sink)  # [BM]
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BM]
         part = tl.exp2(top - shift)  # [BM]
@@ -176,15 +185,17 @@ def decode_kernel(
     else:
         target = ((n * QUERIES + t) * H + h) * SPLITS + split  # [BM]
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    own_ptr = parts_ptr if TOGETHER else out_ptr
-    own_lse_ptr = part_lse_ptr if TOGETHER else lse_ptr
-    tl.store(own_ptr + (target * V)[:, None] + c[None, :], acc.to(own_ptr.dtype.element_ty),
+    to_ptr = parts_ptr if TOGETHER else out_ptr
+    to_lse_ptr = part_lse_ptr if TOGETHER else lse_ptr
+    tl.store(to_ptr + (target * V)[:, None] + c[None, :], acc.to(to_ptr.dtype.element_ty),
              mask=inside[:, None] & (c < V)[None, :])  # [BM, BLOCK_V]  # fmt: skip
-    tl.store(own_lse_ptr + target, lse, mask=inside)
+    tl.store(to_lse_ptr + target, lse, mask=inside)
+    # Whichever program of the sequence ends last merges the splits of all.
     if TOGETHER:
         if is_last(count_ptr + (n * K + kv_head) * blocks + row // BM, used):
-            merge_splits(row, kv_head, n, used, queries, start, sinks_ptr + shared * H, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
-                         H, K, V, BLOCK_V, QUERIES, SPLITS, SINKS, ROWS, BLOCK_S, STEP)  # fmt: skip
+            parts: tl.constexpr = Partials(QUERIES, SPLITS, ROWS, BLOCK_S, STEP)  # pyright: ignore[reportAssignmentType]
+            merge_splits(row, kv_head, n, used, queries, start, T, sinks_ptr + small * H, parts_ptr, part_lse_ptr, out_ptr, lse_ptr,
+                         parts, H, K, V, BLOCK_V, SINKS)  # fmt: skip
 
 
 @triton.jit
@@ -239,12 +250,12 @@ def merge_kernel(
         acc = tl.zeros([BLOCK_V], tl.float32)  # [BLOCK_V]
         for begin in tl.range(0, SPLITS, STEP):
             r = begin + tl.arange(0, STEP)  # [STEP]
-            own = tl.load(part_lse_ptr + at + r, mask=r < SPLITS, other=float("-inf"))  # [STEP]
+            part_lse = tl.load(part_lse_ptr + at + r, mask=r < SPLITS, other=float("-inf"))  # [STEP]
             part = tl.load(parts_ptr + ((at + r) * V)[:, None] + c[None, :],
-                           mask=(own > float("-inf"))[:, None] & (c < V)[None, :], other=0.0)  # [STEP, BLOCK_V]  # fmt: skip
-            acc += tl.sum(tl.exp2(own - top)[:, None] * part, axis=0)  # [BLOCK_V]
-    some = total != 0
-    acc = acc / tl.where(some, total, 1.0)
+                           mask=(part_lse > float("-inf"))[:, None] & (c < V)[None, :], other=0.0)  # [STEP, BLOCK_V]  # fmt: skip
+            acc += tl.sum(tl.exp2(part_lse - top)[:, None] * part, axis=0)  # [BLOCK_V]
+    some = total != 0  # []
+    acc = acc / tl.where(some, total, 1.0)  # [BLOCK_V]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
     target = token.to(tl.int64) * H + h
     tl.store(out_ptr + target * V + c, acc.to(out_ptr.dtype.element_ty), mask=(c < V) & mine)

@@ -7,7 +7,20 @@ from jax import Array
 
 from ...launch.constants import LN2, LOG2E
 from .call import Call
-from .tile import attend_tile, head_factors, load_pages, load_queries, locate, query_rows
+from .tile import (
+    attend_tile,
+    Format,
+    head_factors,
+    Keys,
+    load_pages,
+    load_queries,
+    locate,
+    Pages,
+    Queries,
+    query_rows,
+    Scoring,
+    Sizes,
+)
 
 _SCANNED = 256  # entries of a page table searched at once
 
@@ -66,7 +79,7 @@ def prefill_kernel(
     n = _sequence_of(q_start_ptr, m, N, group, BM)
     row = (m - _first_tile(q_start_ptr, n, group, BM)) * BM
     q_len = tl.load(q_len_ptr + n)
-    if q_len <= LEAST:  # another kernel's
+    if q_len <= LEAST:  # the decode kernel takes these sequences
         return
     chunk = tl.load(kv_len_ptr + n) - q_len
     q_start = tl.load(q_start_ptr + n)
@@ -108,10 +121,14 @@ def prefill_kernel(
     full_lo = tl.where(holes, lo, full_lo)
     full_hi = tl.where(holes, lo, full_hi)
 
-    # Values per head of a row of sequences.
+    # Constants that travel together, for the function that adds a tile.
+    sizes: tl.constexpr = Sizes(D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BM, BK)  # pyright: ignore[reportAssignmentType]
+    form: tl.constexpr = Format(K, LATENT, K_SCALES, V_SCALES, R_SCALES, FAST_BYTES)  # pyright: ignore[reportAssignmentType]
+    scoring: tl.constexpr = Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION)  # pyright: ignore[reportAssignmentType]
+    # Slopes, scales for each head and the bias are those of a row of sequences.
     small = n // ROW
-    k_factor, v_factor, rope_factor = head_factors(
-        k_scale_ptr, v_scale_ptr, rope_scale_ptr, small, kv_head, K, R, LATENT, K_SCALES, V_SCALES, R_SCALES)  # fmt: skip
+    pages = Pages(k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, kv_head)
+    factors = head_factors(pages, small, form, R)
     slope = 0.0
     if ALIBI:
         slope = (tl.load(slopes_ptr + small * H + h) * LOG2E)[:, None]  # [BM, 1]
@@ -125,7 +142,7 @@ def prefill_kernel(
         top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
         total = tl.zeros([BM], tl.float32)  # [BM]
     t = t[:, None]  # [BM, 1]
-    i = chunk + t  # [BM, 1]
+    rows = Queries(chunk + t, t, slope, chunk, qq_bias_ptr, Q)
 
     # Page numbers are loaded one tile ahead, so that loads of keys do not wait. From 0: if the first index comes from a reduction, the compiler
     # does not pipeline the loop.
@@ -133,10 +150,9 @@ def prefill_kernel(
     for index in tl.range(0, full_hi - full_lo):
         j, slot, ok = locate(page, full_lo + index, first, end, P, PAGE, BK, FAR)
         page = load_pages(table_ptr, full_lo + index + 1, room, PAGE, BK)
+        keys = Keys(j, slot, ok)
         acc, total, top = attend_tile(
-            acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-            k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, K_SCALES,
-            V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, False, PRECISION, FAST_BYTES, False)  # fmt: skip
+            acc, total, top, q, q_rope, keys, rows, pages, factors, sizes, form, scoring, False)  # fmt: skip
     # The tiles around those, `lo .. full_lo` and `full_hi .. hi`, in one loop with masks.
     tile = tl.where(lo < full_lo, lo, full_hi)
     page = load_pages(table_ptr, tile, end, PAGE, BK)
@@ -144,14 +160,13 @@ def prefill_kernel(
         j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
         tile = tl.where(tile + 1 == full_lo, full_hi, tile + 1)
         page = load_pages(table_ptr, tile, end, PAGE, BK)
+        keys = Keys(j, slot, ok)
         acc, total, top = attend_tile(
-            acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-            k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, K_SCALES,
-            V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, FAST_BYTES, True)  # fmt: skip
+            acc, total, top, q, q_rope, keys, rows, pages, factors, sizes, form, scoring, True)  # fmt: skip
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row without visible keys.
     some = total != 0  # [BM]; NaN in a visible key appears in both results
-    acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]  # [BM, BLOCK_V]
+    acc = acc * (factors.v / tl.where(some, total, 1.0))[:, None]  # [BM, BLOCK_V]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BM]
     tl.store(lse_ptr + token * H + h, lse, mask=inside)
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
