@@ -94,21 +94,12 @@ RESULTS = ("out", "lse")
 def axes_of(arrays: PagedArrays, spec: PagedSpec) -> dict[str, tuple[str, ...]]:
     """The axes after the leading ones of every possible array and of both results; `H<n>` stands for n heads."""
     heads, kv_heads = f"H{arrays.q.shape[-2]}", f"H{arrays.k.shape[-2]}"
-    scale = ("P", "p", kv_heads) if spec.scales == "token" else (kv_heads,)
-    return {
-        "q": ("T", heads, "D"),
-        "k": ("P", "p", kv_heads, "Dk"),
-        "v": ("P", "p", kv_heads, "V"),
-        "rope": ("P", "p", kv_heads, "Dr"),
-        "page_table": ("N", "M"),
-        **dict.fromkeys(("q_start", "q_len", "kv_len", "kv_start"), ("N",)),
-        **dict.fromkeys(SCALES, scale),
-        "sinks": (heads,),
-        "slopes": (heads,),
-        "qq_bias": ("Q", "Q2"),
-        "out": ("T", heads, "V"),
-        "lse": ("T", heads),
-    }
+    page = ("P", "p", kv_heads)
+    axes = {"q": ("T", heads, "D"), "k": (*page, "Dk"), "v": (*page, "V"), "rope": (*page, "Dr")}
+    axes |= {"page_table": ("N", "M"), "sinks": (heads,), "slopes": (heads,), "qq_bias": ("Q", "Q2")}
+    axes |= dict.fromkeys(("q_start", "q_len", "kv_len", "kv_start"), ("N",))
+    axes |= dict.fromkeys(SCALES, page if spec.scales == "token" else (kv_heads,))
+    return axes | {"out": ("T", heads, "V"), "lse": ("T", heads)}
 
 
 def page_dtypes(problem: Any) -> tuple[str, str]:

@@ -53,16 +53,7 @@ class XlaPlatform:
     def candidates(self, problem: Any, device: Any) -> list[XlaConfig]:
         """Configurations worth timing, the heuristic first, without those that split the problem in the same way."""
         keys, queries = problem.dim("M") * problem.dim("p"), problem.dim("Q")
-        wanted = [
-            (128, 128),
-            (128, 256),
-            (256, 256),
-            (128, 512),
-            (64, 128),
-            (256, 512),
-            (128, 64),
-            (128, 1024),
-        ]
+        wanted = [(128, 128), (128, 256), (256, 256), (128, 512), (64, 128), (256, 512), (128, 64), (128, 1024)]  # fmt: skip
         if queries == 1:
             wanted = [(128, size) for size in (128, 256, 512, 64, 1024, 32)]
         distinct: dict[tuple[int, int], XlaConfig] = {}

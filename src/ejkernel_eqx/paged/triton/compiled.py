@@ -15,11 +15,12 @@ from ...dispatch import DeviceFacts, Problem
 from ...launch import Execute, run
 from ...launch.sizes import cdiv, rows_of, too_large
 from ..cache.quantise import LARGEST
-from ..spec import page_dtypes, PagedArrays, PagedSpec, WriteArrays
-from . import decode_kernel, prefill_kernel, tile_sizes, write_kernel
+from ..spec import page_dtypes, PagedArrays, PagedSpec
+from . import decode_kernel, prefill_kernel, tile_sizes
 from .call import folded
 from .call import PagedTile as PagedTile
 from .call import TritonConfig as TritonConfig
+from .write_kernel import write as write
 
 OPAQUE = True
 VERSION = 3
@@ -151,7 +152,7 @@ def forward(
 ) -> dict[str, Array]:
     """`out [B, T, H, V]` and `lse [B, T, H]`, for arrays with one leading axis."""
     call = folded(arrays, spec, config, execute)
-    if call.num_sequences == 0 or call.arrays.q.shape[0] == 0:
+    if call.sequences == 0 or call.arrays.q.shape[0] == 0:
         types = call.result_types
         results = {"out": jnp.zeros_like(types["out"]), "lse": jnp.full_like(types["lse"], -jnp.inf)}
     else:
@@ -167,7 +168,3 @@ def decode_queries(max_query_len: int, group: int) -> int:
     """The largest number of queries per sequence that the decode kernel takes: the maximum if it is small, else as many as fill the kernel's
     smallest tile."""
     return max_query_len if max_query_len <= DECODE_QUERIES else max(1, 16 // group)
-
-
-def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
-    return write_kernel.write(arrays, execute=execute)

@@ -265,75 +265,68 @@ def merge_kernel(
 def decode(call: Call, queries: int) -> dict[str, Array]:
     """`out` and `lse` of the sequences with at most `queries` queries, and of tokens of no sequence. Those of other sequences are not written.
     If `max_query_len` rules out longer ones, programs skip the check."""
-    tile = call.config.decode
-    (heads, kv_heads), values = call.heads, call.values
+    tile, types = call.config.decode, call.result_types
     rows = queries * call.group
     tile_rows = min(tile.block_m, padded(rows))
     in_bytes = _bytes(call, tile_rows)
     splits, alone = num_splits(call, queries), call.spec.max_query_len <= queries
-    static = {
-        "BM": tile_rows,
-        "BK": tile.block_k,
-        "QUERIES": queries,
-        "ALONE": alone,
+    together, block_s = splits > 1 and call.config.together, padded(splits, 1)
+    launch = call.launch.knowing(
+        {},
+        BM=tile_rows,
+        BK=tile.block_k,
+        QUERIES=queries,
+        ALONE=alone,
         # More queries than this kernel takes count as one more than it takes, so that buckets of queries share one compiled kernel.
-        "MOST": queries if alone else queries + 1,
-        "SPLITS": splits,
-        "LEAST": cdiv(call.config.chunk_size, tile.block_k),
-        "PAIRS": _pairs(call, tile_rows),
-        "BYTES": in_bytes,
-    }
-    launch = call.launch.knowing({}, **static)
-    programs = cdiv(rows, tile_rows) * kv_heads * splits * call.num_sequences
-    half = result(programs, tile_rows, call.arrays.q.shape[-1], dtype=jnp.float16) if in_bytes else NOTHING
-    own = {"q_half": half}
-    # What only a launch that merges takes: as the number 1 it is no parameter of the compiled kernel.
-    alone_only: dict[str, Any] = dict.fromkeys(
-        ("zeros_ptr", "count_ptr", "parts_ptr", "part_lse_ptr", "ROWS", "BLOCK_S", "STEP"), 1
+        MOST=queries if alone else queries + 1,
+        SPLITS=splits,
+        LEAST=cdiv(call.config.chunk_size, tile.block_k),
+        PAIRS=_pairs(call, tile_rows),
+        BYTES=in_bytes,
+        TOGETHER=together,
     )
-    if not in_bytes and (splits == 1 or not call.config.together):
-        own, alone_only = {}, alone_only | {"q_half_ptr": 1}
-    if splits == 1:
-        results = launch(
-            decode_kernel,
-            tile,
-            own | call.result_types,
-            programs + _fills(call),
-            TOGETHER=False,
-            **alone_only,
-        )
-        return {name: results[name] for name in call.result_types}
-    shape, block_s = (call.num_sequences, queries, heads, splits), padded(splits, 1)
-    out, lse = result(*shape, values), result(*shape)
-    if call.config.together:
+    programs = cdiv(rows, tile_rows) * call.kv_heads * splits * call.sequences
+    shape = (call.sequences, queries, call.heads, splits)
+    parts = {"out": result(*shape, call.values), "lse": result(*shape)}
+    half = result(programs, tile_rows, call.arrays.q.shape[-1], dtype=jnp.float16) if in_bytes else NOTHING
+    if together:
         merged = padded(min(rows, tile_rows), 1)
         counts = result(programs // splits, dtype=jnp.int32)
         results = launch(
             decode_kernel,
             tile,
-            {"count": counts, "parts": out, "part_lse": lse, **own, **call.result_types},
+            {"count": counts, "parts": parts["out"], "part_lse": parts["lse"], "q_half": half, **types},
             programs + _fills(call),
             {"zeros": jnp.zeros(counts.shape, counts.dtype)},
             aliases={"zeros": "count"},
-            TOGETHER=True,
             ROWS=merged,
             BLOCK_S=block_s,
-            STEP=min(block_s, max(1, MOST_MERGED // (merged * padded(values)))),
+            STEP=min(block_s, max(1, MOST_MERGED // (merged * padded(call.values)))),
         )
-        return {name: results[name] for name in call.result_types}
-    parts = launch(
-        decode_kernel, tile, own | {"out": out, "lse": lse}, programs, TOGETHER=False, **alone_only
+        return {name: results[name] for name in types}
+    # What only a launch that merges takes: as the number 1 it is no parameter of the compiled kernel.
+    absent: dict[str, Any] = dict.fromkeys(
+        ("zeros_ptr", "count_ptr", "parts_ptr", "part_lse_ptr", "ROWS", "BLOCK_S", "STEP"), 1
     )
+    outputs = types if splits == 1 else parts
+    if in_bytes:
+        outputs = {"q_half": half, **outputs}
+    else:
+        absent["q_half_ptr"] = 1
+    fills = _fills(call) if splits == 1 else 0
+    results = launch(decode_kernel, tile, outputs, programs + fills, **absent)
+    if splits == 1:
+        return {name: results[name] for name in types}
     # Absent arguments are never read; the lengths take their place.
     merge = dataclasses.replace(launch, absent=call.arrays.q_len)
-    step = min(block_s, max(2, MOST_MERGED // padded(values)))
-    numbers = step * padded(values)
+    step = min(block_s, max(2, MOST_MERGED // padded(call.values)))
+    numbers = step * padded(call.values)
     return merge(
         merge_kernel,
         Options(1 if numbers <= 512 else 2 if numbers < MOST_MERGED else 4),  # one warp needs no barriers
-        call.result_types,
-        heads * queries * call.num_sequences + _fills(call),
-        {"parts": parts["out"], "part_lse": parts["lse"]},
+        types,
+        call.heads * queries * call.sequences + _fills(call),
+        {"parts": results["out"], "part_lse": results["lse"]},
         BLOCK_S=block_s,
         STEP=step,
     )

@@ -180,12 +180,12 @@ def prefill_kernel(
 def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Array]:
     """Writes the tokens of sequences with more than `least` queries into `results`, in place."""
     tile = call.config.prefill
-    tiles = most_tiles(call.arrays.q.shape[0], call.num_sequences, call.group, tile.block_m)
+    tiles = most_tiles(call.arrays.q.shape[0], call.sequences, call.group, tile.block_m)
     return call.launch(
         prefill_kernel,
         tile,
         call.result_types,
-        tiles * call.heads[1],
+        tiles * call.kv_heads,
         {f"{name}_before": x for name, x in results.items()},
         aliases={f"{name}_before": name for name in results},
         # Run-time numbers, so that buckets of tokens share one compiled kernel.
