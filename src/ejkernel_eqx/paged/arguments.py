@@ -243,8 +243,7 @@ def resolve_dense(
 
 def resolve_rows(
     q: Array,
-    latent: Array,
-    rope: Array,
+    dense: Any,
     options: PagedOptions,
     tokens: Tokens,
     lengths: Array,
@@ -254,8 +253,8 @@ def resolve_rows(
 ) -> tuple[PagedArrays, PagedSpec]:
     """Queries `[*, T, H, R + Dr]` on dense latents `[*, S, R]` and rotary keys `[*, S, Dr]`: those of a row are a single page, which each of its
     sequences reads up to its length, `[*, N]`."""
+    k, rope = (x[..., None, :, None, :] for x in dense)
     table = jnp.zeros((*lengths.shape, 1), jnp.int32)
-    k, rope = (x[..., None, :, None, :] for x in (latent, rope))
     arrays = PagedArrays(q, k, None, table, tokens.q_start, tokens.q_len, lengths, rope=rope)
     most = tokens.max_query_len
     return _with_options(arrays, options, scoring, most, latent=True, return_lse=return_lse)
