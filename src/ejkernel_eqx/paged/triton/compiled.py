@@ -6,6 +6,7 @@ queries.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -31,6 +32,9 @@ MAX_FLOAT32_LATENT_DIM = 128
 DECODE_QUERIES = 16
 """Up to this `max_query_len`, the decode kernel takes all sequences."""
 _MOST_CANDIDATES = 12
+
+PORTABLE: dict[str, Any] = {"fast_tanh": False, "fast_bytes": False, "float32_dot": "ieee"}
+"""Options of a configuration without NVIDIA's instructions."""
 
 config_type = TritonConfig
 unavailable = kernels_unavailable
@@ -68,11 +72,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     decode = tile_sizes.decode_tiles(problem, device, queries)[0]
     splits, chunk_size = tile_sizes.splits(problem, device, queries, decode.block_m)
     prefill = tile_sizes.prefill_tiles(problem, device)[0]
-    if device.vendor == "nvidia":
-        return TritonConfig(decode, prefill, splits, chunk_size)
-    return TritonConfig(
-        decode, prefill, splits, chunk_size, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
-    )
+    how = {} if device.vendor == "nvidia" else PORTABLE
+    return TritonConfig(decode, prefill, splits, chunk_size, **how)
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
@@ -94,10 +95,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     found = [heuristic, *_together(heuristic, keys, device)]
     found += [dataclasses.replace(heuristic, **way) for way in ways]
     for row, (few, many) in enumerate(rows_of([decode, prefill])[1:], 1):
-        found += [
-            dataclasses.replace(heuristic, decode=few, prefill=many, **way)
-            for way in (ways[:2] if row < 3 else ways[:1])
-        ]
+        tiles = dataclasses.replace(heuristic, decode=few, prefill=many)
+        found += [dataclasses.replace(tiles, **way) for way in (ways[:2] if row < 3 else ways[:1])]
     return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
 
 
@@ -105,9 +104,10 @@ def _together(config: TritonConfig, keys: int, device: DeviceFacts) -> list[Trit
     """The same in one launch, also with smaller splits, whose merge then costs less than a launch. Elsewhere than on NVIDIA that has not run."""
     if config.split_k == 1 or device.vendor != "nvidia":
         return []
+    block = config.decode.block_k
     smaller = {
-        "split_k": min(4 * config.split_k, cdiv(keys, config.decode.block_k)),
-        "chunk_size": config.decode.block_k,
+        "split_k": min(4 * config.split_k, cdiv(keys, block)),
+        "chunk_size": block,
     }
     one = dataclasses.replace(config, together=True)
     return [one, dataclasses.replace(one, **smaller)] if config.chunk_size > config.decode.block_k else [one]

@@ -15,27 +15,11 @@ from jax import Array
 from ...launch import NOTHING, Options, result
 from ...launch.constants import LN2, LOG2E
 from ...launch.sizes import cdiv, padded
+from . import tile
 from .call import Call
 from .last import is_last, merge_splits, MOST_MERGED, Partials
 from .latent_bytes import attend_bytes, half_queries
 from .pairs import attend_pairs, PAIRS_OF, RAISED, split_queries
-from .tile import (
-    attend_tile,
-    fill_rest,
-    FILLED,
-    Format,
-    head_factors,
-    Keys,
-    load_pages,
-    load_queries,
-    locate,
-    Pages,
-    Queries,
-    query_rows,
-    Scoring,
-    sequence,
-    Sizes,
-)
 from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
 
 
@@ -72,7 +56,7 @@ def decode_kernel(
     # Without another kernel that merges, further programs fill in the remaining tokens.
     if SPLITS == 1 or TOGETHER:
         if program >= N * (blocks * K * SPLITS):
-            fill_rest(program - N * (blocks * K * SPLITS), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)  # fmt: skip
+            tile.fill_rest(program - N * (blocks * K * SPLITS), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)  # fmt: skip
             return
     # A program takes `BM` rows of one sequence and key head, and one split of its keys.
     row = program % blocks * BM
@@ -83,7 +67,7 @@ def decode_kernel(
     # The keys that its queries see, and the tiles of this split among them. All that says whether there is something to do is loaded before any of
     # it decides, since a load after a branch waits for the loads before it.
     start = tl.load(q_start_ptr + n)
-    queries, chunk, first, end = sequence(  # pyright: ignore[reportGeneralTypeIssues]
+    queries, chunk, first, end = tile.sequence(  # pyright: ignore[reportGeneralTypeIssues]
         n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE, MOST, LEFT, RANGED)  # fmt: skip
     lo, hi, size = splits_of(first, end, BK, SPLITS, LEAST)
     used = 1
@@ -100,7 +84,7 @@ def decode_kernel(
         else:
             busy &= lo < hi
         hi = tl.minimum(lo + size, hi)
-    t, h = query_rows(row, kv_head, H, K, BM)  # [BM] each
+    t, h = tile.query_rows(row, kv_head, H, K, BM)  # [BM] each
     token = start + t  # [BM]
     inside = valid & (t < queries) & (token >= 0) & (token < T)  # [BM]
     if not busy:
@@ -111,29 +95,29 @@ def decode_kernel(
 
     # Page numbers are loaded one tile ahead, so that loads of keys do not wait for them.
     table = table_ptr + n * M
-    page = load_pages(table, lo, end, PAGE, BK)
+    page = tile.load_pages(table, lo, end, PAGE, BK)
     q_factor = 1.0
-    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
+    q = tile.load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
     q_rope = q
     if R > 0:
-        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
+        q_rope = tile.load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
     if BYTES:
         memory = q_half_ptr + program.to(tl.int64) * (BM * (D + R))
         q, half_rope, q_factor = half_queries(q, q_rope, memory, D, R, BM, BLOCK_D, BLOCK_R)  # pyright: ignore[reportGeneralTypeIssues]
         if R_SCALES != 0:
             q_rope = half_rope
     # Constants that travel together, for the functions that add a tile.
-    sizes: tl.constexpr = Sizes(D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BM, BK)  # pyright: ignore[reportAssignmentType]
-    form: tl.constexpr = Format(K, LATENT, K_SCALES, V_SCALES, R_SCALES, FAST_BYTES)  # pyright: ignore[reportAssignmentType]
-    scoring: tl.constexpr = Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION)  # pyright: ignore[reportAssignmentType]
+    sizes: tl.constexpr = tile.Sizes(D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BM, BK)  # pyright: ignore[reportAssignmentType]
+    form: tl.constexpr = tile.Format(K, LATENT, K_SCALES, V_SCALES, R_SCALES, FAST_BYTES)  # pyright: ignore[reportAssignmentType]
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION)  # pyright: ignore[reportAssignmentType]
     i = (chunk + t)[:, None]  # [BM, 1]
     # Slopes, scales for each head and the bias are those of a row of sequences.
     small = n // ROW
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes_ptr + small * H + h)[:, None] * LOG2E  # [BM, 1]
-    pages = Pages(k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, kv_head)
-    factors = head_factors(pages, small, form, R)
+    pages = tile.Pages(k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, kv_head)
+    factors = tile.head_factors(pages, small, form, R)
     v_factor = factors.v  # []
 
     # The state of the online softmax: sums of values, the largest score and the sum of weights.
@@ -147,19 +131,19 @@ def decode_kernel(
     total = tl.zeros([BM], tl.float32)  # [BM]
 
     # One tile of keys after the other, by the function for the format of the pages.
-    for tile in tl.range(lo, hi):
-        j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
-        page = load_pages(table, tile + 1, end, PAGE, BK)
-        keys = Keys(j, slot, ok)
-        rows = Queries(i, t[:, None], slope, chunk, qq_bias_ptr + small * Q * Q, Q)
+    for index in tl.range(lo, hi):
+        j, slot, ok = tile.locate(page, index, first, end, P, PAGE, BK, FAR)
+        page = tile.load_pages(table, index + 1, end, PAGE, BK)
+        keys = tile.Keys(j, slot, ok)
+        rows = tile.Queries(i, t[:, None], slope, chunk, qq_bias_ptr + small * Q * Q, Q)
         if PAIRS:
             acc, acc_odd, total, top = attend_pairs(
                 acc, acc_odd, total, top, q_even, q_odd, q_factor, q_rope, keys, rows, pages, factors, sizes, form, scoring, PAIRS)  # fmt: skip
         elif BYTES:
             acc, total, top = attend_bytes(
-                acc, total, top, q, q_rope, q_factor, tile * BK < end, keys, rows, pages, factors, sizes, form, scoring)  # fmt: skip
+                acc, total, top, q, q_rope, q_factor, index * BK < end, keys, rows, pages, factors, sizes, form, scoring)  # fmt: skip
         else:
-            acc, total, top = attend_tile(
+            acc, total, top = tile.attend_tile(
                 acc, total, top, q, q_rope, keys, rows, pages, factors, sizes, form, scoring, True)  # fmt: skip
 
     # out = acc / total, lse = top + log2(total): for the sequence or, in units of log2, for the split and its merge.
@@ -209,7 +193,9 @@ def merge_kernel(
     # One program for each sequence, query and head, and further programs for tokens of no sequence.
     program = tl.program_id(0)
     if program >= N * (H * QUERIES):
-        fill_rest(program - N * (H * QUERIES), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)
+        tile.fill_rest(
+            program - N * (H * QUERIES), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V
+        )
         return
     h = program % H
     t = program // H % QUERIES
@@ -265,22 +251,22 @@ def merge_kernel(
 def decode(call: Call, queries: int) -> dict[str, Array]:
     """`out` and `lse` of the sequences with at most `queries` queries, and of tokens of no sequence. Those of other sequences are not written.
     If `max_query_len` rules out longer ones, programs skip the check."""
-    tile, types = call.config.decode, call.result_types
+    sizes, types = call.config.decode, call.result_types
     rows = queries * call.group
-    tile_rows = min(tile.block_m, padded(rows))
+    tile_rows = min(sizes.block_m, padded(rows))
     in_bytes = _bytes(call, tile_rows)
     splits, alone = num_splits(call, queries), call.spec.max_query_len <= queries
     together, block_s = splits > 1 and call.config.together, padded(splits, 1)
     launch = call.launch.knowing(
         {},
         BM=tile_rows,
-        BK=tile.block_k,
+        BK=sizes.block_k,
         QUERIES=queries,
         ALONE=alone,
         # More queries than this kernel takes count as one more than it takes, so that buckets of queries share one compiled kernel.
         MOST=queries if alone else queries + 1,
         SPLITS=splits,
-        LEAST=cdiv(call.config.chunk_size, tile.block_k),
+        LEAST=cdiv(call.config.chunk_size, sizes.block_k),
         PAIRS=_pairs(call, tile_rows),
         BYTES=in_bytes,
         TOGETHER=together,
@@ -294,7 +280,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
         counts = result(programs // splits, dtype=jnp.int32)
         results = launch(
             decode_kernel,
-            tile,
+            sizes,
             {"count": counts, "parts": parts["out"], "part_lse": parts["lse"], "q_half": half, **types},
             programs + _fills(call),
             {"zeros": jnp.zeros(counts.shape, counts.dtype)},
@@ -314,7 +300,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
     else:
         absent["q_half_ptr"] = 1
     fills = _fills(call) if splits == 1 else 0
-    results = launch(decode_kernel, tile, outputs, programs + fills, **absent)
+    results = launch(decode_kernel, sizes, outputs, programs + fills, **absent)
     if splits == 1:
         return {name: results[name] for name in types}
     # Absent arguments are never read; the lengths take their place.
@@ -350,7 +336,7 @@ def _bytes(call: Call, rows: int) -> bool:
 
 def _fills(call: Call) -> int:
     """The number of programs that look for tokens of no sequence."""
-    return cdiv(call.arrays.q.shape[0], FILLED.value)
+    return cdiv(call.arrays.q.shape[0], tile.FILLED.value)
 
 
 def num_splits(call: Call, queries: int) -> int:

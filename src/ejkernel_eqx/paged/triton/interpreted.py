@@ -7,8 +7,6 @@ from . import compiled
 from .call import TritonConfig
 from .tile_sizes import SMALLEST
 
-CONFIG = TritonConfig(
-    SMALLEST, SMALLEST, split_k=3, chunk_size=16, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
-)
-platform = Interpreted(compiled, CONFIG, fast_tanh=False, fast_bytes=False, float32_dot="ieee")
+CONFIG = TritonConfig(SMALLEST, SMALLEST, split_k=3, chunk_size=16, **compiled.PORTABLE)
+platform = Interpreted(compiled, CONFIG, **compiled.PORTABLE)
 vars(platform)["write"] = functools.partial(compiled.write, execute=platform.execute)

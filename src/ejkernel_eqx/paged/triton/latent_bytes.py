@@ -7,8 +7,8 @@ and needs fewer instructions than bfloat16: one for two float8 numbers. For this
 import triton
 import triton.language as tl
 
+from . import tile
 from .pairs import EXPONENT, half_weights, LARGEST_EXPONENT, MANTISSA
-from .tile import Factors, Format, Keys, load_keys, load_scales, Pages, Queries, Scoring, Sizes, TOKEN
 
 # Flipping the sign bit of a byte adds 128; as the low byte of a float16 number from 1024 on, it counts ones.
 _INTEGERS = tl.constexpr("""{
@@ -89,26 +89,30 @@ def half_queries(
 
 
 @triton.jit
-def attend_bytes(acc, total, top, q, q_rope, q_factor, visible, keys: Keys, queries: Queries, pages: Pages, factors: Factors,
-                 sizes: Sizes, form: Format, scoring: Scoring):  # fmt: skip
+def attend_bytes(
+    acc, total, top, q, q_rope, q_factor, visible, keys: tile.Keys, queries: tile.Queries, pages: tile.Pages, factors: tile.Factors,
+    sizes: tile.Sizes, form: tile.Format, scoring: tile.Scoring,
+):  # fmt: skip
     """Adds one tile of latents, as `attend_tile`. `q [BM, BLOCK_D]` and, for 8-bit rotary keys, `q_rope [BM, BLOCK_R]` have been divided by `q_factor
     [BM]`. `visible`: whether any key of the tile is; always true, see below. Sums and denominators: as in `attend_pairs`."""
     slot, ok, head = keys.slot, keys.ok, pages.head
     fast: tl.constexpr = form.FAST_BYTES
     k = halves(
-        load_keys(pages.k, slot, ok, head, form.K, sizes.D, sizes.BLOCK_D, True), fast
+        tile.load_keys(pages.k, slot, ok, head, form.K, sizes.D, sizes.BLOCK_D, True), fast
     )  # [BK, BLOCK_D]
     k_scale = 0.0
-    if form.K_SCALES == TOKEN:
-        k_scale = load_scales(pages.k_scale, slot, ok, head, form.K, True)  # [BK]
+    if form.K_SCALES == tile.TOKEN:
+        k_scale = tile.load_scales(pages.k_scale, slot, ok, head, form.K, True)  # [BK]
     # Everything is converted before the first product.
     if sizes.R > 0:
-        rope = load_keys(pages.rope, slot, ok, head, form.K, sizes.R, sizes.BLOCK_R, True)  # [BK, BLOCK_R]
+        rope = tile.load_keys(
+            pages.rope, slot, ok, head, form.K, sizes.R, sizes.BLOCK_R, True
+        )  # [BK, BLOCK_R]
         rope_factor = factors.rope
         if form.R_SCALES != 0:
             rope = halves(rope, fast)
-        if form.R_SCALES == TOKEN:
-            rope_factor = load_scales(pages.rope_scale, slot, ok, head, form.K, True)[None, :]  # [1, BK]
+        if form.R_SCALES == tile.TOKEN:
+            rope_factor = tile.load_scales(pages.rope_scale, slot, ok, head, form.K, True)[None, :]  # [1, BK]
         more = tl.dot(q_rope, tl.trans(rope))  # [BM, BK]
         if form.R_SCALES != 0:
             more *= rope_factor
@@ -116,7 +120,7 @@ def attend_bytes(acc, total, top, q, q_rope, q_factor, visible, keys: Keys, quer
     # The branch hides from the compiler that the last product depends on the first. It would have each group of four warps compute all scores,
     # to share none, where now each computes half of them.
     if visible:
-        if form.K_SCALES == TOKEN:
+        if form.K_SCALES == tile.TOKEN:
             qk *= k_scale[None, :]
         else:
             qk *= factors.k

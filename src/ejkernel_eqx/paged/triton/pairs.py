@@ -8,20 +8,7 @@ and needs fewer instructions to convert to than bfloat16. For this, each row of 
 import triton
 import triton.language as tl
 
-from .tile import (
-    Factors,
-    Format,
-    Keys,
-    load_keys,
-    load_scales,
-    Pages,
-    Queries,
-    Scoring,
-    Sizes,
-    TOKEN,
-    weights,
-    widened,
-)
+from . import tile
 
 BIASED = tl.constexpr(1152)  # what `integers` adds to an int8 number
 PAIRS_OF = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
@@ -118,12 +105,19 @@ def floats(pair, PAIRS: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def half_weights(
-    qk, total, top, v_scale, keys: Keys, queries: Queries, scoring: Scoring, SCALES: tl.constexpr
+    qk,
+    total,
+    top,
+    v_scale,
+    keys: tile.Keys,
+    queries: tile.Queries,
+    scoring: tile.Scoring,
+    SCALES: tl.constexpr,
 ):
     """Weights, as `weights`, times the scales of the values if each token has one, in float16. All are scaled by `2**RAISED`."""
     # Float16 cannot represent small scales times small weights: the products are relative to the largest one.
-    scaled: tl.constexpr = SCALES == TOKEN  # pyright: ignore[reportAssignmentType]
-    p, alpha, total, top = weights(  # pyright: ignore[reportGeneralTypeIssues]
+    scaled: tl.constexpr = SCALES == tile.TOKEN  # pyright: ignore[reportAssignmentType]
+    p, alpha, total, top = tile.weights(  # pyright: ignore[reportGeneralTypeIssues]
         qk, total, top, v_scale, keys, queries, scoring, True, RAISED, scaled)  # p [BM, BK]  # fmt: skip
     if scaled:
         p *= v_scale[None, :]
@@ -134,14 +128,15 @@ def half_weights(
 def _load_pairs(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of pages as 16-bit numbers `[BK, BLOCK / 2]`, zero where not `ok`."""
     pairs = ptr.to(tl.pointer_type(tl.int16))
-    return load_keys(pairs, slot, ok, kv_head, K, WIDTH // 2, BLOCK // 2, True)
+    return tile.load_keys(pairs, slot, ok, kv_head, K, WIDTH // 2, BLOCK // 2, True)
 
 
 @triton.jit
 def attend_pairs(
     even, odd, total, top,  # [BM, BLOCK_V / 2] twice, [BM], [BM]
     q_even, q_odd, q_factor, q_rope,  # [BM, BLOCK_D / 2] twice, [BM], [BM, BLOCK_R]
-    keys: Keys, queries: Queries, pages: Pages, factors: Factors, sizes: Sizes, form: Format, scoring: Scoring, PAIRS: tl.constexpr,
+    keys: tile.Keys, queries: tile.Queries, pages: tile.Pages, factors: tile.Factors,
+    sizes: tile.Sizes, form: tile.Format, scoring: tile.Scoring, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys, as `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: of `PAIRS_OF`.
 
@@ -161,11 +156,11 @@ def attend_pairs(
     else:
         k_even, k_odd = floats(tl.trans(k_pair), PAIRS, fast)  # [BLOCK_D / 2, BK] each
         qk = tl.zeros([sizes.BM, sizes.BK], tl.float32)  # [BM, BK]
-    if form.V_SCALES == TOKEN:
-        k_scale = load_scales(pages.k_scale, slot, ok, head, form.K, True)  # [BK]
+    if form.V_SCALES == tile.TOKEN:
+        k_scale = tile.load_scales(pages.k_scale, slot, ok, head, form.K, True)  # [BK]
         v_scale = k_scale  # [BK]
         if not form.LATENT:
-            v_scale = load_scales(pages.v_scale, slot, ok, head, form.K, True)  # [BK]
+            v_scale = tile.load_scales(pages.v_scale, slot, ok, head, form.K, True)  # [BK]
         factor = k_scale[None, :]  # [1, BK]
     else:
         v_scale = 0.0
@@ -176,15 +171,15 @@ def attend_pairs(
         qk = tl.fma(tl.dot(q_odd, k_odd), factor, tl.dot(q_even, k_even, qk) * factor)  # [BM, BK]
     else:
         qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk)) * factor  # [BM, BK]
-    if form.V_SCALES == TOKEN:
+    if form.V_SCALES == tile.TOKEN:
         qk *= q_factor[:, None]
     # Rotary channels: a product of its own, as their scales differ from those of the latents.
     if sizes.R > 0:
-        rope = load_keys(pages.rope, slot, ok, head, form.K, sizes.R, sizes.BLOCK_R, True)
-        rope = widened(rope, q_rope, fast)  # [BK, BLOCK_R]
+        rope = tile.load_keys(pages.rope, slot, ok, head, form.K, sizes.R, sizes.BLOCK_R, True)
+        rope = tile.widened(rope, q_rope, fast)  # [BK, BLOCK_R]
         more = tl.dot(q_rope, tl.trans(rope))  # [BM, BK]
-        if form.R_SCALES == TOKEN:
-            more *= load_scales(pages.rope_scale, slot, ok, head, form.K, True)[None, :]
+        if form.R_SCALES == tile.TOKEN:
+            more *= tile.load_scales(pages.rope_scale, slot, ok, head, form.K, True)[None, :]
         qk += more * factors.rope
     p, alpha, total, top = half_weights(
         qk, total, top, v_scale, keys, queries, scoring, form.V_SCALES

@@ -6,21 +6,8 @@ import triton.language as tl
 from jax import Array
 
 from ...launch.constants import LN2, LOG2E
+from . import tile
 from .call import Call
-from .tile import (
-    attend_tile,
-    Format,
-    head_factors,
-    Keys,
-    load_pages,
-    load_queries,
-    locate,
-    Pages,
-    Queries,
-    query_rows,
-    Scoring,
-    Sizes,
-)
 
 _SCANNED = 256  # entries of a page table searched at once
 
@@ -86,14 +73,14 @@ def prefill_kernel(
     queries = tl.minimum(tl.minimum(q_len, MOST), T - q_start)
     if (row < 0) | (row >= queries * group):
         return
-    t, h = query_rows(row, kv_head, H, K, BM)  # [BM] each
+    t, h = tile.query_rows(row, kv_head, H, K, BM)  # [BM] each
     inside = t < queries  # [BM]
     token = (q_start + t).to(tl.int64)  # [BM]
 
-    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
+    q = tile.load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
     q_rope = q
     if R > 0:
-        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
+        q_rope = tile.load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
 
     # The keys visible to the tile's first and last query: all of tiles `full_lo` to `full_hi`, parts of those around them.
     i_first = chunk + row // group
@@ -122,13 +109,13 @@ def prefill_kernel(
     full_hi = tl.where(holes, lo, full_hi)
 
     # Constants that travel together, for the function that adds a tile.
-    sizes: tl.constexpr = Sizes(D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BM, BK)  # pyright: ignore[reportAssignmentType]
-    form: tl.constexpr = Format(K, LATENT, K_SCALES, V_SCALES, R_SCALES, FAST_BYTES)  # pyright: ignore[reportAssignmentType]
-    scoring: tl.constexpr = Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION)  # pyright: ignore[reportAssignmentType]
+    sizes: tl.constexpr = tile.Sizes(D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BM, BK)  # pyright: ignore[reportAssignmentType]
+    form: tl.constexpr = tile.Format(K, LATENT, K_SCALES, V_SCALES, R_SCALES, FAST_BYTES)  # pyright: ignore[reportAssignmentType]
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION)  # pyright: ignore[reportAssignmentType]
     # Slopes, scales for each head and the bias are those of a row of sequences.
     small = n // ROW
-    pages = Pages(k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, kv_head)
-    factors = head_factors(pages, small, form, R)
+    pages = tile.Pages(k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, kv_head)
+    factors = tile.head_factors(pages, small, form, R)
     slope = 0.0
     if ALIBI:
         slope = (tl.load(slopes_ptr + small * H + h) * LOG2E)[:, None]  # [BM, 1]
@@ -142,26 +129,26 @@ def prefill_kernel(
         top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
         total = tl.zeros([BM], tl.float32)  # [BM]
     t = t[:, None]  # [BM, 1]
-    rows = Queries(chunk + t, t, slope, chunk, qq_bias_ptr, Q)
+    rows = tile.Queries(chunk + t, t, slope, chunk, qq_bias_ptr, Q)
 
     # Page numbers are loaded one tile ahead, so that loads of keys do not wait. From 0: if the first index comes from a reduction, the compiler
     # does not pipeline the loop.
-    page = load_pages(table_ptr, full_lo, room, PAGE, BK)
-    for index in tl.range(0, full_hi - full_lo):
-        j, slot, ok = locate(page, full_lo + index, first, end, P, PAGE, BK, FAR)
-        page = load_pages(table_ptr, full_lo + index + 1, room, PAGE, BK)
-        keys = Keys(j, slot, ok)
-        acc, total, top = attend_tile(
+    page = tile.load_pages(table_ptr, full_lo, room, PAGE, BK)
+    for nth in tl.range(0, full_hi - full_lo):
+        j, slot, ok = tile.locate(page, full_lo + nth, first, end, P, PAGE, BK, FAR)
+        page = tile.load_pages(table_ptr, full_lo + nth + 1, room, PAGE, BK)
+        keys = tile.Keys(j, slot, ok)
+        acc, total, top = tile.attend_tile(
             acc, total, top, q, q_rope, keys, rows, pages, factors, sizes, form, scoring, False)  # fmt: skip
     # The tiles around those, `lo .. full_lo` and `full_hi .. hi`, in one loop with masks.
-    tile = tl.where(lo < full_lo, lo, full_hi)
-    page = load_pages(table_ptr, tile, end, PAGE, BK)
+    index = tl.where(lo < full_lo, lo, full_hi)
+    page = tile.load_pages(table_ptr, index, end, PAGE, BK)
     for _ in tl.range(0, full_lo - lo + hi - full_hi):
-        j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
-        tile = tl.where(tile + 1 == full_lo, full_hi, tile + 1)
-        page = load_pages(table_ptr, tile, end, PAGE, BK)
-        keys = Keys(j, slot, ok)
-        acc, total, top = attend_tile(
+        j, slot, ok = tile.locate(page, index, first, end, P, PAGE, BK, FAR)
+        index = tl.where(index + 1 == full_lo, full_hi, index + 1)
+        page = tile.load_pages(table_ptr, index, end, PAGE, BK)
+        keys = tile.Keys(j, slot, ok)
+        acc, total, top = tile.attend_tile(
             acc, total, top, q, q_rope, keys, rows, pages, factors, sizes, form, scoring, True)  # fmt: skip
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row without visible keys.
@@ -179,22 +166,14 @@ def prefill_kernel(
 
 def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Array]:
     """Writes the tokens of sequences with more than `least` queries into `results`, in place."""
-    tile = call.config.prefill
-    tiles = most_tiles(call.arrays.q.shape[0], call.sequences, call.group, tile.block_m)
-    return call.launch(
-        prefill_kernel,
-        tile,
-        call.result_types,
-        tiles * call.kv_heads,
-        {f"{name}_before": x for name, x in results.items()},
-        aliases={f"{name}_before": name for name in results},
-        # Run-time numbers, so that buckets of tokens share one compiled kernel.
-        LEAST=least,
-        MOST=call.spec.max_query_len,
-        SCANNED=_SCANNED,
-        BM=tile.block_m,
-        BK=tile.block_k,
-    )
+    sizes, before = call.config.prefill, {f"{name}_before": x for name, x in results.items()}
+    tiles = most_tiles(call.arrays.q.shape[0], call.sequences, call.group, sizes.block_m)
+    # Run-time numbers, so that buckets of tokens share one compiled kernel.
+    numbers = {"LEAST": least, "MOST": call.spec.max_query_len}
+    constants = {"SCANNED": _SCANNED, "BM": sizes.block_m, "BK": sizes.block_k}
+    aliases, programs = {f"{name}_before": name for name in results}, tiles * call.kv_heads
+    launch = call.launch.knowing({}, **numbers, **constants)
+    return launch(prefill_kernel, sizes, call.result_types, programs, before, aliases=aliases)
 
 
 def most_tiles(tokens: int, sequences: int, group: int, rows: int) -> int:
