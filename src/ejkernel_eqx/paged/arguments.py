@@ -34,7 +34,7 @@ class PagedOptions:
 
     @classmethod
     def read(cls, sliding_window: Any, logits_soft_cap: Any, softmax_scale: Any) -> "PagedOptions":
-        """From the constructor's arguments. Only the left side of a window matters, because no query sees past its own key."""
+        """Reads the constructor's arguments. Only the left side of a window matters, because no query sees past its own key."""
         ScoreOptions(logits_soft_cap, softmax_scale).check()
         cap, scale = (None if x is None else float(x) for x in (logits_soft_cap, softmax_scale))
         left = parse_window(sliding_window, True)[0]
@@ -50,7 +50,7 @@ class Scoring(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Which queries belong to each sequence, int32 `[*, N]` each, and the maximum number of queries per sequence."""
+    """Queries of each sequence, int32 `[*, N]` each, and the maximum number of queries per sequence."""
 
     q_start: Array
     q_len: Array

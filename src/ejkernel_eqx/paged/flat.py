@@ -153,8 +153,8 @@ def _even(page_size: int, block_k: int) -> tuple[int, int]:
 
 
 def gather_chunks(pages: Named, table: Array, start: Array, block_k: int, chunk: int) -> tuple[Named, Array]:
-    """For every array `[P, p, ...]`, the keys `start [n]` to `start + block_k`, `[n, block_k, ...]`, by a table `[n, M]`, and whether they
-    exist, `[n, block_k]`."""
+    """Keys `start [n]` to `start + block_k` of every array `[P, p, ...]`, `[n, block_k, ...]`, by a table `[n, M]`, and which of them exist,
+    `[n, block_k]`."""
     count, page_size = next(iter(pages.values())).shape[:2]
     parts = page_size // chunk
     place = (start // chunk)[:, None] + jnp.arange(block_k // chunk, dtype=jnp.int32)[None]

@@ -10,7 +10,7 @@ from ..core.platforms import ON_TPU, register, USUAL
 from .arguments import one_each, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import over_pages, PagedOperation
-from .signature import Cache, DecodeInputs, Output, Queries, WithLse
+from .signature import Cache, DecodeInputs, Output, Query, WithLse
 
 register("paged_attention", __package__, (*USUAL, *ON_TPU))
 
@@ -37,22 +37,17 @@ class PagedAttention(PagedOperation):
 
         @overload
         def __call__(
-            self,
-            q: Queries,
-            cache: Cache,
-            *,
-            return_lse: Literal[False] = False,
-            **others: Unpack[DecodeInputs],
+            self, q: Query, cache: Cache, *, return_lse: Literal[False] = False, **more: Unpack[DecodeInputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self, q: Queries, cache: Cache, *, return_lse: Literal[True], **others: Unpack[DecodeInputs]
+            self, q: Query, cache: Cache, *, return_lse: Literal[True], **more: Unpack[DecodeInputs]
         ) -> WithLse: ...
 
         @overload
         def __call__(
-            self, q: Queries, cache: Cache, *, return_lse: bool, **others: Unpack[DecodeInputs]
+            self, q: Query, cache: Cache, *, return_lse: bool, **more: Unpack[DecodeInputs]
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.PagedAttention")

@@ -10,7 +10,7 @@ from ..core.platforms import ON_TPU, register, USUAL
 from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import over_pages, PagedOperation
-from .signature import Cache, Output, PackedInputs, Queries, WithLse
+from .signature import Cache, Output, PackedInputs, Query, WithLse
 
 register("prefill_paged_attention", __package__, (*USUAL, *ON_TPU))
 
@@ -38,22 +38,17 @@ class PrefillPagedAttention(PagedOperation):
 
         @overload
         def __call__(
-            self,
-            q: Queries,
-            cache: Cache,
-            *,
-            return_lse: Literal[False] = False,
-            **others: Unpack[PackedInputs],
+            self, q: Query, cache: Cache, *, return_lse: Literal[False] = False, **more: Unpack[PackedInputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self, q: Queries, cache: Cache, *, return_lse: Literal[True], **others: Unpack[PackedInputs]
+            self, q: Query, cache: Cache, *, return_lse: Literal[True], **more: Unpack[PackedInputs]
         ) -> WithLse: ...
 
         @overload
         def __call__(
-            self, q: Queries, cache: Cache, *, return_lse: bool, **others: Unpack[PackedInputs]
+            self, q: Query, cache: Cache, *, return_lse: bool, **more: Unpack[PackedInputs]
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.PrefillPagedAttention")

@@ -14,7 +14,7 @@ from ..dispatch import PlatformLike
 from .arguments import packed, PagedOptions, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import over_pages
-from .signature import C, Cache, Output, Queries, RaggedInputs, WithLse
+from .signature import C, Cache, Output, Query, RaggedInputs, WithLse
 
 register("ragged_paged_attention", __package__, (*USUAL, *ON_TPU))
 
@@ -70,49 +70,49 @@ class RaggedPagedAttention(Kernel):
         @overload
         def __call__(
             self,
-            q: Queries,
+            q: Query,
             cache: Cache,
             k: None = None,
             v: None = None,
             *,
             return_lse: Literal[False] = False,
-            **others: Unpack[RaggedInputs],
+            **more: Unpack[RaggedInputs],
         ) -> Output: ...
 
         @overload
         def __call__(
             self,
-            q: Queries,
+            q: Query,
             cache: Cache,
             k: None = None,
             v: None = None,
             *,
             return_lse: Literal[True],
-            **others: Unpack[RaggedInputs],
+            **more: Unpack[RaggedInputs],
         ) -> WithLse: ...
 
         @overload
         def __call__(
             self,
-            q: Queries,
+            q: Query,
             cache: C,
             k: Float[AnyArray, "T *K D"],
             v: Float[AnyArray, "T *K V"],
             *,
             return_lse: Literal[False] = False,
-            **others: Unpack[RaggedInputs],
+            **more: Unpack[RaggedInputs],
         ) -> tuple[Output, C]: ...
 
         @overload
         def __call__(
             self,
-            q: Queries,
+            q: Query,
             cache: C,
             k: Float[AnyArray, "T *K D"],
             v: Float[AnyArray, "T *K V"],
             *,
             return_lse: Literal[True],
-            **others: Unpack[RaggedInputs],
+            **more: Unpack[RaggedInputs],
         ) -> tuple[Output, Float[Array, "*B T H"], C]: ...
 
     @jax.named_scope("ejkernel_eqx.RaggedPagedAttention")

@@ -9,7 +9,7 @@ from .cache.cache import PagedKVCache, PagedLatentCache
 
 Cache = PagedKVCache | PagedLatentCache
 C = TypeVar("C", PagedKVCache, PagedLatentCache)
-Queries = Float[AnyArray, "*B T H D"]
+Query = Float[AnyArray, "*B T H D"]
 Output = Float[Array, "*B T H V"]
 WithLse = tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]
 

@@ -32,7 +32,7 @@ class PagedSpec:
     scales: str | None = None
     """The scales of quantised pages: `"token"`, one per token and head, or `"head"`, one per head; `None`: no pages are quantised."""
     return_lse: bool = False
-    """Whether the caller requests `lse`; every platform returns it."""
+    """True if the caller requests `lse`; every platform returns it."""
 
 
 class PagedArrays(NamedTuple):
@@ -53,9 +53,8 @@ class PagedArrays(NamedTuple):
     kv_len: Array  # int32 [*, N]: its number of keys, including those of the queries
     kv_start: Array | None = None  # int32 [*, N]: its first key
     rope: Array | None = None  # [P, p, K, Dr]: further key channels, which are not values
-    k_scale: Array | None = (
-        None  # float32 [P, p, K] or [K]: a stored number stands for `scale * number`; None: not quantised
-    )
+    # float32 [P, p, K] or [K]: a stored number stands for `scale * number`; None: not quantised
+    k_scale: Array | None = None
     v_scale: Array | None = None  # the same, for v
     rope_scale: Array | None = None  # the same, for rope
     sinks: Array | None = None  # float32 [H], natural log units
@@ -64,7 +63,7 @@ class PagedArrays(NamedTuple):
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> "PagedArrays":
-        """From the arrays that are present, by name."""
+        """The arrays of a call from those that are present, by name."""
         return cls(**{"v": None, **given})
 
     @property

@@ -10,7 +10,7 @@ from ..core.platforms import ON_TPU, register, USUAL
 from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .operation import over_pages, PagedOperation
-from .signature import Cache, Output, Queries, UnifiedInputs, WithLse
+from .signature import Cache, Output, Query, UnifiedInputs, WithLse
 
 register("unified_attention", __package__, (*USUAL, *ON_TPU))
 
@@ -40,22 +40,17 @@ class UnifiedAttention(PagedOperation):
 
         @overload
         def __call__(
-            self,
-            q: Queries,
-            cache: Cache,
-            *,
-            return_lse: Literal[False] = False,
-            **others: Unpack[UnifiedInputs],
+            self, q: Query, cache: Cache, *, return_lse: Literal[False] = False, **more: Unpack[UnifiedInputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self, q: Queries, cache: Cache, *, return_lse: Literal[True], **others: Unpack[UnifiedInputs]
+            self, q: Query, cache: Cache, *, return_lse: Literal[True], **more: Unpack[UnifiedInputs]
         ) -> WithLse: ...
 
         @overload
         def __call__(
-            self, q: Queries, cache: Cache, *, return_lse: bool, **others: Unpack[UnifiedInputs]
+            self, q: Query, cache: Cache, *, return_lse: bool, **more: Unpack[UnifiedInputs]
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.UnifiedAttention")

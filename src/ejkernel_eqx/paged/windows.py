@@ -30,12 +30,9 @@ def finish_within(plan: Plan, arrays: PagedArrays, spec: PagedSpec, window: Any)
         return finish(plan, arrays, spec)
     if spec.max_query_len == 1:
         return finish(plan, _from(arrays, window), spec)
-    each = _from(alone(arrays), window)
-    return lax.cond(
-        (window < 0) | (window >= arrays.kv_len.max()),
-        lambda: finish(plan, arrays, spec),
-        lambda: finish(plan, each, dataclasses.replace(spec, max_query_len=1)),
-    )
+    each, one = _from(alone(arrays), window), dataclasses.replace(spec, max_query_len=1)
+    whole = (window < 0) | (window >= arrays.kv_len.max())
+    return lax.cond(whole, lambda: finish(plan, arrays, spec), lambda: finish(plan, each, one))
 
 
 def _read(window: Any, arrays: PagedArrays, spec: PagedSpec) -> Array:

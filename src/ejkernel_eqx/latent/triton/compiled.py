@@ -43,7 +43,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
+    """The reason why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         needed, sizes = _needed_memory(kernel, problem, device, tile), f"{tile.block_q}x{tile.block_k}"

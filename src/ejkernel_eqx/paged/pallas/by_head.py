@@ -18,7 +18,7 @@ from .kernel import Block, Method, scale_buffers, Sizes, Small, small_arrays
 from .tile import begun, capped, finished, LEAST, product, TRANSPOSED, wide, with_keys
 
 _UNROLLED = 8
-"""Up to so many key heads are one piece of code, in which the products of one overlap the exponentials of another."""
+"""The most key heads that are one piece of code, in which the products of one overlap the exponentials of another."""
 
 
 def _sorted(x: Any) -> Any:

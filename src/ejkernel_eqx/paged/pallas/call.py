@@ -51,7 +51,7 @@ class Call(FlatCall):
         return {name: x.reshape(x.shape[0], self.rows, x.shape[-1]) for name, x in given.items()}
 
     def by_token(self, name: str) -> bool:
-        """Whether one kind of pages has a scale for each token and head."""
+        """Reports whether one kind of pages has a scale for each token and head."""
         return self.spec.scales == "token" and getattr(self.arrays, f"{name}_scale") is not None
 
 

@@ -66,7 +66,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
 
 
 def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the blocks cannot fit the device's vector memory, by an estimate, or do not take a query-query bias."""
+    """The reason why the blocks cannot fit the device's vector memory, by an estimate, or do not take a query-query bias."""
     if problem.flag("qq_bias") and config.decode_queries < problem.dim("Q"):
         return f"takes a query-query bias with up to decode_queries={config.decode_queries} queries, not {problem.dim('Q')}"
     return block_sizes.too_large(problem, config, device)
@@ -78,7 +78,7 @@ def adapted(config: PallasConfig, problem: Problem, device: DeviceFacts) -> Pall
 
 
 def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:
-    """Where XLA keeps pages or their scales in another order than the kernels read, as compiled programs show."""
+    """A warning where XLA keeps pages or their scales in another order than the kernels read, as compiled programs show."""
     heads, widths, found = problem.dim("K"), block_sizes.widths(problem), []
     kinds = zip(widths, block_sizes.dtypes(problem).values(), strict=True)
     if any(width % LANES for width in widths):

@@ -21,7 +21,7 @@ from .call import Call, LANES, Ranges
 
 
 class Sizes(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants of the kernel."""
 
     queries: int  # of an item, at most
     heads: int
@@ -61,7 +61,7 @@ class Block(NamedTuple):
 
 
 class Method(NamedTuple):
-    """What is done with the blocks of an item. The references of the kernel come by name."""
+    """The computation on the blocks of an item. The references of the kernel come by name."""
 
     start: Callable[[Any, Sizes, PagedSpec, Any], None]  # with the slot of the queries
     attend: Callable[[Any, Sizes, PagedSpec, Block], None]
@@ -290,7 +290,7 @@ class Small(NamedTuple):
 
 
 def small_arrays(call: Call, size: Sizes, small: Small, **constants: Any) -> dict[str, tuple[Any, Any]]:
-    """Further inputs of a method with their specs: its constants, sinks, slopes and scales."""
+    """The further inputs of a method with their specs: its constants, sinks, slopes and scales."""
     arrays, wide = call.arrays, lambda x: x.astype(jnp.float32)
     rows = {name: x for name in ("sinks", "slopes") if (x := getattr(arrays, name)) is not None}
     rows = {name: small.of_heads(wide(x)) for name, x in rows.items()}
@@ -312,12 +312,12 @@ def scale_buffers(call: Call, *shape: int) -> dict[str, Any]:
 
 
 def whole(x: Any) -> Any:
-    """All of a small array, which is the same for every item."""
+    """The spec of a whole small array, which is the same for every item."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
 def of_row(call: Call, size: Sizes, x: Any) -> Any:
-    """Of an array `[rows, ..]`, the one of an item's sequence."""
+    """The spec of the row of an array `[rows, ..]` that belongs to an item's sequence."""
 
     def index(core: Any, step: Any, count: Any, order: Any, row: Any, *_: Any) -> Any:
         place = jnp.minimum(step * size.cores + core, order.shape[0] - 1)

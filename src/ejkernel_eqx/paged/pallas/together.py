@@ -1,4 +1,4 @@
-"""All heads of a block at once: all query heads are multiplied by the rows of all key heads, and products with other heads' keys are masked.
+"""The method of all heads of a block at once: query heads are multiplied by the rows of all key heads, and products with other heads' keys masked.
 
 The matrix unit loads a tile of keys once in any case, for one head or for all, and few queries do not fill it. So this costs little for few queries,
 nothing with one key head, and no key is moved or transposed in vector memory. Rows are queries by heads.

@@ -28,9 +28,9 @@ VERSION = 3
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 MAX_FLOAT32_LATENT_DIM = 128
-"""With three passes per product, more channels would spill kilobytes per thread."""
+"""More channels, with three passes per product, would spill kilobytes per thread."""
 DECODE_QUERIES = 16
-"""Up to this `max_query_len`, the decode kernel takes all sequences."""
+"""The largest `max_query_len` with which the decode kernel takes all sequences."""
 _MOST_CANDIDATES = 12
 
 PORTABLE: dict[str, Any] = {"fast_tanh": False, "fast_bytes": False, "float32_dot": "ieee"}
@@ -101,7 +101,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def _together(config: TritonConfig, keys: int, device: DeviceFacts) -> list[TritonConfig]:
-    """The same in one launch, also with smaller splits, whose merge then costs less than a launch. Elsewhere than on NVIDIA that has not run."""
+    """The configuration in one launch, also with smaller splits, whose merge then costs less than a launch. Only NVIDIA's devices have run it."""
     if config.split_k == 1 or device.vendor != "nvidia":
         return []
     block = config.decode.block_k
@@ -114,7 +114,7 @@ def _together(config: TritonConfig, keys: int, device: DeviceFacts) -> list[Trit
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the tiles cannot fit the device's shared memory, by an upper estimate; for the smallest tile, only the compiler can tell."""
+    """The reason why the tiles cannot fit the device's shared memory, by an upper estimate; for the smallest tile, only the compiler can tell."""
     is_bytes = not LARGEST.keys().isdisjoint(page_dtypes(problem))
     if config.fast_bytes and is_bytes and device.vendor != "nvidia":
         return "fast_bytes uses NVIDIA's instructions"
@@ -131,7 +131,7 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
 
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
-    """Where 8-bit pages save memory but no time."""
+    """A warning where 8-bit pages save memory but no time."""
     if not tile_sizes.bound_by_products(problem):
         return ""
     return (

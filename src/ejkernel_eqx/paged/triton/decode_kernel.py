@@ -229,9 +229,8 @@ def merge_kernel(
         total += tl.exp2(sink - top)
     # out = sum of weight * part, `STEP` splits at a time.
     if STEP == BLOCK_S:
-        acc = tl.sum(
-            weights[:, None] * tl.where((lse > float("-inf"))[:, None], part, 0.0), axis=0
-        )  # [BLOCK_V]
+        part = tl.where((lse > float("-inf"))[:, None], part, 0.0)  # [BLOCK_S, BLOCK_V]
+        acc = tl.sum(weights[:, None] * part, axis=0)  # [BLOCK_V]
     else:
         acc = tl.zeros([BLOCK_V], tl.float32)  # [BLOCK_V]
         for begin in tl.range(0, SPLITS, STEP):
@@ -319,7 +318,7 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
 
 
 def _pairs(call: Call, rows: int) -> int:
-    """How `attend_pairs` reads the pages; 0 if it cannot."""
+    """The number by which `attend_pairs` knows the pages' dtype; 0 if it cannot read them."""
     arrays = call.arrays
     if arrays.kernel_operand == jnp.float32 or (arrays.v is not None and arrays.v.dtype != arrays.k.dtype):
         return 0
@@ -328,7 +327,7 @@ def _pairs(call: Call, rows: int) -> int:
 
 
 def _bytes(call: Call, rows: int) -> bool:
-    """Whether `attend_bytes` can take the tiles and is better than `attend_tile`: it converts latents once for many rows."""
+    """Reports whether `attend_bytes` can take the tiles and is better than `attend_tile`: it converts latents once for many rows."""
     arrays = call.arrays
     is_half = arrays.v is None and arrays.kernel_operand != jnp.float32
     return is_half and rows > MOST_PAIR_ROWS and arrays.k.dtype.name in PAIRS_OF

@@ -22,7 +22,7 @@ Partials = namedtuple("Partials", "QUERIES SPLITS ROWS BLOCK_S STEP")
 
 @triton.jit
 def is_last(count_ptr, programs):
-    """Whether `programs` programs have come here, this one included. If so, it sees all that they have stored. Counts start at 0."""
+    """Reports whether `programs` programs have come here, this one included. If so, it sees all that they have stored. Counts start at 0."""
     tl.debug_barrier()  # of all threads, on behalf of which one counts
     return tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
 

@@ -80,6 +80,7 @@ def half_queries(
     if R > 0:
         r = tl.arange(0, BLOCK_R)[None, :]  # [1, BLOCK_R]
         tl.store(row + D + r, (q_rope * down).to(tl.float16), mask=r < R)
+    # Every thread reads what others have stored.
     tl.debug_barrier()
     half = tl.load(row + c, mask=c < D, other=0.0)  # [BM, BLOCK_D]
     half_rope = half
@@ -97,17 +98,15 @@ def attend_bytes(
     [BM]`. `visible`: whether any key of the tile is; always true, see below. Sums and denominators: as in `attend_pairs`."""
     slot, ok, head = keys.slot, keys.ok, pages.head
     fast: tl.constexpr = form.FAST_BYTES
-    k = halves(
-        tile.load_keys(pages.k, slot, ok, head, form.K, sizes.D, sizes.BLOCK_D, True), fast
-    )  # [BK, BLOCK_D]
+    k = tile.load_keys(pages.k, slot, ok, head, form.K, sizes.D, sizes.BLOCK_D, True)
+    k = halves(k, fast)  # [BK, BLOCK_D]
     k_scale = 0.0
     if form.K_SCALES == tile.TOKEN:
         k_scale = tile.load_scales(pages.k_scale, slot, ok, head, form.K, True)  # [BK]
     # Everything is converted before the first product.
     if sizes.R > 0:
-        rope = tile.load_keys(
-            pages.rope, slot, ok, head, form.K, sizes.R, sizes.BLOCK_R, True
-        )  # [BK, BLOCK_R]
+        # [BK, BLOCK_R]
+        rope = tile.load_keys(pages.rope, slot, ok, head, form.K, sizes.R, sizes.BLOCK_R, True)
         rope_factor = factors.rope
         if form.R_SCALES != 0:
             rope = halves(rope, fast)

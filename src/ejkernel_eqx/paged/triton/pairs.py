@@ -14,9 +14,8 @@ BIASED = tl.constexpr(1152)  # what `integers` adds to an int8 number
 PAIRS_OF = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
 """`PAIRS` of pages."""
 INT8, E5M2 = tl.constexpr(1), tl.constexpr(3)
-RAISED = tl.constexpr(
-    15
-)  # weights up to 2^15, so that weights far below the largest are still representable in float16
+# Weights up to 2^15, so that weights far below the largest are still representable in float16.
+RAISED = tl.constexpr(15)
 BYTE, LOW_BYTE = tl.constexpr(8), tl.constexpr(255)
 # For float32: the bits of the mantissa, of the exponent above them, and the largest exponent that has an inverse.
 MANTISSA, EXPONENT, LARGEST_EXPONENT = tl.constexpr(23), tl.constexpr(255), tl.constexpr(253)
@@ -105,15 +104,8 @@ def floats(pair, PAIRS: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def half_weights(
-    qk,
-    total,
-    top,
-    v_scale,
-    keys: tile.Keys,
-    queries: tile.Queries,
-    scoring: tile.Scoring,
-    SCALES: tl.constexpr,
-):
+    qk, total, top, v_scale, keys: tile.Keys, queries: tile.Queries, scoring: tile.Scoring, SCALES: tl.constexpr
+):  # fmt: skip
     """Weights, as `weights`, times the scales of the values if each token has one, in float16. All are scaled by `2**RAISED`."""
     # Float16 cannot represent small scales times small weights: the products are relative to the largest one.
     scaled: tl.constexpr = SCALES == tile.TOKEN  # pyright: ignore[reportAssignmentType]
@@ -181,9 +173,8 @@ def attend_pairs(
         if form.R_SCALES == tile.TOKEN:
             more *= tile.load_scales(pages.rope_scale, slot, ok, head, form.K, True)[None, :]
         qk += more * factors.rope
-    p, alpha, total, top = half_weights(
-        qk, total, top, v_scale, keys, queries, scoring, form.V_SCALES
-    )  # p [BM, BK]
+    # p [BM, BK], alpha [BM]
+    p, alpha, total, top = half_weights(qk, total, top, v_scale, keys, queries, scoring, form.V_SCALES)
     # acc += p v, of even and of odd channels.
     if PAIRS == INT8:
         v_even, v_odd = integers(v_pair, True, fast)  # [BK, BLOCK_V / 2] each

@@ -35,7 +35,7 @@ def _sequence_of(q_start_ptr, m, N, GROUP: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _has_holes(table_ptr, first, end, P, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether a page of the keys `first .. end` is missing."""
+    """Reports whether a page of the keys `first .. end` is missing."""
     missing = tl.zeros([BLOCK], tl.int32)  # [BLOCK]
     last = tl.where(end > first, (end + PAGE - 1) // PAGE, 0)
     for start in tl.range(first // PAGE, last, BLOCK):

@@ -15,10 +15,8 @@ from ...launch.constants import LOG2E
 
 FILLED = tl.constexpr(16)  # tokens that one program checks
 MOST_PAGES = 4  # of a tile of keys, whose numbers are loaded one by one
-TOKEN, HEAD = (
-    tl.constexpr(1),
-    tl.constexpr(2),
-)  # kinds of scales: for each token and head, for each head; 0: none
+# Kinds of scales: for each token and head, for each head; 0: none.
+TOKEN, HEAD = tl.constexpr(1), tl.constexpr(2)
 LEAST_PEAK = tl.constexpr(1e-30)  # lower bound of the largest scale of a tile, which others are divided by
 # Four numbers in float8_e4m3fn, to bfloat16 through float16 and float32.
 _BFLOATS = tl.constexpr("""{
@@ -59,7 +57,7 @@ Keys = namedtuple("Keys", "j slot ok")
 @triton.jit
 def sequence(n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE: tl.constexpr, MOST: tl.constexpr, LEFT: tl.constexpr,
              RANGED: tl.constexpr):  # fmt: skip
-    """For sequence `n`: the number of queries (at most `MOST`), the position of query 0, and the first and the end of the keys that any of
+    """The number of queries of sequence `n` (at most `MOST`), the position of query 0, and the first and the end of the keys that any of
     its queries sees."""
     q_len = tl.load(q_len_ptr + n)  # [], as all here
     chunk = tl.load(kv_len_ptr + n) - q_len
@@ -156,7 +154,7 @@ def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def locate(pages, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr):
-    """For the keys of a tile with these `pages`: position `[BK]`, slot, and whether it exists and any query may see it, `[BK]`. A slot is the
+    """Position `[BK]`, slot, and whether it exists and any query may see it, `[BK]`, of each key of a tile with these `pages`. A slot is the
     sum of two numbers: one of 64 bits, the same for all keys of a page if pages are separate, and one that does not depend on the page
     (with `FAR`, of 64 bits too)."""
     count: tl.constexpr = pages_apart(PAGE, BK)

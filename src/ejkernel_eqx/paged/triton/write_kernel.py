@@ -86,9 +86,8 @@ def write_kernel(
     A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, A_LARGEST: tl.constexpr, B_LARGEST: tl.constexpr, MAPPED: tl.constexpr,
     A_MAPPED: tl.constexpr, B_MAPPED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK + tl.arange(
-        0, BLOCK
-    )  # [BLOCK], one for each token and head, as for all numbers below
+    # A row is one token and head; all numbers below are [BLOCK].
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, head = row // K, row % K
     slot = tl.load(slots_ptr + token, mask=row < ROWS, other=-1)
     written = (slot >= 0) & (slot < SLOTS)
