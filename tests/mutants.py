@@ -82,7 +82,7 @@ FAULTS = (
     Fault("paged-window", "paged/xla.py", "span_of", "jnp.maximum(i - left, lowest)", "jnp.maximum(i - left + 1, lowest)", "paged/test_xla.py paged/test_operations.py"),
     Fault("paged-value-scale", "paged/xla.py", "_values", "result if scale is None else result * scale[None, :, None, None, None].astype(result.dtype)", "result", "paged/test_xla.py paged/test_operations.py"),
     Fault("decode-sink-of-each-split", "paged/triton/decode_kernel.py", "decode_kernel", "if SINKS and SPLITS == 1:", "if SINKS:", "paged/test_triton_decode.py"),
-    Fault("decode-window", "paged/triton/tile.py", "weights", "j[None, :] >= i - LEFT", "j[None, :] > i - LEFT", "paged/test_triton_decode.py paged/test_triton_prefill.py"),
+    Fault("decode-window", "paged/triton/tile.py", "weights", "keys.j[None, :] >= queries.i - scoring.LEFT", "keys.j[None, :] > queries.i - scoring.LEFT", "paged/test_triton_decode.py paged/test_triton_prefill.py"),
     Fault("prefill-whole-tiles", "paged/triton/prefill_kernel.py", "prefill_kernel", "full_end = tl.maximum(tl.minimum(i_first + 1, room), 0)", "full_end = tl.maximum(tl.minimum(i_first + 2, room), 0)", "paged/test_triton_prefill.py"),
     Fault("write-mapped-scales", "paged/triton/write_kernel.py", "_scale_at", "at += group", "at += 0", "paged/test_triton_write.py paged/test_triton_bytes.py"),
     Fault("cache-write-nowhere", "paged/cache/write.py", "put", "(slots >= 0)", "(slots >= -1)", "paged/test_append.py paged/test_cache.py paged/test_cache_composition.py paged/test_edges.py"),

@@ -17,6 +17,7 @@ from ejkernel_eqx.attention.signature import AttentionInputs, DotProductInputs
 from ejkernel_eqx.dispatch import PlatformName
 from ejkernel_eqx.latent.absorbed import AbsorbedInputs
 from ejkernel_eqx.nn.attention_signature import BatchInputs, Inputs
+from ejkernel_eqx.paged.signature import DecodeInputs, PackedInputs, RaggedInputs, UnifiedInputs
 from tests import functional_stub
 
 METHODS = {
@@ -88,6 +89,11 @@ def test_shapes_are_of_the_glossary(name):
         (ejx.FlashAttention.__call__, AttentionInputs, "return_lse"),
         (ejx.MultiHeadLatentAttention.__call__, AttentionInputs, "return_lse"),
         (ejx.AbsorbedLatentAttention.__call__, AbsorbedInputs, "return_lse"),
+        (ejx.PagedAttention.__call__, DecodeInputs, "return_lse"),
+        (ejx.PrefillPagedAttention.__call__, PackedInputs, "return_lse"),
+        (ejx.RaggedPagedAttention.__call__, RaggedInputs, "return_lse"),
+        (ejx.RaggedDecodeAttention.__call__, DecodeInputs, "return_lse"),
+        (ejx.UnifiedAttention.__call__, UnifiedInputs, "return_lse"),
         (ejx.ScaledDotProductAttention.__call__, DotProductInputs, "return_residual"),
         (nn.MultiHeadAttention.__call__, Inputs, "return_lse"),
     ],

@@ -30,8 +30,11 @@ from .native_sparse.native_pages.operation import Output
 from .native_sparse.native_pages.operation import WithIndices
 from .paged import PagedLatentCache
 from .paged.cache.cache import PagedKVCache
-from .paged.cache.cache import PagedLatentCache
-from .paged.ragged import C
+from .paged.signature import C
+from .paged.signature import Cache
+from .paged.signature import Output
+from .paged.signature import Query
+from .paged.signature import WithLse
 from .recurrence.linear import FinalState
 from .recurrence.linear import State
 
@@ -676,45 +679,45 @@ def native_sparse_attention(
 
 @overload
 def paged_attention(
-    q: Float[AnyArray, '*B N H D'],
-    cache: PagedKVCache | PagedLatentCache,
+    q: Query,
+    cache: Cache,
     *,
-    sinks: Float[Numbers, ' H *n'] | None = None,
     return_lse: Literal[False] = False,
+    sinks: Float[Numbers, ' H *n'] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Float[Array, '*B N H V']: ...
+) -> Output: ...
 
 @overload
 def paged_attention(
-    q: Float[AnyArray, '*B N H D'],
-    cache: PagedKVCache | PagedLatentCache,
+    q: Query,
+    cache: Cache,
     *,
-    sinks: Float[Numbers, ' H *n'] | None = None,
     return_lse: Literal[True],
+    sinks: Float[Numbers, ' H *n'] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> tuple[Float[Array, '*B N H V'], Float[Array, '*B N H']]: ...
+) -> WithLse: ...
 
 @overload
 def paged_attention(
-    q: Float[AnyArray, '*B N H D'],
-    cache: PagedKVCache | PagedLatentCache,
+    q: Query,
+    cache: Cache,
     *,
-    sinks: Float[Numbers, ' H *n'] | None = None,
     return_lse: bool,
+    sinks: Float[Numbers, ' H *n'] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Float[Array, '*B N H V'] | tuple[Float[Array, '*B N H V'], Float[Array, '*B N H']]: ...
+) -> Output | WithLse: ...
 
 @overload
 def paged_native_sparse_attention(
@@ -760,51 +763,51 @@ def paged_native_sparse_attention(
 
 @overload
 def prefill_paged_attention(
-    q: Float[AnyArray, '*B T H D'],
-    cache: PagedKVCache | PagedLatentCache,
+    q: Query,
+    cache: Cache,
     *,
+    return_lse: Literal[False] = False,
     query_start_loc: Int[Numbers, ' N+1'],
     max_query_len: int | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
-    return_lse: Literal[False] = False,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Float[Array, '*B T H V']: ...
+) -> Output: ...
 
 @overload
 def prefill_paged_attention(
-    q: Float[AnyArray, '*B T H D'],
-    cache: PagedKVCache | PagedLatentCache,
+    q: Query,
+    cache: Cache,
     *,
+    return_lse: Literal[True],
     query_start_loc: Int[Numbers, ' N+1'],
     max_query_len: int | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
-    return_lse: Literal[True],
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B T H']]: ...
+) -> WithLse: ...
 
 @overload
 def prefill_paged_attention(
-    q: Float[AnyArray, '*B T H D'],
-    cache: PagedKVCache | PagedLatentCache,
+    q: Query,
+    cache: Cache,
     *,
+    return_lse: bool,
     query_start_loc: Int[Numbers, ' N+1'],
     max_query_len: int | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
-    return_lse: bool,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Float[Array, '*B T H V'] | tuple[Float[Array, '*B T H V'], Float[Array, '*B T H']]: ...
+) -> Output | WithLse: ...
 
 @overload
 def ragged_decode_attention(
@@ -814,14 +817,14 @@ def ragged_decode_attention(
     start: int | Int[Numbers, '*B'],
     end: int | Int[Numbers, '*B'],
     *,
-    sinks: Float[Numbers, ' H *n'] | None = None,
     return_lse: Literal[False] = False,
+    sinks: Float[Numbers, ' H *n'] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Float[Array, '*B H V']: ...
+) -> Output: ...
 
 @overload
 def ragged_decode_attention(
@@ -831,14 +834,14 @@ def ragged_decode_attention(
     start: int | Int[Numbers, '*B'],
     end: int | Int[Numbers, '*B'],
     *,
-    sinks: Float[Numbers, ' H *n'] | None = None,
     return_lse: Literal[True],
+    sinks: Float[Numbers, ' H *n'] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> tuple[Float[Array, '*B H V'], Float[Array, '*B H']]: ...
+) -> WithLse: ...
 
 @overload
 def ragged_decode_attention(
@@ -848,90 +851,94 @@ def ragged_decode_attention(
     start: int | Int[Numbers, '*B'],
     end: int | Int[Numbers, '*B'],
     *,
-    sinks: Float[Numbers, ' H *n'] | None = None,
     return_lse: bool,
+    sinks: Float[Numbers, ' H *n'] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Float[Array, '*B H V'] | tuple[Float[Array, '*B H V'], Float[Array, '*B H']]: ...
+) -> Output | WithLse: ...
 
 @overload
 def ragged_paged_attention(
-    q: Float[AnyArray, '*B T H D'],
-    cache: PagedKVCache | PagedLatentCache,
+    q: Query,
+    cache: Cache,
     k: None = None,
     v: None = None,
     *,
+    return_lse: Literal[False] = False,
     query_start_loc: Int[Numbers, ' N+1'],
     max_query_len: int | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
-    return_lse: Literal[False] = False,
+    window: Int[Numbers, ''] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     append: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Float[Array, '*B T H V']: ...
+) -> Output: ...
 
 @overload
 def ragged_paged_attention(
-    q: Float[AnyArray, '*B T H D'],
-    cache: PagedKVCache | PagedLatentCache,
+    q: Query,
+    cache: Cache,
     k: None = None,
     v: None = None,
     *,
+    return_lse: Literal[True],
     query_start_loc: Int[Numbers, ' N+1'],
     max_query_len: int | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
-    return_lse: Literal[True],
+    window: Int[Numbers, ''] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     append: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B T H']]: ...
+) -> WithLse: ...
 
 @overload
 def ragged_paged_attention(
-    q: Float[AnyArray, '*B T H D'],
+    q: Query,
     cache: C,
     k: Float[AnyArray, 'T *K D'],
     v: Float[AnyArray, 'T *K V'],
     *,
+    return_lse: Literal[False] = False,
     query_start_loc: Int[Numbers, ' N+1'],
     max_query_len: int | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
-    return_lse: Literal[False] = False,
+    window: Int[Numbers, ''] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     append: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> tuple[Float[Array, '*B T H V'], C]: ...
+) -> tuple[Output, C]: ...
 
 @overload
 def ragged_paged_attention(
-    q: Float[AnyArray, '*B T H D'],
+    q: Query,
     cache: C,
     k: Float[AnyArray, 'T *K D'],
     v: Float[AnyArray, 'T *K V'],
     *,
+    return_lse: Literal[True],
     query_start_loc: Int[Numbers, ' N+1'],
     max_query_len: int | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
-    return_lse: Literal[True],
+    window: Int[Numbers, ''] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     append: bool = False,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B T H'], C]: ...
+) -> tuple[Output, Float[Array, '*B T H'], C]: ...
 
 def recurrent(
     inputs: Float[AnyArray, '*B T I'],
@@ -1172,54 +1179,57 @@ def state_space_v2(
 
 @overload
 def unified_attention(
-    q: Float[AnyArray, '*B T H D'],
-    cache: PagedKVCache | PagedLatentCache,
+    q: Query,
+    cache: Cache,
     *,
-    query_start_loc: Int[Numbers, ' N+1'],
-    max_query_len: int | None = None,
-    alibi_slopes: Float[Numbers, ' H'] | None = None,
-    qq_bias: Float[AnyArray, 'Q Q'] | None = None,
-    sinks: Float[Numbers, ' H *n'] | None = None,
     return_lse: Literal[False] = False,
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_scale: float | None = None,
-    platform: PlatformLike | None = None,
-    config: Any | None = None,
-) -> Float[Array, '*B T H V']: ...
-
-@overload
-def unified_attention(
-    q: Float[AnyArray, '*B T H D'],
-    cache: PagedKVCache | PagedLatentCache,
-    *,
     query_start_loc: Int[Numbers, ' N+1'],
     max_query_len: int | None = None,
     alibi_slopes: Float[Numbers, ' H'] | None = None,
     qq_bias: Float[AnyArray, 'Q Q'] | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
+    window: Int[Numbers, ''] | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output: ...
+
+@overload
+def unified_attention(
+    q: Query,
+    cache: Cache,
+    *,
     return_lse: Literal[True],
-    sliding_window: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    softmax_scale: float | None = None,
-    platform: PlatformLike | None = None,
-    config: Any | None = None,
-) -> tuple[Float[Array, '*B T H V'], Float[Array, '*B T H']]: ...
-
-@overload
-def unified_attention(
-    q: Float[AnyArray, '*B T H D'],
-    cache: PagedKVCache | PagedLatentCache,
-    *,
     query_start_loc: Int[Numbers, ' N+1'],
     max_query_len: int | None = None,
     alibi_slopes: Float[Numbers, ' H'] | None = None,
     qq_bias: Float[AnyArray, 'Q Q'] | None = None,
     sinks: Float[Numbers, ' H *n'] | None = None,
-    return_lse: bool,
+    window: Int[Numbers, ''] | None = None,
     sliding_window: int | tuple[int | None, int | None] | None = None,
     logits_soft_cap: float | None = None,
     softmax_scale: float | None = None,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Float[Array, '*B T H V'] | tuple[Float[Array, '*B T H V'], Float[Array, '*B T H']]: ...
+) -> WithLse: ...
+
+@overload
+def unified_attention(
+    q: Query,
+    cache: Cache,
+    *,
+    return_lse: bool,
+    query_start_loc: Int[Numbers, ' N+1'],
+    max_query_len: int | None = None,
+    alibi_slopes: Float[Numbers, ' H'] | None = None,
+    qq_bias: Float[AnyArray, 'Q Q'] | None = None,
+    sinks: Float[Numbers, ' H *n'] | None = None,
+    window: Int[Numbers, ''] | None = None,
+    sliding_window: int | tuple[int | None, int | None] | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Output | WithLse: ...

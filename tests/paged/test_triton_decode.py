@@ -299,7 +299,7 @@ def test_vmap(name):
 
     def rows(platform: ejx.PlatformLike) -> Any:
         plan = ejx.PagedAttention(platform=platform).plan
-        one = lambda given: core.attend(plan, "paged_attention", PagedArrays(**given), spec)
+        one = lambda given: core.ATTEND.call(plan, "paged_attention", PagedArrays(**given), spec)
         return quick(jax.vmap(one, (axes,)))(stacked)
 
     results, expected = rows("triton-interpret"), rows("xla")

@@ -26,7 +26,7 @@ from ..paged.arguments import (
     Tokens,
 )
 from ..paged.cache.pages import read_array
-from ..paged.operation import finish
+from ..paged.core import finish
 from ..parallel import match_sharding
 from ..parallel.mesh import resharded, spec_of
 from .arguments import read_latents, read_weights
@@ -199,9 +199,9 @@ class AbsorbedLatentAttention(Kernel):
             cache, tokens = self._over_pages(q, latent, query_start_loc, max_query_len)
             arrays, spec = resolve(q, cache, self.options, tokens, Scoring(sinks), return_lse=return_lse)
         else:
-            tokens, lengths = self._over_rows(q, dense[0], **rows)
+            tokens = self._over_rows(q, dense[0], **rows)
             arrays, spec = resolve_rows(
-                q, dense[0], dense[1], self.options, tokens, lengths, Scoring(sinks), return_lse=return_lse
+                q, dense, self.options, *tokens, Scoring(sinks), return_lse=return_lse
             )
         results: Any = finish(self.plan, arrays, spec)
         out, *lse = results if return_lse else (results,)
@@ -227,24 +227,22 @@ class AbsorbedLatentAttention(Kernel):
         count = q.shape[0]
         token = jnp.arange(count, dtype=jnp.int32)
         first, behind = tokens.q_start[None], (tokens.q_start + tokens.q_len)[None]
-        own = (token[:, None] >= first) & (token[:, None] < behind)
-        table, lengths = tables(cache)
-        sequence = jnp.argmax(own, axis=1)
-        cache = cache.bind(table[sequence], lengths[sequence])
-        return cache, Tokens(token, jnp.any(own, axis=1).astype(jnp.int32), 1)
+        inside = (token[:, None] >= first) & (token[:, None] < behind)
+        sequence = jnp.argmax(inside, axis=1)
+        cache = cache.bind(*(x[sequence] for x in tables(cache)))
+        return cache, Tokens(token, jnp.any(inside, axis=1).astype(jnp.int32), 1)
 
     def _over_rows(
         self, q: Array, latent: Array, q_starts: Any, q_lengths: Any, kv_lengths: Any
     ) -> tuple[Tokens, Array]:
-        """Which queries the sequences of each row have, and their numbers of keys. Where queries see all keys, each is a sequence."""
+        """Queries of the sequences of each row, and their numbers of keys. Where queries see all keys, each is a sequence."""
         lead, queries, keys = q.shape[:-3], q.shape[-3], latent.shape[-2]
 
         def read(name: str, value: Any, default: int, most: int) -> Array:
             value = default if value is None else value
             x = read_array(name, value, ((), lead), f"ints {lead}, one for each row of q, or one for all")
-            return jnp.broadcast_to(
-                check_between(name, x.astype(jnp.int32), value, 0, most, "see q and latent"), lead
-            )
+            x = check_between(name, x.astype(jnp.int32), value, 0, most, "see q and latent")
+            return jnp.broadcast_to(x, lead)
 
         start, lengths = read("q_starts", q_starts, 0, queries), read("kv_lengths", kv_lengths, keys, keys)
         count = read("q_lengths", q_lengths, queries, queries)
@@ -279,7 +277,7 @@ def _beside(x: Array, weight: Array) -> Array:
 
 
 def _precision(x: Array) -> Any:
-    """As the kernels multiply: float32 is not rounded on its way into a product."""
+    """The precision of the kernels: float32 is not rounded on its way into a product."""
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 

@@ -60,13 +60,9 @@ def read_weights(w_uk: Any, w_uv: Any, q: Array, sizes: tuple[int, int]) -> tupl
             f"q: expected latent and rotary channels [..., T, H, {latent} + {rope}] without w_uk, received shape {q.shape}; pass w_uk= for "
             "queries that are not absorbed yet."
         )
-    found = []
-    for name, weight, shape, letters in (
-        ("w_uk", w_uk, (heads, nope, latent), "H Dn R"),
-        ("w_uv", w_uv, (heads, None, latent), "H V R"),
-    ):
-        found.append(None if weight is None else fitting(name, weight, shape, letters))
-    return found[0], found[1]
+    keys, values = (heads, nope, latent), (heads, None, latent)
+    w_uk = None if w_uk is None else fitting("w_uk", w_uk, keys, "H Dn R")
+    return w_uk, None if w_uv is None else fitting("w_uv", w_uv, values, "H V R")
 
 
 def _check_dtypes(**arrays: Array) -> None:

@@ -7,7 +7,6 @@ from jax import Array
 from .._kernel import Plan
 from ..attention import core as attention
 from ..attention import reference as dense
-from ..attention.core import AttentionKind
 from ..attention.spec import AttentionSpec, RowRanges
 from ..dispatch import Problem
 from .spec import LatentArrays, LEARNED
@@ -38,19 +37,13 @@ def reference(arrays: LatentArrays, spec: AttentionSpec) -> tuple[Array, Array]:
     return dense.attend(arrays.whole, spec)
 
 
-ATTEND = AttentionKind(
+ATTEND = dataclasses.replace(
+    attention.ATTEND,
     make=arrays_of,
     problem_of=problem_of,
     axes_of=axes_of,
     reference=reference,
-    results=("out", "lse"),
     learned=LEARNED,
-    broadcast=attention.ATTEND.broadcast,
-    kept=attention.ATTEND.kept,
-    read=("out", "lse"),
-    unbounded=("lse",),
-    wanted=lambda spec: ("out", "lse") if spec.return_lse else ("out",),
-    names={"out": attention.OUT_NAME, "lse": attention.LSE_NAME},
     remedy="For forward mode and second derivatives repeat the rotary keys for every head and use ejkernel_eqx.Attention.",
 )
 

@@ -1,4 +1,4 @@
-"""When a chunk of a prompt is attended to in the expanded form: a count of operations and bytes, in the family's README."""
+"""The choice of the expanded form for a chunk of a prompt, by a count of operations and bytes, in the family's README."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ class LatentSizes:
 
 
 def expands(tokens: int, queries: int, sizes: LatentSizes) -> bool:
-    """Whether computing keys and values of `tokens` new tokens, `queries` of each sequence, is expected to take less time than attending to
+    """Reports whether computing keys and values of `tokens` new tokens, `queries` of each sequence, is expected to take less time than attending to
     their latents. Either way the tokens before them are attended to as latents."""
     own = sizes.nope + sizes.values
     pairs = tokens * sizes.heads * (queries + 1) / 2  # of a query and a key among its sequence's new tokens

@@ -152,23 +152,15 @@ class MultiHeadLatentAttention(Kernel):
         and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
         platform, or not the requested one, supports the call.
         """
-        given = read_expanded(q, k, k_rope, v)
+        inputs = read_expanded(q, k, k_rope, v)
         masking = MaskInputs(
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
         )
         inference = bool(self.inference) if inference is None else inference
-        own = Mask(is_causal=self.causal, window=self.window)
-        whole, spec = described(
-            given.q,
-            given.k,
-            given.v,
-            self.options,
-            own,
-            masking,
-            ScoreInputs(bias, sinks, alibi_slopes, key, inference),
-            return_lse=return_lse,
-        )
-        arrays = LatentArrays(**{**whole._asdict(), **given._asdict()})
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
+        default, dense = Mask(is_causal=self.causal, window=self.window), (inputs.q, inputs.k, inputs.v)
+        whole, spec = described(*dense, self.options, default, masking, scoring, return_lse=return_lse)
+        arrays = LatentArrays(**{**whole._asdict(), **inputs._asdict()})
         out, lse = attend(self.plan, self.operation, arrays, spec)
         if not return_lse:
             return out

@@ -32,12 +32,12 @@ class LatentArrays(NamedTuple):
 
     @property
     def apart(self) -> AttentionArrays:
-        """Without the rotary keys, so that keys are narrower than queries."""
+        """The arrays without the rotary keys, so that keys are narrower than queries."""
         return AttentionArrays(**{name: x for name, x in self._asdict().items() if name != "k_rope"})
 
     @property
     def whole(self) -> AttentionArrays:
-        """With the rotary keys repeated for every head, as dense attention takes them."""
+        """The arrays with the rotary keys repeated for every head, as dense attention takes them."""
         shape = (*self.k.shape[:-1], self.k_rope.shape[-1])
         rope = jnp.broadcast_to(self.k_rope[..., None, :], shape)
         return self.apart._replace(k=jnp.concatenate([self.k, rope], axis=-1))

@@ -1,4 +1,4 @@
-"""What the tuner needs from latent attention: the work of attention with keys of which one part is shared by all heads."""
+"""The work that the tuner measures for latent attention: that of attention with keys of which one part is shared by all heads."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
 
 
 def _reference(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
-    """All results of the reference, in float32 or wider."""
+    """Results of the reference, in float32 or wider."""
     results = attention.by_row_and_head(spec, Inputs(inputs.arrays.whole, inputs.cotangents))
     dk, own = results.pop("k"), inputs.arrays.k.shape[-1]
     return results | {"k": dk[..., :own], "k_rope": dk[..., own:].sum(-2)}

@@ -29,7 +29,7 @@ def backward(
     dout: Array,
     dlse: Any,
 ) -> LatentGrads:
-    """All gradients. That of the rotary keys is a sum over heads, of numbers that have not been rounded."""
+    """Gradients of all arrays. That of the rotary keys is a sum over heads, of numbers that have not been rounded."""
     wide, own = accumulator(arrays.q.dtype), arrays.k.shape[-1]
     grads = xla.gradients(arrays.whole, spec, config, (out, lse), (dout, dlse), wide)
     dk, dk_rope = grads.k[..., :own].astype(arrays.k.dtype), grads.k[..., own:].sum(-2)

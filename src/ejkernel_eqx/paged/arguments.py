@@ -19,9 +19,8 @@ from ..sequences.packing import ended
 from .cache.batch import positions_of, slots_of, to_int32
 from .cache.cache import PagedKVCache, PagedLatentCache
 from .cache.pages import operands_of, read_array
+from .signature import Cache
 from .spec import PagedArrays, PagedSpec
-
-Cache = PagedKVCache | PagedLatentCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,7 @@ class PagedOptions:
 
     @classmethod
     def read(cls, sliding_window: Any, logits_soft_cap: Any, softmax_scale: Any) -> "PagedOptions":
-        """From the constructor's arguments. Only the left side of a window matters, because no query sees past its own key."""
+        """Reads the constructor's arguments. Only the left side of a window matters, because no query sees past its own key."""
         ScoreOptions(logits_soft_cap, softmax_scale).check()
         cap, scale = (None if x is None else float(x) for x in (logits_soft_cap, softmax_scale))
         left = parse_window(sliding_window, True)[0]
@@ -51,7 +50,7 @@ class Scoring(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Which queries belong to each sequence, int32 `[*, N]` each, and the maximum number of queries per sequence."""
+    """Queries of each sequence, int32 `[*, N]` each, and the maximum number of queries per sequence."""
 
     q_start: Array
     q_len: Array
@@ -66,13 +65,11 @@ def resolve(
     lead = q.shape[:-3]
     if table.shape[-1] == 0:  # no pages at all
         table = jnp.full((*table.shape[:-1], 1), -1, table.dtype)
+    table = jnp.broadcast_to(table, (*lead, *table.shape[-2:]))
+    lengths = jnp.broadcast_to(lengths, (*lead, lengths.shape[-1]))
+    pages = {"v": None, **operands_of(cache)}
     arrays = PagedArrays(
-        q=q,
-        **{"v": None, **operands_of(cache)},
-        page_table=jnp.broadcast_to(table, (*lead, *table.shape[-2:])),
-        q_start=tokens.q_start,
-        q_len=tokens.q_len,
-        kv_len=jnp.broadcast_to(lengths, (*lead, lengths.shape[-1])),
+        q, page_table=table, q_start=tokens.q_start, q_len=tokens.q_len, kv_len=lengths, **pages
     )
     latent = isinstance(cache, PagedLatentCache)
     if latent and options.softmax_scale is None:
@@ -80,14 +77,8 @@ def resolve(
             "softmax_scale: expected a number with a PagedLatentCache, received None; pass the scale of the expanded heads, such as "
             "(nope_dim + rope_dim) ** -0.5, which cannot be derived from the latent."
         )
-    most = tokens.max_query_len
-    spec = _spec(q, options, max_query_len=most, latent=latent, scales=cache.scales, return_lse=return_lse)
-    return _with_scoring(arrays, scoring, most), spec
-
-
-def _spec(q: Array, options: PagedOptions, **more: Any) -> PagedSpec:
-    scale = q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-    return PagedSpec(float(scale), options.logits_soft_cap, options.left, **more)
+    more = {"max_query_len": tokens.max_query_len, "latent": latent, "scales": cache.scales}
+    return _with_options(arrays, options, scoring, return_lse=return_lse, **more)
 
 
 def read_queries(q: Any, cache: Any, letters: str) -> Array:
@@ -196,7 +187,12 @@ def write_slots(arrays: PagedArrays) -> Array:
     return slots_of(ids, positions, arrays.page_table, arrays.k.shape[-3])
 
 
-def _with_scoring(arrays: PagedArrays, scoring: Scoring, max_query_len: int) -> PagedArrays:
+def _with_options(
+    arrays: PagedArrays, options: PagedOptions, scoring: Scoring, max_query_len: int = 1, **more: Any
+) -> tuple[PagedArrays, PagedSpec]:
+    """The call with the options of its operation and its small arrays, which are checked."""
+    scale = arrays.q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
+    spec = PagedSpec(float(scale), options.logits_soft_cap, options.left, max_query_len, **more)
     heads = arrays.q.shape[-2]
 
     def floats(name: str, *shapes: Any, expected: str) -> Array | None:
@@ -215,7 +211,7 @@ def _with_scoring(arrays: PagedArrays, scoring: Scoring, max_query_len: int) -> 
             f"qq_bias: expected [Q, Q] with Q at least max_query_len={max_query_len}, received shape {bias.shape}; pass max_query_len, or "
             "pad the bias."
         )
-    return arrays._replace(sinks=sinks, slopes=slopes, qq_bias=bias)
+    return arrays._replace(sinks=sinks, slopes=slopes, qq_bias=bias), spec
 
 
 def resolve_dense(
@@ -239,24 +235,15 @@ def resolve_dense(
         x = read_array(name, value, ((), lead), f"ints {lead}, one for each row of q")
         x = check_between(name, x.astype(jnp.int32), value, 0, k.shape[-3], "it indexes the row's keys")
         ranges[name] = jnp.broadcast_to(x, lead)[..., None]
-    zeros = jnp.zeros((*lead, 1), jnp.int32)
-    arrays = PagedArrays(
-        q=q[..., None, :, :],
-        k=k[..., None, :, :, :],
-        v=v[..., None, :, :, :],
-        page_table=zeros[..., None],
-        q_start=zeros,
-        q_len=zeros + 1,
-        kv_len=ranges["end"],
-        kv_start=ranges["start"],
-    )
-    return _with_scoring(arrays, scoring, 1), _spec(q, options, return_lse=return_lse)
+    start, count = jnp.zeros((*lead, 1), jnp.int32), jnp.ones((*lead, 1), jnp.int32)
+    q, k, v = q[..., None, :, :], k[..., None, :, :, :], v[..., None, :, :, :]
+    arrays = PagedArrays(q, k, v, start[..., None], start, count, ranges["end"], ranges["start"])
+    return _with_options(arrays, options, scoring, return_lse=return_lse)
 
 
 def resolve_rows(
     q: Array,
-    latent: Array,
-    rope: Array,
+    dense: Any,
     options: PagedOptions,
     tokens: Tokens,
     lengths: Array,
@@ -266,15 +253,8 @@ def resolve_rows(
 ) -> tuple[PagedArrays, PagedSpec]:
     """Queries `[*, T, H, R + Dr]` on dense latents `[*, S, R]` and rotary keys `[*, S, Dr]`: those of a row are a single page, which each of its
     sequences reads up to its length, `[*, N]`."""
-    arrays = PagedArrays(
-        q=q,
-        k=latent[..., None, :, None, :],
-        v=None,
-        page_table=jnp.zeros((*lengths.shape, 1), jnp.int32),
-        q_start=tokens.q_start,
-        q_len=tokens.q_len,
-        kv_len=lengths,
-        rope=rope[..., None, :, None, :],
-    )
-    spec = _spec(q, options, max_query_len=tokens.max_query_len, latent=True, return_lse=return_lse)
-    return _with_scoring(arrays, scoring, tokens.max_query_len), spec
+    k, rope = (x[..., None, :, None, :] for x in dense)
+    table = jnp.zeros((*lengths.shape, 1), jnp.int32)
+    arrays = PagedArrays(q, k, None, table, tokens.q_start, tokens.q_len, lengths, rope=rope)
+    most = tokens.max_query_len
+    return _with_options(arrays, options, scoring, most, latent=True, return_lse=return_lse)

@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from .._jitted import compiled_once
 from .._kernel import Plan
 from ..core import ForwardKind, is_opaque
+from ..core.arguments import accumulator
 from ..dispatch import Implementation, Problem
 from ..parallel import how_split, Leading, match_varying, opaque, Split
 from . import reference
@@ -21,45 +23,18 @@ _NEW = "new_"
 def problem_of(operation: str, arrays: PagedArrays, spec: PagedSpec) -> Problem:
     """The host metadata of a call. Shapes are those visible here, which inside a partitioned body are the local ones."""
     q, k = arrays.q, arrays.k
-    v = k if arrays.v is None else arrays.v
-    dims = {
-        "N": math.prod(arrays.q_start.shape),
-        "T": math.prod(q.shape[:-2]),
-        "H": q.shape[-2],
-        "K": k.shape[-2],
-        "D": q.shape[-1],
-        "V": v.shape[-1],
-        "p": k.shape[-3],
-        "M": arrays.page_table.shape[-1],
-        "Q": spec.max_query_len,
-    }
-    flags = {
-        "latent": spec.latent,
-        "scales": spec.scales,
-        "ranged": arrays.kv_start is not None,
-        "window": spec.left is not None,
-        "soft_cap": spec.logits_soft_cap is not None,
-        "sinks": arrays.sinks is not None,
-        "alibi_slopes": arrays.slopes is not None,
-        "qq_bias": arrays.qq_bias is not None,
-        "lse": spec.return_lse,
-    }
-    dtypes = {"q": q.dtype, "kv": k.dtype}
+    dims = {"N": math.prod(arrays.q_start.shape), "T": math.prod(q.shape[:-2]), "Q": spec.max_query_len}
+    dims |= {"H": q.shape[-2], "K": k.shape[-2], "D": q.shape[-1], "V": arrays.value_channels}
+    dims |= {"p": k.shape[-3], "M": arrays.page_table.shape[-1]}
+    present = {"ranged": arrays.kv_start, "window": spec.left, "soft_cap": spec.logits_soft_cap}
+    present |= {"sinks": arrays.sinks, "alibi_slopes": arrays.slopes, "qq_bias": arrays.qq_bias}
+    flags: dict[str, Any] = {name: x is not None for name, x in present.items()}
+    flags |= {"latent": spec.latent, "scales": spec.scales, "lse": spec.return_lse}
     # "kv" is the dtype of both kinds of pages unless they differ.
-    dtypes |= {
-        name: x.dtype
-        for name in ("v", "rope")
-        if (x := getattr(arrays, name)) is not None and x.dtype != k.dtype
-    }
-    return Problem.make(
-        operation,
-        dims=dims,
-        dtypes=dtypes,
-        flags=flags,
-        lengths={"N", "T", "M", "Q"},
-        counts={"H", "K"},
-        requirements={"lse"},
-    )
+    second = {name: x.dtype for name in ("v", "rope") if (x := getattr(arrays, name)) is not None}
+    dtypes = {"q": q.dtype, "kv": k.dtype} | {name: x for name, x in second.items() if x != k.dtype}
+    kinds = {"lengths": set("NTMQ"), "counts": set("HK"), "requirements": {"lse"}}
+    return Problem.make(operation, dims=dims, dtypes=dtypes, flags=flags, **kinds)
 
 
 ATTEND = ForwardKind(
@@ -80,9 +55,20 @@ ATTEND = ForwardKind(
 )
 
 
-def attend(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Named:
-    """`out`, and `lse` if requested, on the platform that the plan chooses."""
-    return ATTEND.call(plan, operation, arrays, spec)
+def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec) -> Array | tuple[Array, Array]:
+    """`out`, and `lse` if requested, on the platform that the plan chooses; zeros and minus infinity where no token belongs to a sequence."""
+    if is_empty(arrays):
+        shape = arrays.q.shape[:-1]
+        out = jnp.zeros((*shape, arrays.value_channels), arrays.q.dtype)
+        results = {"out": out, "lse": jnp.full(shape, -jnp.inf, accumulator(arrays.q.dtype))}
+    else:
+        results = ATTEND.call(plan, plan.operation, arrays, spec)
+    return (results["out"], results["lse"]) if spec.return_lse else results["out"]
+
+
+def is_empty(arrays: PagedArrays) -> bool:
+    """Reports whether there are no tokens, or none that belong to a sequence."""
+    return 0 in (arrays.q.size, arrays.kv_len.size)
 
 
 def writer(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Writer:

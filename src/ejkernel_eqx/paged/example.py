@@ -84,10 +84,5 @@ def _flags(operation: str, flags: Mapping[str, Any]) -> dict[str, Any]:
         choices |= {"latent": SWITCH, "scales": (None, "token", "head"), "kv": kinds, "v": kinds}
     if operation == "unified_attention":
         choices |= dict.fromkeys(_SCORES, SWITCH)
-    return {
-        "latent": False,
-        "scales": None,
-        "v": None,
-        **dict.fromkeys(_SCORES, False),
-        **read_flags(flags, choices),
-    }
+    default = {"latent": False, "scales": None, "v": None, **dict.fromkeys(_SCORES, False)}
+    return default | read_flags(flags, choices)

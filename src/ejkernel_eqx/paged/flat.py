@@ -1,7 +1,9 @@
 """Treats rows as additional sequences, and pages as chunks from which a block of keys is gathered."""
 
+import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,50 @@ from .spec import PagedArrays, PagedSpec, PAGES, SCALES
 
 _LARGEST_PART = 256
 Named = dict[str, Array]
+F = TypeVar("F", bound="FlatCall")
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatCall:
+    """One call of a kernel whose leading axis has been merged into tokens, sequences and, if they are mapped, pages.
+
+    `arrays` are those of `PagedArrays` without leading axes, except the small ones (`sinks`, `slopes`, `qq_bias`, scales per head), which
+    have an axis of rows: sequence `n` reads row `n // row_sequences`.
+    """
+
+    arrays: PagedArrays
+    spec: PagedSpec
+    config: Any
+    execute: Any
+    row_sequences: int
+
+    @classmethod
+    def of(
+        cls: type[F], arrays: PagedArrays, spec: PagedSpec, config: Any, execute: Any, in_parts: bool
+    ) -> F:
+        """The call of arrays with one leading axis."""
+        merged, row_sequences = merged_rows(arrays, spec, in_parts=in_parts)
+        return cls(merged, spec, config, execute, row_sequences)
+
+    @property
+    def sequences(self) -> int:
+        return self.arrays.q_len.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.arrays.q.shape[-2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.arrays.k.shape[-2]
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def values(self) -> int:
+        return self.arrays.value_channels
 
 
 def flatten_rows(
@@ -107,8 +153,8 @@ def _even(page_size: int, block_k: int) -> tuple[int, int]:
 
 
 def gather_chunks(pages: Named, table: Array, start: Array, block_k: int, chunk: int) -> tuple[Named, Array]:
-    """For every array `[P, p, ...]`, the keys `start [n]` to `start + block_k`, `[n, block_k, ...]`, by a table `[n, M]`, and whether they
-    exist, `[n, block_k]`."""
+    """Keys `start [n]` to `start + block_k` of every array `[P, p, ...]`, `[n, block_k, ...]`, by a table `[n, M]`, and which of them exist,
+    `[n, block_k]`."""
     count, page_size = next(iter(pages.values())).shape[:2]
     parts = page_size // chunk
     place = (start // chunk)[:, None] + jnp.arange(block_k // chunk, dtype=jnp.int32)[None]

@@ -1,20 +1,19 @@
-"""From checked arguments to results: the implementation shared by every operation of this family."""
+"""The base class of the operations over pages, and the body that they share."""
 
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Kernel, Plan
-from ..core.arguments import accumulator
-from ..core.plans import plan_of as plan_of
+from ..core.plans import plan_of
 from ..dispatch import PlatformLike
-from .arguments import Cache, PagedOptions, resolve, Scoring, Tokens, write_slots
+from .arguments import PagedOptions, resolve, Scoring, Tokens, write_slots
 from .cache.pages import holding, write_arrays
 from .cache.write import write
-from .core import attend, writer
-from .spec import PagedArrays, PagedSpec
+from .core import is_empty, writer
+from .signature import Cache
+from .windows import finish_within
 
 
 class PagedOperation(Kernel):
@@ -49,46 +48,27 @@ class PagedOperation(Kernel):
         self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
         self.plan = plan_of(type(self), self, platform, config, tune_for)
 
-    def _run(
-        self, q: Array, cache: Cache, tokens: Tokens, scoring: Scoring, return_lse: bool
-    ) -> Array | tuple[Array, Array]:
-        """`out`, or `(out, lse)`."""
-        arrays, spec = resolve(q, cache, self.options, tokens, scoring, return_lse=return_lse)
-        return finish(self.plan, arrays, spec)
 
-
-def append(
-    plan: Plan, arrays: PagedArrays, spec: PagedSpec, cache: Cache, new: tuple[Any, Any]
-) -> tuple[PagedArrays, Cache]:
-    """The call and the cache after writing the keys and values (or latents and rotary keys) of the new tokens. The platform that will read
-    the pages also writes them."""
-    writes = write_arrays(cache, new, write_slots(arrays))
-    written = (write if _is_empty(arrays) else writer(plan, plan.operation, arrays, spec))(writes)
-    return arrays._replace(**written), holding(cache, written)
-
-
-def finish(
-    plan: Plan, arrays: PagedArrays, spec: PagedSpec, squeeze: int | None = None
-) -> Array | tuple[Array, Array]:
-    """The results of the resolved call; `squeeze` is the axis of `out` that the operation has added."""
-    if _is_empty(arrays):
-        results = _empty(arrays)
-    else:
-        results = attend(plan, plan.operation, arrays, spec)
-    out = results["out"] if squeeze is None else jnp.squeeze(results["out"], squeeze)
-    if not spec.return_lse:
-        return out
-    lse = results["lse"]
-    return out, lse if squeeze is None else jnp.squeeze(lse, squeeze + 1)
-
-
-def _is_empty(arrays: PagedArrays) -> bool:
-    return 0 in (arrays.q.size, arrays.kv_len.size)
-
-
-def _empty(arrays: PagedArrays) -> dict[str, Array]:
-    """Whether there are no tokens, or none that belong to a sequence."""
-    values = arrays.k if arrays.v is None else arrays.v
-    shape = arrays.q.shape[:-1]
-    lse = jnp.full(shape, -jnp.inf, accumulator(arrays.q.dtype))
-    return {"out": jnp.zeros((*shape, values.shape[-1]), arrays.q.dtype), "lse": lse}
+def over_pages(
+    operation: Any,
+    q: Array,
+    cache: Cache,
+    tokens: Tokens,
+    scoring: Scoring,
+    *,
+    return_lse: bool,
+    window: Any = None,
+    new: tuple[Any, Any] | None = None,
+) -> Any:
+    """The body of every operation over pages, on queries and tokens that have been checked: `out`, with `return_lse` also `lse`, and the cache if
+    `new` keys and values (or latents and rotary keys) are written to it first. The platform that will read the pages also writes them."""
+    arrays, spec = resolve(q, cache, operation.options, tokens, scoring, return_lse=return_lse)
+    plan = operation.plan
+    if new is not None:
+        writes = write_arrays(cache, new, write_slots(arrays))
+        written = (write if is_empty(arrays) else writer(plan, plan.operation, arrays, spec))(writes)
+        arrays, cache = arrays._replace(**written), holding(cache, written)
+    results = finish_within(plan, arrays, spec, window)
+    if new is None:
+        return results
+    return (*results, cache) if return_lse else (results, cache)

@@ -1,6 +1,6 @@
 """`PagedAttention`: decoding, with one query per sequence on the pages of a cache."""
 
-from typing import ClassVar, Literal, overload, TYPE_CHECKING
+from typing import ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import jax
 from jax import Array
@@ -8,7 +8,8 @@ from jax import Array
 from .._shapes import AnyArray, Float, Numbers
 from .arguments import one_each, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import PagedOperation
+from .operation import over_pages, PagedOperation
+from .signature import Cache, DecodeInputs, Output, Query, WithLse
 
 
 class PagedAttention(PagedOperation):
@@ -33,33 +34,18 @@ class PagedAttention(PagedOperation):
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B N H D"],
-            cache: PagedKVCache | PagedLatentCache,
-            *,
-            sinks: Float[Numbers, " H *n"] | None = None,
-            return_lse: Literal[False] = False,
-        ) -> Float[Array, "*B N H V"]: ...
+            self, q: Query, cache: Cache, *, return_lse: Literal[False] = False, **more: Unpack[DecodeInputs]
+        ) -> Output: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B N H D"],
-            cache: PagedKVCache | PagedLatentCache,
-            *,
-            sinks: Float[Numbers, " H *n"] | None = None,
-            return_lse: Literal[True],
-        ) -> tuple[Float[Array, "*B N H V"], Float[Array, "*B N H"]]: ...
+            self, q: Query, cache: Cache, *, return_lse: Literal[True], **more: Unpack[DecodeInputs]
+        ) -> WithLse: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B N H D"],
-            cache: PagedKVCache | PagedLatentCache,
-            *,
-            sinks: Float[Numbers, " H *n"] | None = None,
-            return_lse: bool,
-        ) -> Float[Array, "*B N H V"] | tuple[Float[Array, "*B N H V"], Float[Array, "*B N H"]]: ...
+            self, q: Query, cache: Cache, *, return_lse: bool, **more: Unpack[DecodeInputs]
+        ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.PagedAttention")
     def __call__(
@@ -85,5 +71,4 @@ class PagedAttention(PagedOperation):
         `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         q = read_queries(q, cache, "N H D")
-        tokens = one_each(q, cache)
-        return self._run(q, cache, tokens, Scoring(sinks), return_lse)
+        return over_pages(self, q, cache, one_each(q, cache), Scoring(sinks), return_lse=return_lse)

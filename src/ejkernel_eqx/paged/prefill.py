@@ -1,6 +1,6 @@
 """`PrefillPagedAttention`: a chunk of queries per sequence on the pages of a cache."""
 
-from typing import ClassVar, Literal, overload, TYPE_CHECKING
+from typing import ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import jax
 from jax import Array
@@ -8,7 +8,8 @@ from jax import Array
 from .._shapes import AnyArray, Float, Int, Numbers
 from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import PagedOperation
+from .operation import over_pages, PagedOperation
+from .signature import Cache, Output, PackedInputs, Query, WithLse
 
 
 class PrefillPagedAttention(PagedOperation):
@@ -34,39 +35,18 @@ class PrefillPagedAttention(PagedOperation):
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            cache: PagedKVCache | PagedLatentCache,
-            *,
-            query_start_loc: Int[Numbers, " N+1"],
-            max_query_len: int | None = None,
-            sinks: Float[Numbers, " H *n"] | None = None,
-            return_lse: Literal[False] = False,
-        ) -> Float[Array, "*B T H V"]: ...
+            self, q: Query, cache: Cache, *, return_lse: Literal[False] = False, **more: Unpack[PackedInputs]
+        ) -> Output: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            cache: PagedKVCache | PagedLatentCache,
-            *,
-            query_start_loc: Int[Numbers, " N+1"],
-            max_query_len: int | None = None,
-            sinks: Float[Numbers, " H *n"] | None = None,
-            return_lse: Literal[True],
-        ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+            self, q: Query, cache: Cache, *, return_lse: Literal[True], **more: Unpack[PackedInputs]
+        ) -> WithLse: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            cache: PagedKVCache | PagedLatentCache,
-            *,
-            query_start_loc: Int[Numbers, " N+1"],
-            max_query_len: int | None = None,
-            sinks: Float[Numbers, " H *n"] | None = None,
-            return_lse: bool,
-        ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+            self, q: Query, cache: Cache, *, return_lse: bool, **more: Unpack[PackedInputs]
+        ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.PrefillPagedAttention")
     def __call__(
@@ -98,4 +78,4 @@ class PrefillPagedAttention(PagedOperation):
         """
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)
-        return self._run(q, cache, tokens, Scoring(sinks), return_lse)
+        return over_pages(self, q, cache, tokens, Scoring(sinks), return_lse=return_lse)

@@ -1,6 +1,6 @@
 """`RaggedPagedAttention`: decodes and chunks of prompts in one call, which can also write their keys and values."""
 
-from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, TypeVar
+from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
@@ -8,13 +8,12 @@ from jax import Array
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.plans import plan_of
 from ..dispatch import PlatformLike
-from .arguments import packed, PagedOptions, read_queries, resolve, Scoring
+from .arguments import packed, PagedOptions, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import append, plan_of
-from .windows import finish_within
-
-C = TypeVar("C", PagedKVCache, PagedLatentCache)
+from .operation import over_pages
+from .signature import C, Cache, Output, Query, RaggedInputs, WithLse
 
 
 class RaggedPagedAttention(Kernel):
@@ -68,58 +67,50 @@ class RaggedPagedAttention(Kernel):
         @overload
         def __call__(
             self,
-            q: Float[AnyArray, "*B T H D"],
-            cache: PagedKVCache | PagedLatentCache,
+            q: Query,
+            cache: Cache,
             k: None = None,
             v: None = None,
             *,
-            query_start_loc: Int[Numbers, " N+1"],
-            max_query_len: int | None = None,
-            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[False] = False,
-        ) -> Float[Array, "*B T H V"]: ...
+            **more: Unpack[RaggedInputs],
+        ) -> Output: ...
 
         @overload
         def __call__(
             self,
-            q: Float[AnyArray, "*B T H D"],
-            cache: PagedKVCache | PagedLatentCache,
+            q: Query,
+            cache: Cache,
             k: None = None,
             v: None = None,
             *,
-            query_start_loc: Int[Numbers, " N+1"],
-            max_query_len: int | None = None,
-            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[True],
-        ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+            **more: Unpack[RaggedInputs],
+        ) -> WithLse: ...
 
         @overload
         def __call__(
             self,
-            q: Float[AnyArray, "*B T H D"],
+            q: Query,
             cache: C,
             k: Float[AnyArray, "T *K D"],
             v: Float[AnyArray, "T *K V"],
             *,
-            query_start_loc: Int[Numbers, " N+1"],
-            max_query_len: int | None = None,
-            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[False] = False,
-        ) -> tuple[Float[Array, "*B T H V"], C]: ...
+            **more: Unpack[RaggedInputs],
+        ) -> tuple[Output, C]: ...
 
         @overload
         def __call__(
             self,
-            q: Float[AnyArray, "*B T H D"],
+            q: Query,
             cache: C,
             k: Float[AnyArray, "T *K D"],
             v: Float[AnyArray, "T *K V"],
             *,
-            query_start_loc: Int[Numbers, " N+1"],
-            max_query_len: int | None = None,
-            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[True],
-        ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"], C]: ...
+            **more: Unpack[RaggedInputs],
+        ) -> tuple[Output, Float[Array, "*B T H"], C]: ...
 
     @jax.named_scope("ejkernel_eqx.RaggedPagedAttention")
     def __call__(
@@ -161,9 +152,7 @@ class RaggedPagedAttention(Kernel):
             raise ValueError(
                 "k, v: expected the keys and values of the new tokens with append=True, received None; build with append=False to read only."
             )
-        arrays, spec = resolve(q, cache, self.options, tokens, Scoring(sinks), return_lse=return_lse)
-        if not self.append:
-            return finish_within(self.plan, arrays, spec, window)
-        arrays, cache = append(self.plan, arrays, spec, cache, (k, v))
-        results = finish_within(self.plan, arrays, spec, window)
-        return (*results, cache) if return_lse else (results, cache)
+        new = (k, v) if self.append else None
+        return over_pages(
+            self, q, cache, tokens, Scoring(sinks), return_lse=return_lse, window=window, new=new
+        )

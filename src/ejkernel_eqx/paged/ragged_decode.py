@@ -1,13 +1,16 @@
 """`RaggedDecodeAttention`: decoding on dense keys, with a range of valid keys per row."""
 
-from typing import ClassVar, Literal, overload, TYPE_CHECKING
+from typing import ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from .._shapes import AnyArray, Float, Int, Numbers
 from .arguments import resolve_dense, Scoring
-from .operation import finish, PagedOperation
+from .core import finish
+from .operation import PagedOperation
+from .signature import DecodeInputs, Output, WithLse
 
 
 class RaggedDecodeAttention(PagedOperation):
@@ -39,9 +42,9 @@ class RaggedDecodeAttention(PagedOperation):
             start: int | Int[Numbers, "*B"],
             end: int | Int[Numbers, "*B"],
             *,
-            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[False] = False,
-        ) -> Float[Array, "*B H V"]: ...
+            **others: Unpack[DecodeInputs],
+        ) -> Output: ...
 
         @overload
         def __call__(
@@ -52,9 +55,9 @@ class RaggedDecodeAttention(PagedOperation):
             start: int | Int[Numbers, "*B"],
             end: int | Int[Numbers, "*B"],
             *,
-            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: Literal[True],
-        ) -> tuple[Float[Array, "*B H V"], Float[Array, "*B H"]]: ...
+            **others: Unpack[DecodeInputs],
+        ) -> WithLse: ...
 
         @overload
         def __call__(
@@ -65,9 +68,9 @@ class RaggedDecodeAttention(PagedOperation):
             start: int | Int[Numbers, "*B"],
             end: int | Int[Numbers, "*B"],
             *,
-            sinks: Float[Numbers, " H *n"] | None = None,
             return_lse: bool,
-        ) -> Float[Array, "*B H V"] | tuple[Float[Array, "*B H V"], Float[Array, "*B H"]]: ...
+            **others: Unpack[DecodeInputs],
+        ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.RaggedDecodeAttention")
     def __call__(
@@ -96,4 +99,6 @@ class RaggedDecodeAttention(PagedOperation):
         one, supports the call.
         """
         arrays, spec = resolve_dense(q, k, v, start, end, self.options, Scoring(sinks), return_lse=return_lse)
-        return finish(self.plan, arrays, spec, -3)
+        results = finish(self.plan, arrays, spec)
+        # A row is a sequence of one query, whose axis the results do not have.
+        return jax.tree.map(lambda x: jnp.squeeze(x, arrays.q.ndim - 3), results)

@@ -49,7 +49,7 @@ def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
 
 
 def _visible(arrays: PagedArrays, spec: PagedSpec, n: Array) -> tuple[Array, Array]:
-    """Which key `j` each query of sequence `n` sees, `[Q, S]`, and where the keys of its new tokens begin."""
+    """The keys `j` that each query of sequence `n` sees, `[Q, S]`, and where the keys of its new tokens begin."""
     page_size, pages = arrays.k.shape[-3], arrays.page_table[n]
     j = jnp.arange(pages.shape[0] * page_size, dtype=jnp.int32)[None]
     chunk = arrays.kv_len[n] - arrays.q_len[n]

@@ -51,19 +51,14 @@ def spec_of(problem: Problem) -> PagedSpec:
 
 def spec_from(size: Mapping[str, int], flags: Mapping[str, Any]) -> PagedSpec:
     """The static half of a call, from sizes by letter and the flags of a problem."""
-    return PagedSpec(
-        scale=size["D"] ** -0.5,
-        logits_soft_cap=SOFT_CAP if flags.get("soft_cap") else None,
-        left=max(size["M"] * size["p"] // WINDOW, 1) - 1 if flags.get("window") else None,
-        max_query_len=size["Q"],
-        latent=bool(flags.get("latent")),
-        scales=flags.get("scales"),
-        return_lse=bool(flags.get("lse")),
-    )
+    cap = SOFT_CAP if flags.get("soft_cap") else None
+    left = max(size["M"] * size["p"] // WINDOW, 1) - 1 if flags.get("window") else None
+    kinds = {"latent": bool(flags.get("latent")), "scales": flags.get("scales")}
+    return PagedSpec(size["D"] ** -0.5, cap, left, size["Q"], **kinds, return_lse=bool(flags.get("lse")))
 
 
 def make_batch(problem: Problem, seed: int) -> Batch:
-    """Only decodes if sequences have at most one query. Otherwise some trailing padding and, for prefilling, chunks of similar lengths; for
+    """A batch of decodes if sequences have at most one query. Otherwise some trailing padding and, for prefilling, chunks of similar lengths; for
     the other operations, decodes and as many whole chunks as the tokens allow."""
     rng = np.random.default_rng(seed)
     count, tokens, longest = (problem.dim(name) for name in "NTQ")
@@ -116,21 +111,14 @@ def shapes_from(
     size, wide = {**size, "P": pages, "R": size["D"] - size["V"]}, accumulator(jnp.dtype(dtype))
     stored = {"k": "PpKV", "rope": "PpKR"} if flags.get("latent") else {"k": "PpKD", "v": "PpKV"}
     scale = {None: None, "token": "PpK", "head": "K"}[flags.get("scales")]
-    axes = {
-        "q": ("THD", dtype),
-        **{name: (letters, of_pages) for (name, letters), of_pages in zip(stored.items(), kv, strict=True)},
-        **{
-            f"{name}_scale": (scale, "float32")
-            for name, of_pages in zip(stored, kv)
-            if str(of_pages) in LARGEST
-        },
-        "page_table": ("NM", "int32"),
-        **dict.fromkeys(("q_start", "q_len", "kv_len"), ("N", "int32")),
-        "kv_start": ("N" if flags.get("ranged") else None, "int32"),
-        "sinks": ("H" if flags.get("sinks") else None, wide),
-        "slopes": ("H" if flags.get("alibi_slopes") else None, wide),
-        "qq_bias": ("QQ" if flags.get("qq_bias") else None, wide),
-    }
+    axes = {"q": ("THD", dtype), "page_table": ("NM", "int32")}
+    axes |= dict.fromkeys(("q_start", "q_len", "kv_len"), ("N", "int32"))
+    for (name, letters), of_pages in zip(stored.items(), kv, strict=True):
+        axes[name] = letters, of_pages
+        axes |= {f"{name}_scale": (scale, "float32")} if str(of_pages) in LARGEST else {}
+    optional = {"kv_start": ("ranged", "N", "int32"), "sinks": ("sinks", "H", wide)}
+    optional |= {"slopes": ("alibi_slopes", "H", wide), "qq_bias": ("qq_bias", "QQ", wide)}
+    axes |= {name: how for name, (flag, *how) in optional.items() if flags.get(flag)}
     shape = lambda letters, dtype: jax.ShapeDtypeStruct([size[axis] for axis in letters], jnp.dtype(dtype))
     return PagedArrays.of({name: shape(*which) for name, which in axes.items() if which[0] is not None})
 

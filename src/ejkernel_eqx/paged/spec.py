@@ -32,7 +32,7 @@ class PagedSpec:
     scales: str | None = None
     """The scales of quantised pages: `"token"`, one per token and head, or `"head"`, one per head; `None`: no pages are quantised."""
     return_lse: bool = False
-    """Whether the caller requests `lse`; every platform returns it."""
+    """True if the caller requests `lse`; every platform returns it."""
 
 
 class PagedArrays(NamedTuple):
@@ -53,9 +53,8 @@ class PagedArrays(NamedTuple):
     kv_len: Array  # int32 [*, N]: its number of keys, including those of the queries
     kv_start: Array | None = None  # int32 [*, N]: its first key
     rope: Array | None = None  # [P, p, K, Dr]: further key channels, which are not values
-    k_scale: Array | None = (
-        None  # float32 [P, p, K] or [K]: a stored number stands for `scale * number`; None: not quantised
-    )
+    # float32 [P, p, K] or [K]: a stored number stands for `scale * number`; None: not quantised
+    k_scale: Array | None = None
     v_scale: Array | None = None  # the same, for v
     rope_scale: Array | None = None  # the same, for rope
     sinks: Array | None = None  # float32 [H], natural log units
@@ -64,7 +63,7 @@ class PagedArrays(NamedTuple):
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> "PagedArrays":
-        """From the arrays that are present, by name."""
+        """The arrays of a call from those that are present, by name."""
         return cls(**{"v": None, **given})
 
     @property
@@ -94,21 +93,12 @@ RESULTS = ("out", "lse")
 def axes_of(arrays: PagedArrays, spec: PagedSpec) -> dict[str, tuple[str, ...]]:
     """The axes after the leading ones of every possible array and of both results; `H<n>` stands for n heads."""
     heads, kv_heads = f"H{arrays.q.shape[-2]}", f"H{arrays.k.shape[-2]}"
-    scale = ("P", "p", kv_heads) if spec.scales == "token" else (kv_heads,)
-    return {
-        "q": ("T", heads, "D"),
-        "k": ("P", "p", kv_heads, "Dk"),
-        "v": ("P", "p", kv_heads, "V"),
-        "rope": ("P", "p", kv_heads, "Dr"),
-        "page_table": ("N", "M"),
-        **dict.fromkeys(("q_start", "q_len", "kv_len", "kv_start"), ("N",)),
-        **dict.fromkeys(SCALES, scale),
-        "sinks": (heads,),
-        "slopes": (heads,),
-        "qq_bias": ("Q", "Q2"),
-        "out": ("T", heads, "V"),
-        "lse": ("T", heads),
-    }
+    page = ("P", "p", kv_heads)
+    axes = {"q": ("T", heads, "D"), "k": (*page, "Dk"), "v": (*page, "V"), "rope": (*page, "Dr")}
+    axes |= {"page_table": ("N", "M"), "sinks": (heads,), "slopes": (heads,), "qq_bias": ("Q", "Q2")}
+    axes |= dict.fromkeys(("q_start", "q_len", "kv_len", "kv_start"), ("N",))
+    axes |= dict.fromkeys(SCALES, page if spec.scales == "token" else (kv_heads,))
+    return axes | {"out": ("T", heads, "V"), "lse": ("T", heads)}
 
 
 def page_dtypes(problem: Any) -> tuple[str, str]:

@@ -20,9 +20,5 @@ def alone(arrays: PagedArrays, max_query_len: int | None = None) -> PagedArrays:
     end = ends[number] if max_query_len is None else jnp.minimum(ends[number], begin + max_query_len)
     real = (tokens >= begin) & (tokens < end)
     positions = positions_of(jnp.where(real, number, -1), ends, arrays.kv_len)
-    return arrays._replace(
-        page_table=arrays.page_table[number],
-        q_start=tokens,
-        q_len=real.astype(jnp.int32),
-        kv_len=jnp.where(real, positions + 1, 0),
-    )
+    table, lengths = arrays.page_table[number], jnp.where(real, positions + 1, 0)
+    return arrays._replace(page_table=table, q_start=tokens, q_len=real.astype(jnp.int32), kv_len=lengths)

@@ -1,15 +1,15 @@
 """`UnifiedAttention`: decodes and chunks of prompts on pages, with biases and trees of draft tokens."""
 
-from typing import ClassVar, Literal, overload, TYPE_CHECKING
+from typing import ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import jax
 from jax import Array
 
 from .._shapes import AnyArray, Float, Int, Numbers
-from .arguments import packed, read_queries, resolve, Scoring
+from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import PagedOperation
-from .windows import finish_within
+from .operation import over_pages, PagedOperation
+from .signature import Cache, Output, Query, UnifiedInputs, WithLse
 
 
 class UnifiedAttention(PagedOperation):
@@ -37,45 +37,18 @@ class UnifiedAttention(PagedOperation):
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            cache: PagedKVCache | PagedLatentCache,
-            *,
-            query_start_loc: Int[Numbers, " N+1"],
-            max_query_len: int | None = None,
-            alibi_slopes: Float[Numbers, " H"] | None = None,
-            qq_bias: Float[AnyArray, "Q Q"] | None = None,
-            sinks: Float[Numbers, " H *n"] | None = None,
-            return_lse: Literal[False] = False,
-        ) -> Float[Array, "*B T H V"]: ...
+            self, q: Query, cache: Cache, *, return_lse: Literal[False] = False, **more: Unpack[UnifiedInputs]
+        ) -> Output: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            cache: PagedKVCache | PagedLatentCache,
-            *,
-            query_start_loc: Int[Numbers, " N+1"],
-            max_query_len: int | None = None,
-            alibi_slopes: Float[Numbers, " H"] | None = None,
-            qq_bias: Float[AnyArray, "Q Q"] | None = None,
-            sinks: Float[Numbers, " H *n"] | None = None,
-            return_lse: Literal[True],
-        ) -> tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+            self, q: Query, cache: Cache, *, return_lse: Literal[True], **more: Unpack[UnifiedInputs]
+        ) -> WithLse: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            cache: PagedKVCache | PagedLatentCache,
-            *,
-            query_start_loc: Int[Numbers, " N+1"],
-            max_query_len: int | None = None,
-            alibi_slopes: Float[Numbers, " H"] | None = None,
-            qq_bias: Float[AnyArray, "Q Q"] | None = None,
-            sinks: Float[Numbers, " H *n"] | None = None,
-            return_lse: bool,
-        ) -> Float[Array, "*B T H V"] | tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]: ...
+            self, q: Query, cache: Cache, *, return_lse: bool, **more: Unpack[UnifiedInputs]
+        ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.UnifiedAttention")
     def __call__(
@@ -98,7 +71,7 @@ class UnifiedAttention(PagedOperation):
         - `alibi_slopes`: `[H]`.
         - `qq_bias`: `[Q, Q]` with `Q` at least `max_query_len`, the same for all sequences and heads. Entries may be minus infinity; those above
             the diagonal have no effect.
-        - `sliding_window`: as in [`ejkernel_eqx.RaggedPagedAttention`][]; without `qq_bias`.
+        - `window`: as in [`ejkernel_eqx.RaggedPagedAttention`][]; without `qq_bias`.
 
         **Returns:**
 
@@ -108,5 +81,4 @@ class UnifiedAttention(PagedOperation):
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)
         scoring = Scoring(sinks, alibi_slopes, qq_bias)
-        arrays, spec = resolve(q, cache, self.options, tokens, scoring, return_lse=return_lse)
-        return finish_within(self.plan, arrays, spec, window)
+        return over_pages(self, q, cache, tokens, scoring, return_lse=return_lse, window=window)

@@ -8,7 +8,7 @@ from jax import Array, lax
 
 from .._kernel import Plan
 from .._values import known
-from .operation import finish
+from .core import finish, is_empty
 from .spec import PagedArrays, PagedSpec
 from .tokens import alone
 
@@ -26,16 +26,13 @@ def finish_within(plan: Plan, arrays: PagedArrays, spec: PagedSpec, window: Any)
     if value is not None:
         left = None if value < 0 else min(int(value), 2**30) - 1
         return finish(plan, arrays, dataclasses.replace(spec, left=left))
-    if 0 in (arrays.q.size, arrays.kv_len.size):
+    if is_empty(arrays):
         return finish(plan, arrays, spec)
     if spec.max_query_len == 1:
         return finish(plan, _from(arrays, window), spec)
-    each = _from(alone(arrays), window)
-    return lax.cond(
-        (window < 0) | (window >= arrays.kv_len.max()),
-        lambda: finish(plan, arrays, spec),
-        lambda: finish(plan, each, dataclasses.replace(spec, max_query_len=1)),
-    )
+    each, one = _from(alone(arrays), window), dataclasses.replace(spec, max_query_len=1)
+    whole = (window < 0) | (window >= arrays.kv_len.max())
+    return lax.cond(whole, lambda: finish(plan, arrays, spec), lambda: finish(plan, each, one))
 
 
 def _read(window: Any, arrays: PagedArrays, spec: PagedSpec) -> Array:

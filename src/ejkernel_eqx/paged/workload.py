@@ -1,4 +1,4 @@
-"""What the tuner needs for attention over pages: representative work, the reference to check it against, and its cost."""
+"""The work that the tuner measures for attention over pages: representative inputs, the reference to check it against, and its cost."""
 
 import functools
 from typing import Any
@@ -47,9 +47,7 @@ def costs(problem: Problem) -> dict[str, Cost]:
     return {FORWARD: Cost(flops, moved_bytes(problem, spec))}
 
 
-def _run(
-    platform: Any, spec: PagedSpec, arrays: PagedArrays, config: Any, **execute: Any
-) -> dict[str, Array]:
+def _run(platform: Any, spec: PagedSpec, arrays: PagedArrays, config: Any, **execute: Any) -> Any:
     return platform.forward(arrays, spec, config, **execute)
 
 

@@ -20,7 +20,7 @@ from .spec import axes_of, PagedArrays, PagedSpec, PAGES, SCALES, SHARED, unmapp
 Named = dict[str, Array]
 R = TypeVar("R")
 Carry = tuple[Array, Array, Array]
-"""Of an online softmax, `[n, K, G, Q]`: the largest score, the denominator, and the sum of values, which has a further axis."""
+"""The state of an online softmax, `[n, K, G, Q]`: the largest score, the denominator, and the sum of values, which has a further axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class XlaPlatform:
     config_type = XlaConfig
 
     def unsupported(self, problem: Any, device: Any) -> str | None:
-        """Why this platform cannot serve the problem; it serves every problem."""
+        """The reason why this platform cannot serve a problem: none, it serves all."""
         return None
 
     def default_config(self, problem: Any, device: Any) -> XlaConfig:
@@ -53,16 +53,7 @@ class XlaPlatform:
     def candidates(self, problem: Any, device: Any) -> list[XlaConfig]:
         """Configurations worth timing, the heuristic first, without those that split the problem in the same way."""
         keys, queries = problem.dim("M") * problem.dim("p"), problem.dim("Q")
-        wanted = [
-            (128, 128),
-            (128, 256),
-            (256, 256),
-            (128, 512),
-            (64, 128),
-            (256, 512),
-            (128, 64),
-            (128, 1024),
-        ]
+        wanted = [(128, 128), (128, 256), (256, 256), (128, 512), (64, 128), (256, 512), (128, 64), (128, 1024)]  # fmt: skip
         if queries == 1:
             wanted = [(128, size) for size in (128, 256, 512, 64, 1024, 32)]
         distinct: dict[tuple[int, int], XlaConfig] = {}
@@ -130,7 +121,7 @@ def _operand_dtype(arrays: PagedArrays, spec: PagedSpec) -> Any:
 
 
 class Queries(NamedTuple):
-    """Up to `Q` queries of each of `n` sequences."""
+    """At most `Q` queries of each of `n` sequences."""
 
     sequence: Array  # [n]
     index: Array  # [n, Q]: index of the query in its sequence
@@ -154,7 +145,7 @@ def in_passes(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
 
 
 def _decodes(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
-    """All sequences with few queries."""
+    """Computes all sequences with few queries."""
     arrays, index = call.arrays, jnp.arange(call.few, dtype=jnp.int32)
     real = index[None] < arrays.q_len[:, None]
     if call.spec.max_query_len > call.few:
@@ -167,7 +158,7 @@ def _decodes(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
 
 
 def _tiles(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
-    """The other sequences, in tiles of queries. The loop ends at the last tile with queries."""
+    """Computes the other sequences, in tiles of queries. The loop ends at the last tile with queries."""
     arrays, size = call.arrays, call.block_q
     length = jnp.minimum(arrays.q_len, call.spec.max_query_len)
     tiles = jnp.where(length > call.few, (length + size - 1) // size, 0)
@@ -194,7 +185,7 @@ def _tiles(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
 
 
 class Span(NamedTuple):
-    """Which keys the queries see."""
+    """Keys that the queries see."""
 
     own: Array  # [n]: the first key of the sequence's new tokens
     i: Array  # [n, Q]: the positions of the queries, which are the last keys that they see
@@ -204,7 +195,7 @@ class Span(NamedTuple):
 
 
 def span_of(call: Call, queries: Queries) -> Span:
-    """What the queries see by their positions."""
+    """The keys that queries see by their positions."""
     arrays, n, left = call.arrays, queries.sequence, call.spec.left
     own = arrays.kv_len[n] - arrays.q_len[n]
     i = own[:, None] + queries.index
@@ -256,7 +247,7 @@ def finished(call: Call, carry: Carry) -> tuple[Array, Array]:
 def scores_at(
     call: Call, queries: Queries, span: Span, table: Array, at: Array
 ) -> tuple[Named, Array, Array]:
-    """What the pages hold of the block of keys from `at [n]` on, which of them the queries see, `[n, Q, S]`, and scores `[n, K, G, Q, S]`, minus
+    """The block of keys from `at [n]` on as the pages hold it, which of them the queries see, `[n, Q, S]`, and scores `[n, K, G, Q, S]`, minus
     infinity for the others."""
     own, i, lowest, _, _ = span
     j = at[:, None] + jnp.arange(call.block_k, dtype=jnp.int32)[None]  # [n, S]

@@ -24,7 +24,6 @@ from .gates import check_limit, rms_norm, silu_gated, time_step
 from .operation import plan_of, run, run_step
 from .spec import SCALAR
 
-
 _Inputs = namedtuple("_Inputs", "x dt A B C D z dt_bias norm_weight")
 """The operands of a call on sequences or of a step."""
 

@@ -21,7 +21,6 @@ from .along import scan_along
 from .core import scan, step
 from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 
-
 _Inputs = namedtuple("_Inputs", "x dt A B C D z dt_bias")
 """The operands of a call on sequences or of a step."""
 

@@ -1,19 +1,15 @@
 """Platform `triton`: configurations and support. The kernels are those of attention, with keys that have a second part."""
 
-from jax import Array
-
-from ...attention.spec import AttentionSpec
 from ...attention.triton import compiled as attention
 from ...attention.triton.compiled import TileConfig, TritonConfig
 from ...core.platforms import kernels_unavailable
-from ...dispatch import DeviceFacts, FORWARD, Problem
-from ...launch import Execute, run
+from ...dispatch import DeviceFacts, Problem
 from ...launch.sizes import fitting, rows_of, too_large
-from ..spec import LatentArrays, LatentGrads
+from ..over_attention import halves
+from ..over_attention import PARTS as PARTS
 from . import tile_sizes
 
 OPAQUE = True
-PARTS = {"forward": FORWARD, "key_gradient": "k k_rope v", "query_gradient": "q bias alibi_slopes sinks"}
 MAX_DIM = 128
 config_type = TritonConfig
 _SMALLEST = TileConfig(16, 16, 4, 1)
@@ -47,7 +43,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
+    """The reason why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         needed, sizes = _needed_memory(kernel, problem, device, tile), f"{tile.block_q}x{tile.block_k}"
@@ -61,27 +57,4 @@ def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: Til
     return tile_sizes.shared_memory(kernel, problem, device, tile.block_q, tile.block_k, tile.num_stages)
 
 
-def forward(
-    arrays: LatentArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run
-) -> tuple[Array, Array]:
-    """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    return attention.attended(arrays.apart, spec, config, k_rope=arrays.k_rope, execute=execute)
-
-
-def backward(
-    arrays: LatentArrays,
-    spec: AttentionSpec,
-    config: TritonConfig,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
-    *,
-    execute: Execute = run,
-) -> LatentGrads:
-    """All gradients; bitwise repeatable, as every sum has one fixed order."""
-    grads, dk_rope = attention.gradients(
-        arrays.apart, spec, config, (out, lse), (dout, dlse), k_rope=arrays.k_rope, execute=execute
-    )
-    assert dk_rope is not None
-    return LatentGrads(k_rope=dk_rope, **grads._asdict())
+forward, backward = halves(attention)

@@ -47,9 +47,8 @@ class _Sequence:
     pages: array.array  # int32, one for every p tokens; -1 if freed
     length: int = 0
     freed: int = 0  # the number of leading pages that are -1
-    look_back: int | None = (
-        None  # the most keys before its own that a query sees, according to calls of `free_behind`
-    )
+    look_back: int | None = None
+    """The most keys before its own that a query sees, according to calls of `free_behind`."""
 
 
 @explained_options
@@ -100,7 +99,7 @@ class PageTable:
 
     @property
     def sequences(self) -> tuple[Hashable, ...]:
-        """All sequences, in the order of their creation."""
+        """Every sequence, in the order of their creation."""
         return tuple(self._sequences)
 
     def length(self, sequence: Hashable) -> int:

@@ -151,19 +151,15 @@ class RaggedBatch(Module):
             table[n, : len(row)] = row[: sizes.pages]
         starts = np.full(sizes.sequences + 1, total, np.int32)
         starts[: count + 1] = np.concatenate([[0], np.cumsum(queries)])
-        return cls(
-            jnp.asarray(starts),
-            jnp.asarray(_padded(totals, sizes.sequences, 0)),
-            jnp.asarray(table),
-            None if states is None else jnp.asarray(_padded(states, sizes.sequences, -1)),
-            page_size=page_size,
-            max_query_len=sizes.query_len,
-            num_tokens=sizes.tokens,
-        )
+        arrays = starts, _padded(totals, sizes.sequences, 0), table
+        if states is not None:
+            arrays = (*arrays, _padded(states, sizes.sequences, -1))
+        counts = {"max_query_len": sizes.query_len, "num_tokens": sizes.tokens}
+        return cls(*map(jnp.asarray, arrays), page_size=page_size, **counts)
 
     @property
     def is_decode(self) -> bool:
-        """Whether no sequence has more than one new token; static."""
+        """True if no sequence has more than one new token; static."""
         return self.max_query_len == 1
 
     @property
@@ -173,7 +169,7 @@ class RaggedBatch(Module):
 
     @property
     def is_real(self) -> Bool[Array, "T"]:
-        """Whether each token belongs to a sequence, bool `[T]`."""
+        """True for each token that belongs to a sequence, bool `[T]`."""
         return self.sequence_ids >= 0
 
     @property

@@ -89,15 +89,11 @@ class Pages(Module):
         check_room(*room)
         lead = read_batch_shape(batch_shape)
         # Each array is separate, because all may be donated.
-        arrays = [
-            jnp.zeros((*lead, *room, *width), dtype) for width, dtype in zip(widths, dtypes, strict=True)
-        ]
-        arrays += [
-            jnp.ones((*lead, *(room if scales == TOKEN else ()), *width[:-1]), jnp.float32)
-            if dtype.name in LARGEST
-            else None
-            for width, dtype in zip(widths, dtypes, strict=True)
-        ]
+        kinds = list(zip(widths, dtypes, strict=True))
+        arrays = [jnp.zeros((*lead, *room, *width), dtype) for width, dtype in kinds]
+        rows = room if scales == TOKEN else ()
+        scale = lambda width: jnp.ones((*lead, *rows, *width[:-1]), jnp.float32)
+        arrays += [scale(width) if dtype.name in LARGEST else None for width, dtype in kinds]
         return cls(**dict(zip(cls._names, arrays, strict=True)))
 
     @property
@@ -133,7 +129,7 @@ class Pages(Module):
 
     @property
     def is_bound(self) -> bool:
-        """Whether the cache is bound to page tables."""
+        """True if the cache is bound to page tables."""
         return self.page_table is not None
 
     def bind(self: C, page_table: Any, lengths: Any | None = None) -> C:
@@ -157,10 +153,8 @@ class Pages(Module):
                 f"with_scales: expected a cache with scales='head', received one with {self.scales!r}; pass scales='head' to init."
             )
         lead, old = len(self.batch_shape), zip(self._names[2:], self._arrays[2:], given, strict=True)
-        return dataclasses.replace(
-            self,
-            **{name: read_head_scale(name, x, scale, lead) for name, scale, x in old},  # pyright: ignore
-        )
+        scales: Any = {name: read_head_scale(name, x, scale, lead) for name, scale, x in old}
+        return dataclasses.replace(self, **scales)
 
     def append_by(self: C, writer: Writer, first: Any, second: Any, slots: Any) -> C:
         """`append` with a given write function; operations pass that of their platform."""
@@ -343,12 +337,9 @@ def read_head_scale(name: str, given: Any, scale: Array | None, lead: int) -> Ar
         raise ValueError(f"{name}: expected floats {scale.shape}, received None; pass one number per head.")
     shapes = (scale.shape, scale.shape[lead:])
     values = read_array(name, given, shapes, f"floats {scale.shape}", "; pass one number per head")
-    numbers = checked(
-        values.astype(jnp.float32),
-        given,
-        lambda x: ~((x > 0) & (x < jnp.inf)),
-        lambda found: f"{name}: expected positive numbers, received {found}; use 1 if no scale is known.",
-    )
+    wrong = lambda x: ~((x > 0) & (x < jnp.inf))
+    message = lambda x: f"{name}: expected positive numbers, received {x}; use 1 if no scale is known."
+    numbers = checked(values.astype(jnp.float32), given, wrong, message)
     return jnp.broadcast_to(numbers, scale.shape)
 
 
@@ -370,9 +361,8 @@ def read_tables(page_table: Any, lengths: Any, page_size: int) -> tuple[Array, A
         )
     table, counts = check_tables(jnp.asarray(page_table), jnp.asarray(lengths))
     most = table.shape[-1] * page_size
-    return table, check_between(
-        "lengths", counts, lengths, 0, most, f"a row of the page table holds {most} tokens"
-    )
+    why = f"a row of the page table holds {most} tokens"
+    return table, check_between("lengths", counts, lengths, 0, most, why)
 
 
 def check_tables(table: Array, lengths: Array) -> tuple[Array, Array]:
@@ -392,10 +382,8 @@ def check_tables(table: Array, lengths: Array) -> tuple[Array, Array]:
 def read_array(name: str, given: Any, shapes: Any, expected: str, remedy: str = "") -> Array:
     """`given` as an array of integers or floats (the first word of `expected`) with one of `shapes`, in which `None` is any size."""
     x, kind = jnp.asarray(given), jnp.integer if expected.startswith("ints") else jnp.floating
-    fits = any(
-        len(shape) == x.ndim and all(want is None or want == size for want, size in zip(shape, x.shape))
-        for shape in shapes
-    )
+    matches = lambda shape: all(want in (None, size) for want, size in zip(shape, x.shape))
+    fits = any(len(shape) == x.ndim and matches(shape) for shape in shapes)
     if not fits or not jnp.issubdtype(x.dtype, kind):
         raise ValueError(f"{name}: expected {expected}, received {x.dtype} of shape {x.shape}{remedy}.")
     return x

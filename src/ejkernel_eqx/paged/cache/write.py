@@ -41,12 +41,8 @@ def _over_mesh(arrays: WriteArrays) -> dict[str, Array]:
         return Axes(tuple(names))
 
     def pages(given: Any) -> dict[str, Axes]:
-        return {
-            name: label(
-                x, -2 if name in PAGES else -1, lead if name in PAGES or x.ndim > lead + 1 else x.ndim - 1
-            )
-            for name, x in given.items()
-        }
+        rows = lambda name, x: lead if name in PAGES or x.ndim > lead + 1 else x.ndim - 1
+        return {name: label(x, -2 if name in PAGES else -1, rows(name, x)) for name, x in given.items()}
 
     new = {name: label(x, -2, lead) for name, x in arrays.new.items()}
     axes = WriteArrays(pages(arrays.pages), new, label(arrays.slots, None, lead))  # pyright: ignore

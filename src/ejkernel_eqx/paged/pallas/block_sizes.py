@@ -1,13 +1,13 @@
-"""Which blocks of pages and tiles of queries to use, by their bytes of vector memory."""
+"""The choice of blocks of pages and tiles of queries, by their bytes of vector memory."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.sizes import tile_bytes, too_large_for_vmem
+from ...launch.sizes import rows_of, tile_bytes, too_large_for_vmem
 from ..flat import part_of
 from ..spec import page_dtypes
 from .call import block_pages, LANES, PallasConfig, row_tile
@@ -53,11 +53,9 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
         return [smallest(problem, device)]
     if problem.dim("Q") <= most:
         prefill = prefill[:1]
-    found = []
-    for row in range(max(len(decode), len(prefill))):
-        queries, block = prefill[min(row, len(prefill) - 1)]
-        found.append(PallasConfig(most, decode[min(row, len(decode) - 1)], queries, block, cores))
-    return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
+    columns: list[list[Any]] = [decode, prefill]
+    configs = [PallasConfig(most, keys, q, k, cores) for keys, (q, k) in rows_of(columns)]
+    return list(dict.fromkeys(configs))[:_MOST_CANDIDATES]
 
 
 def few(problem: Problem) -> int:
@@ -78,25 +76,23 @@ def _fits(needed: int, device: DeviceFacts) -> bool:
 
 
 def _strain(problem: Problem, queries: int, keys: int) -> float:
-    """How far a block is from the best size, as a ratio."""
+    """The ratio of a block to the best size, or its inverse: at least 1."""
     rows = keys * problem.dim("K")
-    widest = max(
-        rows * width * jnp.dtype(dtype).itemsize
-        for width, dtype in zip(widths(problem), dtypes(problem).values())
-    )
+    kinds = zip(widths(problem), dtypes(problem).values())
+    widest = rows * max(width * jnp.dtype(dtype).itemsize for width, dtype in kinds)
     scores = 4 * rows * queries * problem.dim("H")
     used = max(widest / _BLOCK, scores / _SCORES)
     return max(used, 1 / used)
 
 
 def heads_fill_words(heads: int, dtype: DTypeLike) -> bool:
-    """Whether XLA puts the few heads of a token, and no other token, into the rows of a tile."""
+    """Reports whether XLA puts the few heads of a token, and no other token, into the rows of a tile."""
     return heads in (1, 2, 4) and heads * jnp.dtype(dtype).itemsize >= 4
 
 
 def read_in_place(heads: int, width: int, dtype: str) -> bool:
-    """Whether a page of `width` channels, a multiple of 128, lies in memory as the matrix `[p * K, D]` that kernels read. XLA fills the rows of a
-    tile with the heads of a token if these fill a word, and with tokens otherwise."""
+    """Reports whether a page of `width` channels, a multiple of 128, lies in memory as the matrix `[p * K, D]` that kernels read. XLA fills the
+    rows of a tile with the heads of a token if these fill a word, and with tokens otherwise."""
     if heads_fill_words(heads, dtype):
         return width == LANES
     return heads == 1 or heads % 8 == 0
@@ -122,16 +118,16 @@ def _cores(problem: Problem, device: DeviceFacts) -> int:
 
 
 def too_large(problem: Problem, config: PallasConfig, device: DeviceFacts) -> str | None:
-    """Why a configuration does not fit the device."""
+    """The reason why a configuration does not fit the device; `None` if it does."""
     few = min(config.decode_queries, problem.dim("Q"))
     kernels = {"decode": (few, config.decode_keys, decode_bytes)}
     if problem.dim("Q") > few:
         kernels["prefill"] = config.block_q, config.block_k, prefill_bytes
-    for name, (queries, keys, needed) in kernels.items():
-        reason = too_large_for_vmem(name, f"{queries}x{keys}", needed(problem, queries, keys), device)
-        if reason is not None:
-            return reason
-    return None
+    reasons = (
+        too_large_for_vmem(name, f"{queries}x{keys}", needed(problem, queries, keys), device)
+        for name, (queries, keys, needed) in kernels.items()
+    )
+    return next(filter(None, reasons), None)
 
 
 class Tile(NamedTuple):
@@ -142,13 +138,13 @@ class Tile(NamedTuple):
 
 
 def decode_tile(problem: Problem, config: PallasConfig) -> Tile:
-    """What a configuration means for the kernel for few queries."""
+    """The tile of a configuration in the kernel for few queries."""
     queries = min(config.decode_queries, problem.dim("Q"))
     return Tile(queries, _columns(problem, config.decode_keys) // problem.dim("K"))
 
 
 def prefill_tile(problem: Problem, config: PallasConfig) -> Tile:
-    """What a configuration means for the kernel for many queries."""
+    """The tile of a configuration in the kernel for many queries."""
     page = page_of(problem)
     return Tile(config.block_q, block_pages(page, page, config.block_k) * page)
 
@@ -188,14 +184,12 @@ def _columns(problem: Problem, keys: int) -> int:
 
 
 def _page_bytes(problem: Problem, columns: int) -> int:
-    return sum(
-        tile_bytes((columns, width), dtype)
-        for width, dtype in zip(widths(problem), dtypes(problem).values(), strict=True)
-    )
+    kinds = zip(widths(problem), dtypes(problem).values(), strict=True)
+    return sum(tile_bytes((columns, width), dtype) for width, dtype in kinds)
 
 
 def _buffers(problem: Problem, queries: int, heads: int, columns: int) -> int:
-    """What is copied to and fro, each twice: pages, queries, results."""
+    """The bytes of what is copied to and fro, each twice: pages, queries, results."""
     q = problem.dtype("q")
     small = sum(tile_bytes((queries, heads, problem.dim(width)), q) for width in ("D", "V"))
     return 2 * (_page_bytes(problem, columns) + small + tile_bytes((queries, 1, heads), "float32"))

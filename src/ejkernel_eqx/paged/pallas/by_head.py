@@ -14,11 +14,11 @@ from jax.experimental.pallas import tpu as pltpu
 from ...launch.sizes import cdiv
 from ..spec import PagedSpec
 from .call import Call, LANES
-from .kernel import anywhere, Block, Method, of_row, scale_rows, Sizes, whole
+from .kernel import Block, Method, scale_buffers, Sizes, Small, small_arrays
 from .tile import begun, capped, finished, LEAST, product, TRANSPOSED, wide, with_keys
 
 _UNROLLED = 8
-"""Up to so many key heads are one piece of code, in which the products of one overlap the exponentials of another."""
+"""The most key heads that are one piece of code, in which the products of one overlap the exponentials of another."""
 
 
 def _sorted(x: Any) -> Any:
@@ -33,12 +33,14 @@ def _start(r: Any, size: Sizes, spec: PagedSpec, slot: Any) -> None:
     for h in range(heads):
         top = jnp.full((rows, LANES), LEAST, jnp.float32)
         if "sinks" in r:
-            sinks = [
-                jnp.broadcast_to(r["sinks"][0, h, g : g + 1], (size.queries, LANES))
-                for g in range(rows // size.queries)
-            ]
-            top = jnp.maximum(top, jnp.concatenate(sinks, 0))
+            top = jnp.maximum(top, _along(r["sinks"], h, size.queries, LANES))
         begun(_state(r, h), top)
+
+
+def _along(numbers: Any, h: Any, queries: int, width: int) -> Any:
+    """Numbers of the heads of a group, `[1, K, G, 1]`, repeated along their rows, `[R, width]`."""
+    group = (numbers[0, h, g : g + 1] for g in range(numbers.shape[2]))
+    return jnp.concatenate([jnp.broadcast_to(x, (queries, width)) for x in group], 0)
 
 
 def _state(r: Any, h: Any) -> Any:
@@ -52,7 +54,6 @@ def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
             _sort_pairs(x, r["words"], r[f"{name}_heads"], size)
         else:
             r[f"{name}_heads"][...] = _sorted(x.reshape(size.keys, size.kv_heads, -1))
-    rows, queries = r["q_heads"].shape[1], size.queries
     j = block.base + lax.broadcasted_iota(jnp.int32, (1, size.keys), 1)  # [1, C]
     i = wide(block.position + r["rows"][...], size.keys)  # [R, C]
     seen = there = None
@@ -71,10 +72,7 @@ def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
             scores *= r["k_scale"][0, h]
         scores = capped(scores * spec.scale, spec.logits_soft_cap)
         if "slopes" in r:
-            slopes = [
-                jnp.broadcast_to(r["slopes"][0, h, g : g + 1], (queries, 1)) for g in range(rows // queries)
-            ]
-            scores += jnp.concatenate(slopes, 0) * (j - i).astype(jnp.float32)
+            scores += _along(r["slopes"], h, size.queries, 1) * (j - i).astype(jnp.float32)
         if seen is not None:
             scores = jnp.where(seen, scores, -jnp.inf)
 
@@ -130,45 +128,24 @@ def _given(call: Call, size: Sizes) -> dict[str, tuple[Any, Any]]:
     """`rows`: the query of each row, along it; `columns`: the page within the block of each column; and the small arrays by head."""
     rows = np.repeat(np.tile(np.arange(size.queries), call.group)[:, None], LANES, axis=1)
     columns = (np.arange(size.keys) // size.page)[None]
-    given = {"rows": jnp.asarray(rows, jnp.int32), "columns": jnp.asarray(columns, jnp.int32)}
-    found = {name: (x, whole(x)) for name, x in given.items()}
-    for name, shape in (
-        ("sinks", (call.kv_heads, call.group, 1)),
-        ("slopes", (call.kv_heads, call.group, 1)),
-    ):
-        x = getattr(call.arrays, name)
-        if x is not None:
-            x = x.astype(jnp.float32).reshape(x.shape[0], *shape)
-            found[name] = x, of_row(call, size, x)
-    for name in call.pages:
-        scale = getattr(call.arrays, f"{name}_scale")
-        if call.by_token(name):
-            x = jnp.moveaxis(scale_rows(call, size, name), 3, 1)
-            found[f"{name}_scales"] = x.reshape(call.sequences, call.kv_heads, 1, -1), anywhere()
-        elif scale is not None:
-            x = scale.astype(jnp.float32)[..., None, None]
-            found[f"{name}_scale"] = x, of_row(call, size, x)
-    return found
+    small = Small(
+        of_heads=lambda x: x.reshape(-1, call.kv_heads, call.group, 1),
+        token_scales=lambda x: jnp.moveaxis(x, 3, 1).reshape(call.sequences, call.kv_heads, 1, -1),
+        head_scales=lambda x: x[..., None, None],
+    )
+    return small_arrays(call, size, small, rows=rows, columns=columns)
 
 
 def _scratch(call: Call, size: Sizes) -> dict[str, Any]:
     heads, rows, dim = call.kv_heads, call.group * size.queries, call.arrays.q.shape[-1]
     state = pltpu.VMEM((heads, rows, LANES), jnp.float32)
     pairs = size.operand == jnp.bfloat16 and heads % 2 == 0
-    words = {"words": pltpu.VMEM((size.columns // 2, LANES), jnp.uint32)} if pairs else {}
+    of_heads = {"q": (rows, dim), "k": (size.keys, dim), "v": (size.keys, call.values)}
     return {
-        **words,
-        "q_heads": pltpu.VMEM((heads, rows, dim), size.operand),
-        "k_heads": pltpu.VMEM((heads, size.keys, dim), size.operand),
-        "v_heads": pltpu.VMEM((heads, size.keys, call.values), size.operand),
-        "top": state,
-        "total": state,
-        "acc": pltpu.VMEM((heads, rows, call.values), jnp.float32),
-        **{
-            f"{name}_scales_buffer": pltpu.VMEM((2, heads, 1, size.keys), jnp.float32)
-            for name in call.pages
-            if call.by_token(name)
-        },
+        **({"words": pltpu.VMEM((size.columns // 2, LANES), jnp.uint32)} if pairs else {}),
+        **{f"{name}_heads": pltpu.VMEM((heads, *shape), size.operand) for name, shape in of_heads.items()},
+        **{"top": state, "total": state, "acc": pltpu.VMEM((heads, rows, call.values), jnp.float32)},
+        **scale_buffers(call, heads, 1, size.keys),
     }
 
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...launch.fields import check_fields, Count
-from ...launch.pallas import Execute
 from ...launch.sizes import cdiv
-from ..flat import merged_rows
-from ..spec import PagedArrays, PagedSpec, PAGES
+from ..flat import FlatCall
+from ..spec import PAGES
 
 LANES = 128
 _MOST_PAGES = 32
@@ -32,35 +31,8 @@ class PallasConfig:
     __post_init__ = check_fields
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One call whose leading axis has been merged into tokens, sequences and pages.
-
-    `arrays` are those of `PagedArrays` without leading axes, except the small ones (`sinks`, `slopes`, `qq_bias`, scales per head), which
-    have an axis of rows: sequence `n` reads row `n // row_sequences`.
-    """
-
-    arrays: PagedArrays
-    spec: PagedSpec
-    config: PallasConfig
-    execute: Execute
-    row_sequences: int
-
-    @property
-    def sequences(self) -> int:
-        return self.arrays.q_len.shape[0]
-
-    @property
-    def heads(self) -> int:
-        return self.arrays.q.shape[-2]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.arrays.k.shape[-2]
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
+class Call(FlatCall):
+    """One call, with pages as matrices."""
 
     @property
     def page(self) -> int:
@@ -73,24 +45,14 @@ class Call:
         return self.page * self.kv_heads
 
     @property
-    def values(self) -> int:
-        return self.arrays.value_channels
-
-    @property
     def pages(self) -> dict[str, Array]:
         """The pages as matrices `[P, p * K, D]`: the same bytes, as all heads of a key follow one another."""
         given = {name: x for name in PAGES if (x := getattr(self.arrays, name)) is not None}
         return {name: x.reshape(x.shape[0], self.rows, x.shape[-1]) for name, x in given.items()}
 
     def by_token(self, name: str) -> bool:
-        """Whether one kind of pages has a scale for each token and head."""
+        """Reports whether one kind of pages has a scale for each token and head."""
         return self.spec.scales == "token" and getattr(self.arrays, f"{name}_scale") is not None
-
-
-def folded(arrays: PagedArrays, spec: PagedSpec, config: PallasConfig, execute: Execute) -> Call:
-    """The call with its leading axis merged into tokens, sequences and, if they are mapped, pages."""
-    merged, row_sequences = merged_rows(arrays, spec, in_parts=True)
-    return Call(merged, spec, config, execute, row_sequences)
 
 
 class Ranges(NamedTuple):
@@ -146,19 +108,10 @@ def _ranges(call: Call, order: Array, row: Array, start: Array, queries: Array, 
     )
     index = jnp.arange(width, dtype=jnp.int32)[None]
     used = (index >= page[:, None]) & (index < (page + pages)[:, None])
-    return Ranges(
-        count=jnp.sum(queries > 0, dtype=jnp.int32)[None],
-        order=order,
-        row=row,
-        token=arrays.q_start[row] + start,
-        queries=queries,
-        position=position,
-        first=first,
-        page=page,
-        pages=pages,
-        holes=jnp.any(used & (table[row] < 0), axis=1).astype(jnp.int32),
-        table=table.reshape(-1),
-    )
+    holes = jnp.any(used & (table[row] < 0), axis=1).astype(jnp.int32)
+    count, token = jnp.sum(queries > 0, dtype=jnp.int32)[None], arrays.q_start[row] + start
+    table = table.reshape(-1)
+    return Ranges(count, order, row, token, queries, position, first, page, pages, holes, table)
 
 
 def page_unit(columns: int) -> int:

@@ -9,13 +9,14 @@ from jax import Array
 from ...dispatch import DeviceFacts, Problem
 from ...launch.pallas import Execute, run
 from ..cache.quantise import LARGEST
-from ..spec import PagedArrays, PagedSpec, WriteArrays
-from . import block_sizes, write_kernel
+from ..spec import PagedArrays, PagedSpec
+from . import block_sizes
 from .by_head import BY_HEAD
-from .call import block_pages, Call, few_queries, folded, LANES, page_unit, row_tile, tiles_of_queries
+from .call import block_pages, Call, few_queries, LANES, page_unit, row_tile, tiles_of_queries
 from .call import PallasConfig as PallasConfig
 from .kernel import Method, over_items, Sizes
 from .together import TOGETHER
+from .write_kernel import write as write
 
 OPAQUE = True
 VERSION = 1
@@ -65,7 +66,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
 
 
 def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the blocks cannot fit the device's vector memory, by an estimate, or do not take a query-query bias."""
+    """The reason why the blocks cannot fit the device's vector memory, by an estimate, or do not take a query-query bias."""
     if problem.flag("qq_bias") and config.decode_queries < problem.dim("Q"):
         return f"takes a query-query bias with up to decode_queries={config.decode_queries} queries, not {problem.dim('Q')}"
     return block_sizes.too_large(problem, config, device)
@@ -77,7 +78,7 @@ def adapted(config: PallasConfig, problem: Problem, device: DeviceFacts) -> Pall
 
 
 def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:
-    """Where XLA keeps pages or their scales in another order than the kernels read, as compiled programs show."""
+    """A warning where XLA keeps pages or their scales in another order than the kernels read, as compiled programs show."""
     heads, widths, found = problem.dim("K"), block_sizes.widths(problem), []
     kinds = zip(widths, block_sizes.dtypes(problem).values(), strict=True)
     if any(width % LANES for width in widths):
@@ -103,7 +104,7 @@ def forward(
     arrays: PagedArrays, spec: PagedSpec, config: PallasConfig, *, execute: Execute = run
 ) -> dict[str, Array]:
     """`out [B, T, H, V]` and `lse [B, T, H]`, for arrays with one leading axis."""
-    call, lead = folded(arrays, spec, config, execute), arrays.q.shape[:2]
+    call, lead = Call.of(arrays, spec, config, execute, True), arrays.q.shape[:2]
     tokens, heads = call.arrays.q.shape[:2]
     results = {
         "out": jnp.zeros((tokens, heads, call.values), arrays.q.dtype),
@@ -124,24 +125,14 @@ def forward(
     }
 
 
-def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
-    return write_kernel.write(arrays, execute=execute)
-
-
 def _sizes(call: Call, method: Method, queries: int, keys: int) -> tuple[Sizes, int]:
-    """What a kernel is compiled for, and what first pages are multiples of."""
+    """Constants of a kernel, and the number that first pages are multiples of."""
     columns = call.page if method is BY_HEAD else call.rows
-    size = Sizes(
-        queries=queries,
-        # Several queries need heads that fill whole tiles of memory.
-        heads=row_tile(call.heads, call.arrays.q.dtype) if queries > 1 else call.heads,
-        kv_heads=call.kv_heads,
-        page=call.page,
-        pages=block_pages(call.page, columns, keys),
-        table=call.arrays.page_table.shape[-1],
-        cores=call.config.cores,
-        # With a bias by query, none may stand at the end of a block that was moved back to fit.
-        tokens=max(call.arrays.q.shape[0], queries) + (queries if call.arrays.qq_bias is not None else 0),
-        operand=call.arrays.kernel_operand,
-    )
+    # Several queries need heads that fill whole tiles of memory.
+    heads = row_tile(call.heads, call.arrays.q.dtype) if queries > 1 else call.heads
+    pages, table = block_pages(call.page, columns, keys), call.arrays.page_table.shape[-1]
+    # With a bias by query, none may stand at the end of a block that was moved back to fit.
+    tokens = max(call.arrays.q.shape[0], queries) + (queries if call.arrays.qq_bias is not None else 0)
+    operand = call.arrays.kernel_operand
+    size = Sizes(queries, heads, call.kv_heads, call.page, pages, table, call.config.cores, tokens, operand)
     return size, page_unit(columns) if call.spec.scales == "token" else 1

@@ -21,7 +21,7 @@ from .call import Call, LANES, Ranges
 
 
 class Sizes(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants of the kernel."""
 
     queries: int  # of an item, at most
     heads: int
@@ -61,7 +61,7 @@ class Block(NamedTuple):
 
 
 class Method(NamedTuple):
-    """What is done with the blocks of an item. The references of the kernel come by name."""
+    """The computation on the blocks of an item. The references of the kernel come by name."""
 
     start: Callable[[Any, Sizes, PagedSpec, Any], None]  # with the slot of the queries
     attend: Callable[[Any, Sizes, PagedSpec, Block], None]
@@ -118,9 +118,8 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
 
     def queries_copy(n: Any, slot: Any) -> Any:
         token = jnp.clip(ranges.token[n], 0, size.tokens - size.queries)
-        return pltpu.make_async_copy(
-            r["q"].at[pl.ds(token, size.queries)], r["q_buffer"].at[slot], r["q_done"].at[slot]
-        )
+        source = r["q"].at[pl.ds(token, size.queries)]
+        return pltpu.make_async_copy(source, r["q_buffer"].at[slot], r["q_done"].at[slot])
 
     @pl.when(step == 0)
     def _():
@@ -227,11 +226,9 @@ def _results_copy(
         def _(part: int = part):
             done = count & ~(2 * part - 1)
             for name in ("out", "lse"):
-                copy = pltpu.make_async_copy(
-                    r[f"{name}_buffer"].at[slot, pl.ds(offset + done, part)],
-                    r[name].at[pl.ds(token + done, part)],
-                    r[f"{name}_done"].at[slot],
-                )
+                source = r[f"{name}_buffer"].at[slot, pl.ds(offset + done, part)]
+                target = r[name].at[pl.ds(token + done, part)]
+                copy = pltpu.make_async_copy(source, target, r[f"{name}_done"].at[slot])
                 copy.start() if begin else copy.wait()
 
         part //= 2
@@ -247,36 +244,28 @@ def over_items(
     call: Call, name: str, method: Method, size: Sizes, ranges: Ranges, results: dict[str, Array]
 ) -> dict[str, Array]:
     """`results`, `out [T, H, V]` and `lse [T, 1, H]`, with those of the items written into them."""
-    heads = call.heads
     with_heads = lambda x, axis: _padded(x, axis, size.heads)
     q = _padded(with_heads(call.arrays.q, 1), 0, size.tokens)
     before = {"out": with_heads(results["out"], 1), "lse": with_heads(results["lse"], 2)}
     more = method.given(call, size)
     given = {**ranges._asdict(), "q": q, **call.pages, **{name: x for name, (x, _) in more.items()}}
     given |= {f"{name}_before": x for name, x in before.items()}
+    # Two of each: one is computed with while the other is copied.
+    buffer = lambda dtype, *shape: pltpu.VMEM((2, *shape), dtype)
     scratch = {
-        **{
-            f"{name}_buffer": pltpu.VMEM((2, size.pages, *x.shape[1:]), x.dtype)
-            for name, x in call.pages.items()
-        },
-        "q_buffer": pltpu.VMEM((2, size.queries, *q.shape[1:]), q.dtype),
-        "out_buffer": pltpu.VMEM((2, size.queries, size.heads, call.values), q.dtype),
-        "lse_buffer": pltpu.VMEM((2, size.queries, 1, size.heads), jnp.float32),
+        **{f"{name}_buffer": buffer(x.dtype, size.pages, *x.shape[1:]) for name, x in call.pages.items()},
+        "q_buffer": buffer(q.dtype, size.queries, *q.shape[1:]),
+        "out_buffer": buffer(q.dtype, size.queries, size.heads, call.values),
+        "lse_buffer": buffer(jnp.float32, size.queries, 1, size.heads),
         **method.scratch(call, size),
         **{f"{name}_done": pltpu.SemaphoreType.DMA((2,)) for name in ("page", "q", "out", "lse")},
         "slot": pltpu.SMEM((1,), jnp.int32),
         "written": pltpu.SMEM((2,), jnp.int32),
     }
-    specs = {name: spec for name, (_, spec) in more.items()}
-    scalars = len(Ranges._fields)
+    specs, scalars = {name: spec for name, (_, spec) in more.items()}, len(Ranges._fields)
+    names = (*given, *before, *scratch)
     launch = TpuLaunch(
-        kernel=functools.partial(
-            _kernel,
-            names=(*given, *before, *scratch),
-            size=size,
-            spec=call.spec,
-            method=method,
-        ),
+        kernel=functools.partial(_kernel, names=names, size=size, spec=call.spec, method=method),
         name=f"paged.{name}",
         grid=(size.cores, cdiv(ranges.order.shape[0], size.cores)),
         scalars=scalars,
@@ -289,16 +278,46 @@ def over_items(
         temporaries=method.temporaries(size),
     )
     out, lse = call.execute(launch, list(given.values()))
-    return {"out": out[:, :heads], "lse": lse[..., :heads]}
+    return {"out": out[:, : call.heads], "lse": lse[..., : call.heads]}
+
+
+class Small(NamedTuple):
+    """Shapes in which a method takes the small arrays: numbers for each head, and scales for each token and for each head."""
+
+    of_heads: Callable[[Array], Array]  # [rows, H]
+    token_scales: Callable[[Array], Array]  # [N, M', p, K]
+    head_scales: Callable[[Array], Array]  # [rows, K]
+
+
+def small_arrays(call: Call, size: Sizes, small: Small, **constants: Any) -> dict[str, tuple[Any, Any]]:
+    """The further inputs of a method with their specs: its constants, sinks, slopes and scales."""
+    arrays, wide = call.arrays, lambda x: x.astype(jnp.float32)
+    rows = {name: x for name in ("sinks", "slopes") if (x := getattr(arrays, name)) is not None}
+    rows = {name: small.of_heads(wide(x)) for name, x in rows.items()}
+    inputs = {name: jnp.asarray(x, jnp.int32) for name, x in constants.items()}
+    inputs = {name: (x, whole(x)) for name, x in inputs.items()}
+    for name in call.pages:
+        scale = getattr(arrays, f"{name}_scale")
+        if call.by_token(name):
+            inputs[f"{name}_scales"] = small.token_scales(_scale_rows(call, size, name)), anywhere()
+        elif scale is not None:
+            rows[f"{name}_scale"] = small.head_scales(wide(scale))
+    return inputs | {name: (x, of_row(call, size, x)) for name, x in rows.items()}
+
+
+def scale_buffers(call: Call, *shape: int) -> dict[str, Any]:
+    """Buffers for the scales for each token of two blocks."""
+    names = [name for name in call.pages if call.by_token(name)]
+    return {f"{name}_scales_buffer": pltpu.VMEM((2, *shape), jnp.float32) for name in names}
 
 
 def whole(x: Any) -> Any:
-    """All of a small array, which is the same for every item."""
+    """The spec of a whole small array, which is the same for every item."""
     return pl.BlockSpec(x.shape, lambda *_: (0,) * x.ndim)
 
 
 def of_row(call: Call, size: Sizes, x: Any) -> Any:
-    """Of an array `[rows, ..]`, the one of an item's sequence."""
+    """The spec of the row of an array `[rows, ..]` that belongs to an item's sequence."""
 
     def index(core: Any, step: Any, count: Any, order: Any, row: Any, *_: Any) -> Any:
         place = jnp.minimum(step * size.cores + core, order.shape[0] - 1)
@@ -307,7 +326,7 @@ def of_row(call: Call, size: Sizes, x: Any) -> Any:
     return pl.BlockSpec((1, *x.shape[1:]), index)
 
 
-def scale_rows(call: Call, size: Sizes, name: str) -> Array:
+def _scale_rows(call: Call, size: Sizes, name: str) -> Array:
     """The scales of one kind of pages, `[N, M', p, K]`, by sequence: they are few, and XLA gathers what a kernel could only copy with much padding.
     The table is as much longer as a block is, so that blocks end within it."""
     scale, table = getattr(call.arrays, f"{name}_scale"), call.arrays.page_table

@@ -1,4 +1,4 @@
-"""What both kernels do with a tile of scores."""
+"""The online softmax of both kernels, on a tile of scores."""
 
 import functools
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def _by_lane(weights: Array) -> Array:
 
 
 def finished(top: Array, total: Array) -> tuple[Array, Array]:
-    """What sums of values are divided by, and the log-sum-exp, both `[R, 128]`, equal along a row."""
+    """The divisors of sums of values, and the log-sum-exp, both `[R, 128]`, equal along a row."""
     total = jnp.broadcast_to(jnp.sum(total, axis=1, keepdims=True), top.shape)
     some = total > 0
     share = jnp.where(some, total, 1.0)

@@ -1,4 +1,4 @@
-"""All heads of a block at once: all query heads are multiplied by the rows of all key heads, and products with other heads' keys are masked.
+"""The method of all heads of a block at once: query heads are multiplied by the rows of all key heads, and products with other heads' keys masked.
 
 The matrix unit loads a tile of keys once in any case, for one head or for all, and few queries do not fill it. So this costs little for few queries,
 nothing with one key head, and no key is moved or transposed in vector memory. Rows are queries by heads.
@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..spec import PagedSpec
 from .call import Call, LANES
-from .kernel import anywhere, Block, Method, of_row, scale_rows, Sizes, whole
+from .kernel import Block, Method, of_row, scale_buffers, Sizes, Small, small_arrays
 from .tile import begun, capped, finished, LEAST, product, TRANSPOSED, wide, with_keys
 
 _HIDDEN = -2
@@ -96,37 +96,27 @@ def _given(call: Call, size: Sizes) -> dict[str, tuple[Any, Any]]:
     rows = np.repeat(rows[..., None], LANES, axis=2)
     column = np.arange(size.columns)
     columns = np.stack([column % size.kv_heads, column // size.kv_heads, column // size.page_rows])
-    given = {"rows": jnp.asarray(rows, jnp.int32), "columns": jnp.asarray(columns, jnp.int32)}
-    found = {name: (x, whole(x)) for name, x in given.items()}
-    for name in ("sinks", "slopes"):
-        x = getattr(call.arrays, name)
-        if x is not None:
-            x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, size.heads - call.heads)))
-            x = jnp.tile(x, (1, size.queries))[..., None]
-            found[name] = x, of_row(call, size, x)
+    small = Small(
+        of_heads=lambda x: jnp.tile(_with_heads(call, size, x), (1, size.queries))[..., None],
+        token_scales=lambda x: x.reshape(call.sequences, 1, -1),
+        head_scales=lambda x: x[:, np.maximum(np.tile(heads_of, size.queries), 0), None],
+    )
+    inputs = small_arrays(call, size, small, rows=rows, columns=columns)
     if call.arrays.qq_bias is not None:
         bias = call.arrays.qq_bias[:, : size.queries, : size.queries].astype(jnp.float32)
         bias = jnp.repeat(bias, size.heads, axis=1)
-        found["qq_bias"] = bias, of_row(call, size, bias)
-    for name in call.pages:
-        scale = getattr(call.arrays, f"{name}_scale")
-        if call.by_token(name):
-            found[f"{name}_scales"] = scale_rows(call, size, name).reshape(call.sequences, 1, -1), anywhere()
-        elif scale is not None:
-            x = scale.astype(jnp.float32)[:, np.maximum(np.tile(heads_of, size.queries), 0), None]
-            found[f"{name}_scale"] = x, of_row(call, size, x)
-    return found
+        inputs["qq_bias"] = bias, of_row(call, size, bias)
+    return inputs
+
+
+def _with_heads(call: Call, size: Sizes, x: Any) -> Any:
+    return jnp.pad(x, ((0, 0), (0, size.heads - call.heads)))
 
 
 def _scratch(call: Call, size: Sizes) -> dict[str, Any]:
     rows = size.queries * size.heads
-    state = pltpu.VMEM((rows, LANES), jnp.float32)
-    scales = {
-        f"{name}_scales_buffer": pltpu.VMEM((2, 1, size.columns), jnp.float32)
-        for name in call.pages
-        if call.by_token(name)
-    }
-    return {"top": state, "total": state, "acc": pltpu.VMEM((rows, call.values), jnp.float32), **scales}
+    state, acc = (pltpu.VMEM((rows, width), jnp.float32) for width in (LANES, call.values))
+    return {"top": state, "total": state, "acc": acc, **scale_buffers(call, 1, size.columns)}
 
 
 def _temporaries(size: Sizes) -> int:

@@ -32,8 +32,8 @@ _MOST_TOKENS = 2**16
 
 
 def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
-    """As `cache.write.write`: with leading axes on the pages, tokens and slots have these axes too. XLA's scatter writes what the kernel does not
-    take, and scales for each token."""
+    """Writes new tokens, as `cache.write.write`: with leading axes on the pages, tokens and slots have these axes too. XLA's scatter writes what
+    the kernel does not take, and scales for each token."""
     names = [name for name in PAGES if name in arrays.new and _takes(arrays, name)]
     others = {name: x for name, x in arrays.new.items() if name not in names}
     results = dict(arrays.pages)
@@ -46,7 +46,7 @@ def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
 
 
 def _takes(arrays: WriteArrays, name: str) -> bool:
-    """Whether a token fills rows of memory by itself, and XLA keeps the pages in this order."""
+    """Reports whether a token fills rows of memory by itself, and XLA keeps the pages in this order."""
     *lead, count, page, heads, dim = (pages := arrays.pages[name]).shape
     alone = heads % 8 == 0 or heads_fill_words(heads, pages.dtype)
     few = 0 < arrays.slots.size <= _MOST_TOKENS and _RUN <= math.prod((*lead, count, page)) < 2**31
@@ -109,10 +109,8 @@ def _kernel(slots: Any, *refs: Any, block: int) -> None:
     first = pl.program_id(0) * block
 
     def copies(place: Any, slot: Any, size: int) -> list[Any]:
-        both = (
-            (new[kind].at[pl.ds(place, size)], pages[kind].at[pl.ds(slot, size)]) for kind in range(kinds)
-        )
-        return [pltpu.make_async_copy(*ends, done.at[kind]) for kind, ends in enumerate(both)]
+        at = lambda kind: (new[kind].at[pl.ds(place, size)], pages[kind].at[pl.ds(slot, size)])
+        return [pltpu.make_async_copy(*at(kind), done.at[kind]) for kind in range(kinds)]
 
     def start(place: Any, own: list[Any], size: int) -> None:
         """Copies tokens with the slots `own` from `place` on together if they follow one another, or else one half and the other."""

@@ -1,6 +1,7 @@
 """The configurations of this family's Triton kernels, and the arguments shared by all their launches."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 from ...launch import Execute, given, Launcher, result
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Registers, Warps
 from ...launch.sizes import padded
-from ..flat import merged_rows
-from ..spec import PagedArrays, PagedSpec, PAGES
+from ..flat import FlatCall
+from ..spec import PagedArrays, PagedSpec
 
 _SCALES = {None: 0, "token": 1, "head": 2}
 
@@ -48,92 +49,41 @@ class TritonConfig:
     __post_init__ = check_fields
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One call whose leading axis has been merged into tokens, sequences and pages.
-
-    `arrays` are those of `PagedArrays` without leading axes, except the small ones (`sinks`, `slopes`, `qq_bias`, scales per head), which
-    have an axis of rows: sequence `n` reads row `n // row_sequences`.
-    """
-
-    arrays: PagedArrays
-    spec: PagedSpec
-    config: TritonConfig
-    execute: Execute
-    row_sequences: int
-
-    @property
-    def num_sequences(self) -> int:
-        return self.arrays.q_len.shape[0]
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """The numbers of query heads and key heads."""
-        return self.arrays.q.shape[-2], self.arrays.k.shape[-2]
-
-    @property
-    def group(self) -> int:
-        heads, kv_heads = self.heads
-        return heads // kv_heads
-
-    @property
-    def values(self) -> int:
-        return self.arrays.value_channels
+class Call(FlatCall):
+    """One call, with what all its launches share."""
 
     @property
     def result_types(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of `out` and `lse`, as the last kernel writes them."""
-        tokens, heads = self.arrays.q.shape[:2]
-        return {
-            "out": result(tokens, heads, self.values, dtype=self.arrays.q.dtype),
-            "lse": result(tokens, heads),
-        }
+        shape = self.arrays.q.shape[:2]
+        return {"out": result(*shape, self.values, dtype=self.arrays.q.dtype), "lse": result(*shape)}
 
     @property
     def launch(self) -> Launcher:
         """Launches an attention kernel with the shared arguments and the tile `BM`, `BK`."""
         arrays, spec = self.arrays, self.spec
-        (pages, page, _, dim), (heads, kv_heads) = arrays.k.shape, self.heads
+        pages, page, kv_heads, dim = arrays.k.shape
         rope = 0 if arrays.rope is None else arrays.rope.shape[-1]
-        is_float32 = self.arrays.kernel_operand == jnp.float32
-        scales = {name: _SCALES[spec.scales if f"{name}_scale" in arrays.given else None] for name in PAGES}
-        numbers = {
-            "P": pages,
-            "M": arrays.page_table.shape[-1],
-            "N": self.num_sequences,
-            "Q": 0 if arrays.qq_bias is None else arrays.qq_bias.shape[-1],
-            "ROW": self.row_sequences,
-            "T": arrays.q.shape[0],
-            "LONGEST": spec.max_query_len,
-            "H": heads,
-            "K": kv_heads,
-            "D": dim,
-            "V": self.values,
-            "R": rope,
-            "PAGE": page,
-            # More slots in total, or numbers in a page, than 32 bits can count.
-            "FAR": max(pages, kv_heads * max(dim, self.values, rope)) * page >= 2**31,
-            "BLOCK_D": padded(dim),
-            "BLOCK_V": padded(self.values),
-            "BLOCK_R": padded(rope),
-            "LATENT": arrays.v is None,
-            "K_SCALES": scales["k"],
-            "V_SCALES": scales["k" if arrays.v is None else "v"],
-            "R_SCALES": scales["rope"],
-            "SCALE": spec.scale,
-            "CAP": spec.logits_soft_cap or 0.0,
-            "FAST_TANH": self.config.fast_tanh and not is_float32,
-            "FAST_BYTES": self.config.fast_bytes,
-            "LEFT": -1 if spec.left is None else min(spec.left, 2**30),
-            **given(RANGED=arrays.kv_start, SINKS=arrays.sinks, ALIBI=arrays.slopes, QQ=arrays.qq_bias),
-            "PRECISION": self.config.float32_dot if is_float32 else "ieee",
-            "WIDE": is_float32,
-        }
+        is_float32 = arrays.kernel_operand == jnp.float32
+        kind = lambda name: _SCALES[spec.scales if f"{name}_scale" in arrays.given else None]
+        numbers: dict[str, Any] = {"P": pages, "M": arrays.page_table.shape[-1], "N": self.sequences}
+        numbers |= {"ROW": self.row_sequences, "T": arrays.q.shape[0], "LONGEST": spec.max_query_len}
+        numbers |= {"Q": 0 if arrays.qq_bias is None else arrays.qq_bias.shape[-1]}
+        numbers |= {"H": self.heads, "K": kv_heads, "D": dim, "V": self.values, "R": rope, "PAGE": page}
+        numbers |= {f"BLOCK_{letter}": padded(numbers[letter]) for letter in "DVR"}
+        # More slots in total, or numbers in a page, than 32 bits can count.
+        numbers["FAR"] = max(pages, kv_heads * max(dim, self.values, rope)) * page >= 2**31
+        numbers |= {"LATENT": arrays.v is None, "K_SCALES": kind("k"), "R_SCALES": kind("rope")}
+        numbers |= {"V_SCALES": kind("k" if arrays.v is None else "v"), "FAST_BYTES": self.config.fast_bytes}
+        numbers |= {"SCALE": spec.scale, "CAP": spec.logits_soft_cap or 0.0, "WIDE": is_float32}
+        numbers |= {"FAST_TANH": self.config.fast_tanh and not is_float32}
+        numbers |= {"PRECISION": self.config.float32_dot if is_float32 else "ieee"}
+        numbers |= {"LEFT": -1 if spec.left is None else min(spec.left, 2**30)}
+        numbers |= given(RANGED=arrays.kv_start, SINKS=arrays.sinks, ALIBI=arrays.slopes, QQ=arrays.qq_bias)
         named = arrays._asdict() | {"table": arrays.page_table}
         return Launcher("paged", named, numbers, arrays.q, self.execute)
 
 
 def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: Execute) -> Call:
-    """The call with its leading axis merged into tokens, sequences and, if they are mapped, pages."""
-    merged, row_sequences = merged_rows(arrays, spec, in_parts=arrays.kv_start is not None)
-    return Call(merged, spec, config, execute, row_sequences)
+    """The call of arrays with one leading axis."""
+    return Call.of(arrays, spec, config, execute, in_parts=arrays.kv_start is not None)

@@ -6,6 +6,7 @@ queries.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,21 +16,25 @@ from ...dispatch import DeviceFacts, Problem
 from ...launch import Execute, run
 from ...launch.sizes import cdiv, rows_of, too_large
 from ..cache.quantise import LARGEST
-from ..spec import page_dtypes, PagedArrays, PagedSpec, WriteArrays
-from . import decode_kernel, prefill_kernel, tile_sizes, write_kernel
+from ..spec import page_dtypes, PagedArrays, PagedSpec
+from . import decode_kernel, prefill_kernel, tile_sizes
 from .call import folded
 from .call import PagedTile as PagedTile
 from .call import TritonConfig as TritonConfig
+from .write_kernel import write as write
 
 OPAQUE = True
 VERSION = 3
 MAX_HEAD_DIM = 256
 MAX_LATENT_DIM = 512
 MAX_FLOAT32_LATENT_DIM = 128
-"""With three passes per product, more channels would spill kilobytes per thread."""
+"""More channels, with three passes per product, would spill kilobytes per thread."""
 DECODE_QUERIES = 16
-"""Up to this `max_query_len`, the decode kernel takes all sequences."""
+"""The largest `max_query_len` with which the decode kernel takes all sequences."""
 _MOST_CANDIDATES = 12
+
+PORTABLE: dict[str, Any] = {"fast_tanh": False, "fast_bytes": False, "float32_dot": "ieee"}
+"""Options of a configuration without NVIDIA's instructions."""
 
 config_type = TritonConfig
 unavailable = kernels_unavailable
@@ -67,11 +72,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     decode = tile_sizes.decode_tiles(problem, device, queries)[0]
     splits, chunk_size = tile_sizes.splits(problem, device, queries, decode.block_m)
     prefill = tile_sizes.prefill_tiles(problem, device)[0]
-    if device.vendor == "nvidia":
-        return TritonConfig(decode, prefill, splits, chunk_size)
-    return TritonConfig(
-        decode, prefill, splits, chunk_size, fast_tanh=False, fast_bytes=False, float32_dot="ieee"
-    )
+    how = {} if device.vendor == "nvidia" else PORTABLE
+    return TritonConfig(decode, prefill, splits, chunk_size, **how)
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
@@ -93,27 +95,26 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     found = [heuristic, *_together(heuristic, keys, device)]
     found += [dataclasses.replace(heuristic, **way) for way in ways]
     for row, (few, many) in enumerate(rows_of([decode, prefill])[1:], 1):
-        found += [
-            dataclasses.replace(heuristic, decode=few, prefill=many, **way)
-            for way in (ways[:2] if row < 3 else ways[:1])
-        ]
+        tiles = dataclasses.replace(heuristic, decode=few, prefill=many)
+        found += [dataclasses.replace(tiles, **way) for way in (ways[:2] if row < 3 else ways[:1])]
     return list(dict.fromkeys(found))[:_MOST_CANDIDATES]
 
 
 def _together(config: TritonConfig, keys: int, device: DeviceFacts) -> list[TritonConfig]:
-    """The same in one launch, also with smaller splits, whose merge then costs less than a launch. Elsewhere than on NVIDIA that has not run."""
+    """The configuration in one launch, also with smaller splits, whose merge then costs less than a launch. Only NVIDIA's devices have run it."""
     if config.split_k == 1 or device.vendor != "nvidia":
         return []
+    block = config.decode.block_k
     smaller = {
-        "split_k": min(4 * config.split_k, cdiv(keys, config.decode.block_k)),
-        "chunk_size": config.decode.block_k,
+        "split_k": min(4 * config.split_k, cdiv(keys, block)),
+        "chunk_size": block,
     }
     one = dataclasses.replace(config, together=True)
     return [one, dataclasses.replace(one, **smaller)] if config.chunk_size > config.decode.block_k else [one]
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the tiles cannot fit the device's shared memory, by an upper estimate; for the smallest tile, only the compiler can tell."""
+    """The reason why the tiles cannot fit the device's shared memory, by an upper estimate; for the smallest tile, only the compiler can tell."""
     is_bytes = not LARGEST.keys().isdisjoint(page_dtypes(problem))
     if config.fast_bytes and is_bytes and device.vendor != "nvidia":
         return "fast_bytes uses NVIDIA's instructions"
@@ -130,7 +131,7 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
 
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
-    """Where 8-bit pages save memory but no time."""
+    """A warning where 8-bit pages save memory but no time."""
     if not tile_sizes.bound_by_products(problem):
         return ""
     return (
@@ -151,7 +152,7 @@ def forward(
 ) -> dict[str, Array]:
     """`out [B, T, H, V]` and `lse [B, T, H]`, for arrays with one leading axis."""
     call = folded(arrays, spec, config, execute)
-    if call.num_sequences == 0 or call.arrays.q.shape[0] == 0:
+    if call.sequences == 0 or call.arrays.q.shape[0] == 0:
         types = call.result_types
         results = {"out": jnp.zeros_like(types["out"]), "lse": jnp.full_like(types["lse"], -jnp.inf)}
     else:
@@ -167,7 +168,3 @@ def decode_queries(max_query_len: int, group: int) -> int:
     """The largest number of queries per sequence that the decode kernel takes: the maximum if it is small, else as many as fill the kernel's
     smallest tile."""
     return max_query_len if max_query_len <= DECODE_QUERIES else max(1, 16 // group)
-
-
-def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
-    return write_kernel.write(arrays, execute=execute)

@@ -15,21 +15,11 @@ from jax import Array
 from ...launch import NOTHING, Options, result
 from ...launch.constants import LN2, LOG2E
 from ...launch.sizes import cdiv, padded
+from . import tile
 from .call import Call
-from .last import is_last, merge_splits, MOST_MERGED
+from .last import is_last, merge_splits, MOST_MERGED, Partials
 from .latent_bytes import attend_bytes, half_queries
 from .pairs import attend_pairs, PAIRS_OF, RAISED, split_queries
-from .tile import (
-    attend_tile,
-    fill_rest,
-    FILLED,
-    head_factors,
-    load_pages,
-    load_queries,
-    locate,
-    query_rows,
-    sequence,
-)
 from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
 
 
@@ -66,7 +56,7 @@ def decode_kernel(
     # Without another kernel that merges, further programs fill in the remaining tokens.
     if SPLITS == 1 or TOGETHER:
         if program >= N * (blocks * K * SPLITS):
-            fill_rest(program - N * (blocks * K * SPLITS), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)  # fmt: skip
+            tile.fill_rest(program - N * (blocks * K * SPLITS), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)  # fmt: skip
             return
     # A program takes `BM` rows of one sequence and key head, and one split of its keys.
     row = program % blocks * BM
@@ -77,16 +67,16 @@ def decode_kernel(
     # The keys that its queries see, and the tiles of this split among them. All that says whether there is something to do is loaded before any of
     # it decides, since a load after a branch waits for the loads before it.
     start = tl.load(q_start_ptr + n)
-    queries, chunk, first, end = sequence(  # pyright: ignore[reportGeneralTypeIssues]
+    queries, chunk, first, end = tile.sequence(  # pyright: ignore[reportGeneralTypeIssues]
         n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE, MOST, LEFT, RANGED)  # fmt: skip
     lo, hi, size = splits_of(first, end, BK, SPLITS, LEAST)
     used = 1
     if TOGETHER:
         used = tl.maximum(tl.cdiv(hi - lo, size), 1)  # of a sequence without keys, too, one program stores the result  # fmt: skip
-    own = (row < queries * (H // K)) & (start < T) & (start + queries > 0)
+    valid = (row < queries * (H // K)) & (start < T) & (start + queries > 0)
     if not ALONE:
-        own &= queries <= QUERIES  # else it is another kernel's
-    busy = own
+        valid &= queries <= QUERIES  # another kernel takes longer sequences
+    busy = valid
     if SPLITS > 1:
         lo += split * size
         if TOGETHER:
@@ -94,9 +84,9 @@ def decode_kernel(
         else:
             busy &= lo < hi
         hi = tl.minimum(lo + size, hi)
-    t, h = query_rows(row, kv_head, H, K, BM)  # [BM] each
+    t, h = tile.query_rows(row, kv_head, H, K, BM)  # [BM] each
     token = start + t  # [BM]
-    inside = own & (t < queries) & (token >= 0) & (token < T)  # [BM]
+    inside = valid & (t < queries) & (token >= 0) & (token < T)  # [BM]
     if not busy:
         if SPLITS > 1 and not TOGETHER:  # to the merge, minus infinity says that there are no keys
             target = ((n * QUERIES + t) * H + h) * SPLITS + split  # [BM]
@@ -105,25 +95,32 @@ def decode_kernel(
 
     # Page numbers are loaded one tile ahead, so that loads of keys do not wait for them.
     table = table_ptr + n * M
-    page = load_pages(table, lo, end, PAGE, BK)
+    page = tile.load_pages(table, lo, end, PAGE, BK)
     q_factor = 1.0
-    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
+    q = tile.load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
     q_rope = q
     if R > 0:
-        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
+        q_rope = tile.load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
     if BYTES:
-        own = q_half_ptr + program.to(tl.int64) * (BM * (D + R))
-        q, half_rope, q_factor = half_queries(q, q_rope, own, D, R, BM, BLOCK_D, BLOCK_R)  # pyright: ignore[reportGeneralTypeIssues]
+        memory = q_half_ptr + program.to(tl.int64) * (BM * (D + R))
+        q, half_rope, q_factor = half_queries(q, q_rope, memory, D, R, BM, BLOCK_D, BLOCK_R)  # pyright: ignore[reportGeneralTypeIssues]
         if R_SCALES != 0:
             q_rope = half_rope
+    # Constants that travel together, for the functions that add a tile.
+    sizes: tl.constexpr = tile.Sizes(D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BM, BK)  # pyright: ignore[reportAssignmentType]
+    form: tl.constexpr = tile.Format(K, LATENT, K_SCALES, V_SCALES, R_SCALES, FAST_BYTES)  # pyright: ignore[reportAssignmentType]
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION)  # pyright: ignore[reportAssignmentType]
     i = (chunk + t)[:, None]  # [BM, 1]
-    shared = n // ROW
+    # Slopes, scales for each head and the bias are those of a row of sequences.
+    small = n // ROW
     slope = 0.0
     if ALIBI:
-        slope = tl.load(slopes_ptr + shared * H + h)[:, None] * LOG2E  # [BM, 1]
-    k_factor, v_factor, rope_factor = head_factors(
-        k_scale_ptr, v_scale_ptr, rope_scale_ptr, shared, kv_head, K, R, LATENT, K_SCALES, V_SCALES, R_SCALES)  # fmt: skip
+        slope = tl.load(slopes_ptr + small * H + h)[:, None] * LOG2E  # [BM, 1]
+    pages = tile.Pages(k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, kv_head)
+    factors = tile.head_factors(pages, small, form, R)
+    v_factor = factors.v  # []
 
+    # The state of the online softmax: sums of values, the largest score and the sum of weights.
     if PAIRS:
         q_even, q_odd, q_factor = split_queries(q, BM, BLOCK_D)  # [BM, BLOCK_D / 2] twice, [BM]
         acc = tl.zeros([BM, BLOCK_V // 2], tl.float32)  # [BM, BLOCK_V / 2]
@@ -133,32 +130,28 @@ def decode_kernel(
     top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
     total = tl.zeros([BM], tl.float32)  # [BM]
 
-    for tile in tl.range(lo, hi):
-        j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
-        page = load_pages(table, tile + 1, end, PAGE, BK)
+    # One tile of keys after the other, by the function for the format of the pages.
+    for index in tl.range(lo, hi):
+        j, slot, ok = tile.locate(page, index, first, end, P, PAGE, BK, FAR)
+        page = tile.load_pages(table, index + 1, end, PAGE, BK)
+        keys = tile.Keys(j, slot, ok)
+        rows = tile.Queries(i, t[:, None], slope, chunk, qq_bias_ptr + small * Q * Q, Q)
         if PAIRS:
             acc, acc_odd, total, top = attend_pairs(
-                acc, acc_odd, total, top, q_even, q_odd, q_factor, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor,
-                rope_factor, qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R,
-                BLOCK_D, BLOCK_V, BLOCK_R, BM, BK, LATENT, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PAIRS, FAST_BYTES)  # fmt: skip
+                acc, acc_odd, total, top, q_even, q_odd, q_factor, q_rope, keys, rows, pages, factors, sizes, form, scoring, PAIRS)  # fmt: skip
         elif BYTES:
             acc, total, top = attend_bytes(
-                acc, total, top, q, q_rope, q_factor, j, slot, ok, i, t[:, None], slope, chunk, tile * BK < end, kv_head, k_factor, rope_factor,
-                qq_bias_ptr + shared * Q * Q, Q, k_ptr, rope_ptr, k_scale_ptr, rope_scale_ptr, K, D, R, BLOCK_D, BLOCK_R, BM, BK, K_SCALES,
-                R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, FAST_BYTES)  # fmt: skip
+                acc, total, top, q, q_rope, q_factor, index * BK < end, keys, rows, pages, factors, sizes, form, scoring)  # fmt: skip
         else:
-            acc, total, top = attend_tile(
-                acc, total, top, q, q_rope, j, slot, ok, i, t[:, None], slope, chunk, kv_head, k_factor, rope_factor,
-                qq_bias_ptr + shared * Q * Q, Q, k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D,
-                BLOCK_V, BLOCK_R, LATENT, K_SCALES, V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, FAST_BYTES,
-                True)  # fmt: skip
+            acc, total, top = tile.attend_tile(
+                acc, total, top, q, q_rope, keys, rows, pages, factors, sizes, form, scoring, True)  # fmt: skip
 
     # out = acc / total, lse = top + log2(total): for the sequence or, in units of log2, for the split and its merge.
     if PAIRS:
         acc = tl.interleave(acc, acc_odd)  # [BM, BLOCK_V]
     # A sink is a key without a value; with splits, the merge adds it once.
     if SINKS and SPLITS == 1:
-        sink = tl.load(sinks_ptr + shared * H + h) * LOG2E  # [BM]
+        sink = tl.load(sinks_ptr + small * H + h) * LOG2E  # [BM]
         new_top = tl.maximum(top, sink)  # [BM]
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # [BM]
         part = tl.exp2(top - shift)  # [BM]
@@ -176,15 +169,17 @@ def decode_kernel(
     else:
         target = ((n * QUERIES + t) * H + h) * SPLITS + split  # [BM]
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
-    own_ptr = parts_ptr if TOGETHER else out_ptr
-    own_lse_ptr = part_lse_ptr if TOGETHER else lse_ptr
-    tl.store(own_ptr + (target * V)[:, None] + c[None, :], acc.to(own_ptr.dtype.element_ty),
+    to_ptr = parts_ptr if TOGETHER else out_ptr
+    to_lse_ptr = part_lse_ptr if TOGETHER else lse_ptr
+    tl.store(to_ptr + (target * V)[:, None] + c[None, :], acc.to(to_ptr.dtype.element_ty),
              mask=inside[:, None] & (c < V)[None, :])  # [BM, BLOCK_V]  # fmt: skip
-    tl.store(own_lse_ptr + target, lse, mask=inside)
+    tl.store(to_lse_ptr + target, lse, mask=inside)
+    # Whichever program of the sequence ends last merges the splits of all.
     if TOGETHER:
         if is_last(count_ptr + (n * K + kv_head) * blocks + row // BM, used):
-            merge_splits(row, kv_head, n, used, queries, start, sinks_ptr + shared * H, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
-                         H, K, V, BLOCK_V, QUERIES, SPLITS, SINKS, ROWS, BLOCK_S, STEP)  # fmt: skip
+            parts: tl.constexpr = Partials(QUERIES, SPLITS, ROWS, BLOCK_S, STEP)  # pyright: ignore[reportAssignmentType]
+            merge_splits(row, kv_head, n, used, queries, start, T, sinks_ptr + small * H, parts_ptr, part_lse_ptr, out_ptr, lse_ptr,
+                         parts, H, K, V, BLOCK_V, SINKS)  # fmt: skip
 
 
 @triton.jit
@@ -198,7 +193,9 @@ def merge_kernel(
     # One program for each sequence, query and head, and further programs for tokens of no sequence.
     program = tl.program_id(0)
     if program >= N * (H * QUERIES):
-        fill_rest(program - N * (H * QUERIES), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V)
+        tile.fill_rest(
+            program - N * (H * QUERIES), q_start_ptr, q_len_ptr, out_ptr, lse_ptr, N, T, LONGEST, H, V
+        )
         return
     h = program % H
     t = program // H % QUERIES
@@ -232,19 +229,18 @@ def merge_kernel(
         total += tl.exp2(sink - top)
     # out = sum of weight * part, `STEP` splits at a time.
     if STEP == BLOCK_S:
-        acc = tl.sum(
-            weights[:, None] * tl.where((lse > float("-inf"))[:, None], part, 0.0), axis=0
-        )  # [BLOCK_V]
+        part = tl.where((lse > float("-inf"))[:, None], part, 0.0)  # [BLOCK_S, BLOCK_V]
+        acc = tl.sum(weights[:, None] * part, axis=0)  # [BLOCK_V]
     else:
         acc = tl.zeros([BLOCK_V], tl.float32)  # [BLOCK_V]
         for begin in tl.range(0, SPLITS, STEP):
             r = begin + tl.arange(0, STEP)  # [STEP]
-            own = tl.load(part_lse_ptr + at + r, mask=r < SPLITS, other=float("-inf"))  # [STEP]
+            part_lse = tl.load(part_lse_ptr + at + r, mask=r < SPLITS, other=float("-inf"))  # [STEP]
             part = tl.load(parts_ptr + ((at + r) * V)[:, None] + c[None, :],
-                           mask=(own > float("-inf"))[:, None] & (c < V)[None, :], other=0.0)  # [STEP, BLOCK_V]  # fmt: skip
-            acc += tl.sum(tl.exp2(own - top)[:, None] * part, axis=0)  # [BLOCK_V]
-    some = total != 0
-    acc = acc / tl.where(some, total, 1.0)
+                           mask=(part_lse > float("-inf"))[:, None] & (c < V)[None, :], other=0.0)  # [STEP, BLOCK_V]  # fmt: skip
+            acc += tl.sum(tl.exp2(part_lse - top)[:, None] * part, axis=0)  # [BLOCK_V]
+    some = total != 0  # []
+    acc = acc / tl.where(some, total, 1.0)  # [BLOCK_V]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))
     target = token.to(tl.int64) * H + h
     tl.store(out_ptr + target * V + c, acc.to(out_ptr.dtype.element_ty), mask=(c < V) & mine)
@@ -254,82 +250,75 @@ def merge_kernel(
 def decode(call: Call, queries: int) -> dict[str, Array]:
     """`out` and `lse` of the sequences with at most `queries` queries, and of tokens of no sequence. Those of other sequences are not written.
     If `max_query_len` rules out longer ones, programs skip the check."""
-    tile = call.config.decode
-    (heads, kv_heads), values = call.heads, call.values
+    sizes, types = call.config.decode, call.result_types
     rows = queries * call.group
-    tile_rows = min(tile.block_m, padded(rows))
+    tile_rows = min(sizes.block_m, padded(rows))
     in_bytes = _bytes(call, tile_rows)
     splits, alone = num_splits(call, queries), call.spec.max_query_len <= queries
-    static = {
-        "BM": tile_rows,
-        "BK": tile.block_k,
-        "QUERIES": queries,
-        "ALONE": alone,
+    together, block_s = splits > 1 and call.config.together, padded(splits, 1)
+    launch = call.launch.knowing(
+        {},
+        BM=tile_rows,
+        BK=sizes.block_k,
+        QUERIES=queries,
+        ALONE=alone,
         # More queries than this kernel takes count as one more than it takes, so that buckets of queries share one compiled kernel.
-        "MOST": queries if alone else queries + 1,
-        "SPLITS": splits,
-        "LEAST": cdiv(call.config.chunk_size, tile.block_k),
-        "PAIRS": _pairs(call, tile_rows),
-        "BYTES": in_bytes,
-    }
-    launch = call.launch.knowing({}, **static)
-    programs = cdiv(rows, tile_rows) * kv_heads * splits * call.num_sequences
-    half = result(programs, tile_rows, call.arrays.q.shape[-1], dtype=jnp.float16) if in_bytes else NOTHING
-    own = {"q_half": half}
-    # What only a launch that merges takes: as the number 1 it is no parameter of the compiled kernel.
-    alone_only: dict[str, Any] = dict.fromkeys(
-        ("zeros_ptr", "count_ptr", "parts_ptr", "part_lse_ptr", "ROWS", "BLOCK_S", "STEP"), 1
+        MOST=queries if alone else queries + 1,
+        SPLITS=splits,
+        LEAST=cdiv(call.config.chunk_size, sizes.block_k),
+        PAIRS=_pairs(call, tile_rows),
+        BYTES=in_bytes,
+        TOGETHER=together,
     )
-    if not in_bytes and (splits == 1 or not call.config.together):
-        own, alone_only = {}, alone_only | {"q_half_ptr": 1}
-    if splits == 1:
-        results = launch(
-            decode_kernel,
-            tile,
-            own | call.result_types,
-            programs + _fills(call),
-            TOGETHER=False,
-            **alone_only,
-        )
-        return {name: results[name] for name in call.result_types}
-    shape, block_s = (call.num_sequences, queries, heads, splits), padded(splits, 1)
-    out, lse = result(*shape, values), result(*shape)
-    if call.config.together:
+    programs = cdiv(rows, tile_rows) * call.kv_heads * splits * call.sequences
+    shape = (call.sequences, queries, call.heads, splits)
+    parts = {"out": result(*shape, call.values), "lse": result(*shape)}
+    half = result(programs, tile_rows, call.arrays.q.shape[-1], dtype=jnp.float16) if in_bytes else NOTHING
+    if together:
         merged = padded(min(rows, tile_rows), 1)
         counts = result(programs // splits, dtype=jnp.int32)
         results = launch(
             decode_kernel,
-            tile,
-            {"count": counts, "parts": out, "part_lse": lse, **own, **call.result_types},
+            sizes,
+            {"count": counts, "parts": parts["out"], "part_lse": parts["lse"], "q_half": half, **types},
             programs + _fills(call),
             {"zeros": jnp.zeros(counts.shape, counts.dtype)},
             aliases={"zeros": "count"},
-            TOGETHER=True,
             ROWS=merged,
             BLOCK_S=block_s,
-            STEP=min(block_s, max(1, MOST_MERGED // (merged * padded(values)))),
+            STEP=min(block_s, max(1, MOST_MERGED // (merged * padded(call.values)))),
         )
-        return {name: results[name] for name in call.result_types}
-    parts = launch(
-        decode_kernel, tile, own | {"out": out, "lse": lse}, programs, TOGETHER=False, **alone_only
+        return {name: results[name] for name in types}
+    # What only a launch that merges takes: as the number 1 it is no parameter of the compiled kernel.
+    absent: dict[str, Any] = dict.fromkeys(
+        ("zeros_ptr", "count_ptr", "parts_ptr", "part_lse_ptr", "ROWS", "BLOCK_S", "STEP"), 1
     )
+    outputs = types if splits == 1 else parts
+    if in_bytes:
+        outputs = {"q_half": half, **outputs}
+    else:
+        absent["q_half_ptr"] = 1
+    fills = _fills(call) if splits == 1 else 0
+    results = launch(decode_kernel, sizes, outputs, programs + fills, **absent)
+    if splits == 1:
+        return {name: results[name] for name in types}
     # Absent arguments are never read; the lengths take their place.
     merge = dataclasses.replace(launch, absent=call.arrays.q_len)
-    step = min(block_s, max(2, MOST_MERGED // padded(values)))
-    numbers = step * padded(values)
+    step = min(block_s, max(2, MOST_MERGED // padded(call.values)))
+    numbers = step * padded(call.values)
     return merge(
         merge_kernel,
         Options(1 if numbers <= 512 else 2 if numbers < MOST_MERGED else 4),  # one warp needs no barriers
-        call.result_types,
-        heads * queries * call.num_sequences + _fills(call),
-        {"parts": parts["out"], "part_lse": parts["lse"]},
+        types,
+        call.heads * queries * call.sequences + _fills(call),
+        {"parts": results["out"], "part_lse": results["lse"]},
         BLOCK_S=block_s,
         STEP=step,
     )
 
 
 def _pairs(call: Call, rows: int) -> int:
-    """How `attend_pairs` reads the pages; 0 if it cannot."""
+    """The number by which `attend_pairs` knows the pages' dtype; 0 if it cannot read them."""
     arrays = call.arrays
     if arrays.kernel_operand == jnp.float32 or (arrays.v is not None and arrays.v.dtype != arrays.k.dtype):
         return 0
@@ -338,7 +327,7 @@ def _pairs(call: Call, rows: int) -> int:
 
 
 def _bytes(call: Call, rows: int) -> bool:
-    """Whether `attend_bytes` can take the tiles and is better than `attend_tile`: it converts latents once for many rows."""
+    """Reports whether `attend_bytes` can take the tiles and is better than `attend_tile`: it converts latents once for many rows."""
     arrays = call.arrays
     is_half = arrays.v is None and arrays.kernel_operand != jnp.float32
     return is_half and rows > MOST_PAIR_ROWS and arrays.k.dtype.name in PAIRS_OF
@@ -346,7 +335,7 @@ def _bytes(call: Call, rows: int) -> bool:
 
 def _fills(call: Call) -> int:
     """The number of programs that look for tokens of no sequence."""
-    return cdiv(call.arrays.q.shape[0], FILLED.value)
+    return cdiv(call.arrays.q.shape[0], tile.FILLED.value)
 
 
 def num_splits(call: Call, queries: int) -> int:

@@ -4,6 +4,8 @@ The one atomic operation counts programs. Which of them is last depends on the d
 No program waits for another, so none has to run at the same time.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -14,33 +16,34 @@ MOST_MERGED = 4096
 """Numbers of partial results added in one step."""
 
 
+Partials = namedtuple("Partials", "QUERIES SPLITS ROWS BLOCK_S STEP")
+"""Queries and splits of a sequence, and the rows and splits that are merged at once; constants."""
+
+
 @triton.jit
 def is_last(count_ptr, programs):
-    """Whether `programs` programs have come here, this one included. If so, it sees all that they have stored. Counts start at 0."""
+    """Reports whether `programs` programs have come here, this one included. If so, it sees all that they have stored. Counts start at 0."""
     tl.debug_barrier()  # of all threads, on behalf of which one counts
     return tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == programs - 1
 
 
 @triton.jit
-def merge_splits(
-    row, kv_head, n, used, queries, start, sink_ptr, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, T,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, QUERIES: tl.constexpr, SPLITS: tl.constexpr,
-    SINKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_S: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+def merge_splits(row, kv_head, n, used, queries, start, T, sink_ptr, parts_ptr, part_lse_ptr, out_ptr, lse_ptr, parts: Partials,
+                 H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, SINKS: tl.constexpr):  # fmt: skip
     """Stores `out` and `lse` of the `ROWS` rows from `row` on: sums of the results of `used` splits, each weighted by exp(its lse). `start` is the
     sequence's first token."""
-    t, h = query_rows(row, kv_head, H, K, ROWS)  # [ROWS] each  # pyright: ignore[reportGeneralTypeIssues]
+    t, h = query_rows(row, kv_head, H, K, parts.ROWS)  # [ROWS] each  # pyright: ignore[reportGeneralTypeIssues]
     token = start + t  # [ROWS]
     inside = (t < queries) & (token >= 0) & (token < T)  # [ROWS]
-    at = ((n * QUERIES + t) * H + h) * SPLITS  # [ROWS]
+    at = ((n * parts.QUERIES + t) * H + h) * parts.SPLITS  # [ROWS]
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
 
     # Their weights, exp(lse - top), and the sum of all weights including the sink's.
-    s = tl.arange(0, BLOCK_S)  # [BLOCK_S]
+    s = tl.arange(0, parts.BLOCK_S)  # [BLOCK_S]
     there = (s < used)[:, None] & inside[None, :]  # [BLOCK_S, ROWS]
     place = at[None, :] + s[:, None]  # [BLOCK_S, ROWS]
     lse = tl.load(part_lse_ptr + place, mask=there, other=float("-inf"))  # [BLOCK_S, ROWS]
-    if STEP == BLOCK_S:
+    if parts.STEP == parts.BLOCK_S:
         part = tl.load(parts_ptr + (place * V)[:, :, None] + c[None, None, :],
                        mask=there[:, :, None] & (c < V)[None, None, :], other=0.0)  # [BLOCK_S, ROWS, BLOCK_V]  # fmt: skip
     top = tl.max(lse, axis=0)  # [ROWS]
@@ -53,20 +56,20 @@ def merge_splits(
     if SINKS:
         total += tl.exp2(sink - top)
     # out = sum of weight * part, `STEP` splits at a time.
-    if STEP == BLOCK_S:
+    if parts.STEP == parts.BLOCK_S:
         acc = tl.sum(weights[:, :, None] * part, axis=0)  # [ROWS, BLOCK_V]
     else:
-        acc = tl.zeros([ROWS, BLOCK_V], tl.float32)  # [ROWS, BLOCK_V]
-        for begin in tl.range(0, used, STEP):
-            r = begin + tl.arange(0, STEP)  # [STEP]
+        acc = tl.zeros([parts.ROWS, BLOCK_V], tl.float32)  # [ROWS, BLOCK_V]
+        for begin in tl.range(0, used, parts.STEP):
+            r = begin + tl.arange(0, parts.STEP)  # [STEP]
             here = (r < used)[:, None] & inside[None, :]  # [STEP, ROWS]
             spot = at[None, :] + r[:, None]  # [STEP, ROWS]
-            weight = tl.exp2(
-                tl.load(part_lse_ptr + spot, mask=here, other=float("-inf")) - top[None, :]
-            )  # [STEP, ROWS]
+            weight = tl.load(part_lse_ptr + spot, mask=here, other=float("-inf"))  # [STEP, ROWS]
+            weight = tl.exp2(weight - top[None, :])
             part = tl.load(parts_ptr + (spot * V)[:, :, None] + c[None, None, :],
                            mask=here[:, :, None] & (c < V)[None, None, :], other=0.0)  # [STEP, ROWS, BLOCK_V]  # fmt: skip
             acc += tl.sum(weight[:, :, None] * part, axis=0)  # [ROWS, BLOCK_V]
+    # Results of the whole sequence: in natural units, and 0 and minus infinity where no split has a key.
     some = total != 0  # [ROWS]
     total = tl.where(some, total, 1.0)  # [ROWS]
     target = token.to(tl.int64) * H + h  # [ROWS]

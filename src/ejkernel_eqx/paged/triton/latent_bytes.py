@@ -7,8 +7,8 @@ and needs fewer instructions than bfloat16: one for two float8 numbers. For this
 import triton
 import triton.language as tl
 
+from . import tile
 from .pairs import EXPONENT, half_weights, LARGEST_EXPONENT, MANTISSA
-from .tile import load_keys, load_scales, TOKEN
 
 # Flipping the sign bit of a byte adds 128; as the low byte of a float16 number from 1024 on, it counts ones.
 _INTEGERS = tl.constexpr("""{
@@ -80,6 +80,7 @@ def half_queries(
     if R > 0:
         r = tl.arange(0, BLOCK_R)[None, :]  # [1, BLOCK_R]
         tl.store(row + D + r, (q_rope * down).to(tl.float16), mask=r < R)
+    # Every thread reads what others have stored.
     tl.debug_barrier()
     half = tl.load(row + c, mask=c < D, other=0.0)  # [BM, BLOCK_D]
     half_rope = half
@@ -90,47 +91,48 @@ def half_queries(
 
 @triton.jit
 def attend_bytes(
-    acc, total, top, q, q_rope, q_factor, j, slot, ok, i, t, slope, chunk, visible, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-    k_ptr, rope_ptr, k_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D or R], [P, PAGE, K]
-    K: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr,
-    ALIBI: tl.constexpr, QQ: tl.constexpr, FAST: tl.constexpr,
+    acc, total, top, q, q_rope, q_factor, visible, keys: tile.Keys, queries: tile.Queries, pages: tile.Pages, factors: tile.Factors,
+    sizes: tile.Sizes, form: tile.Format, scoring: tile.Scoring,
 ):  # fmt: skip
-    """As `attend_tile`, for latents. `q [BM, BLOCK_D]` and, for 8-bit rotary keys, `q_rope [BM, BLOCK_R]` have been divided by `q_factor
+    """Adds one tile of latents, as `attend_tile`. `q [BM, BLOCK_D]` and, for 8-bit rotary keys, `q_rope [BM, BLOCK_R]` have been divided by `q_factor
     [BM]`. `visible`: whether any key of the tile is; always true, see below. Sums and denominators: as in `attend_pairs`."""
-    k = halves(load_keys(k_ptr, slot, ok, kv_head, K, D, BLOCK_D, True), FAST)  # [BK, BLOCK_D]
+    slot, ok, head = keys.slot, keys.ok, pages.head
+    fast: tl.constexpr = form.FAST_BYTES
+    k = tile.load_keys(pages.k, slot, ok, head, form.K, sizes.D, sizes.BLOCK_D, True)
+    k = halves(k, fast)  # [BK, BLOCK_D]
     k_scale = 0.0
-    if SCALES == TOKEN:
-        k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
+    if form.K_SCALES == tile.TOKEN:
+        k_scale = tile.load_scales(pages.k_scale, slot, ok, head, form.K, True)  # [BK]
     # Everything is converted before the first product.
-    if R > 0:
-        rope = load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, True)  # [BK, BLOCK_R]
-        if R_SCALES != 0:
-            rope = halves(rope, FAST)
-        if R_SCALES == TOKEN:
-            rope_factor = load_scales(rope_scale_ptr, slot, ok, kv_head, K, True)[None, :]  # [1, BK]
+    if sizes.R > 0:
+        # [BK, BLOCK_R]
+        rope = tile.load_keys(pages.rope, slot, ok, head, form.K, sizes.R, sizes.BLOCK_R, True)
+        rope_factor = factors.rope
+        if form.R_SCALES != 0:
+            rope = halves(rope, fast)
+        if form.R_SCALES == tile.TOKEN:
+            rope_factor = tile.load_scales(pages.rope_scale, slot, ok, head, form.K, True)[None, :]  # [1, BK]
         more = tl.dot(q_rope, tl.trans(rope))  # [BM, BK]
-        if R_SCALES != 0:
+        if form.R_SCALES != 0:
             more *= rope_factor
     qk = tl.dot(q, tl.trans(k))  # [BM, BK]
     # The branch hides from the compiler that the last product depends on the first. It would have each group of four warps compute all scores,
     # to share none, where now each computes half of them.
     if visible:
-        if SCALES == TOKEN:
+        if form.K_SCALES == tile.TOKEN:
             qk *= k_scale[None, :]
         else:
-            qk *= k_factor
-        if R == 0:
+            qk *= factors.k
+        if sizes.R == 0:
             qk *= q_factor[:, None]
-        elif R_SCALES != 0:
+        elif form.R_SCALES != 0:
             qk = (qk + more) * q_factor[:, None]
         else:
             # Not a sum, into which the compiler would move the product of rotary keys.
             qk = tl.fma(qk, q_factor[:, None], more)
-        p, alpha, total, top = half_weights(
-            qk, k_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ)  # fmt: skip
+        p, alpha, total, top = half_weights(qk, total, top, k_scale, keys, queries, scoring, form.K_SCALES)
     else:
         p = (qk * 0.0).to(tl.float16)  # [BM, BK]; a constant would have shared memory of its own
-        alpha = tl.full([BM], 1.0, tl.float32)  # [BM]
+        alpha = tl.full([sizes.BM], 1.0, tl.float32)  # [BM]
     acc = tl.dot(p, k, acc * alpha[:, None])  # [BM, BLOCK_D]
     return acc, total, top

@@ -8,15 +8,14 @@ and needs fewer instructions to convert to than bfloat16. For this, each row of 
 import triton
 import triton.language as tl
 
-from .tile import load_keys, load_scales, TOKEN, weights, widened
+from . import tile
 
 BIASED = tl.constexpr(1152)  # what `integers` adds to an int8 number
 PAIRS_OF = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3}
 """`PAIRS` of pages."""
 INT8, E5M2 = tl.constexpr(1), tl.constexpr(3)
-RAISED = tl.constexpr(
-    15
-)  # weights up to 2^15, so that weights far below the largest are still representable in float16
+# Weights up to 2^15, so that weights far below the largest are still representable in float16.
+RAISED = tl.constexpr(15)
 BYTE, LOW_BYTE = tl.constexpr(8), tl.constexpr(255)
 # For float32: the bits of the mantissa, of the exponent above them, and the largest exponent that has an inverse.
 MANTISSA, EXPONENT, LARGEST_EXPONENT = tl.constexpr(23), tl.constexpr(255), tl.constexpr(253)
@@ -105,15 +104,14 @@ def floats(pair, PAIRS: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def half_weights(
-    qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALES: tl.constexpr, SCALE: tl.constexpr, CAP: tl.constexpr,
-    FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
+    qk, total, top, v_scale, keys: tile.Keys, queries: tile.Queries, scoring: tile.Scoring, SCALES: tl.constexpr
 ):  # fmt: skip
-    """As `weights`, times the scales of the values if each token has one, in float16. All are scaled by `2**RAISED`."""
+    """Weights, as `weights`, times the scales of the values if each token has one, in float16. All are scaled by `2**RAISED`."""
     # Float16 cannot represent small scales times small weights: the products are relative to the largest one.
-    p, alpha, total, top = weights(  # pyright: ignore[reportGeneralTypeIssues]
-        qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, True, RAISED,
-        SCALES == TOKEN)  # p [BM, BK]  # fmt: skip
-    if SCALES == TOKEN:
+    scaled: tl.constexpr = SCALES == tile.TOKEN  # pyright: ignore[reportAssignmentType]
+    p, alpha, total, top = tile.weights(  # pyright: ignore[reportGeneralTypeIssues]
+        qk, total, top, v_scale, keys, queries, scoring, True, RAISED, scaled)  # p [BM, BK]  # fmt: skip
+    if scaled:
         p *= v_scale[None, :]
     return p.to(tl.float16), alpha, total, top
 
@@ -122,67 +120,66 @@ def half_weights(
 def _load_pairs(ptr, slot, ok, kv_head, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of pages as 16-bit numbers `[BK, BLOCK / 2]`, zero where not `ok`."""
     pairs = ptr.to(tl.pointer_type(tl.int16))
-    return load_keys(pairs, slot, ok, kv_head, K, WIDTH // 2, BLOCK // 2, True)
+    return tile.load_keys(pairs, slot, ok, kv_head, K, WIDTH // 2, BLOCK // 2, True)
 
 
 @triton.jit
 def attend_pairs(
     even, odd, total, top,  # [BM, BLOCK_V / 2] twice, [BM], [BM]
     q_even, q_odd, q_factor, q_rope,  # [BM, BLOCK_D / 2] twice, [BM], [BM, BLOCK_R]
-    j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-    k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D, V or R], [P, PAGE, K]
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr, R_SCALES: tl.constexpr, SCALE: tl.constexpr,
-    CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, PAIRS: tl.constexpr,
-    FAST: tl.constexpr,
+    keys: tile.Keys, queries: tile.Queries, pages: tile.Pages, factors: tile.Factors,
+    sizes: tile.Sizes, form: tile.Format, scoring: tile.Scoring, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """As `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: of `PAIRS_OF`.
+    """Adds one tile of keys, as `attend_tile`, with the sums of even and of odd channels apart, `[BM, BLOCK_V / 2]` each. `PAIRS`: of `PAIRS_OF`.
 
     Sums and denominators are `2**RAISED` times as large."""
-    k_pair = _load_pairs(k_ptr, slot, ok, kv_head, K, D, BLOCK_D)  # [BK, BLOCK_D / 2]
+    slot, ok, head = keys.slot, keys.ok, pages.head
+    fast: tl.constexpr = form.FAST_BYTES
+    k_pair = _load_pairs(pages.k, slot, ok, head, form.K, sizes.D, sizes.BLOCK_D)  # [BK, BLOCK_D / 2]
     v_pair = k_pair  # latent pages are both keys and values
-    if not LATENT:
-        v_pair = _load_pairs(v_ptr, slot, ok, kv_head, K, V, BLOCK_V)  # [BK, BLOCK_V / 2]
+    if not form.LATENT:
+        v_pair = _load_pairs(pages.v, slot, ok, head, form.K, sizes.V, sizes.BLOCK_V)  # [BK, BLOCK_V / 2]
     # q k^T of even and of odd channels.
     if PAIRS == INT8:
         # The sum of products with the excess is the same for every key.
         rest = tl.sum(q_even.to(tl.float32), axis=1) + tl.sum(q_odd.to(tl.float32), axis=1)  # [BM]
-        k_even, k_odd = integers(tl.trans(k_pair), False, FAST)  # [BLOCK_D / 2, BK] each
-        qk = tl.zeros([BM, BK], tl.float32) - (rest * BIASED)[:, None]  # [BM, BK]
+        k_even, k_odd = integers(tl.trans(k_pair), False, fast)  # [BLOCK_D / 2, BK] each
+        qk = tl.zeros([sizes.BM, sizes.BK], tl.float32) - (rest * BIASED)[:, None]  # [BM, BK]
     else:
-        k_even, k_odd = floats(tl.trans(k_pair), PAIRS, FAST)  # [BLOCK_D / 2, BK] each
-        qk = tl.zeros([BM, BK], tl.float32)  # [BM, BK]
-    if SCALES == TOKEN:
-        k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
+        k_even, k_odd = floats(tl.trans(k_pair), PAIRS, fast)  # [BLOCK_D / 2, BK] each
+        qk = tl.zeros([sizes.BM, sizes.BK], tl.float32)  # [BM, BK]
+    if form.V_SCALES == tile.TOKEN:
+        k_scale = tile.load_scales(pages.k_scale, slot, ok, head, form.K, True)  # [BK]
         v_scale = k_scale  # [BK]
-        if not LATENT:
-            v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, True)  # [BK]
+        if not form.LATENT:
+            v_scale = tile.load_scales(pages.v_scale, slot, ok, head, form.K, True)  # [BK]
         factor = k_scale[None, :]  # [1, BK]
     else:
         v_scale = 0.0
-        factor = (q_factor * k_factor)[:, None]  # [BM, 1]
-    if LATENT:
+        factor = (q_factor * factors.k)[:, None]  # [BM, 1]
+    if form.LATENT:
         # Sums of their own, since a warp has few of so many channels, and each product waits for the last one into the same sums. Of a plain
         # sum of both, the compiler would make one sum again.
         qk = tl.fma(tl.dot(q_odd, k_odd), factor, tl.dot(q_even, k_even, qk) * factor)  # [BM, BK]
     else:
         qk = tl.dot(q_odd, k_odd, tl.dot(q_even, k_even, qk)) * factor  # [BM, BK]
-    if SCALES == TOKEN:
+    if form.V_SCALES == tile.TOKEN:
         qk *= q_factor[:, None]
-    if R > 0:
-        rope = widened(
-            load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, True), q_rope, FAST
-        )  # [BK, BLOCK_R]
+    # Rotary channels: a product of its own, as their scales differ from those of the latents.
+    if sizes.R > 0:
+        rope = tile.load_keys(pages.rope, slot, ok, head, form.K, sizes.R, sizes.BLOCK_R, True)
+        rope = tile.widened(rope, q_rope, fast)  # [BK, BLOCK_R]
         more = tl.dot(q_rope, tl.trans(rope))  # [BM, BK]
-        if R_SCALES == TOKEN:
-            more *= load_scales(rope_scale_ptr, slot, ok, kv_head, K, True)[None, :]
-        qk += more * rope_factor
-    p, alpha, total, top = half_weights(
-        qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ)  # p [BM, BK]  # fmt: skip
+        if form.R_SCALES == tile.TOKEN:
+            more *= tile.load_scales(pages.rope_scale, slot, ok, head, form.K, True)[None, :]
+        qk += more * factors.rope
+    # p [BM, BK], alpha [BM]
+    p, alpha, total, top = half_weights(qk, total, top, v_scale, keys, queries, scoring, form.V_SCALES)
+    # acc += p v, of even and of odd channels.
     if PAIRS == INT8:
-        v_even, v_odd = integers(v_pair, True, FAST)  # [BK, BLOCK_V / 2] each
+        v_even, v_odd = integers(v_pair, True, fast)  # [BK, BLOCK_V / 2] each
     else:
-        v_even, v_odd = floats(v_pair, PAIRS, FAST)  # [BK, BLOCK_V / 2] each
+        v_even, v_odd = floats(v_pair, PAIRS, fast)  # [BK, BLOCK_V / 2] each
     even = tl.dot(p, v_even, even * alpha[:, None])  # [BM, BLOCK_V / 2]
     odd = tl.dot(p, v_odd, odd * alpha[:, None])  # [BM, BLOCK_V / 2]
     return even, odd, total, top

@@ -6,8 +6,8 @@ import triton.language as tl
 from jax import Array
 
 from ...launch.constants import LN2, LOG2E
+from . import tile
 from .call import Call
-from .tile import attend_tile, head_factors, load_pages, load_queries, locate, query_rows
 
 _SCANNED = 256  # entries of a page table searched at once
 
@@ -35,7 +35,7 @@ def _sequence_of(q_start_ptr, m, N, GROUP: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _has_holes(table_ptr, first, end, P, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether a page of the keys `first .. end` is missing."""
+    """Reports whether a page of the keys `first .. end` is missing."""
     missing = tl.zeros([BLOCK], tl.int32)  # [BLOCK]
     last = tl.where(end > first, (end + PAGE - 1) // PAGE, 0)
     for start in tl.range(first // PAGE, last, BLOCK):
@@ -66,21 +66,21 @@ def prefill_kernel(
     n = _sequence_of(q_start_ptr, m, N, group, BM)
     row = (m - _first_tile(q_start_ptr, n, group, BM)) * BM
     q_len = tl.load(q_len_ptr + n)
-    if q_len <= LEAST:  # another kernel's
+    if q_len <= LEAST:  # the decode kernel takes these sequences
         return
     chunk = tl.load(kv_len_ptr + n) - q_len
     q_start = tl.load(q_start_ptr + n)
     queries = tl.minimum(tl.minimum(q_len, MOST), T - q_start)
     if (row < 0) | (row >= queries * group):
         return
-    t, h = query_rows(row, kv_head, H, K, BM)  # [BM] each
+    t, h = tile.query_rows(row, kv_head, H, K, BM)  # [BM] each
     inside = t < queries  # [BM]
     token = (q_start + t).to(tl.int64)  # [BM]
 
-    q = load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
+    q = tile.load_queries(q_ptr, token, h, inside, 0, D, BLOCK_D, D + R, H, WIDE)  # [BM, BLOCK_D]
     q_rope = q
     if R > 0:
-        q_rope = load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
+        q_rope = tile.load_queries(q_ptr, token, h, inside, D, R, BLOCK_R, D + R, H, WIDE)  # [BM, BLOCK_R]
 
     # The keys visible to the tile's first and last query: all of tiles `full_lo` to `full_hi`, parts of those around them.
     i_first = chunk + row // group
@@ -108,10 +108,14 @@ def prefill_kernel(
     full_lo = tl.where(holes, lo, full_lo)
     full_hi = tl.where(holes, lo, full_hi)
 
-    # Values per head of a row of sequences.
+    # Constants that travel together, for the function that adds a tile.
+    sizes: tl.constexpr = tile.Sizes(D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BM, BK)  # pyright: ignore[reportAssignmentType]
+    form: tl.constexpr = tile.Format(K, LATENT, K_SCALES, V_SCALES, R_SCALES, FAST_BYTES)  # pyright: ignore[reportAssignmentType]
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION)  # pyright: ignore[reportAssignmentType]
+    # Slopes, scales for each head and the bias are those of a row of sequences.
     small = n // ROW
-    k_factor, v_factor, rope_factor = head_factors(
-        k_scale_ptr, v_scale_ptr, rope_scale_ptr, small, kv_head, K, R, LATENT, K_SCALES, V_SCALES, R_SCALES)  # fmt: skip
+    pages = tile.Pages(k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, kv_head)
+    factors = tile.head_factors(pages, small, form, R)
     slope = 0.0
     if ALIBI:
         slope = (tl.load(slopes_ptr + small * H + h) * LOG2E)[:, None]  # [BM, 1]
@@ -125,33 +129,31 @@ def prefill_kernel(
         top = tl.full([BM], float("-inf"), tl.float32)  # [BM]
         total = tl.zeros([BM], tl.float32)  # [BM]
     t = t[:, None]  # [BM, 1]
-    i = chunk + t  # [BM, 1]
+    rows = tile.Queries(chunk + t, t, slope, chunk, qq_bias_ptr, Q)
 
     # Page numbers are loaded one tile ahead, so that loads of keys do not wait. From 0: if the first index comes from a reduction, the compiler
     # does not pipeline the loop.
-    page = load_pages(table_ptr, full_lo, room, PAGE, BK)
-    for index in tl.range(0, full_hi - full_lo):
-        j, slot, ok = locate(page, full_lo + index, first, end, P, PAGE, BK, FAR)
-        page = load_pages(table_ptr, full_lo + index + 1, room, PAGE, BK)
-        acc, total, top = attend_tile(
-            acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-            k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, K_SCALES,
-            V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, False, PRECISION, FAST_BYTES, False)  # fmt: skip
+    page = tile.load_pages(table_ptr, full_lo, room, PAGE, BK)
+    for nth in tl.range(0, full_hi - full_lo):
+        j, slot, ok = tile.locate(page, full_lo + nth, first, end, P, PAGE, BK, FAR)
+        page = tile.load_pages(table_ptr, full_lo + nth + 1, room, PAGE, BK)
+        keys = tile.Keys(j, slot, ok)
+        acc, total, top = tile.attend_tile(
+            acc, total, top, q, q_rope, keys, rows, pages, factors, sizes, form, scoring, False)  # fmt: skip
     # The tiles around those, `lo .. full_lo` and `full_hi .. hi`, in one loop with masks.
-    tile = tl.where(lo < full_lo, lo, full_hi)
-    page = load_pages(table_ptr, tile, end, PAGE, BK)
+    index = tl.where(lo < full_lo, lo, full_hi)
+    page = tile.load_pages(table_ptr, index, end, PAGE, BK)
     for _ in tl.range(0, full_lo - lo + hi - full_hi):
-        j, slot, ok = locate(page, tile, first, end, P, PAGE, BK, FAR)
-        tile = tl.where(tile + 1 == full_lo, full_hi, tile + 1)
-        page = load_pages(table_ptr, tile, end, PAGE, BK)
-        acc, total, top = attend_tile(
-            acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-            k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr, K, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, LATENT, K_SCALES,
-            V_SCALES, R_SCALES, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, PRECISION, FAST_BYTES, True)  # fmt: skip
+        j, slot, ok = tile.locate(page, index, first, end, P, PAGE, BK, FAR)
+        index = tl.where(index + 1 == full_lo, full_hi, index + 1)
+        page = tile.load_pages(table_ptr, index, end, PAGE, BK)
+        keys = tile.Keys(j, slot, ok)
+        acc, total, top = tile.attend_tile(
+            acc, total, top, q, q_rope, keys, rows, pages, factors, sizes, form, scoring, True)  # fmt: skip
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row without visible keys.
     some = total != 0  # [BM]; NaN in a visible key appears in both results
-    acc = acc * (v_factor / tl.where(some, total, 1.0))[:, None]  # [BM, BLOCK_V]
+    acc = acc * (factors.v / tl.where(some, total, 1.0))[:, None]  # [BM, BLOCK_V]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BM]
     tl.store(lse_ptr + token * H + h, lse, mask=inside)
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
@@ -164,22 +166,14 @@ def prefill_kernel(
 
 def prefill(call: Call, results: dict[str, Array], least: int) -> dict[str, Array]:
     """Writes the tokens of sequences with more than `least` queries into `results`, in place."""
-    tile = call.config.prefill
-    tiles = most_tiles(call.arrays.q.shape[0], call.num_sequences, call.group, tile.block_m)
-    return call.launch(
-        prefill_kernel,
-        tile,
-        call.result_types,
-        tiles * call.heads[1],
-        {f"{name}_before": x for name, x in results.items()},
-        aliases={f"{name}_before": name for name in results},
-        # Run-time numbers, so that buckets of tokens share one compiled kernel.
-        LEAST=least,
-        MOST=call.spec.max_query_len,
-        SCANNED=_SCANNED,
-        BM=tile.block_m,
-        BK=tile.block_k,
-    )
+    sizes, before = call.config.prefill, {f"{name}_before": x for name, x in results.items()}
+    tiles = most_tiles(call.arrays.q.shape[0], call.sequences, call.group, sizes.block_m)
+    # Run-time numbers, so that buckets of tokens share one compiled kernel.
+    numbers = {"LEAST": least, "MOST": call.spec.max_query_len}
+    constants = {"SCANNED": _SCANNED, "BM": sizes.block_m, "BK": sizes.block_k}
+    aliases, programs = {f"{name}_before": name for name in results}, tiles * call.kv_heads
+    launch = call.launch.knowing({}, **numbers, **constants)
+    return launch(prefill_kernel, sizes, call.result_types, programs, before, aliases=aliases)
 
 
 def most_tiles(tokens: int, sequences: int, group: int, rows: int) -> int:

@@ -5,6 +5,8 @@ A tile of scores is `[BM, BK]`: its rows are queries times the query heads that 
 multiplication.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
@@ -13,11 +15,9 @@ from ...launch.constants import LOG2E
 
 FILLED = tl.constexpr(16)  # tokens that one program checks
 MOST_PAGES = 4  # of a tile of keys, whose numbers are loaded one by one
-# K_SCALES, V_SCALES, R_SCALES: one for each token and head, one for each head; 0: plain pages
+# Kinds of scales: for each token and head, for each head; 0: none.
 TOKEN, HEAD = tl.constexpr(1), tl.constexpr(2)
-LEAST_PEAK = tl.constexpr(
-    1e-30
-)  # lower bound of the scale that others are relative to, large enough to divide by
+LEAST_PEAK = tl.constexpr(1e-30)  # lower bound of the largest scale of a tile, which others are divided by
 # Four numbers in float8_e4m3fn, to bfloat16 through float16 and float32.
 _BFLOATS = tl.constexpr("""{
 .reg .b16 low, high, part<4>;
@@ -37,10 +37,27 @@ cvt.rn.bf16x2.f32 $1, full3, full2;
 }""")
 
 
+Sizes = namedtuple("Sizes", "D V R BLOCK_D BLOCK_V BLOCK_R BM BK")
+"""Channels of keys, values and rotary keys, each also padded to a power of two, and rows and columns of a tile of scores; constants."""
+Format = namedtuple("Format", "K LATENT K_SCALES V_SCALES R_SCALES FAST_BYTES")
+"""Key heads of pages, whether values are the keys, the kinds of scales, and whether bytes are converted by NVIDIA's instructions; constants."""
+Scoring = namedtuple("Scoring", "SCALE CAP FAST_TANH LEFT ALIBI QQ PRECISION")
+"""Options by which products become scores and weights; constants."""
+Pages = namedtuple("Pages", "k v rope k_scale v_scale rope_scale head")
+"""Pointers to pages `[P, PAGE, K, D, V or R]` and scales, `[P, PAGE, K]` or, for each head, `[rows, K]`; and the key head that is read."""
+Factors = namedtuple("Factors", "k v rope")
+"""Scales for each head, of keys, values and rotary keys; 1 if there are none."""
+Queries = namedtuple("Queries", "i t slope chunk qq_bias Q")
+"""Rows of a tile, `[BM, 1]`: positions, numbers among the sequence's queries, and slopes in log2 units; the position of query 0; the bias
+`[Q, Q]` between queries."""
+Keys = namedtuple("Keys", "j slot ok")
+"""Columns of a tile, from `locate`: positions `[BK]`, slots, and which of them exist."""
+
+
 @triton.jit
 def sequence(n, q_len_ptr, kv_len_ptr, kv_start_ptr, M, PAGE: tl.constexpr, MOST: tl.constexpr, LEFT: tl.constexpr,
              RANGED: tl.constexpr):  # fmt: skip
-    """For sequence `n`: the number of queries (at most `MOST`), the position of query 0, and the first and the end of the keys that any of
+    """The number of queries of sequence `n` (at most `MOST`), the position of query 0, and the first and the end of the keys that any of
     its queries sees."""
     q_len = tl.load(q_len_ptr + n)  # [], as all here
     chunk = tl.load(kv_len_ptr + n) - q_len
@@ -137,7 +154,7 @@ def load_pages(table_ptr, tile, end, PAGE: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def locate(pages, tile, first, end, P, PAGE: tl.constexpr, BK: tl.constexpr, FAR: tl.constexpr):
-    """For the keys of a tile with these `pages`: position `[BK]`, slot, and whether it exists and any query may see it, `[BK]`. A slot is the
+    """Position `[BK]`, slot, and whether it exists and any query may see it, `[BK]`, of each key of a tile with these `pages`. A slot is the
     sum of two numbers: one of 64 bits, the same for all keys of a page if pages are separate, and one that does not depend on the page
     (with `FAR`, of 64 bits too)."""
     count: tl.constexpr = pages_apart(PAGE, BK)
@@ -199,44 +216,45 @@ def load_scales(ptr, slot, ok, kv_head, K: tl.constexpr, CHECK: tl.constexpr):
 
 
 @triton.jit
-def scores(qk, i, j, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
-           ALIBI: tl.constexpr, QQ: tl.constexpr):  # fmt: skip
-    """Scores, in log2 units, of queries `t` at positions `i` (columns) and keys `j` (a row); `slope` is in log2 units; `chunk` is the
-    position of query 0."""
-    if CAP > 0:
-        s = tanh(qk * (SCALE / CAP), FAST_TANH, CAP > LARGE_CAP) * (CAP * LOG2E)  # [BM, BK]
+def scores(qk, keys: Keys, queries: Queries, scoring: Scoring, QQ: tl.constexpr):
+    """Scores in log2 units. `QQ`: with the bias between the sequence's new tokens."""
+    j = keys.j[None, :]  # [1, BK]
+    if scoring.CAP > 0:
+        cap: tl.constexpr = scoring.CAP
+        s = tanh(qk * (scoring.SCALE / cap), scoring.FAST_TANH, cap > LARGE_CAP) * (cap * LOG2E)  # [BM, BK]
     else:
-        s = qk * (SCALE * LOG2E)  # [BM, BK]
-    if ALIBI:
-        s += slope * (j - i).to(tl.float32)  # [BM, BK]
+        s = qk * (scoring.SCALE * LOG2E)  # [BM, BK]
+    if scoring.ALIBI:
+        s += queries.slope * (j - queries.i).to(tl.float32)  # [BM, BK]
     if QQ:
         # Key `u` and query `t` among the sequence's new tokens have a bias.
-        u = j - chunk  # [1, BK]
-        inside = (u >= 0) & (u <= t) & (t < Q)  # [BM, BK]
-        s += bias_in_log2(tl.load(qq_bias_ptr + t.to(tl.int64) * Q + u, mask=inside, other=0.0))
+        u = j - queries.chunk  # [1, BK]
+        t = queries.t  # [BM, 1]
+        inside = (u >= 0) & (u <= t) & (t < queries.Q)  # [BM, BK]
+        pointers = queries.qq_bias + t.to(tl.int64) * queries.Q + u  # [BM, BK]
+        s += bias_in_log2(tl.load(pointers, mask=inside, other=0.0))
     return s
 
 
 @triton.jit
-def weights(
-    qk, v_scale, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr,
-    LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr, MASKED: tl.constexpr, RAISED: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """From products `qk`: the weights of the keys relative to the rows' new maximum, the factor for earlier sums, and the denominators and
-    maxima `[BM]` including this tile. Weights and denominators are scaled by `2**RAISED`.
+def weights(qk, total, top, v_scale, keys: Keys, queries: Queries, scoring: Scoring, MASKED: tl.constexpr, RAISED: tl.constexpr,
+            SCALED: tl.constexpr):  # fmt: skip
+    """Weights of the keys relative to the rows' new maximum, the factor for earlier sums, and the denominators and maxima `[BM]` including this
+    tile, from products `qk`. Weights and denominators are scaled by `2**RAISED`. Only tiles that are `MASKED` have a bias between queries.
 
     With `SCALED`, the maximum is that of weights times `v_scale [BK]`, from 2^-96 on and where they are finite: these products are at most 1.07
     (times `2**RAISED`), while weights are as large as the inverse of the scales, which float32 can represent."""
+    biased: tl.constexpr = scoring.QQ and MASKED  # pyright: ignore[reportAssignmentType]
     # If nothing lies between the product and the softmax, scaling and subtracting the maximum take one instruction.
-    folded: tl.constexpr = CAP == 0 and not ALIBI and not QQ and SCALE > 0  # pyright: ignore[reportAssignmentType]
-    multiplier: tl.constexpr = SCALE * LOG2E if folded else 1.0  # pyright: ignore[reportAssignmentType]
+    folded: tl.constexpr = scoring.CAP == 0 and not scoring.ALIBI and not biased and scoring.SCALE > 0  # pyright: ignore[reportAssignmentType]
+    multiplier: tl.constexpr = scoring.SCALE * LOG2E if folded else 1.0  # pyright: ignore[reportAssignmentType]
     s = qk
     if not folded:
-        s = scores(qk, i, j[None, :], t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, ALIBI, QQ)
+        s = scores(qk, keys, queries, scoring, biased)
     if MASKED:
-        seen = ok[None, :] & (j[None, :] <= i)  # [BM, BK]
-        if LEFT >= 0:
-            seen = seen & (j[None, :] >= i - LEFT)
+        seen = keys.ok[None, :] & (keys.j[None, :] <= queries.i)  # [BM, BK]
+        if scoring.LEFT >= 0:
+            seen = seen & (keys.j[None, :] >= queries.i - scoring.LEFT)
         s = tl.where(seen, s, float("-inf"))
     # Online softmax; a row without visible keys so far is shifted by 0, since minus infinity minus itself is NaN.
     if SCALED:
@@ -259,82 +277,74 @@ def weights(
 
 
 @triton.jit
-def attend_tile(
-    acc, total, top, q, q_rope, j, slot, ok, i, t, slope, chunk, kv_head, k_factor, rope_factor, qq_bias_ptr, Q,
-    k_ptr, v_ptr, rope_ptr, k_scale_ptr, v_scale_ptr, rope_scale_ptr,  # [P, PAGE, K, D, V or R], [P, PAGE, K]
-    K: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_R: tl.constexpr, LATENT: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr,
-    SCALE: tl.constexpr, CAP: tl.constexpr, FAST_TANH: tl.constexpr, LEFT: tl.constexpr, ALIBI: tl.constexpr, QQ: tl.constexpr,
-    PRECISION: tl.constexpr, FAST_BYTES: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Adds one tile of keys (`j, slot, ok`, from `locate`) to the sum `[BM, BLOCK_V]`, the denominator and the maximum `[BM]` of rows
-    `t` at positions `i` (both `[BM, 1]`).
+def attend_tile(acc, total, top, q, q_rope, keys: Keys, queries: Queries, pages: Pages, factors: Factors, sizes: Sizes, form: Format,
+                scoring: Scoring, MASKED: tl.constexpr):  # fmt: skip
+    """Adds one tile of `keys` to the sum `[BM, BLOCK_V]`, the denominator and the maximum `[BM]` of the rows `queries`.
 
-    Without `MASKED` the caller knows that every row sees every key of the tile and that all are `ok`. Scales per head are scalars:
-    `k_factor` and `rope_factor` are applied here; the caller applies that of the values to `acc` at the end.
+    Without `MASKED` the caller knows that every row sees every key of the tile and that all are `ok`. Scales per head are scalars: those of keys
+    and rotary keys are applied here; the caller applies that of the values to `acc` at the end.
     """
-    k = widened(load_keys(k_ptr, slot, ok, kv_head, K, D, BLOCK_D, MASKED), q, FAST_BYTES)  # [BK, BLOCK_D]
+    slot, ok, head = keys.slot, keys.ok, pages.head
+    k = load_keys(pages.k, slot, ok, head, form.K, sizes.D, sizes.BLOCK_D, MASKED)
+    k = widened(k, q, form.FAST_BYTES)  # [BK, BLOCK_D]
     v = k  # latent pages are both keys and values
-    if not LATENT:
-        v = widened(
-            load_keys(v_ptr, slot, ok, kv_head, K, V, BLOCK_V, MASKED), q, FAST_BYTES
-        )  # [BK, BLOCK_V]
-    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BK]
+    if not form.LATENT:
+        v = load_keys(pages.v, slot, ok, head, form.K, sizes.V, sizes.BLOCK_V, MASKED)
+        v = widened(v, q, form.FAST_BYTES)  # [BK, BLOCK_V]
+    qk = tl.dot(q, tl.trans(k), input_precision=scoring.PRECISION)  # [BM, BK]
     # Scales multiply the products, not the keys: one number per column instead of D.
-    if K_SCALES == TOKEN:
-        k_scale = load_scales(k_scale_ptr, slot, ok, kv_head, K, MASKED)  # [BK]
+    if form.K_SCALES == TOKEN:
+        k_scale = load_scales(pages.k_scale, slot, ok, head, form.K, MASKED)  # [BK]
         qk *= k_scale[None, :]
-    if K_SCALES == HEAD:
-        qk *= k_factor
+    if form.K_SCALES == HEAD:
+        qk *= factors.k
     # Rotary channels extend the same sums; if they have their own scales, these are applied before.
-    if R > 0:
-        rope = widened(
-            load_keys(rope_ptr, slot, ok, kv_head, K, R, BLOCK_R, MASKED), q, FAST_BYTES
-        )  # [BK, BLOCK_R]
-        if R_SCALES == 0:
-            qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BM, BK]
+    if sizes.R > 0:
+        rope = load_keys(pages.rope, slot, ok, head, form.K, sizes.R, sizes.BLOCK_R, MASKED)
+        rope = widened(rope, q, form.FAST_BYTES)  # [BK, BLOCK_R]
+        if form.R_SCALES == 0:
+            qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=scoring.PRECISION)  # [BM, BK]
         else:
-            more = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)  # [BM, BK]
-            if R_SCALES == TOKEN:
-                qk += more * load_scales(rope_scale_ptr, slot, ok, kv_head, K, MASKED)[None, :]
+            more = tl.dot(q_rope, tl.trans(rope), input_precision=scoring.PRECISION)  # [BM, BK]
+            if form.R_SCALES == TOKEN:
+                qk += more * load_scales(pages.rope_scale, slot, ok, head, form.K, MASKED)[None, :]
             else:
-                qk += more * rope_factor
-    p, alpha, total, top = weights(
-        qk, 0.0, total, top, j, ok, i, t, slope, chunk, qq_bias_ptr, Q, SCALE, CAP, FAST_TANH, LEFT, ALIBI, QQ, MASKED, 0, False)  # fmt: skip
-    acc = acc * alpha[:, None]  # [BM, BLOCK_V]; p is [BM, BK]
+                qk += more * factors.rope
+    # p [BM, BK], alpha [BM]
+    p, alpha, total, top = weights(qk, total, top, 0.0, keys, queries, scoring, MASKED, 0, False)
+    acc = acc * alpha[:, None]  # [BM, BLOCK_V]
     # acc += p v, with the scales of values on the weights.
-    if V_SCALES == TOKEN:
-        if LATENT:
+    if form.V_SCALES == TOKEN:
+        if form.LATENT:
             v_scale = k_scale  # [BK]
         else:
-            v_scale = load_scales(v_scale_ptr, slot, ok, kv_head, K, MASKED)  # [BK]
+            v_scale = load_scales(pages.v_scale, slot, ok, head, form.K, MASKED)  # [BK]
         if q.dtype == tl.float16:
             # Scales are relative to the largest of the tile, because float16 cannot represent small scales times small probabilities.
             peak = tl.maximum(tl.max(v_scale, axis=0), LEAST_PEAK)  # []
             p = (p * (v_scale / peak)[None, :]).to(q.dtype)  # [BM, BK]
-            acc += tl.dot(p, v, input_precision=PRECISION) * peak  # [BM, BLOCK_V]
+            acc += tl.dot(p, v, input_precision=scoring.PRECISION) * peak  # [BM, BLOCK_V]
         else:
             p = (p * v_scale[None, :]).to(q.dtype)  # [BM, BK]
-            acc = tl.dot(p, v, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
+            acc = tl.dot(p, v, acc, input_precision=scoring.PRECISION)  # [BM, BLOCK_V]
     else:
-        acc = tl.dot(p.to(q.dtype), v, acc, input_precision=PRECISION)  # [BM, BLOCK_V]
+        acc = tl.dot(p.to(q.dtype), v, acc, input_precision=scoring.PRECISION)  # [BM, BLOCK_V]
     return acc, total, top
 
 
 @triton.jit
-def head_factors(k_scale_ptr, v_scale_ptr, rope_scale_ptr, row, kv_head, K: tl.constexpr, R: tl.constexpr, LATENT: tl.constexpr,
-                 K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, R_SCALES: tl.constexpr):  # fmt: skip
-    """Scales per head for keys, values and rope; 1 if there are none. `row`: the row of the small arrays, see `Call`."""
+def head_factors(pages: Pages, row, form: Format, R: tl.constexpr):
+    """Scales per head for keys, values and rotary keys; 1 if there are none. `row`: the row of the small arrays, see `Call`."""
     k_factor = 1.0  # [], as all three
     v_factor = 1.0
     rope_factor = 1.0
-    if K_SCALES == HEAD:
-        k_factor = tl.load(k_scale_ptr + row * K + kv_head)
-    if V_SCALES == HEAD:
-        if LATENT:
+    if form.K_SCALES == HEAD:
+        k_factor = tl.load(pages.k_scale + row * form.K + pages.head)
+    if form.V_SCALES == HEAD:
+        if form.LATENT:
             v_factor = k_factor
         else:
-            v_factor = tl.load(v_scale_ptr + row * K + kv_head)
-    if R > 0 and R_SCALES == HEAD:
-        rope_factor = tl.load(rope_scale_ptr + row * K + kv_head)
-    return k_factor, v_factor, rope_factor
+            v_factor = tl.load(pages.v_scale + row * form.K + pages.head)
+    if R > 0 and form.R_SCALES == HEAD:
+        rope_factor = tl.load(pages.rope_scale + row * form.K + pages.head)
+    return Factors(k_factor, v_factor, rope_factor)

@@ -14,9 +14,8 @@ CHUNK, _MEDIUM, _LONG = 256, 1024, 4096  # minimum keys per program with few, mo
 _SHORTEST = 64  # keys of a program where there are hardly any
 _PARTIAL_BYTES = 2**27
 SMALLEST = PagedTile(16, 16, 4, 1)
-MOST_PAIR_ROWS = (
-    32  # with more rows, matrices are multiplied from shared memory, to which bytes are converted anyway
-)
+MOST_PAIR_ROWS = 32
+"""The most rows that go in pairs. With more, matrices are multiplied from shared memory, to which bytes are converted anyway."""
 
 # By the bytes of a key and its value, best first; the last ones are for devices with little shared memory. Two or three programs share a
 # multiprocessor, with at least 32 KiB of loads in flight for each.
@@ -151,7 +150,7 @@ def shared_memory(problem: Problem, tile: PagedTile, device: DeviceFacts) -> int
 
 
 def pairs_fit(dim: int, values: int) -> bool:
-    """Whether `pairs` can process these numbers of channels."""
+    """Reports whether `pairs` can process these numbers of channels."""
     return min(dim, values) > 16 and dim % 2 == 0 and values % 2 == 0
 
 
@@ -160,13 +159,13 @@ def _pairs(problem: Problem, rows: int) -> bool:
 
 
 def _is_bytes(problem: Problem) -> bool:
-    """Whether keys and values, or latents, are 8-bit numbers that are multiplied in 16 bits."""
+    """Reports whether keys and values, or latents, are 8-bit numbers that are multiplied in 16 bits."""
     keys, values = page_dtypes(problem)
     return keys in LARGEST and dot_bytes(problem) == 2 and bool(problem.flag("latent") or keys == values)
 
 
 def bound_by_products(problem: Problem) -> bool:
-    """Whether reading 8-bit latents is not expected to take less time than reading 16-bit ones: with many rows, which share what is read,
+    """Reports whether reading 8-bit latents is not expected to take less time than reading 16-bit ones: with many rows, which share what is read,
     multiplying is the bound."""
     rows = problem.dim("Q") * (problem.dim("H") // problem.dim("K"))
     return bool(problem.flag("latent")) and _is_bytes(problem) and rows > MOST_PAIR_ROWS

@@ -86,9 +86,8 @@ def write_kernel(
     A_SCALES: tl.constexpr, B_SCALES: tl.constexpr, A_LARGEST: tl.constexpr, B_LARGEST: tl.constexpr, MAPPED: tl.constexpr,
     A_MAPPED: tl.constexpr, B_MAPPED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK + tl.arange(
-        0, BLOCK
-    )  # [BLOCK], one for each token and head, as for all numbers below
+    # A row is one token and head; all numbers below are [BLOCK].
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token, head = row // K, row % K
     slot = tl.load(slots_ptr + token, mask=row < ROWS, other=-1)
     written = (slot >= 0) & (slot < SLOTS)
@@ -109,7 +108,7 @@ def write_kernel(
 
 
 def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
-    """As `write.write`: with leading axes on the pages, tokens and slots have these axes too."""
+    """Writes new tokens, as `cache.write.write`: with leading axes on the pages, tokens and slots have these axes too."""
     results = dict(arrays.pages)
     # Arrays written in place come first in a launch, and so do pages whose scales are written.
     names = sorted(arrays.new, key=lambda name: _scales_of(arrays, name) != _TOKEN)
@@ -137,12 +136,8 @@ def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[st
     absent = slots if len(names) == 2 else jnp.zeros((1,), slots.dtype)
 
     inputs: dict[str, Array] = {"slots": slots}
-    numbers: dict[str, Any] = {
-        "T": slots.size // max(1, math.prod(kept.shape[:-4])),
-        "SLOTS": math.prod(kept.shape[-4:-2]),
-        "K": kv_heads,
-        "MAPPED": kept.ndim > 4,
-    }
+    numbers: dict[str, Any] = {"K": kv_heads, "MAPPED": kept.ndim > 4}
+    numbers |= {"T": slots.size // max(1, math.prod(kept.shape[:-4])), "SLOTS": math.prod(kept.shape[-4:-2])}
     for letter, name in itertools.zip_longest("ab", names, fillvalue=""):
         inputs[f"{letter}_new"] = new = arrays.new.get(name, absent)
         inputs[letter] = pages = given.get(name, absent)
@@ -161,16 +156,9 @@ def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[st
     elements = _FEW if rows * widest <= _FEW * _PROGRAMS else _MANY
     block = min(max(1, elements // widest), padded(rows, 1))
     nothing = result(1, dtype=slots.dtype)
-    outputs = {
-        f"new_{name}": result_like(inputs[name]) if name in aliased else nothing
-        for name in ("a", "b", "a_scale", "b_scale")
-    }
-    numbers |= {"ROWS": rows, "BLOCK": block}
-    return Launcher("paged.cache", inputs, numbers, slots, run).launch(
-        write_kernel,
-        Options(4),
-        outputs,
-        cdiv(rows, block),
-        aliases={name: f"new_{name}" for name in aliased},
-        name="write",
-    )
+    results = dict.fromkeys(("a", "b", "a_scale", "b_scale"), nothing)
+    results |= {name: result_like(inputs[name]) for name in aliased}
+    outputs, aliases = ({f"new_{name}": x for name, x in results.items()}, {x: f"new_{x}" for x in aliased})
+    launcher = Launcher("paged.cache", inputs, numbers | {"ROWS": rows, "BLOCK": block}, slots, run)
+    programs = cdiv(rows, block)
+    return launcher.launch(write_kernel, Options(4), outputs, programs, aliases=aliases, name="write")

@@ -1,0 +1,41 @@
+"""Both halves of the expanded form by the kernels of attention, which take keys with a second part."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import Array
+
+from ..attention.spec import AttentionSpec
+from ..dispatch import FORWARD
+from .spec import LatentArrays, LatentGrads
+
+PARTS = {"forward": FORWARD, "key_gradient": "k k_rope v", "query_gradient": "q bias alibi_slopes sinks"}
+
+
+def halves(attention: Any) -> tuple[Callable[..., tuple[Array, Array]], Callable[..., LatentGrads]]:
+    """`forward` and `backward` of a platform whose kernels are those of a platform of attention."""
+
+    def forward(
+        arrays: LatentArrays, spec: AttentionSpec, config: Any, **execute: Any
+    ) -> tuple[Array, Array]:
+        """`out [B, T, H, V]`, `lse [B, H, T]`."""
+        return attention.attended(arrays.apart, spec, config, k_rope=arrays.k_rope, **execute)
+
+    def backward(
+        arrays: LatentArrays,
+        spec: AttentionSpec,
+        config: Any,
+        out: Any,
+        lse: Any,
+        dout: Any,
+        dlse: Any,
+        **execute: Any,
+    ) -> LatentGrads:
+        """Gradients of all arrays; bitwise repeatable, as every sum has one fixed order."""
+        results, cotangents = (out, lse), (dout, dlse)
+        grads, dk_rope = attention.gradients(
+            arrays.apart, spec, config, results, cotangents, k_rope=arrays.k_rope, **execute
+        )
+        return LatentGrads(k_rope=dk_rope, **grads._asdict())
+
+    return forward, backward
