@@ -55,7 +55,7 @@ class Plan:
     @property
     def _identity(self) -> tuple[Any, ...]:
         pins: frozenset[Any] = frozenset()
-        return self.request, pins.union(*(known.pins for known in self._snapshots)), self.edition
+        return self.snapshot.request, pins.union(*[known.pins for known in self._snapshots]), self.edition
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -96,14 +96,16 @@ class Plan:
     @property
     def answers(self) -> str:
         """A digest of what determines choices besides the request, on every device."""
-        return "-".join(sorted(known.answers for known in self._snapshots))
+        return "-".join(sorted([known.answers for known in self._snapshots]))
 
     @property
     def here(self) -> Snapshot:
         """What is known about the device that a call made here is compiled for."""
         place = place_of_calls()
-        same = next((known for known in self._snapshots if place_of(known.device) == place), None)
-        return same or _nearest(self._snapshots, place)
+        for known in self._snapshots:
+            if place_of(known.device) == place:
+                return known
+        return _nearest(self._snapshots, place)
 
     @property
     def device(self) -> DeviceFacts:

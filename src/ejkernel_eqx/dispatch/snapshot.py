@@ -99,11 +99,9 @@ class Snapshot:
         """The pins that a table or the tuner answers exactly, without provenance."""
         if self.override is not None:
             return frozenset()
-        return frozenset(
-            (platform, key, known.config)
-            for (platform, key, known), tier in zip(self.pinned, self.tiers, strict=True)
-            if tier in _LOOKED_UP and (platform, key) in self._all
-        )
+        known = zip(self.pinned, self.tiers, strict=True)
+        looked_up = [pin for pin, tier in known if tier in _LOOKED_UP and pin[:2] in self._all]
+        return frozenset([(platform, key, known.config) for platform, key, known in looked_up])
 
     @functools.cached_property
     def answers(self) -> str:
