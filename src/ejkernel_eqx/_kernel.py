@@ -103,7 +103,7 @@ class Plan:
         """What is known about the device that a call made here is compiled for."""
         place = place_of_calls()
         for known in self._snapshots:
-            if place_of(known.device) == place:
+            if (known.device.backend, known.device.kind) == place:
                 return known
         return _nearest(self._snapshots, place)
 
