@@ -70,5 +70,5 @@ class Environment(tuple[EnvironmentVariable, ...]):
 def env() -> Environment:
     """Returns every environment variable that the package reads, sorted by name, as a tuple that prints as text."""
     for reader in _READERS:
-        importlib.import_module(f".{reader}", __package__.rpartition(".")[0])
+        importlib.import_module(f".{reader}", __name__.partition(".")[0])
     return Environment(_DECLARED[name] for name in sorted(_DECLARED))

@@ -49,12 +49,13 @@ class Problem:
         """Sorts everything, so that equal problems are equal objects."""
         symbols = {name for name, size in dims.items() if not isinstance(size, int) and is_symbolic(size)}
         dims = {name: REPRESENTATIVE if name in symbols else size for name, size in dims.items()}
+        # JSON has no tuples.
+        values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
         return cls(
             operation,
             tuple(sorted(dims.items())),
             tuple(sorted([(name, str(dtype)) for name, dtype in dtypes.items()])),
-            # JSON has no tuples.
-            tuple(sorted([(name, tuple(x) if isinstance(x, list) else x) for name, x in flags.items()])),
+            tuple(sorted(values.items())),
             frozenset(lengths),
             frozenset(counts),
             frozenset(requirements),

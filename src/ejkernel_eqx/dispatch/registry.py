@@ -18,7 +18,7 @@ from .problem import Problem
 from .workload import Workload
 
 T = TypeVar("T")
-_PACKAGE = __package__.rpartition(".")[0]
+_PACKAGE = __name__.partition(".")[0]
 
 
 @dataclasses.dataclass(frozen=True)

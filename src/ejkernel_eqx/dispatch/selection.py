@@ -242,7 +242,7 @@ _BEFORE_TUNING: dict[Policy, tuple[str, ...]] = {
 
 def _tuner_of_package(problem: Problem, implementation: Implementation, device: DeviceFacts) -> Known | None:
     """The package's own tuner, which is imported when it is first asked."""
-    tuning = importlib.import_module(".tuning", __package__.rpartition(".")[0])
+    tuning = importlib.import_module(".tuning", __name__.partition(".")[0])
     return tuning.autotune_tier(problem, implementation, device)
 
 
