@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._errors import UnsupportedError
-from .caches import Entry, Known, memory_cache, NOISE, slow_words, slowness
+from .caches import Key, Known, memory_cache, NOISE, slow_words, slowness, Table
 from .device import DeviceFacts
 from .overlay import Policy
 from .platform import Platform
@@ -59,7 +59,7 @@ def select(
     tuning: bool = False,
     platform: Platform | None = None,
     direction: str = BOTH,
-    answers: list[tuple[Entry, Tier]] | None = None,
+    answers: dict[Key, tuple[Known, Tier]] | None = None,
 ) -> Selection:
     """The first platform that supports the problem, with its configuration, or a later one that tables show to be faster for exactly this
     problem or, if they know neither, at the nearest shape. `direction`: whose times decide, `FORWARD` or `BOTH`.
@@ -94,7 +94,7 @@ def select(
             rejected.append((name, reason))
     if answers is not None:
         every = passed_over if chosen is None else [*passed_over, chosen]
-        answers.extend([answer.entry(problem) for answer in every])
+        answers.update({(a.implementation.platform, problem.key()): (a.known, a.tier) for a in every})
     if chosen is not None:
         return Selection(
             problem=problem,
@@ -118,9 +118,6 @@ class _Answer(NamedTuple):
     implementation: Implementation
     known: Known
     tier: Tier
-
-    def entry(self, problem: Problem) -> tuple[Entry, Tier]:
-        return (self.implementation.platform, problem.key(), self.known), self.tier
 
 
 def _why_slower(
@@ -173,7 +170,7 @@ def _overlay(snapshot: Snapshot, implementation: Implementation, problem: Proble
 
 def _in_table(name: str) -> Ask:
     def look_up(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
-        table = snapshot.tables[name]
+        table: Table = getattr(snapshot, name)
         known = table.get((implementation.platform, problem.key())) if table else None
         return None if known is None else _if_it_runs(known, snapshot, implementation, problem)
 
