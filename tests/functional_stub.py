@@ -37,7 +37,7 @@ def operations() -> list[type[Kernel]]:
     """Every operation that the package exports, by the name of its function."""
     found = {
         value
-        for value in (getattr(ejx, name) for name in ejx.__all__)
+        for value in (getattr(ejx, name) for name in dir(ejx))
         if inspect.isclass(value) and issubclass(value, Kernel) and hasattr(value, "operation")
     }
     return sorted(found, key=lambda cls: cls.operation)

@@ -146,6 +146,38 @@ def test_no_import_circle():
         visit(module, ())
 
 
+# Handlers of any exception. Most are around arbitrary code (a kernel's body, a candidate, what another process sends) or hand the error on to another
+# thread; `raise` marks those that clean up or report and raise it again.
+BROAD = {
+    "dispatch/files.py": ["raise"],
+    "launch/_workers.py": ["hands on"],
+    "launch/staging.py": ["raise"],
+    "testing/_interpreter.py": ["raise"],
+    "testing/interpret.py": ["raise"],
+    "tuning/isolated/isolation.py": ["arbitrary"],
+    "tuning/isolated/worker.py": ["raise"],
+    "tuning/processes.py": ["raise"],
+    "tuning/threads.py": ["arbitrary", "hands on"],
+}
+
+
+def test_few_handlers_take_any_exception():
+    found: dict[str, list[bool]] = {}
+    for module in MODULES:
+        name = "/".join(module) + ".py"
+        for node in ast.walk(ast.parse(SOURCE.joinpath(name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ExceptHandler) and _is_broad(node.type):
+                raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+                found.setdefault(name, []).append(raises)
+    assert found == {name: [why == "raise" for why in reasons] for name, reasons in BROAD.items()}
+
+
+def _is_broad(kind: ast.expr | None) -> bool:
+    return kind is None or any(
+        isinstance(name, ast.Name) and name.id in ("Exception", "BaseException") for name in ast.walk(kind)
+    )
+
+
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
 def test_files_named_in_a_readme_are_there(readme):
     """A name without a folder may be in that of the name before it."""

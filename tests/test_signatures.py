@@ -53,7 +53,7 @@ def returned(function: Any) -> set[type]:
 
 @pytest.mark.parametrize("room", [nn, models, paged], ids=lambda room: room.__name__)
 def test_what_is_returned_can_be_imported(room):
-    exported = [getattr(ejx, name) for name in ejx.__all__]
+    exported = [getattr(ejx, name) for name in dir(ejx)]
     public = {
         value for value in (*exported, *vars(nn).values(), *vars(models).values()) if inspect.isclass(value)
     }

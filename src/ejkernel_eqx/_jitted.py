@@ -29,12 +29,12 @@ def jitted(function: Callable[..., Any], plan: Plan, *static: Hashable) -> Calla
     if is_traced_anew():
         return functools.partial(function, plan, *static)
     # One of two equal plans may know more.
-    return compiled_once(function, plan, *static, known=plan.answers)
+    return functools.partial(_of_static, function, (plan, *static), plan.answers)
 
 
-def compiled_once(function: Callable[..., Any], *static: Hashable, known: str = "") -> Any:
+def compiled_once(function: Callable[..., Any], *static: Hashable) -> Any:
     """The same for functions that do not depend on a plan. Only JAX's caches keep what is `static`, so `jax.clear_caches()` frees it."""
-    return functools.partial(_of_static, function, static, known)
+    return functools.partial(_of_static, function, static, "")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -29,7 +29,9 @@ from .dispatch import (
     traced_anew,
     tuning_allowed,
 )
+from .dispatch.caches import Key
 from .dispatch.labels import choices_in
+from .dispatch.snapshot import Pins
 
 K = TypeVar("K", bound="Kernel")
 _LOG = logging.getLogger("ejkernel_eqx")
@@ -55,7 +57,7 @@ class Plan:
     @property
     def _identity(self) -> tuple[Any, ...]:
         pins: frozenset[Any] = frozenset()
-        return self.request, pins.union(*(known.pins for known in self._snapshots)), self.edition
+        return self.snapshot.request, pins.union(*[known.pins for known in self._snapshots]), self.edition
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -96,14 +98,16 @@ class Plan:
     @property
     def answers(self) -> str:
         """A digest of what determines choices besides the request, on every device."""
-        return "-".join(sorted(known.answers for known in self._snapshots))
+        return "-".join(sorted([known.answers for known in self._snapshots]))
 
     @property
     def here(self) -> Snapshot:
         """What is known about the device that a call made here is compiled for."""
         place = place_of_calls()
-        same = next((known for known in self._snapshots if place_of(known.device) == place), None)
-        return same or _nearest(self._snapshots, place)
+        for known in self._snapshots:
+            if (known.device.backend, known.device.kind) == place:
+                return known
+        return _nearest(self._snapshots, place)
 
     @property
     def device(self) -> DeviceFacts:
@@ -130,14 +134,14 @@ class Plan:
         return self.snapshot.requested is Platform.PALLAS_INTERPRET
 
     @property
-    def pinned(self) -> tuple[tuple[Platform, str, Known], ...]:
-        """The choices fixed by `tune_for=` or by tuning on this device: (platform, problem key, `Known`)."""
+    def pinned(self) -> Pins:
+        """The choices fixed by `tune_for=` or by tuning on this device, by platform and problem key."""
         return self.here.pinned
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """Where each of the pinned choices came from."""
-        return self.here.tiers
+        return tuple(tier for _, tier in self.pinned.values())
 
     def select(self, problem: Problem, platform: Platform | None = None, direction: str = BOTH) -> Selection:
         """The platform and configuration for a problem; `UnsupportedError` with every reason if there is none.
@@ -159,17 +163,18 @@ class Plan:
 
     def pin(self, problem: Problem, tuning: bool = True) -> "Plan":
         """This plan with the choice for `problem` fixed now, tuned if the policy requests it and a tuner is registered."""
-        answers: list[tuple[tuple[Platform, str, Known], Tier]] = []
-        select(self.here, problem, tuning=tuning, answers=answers)
+        answers: dict[Key, tuple[Known, Tier]] = {}
+        chosen = select(self.here, problem, tuning=tuning, answers=answers).platform
         # Answers of tables for platforms that were passed over need not be pinned.
-        new = [answer for answer in answers[:-1] if answer[1] is Tier.AUTOTUNE] + answers[-1:]
-        pins, tiers = zip(*new)
-        return self.with_pins((*self.pinned, *pins), (*self.tiers, *tiers))
+        new = {
+            key: answer for key, answer in answers.items() if key[0] is chosen or answer[1] is Tier.AUTOTUNE
+        }
+        return self.with_pins({**self.pinned, **new})
 
-    def with_pins(self, pinned: Sequence[tuple[Platform, str, Known]], tiers: Sequence[Tier]) -> "Plan":
+    def with_pins(self, pinned: Pins) -> "Plan":
         """This plan with these choices fixed for the device that a call made here is compiled for."""
         here = self.here
-        return self.changed(lambda known: known.with_pins(pinned, tiers) if known is here else known)
+        return self.changed(lambda known: known.with_pins(pinned) if known is here else known)
 
     def changed(self, change: Callable[[Snapshot], Snapshot]) -> "Plan":
         """This plan with `change` applied to the snapshot of every device."""

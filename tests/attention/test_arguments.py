@@ -192,7 +192,7 @@ def test_tune_for_takes_arrays_and_shapes():
     ):
         with ejx.policy_override("heuristic"):
             module = ejx.FlashAttention(tune_for=given)
-        ((platform, key, known),) = module.plan.pinned
+        (((platform, key), (known, _)),) = module.plan.pinned.items()
         assert platform == "xla" and '"T":8' in key and isinstance(known.config, XlaConfig)
         assert ('"bias":"1TS"' in key) == isinstance(given, ejx.Inputs)
 

@@ -11,8 +11,8 @@ def nothing_known(monkeypatch, tmp_path):
     dispatch.set_autotuner(None)
     monkeypatch.setenv(dispatch.persistent.CACHE_DIR.name, str(tmp_path / "cache"))
     monkeypatch.delenv(dispatch.overlay.POLICY_VARIABLE, raising=False)
-    for source in ("shipped_entries", "borrowed_entries"):
-        monkeypatch.setattr(dispatch.snapshot, source, lambda implementation, device: ())
+    for source in ("shipped_table", "borrowed_table"):
+        monkeypatch.setattr(dispatch.snapshot, source, lambda implementation, device: {})
     yield
     dispatch.set_autotuner(tuner)
     dispatch.memory_cache.clear()

@@ -76,8 +76,8 @@ def test_a_plan_is_the_same_wherever_it_is_made(registry, monkeypatch):
 
 
 def test_what_is_known_is_that_of_the_device(registry, monkeypatch):
-    fits = lambda i, device: () if i.backend in (Backend.ANY, device.backend) else pytest.fail()
-    monkeypatch.setattr(dispatch.snapshot, "shipped_entries", fits)
+    fits = lambda i, device: {} if i.backend in (Backend.ANY, device.backend) else pytest.fail()
+    monkeypatch.setattr(dispatch.snapshot, "shipped_table", fits)
     dispatch.memory_cache.put(
         Platform.PALLAS, PROBLEM.key(), dispatch.Known(SlowConfig(5), (("forward", 1.0),), "tuned")
     )

@@ -77,12 +77,12 @@ def test_every_device_is_answered_from_its_own_tables(places, monkeypatch):
     def entries(implementation, device):
         config = known[device]
         fits = isinstance(config, implementation.load().config_type)
-        return ((implementation.platform, of().key(), dispatch.Known(config)),) if fits else ()
+        return {(implementation.platform, of().key()): dispatch.Known(config)} if fits else {}
 
-    monkeypatch.setattr(dispatch.snapshot, "shipped_entries", entries)
+    monkeypatch.setattr(dispatch.snapshot, "shipped_table", entries)
     with places(CPU):
         plan = make_plan(OPERATION)
-    monkeypatch.setattr(dispatch.snapshot, "shipped_entries", lambda *_: pytest.fail("a call reads no table"))
+    monkeypatch.setattr(dispatch.snapshot, "shipped_table", lambda *_: pytest.fail("a call reads no table"))
     assert chosen(plan) == (Platform.PALLAS, FastConfig(7), H200)
     with places(CPU):
         assert chosen(plan) == (Platform.XLA, SlowConfig(5), CPU)
@@ -107,7 +107,7 @@ def test_what_is_tuned_is_tuned_for_one_device(places):
     with places(CPU):
         plan = make_plan(OPERATION, platform="xla").pin(of())
         assert plan.tiers == (dispatch.Tier.AUTOTUNE,) and chosen(plan)[1] == SlowConfig(9)
-    assert plan.pinned == () and chosen(plan)[1] == SlowConfig(0)
+    assert plan.pinned == {} and chosen(plan)[1] == SlowConfig(0)
     assert plan != make_plan(OPERATION, platform="xla")
 
 
@@ -155,7 +155,7 @@ def test_the_default_device_and_the_mesh_decide():
 def h200_tables(monkeypatch):
     """The tables of the package for an H200, and a process that has one."""
     monkeypatch.setattr(dispatch.snapshot, "device_facts", lambda: H200)
-    monkeypatch.setattr(dispatch.snapshot, "shipped_entries", shipped.shipped_entries)
+    monkeypatch.setattr(dispatch.snapshot, "shipped_table", shipped.shipped_table)
 
 
 X = jax.ShapeDtypeStruct((4, 2, 8), jnp.float32)

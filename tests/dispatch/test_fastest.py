@@ -99,13 +99,13 @@ def test_the_nearest_shape_at_which_both_were_timed_decides_where_nothing_is_kno
 
 def test_times_of_the_nearest_device_decide_where_this_one_has_none():
     times = {Platform.PALLAS: 1.5, Platform.XLA: 1.0}
-    entries = [(platform, KEY, known(platform, both=ms)) for platform, ms in times.items()]
-    borrowed = dataclasses.replace(dispatch.take_snapshot(OPERATION), borrowed=tuple(entries))
+    table = {(platform, KEY): known(platform, both=ms) for platform, ms in times.items()}
+    borrowed = dataclasses.replace(dispatch.take_snapshot(OPERATION), borrowed=table)
     for length in (64, 100):
         taken = dispatch.select(borrowed, problem(length))
         assert (taken.platform, taken.ms) == (Platform.XLA, ())
     learn(pallas=known(Platform.PALLAS, both=1.0), xla=known(Platform.XLA, both=1.2))
-    here = dataclasses.replace(dispatch.take_snapshot(OPERATION), borrowed=tuple(entries))
+    here = dataclasses.replace(dispatch.take_snapshot(OPERATION), borrowed=table)
     assert dispatch.select(here, problem(100)).platform is Platform.PALLAS
     assert len({s.answers for s in (borrowed, here, dispatch.take_snapshot(OPERATION))}) == 3
 

@@ -107,7 +107,7 @@ def test_records_of_what_is_not_installed_are_no_error():
         OPERATION, Platform.CUDA, Backend.ANY, 50, TOY.core, "no_such_module_of_kernels"
     )
     write(record(platform="cuda"), record())
-    assert dispatch.persistent.user_entries(absent, HERE) == ()
+    assert dispatch.persistent.user_table(absent, HERE) == {}
     assert chosen().config == FastConfig(7)
 
 

@@ -36,9 +36,9 @@ def qkv(t=24, dtype=jnp.float32, seed=0):
 
 
 def known(key, config, monkeypatch):
-    entries = ((Platform.XLA, key, dispatch.Known(config)),)
+    table = {(Platform.XLA, key): dispatch.Known(config)}
     monkeypatch.setattr(
-        dispatch.snapshot, "shipped_entries", lambda i, d: entries if i.platform is Platform.XLA else ()
+        dispatch.snapshot, "shipped_table", lambda i, d: table if i.platform is Platform.XLA else {}
     )
 
 
@@ -50,7 +50,7 @@ def test_equality_is_what_was_asked_for_and_what_was_tuned_for_it(monkeypatch):
     dispatch.memory_cache.clear()
     known(key, TILES, monkeypatch)
     from_table = ejx.FlashAttention()
-    monkeypatch.setattr(dispatch.snapshot, "shipped_entries", lambda i, d: ())
+    monkeypatch.setattr(dispatch.snapshot, "shipped_table", lambda i, d: {})
     with ejx.overlay_cache({key: TILES}):
         settled = ejx.FlashAttention(tune_for=qkv())
     dispatch.set_autotuner(lambda p, implementation, device: TILES)
@@ -152,7 +152,7 @@ def test_a_call_reads_nothing_but_its_plan(monkeypatch):
 
         monkeypatch.setattr(owner, name, watched)
 
-    tables = ("user_entries", "shipped_entries", "borrowed_entries")
+    tables = ("user_table", "shipped_table", "borrowed_table")
     for owner, names in (
         (builtins, ("open",)),
         (os, ("stat", "open", "replace", "rename", "mkdir")),
@@ -258,7 +258,7 @@ def test_a_renewed_plan_makes_the_same_request_of_what_is_known_now():
     new = {name: plan.renewed() for name, plan in old.items()}
     found = [plan.select(problem()).config for plan in new.values()]
     assert found == [FastConfig(9), FastConfig(9), FastConfig(7), SlowConfig(7)]
-    assert new["free"].pinned == () and old["free"].select(problem()).config == FastConfig(5)
+    assert new["free"].pinned == {} and old["free"].select(problem()).config == FastConfig(5)
     assert new["platform"] == old["platform"] != new["platform"].as_edition()
     assert all(plan.platforms == old[name].platforms for name, plan in new.items())
     assert new["config"] == old["config"] and new["free"] != old["free"]

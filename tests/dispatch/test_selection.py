@@ -25,14 +25,14 @@ class Tables(dict):
         super().__init__(user={}, shipped={}, borrowed={})
         for name in self:
             monkeypatch.setattr(
-                dispatch.snapshot, f"{name}_entries", lambda i, d, name=name: self.entries(i, name)
+                dispatch.snapshot, f"{name}_table", lambda i, d, name=name: self.table(i, name)
             )
 
-    def entries(self, implementation, name):
+    def table(self, implementation, name):
         if implementation.platform is not Platform.PALLAS:
-            return ()
+            return {}
         known = lambda config: config if isinstance(config, Known) else Known(config, origin=name)
-        return tuple((Platform.PALLAS, key, known(config)) for key, config in self[name].items())
+        return {(Platform.PALLAS, key): known(config) for key, config in self[name].items()}
 
 
 @pytest.fixture
@@ -113,10 +113,10 @@ def test_the_cache_of_this_process():
     assert cache.known(Platform.XLA, key) == Known(None, denied="wrong")
     assert (Platform.XLA, key) in cache and (Platform.XLA, problem(8).key()) not in cache
     assert len(cache) == len(dict(cache.items())) == 2
-    assert [entry[0] for entry in cache.entries(OPERATION, {Platform.XLA})] == [Platform.XLA]
-    assert cache.entries("another", {Platform.XLA, Platform.PALLAS}) == ()
+    assert [platform for platform, _ in cache.table(OPERATION, {Platform.XLA})] == [Platform.XLA]
+    assert cache.table("another", {Platform.XLA, Platform.PALLAS}) == {}
     cache.clear()
-    assert not len(cache) and cache.entries(OPERATION, {Platform.XLA}) == ()
+    assert not len(cache) and cache.table(OPERATION, {Platform.XLA}) == {}
     for config, denied in ((None, ""), (FastConfig(1), "wrong")):
         with pytest.raises(ValueError, match="Known: expected either a config or the reason"):
             Known(config, denied=denied)
@@ -282,8 +282,8 @@ def test_threads_that_put_and_ask_at_once():
             return super().__contains__(part)
 
     cache.put(Platform.XLA, Slow(problem(64).key()), SlowConfig(0))
-    cache.entries(OPERATION, (Platform.XLA,))
-    assert len(cache.entries(OPERATION, (Platform.XLA,))) == 2
+    cache.table(OPERATION, (Platform.XLA,))
+    assert len(cache.table(OPERATION, (Platform.XLA,))) == 2
 
 
 @pytest.mark.parametrize(

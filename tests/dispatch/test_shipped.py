@@ -37,13 +37,13 @@ def problem(t=64, h=8, d=16, dtype="float32", **flags) -> Problem:
     return Problem.make(OPERATION, dims=dims, dtypes={"x": dtype}, flags=flags, lengths={"T"}, counts={"H"})
 
 
-def entry(block, p, origin="") -> tuple[Platform, str, dispatch.Known]:
-    return Platform.PALLAS, p.key(), dispatch.Known(FastConfig(block), (("forward", 1.0),), origin)
+def entry(block, p, origin="") -> tuple[tuple[Platform, str], dispatch.Known]:
+    return (Platform.PALLAS, p.key()), dispatch.Known(FastConfig(block), (("forward", 1.0),), origin)
 
 
 def known(*entries, device=H200, borrowed=()) -> dispatch.Snapshot:
     return dispatch.Snapshot(
-        OPERATION, (SIZED,), device, dispatch.Policy.CACHED, shipped=tuple(entries), borrowed=tuple(borrowed)
+        OPERATION, (SIZED,), device, dispatch.Policy.CACHED, shipped=dict(entries), borrowed=dict(borrowed)
     )
 
 
@@ -80,13 +80,12 @@ def test_what_must_be_equal_for_a_guess():
         problem(128, dtype="bfloat16", causal=True),
     ):
         assert answer(table, other)[0] == 0
-    other_platform = (Platform.XLA, problem(64).key(), dispatch.Known(FastConfig(1)))
+    other_platform = (Platform.XLA, problem(64).key()), dispatch.Known(FastConfig(1))
     other_operation = (
-        Platform.PALLAS,
-        problem(64).key().replace("sized", "other"),
+        (Platform.PALLAS, problem(64).key().replace("sized", "other")),
         dispatch.Known(FastConfig(1)),
     )
-    no_problem = (Platform.PALLAS, "not a key", dispatch.Known(FastConfig(1)))
+    no_problem = (Platform.PALLAS, "not a key"), dispatch.Known(FastConfig(1))
     assert answer(known(other_platform, other_operation, no_problem), problem(128))[0] == 0
 
 
@@ -94,7 +93,7 @@ def test_a_guess_that_cannot_run_is_passed_over():
     table = known(entry(200, problem(64)), entry(1, problem(128)))
     assert answer(table, problem(32))[0] == 1  # 200 is nearer, but too large there
     assert answer(known(entry(200, problem(64))), problem(32)) == (0, "heuristic", "")
-    denied = (Platform.PALLAS, problem(64).key(), dispatch.Known(None, denied="wrong"))
+    denied = (Platform.PALLAS, problem(64).key()), dispatch.Known(None, denied="wrong")
     assert answer(known(denied, entry(1, problem(128))), problem(32))[0] == 1
 
 
@@ -119,7 +118,7 @@ def test_a_guess_does_not_depend_on_the_order_of_the_table():
 
 def test_guesses_are_part_of_what_makes_snapshots_alike():
     one, two = entry(1, problem(64)), entry(2, problem(64))
-    assert known(one).answers == dataclasses.replace(known(), memory=(one,)).answers
+    assert known(one).answers == dataclasses.replace(known(), memory=dict([one])).answers
     assert known(one).answers != known(two).answers != known().answers
     assert known(borrowed=[one]).answers not in (known().answers, known(one).answers)
 
@@ -132,8 +131,8 @@ def ship(monkeypatch, tmp_path):
     """Writes the table of a device into a package of its own, as records of problems and blocks."""
     monkeypatch.setattr(importlib.resources, "files", lambda package: tmp_path)
     # `nothing_known` hides the tables of the package; here are others.
-    monkeypatch.setattr(dispatch.snapshot, "shipped_entries", shipped.shipped_entries)
-    monkeypatch.setattr(dispatch.snapshot, "borrowed_entries", shipped.borrowed_entries)
+    monkeypatch.setattr(dispatch.snapshot, "shipped_table", shipped.shipped_table)
+    monkeypatch.setattr(dispatch.snapshot, "borrowed_table", shipped.borrowed_table)
     shipped._tables.cache_clear()
 
     def write(device, *records, text=None):
@@ -161,24 +160,27 @@ def test_a_shipped_table(ship):
         record(8, problem(32), operation="another"),
         record(9, problem(256), version=2),
     )
-    table = shipped.shipped_entries(SIZED, H200)
-    assert {key: k.config.block for _, key, k in table} == {problem().key(): 6, problem(128).key(): 7}
-    here = {k.config.block: (k.origin, k.ms) for _, _, k in table}
+    table = shipped.shipped_table(SIZED, H200)
+    assert {key: k.config.block for (_, key), k in table.items()} == {
+        problem().key(): 6,
+        problem(128).key(): 7,
+    }
+    here = {k.config.block: (k.origin, k.ms) for k in table.values()}
     assert here[6] == ("shipped for NVIDIA H200", (("forward", 0.5),))
     assert here[7][0] == "shipped for NVIDIA H200, with jaxlib 0.0.1"
-    assert shipped.shipped_entries(SIZED, A100) == ()
+    assert shipped.shipped_table(SIZED, A100) == {}
 
 
 def test_of_two_records_of_a_problem_that_of_this_software_decides(ship):
     ship(H200, record(6, date="2025-01-01"), record(7, software={"jaxlib": "0.0.1"}, date="2026-01-01"))
-    ((_, _, k),) = shipped.shipped_entries(SIZED, H200)
+    (k,) = shipped.shipped_table(SIZED, H200).values()
     assert k.config == FastConfig(6)
 
 
 def test_a_shipped_table_of_another_schema_is_ignored_aloud(ship, caplog):
     ship(H200, text=dispatch.cache_file.render({}, [record(6)]).replace('"schema": 2', '"schema": 3'))
     with caplog.at_level(logging.WARNING, "ejkernel_eqx"):
-        assert shipped.shipped_entries(SIZED, H200) == shipped.borrowed_entries(SIZED, H100_PCIE) == ()
+        assert shipped.shipped_table(SIZED, H200) == shipped.borrowed_table(SIZED, H100_PCIE) == {}
     assert "has schema 3, this version reads 2; it is ignored" in caplog.text
 
 
@@ -204,8 +206,8 @@ def test_the_nearest_device():
 def test_a_device_without_a_table_borrows(ship):
     ship(H200, record(6), record(200, problem(1024)))
     ship(A100, record(1))
-    borrowed = shipped.borrowed_entries(SIZED, H100_PCIE)
-    assert {k.config.block for _, _, k in borrowed} == {6, 200}
+    borrowed = shipped.borrowed_table(SIZED, H100_PCIE)
+    assert {k.config.block for k in borrowed.values()} == {6, 200}
     table = known(device=H100_PCIE, borrowed=borrowed)
     assert answer(table, problem()) == (6, "persistent", "from NVIDIA H200")
     near = "from the nearest shape: D16 H8 T64 (from NVIDIA H200)"
@@ -217,7 +219,7 @@ def test_a_device_without_a_table_borrows(ship):
     # A device with a table of its own, a CPU and a stranger borrow nothing.
     stranger = dataclasses.replace(H200, kind="new", compute_capability="12.0")
     for device in (H200, DeviceFacts(Backend.CPU, "cpu"), stranger):
-        assert shipped.borrowed_entries(SIZED, device) == ()
+        assert shipped.borrowed_table(SIZED, device) == {}
 
 
 def test_the_tables_that_come_with_the_package_fit_it():
@@ -245,7 +247,7 @@ def on_an_h200(monkeypatch):
         for module in ("backward_tiles", "tile_sizes"):
             name = f"ejkernel_eqx.attention.triton.hopper.{module}.gluon_unavailable"
             monkeypatch.setattr(name, lambda device: gluon)
-        monkeypatch.setattr(dispatch.snapshot, "shipped_entries", shipped.shipped_entries)
+        monkeypatch.setattr(dispatch.snapshot, "shipped_table", shipped.shipped_table)
         monkeypatch.setattr(dispatch.snapshot, "device_facts", lambda: H200)
         file = importlib.resources.files("ejkernel_eqx").joinpath(f"data/nvidia_h200/{family}.json")
         found = dispatch.cache_file.parse(file.read_text(encoding="utf-8"), str(file)).records

@@ -174,11 +174,12 @@ def test_a_model_that_was_not_tuned_says_so(path, caplog):
 def test_a_denial_travels(tuned):
     """A platform of which every configuration was denied is passed over there, too."""
     known = tuned.layers[0].plan.snapshot
-    ((_, key, _),) = known.pinned
-    denied = dataclasses.replace(known.pinned[0][2], config=None, ms=(), denied="all were wrong")
-    pins = ((Platform.XLA, key, denied),)
-    model = carried.map_plans(lambda _, plan: plan.with_pins(pins, (Tier.AUTOTUNE,)), tuned)
+    (((_, key), (found, _)),) = known.pinned.items()
+    denied = dataclasses.replace(found, config=None, ms=(), denied="all were wrong")
+    pins = {(Platform.XLA, key): (denied, Tier.AUTOTUNE)}
+    model = carried.map_plans(lambda _, plan: plan.with_pins(pins), tuned)
     loaded = carried.with_choices(Model(), carried.choices_of_model(model), "file")
-    assert loaded.layers[1].plan.pinned[0][2].denied == "all were wrong"
+    ((known, _),) = loaded.layers[1].plan.pinned.values()
+    assert known.denied == "all were wrong"
     with pytest.raises(ejx.UnsupportedError, match="all were wrong"):
         loaded(X)

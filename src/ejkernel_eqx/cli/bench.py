@@ -31,6 +31,7 @@ from ..tuning.measure import JaxWork, time_in_turn, time_runs, Timing
 from ..tuning.report.data import describe
 from ..tuning.report.roofline import device_peaks, matrix_dtype, roofline
 from ..tuning.result import record_for
+from ..tuning.threads import attempted
 from . import problems
 from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table
 from .tune import positive
@@ -213,10 +214,10 @@ def _measurable(implementation: Implementation) -> Implementation:
 
 def _check(contender: Contender, work: Bench) -> None:
     """Sets the state; wrong results are never timed. Unlike the tuner's candidates, results need not be bitwise repeatable."""
-    try:
-        results = jax.block_until_ready(work.program(contender.config, work.names)(work.inputs(0)))
-    except Exception as error:  # a kernel may raise anything; the others are still timed
-        contender.state, contender.reason = BROKEN, failure(error)[1]
+    run = lambda: jax.block_until_ready(work.program(contender.config, work.names)(work.inputs(0)))
+    results = attempted(run)
+    if isinstance(results, Exception):  # the others are still timed
+        contender.state, contender.reason = BROKEN, failure(results)[1]
         return
     contender.errors, reason = all_errors(results, work.expected(0), work.workload.tolerances)
     if reason is not None:

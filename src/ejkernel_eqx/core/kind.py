@@ -47,10 +47,6 @@ Call = Callable[[Named], Named]
 _SAVED, _COTANGENT, _GRADIENT = "saved ", "cotangent ", "gradient "
 
 
-def _nothing(platform: Any, arrays: Any, spec: Any) -> Letters:
-    return {}
-
-
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Kind:
     """What all calls of a kind have in common.
@@ -84,13 +80,13 @@ class Kind:
     kept: frozenset[str] = frozenset()
     one_by_one: bool = False
     summed: frozenset[str] = frozenset()
-    saved_of: Callable[[Any, Any, Any], Letters] = _nothing
+    saved_of: Callable[[Any, Any, Any], Letters] | None = None
     read: tuple[str, ...] = ()
     unbounded: tuple[str, ...] = ()
     wanted: Callable[[Any], tuple[str, ...]] | None = None
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     sliced: bool = True
-    partial: Callable[[Any, Any], bool] = lambda arrays, spec: False
+    partial: Callable[[Any, Any], bool] | None = None
     remedy: str = FORWARD_MODE
 
     def call(self, plan: Plan, operation: str, arrays: Any, spec: Any) -> Named:
@@ -101,40 +97,38 @@ class Kind:
 
     def _call(self, plan: Plan, operation: str, spec: Any, finite: bool, given: Named) -> Named:
         problem = self.problem_of(operation, self.make(**given), spec)
-        alone, both = (plan.select(problem, direction=direction) for direction in (FORWARD, BOTH))
+        alone, both = [plan.select(problem, direction=direction) for direction in (FORWARD, BOTH)]
 
-        def compute(selection: Selection, given: Named) -> Named:
-            results = self._on(plan, selection, spec, finite, given)
-            return {name: results[name] for name in (self.wanted(spec) if self.wanted else self.results)}
-
+        on = functools.partial(self._on, plan, spec, finite)
         if alone.platform is both.platform or self._has_every_derivative(both):
-            return compute(both, given)
+            return on(both, given)
         given = reverse_only(match_varying(given, given), operation, both.platform, self.remedy)
-        return undifferentiated(functools.partial(compute, alone), functools.partial(compute, both))(given)
+        return undifferentiated(functools.partial(on, alone), functools.partial(on, both))(given)
 
     def _has_every_derivative(self, selection: Selection) -> bool:
         """Whether JAX differentiates what it sees, in any mode and as often as it is asked to."""
         platform = selection.implementation.load()
         return self.differentiates(platform) and not is_opaque(platform)
 
-    def _on(self, plan: Plan, selection: Selection, spec: Any, finite: bool, given: Named) -> Named:
-        """The results on the selected platform."""
+    def _on(self, plan: Plan, spec: Any, finite: bool, selection: Selection, given: Named) -> Named:
+        """The wanted results on the selected platform."""
         platform, operation = selection.implementation.load(), selection.problem.operation
         leading = self.leading(self.axes_of(self.make(**given), spec))
         if self.differentiates(platform):
+            plainly = functools.partial(self._plainly, platform, spec, selection.config)
             with kernel_scope(selection):
-                results = over_mesh(
-                    functools.partial(self._plainly, platform, spec, selection.config), given, leading
-                )
+                results = over_mesh(plainly, given, leading)
                 # In the scope, so that the program names the choice even if nothing is computed.
-                return {name: checkpoint_name(x, self._name(operation, name)) for name, x in results.items()}
-        # Inside `shard_map` a gradient varies over every axis that any array varies over, so its array must too.
-        given = reverse_only(match_varying(given, given), operation, selection.platform, self.remedy)
-        call = self._reversible(plan, selection, spec, finite)
-        if not self.is_launched(platform):
-            call = functools.partial(over_mesh, call, leading=leading)
-        first = (self.summed | self.kept & set(self.learned)) & given.keys()
-        return fold_first(call, given, leading) if first else call(given)
+                results = {n: checkpoint_name(x, self._name(operation, n)) for n, x in results.items()}
+        else:
+            # Inside `shard_map` a gradient varies over every axis that any array varies over, so its array must too.
+            given = reverse_only(match_varying(given, given), operation, selection.platform, self.remedy)
+            call = self._reversible(plan, selection, spec, finite)
+            if not self.is_launched(platform):
+                call = functools.partial(over_mesh, call, leading=leading)
+            first = (self.summed | self.kept & set(self.learned)) & given.keys()
+            results = fold_first(call, given, leading) if first else call(given)
+        return {name: results[name] for name in (self.wanted(spec) if self.wanted else self.results)}
 
     # What a family may override
 
@@ -206,9 +200,8 @@ class Kind:
         return self.by_name(self.plainly(platform, self.make(**given), spec, config))
 
     def by_name(self, results: Any) -> Named:
-        return (
-            dict(results) if isinstance(results, Mapping) else dict(zip(self.results, results, strict=True))
-        )
+        named = results if isinstance(results, Mapping) else zip(self.results, results, strict=True)
+        return dict(named)
 
     def arrays_of(self, given: Named) -> Any:
         """The arrays of a call, without others that are passed along."""
@@ -274,7 +267,7 @@ class Kind:
         """`launch(compute, given)`: `compute(arrays, spec, config, rest)` over all leading axes; for an opaque platform as one launch, folded
         and split. The configuration is chosen for the shapes of the launch."""
         platform, implementation = selection.platform, selection.implementation.load()
-        split, is_launched = how_split(platform, plan.device), self.is_launched(implementation)
+        split, is_launched = how_split(platform, plan.here.device), self.is_launched(implementation)
         operation = selection.problem.operation
         rows = self.broadcast & set(self.learned)
 
@@ -287,16 +280,13 @@ class Kind:
             def of_rows(given: Named, told: Any) -> Named:
                 arrays = self.arrays_of(given)
                 chosen = choose(arrays) if is_launched else selection
-                own = (
-                    self.told(spec, told, ()) if is_launched else self.told(spec, {}, told if summed else ())
-                )
+                runs, over = (told, ()) if is_launched else ({}, told if summed else ())
+                own = self.told(spec, runs, over)
                 with kernel_scope(self.remarked(chosen, arrays, own)):
                     results = compute(arrays, own, chosen.config, given)
-                    return (
-                        results
-                        if is_launched
-                        else {n: checkpoint_name(x, operation) for n, x in results.items()}
-                    )
+                    if is_launched:
+                        return results
+                    return {name: checkpoint_name(x, operation) for name, x in results.items()}
 
             leading = self.leading(self._letters(implementation, self.arrays_of(given), spec))
             if not is_launched:
@@ -313,7 +303,7 @@ class Kind:
                 leading,
                 split=split,
                 whole=rows if summed else frozenset(),
-                summed=summed or self.partial(self.arrays_of(given), spec),
+                summed=summed or (self.partial is not None and self.partial(self.arrays_of(given), spec)),
                 sliced=self.sliced,
                 pinned=self.pinned(spec),
                 seen=not is_opaque(implementation),
@@ -324,7 +314,7 @@ class Kind:
     def _letters(self, implementation: Any, arrays: Any, spec: Any) -> Letters:
         """The axes of all arguments and results of a launch."""
         axes = self.axes_of(arrays, spec)
-        saved = axes | self.saved_of(implementation, arrays, spec)
+        saved = axes | (self.saved_of(implementation, arrays, spec) if self.saved_of else {})
         moved = {f"{what}{name}": x for what in (_COTANGENT, _GRADIENT) for name, x in axes.items()}
         return axes | {f"{_SAVED}{name}": x for name, x in saved.items()} | moved
 
@@ -356,7 +346,7 @@ class ForwardKind(Kind):
 
     refusal: tuple[str, str]
 
-    def _on(self, plan: Plan, selection: Selection, spec: Any, finite: bool, given: Named) -> Named:
+    def _on(self, plan: Plan, spec: Any, finite: bool, selection: Selection, given: Named) -> Named:
         implementation = selection.implementation.load()
 
         def forward(arrays: Any, spec: Any, config: Any, rest: Named) -> Named:
@@ -370,7 +360,8 @@ class ForwardKind(Kind):
         if is_opaque(implementation):
             call = functools.partial(self._launcher(plan, selection, spec), forward)
             given = match_varying(given, given)
-        return self.refused(operation, selection.platform, call)(given)
+        results = self.refused(operation, selection.platform, call)(given)
+        return {name: results[name] for name in (self.wanted(spec) if self.wanted else self.results)}
 
     def refused(self, operation: str, platform: Platform, function: Call) -> Call:
         """The function, with a clear error if it is differentiated."""

@@ -1,7 +1,7 @@
 """What is known about a problem (`Known`), and the table of what this process knows (`ConfigCache`)."""
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from .platform import Platform
@@ -61,57 +61,55 @@ def slow_words(other: str, slowness: tuple[float, str], where: str = "") -> str:
     return f"measured {slowness[0]:.2f} times as slow as {other}{at}, {slowness[1]}"
 
 
-Entry = tuple[Platform, str, Known]
-"""(platform, `Problem.key()`, what is known)."""
+Table = Mapping[Key, Known]
+"""What is known, by platform and `Problem.key()`. Tables are shared, and never changed once they are made."""
 
 
 class ConfigCache:
     """Configurations found in this process, by platform and `Problem.key()`."""
 
     def __init__(self) -> None:
-        self._entries: dict[Key, Entry] = {}
-        self._by_operation: dict[tuple[str, frozenset[Platform]], tuple[Entry, ...]] = {}
+        self._known: dict[Key, Known] = {}
+        self._by_operation: dict[tuple[str, frozenset[Platform]], Table] = {}
 
     def put(self, platform: Platform, problem_key: str, config: Any) -> None:
         """Stores a configuration or a `Known`."""
         known = config if isinstance(config, Known) else Known(config, origin="put into the memory cache")
-        self._entries[(platform, problem_key)] = (platform, problem_key, known)
+        self._known[platform, problem_key] = known
         self._by_operation = {}
 
     def known(self, platform: Platform, problem_key: str) -> Known | None:
         """Everything known about a problem."""
-        entry = self._entries.get((platform, problem_key))
-        return entry[2] if entry else None
+        return self._known.get((platform, problem_key))
 
     def get(self, platform: Platform, problem_key: str) -> Any | None:
         """The configuration, or `None` if none is known or all were denied."""
         known = self.known(platform, problem_key)
         return known.config if known else None
 
-    def entries(self, operation: str, platforms: Collection[Platform]) -> tuple[Entry, ...]:
+    def table(self, operation: str, platforms: Collection[Platform]) -> Table:
         """What is known about an operation on some platforms."""
         wanted = (operation, frozenset(platforms))
         # A concurrent `put` replaces the dictionary, so no result without it is remembered.
         by_operation = self._by_operation
-        found = by_operation.get(wanted)
-        if found is None:
+        if wanted not in by_operation:
             name = f'"operation":"{operation}"'
-            found = by_operation[wanted] = tuple(
-                entry for entry in tuple(self._entries.values()) if entry[0] in platforms and name in entry[1]
-            )
-        return found
+            by_operation[wanted] = {
+                key: known for key, known in self.items() if key[0] in platforms and name in key[1]
+            }
+        return by_operation[wanted]
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._entries
+        return key in self._known
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._known)
 
     def items(self) -> Iterator[tuple[Key, Known]]:
-        return iter([(key, known) for key, (_, _, known) in tuple(self._entries.items())])
+        return iter(tuple(self._known.items()))
 
     def clear(self) -> None:
-        self._entries.clear()
+        self._known.clear()
         self._by_operation = {}
 
 

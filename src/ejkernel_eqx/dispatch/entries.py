@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .cache_file import warn_once
-from .caches import Entry, known_of
+from .caches import known_of, Table
 from .config import from_dict
 from .records import Record
 from .registry import Implementation
@@ -27,7 +27,7 @@ def fitting(
     records: Iterable[Record],
     name: str,
     origin: Callable[[Record], str],
-) -> tuple[Entry, ...]:
+) -> Table:
     """What the records of an implementation's version say; later records replace earlier ones.
 
     Entries of older versions are skipped silently; entries that no version up to this one can have written are skipped with one warning
@@ -36,8 +36,8 @@ def fitting(
     wanted = (implementation.operation, implementation.platform.value)
     ours = [record for record in records if (record.operation, record.platform) == wanted]
     if not ours or not _loads(implementation):
-        return ()
-    entries, refused = {}, []
+        return {}
+    table, refused = {}, []
     for record in ours:
         try:
             if record.version > implementation.version:
@@ -46,11 +46,11 @@ def fitting(
                 )
             if record.version == implementation.version:
                 known = known_of(record, config_of(record, implementation), origin(record))
-                entries[record.problem] = (implementation.platform, record.problem, known)
+                table[implementation.platform, record.problem] = known
         except ValueError as error:
             refused.append(f"{record.problem}: {error}")
     _warn(implementation, name, refused)
-    return tuple(entries.values())
+    return table
 
 
 def _loads(implementation: Implementation) -> bool:

@@ -47,7 +47,7 @@ def label_of(selection: Selection) -> str:
     """The label of a choice, the same in every process."""
     problem = selection.problem
     head = f"{_PREFIX}{quote(problem.operation, safe='')}.{selection.platform.value}"
-    return f"{head}={_values(selection.config)}={_checksum(selection.config)}={problem.digest()}"
+    return f"{head}={'='.join(_written(selection.config))}={problem.digest()}"
 
 
 class _Label(str):
@@ -113,14 +113,16 @@ def labels_to_configs(labels: Iterable[str]) -> list[LabelledConfig]:
     return [_read(label) for label in labels]
 
 
-def _values(config: Any) -> str:
+def _written(config: Any) -> tuple[str, str]:
+    """The values of a configuration, and the checksum of its fields."""
     text = _write(config)
-    return text[1:-1] if dataclasses.is_dataclass(config) else text
+    values = text[1:-1] if dataclasses.is_dataclass(config) else text
+    return values, f"{zlib.crc32(_fields(config).encode()):08x}"
 
 
 def _write(value: Any) -> str:
     if dataclasses.is_dataclass(value):
-        value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+        value = tuple([getattr(value, field.name) for field in dataclasses.fields(value)])
     if isinstance(value, tuple):
         return f"[{','.join(map(_write, value))}]"
     if isinstance(value, enum.Enum):
@@ -133,16 +135,12 @@ def _write(value: Any) -> str:
     return f"~{quote(value, safe='')}" if isinstance(value, str) else f"!{quote(repr(value), safe='')}"
 
 
-def _checksum(config: Any) -> str:
-    return f"{zlib.crc32(_fields(config).encode()):08x}"
-
-
 def _fields(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{','.join(map(_fields, value))}]"
     if not dataclasses.is_dataclass(value):
         return ""
-    names = (field.name + _fields(getattr(value, field.name)) for field in dataclasses.fields(value))
+    names = [field.name + _fields(getattr(value, field.name)) for field in dataclasses.fields(value)]
     return f"{type(value).__name__}({','.join(names)})"
 
 
@@ -175,7 +173,7 @@ def _config(values: str, checksum: str, implementation: Implementation) -> Any:
     config_type = implementation.hooks.config_type
     tree = _parse(f"[{values}]")
     config = _build([config_type], tree if dataclasses.is_dataclass(config_type) else tree[0])
-    if (_values(config), _checksum(config)) != (values, checksum):
+    if _written(config) != (values, checksum):
         raise ValueError(f"its fields are now {_fields(config)}")
     return config
 

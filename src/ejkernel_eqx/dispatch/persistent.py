@@ -8,7 +8,7 @@ import re
 
 from .cache_file import Content
 from .cache_file import PersistentCache as PersistentCache
-from .caches import Entry, known_of, memory_cache
+from .caches import known_of, memory_cache, Table
 from .device import device_fingerprint, DeviceFacts
 from .entries import config_of, fitting
 from .environment import declare
@@ -106,15 +106,15 @@ def _origin(record: Record) -> str:
     return f"tuned {record.date[:10]}".rstrip()
 
 
-def user_entries(implementation: Implementation, device: DeviceFacts) -> tuple[Entry, ...]:
+def user_table(implementation: Implementation, device: DeviceFacts) -> Table:
     """What the user's table says for an implementation, this software and this device. Reread only when the file has changed."""
     cache = user_cache(device, implementation.core)
     content = cache.content()
-    return _fitting(implementation, content, str(cache.path)) if content.records else ()
+    return _fitting(implementation, content, str(cache.path)) if content.records else {}
 
 
 @functools.lru_cache(maxsize=256)
-def _fitting(implementation: Implementation, content: Content, name: str) -> tuple[Entry, ...]:
+def _fitting(implementation: Implementation, content: Content, name: str) -> Table:
     software_now = made_with(implementation)
     ours = (record for record in content.records if record.software == software_now)
     return fitting(implementation, ours, name, _origin)

@@ -49,11 +49,13 @@ class Problem:
         """Sorts everything, so that equal problems are equal objects."""
         symbols = {name for name, size in dims.items() if not isinstance(size, int) and is_symbolic(size)}
         dims = {name: REPRESENTATIVE if name in symbols else size for name, size in dims.items()}
+        # JSON has no tuples.
+        values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in flags.items()}
         return cls(
             operation,
             tuple(sorted(dims.items())),
-            tuple(sorted((name, str(dtype)) for name, dtype in dtypes.items())),
-            tuple(sorted((name, _flag(value)) for name, value in flags.items())),
+            tuple(sorted([(name, str(dtype)) for name, dtype in dtypes.items()])),
+            tuple(sorted(values.items())),
             frozenset(lengths),
             frozenset(counts),
             frozenset(requirements),
@@ -76,7 +78,7 @@ class Problem:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-compatible values; sizes are not rounded."""
-        return self._symbols() | {
+        return {
             "operation": self.operation,
             "dims": dict(self.dims),
             "dtypes": dict(self.dtypes),
@@ -84,6 +86,7 @@ class Problem:
             "lengths": sorted(self.lengths),
             "counts": sorted(self.counts),
             "requirements": sorted(self.requirements),
+            **({"symbolic": sorted(self.symbolic)} if self.symbolic else {}),
         }
 
     def dim(self, name: str) -> int:
@@ -98,17 +101,15 @@ class Problem:
 
     def key(self) -> str:
         """Canonical JSON of the bucketed problem, the same in every process."""
-        dims = {name: _bucket(size) if name in self.lengths else size for name, size in self.dims}
-        body = self._symbols() | {
+        bucket = lambda size: 1 << (size - 1).bit_length() if size > 0 else 0
+        body = {
             "operation": self.operation,
-            "dims": dims,
+            "dims": {name: bucket(size) if name in self.lengths else size for name, size in self.dims},
             "dtypes": dict(self.dtypes),
             "flags": {name: value for name, value in self.flags if name not in self.requirements},
+            **({"symbolic": sorted(self.symbolic)} if self.symbolic else {}),
         }
         return json.dumps(body, sort_keys=True, separators=(",", ":"))
-
-    def _symbols(self) -> dict[str, Any]:
-        return {"symbolic": sorted(self.symbolic)} if self.symbolic else {}
 
     def digest(self) -> str:
         return hashlib.sha256(self.key().encode()).hexdigest()[:16]
@@ -124,14 +125,5 @@ class Problem:
         return " ".join(part for part in (self.operation, sizes, dtypes, flags) if part)
 
 
-def _flag(value: Any) -> Flag:
-    """Converts lists to tuples, since JSON has no tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _shown(value: Flag) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _bucket(size: int) -> int:
-    return 0 if size <= 0 else 1 << (size - 1).bit_length()

@@ -8,14 +8,14 @@ import contextlib
 import dataclasses
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 
 from .._errors import UnsupportedError
-from .caches import Entry, Known, memory_cache, NOISE, slow_words, slowness
+from .caches import Key, Known, memory_cache, NOISE, slow_words, slowness, Table
 from .device import DeviceFacts
 from .overlay import Policy
 from .platform import Platform
@@ -59,7 +59,7 @@ def select(
     tuning: bool = False,
     platform: Platform | None = None,
     direction: str = BOTH,
-    answers: list[tuple[Entry, Tier]] | None = None,
+    answers: dict[Key, tuple[Known, Tier]] | None = None,
 ) -> Selection:
     """The first platform that supports the problem, with its configuration, or a later one that tables show to be faster for exactly this
     problem or, if they know neither, at the nearest shape. `direction`: whose times decide, `FORWARD` or `BOTH`.
@@ -70,31 +70,42 @@ def select(
     supports the problem.
     """
     rejected: list[tuple[str, str]] = []
-    asked = [(name, i) for name, i in snapshot.asked if platform in (None, i.platform)]
-    for n, (name, implementation) in enumerate(asked):
+    passed_over: list[_Answer] = []
+    chosen: _Answer | None = None
+    for name, implementation in snapshot.asked:
+        if platform not in (None, implementation.platform):
+            continue
         reason = implementation.unsupported(problem, snapshot.device)
         if reason is None:
-            known, tier = _first_answer(snapshot, implementation, problem, tuning)
-            if known.config is not None:
-                first = _Answer(name, implementation, known, tier)
-                chosen, slower = _fastest(snapshot, problem, first, asked[n + 1 :], direction)
-                rejected.extend((answer.name, reason) for answer, reason in slower)
-                if answers is not None:
-                    answers.extend(answer.entry(problem) for answer in (*(a for a, _ in slower), chosen))
-                return Selection(
-                    problem=problem,
-                    implementation=chosen.implementation,
-                    config=chosen.known.config,
-                    tier=chosen.tier,
-                    rejected=tuple(rejected),
-                    origin=chosen.known.origin,
-                    ms=chosen.known.ms,
-                    device=snapshot.device,
-                )
-            reason = known.denied
-            if answers is not None:
-                answers.append(_Answer(name, implementation, known, Tier.AUTOTUNE).entry(problem))
-        rejected.append((name, reason))
+            known, tier = _first_answer(snapshot, implementation, problem, tuning and chosen is None)
+            answer = _Answer(name, implementation, known, tier)
+            if chosen is not None:
+                slower = _why_slower(snapshot, problem, chosen, answer, direction)
+                if slower is not None:
+                    rejected.append((chosen.name, slower))
+                    passed_over.append(chosen)
+                    chosen = answer
+            elif known.config is not None:
+                chosen = answer
+            else:
+                reason = known.denied
+                passed_over.append(answer._replace(tier=Tier.AUTOTUNE))
+        if chosen is None and reason is not None:
+            rejected.append((name, reason))
+    if answers is not None:
+        every = passed_over if chosen is None else [*passed_over, chosen]
+        answers.update({(a.implementation.platform, problem.key()): (a.known, a.tier) for a in every})
+    if chosen is not None:
+        return Selection(
+            problem=problem,
+            implementation=chosen.implementation,
+            config=chosen.known.config,
+            tier=chosen.tier,
+            rejected=tuple(rejected),
+            origin=chosen.known.origin,
+            ms=chosen.known.ms,
+            device=snapshot.device,
+        )
     if not rejected and platform is not None:
         rejected.append((platform, "is not among the platforms that the module was built for"))
     raise UnsupportedError(problem.operation, dict(rejected))
@@ -107,28 +118,6 @@ class _Answer(NamedTuple):
     implementation: Implementation
     known: Known
     tier: Tier
-
-    def entry(self, problem: Problem) -> tuple[Entry, Tier]:
-        return (self.implementation.platform, problem.key(), self.known), self.tier
-
-
-def _fastest(
-    snapshot: Snapshot,
-    problem: Problem,
-    first: _Answer,
-    later: Iterable[tuple[str, Implementation]],
-    direction: str,
-) -> tuple[_Answer, list[tuple[_Answer, str]]]:
-    """The first answer, or that of a later platform that was measured to be faster; and the slower ones, each with the reason."""
-    best, slower = first, []
-    for name, implementation in later:
-        if implementation.unsupported(problem, snapshot.device) is None:
-            answer = _Answer(name, implementation, *_first_answer(snapshot, implementation, problem, False))
-            reason = _why_slower(snapshot, problem, best, answer, direction)
-            if reason is not None:
-                slower.append((best, reason))
-                best = answer
-    return best, slower
 
 
 def _why_slower(
@@ -181,7 +170,7 @@ def _overlay(snapshot: Snapshot, implementation: Implementation, problem: Proble
 
 def _in_table(name: str) -> Ask:
     def look_up(snapshot: Snapshot, implementation: Implementation, problem: Problem) -> Known | None:
-        table = snapshot.tables[name]
+        table: Table = getattr(snapshot, name)
         known = table.get((implementation.platform, problem.key())) if table else None
         return None if known is None else _if_it_runs(known, snapshot, implementation, problem)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 
 from .cache_file import BrokenTable, Content, parse, warn_once
-from .caches import Entry
+from .caches import Table
 from .device import DeviceFacts
 from .entries import fitting
 from .persistent import software
@@ -16,26 +16,26 @@ from .records import Record
 from .registry import Implementation
 
 
-def shipped_entries(implementation: Implementation, device: DeviceFacts) -> tuple[Entry, ...]:
+def shipped_table(implementation: Implementation, device: DeviceFacts) -> Table:
     """What was measured on this kind of device, with any software; empty if there is no table."""
     content = _tables(implementation.core).get(device.slug)
     if content is None:
-        return ()
-    return _entries(implementation, content, f"shipped for {device.kind}")
+        return {}
+    return _of_content(implementation, content, f"shipped for {device.kind}")
 
 
-def borrowed_entries(implementation: Implementation, device: DeviceFacts) -> tuple[Entry, ...]:
+def borrowed_table(implementation: Implementation, device: DeviceFacts) -> Table:
     """What was measured on the most similar known device; empty if this device has its own table or no similar one exists."""
     tables = {} if device.backend is Backend.CPU else _tables(implementation.core)
     if not tables or device.slug in tables:
-        return ()
+        return {}
     kin = nearest_device(
         device, {slug: DeviceFacts.from_dict(t.header["device"]) for slug, t in tables.items()}
     )
     if kin is None:
-        return ()
+        return {}
     kind = tables[kin].header["device"]["kind"]
-    return _entries(implementation, tables[kin], f"from {kind}")
+    return _of_content(implementation, tables[kin], f"from {kind}")
 
 
 def nearest_device(device: DeviceFacts, known: Mapping[str, DeviceFacts]) -> str | None:
@@ -54,7 +54,7 @@ def nearest_device(device: DeviceFacts, known: Mapping[str, DeviceFacts]) -> str
 
 
 @functools.lru_cache(maxsize=256)
-def _entries(implementation: Implementation, content: Content, source: str) -> tuple[Entry, ...]:
+def _of_content(implementation: Implementation, content: Content, source: str) -> Table:
     ours = software()
 
     def origin(record: Record) -> str:

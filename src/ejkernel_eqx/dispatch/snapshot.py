@@ -5,19 +5,19 @@ import enum
 import functools
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from .._errors import UnsupportedError
-from .caches import Entry, Known, memory_cache, slowness
+from .caches import Key, Known, memory_cache, slowness, Table
 from .device import device_facts, DeviceFacts, other_device_facts, place_of
 from .overlay import current_policy, overlay_entries, Policy
-from .persistent import user_entries
+from .persistent import user_table
 from .platform import Platform
 from .registry import Implementation, kernel_registry, names_of, of_device
-from .shipped import borrowed_entries, shipped_entries
+from .shipped import borrowed_table, shipped_table
 from .transfer import Index, make_index
 from .workload import BOTH, FORWARD
 
@@ -36,7 +36,8 @@ class Tier(enum.StrEnum):
 
 _LOOKED_UP = (Tier.MEMORY, Tier.PERSISTENT, Tier.AUTOTUNE)
 
-Table = dict[tuple[Platform, str], Known]
+Pins = Mapping[Key, tuple[Known, Tier]]
+"""Choices made for a module itself, each with the tier that it came from."""
 
 TABLES = {
     "tuned": Tier.AUTOTUNE,
@@ -52,9 +53,9 @@ class Snapshot:
     """Everything that the tiers of an operation may answer with, as of when a module was built.
 
     `requested` is the platform requested by name. `overlay` maps an operation's name or a problem key to a configuration.
-    The tables are tuples of (platform, problem key, `Known`): `memory` of this process, `user` from the user's files, `shipped` with
-    the package for this kind of device, `borrowed` from another kind. `pinned` holds the choices made for the module itself, and `tiers`
-    where each came from. Tuned ones are `tuned` and take precedence over all tables; the others match what is chosen anyway.
+    The tables: `memory` of this process, `user` from the user's files, `shipped` with the package for this kind of device, `borrowed` from
+    another kind. `pinned` holds the choices made for the module itself. Tuned ones are `tuned` and take precedence over all tables; the
+    others match what is chosen anyway.
     """
 
     operation: str
@@ -64,22 +65,21 @@ class Snapshot:
     requested: Platform | None = None
     override: Any | None = None
     overlay: tuple[tuple[str, Any], ...] = ()
-    memory: tuple[Entry, ...] = ()
-    user: tuple[Entry, ...] = ()
-    shipped: tuple[Entry, ...] = ()
-    borrowed: tuple[Entry, ...] = ()
-    tuned: tuple[Entry, ...] = ()
-    pinned: tuple[Entry, ...] = ()
-    tiers: tuple[Tier, ...] = ()
+    memory: Table = dataclasses.field(default_factory=dict)
+    user: Table = dataclasses.field(default_factory=dict)
+    shipped: Table = dataclasses.field(default_factory=dict)
+    borrowed: Table = dataclasses.field(default_factory=dict)
+    tuned: Table = dataclasses.field(default_factory=dict)
+    pinned: Pins = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
         known = sum(map(len, (self.memory, self.user, self.shipped, self.borrowed, self.tuned)))
         return f"Snapshot({self.operation} on {self.device.kind}: {known} known, {len(self.pinned)} pinned)"
 
-    def with_pins(self, pinned: Sequence[Entry], tiers: Sequence[Tier]) -> "Snapshot":
+    def with_pins(self, pinned: Pins) -> "Snapshot":
         """The same snapshot with other choices made for the module itself."""
-        tuned = tuple(pin for pin, tier in zip(pinned, tiers, strict=True) if tier is Tier.AUTOTUNE)
-        return dataclasses.replace(self, pinned=tuple(pinned), tiers=tuple(tiers), tuned=tuned)
+        tuned = {key: known for key, (known, tier) in pinned.items() if tier is Tier.AUTOTUNE}
+        return dataclasses.replace(self, pinned=dict(pinned), tuned=tuned)
 
     @property
     def request(self) -> tuple[Any, ...]:
@@ -99,16 +99,13 @@ class Snapshot:
         """The pins that a table or the tuner answers exactly, without provenance."""
         if self.override is not None:
             return frozenset()
-        return frozenset(
-            (platform, key, known.config)
-            for (platform, key, known), tier in zip(self.pinned, self.tiers, strict=True)
-            if tier in _LOOKED_UP and (platform, key) in self._all
-        )
+        looked_up = [(key, known) for key, (known, tier) in self.pinned.items() if tier in _LOOKED_UP]
+        return frozenset([(*key, known.config) for key, known in looked_up if key in self._all])
 
     @functools.cached_property
     def answers(self) -> str:
         """A digest of what decides a choice besides the request, without provenance; the same in every process."""
-        tables = () if self.override is not None else (self._all.items(), self.tables["borrowed"].items())
+        tables = () if self.override is not None else (self._all.items(), self.borrowed.items())
         known = [
             sorted([(platform.value, key, repr(known.config)) for (platform, key), known in table])
             for table in tables
@@ -118,7 +115,7 @@ class Snapshot:
     def _order(self) -> list[tuple[str, str, str]]:
         """Which platforms are slower than which others, and for what, according to tables: everything that decides by times."""
         slower = []
-        for table in (self._all, self.tables["borrowed"]):
+        for table in (self._all, self.borrowed):
             by_key: dict[str, list[tuple[Platform, Known]]] = {}
             for (platform, key), known in table.items():
                 by_key.setdefault(key, []).append((platform, known))
@@ -130,29 +127,20 @@ class Snapshot:
 
     def known_exactly(self, platform: Platform, key: str) -> tuple[Known, Tier] | None:
         """What is known about exactly this problem, and from which tier."""
-        for name, tier in TABLES.items():
-            if (platform, key) in self.tables[name]:
-                return self.tables[name][platform, key], tier
-        return None
-
-    @functools.cached_property
-    def tables(self) -> dict[str, Table]:
-        """What is known, by the name of its source."""
-        return {
-            name: {(platform, key): known for platform, key, known in getattr(self, name)}
-            for name in (*TABLES, "borrowed")
-        }
+        tables = [(getattr(self, name), tier) for name, tier in TABLES.items()]
+        return next(
+            ((table[platform, key], tier) for table, tier in tables if (platform, key) in table), None
+        )
 
     @functools.cached_property
     def _all(self) -> Table:
         """All exact answers, the most trusted one for each problem."""
-        tables = self.tables
-        return tables["shipped"] | tables["user"] | tables["memory"] | tables["tuned"]
+        return {**self.shipped, **self.user, **self.memory, **self.tuned}
 
     @functools.cached_property
     def near(self) -> list[Index]:
         """What is known on this device, then on the most similar other one, for guesses at nearby shapes."""
-        return [make_index(table) for table in (self._all, self.tables["borrowed"]) if table]
+        return [make_index(table) for table in (self._all, self.borrowed) if table]
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without cached values, because hashes of strings differ between processes."""
@@ -220,12 +208,16 @@ def _take(
             requested=implementations[0].platform if requested else None,
             override=config,
             overlay=_relevant_overlay(operation),
-            memory=memory_cache.entries(operation, {i.platform for i in asked}),
-            user=tuple(entry for i in asked if alone for entry in user_entries(i, device)),
-            shipped=tuple(entry for i in asked for entry in shipped_entries(i, device)),
-            borrowed=tuple(entry for i in asked for entry in borrowed_entries(i, device)),
+            memory=memory_cache.table(operation, {i.platform for i in asked}),
+            user=_joined([user_table(i, device) for i in asked if alone]),
+            shipped=_joined([shipped_table(i, device) for i in asked]),
+            borrowed=_joined([borrowed_table(i, device) for i in asked]),
         )
     )
+
+
+def _joined(tables: Iterable[Table]) -> Table:
+    return {key: known for table in tables for key, known in table.items()}
 
 
 def _relevant_overlay(operation: str) -> tuple[tuple[str, Any], ...]:

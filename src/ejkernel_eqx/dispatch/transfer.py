@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 
-from .caches import compared, Known
+from .caches import compared, Known, Table
 from .device import DeviceFacts
 from .platform import Platform
 from .problem import Problem
@@ -21,7 +21,7 @@ Index = Mapping[tuple[Platform, str], tuple[tuple[dict[str, int], Known], ...]]
 """Maps (platform, the key without its sizes) to sizes and what is known for them."""
 
 
-def make_index(table: Mapping[tuple[Platform, str], Known]) -> Index:
+def make_index(table: Table) -> Index:
     """The rows of a table with a configuration, by what must be equal for a guess."""
     index: dict[tuple[Platform, str], list[tuple[dict[str, int], Known]]] = {}
     for (platform, key), known in table.items():

@@ -1,9 +1,7 @@
 """`run`, which performs a `Launch` on a GPU or interprets it, as a JAX operation."""
 
-import functools
 import importlib
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +43,8 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
             for name in launch.results
         ]
     elif interpret:
-        outputs = _interpreter().interpret_call(launch, checked)
+        # It imports this package, and is of no use to those who launch.
+        outputs = importlib.import_module("ejkernel_eqx.testing.interpret").interpret_call(launch, checked)
     elif launch.is_gluon:
         outputs = own_call(launch, checked, TARGETS["sm_90"])
     elif (target := own_target()) is not None:
@@ -53,12 +52,6 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
     else:
         outputs = triton_call(launch, checked)
     return match_varying(dict(zip(launch.results, outputs, strict=True)), list(checked.values()))
-
-
-@functools.cache
-def _interpreter() -> Any:
-    """Imported when the first kernel is interpreted: it imports this package, and is of no use to those who launch."""
-    return importlib.import_module("ejkernel_eqx.testing.interpret")
 
 
 def _checked_arrays(launch: Launch, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -62,7 +62,8 @@ class Launch:
             raise ValueError(f"Launch: kernel must be a Triton `JITFunction`, got {self.kernel!r}.")
         _check_names(self)
         _check_values(self)
-        _check_aliases(self)
+        if self.aliases:
+            _check_aliases(self)
         # jax-triton has a type for bools that Triton 3.7 does not support.
         object.__setattr__(self, "scalars", {name: int(value) for name, value in self.scalars.items()})
 
@@ -87,17 +88,17 @@ class Launch:
     def arguments(self) -> tuple[str, ...]:
         """The inputs and scalars, in the kernel's order."""
         given = self.inputs.keys() | self.scalars.keys()
-        return tuple(name for name in self.function.arg_names if name in given)
+        return tuple([name for name in self.function.arg_names if name in given])
 
     @property
     def results(self) -> tuple[str, ...]:
         """The outputs, in the kernel's order."""
-        return tuple(name for name in self.function.arg_names if name in self.outputs)
+        return tuple([name for name in self.function.arg_names if name in self.outputs])
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to launch: no program, or no output element."""
-        return 0 in self.grid or all(math.prod(out.shape) == 0 for out in self.outputs.values())
+        return 0 in self.grid or not any([math.prod(out.shape) for out in self.outputs.values()])
 
 
 def _check_names(launch: Launch) -> None:
@@ -149,9 +150,9 @@ def _check_values(launch: Launch) -> None:
                 f"Launch of {label}: scalar {name!r} must be an int or a bool, got {value!r} of type "
                 f"{type(value).__name__}. Pass a float as a constant (`tl.constexpr`) instead."
             )
-    if not 1 <= len(launch.grid) <= 3 or any(not isinstance(n, int) or n < 0 for n in launch.grid):
+    if not 1 <= len(launch.grid) <= 3 or [n for n in launch.grid if not isinstance(n, int) or n < 0]:
         raise ValueError(f"Launch of {label}: grid must be one to three extents >= 0, got {launch.grid}.")
-    if any(n > most for n, most in zip(launch.grid, _MOST_PROGRAMS, strict=False)):
+    if [n for n, most in zip(launch.grid, _MOST_PROGRAMS, strict=False) if n > most]:
         raise ValueError(
             f"Launch of {label}: grid must be at most {_MOST_PROGRAMS}, the limits of a GPU, got {launch.grid}; put long "
             "extents on the first axis."

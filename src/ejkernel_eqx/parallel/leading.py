@@ -77,14 +77,12 @@ def merged(function: Callable[..., Arrays], arrays: Arrays, leading: Leading) ->
         source = arrays.get(leading.like.get(name, ""))
         if leading.is_alone(name, x):
             return x
-        own = (
-            lead
-            if source is None or leading.is_alone(leading.like[name], source)
-            else source.shape[: len(lead)]
-        )
+        own = lead
+        if source is not None and not leading.is_alone(leading.like[name], source):
+            own = source.shape[: len(lead)]
         own = own if x.shape[0] == math.prod(own) else lead
-        x = x.reshape((*(own[axis] for axis in order), *x.shape[1:]))
-        return _ordered(x, tuple(order.index(axis) for axis in range(len(order))))
+        x = x.reshape((*[own[axis] for axis in order], *x.shape[1:]))
+        return _ordered(x, tuple(map(order.index, range(len(order)))))
 
     runs = {name: _run(lead, order, own) for name, own in kept.items()}
     results = function({name: merge(name, x) for name, x in arrays.items()}, runs)
@@ -100,7 +98,7 @@ def _order(lead: tuple[int, ...], *kept: frozenset[int]) -> tuple[int, ...]:
     """An order of the leading axes in which those of each kept array are contiguous."""
     axes = tuple(range(len(lead)))
     long = [i for i in axes if lead[i] != 1]
-    if all(_follow(long, own) for own in kept):
+    if not [own for own in kept if not _follow(long, own)]:
         return axes
     first, second = (*kept, frozenset[int]())[:2]
     key = lambda i: (i not in first | second, i not in first, (i in first) == (i in second))

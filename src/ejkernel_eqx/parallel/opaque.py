@@ -1,5 +1,6 @@
 """A kernel that the compiler cannot see into, over any number of leading axes: one launch, folded under `vmap`, split over devices."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,8 +37,7 @@ def opaque(
     The `whole` broadcast arrays are materialised when `jax.vmap` maps others, because a gradient is needed for every example.
     """
 
-    def folded(arrays: Arrays) -> Arrays:
-        return merged(function, arrays, leading)
+    folded = functools.partial(merged, function, leading=leading)
 
     def over_devices(arrays: Arrays) -> Arrays:
         if inside_manual_mesh():

@@ -10,6 +10,7 @@ from .._errors import TuningError
 from ..dispatch import BOTH, FORWARD, Workload
 from . import check, measure
 from .result import Status
+from .threads import attempted
 
 Names = tuple[str, ...]
 Program = Callable[[Any], Mapping[str, Any]]
@@ -83,10 +84,8 @@ class Bench:
 def failure(error: BaseException | None) -> Refusal:
     """How to classify a candidate that raised. Lack of device memory, or of other machine resources such as disk space, does not count
     against it; lack of shared memory does."""
-    try:
-        text = str(error).strip()
-    except Exception:  # a candidate's exception may be of any kind
-        text = ""
+    text = attempted(lambda: str(error).strip())
+    text = "" if isinstance(text, Exception) else text
     line = (text.splitlines() or [""])[0][:200]
     lower = text.lower()
     lacking = any(word in lower for word in ("resource_exhausted", "out of memory", "out_of_memory"))

@@ -63,7 +63,7 @@ def _records(snapshot: Snapshot) -> Iterator[Record]:
     """The choices made for the kernel itself; what was given (`config=`, an overlay) belongs to who builds it."""
     if snapshot.override is not None:
         return
-    for (platform, key, known), tier in zip(snapshot.pinned, snapshot.tiers, strict=True):
+    for (platform, key), (known, tier) in snapshot.pinned.items():
         implementation = _implementation(snapshot, platform)
         if tier in _LOOKED_UP and implementation is not None:
             yield Record(
@@ -124,13 +124,10 @@ def _with_pins(snapshot: Snapshot, records: list[Record], path: str, refused: li
     for record in records:
         try:
             platform, known = _known(snapshot, record)
-            pins[platform, record.problem] = known
+            pins[platform, record.problem] = known, Tier.AUTOTUNE
         except ValueError as error:
             refused.append(f"{path or 'the model'}: {error}")
-    if not pins:
-        return snapshot
-    entries = tuple((platform, key, known) for (platform, key), known in pins.items())
-    return snapshot.with_pins(entries, (Tier.AUTOTUNE,) * len(entries))
+    return snapshot.with_pins(pins) if pins else snapshot
 
 
 def _known(snapshot: Snapshot, record: Record) -> tuple[Platform, Known]:

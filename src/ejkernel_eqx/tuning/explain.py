@@ -268,7 +268,7 @@ def _of_plan(path: str, plan: Plan) -> list[Choice]:
             origin=known.origin,
             ms=known.ms,
         )
-        for (platform, key, known), tier in zip(plan.pinned, plan.tiers, strict=True)
+        for (platform, key), (known, tier) in plan.pinned.items()
         if (platform, key) not in passed
     ]
     override = plan.snapshot.override
@@ -282,8 +282,9 @@ def _of_plan(path: str, plan: Plan) -> list[Choice]:
 
 def _passed_over(plan: Plan) -> Iterator[tuple[Platform, str, str]]:
     """The tuned platforms that another one was preferred to, and why."""
-    for platform, key, known in plan.pinned:
-        slower = ((other, slowness(known, it)) for other, at, it in plan.pinned if at == key)
+    for (platform, key), (known, _) in plan.pinned.items():
+        others = [(other, it) for (other, at), (it, _) in plan.pinned.items() if at == key]
+        slower = ((other, slowness(known, it)) for other, it in others)
         found = next(((other, times) for other, times in slower if times), None)
         if known.denied:
             yield platform, key, known.denied

@@ -3,10 +3,11 @@
 import logging
 from typing import Any
 
-from ..launch import compile_ahead, target_for
+from ..launch import compile_ahead, CompileReport, target_for
 from .bench import Refusal
 from .isolated.events import Job
 from .result import Candidate, SPILLS, Status
+from .threads import attempted
 
 MOST_SPILLS = 256
 """Bytes that a thread may spill: a few can cost less than another tile would (measured); many never paid off."""
@@ -27,13 +28,15 @@ def refusal(candidate: Candidate, config: Any, job: Job, workload: Any) -> Refus
     is_heuristic = config == job.heuristic
     if workload.launches is None or target is None or (is_heuristic and candidate.part):
         return None
-    try:
+
+    def compiled() -> list[tuple[str, CompileReport]]:
         common = () if is_heuristic else workload.launches(job.heuristic) or ()
         launches = [launch for launch in workload.launches(config) or () if launch not in common]
-        reports = [(launch.label, compile_ahead(launch, target)) for launch in launches]
-    # A kernel is arbitrary code and may raise anything. The actual compilation, which comes next, decides.
-    except Exception as error:
-        _LOG.debug("%s could not be compiled ahead of time: %s", config, error)
+        return [(launch.label, compile_ahead(launch, target)) for launch in launches]
+
+    reports = attempted(compiled)
+    if isinstance(reports, Exception):  # the actual compilation, which comes next, decides
+        _LOG.debug("%s could not be compiled ahead of time: %s", config, reports)
         return None
     for label, report in reports:
         if report.shared > report.shared_limit:

@@ -202,9 +202,9 @@ class Tuning:
 
     def _suffices(self, call: Invocation) -> bool:
         """Whether the tables that the policy trusts contain exactly this problem."""
-        tables = make_plan(call.operation, platform=call.platform).here.tables
-        own = tables["memory"] | tables["user"]
-        trusted = {Policy.CACHED: tables["shipped"] | own, Policy.TUNE: own}
+        snapshot = make_plan(call.operation, platform=call.platform).here
+        own = {**snapshot.memory, **snapshot.user}
+        trusted = {Policy.CACHED: {**snapshot.shipped, **own}, Policy.TUNE: own}
         return _question(call) in trusted.get(self._policy, {})
 
     def _renew(self, plans: list[Plan]) -> Plan | None:
@@ -215,13 +215,13 @@ class Tuning:
         new = _keep_overlay(plan.renewed(), plan)
         if {other.edition for other in plans} != {""}:
             new = new.as_edition()
-        pins = []
+        pins = {}
         for (platform, key), call in sorted(self._asked.items(), key=lambda asked: asked[0]):
             if platform in new.platforms and call.operation == plan.operation:
                 tuned = self.table.get((platform, key))
                 known = (tuned, Tier.AUTOTUNE) if tuned else new.here.known_exactly(platform, key)
-                pins.extend([((platform, key, known[0]), known[1])] if known else [])
-        return new.with_pins([pin for pin, _ in pins], [tier for _, tier in pins])
+                pins |= {(platform, key): known} if known else {}
+        return new.with_pins(pins)
 
     def _warn_of_captured(self, calls: Iterable[Invocation]) -> None:
         for call in calls:

@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from ..dispatch import (
     Platform,
     to_dict,
 )
-from ..dispatch.persistent import user_entries
+from ..dispatch.persistent import user_table
 
 Table = dict[tuple[Platform, str], Known]
 """Maps (platform, problem key) to what is known about it."""
@@ -186,13 +186,15 @@ def _in_files(operations: Iterable[str]) -> Table:
     device = device_facts()
     known = (tuple(kernel_registry.ordered(operation)) for operation in operations)
     implementations = (i for several in known for i in of_device(several, device))
-    found = (entry for implementation in implementations for entry in user_entries(implementation, device))
-    return {(platform, key): known for platform, key, known in found}
+    return _joined(user_table(implementation, device) for implementation in implementations)
 
 
 def _in_memory(operations: Iterable[str]) -> Table:
-    found = (entry for operation in operations for entry in memory_cache.entries(operation, tuple(Platform)))
-    return {(platform, key): known for platform, key, known in found}
+    return _joined(memory_cache.table(operation, tuple(Platform)) for operation in operations)
+
+
+def _joined(tables: Iterable[Mapping[tuple[Platform, str], Known]]) -> Table:
+    return {key: known for table in tables for key, known in table.items()}
 
 
 def _install(table: Table, operations: Iterable[str]) -> None:

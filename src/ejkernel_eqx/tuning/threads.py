@@ -11,6 +11,14 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+def attempted(function: Callable[[], R]) -> R | Exception:
+    """The result of a function, or the exception that it raised, of any kind: a candidate is arbitrary code."""
+    try:
+        return function()
+    except Exception as error:
+        return error
+
+
 def in_thread(function: Callable[[], Any], name: str) -> Future[Any]:
     """The future result of a function."""
     done: Future[Any] = Future()

@@ -1,5 +1,6 @@
 """Compiles, checks and times candidates, and records the outcome of each."""
 
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -12,7 +13,7 @@ from .isolated.events import Begun, Ended, Event, Job, Measured
 from .isolated.settings import applied, thread_settings, undisturbed
 from .measure import Timing
 from .result import Candidate, Measurement, part_of, Status
-from .threads import in_threads
+from .threads import attempted, in_threads
 
 BUDGET = "time budget"
 K = TypeVar("K", bound=Hashable)
@@ -48,10 +49,9 @@ class _Watched:
 
     def sample(self, launches: int) -> float:
         self.emit(Begun(self.candidate, "time"))
-        try:
-            seconds = self.work.sample(launches)
-        except Exception as error:  # of any kind, as it comes from the candidate
-            raise _TimingFailed(self.candidate) from error
+        seconds = attempted(lambda: self.work.sample(launches))
+        if isinstance(seconds, Exception):
+            raise _TimingFailed(self.candidate) from seconds
         self.emit(Ended(self.candidate))
         return seconds
 
@@ -109,14 +109,16 @@ class Trials:
     def _compile(self, trial: Trial) -> Refusal | None:
         candidate = trial.candidate
         self.emit(Begun(candidate, "compile"))
-        try:
+
+        def compiled() -> Refusal | None:
             refused = refusal(candidate, trial.config, self.job, self.bench.workload)
             if refused is None:
                 self.bench.program(trial.config, trial.names)
-        except Exception as error:  # of any kind, as it comes from the candidate
-            refused = failure(error)
+            return refused
+
+        refused = attempted(compiled)
         self.emit(Ended(candidate))
-        return refused
+        return failure(refused) if isinstance(refused, Exception) else refused
 
     def check(self, trials: Iterable[Trial], seeds: Iterable[int] = (0,)) -> dict[str, float] | None:
         """The largest error of each result over the programs of one candidate and input seeds; `None` if it must not be used."""
@@ -127,20 +129,22 @@ class Trials:
         for trial in trials:
             candidate = trial.candidate
             self.emit(Begun(candidate, "run"))
-            try:
-                for seed in seeds:
-                    program = self.bench.program(trial.config, trial.names)
-                    errors, reason = self.bench.verify(program, seed)
-                    for name, error in errors.items():
-                        largest[name] = max(error, largest.get(name, 0.0))
-                    if reason is not None:
-                        self.settle(candidate, Status.DENIED, reason, errors=tuple(errors.items()))
-                        return None
-            except Exception as error:  # of any kind, as it comes from the candidate
-                self._fail(candidate, error)
-                return None
+            for seed in seeds:
+                verified = attempted(functools.partial(self._verify, trial, seed))
+                if isinstance(verified, Exception):
+                    self._fail(candidate, verified)
+                    return None
+                errors, reason = verified
+                for name, error in errors.items():
+                    largest[name] = max(error, largest.get(name, 0.0))
+                if reason is not None:
+                    self.settle(candidate, Status.DENIED, reason, errors=tuple(errors.items()))
+                    return None
             self.emit(Ended(candidate))
         return largest
+
+    def _verify(self, trial: Trial, seed: int) -> tuple[dict[str, float], str | None]:
+        return self.bench.verify(self.bench.program(trial.config, trial.names), seed)
 
     def _fail(self, candidate: Candidate, error: BaseException | None) -> None:
         status, reason = failure(error)
@@ -167,10 +171,9 @@ class Trials:
         def one(key: K) -> _Watched | Exception:
             trial = trials[key]
             self.emit(Begun(trial.candidate, "compile"))
-            try:
-                program = self.bench.program(trial.config, trial.names, runs[key])
-            except Exception as error:  # of any kind, as it comes from the candidate
-                return error
+            program = attempted(lambda: self.bench.program(trial.config, trial.names, runs[key]))
+            if isinstance(program, Exception):
+                return program
             self.emit(Ended(trial.candidate))
             return _Watched(measure.JaxWork(program, self.bench.input_sets), trial.candidate, self.emit)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..._errors import TuningError
 from ..ledger import Ledger
+from ..threads import attempted
 from .events import Failed, Job, Unsound
 from .settings import process_settings
 
@@ -47,11 +48,8 @@ def not_isolatable(job: Job) -> str | None:
     """Why another process cannot run this search, determined without starting one; `None` if it can."""
     if not sys.executable:
         return "there is no Python interpreter to start"
-    try:
-        _pickled(job)
-    except Exception as error:  # of any kind: pickling errors are not uniform
-        return f"{type(error).__name__}: {error}"
-    return None
+    error = attempted(lambda: _pickled(job))  # pickling errors are not uniform
+    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else None
 
 
 def _pickled(job: Job) -> bytes:
