@@ -1,8 +1,8 @@
 """RingAttention over the GPUs of a host, compared with FlashAttention on one and with what XLA makes of `jax.nn`'s attention on split tokens.
 
-    python benchmarks/ring.py --json ring.json --profile trace           # needs two GPUs or more: everything
-    python benchmarks/ring.py --tokens 32768 --variants flash,zigzag --profile trace
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/ring.py --quick
+    python -m benchmarks ring --json ring.json --profile trace           # needs two GPUs or more: everything
+    python -m benchmarks ring --tokens 32768 --variants flash,zigzag --profile trace
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m benchmarks ring --quick
 
 Forward and backward of causal attention. Results of a short sequence are first compared with FlashAttention on one device. Then calls are
 timed in turn. `speedup` is the time of one device over this one's; `memory` is what one device needs, arguments and results included.
@@ -15,12 +15,9 @@ each as one device needs alone. Off two GPUs they are shown, but none is missed.
 import argparse
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +26,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
-from benchmarks import overlap, report
+from benchmarks import measure as traces
+from benchmarks import report
 
 AXIS = "sequence"
 VARIANTS = ("flash", "zigzag", "contiguous", "all_to_all", "jax.nn")
@@ -134,7 +132,7 @@ def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, An
             folder = options.profile / f"{name}-{tokens}"
             with jax.profiler.trace(str(folder)):
                 sample(program, arrays, 1)
-            row["hidden"] = overlap.hidden(overlap.read_trace(folder))
+            row["hidden"] = traces.hidden(traces.read_trace(folder))
     except (RuntimeError, ValueError) as error:  # out of memory, among others
         return row | {"reason": str(error).splitlines()[0][:160]}
     ms = statistics.median(samples)
@@ -243,7 +241,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     wrong = [row for row in rows if row.get("reason", "").startswith("wrong")]
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
