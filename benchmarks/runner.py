@@ -573,7 +573,8 @@ def bars(
         for i, row in enumerate(mine):
             at = n + (i - (len(mine) - 1) / 2) * width
             axis.barh(at, row[field] or 1.0, width, color=colours[row["implementation"]])
-            axis.text(0.01, at, f" {label(row)}", va="center", fontsize=5.5)
+            place = axis.get_yaxis_transform()  # from the left edge, however long bars are
+            axis.text(0.005, at, label(row), va="center", fontsize=5.5, transform=place)
     axis.set_yticks(range(len(problems)), problems, fontsize=7)
     axis.invert_yaxis()
     axis.grid(axis="x", alpha=0.3)

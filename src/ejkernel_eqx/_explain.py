@@ -33,7 +33,7 @@ from .dispatch import (
 from .dispatch.caches import slow_words, slowness
 from .dispatch.labels import label_of
 from .tuning.replace import map_plans, plans_of
-from .tuning.report.roofline import device_peaks, matrix_dtype, Roofline, roofline
+from .tuning.roofline import device_peaks, matrix_dtype, Roofline, roofline
 
 ExampleProblem = Callable[[str, dict[str, int], str, dict[str, Any]], Problem]
 _DTYPE = "bfloat16"

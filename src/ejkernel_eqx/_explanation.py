@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .dispatch import FORWARD
-from .tuning.report.roofline import Peaks, Roofline
+from .tuning.roofline import Peaks, Roofline
 
 _COLUMNS = ("", "ms", "bound ms", "of bound", "bound by", "GFLOP", "MB", "FLOP/byte")
 

@@ -29,7 +29,7 @@ from ..tuning.bench import Bench, failure
 from ..tuning.check import all_errors
 from ..tuning.measure import JaxWork, time_in_turn, time_runs, Timing
 from ..tuning.report.data import describe
-from ..tuning.report.roofline import device_peaks, matrix_dtype, roofline
+from ..tuning.roofline import device_peaks, matrix_dtype, roofline
 from ..tuning.result import record_for
 from . import problems
 from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table

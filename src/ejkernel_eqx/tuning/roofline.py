@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...dispatch import Backend, Cost, DeviceFacts, Problem
+from ..dispatch import Backend, Cost, DeviceFacts, Problem
 
 
 @dataclasses.dataclass(frozen=True)
