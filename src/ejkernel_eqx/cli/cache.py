@@ -133,17 +133,16 @@ def run_show(options: argparse.Namespace) -> Outcome:
 
 def _show_text(row: Row) -> str:
     record, entry = row.record, entry_of_record(row.record)
+    listed = lambda entries: ", ".join(f"{name} {text}" for name, text in entries)
+    spreads = ((d, f"{number(ms)} (spread {percent(record.spread.get(d))})") for d, ms in record.ms.items())
     facts = {
         "problem": str(entry.problem),
         "platform": record.platform,
         "device": row.device,
         "config": describe(record.config) if record.config is not None else "every candidate was rejected",
-        "ms": ", ".join(
-            f"{direction} {number(ms)} (spread {percent(record.spread.get(direction))})"
-            for direction, ms in record.ms.items()
-        ),
-        "error": ", ".join(f"{name} {error:.2g}" for name, error in record.errors.items()),
-        "software": ", ".join(f"{name} {version}" for name, version in record.software.items()),
+        "ms": listed(spreads),
+        "error": listed((name, f"{error:.2g}") for name, error in record.errors.items()),
+        "software": listed(record.software.items()),
         "version": f"{record.version} of the kernels",
         "tuned": record.date,
         "file": str(row.cache.path),
