@@ -55,7 +55,8 @@ class TorchPeer(NamedTuple):
         import torch
 
         if direction != FORWARD and self.gradients is not None:
-            return self.gradients(learned | constants, cotangent, direction)
+            with torch.no_grad():
+                return self.gradients(learned | constants, cotangent, direction)
         out = self.run(learned | constants)
         if direction == FORWARD:
             return {"out": out}

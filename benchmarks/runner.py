@@ -211,7 +211,7 @@ class Family:
         return [way for way in every if way in options.directions or options.directions == [""]]
 
     def chosen(self, options: argparse.Namespace) -> list[Any]:
-        on_cpu = jax.default_backend() == "cpu"
+        on_cpu = jax.default_backend() == "cpu" and options.process is None  # which only compiles for a GPU
         usual = self.tiny if options.quick else self.cpu if on_cpu else self.anchors
         every = self.choose(options) if self.choose else usual
         return [problem for problem in every if re.search(options.problems, problem.name)]
@@ -371,17 +371,19 @@ def main(family: Family, arguments: Sequence[str] | None = None) -> int:
         content = json.loads(pathlib.Path(options.render).read_text(encoding="utf-8"))
         show(family, content, options)
         return 0
+    given = [family.name, *(sys.argv[2:] if arguments is None else arguments)]
+    if options.apart:  # the memory of the device is the others'
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if options.compile_peers and options.process is None:  # before this process takes memory of the device
+        processes.compile_apart(
+            processes.this_command(*given), options.compile_peers, {"JAX_PLATFORMS": "cpu"}
+        )
     chosen = family.chosen(options)
     if not chosen:
         print(f"no problem matches {options.problems!r}", file=sys.stderr)
         return 2
     if options.process is not None:
         return compile_peers(family, chosen, options)
-    given = [family.name, *(sys.argv[2:] if arguments is None else arguments)]
-    if options.compile_peers:
-        processes.compile_apart(
-            processes.this_command(*given), options.compile_peers, {"JAX_PLATFORMS": "cpu"}
-        )
     if options.apart:
         return run_apart(family, chosen, options, given)
     options.torch = options.torch and torch_with_cuda() and all(map(is_installed, family.needed))

@@ -46,6 +46,7 @@ def test_alone_there_are_no_turns(monkeypatch):
 
 def test_each_member_has_one_process(monkeypatch, tmp_path):
     commands = []
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # is set
     monkeypatch.setattr(
         processes, "run_apart", lambda given, write: commands.extend(given) or [0] * len(given)
     )

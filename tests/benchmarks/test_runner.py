@@ -66,7 +66,11 @@ RUNS = {
     ),
     "moe": Run("", "| M24 K8 N16 E3 float32 |", "lowest ratio, d_rhs", {"default", "lax.ragged_dot"}),
     "moe-layer": Run(
-        "", "| T12 E8 F16 N4 top 2 float32 |", "over that of its matmuls", {"default", moe.ALONE}, (moe.ALONE,)
+        "",
+        "| T12 E8 F16 N4 top 2 float32 |",
+        "over that of its matmuls",
+        {"default", moe.ALONE},
+        (moe.ALONE,),
     ),
     "pooling": Run(
         "^(chunks of|masked)",
