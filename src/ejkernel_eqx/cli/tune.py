@@ -107,26 +107,26 @@ def _nothing_to_tune(chosen: Implementation) -> str:
     return f"the platform used here, {chosen.platform.value}, has nothing to tune{advice}"
 
 
-def _to_dict(problem: Problem, found: Found) -> dict[str, Any]:
-    if isinstance(found, EjkernelError):
-        return {"problem": problem.to_dict(), "error": str(found)}
-    if isinstance(found, str):
-        return {"problem": problem.to_dict(), "note": found}
-    entry = entry_of_result(found)
+def _to_dict(problem: Problem, outcome: Found) -> dict[str, Any]:
+    if isinstance(outcome, EjkernelError):
+        return {"problem": problem.to_dict(), "error": str(outcome)}
+    if isinstance(outcome, str):
+        return {"problem": problem.to_dict(), "note": outcome}
+    entry = entry_of_result(outcome)
     return {
         "problem": problem.to_dict(),
         **{name: getattr(entry, name) for name in ("platform", "config", "ms", "heuristic_ms", "errors")},
-        "seconds": found.seconds,
-        "cached": found.cached,
+        "seconds": outcome.seconds,
+        "cached": outcome.cached,
         "candidates": [dataclasses.asdict(candidate) for candidate in entry.ranked()],
     }
 
 
-def _text(problem: Problem, found: Found) -> str:
-    if not isinstance(found, TuningResult):
-        return section(str(problem), f"FAILED: {found}" if isinstance(found, EjkernelError) else found)
-    entry = entry_of_result(found)
-    source = "already known, not timed again" if found.cached else f"tuned in {found.seconds:.1f} s"
+def _text(problem: Problem, outcome: Found) -> str:
+    if not isinstance(outcome, TuningResult):
+        return section(str(problem), f"FAILED: {outcome}" if isinstance(outcome, EjkernelError) else outcome)
+    entry = entry_of_result(outcome)
+    source = "already known, not timed again" if outcome.cached else f"tuned in {outcome.seconds:.1f} s"
     lines = [_candidates(entry)] if entry.candidates else ["there is only one configuration"]
     lines.append(f"winner: {describe(entry.config)}")
     for direction in (d for d in (FORWARD, BOTH) if d in entry.ms):

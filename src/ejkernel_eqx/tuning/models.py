@@ -202,10 +202,10 @@ class Tuning:
         return {_question(call): answer(call.problem, call.implementation, **how) for call in open_calls}
 
     def _suffices(self, call: Invocation) -> bool:
-        """Whether the tables that the policy trusts contain exactly this problem."""
+        """Tells whether the tables that the policy trusts contain exactly this problem."""
         snapshot = make_plan(call.operation, platform=call.platform).here
-        own = snapshot.memory_table | snapshot.user_table
-        trusted = {Policy.CACHED: snapshot.shipped_table | own, Policy.TUNE: own}
+        local = snapshot.memory_table | snapshot.user_table
+        trusted = {Policy.CACHED: snapshot.shipped_table | local, Policy.TUNE: local}
         return _question(call) in trusted.get(self._policy, {})
 
     def _renew(self, plans: list[Plan]) -> Plan | None:
@@ -272,7 +272,7 @@ def _now(call: Invocation) -> Invocation:
 
 
 def _statement(calls: Iterable[Invocation]) -> str:
-    """What calls will run, in a form that can be compared between processes."""
+    """States what calls will run, in a form that can be compared between processes."""
     return stable_json(
         sorted([stable_json(c.problem.to_dict()), c.platform.value, stable_json(c.config)] for c in calls)
     )
@@ -292,7 +292,7 @@ def _call_of(model: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _builds_its_own(model: Any) -> bool:
-    """Whether it is an operation's function, which makes its kernel at each call and finds what was tuned."""
+    """Tells whether it is an operation's function, which makes its kernel at each call and finds what was tuned."""
     return getattr(model, "operation", None) in kernel_registry.list_operations()
 
 

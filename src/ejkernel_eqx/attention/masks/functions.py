@@ -149,12 +149,12 @@ def traced(function: PairFunction) -> Any:
 
 @while_alive
 def is_static(function: PairFunction) -> bool:
-    """Whether all that the function closes over is known now."""
+    """Tells whether all that the function closes over is known now."""
     return not any(isinstance(x, Tracer) for x in traced(function).consts)
 
 
 def depends_on_head(jaxpr: Any) -> bool:
-    """Whether a traced function reads its first argument."""
+    """Tells whether a traced function reads its first argument."""
     head = jaxpr.jaxpr.invars[0]
     return any(head is x for eqn in jaxpr.jaxpr.eqns for x in eqn.invars)
 

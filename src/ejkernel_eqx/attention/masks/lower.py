@@ -98,7 +98,7 @@ def lower(mask: Any, num_queries: int, num_keys: int, q_offset: Any | None, num_
 
 
 class _Place(NamedTuple):
-    """Where a mask is lowered."""
+    """Sizes and offset that a mask is lowered for."""
 
     queries: int
     keys: int
@@ -119,7 +119,7 @@ class _Place(NamedTuple):
 
 
 def _packed_apart(mask: Any) -> bool:
-    """Whether packed queries may have other positions than their own index."""
+    """Tells whether packed queries may have other positions than their own index."""
     return mask.cu_seqlens is not None and mask.cu_seqlens[0] is not mask.cu_seqlens[1]
 
 

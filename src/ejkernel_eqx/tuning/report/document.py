@@ -47,12 +47,12 @@ def tuning_report(
             f"path: expected a file name that ends in .html or .png, received {os.fspath(path)!r}."
         )
     require_matplotlib("tuning_report")
-    found = list((tuned_results() or cached_records()) if results is None else results)
-    if not found:
+    result = list((tuned_results() or cached_records()) if results is None else results)
+    if not result:
         raise ValueError(
             "results: expected at least one tuned problem, received none; tune first, with ejx.tune(model, x) or python -m ejkernel_eqx tune."
         )
-    entries = [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in found]
+    entries = [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in result]
     entries.sort(key=lambda entry: (entry.problem.operation, entry.platform, entry.title))
     if target.suffix.lower() == ".png":
         if len(entries) > _MOST_IN_ONE_PICTURE:

@@ -1,4 +1,4 @@
-"""Which tiles a pattern leaves visible, exactly.
+"""Classifies the tiles of a pattern exactly: full, empty or mixed.
 
 Bounds of the pattern's function decide most tiles (`ranges`); the pairs of the others are looked at, each distinct tile once (`contents`).
 Nothing ever holds one entry for each pair of query and key.
@@ -40,7 +40,7 @@ class Classified(NamedTuple):
 
 @while_alive
 def classify(pattern: Pattern, shape: Shape) -> Classified:
-    """Which tiles of a pattern are visible, exactly."""
+    """Classifies all tiles of a pattern, exactly."""
     shape = shape._replace(by_key=False)
     heads, rows, contents = [], {}, Contents(shape)
     for head in range(max(pattern.heads, 1)):
@@ -128,7 +128,7 @@ def _tiles(
 
 
 def _numbers_of(which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `np.nonzero` of two axes, in less time."""
+    """Computes `np.nonzero` of two axes, in less time."""
     rows, columns = which.shape
     at = np.flatnonzero(which)
     m = np.repeat(np.arange(rows), np.diff(np.searchsorted(at, np.arange(rows + 1) * columns)))
@@ -137,7 +137,7 @@ def _numbers_of(which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _blind(row: Kinds, bits: np.ndarray, shape: Shape) -> bool:
-    """Whether a query sees no key, or a key is seen by no query."""
+    """Tells whether a query sees no key, or a key is seen by no query."""
     m, n = row.partial
     keys = np.unpackbits(np.bitwise_or.reduce(bits, 1), axis=1, count=shape.block_k, bitorder="little")
     queries = np.bitwise_or.reduce(bits, 2)
