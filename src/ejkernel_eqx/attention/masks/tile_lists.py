@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._jitted import while_alive
-from .bounds.classify import classify, Kinds
+from .bounds.classify import classify, Kinds, seen_by_any
 from .bounds.contents import packed
 from .pattern import Pattern
 from .tile_shape import FULL, PARTIAL, Shape
@@ -91,20 +91,10 @@ def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np
 @while_alive
 def keys_seen(pattern: Pattern, shape: Shape) -> np.ndarray:
     """Keys that any query sees: booleans `[rows, keys]`."""
-    known, count = classify(pattern, shape._replace(by_key=False)), shape.grid[1]
+    known = classify(pattern, shape._replace(by_key=False))
     if not known.blind:
         return np.ones((len(known.rows), shape.keys), bool)
-    by_bits = np.bitwise_or.reduce(known.bits, 1)
-    contents = (
-        np.unpackbits(by_bits, axis=1, count=shape.block_k, bitorder="little") > 0
-    )  # [patterns, block_k]
-    seen = np.zeros((len(known.rows), count, shape.block_k), bool)
-    for tiles, row in zip(seen, known.rows, strict=True):
-        tiles[(row.kinds == FULL).any(0)] = True
-        # Each content of a column of tiles once.
-        n, number = np.divmod(np.unique(row.partial[1] * len(contents) + row.patterns), len(contents))
-        np.logical_or.at(tiles, n, contents[number])
-    return seen.reshape(len(seen), -1)[:, : shape.keys]
+    return np.stack([seen_by_any(row, known.bits, shape)[1] for row in known.rows])
 
 
 def _entries(row: Kinds, by_key: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
