@@ -351,18 +351,13 @@ def show(rows: Sequence[Row]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, "a tiny model")
     add = parser.add_argument
-    add("--quick", action="store_true", help="a tiny model")
     add("--platform", help="of the kernels (default: triton on a GPU, else xla)")
     add("--problems", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these")
     add("--ways", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these")
     add("--samples", type=int, default=7)
     add("--calls", type=int, default=50, help="in a sample (default: %(default)s)")
-    add("--commit", help="version of the code in the result, outside a checkout")
-    add("--json", type=pathlib.Path, metavar="PATH")
     options = parser.parse_args(arguments)
     options.platform = options.platform or ("triton" if jax.default_backend() == "gpu" else "xla")
     if options.quick:
@@ -383,8 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{row.problem}, {row.way}: {row.reason or f'{row.us_per_layer:.2f} us a layer'}", flush=True
             )
             rows.append(row)
-            if options.json:  # after every row: what was measured is kept if the rest is not
-                content = {"environment": report.environment(options.commit), "bounds": BOUNDS}
-                report.write_json(options.json, content | {"rows": [dataclasses.asdict(row) for row in rows]})
+            # After every row: what was measured is kept if the rest is not.
+            report.save(options, bounds=BOUNDS, rows=[dataclasses.asdict(row) for row in rows])
     print(show(rows))
     return int(any(row.reason for row in rows))

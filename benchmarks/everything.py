@@ -217,17 +217,13 @@ def environment(commit: str | None) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, json_results=False)
     add = parser.add_argument
     add("--output", type=pathlib.Path, required=True, metavar="FOLDER")
     names = ", ".join(("tests", *BENCHMARKS, *STEPS, "tune-FAMILY"))
     add("--parts", help=f"comma-separated, of {names} (default: all)")
     limit = "of all parts together"
     add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
-    add("--commit", help="version of the code (default: from git)")
-    add("--quick", action="store_true", help="tiny problems")
     options = parser.parse_args(arguments)
     options.output = options.output.resolve()
     known = list(parts(options, gpu=True))

@@ -160,24 +160,16 @@ def _say(row: Mapping[str, Any]) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None, name: str = "host-cost") -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, "one sample; short sequences")
     add = parser.add_argument
     default = "triton,xla" if jax.default_backend() == "gpu" else "xla"
     add("--platforms", default=default, help="of calls, comma-separated (default: %(default)s)")
     add("--samples", type=int, default=5 if name == "host-cost" else 7)
-    add("--quick", action="store_true", help="one sample; short sequences")
-    add("--commit")
-    add("--json", metavar="PATH")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "host-cost") -> int:
     options = parse(arguments, name)
-    content = {"schema": 1, "benchmark": name.replace("-", " ")}
-    content |= {"environment": report.environment(options.commit)}
-    content["rows"] = (call_rows if name == "host-cost" else mask_rows)(options)
-    if options.json:
-        report.write_json(options.json, content)
+    rows = (call_rows if name == "host-cost" else mask_rows)(options)
+    report.save(options, schema=1, benchmark=name.replace("-", " "), rows=rows)
     return 0

@@ -143,11 +143,8 @@ def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, An
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, "tiny problems, anywhere")
     add = parser.add_argument
-    add("--quick", action="store_true", help="tiny problems, anywhere")
     add("--tokens", default="32768,131072", help="comma-separated (default: %(default)s)")
     add("--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)")
     add("--devices", type=int, default=jax.device_count())
@@ -159,8 +156,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--samples", type=int, default=5)
     add("--calls", type=int, default=3, help="calls per sample")
     add("--profile", type=pathlib.Path, metavar="FOLDER")
-    add("--commit", help="version of the code in the result, outside a checkout")
-    add("--json", type=pathlib.Path, metavar="PATH")
     options = parser.parse_args(arguments)
     options.variants = options.variants.split(",")
     if unknown := sorted(set(options.variants) - set(VARIANTS)):
@@ -231,13 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for goal in reached
     ]
     print(report.table(["goal", "wanted", "found", "met"], cells))
-    if options.json:
-        size = {
-            name: getattr(options, name) for name in ("devices", "heads", "kv_heads", "head_dim", "dtype")
-        }
-        report.write_json(
-            options.json,
-            {"environment": report.environment(options.commit), "size": size, "rows": rows, "goals": reached},
-        )
+    names = ("devices", "heads", "kv_heads", "head_dim", "dtype")
+    report.save(options, size={name: getattr(options, name) for name in names}, rows=rows, goals=reached)
     wrong = [row for row in rows if row.get("reason", "").startswith("wrong")]
     return 1 if wrong else 0

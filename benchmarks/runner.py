@@ -316,13 +316,8 @@ def candidates(
 
 
 def parser(family: Family) -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {family.name}",
-        description=family.description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = report.parser(family.description, prog=f"python -m benchmarks {family.name}")
     add = result.add_argument
-    add("--quick", action="store_true", help="tiny problems")
     add("--problems", default="", metavar="REGEX", help="only problems whose name matches")
     add("--directions", default="", help="comma-separated (default: all)")
     known = ", ".join(family.known_platforms)
@@ -341,9 +336,8 @@ def parser(family: Family) -> argparse.ArgumentParser:
     add("--sample-ms", type=float, help="length of a sample (default: 30; quick on a CPU 2)")
     limit = "start no problem after this time"
     add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
-    add("--commit", help="version of the code (default: from git)")
     add("--render", metavar="JSON", help="show an earlier run instead of measuring")
-    for name in ("json", "plot", "markdown"):
+    for name in ("plot", "markdown"):
         add(f"--{name}", metavar="PATH")
     for name in ("process", "processes"):
         add(f"--{name}", type=int, help=argparse.SUPPRESS)

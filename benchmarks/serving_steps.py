@@ -11,7 +11,6 @@ and with full compilation caches (`JAX_COMPILATION_CACHE_DIR`, `TRITON_CACHE_DIR
 import argparse
 import concurrent.futures
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
@@ -174,17 +173,12 @@ def dtype_here() -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, "a tiny model")
     add = parser.add_argument
-    add("--quick", action="store_true", help="a tiny model")
     add("--start", action="store_true", help="only start a server")
     add("--no-starts", action="store_true", help="without timing starts")
     add("--temperature", type=float, default=0.0)
     add("--platform", help="of the kernels (default: chosen by device)")
-    add("--commit", help="version of the code in the result, outside a checkout")
-    add("--json", type=pathlib.Path, metavar="PATH")
     options = parser.parse_args(arguments)
     size = "quick" if options.quick else "full"
     vars(options).update(SIZES[size])
@@ -208,9 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     times = ("ms a step", "device ms", f"ratio (bar {BOUND})", "without overlap")
     print(report.table(("batch", *times, "tokens/s", "programs"), cells))
-    if options.json:
-        bars = {"ratio": BOUND, "programs": MOST_PROGRAMS, "first_token_seconds": COLD}
-        size = {name: getattr(options, name) for name in SIZES["full"]}
-        content = {"environment": report.environment(options.commit), "size": size, "dtype": options.dtype}
-        report.write_json(options.json, content | {"bars": bars, "rows": rows, "starts": starts})
+    bars = {"ratio": BOUND, "programs": MOST_PROGRAMS, "first_token_seconds": COLD}
+    size = {name: getattr(options, name) for name in SIZES["full"]}
+    report.save(options, size=size, dtype=options.dtype, bars=bars, rows=rows, starts=starts)
     return 0

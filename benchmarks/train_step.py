@@ -342,11 +342,8 @@ def write_kernels(path: pathlib.Path, variant: Variant, state: Any, tokens: Any)
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; `problems` become the options of each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, "a tiny model")
     add = parser.add_argument
-    add("--quick", action="store_true", help="a tiny model")
     add("--variants", help=f"comma-separated, of {', '.join(VARIANTS)} (default: all; unrolled with --peers)")
     add("--tuned", action="store_true", help="with the heuristics' and with tuned configurations instead")
     add("--platforms", default="default", help="with --tuned: comma-separated (default: %(default)s)")
@@ -361,8 +358,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=4, help="steps per sample")
     kernels = "for the device's time by kernel in one step more"
     add("--kernels", type=pathlib.Path, metavar="FOLDER", help=kernels)
-    add("--commit", help="version of the code in the result, outside a checkout")
-    add("--json", type=pathlib.Path, metavar="PATH")
     options = parser.parse_args(arguments)
     usual = "unrolled" if options.peers else ",".join(VARIANTS)
     options.variants = (options.variants or usual).split(",")
@@ -423,10 +418,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one, mine, torch in zip(problems, variants, peers, strict=True):
         rows += [{"problem": name_of(one)} | row for row in measure(one, mine, torch)]
         print(text_of(rows), flush=True)
-        if options.json:
-            size = {name: getattr(one, name) for name in SIZES["full"]}
-            content = {"environment": report.environment(options.commit), "dtype": options.dtype}
-            report.write_json(options.json, content | {"size": size, "rows": rows})
+        size = {name: getattr(one, name) for name in SIZES["full"]}
+        report.save(options, dtype=options.dtype, size=size, rows=rows)
         if torch is not None:
             torch.end()
     return 0

@@ -170,19 +170,15 @@ def render_report(path: pathlib.Path, picture: pathlib.Path | None) -> int:
 
 def parser(samples: int, sample_ms: float) -> argparse.ArgumentParser:
     """A parser with the options of both commands."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = report.parser(__doc__)
     add = result.add_argument
     add("--family", choices=sorted(FAMILIES), default="attention", help="default: %(default)s")
     add("--problems", default="", metavar="REGEX", help="only problems whose name matches")
-    add("--quick", action="store_true", help="tiny problems")
     add("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
     add("--samples", type=int, default=samples)
     add("--sample-ms", type=float, default=sample_ms)
     add("--force", action="store_true", help="also measure problems in the table or the user's cache")
     add("--output", type=pathlib.Path, metavar="PATH", help="table to extend (default: the shipped table)")
-    add("--commit", help="version of the code if git does not know it")
     return result
 
 
@@ -208,7 +204,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     in_process = "run candidates in this process: seconds faster, but a crash ends it"
     add("--in-process", action="store_true", help=in_process)
     add("--jobs", type=int, help="concurrent compilations (default: one per processor, up to 8)")
-    add("--json", type=pathlib.Path, metavar="PATH", help="report to extend")
     plots = "plot of heuristics against tuned configurations"
     add("--plot", type=pathlib.Path, metavar="PATH", help=plots)
     add("--render", type=pathlib.Path, metavar="JSON", help="show an earlier report instead of tuning")
@@ -361,6 +356,8 @@ def main_times(arguments: Sequence[str] | None = None) -> int:
                 times = (direction, one.platform, report.number(timing.ms, 4))
                 rows.append((problem.name, *times, "fastest" if one is best else ""))
         print(f"{problem.name}: {best.platform}", flush=True)
-    print(report.table(("problem", "direction", "platform", "ms", "fastest"), rows))
+    header = ("problem", "direction", "platform", "ms", "fastest")
+    print(report.table(header, rows))
+    report.save(options, rows=[dict(zip(header, row)) for row in rows])
     print(f"table: {options.output}")
     return 0
