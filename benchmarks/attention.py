@@ -167,52 +167,55 @@ def build(
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
-def expected_results(problem: AttentionProblem, inputs: Inputs) -> dict[str, Array]:
-    """Output and gradients of the reference in float32, by batch row and key head."""
-    rows, groups, kv_heads = problem.B, problem.H // problem.kv_heads, problem.kv_heads
+def expected_results(problem: AttentionProblem, inputs: Inputs) -> Arrays:
+    """Output and gradients of the reference in float32."""
     spec = AttentionSpec(
         scale=problem.D**-0.5,
         logits_soft_cap=problem.soft_cap,
         left=problem.window and problem.window - 1,
         right=0 if problem.causal else None,
     )
-    ids = (
-        jnp.repeat(jnp.asarray(problem.document_of(), jnp.int32), kv_heads, axis=0)[:, None]
-        if problem.packed
-        else None
-    )  # [B K, 1, S]
+    documents = jnp.asarray(problem.document_of(), jnp.int32) if problem.packed else None
+    return by_key_head(problem, inputs, spec, documents)
+
+
+def by_key_head(
+    problem: Any, inputs: Inputs, spec: AttentionSpec, ids: Array | None = None, mask: Array | None = None
+) -> Arrays:
+    """Output and gradients of the reference in float32, a batch row and a key head at a time; `ids`: segments `[B, S]`."""
+    rows, kv_heads, learned = problem.B, problem.kv_heads, inputs.learned
+    groups = problem.H // kv_heads
 
     def split(x: Array, heads: int) -> Array:
         x = x.astype(jnp.float32).reshape(rows, problem.S, kv_heads, heads, problem.D)
         return jnp.moveaxis(x, 2, 1).reshape(rows * kv_heads, 1, problem.S, heads, problem.D)
 
-    def join(x: Array, heads: int, shape: tuple[int, ...]) -> Array:
+    def join(x: Array, heads: int, like: Array) -> Array:
         x = x.reshape(rows, kv_heads, problem.S, heads, problem.D)
-        return jnp.moveaxis(x, 1, 2).reshape(shape)
+        return jnp.moveaxis(x, 1, 2).reshape(like.shape)
 
-    def one(parts: dict[str, Array]) -> dict[str, Array]:
-        cotangent, own = parts.pop("cotangent"), parts.pop("ids", None)
+    def one(parts: Arrays) -> Arrays:
+        cotangent, segments = parts.pop("cotangent"), parts.pop("ids", None)
 
         def forward(learned: dict[str, Any]) -> Array:
-            return reference.attend(AttentionArrays(**learned, q_segments=own, kv_segments=own), spec)[0]
+            arrays = AttentionArrays(**learned, mask=mask, q_segments=segments, kv_segments=segments)
+            return reference.attend(arrays, spec)[0]
 
         out, pull = jax.vjp(forward, parts)
         return {"out": out, **pull(cotangent)[0]}
 
-    learned = inputs.learned
-    parts = {"q": split(learned["q"], groups), "k": split(learned["k"], 1), "v": split(learned["v"], 1)}
+    heads = {"q": groups, "k": 1, "v": 1, "out": groups}
+    parts = {name: split(learned[name], heads[name]) for name in "qkv"}
     parts["cotangent"] = split(inputs.cotangent, groups)
     if ids is not None:
-        parts["ids"] = ids
-    if problem.sinks:
+        parts["ids"] = jnp.repeat(ids, kv_heads, axis=0)[:, None]  # [B K, 1, S]
+    if "sinks" in learned:
         sinks = learned["sinks"].reshape(1, kv_heads, 1, groups)
         parts["sinks"] = jnp.broadcast_to(sinks, (rows, kv_heads, 1, groups)).reshape(-1, 1, groups)
     results = jax.lax.map(one, parts)
-    shapes = {"out": learned["q"].shape} | {name: x.shape for name, x in learned.items()}
-    joined = {
-        n: join(results[n], groups if n in ("out", "q") else 1, shapes[n]) for n in ("out", "q", "k", "v")
-    }
-    if problem.sinks:
+    like = {**learned, "out": learned["q"]}
+    joined = {name: join(results[name], n, like[name]) for name, n in heads.items()}
+    if "sinks" in learned:
         joined["sinks"] = results["sinks"].reshape(rows, problem.H).sum(0)
     return joined
 

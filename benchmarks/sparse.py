@@ -22,6 +22,7 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import peers, runner
+from benchmarks.attention import by_key_head
 from benchmarks.peers import Tensors, TorchPeer
 from benchmarks.prepare import (
     Arrays,
@@ -37,8 +38,7 @@ from benchmarks.prepare import (
     UNTUNED,
 )  # fmt: skip
 from ejkernel_eqx import Mask
-from ejkernel_eqx.attention import reference
-from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
+from ejkernel_eqx.attention.spec import AttentionSpec
 
 BLOCK = 128  # queries and keys of a block of the maps, and of the tiles that are counted
 DOCUMENTS, GLOBAL = 12, 128
@@ -80,12 +80,12 @@ class SparseProblem:
 
 
 class Form(NamedTuple):
-    """What is visible: our mask, arguments of a call besides it, and the same as a function of query and key in numpy, JAX or PyTorch, given
-    the module's tables on its device."""
+    """A form of visibility: our mask; the same as a function of query and key in numpy, JAX or PyTorch, given the module's tables on its device;
+    and arguments of a call besides the mask."""
 
     mask: Callable[[SparseProblem], Mask]
-    arguments: Callable[[SparseProblem], dict[str, Any]]
     sees: Callable[[SparseProblem, Any, Any, Any], Any]
+    arguments: Callable[[SparseProblem], dict[str, Any]] = lambda problem: {}
 
 
 def documents(problem: SparseProblem) -> np.ndarray:
@@ -103,44 +103,36 @@ def block_map(problem: SparseProblem) -> np.ndarray:
     return rank <= np.sort(rank, axis=None)[round(problem.share * size * size) - 1]
 
 
-def _no_arguments(problem: SparseProblem) -> dict[str, Any]:
-    return {}
-
-
 def _in_map(problem: SparseProblem, table: Any, q: Any, k: Any) -> Any:
     return table[q // BLOCK, k // BLOCK]
 
 
+def _after_prefix(p: SparseProblem, table: Any, q: Any, k: Any) -> Any:
+    return (k <= q) | (k < p.S // 4)
+
+
 FORMS: Mapping[str, Form] = {
-    "causal": Form(lambda p: Mask.causal(), _no_arguments, lambda p, table, q, k: k <= q),
+    "causal": Form(lambda p: Mask.causal(), lambda p, table, q, k: k <= q),
     "window": Form(
         lambda p: Mask.causal() & Mask.sliding_window(p.window - 1),
-        _no_arguments,
         lambda p, table, q, k: (k <= q) & (q - k < p.window),
     ),
     "documents": Form(
         lambda p: Mask.causal(),
-        lambda p: {"segment_ids": jnp.broadcast_to(jnp.asarray(documents(p)), (p.B, p.S))},
         lambda p, table, q, k: (k <= q) & (table[q] == table[k]),
+        lambda p: {"segment_ids": jnp.broadcast_to(jnp.asarray(documents(p)), (p.B, p.S))},
     ),
-    "prefix": Form(
-        lambda p: Mask.prefix(p.S // 4), _no_arguments, lambda p, table, q, k: (k <= q) | (k < p.S // 4)
-    ),
+    "prefix": Form(lambda p: Mask.prefix(p.S // 4), _after_prefix),
     "prefix, as a function": Form(
-        lambda p: Mask.causal() | Mask.from_function(_Prefix(p.S // 4)),
-        _no_arguments,
-        lambda p, table, q, k: (k <= q) | (k < p.S // 4),
+        lambda p: Mask.causal() | Mask.from_function(_Prefix(p.S // 4)), _after_prefix
     ),
     "local and global": Form(
         lambda p: Mask.causal() & (Mask.sliding_window(p.window - 1) | Mask.global_tokens(GLOBAL)),
-        _no_arguments,
         lambda p, table, q, k: (k <= q) & ((q - k < p.window) | (q < GLOBAL) | (k < GLOBAL)),
     ),
-    "map": Form(lambda p: Mask.from_blocks(block_map(p), BLOCK), _no_arguments, _in_map),
-    "map as data": Form(
-        lambda p: Mask(), lambda p: {"block_map": jnp.asarray(block_map(p))}, _in_map
-    ),
-}  # fmt: skip
+    "map": Form(lambda p: Mask.from_blocks(block_map(p), BLOCK), _in_map),
+    "map as data": Form(lambda p: Mask(), _in_map, lambda p: {"block_map": jnp.asarray(block_map(p))}),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,31 +198,11 @@ def dense(problem: SparseProblem, platform: Any) -> Callable[[Arrays], Array]:
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
 def expected_results(problem: SparseProblem, inputs: Inputs) -> Arrays:
-    """Output and gradients of the reference in float32, by batch row and key head."""
-    groups, index = problem.H // problem.kv_heads, jnp.arange(problem.S)
-    table = table_of(problem)
+    """Output and gradients of the reference in float32."""
+    table, index = table_of(problem), jnp.arange(problem.S)
     table = None if table is None else jnp.asarray(table)
     seen = FORMS[problem.form].sees(problem, table, index[:, None], index[None])[None, None]
-    spec = AttentionSpec(scale=problem.D**-0.5)
-
-    def split(x: Array, heads: int) -> Array:
-        x = x.astype(jnp.float32).reshape(problem.B, problem.S, problem.kv_heads, heads, problem.D)
-        return jnp.moveaxis(x, 2, 1).reshape(-1, 1, problem.S, heads, problem.D)
-
-    def join(x: Array, heads: int) -> Array:
-        x = x.reshape(problem.B, problem.kv_heads, problem.S, heads, problem.D)
-        return jnp.moveaxis(x, 1, 2).reshape(problem.B, problem.S, problem.kv_heads * heads, problem.D)
-
-    def one(parts: Arrays) -> Arrays:
-        cotangent = parts.pop("cotangent")
-        attend = lambda learned: reference.attend(AttentionArrays(**learned, mask=seen), spec)[0]
-        out, pull = jax.vjp(attend, parts)
-        return {"out": out, **pull(cotangent)[0]}
-
-    heads = {"q": groups, "k": 1, "v": 1}
-    parts = {name: split(inputs.learned[name], n) for name, n in heads.items()}
-    results = jax.lax.map(one, parts | {"cotangent": split(inputs.cotangent, groups)})
-    return {name: join(x, heads.get(name, groups)) for name, x in results.items()}
+    return by_key_head(problem, inputs, AttentionSpec(scale=problem.D**-0.5), mask=seen)
 
 
 def flex(problem: SparseProblem) -> Callable[[Tensors], Any]:

@@ -2,6 +2,7 @@
 
 import sys
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,8 @@ def test_sizes_of_the_problems():
 
 def _row(problem: DecodeProblem, ms: float, **more) -> prepare.Row:
     row = prepare.Row(problem.name, "forward", "default", ms=ms, **more)
-    decode.complete(problem, None, "forward", [row])
+    inputs: Any = None  # sizes are the problem's
+    decode.complete(problem, inputs, "forward", [row])
     return row
 
 

@@ -63,9 +63,9 @@ def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
     row = lists.heads[None]
     if arrays.heads is not None:
         row = jnp.asarray(row)[0][arrays.heads]
-    arrays_of = (lists.tiles, lists.entries, lists.patterns, lists.bits)
-    on_device = (None if x is None else jnp.asarray(x) for x in arrays_of)
-    return TileLists(_every_head(row, arrays), *on_device, lists.blind)
+    tiles, entries, patterns = (jnp.asarray(x) for x in (lists.tiles, lists.entries, lists.patterns))
+    bits = None if lists.bits is None else jnp.asarray(lists.bits)
+    return TileLists(_every_head(row, arrays), tiles, entries, patterns, bits, lists.blind)
 
 
 def _every_head(row: Array | np.ndarray, arrays: AttentionArrays) -> Array:

@@ -104,7 +104,8 @@ def _summary(entries: Sequence[Entry]) -> str:
         if entry.config is None:
             rows.append((link, entry.platform, "every candidate was rejected", "", "", "", ""))
         for direction in (d for d in (FORWARD, BOTH) if d in entry.ms):
-            before, after, cost = (x.get(direction) for x in (entry.heuristic_ms, entry.ms, entry.costs))
+            before, after = (ms.get(direction) for ms in (entry.heuristic_ms, entry.ms))
+            cost = entry.costs.get(direction)
             bound = roofline(cost, entry.peaks, after).fraction if cost else None
             times = (_text(before, ".4g"), _text(after, ".4g"), _text(entry.speed_up(direction), ".2fx"))
             rows.append((link, entry.platform, direction, *times, _text(bound, ".0%")))
