@@ -1,91 +1,225 @@
 """Recurrent cells (LSTM, GRU, RNN) compared with cuDNN, by PyTorch and by JAX.
 
-    python benchmarks/cells.py --json cells.json --plot cells.png
-    python benchmarks/cells.py --problems 'LSTM B64' --platforms default,xla
-    python benchmarks/cells.py --quick                             # tiny problems
-    python benchmarks/cells.py --render cells.json --plot cells.png --markdown cells.md
+    python -m benchmarks cells --json cells.json --plot cells.png
+    python -m benchmarks cells --problems 'LSTM B64' --platforms default,xla
+    python -m benchmarks cells --render cells.json --plot cells.png --markdown cells.md
 
-Every result of ours is first compared with a float32 `lax.scan` of the formulas, on this device and at full size; speeds are reported only if
-the results agree. Each time includes the projection of the inputs. Peers receive the same data; PyTorch's layers are timed as CUDA graphs,
-without Python's launch overhead, and keep their parameters in cuDNN's layout. Without a GPU, the peer is the `lax.scan`.
+The reference is a `lax.scan` of the formulas. Each time includes the projection of the inputs. PyTorch's layers are timed as CUDA graphs, without
+Python's launch overhead, and keep their parameters in cuDNN's layout. Without a GPU, the peer is the `lax.scan`.
 """
 
 import argparse
+import dataclasses
 import functools
-import pathlib
-import sys
-from collections.abc import Iterator, Sequence
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import Array, lax
 
-from benchmarks import cells_peers as peers
-from benchmarks import cells_problems as problems
-from benchmarks import comparison, linear
-from benchmarks.cells_problems import Arrays, CellProblem, Inputs
-from benchmarks.comparison import Implementation
-from benchmarks.linear import Row
-from benchmarks.linear_plot import plot
-from benchmarks.prepare import DIRECTIONS, input_sets, nbytes, prepare, Prepared
+import ejkernel_eqx as ejx
+from benchmarks import linear, peers, runner
+from benchmarks.prepare import (
+    Arrays,
+    directed,
+    FORWARD,
+    Implementation,
+    Inputs,
+    PEER,
+    prepare,
+    Prepared,
+    UNTUNED,
+)
+
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
-def prepared(forward: problems.Forward, sets: Sequence[Inputs], direction: str) -> Prepared:
-    return prepare(problems.direction_of(forward, direction != "forward"), sets)
+@dataclasses.dataclass(frozen=True)
+class CellProblem:
+    """`B` rows of `T` tokens with `I` inputs, and `H` hidden features, for one kind of cell."""
+
+    cell: str
+    B: int
+    T: int
+    H: int
+    I: int
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        words = [self.cell, f"B{self.B}", f"T{self.T}", f"H{self.H}"]
+        words += [] if self.I == self.H else [f"I{self.I}"]
+        return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
 
 
-def implementations(problem: CellProblem, options: argparse.Namespace) -> Iterator[Implementation]:
-    in_jax = lambda forward: functools.partial(prepared, forward)
-    for name, platform in comparison.platforms(options):
-        yield Implementation(name, False, in_jax(problems.ours(problem, platform)))
+def make_inputs(problem: CellProblem, seed: int = 0) -> Inputs:
+    """Normal inputs, and parameters uniform in +-H^-1/2 as in a new layer; different for every seed."""
+    keys = iter(jax.random.split(jax.random.key(seed), 6))
+    gates, bound = GATES[problem.cell] * problem.H, problem.H**-0.5
+    shapes = {
+        "weight_ih": (gates, problem.I),
+        "weight_hh": (gates, problem.H),
+        "bias_ih": (gates,),
+        "bias_hh": (gates,),
+    }
+    normal = lambda size: jax.random.normal(next(keys), (problem.B, problem.T, size)).astype(problem.dtype)
+    learned = {"x": normal(problem.I)}
+    for name, shape in shapes.items():
+        drawn = jax.random.uniform(next(keys), shape, minval=-bound, maxval=bound)
+        learned[name] = drawn.astype(problem.dtype)
+    return Inputs(learned, normal(problem.H), {})
+
+
+def ours(problem: CellProblem, platform: str | None) -> Callable[[Arrays], Array]:
+    """Our operation, with the projection of the inputs."""
+    operation = ejx.Recurrent(problem.cell.lower(), platform=platform)  # pyright: ignore[reportArgumentType]
+    return lambda learned: operation(
+        learned["x"],
+        learned["weight_hh"],
+        learned["bias_hh"],
+        weight_ih=learned["weight_ih"],
+        bias_ih=learned["bias_ih"],
+    )[0]
+
+
+def plain(problem: CellProblem) -> Callable[[Arrays], Array]:
+    """A `lax.scan` over time of the cell's formula."""
+
+    def run(learned: Arrays) -> Array:
+        project = lambda x, what: x @ learned[f"weight_{what}"].T + learned[f"bias_{what}"][None]
+
+        @jax.checkpoint
+        def token(state: tuple[Array, Array], x: Array) -> tuple[tuple[Array, Array], Array]:
+            state = _formula(problem.cell, project(x, "ih"), project(state[0], "hh"), *state)
+            return state, state[0]
+
+        x = learned["x"]
+        zeros = jnp.zeros((problem.B, problem.H), x.dtype)
+        return jnp.moveaxis(lax.scan(token, (zeros, zeros), jnp.moveaxis(x, 1, 0))[1], 0, 1)
+
+    return run
+
+
+def _formula(kind: str, x: Array, u: Array, h: Array, c: Array) -> tuple[Array, Array]:
+    sigmoid = jax.nn.sigmoid
+    if kind == "RNN":
+        return jnp.tanh(x + u), c
+    if kind == "GRU":
+        (xr, xz, xn), (ur, uz, un) = jnp.split(x, 3, -1), jnp.split(u, 3, -1)
+        z = sigmoid(xz + uz)
+        return (1 - z) * jnp.tanh(xn + sigmoid(xr + ur) * un) + z * h, c
+    i, f, g, o = jnp.split(x + u, 4, -1)
+    c = sigmoid(f) * c + sigmoid(i) * jnp.tanh(g)
+    return sigmoid(o) * jnp.tanh(c), c
+
+
+def expected_results(problem: CellProblem, inputs: Inputs) -> Arrays:
+    """Output and gradients of the formulas in float32."""
+    with jax.default_matmul_precision("highest"):
+        return _expected_results(problem, inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def _expected_results(problem: CellProblem, inputs: Inputs) -> Arrays:
+    learned, cotangent = jax.tree.map(lambda x: x.astype(jnp.float32), inputs[:2])
+    out, pull = jax.vjp(plain(problem), learned)
+    return {"out": out, **pull(cotangent)[0]}
+
+
+# Peers
+
+
+def jax_cudnn(problem: CellProblem) -> Callable[[Arrays], Array]:
+    """Takes float32 alone, so inputs and parameters are cast; products are in TF32."""
+    from jax.experimental import rnn
+
+    def run(learned: Arrays) -> Array:
+        wide = {name: a.astype(jnp.float32) for name, a in learned.items()}
+        weights = jnp.concatenate([wide[name].reshape(-1) for name in PARAMETERS])
+        zeros = jnp.zeros((1, problem.B, problem.H), jnp.float32)
+        lengths = jnp.full(problem.B, problem.T, jnp.int32)
+        sizes: Any = (problem.I, problem.H, 1, 0.0, False)
+        results: Any = rnn.lstm(wide["x"], zeros, zeros, weights, lengths, *sizes)
+        return results[0].astype(problem.dtype)
+
+    return run
+
+
+def torch_layer(problem: CellProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
+    """PyTorch's layer on the same data. It has one set of parameters, those of the first inputs, in the layout of cuDNN."""
+    import torch
+
+    layer = getattr(torch.nn, problem.cell)(problem.I, problem.H, batch_first=True)
+    layer = layer.to(device="cuda", dtype=getattr(torch, problem.dtype))
+    parameters = {name: getattr(layer, f"{name}_l0") for name in PARAMETERS}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.from_dlpack(sets[0].learned[name]))
+    layer.flatten_parameters()
+
+    def run(x: Any, cotangent: Any) -> dict[str, Any]:
+        if direction == FORWARD:
+            with torch.no_grad():
+                return {"out": layer(x)[0]}
+        learned = {"x": x, **parameters}
+        return dict(
+            zip(learned, torch.autograd.grad(layer(x)[0], [*learned.values()], cotangent), strict=True)
+        )
+
+    def tensors(inputs: Inputs) -> tuple[Any, ...]:
+        x = peers.tensor(inputs.learned["x"]).requires_grad_(direction != FORWARD)
+        return x, peers.tensor(inputs.cotangent)
+
+    return peers.prepared(run, sets, tensors)
+
+
+def implementations(
+    problem: CellProblem, options: argparse.Namespace, direction: str
+) -> Iterator[Implementation]:
+    def in_jax(forward: Callable[[Arrays], Array], sets: Sequence[Inputs], direction: str) -> Prepared:
+        return prepare(directed(lambda learned, _: forward(learned), direction), sets)
+
+    yield from runner.ours(options, lambda platform, *given: in_jax(ours(problem, platform), *given))
     if jax.default_backend() == "cpu":
-        yield Implementation("lax.scan", True, in_jax(problems.plain(problem)))
+        yield Implementation("lax.scan", functools.partial(in_jax, plain(problem)), PEER)
         return
     if options.torch:
-        make = functools.partial(peers.torch_layer, problem)
-        yield Implementation("PyTorch", True, lambda sets, direction: make(sets, direction != "forward"))
+        yield Implementation("PyTorch", functools.partial(torch_layer, problem), PEER)
     if problem.cell == "LSTM":
-        yield Implementation("jax.experimental.rnn, float32", True, in_jax(peers.jax_cudnn(problem)))
+        yield Implementation(
+            "jax.experimental.rnn, float32", functools.partial(in_jax, jax_cudnn(problem)), PEER
+        )
 
 
-def least_bytes(inputs: Inputs, direction: str) -> int:
-    """The bytes of reading every input once and writing every result once."""
-    learned, out = nbytes(inputs.learned), nbytes(inputs.cotangent)
-    return (2 * learned if direction == "forward+backward" else learned) + out
+P = CellProblem
+ANCHORS = (
+    P("LSTM", 64, 512, 1024, 1024),
+    P("GRU", 64, 512, 1024, 1024),
+    P("LSTM", 256, 512, 256, 256),
+    P("GRU", 256, 512, 256, 256),
+    P("RNN", 64, 512, 1024, 1024),
+    P("LSTM", 1024, 128, 128, 128),
+    P("LSTM", 64, 512, 512, 512),
+    P("LSTM", 1, 512, 512, 512),
+    P("LSTM", 64, 512, 1024, 1024, "float32"),
+)
+CPU = (P("LSTM", 8, 256, 128, 128, "float32"), P("GRU", 8, 256, 128, 128, "float32"))
+TINY = tuple(P(cell, 2, 6, 8, 5, "float32") for cell in GATES)
 
-
-def measure(problem: CellProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of a problem, by direction."""
-    sets = input_sets(functools.partial(problems.make_inputs, problem))
-    expected = problems.expected_results(problem, sets[0])
-
-    def check(row: Row, results: Arrays) -> str | None:
-        found = problems.errors_of(problem, row.direction, results, expected)
-        return comparison.check_errors(row, found, comparison.SAME_MATHEMATICS)
-
-    for direction, rows in comparison.compared(
-        Row, problem.name, DIRECTIONS, lambda _: implementations(problem, options), sets, check, options
-    ):
-        linear.complete(rows, least_bytes(sets[0], direction))
-        yield rows
-
-
-TABLES = linear.TABLES._replace(picture="Speed of recurrent cells over their peers")
-
-
-# The command
-
-COMPARISON = comparison.Comparison(
+FAMILY = runner.Family(
     "cells",
     __doc__,
-    comparison.Problems(problems.TINY, problems.CPU, problems.ANCHORS),
-    measure,
-    Row,
-    comparison.Output(linear.summarise, TABLES, functools.partial(plot, title="Recurrent cells")),
+    TINY,
+    CPU,
+    ANCHORS,
+    make_inputs,
+    implementations,
+    expected_results,
+    linear.TABLES._replace(picture="Speed of recurrent cells over their peers"),
+    "Recurrent cells",
+    complete=linear.complete,
+    extremes=(runner.MEMORY,),
     platforms="default,xla",
 )
-parse, main = COMPARISON.parse, COMPARISON.main
-
-
-if __name__ == "__main__":
-    COMPARISON.script()

@@ -1,115 +1,215 @@
 """Attention over pages: decoding relative to memory bandwidth, latents and prefills relative to arithmetic, and installed peers.
 
-    python benchmarks/decode.py --json decode.json --plot decode.png --markdown decode.md
-    python benchmarks/decode.py --problems 'N64 S4096|prefill' --time-limit 300
-    python benchmarks/decode.py --quick                             # tiny problems
-    python benchmarks/decode.py --render decode.json --plot decode.png --markdown decode.md
+    python -m benchmarks decode --json decode.json --plot decode.png --markdown decode.md
+    python -m benchmarks decode --problems 'N64 S4096|prefill' --time-limit 300
+    python -m benchmarks decode --quick                             # tiny problems
+    python -m benchmarks decode --render decode.json --plot decode.png --markdown decode.md
 
-Every result is first compared with a float32 reference, on this device and at full size; speeds are reported only if the results agree
-(within ten percent for peers, which use arithmetic of their own). Bytes are those of visible keys and values, queries, results and tables,
-regardless of what else an implementation moves; the memory bandwidth is that of a copy in the same run.
-Our implementations, peers and baselines (our FlashAttention on dense keys, and our 16-bit pages for 8-bit ones)
-are timed in turn; on a GPU, with inputs that do not fit the cache.
+Results of peers, which use arithmetic of their own, may be off by ten percent. Bytes are those of visible keys and values, queries, results and
+tables, regardless of what else an implementation moves; the memory bandwidth is that of a copy in the same run. Baselines are our FlashAttention on
+dense keys, and our 16-bit pages for 8-bit ones.
 """
 
 import argparse
 import dataclasses
 import functools
-import os
-import pathlib
-import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from benchmarks import command
-from benchmarks import decode_peers as peers
+import ejkernel_eqx as ejx
 from benchmarks import decode_problems as problems
-from benchmarks.decode_peers import Peer
-from benchmarks.decode_plot import plot
-from benchmarks.decode_problems import BARS, DecodeProblem, Inputs, KINDS
-from benchmarks.decode_tables import card_line, markdown, text_tables
-from benchmarks.measure import JaxWork, launch_floor, time_in_turn, Work
+from benchmarks import report, runner
+from benchmarks.decode_problems import (
+    BARS,
+    DECODE,
+    DecodeProblem,
+    gathered,
+    Inputs,
+    KINDS,
+    LATENT,
+    ours,
+    plain_pages,
+    PREFILL,
+    QUANTISED,
+)  # fmt: skip
+from benchmarks.measure import JaxWork, time_in_turn
+from benchmarks.peers import is_missing
 from benchmarks.prepare import (
-    Attempt,
+    BASELINE,
     compiled,
     FAILURES,
     fastest,
-    finite,
-    input_sets,
-    measure_rows,
-    Measured,
+    Implementation,
+    OURS,
+    PEER,
     Prepared,
     ratio,
+    Row,
     selected_platform,
-    worst,
-)
+)  # fmt: skip
 
-OURS = ("default", "triton", "xla")
-MINE, PEER, BASELINE = "ours", "peer", "baseline"
-_SAME_MATHEMATICS = 0.1  # peers may round differently, and may raise errors
-_RAISED = {MINE: FAILURES, BASELINE: FAILURES, PEER: (Exception,)}
+# Peers
+
+_SPLITS = 16  # Pallas' default
 
 
-@dataclasses.dataclass
-class Row(Measured):
-    """One implementation of one problem. `reason` is set if there is no time; `of_card`: fraction of the speed of a copy; `ratio` and
-    `over_baseline` are the times of the fastest peer and of the baseline, divided by this one's."""
+class Peer(NamedTuple):
+    """`convert` converts the inputs to the layout of `run`, and is not timed. A baseline is our own implementation on other inputs."""
 
-    problem: str
-    kind: str
-    role: str
-    implementation: str
-    bytes: int
-    flops: float
-    error: float | None = None
-    tb_per_s: float | None = None
-    of_card: float | None = None
-    tflops: float | None = None
-    over_baseline: float | None = None
+    name: str
+    convert: Callable[[Inputs], Any]
+    run: Callable[[Any], Array]
+    is_baseline: bool = False
 
-    @property
-    def label(self) -> str:
-        return f"{self.problem}, {self.implementation}"
 
-    @property
-    def is_ours(self) -> bool:
-        return self.role == MINE
+def peers_of(problem: DecodeProblem, gpu: bool) -> Iterator[Peer]:
+    """The peers that support this problem, on a GPU including those that need one."""
+    yield from baselines_of(problem, gpu)
+    yield gather_and_attend(problem, "xla")
+    if not gpu:
+        return
+    if not problem.rope:
+        yield gather_and_attend(problem, "cudnn")
+    if not problem.rope and not problem.prefill and problem.scales != "head":
+        yield pallas(problem)
+        yield pallas(problem, fitted=True)
+    if problem.kind == "decode" and not is_missing("ejkernel"):
+        yield ejkernel(problem)
 
-    @property
-    def speed(self) -> str:
-        over = f", {self.ratio:.2f} of the fastest peer's speed" if self.ratio else ""
-        return f"{self.ms:.4f} ms, {self.tb_per_s:.2f} TB/s, {self.tflops:.1f} TFLOP/s{over}"
+
+def baselines_of(problem: DecodeProblem, gpu: bool) -> Iterator[Peer]:
+    """FlashAttention on the dense keys of a prefill; 16-bit pages, or those of the queries' dtype, for 8-bit ones."""
+    if problem.prefill:
+        platform = "triton" if gpu else None
+
+        def dense(inputs: Inputs) -> tuple[Array, ...]:
+            return rows(problem, inputs.q), *gathered(problem, inputs)
+
+        def attend(x: tuple[Array, ...]) -> Array:
+            flash = ejx.FlashAttention(causal=True, softmax_scale=problem.scale, platform=platform)
+            return flash(*x).reshape(-1, problem.H, problem.D)
+
+        yield Peer("FlashAttention", dense, attend, True)
+    if problem.scales:
+        yield Peer(f"{problem.dtype} pages", plain_pages, ours(problem, None), True)
+
+
+def rows(problem: DecodeProblem, q: Array) -> Array:
+    """Queries in the layout of dense attention, `[N, queries, H, D]`."""
+    return q.reshape(problem.N, -1, *q.shape[1:])
+
+
+# Keys are gathered in every call, as is necessary without attention over pages.
+
+
+def gather_and_attend(problem: DecodeProblem, implementation: str) -> Peer:
+    """`jax.nn`, or plain JAX if values and keys have different channels, which `jax.nn` does not support."""
+
+    def attend(inputs: Inputs) -> Array:
+        k, v = gathered(problem, inputs)
+        q, lengths = rows(problem, inputs.q), inputs.cache.lengths
+        if problem.rope:
+            out = _plain(problem, q[:, 0], k[:, :, 0], v[:, :, 0], lengths)
+        else:
+            options: dict[str, Any] = {"scale": problem.scale, "implementation": implementation}
+            options |= {"is_causal": True} if problem.prefill else {"key_value_seq_lengths": lengths}
+            out = jax.nn.dot_product_attention(q, k, v, **options)
+        return out.reshape(-1, problem.H, problem.D)
+
+    what = "XLA" if problem.rope else f"jax.nn {implementation}"
+    return Peer(f"gather + {what}", lambda inputs: inputs, attend)
+
+
+def _plain(problem: DecodeProblem, q: Array, k: Array, v: Array, lengths: Any) -> Array:
+    """One query `[N, H, D + rope]` on one head of keys `[N, S, D + rope]`."""
+    scores = problem.scale * jnp.einsum("nhd,nsd->nhs", q, k, preferred_element_type=jnp.float32)
+    seen = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None] < lengths[:, None, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("nhs,nsd->nhd", weights.astype(v.dtype), v)
+
+
+# Third-party kernels
+
+
+def pallas(problem: DecodeProblem, fitted: bool = False, interpret: bool = False) -> Peer:
+    """JAX's sample kernel, with its defaults or with enough splits to fill the device and blocks of 128 keys. It does not scale the
+    scores; the pages of a head are contiguous."""
+
+    def convert(inputs: Inputs) -> tuple[Any, ...]:
+        cache = inputs.cache
+        assert isinstance(cache, ejx.PagedKVCache) and cache.page_table is not None
+        pages = [jnp.moveaxis(x, 2, 0) for x in (cache.k, cache.v)]
+        scales = [None if x is None else jnp.moveaxis(x, 2, 0) for x in (cache.k_scale, cache.v_scale)]
+        count = cache.page_table.shape[1]
+        splits = pallas_splits(problem, count) if fitted else _SPLITS
+        # Pads to a whole number of blocks per split; the padding is never read.
+        block = pallas_block(problem.p) if fitted else 8
+        width = -count % (splits * min(block, max(1, -(-count // splits))))
+        table = jnp.pad(jnp.maximum(cache.page_table, 0), ((0, 0), (0, width)))
+        return inputs.q, *pages, table, cache.lengths, *scales
+
+    def run(x: tuple[Any, ...]) -> Array:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # from JAX 0.12 on, where it still works
+            from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+        q, k, v, table, lengths, *scales = x
+        options: dict[str, Any] = {"interpret": interpret}
+        if fitted:
+            splits = pallas_splits(problem, -(-problem.S // problem.p))
+            options |= {"k_splits": splits, "pages_per_compute_block": pallas_block(problem.p)}
+            options |= {"num_warps": 4}
+        q = (q * problem.scale).astype(q.dtype)
+        return paged_attention(q, k, v, table, lengths, *scales, **options)
+
+    return Peer("Pallas, fitted" if fitted else "Pallas", convert, run)
+
+
+def pallas_block(page: int) -> int:
+    """The number of pages in a block of at most 128 keys; a power of two."""
+    return max(1, 128 // page)
+
+
+def pallas_splits(problem: DecodeProblem, pages: int) -> int:
+    """The number of splits, a power of two, for about a thousand programs with at least one block each."""
+    splits, programs = 1, problem.N * problem.K
+    while splits * programs < 1024 and 2 * splits * pallas_block(problem.p) <= pages:
+        splits *= 2
+    return splits
+
+
+def ejkernel(problem: DecodeProblem) -> Peer:
+    """Its Triton kernel, with its own choice of splits. Heads come before the tokens of a page."""
+
+    def convert(inputs: Inputs) -> tuple[Any, ...]:
+        cache = inputs.cache
+        assert isinstance(cache, ejx.PagedKVCache) and cache.page_table is not None
+        pages = (jnp.swapaxes(x, 1, 2) for x in (cache.k, cache.v))
+        return inputs.q, *pages, cache.lengths, jnp.maximum(cache.page_table, 0)
+
+    def run(x: tuple[Any, ...]) -> Array:
+        from ejkernel.kernels._triton.page_attention import (  # pyright: ignore[reportMissingImports]
+            page_attention,
+        )
+
+        return page_attention(*x, attn_scale=problem.scale, max_context_len=problem.S)
+
+    return Peer("ejKernel", convert, run)
+
+
+# Measuring
 
 
 def prepare(run: Callable[[Any], Array], sets: Sequence[Any]) -> Prepared:
-    """Compiles `run` and computes the first of the sets."""
+    """Compiles `run` and computes the first of the sets. Several runs take one set of inputs after another, so that none of them are in the cache
+    even in short runs; as in the tuner's `repeated`, barriers separate and order them, and all results are returned."""
 
-    @functools.cache
-    def program(runs: int) -> Any:
-        if runs == 1:
-            return jax.jit(run).lower(sets[0]).compile()
-        return jax.jit(in_turn(run, runs)).lower(tuple(sets)).compile()
-
-    def make(runs: int) -> Work:
-        return JaxWork(program(runs), [(x,) for x in sets] if runs == 1 else [(tuple(sets),)])
-
-    once, selection, temporary = compiled(program)
-    return Prepared({"out": once(sets[0])}, make, selection, temporary)
-
-
-def in_turn(run: Callable[[Any], Array], runs: int) -> Callable[[Sequence[Any]], list[Array]]:
-    """A function that runs this many times, with one set of inputs after another, so that none of them are in the cache even in short runs.
-
-    As in the tuner's `repeated`, barriers separate and order the runs, and all results are returned.
-    """
-
-    def several(sets: Sequence[Any]) -> list[Array]:
+    def several(runs: int, sets: Sequence[Any]) -> list[Array]:
         kept: list[Array] = []
         for n in range(runs):
             inputs = sets[n % len(sets)]
@@ -118,29 +218,39 @@ def in_turn(run: Callable[[Any], Array], runs: int) -> Callable[[Sequence[Any]],
             kept.append(run(inputs))
         return kept
 
-    return several
+    @functools.cache
+    def program(runs: int) -> Any:
+        if runs == 1:
+            return jax.jit(run).lower(sets[0]).compile()
+        return jax.jit(functools.partial(several, runs)).lower(tuple(sets)).compile()
+
+    def make(runs: int) -> JaxWork:
+        return JaxWork(program(runs), [(x,) for x in sets] if runs == 1 else [(tuple(sets),)])
+
+    once, selection, temporary = compiled(program)
+    return Prepared({"out": once(sets[0])}, make, selection, temporary)
 
 
-def implementations(problem: DecodeProblem, options: argparse.Namespace) -> Iterator[tuple[str, Peer]]:
-    """The role of each implementation, and how to run it."""
+def prepare_peer(peer: Peer, sets: Sequence[Inputs], direction: str) -> Prepared:
+    convert = jax.jit(peer.convert)
+    return prepare(peer.run, [jax.block_until_ready(convert(inputs)) for inputs in sets])
+
+
+def implementations(
+    problem: DecodeProblem, options: argparse.Namespace, direction: str
+) -> Iterator[Implementation]:
     resolved = None
     for name in options.platforms:
         platform = None if name == "default" else name
         if name != resolved:  # the same platform gives the same program
-            yield MINE, Peer(name, lambda inputs: inputs, problems.ours(problem, platform))
+            run = ours(problem, platform)
+            yield Implementation(name, lambda sets, direction, run=run: prepare(run, sets))
         if name == "default":
-            resolved = default_platform(problem)
-    if options.peers:
-        for peer in peers.peers_of(problem, jax.default_backend() == "gpu"):
-            yield BASELINE if peer.is_baseline else PEER, peer
-
-
-def default_platform(problem: DecodeProblem) -> str:
-    inputs = jax.eval_shape(lambda: problems.make_inputs(problem))
-    return selected_platform(problems.ours(problem, None), inputs)
-
-
-# Measuring
+            inputs = jax.eval_shape(lambda: problems.make_inputs(problem))
+            resolved = selected_platform(ours(problem, None), inputs)
+    for peer in peers_of(problem, jax.default_backend() == "gpu") if options.peers else ():
+        role, failures = (BASELINE, FAILURES) if peer.is_baseline else (PEER, (Exception,))
+        yield Implementation(peer.name, functools.partial(prepare_peer, peer), role, failures=failures)
 
 
 def measure_card(options: argparse.Namespace) -> dict[str, float]:
@@ -154,64 +264,35 @@ def measure_card(options: argparse.Namespace) -> dict[str, float]:
     return {name: moved[name] / timing.ms / 1e9 for name, timing in timings.items()}
 
 
-def measure(problem: DecodeProblem, card: Mapping[str, float], options: argparse.Namespace) -> list[Row]:
-    """The rows of a problem."""
-    sets = input_sets(functools.partial(problems.make_inputs, problem))
-    expected, floor = problems.expected_results(problem, sets[0]), launch_floor(sets[0])
+_CARD: dict[str, float] = {}
 
-    def ready(peer: Peer) -> Prepared:
-        return prepare(peer.run, _converted(peer, sets))
 
-    attempts = (
-        Attempt(_row(problem, role, peer.name), functools.partial(ready, peer), _RAISED[role])
-        for role, peer in implementations(problem, options)
-    )
-    rows = measure_rows(attempts, functools.partial(_check, problem, expected), options, floor)
+def about(options: argparse.Namespace, chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
+    """Measures the bandwidth of the device, with which the problems are compared."""
+    _CARD.update(measure_card(options))
+    entries = {"card": dict(_CARD), "sizes": {p.name: dataclasses.asdict(p) for p in chosen}}
+    print(card_line(entries))
+    return entries
+
+
+def complete(problem: DecodeProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
+    runner.rate(rows, bytes=problem.bytes(), flops=problem.flops())
+    baseline = fastest(rows, BASELINE)
     for row in rows:
-        if row.ms:
-            row.tb_per_s, row.tflops = row.bytes / row.ms / 1e9, row.flops / row.ms / 1e9
-            row.of_card = row.tb_per_s / card["copy"]
-    peer, baseline = (fastest(row for row in rows if row.role == role) for role in (PEER, BASELINE))
-    for row in rows:
-        if row.role == MINE:
-            row.ratio, row.over_baseline = ratio(peer, row), ratio(baseline, row)
-    return rows
+        speed = row.numbers["tb_per_s"]
+        row.numbers |= {"kind": problem.kind, "of_card": speed / _CARD["copy"] if speed and _CARD else None}
+        row.numbers["over_baseline"] = ratio(baseline, row) if row.role == OURS else None
 
 
-def _row(problem: DecodeProblem, role: str, implementation: str, reason: str | None = None) -> Row:
-    sizes = problem.bytes(), problem.flops()
-    return Row(problem.name, problem.kind, role, implementation, *sizes, reason=reason)
-
-
-def unmeasured(problem: DecodeProblem, reason: str) -> list[Row]:
-    return [_row(problem, MINE, "default", reason)]
-
-
-def _converted(peer: Peer, sets: Sequence[Inputs]) -> list[Any]:
-    convert = jax.jit(peer.convert)
-    return [jax.block_until_ready(convert(inputs)) for inputs in sets]
-
-
-def _check(
-    problem: DecodeProblem, expected: dict[str, Array], row: Row, results: dict[str, Array]
-) -> str | None:
-    """The error in the result, if any."""
-    error, wrong = problems.error_of(problem, results["out"], dict(expected))
-    row.error = finite({"out": error})["out"]
-    return None if row.role == PEER and error <= _SAME_MATHEMATICS else wrong
-
-
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+def sum_up(rows: Sequence[Row], chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
     """The worst problem for each target, by our fastest implementation, and the lowest ratio for each kind of problem."""
     best: dict[str, Row] = {}
-    for row in rows:
-        known = best.get(row.problem)
-        if row.role == MINE and row.ms and (known is None or row.ms < (known.ms or 0)):
-            best[row.problem] = row
+    for row in sorted((row for row in rows if row.role == OURS and row.ms), key=lambda row: row.ms or 0.0):
+        best.setdefault(row.problem, row)
     bars = []
     for bar in BARS:
         mine = [best[p.name] for p in bar.problems if p.name in best]
-        known = [(getattr(row, bar.field), row.problem) for row in mine]
+        known = [(row.ms if bar.field == "ms" else row.numbers[bar.field], row.problem) for row in mine]
         known = [(value, problem) for value, problem in known if value is not None]
         if known:
             value, problem = max(known) if bar.at_most else min(known)
@@ -220,65 +301,145 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
             bars[-1] |= {"value": value, "problem": problem, "measured": len(known), "of": len(bar.problems)}
     lowest = {}
     for kind in KINDS:
-        if found := worst(row for row in best.values() if row.kind == kind):
-            lowest[kind] = found
-    return {"bars": bars, "lowest ratio": lowest}
+        ratios = [
+            (row.ratio, row.problem) for row in best.values() if row.numbers["kind"] == kind and row.ratio
+        ]
+        if ratios:
+            value, problem = min(ratios)
+            lowest[kind] = {"value": value, "problem": problem}
+    return {"summary": {"bars": bars, "lowest ratio": lowest}}
 
 
-# The command
+# Showing
 
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser(__doc__)
-    command.add_platforms(parser, OURS, "default,xla")
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="ours alone")
-    return command.parse(parser, arguments)
-
-
-def choose(options: argparse.Namespace) -> list[DecodeProblem]:
-    """The problems in order of importance, so that a time limit omits the least important ones."""
-    full = problems.CPU if jax.default_backend() == "cpu" else problems.EVERY
-    chosen = problems.TINY if options.quick else full
-    return command.matching(chosen, options)
-
-
-def about(options: argparse.Namespace, chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
-    """Also measures the bandwidth of the device, with which the problems are compared."""
-    found: dict[str, Any] = {
-        "missing": peers.missing() if options.peers and jax.default_backend() == "gpu" else []
-    }
-    found["card"] = options.card = measure_card(options)
-    found["sizes"] = {problem.name: dataclasses.asdict(problem) for problem in chosen}
-    print(card_line(found))
-    for package in found["missing"]:
-        print(f"peer omitted: {package} is not installed")
-    return found
-
-
-def sum_up(rows: Sequence[Row], chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
-    return {"summary": summarise(rows)}
-
-
-BENCHMARK = command.Benchmark(
-    "decode",
-    about,
-    lambda problem, options: [measure(problem, options.card, options)],
-    unmeasured,
-    sum_up,
-    text_tables,
-    markdown,
-    plot,
+TABLES = runner.Tables(
+    (
+        "problem",
+        "implementation",
+        "platform",
+        "ms",
+        "spread",
+        "TB/s",
+        "of copy",
+        "TFLOP/s",
+        "ratio",
+        "baseline",
+        "error",
+    ),
+    "ratio, baseline: speed over the fastest peer's and over the baseline's",
+    "Decoding: achieved bandwidth over context and page size",
+    KINDS,
+    by="kind",
+    digits=4,
 )
+BAR_HEADER = ("on one H200", "bar", "worst", "met", "problem")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.render:
-        return command.render(BENCHMARK, options)
-    return command.run(BENCHMARK, choose(options), options)
+def _bar_cells(bar: Mapping[str, Any]) -> tuple[str, ...]:
+    bound = f"{'<=' if bar['at_most'] else '>='} {bar['bound']:g}"
+    measured = "" if bar["measured"] == bar["of"] else f" ({bar['measured']} of {bar['of']} measured)"
+    met = "yes" if bar["met"] else "no"
+    return bar["what"], bound, f"{bar['value']:.4g}", met, bar["problem"] + measured
 
 
-if __name__ == "__main__":
-    # Peers and XLA's temporaries need memory too; a pool allocated at the start keeps allocations out of the times.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.8")
-    raise SystemExit(main())
+def card_line(content: Mapping[str, Any]) -> str:
+    card = content["card"]
+    return f"A copy runs at {card['copy']:.3g} TB/s (read and written), a sum at {card['read']:.3g} TB/s."
+
+
+def text(content: Mapping[str, Any]) -> str:
+    summary = content["summary"]
+    lowest = {f"lowest ratio, {kind}": entry for kind, entry in summary["lowest ratio"].items()}
+    parts = [card_line(content), TABLES.text({**content, "summary": lowest})]
+    parts += [report.table(BAR_HEADER, list(map(_bar_cells, summary["bars"])))] if summary["bars"] else []
+    return "\n\n".join(parts)
+
+
+def markdown(content: Mapping[str, Any], picture: str | None) -> str:
+    """A table for each kind of problem, as Markdown for the documentation."""
+    parts, bars = [TABLES.markdown(content, picture).rstrip(), card_line(content)], content["summary"]["bars"]
+    parts += [report.markdown_table(BAR_HEADER, list(map(_bar_cells, bars)))] if bars else []
+    return "\n\n".join(parts) + "\n"
+
+
+def plot(content: Mapping[str, Any], path: str) -> None:
+    """Writes the PNG: bandwidth over context and page size, and the other measurements. Requires matplotlib."""
+    plt = report.pyplot()
+    rows = [{**row, **content["sizes"][row["problem"]]} for row in content["rows"] if row["ms"] is not None]
+    decodes = [row for row in rows if row["kind"] == DECODE]
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    colours = {name: plt.get_cmap("tab10")(n % 10) for n, name in enumerate(names)}
+    counted = [row for row in rows if row["kind"] in (LATENT, PREFILL)]
+    quantised = [row for row in rows if row["kind"] == QUANTISED]
+    flops = "tflop_per_s" if counted and "tflop_per_s" in counted[0] else "tflops"
+    parts = [(_usual(decodes), "tb_per_s", "decode, TB/s"), (quantised, "ms", "8-bit pages, ms")]
+    parts = [part for part in (*parts, (counted, flops, "latents and prefills, TFLOP/s")) if part[0]]
+    heights = [*([3.0] if decodes else []), *(1.7 + 0.2 * len(mine) for mine, *_ in parts)]
+    if not heights:
+        return  # nothing was timed
+    figure, axes = plt.subplots(
+        len(heights),
+        1,
+        figsize=(9, 0.6 + sum(heights)),
+        squeeze=False,
+        gridspec_kw={"height_ratios": heights},
+        layout="constrained",
+    )
+    if decodes:
+        _contexts(axes[0, 0], decodes, content["card"]["copy"])
+    for axis, (mine, field, title) in zip(axes[:, 0][bool(decodes) :], parts, strict=True):
+        runner.bars(axis, mine, field, colours, lambda row: f"{row['implementation']}, {row['ms']:.3f} ms")
+        axis.set_title(title, fontsize=9)
+    figure.suptitle(f"Attention over pages on {content['environment']['device']}")
+    report.write_plot(figure, path)
+
+
+def _usual(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of the batch and context that were measured with the most page sizes."""
+    size = lambda row: tuple(row[name] for name in ("N", "S", "H", "K", "D", "ragged"))
+    pages = {size(row): {other["p"] for other in rows if size(other) == size(row)} for row in rows}
+    most = max(pages, key=lambda of: len(pages[of]), default=None)
+    return sorted((row for row in rows if size(row) == most), key=lambda row: row["p"])
+
+
+def _contexts(axis: Any, rows: Sequence[Mapping[str, Any]], copy: float) -> None:
+    """Ours (solid) and the fastest peer (dashed) for each batch, at the page size and heads of the first problem."""
+    size = lambda row: tuple(row[name] for name in ("p", "H", "K", "D", "ragged"))
+    same = [row for row in rows if size(row) == size({**rows[0], "ragged": False})]
+    for n, batch in enumerate(sorted({row["N"] for row in same})):
+        for role, style in ((OURS, "-"), (PEER, "--")):
+            best: dict[int, float] = {}
+            for row in same:
+                if row["N"] == batch and row["role"] == role:
+                    best[row["S"]] = max(best.get(row["S"], 0.0), row["tb_per_s"])
+            label = f"{batch} sequence{'s' if batch > 1 else ''}" if role == OURS else None
+            points = sorted(best.items())
+            axis.plot(*zip(*points) if points else ((), ()), f"o{style}", color=f"C{n}", label=label)
+    axis.axhline(copy, color="#444444", linewidth=0.8, label="a copy")
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("keys of each sequence")
+    page = rows[0]["p"]
+    axis.set_title(f"decode, TB/s, pages of {page}: ours, and dashed the fastest peer", fontsize=9)
+    axis.legend(fontsize=7)
+
+
+FAMILY = runner.Family(
+    "decode",
+    __doc__,
+    problems.TINY,
+    problems.CPU,
+    problems.EVERY,
+    problems.make_inputs,
+    implementations,
+    problems.expected_results,
+    TABLES,
+    "Attention over pages",
+    complete=complete,
+    packages=("ejkernel",),
+    platforms="default,xla",
+    about=about,
+    sum_up=sum_up,
+    text=text,
+    markdown=markdown,
+    plot=plot,
+)

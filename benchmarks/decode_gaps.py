@@ -1,7 +1,7 @@
 """What is between the launches of a decoding program: 28 layers of attention over pages, one new token for each sequence.
 
-    python benchmarks/decode_gaps.py --json gaps.json       # N1 S1024 and N8 S2048, H32 KV8 D128, bf16; needs a GPU
-    python benchmarks/decode_gaps.py --quick                # a tiny model, anywhere
+    python -m benchmarks decode-gaps --json gaps.json       # N1 S1024 and N8 S2048, H32 KV8 D128, bf16; needs a GPU
+    python -m benchmarks decode-gaps --quick                # a tiny model, anywhere
 
 A layer attends, and its result is the next layer's queries. When appending, it first makes keys and values of its queries and writes them
 into its pages. Each program is timed in seven ways: as XLA makes it (on GPUs, launches are recorded as CUDA graphs); with every argument donated
@@ -22,13 +22,10 @@ import itertools
 import pathlib
 import re
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +34,7 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import report
-from benchmarks.overlap import gpu_spans, read_trace
+from benchmarks.measure import gpu_spans, read_trace
 from ejkernel_eqx._tolerances import errors, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
 
@@ -168,18 +165,10 @@ def default_config(problem: Problem) -> Any:
     from ejkernel_eqx.paged.example import example_problem
     from ejkernel_eqx.paged.triton import compiled as triton
 
-    sizes = {
-        "T": problem.N,
-        "N": problem.N,
-        "S": problem.S,
-        "H": problem.H,
-        "K": problem.K,
-        "D": problem.D,
-        "p": problem.p,
-        "Q": 1,
-    }
-    found = example_problem("ragged_paged_attention", sizes, problem.dtype, {})
-    return triton.default_config(found, device_facts())
+    sizes = {name: getattr(problem, name) for name in ("N", "S", "H", "K", "D", "p")}
+    sizes |= {"T": problem.N, "Q": 1}
+    example = example_problem("ragged_paged_attention", sizes, problem.dtype, {})
+    return triton.default_config(example, device_facts())
 
 
 def ways(problem: Problem, platform: str | None) -> dict[str, Way]:
@@ -348,52 +337,27 @@ def measure(problem: Problem, programs: Programs, options: argparse.Namespace) -
 
 
 def show(rows: Sequence[Row]) -> str:
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.2f}"
-
-    header = (
-        "problem",
-        "way",
-        "us a layer",
-        "bar",
-        "call alone",
-        "launches",
-        "kernels a layer",
-        "their us",
-        "gap, one by one",
-        "gap, graphs",
-    )
+    names = ("kernels_per_layer", "busy_us_per_layer", "median_gap_us")
+    times = ("us a layer", "bar", "call alone", "launches")
+    header = ("problem", "way", *times, "kernels a layer", "their us", "gap, one by one", "gap, graphs")
     cells = []
     for row in rows:
         one, graphs = row.traces.get("one by one", {}), row.traces.get("graphs", {})
-        cells.append(
-            [
-                row.problem,
-                row.way,
-                row.reason or number(row.us_per_layer),
-                number(row.bound),
-                number(row.call_alone_us),
-                str(row.launches),
-            ]
-            + [number(one.get(name)) for name in ("kernels_per_layer", "busy_us_per_layer", "median_gap_us")]
-            + [number(graphs.get("median_gap_us"))]
-        )
+        times = [row.reason or report.number(row.us_per_layer), report.number(row.bound)]
+        times += [report.number(row.call_alone_us), str(row.launches)]
+        traced = [report.number(x) for x in (*map(one.get, names), graphs.get("median_gap_us"))]
+        cells.append([row.problem, row.way, *times, *traced])
     return report.table(header, cells)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, "a tiny model")
     add = parser.add_argument
-    add("--quick", action="store_true", help="a tiny model")
     add("--platform", help="of the kernels (default: triton on a GPU, else xla)")
     add("--problems", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these")
     add("--ways", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these")
     add("--samples", type=int, default=7)
     add("--calls", type=int, default=50, help="in a sample (default: %(default)s)")
-    add("--commit", help="version of the code in the result, outside a checkout")
-    add("--json", type=pathlib.Path, metavar="PATH")
     options = parser.parse_args(arguments)
     options.platform = options.platform or ("triton" if jax.default_backend() == "gpu" else "xla")
     if options.quick:
@@ -414,12 +378,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{row.problem}, {row.way}: {row.reason or f'{row.us_per_layer:.2f} us a layer'}", flush=True
             )
             rows.append(row)
-            if options.json:  # after every row: what was measured is kept if the rest is not
-                content = {"environment": report.environment(options.commit), "bounds": BOUNDS}
-                report.write_json(options.json, content | {"rows": [dataclasses.asdict(row) for row in rows]})
+            # After every row: what was measured is kept if the rest is not.
+            report.save(options, bounds=BOUNDS, rows=[dataclasses.asdict(row) for row in rows])
     print(show(rows))
     return int(any(row.reason for row in rows))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +11,10 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks.prepare import UNTUNED
-from ejkernel_eqx._tolerances import TOLERANCES
+from benchmarks.prepare import FORWARD, UNTUNED
 from ejkernel_eqx.paged import reference
 from ejkernel_eqx.paged.cache.quantise import dequantise, LARGEST, quantise
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
-from ejkernel_eqx.tuning.check import all_errors
 
 DECODE, LATENT, QUANTISED, PREFILL = KINDS = ("decode", "latent", "8-bit pages", "prefill")
 
@@ -42,6 +40,7 @@ class DecodeProblem:
     scales: str | None = None
     ragged: bool = False
     dtype: str = "bfloat16"
+    directions: ClassVar = (FORWARD,)
 
     def __post_init__(self):
         assert self.K == 1 or not self.rope, "a latent is one head"
@@ -214,12 +213,6 @@ def _expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array
     return {"out": reference.attend(arrays, spec)["out"]}
 
 
-def error_of(problem: DecodeProblem, out: Array, expected: dict[str, Array]) -> tuple[float, str | None]:
-    """The relative RMS error, and the reason if the result is wrong (otherwise `None`)."""
-    errors, wrong = all_errors({"out": out}, expected, {"out": TOLERANCES[problem.dtype]["forward"]})
-    return errors["out"], wrong
-
-
 class Bar(NamedTuple):
     """The target for `field` of our rows on one H200: a minimum or, with `at_most`, a maximum."""
 
@@ -252,7 +245,7 @@ BARS = (
     Bar("decode, 64 sequences of 4096 keys: TB/s", PAGES, "tb_per_s", 3.4),
     Bar("decode, 1 sequence of 128k keys: TB/s", LONG, "tb_per_s", 3.0),
     Bar("decode, 8 sequences of 2048 keys: ms", FEW, "ms", 0.030, at_most=True),
-    Bar("decode, latent: TFLOP/s", LATENTS[:1], "tflops", 250.0),
+    Bar("decode, latent: TFLOP/s", LATENTS[:1], "tflop_per_s", 250.0),
     Bar("prefill of 8192 tokens: speed over FlashAttention's", PREFILLS[:2], "over_baseline", 0.85),
     Bar("decode, 8-bit pages: speed over 16-bit pages", EIGHT_BITS, "over_baseline", 1.5),
     Bar("decode, 8-bit latents: speed over 16-bit latents", LATENT_BYTES, "over_baseline", 1.0),

@@ -1,8 +1,8 @@
 """Reproduces every number of the documentation with one command on a machine with a GPU: tests, benchmarks and tuned tables.
 
-    python benchmarks/everything.py --output out                        # hours
-    python benchmarks/everything.py --output out --parts decode,linear --time-limit 1500
-    python benchmarks/everything.py --output out --quick                # tiny problems; also without a GPU
+    python -m benchmarks everything --output out                        # hours
+    python -m benchmarks everything --output out --parts decode,linear --time-limit 1500
+    python -m benchmarks everything --output out --quick                # tiny problems; also without a GPU
 
 Each part runs in its own process. The remaining time is shared among the parts still to run. A part that exceeds its share is stopped, and
 keeps what it has written. `OUT/everything.log` holds the output, `OUT/everything.json` how the parts ended, and `OUT/PART.json` the
@@ -21,13 +21,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 from benchmarks import report
+from benchmarks.__main__ import FAMILIES as BENCHMARKS
 from benchmarks.tune_problems import FAMILIES
 from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 
@@ -39,6 +39,16 @@ GRACE = 15.0
 
 _OWN_SHARE = 0.8  # fraction of a part's time after which a script starts no further problem
 _NO_TESTS = 5  # pytest's exit code if no test is selected
+
+
+STEPS = {
+    "tuned-model": ("train-step", "--tuned"),
+    "host-cost": ("host-cost",),
+    "train-step": ("train-step",),
+    "train-step-peers": ("train-step", "--peers"),
+    "serving-steps": ("serving-steps",),
+}
+"""Other commands, by the name of their part."""
 
 
 class Part(NamedTuple):
@@ -59,33 +69,17 @@ def parts(options: argparse.Namespace, gpu: bool) -> dict[str, Part]:
     skipped = None if gpu else "needs a GPU"
     small = None if options.quick else skipped
     found = {"tests": Part(_tests(), skipped=skipped, ends_well=(0, _NO_TESTS))}
-    names = (
-        "decode",
-        "linear",
-        "cells",
-        "moe",
-        "moe-layer",
-        "latent",
-        "attention",
-        "sparse",
-        "native-sparse",
-        "pooling",
-    )
-    for name in names:
-        script = f"{name.replace('-', '_')}.py"
-        found[name] = _script(options, script, ("json", f"{name}.json"), is_limited=True)
-    found["tuned-model"] = _script(options, "tuned_model.py", ("json", "tuned-model.json"), skipped=small)
-    found["host-cost"] = _script(options, "host_cost.py", ("json", "host-cost.json"), skipped=small)
-    for name in ("train-step", "train-step-peers", "serving-steps"):
-        script = f"{name.replace('-', '_')}.py"
-        found[name] = _script(options, script, ("json", f"{name}.json"), skipped=small)
+    for name in BENCHMARKS:
+        found[name] = _script(options, name, ("json", f"{name}.json"), is_limited=True)
+    for name, (script, *more) in STEPS.items():
+        found[name] = _script(options, script, ("json", f"{name}.json"), more=more, skipped=small)
     for family in FAMILIES:
         more = ["--family", family]
         more += [] if gpu else ["--platform", "xla"]
         more += ["--candidates", "2", "--sample-ms", "1"] if options.quick else []
         written = ("json", f"tune-{family}.json"), ("output", f"table-{family}.json")
         found[f"tune-{family}"] = _script(
-            options, "tune.py", *written, more=more, skipped=small, is_limited=True
+            options, "tune", *written, more=more, skipped=small, is_limited=True
         )
     return found
 
@@ -110,7 +104,7 @@ def _script(
     skipped: str | None = None,
     is_limited: bool = False,
 ) -> Part:
-    command = [sys.executable, f"benchmarks/{script}", *more]
+    command = [sys.executable, "-m", "benchmarks", script, *more]
     for option, name in written:
         command += [f"--{option}", str(options.output / name)]
     command += ["--commit", options.commit] if options.commit else []
@@ -223,17 +217,13 @@ def environment(commit: str | None) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, json_results=False)
     add = parser.add_argument
     add("--output", type=pathlib.Path, required=True, metavar="FOLDER")
-    names = "tests, decode, linear, attention, tuned-model, host-cost, train-step, tune-FAMILY"
+    names = ", ".join(("tests", *BENCHMARKS, *STEPS, "tune-FAMILY"))
     add("--parts", help=f"comma-separated, of {names} (default: all)")
     limit = "of all parts together"
     add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
-    add("--commit", help="version of the code (default: from git)")
-    add("--quick", action="store_true", help="tiny problems")
     options = parser.parse_args(arguments)
     options.output = options.output.resolve()
     known = list(parts(options, gpu=True))
@@ -254,6 +244,8 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if arguments is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)  # so that the running part is stopped too
     start = time.monotonic()
     options.output.mkdir(parents=True, exist_ok=True)
     log, summary = options.output / "everything.log", options.output / "everything.json"
@@ -302,8 +294,3 @@ def _in_words(result: Mapping[str, Any]) -> str:
 
 def _interrupt(number: int, frame: Any) -> None:
     raise SystemExit(128 + number)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # so that the running part is stopped too
-    raise SystemExit(main())

@@ -1,28 +1,23 @@
-"""Latent attention: training compared with FlashAttention of head dim 128, and a decoding step of the layer with its kernel alone.
+"""Latent attention: training compared with FlashAttention at head dim 128, and a decoding step of the layer with its kernel alone.
 
-    python benchmarks/latent.py --json latent.json --plot latent.png
-    python benchmarks/latent.py --problems decode --time-limit 300
-    python benchmarks/latent.py --problems chunk                       # both forms of a chunk of a prompt
-    python benchmarks/latent.py --quick                                # tiny problems
-    python benchmarks/latent.py --render latent.json --markdown latent.md
+    python -m benchmarks latent --json latent.json --plot latent.png
+    python -m benchmarks latent --problems decode --time-limit 300
+    python -m benchmarks latent --problems chunk                       # both forms of a chunk of a prompt
+    python -m benchmarks latent --render latent.json --markdown latent.md
 
-Every result of ours is first compared with the formula in float32, for decoding with the keys and values expanded; speeds are reported only if they
-agree. "flash" has as many heads, with keys and values of 128 channels: `of flash` is the speed in operations over its. "kernel" is attention over the
-latents alone, on absorbed queries: `over kernel` is the time over its. What is above it are the projections, whose weights a step reads. Of a chunk
-of a prompt after others, "absorbed" and "expanded" are the layer in either form; `over kernel` is the time of its own choice over the faster one's.
+The reference is the formula, for decoding with the keys and values expanded. "flash" has as many heads, with keys and values of 128 channels:
+`of flash` is the speed in operations over its. "kernel" is attention over the latents alone, on absorbed queries: `over kernel` is the time over its.
+What is above it are the projections, whose weights a step reads. Of a chunk of a prompt after others, "absorbed" and "expanded" are the layer in
+either form; `over kernel` is the time of its own choice over the faster one's.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import functools
-import pathlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import equinox as eqx
 import jax
@@ -31,18 +26,25 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import command, comparison
-from benchmarks.comparison import Implementation
-from benchmarks.linear_plot import plot as plot_bars
-from benchmarks.measure import StateWork
-from benchmarks.prepare import compiled, DIRECTIONS, fastest, input_sets, PeerRow, prepare, Prepared, UNTUNED
-from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
-from ejkernel_eqx.tuning.check import all_errors
+from benchmarks import runner
+from benchmarks.prepare import (
+    Arrays,
+    BASELINE,
+    DIRECTIONS,
+    fastest,
+    FORWARD,
+    Implementation,
+    Inputs,
+    prepare,
+    prepare_in_place,
+    Prepared,
+    Row,
+    UNTUNED,
+)  # fmt: skip
 
 FLASH, KERNEL = "flash", "kernel"
 FORMS = {"absorbed": False, "expanded": True}
 FLASH_DIM = 128
-Arrays = dict[str, Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,22 +92,6 @@ class LatentProblem:
         return forward if direction == "forward" else 3.5 * forward
 
 
-@dataclasses.dataclass
-class Row(PeerRow):
-    """One implementation of one problem in one direction. `reason` is set if there is no time."""
-
-    flops: float | None = None
-    tflop_per_s: float | None = None
-    of_flash: float | None = None
-    over_kernel: float | None = None
-
-    @property
-    def speed(self) -> str:
-        more = f", {self.of_flash:.2f} of flash's" if self.of_flash else ""
-        more += f", {self.over_kernel:.2f} of the time of its kernel" if self.over_kernel else ""
-        return f"{self.ms:.3f} ms, {self.tflop_per_s:.1f} TFLOP/s{more}"
-
-
 def random(seed: int, dtype: str, *shapes: tuple[int, ...]) -> list[Array]:
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return [jax.random.normal(key, shape, jnp.dtype(dtype)) for key, shape in zip(keys, shapes)]
@@ -114,40 +100,34 @@ def random(seed: int, dtype: str, *shapes: tuple[int, ...]) -> list[Array]:
 # Training
 
 
-def make_training(p: LatentProblem, seed: int) -> Arrays:
+def make_training(p: LatentProblem, seed: int) -> Inputs:
     lead, names = (p.B, p.T, p.H), ("q", "k", "k_rope", "v", "cotangent")
     shapes = (*lead, p.nope + p.rope), (*lead, p.nope), (p.B, p.T, p.rope), (*lead, p.V), (*lead, p.V)
-    return dict(zip(names, random(seed, p.dtype, *shapes)))
+    arrays = dict(zip(names, random(seed, p.dtype, *shapes)))
+    return Inputs(arrays, arrays.pop("cotangent"), {})
 
 
-def differentiated(call: Callable[..., Array], direction: str, inputs: Arrays) -> Arrays:
-    given = {name: x for name, x in inputs.items() if name != "cotangent"}
-    if direction == "forward":
-        return {"out": call(**given)}
-    out, pull = jax.vjp(lambda given: call(**given), given)
-    return {"out": out} | pull(inputs["cotangent"])[0]
+def differentiated(call: Callable[..., Array], direction: str, inputs: Inputs) -> Arrays:
+    if direction == FORWARD:
+        return {"out": call(**inputs.learned)}
+    out, pull = jax.vjp(lambda x: call(**x), inputs.learned)
+    return {"out": out} | pull(inputs.cotangent)[0]
 
 
-def training(p: LatentProblem, platform: Any, direction: str) -> Callable[[Arrays], Arrays]:
-    return functools.partial(
-        differentiated, ejx.MultiHeadLatentAttention(causal=True, platform=platform), direction
-    )
+def training(platform: Any, direction: str) -> Callable[[Inputs], Arrays]:
+    operation = ejx.MultiHeadLatentAttention(causal=True, platform=platform)
+    return functools.partial(differentiated, operation, direction)
 
 
-def flash(direction: str) -> Callable[[Arrays], Arrays]:
+def flash(direction: str) -> Callable[[Inputs], Arrays]:
     """Attention on keys as wide as the values."""
 
-    def run(inputs: Arrays) -> Arrays:
-        x = inputs["cotangent"][..., :FLASH_DIM]
-        given = {"q": inputs["q"][..., : x.shape[-1]], "k": inputs["v"], "v": x, "cotangent": x}
-        return differentiated(ejx.FlashAttention(causal=True), direction, given)
+    def run(inputs: Inputs) -> Arrays:
+        x = inputs.cotangent[..., :FLASH_DIM]
+        learned = {"q": inputs.learned["q"][..., : x.shape[-1]], "k": inputs.learned["v"], "v": x}
+        return differentiated(ejx.FlashAttention(causal=True), direction, Inputs(learned, x, {}))
 
     return run
-
-
-def expected_training(p: LatentProblem, inputs: Arrays) -> dict[str, Arrays]:
-    wide = {name: x.astype(jnp.float32) for name, x in inputs.items()}
-    return {way: jax.jit(training(p, "xla", way), compiler_options=UNTUNED)(wide) for way in p.directions}
 
 
 # Decoding
@@ -205,40 +185,14 @@ def pages_of(inputs: Any) -> ejx.PagedLatentCache:
 
 def prepare_decoding(p: LatentProblem, platform: Any, sets: Sequence[Any]) -> Prepared:
     """Steps in place, as of so many layers: each takes the pages of the last one."""
-    step, pages = decoding(p, platform), pages_of(sets[0])
     given = [{name: inputs[name] for name in ("x", "weights")} for inputs in sets]
-
-    def several(runs: int, given: Any, pages: Any) -> tuple[Any, list[Arrays]]:
-        results = []
-        for _ in range(runs):
-            pages, found = step(given, pages)
-            pages = jax.lax.optimization_barrier(pages)
-            results.append(found)
-        return pages, results
-
-    @functools.cache
-    def program(runs: int) -> Any:
-        function = jax.jit(functools.partial(several, runs), donate_argnums=1)
-        return function.lower(given[0], pages).compile()
-
-    copied = lambda: jax.tree.map(jnp.copy, pages)
-    once, selection, temporary = compiled(program)
-    _, (results,) = once(given[0], copied())
-    make = lambda runs: StateWork(program(runs), copied(), given)
-    return Prepared(results, make, selection, temporary)
+    return prepare_in_place(decoding(p, platform), given, pages_of(sets[0]))
 
 
 def kernel(p: LatentProblem) -> Callable[[Any], Arrays]:
     batch, op = batch_of(p), ejx.RaggedPagedAttention(softmax_scale=p.scale)
     how: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": 1}
     return lambda inputs: {"out": op(inputs["q"], pages_of(inputs).bind(batch), **how)}
-
-
-def expected_decoding(p: LatentProblem, inputs: Any) -> dict[str, Arrays]:
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    with jax.default_matmul_precision("highest"):
-        step = jax.jit(decoding(p, "xla"), compiler_options=UNTUNED)
-        return {"forward": step(wide, pages_of(wide))[1]}
 
 
 # Chunks
@@ -263,93 +217,59 @@ def chunked(p: LatentProblem, platform: Any, form: bool | None = None) -> Callab
     return run
 
 
-def expected_chunk(p: LatentProblem, inputs: Any) -> dict[str, Arrays]:
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    with jax.default_matmul_precision("highest"):
-        return {"forward": jax.jit(chunked(p, "xla", False), compiler_options=UNTUNED)(wide)}
-
-
 # Measuring
+
+
+def make_inputs(p: LatentProblem, seed: int) -> Any:
+    return (make_chunk if p.chunk else make_decoding if p.E else make_training)(p, seed)
+
+
+def expected_results(p: LatentProblem, inputs: Any) -> Arrays:
+    """The results in float32 on XLA; of decoding, with the pages as they are."""
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    with jax.default_matmul_precision("highest" if p.E else None):
+        if p.chunk:
+            return jax.jit(chunked(p, "xla", False), compiler_options=UNTUNED)(wide)
+        if p.E:
+            return jax.jit(decoding(p, "xla"), compiler_options=UNTUNED)(wide, pages_of(wide))[1]
+        return jax.jit(training("xla", p.directions[-1]), compiler_options=UNTUNED)(wide)
 
 
 def implementations(
     p: LatentProblem, options: argparse.Namespace, direction: str
 ) -> Iterator[Implementation]:
-    def prepared(name: str, run: Callable[[Arrays], Arrays]) -> Implementation:
-        return Implementation(name, False, lambda sets, direction: prepare(run, sets))
+    def ours(platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
+        if p.E and not p.chunk:
+            return prepare_decoding(p, platform, sets)
+        return prepare(chunked(p, platform) if p.chunk else training(platform, direction), sets)
 
-    for name, platform in comparison.platforms(options):
-        if p.chunk:
-            yield prepared(name, chunked(p, platform))
-        elif p.E:
-            make = lambda sets, direction, platform=platform: prepare_decoding(p, platform, sets)
-            yield Implementation(name, False, make)
-        else:
-            yield prepared(name, training(p, platform, direction))
+    def beside(name: str, run: Callable[[Any], Arrays], is_checked: bool = False) -> Implementation:
+        return Implementation(name, lambda sets, direction: prepare(run, sets), BASELINE, is_checked)
+
+    yield from runner.ours(options, ours)
     if p.chunk:
         for name, form in FORMS.items():
-            yield prepared(name, chunked(p, None, form))
+            yield beside(name, chunked(p, None, form), is_checked=True)
     else:
-        yield prepared(KERNEL, kernel(p)) if p.E else prepared(FLASH, flash(direction))
+        yield beside(KERNEL, kernel(p)) if p.E else beside(FLASH, flash(direction))
 
 
-def measure(p: LatentProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of a problem, by direction."""
-    make_inputs = make_chunk if p.chunk else make_decoding if p.E else make_training
-    sets = input_sets(functools.partial(make_inputs, p))
-    expected = (expected_chunk if p.chunk else expected_decoding if p.E else expected_training)(p, sets[0])
-    check = functools.partial(_check, p, expected)
-    found = functools.partial(implementations, p, options)
-    for direction, rows in comparison.compared(Row, p.name, p.directions, found, sets, check, options):
-        mine = [row for row in rows if row.implementation not in (FLASH, KERNEL, *FORMS)]
-        beside = fastest(row for row in rows if row.implementation in (FLASH, KERNEL, *FORMS))
-        for row in rows:
-            row.flops = p.flops(direction, None if p.E or row in mine else 2 * min(p.V, FLASH_DIM))
-            row.tflop_per_s = row.flops / row.ms / 1e9 if row.ms else None
-        flash_flops = p.flops(direction, 2 * min(p.V, FLASH_DIM))
-        for row in mine if beside else ():
-            row.of_flash = row.flops / row.ms * beside / flash_flops if row.ms and not p.E else None
-            row.over_kernel = row.ms / beside if row.ms and p.E else None
-        yield rows
+def complete(p: LatentProblem, inputs: Any, direction: str, rows: list[Row]) -> None:
+    less = p.flops(direction, 2 * min(p.V, FLASH_DIM))
+    other = fastest(rows, BASELINE)
+    for row in rows:
+        is_flash = row.implementation == FLASH
+        runner.rate([row], flops=less if is_flash else p.flops(direction))
+        speed = row.ms and other and row.role != BASELINE
+        row.numbers["of_flash"] = p.flops(direction) / row.ms * other / less if speed and not p.E else None
+        row.numbers["over_kernel"] = row.ms / other if speed and p.E else None
 
 
-def _check(p: LatentProblem, expected: Mapping[str, Arrays], row: Row, results: Arrays) -> str | None:
-    """The error in the results, if any; what is shown beside ours has results of its own."""
-    if row.implementation in (FLASH, KERNEL):
-        return None
-    allowed: dict[str, Tolerance] = {
-        name: TOLERANCES[p.dtype]["forward" if name == "out" else "gradient"] for name in results
-    }
-    if p.E:  # absorbed queries, latents and the last projection are each rounded once more
-        allowed = {name: Tolerance(3 * x.rms, 3 * x.peak) for name, x in allowed.items()}
-    return comparison.check_errors(row, all_errors(results, expected[row.direction], allowed))
-
-
-def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """The lowest speed beside flash, and the most time over the kernel alone or over the faster form."""
-    least = comparison.Extreme("lowest of flash", lambda row: row.of_flash, min)
-    mine = [row for row in rows if row.implementation == "default"]
-    summary = comparison.summary(mine, extremes=(least,))
-    for what, kind in (("the kernel", "decode"), ("the faster form", "chunk")):
-        most = comparison.Extreme(f"most time over {what}", lambda row: row.over_kernel, max)
-        if slowest := comparison.extreme((row for row in mine if row.problem.startswith(kind)), most):
-            summary[most.title] = slowest
-    return summary
-
-
-# Showing
-
-HEADER = ("problem", "implementation", "ms", "spread", "TFLOP/s", "of flash", "over kernel", "error")
-TABLES = command.Tables(
-    HEADER,
-    DIRECTIONS,
-    "of flash: speed over that of attention with 128 channels; over kernel: time over that of attention over latents alone",
-    "Speed of latent attention",
-)
-
-
-def plot(content: Mapping[str, Any], path: str) -> None:
-    plot_bars(content, path, "Latent attention")
+def errors(
+    p: LatentProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
+) -> runner.Errors:
+    """Absorbed queries, latents and the last projection are each rounded once more."""
+    return runner.errors_of(p.dtype, results, expected, 3.0 if p.E else 1.0)
 
 
 # The problems
@@ -369,19 +289,27 @@ _SMALL: Any = {"nope": 16, "rope": 8, "V": 16, "R": 24, "page": 16, "dtype": "fl
 CPU = (P(1, 256, 2, **_SMALL), P(2, 128, 2, E=64, **_SMALL), P(2, 128, 2, E=64, chunk=32, **_SMALL))
 TINY = (P(1, 40, 2, **_SMALL), P(2, 40, 2, E=32, **_SMALL), P(2, 40, 2, E=32, chunk=9, **_SMALL))
 
-# The command
-
-COMPARISON = comparison.Comparison(
+FAMILY = runner.Family(
     "latent",
     __doc__,
-    comparison.Problems(TINY, CPU, ANCHORS + CHUNKS),
-    measure,
-    Row,
-    comparison.Output(summarise, TABLES, plot),
-    peers=(),
+    TINY,
+    CPU,
+    ANCHORS + CHUNKS,
+    make_inputs,
+    implementations,
+    expected_results,
+    runner.Tables(
+        ("problem", "implementation", "ms", "spread", "TFLOP/s", "of flash", "over kernel", "error"),
+        "of flash: speed over that of attention with 128 channels; over kernel: time over that of attention over latents alone",
+        "Speed of latent attention",
+    ),
+    "Latent attention",
+    errors=errors,
+    complete=complete,
+    extremes=(
+        runner.Extreme("lowest of flash", runner.entry("of_flash"), min),
+        runner.Extreme("most time over the kernel", runner.entry("over_kernel"), max, "decode"),
+        runner.Extreme("most time over the faster form", runner.entry("over_kernel"), max, "chunk"),
+    ),
+    packages=(),
 )
-parse, main = COMPARISON.parse, COMPARISON.main
-
-
-if __name__ == "__main__":
-    COMPARISON.script()

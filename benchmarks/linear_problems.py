@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import ejkernel_eqx as ejx
-from benchmarks import turns
-from benchmarks.prepare import UNTUNED
-from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
-from ejkernel_eqx.tuning.check import all_errors
+from benchmarks import processes
+from benchmarks.prepare import BOTH, DIRECTIONS, Inputs, UNTUNED
 
 Arrays = dict[str, Array]
+STEP = "step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +38,10 @@ class LinearProblem:
         return self.T == 0
 
     @property
+    def directions(self) -> tuple[str, ...]:
+        return (STEP,) if self.is_step else DIRECTIONS
+
+    @property
     def name(self) -> str:
         words = [self.member, *(["step"] if self.is_step else []), f"B{self.B}"]
         words += [] if self.is_step else [f"T{self.T}"]
@@ -51,25 +54,17 @@ class LinearProblem:
         return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
 
 
-class Inputs(NamedTuple):
-    """`learned` (the inputs with gradients), the initial state of a step, and the cotangent of the output."""
-
-    learned: Arrays
-    state: Array | None
-    cotangent: Array
-
-
 class Member(NamedTuple):
     """The specifics of one member of the family.
 
     - `make(problem, lead, normal, uniform)`: its inputs, `lead` the axes before the heads; `normal(*shape)` and `uniform(*shape)` draw float32.
-    - `build(platform)`: our operation.
+    - `build(platform=)`: our operation.
     - `positional`: the inputs passed by position; the others are passed by name.
     - `plain(learned, state, block)`: `(out, state)` of `[B, T, ...]` float32 arrays, by the recurrence, token by token.
     """
 
     make: Callable[..., Arrays]
-    build: Callable[[str | None], Any]
+    build: Callable[..., Any]
     positional: tuple[str, ...]
     plain: Callable[[Arrays, Array, int], tuple[Array, Array]]
 
@@ -97,10 +92,6 @@ def _unit_keys(learned: Arrays) -> Arrays:
 def _make_gla(problem, lead, normal, uniform) -> Arrays:
     g = jax.nn.log_sigmoid(normal(*lead, problem.H, problem.D)) / 16
     return _qkv(problem, lead, normal) | {"g": g.astype(problem.dtype)}
-
-
-def _make_lightning(problem, lead, normal, uniform) -> Arrays:
-    return _qkv(problem, lead, normal)
 
 
 def _make_scalar(problem, lead, normal, uniform) -> Arrays:
@@ -182,8 +173,13 @@ def _apply(x: Array, state: Array) -> Array:
     return (x[..., None, :] @ state)[..., 0, :]
 
 
-def _plain_gla(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
-    return _recur(learned | {"g": learned["g"][..., None]}, state, block)
+def _plain(axes: int, delta: bool = False) -> Callable[[Arrays, Array, int], tuple[Array, Array]]:
+    """The recurrence of a decay that lacks so many of the state's axes."""
+
+    def run(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
+        return _recur(learned | {"g": learned["g"][(..., *[None] * axes)]}, state, block, delta=delta)
+
+    return run
 
 
 def _plain_lightning(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
@@ -191,18 +187,6 @@ def _plain_lightning(learned: Arrays, state: Array, block: int) -> tuple[Array, 
     # The slope of the first layer: 8 / H * (1 - 0 / L) * h.
     g = -8.0 / heads * jnp.arange(heads, dtype=jnp.float32)[:, None, None]
     return _recur(learned | {"g": jnp.broadcast_to(g, (rows, length, heads, 1, 1))}, state, block)
-
-
-def _plain_scalar(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
-    return _recur(learned | {"g": learned["g"][..., None, None]}, state, block)
-
-
-def _plain_kda(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
-    return _recur(learned | {"g": learned["g"][..., None]}, state, block, delta=True)
-
-
-def _plain_gated_delta(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
-    return _recur(learned | {"g": learned["g"][..., None, None]}, state, block, delta=True)
 
 
 def _plain_ssd(learned: Arrays, state: Array, block: int) -> tuple[Array, Array]:
@@ -262,52 +246,29 @@ def _in_segments(problem: LinearProblem, learned: Arrays, block: int) -> tuple[A
     return out.reshape(problem.B, -1, *out.shape[2:]), last
 
 
+_QKVG = ("q", "k", "v", "g")
+_SCAN = ("x", "dt", "A", "B", "C")
 MEMBERS: Mapping[str, Member] = {
-    "GLA": Member(
-        _make_gla,
-        lambda platform: ejx.GatedLinearAttention(platform=platform),
-        ("q", "k", "v", "g"),
-        _plain_gla,
-    ),
+    "GLA": Member(_make_gla, ejx.GatedLinearAttention, _QKVG, _plain(1)),
     "lightning": Member(
-        _make_lightning,
-        lambda platform: ejx.LightningAttention(slopes="fla", num_layers=24, platform=platform),
+        lambda problem, lead, normal, uniform: _qkv(problem, lead, normal),
+        functools.partial(ejx.LightningAttention, slopes="fla", num_layers=24),
         ("q", "k", "v"),
         _plain_lightning,
     ),
-    "scalar decay": Member(
-        _make_scalar,
-        lambda platform: ejx.LinearAttention(platform=platform),
-        ("q", "k", "v"),
-        _plain_scalar,
-    ),
-    "KDA": Member(
-        _make_kda,
-        lambda platform: ejx.KernelDeltaAttention(platform=platform),
-        ("q", "k", "v", "g", "beta"),
-        _plain_kda,
-    ),
+    "scalar decay": Member(_make_scalar, ejx.LinearAttention, ("q", "k", "v"), _plain(2)),
+    "KDA": Member(_make_kda, ejx.KernelDeltaAttention, (*_QKVG, "beta"), _plain(1, delta=True)),
     "gated delta rule": Member(
-        _make_gated_delta,
-        lambda platform: ejx.GatedDeltaRule(platform=platform),
-        ("q", "k", "v", "g", "beta"),
-        _plain_gated_delta,
+        _make_gated_delta, ejx.GatedDeltaRule, (*_QKVG, "beta"), _plain(2, delta=True)
     ),
-    "SSD": Member(
-        _make_ssd,
-        lambda platform: ejx.StateSpaceV2(dt_softplus=True, platform=platform),
-        ("x", "dt", "A", "B", "C"),
-        _plain_ssd,
-    ),
+    "SSD": Member(_make_ssd, functools.partial(ejx.StateSpaceV2, dt_softplus=True), _SCAN, _plain_ssd),
     "selective scan": Member(
-        _make_scan,
-        lambda platform: ejx.StateSpaceV1(dt_softplus=True, platform=platform),
-        ("x", "dt", "A", "B", "C"),
-        _plain_scan,
+        _make_scan, functools.partial(ejx.StateSpaceV1, dt_softplus=True), _SCAN, _plain_scan
     ),
 }
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def make_inputs(problem: LinearProblem, seed: int = 0) -> Inputs:
     """Normal operands, with decays and steps as in layers; different for every seed."""
     keys = iter(jax.random.split(jax.random.key(seed), 16))
@@ -320,7 +281,7 @@ def make_inputs(problem: LinearProblem, seed: int = 0) -> Inputs:
     learned = MEMBERS[problem.member].make(problem, lead, normal, uniform)
     out = learned["v" if "v" in learned else "x"].shape
     state = normal(*state_shape(problem)) if problem.is_step else None
-    return Inputs(learned, state, normal(*out).astype(problem.dtype))
+    return Inputs(learned, normal(*out).astype(problem.dtype), {}, state)
 
 
 def state_shape(problem: LinearProblem) -> tuple[int, ...]:
@@ -335,26 +296,23 @@ def _no_state(problem: LinearProblem) -> Array:
     return jnp.zeros(state_shape(problem), jnp.float32)
 
 
-def direction_of(
-    forward: Callable[[Arrays], tuple[Array, Array]], backward: bool
-) -> Callable[[Inputs], Arrays]:
+def directed(forward: Callable[[Arrays], tuple[Array, Array]], direction: str) -> Callable[[Inputs], Arrays]:
     """The measured function, from `forward(learned) -> (out, state)`: both results, or the gradients of everything learned."""
 
     def only_forward(inputs: Inputs) -> Arrays:
-        out, state = forward(inputs.learned)
-        return {"out": out, "state": state}
+        return dict(zip(("out", "state"), forward(inputs.learned)))
 
     def both(inputs: Inputs) -> Arrays:
         (_, state), pull = jax.vjp(forward, inputs.learned)
         return pull((inputs.cotangent, jnp.zeros_like(state)))[0]
 
-    return both if backward else only_forward
+    return both if direction == BOTH else only_forward
 
 
 def ours(problem: LinearProblem, platform: str | None) -> Callable[..., tuple[Array, Array]]:
     """Our operation as a function of the learned inputs and, for a step, of the state."""
     member = MEMBERS[problem.member]
-    operation = member.build(platform)
+    operation = member.build(platform=platform)
     call = operation.step if problem.is_step else operation
 
     def run(learned: Arrays, *state: Array) -> tuple[Array, Array]:
@@ -394,53 +352,40 @@ def _part_of(problem: LinearProblem) -> LinearProblem:
     return dataclasses.replace(problem, H=problem.H // _PART)
 
 
-def expected_results(problem: LinearProblem, inputs: Inputs) -> dict[str, Arrays]:
-    """The results of the reference in float32, by direction. Of more than 16,384 tokens, those of every fourth head, and none that sums over
-    all heads."""
+def expected_results(problem: LinearProblem, inputs: Inputs) -> Arrays:
+    """The results of the reference in float32. Of more than 16,384 tokens, those of every fourth head, and none that sums over all heads."""
     with jax.default_matmul_precision("highest"):
-        with turns.released():
+        with processes.released():
             compiled = _expected_results.lower(problem, inputs).compile()
         return compiled(inputs)
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
-def _expected_results(problem: LinearProblem, inputs: Inputs) -> dict[str, Arrays]:
-    member = MEMBERS[problem.member]
-    learned, state, cotangent = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+def _expected_results(problem: LinearProblem, inputs: Inputs) -> Arrays:
+    member, part = MEMBERS[problem.member], _part_of(problem)
+    learned, cotangent, _, state = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     if problem.is_step:
         tokens = {name: x if name in _WHOLE else x[:, None] for name, x in learned.items()}
         out, state = member.plain(tokens, state, 0)
-        return {"step": {"out": out[:, 0], "state": state}}
+        return {"out": out[:, 0], "state": state}
 
     learned = {name: _part(problem, name, x) for name, x in learned.items()}
-    (out, state), pull = jax.vjp(lambda learned: _in_segments(_part_of(problem), learned, 64), learned)
+    (out, state), pull = jax.vjp(lambda learned: _in_segments(part, learned, 64), learned)
     gradients = pull((_part(problem, "out", cotangent), jnp.zeros_like(state)))[0]
-    if _part_of(problem) != problem:
+    if part != problem:
         gradients = {name: x for name, x in gradients.items() if name not in ("B", "C")}
-    return {"forward": {"out": out, "state": state}, "forward+backward": gradients}
+    return {"out": out, "state": state, **gradients}
 
 
-def tolerances(problem: LinearProblem, direction: str, results: Mapping[str, Any]) -> dict[str, Tolerance]:
-    """The tolerance of each result, from the package's table."""
-    kind = "gradient" if direction == "forward+backward" else "forward"
-    return dict.fromkeys(results, TOLERANCES[problem.dtype][kind])
-
-
-def errors_of(
-    problem: LinearProblem, direction: str, results: Mapping[str, Any], expected: Mapping[str, Arrays]
-) -> tuple[dict[str, float], str | None]:
-    """The relative RMS error of each result, measured as in the tuner, and the reason if one is wrong (otherwise `None`)."""
-    known = {name: _part(problem, name, x) for name, x in results.items() if name in expected[direction]}
-    return all_errors(known, expected[direction], tolerances(problem, direction, known))
+def of_part(problem: LinearProblem, results: Arrays, expected: Mapping[str, Array]) -> Arrays:
+    """The part of results that the reference has."""
+    return {name: _part(problem, name, x) for name, x in results.items() if name in expected}
 
 
 P = LinearProblem
+_HEADS = ("GLA", "lightning", "scalar decay", "KDA", "gated delta rule")
 ANCHORS = (
-    P("GLA", 4, 4096, 16, 128, 128),
-    P("lightning", 4, 4096, 16, 128, 128),
-    P("scalar decay", 4, 4096, 16, 128, 128),
-    P("KDA", 4, 4096, 16, 128, 128),
-    P("gated delta rule", 4, 4096, 16, 128, 128),
+    *(P(member, 4, 4096, 16, 128, 128) for member in _HEADS),
     P("SSD", 4, 4096, 64, 128, 64),
     P("selective scan", 4, 4096, 1, 16, 2048),
 )
@@ -461,11 +406,7 @@ STEPS = (
     P("selective scan", 256, 0, 1, 16, 4096),
 )
 CPU = (
-    P("GLA", 1, 2048, 4, 64, 64, "float32"),
-    P("lightning", 1, 2048, 4, 64, 64, "float32"),
-    P("scalar decay", 1, 2048, 4, 64, 64, "float32"),
-    P("KDA", 1, 2048, 4, 64, 64, "float32"),
-    P("gated delta rule", 1, 2048, 4, 64, 64, "float32"),
+    *(P(member, 1, 2048, 4, 64, 64, "float32") for member in _HEADS),
     P("SSD", 1, 2048, 4, 64, 32, "float32"),
     P("selective scan", 1, 2048, 1, 16, 256, "float32"),
 )

@@ -4,14 +4,15 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import turns
-from benchmarks.measure import input_set_count, JaxWork, repeated, time_whole, Work
+from benchmarks import processes
+from benchmarks.measure import input_set_count, JaxWork, repeated, StateWork, time_whole, Work
 from ejkernel_eqx.dispatch import on_selection, Selection, to_json
 
 try:
@@ -19,28 +20,32 @@ try:
 except ImportError:  # Triton has no wheels for this machine
     TritonError = RuntimeError
 
-
-DIRECTIONS = ("forward", "forward+backward")
-FAILURES = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    AssertionError,
-    MemoryError,
-    ejx.EjkernelError,
-    TritonError,
-)
+I = TypeVar("I")
+Arrays = dict[str, Array]
+DIRECTIONS = FORWARD, BOTH = ("forward", "forward+backward")
+OURS, PEER, BASELINE = "ours", "peer", "baseline"
+FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, MemoryError, ejx.EjkernelError, TritonError)  # fmt: skip
 """Errors that an implementation or a candidate of any of the libraries may raise for a problem that it does not support."""
 
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 """Compiler options of a reference. It runs once, so searching for the fastest matrix products would take longer than it saves."""
 
 
-@dataclasses.dataclass(kw_only=True)
-class Measured:
-    """The fields of an implementation that the JSON rows of all benchmarks have. `reason` is set if there is no time."""
+@dataclasses.dataclass
+class Row:
+    """One implementation of one problem in one direction.
 
+    - `role`: ours, a peer, or a baseline, which is no competitor: a copy, other inputs, a part of the work.
+    - `reason`: why there is no time.
+    - `ratio`: the time of the fastest peer divided by this one's.
+    - `errors`: `None` where they are not finite.
+    - `numbers`: entries of the JSON row besides these, by name.
+    """
+
+    problem: str
+    direction: str
+    implementation: str
+    role: str = OURS
     platform: str | None = None
     config: str | None = None
     config_from: str | None = None
@@ -51,79 +56,50 @@ class Measured:
     temporary_bytes: int | None = None
     ratio: float | None = None
     reason: str | None = None
-
-
-@dataclasses.dataclass
-class PeerRow(Measured):
-    """One implementation of one problem in one direction. `ratio` is the time of the fastest peer divided by this one's; `errors` are None where they
-    are not finite."""
-
-    problem: str
-    direction: str
-    implementation: str
-    is_peer: bool
     errors: dict[str, float | None] = dataclasses.field(default_factory=dict)
+    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def label(self) -> str:
         return f"{self.problem}, {self.direction}, {self.implementation}"
 
     @property
-    def is_ours(self) -> bool:
-        return not self.is_peer
+    def memory(self) -> float | None:
+        """Temporary memory divided by that of inputs and results."""
+        size = self.numbers.get("bytes")
+        return None if self.temporary_bytes is None or not size else self.temporary_bytes / size
 
-    @property
-    def over_peer(self) -> str:
-        return f", {self.ratio:.2f} of the fastest peer's speed" if self.ratio else ""
-
-
-class Row(Protocol):
-    """The interface of a JSON row that `measure_rows` and the command need."""
-
-    problem: str
-    implementation: str
-    platform: str | None
-    config: str | None
-    config_from: str | None
-    ms: float | None
-    spread: float | None
-    samples_ms: tuple[float, ...]
-    launches: int | None
-    temporary_bytes: int | None
-    ratio: float | None
-    reason: str | None
-
-    @property
-    def label(self) -> str:
-        """Problem, direction if there are several, and implementation."""
-        ...
-
-    @property
-    def is_ours(self) -> bool: ...
-
-    @property
-    def speed(self) -> str:
-        """The times as text, for a line of progress."""
-        ...
+    def to_json(self) -> dict[str, Any]:
+        entries = dataclasses.asdict(self)
+        return entries | entries.pop("numbers")
 
 
-I = TypeVar("I")
+class Inputs(NamedTuple):
+    """What has a gradient, the cotangent of the output, other arguments, and the state that a step starts from."""
+
+    learned: Arrays
+    cotangent: Array
+    constants: Arrays
+    state: Any = None
 
 
 class Prepared(NamedTuple):
     """Work that is ready to be checked and timed; `make` takes the number of runs per launch and returns the work to time."""
 
-    results: dict[str, Array]
+    results: Arrays
     make: Callable[[int], Work]
     selection: Selection | None = None
     temporary_bytes: int | None = None
 
 
-class Attempt(NamedTuple):
-    """A row and how to prepare its implementation. `failures` are kept as the row's reason; other errors are bugs."""
+class Implementation(NamedTuple):
+    """What is compared. `make_ready(sets, direction)` prepares it for sets of inputs; `failures` are kept as a row's reason, other errors are bugs.
+    `is_checked`: whether its results are those of the problem."""
 
-    row: Any
-    prepare: Callable[[], Prepared]
+    name: str
+    make_ready: Callable[[Sequence[Any], str], Prepared]
+    role: str = OURS
+    is_checked: bool = True
     failures: tuple[type[Exception], ...] = FAILURES
 
 
@@ -140,16 +116,27 @@ def input_sets(make: Callable[[int], I]) -> list[I]:
     return [first, *(make(seed) for seed in range(1, input_set_count(nbytes(first))))]
 
 
+def directed(forward: Callable[[Arrays, Arrays], Array], direction: str) -> Callable[[Inputs], Arrays]:
+    """The measured function, from `forward(learned, constants) -> out`: the output, or the gradients of everything learned."""
+    if direction == FORWARD:
+        return lambda inputs: {"out": forward(inputs.learned, inputs.constants)}
+
+    def gradients(inputs: Inputs) -> Arrays:
+        return jax.vjp(lambda x: forward(x, inputs.constants), inputs.learned)[1](inputs.cotangent)[0]
+
+    return gradients
+
+
 def compiled(program: Callable[[int], Any]) -> tuple[Any, Selection | None, int | None]:
     """For a function that compiles a program of so many runs: the program of one run, its selection, and its temporary memory."""
-    found: list[Selection] = []
-    with on_selection(found.append, found.remove), turns.released():
+    selections: list[Selection] = []
+    with on_selection(selections.append, selections.remove), processes.released():
         once = program(1)
     memory = once.memory_analysis()
-    return once, found[0] if found else None, None if memory is None else memory.temp_size_in_bytes
+    return once, selections[0] if selections else None, None if memory is None else memory.temp_size_in_bytes
 
 
-def prepare(function: Callable[[I], dict[str, Array]], sets: Sequence[I]) -> Prepared:
+def prepare(function: Callable[[I], Arrays], sets: Sequence[I]) -> Prepared:
     """Compiles a function of inputs and computes the first of the sets."""
 
     @functools.cache
@@ -157,39 +144,73 @@ def prepare(function: Callable[[I], dict[str, Array]], sets: Sequence[I]) -> Pre
         return jax.jit(repeated(function, runs)).lower(sets[0]).compile()
 
     once, selection, temporary = compiled(program)
-
-    def make(runs: int) -> Work:
-        return JaxWork(program(runs), [(inputs,) for inputs in sets])
-
+    make = lambda runs: JaxWork(program(runs), [(inputs,) for inputs in sets])
     return Prepared(once(sets[0]), make, selection, temporary)
+
+
+def prepare_in_place(
+    step: Callable[[Any, Any], tuple[Any, Arrays]], sets: Sequence[Any], state: Any
+) -> Prepared:
+    """Compiles a step `(inputs, state) -> (state, results)` that updates its state in place: each run takes the state of the one before."""
+
+    def several(runs: int, inputs: Any, state: Any) -> tuple[Any, list[Arrays]]:
+        results = []
+        for _ in range(runs):
+            state, result = step(inputs, state)
+            state = jax.lax.optimization_barrier(state)
+            results.append(result)
+        return state, results
+
+    @functools.cache
+    def program(runs: int) -> Any:
+        function = jax.jit(functools.partial(several, runs), donate_argnums=1)
+        return function.lower(sets[0], state).compile()
+
+    copied = lambda: jax.tree.map(jnp.copy, state)
+    once, selection, temporary = compiled(program)
+    new, (results,) = once(sets[0], copied())
+    make = lambda runs: StateWork(program(runs), copied(), sets)
+    return Prepared(
+        {**results, **({"state": new} if isinstance(new, Array) else {})}, make, selection, temporary
+    )
 
 
 def selected_platform(function: Callable[..., Any], *inputs: Any) -> str:
     """The platform that our operation chooses for inputs of these shapes."""
-    found: list[Selection] = []
-    with on_selection(found.append, found.remove):
+    return selection_of(function, *inputs).platform.value
+
+
+def selection_of(function: Callable[..., Any], *inputs: Any) -> Selection:
+    """The choice that a call makes for inputs of these shapes."""
+    selections: list[Selection] = []
+    with on_selection(selections.append, selections.remove):
         jax.eval_shape(function, *inputs)
-    return found[0].platform.value
+    return selections[0]
 
 
 # Checking and timing
 
+Check = Callable[[Row, Arrays], str | None]
+
 
 def measure_rows(
-    attempts: Iterable[Attempt],
-    check: Callable[[Any, dict[str, Array]], str | None],
+    implementations: Iterable[Implementation],
+    problem: str,
+    direction: str,
+    sets: Sequence[Any],
+    check: Check,
     options: argparse.Namespace,
     floor: float = 0.0,
-) -> list[Any]:
+) -> list[Row]:
     """Checks every result, then times all correct implementations in turn. Names of implementations are unique.
 
     `check(row, results)` returns the error, if any. Work as short as a launch (`floor`, in milliseconds) runs several times per launch.
     """
     rows, makers = [], {}
-    for attempt in attempts:
-        rows.append(attempt.row)
-        if make := _checked(attempt, check):
-            makers[attempt.row.implementation] = make
+    for one in implementations:
+        rows.append(Row(problem, direction, one.name, one.role))
+        if make := _checked(rows[-1], one, sets, check):
+            makers[one.name] = make
     timed = [row for row in rows if row.implementation in makers]
     try:
         timings = time_whole(makers, floor, options.samples, options.sample_ms)
@@ -202,29 +223,25 @@ def measure_rows(
     return rows
 
 
-def _checked(attempt: Attempt, check: Callable[[Any, dict[str, Array]], str | None]) -> Any:
+def _checked(
+    row: Row, one: Implementation, sets: Sequence[Any], check: Check
+) -> Callable[[int], Work] | None:
     """The work to time, by the number of runs per launch; `None` if the row has a reason instead."""
-    row = attempt.row
     try:
-        prepared = attempt.prepare()
-        _note(row, prepared)
-        wrong = check(row, prepared.results)
+        prepared = one.make_ready(sets, row.direction)
+        if (chosen := prepared.selection) is not None:
+            row.platform, row.config = chosen.platform.value, to_json(chosen.config)
+            row.config_from = chosen.tier.value
+        row.temporary_bytes = prepared.temporary_bytes
+        wrong = check(row, prepared.results) if one.is_checked else None
         row.reason = wrong and f"wrong: {wrong}"
         make = functools.cache(prepared.make)
         if row.reason is None:
             make(1).sample(1)
             return make
-    except attempt.failures as error:
+    except one.failures as error:
         row.reason = reason_of(error)
     return None
-
-
-def _note(row: Row, prepared: Prepared) -> None:
-    """The facts that are known before timing."""
-    if (chosen := prepared.selection) is not None:
-        row.platform, row.config = chosen.platform.value, to_json(chosen.config)
-        row.config_from = chosen.tier.value
-    row.temporary_bytes = prepared.temporary_bytes
 
 
 def reason_of(error: BaseException) -> str:
@@ -239,18 +256,11 @@ def finite(errors: Mapping[str, float]) -> dict[str, float | None]:
     return {name: error if error < float("inf") else None for name, error in errors.items()}
 
 
-def fastest(rows: Iterable[Row]) -> float | None:
-    """The milliseconds of the fastest row that was timed."""
-    return min((row.ms for row in rows if row.ms), default=None)
+def fastest(rows: Iterable[Row], role: str | None = None) -> float | None:
+    """The milliseconds of the fastest row that was timed, of a role or of all."""
+    return min((row.ms for row in rows if row.ms and role in (None, row.role)), default=None)
 
 
 def ratio(ms: float | None, row: Row) -> float | None:
     """The speed of a row relative to one that takes `ms`."""
     return ms / row.ms if ms and row.ms else None
-
-
-def worst(rows: Iterable[Row]) -> dict[str, Any] | None:
-    """The lowest ratio, and the problem."""
-    known = [(row.ratio, row.problem) for row in rows if row.ratio is not None]
-    value, problem = min(known, key=lambda pair: pair[0], default=(None, None))
-    return None if problem is None else {"value": value, "problem": problem}

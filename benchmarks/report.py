@@ -1,5 +1,6 @@
 """Output shared by all benchmarks: the environment, JSON, text tables and Markdown blocks."""
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -71,6 +72,25 @@ def write_atomic(path: str | os.PathLike, text: str) -> None:
 def write_json(path: str | os.PathLike, content: Any) -> None:
     """JSON without NaN and infinity; a missing result is `None`."""
     write_atomic(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def save(options: argparse.Namespace, **content: Any) -> None:
+    """Writes a benchmark's JSON where `--json` says, if it does, with the environment."""
+    if options.json:
+        write_json(options.json, {"environment": environment(options.commit), **content})
+
+
+def parser(
+    description: str | None, quick: str = "tiny problems", json_results: bool = True, **more: Any
+) -> argparse.ArgumentParser:
+    """A parser with the options of every command."""
+    layout = argparse.RawDescriptionHelpFormatter
+    result = argparse.ArgumentParser(description=description, formatter_class=layout, **more)
+    result.add_argument("--quick", action="store_true", help=quick)
+    result.add_argument("--commit", help="version of the code in the result (default: from git)")
+    if json_results:
+        result.add_argument("--json", type=pathlib.Path, metavar="PATH", help="results")
+    return result
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,8 +1,8 @@
 """RingAttention over the GPUs of a host, compared with FlashAttention on one and with what XLA makes of `jax.nn`'s attention on split tokens.
 
-    python benchmarks/ring.py --json ring.json --profile trace           # needs two GPUs or more: everything
-    python benchmarks/ring.py --tokens 32768 --variants flash,zigzag --profile trace
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 python benchmarks/ring.py --quick
+    python -m benchmarks ring --json ring.json --profile trace           # needs two GPUs or more: everything
+    python -m benchmarks ring --tokens 32768 --variants flash,zigzag --profile trace
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m benchmarks ring --quick
 
 Forward and backward of causal attention. Results of a short sequence are first compared with FlashAttention on one device. Then calls are
 timed in turn. `speedup` is the time of one device over this one's; `memory` is what one device needs, arguments and results included.
@@ -15,12 +15,9 @@ each as one device needs alone. Off two GPUs they are shown, but none is missed.
 import argparse
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +26,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
-from benchmarks import overlap, report
+from benchmarks import measure as traces
+from benchmarks import report
 
 AXIS = "sequence"
 VARIANTS = ("flash", "zigzag", "contiguous", "all_to_all", "jax.nn")
@@ -134,7 +132,7 @@ def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, An
             folder = options.profile / f"{name}-{tokens}"
             with jax.profiler.trace(str(folder)):
                 sample(program, arrays, 1)
-            row["hidden"] = overlap.hidden(overlap.read_trace(folder))
+            row["hidden"] = traces.hidden(traces.read_trace(folder))
     except (RuntimeError, ValueError) as error:  # out of memory, among others
         return row | {"reason": str(error).splitlines()[0][:160]}
     ms = statistics.median(samples)
@@ -145,11 +143,8 @@ def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, An
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, "tiny problems, anywhere")
     add = parser.add_argument
-    add("--quick", action="store_true", help="tiny problems, anywhere")
     add("--tokens", default="32768,131072", help="comma-separated (default: %(default)s)")
     add("--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)")
     add("--devices", type=int, default=jax.device_count())
@@ -161,8 +156,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--samples", type=int, default=5)
     add("--calls", type=int, default=3, help="calls per sample")
     add("--profile", type=pathlib.Path, metavar="FOLDER")
-    add("--commit", help="version of the code in the result, outside a checkout")
-    add("--json", type=pathlib.Path, metavar="PATH")
     options = parser.parse_args(arguments)
     options.variants = options.variants.split(",")
     if unknown := sorted(set(options.variants) - set(VARIANTS)):
@@ -233,17 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for goal in reached
     ]
     print(report.table(["goal", "wanted", "found", "met"], cells))
-    if options.json:
-        size = {
-            name: getattr(options, name) for name in ("devices", "heads", "kv_heads", "head_dim", "dtype")
-        }
-        report.write_json(
-            options.json,
-            {"environment": report.environment(options.commit), "size": size, "rows": rows, "goals": reached},
-        )
+    names = ("devices", "heads", "kv_heads", "head_dim", "dtype")
+    report.save(options, size={name: getattr(options, name) for name in names}, rows=rows, goals=reached)
     wrong = [row for row in rows if row.get("reason", "").startswith("wrong")]
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,7 +1,7 @@
 """Steps of `examples/serving.py` beside the device's time for them, and how long a server takes to start.
 
-    python benchmarks/serving_steps.py --json out.json         # 12 layers of 768, bf16, 64 and 256 texts at once; needs a GPU
-    python benchmarks/serving_steps.py --quick                 # a tiny model, anywhere
+    python -m benchmarks serving-steps --json out.json         # 12 layers of 768, bf16, 64 and 256 texts at once; needs a GPU
+    python -m benchmarks serving-steps --quick                 # a tiny model, anywhere
 
 A step is timed while all texts decode. The device's time is that of the same compiled program, launched many times in a row with the same
 inputs, so that the host has nothing to do between the launches. A start is that of a process of its own, until its first token, with empty
@@ -11,7 +11,6 @@ and with full compilation caches (`JAX_COMPILATION_CACHE_DIR`, `TRITON_CACHE_DIR
 import argparse
 import concurrent.futures
 import os
-import pathlib
 import statistics
 import subprocess
 import sys
@@ -19,8 +18,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 
@@ -146,7 +143,14 @@ def time_starts(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         settings = {"JAX_COMPILATION_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
         settings |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        command = [sys.executable, __file__, "--start", *(["--quick"] if options.quick else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "serving-steps",
+            "--start",
+            *(["--quick"] if options.quick else []),
+        ]
         for caches in ("empty", "full", "full"):
             start = time.perf_counter()
             process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True)
@@ -169,17 +173,12 @@ def dtype_here() -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.parser(__doc__, "a tiny model")
     add = parser.add_argument
-    add("--quick", action="store_true", help="a tiny model")
     add("--start", action="store_true", help="only start a server")
     add("--no-starts", action="store_true", help="without timing starts")
     add("--temperature", type=float, default=0.0)
     add("--platform", help="of the kernels (default: chosen by device)")
-    add("--commit", help="version of the code in the result, outside a checkout")
-    add("--json", type=pathlib.Path, metavar="PATH")
     options = parser.parse_args(arguments)
     size = "quick" if options.quick else "full"
     vars(options).update(SIZES[size])
@@ -195,28 +194,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     starts = [] if options.no_starts else time_starts(options)  # before this process takes the device
     options.dtype = dtype_here()
     rows = [measure(options, batch) for batch in options.batches]
+    names = ("step_ms", "device_ms", "ratio", "step_ms_without_overlap")
     cells = [
-        [str(row["batch"]), *(f"{row[name]:.3f}" for name in ("step_ms", "device_ms", "ratio"))]
-        + [f"{row['step_ms_without_overlap']:.3f}", f"{row['tokens_per_second']:,.0f}", str(row["programs"])]
+        [str(row["batch"]), *(f"{row[name]:.3f}" for name in names)]
+        + [f"{row['tokens_per_second']:,.0f}", str(row["programs"])]
         for row in rows
     ]
-    header = [
-        "batch",
-        "ms a step",
-        "device ms",
-        f"ratio (bar {BOUND})",
-        "without overlap",
-        "tokens/s",
-        "programs",
-    ]
-    print(report.table(header, cells))
-    if options.json:
-        bars = {"ratio": BOUND, "programs": MOST_PROGRAMS, "first_token_seconds": COLD}
-        size = {name: getattr(options, name) for name in SIZES["full"]}
-        content = {"environment": report.environment(options.commit), "size": size, "dtype": options.dtype}
-        report.write_json(options.json, content | {"bars": bars, "rows": rows, "starts": starts})
+    times = ("ms a step", "device ms", f"ratio (bar {BOUND})", "without overlap")
+    print(report.table(("batch", *times, "tokens/s", "programs"), cells))
+    bars = {"ratio": BOUND, "programs": MOST_PROGRAMS, "first_token_seconds": COLD}
+    size = {name: getattr(options, name) for name in SIZES["full"]}
+    report.save(options, size=size, dtype=options.dtype, bars=bars, rows=rows, starts=starts)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,140 +1,307 @@
 """Block-sparse attention compared with PyTorch's compiled `flex_attention`, if installed, and with our own dense attention.
 
-    python benchmarks/sparse.py --json sparse.json --plot sparse.png
-    python benchmarks/sparse.py --problems 'causal|map' --time-limit 300
-    python benchmarks/sparse.py --quick                             # tiny problems, anywhere
-    python benchmarks/sparse.py --render sparse.json --plot sparse.png --markdown sparse.md
+    python -m benchmarks sparse --json sparse.json --plot sparse.png
+    python -m benchmarks sparse --problems 'causal|map' --time-limit 300
+    python -m benchmarks sparse --render sparse.json --plot sparse.png --markdown sparse.md
 
-Every result of ours is first compared with dense attention in float32, at full size. The peer receives the same data and is timed as a CUDA graph
-where it can be; its mask of blocks is made beforehand. `a tile`: the time over that of dense attention on the same platform, divided by the
-visible share of tiles of 128 by 128; 1 if hidden tiles cost nothing and visible ones as much as in dense attention.
+The reference is dense attention. The peer is timed as a CUDA graph where it can be; its mask of blocks is made beforehand. `a tile`: the time over
+that of dense attention on the same platform, divided by the visible share of tiles of 128 by 128; 1 if hidden tiles cost nothing and visible ones as
+much as in dense attention.
 """
 
 import argparse
 import dataclasses
 import functools
-import pathlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
 
-from benchmarks import command, comparison, linear_peers
-from benchmarks import sparse_peers as peers
-from benchmarks import sparse_problems as problems
-from benchmarks.comparison import Implementation
-from benchmarks.linear_plot import plot as plot_ratios
-from benchmarks.prepare import DIRECTIONS, fastest, input_sets, PeerRow, prepare, Prepared, ratio
-from benchmarks.sparse_problems import Arrays, Inputs, SparseProblem
+import ejkernel_eqx as ejx
+from benchmarks import peers, runner
+from benchmarks.attention import by_key_head
+from benchmarks.peers import Tensors, TorchPeer
+from benchmarks.prepare import (
+    Arrays,
+    BASELINE,
+    BOTH,
+    directed,
+    fastest,
+    Implementation,
+    Inputs,
+    prepare,
+    Prepared,
+    Row,
+    UNTUNED,
+)  # fmt: skip
+from ejkernel_eqx import Mask
+from ejkernel_eqx.attention.spec import AttentionSpec
 
+BLOCK = 128  # queries and keys of a block of the maps, and of the tiles that are counted
+DOCUMENTS, GLOBAL = 12, 128
 DENSE = "dense"
 
 
-@dataclasses.dataclass
-class Row(PeerRow):
-    """One implementation of one problem in one direction. `reason` is set if there is no time; `ratio` is the time of the peer divided by this
-    one's, `a_tile` this one's over that of dense attention for as many tiles."""
+@dataclasses.dataclass(frozen=True)
+class SparseProblem:
+    """Self-attention over `B` rows of `S` tokens.
 
-    visible_tiles: float | None = None
-    tflop_per_s: float | None = None
-    a_tile: float | None = None
+    `form`: what is visible. `share` is that of the blocks of a map; `window` the keys of a window.
+    """
+
+    form: str
+    B: int
+    S: int
+    H: int
+    D: int
+    K: int = 0
+    share: float = 0.0
+    window: int = 1024
+    dtype: str = "bfloat16"
 
     @property
-    def speed(self) -> str:
-        a_tile = f", {self.a_tile:.2f} of dense attention's time a tile" if self.a_tile else ""
-        return f"{self.ms:.3f} ms{self.over_peer}{a_tile}"
+    def kv_heads(self) -> int:
+        return self.K or self.H
+
+    @property
+    def name(self) -> str:
+        heads = f"H{self.H}" + (f" KV{self.K}" if self.K else "")
+        words = [self.form, f"B{self.B} S{self.S} {heads} D{self.D}"]
+        words += [f"{self.share:.0%}"] if self.share else []
+        words += [str(self.window)] if self.form in ("window", "local and global") else []
+        return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.S // BLOCK)
 
 
-# The implementations
+class Form(NamedTuple):
+    """A form of visibility: our mask; the same as a function of query and key in numpy, JAX or PyTorch, given the module's tables on its device;
+    and arguments of a call besides the mask."""
+
+    mask: Callable[[SparseProblem], Mask]
+    sees: Callable[[SparseProblem, Any, Any, Any], Any]
+    arguments: Callable[[SparseProblem], dict[str, Any]] = lambda problem: {}
 
 
-def prepared(forward: Any, sets: Sequence[Inputs], direction: str) -> Prepared:
-    return prepare(problems.direction_of(forward, direction != "forward"), sets)
+def documents(problem: SparseProblem) -> np.ndarray:
+    """Which document each token is of."""
+    cuts = np.random.default_rng(3).choice(problem.S - 1, DOCUMENTS - 1, replace=False) + 1
+    return np.searchsorted(np.sort(cuts), np.arange(problem.S), side="right").astype(np.int32)
 
 
-def dense(problem: SparseProblem, platform: str, sets: Sequence[Inputs], direction: str) -> Prepared:
-    """Computes what is hidden as well, so its results are not those of the problem."""
-    return prepared(problems.dense(problem, platform), sets, direction)._replace(results={})
+@functools.cache
+def block_map(problem: SparseProblem) -> np.ndarray:
+    """`[blocks, blocks]`: the diagonal, and others at random up to the share."""
+    size = problem.blocks
+    rank = np.random.default_rng(1).random((size, size))
+    np.fill_diagonal(rank, -1.0)
+    return rank <= np.sort(rank, axis=None)[round(problem.share * size * size) - 1]
 
 
-def implementations(problem: SparseProblem, options: argparse.Namespace) -> Iterator[Implementation]:
-    for name, platform in comparison.platforms(options):
-        make = lambda sets, way, p=platform: prepared(problems.ours(problem, p), sets, way)
-        yield Implementation(name, False, make)
+def _in_map(problem: SparseProblem, table: Any, q: Any, k: Any) -> Any:
+    return table[q // BLOCK, k // BLOCK]
+
+
+def _after_prefix(p: SparseProblem, table: Any, q: Any, k: Any) -> Any:
+    return (k <= q) | (k < p.S // 4)
+
+
+FORMS: Mapping[str, Form] = {
+    "causal": Form(lambda p: Mask.causal(), lambda p, table, q, k: k <= q),
+    "window": Form(
+        lambda p: Mask.causal() & Mask.sliding_window(p.window - 1),
+        lambda p, table, q, k: (k <= q) & (q - k < p.window),
+    ),
+    "documents": Form(
+        lambda p: Mask.causal(),
+        lambda p, table, q, k: (k <= q) & (table[q] == table[k]),
+        lambda p: {"segment_ids": jnp.broadcast_to(jnp.asarray(documents(p)), (p.B, p.S))},
+    ),
+    "prefix": Form(lambda p: Mask.prefix(p.S // 4), _after_prefix),
+    "prefix, as a function": Form(
+        lambda p: Mask.causal() | Mask.from_function(_Prefix(p.S // 4)), _after_prefix
+    ),
+    "local and global": Form(
+        lambda p: Mask.causal() & (Mask.sliding_window(p.window - 1) | Mask.global_tokens(GLOBAL)),
+        lambda p, table, q, k: (k <= q) & ((q - k < p.window) | (q < GLOBAL) | (k < GLOBAL)),
+    ),
+    "map": Form(lambda p: Mask.from_blocks(block_map(p), BLOCK), _in_map),
+    "map as data": Form(lambda p: Mask(), _in_map, lambda p: {"block_map": jnp.asarray(block_map(p))}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prefix:
+    length: int
+
+    def __call__(self, head: Any, query: Any, key: Any) -> Any:
+        return key < self.length
+
+
+def table_of(problem: SparseProblem) -> np.ndarray | None:
+    """What `Form.sees` looks things up in."""
+    if problem.form == "documents":
+        return documents(problem)
+    return block_map(problem) if problem.form.startswith("map") else None
+
+
+def sees(problem: SparseProblem, q: Any, k: Any) -> Any:
+    return FORMS[problem.form].sees(problem, table_of(problem), q, k)
+
+
+@functools.cache
+def visible(problem: SparseProblem) -> tuple[float, float]:
+    """The visible share of pairs, and of tiles of 128 by 128."""
+    k, pairs, tiles = np.arange(problem.S), 0, 0
+    for first in range(0, problem.S, BLOCK):
+        rows = np.arange(first, min(first + BLOCK, problem.S))[:, None]
+        seen = np.broadcast_to(sees(problem, rows, k), (len(rows), problem.S))
+        pairs += int(seen.sum())
+        tiles += int(np.add.reduceat(seen.any(0), np.arange(0, problem.S, BLOCK)).astype(bool).sum())
+    return pairs / problem.S**2, tiles / problem.blocks**2
+
+
+def flops(problem: SparseProblem, backward: bool) -> float:
+    """Of the products over visible pairs; 3.5 times that with the backward pass."""
+    scores = problem.B * problem.H * problem.S**2 * visible(problem)[0]
+    return 4 * scores * problem.D * (3.5 if backward else 1)
+
+
+def make_inputs(problem: SparseProblem, seed: int = 0) -> Inputs:
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 4)
+    heads = {"q": problem.H, "k": problem.kv_heads, "v": problem.kv_heads, "out": problem.H}
+    made = {
+        name: jax.random.normal(key, (problem.B, problem.S, n, problem.D), jnp.dtype(problem.dtype))
+        for key, (name, n) in zip(keys, heads.items())
+    }
+    return Inputs({name: made[name] for name in "qkv"}, made["out"], {})
+
+
+def ours(problem: SparseProblem, platform: Any) -> Callable[[Arrays], Array]:
+    """Our operation as a function of queries, keys and values."""
+    form = FORMS[problem.form]
+    operation: Any = ejx.BlockSparseAttention(form.mask(problem), block_size=BLOCK, platform=platform)
+    arguments = form.arguments(problem)
+    return lambda learned: operation(**learned, **arguments)
+
+
+def dense(problem: SparseProblem, platform: Any) -> Callable[[Arrays], Array]:
+    """Our dense attention, which computes every tile."""
+    operation: Any = ejx.FlashAttention(platform=platform)
+    return lambda learned: operation(**learned)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def expected_results(problem: SparseProblem, inputs: Inputs) -> Arrays:
+    """Output and gradients of the reference in float32."""
+    table, index = table_of(problem), jnp.arange(problem.S)
+    table = None if table is None else jnp.asarray(table)
+    seen = FORMS[problem.form].sees(problem, table, index[:, None], index[None])[None, None]
+    return by_key_head(problem, inputs, AttentionSpec(scale=problem.D**-0.5), mask=seen)
+
+
+def flex(problem: SparseProblem) -> Callable[[Tensors], Any]:
+    """PyTorch's `flex_attention`, compiled. The mask of blocks is made once, outside the measured time."""
+
+    @functools.cache
+    def block_mask() -> Any:
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        torch.compiler.reset()  # after eight other masks it would not compile this one
+        table = table_of(problem)
+        tensor = None if table is None else torch.from_numpy(table).cuda()
+
+        def visible(batch: Any, head: Any, q: Any, k: Any) -> Any:
+            return FORMS[problem.form].sees(problem, tensor, q, k)
+
+        return create_block_mask(visible, None, None, problem.S, problem.S, device="cuda", BLOCK_SIZE=BLOCK)
+
+    def run(tensors: Tensors) -> Any:
+        q, k, v = (tensors[name].transpose(1, 2) for name in "qkv")
+        grouped = problem.H != problem.kv_heads
+        return _flex_attention()(q, k, v, block_mask=block_mask(), enable_gqa=grouped).transpose(1, 2)
+
+    return run
+
+
+@functools.cache
+def _flex_attention() -> Callable[..., Any]:
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def implementations(
+    problem: SparseProblem, options: argparse.Namespace, direction: str
+) -> Iterator[Implementation]:
+    def ready(make: Any, platform: Any, sets: Sequence[Inputs], direction: str) -> Prepared:
+        call = make(problem, platform)
+        return prepare(directed(lambda learned, _: call(learned), direction), sets)
+
+    yield from runner.ours(options, functools.partial(ready, ours))
     # On the platform whose kernels run lists.
     platform = "xla" if jax.default_backend() == "cpu" else "triton"
-    yield Implementation(DENSE, True, functools.partial(dense, problem, platform))
-    if options.torch:
-        yield from linear_peers.implementations(peers.peers_of(problem))
+    yield Implementation(DENSE, functools.partial(ready, dense, platform), BASELINE, is_checked=False)
 
 
-# Measuring
+def complete(problem: SparseProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
+    share, whole = visible(problem)[1], fastest(rows, BASELINE)
+    runner.rate((row for row in rows if row.role != BASELINE), flops=flops(problem, direction == BOTH))
+    for row in rows:
+        row.numbers["visible_tiles"] = 1.0 if row.role == BASELINE else share
+        known = row.ms and whole and row.role != BASELINE
+        row.numbers["a_tile"] = row.ms / (share * whole) if known else None
+        row.numbers.setdefault("tflop_per_s", None)
 
 
-def measure(problem: SparseProblem, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of a problem, by direction."""
-    sets = input_sets(functools.partial(problems.make_inputs, problem))
-    expected = problems.expected_results(problem, sets[0])
-    share = problems.visible(problem)[1]
-
-    def check(row: Row, results: Arrays) -> str | None:
-        found = problems.errors_of(problem, results, expected)
-        return comparison.check_errors(row, found, comparison.SAME_MATHEMATICS)
-
-    for direction, rows in comparison.compared(
-        Row, problem.name, DIRECTIONS, lambda _: implementations(problem, options), sets, check, options
-    ):
-        peer = fastest(row for row in rows if row.is_peer and row.implementation != DENSE)
-        whole = fastest(row for row in rows if row.implementation == DENSE)
-        work = problems.flops(problem, direction != "forward")
-        for row in rows:
-            row.visible_tiles = 1.0 if row.implementation == DENSE else share
-            if row.implementation == DENSE or not row.ms:
-                continue
-            row.ratio, row.tflop_per_s = ratio(peer, row), work / row.ms / 1e9
-            row.a_tile = row.ms / (share * whole) if whole else None
-        yield rows
-
-
-def summarise(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """The lowest ratio and the most time a tile of ours, in each direction."""
-    most = comparison.Extreme("most time a tile", lambda row: row.a_tile, max)
-    return comparison.summary(rows, extremes=(most,))
-
-
-# Showing
-
-
-HEADER = ("problem", "implementation", "platform", "ms", "spread", "TFLOP/s", "a tile", "ratio", "error")
-
-
-TABLES = command.Tables(
-    HEADER,
-    DIRECTIONS,
+TABLES = runner.Tables(
+    ("problem", "implementation", "platform", "ms", "spread", "TFLOP/s", "a tile", "ratio", "error"),
     "a tile: time over dense attention's for as many tiles; ratio: speed over the peer's",
     "Speed of block-sparse attention over PyTorch's flex_attention",
 )
 
+P = SparseProblem
+_MAPS = tuple(
+    P(form, B, S, H, 128, share=share)
+    for B, S, H in ((2, 8192, 16), (1, 32768, 8))
+    for form in ("map", "map as data")
+    for share in (0.1, 0.25, 0.5)
+)
+_NAMED = ("causal", "window", "documents", "prefix", "prefix, as a function", "local and global")
+ANCHORS = (
+    *(P(form, 2, 8192, 16, 128) for form in _NAMED),
+    *_MAPS,
+    *(P(form, 1, 32768, 8, 128) for form in _NAMED),
+    P("local and global", 2, 8192, 32, 64, K=8),
+)
+CPU = tuple(
+    P(form, 1, 2048, 4, 64, window=256, dtype="float32", share=0.25 * (form == "map"))
+    for form in ("causal", "local and global", "map")
+)
+TINY = (
+    *(P(form, 1, 300, 2, 16, window=40, dtype="float32") for form in _NAMED),
+    *(P(form, 2, 300, 4, 16, K=2, share=0.5, dtype="float32") for form in ("map", "map as data")),
+)
 
-def plot(content: Mapping[str, Any], path: str) -> None:
-    plot_ratios(content, path, "Block-sparse attention")
-
-
-# The command
-
-COMPARISON = comparison.Comparison(
+FAMILY = runner.Family(
     "sparse",
     __doc__,
-    comparison.Problems(problems.TINY, problems.CPU, problems.ANCHORS),
-    measure,
-    Row,
-    comparison.Output(summarise, TABLES, plot),
+    TINY,
+    CPU,
+    ANCHORS,
+    make_inputs,
+    implementations,
+    expected_results,
+    TABLES,
+    "Block-sparse attention",
+    peers=lambda problem: peers.installed(TorchPeer("flex_attention", "torch", flex(problem))),
+    complete=complete,
+    extremes=(runner.Extreme("most time a tile", runner.entry("a_tile"), max),),
 )
-parse, main = COMPARISON.parse, COMPARISON.main
-
-
-if __name__ == "__main__":
-    COMPARISON.script()

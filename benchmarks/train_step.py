@@ -1,25 +1,35 @@
-"""A training step of `examples/train_lm.py` with its layers in a loop, unrolled, and with less kept for the gradient.
+"""A training step of `examples/train_lm.py`: with its layers in a loop, unrolled, and with less kept for the gradient; with the heuristics' and with
+tuned configurations; and beside the same model in PyTorch, compiled with `torch.compile`.
 
-    python benchmarks/train_step.py --json out.json                      # 350M parameters, T = 2048, bf16; needs a GPU
-    python benchmarks/train_step.py --variants scan,unrolled             # a minute
-    python benchmarks/train_step.py --quick                              # a tiny model, anywhere
+    python -m benchmarks train-step --json out.json                      # 350M parameters, T = 2048, bf16; needs a GPU
+    python -m benchmarks train-step --variants scan,unrolled             # a minute
+    python -m benchmarks train-step --tuned --platforms default,triton   # heuristics and tuned, unrolled
+    python -m benchmarks train-step --peers --problems B8_T2048_V256     # PyTorch too, on one of the problems
+    python -m benchmarks train-step --quick                              # a tiny model, anywhere
 
-Every variant must first produce the same loss and gradient norm for the same weights and tokens. Then steps are timed in turn, so that
-drifting clocks affect all variants equally. Compilation is timed in the order of the variants and in one process, so the first one
-includes what the compiler times only once, such as matrix products.
+Every variant must first produce the same loss and gradient norm for the same weights and tokens. Then steps are timed in turn, so that drifting
+clocks affect all variants equally. Compilation is timed in the order of the variants and in one process, so the first one includes what the compiler
+times only once, such as matrix products.
+
+PyTorch runs in a process of its own (`train_step_torch.py`), one for each problem, which compiles while this one does. Both must report the same
+first loss, as they initialise in the same way. Memory is what a step needs in all, with parameters, the optimiser's state, gradients and
+activations: for PyTorch the most that was allocated, for JAX what the compiled program reserves.
 """
 
 import argparse
 import dataclasses
 import itertools
+import json
+import os
 import pathlib
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import equinox as eqx
 import jax
@@ -28,11 +38,21 @@ import numpy as np
 import optax
 from jax import Array
 
-from benchmarks import report
-from benchmarks.tuned_model import GRADIENT_BOUND, LOSS_BOUND, make_optimiser, SIZES
+import ejkernel_eqx as ejx
+from benchmarks import processes, report
+from benchmarks.measure import by_kind, kernel_times
+from benchmarks.runner import is_installed
 from ejkernel_eqx.models import Decoder
 from examples import train_lm
 
+SIZES = {
+    "full": {"embed_dim": 1024, "num_layers": 28, "num_heads": 16, "num_kv_heads": 16},
+    "quick": {"embed_dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+}
+SHAPES = {"full": ((8, 2048), (2, 8192)), "quick": ((2, 64),)}
+VOCABULARIES = {"full": (256, 50304), "quick": (256,)}
+HYBRIDS = {name: ",".join([name] * 3 + ["attention"]) for name in ("gated_deltanet", "kda", "mamba2")}
+"""Mixers of the layers in turn, by the name in a problem, where their peer is installed; by default for the first shape and vocabulary."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "scan": {"scan_layers": True},
     "unrolled": {},
@@ -41,6 +61,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scan-kernels": {"scan_layers": True, "remat": "kernels"},
 }
 """The decoder's options. `matmuls` and `kernels` are what the forward pass keeps."""
+TUNED = ("heuristics", "tuned")
+LOSS_BOUND, NORM_BOUND = 2e-3, 3e-2  # relative; the variants differ in the order of sums in bf16
+PEER_BOUND = 0.05  # of the first losses, which differ by the random weights and tokens
 
 
 @dataclasses.dataclass
@@ -55,26 +78,67 @@ class Variant:
     step_ms: list[float] = dataclasses.field(default_factory=list)
 
     def row(self, tokens: int) -> dict[str, Any]:
-        ms = statistics.median(self.step_ms)
         memory = self.program.memory_analysis()
         return {
             "variant": self.name,
-            "ms": ms,
-            "spread": (max(self.step_ms) - min(self.step_ms)) / ms,
-            "samples_ms": self.step_ms,
-            "tokens_per_second": 1e3 * tokens / ms,
+            **_times(self.step_ms, tokens),
             "temporary_bytes": None if memory is None else memory.temp_size_in_bytes,
+            "bytes": bytes_of(memory),
             "compile_seconds": self.compile_seconds,
             "first_loss": self.loss,
             "gradient_norm": self.gradient_norm,
         }
 
 
+def _times(samples: list[float], tokens: int) -> dict[str, Any]:
+    ms = statistics.median(samples)
+    spread = (max(samples) - min(samples)) / ms
+    return {"ms": ms, "spread": spread, "samples_ms": samples, "tokens_per_second": 1e3 * tokens / ms}
+
+
+def bytes_of(memory: Any) -> int | None:
+    """What a step needs in all; donated arguments are counted once."""
+    if memory is None:
+        return None
+    sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return sizes + memory.temp_size_in_bytes
+
+
+# The step
+
+
+def make_optimiser() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.98, weight_decay=0.01))
+
+
 def make_model(name: str, options: argparse.Namespace) -> Decoder:
+    """The model of a variant; of a tuned one, `PLATFORM, heuristics` or `PLATFORM, tuned`."""
     sizes = (options.embed_dim, options.num_layers, options.num_heads, options.num_kv_heads)
-    architecture = train_lm.Architecture(*sizes, mixer=options.mixer)
-    config = dataclasses.replace(architecture.config(), vocab_size=options.vocabulary)
-    return Decoder(config, platform=options.platform, **VARIANTS[name], key=jax.random.key(0))
+    config = train_lm.Architecture(*sizes, mixer=options.mixer).config()
+    config = dataclasses.replace(config, vocab_size=options.vocabulary)
+    platform, kind = name.split(", ") if ", " in name else (options.platform, "")
+    make = lambda: Decoder(
+        config,
+        platform=None if platform == "default" else platform,
+        **VARIANTS.get(name, {}),
+        key=jax.random.key(0),
+    )
+    if not kind:
+        return make()
+    with ejx.policy_override("heuristic" if kind == "heuristics" else "cached"):
+        model = make()
+    if kind == "heuristics":
+        return model
+    start = time.perf_counter()
+    model = ejx.tune(
+        model,
+        jax.ShapeDtypeStruct((options.batch, options.seq), jnp.int32),
+        call=lambda model, tokens: train_lm.cast(model, options.dtype)(tokens),
+        options=ejx.TuneOptions(time_budget=options.budget),
+        force=True,
+    )
+    print(f"{platform}: tuned in {time.perf_counter() - start:.0f} s\n{ejx.explain(model)}", flush=True)
+    return model
 
 
 def make_state(options: argparse.Namespace) -> Any:
@@ -87,11 +151,10 @@ def compiled(name: str, options: argparse.Namespace) -> Variant:
     """The variant for states and tokens of these sizes."""
     state = jax.eval_shape(lambda: make_state(options))
     tokens = jax.ShapeDtypeStruct((options.batch, options.seq + 1), jnp.int32)
-    return make_variant(name, options, state, tokens)
-
-
-def make_variant(name: str, options: argparse.Namespace, state: Any, tokens: Any) -> Variant:
-    model = eqx.filter_eval_shape(make_model, name, options)
+    if name.endswith(", tuned"):  # which is not possible inside a trace
+        model = eqx.filter_eval_shape(lambda model: model, make_model(name, options))
+    else:
+        model = eqx.filter_eval_shape(make_model, name, options)
     shapes, rest = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     structure = jax.tree.structure(shapes)
 
@@ -119,87 +182,257 @@ def check(variants: Sequence[Variant], state: Any, tokens: Array) -> None:
         variant.loss, variant.gradient_norm = float(loss), float(norm)
         loss_error = abs(variant.loss / variants[0].loss - 1)
         norm_error = abs(variant.gradient_norm / variants[0].gradient_norm - 1)
-        if not (loss_error <= LOSS_BOUND and norm_error <= GRADIENT_BOUND):
+        if not (loss_error <= LOSS_BOUND and norm_error <= NORM_BOUND):
             raise SystemExit(
                 f"{variant.name}: loss off by {loss_error:.2g} (allowed {LOSS_BOUND}), the gradient's norm by "
-                f"{norm_error:.2g} (allowed {GRADIENT_BOUND}); nothing is timed"
+                f"{norm_error:.2g} (allowed {NORM_BOUND}); nothing is timed"
             )
 
 
-def time_in_turn(
-    variants: Sequence[Variant], state: Any, batches: Sequence[Array], options: argparse.Namespace
-) -> Any:
-    """Every variant continues with the weights of the previous one; returns those of the last."""
+def time_steps(variant: Variant, state: Any, batches: Sequence[Array], count: int) -> tuple[Any, float]:
+    """Every variant continues with the weights of the previous one: the new state, and milliseconds a step."""
+    jax.block_until_ready(state)
+    start = time.perf_counter()
+    for tokens in itertools.islice(itertools.cycle(batches), count):
+        state, _ = variant.program(state, tokens)
+    jax.block_until_ready(state)
+    return state, 1e3 * (time.perf_counter() - start) / count
 
-    def run(variant: Variant, state: Any, count: int) -> tuple[Any, float]:
-        jax.block_until_ready(state)
-        start = time.perf_counter()
-        for tokens in itertools.islice(itertools.cycle(batches), count):
-            state, _ = variant.program(state, tokens)
-        jax.block_until_ready(state)
-        return state, 1e3 * (time.perf_counter() - start) / count
 
+# PyTorch
+
+
+class PeerFailed(RuntimeError):
+    """The process of a peer ended early."""
+
+
+class Torch:
+    """The process that times PyTorch's steps."""
+
+    def __init__(self, options: argparse.Namespace, *more: str, turn: pathlib.Path):
+        pipe, environment = subprocess.PIPE, {**peers_environment(), processes.VARIABLE: str(turn)}
+        self._process = subprocess.Popen(
+            command_of(options, *more), stdin=pipe, stdout=pipe, text=True, env=environment
+        )
+        self.ready: dict[str, Any] = {}
+
+    def wait(self) -> None:
+        """Until it has compiled."""
+        self.ready = self.ready or self._answer()
+
+    def begin(self) -> None:
+        """Builds the model, and tunes its kernels, for which it has the device for itself."""
+        self.ready |= self._asked("begin")
+
+    def run(self, steps: int) -> dict[str, Any]:
+        return self._asked(str(steps))
+
+    def _asked(self, line: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise PeerFailed(f"train_step_torch.py ended with {self._process.wait()}; its output says why")
+        return json.loads(line)
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+def peers_environment() -> dict[str, str]:
+    """Where PyTorch's compiler runs, Triton's kernels would else be looked for in a folder of its own."""
+    from triton import knobs
+
+    return {"TRITON_CACHE_DIR": knobs.cache.dir, **os.environ}
+
+
+def command_of(options: argparse.Namespace, *more: str) -> list[str]:
+    names = ("embed_dim", "num_layers", "num_heads", "vocabulary", "batch", "seq", "mixer")
+    sizes = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    return [sys.executable, "-m", "benchmarks.train_step_torch", *sizes, *more]
+
+
+def start_peers(problems: Sequence[argparse.Namespace], turn: pathlib.Path) -> list[Torch]:
+    """PyTorch's processes, after the kernels of recurrent mixers, which would be compiled one after the other, were compiled on all cores."""
+    if hybrids := [
+        one for one in problems if one.mixer != "attention"
+    ]:  # kernels are the same for all these shapes
+        every = argparse.Namespace(**vars(hybrids[0]) | {"mixer": ",".join(one.mixer for one in hybrids)})
+        processes.compile_apart(command_of(every), os.cpu_count() or 1, peers_environment())
+    more = lambda one: () if one.kernels is None else (f"--kernels={one.kernels / name_of(one)}.torch",)
+    return [Torch(one, *more(one), turn=turn) for one in problems]
+
+
+def name_of(options: argparse.Namespace) -> str:
+    hybrid = "" if options.mixer == "attention" else "_" + options.mixer.split(",")[0]
+    return f"B{options.batch}_T{options.seq}_V{options.vocabulary}{hybrid}"
+
+
+# Measuring
+
+
+def measure(
+    options: argparse.Namespace, variants: Sequence[Variant], torch: Torch | None
+) -> list[dict[str, Any]]:
+    """A row for each variant, and one for PyTorch."""
+    if torch is not None:
+        torch.wait()
+        torch.begin()
+    state, random = make_state(options), np.random.default_rng(0)
+    shape = (4, options.batch, options.seq + 1)
+    batches = [*jnp.asarray(random.integers(0, options.vocabulary, shape, np.int32))]
+    check(variants, state, batches[0])
+    if torch is not None:
+        if abs(torch.ready["loss"] - variants[0].loss) > PEER_BOUND:
+            raise SystemExit(
+                f"{name_of(options)}: first loss {variants[0].loss:.3f}, PyTorch's {torch.ready['loss']:.3f}"
+            )
+        if (count := sum(x.size for x in state[0])) != torch.ready["parameters"]:
+            raise SystemExit(f"{name_of(options)}: {count} parameters, PyTorch's {torch.ready['parameters']}")
+        torch.run(1)
     for variant in variants:
-        state, _ = run(variant, state, 1)
+        state, _ = time_steps(variant, state, batches, 1)
+    peer: list[dict[str, Any]] = []
     for _ in range(options.samples):
         for variant in variants:
-            state, ms = run(variant, state, options.steps)
+            state, ms = time_steps(variant, state, batches, options.steps)
             variant.step_ms.append(ms)
+        peer += [] if torch is None else [torch.run(options.steps)]
+    rows = [variant.row(options.batch * options.seq) for variant in variants]
+    if torch is not None:
+        rows.append(
+            {"variant": "torch.compile", **_times([x["ms"] for x in peer], options.batch * options.seq)}
+            | {"bytes": max(answer["bytes"] for answer in peer), "first_loss": torch.ready["loss"]}
+            | {name: torch.ready[name] for name in ("compile_seconds", "graph")}
+        )
+        for row in rows:
+            row["time_of_torch"] = row["ms"] / rows[-1]["ms"]
+            row["bytes_of_torch"] = row["bytes"] / rows[-1]["bytes"]
+    for before, after in itertools.pairwise(rows):
+        if after["variant"].endswith(", tuned"):
+            after["speed_over_heuristics"] = before["ms"] / after["ms"]
+    for variant in variants if options.kernels is not None else ():
+        path = options.kernels / f"{name_of(options)}.{variant.name}"
+        state = write_kernels(path, variant, state, batches[0])
+    return rows
+
+
+def write_kernels(path: pathlib.Path, variant: Variant, state: Any, tokens: Any) -> Any:
+    """The device's time by kernel in a step, longest first; returns the new state."""
+
+    def run() -> Any:
+        nonlocal state
+        state, (loss, _) = variant.program(state, tokens)
+        return loss
+
+    times = kernel_times(run, 3)
+    kinds = [f"{ms:9.3f} ms        {kind}" for kind, ms in by_kind(times).items()]
+    each = [f"{ms:9.3f} ms {count:5d} {name}" for name, (ms, count) in times.items()]
+    path.write_text("\n".join([*kinds, "", *each, ""]), encoding="utf-8")
     return state
 
 
+# The command
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """The options; `problems` become the options of each."""
+    parser = report.parser(__doc__, "a tiny model")
     add = parser.add_argument
-    add("--quick", action="store_true", help="a tiny model")
-    add("--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)")
+    add("--variants", help=f"comma-separated, of {', '.join(VARIANTS)} (default: all; unrolled with --peers)")
+    add("--tuned", action="store_true", help="with the heuristics' and with tuned configurations instead")
+    add("--platforms", default="default", help="with --tuned: comma-separated (default: %(default)s)")
+    add("--budget", type=float, default=120.0, help="seconds of tuning per problem")
+    add("--peers", action="store_true", help="all problems, beside PyTorch")
+    add("--no-torch", action="store_true", help="with --peers: without PyTorch")
+    add("--problems", help="with --peers: comma-separated names such as B8_T2048_V256 (default: all)")
     add("--vocabulary", type=int, default=train_lm.VOCABULARY)
     add("--mixer", default="attention", help="of the layers in turn, by commas (default: %(default)s)")
     add("--platform", help="of the kernels (default: chosen by device)")
     add("--samples", type=int, default=5)
     add("--steps", type=int, default=4, help="steps per sample")
-    add("--commit", help="version of the code in the result, outside a checkout")
-    add("--json", type=pathlib.Path, metavar="PATH")
+    kernels = "for the device's time by kernel in one step more"
+    add("--kernels", type=pathlib.Path, metavar="FOLDER", help=kernels)
     options = parser.parse_args(arguments)
-    options.variants = options.variants.split(",")
+    usual = "unrolled" if options.peers else ",".join(VARIANTS)
+    options.variants = (options.variants or usual).split(",")
     if unknown := sorted(set(options.variants) - set(VARIANTS)):
         parser.error(f"--variants: expected some of {', '.join(VARIANTS)}, received {', '.join(unknown)}")
-    vars(options).update(SIZES["quick" if options.quick else "full"])
+    if options.tuned:
+        options.variants = [f"{name}, {kind}" for name in options.platforms.split(",") for kind in TUNED]
+    size = "quick" if options.quick else "full"
+    vars(options).update(SIZES[size])
+    options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    of = lambda one, **changes: argparse.Namespace(**vars(one) | changes)
+    if not options.peers:
+        (batch, seq), *_ = SHAPES[size]
+        options.problems = [of(options, batch=batch, seq=seq)]
+        return options
+    options.num_kv_heads = options.num_heads  # as in the PyTorch model
+    sizes = [
+        of(options, batch=batch, seq=seq, vocabulary=vocabulary)
+        for batch, seq in SHAPES[size]
+        for vocabulary in VOCABULARIES[size]
+    ]
+    hybrids = [mixer for name, mixer in HYBRIDS.items() if options.no_torch or _has_peer(name)]
+    hybrids = [] if options.quick else hybrids  # it has too few layers
+    every = sizes + [of(one, mixer=mixer) for one in sizes for mixer in hybrids]
+    names = list(map(name_of, every))
+    wanted = options.problems.split(",") if options.problems else names[: len(sizes) + len(hybrids)]
+    if unknown := sorted(set(wanted) - set(names)):
+        parser.error(f"--problems: expected some of {', '.join(names)}, received {unknown[0]}")
+    options.problems = [one for one in every if name_of(one) in wanted]
     return options
+
+
+def _has_peer(mixer: str) -> bool:
+    return is_installed("fla") and (mixer != "mamba2" or is_installed("mamba_ssm"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    options.dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    random = np.random.default_rng(0)
-    shape = (4, options.batch, options.seq + 1)
-    batches = [*jnp.asarray(random.integers(0, options.vocabulary, shape, np.int32))]
-    state = make_state(options)
-    count = sum(x.size for x in state[0])
-    variants = []
-    for name in options.variants:
-        variants.append(make_variant(name, options, state, batches[0]))
-        print(f"{name}: compiled in {variants[-1].compile_seconds:.1f} s", flush=True)
-    check(variants, state, batches[0])
-    time_in_turn(variants, state, batches, options)
-
-    rows = [variant.row(options.batch * options.seq) for variant in variants]
-    cells = [
-        [row["variant"], f"{row['ms']:.2f}", f"{100 * row['spread']:.1f}", f"{row['tokens_per_second']:,.0f}"]
-        + [f"{(row['temporary_bytes'] or 0) / 1e9:.2f}", f"{row['compile_seconds']:.1f}"]
-        for row in rows
-    ]
-    print(f"{count:,} parameters, B{options.batch} T{options.seq}, {options.dtype}")
-    header = ["variant", "ms a step", "spread %", "tokens/s", "temporary GB", "compiled s"]
-    print(report.table(header, cells))
-    if options.json:
-        size = {name: getattr(options, name) for name in SIZES["full"]} | {"parameters": count}
-        content = {"environment": report.environment(options.commit), "size": size, "dtype": options.dtype}
-        report.write_json(options.json, content | {"rows": rows})
+    if options.kernels is not None:
+        options.kernels.mkdir(parents=True, exist_ok=True)
+    problems, variants = options.problems, []
+    peers: list[Torch | None] = [None for _ in problems]
+    with tempfile.TemporaryDirectory() as folder, futures.ThreadPoolExecutor(1) as aside:
+        turn, beside = pathlib.Path(folder) / "turn", options.peers and not options.no_torch
+        started = aside.submit(start_peers, problems, turn) if beside else None
+        for one in problems:
+            variants.append([compiled(name, one) for name in one.variants])
+            seconds = ", ".join(f"{x.name} {x.compile_seconds:.1f} s" for x in variants[-1])
+            print(f"{name_of(one)}: compiled, {seconds}", flush=True)
+        for i, torch in enumerate(started.result() if started is not None else ()):
+            try:  # none uses the device while others are timed
+                torch.wait()
+                peers[i] = torch
+                print(f"{name_of(problems[i])}: PyTorch is ready, {json.dumps(torch.ready)}", flush=True)
+            except PeerFailed as error:
+                print(f"{name_of(problems[i])}: without PyTorch; {error}", flush=True)
+    rows: list[dict[str, Any]] = []
+    for one, mine, torch in zip(problems, variants, peers, strict=True):
+        rows += [{"problem": name_of(one)} | row for row in measure(one, mine, torch)]
+        print(text_of(rows), flush=True)
+        size = {name: getattr(one, name) for name in SIZES["full"]}
+        report.save(options, dtype=options.dtype, size=size, rows=rows)
+        if torch is not None:
+            torch.end()
     return 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def text_of(rows: Sequence[dict[str, Any]]) -> str:
+    ratio = lambda row, name: f"{row[name]:.3f}" if name in row else ""
+    cells = [
+        [row["problem"], row["variant"], f"{row['ms']:.2f}", f"{100 * row['spread']:.1f}"]
+        + [ratio(row, "speed_over_heuristics"), ratio(row, "time_of_torch")]
+        + [f"{(row['bytes'] or 0) / 1e9:.2f}", ratio(row, "bytes_of_torch")]
+        + [f"{row['compile_seconds']:.1f}", f"{row['first_loss']:.4f}"]
+        for row in rows
+    ]
+    header = ["problem", "variant", "ms a step", "spread %", "over heuristics", "of torch", "GB", "of torch"]
+    return report.table([*header, "compiled s", "first loss"], cells)

@@ -1,12 +1,15 @@
 """Tunes the problems of the benchmarks on this device and writes the winners as a table to ship with the package.
 
-    python benchmarks/tune.py --time-limit 500 --json tuned.json            # run again to continue
-    python benchmarks/tune.py --problems 'S4096 .* D128' --budget 30
-    python benchmarks/tune.py --family recurrence     # also: selective_scan, cells, convolution, matmul, normalization, pooling, attention, paged
-    python benchmarks/tune.py --quick --platform xla --output table.json     # tiny problems, on any machine
-    python benchmarks/tune.py --render tuned.json --plot tuned.png           # show an earlier run
+    python -m benchmarks tune --time-limit 500 --json tuned.json            # run again to continue
+    python -m benchmarks tune --problems 'S4096 .* D128' --budget 30
+    python -m benchmarks tune --family recurrence     # also: selective_scan, cells, convolution, matmul, normalization, pooling, attention, paged
+    python -m benchmarks tune --quick --platform xla --output table.json     # tiny problems, on any machine
+    python -m benchmarks tune --render tuned.json --plot tuned.png           # show an earlier run
+    python -m benchmarks platform-times --time-limit 500                     # run again to continue
 
-It also reports how far the heuristics are from the tuned configurations.
+It also reports how far the heuristics are from the tuned configurations. `platform-times` tunes nothing: it times the platforms that can run a
+problem, in turn, with the configuration in the table for exactly this problem or with their only one, and writes the times into the same table, by
+which the fastest is chosen.
 """
 
 import argparse
@@ -19,12 +22,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
-
 from benchmarks import report
 from benchmarks.prepare import FAILURES, reason_of
 from benchmarks.tune_problems import FAMILIES, Family, TuneProblem
+from ejkernel_eqx.cli.bench import bench, Contender, record_of, TIMED
 from ejkernel_eqx.dispatch import (
     BOTH,
     device_facts,
@@ -109,10 +110,7 @@ def row_of(problem: TuneProblem, result: TuningResult, environment: Mapping[str,
         "seconds": result.seconds,
         "candidates": counts,
         "denied": [f"{m.candidate}: {m.reason}" for m in result.measurements if m.status is Status.DENIED],
-        "device": environment["device"],
-        "versions": environment["versions"],
-        "commit": environment["commit"],
-        "date": environment["date"],
+        **{name: environment[name] for name in ("device", "versions", "commit", "date")},
     }
 
 
@@ -170,57 +168,55 @@ def render_report(path: pathlib.Path, picture: pathlib.Path | None) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--family", choices=sorted(FAMILIES), default="attention", help="default: %(default)s"
-    )
-    parser.add_argument("--problems", default="", metavar="REGEX", help="only problems whose name matches")
-    parser.add_argument("--quick", action="store_true", help="tiny problems")
-    parser.add_argument("--platform", default="triton", help="the platform to tune (default: %(default)s)")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
-    parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="for each problem")
-    parser.add_argument("--candidates", type=int, default=12, help="for each part of the configuration")
-    parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--sample-ms", type=float, default=30.0)
-    parser.add_argument(
-        "--in-process",
-        action="store_true",
-        help="run candidates in this process: seconds faster, but a crash ends it",
-    )
-    parser.add_argument(
-        "--jobs", type=int, help="concurrent compilations (default: one per processor, up to 8)"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="also tune problems in the table or the user's cache"
-    )
-    parser.add_argument(
-        "--output", type=pathlib.Path, metavar="PATH", help="table to extend (default: the shipped table)"
-    )
-    parser.add_argument("--json", type=pathlib.Path, metavar="PATH", help="report to extend")
-    parser.add_argument(
-        "--plot", type=pathlib.Path, metavar="PATH", help="plot of heuristics against tuned configurations"
-    )
-    parser.add_argument(
-        "--render", type=pathlib.Path, metavar="JSON", help="show an earlier report instead of tuning"
-    )
-    parser.add_argument("--commit", help="version of the code if git does not know it")
-    options = parser.parse_args(arguments)
-    if options.output is None:
-        folder = report.ROOT / "src" / "ejkernel_eqx" / "data" / device_facts().slug
-        options.output = folder / f"{options.family}.json"
+def parser(samples: int, sample_ms: float) -> argparse.ArgumentParser:
+    """A parser with the options of both commands."""
+    result = report.parser(__doc__)
+    add = result.add_argument
+    add("--family", choices=sorted(FAMILIES), default="attention", help="default: %(default)s")
+    add("--problems", default="", metavar="REGEX", help="only problems whose name matches")
+    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
+    add("--samples", type=int, default=samples)
+    add("--sample-ms", type=float, default=sample_ms)
+    add("--force", action="store_true", help="also measure problems in the table or the user's cache")
+    add("--output", type=pathlib.Path, metavar="PATH", help="table to extend (default: the shipped table)")
+    return result
+
+
+def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    options = made.parse_args(arguments)
+    folder = report.ROOT / "src" / "ejkernel_eqx" / "data" / device_facts().slug
+    options.output = options.output or folder / f"{options.family}.json"
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def chosen_problems(options: argparse.Namespace) -> list[TuneProblem]:
+    family = FAMILIES[options.family]
+    every = family.tiny() if options.quick else family.problems()
+    return [problem for problem in every if re.search(options.problems, problem.name)]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    made = parser(5, 30.0)
+    add = made.add_argument
+    add("--platform", default="triton", help="the platform to tune (default: %(default)s)")
+    add("--budget", type=float, default=60.0, metavar="SECONDS", help="for each problem")
+    add("--candidates", type=int, default=12, help="for each part of the configuration")
+    in_process = "run candidates in this process: seconds faster, but a crash ends it"
+    add("--in-process", action="store_true", help=in_process)
+    add("--jobs", type=int, help="concurrent compilations (default: one per processor, up to 8)")
+    plots = "plot of heuristics against tuned configurations"
+    add("--plot", type=pathlib.Path, metavar="PATH", help=plots)
+    add("--render", type=pathlib.Path, metavar="JSON", help="show an earlier report instead of tuning")
+    return parsed(made, arguments)
+
+
+def main(arguments: Sequence[str] | None = None, name: str = "tune") -> int:
+    if name == "platform-times":
+        return main_times(arguments)
     options = parse(arguments)
     if options.render is not None:
         return render_report(options.render, options.plot)
-    family = FAMILIES[options.family]
-    every = family.tiny() if options.quick else family.problems()
-    chosen = [problem for problem in every if re.search(options.problems, problem.name)]
+    family, chosen = FAMILIES[options.family], chosen_problems(options)
     for operation in dict.fromkeys(problem.operation for problem in chosen):
         reason = kernel_registry.get(operation, Platform(options.platform)).unusable(device_facts())
         if reason is not None:
@@ -280,5 +276,88 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+# Times of platforms
+
+
+def asked_of(problem: TuneProblem) -> Problem:
+    """The problem for the platforms: the same for all, taken from the one that runs anything."""
+    return problem.make(kernel_registry.get(problem.operation, Platform.XLA))
+
+
+def is_known(asked: Problem, table: Table, platforms: Sequence[str]) -> bool:
+    """Whether a single run has timed all of them."""
+    found = [
+        r
+        for r in table.records.values()
+        if (r.operation, r.problem) == (asked.operation, asked.key()) and r.platform in platforms
+    ]
+    return len(found) == len(platforms) and len({r.date[:10] for r in found}) == 1
+
+
+def measured(asked: Problem, table: Table, options: argparse.Namespace) -> list[Contender] | str:
+    """The platforms with a time to keep, or why there is nothing to compare."""
+    known = [kernel_registry.get(asked.operation, platform) for platform in options.platform]
+    refused = {i.platform.value: i.unsupported(asked, device_facts()) for i in known}
+    if any(refused.values()):
+        return "; ".join(f"{platform} {reason}" for platform, reason in refused.items() if reason)
+    for record in table.records.values():
+        same = (record.operation, record.problem) == (asked.operation, asked.key())
+        # For one key, only sizes can change what the kernels do.
+        if same and record.exact["dims"] != asked.to_dict()["dims"] and record.platform in options.platform:
+            return f"the table has {record.platform} for another problem of this key"
+    found = bench(asked, known, options.samples, options.sample_ms)
+    wrong = [f"{c.platform}: {c.state}, {c.reason}" for c in found if c.state != TIMED]
+    untuned = [f"{c.platform} is not tuned" for c in found if c.state == TIMED and not c.settled]
+    return "; ".join(wrong + untuned) or found
+
+
+def keep_times(
+    asked: Problem, contenders: Sequence[Contender], table: Table, family: Family, environment: dict
+) -> None:
+    for contender in contenders:
+        assert contender.implementation is not None
+        place = asked.operation, contender.platform, asked.key()
+        known = {(r.operation, r.platform, r.problem): r for r in table.records.values()}.get(place)
+        record = record_of(asked, contender, known)
+        table.add(twins(record, contender.implementation, family), environment)
+
+
+def parse_times(arguments: Sequence[str] | None) -> argparse.Namespace:
+    made = parser(9, 50.0)
+    made.add_argument("--platform", action="append", metavar="NAME", help="default: cuda and triton")
+    options = parsed(made, arguments)
+    options.platform = options.platform or ["cuda", "triton"]
+    return options
+
+
+def main_times(arguments: Sequence[str] | None = None) -> int:
+    options = parse_times(arguments)
+    family, environment = FAMILIES[options.family], report.environment(options.commit)
+    table, start, longest, rows = Table(options.output), time.monotonic(), 0.0, []
+    for problem in chosen_problems(options):
+        asked, began = asked_of(problem), time.monotonic()
+        if is_known(asked, table, options.platform) and not options.force:
+            continue
+        if began - start + longest > options.time_limit:
+            print("time limit: the rest is omitted; run again to continue")
+            break
+        try:
+            contenders = measured(asked, table, options)
+        except FAILURES as error:
+            contenders = reason_of(error)
+        if isinstance(contenders, str):
+            print(f"{problem.name}: omitted, {contenders}", flush=True)
+            continue
+        keep_times(asked, contenders, table, family, environment)
+        longest = max(longest, time.monotonic() - began)
+        best = min(contenders, key=lambda c: (c.timings.get(BOTH) or next(iter(c.timings.values()))).ms)
+        for one in contenders:
+            for direction, timing in one.timings.items():
+                times = (direction, one.platform, report.number(timing.ms, 4))
+                rows.append((problem.name, *times, "fastest" if one is best else ""))
+        print(f"{problem.name}: {best.platform}", flush=True)
+    header = ("problem", "direction", "platform", "ms", "fastest")
+    print(report.table(header, rows))
+    report.save(options, rows=[dict(zip(header, row)) for row in rows])
+    print(f"table: {options.output}")
+    return 0

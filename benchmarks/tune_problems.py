@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 
 import ejkernel_eqx as ejx
-from benchmarks import attention_problems
-from benchmarks.attention_problems import AttentionProblem
+from benchmarks import attention
+from benchmarks.attention import AttentionProblem
 from ejkernel_eqx._kernel import selections_of
 from ejkernel_eqx.dispatch import Implementation, Problem
 from ejkernel_eqx.tuning.explain import example_problem_of
@@ -41,13 +41,13 @@ def _attention(problems: Sequence[AttentionProblem]) -> list[TuneProblem]:
 
 
 def attention_problem(problem: AttentionProblem, implementation: Implementation) -> Problem:
-    given = jax.eval_shape(lambda: attention_problems.make_inputs(problem))
-    attention = attention_problems.build(problem, implementation.platform.value)
-    return selections_of(attention, ejx.inputs(**given.learned, **given.masking))[0].problem
+    inputs = jax.eval_shape(lambda: attention.make_inputs(problem))
+    operation = attention.build(problem, implementation.platform.value)
+    return selections_of(operation, ejx.inputs(**inputs.learned, **inputs.constants))[0].problem
 
 
 def _every_attention() -> list[TuneProblem]:
-    p = attention_problems
+    p = attention
     return _attention(p.ANCHORS + p.FEATURES + p.GRID + p.MODELS + p.HELD_OUT) + _block_sparse()
 
 
@@ -337,7 +337,7 @@ def _cells() -> list[TuneProblem]:
 
 
 FAMILIES: dict[str, Family] = {
-    "attention": Family(_every_attention, lambda: _attention(attention_problems.TINY), lambda *_: True),
+    "attention": Family(_every_attention, lambda: _attention(attention.TINY), lambda *_: True),
     "recurrence": Family(
         _recurrence,
         lambda: [named("lightning_attention", dict(B=1, T=64, H=2, D=16), "float32")],

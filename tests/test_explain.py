@@ -12,7 +12,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx.dispatch import BOTH, FORWARD, Known, memory_cache
 from ejkernel_eqx.tuning import explain as explaining
-from ejkernel_eqx.tuning.report import roofline as roofline_module
+from ejkernel_eqx.tuning import roofline as roofline_module
 from tests.dispatch import toy
 from tests.memory import nothing_in_memory
 

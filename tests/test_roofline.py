@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ejkernel_eqx import Backend, Cost, DeviceFacts, Problem
-from ejkernel_eqx.tuning.report import roofline
+from ejkernel_eqx.tuning import roofline
 
 H200 = DeviceFacts(Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132)
 # Of the driver: clock in kHz, multiprocessors, memory clock in kHz, bus width in bits, compute capability.

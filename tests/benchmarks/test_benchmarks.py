@@ -6,18 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention_problems, measure, report, tune, tune_problems
+from benchmarks import attention, measure, report, tune, tune_problems
 from ejkernel_eqx.dispatch import Backend, device_facts, DeviceFacts, kernel_registry
 from ejkernel_eqx.dispatch.cache_file import parse as parse_table
 from ejkernel_eqx.dispatch.device import shared_memory_limit
 from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 
 
-@pytest.mark.parametrize(
-    "problem", [*attention_problems.TINY, *attention_problems.FEATURES], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("problem", [*attention.TINY, *attention.FEATURES], ids=lambda p: p.name)
 def test_the_visible_scores_are_counted(problem):
-    small = attention_problems.AttentionProblem(
+    small = attention.AttentionProblem(
         1,
         512,
         1,
@@ -40,8 +38,8 @@ def test_the_visible_scores_are_counted(problem):
 
 
 def test_documents_touch_the_tiles_of_short_rows():
-    packed = next(p for p in attention_problems.FEATURES if p.packed)
-    short = next(p for p in attention_problems.ANCHORS if p.name == packed.baselines[-1])
+    packed = next(p for p in attention.FEATURES if p.packed)
+    short = next(p for p in attention.ANCHORS if p.name == packed.baselines[-1])
     assert (
         packed.visible_tiles() == short.visible_tiles() and packed.visible_scores() == short.visible_scores()
     )
@@ -78,9 +76,7 @@ def test_problems_are_tuned_once(monkeypatch, tmp_path, capsys):
     """The winner is in the table for every operation that runs the same kernels; a second run finds it there."""
     monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))
     # Long enough for two ways to cut it.
-    monkeypatch.setattr(
-        attention_problems, "TINY", (attention_problems.AttentionProblem(1, 256, 1, 16, dtype="float32"),)
-    )
+    monkeypatch.setattr(attention, "TINY", (attention.AttentionProblem(1, 256, 1, 16, dtype="float32"),))
     table, written = tmp_path / "attention.json", tmp_path / "report.json"
     arguments = ["--quick", "--platform", "xla", "--output", str(table), "--json", str(written)]
     arguments += ["--candidates", "2", "--samples", "2", "--sample-ms", "0.5", "--commit", "abc"]
@@ -110,7 +106,7 @@ def test_problems_are_tuned_once(monkeypatch, tmp_path, capsys):
 def test_the_table_keeps_other_problems(tmp_path):
     implementation = kernel_registry.get("flash_attention", "xla")
     first, second = (
-        tune_problems.attention_problem(attention_problems.AttentionProblem(1, size, 1, 16), implementation)
+        tune_problems.attention_problem(attention.AttentionProblem(1, size, 1, 16), implementation)
         for size in (64, 128)
     )
     environment = report.environment("abc")

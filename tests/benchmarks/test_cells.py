@@ -3,20 +3,18 @@
 import jax
 import jax.numpy as jnp
 
-from benchmarks import cells_peers, cells_problems
+from benchmarks import cells
 
 
-def test_problems():
-    names = [problem.name for problem in (*cells_problems.ANCHORS, *cells_problems.CPU)]
-    assert len(set(names)) == len(names)
+def test_parameters_are_those_of_cudnn():
     # cuDNN's LSTM through JAX takes its parameters in one array, which it would refuse at another size.
     from jax.experimental import rnn
 
-    problem = cells_problems.TINY[0]
-    learned = cells_problems.make_inputs(problem).learned
-    size = sum(learned[name].size for name in cells_peers.PARAMETERS)
+    problem = cells.TINY[0]
+    learned = cells.make_inputs(problem).learned
+    size = sum(learned[name].size for name in cells.PARAMETERS)
     assert size == rnn.get_num_params_in_lstm(problem.I, problem.H, 1, False)
-    flat = jnp.concatenate([learned[name].reshape(-1) for name in cells_peers.PARAMETERS])
+    flat = jnp.concatenate([learned[name].reshape(-1) for name in cells.PARAMETERS])
     parts = rnn.unpack_lstm_weights(flat, problem.I, problem.H, 1, False)
-    for name, found in zip(cells_peers.PARAMETERS, parts, strict=True):
+    for name, found in zip(cells.PARAMETERS, parts, strict=True):
         assert jnp.array_equal(jax.tree.leaves(found)[0], learned[name])

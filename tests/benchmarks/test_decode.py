@@ -1,14 +1,14 @@
 """The benchmark of attention over pages runs, checks before it times, and writes what it says."""
 
-import dataclasses
 import sys
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import decode, decode_peers, decode_problems, tune_problems
+from benchmarks import decode, decode_problems, prepare, runner, tune_problems
 from benchmarks.decode_problems import DecodeProblem
 from ejkernel_eqx.dispatch import kernel_registry
 from tests.recurrence.quick import quick
@@ -21,15 +21,15 @@ def test_every_way_to_compute_it_agrees(problem):
     inputs = decode_problems.make_inputs(problem)
     expected = decode_problems.expected_results(problem, inputs)
     ways = {"ours": (inputs, decode_problems.ours(problem, "xla"))}
-    peers = [*decode_peers.peers_of(problem, False)]
+    peers = [*decode.peers_of(problem, False)]
     if problem is decode_problems.TINY[2]:
-        peers += [decode_peers.pallas(problem, fitted=fitted, interpret=True) for fitted in (False, True)]
+        peers += [decode.pallas(problem, fitted=fitted, interpret=True) for fitted in (False, True)]
     ways |= {peer.name: (peer.convert(inputs), peer.run) for peer in peers}
     for name, (given, function) in ways.items():
         with jax.numpy_dtype_promotion("standard"):
             out = quick(function)(given)
-        error, _ = decode_problems.error_of(problem, out, expected)
-        assert error < 1e-5, name
+        errors, _ = runner.errors_of(problem.dtype, {"out": out}, expected)
+        assert errors["out"] < 1e-5, name
 
 
 def test_ejkernel_is_given_its_own_layout(monkeypatch):
@@ -55,15 +55,15 @@ def test_ejkernel_is_given_its_own_layout(monkeypatch):
         module = types.ModuleType(".".join(parts[:n]))
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(sys.modules[name], "page_attention", page_attention, raising=False)
-    peer = decode_peers.ejkernel(problem)
+    peer = decode.ejkernel(problem)
     out = peer.run(peer.convert(inputs))
     expected = decode_problems.expected_results(problem, inputs)
-    assert decode_problems.error_of(problem, out, expected)[0] < 1e-5
+    assert runner.errors_of(problem.dtype, {"out": out}, expected)[0]["out"] < 1e-5
 
 
 def test_peers_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(decode_peers, "missing", lambda: [])
-    names = lambda problem: [peer.name for peer in decode_peers.peers_of(problem, True)]
+    monkeypatch.setattr(decode, "is_missing", lambda package: False)
+    names = lambda problem: [peer.name for peer in decode.peers_of(problem, True)]
     plain, _, int8, latent, _, prefill = decode_problems.TINY
     every = ["gather + jax.nn xla", "gather + jax.nn cudnn", "Pallas", "Pallas, fitted"]
     assert names(plain) == [*every, "ejKernel"]
@@ -73,8 +73,6 @@ def test_peers_on_a_gpu(monkeypatch):
 
 
 def test_sizes_of_the_problems():
-    names = [problem.name for problem in (*decode_problems.EVERY, *decode_problems.CPU)]
-    assert len(set(names)) == len(names)
     anchor = decode_problems.PAGES[0]
     assert anchor.flops() == 4 * 64 * 4096 * 32 * 128
     queries, tables = 2 * 64 * 32 * 128 * 2, 4 * 64 * (256 + 1)
@@ -88,19 +86,21 @@ def test_sizes_of_the_problems():
     assert decode_problems.PREFILLS[0].flops() == 4 * (8192 * 8193 // 2) * 32 * 128
     for bar in decode_problems.BARS:
         assert set(bar.problems) <= set(decode_problems.EVERY)
-        assert bar.field in {field.name for field in dataclasses.fields(decode.Row)}
+        assert bar.field in ("ms", "tb_per_s", "tflop_per_s", "over_baseline")
 
 
-def _row(problem: DecodeProblem, ms: float, **more) -> decode.Row:
-    row = decode.Row(problem.name, problem.kind, decode.MINE, "default", problem.bytes(), problem.flops())
-    return dataclasses.replace(row, ms=ms, tb_per_s=problem.bytes() / ms / 1e9, **more)
+def _row(problem: DecodeProblem, ms: float, **more) -> prepare.Row:
+    row = prepare.Row(problem.name, "forward", "default", ms=ms, **more)
+    inputs: Any = None  # sizes are the problem's
+    decode.complete(problem, inputs, "forward", [row])
+    return row
 
 
 def test_bars_are_of_the_worst_problem_and_of_our_fastest():
     fast, slow, *_ = decode_problems.PAGES
     rows = [_row(fast, 0.25, ratio=2.0), _row(slow, 0.4, ratio=1.5), _row(slow, 0.5)]
     few = [_row(problem, ms) for problem, ms in zip(decode_problems.FEW, (0.02, 0.025))]
-    summary = decode.summarise([*rows, *few])
+    summary = decode.sum_up([*rows, *few], ())["summary"]
     bandwidth, latency = summary["bars"]
     assert bandwidth["problem"] == slow.name and not bandwidth["met"]
     assert bandwidth["value"] == pytest.approx(slow.bytes() / 0.4e9)
@@ -115,7 +115,7 @@ def test_what_pallas_is_given():
         if problem.kind != "decode":
             continue
         pages = -(-problem.S // problem.p)
-        splits, block = decode_peers.pallas_splits(problem, pages), decode_peers.pallas_block(problem.p)
+        splits, block = decode.pallas_splits(problem, pages), decode.pallas_block(problem.p)
         assert splits * block <= pages and block * problem.p <= 256
         assert splits * problem.N * problem.K >= 1024 or 2 * splits * block > pages
 

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from benchmarks import decode_gaps
-from benchmarks.overlap import gpu_spans, hidden
 
 
 def test_layers_are_timed_and_checked(tmp_path, capsys):
@@ -25,20 +24,6 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
     monkeypatch.setattr(decode_gaps, "expected_result", lambda problem: 1.1 * expected(problem))
     assert decode_gaps.main(["--quick", "--commit", "abc"]) == 1
     assert "wrong: relative RMS error" in capsys.readouterr().out
-
-
-def test_what_a_gpu_ran():
-    names = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 7, "args": {"name": "Stream #14(Compute)"}},
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 8, "args": {"name": "XLA Ops"}},
-    ]
-    ran = [("merge", 7, 9.0, 2.0), ("decode", 7, 1.0, 4.0), ("an operation", 8, 0.0, 12.0)]
-    events = [
-        {"ph": "X", "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur} for name, tid, ts, dur in ran
-    ]
-    assert gpu_spans(names + events) == [("decode", 1.0, 5.0), ("merge", 9.0, 11.0)]
-    assert hidden(names + events) is None
 
 
 @pytest.mark.parametrize(

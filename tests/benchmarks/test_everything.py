@@ -1,51 +1,15 @@
 """The command that runs all the rest: each part ends alone, and says how."""
 
 import argparse
+import importlib
 import json
 import pathlib
 import sys
 
 import pytest
 
-from benchmarks import (
-    attention,
-    cells,
-    decode,
-    everything,
-    host_cost,
-    latent,
-    linear,
-    moe,
-    moe_layer,
-    native_sparse,
-    pooling,
-    report,
-    serving_steps,
-    sparse,
-    train_step,
-    train_step_peers,
-    tune,
-    tuned_model,
-)
-
-_SCRIPTS = {
-    "attention.py": attention,
-    "cells.py": cells,
-    "decode.py": decode,
-    "host_cost.py": host_cost,
-    "latent.py": latent,
-    "native_sparse.py": native_sparse,
-    "linear.py": linear,
-    "moe.py": moe,
-    "moe_layer.py": moe_layer,
-    "pooling.py": pooling,
-    "sparse.py": sparse,
-    "serving_steps.py": serving_steps,
-    "train_step.py": train_step,
-    "train_step_peers.py": train_step_peers,
-    "tune.py": tune,
-    "tuned_model.py": tuned_model,
-}
+from benchmarks import __main__ as names
+from benchmarks import everything, report, runner, tune
 
 
 def _python(code: str) -> list[str]:
@@ -134,29 +98,18 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
     assert {f"tune-{family}" for family in tune.FAMILIES} < set(parts)
     anywhere = {name for name, part in parts.items() if part.skipped is None}
     if not gpu:
-        assert anywhere == (
-            set(parts) - {"tests"}
-            if more
-            else {
-                "decode",
-                "linear",
-                "cells",
-                "moe",
-                "moe-layer",
-                "latent",
-                "attention",
-                "sparse",
-                "native-sparse",
-                "pooling",
-            }
-        )
+        assert anywhere == (set(parts) - {"tests"} if more else set(names.FAMILIES))
     for name, part in parts.items():
         for command in part.commands:
             if name == "tests":
                 assert (report.ROOT / command[-1]).is_file()
                 continue
             limit = ["--time-limit", "10"] if part.is_limited else []
-            given = _SCRIPTS[pathlib.Path(command[1]).name].parse([*command[2:], *limit])
+            script, *rest = command[3:]
+            if script in names.FAMILIES:
+                given = runner.parse(names.family(script), [*rest, *limit])
+            else:
+                given = importlib.import_module(f"benchmarks.{names.SCRIPTS[script]}").parse([*rest, *limit])
             assert given.quick == bool(more) and given.commit == options.commit
             assert pathlib.Path(given.json) == tmp_path / part.files[0]
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import linear, linear_peers, linear_problems, measure
+from benchmarks import linear, linear_problems, measure, prepare
 
 
 @pytest.mark.few(2)
@@ -21,17 +22,19 @@ def test_every_member_is_what_its_recurrence_says(problem):
         expected = linear_problems.expected_results(problem, inputs)
     else:
         first, last = linear_problems.plain(problem)(inputs.learned)
-        expected = {linear.STEP: {"out": first, "state": last}}
-    _, wrong = linear_problems.errors_of(problem, linear.STEP, {"out": out, "state": state}, expected)
+        expected = {"out": first, "state": last}
+    _, wrong = _errors(problem, {"out": out, "state": state}, expected)
     assert wrong is None
 
 
-def test_names_and_sizes():
-    every = (*linear_problems.ANCHORS, *linear_problems.STEPS, *linear_problems.CPU)
-    names = [problem.name for problem in every]
-    assert len(set(names)) == len(names)
+def _errors(problem, results, expected):
+    inputs: Any = None  # are not read
+    return linear.errors(problem, inputs, prepare.Row(problem.name, "forward", "default"), results, expected)
+
+
+def test_members_have_peers_and_steps_are_large():
     assert {p.member for p in linear_problems.ANCHORS} == set(linear_problems.MEMBERS)
-    assert set(linear_peers.PEERS) == set(linear_problems.MEMBERS)
+    assert set(linear.PEERS) == set(linear_problems.MEMBERS)
     for problem in linear_problems.STEPS:
         assert problem.B >= 64 and 4 * math.prod(linear_problems.state_shape(problem)) >= 64 * 2**20
 
@@ -54,9 +57,9 @@ def test_segments_side_by_side_and_some_heads_are_the_whole(monkeypatch, problem
     problem = dataclasses.replace(problem, T=64)  # one that no other test has traced
     inputs = linear_problems.make_inputs(problem)
     out, state = linear_problems.plain(problem)(inputs.learned)
-    found = linear_problems.expected_results(problem, inputs)["forward"]
-    assert found["out"].size == out.size // 2
-    _, wrong = linear_problems.errors_of(problem, "forward", {"out": out, "state": state}, {"forward": found})
+    expected = linear_problems.expected_results(problem, inputs)
+    assert expected["out"].size == out.size // 2
+    _, wrong = _errors(problem, {"out": out, "state": state}, expected)
     assert wrong is None
 
 

@@ -2,16 +2,13 @@
 
 import pytest
 
-from benchmarks import native_sparse
-
-_QUICK = ("--quick", "--samples", "2", "--sample-ms", "0.5", "--platforms", "default")
+from benchmarks import native_sparse, runner
 
 
-@pytest.mark.slow
 def test_both_ways_of_decoding_are_in_one_run():
-    options = native_sparse.parse([*_QUICK[:-1], "default,by branch"])
+    options = runner.parse(native_sparse.FAMILY, ["--quick", "--platforms", "default,by branch"])
     for problem in native_sparse.TINY:
-        names = [row.implementation for row in next(native_sparse.measure(problem, options))]
+        names = [one.name for one in native_sparse.implementations(problem, options, "forward")]
         assert (native_sparse.BY_BRANCH in names) == (problem.kind != native_sparse.TRAIN)
 
 

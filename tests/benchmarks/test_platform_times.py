@@ -1,11 +1,11 @@
-"""`platform_times.py`: what it writes, on no device that it is made for."""
+"""`platform-times`: what it writes, on no device that it is made for."""
 
 import dataclasses
 import json
 
 import pytest
 
-from benchmarks import platform_times
+from benchmarks import tune
 from benchmarks.tune import Table
 from ejkernel_eqx.cli.bench import Contender, TIMED, WRONG
 from ejkernel_eqx.dispatch import BOTH, FORWARD, kernel_registry, to_dict
@@ -23,7 +23,7 @@ def contenders(monkeypatch):
     def bench(problem, known, samples, sample_ms):
         for i, ms in zip(known, (1.0, 2.0), strict=True):
             timings = {d: Timing(ms * n, 0.0, (ms,) * samples, 1) for n, d in enumerate((FORWARD, BOTH), 1)}
-            config = i.hooks.default_config(problem, platform_times.device_facts())
+            config = i.hooks.default_config(problem, tune.device_facts())
             new = Contender(
                 i.platform.value, TIMED, config=config, implementation=i, settled=True, timings=timings
             )
@@ -31,7 +31,7 @@ def contenders(monkeypatch):
         return list(found.values())
 
     changes: dict[str, dict] = {}
-    monkeypatch.setattr(platform_times, "bench", bench)
+    monkeypatch.setattr(tune, "bench", bench)
     return changes
 
 
@@ -46,7 +46,7 @@ def entries(path) -> dict[tuple[str, str], dict]:
 def test_times_of_one_run_are_written_for_every_twin(contenders, tmp_path, capsys):
     path = tmp_path / "table.json"
     options = (*QUICK, "--problems", "KV2", "--output", str(path))
-    assert platform_times.main(options) == 0
+    assert tune.main_times(options) == 0
     assert "KV2 D16 full: xla" in capsys.readouterr().out
     found = entries(path)
     assert set(found) == {
@@ -58,7 +58,7 @@ def test_times_of_one_run_are_written_for_every_twin(contenders, tmp_path, capsy
         and found["flash_attention", "triton-interpret"]["ms"][BOTH] == 4.0
     )
     before = path.read_text(encoding="utf-8")
-    assert platform_times.main(options) == 0 and path.read_text(encoding="utf-8") == before  # known
+    assert tune.main_times(options) == 0 and path.read_text(encoding="utf-8") == before  # known
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_times_of_one_run_are_written_for_every_twin(contenders, tmp_path, capsy
 def test_nothing_is_written_of_what_cannot_be_compared(contenders, tmp_path, capsys, changed, reason):
     contenders["triton-interpret"] = changed
     path = tmp_path / "table.json"
-    assert platform_times.main((*QUICK, "--problems", "KV2", "--output", str(path))) == 0
+    assert tune.main_times((*QUICK, "--problems", "KV2", "--output", str(path))) == 0
     assert reason in capsys.readouterr().out and not path.exists()
 
 
@@ -76,7 +76,7 @@ def test_what_is_known_of_other_sizes_is_not_replaced(contenders, tmp_path, caps
     """Sizes count, requirements do not: a table may be older than one of them."""
     path = tmp_path / "table.json"
     options = (*QUICK, "--problems", "KV2", "--force", "--output", str(path))
-    assert platform_times.main(options) == 0
+    assert tune.main_times(options) == 0
     first = path.read_text(encoding="utf-8")
     older = json.loads(first)
     for entry in older["entries"]:
@@ -84,22 +84,22 @@ def test_what_is_known_of_other_sizes_is_not_replaced(contenders, tmp_path, caps
         exact["flags"] = {n: v for n, v in exact["flags"].items() if n not in exact["requirements"]}
         exact["requirements"] = []
     path.write_text(json.dumps(older), encoding="utf-8")
-    assert platform_times.main(options) == 0 and "omitted" not in capsys.readouterr().out
+    assert tune.main_times(options) == 0 and "omitted" not in capsys.readouterr().out
     assert entries(path)["flash_attention", "xla"]["exact"]["requirements"]
 
     shorter = json.loads(first)
     for entry in shorter["entries"]:
         entry["exact"]["dims"]["T"] -= 1
     path.write_text(json.dumps(shorter), encoding="utf-8")
-    assert platform_times.main(options) == 0
+    assert tune.main_times(options) == 0
     assert "for another problem of this key" in capsys.readouterr().out
 
 
 def test_what_a_platform_does_not_run_is_left_out(tmp_path, capsys):
     path = tmp_path / "table.json"
-    assert platform_times.main(("--quick", "--output", str(path))) == 0
+    assert tune.main_times(("--quick", "--output", str(path))) == 0
     out = capsys.readouterr().out
-    assert out.count("omitted, cuda needs a GPU") == len(platform_times.FAMILIES["attention"].tiny()) > 0
+    assert out.count("omitted, cuda needs a GPU") == len(tune.FAMILIES["attention"].tiny()) > 0
     assert not path.exists()
     assert (
         Table(path).records == {}

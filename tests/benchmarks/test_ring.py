@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import overlap, ring
+from benchmarks import ring
 
 
 @pytest.mark.slow
@@ -49,32 +49,3 @@ def test_goals_are_judged_on_two_gpus():
     assert long["met"] is True and long["by"] == "zigzag" and long["found"] == 1.9
     assert short["met"] is False and short["by"] == "all_to_all"
     assert memory["met"] is False and memory["found"] == 1.2
-
-
-def test_what_is_hidden_behind_kernels():
-    name = lambda what, pid, tid, text: {
-        "ph": "M",
-        "name": what,
-        "pid": pid,
-        "tid": tid,
-        "args": {"name": text},
-    }
-    event = lambda pid, tid, text, ts, dur: {
-        "ph": "X",
-        "name": text,
-        "pid": pid,
-        "tid": tid,
-        "ts": ts,
-        "dur": dur,
-    }
-    events = [
-        *(name("process_name", 1, 0, "/device:GPU:0"), name("process_name", 2, 0, "/host:CPU")),
-        *(name("thread_name", 1, 7, "Stream #7(Compute)"), name("thread_name", 1, 9, "Stream #9(NCCL)")),
-        name("thread_name", 2, 7, "Stream of a host"),
-        *(event(1, 7, "attention", 0, 10), event(1, 7, "attention", 12, 8)),
-        *(event(1, 9, "ncclDevKernel_SendRecv", 5, 10), event(1, 9, "ncclDevKernel_SendRecv", 30, 2)),
-        event(2, 7, "attention", 30, 2),
-    ]
-    # 5 to 10 and 12 to 15, of 5 to 15 and 30 to 32.
-    assert overlap.hidden(events) == pytest.approx(8 / 12)
-    assert overlap.hidden(events[:5]) is None

@@ -2,19 +2,19 @@
 
 import numpy as np
 
-from benchmarks import sparse_problems
+from benchmarks import sparse
 
 
 def test_what_is_visible_is_counted():
     """Pairs and tiles, against the whole mask."""
-    for problem in sparse_problems.TINY:
+    for problem in sparse.TINY:
         index = np.arange(problem.S)
-        seen = np.broadcast_to(sparse_problems.sees(problem, index[:, None], index), (problem.S,) * 2)
-        pairs, tiles = sparse_problems.visible(problem)
+        seen = np.broadcast_to(sparse.sees(problem, index[:, None], index), (problem.S,) * 2)
+        pairs, tiles = sparse.visible(problem)
         assert pairs == seen.mean()
-        padded = np.pad(seen, (0, -problem.S % sparse_problems.BLOCK))
-        count = padded.reshape(problem.blocks, sparse_problems.BLOCK, problem.blocks, -1).any((1, 3)).mean()
+        padded = np.pad(seen, (0, -problem.S % sparse.BLOCK))
+        count = padded.reshape(problem.blocks, sparse.BLOCK, problem.blocks, -1).any((1, 3)).mean()
         assert tiles == count, problem
-    for problem in sparse_problems.ANCHORS:
+    for problem in sparse.ANCHORS:
         if problem.share:
-            assert abs(sparse_problems.block_map(problem).mean() - problem.share) < 0.01
+            assert abs(sparse.block_map(problem).mean() - problem.share) < 0.01

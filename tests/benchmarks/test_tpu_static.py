@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import tpu_compiler, tpu_static
+from benchmarks import tpu_static
 from tests.tpus import needs_libtpu
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -38,7 +38,7 @@ ALLOCATIONS = (
 
 
 def test_a_schedule_is_read():
-    schedule = tpu_compiler._read("toy", BUNDLES, UTILIZATION, ALLOCATIONS)
+    schedule = tpu_static._read("toy", BUNDLES, UTILIZATION, ALLOCATIONS)
     assert schedule.bundles == 8 and schedule.vmem == 4096 and schedule.capacity["MXU"] == 4
     (region,) = schedule.regions
     assert (region.start, region.bundles) == (2, 3)
@@ -49,7 +49,16 @@ def test_a_schedule_is_read():
 @needs_libtpu
 def test_a_kernel_is_compiled_and_read(tmp_path):
     """In a process of its own: libtpu reads its settings when it is loaded."""
-    command = [sys.executable, "benchmarks/tpu_static.py", "--generations", "v5e", "--families", "attention"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "tpu-static",
+        "--generations",
+        "v5e",
+        "--families",
+        "attention",
+    ]
     command += ["--only", "forward D64", "--json", str(tmp_path / "out.json")]
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import train_step, train_step_peers
+from benchmarks import train_step
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_variants_are_checked_and_timed(tmp_path):
     ):  # optax promotes as it likes
         assert train_step.main([*options, "--variants", "scan,unrolled-kernels"]) == 0
     content = json.loads(path.read_text())
-    assert content["environment"]["commit"] == "abc" and content["size"]["parameters"] > 1e5
+    assert content["environment"]["commit"] == "abc" and content["size"]["num_layers"] == 2
     assert [row["variant"] for row in content["rows"]] == ["scan", "unrolled-kernels"]
     for row in content["rows"]:
         assert row["ms"] > 0 and len(row["samples_ms"]) == 2 and row["compile_seconds"] > 0
@@ -47,25 +47,25 @@ def test_only_variants_that_there_are(capsys):
 @pytest.mark.slow
 def test_a_step_without_its_peer(tmp_path):
     path = tmp_path / "peers.json"
-    options = ["--quick", "--no-torch", "--samples", "1", "--steps", "1", "--json", str(path)]
+    options = ["--quick", "--peers", "--no-torch", "--samples", "1", "--steps", "1", "--json", str(path)]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        assert train_step_peers.main(options) == 0
+        assert train_step.main(options) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert (row["problem"], row["variant"]) == ("B2_T64_V256", "unrolled") and row["bytes"] > 1e6
 
 
 def test_a_peer_with_another_loss_is_not_timed(monkeypatch):
-    options = train_step_peers.parse(["--quick"]).problems[0]
+    options = train_step.parse(["--quick", "--peers"]).problems[0]
     variant = train_step.Variant("unrolled", lambda state, tokens: (state, (5.7, 1.0)), 0.0)
-    peer = object.__new__(train_step_peers.Torch)
+    peer = object.__new__(train_step.Torch)
     peer.ready = {"compile_seconds": 1.0}
     monkeypatch.setattr(peer, "begin", lambda: peer.ready.update(loss=5.9))
     monkeypatch.setattr(train_step, "make_state", lambda options: jnp.zeros(2))
     with pytest.raises(SystemExit, match=r"first loss 5.700, PyTorch's 5.900"):
-        train_step_peers.measure(options, [variant], peer)
+        train_step.measure(options, [variant], peer)
 
 
 def test_only_problems_that_there_are(capsys):
     with pytest.raises(SystemExit):
-        train_step_peers.parse(["--problems", "B1_T1_V1"])
+        train_step.parse(["--peers", "--problems", "B1_T1_V1"])
     assert "received B1_T1_V1" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import pytest
 
-from ejkernel_eqx._explain import example_problem_of
+from ejkernel_eqx.tuning.explain import example_problem_of
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
 
 

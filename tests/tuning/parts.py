@@ -38,5 +38,5 @@ from ejkernel_eqx.tuning.recording import invocations_of
 from ejkernel_eqx.tuning.replace import plans_of
 from ejkernel_eqx.tuning.report import data, document, plot
 from ejkernel_eqx.tuning.report.data import entry_of_result, LOST
-from ejkernel_eqx.tuning.report.roofline import Peaks
 from ejkernel_eqx.tuning.result import Candidate, Measurement, record_for
+from ejkernel_eqx.tuning.roofline import Peaks

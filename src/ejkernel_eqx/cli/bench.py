@@ -29,12 +29,12 @@ from ..tuning.bench import Bench, failure
 from ..tuning.check import all_errors
 from ..tuning.measure import JaxWork, time_in_turn, time_runs, Timing
 from ..tuning.report.data import describe
-from ..tuning.report.roofline import device_peaks, matrix_dtype, roofline
 from ..tuning.result import record_for
+from ..tuning.roofline import device_peaks, matrix_dtype, roofline
 from ..tuning.threads import attempted
 from . import problems
 from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table
-from .tune import positive
+from .problems import positive
 
 HELP = """A platform whose results differ from the reference is reported as wrong and not timed, and the exit code is 1.
 
@@ -72,42 +72,32 @@ class Contender:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     problems.add_arguments(parser)
-    parser.add_argument(
-        "--platform",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="only this platform; may be repeated; default: all platforms that the library chooses from",
+    add, only = (
+        parser.add_argument,
+        "only this platform; may be repeated; default: all platforms that the library chooses from",
     )
-    parser.add_argument("--samples", type=positive(int), default=5, metavar="N", help="default %(default)s")
-    parser.add_argument(
-        "--sample-ms",
-        type=positive(float),
-        default=30.0,
-        metavar="MS",
-        help="duration of a sample, default %(default)g",
-    )
-    parser.add_argument(
-        "--keep",
-        action="store_true",
-        help="write the times into the cache, so that the fastest platform is used",
-    )
+    add("--platform", action="append", default=[], metavar="NAME", help=only)
+    add("--samples", type=positive(int), default=5, metavar="N", help="default %(default)s")
+    duration = "duration of a sample, default %(default)g"
+    add("--sample-ms", type=positive(float), default=30.0, metavar="MS", help=duration)
+    keep = "write the times into the cache, so that the fastest platform is used"
+    add("--keep", action="store_true", help=keep)
 
 
 def run(options: argparse.Namespace) -> Outcome:
     every = problems.make_problems(options)
     known = problems.implementations(options.operation, options.platform)
-    found = [(problem, bench(problem, known, options.samples, options.sample_ms)) for problem in every]
+    contenders = [bench(problem, known, options.samples, options.sample_ms) for problem in every]
     results = [
         {
             "problem": problem.to_dict(),
-            "platforms": [_to_dict(problem, one, all_of_them) for one in all_of_them],
-            "warnings": _unsteady(all_of_them),
-            **(_kept(problem, all_of_them) if options.keep else {}),
+            "platforms": [_to_dict(problem, one, several) for one in several],
+            "warnings": _unsteady(several),
+            **(_kept(problem, several) if options.keep else {}),
         }
-        for problem, all_of_them in found
+        for problem, several in zip(every, contenders)
     ]
-    states = {contender.state for _, all_of_them in found for contender in all_of_them}
+    states = {contender.state for several in contenders for contender in several}
     failed = TIMED not in states or states & {WRONG, BROKEN}
     text = functools.partial(_text, [str(problem) for problem in every], results)
     return Outcome({"device": device_facts().kind, "results": results}, text, FAILED if failed else OK)
@@ -258,16 +248,16 @@ def _text(titles: Sequence[str], results: Sequence[Mapping[str, Any]]) -> str:
 
 def _unsteady(contenders: Sequence[Contender]) -> list[str]:
     """A warning if times vary too much to decide between platforms."""
-    found = [
+    unsteady = [
         f"{contender.platform} {direction} {percent(timing.spread)}"
         for contender in contenders
         for direction, timing in contender.timings.items()
         if timing.spread > UNSTEADY
     ]
-    if not found:
+    if not unsteady:
         return []
     return [
-        f"warning: spread above {UNSTEADY:.0%} ({', '.join(found)}): these times are not reliable; stop other work on the device, or take more "
+        f"warning: spread above {UNSTEADY:.0%} ({', '.join(unsteady)}): these times are not reliable; stop other work on the device, or take more "
         "(--samples 15) and longer samples (--sample-ms 200)"
     ]
 
@@ -289,15 +279,9 @@ def _table_of(platforms: Sequence[Mapping[str, Any]]) -> str:
         if row["state"] != TIMED:
             rows.append((row["platform"], row["state"], *("" for _ in _NUMERIC), row["reason"]))
         for direction, timing in row["timings"].items():
-            numbers = (
-                number(timing["ms"]),
-                percent(timing["spread"]),
-                number(timing["tflops"], 3),
-                number(timing["gb_per_s"], 3),
-                percent(timing["roofline"]),
-                ratio(timing["to_best"]),
-            )
-            rows.append(
-                (row["platform"], direction, *numbers, f"{describe(row['config'])} ({row['origin']})")
-            )
+            times = number(timing["ms"]), percent(timing["spread"])
+            speeds = number(timing["tflops"], 3), number(timing["gb_per_s"], 3)
+            shares = percent(timing["roofline"]), ratio(timing["to_best"])
+            config = f"{describe(row['config'])} ({row['origin']})"
+            rows.append((row["platform"], direction, *times, *speeds, *shares, config))
     return table(("platform", "direction", *_NUMERIC, "config or reason"), rows, right=_NUMERIC)

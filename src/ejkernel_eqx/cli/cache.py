@@ -87,27 +87,27 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 
 def rows(operation: str | None = None, device: str | None = None) -> list[Row]:
     """The records in the cache folder that pass the filters."""
-    found = [Row(cache, record) for cache in user_caches() for record in cache.records()]
-    of_operation = [row for row in found if not operation or row.record.operation == operation]
+    every = [Row(cache, record) for cache in user_caches() for record in cache.records()]
+    of_operation = [row for row in every if not operation or row.record.operation == operation]
     kept = [row for row in of_operation if row.device.startswith(device or "")]
     order = operator.attrgetter("device", "record.operation", "record.platform", "record.problem")
     return sorted(kept, key=order)
 
 
 def run_list(options: argparse.Namespace) -> Outcome:
-    found = rows(options.operation, options.device)
-    document = {"folder": str(cache_dir()), "records": [row.to_dict() for row in found]}
+    chosen = rows(options.operation, options.device)
+    document = {"folder": str(cache_dir()), "records": [row.to_dict() for row in chosen]}
     filters = [("--operation", options.operation), ("--device", options.device)]
     asked = " ".join(f"{name} {value}" for name, value in filters if value)
-    return Outcome(document, lambda: _list_text(found, asked))
+    return Outcome(document, lambda: _list_text(chosen, asked))
 
 
-def _list_text(found: Sequence[Row], asked: str) -> str:
-    if not found:
+def _list_text(chosen: Sequence[Row], asked: str) -> str:
+    if not chosen:
         return f"no tuned configurations in {cache_dir()}{f' for {asked}' if asked else ''}"
     header = ("key", "operation", "platform", "problem", "config", "ms", "tuned")
     tables = []
-    for device, of_device in itertools.groupby(found, key=operator.attrgetter("device")):
+    for device, of_device in itertools.groupby(chosen, key=operator.attrgetter("device")):
         tables.append(section(device, table(header, list(map(_list_row, of_device)), right=("ms",))))
     return "\n\n".join(tables)
 
@@ -133,17 +133,16 @@ def run_show(options: argparse.Namespace) -> Outcome:
 
 def _show_text(row: Row) -> str:
     record, entry = row.record, entry_of_record(row.record)
+    listed = lambda entries: ", ".join(f"{name} {text}" for name, text in entries)
+    spreads = ((d, f"{number(ms)} (spread {percent(record.spread.get(d))})") for d, ms in record.ms.items())
     facts = {
         "problem": str(entry.problem),
         "platform": record.platform,
         "device": row.device,
         "config": describe(record.config) if record.config is not None else "every candidate was rejected",
-        "ms": ", ".join(
-            f"{direction} {number(ms)} (spread {percent(record.spread.get(direction))})"
-            for direction, ms in record.ms.items()
-        ),
-        "error": ", ".join(f"{name} {error:.2g}" for name, error in record.errors.items()),
-        "software": ", ".join(f"{name} {version}" for name, version in record.software.items()),
+        "ms": listed(spreads),
+        "error": listed((name, f"{error:.2g}") for name, error in record.errors.items()),
+        "software": listed(record.software.items()),
         "version": f"{record.version} of the kernels",
         "tuned": record.date,
         "file": str(row.cache.path),

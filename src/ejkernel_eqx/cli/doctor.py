@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> Outcome:
 
 
 def _notes(device: DeviceFacts | None) -> list[str]:
-    """What the user of this device should know."""
+    """Notes for the user of this device."""
     if device is None or device.backend is not Backend.TPU:
         return []
     return [
@@ -71,13 +71,13 @@ def _notes(device: DeviceFacts | None) -> list[str]:
 
 def versions() -> dict[str, str | None]:
     """The versions of Python and of the relevant packages; `None` for packages that are not installed."""
-    found: dict[str, str | None] = {"python": python_platform.python_version()}
+    results: dict[str, str | None] = {"python": python_platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            results[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            results[package] = None
+    return results
 
 
 def _versions_text(known: dict[str, str | None]) -> dict[str, str]:
@@ -89,7 +89,7 @@ def _versions_text(known: dict[str, str | None]) -> dict[str, str]:
 
 def _operations(device: DeviceFacts, problems: list[str]) -> dict[str, list[dict[str, Any]]]:
     """The platforms of each operation, in order of preference, with the number of problems in each kind of table."""
-    found = {}
+    results = {}
     if device.backend is Backend.GPU and importlib.util.find_spec("triton") is None:
         problems.append(
             f"the device is a GPU, but {not_installed('triton')}: Triton kernels, which include most of the fast ones, cannot be used"
@@ -98,7 +98,7 @@ def _operations(device: DeviceFacts, problems: list[str]) -> dict[str, list[dict
     for operation in kernel_registry.list_operations():
         known = kernel_registry.list_implementations(operation, device)
         tables = _known_problems(operation)
-        found[operation] = [
+        results[operation] = [
             {
                 "platform": name,
                 "usable": reason is None,
@@ -117,7 +117,7 @@ def _operations(device: DeviceFacts, problems: list[str]) -> dict[str, list[dict
             and i.platform is Platform.TRITON
             and device.backend is i.backend is Backend.GPU
         )
-    return found
+    return results
 
 
 def _known_problems(operation: str) -> dict[str, list[Platform]]:
@@ -144,7 +144,7 @@ def _cache(problems: list[str]) -> dict[str, Any]:
 
 
 def _writable(folder: pathlib.Path) -> bool:
-    """Whether files can be created in the folder or, if it does not exist, in its nearest existing parent."""
+    """Tells whether files can be created in the folder or, if it does not exist, in its nearest existing parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
@@ -159,12 +159,12 @@ def _environment(problems: list[str]) -> list[dict[str, Any]]:
     rows = []
     for variable in env():
         row = {"name": variable.name, "text": variable.text, "description": variable.description}
-        found = {"value": None, "default": variable.default}
+        results = {"value": None, "default": variable.default}
         try:
-            found["value"] = variable.read()
+            results["value"] = variable.read()
         except ValueError as error:
             problems.append(str(error))
-        rows.append(row | {name: None if value is None else str(value) for name, value in found.items()})
+        rows.append(row | {name: None if value is None else str(value) for name, value in results.items()})
     return rows
 
 

@@ -27,22 +27,26 @@ _WORDS = {"true": True, "false": False, "none": None}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that specify a problem."""
-    parser.add_argument("operation", metavar="OP", help="an operation, such as flash_attention (see doctor)")
-    parser.add_argument(
-        "--shape",
-        action="append",
-        required=True,
-        metavar="SIZES",
-        help="sizes by letter, such as B=4,T=4096,H=16,D=128; may be repeated",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
-    parser.add_argument(
-        "--flag",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="an option of the operation, such as causal or window=1023,0; may be repeated",
-    )
+    add = parser.add_argument
+    add("operation", metavar="OP", help="an operation, such as flash_attention (see doctor)")
+    sizes = "sizes by letter, such as B=4,T=4096,H=16,D=128; may be repeated"
+    add("--shape", action="append", required=True, metavar="SIZES", help=sizes)
+    add("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    flags = "an option of the operation, such as causal or window=1023,0; may be repeated"
+    add("--flag", action="append", default=[], metavar="NAME[=VALUE]", help=flags)
+
+
+def positive(kind: Any) -> Any:
+    """An argument type for positive numbers."""
+
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"expected a positive number, received {text!r}")
+        return value
+
+    parse.__name__ = f"positive {kind.__name__}"  # argparse includes the name in its message
+    return parse
 
 
 def parse_shape(text: str) -> dict[str, int]:

@@ -24,6 +24,7 @@ from ..tuning.summary import Summary
 from ..tuning.tuner import tune_problem
 from . import problems
 from .output import FAILED, number, OK, Outcome, percent, progress, ratio, section, table
+from .problems import positive
 
 Found = TuningResult | EjkernelError | str
 """A string gives the reason why there was nothing to tune."""
@@ -40,43 +41,15 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     problems.add_arguments(parser)
-    defaults = TuneOptions()
-    parser.add_argument(
-        "--platform", metavar="NAME", help="tune this platform; default: the one that the library chooses"
-    )
-    parser.add_argument(
-        "--budget",
-        type=positive(float),
-        default=defaults.time_budget,
-        metavar="S",
-        help="seconds for each problem, default %(default)g",
-    )
-    parser.add_argument(
-        "--max-candidates",
-        type=positive(int),
-        default=defaults.max_candidates,
-        metavar="N",
-        help="candidates for each part of the configuration, default %(default)s",
-    )
-    parser.add_argument("--force", action="store_true", help="tune known problems again")
-    parser.add_argument(
-        "--no-isolate",
-        action="store_true",
-        help="run candidates in this process: faster, but a crash ends the command",
-    )
-
-
-def positive(kind: Any) -> Any:
-    """An argument type for positive numbers."""
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"expected a positive number, received {text!r}")
-        return value
-
-    parse.__name__ = f"positive {kind.__name__}"  # argparse includes the name in its message
-    return parse
+    add, usual = parser.add_argument, TuneOptions()
+    add("--platform", metavar="NAME", help="tune this platform; default: the one that the library chooses")
+    budget = "seconds for each problem, default %(default)g"
+    add("--budget", type=positive(float), default=usual.time_budget, metavar="S", help=budget)
+    most = "candidates for each part of the configuration, default %(default)s"
+    add("--max-candidates", type=positive(int), default=usual.max_candidates, metavar="N", help=most)
+    add("--force", action="store_true", help="tune known problems again")
+    no_isolate = "run candidates in this process: faster, but a crash ends the command"
+    add("--no-isolate", action="store_true", help=no_isolate)
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -94,22 +67,20 @@ def run(options: argparse.Namespace) -> Outcome:
     )
     force = options.force or policy is Policy.FORCE
     start = time.monotonic()
-    found = [_tune(problem, options.platform, tune_options, force) for problem in every]
-    summary = _summary(found, time.monotonic() - start)
-    results = [_to_dict(problem, outcome) for problem, outcome in zip(every, found)]
-    document = {"results": results, "summary": summary.to_dict()}
+    outcomes = [_tune(problem, options.platform, tune_options, force) for problem in every]
+    summary = _summary(outcomes, time.monotonic() - start)
+    document = {"results": list(map(_to_dict, every, outcomes)), "summary": summary.to_dict()}
 
     def text() -> str:
-        sections = [_text(problem, outcome) for problem, outcome in zip(every, found)]
-        return "\n\n".join([*sections, section("summary", "\n".join(summary.lines()))])
+        return "\n\n".join([*map(_text, every, outcomes), section("summary", "\n".join(summary.lines()))])
 
     return Outcome(document, text, FAILED if summary.failed else OK)
 
 
-def _summary(found: Sequence[Found], seconds: float) -> Summary:
+def _summary(outcomes: Sequence[Found], seconds: float) -> Summary:
     """The summary, without problems that have nothing to tune."""
-    results = [outcome for outcome in found if isinstance(outcome, TuningResult)]
-    failed = sum(isinstance(outcome, EjkernelError) for outcome in found)
+    results = [outcome for outcome in outcomes if isinstance(outcome, TuningResult)]
+    failed = sum(isinstance(outcome, EjkernelError) for outcome in outcomes)
     only = sum(result.cached and not result.measurements for result in results)
     return Summary.of(results, problems=len(results) + failed, only=only, failed=failed, seconds=seconds)
 
@@ -136,30 +107,26 @@ def _nothing_to_tune(chosen: Implementation) -> str:
     return f"the platform used here, {chosen.platform.value}, has nothing to tune{advice}"
 
 
-def _to_dict(problem: Problem, found: Found) -> dict[str, Any]:
-    if isinstance(found, EjkernelError):
-        return {"problem": problem.to_dict(), "error": str(found)}
-    if isinstance(found, str):
-        return {"problem": problem.to_dict(), "note": found}
-    entry = entry_of_result(found)
+def _to_dict(problem: Problem, outcome: Found) -> dict[str, Any]:
+    if isinstance(outcome, EjkernelError):
+        return {"problem": problem.to_dict(), "error": str(outcome)}
+    if isinstance(outcome, str):
+        return {"problem": problem.to_dict(), "note": outcome}
+    entry = entry_of_result(outcome)
     return {
         "problem": problem.to_dict(),
-        "platform": entry.platform,
-        "config": entry.config,
-        "ms": entry.ms,
-        "heuristic_ms": entry.heuristic_ms,
-        "errors": entry.errors,
-        "seconds": found.seconds,
-        "cached": found.cached,
+        **{name: getattr(entry, name) for name in ("platform", "config", "ms", "heuristic_ms", "errors")},
+        "seconds": outcome.seconds,
+        "cached": outcome.cached,
         "candidates": [dataclasses.asdict(candidate) for candidate in entry.ranked()],
     }
 
 
-def _text(problem: Problem, found: Found) -> str:
-    if not isinstance(found, TuningResult):
-        return section(str(problem), f"FAILED: {found}" if isinstance(found, EjkernelError) else found)
-    entry = entry_of_result(found)
-    source = "already known, not timed again" if found.cached else f"tuned in {found.seconds:.1f} s"
+def _text(problem: Problem, outcome: Found) -> str:
+    if not isinstance(outcome, TuningResult):
+        return section(str(problem), f"FAILED: {outcome}" if isinstance(outcome, EjkernelError) else outcome)
+    entry = entry_of_result(outcome)
+    source = "already known, not timed again" if outcome.cached else f"tuned in {outcome.seconds:.1f} s"
     lines = [_candidates(entry)] if entry.candidates else ["there is only one configuration"]
     lines.append(f"winner: {describe(entry.config)}")
     for direction in (d for d in (FORWARD, BOTH) if d in entry.ms):

@@ -47,8 +47,8 @@ class Bench:
     def directions(self) -> dict[str, Names]:
         """The results that are timed together: the forward results only, and all results if there are gradients."""
         forward = tuple(name for name in self.names if name in self.workload.forward)
-        found = {FORWARD: forward, BOTH: self.names if len(forward) < len(self.names) else ()}
-        return {direction: names for direction, names in found.items() if names}
+        entries = {FORWARD: forward, BOTH: self.names if len(forward) < len(self.names) else ()}
+        return {direction: names for direction, names in entries.items() if names}
 
     @functools.cached_property
     def input_sets(self) -> list[tuple[Any]]:
@@ -82,7 +82,7 @@ class Bench:
 
 
 def failure(error: BaseException | None) -> Refusal:
-    """How to classify a candidate that raised. Lack of device memory, or of other machine resources such as disk space, does not count
+    """Classifies a candidate that raised. Lack of device memory, or of other machine resources such as disk space, does not count
     against it; lack of shared memory does."""
     text = attempted(lambda: str(error).strip())
     text = "" if isinstance(text, Exception) else text
@@ -97,7 +97,7 @@ def failure(error: BaseException | None) -> Refusal:
 
 
 def device_works() -> bool:
-    """Whether the device still works after a candidate failed, since some failures make it unusable for the whole process."""
+    """Tells whether the device still works after a candidate failed, since some failures make it unusable for the whole process."""
     try:
         return int(jax.numpy.arange(4).sum()) == 6
     except jax.errors.JaxRuntimeError:

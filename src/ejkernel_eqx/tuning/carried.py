@@ -39,19 +39,19 @@ class _Entry(NamedTuple):
 
 
 def choices_of_model(model: Any) -> list[Json]:
-    """By device, what was tuned for the kernels of a model, each entry a `Record` with the paths that it holds for."""
+    """Lists what was tuned for the kernels of a model by device, each entry a `Record` with the paths that it holds for."""
     tables: dict[str, Json] = {}
-    found: dict[tuple[str, str], Json] = {}
+    results: dict[tuple[str, str], Json] = {}
     for path, plan in plans_of(model).items():
         for known in (plan.snapshot, *plan.elsewhere):
             fingerprint = device_fingerprint(known.device)
             for record in _records(known):
                 empty = {"device": known.device.to_dict(), "entries": []}
                 place = fingerprint, json.dumps(record.to_dict(), sort_keys=True)
-                if place not in found:
-                    found[place] = {"paths": [], "record": record.to_dict()}
-                    tables.setdefault(fingerprint, empty)["entries"].append(found[place])
-                found[place]["paths"].append(path)
+                if place not in results:
+                    results[place] = {"paths": [], "record": record.to_dict()}
+                    tables.setdefault(fingerprint, empty)["entries"].append(results[place])
+                results[place]["paths"].append(path)
     if not tables:
         _LOG.warning(
             "configs: no kernel of the model was tuned (ejx.tune, tune_for=), so that there is nothing to save of that kind"
@@ -85,8 +85,8 @@ def with_choices(model: Any, tables: Any, name: str) -> Any:
     left out, with one warning; a file for other devices alone is said to be one."""
     refused: list[str] = []
     by_device = dict(_read(tables, refused))
-    own = device_fingerprint(device_facts())
-    if own not in by_device and by_device:
+    here = device_fingerprint(device_facts())
+    if here not in by_device and by_device:
         kinds = " and ".join(sorted({device.kind for device, _ in by_device.values()}))
         _LOG.warning(
             "%s: its choices were tuned for %s, the default device here is %s: there the model runs as one that was not tuned; "
@@ -131,7 +131,7 @@ def _with_pins(snapshot: Snapshot, records: list[Record], path: str, refused: li
 
 
 def _known(snapshot: Snapshot, record: Record) -> tuple[Platform, Known]:
-    """What a record says for a kernel; `ValueError` with the reason if it is not for it as it is here."""
+    """Reads a record as a choice of a kernel; `ValueError` with the reason if it is not for this kernel as it is here."""
     if record.operation != snapshot.operation:
         raise ValueError(f"is a kernel of {snapshot.operation}, the choice is one of {record.operation}")
     if f'"operation":"{record.operation}"' not in record.problem:

@@ -14,7 +14,7 @@ from .._tolerances import errors, Tolerance
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _leaf_errors(actual: Array, reference: Array, dtype: Any) -> tuple[Array, Array]:
-    """As `_tolerances.errors`, computed on the device: in float64 if either side is, else in float32."""
+    """Computes `_tolerances.errors` on the device: in float64 if either side is, else in float32."""
     actual, reference = actual.astype(dtype), reference.astype(dtype)
     infinite = jnp.isinf(reference)
     odd = jnp.any(jnp.isnan(actual) | jnp.isnan(reference))
@@ -78,7 +78,7 @@ def all_errors(
     results: Mapping[str, Any], reference: Mapping[str, Any], tolerances: Mapping[str, Tolerance]
 ) -> tuple[dict[str, float], str | None]:
     """The relative RMS error of each result, and why the results must not be used (`None` if they may)."""
-    found: dict[str, float] = {}
+    entries: dict[str, float] = {}
     reasons: list[str] = []
     for name, result in results.items():
         try:
@@ -86,25 +86,25 @@ def all_errors(
         except ValueError as error:
             reasons.append(f"{name} {error}")
             continue
-        found[name] = measured.rms
+        entries[name] = measured.rms
         # Written so that NaN fails.
         if not (measured.rms <= allowed.rms and measured.peak <= allowed.peak):
             reasons.append(
                 f"{name} is wrong: relative RMS error {measured.rms:.2g} (allowed {allowed.rms:.2g}), "
                 f"largest error {measured.peak:.2g} (allowed {allowed.peak:.2g})"
             )
-    return found, "; ".join(reasons) or None
+    return entries, "; ".join(reasons) or None
 
 
 def has_nan(result: Any) -> bool:
-    """Whether there is a NaN anywhere in a pytree of arrays."""
+    """Tells whether there is a NaN anywhere in a pytree of arrays."""
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(result)]
     inexact = (leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
     return any(bool(jnp.any(jnp.isnan(leaf))) for leaf in inexact)
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Whether two pytrees of arrays are bitwise equal: zeros of different sign differ, identical NaNs do not."""
+    """Tells whether two pytrees of arrays are bitwise equal: zeros of different sign differ, identical NaNs do not."""
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     return all(bool(_equal_bits(jnp.asarray(one), jnp.asarray(other))) for one, other in pairs)
 

@@ -32,7 +32,7 @@ from ..dispatch.caches import slow_words, slowness
 from ..dispatch.labels import label_of
 from .explanation import Choice, Explanation
 from .replace import map_plans, plans_of
-from .report.roofline import device_peaks, matrix_dtype, Roofline, roofline
+from .roofline import device_peaks, matrix_dtype, Roofline, roofline
 
 ExampleProblem = Callable[[str, dict[str, int], str, dict[str, Any]], Problem]
 _DTYPE = "bfloat16"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..dispatch import FORWARD
-from .report.roofline import Peaks, Roofline
+from .roofline import Peaks, Roofline
 
 _COLUMNS = ("", "ms", "bound ms", "of bound", "bound by", "GFLOP", "MB", "FLOP/byte")
 

@@ -61,7 +61,7 @@ class Ledger:
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """What is known so far, in the order of the candidates."""
+        """All measurements so far, in the order of the candidates."""
         last = len(self._order)
         order = sorted(self._measurements, key=lambda key: self._order.get(key, last))
         return tuple(self._measurements[key] for key in order)
@@ -70,8 +70,8 @@ class Ledger:
         """The candidates that have begun but not ended a step, with the seconds since, longest first."""
         now = time.monotonic()
         with self._lock:
-            found = [(candidate, now - began) for (candidate, began), *_ in self._running.values()]
-        return sorted(found, key=lambda entry: -entry[1])
+            results = [(candidate, now - began) for (candidate, began), *_ in self._running.values()]
+        return sorted(results, key=lambda entry: -entry[1])
 
     def stopped(self) -> None:
         """Marks all running candidates as stopped."""

@@ -103,15 +103,15 @@ def launch_floor(inputs: Any) -> float:
 
 
 def runs_needed(ms: float, floor: float) -> int:
-    """How often a program must repeat work of `ms` milliseconds so that its own launch does not dominate the time; 1 for no repetition.
+    """Counts how often a program must repeat work of `ms` milliseconds so that its own launch does not dominate the time; 1 for no repetition.
 
     Always 1 on a CPU, where each launch is awaited and XLA removes the barriers between runs before it merges equal ones.
     """
     if ms >= _BOUND * floor or jax.default_backend() == "cpu":
         return 1
     # Work that takes no longer than an empty launch may be much shorter.
-    own = max(ms - floor, 0.1 * floor)
-    return min(_MOST_RUNS, max(2, math.ceil(2 * _BOUND * floor / own)))
+    mine = max(ms - floor, 0.1 * floor)
+    return min(_MOST_RUNS, max(2, math.ceil(2 * _BOUND * floor / mine)))
 
 
 def time_runs(

@@ -201,10 +201,10 @@ class Tuning:
         return {_question(call): answer(call.problem, call.implementation, **how) for call in open_calls}
 
     def _suffices(self, call: Invocation) -> bool:
-        """Whether the tables that the policy trusts contain exactly this problem."""
+        """Tells whether the tables that the policy trusts contain exactly this problem."""
         snapshot = make_plan(call.operation, platform=call.platform).here
-        own = {**snapshot.memory, **snapshot.user}
-        trusted = {Policy.CACHED: {**snapshot.shipped, **own}, Policy.TUNE: own}
+        local = {**snapshot.memory, **snapshot.user}
+        trusted = {Policy.CACHED: {**snapshot.shipped, **local}, Policy.TUNE: local}
         return _question(call) in trusted.get(self._policy, {})
 
     def _renew(self, plans: list[Plan]) -> Plan | None:
@@ -271,7 +271,7 @@ def _now(call: Invocation) -> Invocation:
 
 
 def _statement(calls: Iterable[Invocation]) -> str:
-    """What calls will run, in a form that can be compared between processes."""
+    """States what calls will run, in a form that can be compared between processes."""
     return stable_json(
         sorted([stable_json(c.problem.to_dict()), c.platform.value, stable_json(c.config)] for c in calls)
     )
@@ -291,7 +291,7 @@ def _call_of(model: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _builds_its_own(model: Any) -> bool:
-    """Whether it is an operation's function, which makes its kernel at each call and finds what was tuned."""
+    """Tells whether it is an operation's function, which makes its kernel at each call and finds what was tuned."""
     return getattr(model, "operation", None) in kernel_registry.list_operations()
 
 

@@ -1,4 +1,4 @@
-"""How much effort tuning may take."""
+"""The effort that tuning may take."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from ..launch import Target, TARGETS
 @explained_options
 @dataclasses.dataclass(frozen=True)
 class TuneOptions:
-    """How much effort tuning one problem may take.
+    """The effort that tuning one problem may take.
 
     - `time_budget`: seconds per problem. The heuristic and candidates already begun are finished; the rest are skipped.
     - `max_candidates`: maximum number of candidates per part, including the heuristic.

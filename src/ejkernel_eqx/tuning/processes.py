@@ -67,17 +67,17 @@ class Round:
             self._compare(next(self._steps), statement)
 
     def _compare(self, step: int, statement: str) -> None:
-        own = _digest(f"{self.name} {statement}")
-        self._put(f"{step}/stated/{self._rank}", own)
+        expected = _digest(f"{self.name} {statement}")
+        self._put(f"{step}/stated/{self._rank}", expected)
         if self._rank == 0:
             stated = [self._get(f"{step}/stated/{rank}") for rank in range(jax.process_count())]
-            different = [str(rank) for rank, digest in enumerate(stated) if digest != own]
+            different = [str(rank) for rank, digest in enumerate(stated) if digest != expected]
             if different:
                 raise TuningError(
                     f"{self.name}: processes {', '.join(different)} differ from process 0 in what they tune or would run; every process must make "
                     "the same call, with the same shapes, on the same kind of device, under the same policy."
                 )
-            self._put(f"{step}/compared", own)
+            self._put(f"{step}/compared", expected)
         self._get(f"{step}/compared")
 
     def _put(self, key: str, value: str) -> None:
@@ -182,7 +182,7 @@ def replan_together(operations: Iterable[str]) -> None:
 
 
 def _in_files(operations: Iterable[str]) -> Table:
-    """What the user's files contain about some operations; with several processes they are not read when modules are built."""
+    """Reads the user's files on some operations; with several processes they are not read when modules are built."""
     device = device_facts()
     known = (tuple(kernel_registry.ordered(operation)) for operation in operations)
     implementations = (i for several in known for i in of_device(several, device))
@@ -232,7 +232,7 @@ def digest_of(table: Table) -> str:
 
 
 def _rows(table: Table) -> list[tuple[tuple[str, str, dict[str, Any] | None], Known]]:
-    """What determines choices, as JSON-compatible values, and everything else that is known."""
+    """Pairs what determines choices, as JSON-compatible values, with everything else that is known."""
     return [
         ((platform.value, key, None if known.config is None else to_dict(known.config)), known)
         for (platform, key), known in sorted(table.items(), key=lambda entry: entry[0])

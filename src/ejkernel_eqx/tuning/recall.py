@@ -18,10 +18,10 @@ def recall(job: Job, record: Record) -> Job:
     if config is not None:
         heuristic_ms = record.ms if config == job.heuristic else {}
         previous = Finished(config, record.ms, record.spread, heuristic_ms, record.errors)
-    found: list[Measurement] = []
+    results: list[Measurement] = []
     for timed in record.timed:
         for value in _value(job, timed):
-            found.append(
+            results.append(
                 Measurement(timed.part, value, Status.TIMED, ms=timed.ms, spread=timed.spread, known=True)
             )
     for denied in record.denied:
@@ -30,8 +30,8 @@ def recall(job: Job, record: Record) -> Job:
         for value in _value(job, denied):
             # Spilling is accepted for the heuristic, which this candidate may have become since.
             if not (spills and value == part_of(job.heuristic, denied.part)):
-                found.append(Measurement(denied.part, value, status, denied.reason, known=True))
-    return dataclasses.replace(job, known=tuple(found), previous=previous)
+                results.append(Measurement(denied.part, value, status, denied.reason, known=True))
+    return dataclasses.replace(job, known=tuple(results), previous=previous)
 
 
 def _value(job: Job, entry: Timed | Denied) -> tuple[Any, ...]:

@@ -129,20 +129,20 @@ def _configured(path: str, plan: Plan, config: Any) -> Plan:
 
 def _like_model(tree: Any, index: int, plans: Mapping[str, Plan], chosen: Mapping[str, Plan]) -> Any:
     """`tree` with the parts that contain the model's kernels changed like the model."""
-    found = False
+    result = False
 
     def is_copy(node: Any) -> bool:
         return plans_of(node) == plans
 
     def change(node: Any) -> Any:
-        nonlocal found
+        nonlocal result
         if not is_copy(node):
             return node
-        found = True
+        result = True
         return map_plans(lambda path, _: chosen[path], node)
 
     changed = jax.tree.map(change, tree, is_leaf=is_copy)
-    if plans and plans_of(tree) and not found:
+    if plans and plans_of(tree) and not result:
         raise ValueError(
             f"others[{index}]: expected a pytree with a copy of the model's kernels {sorted(plans)} in it, received one with the kernels "
             f"{sorted(plans_of(tree))}; pass it as it was created from this model."

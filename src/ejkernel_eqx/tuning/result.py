@@ -57,7 +57,7 @@ def with_part(config: Any, part: str, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What is known about a candidate. `config` is the part's value, or the whole configuration if `part` is empty.
+    """Knowledge about a candidate. `config` is the part's value, or the whole configuration if `part` is empty.
 
     `errors` are relative RMS errors by result. `known`: taken from the record instead of measured now.
     """

@@ -64,7 +64,7 @@ class _Search:
         unknown = (candidate for candidate in stage.candidates if candidate.key() not in trials.known)
         fresh = [Trial(candidate, with_part(best, *candidate), names) for candidate in unknown]
         errors = {trial: trials.check([trial]) for trial in trials.compile(fresh, deadline)}
-        passed = {trial: trial for trial, found in errors.items() if found is not None}
+        passed = {trial: trial for trial, result in errors.items() if result is not None}
         coarse = trials.time(passed, 2, options.sample_ms / 3)
         order = sorted(coarse, key=lambda trial: coarse[trial].ms)
         late = [trial for trial in order[FINALISTS:] if trials.is_heuristic(trial.candidate)]
@@ -78,8 +78,8 @@ class _Search:
             ms, spread = (
                 fine[trial][:2] if trial in fine else (coarse[trial].ms * drift, coarse[trial].spread)
             )
-            found = tuple((errors[trial] or {}).items())
-            trials.settle(trial.candidate, status, ms=ms, spread=spread, errors=found)
+            result = tuple((errors[trial] or {}).items())
+            trials.settle(trial.candidate, status, ms=ms, spread=spread, errors=result)
 
     def _ranking(self, stage: Stage) -> list[Any]:
         """The usable values of a stage, best first; the heuristic's yields only to values that are faster by the margin."""
@@ -116,7 +116,7 @@ class _Search:
                 return end
 
     def _was_faster(self, config: Any, winner: Any) -> bool:
-        """Whether a configuration was faster than the winner when each was timed by itself."""
+        """Tells whether a configuration was faster than the winner when each was timed by itself."""
         known = [self.trials.known.get(Candidate("", one).key()) for one in (config, winner)]
         one, other = (measurement.ms if measurement else None for measurement in known)
         return one is not None and other is not None and one * MARGIN < other

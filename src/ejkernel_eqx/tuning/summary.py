@@ -1,4 +1,4 @@
-"""What a request to tune has come to, in a few lines."""
+"""Summarises a request to tune in a few lines."""
 
 import dataclasses
 import logging
@@ -15,7 +15,7 @@ _SHOWN = 3
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """How many distinct problems were asked for and what became of them, the best speed-ups over the heuristic, and where all is kept.
+    """Counts of distinct problems by what became of them, the best speed-ups over the heuristic, and where all is kept.
 
     `only`: problems with one configuration, which is not timed and is in no table.
     """
@@ -33,7 +33,7 @@ class Summary:
     def of(
         cls, results: Iterable[TuningResult], *, problems: int, only: int, failed: int, seconds: float
     ) -> "Summary":
-        """From what was found; a problem with a choice that none of the results is for, and that has not failed, was known."""
+        """Sums up results; a problem with a choice that none of the results is for, and that has not failed, was known."""
         new = [result for result in results if not result.cached]
         faster = [(f"{result.problem} on {result.platform.value}", speed_up(result)) for result in new]
         best = sorted(((name, times) for name, times in faster if times > 1.0), key=lambda entry: -entry[1])
@@ -69,7 +69,7 @@ class Summary:
 
 
 def speed_up(result: TuningResult) -> float:
-    """How many times as fast as the heuristic, forward and backward together where both are known; 1 where nothing was compared."""
+    """Computes the speed over the heuristic's, forward and backward together where both are known; 1 where nothing was compared."""
     for direction in (BOTH, FORWARD):
         if direction in result.ms and direction in result.heuristic_ms:
             return result.heuristic_ms[direction] / result.ms[direction]
@@ -77,7 +77,7 @@ def speed_up(result: TuningResult) -> float:
 
 
 def _kept(results: Sequence[TuningResult]) -> tuple[str, ...]:
-    """Where the results lie; or that they do not, as nothing can be written there."""
+    """Says where the results lie, or that nothing can be written there."""
     device = device_facts()
     lines: dict[str, None] = {}
     for result in results:

@@ -8,7 +8,7 @@ from .._errors import TuningError
 
 
 def inside_trace() -> bool:
-    """Whether computations are staged rather than executed, as under `jit`, `eval_shape` and `scan`.
+    """Tells whether computations are staged rather than executed, as under `jit`, `eval_shape` and `scan`.
 
     Under `vmap` or `grad` alone they are executed, which does not count.
     """

@@ -71,7 +71,7 @@ class Trials:
         self.emit(Measured(measurement))
 
     def usable(self, candidate: Candidate) -> bool:
-        """Whether the candidate was checked and timed, now or before."""
+        """Tells whether the candidate was checked and timed, now or before."""
         measurement = self.known.get(candidate.key())
         return measurement is not None and measurement.usable and measurement.ms is not None
 

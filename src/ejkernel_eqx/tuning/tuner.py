@@ -95,7 +95,7 @@ def has_choice(
     configs: Sequence[Any] | None = None,
     options: TuneOptions | None = None,
 ) -> bool:
-    """Whether there is more than one configuration to try for a problem on this device."""
+    """Tells whether there is more than one configuration to try for a problem on this device."""
     _, stages = _stages(problem, implementation, device_facts(), configs, options or current_options())
     return _is_choice(stages)
 
@@ -117,7 +117,7 @@ def _stages(
     parts = [(part.field, part.results) for part in workload.parts] or [("", ())]
     values = [tuple(dict.fromkeys(part_of(config, part) for config in tried)) for part, _ in parts]
     return heuristic, tuple(
-        Stage(*part, options=found[: options.max_candidates]) for part, found in zip(parts, values)
+        Stage(*part, options=several[: options.max_candidates]) for part, several in zip(parts, values)
     )
 
 
@@ -137,17 +137,17 @@ def _tried(
 ) -> list[Any]:
     """The configurations to try, the heuristic first."""
     hooks = implementation.hooks
-    found = list(hooks.candidates(problem, device) if configs is None else configs)
-    for config in found:
+    tried = list(hooks.candidates(problem, device) if configs is None else configs)
+    for config in tried:
         if not isinstance(config, hooks.config_type):
             raise ValueError(
                 f"configs: expected instances of {hooks.config_type.__name__} for {implementation.platform.value!r}, received {config!r}."
             )
-    found = list(dict.fromkeys((hooks.default_config(problem, device), *found)))
-    if len(found) > 1:  # else nothing is stored
-        for config in found:
+    tried = list(dict.fromkeys((hooks.default_config(problem, device), *tried)))
+    if len(tried) > 1:  # else nothing is stored
+        for config in tried:
             _check_storable(config)
-    return found
+    return tried
 
 
 def _check_storable(config: Any) -> None:
@@ -177,15 +177,15 @@ def _recalled(job: Job) -> Job:
 def _cached(job: Job) -> TuningResult | None:
     """The result, if there is nothing left to measure."""
     known = {measurement.candidate.key(): measurement for measurement in job.known}
-    found = [known.get(candidate.key()) for stage in job.stages for candidate in stage.candidates]
-    if None in found or (job.previous is None and any(m and m.usable for m in found)):
+    measurements = [known.get(candidate.key()) for stage in job.stages for candidate in stage.candidates]
+    if None in measurements or (job.previous is None and any(m and m.usable for m in measurements)):
         return None
     if job.previous is None:
         raise _nothing_left(job, job.known)
     return _result(job, job.previous, job.known, seconds=0.0, cached=True)
 
 
-def _result(job: Job, end: Finished, found: tuple[Measurement, ...], **how: Any) -> TuningResult:
+def _result(job: Job, end: Finished, measurements: tuple[Measurement, ...], **how: Any) -> TuningResult:
     return TuningResult(
         job.problem,
         job.implementation,
@@ -193,7 +193,7 @@ def _result(job: Job, end: Finished, found: tuple[Measurement, ...], **how: Any)
         job.heuristic,
         end.ms,
         end.heuristic_ms,
-        found,
+        measurements,
         spread=end.spread,
         errors=end.errors,
         **how,
@@ -280,7 +280,7 @@ def autotune_tier(problem: Problem, implementation: Implementation, device: Devi
 def answer(
     problem: Problem, implementation: Implementation, device: DeviceFacts | None = None, **how: Any
 ) -> Known:
-    """What `tune_problem(..., **how)` finds, in the form of tables, including that all configurations were denied."""
+    """Returns what `tune_problem(..., **how)` finds in the form of tables, including that all configurations were denied."""
     place = implementation.platform, problem.key()
     try:
         result = tune_problem(problem, implementation, device, **how)

@@ -8,7 +8,7 @@ from ..._signatures import Module
 
 
 class BlockMap(Module):
-    """Which blocks of scores are visible: booleans `[..., H or 1, query blocks, key blocks]` and the queries and keys of a block."""
+    """Map of the visible blocks of scores: booleans `[..., H or 1, query blocks, key blocks]` and the queries and keys of a block."""
 
     block_map: Bool[Array, "... M N"]
     size: tuple[int, int] = eqx.field(static=True)

@@ -16,7 +16,7 @@ from .tile_table import overlap
 
 
 class TileLists(NamedTuple):
-    """As `PatternLists`, on the device."""
+    """`PatternLists` on the device."""
 
     row: Array  # int32 [B, H]: the row of lists of every head
     tiles: Array
@@ -84,12 +84,12 @@ def kinds_of(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> tupl
         kinds = jnp.minimum(kinds, _of_map(arrays.blocks, spec.block_size, shape))
     if spec.pattern is None:
         return kinds, jnp.zeros((1, 1, 1, 1), jnp.int32), None
-    heads, own, numbers, bits = grids_of(spec.pattern, shape)
-    own, numbers = jnp.asarray(own)[None], jnp.asarray(numbers)[None]
+    heads, pattern_kinds, numbers, bits = grids_of(spec.pattern, shape)
+    pattern_kinds, numbers = jnp.asarray(pattern_kinds)[None], jnp.asarray(numbers)[None]
     if arrays.heads is not None:
         row = jnp.asarray(heads)[arrays.heads[0]]
-        own, numbers = own[:, row], numbers[:, row]
-    return jnp.minimum(kinds, own), numbers, jnp.asarray(bits)
+        pattern_kinds, numbers = pattern_kinds[:, row], numbers[:, row]
+    return jnp.minimum(kinds, pattern_kinds), numbers, jnp.asarray(bits)
 
 
 def _of_map(blocks: Array, size: tuple[int, int], shape: Shape) -> Array:
@@ -112,7 +112,7 @@ def _covered(length: int, tile: int, block: int) -> tuple[np.ndarray, np.ndarray
 
 
 def without_lists(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
-    """The same call with pattern and map of blocks as a mask of all scores."""
+    """Turns pattern and map of blocks of a call into a mask of all scores."""
     (batch, queries), keys = arrays.q.shape[:2], arrays.k.shape[1]
     lowered = Lowered(None, None, 0, None, None, None, None, arrays.blocks, spec.block_size)
     seen = lowered.as_array(queries, keys)

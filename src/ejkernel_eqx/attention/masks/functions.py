@@ -6,6 +6,7 @@ Those of named patterns are compared by value, so that equal masks share one com
 import dataclasses
 import functools
 import hashlib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -95,37 +96,22 @@ class BlockTable:
 
 
 @dataclasses.dataclass(frozen=True)
-class Every:
-    """The intersection."""
+class Combined:
+    """Functions as one: their intersection (`&`), their union (`|`), or the complement of their union (`~`)."""
 
+    how: str
     functions: tuple[PairFunction, ...]
 
     def __call__(self, head: Any, query: Any, key: Any) -> Any:
-        return functools.reduce(lambda seen, f: seen & f(head, query, key), self.functions, jnp.bool_(True))
-
-
-@dataclasses.dataclass(frozen=True)
-class Either:
-    """The union."""
-
-    functions: tuple[PairFunction, ...]
-
-    def __call__(self, head: Any, query: Any, key: Any) -> Any:
-        return functools.reduce(lambda seen, f: seen | f(head, query, key), self.functions, jnp.bool_(False))
-
-
-@dataclasses.dataclass(frozen=True)
-class Neither:
-    """The complement."""
-
-    function: PairFunction
-
-    def __call__(self, head: Any, query: Any, key: Any) -> Any:
-        return ~self.function(head, query, key)
+        seen = (f(head, query, key) for f in self.functions)
+        if self.how == "&":
+            return functools.reduce(operator.and_, seen)
+        union = functools.reduce(operator.or_, seen)
+        return ~union if self.how == "~" else union
 
 
 def intersection(functions: tuple[PairFunction, ...]) -> PairFunction:
-    return functions[0] if len(functions) == 1 else Every(functions)
+    return functions[0] if len(functions) == 1 else Combined("&", functions)
 
 
 def traced(function: PairFunction) -> Any:
@@ -149,12 +135,12 @@ def traced(function: PairFunction) -> Any:
 
 @while_alive
 def is_static(function: PairFunction) -> bool:
-    """Whether all that the function closes over is known now."""
+    """Tells whether all that the function closes over is known now."""
     return not any(isinstance(x, Tracer) for x in traced(function).consts)
 
 
 def depends_on_head(jaxpr: Any) -> bool:
-    """Whether a traced function reads its first argument."""
+    """Tells whether a traced function reads its first argument."""
     head = jaxpr.jaxpr.invars[0]
     return any(head is x for eqn in jaxpr.jaxpr.eqns for x in eqn.invars)
 

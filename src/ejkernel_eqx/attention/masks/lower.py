@@ -19,7 +19,7 @@ from ..._values import FAR
 from ..spec import RowRanges
 from .block_map import BlockMap, check_map
 from .dense import both, by_pair, either, heads_needed, of_positions, same_segment, with_types
-from .functions import Chunk, Either, intersection, is_static, Neither, PairFunction, Window
+from .functions import Chunk, Combined, intersection, is_static, PairFunction, Window
 from .pattern import Pattern
 from .row_ranges import placed, row_ranges, window_ends
 
@@ -98,7 +98,7 @@ def lower(mask: Any, num_queries: int, num_keys: int, q_offset: Any | None, num_
 
 
 class _Place(NamedTuple):
-    """Where a mask is lowered."""
+    """Sizes and offset that a mask is lowered for."""
 
     queries: int
     keys: int
@@ -119,13 +119,13 @@ class _Place(NamedTuple):
 
 
 def _packed_apart(mask: Any) -> bool:
-    """Whether packed queries may have other positions than their own index."""
+    """Tells whether packed queries may have other positions than their own index."""
     return mask.cu_seqlens is not None and mask.cu_seqlens[0] is not mask.cu_seqlens[1]
 
 
 def _functions(mask: Any, place: _Place) -> tuple[tuple[PairFunction, ...], Any]:
     """The functions that hold for a mask besides its other conditions, and a mask of those."""
-    functions, unions, complements, tables = [f for f in mask.functions if is_static(f)], [], [], []
+    functions, tables = [f for f in mask.functions if is_static(f)], []
     for table in mask.tables:
         check_map(table.table.shape, table.size, place.queries, place.keys, place.heads)
         fixed = place.fixed(mask)
@@ -133,27 +133,18 @@ def _functions(mask: Any, place: _Place) -> tuple[tuple[PairFunction, ...], Any]
             tables.append(BlockMap(jnp.asarray(table.table), table.size))
         else:
             functions.append(dataclasses.replace(table, offset=fixed))
-    for union in mask.unions:
-        parts = [_as_function(part, place) for part in union]
-        if any(part is None for part in parts):
-            unions.append(union)
-        else:
-            functions.append(Either(tuple(part for part in parts if part is not None)))
-    for part in mask.complements:
-        function = _as_function(part, place)
-        if function is None:
-            complements.append(part)
-        else:
-            functions.append(Neither(function))
-    rest = dataclasses.replace(
-        mask,
-        functions=tuple(f for f in mask.functions if not is_static(f)),
-        tables=(),
-        maps=(*mask.maps, *tables),
-        unions=tuple(unions),
-        complements=tuple(complements),
-    )
-    return tuple(functions), rest
+    rest: dict[str, tuple[Any, ...]] = {"tables": (), "maps": (*mask.maps, *tables)}
+    rest["functions"] = tuple(f for f in mask.functions if not is_static(f))
+    for field, how in (("unions", "|"), ("complements", "~")):
+        rest[field] = ()
+        for entry in getattr(mask, field):
+            parts = [_as_function(part, place) for part in (entry if how == "|" else (entry,))]
+            known = tuple(part for part in parts if part is not None)
+            if len(known) == len(parts):
+                functions.append(Combined(how, known))
+            else:
+                rest[field] += (entry,)
+    return tuple(functions), dataclasses.replace(mask, **rest)
 
 
 def _as_function(mask: Any, place: _Place) -> PairFunction | None:

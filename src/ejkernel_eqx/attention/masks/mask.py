@@ -299,7 +299,7 @@ class Mask(Module):
         queries: AxisNames = None,
         keys: AxisNames = None,
     ) -> "Mask":
-        """How to split this mask over the axes of a mesh: the same structure with a `jax.sharding.PartitionSpec` for every array.
+        """Splits this mask over the axes of a mesh: the same structure with a `jax.sharding.PartitionSpec` for every array.
 
         Pass it to `jax.shard_map` as `in_specs` or, with each spec in a `NamedSharding`, to `jax.device_put` and `jax.jit`:
 
@@ -344,7 +344,7 @@ _EVERYTHING = jax.tree.structure(Mask())
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two conditions hold the same arrays, not only equal ones."""
+    """Tells whether two conditions hold the same arrays, not only equal ones."""
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
         x is y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )

@@ -55,7 +55,7 @@ def _least(a: Array, b: Array) -> Array:
 
 
 def placed(mask: Any, num_queries: int, num_keys: int, q_offset: Any) -> tuple[Array, Array, Array, Array]:
-    """For every query: the first and one-past-last key of its sequence, its position among the keys, and whether it is real."""
+    """Places every query: the first and one-past-last key of its sequence, its position among the keys, and whether it is real."""
     index = jnp.arange(num_queries, dtype=jnp.int32)
     if mask.cu_seqlens is not None:
         q_starts, kv_starts = mask.cu_seqlens
@@ -92,7 +92,7 @@ def type_run_ends(q_ids: Array, kv_ids: Array, position: Array) -> Array:
 
 
 def packed_rows(q_starts: Array, kv_starts: Array, index: Array) -> tuple[Array, Array, Array, Array]:
-    """For every packed query: its sequence's first and one-past-last key, its position in packed keys, and whether it is real."""
+    """Places every packed query: its sequence's first and one-past-last key, its position in packed keys, and whether it is real."""
     # Counting the sequences that have ended takes one pass over [T, N] on any device; a search would loop.
     ended = jnp.sum(index[:, None] >= q_starts[None, 1:], axis=1)
     number = jnp.minimum(ended, q_starts.shape[0] - 2)

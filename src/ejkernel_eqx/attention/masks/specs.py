@@ -1,4 +1,4 @@
-"""How the arrays of a `Mask` are split over the axes of a mesh."""
+"""Splits the arrays of a `Mask` over the axes of a mesh."""
 
 from typing import Any, TypeVar
 
@@ -22,25 +22,25 @@ def mask_specs(mask: M, batch: Any, heads: Any, queries: Any, keys: Any) -> M:
         if field == "cu_seqlens":
             return PartitionSpec()
         if field in _PAIRS:
-            own = ((queries,), (keys,))[path[-1].idx]
+            axes = ((queries,), (keys,))[path[-1].idx]
         else:
-            own = {"dense": (heads, queries, keys), "block_map": (heads, None, None)}.get(field, ())
-        return _spec(field, array.shape, lead, own, isinstance(batch, PartitionSpec))
+            axes = {"dense": (heads, queries, keys), "block_map": (heads, None, None)}.get(field, ())
+        return _spec(field, array.shape, lead, axes, isinstance(batch, PartitionSpec))
 
     return jax.tree_util.tree_map_with_path(spec_of, mask)
 
 
 def _spec(
-    field: str, shape: tuple[int, ...], lead: tuple[Any, ...], own: tuple[Any, ...], several: bool
+    field: str, shape: tuple[int, ...], lead: tuple[Any, ...], axes: tuple[Any, ...], several: bool
 ) -> PartitionSpec:
-    leading = max(0, len(shape) - len(own))
+    leading = max(0, len(shape) - len(axes))
     if leading > len(lead) and (several or lead != (None,)):
         raise ValueError(
             f"batch: expected a name for each of the {leading} leading axes of {field}, received {lead} for shape {shape}; "
             "pass jax.sharding.PartitionSpec(name, ...), with None for an axis that stays whole."
         )
     # Arrays broadcast from the right, so axes are named from there.
-    names = (*(None,) * (leading - len(lead)), *lead, *own)
+    names = (*(None,) * (leading - len(lead)), *lead, *axes)
     names = names[len(names) - len(shape) :] if shape else ()
     return PartitionSpec(*(None if size == 1 else name for size, name in zip(shape, names, strict=True)))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..._jitted import while_alive
-from .bounds.classify import classify, Kinds
+from .bounds.classify import classify, Kinds, seen_by_any
 from .bounds.contents import packed
 from .pattern import Pattern
 from .tile_shape import FULL, PARTIAL, Shape
@@ -29,7 +29,7 @@ class PatternLists(NamedTuple):
     patterns: np.ndarray  # int32: of every entry of a partly visible tile, which bits
     bits: np.ndarray | None  # int32 [patterns, rows of a tile, words]
     blind: bool
-    """Whether a query may see no key, or a key be seen by no query."""
+    """Tells whether a query may see no key, or a key be seen by no query."""
 
     @property
     def nbytes(self) -> int:
@@ -68,13 +68,13 @@ def lists_of(pattern: Pattern, shape: Shape) -> PatternLists:
 
 
 def _longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Of equal lengths the last first, as causal masks have the most keys there."""
+    """Orders lists by length, of equal ones the last first, as causal masks have the most keys there."""
     return np.lexsort((-np.arange(len(lengths)), -lengths)).astype(np.int32)
 
 
 @while_alive
 def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """For a pattern that data is combined with: the row of each head, kinds and bits of all tiles `[rows, query tiles, key tiles]`, and the
+    """Grids of a pattern that data is combined with: the row of each head, kinds and bits of all tiles `[rows, query tiles, key tiles]`, and the
     bits."""
     known = classify(pattern, shape._replace(by_key=False))
     numbers = np.zeros((len(known.rows), *shape.grid), np.int32)
@@ -90,21 +90,11 @@ def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np
 
 @while_alive
 def keys_seen(pattern: Pattern, shape: Shape) -> np.ndarray:
-    """Which keys any query sees: booleans `[rows, keys]`."""
-    known, count = classify(pattern, shape._replace(by_key=False)), shape.grid[1]
+    """Keys that any query sees: booleans `[rows, keys]`."""
+    known = classify(pattern, shape._replace(by_key=False))
     if not known.blind:
         return np.ones((len(known.rows), shape.keys), bool)
-    by_bits = np.bitwise_or.reduce(known.bits, 1)
-    contents = (
-        np.unpackbits(by_bits, axis=1, count=shape.block_k, bitorder="little") > 0
-    )  # [patterns, block_k]
-    seen = np.zeros((len(known.rows), count, shape.block_k), bool)
-    for tiles, row in zip(seen, known.rows, strict=True):
-        tiles[(row.kinds == FULL).any(0)] = True
-        # Each content of a column of tiles once.
-        n, number = np.divmod(np.unique(row.partial[1] * len(contents) + row.patterns), len(contents))
-        np.logical_or.at(tiles, n, contents[number])
-    return seen.reshape(len(seen), -1)[:, : shape.keys]
+    return np.stack([seen_by_any(row, known.bits, shape)[1] for row in known.rows])
 
 
 def _entries(row: Kinds, by_key: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -116,13 +106,13 @@ def _entries(row: Kinds, by_key: bool) -> tuple[np.ndarray, np.ndarray, np.ndarr
         patterns = patterns[np.argsort(n, kind="stable")]
     count, others = kinds.shape
     dtype = np.uint16 if others < 2**16 else np.int32
-    found = [np.flatnonzero(kinds == kind) for kind in (FULL, PARTIAL)]
-    begins = [np.searchsorted(at, np.arange(count + 1) * others) for at in found]
+    places = [np.flatnonzero(kinds == kind) for kind in (FULL, PARTIAL)]
+    begins = [np.searchsorted(at, np.arange(count + 1) * others) for at in places]
     whole, some = (np.diff(x) for x in begins)
     begin = begins[0][:-1] + begins[1][:-1]
-    listed = np.zeros(len(found[0]) + len(found[1]), dtype)
+    listed = np.zeros(len(places[0]) + len(places[1]), dtype)
     # Whole tiles come after the partly visible ones of the lists before.
-    for at, of_kind, before in ((found[0], whole, begins[1][:-1]), (found[1], some, begins[0][1:])):
+    for at, of_kind, before in ((places[0], whole, begins[1][:-1]), (places[1], some, begins[0][1:])):
         numbers = (at - np.repeat(np.arange(count) * others, of_kind)).astype(dtype)
         listed[np.arange(len(at)) + np.repeat(before, of_kind)] = numbers
     return np.stack([begin, begin + whole, begin + whole + some], 1), listed, patterns

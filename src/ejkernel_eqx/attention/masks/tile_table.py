@@ -1,4 +1,4 @@
-"""Which tiles a ragged mask touches: tables that let an opaque kernel skip everything invisible.
+"""Tables of the tiles that a ragged mask touches, which let an opaque kernel skip everything invisible.
 
 Plain JAX on small integer arrays, computed before the kernel. A row of a table is `(lo, a, b, hi)`: tiles outside `lo .. hi` are
 invisible, tiles `a .. b` are fully visible, and the others need their mask.
@@ -33,7 +33,7 @@ def row_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Arr
 
 
 def window_covers(queries: int, keys: int, spec: AttentionSpec) -> bool:
-    """Whether every query sees a key and every key is seen under the static window. The ranges move by one key per query, so the
+    """Tells whether every query sees a key and every key is seen under the static window. The ranges move by one key per query, so the
     first and the last query decide."""
     left = keys + queries if spec.left is None else spec.left
     right = keys + queries if spec.right is None else spec.right
@@ -43,7 +43,7 @@ def window_covers(queries: int, keys: int, spec: AttentionSpec) -> bool:
 
 
 def seen(arrays: AttentionArrays, spec: AttentionSpec) -> Seen:
-    """By ranges and segments. A marked query may still see nothing if its segment has no key in its range; the keys are exact."""
+    """Marks queries and keys by ranges and segments. A marked query may see nothing if its segment has no key in its range; keys are exact."""
     start, end = row_ranges(arrays, spec)
     queries, ids, key_ids = start < end, arrays.q_segments, arrays.kv_segments
     if ids is None or key_ids is None:
@@ -131,7 +131,7 @@ def _extent(ids: Array, block: int) -> tuple[Array, Array]:
 
 
 def _whole(ids: Array, block: int) -> Array:
-    """Whether all entries of a tile have the same non-padding id; entries past the end are ignored."""
+    """Tells whether all entries of a tile have the same non-padding id; entries past the end are ignored."""
     low, high = _tiles(ids, block, _FAR).min(-1), _tiles(ids, block, -1).max(-1)
     return (low == high) & (low >= 0)
 

@@ -7,8 +7,8 @@ from typing import Any
 from ...dispatch import Cost, device_facts, Implementation, kernel_registry, Problem, to_dict
 from ...dispatch.records import Record
 from ..result import Status, TuningResult
+from ..roofline import device_peaks, matrix_dtype, Peaks
 from ..search import MARGIN
-from .roofline import device_peaks, matrix_dtype, Peaks
 
 LOST = "within the noise: not faster than the winner when whole configurations were timed in turn"
 """Why a candidate that was faster than the winner by itself did not win."""
@@ -58,35 +58,21 @@ class Entry:
 
     def ranked(self) -> list[Candidate]:
         """The candidates by part, the fastest first and those without a time last."""
+        return sorted(self.candidates, key=lambda c: (self.parts.index(c.part), c.ms is None, c.ms or 0.0))
 
-        def rank(candidate: Candidate) -> tuple[int, bool, float]:
-            return self.parts.index(candidate.part), candidate.ms is None, candidate.ms or 0.0
-
-        return sorted(self.candidates, key=rank)
-
-    def heuristic_of(self, part: str) -> Candidate | None:
-        """The heuristic's choice for a part, if it was timed."""
-        found = (c for c in self.candidates if c.part == part and c.is_heuristic and c.ms is not None)
-        return next(found, None)
+    def ms_of(self, part: str, mark: str) -> float | None:
+        """The time of a part's `"heuristic"` or `"winner"`."""
+        return next((c.ms for c in self.candidates if c.part == part and mark in c.marks and c.ms), None)
 
     def to_heuristic(self, candidate: Candidate) -> float | None:
         """The time of a candidate divided by that of the heuristic's choice for its part."""
-        base = self.heuristic_of(candidate.part)
-        return candidate.ms / base.ms if base is not None and base.ms and candidate.ms else None
+        base = self.ms_of(candidate.part, "heuristic")
+        return candidate.ms / base if base and candidate.ms else None
 
     def speed_up(self, direction: str) -> float | None:
         """The time of the heuristic divided by that of the winner."""
         before, after = self.heuristic_ms.get(direction), self.ms.get(direction)
         return before / after if before and after else None
-
-
-def _part_of(config: Any, part: str) -> Mapping[str, Any] | None:
-    """A part of a configuration (or of its dict) in the form of tables; the empty part is the whole."""
-    if config is None:
-        return None
-    whole = to_dict(config) if dataclasses.is_dataclass(config) else config
-    value = whole.get(part) if part else whole
-    return value if isinstance(value, Mapping) else {part: value}
 
 
 def describe(config: Any) -> str:
@@ -95,27 +81,29 @@ def describe(config: Any) -> str:
         config = to_dict(config)
     if not isinstance(config, Mapping):
         return "none" if config is None else str(config)
-    parts = [
-        f"{name}({describe(value)})" if isinstance(value, Mapping) else f"{name}={value}"
-        for name, value in config.items()
-    ]
-    return " ".join(parts) or "(no fields)"
+    inner = lambda name, x: f"{name}({describe(x)})" if isinstance(x, Mapping) else f"{name}={x}"
+    return " ".join(inner(*item) for item in config.items()) or "(no fields)"
 
 
 def entry_of_result(result: TuningResult) -> Entry:
     """The entry for a result of this process."""
-    found = [
+    candidates = [
         Candidate(m.part, m.candidate.to_dict(), m.status.value, m.ms, m.spread, m.reason)
         for m in result.measurements
     ]
     record = result.to_record(device_facts())
-    return _entry(record, result.implementation, result.heuristic, found, result.heuristic_ms)
+    return _entry(record, result.implementation, result.heuristic, candidates, result.heuristic_ms)
 
 
 def entry_of_record(record: Record) -> Entry:
     """The entry for a record of a table. For an operation that is not registered here, heuristic and cost are unknown."""
-    implementation, problem = _registered(record), Problem.from_dict(record.exact)
-    heuristic = implementation.hooks.default_config(problem, device_facts()) if implementation else None
+    known = record.operation in kernel_registry.list_operations()
+    usable = kernel_registry.list_implementations(record.operation) if known else ()
+    same = (i for i, reason in usable if i.platform.value == record.platform and reason is None)
+    implementation = next(same, None)
+    heuristic = implementation and implementation.hooks.default_config(
+        Problem.from_dict(record.exact), device_facts()
+    )
     timed = [Candidate(t.part, t.config, Status.TIMED.value, t.ms, t.spread) for t in record.timed]
     denied = [Candidate(d.part, d.config, Status.DENIED.value, reason=d.reason) for d in record.denied]
     return _entry(record, implementation, heuristic, timed + denied, {})
@@ -128,20 +116,27 @@ def _entry(
     candidates: Iterable[Candidate],
     heuristic_ms: Mapping[str, float],
 ) -> Entry:
-    problem = Problem.from_dict(record.exact)
+    """The entry, whose candidates are marked. One that was faster than the winner by itself says why it did not win."""
+    problem, configs = Problem.from_dict(record.exact), (heuristic, record.config)
     workload = implementation.make_workload(problem) if implementation else None
+    marked = [
+        dataclasses.replace(c, is_heuristic=mine, is_winner=won)
+        for c in candidates
+        for mine, won in [[c.config == _part_of(config, c.part) for config in configs]]
+    ]
+    winners = {c.part: c.ms for c in marked if c.is_winner and c.ms is not None}
+    denied = [c.reason for c in marked if not c.part and c.status == Status.DENIED.value]
 
-    def marked(candidate: Candidate) -> Candidate:
-        is_heuristic, is_winner = (
-            candidate.config == _part_of(config, candidate.part) for config in (heuristic, record.config)
-        )
-        return dataclasses.replace(candidate, is_heuristic=is_heuristic, is_winner=is_winner)
+    def reason(c: Candidate) -> str:
+        if c.reason or c.ms is None or c.ms * MARGIN >= winners.get(c.part, 0.0):
+            return c.reason
+        return f"denied as a part of the whole: {denied[0]}" if c.part and denied else LOST
 
     return Entry(
         problem,
         record.platform,
         record.config,
-        _with_reasons(list(map(marked, candidates))),
+        tuple(dataclasses.replace(c, reason=reason(c)) for c in marked),
         record.ms,
         heuristic_ms,
         record.errors,
@@ -152,23 +147,10 @@ def _entry(
     )
 
 
-def _with_reasons(candidates: list[Candidate]) -> tuple[Candidate, ...]:
-    """The candidates; those that were faster than the winner by themselves say why they did not win."""
-    winners = {c.part: c.ms for c in candidates if c.is_winner and c.ms is not None}
-    denied = [c.reason for c in candidates if not c.part and c.status == Status.DENIED.value]
-
-    def why(candidate: Candidate) -> str:
-        limit = winners.get(candidate.part)
-        if candidate.reason or candidate.ms is None or limit is None or candidate.ms * MARGIN >= limit:
-            return candidate.reason
-        return f"denied as a part of the whole: {denied[0]}" if candidate.part and denied else LOST
-
-    return tuple(dataclasses.replace(candidate, reason=why(candidate)) for candidate in candidates)
-
-
-def _registered(record: Record) -> Implementation | None:
-    """The implementation of the record, if it can be used here."""
-    if record.operation not in kernel_registry.list_operations():
+def _part_of(config: Any, part: str) -> Mapping[str, Any] | None:
+    """A part of a configuration (or of its dict) in the form of tables; the empty part is the whole."""
+    if config is None:
         return None
-    known = kernel_registry.list_implementations(record.operation)
-    return next((i for i, reason in known if i.platform.value == record.platform and reason is None), None)
+    whole = to_dict(config) if dataclasses.is_dataclass(config) else config
+    value = whole.get(part) if part else whole
+    return value if isinstance(value, Mapping) else {part: value}

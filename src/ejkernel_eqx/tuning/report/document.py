@@ -5,7 +5,7 @@ import datetime
 import html
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..._errors import require_matplotlib
@@ -14,10 +14,10 @@ from ...dispatch.files import replacing
 from ...dispatch.persistent import software, user_caches
 from ...dispatch.records import Record
 from ..result import TuningResult
+from ..roofline import roofline
 from ..tuner import tuned_results
-from .data import Candidate, describe, Entry, entry_of_record, entry_of_result
+from .data import describe, Entry, entry_of_record, entry_of_result
 from .plot import png
-from .roofline import roofline
 
 _MOST_IN_ONE_PICTURE = 60
 _SUFFIXES = (".html", ".htm", ".png")
@@ -47,12 +47,12 @@ def tuning_report(
             f"path: expected a file name that ends in .html or .png, received {os.fspath(path)!r}."
         )
     require_matplotlib("tuning_report")
-    found = list((tuned_results() or cached_records()) if results is None else results)
-    if not found:
+    result = list((tuned_results() or cached_records()) if results is None else results)
+    if not result:
         raise ValueError(
             "results: expected at least one tuned problem, received none; tune first, with ejx.tune(model, x) or python -m ejkernel_eqx tune."
         )
-    entries = [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in found]
+    entries = [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in result]
     entries.sort(key=lambda entry: (entry.problem.operation, entry.platform, entry.title))
     if target.suffix.lower() == ".png":
         if len(entries) > _MOST_IN_ONE_PICTURE:
@@ -73,23 +73,19 @@ def cached_records() -> list[Record]:
     return [record for cache in user_caches(device_facts()) for record in cache.records()]
 
 
-def _header() -> list[str]:
-    device = device_facts()
-    versions = ", ".join(f"{name} {version}" for name, version in software().items())
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return [
-        f"Tuning on {device.kind} ({device_fingerprint(device)})",
-        device.runtime,
-        f"{versions}; written {now}",
-    ]
-
-
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1500px; padding: 0 1rem; color: #222; background: #fff }
 table { border-collapse: collapse; margin: .6rem 0 } td, th { padding: .2rem .7rem; border-bottom: 1px solid #ddd; text-align: left }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums } code { font-size: 12px } img { max-width: 100% }
 h2 { font-size: 1.05rem; margin-top: 2.2rem; border-top: 2px solid #444; padding-top: .6rem } summary { cursor: pointer }
 """
+
+
+def _header() -> list[str]:
+    device = device_facts()
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    title = f"Tuning on {device.kind} ({device_fingerprint(device)})"
+    return [title, device.runtime, f"{_pairs(software())}; written {now}"]
 
 
 def _page(entries: Sequence[Entry]) -> str:
@@ -102,83 +98,67 @@ def _page(entries: Sequence[Entry]) -> str:
 
 
 def _summary(entries: Sequence[Entry]) -> str:
-    header = ("problem", "platform", "direction", "heuristic ms", "tuned ms", "speed-up", "of the roofline")
     rows = []
     for n, entry in enumerate(entries):
         link = f'<a href="#p{n}">{html.escape(str(entry.problem))}</a>'
         if entry.config is None:
             rows.append((link, entry.platform, "every candidate was rejected", "", "", "", ""))
         for direction in (d for d in (FORWARD, BOTH) if d in entry.ms):
-            numbers = (
-                _number(entry.heuristic_ms.get(direction)),
-                _number(entry.ms[direction]),
-                _times(entry.speed_up(direction)),
-                _of_roofline(entry, direction),
-            )
-            rows.append((link, entry.platform, direction, *numbers))
+            before, after = (ms.get(direction) for ms in (entry.heuristic_ms, entry.ms))
+            cost = entry.costs.get(direction)
+            bound = roofline(cost, entry.peaks, after).fraction if cost else None
+            times = (_text(before, ".4g"), _text(after, ".4g"), _text(entry.speed_up(direction), ".2fx"))
+            rows.append((link, entry.platform, direction, *times, _text(bound, ".0%")))
+    header = ("problem", "platform", "direction", "heuristic ms", "tuned ms", "speed-up", "of the roofline")
     return _table(header, rows, numeric=4)
-
-
-def _of_roofline(entry: Entry, direction: str) -> str:
-    cost = entry.costs.get(direction)
-    fraction = roofline(cost, entry.peaks, entry.ms[direction]).fraction if cost else None
-    return "" if fraction is None else f"{100 * fraction:.0f}%"
 
 
 def _section(n: int, entry: Entry) -> str:
     picture = base64.b64encode(png([entry])).decode()
     rows = []
     for part in entry.parts:
-        timed = [c for c in entry.candidates if c.part == part and c.ms is not None]
-        winner = next((c for c in timed if c.is_winner), None)
-        before, after = (c.ms if c else None for c in (entry.heuristic_of(part), winner))
-        config = _code(describe(winner.config)) if winner else "none"
+        winner = next((c for c in entry.candidates if c.part == part and c.is_winner and c.ms), None)
+        before, after = (entry.ms_of(part, mark) for mark in ("heuristic", "winner"))
         faster = before / after if before and after else None
-        rows.append((html.escape(part or "whole"), config, _number(before), _number(after), _times(faster)))
-    software = ", ".join(f"{name} {version}" for name, version in entry.software.items())
+        times = (_text(before, ".4g"), _text(after, ".4g"), _text(faster, ".2fx"))
+        rows.append((html.escape(part or "whole"), _code(winner.config) if winner else "none", *times))
     errors = ", ".join(f"{name} {error:.2g}" for name, error in entry.errors.items())
-    facts = f"{entry.date} {software}" + (f"; relative error of the winner: {errors}" if errors else "")
+    facts = f"{entry.date} {_pairs(entry.software)}"
+    facts += f"; relative error of the winner: {errors}" if errors else ""
+    over = [
+        (html.escape(c.part), _code(c.config), c.status, html.escape(c.reason))
+        for c in entry.candidates
+        if c.ms is None or c.reason
+    ]
+    details = f"<details open><summary>{len(over)} not timed or passed over</summary>"
+    details += f"{_table(('part', 'candidate', 'status', 'reason'), over, numeric=0)}</details>"
     return "\n".join(
         (
             f'<h2 id="p{n}">{html.escape(entry.title)}</h2>',
             f"<p>{html.escape(facts)}</p>",
             _table(("part", "winner", "heuristic ms", "winner ms", "speed-up"), rows, numeric=3),
             f'<img alt="times of the candidates" src="data:image/png;base64,{picture}">',
-            _passed_over([c for c in entry.candidates if c.ms is None or c.reason]),
+            details if over else "",
         )
     )
 
 
-def _passed_over(candidates: Sequence[Candidate]) -> str:
-    if not candidates:
-        return ""
-    rows = [
-        (html.escape(c.part), _code(describe(c.config)), c.status, html.escape(c.reason)) for c in candidates
-    ]
-    table = _table(("part", "candidate", "status", "reason"), rows, numeric=0)
-    return f"<details open><summary>{len(candidates)} not timed or passed over</summary>{table}</details>"
-
-
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], numeric: int) -> str:
     """The last `numeric` columns are numbers. Cells contain HTML."""
-    first = len(header) - numeric
-
-    def line(cells: Sequence[Any], tag: str) -> str:
-        return "".join(
-            f"<{tag}{' class=n' if i >= first else ''}>{cell}</{tag}>" for i, cell in enumerate(cells)
-        )
-
+    classes = [""] * (len(header) - numeric) + [" class=n"] * numeric
+    line = lambda cells, tag: "".join(f"<{tag}{kind}>{x}</{tag}>" for x, kind in zip(cells, classes))
     body = "".join(f"<tr>{line(row, 'td')}</tr>\n" for row in rows)
     return f"<table><thead><tr>{line(header, 'th')}</tr></thead><tbody>\n{body}</tbody></table>"
 
 
-def _code(text: str) -> str:
-    return f"<code>{html.escape(text)}</code>"
+def _pairs(entries: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in entries.items())
 
 
-def _number(ms: float | None) -> str:
-    return "" if ms is None else f"{ms:.4g}"
+def _code(config: Any) -> str:
+    return f"<code>{html.escape(describe(config))}</code>"
 
 
-def _times(factor: float | None) -> str:
-    return "" if factor is None else f"{factor:.2f}x"
+def _text(value: float | None, form: str) -> str:
+    """A number in a format, which may end in `x`; nothing if it is unknown."""
+    return "" if value is None else f"{value:{form.removesuffix('x')}}{'x' * form.endswith('x')}"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from ..._errors import require_matplotlib
 from ...dispatch import BOTH, FORWARD
+from ..roofline import Peaks
 from .data import Candidate, describe, Entry
-from .roofline import Peaks
 
 _GREY, _WINNER, _HEURISTIC = "#b8c0c8", "#2a9d5c", "#e39b2d"
 _DIRECTION_MARKS = {FORWARD: "o", BOTH: "s"}
@@ -17,16 +17,8 @@ _BAR_INCHES, _COLUMN_INCHES = 0.2, 4.0
 _MOST_BARS, _MOST_DENIED = 30, 5
 
 
-_STYLE = {
-    "font.size": 6.5,
-    "xtick.labelsize": 6.5,
-    "ytick.labelsize": 6.5,
-    "axes.labelsize": 7,
-    "axes.titlesize": 7.5,
-    "figure.titlesize": 9,
-    "figure.titleweight": "bold",
-    "legend.fontsize": 6,
-}
+_STYLE = {"font.size": 6.5, "axes.titlesize": 7.5, "figure.titlesize": 9, "figure.titleweight": "bold"}
+_STYLE |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "axes.labelsize", "legend.fontsize"), 6.5)
 
 
 def _height_of(entry: Entry) -> float:
@@ -76,33 +68,23 @@ def _bars(axis: Any, part: str, candidates: Sequence[Candidate]) -> None:
     longest = 4 * (shown[0].ms or 0.0) if shown else 1.0
     for row, candidate in enumerate(shown):
         ms = candidate.ms or 0.0
-        axis.barh(
-            row,
-            min(ms, longest),
-            xerr=ms * candidate.spread / 2 if ms <= longest else None,
-            color=_WINNER if candidate.is_winner else _HEURISTIC if candidate.is_heuristic else _GREY,
-            hatch="//" if candidate.is_heuristic and candidate.is_winner else None,
-            edgecolor=_HEURISTIC if candidate.is_heuristic else "none",
-            error_kw={"elinewidth": 0.8, "ecolor": "#444444"},
+        colour = _WINNER if candidate.is_winner else _HEURISTIC if candidate.is_heuristic else _GREY
+        edge = (
+            {"edgecolor": _HEURISTIC, "hatch": "//"} if candidate.is_heuristic and candidate.is_winner else {}
         )
+        spread = ms * candidate.spread / 2 if ms <= longest else None
+        axis.barh(row, min(ms, longest), xerr=spread, color=colour, error_kw={"elinewidth": 0.8}, **edge)
         marks = (*candidate.marks, "(cut)") if ms > longest else candidate.marks
         axis.text(0.02 * longest / 4, row, " ".join((f"{ms:.4g}", *marks)), va="center")
     axis.set_yticks(range(len(shown)), [_label(c, fields) for c in shown])
     axis.invert_yaxis()
     axis.set_xlabel("ms")
     axis.set_title(" ".join(filter(None, (part, f"({', '.join(fields)})" if fields else ""))))
-    _denied(axis, [c for c in candidates if c.ms is None and c.reason], fields)
-
-
-def _denied(axis: Any, denied: Sequence[Candidate], fields: Sequence[str]) -> None:
-    lines = [
-        textwrap.shorten(f"{_label(c, fields)}: {c.reason}", 75, placeholder=" ...")
-        for c in denied[:_MOST_DENIED]
-    ]
-    if len(denied) > _MOST_DENIED:
-        lines.append(f"and {len(denied) - _MOST_DENIED} more")
-    if lines:
-        text = "\n".join([f"{len(denied)} not timed:", *lines])
+    denied = [f"{_label(c, fields)}: {c.reason}" for c in candidates if c.ms is None and c.reason]
+    if denied:
+        lines = [textwrap.shorten(line, 75, placeholder=" ...") for line in denied[:_MOST_DENIED]]
+        more = [f"and {len(denied) - _MOST_DENIED} more"] if len(denied) > _MOST_DENIED else []
+        text = "\n".join([f"{len(denied)} not timed:", *lines, *more])
         axis.annotate(text, (0, 0), (0, -30), "axes fraction", textcoords="offset points", va="top")
 
 
@@ -135,18 +117,13 @@ class _Point(NamedTuple):
 
 def _points(entry: Entry) -> list[_Point]:
     """One point for every timed direction of the winner and of the heuristic; none if the device's peaks are unknown."""
-    if entry.peaks is None:
-        return []
-    found = []
-    for direction, cost in entry.costs.items():
-        for name, colour, times in (
-            ("heuristic", _HEURISTIC, entry.heuristic_ms),
-            ("winner", _WINNER, entry.ms),
-        ):
-            if times.get(direction) and cost.bytes and cost.flops:
-                speed = cost.flops / (times[direction] / 1e3)
-                found.append(_Point(direction, name, colour, cost.flops / cost.bytes, speed))
-    return found
+    times = (("heuristic", _HEURISTIC, entry.heuristic_ms), ("winner", _WINNER, entry.ms))
+    return [
+        _Point(direction, name, colour, cost.flops / cost.bytes, cost.flops / (ms[direction] / 1e3))
+        for direction, cost in (entry.costs.items() if entry.peaks is not None else ())
+        for name, colour, ms in times
+        if ms.get(direction) and cost.bytes and cost.flops
+    ]
 
 
 def _roofline(axis: Any, points: Sequence[_Point], peaks: Peaks) -> None:
@@ -156,16 +133,11 @@ def _roofline(axis: Any, points: Sequence[_Point], peaks: Peaks) -> None:
     roof = [min(peaks.flops, x * peaks.bytes) / 1e12 for x in (low, ridge, high)]
     axis.loglog((low, ridge, high), roof, color="#444444", linewidth=1)
     for point in points:
-        axis.loglog(
-            [point.intensity],
-            [point.speed / 1e12],
-            linestyle="none",
-            marker=_DIRECTION_MARKS.get(point.direction, "D"),
-            color=point.colour,
-            markersize=6 if point.name == "winner" else 9,
-            fillstyle="full" if point.name == "winner" else "none",
-            label=f"{point.direction}, {point.name}: {point.speed / 1e12:.3g}",
-        )
+        size, style = (6, "full") if point.name == "winner" else (9, "none")
+        look = {"marker": _DIRECTION_MARKS.get(point.direction, "D"), "markersize": size, "fillstyle": style}
+        label = f"{point.direction}, {point.name}: {point.speed / 1e12:.3g}"
+        at = [point.intensity], [point.speed / 1e12]
+        axis.loglog(*at, linestyle="none", color=point.colour, label=label, **look)
     axis.set_xlabel("operations per byte")
     axis.set_title(f"roofline, TFLOP/s (at most {peaks.flops / 1e12:.4g}, {peaks.bytes / 1e12:.3g} TB/s)")
     axis.grid(alpha=0.3, which="both", linewidth=0.4)

@@ -1,1 +1,1 @@
-"""Which tiles of scores a mask function leaves visible, exactly, without a number for every pair. `README.md` has the mathematics."""
+"""Decides which tiles of scores a mask function leaves visible, exactly, without a number for every pair. `README.md` has the mathematics."""

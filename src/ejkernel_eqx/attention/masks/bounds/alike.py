@@ -82,7 +82,7 @@ def _joined(columns: list[Column], tiles: Tiles) -> Column:
 
 
 def _pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """From numbers that count from 0, a number for each pair."""
+    """Numbers the pairs of numbers that count from 0."""
     return _ranked(a.astype(np.int64) * (int(b.max(initial=0)) + 1) + b)
 
 

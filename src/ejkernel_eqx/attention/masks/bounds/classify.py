@@ -1,4 +1,4 @@
-"""Which tiles a pattern leaves visible, exactly.
+"""Classifies the tiles of a pattern exactly: full, empty or mixed.
 
 Bounds of the pattern's function decide most tiles (`ranges`); the pairs of the others are looked at, each distinct tile once (`contents`).
 Nothing ever holds one entry for each pair of query and key.
@@ -40,7 +40,7 @@ class Classified(NamedTuple):
 
 @while_alive
 def classify(pattern: Pattern, shape: Shape) -> Classified:
-    """Which tiles of a pattern are visible, exactly."""
+    """Classifies all tiles of a pattern, exactly."""
     shape = shape._replace(by_key=False)
     heads, rows, contents = [], {}, Contents(shape)
     for head in range(max(pattern.heads, 1)):
@@ -48,7 +48,8 @@ def classify(pattern: Pattern, shape: Shape) -> Classified:
         key = (row.kinds.tobytes(), row.patterns.tobytes()) if pattern.heads else None
         heads.append(rows.setdefault(key, (len(rows), row))[0])
     known, bits = tuple(row for _, row in rows.values()), contents.all()
-    return Classified(np.array(heads, np.int32), known, bits, any(_blind(row, bits, shape) for row in known))
+    blind = any(not x.all() for row in known for x in seen_by_any(row, bits, shape))
+    return Classified(np.array(heads, np.int32), known, bits, blind)
 
 
 def visible_share(pattern: Pattern, queries: int, keys: int, block: int = 128) -> float:
@@ -128,7 +129,7 @@ def _tiles(
 
 
 def _numbers_of(which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `np.nonzero` of two axes, in less time."""
+    """Computes `np.nonzero` of two axes, in less time."""
     rows, columns = which.shape
     at = np.flatnonzero(which)
     m = np.repeat(np.arange(rows), np.diff(np.searchsorted(at, np.arange(rows + 1) * columns)))
@@ -136,28 +137,30 @@ def _numbers_of(which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return m, at
 
 
-def _blind(row: Kinds, bits: np.ndarray, shape: Shape) -> bool:
-    """Whether a query sees no key, or a key is seen by no query."""
+def seen_by_any(row: Kinds, bits: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """The queries that see any key, and the keys that any query sees."""
     m, n = row.partial
     keys = np.unpackbits(np.bitwise_or.reduce(bits, 1), axis=1, count=shape.block_k, bitorder="little")
     queries = np.bitwise_or.reduce(bits, 2)
-    for axis, length, some, tile in (
-        (1, shape.queries, queries > 0, m),
-        (0, shape.keys, keys > 0, n),
-    ):
-        # A partly visible tile in which all of these see something is as good as a whole one.
-        covered: np.ndarray = np.asarray((row.kinds == FULL).any(axis))
-        whole: np.ndarray = np.asarray(some.all(1))
-        covered[tile[whole[row.patterns]]] = True
-        seen = np.repeat(covered[:, None], some.shape[1], 1)
-        rest = np.flatnonzero(~covered[tile])
-        if len(rest):
-            rest = rest[np.argsort(tile[rest], kind="stable")]
-            starts = np.flatnonzero(np.diff(tile[rest], prepend=-1))
-            words = packed(some[None])[0].view(np.uint32)
-            union = np.bitwise_or.reduceat(words[row.patterns[rest]], starts).view(np.uint8)
-            unpacked = np.unpackbits(union, axis=1, count=some.shape[1], bitorder="little")
-            seen[tile[rest[starts]]] = unpacked > 0
-        if not seen.reshape(-1)[:length].all():
-            return True
-    return False
+    return (
+        _seen(row, 1, m, queries > 0).reshape(-1)[: shape.queries],
+        _seen(row, 0, n, keys > 0).reshape(-1)[: shape.keys],
+    )
+
+
+def _seen(row: Kinds, axis: int, tile: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """`[tiles of the other axis, its block]`: what any tile along an axis shows; `some`: what each of the contents does."""
+    # A partly visible tile in which all of these see something is as good as a whole one.
+    covered: np.ndarray = np.asarray((row.kinds == FULL).any(axis))
+    whole: np.ndarray = np.asarray(some.all(1))
+    covered[tile[whole[row.patterns]]] = True
+    seen = np.repeat(covered[:, None], some.shape[1], 1)
+    rest = np.flatnonzero(~covered[tile])
+    if len(rest):
+        rest = rest[np.argsort(tile[rest], kind="stable")]
+        starts = np.flatnonzero(np.diff(tile[rest], prepend=-1))
+        words = packed(some[None])[0].view(np.uint32)
+        union = np.bitwise_or.reduceat(words[row.patterns[rest]], starts).view(np.uint8)
+        unpacked = np.unpackbits(union, axis=1, count=some.shape[1], bitorder="little")
+        seen[tile[rest[starts]]] = unpacked > 0
+    return seen

@@ -79,7 +79,7 @@ def _pairs(pattern: Pattern, shape: Shape, head: int, m: np.ndarray, n: np.ndarr
 
 
 def _by_jax(pattern: Pattern, head: int, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """For functions with operations that have no rule."""
+    """Evaluates a function by JAX, which also knows operations without a rule."""
     with jax.ensure_compile_time_eval():
         heads, of_q, of_k = (jnp.asarray(x, jnp.int32) for x in ([head], q[:, :, 0], k[:, 0]))
         of_tile = lambda q, k: evaluate(pattern.function, heads, q, k)[0]

@@ -54,7 +54,7 @@ def bounds_of(function: Function, tiles: Tiles) -> tuple[Bounds, list[Condition]
 
 
 def visible(function: PairFunction, tiles: Tiles) -> Bounds:
-    """Whether all and whether any pairs of each tile are visible, as far as bounds tell."""
+    """Tells whether all and whether any pairs of each tile are visible, as far as bounds tell."""
     return bounds_of(traced_once(function), tiles)[0].spread(tiles)
 
 
@@ -107,7 +107,7 @@ class _Run:
         return [x.spread(self.tiles) for x in operands], None
 
     def _difference(self, operands: list[Bounds]) -> list[Bounds]:
-        """What to compare: of two sums of query and key, their difference and 0, unless that exceeds 32 bits."""
+        """Operands of a comparison: of two sums of query and key, their difference and 0, unless that exceeds 32 bits."""
         a, b = (x.linear for x in operands)
         if a and b:
             x = linear(self.tiles, *(x - y for x, y in zip(a, b, strict=True)))

@@ -28,7 +28,7 @@ class Bounds(NamedTuple):
         return self.lo is self.hi
 
     def spread(self, tiles: Tiles) -> "Bounds":
-        """The same bounds, as numbers that broadcast with those of all tiles."""
+        """Spreads the numbers over all tiles, so that they broadcast."""
         if self.along is None:
             return self
         lo = tiles.spread(self.along, self.lo)

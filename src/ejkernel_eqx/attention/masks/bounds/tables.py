@@ -32,7 +32,7 @@ class Table:
         return low, high
 
     def any_and_all(self, lead: tuple[int, ...], rows: _Ends, columns: _Ends) -> _Ends:
-        """Whether any and whether all of the entries of rectangles are true, given the first and last row and column of each."""
+        """Tells whether any and whether all of the entries of rectangles are true, given the first and last row and column of each."""
         (top, bottom), (left, right) = (tuple(np.asarray(x) for x in ends) for ends in (rows, columns))
         grid = top.ndim == left.ndim == 2 and top.shape[1] == left.shape[0] == 1
         if (top == bottom).all() and (left == right).all():

@@ -28,7 +28,7 @@ class Tiles:
 
     @property
     def points(self) -> bool:
-        """Whether each tile is a single pair."""
+        """Tells whether each tile is a single pair."""
         return self.q[0] is self.q[1] and self.k[0] is self.k[1]
 
     @property

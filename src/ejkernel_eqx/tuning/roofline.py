@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...dispatch import Backend, Cost, DeviceFacts, Problem
+from ..dispatch import Backend, Cost, DeviceFacts, Problem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,15 +130,15 @@ _CLOCK, _MULTIPROCESSORS, _MEMORY_CLOCK, _BUS_WIDTH, _MAJOR, _MINOR = 13, 16, 36
 def _read_clocks(compute_capability: str, num_multiprocessors: int) -> tuple[float, float] | None:
     """The clock in hertz and the memory bandwidth in bytes per second of the first such device of the driver; `None` if there is none."""
     for ask in _driver_devices():
-        found = f"{ask(_MAJOR)}.{ask(_MINOR)}", ask(_MULTIPROCESSORS)
+        result = f"{ask(_MAJOR)}.{ask(_MINOR)}", ask(_MULTIPROCESSORS)
         core, memory, bus = ask(_CLOCK), ask(_MEMORY_CLOCK), ask(_BUS_WIDTH)
-        if found == (compute_capability, num_multiprocessors) and min(core, memory, bus) > 0:
+        if result == (compute_capability, num_multiprocessors) and min(core, memory, bus) > 0:
             return core * 1e3, memory * 1e3 * 2 * bus / 8  # two transfers a clock, eight bits a byte
     return None
 
 
 def _driver_devices() -> list[Callable[[int], int]]:
-    """For every NVIDIA device, a function from an attribute to its value, which is 0 if the driver does not report it."""
+    """Lists, for every NVIDIA device, a function from an attribute to its value, which is 0 if the driver does not report it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
