@@ -73,11 +73,11 @@ def test_train_resume_and_generate(examples, tmp_path, text, capsys):
 @pytest.mark.parametrize(
     ("mesh", "platform", "options"),
     [
-        ("data=2", "triton-interpret", []),
+        ("data=2", "triton-interpret", ["--num-layers", "1"]),
         *(
             pytest.param(mesh, platform, options.split(), marks=pytest.mark.slow)
             for mesh, platform, options in [
-                ("tensor=2", "triton-interpret", "--mlp moe"),
+                ("tensor=2", "triton-interpret", "--mlp moe --num-layers 1"),
                 ("sequence=2", "triton-interpret", "--mixer mamba2,kda"),
                 ("data=2,sequence=2,tensor=2", "xla", "--mixer gla,attention --scan-layers"),
             ]
