@@ -102,8 +102,8 @@ def test_a_mesh_trains_as_one_device(examples, tmp_path, text, capsys, mesh, pla
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    ["--mixer mamba2,attention", "--mixer mla,nsa --batch-size 2 --steps 80", "--mixer mamba1,kda"]
-    + ["--mixer gla,lightning,gated_deltanet --num-layers 3", "--mlp moe"],
+    ["--mixer mla,nsa --batch-size 2 --steps 80", "--mixer mamba1,kda"]
+    + ["--mixer gla,lightning,gated_deltanet,mamba2 --num-layers 4", "--mlp moe"],
 )
 def test_every_mixer_trains_and_writes(examples, tmp_path, text, options):
     options = [*SMALL, "--steps", 60, *options.split()]
