@@ -152,9 +152,7 @@ LAYERS: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: nn.Mamba2Mixer(16, state_size=8, head_dim=8, key=KEY),
     "mamba1": lambda: nn.Mamba1Mixer(16, key=KEY),
     "kimi": lambda: nn.KimiDeltaAttention(16, num_heads=2, key=KEY),
-    "delta net": lambda: nn.GatedDeltaNet(16, num_k_heads=2, head_dim=8, key=KEY),
     "lstm": lambda: nn.LSTM(16, 8, num_layers=2, bidirectional=True, key=KEY),
-    "gru": lambda: nn.GRU(16, 8, key=KEY),
 }
 # What makes the module, how it is called, the width of its tokens, and a length of several chunks.
 CASES: dict[str, tuple[Any, ...]] = {

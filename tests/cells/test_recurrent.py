@@ -478,7 +478,7 @@ def cases(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(case=cases())
 def test_any_shape(case):
     for platform in ("xla", INTERPRET):

@@ -73,11 +73,11 @@ def test_train_resume_and_generate(examples, tmp_path, text, capsys):
 @pytest.mark.parametrize(
     ("mesh", "platform", "options"),
     [
-        ("data=2", "triton-interpret", []),
+        ("data=2", "triton-interpret", ["--num-layers", "1"]),
         *(
             pytest.param(mesh, platform, options.split(), marks=pytest.mark.slow)
             for mesh, platform, options in [
-                ("tensor=2", "triton-interpret", "--mlp moe"),
+                ("tensor=2", "triton-interpret", "--mlp moe --num-layers 1"),
                 ("sequence=2", "triton-interpret", "--mixer mamba2,kda"),
                 ("data=2,sequence=2,tensor=2", "xla", "--mixer gla,attention --scan-layers"),
             ]
@@ -102,8 +102,8 @@ def test_a_mesh_trains_as_one_device(examples, tmp_path, text, capsys, mesh, pla
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    ["--mixer mamba2,attention", "--mixer mla,nsa --batch-size 2 --steps 80", "--mixer mamba1,kda"]
-    + ["--mixer gla,lightning,gated_deltanet --num-layers 3", "--mlp moe"],
+    ["--mixer mla,nsa --batch-size 2 --steps 80", "--mixer mamba1,kda"]
+    + ["--mixer gla,lightning,gated_deltanet,mamba2 --num-layers 4", "--mlp moe"],
 )
 def test_every_mixer_trains_and_writes(examples, tmp_path, text, options):
     options = [*SMALL, "--steps", 60, *options.split()]

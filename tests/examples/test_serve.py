@@ -40,10 +40,10 @@ def _engine(examples, mixer, layers=None, platform=None, **options):
     return examples.serving.Engine(_model(examples, mixer, layers, platform), **(sizes | options))
 
 
-@pytest.fixture(scope="module", params=[pytest.param("attention", marks=pytest.mark.slow), HYBRID])
-def engine(request, examples):
+@pytest.fixture(scope="module")
+def engine(examples):
     """One for many tests, so that its programs are compiled once. Every test leaves it empty."""
-    engine = _engine(examples, request.param)
+    engine = _engine(examples, HYBRID)
     yield engine
     _check_empty(engine)
 
@@ -107,14 +107,14 @@ def _whole(examples, mixer, requests, layers=None):
 
 
 @pytest.mark.slow
-def test_together_is_as_alone(examples, engine, request):
+def test_together_is_as_alone(examples, engine):
     requests = _requests(0, 9)
     before = engine.preemptions
     texts = _serve(engine, requests)
     assert [len(text) for text in texts] == [count for _, count in requests]
     assert engine.preemptions > before  # 14 pages are not enough for four of these
     assert texts == _alone(engine, requests)
-    _whole(examples, request.node.callspec.params["engine"], list(zip(requests, texts))[:4])
+    _whole(examples, HYBRID, list(zip(requests, texts))[:4])
     _check_empty(engine)
 
 
@@ -129,7 +129,6 @@ def test_nothing_is_compiled_once_the_engine_is_warm(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.few(1)
 def test_samples_do_not_depend_on_neighbours(examples, engine):
     requests = _requests(1, 6)
     options = {"sampling": Sampling(1.0, 50, 0.95, seed=7)}
@@ -140,7 +139,6 @@ def test_samples_do_not_depend_on_neighbours(examples, engine):
     _check_empty(engine)
 
 
-@pytest.mark.few(1)
 def test_starting_early_changes_nothing(engine, monkeypatch):
     """Stop tokens and pages that run out are known a step late."""
     requests = _requests(9, 7, longest=20, most=14)
@@ -290,7 +288,6 @@ def test_logits_that_are_not_finite_end_a_request(engine, monkeypatch):
     _check_empty(engine)
 
 
-@pytest.mark.few(1)
 def test_events_are_given_once_each(engine):
     """Also when `run` is left and entered again; those of a request that was cancelled are not given any more."""
     requests = [(b"ab", 6), (b"cd", 6), (b"ef", 1)]

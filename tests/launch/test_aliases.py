@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx.paged.spec import WriteArrays
 from ejkernel_eqx.paged.triton.write_kernel import write
-from tests.launch import kernels
-from tests.launch.launches import Launch, own_call, run, S, TARGETS
+from tests.launch import launches
+from tests.launch.launches import own_call, run, TARGETS
 
 triton_call = importlib.import_module("ejkernel_eqx.launch.triton_call")
 _run = importlib.import_module("ejkernel_eqx.launch._run")
@@ -73,9 +73,7 @@ def calls_among(found: list[Any]) -> list[Any]:
 
 
 def equations(jaxpr: Any) -> list[Any]:
-    inner = [
-        x for eqn in jaxpr.eqns for x in eqn.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")
-    ]
+    inner = [x for eqn in jaxpr.eqns for x in eqn.params.values() if hasattr(getattr(x, "jaxpr", x), "eqns")]
     return [*jaxpr.eqns, *(eqn for x in inner for eqn in equations(getattr(x, "jaxpr", x)))]
 
 
@@ -96,16 +94,7 @@ def assert_kept_apart(function: Any, *arguments: Any, pairs: int) -> None:
 
 
 def added(pool, amount, slots):
-    n, rows = pool.shape[1], amount.shape
-    launch = Launch(
-        kernels.add_to_slots_kernel,
-        {"pool": S(pool.shape, pool.dtype), "amount": S(rows, amount.dtype), "slots": S(rows, slots.dtype)},
-        {"new_pool": S(pool.shape, pool.dtype), "old": S((*rows, n), pool.dtype)},
-        {"n": n},
-        {"BLOCK": 8, "WRONG": False},
-        rows,
-        aliases={"pool": "new_pool"},
-    )
+    launch = launches.added(len(pool), len(amount), pool.shape[1])
     return run(launch, {"pool": pool, "amount": amount, "slots": slots})
 
 
@@ -121,11 +110,8 @@ def test_equal_caches_stay_two(dtype, pairs):
 
     once = functools.cache(jnp.zeros)
     for each in (jnp.zeros, once):
-        assert_kept_apart(
-            lambda new, each=each: write(WriteArrays(cache(each), {"k": new, "v": new}, slots)),
-            new,
-            pairs=pairs,
-        )
+        call = lambda new, each=each: write(WriteArrays(cache(each), {"k": new, "v": new}, slots))
+        assert_kept_apart(call, new, pairs=pairs)
 
 
 def test_a_state_is_no_other_operand():
@@ -142,23 +128,11 @@ def test_a_state_is_no_other_operand():
 def test_within_a_shard_map():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     slots = jnp.arange(3, dtype=jnp.int32)
-    call = jax.shard_map(
-        lambda pool, amount: added(pool, amount, slots)["new_pool"],
-        mesh=mesh,
-        in_specs=(P("data"), P()),
-        out_specs=P("data"),
-    )
+    place = lambda pool, amount: added(pool, amount, slots)["new_pool"]
+    call = jax.shard_map(place, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     assert_kept_apart(call, jnp.zeros((6, 1)), jnp.zeros(3), pairs=1)
 
 
 def test_a_call_without_aliases_has_no_barrier():
-    launch = Launch(
-        kernels.square_kernel,
-        {"x": S((8,), jnp.float32)},
-        {"out": S((8,), jnp.float32)},
-        {"n": 8},
-        {"BLOCK": 8},
-        (1,),
-    )
-    found = equations(jax.make_jaxpr(lambda x: run(launch, {"x": x}))(jnp.ones(8)).jaxpr)
+    found = equations(jax.make_jaxpr(lambda x: run(launches.square(8), {"x": x}))(jnp.ones(8)).jaxpr)
     assert found == calls_among(found) and len(found) == 1

@@ -1,35 +1,22 @@
 """Ahead-of-time compilation, beside interpretation in one process."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.launch import kernels
-from tests.launch.launches import compile_ahead, Launch, run, Target, TARGETS
-
-S = jax.ShapeDtypeStruct
+from tests.launch.launches import compile_ahead, matmul_softmax, one_to_one, run, S, Target, TARGETS
 
 
 def matmul(block_m=64, block_n=64, block_k=32, num_stages=3, **options):
-    m, n, k = 2 * block_m, block_n, 4 * block_k
-    return Launch(
-        kernels.matmul_softmax_kernel,
-        {"a": S((m, k), jnp.bfloat16), "b": S((k, n), jnp.bfloat16)},
-        {"out": S((m, n), jnp.bfloat16), "logits_max": S((m,), jnp.float32)},
-        {"M": m},
-        dict(N=n, K=k, BM=block_m, BN=block_n, BK=block_k, SCALE=0.5),
-        (2,),
-        num_stages=num_stages,
-        **options,
-    )
+    a, b = (S(shape, jnp.bfloat16) for shape in ((2 * block_m, 4 * block_k), (4 * block_k, block_n)))
+    return matmul_softmax(a, b, block_m, block_n, block_k, num_stages=num_stages, **options)
 
 
 def copy(scalar=None):
-    shape = S((64,), jnp.float32)
     if scalar is None:
-        return Launch(kernels.copy_through_kernel, {"x": shape}, {"out": shape}, {}, {"BLOCK": 64}, (1,))
-    return Launch(kernels.square_kernel, {"x": shape}, {"out": shape}, {"n": scalar}, {"BLOCK": 64}, (1,))
+        return one_to_one(kernels.copy_through_kernel, 64, BLOCK=64)
+    return one_to_one(kernels.square_kernel, 64, n=scalar, BLOCK=64)
 
 
 @pytest.mark.few(2)
@@ -61,9 +48,7 @@ def test_scalars_of_every_type_compile(scalar):
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "float64", "float8_e4m3fn", "uint32"])
 def test_array_types_compile(dtype):
-    shape = S((64,), dtype)
-    launch = Launch(kernels.copy_through_kernel, {"x": shape}, {"out": shape}, {}, {"BLOCK": 64}, (1,))
-    assert compile_ahead(launch, "sm_90").fits
+    assert compile_ahead(one_to_one(kernels.copy_through_kernel, 64, dtype, BLOCK=64), "sm_90").fits
 
 
 def test_interpretation_and_compilation_do_not_disturb_each_other():

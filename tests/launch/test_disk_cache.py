@@ -12,8 +12,7 @@ import sys
 import pytest
 
 from tests.launch import kernels
-from tests.launch.launches import Launch, S, TARGETS
-from tests.launch.test_own_call import square
+from tests.launch.launches import one_to_one, square, TARGETS
 
 pytest.importorskip("triton")
 from triton import knobs
@@ -133,8 +132,7 @@ def test_only_binaries_are_kept(folder):
 
 
 def test_an_error_of_the_kernel_is_its_own(folder):
-    shape = S((8,), "float32")
-    wrong = Launch(kernels.block_truth_kernel, {"x": shape}, {"out": shape}, {}, {"BLOCK": 8}, (1,))
+    wrong = one_to_one(kernels.block_truth_kernel, BLOCK=8)
     with pytest.raises(Exception, match=r"block|Boolean|boolean"):
         compiling.compiled(wrong, TARGETS["sm_90"])
     assert not disk_cache._warned

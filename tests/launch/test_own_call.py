@@ -3,6 +3,7 @@
 import ast
 import concurrent.futures
 import dataclasses
+import functools
 import importlib
 import inspect
 import os
@@ -20,24 +21,16 @@ import pytest
 
 from ejkernel_eqx.dispatch import Backend, DeviceFacts
 from tests.launch import kernels
-from tests.launch.launches import added, Launch, own_call, run, S, staging, Target
+from tests.launch.launches import added, Launch, one_to_one, own_call, run, S, square, staging, Target
 
 _run = importlib.import_module("ejkernel_eqx.launch._run")
 
 TARGET = Target("sm_90", "cuda", 90, 32, 0)
 
 
-def square(n=16, block=8, **options):
-    shape = S((n,), jnp.float32)
-    return Launch(
-        kernels.square_kernel,
-        {"x": shape},
-        {"out": shape},
-        {"n": n},
-        {"BLOCK": block},
-        (n // block,),
-        **options,
-    )
+def squared(**options):
+    """A function that no other test has traced."""
+    return lambda x: run(square(**options), {"x": x})["out"]
 
 
 @pytest.fixture
@@ -65,18 +58,18 @@ def lowered(function, *arrays):
 
 def test_a_call_is_one_foreign_call(begun):
     x = jnp.ones(16)
-    text = lowered(lambda x: run(square(), {"x": x})["out"], x)
+    text = lowered(squared(), x)
     assert text.count("custom_call") == 1 and "triton_kernel_call_ffi" in text and 'opaque = "opaque"' in text
     # At the trace, so that it compiles beside the rest of it; and awaited at the lowering.
     assert len(begun) == 2
     # Where programs write descriptors is a further result of the call, and none of the launch.
-    text = lowered(lambda x: run(square(num_warps=2), {"x": x})["out"], x)
+    text = lowered(squared(num_warps=2), x)
     assert "tensor<384xui8>" in text
     assert jax.eval_shape(lambda x: run(square(num_warps=2), {"x": x}), x).keys() == {"out"}
 
 
 def test_equal_launches_are_one_operation(begun):
-    jaxpr = str(jax.make_jaxpr(lambda x: run(square(), {"x": x})["out"])(jnp.ones(16)))
+    jaxpr = str(jax.make_jaxpr(squared())(jnp.ones(16)))
     assert "ejkernel_eqx_triton_call" in jaxpr
     one, same, other = (own_call._Described(launch) for launch in (square(), square(), square(block=4)))
     assert one == same and hash(one) == hash(same) and one != other
@@ -85,35 +78,16 @@ def test_equal_launches_are_one_operation(begun):
 def test_what_python_takes_for_equal_is_compiled_apart():
     """1, 1.0 and True are one key of a dictionary, and so are 0.0 and -0.0; to Triton they are constants of different kinds."""
     values = (1, 1.0, True, 0.0, -0.0, (1,), (1.0,))
-    launches = [
-        dataclasses.replace(tailed(), constants={"TAIL": value, "BLOCK": 8}, scalars={"n": 5})
-        for value in values
-    ]
+    launches = [one_to_one(kernels.constant_tail_kernel, 16, n=5, grid=2, TAIL=x, BLOCK=8) for x in values]
     assert len({own_call._Described(launch) for launch in launches}) == len(values)
     assert len({staging._kernel_identity(launch) for launch in launches}) == len(values)
-
-
-def tailed(**options):
-    shape = S((16,), jnp.float32)
-    return Launch(
-        kernels.constant_tail_kernel,
-        {"x": shape},
-        {"out": shape},
-        {"n": 5},
-        {"TAIL": 1, "BLOCK": 8},
-        (2,),
-        **options,
-    )
 
 
 GIVEN = {"pool": jnp.ones((4, 8)), "amount": jnp.ones(3), "slots": jnp.arange(3, dtype=jnp.int32)}
 
 
 def test_an_output_in_place_is_an_alias_of_the_call(begun):
-    order = [*GIVEN]
-
-    def call(*arrays):
-        return run(added(), dict(zip(order, arrays, strict=True)))
+    call = lambda *arrays, **options: run(added(**options), dict(zip(GIVEN, arrays, strict=True)))
 
     text = lowered(call, *GIVEN.values())
     assert text.count("custom_call @triton") == 1
@@ -123,21 +97,17 @@ def test_an_output_in_place_is_an_alias_of_the_call(begun):
     traced = jax.jit(call, donate_argnums=0).trace(*GIVEN.values())
     assert "tf.aliasing_output" in traced.lower(lowering_platforms=("cuda",)).as_text()
     # With scratch, which is a result after the others; and a call that writes in place alone, whose one result is no tuple.
-    text = lowered(
-        lambda *arrays: run(added(num_warps=2), dict(zip(order, arrays, strict=True))), *GIVEN.values()
-    )
+    text = lowered(functools.partial(call, num_warps=2), *GIVEN.values())
     assert "tensor<384xui8>" in text and "output_tuple_indices = [0]" in text
-    one = S((8,), jnp.float32)
-    through = Launch(
-        kernels.copy_through_kernel, {"x": one}, {"out": one}, {}, {"BLOCK": 8}, (1,), aliases={"x": "out"}
-    )
+    beside = one_to_one(kernels.copy_through_kernel, BLOCK=8)
+    through = dataclasses.replace(beside, aliases={"x": "out"})
     text = lowered(lambda x: run(through, {"x": x})["out"], jnp.ones(8))
     assert "output_tuple_indices = []" in text
-    assert own_call._Described(through) != own_call._Described(dataclasses.replace(through, aliases={}))
+    assert own_call._Described(through) != own_call._Described(beside)
 
 
 def test_a_launch_is_exported(begun):
-    call = jax.jit(lambda x: run(square(), {"x": x})["out"])
+    call = jax.jit(squared())
     with pytest.raises(ValueError, match="triton_kernel_call_ffi"):
         jax.export.export(call, platforms=["cuda"])(jnp.ones(16))
     checks = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
@@ -146,20 +116,20 @@ def test_a_launch_is_exported(begun):
 
 
 def test_a_launch_is_lowered_for_nvidia_only(begun):
-    traced = jax.jit(lambda x: run(square(), {"x": x})["out"]).trace(jnp.ones(16))
+    traced = jax.jit(squared()).trace(jnp.ones(16))
     with pytest.raises(NotImplementedError, match=r"square_kernel.*sm_90.*cpu.*platform='xla'"):
         traced.lower(lowering_platforms=("cpu",))
 
 
 @pytest.mark.parametrize("transform, words", [(jax.vmap, "custom_vmap"), (jax.grad, "custom_vjp")])
 def test_a_launch_has_no_rules(begun, transform, words):
-    call = lambda x: run(square(), {"x": x})["out"].sum()
+    call = lambda x: squared()(x).sum()
     with pytest.raises(NotImplementedError, match=words):
         transform(call)(jnp.ones((2, 16) if transform is jax.vmap else 16))
 
 
 def test_an_unused_launch_is_removed(begun):
-    text = lowered(lambda x: (run(square(), {"x": x})["out"], x)[1], jnp.ones(16))
+    text = lowered(lambda x: (squared()(x), x)[1], jnp.ones(16))
     assert "custom_call" not in text
 
 
@@ -248,11 +218,7 @@ def square_of(number):
 
 def test_scratch_is_of_all_programs(library):
     shape = S((3, 8, 16), jnp.float32)
-    arrays = {
-        "x": shape,
-        "y": S((16,), jnp.float32),
-        "order": S((3, 8, 16), jnp.int32),
-    }
+    arrays = {"x": shape, "y": S((16,), jnp.float32), "order": S((3, 8, 16), jnp.int32)}
     outputs = {"gathered": shape, "counted": S((3, 16), jnp.int32), "joined": shape, "moved": shape}
     launch = Launch(kernels.shapes_kernel, arrays, outputs, {}, {"ROWS": 8, "COLUMNS": 16}, (3,))
     call = staging.staged(launch, TARGET)
@@ -279,7 +245,7 @@ def test_an_error_of_the_compiler_names_the_kernel(library, monkeypatch):
 
     monkeypatch.setattr(staging, "_compile", fail)
     monkeypatch.setattr(_run, "own_target", lambda: TARGET)
-    traced = jax.jit(lambda x: run(square(), {"x": x})["out"]).trace(jnp.ones(16))
+    traced = jax.jit(squared()).trace(jnp.ones(16))
     message = "square_kernel cannot be launched on sm_90: KeyError: 'does not compile'.*platform='xla'"
     with pytest.raises(RuntimeError, match=message):
         traced.lower(lowering_platforms=("cuda",))
@@ -290,10 +256,8 @@ def test_an_error_of_the_compiler_names_the_kernel(library, monkeypatch):
 
 @pytest.mark.parametrize("field, words", [("tmem_size", "tensor memory"), ("profile_scratch_size", "Proton")])
 def test_kernels_that_would_hang_or_crash_the_device(monkeypatch, field, words):
-    about = dict(
-        name="k", num_warps=4, shared=0, tmem_size=512, global_scratch_size=0, profile_scratch_size=0
-    )
-    about[field] = 1024
+    about = dict(name="k", num_warps=4, shared=0, global_scratch_size=0)
+    about |= {"tmem_size": 512, "profile_scratch_size": 0, field: 1024}
     found = types.SimpleNamespace(metadata=types.SimpleNamespace(**about), asm={"ptx": ""})
     monkeypatch.setattr(staging, "compiled", lambda launch, target: found)
     with pytest.raises(ValueError, match=words):
@@ -358,9 +322,7 @@ def test_work_at_the_end_of_a_process(name):
 def test_cancelled_kernels_are_compiled_by_who_waits(library, monkeypatch):
     cancelled = concurrent.futures.Future()
     cancelled.cancel()
-    monkeypatch.setattr(
-        staging, "_compile", lambda launch, target: staging.Kernel("a kernel", 4, 0, 0, "ptx")
-    )
+    monkeypatch.setattr(staging, "_compile", lambda *_: staging.Kernel("a kernel", 4, 0, 0, "ptx"))
     staging._kernels[staging._kernel_identity(square()), TARGET] = cancelled
     assert read(staging.staged(square(), TARGET))[1][0] == "a kernel"
 

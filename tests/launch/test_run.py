@@ -1,37 +1,32 @@
 """The launch description, and interpretation from JAX: numerics, transformations, poison, errors."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.launch import kernels
-from tests.launch.launches import array, interpret, InterpretError, Launch, poison, run, S
+from tests.launch.launches import (
+    added,
+    array,
+    interpret,
+    InterpretError,
+    Launch,
+    matmul_softmax,
+    one_to_one,
+    poison,
+    run,
+    S,
+    square,
+)
 
-
-def matmul_softmax(dtype, m=37, n=21, k=45, block_m=16, **options):
-    return Launch(
-        kernels.matmul_softmax_kernel,
-        inputs={"a": S((m, k), dtype), "b": S((k, n), dtype)},
-        outputs={"out": S((m, n), dtype), "logits_max": S((m,), jnp.float32)},
-        scalars={"M": m},
-        constants=dict(N=n, K=k, BM=block_m, BN=32, BK=16, SCALE=0.5),
-        grid=(-(-m // block_m),),
-        **options,
-    )
-
-
-def square(n, block=8):
-    shape = S((n,), jnp.float32)
-    return Launch(
-        kernels.square_kernel, {"x": shape}, {"out": shape}, {"n": n}, {"BLOCK": block}, (-(-n // block),)
-    )
+VECTOR = S((8,), jnp.float32)
 
 
 def squared(x):
@@ -44,15 +39,8 @@ def squared(x):
 )
 def test_one_pass_of_tf32_cuts_off(precision, kept):
     """As the hardware does, which does not round."""
-    shape = S((16, 16), jnp.float32)
-    launch = Launch(
-        kernels.product_kernel,
-        {"x": shape, "y": shape},
-        {"out": shape},
-        {},
-        {"SIZE": 16, "PRECISION": precision},
-        (1,),
-    )
+    shape, constants = S((16, 16), jnp.float32), {"SIZE": 16, "PRECISION": precision}
+    launch = Launch(kernels.product_kernel, {"x": shape, "y": shape}, {"out": shape}, {}, constants, (1,))
     x, one = jnp.full((16, 16), 1 + 2**-10 - 2**-20), jnp.eye(16)
     for arrays in ({"x": x, "y": one}, {"x": one, "y": x}):
         np.testing.assert_array_equal(interpret(launch, arrays)["out"], np.float32(kept))
@@ -61,7 +49,7 @@ def test_one_pass_of_tf32_cuts_off(precision, kept):
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("float16", 5e-4), ("bfloat16", 4e-3)])
 def test_matmul_softmax(dtype, tolerance):
     a, b = array((37, 45), dtype), array((45, 21), dtype, seed=1)
-    call = lambda: interpret(matmul_softmax(dtype), {"a": a, "b": b})
+    call = lambda: interpret(matmul_softmax(a, b, 16, 32, 16), {"a": a, "b": b})
     outputs, staged = call(), jax.jit(call)()
     assert all(outputs[name].tobytes() == staged[name].tobytes() for name in outputs)
     logits = 0.5 * np.asarray(a, np.float64) @ np.asarray(b, np.float64)
@@ -76,23 +64,15 @@ def test_language_tour():
     t, d, count = 8, 4, 13
     a, x = np.asarray(jax.nn.sigmoid(array((t, d)))), np.asarray(array((t, d), seed=1))
     plane, real = S((t, d), jnp.float32), jnp.float32
-    launch = Launch(
-        kernels.tour_kernel,
-        {"decay": plane, "value": plane, "ints": S((1,), jnp.int32)},
-        {
-            "state": plane,
-            "backward": plane,
-            "sums": plane,
-            "best": S((d,), jnp.int32),
-            "flipped": S((d, t), real),
-            "gate": plane,
-            "extremes": S((3,), real),
-            "loops": S((3,), jnp.int32),
-        },
-        {},
-        {"T": t, "D": d},
-        (1,),
-    )
+    inputs = {"decay": plane, "value": plane, "ints": S((1,), jnp.int32)}
+    made = dict.fromkeys(("state", "backward", "sums"), plane) | {"best": S((d,), jnp.int32)}
+    made |= {
+        "flipped": S((d, t), real),
+        "gate": plane,
+        "extremes": S((3,), real),
+        "loops": S((3,), jnp.int32),
+    }
+    launch = Launch(kernels.tour_kernel, inputs, made, {}, {"T": t, "D": d}, (1,))
     arrays = {"decay": jnp.asarray(a), "value": jnp.asarray(x), "ints": jnp.array([count], jnp.int32)}
     outputs = {name: np.asarray(out) for name, out in interpret(launch, arrays).items()}
 
@@ -120,14 +100,9 @@ def test_language_tour():
 
 def test_unwritten_outputs_hold_poison():
     n = 8
-    launch = Launch(
-        kernels.pick_kernel,
-        {"x": S((n,), jnp.bfloat16)},
-        {"out": S((n,), jnp.bfloat16), "out_int": S((n,), jnp.int32)},
-        {"FLAG_ONLY": True},
-        {"BLOCK": n},
-        (1,),
-    )
+    half = S((n,), jnp.bfloat16)
+    outputs = {"out": half, "out_int": S((n,), jnp.int32)}
+    launch = Launch(kernels.pick_kernel, {"x": half}, outputs, {"FLAG_ONLY": True}, {"BLOCK": n}, (1,))
     x = jnp.arange(n, dtype=jnp.bfloat16)
     outputs = {name: np.asarray(out) for name, out in interpret(launch, {"x": x}).items()}
     np.testing.assert_array_equal(outputs["out"][: n // 2], -np.asarray(x)[: n // 2])
@@ -137,14 +112,8 @@ def test_unwritten_outputs_hold_poison():
 
 
 def test_masked_load_without_other_is_poison():
-    launch = Launch(
-        kernels.unguarded_kernel,
-        {"x": S((8,), jnp.float32)},
-        {"out": S((1,), jnp.float32)},
-        {"n": 5},
-        {"BLOCK": 8},
-        (1,),
-    )
+    one = {"out": S((1,), jnp.float32)}
+    launch = Launch(kernels.unguarded_kernel, {"x": VECTOR}, one, {"n": 5}, {"BLOCK": 8}, (1,))
     assert np.isnan(interpret(launch, {"x": jnp.ones(8)})["out"]).all()
 
 
@@ -206,11 +175,9 @@ def test_sharded_inputs_without_shard_map(axis_type):
 
 def test_empty_launch_varies_as_its_inputs_do():
     mesh = jax.make_mesh((8,), ("dp",), axis_types=(AxisType.Auto,))
-    shape = S((1,), jnp.float32)
-    launch = Launch(kernels.square_kernel, {"x": shape}, {"out": shape}, {"n": 1}, {"BLOCK": 1}, (0,))
-    no_element = Launch(
-        kernels.square_kernel, {"x": shape}, {"out": S((0, 3), jnp.float32)}, {"n": 1}, {"BLOCK": 1}, (1,)
-    )
+    one = square(1, 1)
+    launch = dataclasses.replace(one, grid=(0,))
+    no_element = dataclasses.replace(one, outputs={"out": S((0, 3), jnp.float32)})
     assert run(no_element, {"x": jnp.ones(1)})["out"].shape == (0, 3)
 
     def local(x):
@@ -232,18 +199,13 @@ def test_large_arrays_in_eight_callbacks_at_once():
 
 
 def wild(offset=0, write=False):
-    shape = S((8,), jnp.float32)
-    constants = {"OFFSET": offset, "WRITE_INPUT": write, "BLOCK": 8}
-    return Launch(kernels.wild_kernel, {"x": shape}, {"out": shape}, {}, constants, (1,))
+    return one_to_one(kernels.wild_kernel, OFFSET=offset, WRITE_INPUT=write, BLOCK=8)
 
 
 @pytest.mark.parametrize(
     "launch, message",
     [
-        (
-            wild(offset=1),
-            r"wild_kernel, program \(0, 0, 0\).*load from 'x' out of bounds: elements 1 to 8 of 8",
-        ),
+        (wild(1), r"wild_kernel, program \(0, 0, 0\).*load from 'x' out of bounds: elements 1 to 8 of 8"),
         (wild(offset=-3), r"load from 'x' out of bounds: elements -3 to 4 of 8"),
         (wild(offset=2**30), r"load from 'x' out of bounds"),
         (wild(write=True), r"store to 'x', which is an input"),
@@ -255,30 +217,15 @@ def test_wrong_accesses_are_reported_not_made(launch, message):
 
 
 def test_block_has_no_truth_value():
-    shape = S((8,), jnp.float32)
-    launch = Launch(kernels.block_truth_kernel, {"x": shape}, {"out": shape}, {}, {"BLOCK": 8}, (1,))
+    launch = one_to_one(kernels.block_truth_kernel, BLOCK=8)
     with pytest.raises(InterpretError, match="no truth value"):
         interpret(launch, {"x": jnp.ones(8)})
-
-
-@pytest.fixture
-def no_annotation_checks():
-    """What a user sees: annotations are only checked in this suite, where they would come first."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-VECTOR = S((8,), jnp.float32)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            {"kernel": kernels.output_first_kernel, "scalars": {}},
-            "'out' .outputs. comes before 'x' .inputs.",
-        ),
+        ({"kernel": kernels.output_first_kernel, "scalars": {}}, "'out' .outputs. comes before 'x' .inp"),
         ({"scalars": {"n": 8.0}}, "'n' must be an int or a bool, got 8.0 of type float"),
         ({"scalars": {}}, r"parameters \['n'\] are missing"),
         ({"scalars": {"n": 8, "m": 1}}, r"\['m'\] are not parameters"),
@@ -294,15 +241,9 @@ VECTOR = S((8,), jnp.float32)
         ),
     ],
 )
-def test_wrong_launches_are_refused(change, message, no_annotation_checks):
-    fields: dict[str, Any] = dict(
-        kernel=kernels.square_kernel,
-        inputs={"x": VECTOR},
-        outputs={"out": VECTOR},
-        scalars={"n": 8},
-        constants={"BLOCK": 8},
-        grid=(1,),
-    )
+def test_wrong_launches_are_refused(change, message, unchecked):
+    more: dict[str, Any] = dict(scalars={"n": 8}, constants={"BLOCK": 8}, grid=(1,))
+    fields = dict(kernel=kernels.square_kernel, inputs={"x": VECTOR}, outputs={"out": VECTOR}) | more
     Launch(**fields)
     with pytest.raises(ValueError, match=message):
         Launch(**{**fields, **change})
@@ -324,20 +265,7 @@ def test_wrong_arrays_are_refused(arrays, message):
 # Outputs that start as an input
 
 
-def add_to_slots(slots=4, rows=3, n=5, grid=None, **options: Any):
-    pool, real = S((slots, n), jnp.float32), jnp.float32
-    given: dict[str, Any] = {"aliases": {"pool": "new_pool"}, **options}
-    return Launch(
-        kernels.add_to_slots_kernel,
-        {"pool": pool, "amount": S((rows,), real), "slots": S((rows,), jnp.int32)},
-        {"new_pool": pool, "old": S((rows, n), real)},
-        {"n": n},
-        {"BLOCK": 8, "WRONG": False} | given.pop("constants", {}),
-        (rows,) if grid is None else grid,
-        **given,
-    )
-
-
+add_to_slots = functools.partial(added, n=5)
 SLOTS = dict(amount=jnp.array([1.0, 2.0, 3.0]), slots=jnp.array([2, -1, 0], jnp.int32))
 
 
@@ -354,9 +282,8 @@ def test_an_aliased_output_starts_as_its_input(staged):
 
 
 def test_a_donated_buffer_may_be_aliased():
-    step = jax.jit(
-        lambda pool: interpret(add_to_slots(), {"pool": pool, **SLOTS})["new_pool"], donate_argnums=0
-    )
+    call = lambda pool: interpret(add_to_slots(), {"pool": pool, **SLOTS})["new_pool"]
+    step = jax.jit(call, donate_argnums=0)
     before = np.array(array((4, 5)))
     new = step(step(jnp.array(before)))
     np.testing.assert_allclose(new, before + 2 * np.array([3.0, 0, 1.0, 0])[:, None], rtol=1e-6)
@@ -364,7 +291,7 @@ def test_a_donated_buffer_may_be_aliased():
 
 def test_the_parameter_of_an_aliased_input_is_of_no_use():
     with pytest.raises(InterpretError, match="load from 'pool' out of bounds"):
-        interpret(add_to_slots(constants={"WRONG": True}), {"pool": array((4, 5)), **SLOTS})
+        interpret(add_to_slots(wrong=True), {"pool": array((4, 5)), **SLOTS})
 
 
 def test_an_empty_launch_leaves_an_aliased_output_as_it_came():

@@ -129,16 +129,17 @@ COMPILED = [
 
 
 @needs_gluon
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "sizes, dtype, flags",
+    "i, every",
     [
-        pytest.param(*case, marks=() if i < 2 else pytest.mark.slow, id=str(i))
-        for i, case in enumerate(COMPILED)
+        (0, False),
+        (1, False),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((0, True), (2, True), (3, False))),
     ],
 )
-def test_tiles_compile(sizes, dtype, flags, every):
-    """Without spills to speak of."""
+def test_tiles_compile(i, every):
+    """Without spills to speak of: every candidate without options and with all."""
+    sizes, dtype, flags = COMPILED[i]
     of = problem(sizes, dtype, **flags)
     configs, seen = triton.candidates(of, HOPPER), {}
     for config in configs if every else configs[:1]:

@@ -37,10 +37,17 @@ CASES = {
 }
 
 
-@pytest.mark.few(1)
-@meshes.everywhere
-@pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
-@pytest.mark.parametrize("name", CASES)
+# Each on both kinds of mesh, one in every layout.
+OPAQUE = "triton-interpret"
+PLATFORMS = ("xla", OPAQUE)
+ON_MESHES = [(name, platform, "explicit without context", "both") for name in CASES for platform in PLATFORMS]
+ON_MESHES += [(name, "xla", "automatic", "both") for name in CASES] + [("plain", OPAQUE, "automatic", "both")]
+ON_MESHES += [(name, OPAQUE, "explicit", "tensor") for name in ("plain", "contracted axis")]
+ON_MESHES += [("plain", platform, "explicit", "data") for platform in PLATFORMS]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name, platform, kind, layout", ON_MESHES)
 def test_on_a_mesh(name, platform, kind, layout):
     if platform != "xla":
         pytest.importorskip("triton")

@@ -201,11 +201,9 @@ def by_hand(model, mask):
 
 MASK = jnp.asarray([[False] * 2 + [True] * 7, [True] * 9])
 BY_HAND = [
-    ("uniform", {}),
+    ("uniform", {"remat": "matmuls"}),
     ("hybrid", {"scan_layers": True}),
     ("places", {"remat": "kernels"}),
-    ("experts", {}),
-    ("experts", {"remat": "matmuls"}),
     ("experts", {"remat": "kernels", "scan_layers": True}),
     ("sparse attention", {}),
 ]

@@ -61,8 +61,13 @@ PAGED = {
     "target, name",
     [
         pytest.param(target, name, marks=[] if (target, name) == ("sm_90", "mixed") else pytest.mark.slow)
-        for target in DEVICES
-        for name in PAGED
+        for name, targets in {
+            "decoding": DEVICES,
+            "mixed": DEVICES,
+            "many queries": ("sm_80", "sm_90"),
+            "float32": ("sm_80", "gfx942"),
+        }.items()
+        for target in targets
     ],
 )
 def test_defaults_for_pages_fit(target, name):
@@ -116,8 +121,12 @@ COMPILED = {
     "target, name",
     [
         pytest.param(target, name, marks=[] if (target, name) == ("sm_90", "packed") else pytest.mark.slow)
-        for target in DEVICES
-        for name in COMPILED
+        for name, targets in {
+            "float32": DEVICES,
+            "packed": DEVICES,
+            "decoding": ("sm_90", "gfx942"),
+        }.items()
+        for target in targets
     ],
 )
 def test_defaults_fit(target, name):

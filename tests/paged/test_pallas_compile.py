@@ -52,10 +52,14 @@ def shapes_of(problem: ejx.Problem) -> PagedArrays:
     return jax.eval_shape(functools.partial(make_arrays, problem, 0))
 
 
-# Those of both kernels without and with all flags for every generation, the others for one each.
-EVERYWHERE = ("decode", "decode, all flags", "mixed", "mixed, all flags")
-OTHERS = [name for name in PROBLEMS if name not in EVERYWHERE]
-COMPILED = [(name, generation) for name in EVERYWHERE for generation in GENERATIONS]
+# For every generation one of the kernels without flags and the other with all, the others for one each.
+EVERYWHERE = (("decode", "mixed, all flags"), ("decode, all flags", "mixed"))
+OTHERS = [name for name in PROBLEMS if name not in itertools.chain(*EVERYWHERE)]
+COMPILED = [
+    (name, generation)
+    for names, generation in zip(itertools.cycle(EVERYWHERE), GENERATIONS)
+    for name in names
+]
 COMPILED += list(zip(OTHERS, itertools.cycle(GENERATIONS)))
 LOWERED = ("decode", "int8", "mixed, all flags", "latent")
 

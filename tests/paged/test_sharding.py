@@ -130,7 +130,7 @@ def test_a_call_is_split_where_it_stands(where, build, kind):
 
 
 @pytest.mark.slow
-@modes
+@pytest.mark.parametrize("build, kind", [("xla", "explicit"), ("opaque", "auto"), ("opaque", "explicit")])
 def test_what_is_written_stays_where_it_is(build, kind):
     """8-bit pages by heads, and rows with pages of their own by `vmap`: written, read and kept where they are."""
     module = BUILD[build](ejx.RaggedPagedAttention(append=True))
@@ -166,7 +166,7 @@ def test_what_is_written_stays_where_it_is(build, kind):
 
 
 @pytest.mark.few(1)
-@modes
+@pytest.mark.parametrize("build, kind", [("xla", "auto"), ("opaque", "auto"), ("opaque", "explicit")])
 @pytest.mark.parametrize("operation", ["decode", "dense", "unified"])
 def test_other_operations(operation, build, kind):
     """The rows of one decode each, of dense keys, and with slopes of heads and a bias of all."""

@@ -15,7 +15,7 @@ from tests.paged.triton_calls import compiled, FILLED, launches, PagedTile, tile
 DIMS: dict[str, int] = {"N": 64, "H": 32, "K": 8, "D": 128, "p": 16, "M": 256, "Q": 1, "rope": 0}
 LATENT: dict[str, Any] = {"K": 1, "D": 512, "rope": 64, "p": 64, "M": 64}
 BYTES = {"pages": "int8", "scales": "token"}
-EXTREMES: dict[str, dict[str, Any]] = {
+KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "every option": {"N": 1, "M": 1, "p": 4096, "options": True, "dtype": "float32"},
     "wide heads": {"H": 16, "K": 2, "D": 256, "p": 24, "Q": 8, "dtype": "float16"},
@@ -25,8 +25,17 @@ EXTREMES: dict[str, dict[str, Any]] = {
     "float8": {"pages": "float8_e5m2", "values": "bfloat16", "scales": "head"},
     "mixed": {"Q": 64},
     "mixed, every option": {"Q": 64, "D": 64, "options": True, "dtype": "float32"},
+    # Not compiled ahead.
+    "latent": LATENT | {"H": 128},
+    "latent int8, 16 heads": LATENT | BYTES | {"H": 16},
 }
-KINDS = EXTREMES | {"latent": LATENT | {"H": 128}, "latent int8, 16 heads": LATENT | BYTES | {"H": 16}}
+# Both kernels without and with all options on every device, of the others each on two.
+EVERYWHERE = ("plain", "every option", "mixed", "mixed, every option")
+GRID = [(target, kind) for target in DEVICES for kind in EVERYWHERE]
+GRID += [(target, kind) for target in ("sm_80", "sm_100") for kind in ("latent int8", "float8")]
+GRID += [
+    (target, kind) for target in ("sm_90", "gfx942") for kind in ("wide heads", "latent, 16 heads", "int8")
+]
 KERNELS = {"decode_kernel", "merge_kernel", "prefill_kernel"}
 
 
@@ -65,8 +74,7 @@ def problem_of(kind: str, **dims: int) -> ejx.Problem:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("kind", EXTREMES)
-@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize("target, kind", GRID)
 def test_defaults_fit(target, kind):
     (arrays, spec), device, problem = request(kind), DEVICES[target], problem_of(kind)
     assert compiled.unsupported(problem, device) is None

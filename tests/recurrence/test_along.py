@@ -150,11 +150,19 @@ def compared(name: str, devices: int, ids: Any, check_vma: bool = True, **option
     assert_same(*(results_and_gradients(call)(arrays, shared) for call in (over, one)))
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("devices", [2, 8])
-@pytest.mark.parametrize("name", CASES)
+OF_TWO = ("lightning", "gated delta", "ssd", "mamba", "convolution")
+QUICK = {("linear", 8), ("lightning", 2)}
+
+
+@pytest.mark.parametrize(
+    "name, devices",
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow)
+        for pair in (*((name, 8) for name in CASES), *((name, 2) for name in OF_TWO))
+    ],
+)
 def test_numbers_of_one_device(name, devices):
-    """Two have whole rows; eight have segments, from the end where that can be."""
+    """Two have whole rows, of one member of each family; eight have segments, from the end where that can be."""
     options = {"reverse": True} if devices == 8 and CASES[name][-1] else {}
     compared(name, devices, IDS if devices == 8 else None, **options)
 

@@ -26,7 +26,7 @@ OWN = (
     Case(name="kda in segments", decay="key", delta=True, packing="segments", dtype="bfloat16", **PACKED),
     Case(name="gla in many sequences", decay="key", packing="many", state_dtype="bfloat16", **PACKED),
 )
-WANTED = "linear gla-mixed kda-correlated scalar-strong lightning-closed kda-closed no-tokens-packed".split()
+WANTED = "linear gla-mixed lightning-closed kda-closed no-tokens-packed".split()
 INTERPRETED = {case.name: case for case in (*OWN, *(NAMED[name] for name in WANTED))}
 
 

@@ -55,18 +55,19 @@ SPILLS = {
     ("sm_90", "batched"): {"single": 256, "gradients": 392},
     ("sm_90", "long"): {"single": 216, "gradients": 392},
     ("sm_90", "ssd"): {"single": 280, "shared_channels": 176},
-    ("sm_90", "packed"): {"gradients": 144},
     ("sm_100", "batched"): {"gradients": 232},
     ("sm_100", "long"): {"gradients": 96},
-    ("sm_100", "packed"): {"gradients": 16},
     ("sm_100", "ssd"): {"shared_channels": 32},
 }
-# The widest in float32; in bfloat16 the usual width, whose spills were measured. Splits add kernels, no width.
-MEMBERS = [
-    (name, *size) for name in ("batched", "ssd", "packed") for size in ((128, "bfloat16"), (256, "float32"))
+# All options in bfloat16, of the usual width, whose spills were measured; none of them in float32, of the largest width.
+MEMBERS = [(name, 128, "bfloat16") for name in ("batched", "ssd", "long")] + [("packed", 256, "float32")]
+GRID = [(target, *row) for target in DEVICES for row in MEMBERS]
+# The least shared memory of NVIDIA's; and float16, which is computed as float32.
+GRID += [
+    ("sm_80", "packed", 128, "bfloat16"),
+    ("sm_80", "ssd", 256, "float32"),
+    ("sm_90", "packed", 64, "float16"),
 ]
-GRID = [(target, *row) for target in DEVICES for row in (*MEMBERS, ("long", 128, "bfloat16"))]
-GRID += [("sm_90", "packed", 64, "float16")]  # it is computed as float32
 QUICK = {("sm_80", "packed", 128, "bfloat16"), ("sm_90", "ssd", 128, "bfloat16")}
 
 
@@ -88,6 +89,8 @@ def test_defaults_fit(target, member, dim, dtype):
     assert ("local_states_kernel" in launches) == ("local_dstates_kernel" in launches) == (config.splits > 1)
     assert (config.splits > 1) == (member == "long")
     for name, launch in launches.items():
+        if member == "long" and name in ("gradients_kernel", "decays_kernel"):
+            continue  # as of "batched"
         report = report_of(launch, target)
         if target != "gfx942" and dtype == "bfloat16":
             most = SPILLS[target, member].get(name.removesuffix("_kernel"), 0)

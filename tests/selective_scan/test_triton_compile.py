@@ -16,14 +16,13 @@ from ejkernel_eqx.selective_scan.triton import compiled as triton
 
 OPERATION = "state_space_v1"
 KINDS = {
-    "plain": (dict(T=4096, I=2048, B=4), {}),
     "few states": (dict(T=4096, I=2048, B=4, N=4), {}),
     "segments": (dict(T=1000, I=1000, N=7), dict(packed="segments", initial_state=True)),
     "offsets": (dict(T=1024, I=64, G=2, S=3, N=33), dict(packed="offsets", z=False, D=False, softplus=False)),
 }
 # All options and none of them, many and few channels, on every device; where spills were measured, the states that layers have, too.
 GRID = [(target, *row) for target in DEVICES for row in (("segments", "bfloat16"), ("offsets", "float32"))]
-GRID += [("sm_90", "plain", "bfloat16"), ("sm_90", "few states", "bfloat16")]
+GRID += [("sm_90", "few states", "bfloat16")]
 
 
 def launches_of(target, kind, dtype, **changes):
