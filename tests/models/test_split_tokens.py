@@ -22,7 +22,7 @@ from tests import meshes
 
 reorder_sequence = ejx.sequences.reorder_sequence
 ROOT = pathlib.Path(__file__).parents[2]
-VOCABULARY, WIDTH, HIDDEN, ROWS, TOKENS = 48, 32, 64, 4, 40
+VOCABULARY, WIDTH, HIDDEN, ROWS, TOKENS = 48, 32, 32, 4, 24
 MIXERS: dict[str, dict[str, Any]] = {
     "attention": {"num_heads": 4, "num_kv_heads": 2, "rope": ejx.nn.RotaryEmbedding(8), "qk_norm": True},
     "mamba1": {},
@@ -143,19 +143,14 @@ XLA, OPAQUE, LOOP = {"platform": "xla"}, {"platform": "triton-interpret"}, {"sca
 IN_CONTEXT, AUTOMATIC = "explicit in context", "automatic in context"
 # Kind of mesh, sizes of its axes, mixers, experts or none, options. A mesh has three axes, some of one device.
 NUMBERS: list[tuple[str, dict[str, int], tuple[str, ...], Any, dict[str, Any]]] = [
-    ("explicit", {"data": 2}, ("attention", GLA), None, OPAQUE | LOOP),
-    (IN_CONTEXT, {"tensor": 2}, ("attention", "mamba2"), EXPERTS, OPAQUE | LOOP),
-    ("explicit", {"sequence": 2}, ("mamba1", DELTA), None, OPAQUE | {"remat": "kernels"}),
+    (IN_CONTEXT, {"data": 2}, ("latent_attention", "native_sparse_attention", "mamba1"), None, OPAQUE),
     (IN_CONTEXT, {"sequence": 2}, ("attention", LIGHTNING), EXPERTS, OPAQUE | LOOP),
-    ("explicit", {"data": 2}, ("latent_attention", "native_sparse_attention"), None, OPAQUE | LOOP),
-    ("explicit", {"tensor": 2}, ("latent_attention", "native_sparse_attention"), EXPERTS, OPAQUE),
-    (IN_CONTEXT, {"data": 2}, (KDA, "mamba2", LIGHTNING), EXPERTS, OPAQUE),
-    ("explicit", {"data": 2}, ("mamba1", DELTA), None, OPAQUE | LOOP),
-    ("explicit", {"tensor": 2}, ("mamba1", LIGHTNING, GLA), None, OPAQUE | LOOP),
-    ("explicit", {"sequence": 2}, (KDA, "mamba2", GLA), None, OPAQUE | LOOP),
+    ("explicit", {"sequence": 2}, ("mamba1", DELTA), None, OPAQUE | {"remat": "kernels"}),
+    ("explicit", {"sequence": 2}, (KDA, "mamba2", GLA), None, OPAQUE),
+    ("explicit", {"tensor": 2}, ("latent_attention", "native_sparse_attention", DELTA), EXPERTS, OPAQUE),
+    ("explicit", {"tensor": 2}, ("mamba1", LIGHTNING, GLA, KDA), None, OPAQUE | LOOP),
     ("explicit", {"data": 2, "sequence": 2, "tensor": 2}, ("attention",), EXPERTS, OPAQUE),
-    ("automatic", {"data": 2, "sequence": 4}, ("attention", "mamba2"), None, XLA),
-    (AUTOMATIC, {"data": 2, "sequence": 2}, (LIGHTNING, DELTA), None, XLA | LOOP),
+    (AUTOMATIC, {"data": 2, "sequence": 2}, ("attention", "mamba2"), None, XLA | LOOP),
 ]
 PACKED = np.sort(np.random.default_rng(1).integers(0, 3, (ROWS, TOKENS)), axis=1).astype(np.int32)
 

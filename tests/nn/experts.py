@@ -11,38 +11,16 @@ from ejkernel_eqx import nn
 
 EMBED, HIDDEN = 12, 20
 
+_DEEPSEEK = {"num_experts": 8, "num_groups": 4, "top_k_groups": 2, "shared_dim": 8}
 LAYERS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_experts": 5, "top_k": 2},
     "not normalised": {"num_experts": 6, "top_k": 3, "normalize": False, "activation": "gelu_tanh"},
     "qwen2": {"num_experts": 6, "top_k": 2, "normalize": False, "shared_dim": 9, "shared_gate": True},
-    "gpt_oss": {
-        "num_experts": 4,
-        "top_k": 2,
-        "scoring": "top_k_softmax",
-        "activation": "clamped_swiglu",
-        "use_bias": True,
-        "use_router_bias": True,
-    },
-    "deepseek_v2": {
-        "num_experts": 8,
-        "top_k": 2,
-        "normalize": False,
-        "num_groups": 4,
-        "top_k_groups": 2,
-        "group_score": "max",
-        "scaling_factor": 1.5,
-        "shared_dim": 8,
-    },
-    "deepseek_v3": {
-        "num_experts": 8,
-        "top_k": 3,
-        "scoring": "sigmoid",
-        "num_groups": 4,
-        "top_k_groups": 2,
-        "scaling_factor": 2.5,
-        "use_correction_bias": True,
-        "shared_dim": 8,
-    },
+    "gpt_oss": {"num_experts": 4, "top_k": 2, "scoring": "top_k_softmax", "activation": "clamped_swiglu"}
+    | {"use_bias": True, "use_router_bias": True},
+    "deepseek_v2": _DEEPSEEK | {"top_k": 2, "normalize": False, "group_score": "max", "scaling_factor": 1.5},
+    "deepseek_v3": _DEEPSEEK
+    | {"top_k": 3, "scoring": "sigmoid", "scaling_factor": 2.5, "use_correction_bias": True},
     "all of them": {"num_experts": 3, "top_k": 3, "activation": "gelu"},
 }
 

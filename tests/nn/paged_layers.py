@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_eqx import Buckets, PageTable, RaggedBatch
-from ejkernel_eqx.nn import CacheState, Mamba2Mixer, MultiHeadAttention, RotaryEmbedding
+from ejkernel_eqx.nn import (
+    CacheState,
+    Mamba2Mixer,
+    MultiHeadAttention,
+    MultiHeadLatentAttention,
+    RotaryEmbedding,
+)
 from tests.nn import recurrent_layers
 from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
@@ -117,17 +123,23 @@ def inputs(rows=SEQUENCES):
 
 
 class Block(eqx.Module):
-    """A model of one attention and one recurrent layer; stacked, of two of each."""
+    """A model of one attention and one recurrent layer, if `latent` after one of latent attention; stacked, of two of each."""
 
-    mixers: tuple[MultiHeadAttention, Mamba2Mixer]
+    mixers: tuple[Any, ...]
 
-    def __init__(self, key, window=None):
-        keys = jax.random.split(key)
+    def __init__(self, key, window=None, latent=False):
+        keys = jax.random.split(key, 3)
         heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": RotaryEmbedding(8)}
         self.mixers = (
             MultiHeadAttention(EMBED, **heads, sliding_window=window, key=keys[0]),
             Mamba2Mixer(EMBED, head_dim=12, num_groups=2, state_size=6, key=keys[1]),
         )
+        if latent:
+            sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+            self.mixers = (
+                MultiHeadLatentAttention(EMBED, num_heads=3, **sizes, key=keys[2]),
+                *reversed(self.mixers),
+            )
 
     def __call__(self, x, caches, **options):
         new = []
@@ -141,9 +153,14 @@ class Block(eqx.Module):
 LAYERS = 2
 
 
+def stacked(window=None, latent=False):
+    return _stacked(window, latent)
+
+
 @functools.cache
-def stacked(window=None):
-    return eqx.filter_vmap(lambda key: Block(key, window))(jax.random.split(jax.random.key(0), LAYERS))
+def _stacked(window, latent):
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    return eqx.filter_vmap(lambda key: Block(key, window, latent))(keys)
 
 
 def scanned(function, carry, *others, model=None):
@@ -154,11 +171,11 @@ def scanned(function, carry, *others, model=None):
 
 
 @functools.cache
-def dense_model(rows=SEQUENCES, window=None):
+def dense_model(rows=SEQUENCES, window=None, latent=False):
     """What each row of `inputs(rows)` gives alone, and the caches after it."""
-    mixers = stacked(window).mixers
-    caches = (mixers[0].init_cache((LAYERS, rows), TOKENS), mixers[1].init_state((LAYERS, rows)))
-    call = lambda x: scanned(lambda block, x, own: block(x, own), x, caches, model=stacked(window))
+    model = stacked(window, latent)
+    caches = tuple(mixer.init_cache((LAYERS, rows), TOKENS) for mixer in model.mixers)
+    call = lambda x: scanned(lambda block, x, own: block(x, own), x, caches, model=model)
     return quick(call)(inputs(rows))
 
 
@@ -174,6 +191,10 @@ def in_place(x, caches, batch, model=None):
     return scanned(body, (x, caches), jnp.arange(LAYERS), model=model)[0]
 
 
-def new_caches(**options):
+def new_caches(latent=False, **options):
     sizes: dict[str, Any] = {"num_pages": PAGES, "page_size": PAGE, "num_slots": SLOTS, "batch_shape": LAYERS}
-    return CacheState.init(stacked().mixers, **sizes | options)
+    return CacheState.init(stacked(latent=latent).mixers, **sizes | options)
+
+
+def side_by_side(*trees):
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)

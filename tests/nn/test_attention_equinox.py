@@ -10,19 +10,11 @@ from ejkernel_eqx.nn import MultiHeadAttention
 from tests.tolerances import assert_close
 
 HEADS, QUERIES, KEYS = 3, 5, 7
+_OTHER: dict[str, int] = {"key_size": 9, "value_size": 8, "output_size": 11, "qk_size": 4, "vo_size": 6}
+_BIASED = dict.fromkeys(("use_query_bias", "use_value_bias", "use_output_bias"), True)
 SIZES = {
     "one size": {"query_size": 12},
-    "every size": {
-        "query_size": 10,
-        "key_size": 9,
-        "value_size": 8,
-        "output_size": 11,
-        "qk_size": 4,
-        "vo_size": 6,
-        "use_query_bias": True,
-        "use_value_bias": True,
-        "use_output_bias": True,
-    },
+    "every size": {"query_size": 10, **_OTHER, **_BIASED},
     "key bias": {"query_size": 12, "key_size": 5, "use_key_bias": True},
     "value size": {"query_size": 12, "value_size": 7},
 }
@@ -41,21 +33,24 @@ def _inputs(theirs, lead=()):
     return query, key, value, mask
 
 
-@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", SIZES)
 def test_outputs_and_gradients_are_those_of_equinox(enable_x64, name):
     theirs, ours = _pair(name)
-    query, key, value, mask = _inputs(theirs)
-    for given in (None, mask[0], mask):
-        plain = lambda m, *inputs, given=given: m(*inputs, given)
-        expected, pull = eqx.filter_vjp(plain, theirs, query, key, value)
-        call = lambda m, query, key, value, given=given: m(query, kv_input=key, v_input=value, mask=given)
-        actual, pull_ours = eqx.filter_vjp(call, ours, query, key, value)
+    *inputs, mask = _inputs(theirs)
+    plain = lambda m, inputs, allowed: m(*inputs, allowed)
+    call = lambda m, inputs, allowed: m(inputs[0], kv_input=inputs[1], v_input=inputs[2], mask=allowed)
+
+    @eqx.filter_jit
+    def pulled(function, module, allowed):
+        y, pull = eqx.filter_vjp(lambda m, inputs: function(m, inputs, allowed), module, inputs)
+        return y, *pull(jnp.sin(y))
+
+    for allowed in (None, mask[0], mask):
+        expected, expected_layer, expected_inputs = pulled(plain, theirs, allowed)
+        actual, layer, found_inputs = pulled(call, ours, allowed)
         assert_close(actual, expected, name=name)
-        layer, *inputs = pull_ours(jnp.sin(expected))
-        expected_layer, *expected_inputs = pull(jnp.sin(expected))
-        for got, wanted in zip(inputs, expected_inputs, strict=True):
+        for got, wanted in zip(found_inputs, expected_inputs, strict=True):
             assert_close(got, wanted, kind="gradient")
         for part, other in {"q": "query", "k": "key", "v": "value", "o": "output"}.items():
             got, wanted = getattr(layer, f"{part}_proj"), getattr(expected_layer, f"{other}_proj")
@@ -66,23 +61,17 @@ def test_outputs_and_gradients_are_those_of_equinox(enable_x64, name):
 
 
 @pytest.mark.slow
-def test_under_vmap_and_as_a_batch(enable_x64):
+def test_under_vmap_as_a_batch_and_with_padded_keys(enable_x64):
     theirs, ours = _pair("every size")
     query, key, value, mask = _inputs(theirs, (4,))
     expected = jax.vmap(theirs)(query, key, value, mask)
     call = lambda query, key, value, mask: ours(query, kv_input=key, v_input=value, mask=mask)
     assert_close(eqx.filter_jit(jax.vmap(call))(query, key, value, mask), expected)
     assert_close(call(query, key, value, mask), expected)
-
-
-@pytest.mark.slow
-def test_padding_of_keys_is_not_read(enable_x64):
-    theirs, ours = _pair("every size")
-    query, key, value, _ = _inputs(theirs)
     real = jnp.arange(KEYS) < 4
-    expected = theirs(query, key[:4], value[:4])
-    key, value = (jnp.where(real[:, None], x, jnp.nan) for x in (key, value))
-    assert_close(ours(query, kv_input=key, v_input=value, kv_padding_mask=real), expected)
+    expected = theirs(query[0], key[0, :4], value[0, :4])
+    key, value = (jnp.where(real[:, None], x[0], jnp.nan) for x in (key, value))
+    assert_close(ours(query[0], kv_input=key, v_input=value, kv_padding_mask=real), expected)
 
 
 @pytest.mark.slow
@@ -95,26 +84,17 @@ def test_dropout_and_its_flag_come_along():
     assert np.array_equal(call(still), call(ours, inference=True))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda q, k, v: _pair("every size")[1](q, kv_input=k), "v_input: expected .* received None"),
-        (
-            lambda q, k, v: _pair("every size")[1](q, v_input=v),
-            "v_input: expected None without kv_input",
-        ),
-        (
-            lambda q, k, v: _pair("every size")[1](q, kv_input=k, v_input=v[:-1]),
-            "v_input: expected the tokens of kv_input",
-        ),
-        (
-            lambda q, k, v: _pair("every size")[1](q, kv_input=k, v_input=k),
-            r"v_input: expected \[..., S, Cv\] with Cv = 8",
-        ),
-        (lambda q, k, v: _pair("value size")[1](jnp.zeros((5, 12))), "kv_input: expected .* v_embed_dim=7"),
-    ],
-)
-def test_errors(call, message):
-    theirs, _ = _pair("every size")
+EVERY = lambda *args, **given: _pair("every size")[1](*args, **given)
+ERRORS = {
+    "v_input: expected .* received None": lambda q, k, v: EVERY(q, kv_input=k),
+    "v_input: expected None without kv_input": lambda q, k, v: EVERY(q, v_input=v),
+    "v_input: expected the tokens of kv_input": lambda q, k, v: EVERY(q, kv_input=k, v_input=v[:-1]),
+    r"v_input: expected \[..., S, Cv\] with Cv = 8": lambda q, k, v: EVERY(q, kv_input=k, v_input=k),
+    "kv_input: expected .* v_embed_dim=7": lambda q, k, v: _pair("value size")[1](jnp.zeros((5, 12))),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(message):
     with pytest.raises(ValueError, match=message):
-        call(*_inputs(theirs)[:3])
+        ERRORS[message](*_inputs(_pair("every size")[0])[:3])

@@ -52,36 +52,24 @@ def test_each_sequence_is_alone(name):
 
 @pytest.mark.slow
 def test_given_positions_replace_those_of_the_sequences():
-    layer = _layer("by length")
+    layer, parts = _layer("by length"), [slice(0, 5), slice(5, 12), slice(12, 13)]
     x = jax.random.normal(jax.random.key(1), (13, EMBED))
-    positions = np.concatenate([np.arange(5), 9 + np.arange(7), [3]])
-    y = layer(x, cu_seqlens=jnp.asarray(OFFSETS), positions=jnp.asarray(positions))
-    expected = [
-        layer(x[a:b], positions=jnp.asarray(positions[a:b]))
-        for a, b in itertools.pairwise(OFFSETS.tolist())
-        if b > a
-    ]
-    assert_close(y, jnp.concatenate(expected))
+    positions = jnp.asarray(np.concatenate([np.arange(5), 9 + np.arange(7), [3]]))
+    y = layer(x, cu_seqlens=jnp.asarray(OFFSETS), positions=positions)
+    assert_close(y, jnp.concatenate([layer(x[part], positions=positions[part]) for part in parts]))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"segment_ids": np.zeros(13, int)}, "cu_seqlens: expected None with segment_ids"),
-        ({"padding_mask": np.ones(13, bool)}, "cu_seqlens: expected None with padding_mask"),
-        ({"cache": ()}, "cu_seqlens: expected None with cache"),
-        (
-            {"x": jnp.zeros((2, 13, EMBED))},
-            r"cu_seqlens: expected offsets \[N \+ 1\] and x of shape \[T, E\]",
-        ),
-        ({"cu_seqlens": np.zeros(2)}, "cu_seqlens: expected integers"),
-        ({"cu_seqlens": np.array([0, 14])}, "cu_seqlens: expected"),
-    ],
-)
-def test_errors(unchecked, given, message):
-    layer = _layer("rope")
-    given = {"x": jnp.zeros((13, EMBED)), "cu_seqlens": OFFSETS} | given
-    if "cache" in given:
-        given["cache"] = layer.init_cache((), 16)
+ERRORS = {
+    "cu_seqlens: expected None with segment_ids": {"segment_ids": np.zeros(13, int)},
+    "cu_seqlens: expected None with padding_mask": {"padding_mask": np.ones(13, bool)},
+    "cu_seqlens: expected None with cache": {"cache": _layer("rope").init_cache((), 16)},
+    r"cu_seqlens: expected offsets \[N \+ 1\] and x of shape \[T, E\]": {"x": jnp.zeros((2, 13, EMBED))},
+    "cu_seqlens: expected integers": {"cu_seqlens": np.zeros(2)},
+    "cu_seqlens: expected .* 14": {"cu_seqlens": np.array([0, 14])},
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(unchecked, message):
     with pytest.raises(ValueError, match=message):
-        layer(given.pop("x"), **given)
+        _layer("rope")(**{"x": jnp.zeros((13, EMBED)), "cu_seqlens": OFFSETS} | ERRORS[message])

@@ -54,16 +54,9 @@ def _loop(layers, x):
 @pytest.mark.slow
 def test_training():
     layers, written_out, x = _stacked(), _written_out(), _x(2, TOKENS)
-
-    @eqx.filter_jit
-    def ours(layers, x):
-        return eqx.filter_value_and_grad(lambda m: jnp.sum(jnp.sin(_scan(m, x)[0])))(layers)
-
-    @eqx.filter_jit
-    def theirs(layers, x):
-        return eqx.filter_value_and_grad(lambda m: jnp.sum(jnp.sin(_loop(m, x))))(layers)
-
-    (value, gradient), (expected, expected_gradients) = ours(layers, x), theirs(written_out, x)
+    loss = lambda call: eqx.filter_jit(eqx.filter_value_and_grad(lambda m, x: jnp.sum(jnp.sin(call(m, x)))))
+    value, gradient = loss(lambda m, x: _scan(m, x)[0])(layers, x)
+    expected, expected_gradients = loss(_loop)(written_out, x)
     assert_close(value, expected)
     leaves = [jax.tree.leaves(layer) for layer in expected_gradients]
     for got, *wanted in zip(jax.tree.leaves(gradient), *leaves, strict=True):
@@ -86,100 +79,85 @@ def test_decoding():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alibi", [False, True])
-@pytest.mark.parametrize("platform", ["xla", pytest.param("triton-interpret", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("alibi, platform", [(False, "xla"), (True, "triton-interpret")])
 def test_pages(alibi, platform):
-    options = {"alibi": alibi, "platform": platform, "rope": None}
-    layers, x = _stacked(**options), _x(TOKENS)
-    first = jnp.concatenate([x[:7], x[:3], jnp.full((2, EMBED), jnp.nan)])
-    caches = PagedKVCache.init(8, 4, 1, 8, batch_shape=len(WINDOWS))
+    if platform != "xla":
+        pytest.importorskip("triton")
+    layers, x = _stacked(alibi=alibi, platform=platform, rope=None), _x(TOKENS)
+    caches, tables = PagedKVCache.init(8, 4, 1, 8, batch_shape=len(WINDOWS)), [[5, 2], [0, 6]]
     step = eqx.filter_jit(lambda layers, x, caches, batch: _scan(layers, x, caches, batch=batch))
-    buckets = Buckets((12,), (2,), (2,), (7,))
-    chunks = RaggedBatch.build([7, 3], [7, 3], [[5, 2], [0, 6]], page_size=4, buckets=buckets)
-    first, caches = step(layers, first, caches, chunks)
-    decode = RaggedBatch.build([1, 1], [8, 4], [[5, 2], [0, 6]], page_size=4)
-    second, caches = step(layers, x[jnp.asarray([7, 3])], caches, decode)
-    # A chunk on top of what is there, with a window that begins within the chunk and one that begins before it.
-    third, caches = step(
-        layers, x[4:7], caches, RaggedBatch.build([0, 3], [8, 7], [[5, 2], [0, 6]], page_size=4)
+    batch = lambda counts, lengths, **options: RaggedBatch.build(
+        counts, lengths, tables, page_size=4, **options
     )
-    expected = eqx.filter_jit(_loop)(_written_out(**options | {"platform": None}), x)
+    first = jnp.concatenate([x[:7], x[:3], jnp.full((2, EMBED), jnp.nan)])
+    chunks = batch([7, 3], [7, 3], buckets=Buckets((12,), (2,), (2,), (7,)))
+    first, caches = step(layers, first, caches, chunks)
+    second, caches = step(layers, x[jnp.asarray([7, 3])], caches, batch([1, 1], [8, 4]))
+    # A chunk on top of what is there, with a window that begins within the chunk and one that begins before it.
+    third, caches = step(layers, x[4:7], caches, batch([0, 3], [8, 7]))
+    expected = eqx.filter_jit(_loop)(_written_out(alibi=alibi, rope=None), x)
     assert_close(first[:10], jnp.concatenate([expected[:7], expected[:3]]))
     assert_close(second, expected[jnp.asarray([7, 3])])
     assert_close(third, expected[4:7])
 
 
 @pytest.mark.slow
-def test_with_masks_and_outside_of_jit():
+@pytest.mark.parametrize("window, static", [(3, 3), (-1, None)])
+def test_with_masks_and_outside_of_jit(window, static):
     x = _x(TOKENS)
     allowed = jax.random.bernoulli(jax.random.key(2), 0.7, (TOKENS, TOKENS)) | jnp.eye(TOKENS, dtype=bool)
     ids = jnp.asarray([0] * 5 + [1] * 6)
-    for window, static in ((3, 3), (-1, None)):
-        ours, theirs = _make(KEYS[0], jnp.int32(window)), eqx.filter_jit(_make(KEYS[0], static))
-        assert_close(ours(x), theirs(x))
-        assert_close(ours(x, mask=allowed), theirs(x, mask=allowed))
-        assert_close(ours(x, mask=Mask.from_segments(ids)), theirs(x, segment_ids=ids))
-        assert_close(ours(x, cu_seqlens=jnp.asarray([0, 5, 11])), theirs(x, segment_ids=ids))
-        batch = RaggedBatch.build([7], [7], [[0, 1]], page_size=4)
-        paged, _ = ours(x[:7], ours.init_paged_cache(2, 4), batch=batch)
-        assert_close(paged, theirs(x[:7]))
+    ours, theirs = _make(KEYS[0], jnp.int32(window)), eqx.filter_jit(_make(KEYS[0], static))
+    assert_close(ours(x), theirs(x))
+    assert_close(ours(x, mask=allowed), theirs(x, mask=allowed))
+    assert_close(ours(x, mask=Mask.from_segments(ids)), theirs(x, segment_ids=ids))
+    assert_close(ours(x, cu_seqlens=jnp.asarray([0, 5, 11])), theirs(x, segment_ids=ids))
+    batch = RaggedBatch.build([7], [7], [[0, 1]], page_size=4)
+    assert_close(ours(x[:7], ours.init_paged_cache(2, 4), batch=batch)[0], theirs(x[:7]))
 
 
 def test_rotations_that_differ_by_layer():
     make = lambda key, window: _make(key, window, rope=RotaryChoice(ROPES, (window > 0).astype(jnp.int32)))
-    layers = eqx.filter_vmap(make)(KEYS, jnp.asarray(WINDOWS))
-    written_out = [
-        _make(key, None if w < 0 else w, rope=ROPES[int(w > 0)]) for key, w in zip(KEYS, WINDOWS, strict=True)
-    ]
-    x = _x(2, TOKENS)
-    y, _ = eqx.filter_jit(_scan)(layers, x)
-    assert_close(y, eqx.filter_jit(_loop)(written_out, x))
+    layers, x = eqx.filter_vmap(make)(KEYS, jnp.asarray(WINDOWS)), _x(2, TOKENS)
+    alone = lambda key, w: _make(key, None if w < 0 else w, rope=ROPES[int(w > 0)])
+    expected = eqx.filter_jit(_loop)([alone(*own) for own in zip(KEYS, WINDOWS, strict=True)], x)
+    assert_close(eqx.filter_jit(_scan)(layers, x)[0], expected)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: _make(KEYS[0], jnp.asarray(WINDOWS)),
-            r"sliding_window: expected one integer, .* shape \(4,\)",
-        ),
-        (lambda: _make(KEYS[0], jnp.asarray(2.0)), "sliding_window: expected one integer, received float32"),
-        (lambda: _make(KEYS[0], jnp.asarray(0)), "sliding_window: expected at least 1 key"),
-        (lambda: _make(KEYS[0], jnp.asarray(4), causal=False), "sliding_window: expected a pair"),
-        (
-            lambda: _stacked()(_x(3)),
-            r"sliding_window: expected one integer in a layer that is called, .* \(4,\)",
-        ),
-        (lambda: RotaryChoice([], 0), "ropes: expected RotaryEmbeddings"),
-        (lambda: RotaryChoice([ROPES[0], RotaryEmbedding(4)], 0), "ropes: expected equal head_dim"),
-        (lambda: RotaryChoice(ROPES, 0.5), "index: expected one integer"),  # pyright: ignore[reportArgumentType]
-        (lambda: RotaryChoice(ROPES, jnp.zeros(2, int)), "index: expected one integer"),
-        (
-            lambda: _make(KEYS[0], 4, rope=RotaryChoice([RotaryEmbedding(4)], 0)),
-            "rope: expected a RotaryEmbedding of",
-        ),
-    ],
-)
-def test_errors(call, message, unchecked):
+ERRORS = {
+    r"sliding_window: expected one integer, .* shape \(4,\)": lambda: _make(KEYS[0], jnp.asarray(WINDOWS)),
+    "sliding_window: expected one integer, received float32": lambda: _make(KEYS[0], jnp.asarray(2.0)),
+    "sliding_window: expected at least 1 key": lambda: _make(KEYS[0], jnp.asarray(0)),
+    "sliding_window: expected a pair": lambda: _make(KEYS[0], jnp.asarray(4), causal=False),
+    r"sliding_window: expected one integer in a layer that is called, .* \(4,\)": lambda: _stacked()(_x(3)),
+    "ropes: expected RotaryEmbeddings": lambda: RotaryChoice([], 0),
+    "ropes: expected equal head_dim": lambda: RotaryChoice([ROPES[0], RotaryEmbedding(4)], 0),
+    "index: expected one integer, received 0.5": lambda: RotaryChoice(ROPES, 0.5),  # pyright: ignore[reportArgumentType]
+    "index: expected one integer": lambda: RotaryChoice(ROPES, jnp.zeros(2, int)),
+    "rope: expected a RotaryEmbedding of": lambda: _make(KEYS[0], 4, rope=RotaryChoice([RotaryEmbedding(4)], 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(message, unchecked):
     with pytest.raises(ValueError, match=message):
-        call()
+        ERRORS[message]()
 
 
 @pytest.mark.parametrize("operation", [RaggedPagedAttention, UnifiedAttention])
 def test_errors_over_pages(unchecked, operation):
     cache = PagedKVCache.init(2, 4, 1, 8).bind(jnp.zeros((1, 1), jnp.int32), jnp.asarray([2]))
-    call = lambda operation, window, q=(2, 2, 8), **more: operation(
-        jnp.zeros(q), cache, query_start_loc=jnp.asarray([0, 2]), window=window, **more
+    call = lambda window, *built, **more: operation(*built)(
+        jnp.zeros((2, 2, 8)), cache, query_start_loc=jnp.asarray([0, 2]), window=window, **more
     )
-    with pytest.raises(
-        ValueError, match="window: expected None for an operation that was built with sliding_window"
-    ):
-        call(operation(4), jnp.int32(2))
-    with pytest.raises(ValueError, match="window: expected one integer, received float32"):
-        call(operation(), jnp.float32(2))
-    with pytest.raises(ValueError, match="window: expected at least 1 key"):
-        call(operation(), jnp.int32(0))
+    refused = lambda message: pytest.raises(ValueError, match=f"window: expected {message}")
+    with refused("None for an operation that was built with sliding_window"):
+        call(jnp.int32(2), 4)
+    with refused("one integer, received float32"):
+        call(jnp.float32(2))
+    with refused("at least 1 key"):
+        call(jnp.int32(0))
     if operation is UnifiedAttention:
-        with pytest.raises(ValueError, match="window: expected None in a call with qq_bias"):
-            call(operation(), jnp.int32(2), qq_bias=jnp.zeros((2, 2)))
-    np.testing.assert_array_equal(call(operation(2), None), call(operation(), jnp.int32(2)))
+        with refused("None in a call with qq_bias"):
+            call(jnp.int32(2), qq_bias=jnp.zeros((2, 2)))
+    np.testing.assert_array_equal(call(None, 2), call(jnp.int32(2)))

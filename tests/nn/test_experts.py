@@ -31,12 +31,16 @@ def value_and_gradients(function, layer, x):
     return y, gradients
 
 
+_reference = eqx.filter_jit(
+    lambda layer, x, indices: value_and_gradients(lambda *both: reference(*both, indices), layer, x)
+)
+
+
 def expected_of(layer, x):
     """The result and gradients of the reference, in float64."""
     _, indices = chosen(layer, x)
     with jax.enable_x64(True):
-        run = lambda layer, x, indices: value_and_gradients(lambda *both: reference(*both, indices), layer, x)
-        found = eqx.filter_jit(run)(*wide((layer, x)), jnp.asarray(indices))
+        found = _reference(*wide((layer, x)), jnp.asarray(indices))
         return jax.tree.map(np.asarray, eqx.filter(found, eqx.is_array))
 
 
@@ -61,7 +65,10 @@ def agree(found, expected, dtype=None):
         assert_close(found, wanted, dtype, "gradient", least, name=name)
 
 
-CASES = [(name, dtype) for name in LAYERS for dtype in ("float32", "bfloat16", "float16")]
+# Every layer in float64, some in others too.
+CASES = [(name, "float64") for name in LAYERS]
+CASES += [("deepseek_v3", "float32"), ("gpt_oss", "float32"), ("qwen2", "bfloat16"), ("gpt_oss", "bfloat16")]
+CASES += [("deepseek_v3", "float16")]
 _DEFAULT = {("deepseek_v3", "float32")}
 
 
@@ -69,18 +76,11 @@ _DEFAULT = {("deepseek_v3", "float32")}
     ("name", "dtype"), [pytest.param(*c, marks=() if c in _DEFAULT else pytest.mark.slow) for c in CASES]
 )
 def test_results_and_gradients(name, dtype):
-    layer, x = build(name, dtype=dtype), inputs(17, dtype=dtype)
-    found = run(layer, x)
-    assert found[0].dtype == dtype
-    agree(found, expected_of(layer, x), dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("enable_x64")
-@pytest.mark.parametrize("name", LAYERS)
-def test_in_float64(name):
-    layer, x = build(name, dtype="float64"), inputs(9, dtype="float64")
-    agree(run(layer, x), expected_of(layer, x))
+    with jax.enable_x64(dtype == "float64"):
+        layer, x = build(name, dtype=dtype), inputs(17, dtype=dtype)
+        found = run(layer, x)
+        assert found[0].dtype == dtype
+        agree(found, expected_of(layer, x), dtype)
 
 
 @pytest.mark.parametrize(
@@ -147,35 +147,33 @@ def test_padding_goes_nowhere():
     (_, (y, statistics)), gradients = both((layer, spoiled), real)
     (_, (alone, own)), wanted = both((layer, x[real]), None)
     assert_close(y[real], alone)
-    assert not np.asarray(y[~real]).any()
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        (statistics.tokens_per_expert, statistics.num_tokens),
-        (own.tokens_per_expert, 9),
-    )
+    np.testing.assert_array_equal(statistics.tokens_per_expert, own.tokens_per_expert)
+    assert int(statistics.num_tokens) == 9
     assert_close(statistics.probability_sums, own.probability_sums)
     assert_close(statistics.z_square_sum, own.z_square_sum)
-
-    jax.tree.map(
-        functools.partial(assert_close, kind="gradient"),
-        *(eqx.filter(t[0], eqx.is_array) for t in (gradients, wanted)),
-    )
-    assert_close(gradients[1][real], wanted[1], kind="gradient")
-    assert not np.asarray(gradients[1][~real]).any()
+    close = functools.partial(assert_close, kind="gradient")
+    jax.tree.map(close, *(jax.tree.leaves(each[0]) for each in (gradients, wanted)))
+    close(gradients[1][real], wanted[1])
+    assert not np.asarray(y[~real]).any() and not np.asarray(gradients[1][~real]).any()
 
 
 @pytest.mark.slow
 def test_leading_axes_and_transformations():
     layer, x = build("deepseek_v3"), inputs(2, 3, 4)
-    y = quick(lambda x: layer(x))(x)
-    assert_close(quick(lambda x: layer(x))(x.reshape(-1, EMBED)).reshape(x.shape), y)
-    assert_close(quick(lambda x: layer(x))(x[0, 0, 0]), y[0, 0, 0])
-    assert_close(quick(jax.vmap(lambda x: layer(x)))(x), y)
-    assert_close(quick(lambda x: jax.lax.scan(lambda c, x: (c, layer(x)), 0, x)[1])(x), y)
-    remat = lambda x: jnp.sum(jnp.sin(jax.checkpoint(lambda x: layer(x))(x)))
-    assert_close(
-        quick(jax.grad(remat))(x), quick(jax.grad(lambda x: jnp.sum(jnp.sin(layer(x)))))(x), kind="gradient"
-    )
+    loss = lambda call: jax.grad(lambda x: jnp.sum(jnp.sin(call(x))))
+    call = lambda x: layer(x)
+
+    @quick
+    def everything(x):
+        scanned = jax.lax.scan(lambda c, x: (c, layer(x)), 0, x)[1]
+        apart = call(x.reshape(-1, EMBED)).reshape(x.shape), jax.vmap(call)(x), scanned
+        return call(x), apart, call(x[0, 0, 0]), loss(call)(x), loss(jax.checkpoint(call))(x)
+
+    y, apart, one, gradient, again = everything(x)
+    for other in apart:
+        assert_close(other, y)
+    assert_close(one, y[0, 0, 0])
+    assert_close(again, gradient, kind="gradient")
     assert layer(x[:0]).shape == (0, 3, 4, EMBED)
 
 
@@ -183,19 +181,13 @@ def test_leading_axes_and_transformations():
 def test_layers_side_by_side():
     """`vmap` over the weights, as of an ensemble, with gradients."""
     make = lambda key: nn.MixtureOfExperts(EMBED, HIDDEN, num_experts=4, top_k=2, key=key)
-    layers = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3))
-    x = inputs(3, 5)
-    loss = lambda layer, x: jnp.sum(jnp.sin(layer(x)))
-    found = eqx.filter_jit(eqx.filter_vmap(eqx.filter_grad(loss)))(layers, x)
-    for i in range(3):
-        one = jax.tree.map(lambda a, i=i: a[i] if eqx.is_array(a) else a, layers)
-        alone = eqx.filter_grad(loss)(one, x[i])
-        mine = jax.tree.map(lambda a, i=i: a[i] if eqx.is_array(a) else a, found)
-        jax.tree.map(
-            functools.partial(assert_close, kind="gradient"),
-            eqx.filter(mine, eqx.is_array),
-            eqx.filter(alone, eqx.is_array),
-        )
+    layers, x = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 2)), inputs(2, 5)
+    gradient = eqx.filter_grad(lambda layer, x: jnp.sum(jnp.sin(layer(x))))
+    found, alone = eqx.filter_jit(eqx.filter_vmap(gradient))(layers, x), eqx.filter_jit(gradient)
+    for i in range(2):
+        layer, own = jax.tree.map(lambda a, i=i: a[i] if eqx.is_array(a) else a, (layers, found))
+        expected = jax.tree.leaves(alone(layer, x[i]))
+        jax.tree.map(functools.partial(assert_close, kind="gradient"), jax.tree.leaves(own), expected)
 
 
 @pytest.mark.slow
@@ -210,7 +202,7 @@ def test_a_compute_dtype_of_its_own():
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.data())
 def test_any_sizes(data):
     groups = data.draw(st.integers(1, 3))
@@ -234,53 +226,48 @@ def test_any_sizes(data):
     agree(run(layer, x), expected_of(layer, x))
 
 
+WRONG = {
+    "num_experts: expected a positive integer, received 0": {"num_experts": 0},
+    "top_k: expected at most 5.*received 6": {"top_k": 6},
+    "scoring: expected one of softmax, sigmoid, top_k_softmax, received 'hash'": {"scoring": "hash"},
+    "num_groups: expected a divisor of num_experts=5, received 2": {"num_groups": 2},
+    "top_k_groups: expected at most num_groups=5, received 6": {"num_groups": 5, "top_k_groups": 6},
+    "num_groups: expected groups of two experts or more.*received 5": {"num_groups": 5, "top_k_groups": 2},
+    "group_score: expected one of top2, max, received 'mean'": {"group_score": "mean"},
+    "activation: expected one of silu.*received 'swish'": {"activation": "swish"},
+    "shared_gate: expected False without shared_dim, received True": {"shared_gate": True},
+    "normalize: expected True or False, received 1": {"normalize": 1},
+}
+
+
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_experts": 0}, "num_experts: expected a positive integer, received 0"),
-        ({"top_k": 6}, "top_k: expected at most 5.*received 6"),
-        ({"scoring": "hash"}, "scoring: expected one of softmax, sigmoid, top_k_softmax, received 'hash'"),
-        ({"num_groups": 2}, "num_groups: expected a divisor of num_experts=5, received 2"),
-        ({"num_groups": 5, "top_k_groups": 6}, "top_k_groups: expected at most num_groups=5, received 6"),
-        (
-            {"num_groups": 5, "top_k_groups": 2},
-            "num_groups: expected groups of two experts or more.*received 5",
-        ),
-        ({"group_score": "mean"}, "group_score: expected one of top2, max, received 'mean'"),
-        ({"activation": "swish"}, "activation: expected one of silu.*received 'swish'"),
-        ({"shared_gate": True}, "shared_gate: expected False without shared_dim, received True"),
-        ({"normalize": 1}, "normalize: expected True or False, received 1"),
-    ],
-)
-def test_wrong_options(change, message):
-    options = {"num_experts": 5, "top_k": 2} | change
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_options(message):
+    options = {"num_experts": 5, "top_k": 2} | WRONG[message]
     with pytest.raises(ValueError, match=message):
         nn.MixtureOfExperts(EMBED, HIDDEN, **options, key=jax.random.key(0))
 
 
+_COUNTS, _KEY = (jnp.zeros(3), jnp.zeros(4, jnp.int32)), jax.random.key(0)
+WRONG_CALLS = {
+    r"x: expected \[\.\.\., E\] with E = 12, received shape \(2, 3, 11\)": lambda f, x: f(x[..., :-1]),
+    r"x: expected floats \[\.\.\., E\], received int32": lambda f, x: f(x.astype(jnp.int32)),
+    "x: expected an array of floats": lambda f, x: f([1.0]),
+    r"padding_mask: expected shape \(2, 3\).*received \(3,\)": lambda f, x: f(
+        x, padding_mask=jnp.ones(3, bool)
+    ),
+    "padding_mask: expected booleans": lambda f, x: f(x, padding_mask=jnp.ones((2, 3))),
+    "return_statistics: expected True or False": lambda f, x: f(x, return_statistics=1),
+    r"tokens_per_expert: expected the shape of bias, \(3,\)": lambda f, x: nn.update_correction_bias(
+        *_COUNTS
+    ),
+    "amount: expected a number from 0 to 1, received 2.0": lambda f, x: nn.router_jitter(x, 2.0, key=_KEY),
+    "statistics: expected RouterStatistics": lambda f, x: nn.load_balancing_loss([]),
+}
+
+
 @pytest.mark.usefixtures("unchecked")
-def test_wrong_inputs():
-    layer, x = build("mixtral"), inputs(2, 3)
-    for call, message in (
-        (lambda: layer(x[..., :-1]), r"x: expected \[\.\.\., E\] with E = 12, received shape \(2, 3, 11\)"),
-        (lambda: layer(x.astype(jnp.int32)), r"x: expected floats \[\.\.\., E\], received int32"),
-        (lambda: layer([1.0]), "x: expected an array of floats"),
-        (
-            lambda: layer(x, padding_mask=jnp.ones(3, bool)),
-            r"padding_mask: expected shape \(2, 3\).*received \(3,\)",
-        ),
-        (lambda: layer(x, padding_mask=jnp.ones((2, 3))), "padding_mask: expected booleans"),
-        (lambda: layer(x, return_statistics=1), "return_statistics: expected True or False"),
-        (
-            lambda: nn.update_correction_bias(jnp.zeros(3), jnp.zeros(4, jnp.int32)),
-            r"tokens_per_expert: expected the shape of bias, \(3,\)",
-        ),
-        (
-            lambda: nn.router_jitter(x, 2.0, key=jax.random.key(0)),
-            "amount: expected a number from 0 to 1, received 2.0",
-        ),
-        (lambda: nn.load_balancing_loss([]), "statistics: expected RouterStatistics"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+@pytest.mark.parametrize("message", WRONG_CALLS)
+def test_wrong_inputs(message):
+    with pytest.raises(ValueError, match=message):
+        WRONG_CALLS[message](build("mixtral"), inputs(2, 3))

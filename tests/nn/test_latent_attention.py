@@ -12,7 +12,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx import RaggedBatch
 from ejkernel_eqx.latent.cost import expands, LatentSizes
-from ejkernel_eqx.nn import LatentCache, MultiHeadLatentAttention, RotaryEmbedding, YarnScaling
+from ejkernel_eqx.nn import MultiHeadLatentAttention, RotaryEmbedding, YarnScaling
 from tests.attention.dense import INTERPRET
 from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
 from tests.nn.recurrent_layers import EMBED
@@ -100,10 +100,19 @@ def test_keys_and_values_from_weights_apart_or_together(monkeypatch):
         assert_close(a, np.asarray(b, np.float64), "float32", "gradient")
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("expands", [False, True])
-@pytest.mark.parametrize("chunks", [(TOKENS,), (4, 1, 5), (1,) * TOKENS])
-@pytest.mark.parametrize("name", LAYERS)
+ONE, SEVERAL = LAYERS
+TOKEN_BY_TOKEN = (1,) * TOKENS
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "expands"),
+    [
+        (ONE, (4, 1, 5), True),
+        pytest.param(ONE, TOKEN_BY_TOKEN, False, marks=pytest.mark.slow),
+        pytest.param(SEVERAL, TOKEN_BY_TOKEN, True, marks=pytest.mark.slow),
+        pytest.param(SEVERAL, (TOKENS,), False, marks=pytest.mark.slow),
+    ],
+)
 def test_decoding_is_the_whole(name, chunks, expands, monkeypatch):
     """A prompt at once, in chunks and token by token, absorbed, and expanded and merged; what is not written yet is NaN."""
     monkeypatch.setattr(EXPANDS, lambda *_: expands)
@@ -117,64 +126,50 @@ def test_decoding_is_the_whole(name, chunks, expands, monkeypatch):
     assert_close(jnp.concatenate(outputs, 1), alone(name), "float32")
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("expands", [False, True])
-@pytest.mark.parametrize("cached", [False, True])
-def test_padding_never_matters(cached, expands, monkeypatch):
-    """Left, right and whole rows, filled with NaN; then a token for every row."""
+@pytest.mark.parametrize("expands", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_padding_never_matters(expands, monkeypatch):
+    """Left, right and whole rows, filled with NaN, without a cache and into one; then a token for every row."""
     monkeypatch.setattr(EXPANDS, lambda *_: expands)
-    layer, x = build(), inputs()
-    first, count = np.array([3, 0, 0])[:SEQUENCES], np.array([5, 8, 0])[:SEQUENCES]
+    layer, x, expected = build(), inputs(), alone("one query projection")
+    first, count = np.array([3, 0, 0]), np.array([5, 8, 0])
     place = np.arange(9)
     real = (place >= first[:, None]) & (place < (first + count)[:, None])
     padded = np.full((SEQUENCES, 9, EMBED), np.nan, np.float32)
     for n in range(SEQUENCES):
         padded[n, real[n]] = np.asarray(x)[n, : count[n]]
-    mask = jnp.asarray(real)
-    expected = alone("one query projection")
-    if not cached:
-        y = quick(lambda x: layer(x, padding_mask=mask))(jnp.asarray(padded))
-        gradient = quick(
-            jax.grad(
-                lambda layer: jnp.where(
-                    mask[..., None], layer(jnp.asarray(padded), padding_mask=mask), 0
-                ).sum()
-            )
-        )
-        assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradient(layer)))
-    else:
-        y, cache = quick(lambda x, c: layer(x, c, padding_mask=mask))(
-            jnp.asarray(padded), layer.init_cache(SEQUENCES, 12)
-        )
-        np.testing.assert_array_equal(cache.lengths, count)
-        following = jnp.stack([x[n, count[n]] for n in range(SEQUENCES)])[:, None]
-        last, _ = layer(following, cache)
-        for n in range(SEQUENCES):
-            assert_close(last[n, 0], expected[n, count[n]], "float32")
+    following = jnp.stack([x[n, count[n]] for n in range(SEQUENCES)])[:, None]
+
+    @quick
+    def call(padded, following):
+        y, cache = layer(padded, layer.init_cache(SEQUENCES, 12), padding_mask=real)
+        return layer(padded, padding_mask=real), y, cache.lengths, layer(following, cache)[0]
+
+    *outputs, lengths, last = call(jnp.asarray(padded), following)
+    np.testing.assert_array_equal(lengths, count)
     for n in range(SEQUENCES):
-        assert_close(y[n, real[n]], expected[n, : count[n]], "float32")
+        assert_close(last[n, 0], expected[n, count[n]], "float32")
+        for y in outputs:
+            assert_close(y[n, real[n]], expected[n, : count[n]], "float32")
 
 
 def test_segments_and_packed_sequences():
-    layer, x = build(), inputs()
-    ids = jnp.array([0, 0, 0, 0, 1, 1, 1, -1, -1, -1][:TOKENS])
+    layer, x, expected = build(), inputs(), alone("one query projection")
     packed = jnp.concatenate([x[0, :4], x[1, :3], x[2, : TOKENS - 7] * jnp.nan])
-    expected = alone("one query projection")
-    y = layer(packed, cu_seqlens=jnp.array([0, 4, 7]))
-    assert_close(y[:4], expected[0, :4], "float32")
-    assert_close(y[4:7], expected[1, :3], "float32")
-    y = layer(
-        jnp.where(ids[:, None] < 0, 0, packed),
-        segment_ids=ids,
-        positions=jnp.array([0, 1, 2, 3, 0, 1, 2, 0, 0, 0][:TOKENS]),
-    )
-    assert_close(y[4:7], expected[1, :3], "float32")
+    ids, places = jnp.array([0] * 4 + [1] * 3 + [-1] * 3), jnp.array([0, 1, 2, 3, 0, 1, 2, 0, 0, 0])
+    by_ids = layer(jnp.where(ids[:, None] < 0, 0, packed), segment_ids=ids, positions=places)
+    for y in (layer(packed, cu_seqlens=jnp.array([0, 4, 7])), by_ids):
+        assert_close(y[:4], expected[0, :4], "float32")
+        assert_close(y[4:7], expected[1, :3], "float32")
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("expands", [False, True])
-@pytest.mark.parametrize("platform", [None, INTERPRET])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "platform", "expands"),
+    [
+        (SEVERAL, None, False),
+        pytest.param(ONE, INTERPRET, True, marks=pytest.mark.slow),
+        pytest.param(SEVERAL, INTERPRET, False, marks=pytest.mark.slow),
+    ],
+)
 def test_pages(name, platform, expands, monkeypatch):
     """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN."""
     if platform == INTERPRET:
@@ -225,6 +220,7 @@ def test_a_projection_of_another_kind_is_absorbed_too():
 
 
 def test_published_weights():
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
     config = {
         "model_type": "deepseek_v3",
         "hidden_size": EMBED,
@@ -235,25 +231,11 @@ def test_published_weights():
         "v_head_dim": 6,
         "attention_bias": True,
         "max_position_embeddings": 64,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-        },
+        "rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 0.7},
         **{name: size for name, size in SIZES.items() if name != "num_heads"},
     }
     source = build("query lora, yarn, biases")
-    names = (
-        "q_a_proj",
-        "q_a_layernorm",
-        "q_b_proj",
-        "kv_a_proj_with_mqa",
-        "kv_a_layernorm",
-        "kv_b_proj",
-        "o_proj",
-    )
+    names = "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj o_proj".split()
     state = {
         f"self_attn.{name}.{kind}": np.asarray(x)
         for name in names
@@ -266,50 +248,24 @@ def test_published_weights():
     assert layer.attention.options.softmax_scale == pytest.approx(10**-0.5 * (0.07 * np.log(4.0) + 1) ** 2)
 
 
-def test_stacked_layers_decode_in_a_scan():
-    layers = eqx.filter_vmap(lambda key: MultiHeadLatentAttention(EMBED, **SIZES, key=key))(
-        jax.random.split(jax.random.key(0), 2)
-    )
-    x, arrays = inputs(), eqx.partition(layers, eqx.is_array)
-    one = lambda i: jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, layers)
-    expected = one(1)(one(0)(x))
-    body = lambda x, own: eqx.combine(own[0], arrays[1])(x, own[1])
-    y, cache = quick(lambda x: jax.lax.scan(body, x, (arrays[0], one(0).init_cache((2, SEQUENCES), TOKENS))))(
-        x
-    )
-    assert_close(y, expected, "float32")
-    assert isinstance(cache, LatentCache) and cache.batch_shape == (2, SEQUENCES)
-
-
+make: Any = lambda **options: MultiHeadLatentAttention(8, **SIZES, **options, key=jax.random.key(0))
+IDS = jnp.zeros((SEQUENCES, TOKENS), jnp.int32)
 WRONG = {
-    "a cache of keys": (
-        lambda l, x: l(x, ejx.nn.KVCache.init(SEQUENCES, 4, 1, 8)),
-        "cache: expected a LatentCache",
-    ),
-    "pages without a batch": (lambda l, x: l(x, l.init_paged_cache(2, 4)), "batch: expected a RaggedBatch"),
-    "another batch": (lambda l, x: l(x, l.init_cache(1, 4)), "cache: expected the batch shape"),
-    "segments and a cache": (
-        lambda l, x: l(x, l.init_cache(SEQUENCES, TOKENS), segment_ids=jnp.zeros(x.shape[:-1], jnp.int32)),
-        "segment_ids: expected None with a cache",
-    ),
-    "too long": (lambda l, x: l(x, l.init_cache(SEQUENCES, 4)), "expected at most max_length=4"),
-    "another width": (lambda l, x: l(x[..., 1:]), "x: expected"),
-    "a rotation of another size": (
-        lambda l, x: MultiHeadLatentAttention(8, **SIZES, rope=RotaryEmbedding(8), key=jax.random.key(0)),
-        "rope: expected a RotaryEmbedding of qk_rope_head_dim=4",
-    ),
-    "no number": (
-        lambda l, x: MultiHeadLatentAttention(8, **SIZES, softmax_scale="1", key=jax.random.key(0)),  # pyright: ignore
-        "softmax_scale",
-    ),
-}
+    "cache: expected a LatentCache": lambda l, x: l(x, ejx.nn.KVCache.init(SEQUENCES, 4, 1, 8)),
+    "batch: expected a RaggedBatch": lambda l, x: l(x, l.init_paged_cache(2, 4)),
+    "cache: expected the batch shape": lambda l, x: l(x, l.init_cache(1, 4)),
+    "segment_ids: expected None with a cache": lambda l, x: l(x, l.init_cache(SEQUENCES, TOKENS), segment_ids=IDS),
+    "expected at most max_length=4": lambda l, x: l(x, l.init_cache(SEQUENCES, 4)),
+    "x: expected": lambda l, x: l(x[..., 1:]),
+    "rope: expected a RotaryEmbedding of qk_rope_head_dim=4": lambda l, x: make(rope=RotaryEmbedding(8)),
+    "softmax_scale": lambda l, x: make(softmax_scale="1"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(name, unchecked):
-    change, message = WRONG[name]
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments(message, unchecked):
     with pytest.raises(ValueError, match=message):
-        change(build(), inputs())
+        WRONG[message](build(), inputs())
 
 
 def test_sizes_of_numpy(unchecked):

@@ -1,6 +1,7 @@
 """Every layer on meshes: training, and decoding with a state or cache that is made on the way. Interpreted Triton stands for the kernels of GPUs,
-which no compiler can split."""
+which no compiler can split, on explicit meshes; on automatic ones a stand-in that is as opaque, whose body runs on any machine."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -11,111 +12,118 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from tests import meshes
+from tests.attention import test_sharding
 from tests.attention.dense import INTERPRET
 from tests.meshes import HEADS, ROWS
-from tests.nn.recurrent_layers import build, EMBED, inputs, LAYERS
+from tests.nn import layers
+from tests.nn.layers import ATTENTION, LAYERS
+from tests.nn.recurrent_layers import inputs
+from tests.recurrence.test_sharding import opaque
 
-ATTENTION = (ejx.nn.MultiHeadAttention, ejx.nn.MultiHeadLatentAttention, ejx.nn.NativeSparseAttention)
-
-
-def attention(name: str, platform: str) -> Any:
-    rope = ejx.nn.RotaryEmbedding(EMBED // 4)
-    options: Any = {"num_kv_heads": 2, "qk_norm": "all" if "norm" in name else False}
-    options |= {"sliding_window": 2} if "rolling" in name else {}
-    options |= {"platform": platform, "key": jax.random.key(0)}
-    layer = ejx.nn.MultiHeadAttention(EMBED, num_heads=4, rope=rope, **options)
-    if layer.q_norm is None:
-        return layer
-    return eqx.tree_at(lambda m: m.q_norm.weight, layer, jnp.linspace(0.5, 2.0, EMBED))
-
-
-def latent_attention(name: str, platform: str) -> Any:
-    sizes: Any = {"kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "q_lora_rank": 8}
-    sizes |= {"platform": platform}
-    return ejx.nn.MultiHeadLatentAttention(EMBED, num_heads=4, **sizes, key=jax.random.key(0))
-
-
-def sparse_attention(name: str, platform: str) -> Any:
-    sizes: Any = {"block_size": 2, "num_blocks": 2, "sliding_window": 2, "compression_size": 2}
-    sizes |= {"compression_stride": 1, "rope": ejx.nn.RotaryEmbedding(EMBED // 4), "platform": platform}
-    return ejx.nn.NativeSparseAttention(EMBED, num_heads=4, num_kv_heads=2, **sizes, key=jax.random.key(0))
-
-
-BUILDS = {
-    "attention": attention,
-    "attention, a norm of all heads": attention,
-    "attention, a rolling cache": attention,
-    "latent attention": latent_attention,
-    "latent attention, expanded chunks": latent_attention,
-    "native sparse attention": sparse_attention,
-    "lstm": lambda name, platform: ejx.nn.LSTM(
-        EMBED, 8, num_layers=2, platform=platform, key=jax.random.key(0)
-    ),
-    "gru": lambda name, platform: ejx.nn.GRU(EMBED, 8, platform=platform, key=jax.random.key(0)),
-    **dict.fromkeys(LAYERS, lambda name, platform: build(name, platform=platform)),
-}
-# One layer of each family has every layout and kind, the others have both axes split.
+ROLLING, EXPANDED = "attention, a norm of all heads, a rolling cache", "latent attention, expanded chunks"
+# One layer of each family has every layout and kind, the others have both axes split: by the compiler, and around opaque kernels.
 MEMBERS = ("attention", "lstm", "mamba2")
-BOTH = (("explicit without context", "both"), ("automatic", "both"))
-ONE = (("explicit", "data"), ("explicit", "tensor"))
-DEFAULT = {("attention", "xla"), ("attention", INTERPRET), ("lightning", INTERPRET)}
+BY_TYPES, AUTOMATIC = ("explicit without context", "both"), ("automatic", "both")
+CASES = [(name, *AUTOMATIC, "xla") for name in (*LAYERS, ROLLING, EXPANDED)]
+CASES += [(name, *BY_TYPES, INTERPRET) for name in (*LAYERS, ROLLING)]
+CASES += [(name, "explicit", layout, "xla") for name in MEMBERS for layout in ("data", "tensor")]
+DEFAULT = [("attention", *BY_TYPES, INTERPRET), ("lightning", *BY_TYPES, INTERPRET)]
 
 
-def cases() -> Any:
-    for name in BUILDS:
-        pairs = [(*pair, "xla") for pair in BOTH + (ONE if name in MEMBERS else ())]
-        for kind, layout, platform in [*pairs, ("explicit without context", "both", INTERPRET)]:
-            default = (name, platform) in DEFAULT and kind == BOTH[0][0]
-            yield pytest.param(name, kind, layout, platform, marks=() if default else pytest.mark.slow)
+def build(name: str, platform: str) -> Any:
+    if name != ROLLING:
+        return layers.build(name.partition(",")[0], platform=platform)
+    options: Any = {"qk_norm": "all", "sinks": False, "sliding_window": 2, "platform": platform}
+    layer = LAYERS["attention"](**options, key=jax.random.key(0))
+    return eqx.tree_at(lambda m: m.q_norm.weight, layer, jnp.linspace(0.5, 2.0, layer.q_norm.weight.size))
 
 
-def weights(layer: Any, layout: str) -> Any:
+def weights(name: str, layer: Any, layout: str) -> Any:
     """How the layer's arrays are split: the heads of attention, as tensor parallelism has them; all else is on every device."""
 
     def spec(path: Any, x: Any) -> Any:
-        name = jax.tree_util.keystr(path)
-        if not isinstance(layer, ATTENTION) or not eqx.is_array(x) or x.ndim < 2:
+        leaf = jax.tree_util.keystr(path)
+        # All heads share the way to the latents.
+        if name.partition(",")[0] not in ATTENTION or not eqx.is_array(x) or x.ndim < 2 or "_a_proj" in leaf:
             return P()
-        if "_a_proj" in name:  # to the latents, which all heads share
-            return P()
-        return meshes.spec(layout, None, HEADS) if "o_proj" in name else meshes.spec(layout, HEADS)
+        return meshes.spec(layout, None, HEADS) if "o_proj" in leaf else meshes.spec(layout, HEADS)
 
     return jax.tree_util.tree_map_with_path(spec, eqx.filter(layer, eqx.is_array))
 
 
-@pytest.mark.parametrize(("name", "kind", "layout", "platform"), list(cases()))
-def test_training_and_decoding(name, kind, layout, platform, monkeypatch):
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
-    if "expanded chunks" in name:
-        monkeypatch.setattr("ejkernel_eqx.nn.latent_attention.expands", lambda *_: True)
-    layer = BUILDS[name](name, platform)
-    arrays, static = eqx.partition(layer, eqx.is_array)
-    x = inputs(4, 3)
+def everything(name: str, static: Any) -> Any:
+    """A compiled function of the layer's arrays and its input: outputs, also in two pieces, and gradients."""
 
-    def everything(arrays, x):
+    def results(arrays: Any, x: Any) -> Any:
         layer = eqx.combine(arrays, static)
-        whole = layer(x)
         learned, rest = eqx.partition(arrays, eqx.is_inexact_array)
         loss = lambda learned, x: jnp.sum(jnp.sin(eqx.combine(learned, rest, static)(x)))
         gradients = jax.grad(loss, (0, 1))(learned, x)
-        attends = isinstance(layer, ATTENTION)
-        rolling: Any = {"rolling": True} if "rolling" in name else {"max_length": 5}
-        state = layer.init_cache(4, **rolling) if attends else layer.init_state(4)
-        first, state = layer(x[:, :2], state)
+        rolling: Any = {"max_length": None, "rolling": True} if name == ROLLING else {"max_length": 5}
+        first, state = layer(x[:, :2], layer.init_cache(4, **rolling))
         last, _ = layer(x[:, 2:], state)
-        return (whole, first, last), gradients
+        return (layer(x), first, last), gradients
 
-    expected = jax.jit(everything)(arrays, x)
-    mesh = meshes.mesh_of(kind)
-    placed = meshes.place(mesh, arrays, weights(layer, layout))
-    rows = meshes.spec(layout, ROWS)
-    x = meshes.place(mesh, x, rows)
+    return jax.jit(results)
+
+
+@functools.cache
+def on_one_device(name: str) -> Any:
+    arrays, static = eqx.partition(build(name, "xla"), eqx.is_array)
+    return everything(name, static)(arrays, inputs(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layout", "platform"),
+    [pytest.param(*c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES],
+)
+def test_training_and_decoding(name, kind, layout, platform, monkeypatch):
+    if platform == INTERPRET:
+        pytest.importorskip("triton")
+    expected = on_one_device(name.partition(",")[0] if name == EXPANDED else name)
+    if name == EXPANDED:
+        monkeypatch.setattr("ejkernel_eqx.nn.latent_attention.expands", lambda *_: True)
+    layer = build(name, platform)
+    arrays, static = eqx.partition(layer, eqx.is_array)
+    mesh, rows = meshes.mesh_of(kind), meshes.spec(layout, ROWS)
+    placed = meshes.place(mesh, (arrays, inputs(4, 3)), (weights(name, layer, layout), rows))
     with meshes.context(kind, mesh):
-        outputs, gradients = jax.jit(everything)(placed, x)
+        outputs, gradients = everything(name, static)(*placed)
     meshes.agree(outputs, expected[0])
-    meshes.agree(gradients, expected[1], "gradient")
+    meshes.agree(jax.tree.leaves(gradients), jax.tree.leaves(expected[1]), "gradient")
     meshes.agree(jnp.concatenate(outputs[1:], 1), expected[0][0])
     if kind != "automatic":
         assert all(meshes.lies(y, mesh, rows) for y in outputs), [y.sharding for y in outputs]
         assert meshes.lies(gradients[1], mesh, rows)
+
+
+def hidden(layer: Any) -> Any:
+    """The layer with stand-ins for its attention or recurrence that the compiler may not look into."""
+
+    def stand_in(node: Any) -> Any:
+        if isinstance(node, ejx.FlashAttention):
+            return opaque(node, {k: v for k, v in vars(test_sharding.OPAQUE).items() if k != "OPAQUE"})
+        return opaque(node) if isinstance(node, ejx.StateSpaceV2 | ejx.KernelDeltaAttention) else node
+
+    return jax.tree.map(stand_in, layer, is_leaf=lambda node: isinstance(node, ejx.Kernel))
+
+
+@pytest.mark.parametrize("name", ["attention", "mamba2", pytest.param("kimi", marks=pytest.mark.slow)])
+def test_opaque_kernels_on_automatic_meshes(name):
+    """Each device runs the kernel on its own rows and heads, and nothing is gathered: heads are summed once, and gradients of weights over rows."""
+    layer, mesh = hidden(layers.build(name)), meshes.mesh_of("automatic")
+    arrays, static = eqx.partition(layer, eqx.is_array)
+    placed = meshes.place(mesh, (arrays, inputs(4, 3)), (weights(name, layer, "both"), P(ROWS)))
+    call = jax.jit(lambda arrays, x: eqx.combine(arrays, static)(x))
+    lowered = call.lower(*placed)
+    assert "@CustomSPMDPartitioning" in lowered.as_text()
+    forward, both = lowered.compile(), everything(name, static).lower(*placed).compile()
+    assert meshes.collectives(forward) == ({"all-reduce": 1} if name == "attention" else {})
+    # Of gradients, only that of the sinks is gathered, which every device has whole.
+    assert set(meshes.collectives(both)) <= {"all-reduce", "all-gather"}
+    assert sum(test_sharding.gathered(both)) <= (4 if name == "attention" else 0)
+    assert meshes.lies(forward(*placed), mesh, P(ROWS))
+    outputs, gradients = both(*placed)
+    expected = on_one_device(name)
+    meshes.agree(outputs, expected[0])
+    meshes.agree(jax.tree.leaves(gradients), jax.tree.leaves(expected[1]), "gradient")

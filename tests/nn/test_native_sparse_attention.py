@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx.nn import NativeSparseAttention, RotaryEmbedding, SparseKVCache, YarnScaling
+from ejkernel_eqx.nn import NativeSparseAttention, RotaryEmbedding, YarnScaling
 from tests.attention.dense import INTERPRET
 from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
 from tests.nn.recurrent_layers import EMBED
@@ -168,8 +168,7 @@ def test_every_gradient(name):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("chunks", [(TOKENS,), (4, 1, 5), (1,) * TOKENS])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name, chunks", [*zip(LAYERS, [(1,) * TOKENS, (TOKENS,), (4, 1, 5)])])
 def test_decoding_is_the_whole(name, chunks):
     """A prompt at once, in chunks and token by token; what is not written yet is NaN."""
     layer, x = build(name), inputs()
@@ -208,87 +207,72 @@ def test_rows_of_different_lengths(name):
     np.testing.assert_array_equal(cache.lengths, done)
 
 
+# Where sequences lie among NaN, each the first tokens of a row of `inputs()`: left and right of padding and beside a row of nothing else;
+# packed, with an empty sequence among others, and one of a token; and as runs of ids, of which the padding mask takes the last token.
+PLACES: dict[str, tuple[tuple[int, ...], list[Any]]] = {
+    "padding": ((3, 9), [(0, slice(3, 9)), (1, slice(0, 8))]),
+    "packed": ((21,), [slice(0, 7), slice(7, 8), slice(8, 18)]),
+    "segments": ((2, 10), [(0, slice(1, 4)), (0, slice(4, 9)), (1, slice(0, 6))]),
+}
+
+
 def rows_of(kind: str) -> tuple[jax.Array, dict[str, Any], list[tuple[Any, Any]]]:
-    """An input in which sequences lie among NaN, the arguments that say where, and their places in it and in `inputs()`."""
-    if kind == "padding":  # left, right and a whole row
-        found: list[tuple[Any, Any]] = [
-            ((0, slice(3, 9)), (0, slice(0, 6))),
-            ((1, slice(0, 8)), (1, slice(0, 8))),
-        ]
-    elif kind == "packed":  # an empty sequence among others, and one of a token
-        found = [
-            (slice(0, 7), (0, slice(0, 7))),
-            (slice(7, 8), (1, slice(0, 1))),
-            (slice(8, 18), (2, slice(0, 10))),
-        ]
-    else:  # runs of ids, of which the padding mask takes the last token
-        found = [
-            ((0, slice(1, 4)), (0, slice(0, 3))),
-            ((0, slice(4, 9)), (1, slice(0, 5))),
-            ((1, slice(0, 6)), (2, slice(0, 6))),
-        ]
-    x = np.full(
-        {"padding": (3, 9, EMBED), "packed": (21, EMBED)}.get(kind, (2, 10, EMBED)), np.nan, np.float32
-    )
-    real, ids = np.zeros(x.shape[:-1], bool), np.full(x.shape[:-1], -1, np.int32)
-    for number, (place, own) in enumerate(found):
-        x[place], real[place], ids[place] = inputs()[own], True, 3 - number
+    """An input, the arguments that say where its sequences are, and their places in it and in `inputs()`."""
+    lead, places = PLACES[kind]
+    x = np.full((*lead, EMBED), np.nan, np.float32)
+    real, ids, found = np.zeros(lead, bool), np.full(lead, -1, np.int32), []
+    for number, place in enumerate(places):
+        count = ids[place].size
+        x[place], real[place], ids[place] = inputs()[number, :count], True, 3 - number
+        found.append((place, (number, slice(0, count))))
     if kind == "padding":
         return jnp.asarray(x), {"padding_mask": jnp.asarray(real)}, found
     if kind == "packed":
         return jnp.asarray(x), {"cu_seqlens": jnp.array([0, 7, 7, 8, 18])}, found
     ids[0, 9] = ids[0, 8]
-    mask = np.ones((2, 10), bool)
-    mask[:, 9] = False
+    mask = np.arange(10) < np.array([[9], [9]])
     return jnp.asarray(x), {"segment_ids": jnp.asarray(ids), "padding_mask": jnp.asarray(mask)}, found
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("kind", ["padding", "packed", "segments"])
+@functools.cache
+def gradients_of(name: str) -> Any:
+    """Those of the layer and of its input `[n, T, E]`, of a sum over the tokens that have a weight."""
+    loss = lambda both, weight: jnp.sum(jnp.sin(both[0](both[1])) * weight[..., None])
+    return quick(lambda layer, x, weight: eqx.filter_grad(loss)((layer, x), weight))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind, name", [*zip(PLACES, LAYERS)])
 def test_sequences_in_rows(kind, name):
-    """Each gives what it gives alone, whatever is beside it."""
-    x, how, places = rows_of(kind)
-    layer = build(name, **({"max_segments": 2} if kind == "segments" else {}))
-    y = quick(lambda x: layer(x, **how))(x)
+    """Each gives what it gives alone, whatever is beside it, and so do its gradients. No token sees a later one."""
+    (x, how, places), layer = (
+        rows_of(kind),
+        build(name, **({"max_segments": 2} if kind == "segments" else {})),
+    )
+
+    @quick
+    def results(layer, x):
+        def loss(both):
+            y = both[0](both[1], **how)
+            return sum(jnp.sin(y[place]).sum() for place, _ in places), y
+
+        return eqx.filter_grad(loss, has_aux=True)((layer, x))
+
+    found, y = results(layer, x)
+    weight = np.zeros((SEQUENCES, TOKENS), np.float32)
     for place, own in places:
         assert_close(y[place], alone(name)[own], "float32")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "name"), [("padding", "mlp"), ("packed", "mlp"), ("segments", "mlp"), ("segments", "mean")]
-)
-def test_gradients_of_sequences_in_rows(kind, name):
-    (x, how, places), layer = rows_of(kind), build(name)
-    loss = lambda both: sum(jnp.sin(both[0](both[1], **how)[place]).sum() for place, _ in places)
-    of_parts = lambda both: sum(jnp.sin(both[0](both[1][own])).sum() for _, own in places)
-    gradient = lambda f, x: quick(lambda layer, x: eqx.filter_grad(f)((layer, x)))(layer, x)
-    found, wanted = gradient(loss, x), gradient(of_parts, jnp.asarray(inputs()))
+        weight[own] = 1
+    wanted = gradients_of(name)(build(name), jnp.asarray(inputs()), weight)
     close = functools.partial(assert_close, dtype="float32", kind="gradient")
-    jax.tree.map(close, found[0], wanted[0])
+    jax.tree.map(close, *map(jax.tree.leaves, (found[0], wanted[0])))
     for place, own in places:
         close(found[1][place], wanted[1][own])
 
 
 @pytest.mark.slow
-def test_vmap_and_any_leading_axes():
-    layer, x = build(), inputs()
-    layers = jax.tree.map(lambda a: jnp.stack([a, 2 * a]) if eqx.is_inexact_array(a) else a, layer)
-    found = quick(lambda layers, x: eqx.filter_vmap(lambda layer: layer(x))(layers))(layers, x)
-    assert_close(found[0], alone(), "float32")
-    assert_close(quick(lambda x: layer(x))(x[0]), alone()[0], "float32")
-    assert_close(quick(lambda x: layer(x))(x[None])[0], alone(), "float32")
-    y, cache = quick(jax.vmap(lambda x: layer(x, layer.init_cache((), TOKENS))))(jnp.asarray(x))
-    assert_close(y, alone(), "float32")
-    assert cache.k.shape[0] == SEQUENCES
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    ("name", "size", "platform"),
-    [("mlp", 6, None), ("linear, yarn, partial, biases", 6, None), ("mean", 3, None), ("mlp", 6, INTERPRET)],
+    ("name", "size", "platform"), [("mean", 3, None), ("linear, yarn, partial, biases", 6, INTERPRET)]
 )
 def test_pages(name, size, platform):
     """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN. Longer blocks lie in two pages."""
@@ -298,22 +282,6 @@ def test_pages(name, size, platform):
     layer = build(name, **sizes, platform=platform)
     found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
     assert_close(found, quick(lambda x: layer(x))(inputs()), "float32")
-
-
-@pytest.mark.slow
-def test_stacked_layers_decode_in_a_scan():
-    layers = eqx.filter_vmap(lambda key: NativeSparseAttention(EMBED, **SIZES, rope=ROPE, key=key))(
-        jax.random.split(jax.random.key(0), 2)
-    )
-    x, arrays = inputs(), eqx.partition(layers, eqx.is_array)
-    one = lambda i: jax.tree.map(lambda a: a[i] if eqx.is_array(a) else a, layers)
-    expected = one(1)(one(0)(x))
-    body = lambda x, own: eqx.combine(own[0], arrays[1])(x, own[1])
-    y, cache = quick(lambda x: jax.lax.scan(body, x, (arrays[0], one(0).init_cache((2, SEQUENCES), TOKENS))))(
-        x
-    )
-    assert_close(y, expected, "float32")
-    assert isinstance(cache, SparseKVCache) and cache.batch_shape == (2, SEQUENCES)
 
 
 @pytest.mark.slow
@@ -331,73 +299,41 @@ def test_half_precision():
 def test_published_weights():
     """Named as in flash-linear-attention."""
     source = build("mean")
-    state = {
-        f"attn.{name}.weight": np.asarray(getattr(source, name).weight)
-        for name in ("q_proj", "k_proj", "v_proj", "g_proj", "o_proj")
-    }
+    state = {f"attn.{n}_proj.weight": np.asarray(getattr(source, f"{n}_proj").weight) for n in "qkvgo"}
     layer = NativeSparseAttention(EMBED, **(SIZES | LAYERS["mean"]), key=jax.random.key(9))
     layer = ejx.load_published(layer, state, prefix="attn")
     np.testing.assert_array_equal(layer(inputs()), source(inputs()))
 
 
 make: Any = lambda **options: NativeSparseAttention(EMBED, **(SIZES | options), key=jax.random.key(0))
+batch_of_one = lambda: ejx.RaggedBatch.build([1], [1], [[1]], page_size=4)
 WRONG = {
-    "a cache of keys": (
-        lambda l, x: l(x, ejx.nn.KVCache.init(SEQUENCES, 4, 2, 4)),
-        "cache: expected a SparseKVCache",
+    "cache: expected a SparseKVCache": lambda l, x: l(x, ejx.nn.KVCache.init(SEQUENCES, 4, 2, 4)),
+    "batch: expected a RaggedBatch": lambda l, x: l(x, l.init_paged_cache(2, 4)),
+    "cache: expected a PagedSparseCache": lambda l, x: l(x[0, :1], l.init_cache(1, 4), batch=batch_of_one()),
+    r"with \(K, D\) and stride = \(2, 4, 2\)": lambda l, x: l(
+        x[0, :1], make(compression_stride=1).init_paged_cache(2, 4), batch=batch_of_one()
     ),
-    "pages without a batch": (lambda l, x: l(x, l.init_paged_cache(2, 4)), "batch: expected a RaggedBatch"),
-    "rows with a batch": (
-        lambda l, x: l(
-            x[0, :1], l.init_cache(1, 4), batch=ejx.RaggedBatch.build([1], [1], [[1]], page_size=4)
-        ),
-        "cache: expected a PagedSparseCache",
+    "compression_stride: expected a divisor": lambda l, x: l.init_paged_cache(2, 3),
+    "dtype: expected a floating dtype": lambda l, x: l.init_paged_cache(2, 4, dtype="int8"),
+    "scales: expected None": lambda l, x: l.init_paged_cache(2, 4, scales="token"),
+    "cache: expected the batch shape": lambda l, x: l(x, l.init_cache(1, 4)),
+    "expected at most max_length=4": lambda l, x: l(x, l.init_cache(SEQUENCES, 4)),
+    "x: expected": lambda l, x: l(x[..., 1:]),
+    "cu_seqlens: expected offsets": lambda l, x: l(x, cu_seqlens=jnp.array([0, 4])),
+    "num_kv_heads: expected a divisor": lambda l, x: make(num_kv_heads=3),
+    "expected a multiple of compression_stride=3": lambda l, x: make(compression_stride=3),
+    "compression: expected 'mlp'": lambda l, x: make(compression="max"),
+    "compression_hidden_dim: expected None": lambda l, x: make(compression="mean", compression_hidden_dim=3),
+    "rope: expected a RotaryEmbedding of one axis": lambda l, x: make(
+        rope=RotaryEmbedding(4, scaling=ejx.nn.DynamicScaling(2.0, 8))
     ),
-    "pages of another stride": (
-        lambda l, x: l(
-            x[0, :1],
-            make(compression_stride=1).init_paged_cache(2, 4),
-            batch=ejx.RaggedBatch.build([1], [1], [[1]], page_size=4),
-        ),
-        r"with \(K, D\) and stride = \(2, 4, 2\)",
-    ),
-    "pages that split strides": (
-        lambda l, x: l.init_paged_cache(2, 3),
-        "compression_stride: expected a divisor",
-    ),
-    "pages of 8 bits": (
-        lambda l, x: l.init_paged_cache(2, 4, dtype="int8"),
-        "dtype: expected a floating dtype",
-    ),
-    "scales": (lambda l, x: l.init_paged_cache(2, 4, scales="token"), "scales: expected None"),
-    "another batch": (lambda l, x: l(x, l.init_cache(1, 4)), "cache: expected the batch shape"),
-    "too long": (lambda l, x: l(x, l.init_cache(SEQUENCES, 4)), "expected at most max_length=4"),
-    "another width": (lambda l, x: l(x[..., 1:]), "x: expected"),
-    "packed rows": (lambda l, x: l(x, cu_seqlens=jnp.array([0, 4])), "cu_seqlens: expected offsets"),
-    "heads": (lambda l, x: make(num_kv_heads=3), "num_kv_heads: expected a divisor"),
-    "stride": (lambda l, x: make(compression_stride=3), "expected a multiple of compression_stride=3"),
-    "another compression": (lambda l, x: make(compression="max"), "compression: expected 'mlp'"),
-    "hidden features of none": (
-        lambda l, x: make(compression="mean", compression_hidden_dim=3),
-        "compression_hidden_dim: expected None",
-    ),
-    "a rotation by length": (
-        lambda l, x: make(rope=RotaryEmbedding(4, scaling=ejx.nn.DynamicScaling(2.0, 8))),
-        "rope: expected a RotaryEmbedding of one axis",
-    ),
-    "another rotation": (
-        lambda l, x: make(rope=RotaryEmbedding(8)),
-        "rope: expected a RotaryEmbedding of head_dim=4",
-    ),
-    "keys of other heads": (
-        lambda l, x: l.k_compression(jnp.zeros((4, 3, 4))),
-        r"x: expected \[..., T, K, D\] with K = 2",
-    ),
+    "rope: expected a RotaryEmbedding of head_dim=4": lambda l, x: make(rope=RotaryEmbedding(8)),
+    r"x: expected \[..., T, K, D\] with K = 2": lambda l, x: l.k_compression(jnp.zeros((4, 3, 4))),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(name, unchecked):
-    change, message = WRONG[name]
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_arguments(message, unchecked):
     with pytest.raises(ValueError, match=message):
-        change(build(), inputs())
+        WRONG[message](build(), inputs())

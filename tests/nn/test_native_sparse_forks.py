@@ -55,19 +55,13 @@ def served(layer, page, fork):
     return x, y
 
 
-SLOW = pytest.mark.slow
-
-
-# Every fork with both sizes; each size with every compression and platform.
+# Every fork; each size with every platform; blocks whose keys are averaged and those of a network.
 @pytest.mark.parametrize(
     ("fork", "sizes", "name", "platform"),
     [
-        pytest.param("in a page", "two pages", "mlp", "xla", marks=SLOW),
-        ("at a page's end", "three pages", "mean", INTERPRET),
-        pytest.param("before the parent's end", "three pages", "mlp", INTERPRET, marks=SLOW),
-        pytest.param("before the parent's end", "two pages", "mean", "xla", marks=SLOW),
-        pytest.param("at a page's end", "two pages", "mlp", INTERPRET, marks=SLOW),
-        pytest.param("in a page", "three pages", "mean", "xla", marks=SLOW),
+        ("in a page", "two pages", "mean", INTERPRET),
+        pytest.param("at a page's end", "two pages", "mlp", "xla", marks=pytest.mark.slow),
+        pytest.param("before the parent's end", "three pages", "mlp", INTERPRET, marks=pytest.mark.slow),
     ],
 )
 def test_forks(fork, sizes, name, platform):
@@ -82,8 +76,7 @@ def test_forks(fork, sizes, name, platform):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "name", "platform"),
-    [("two pages", "mlp", INTERPRET), ("three pages", "mean", INTERPRET), ("three pages", "mlp", "xla")],
+    ("sizes", "name", "platform"), [("two pages", "mlp", INTERPRET), ("three pages", "mean", "xla")]
 )
 def test_drafts_are_taken_back(sizes, name, platform):
     """Also those that completed a block, whose compressed key is in the pages already."""

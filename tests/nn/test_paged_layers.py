@@ -54,13 +54,8 @@ def test_attention_equals_the_dense_cache(name):
     assert np.isnan(np.asarray(cache.k)[unused]).all()
 
 
-MIXERS = ["mamba", "mamba2", "kimi", "qwen3-next"]
-
-
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "name", [*MIXERS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gla", "lightning"))]
-)
+@pytest.mark.parametrize("name", ["mamba", "gla", "lightning", "kimi", "qwen3-next"])
 def test_a_recurrent_layer_equals_its_own_state(name):
     """From slots that hold NaN; then again from the slots as they were left, which other sequences take."""
     layer, x = recurrent_layers.build(name), inputs()
@@ -74,12 +69,6 @@ def test_a_recurrent_layer_equals_its_own_state(name):
         for ours, theirs, old in zip(*map(jax.tree.leaves, (pool, states, held)), strict=True):
             assert_close(ours[np.array(slots)], theirs, name=f"{name}, state")
             np.testing.assert_array_equal(ours[others], old[others])
-
-
-def sliced(x, caches, batch):
-    """With a layer's caches scanned over."""
-    x, layers = scanned(lambda block, x, own: block(x, own, batch=batch), x, caches.layers)
-    return x, caches.with_layers(layers)
 
 
 @functools.cache
@@ -111,6 +100,10 @@ def test_a_hybrid_model_compiles_once_a_bucket():
 
 @pytest.mark.slow
 def test_caches_may_be_scanned_over():
+    def sliced(x, caches, batch):
+        x, layers = scanned(lambda block, x, own: block(x, own, batch=batch), x, caches.layers)
+        return x, caches.with_layers(layers)
+
     y, caches = serve(quick(sliced), poisoned(new_caches()), inputs(), 2, buckets=CHUNKS)
     assert_close(y, dense_model()[0])
     assert isinstance(caches, CacheState) and caches.layers[0].batch_shape == (LAYERS,)
@@ -159,24 +152,6 @@ def test_quantised_pages():
 
 
 @pytest.mark.slow
-def test_scales_a_head_stay_with_their_layer():
-    caches = new_caches(dtype=jnp.int8, scales="head")
-    pages = caches.layers[0].with_scales(jnp.array([[0.1, 0.2], [0.3, 0.4]]), jnp.ones((2, 2)))
-    caches = CacheState((pages, caches.layers[1]), 1)
-    batch = RaggedBatch.build([1], [1], [[2]], page_size=PAGE, state_indices=[1])
-    (first, states), numbered = caches.of_layer(1, batch)
-    assert first.k.shape[0] == LAYERS * PAGES and states.recurrent.shape[0] == LAYERS * SLOTS
-    np.testing.assert_array_equal(first.k_scale, pages.k_scale[1])
-    assert numbered.page_table.tolist() == [[PAGES + 2]]
-    assert numbered.state_indices is not None and numbered.state_indices.tolist() == [SLOTS + 1]
-    back = caches.with_layers([first, states])
-    assert all(
-        a.shape == b.shape for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(caches), strict=True)
-    )
-    np.testing.assert_array_equal(back.layers[0].k_scale, pages.k_scale)
-
-
-@pytest.mark.slow
 def test_sequences_without_a_slot_or_without_tokens():
     """No new token, -1, a slot that is not there: nothing is read or written; in a decode and in a chunk alike."""
     layer = recurrent_layers.build("mamba2")
@@ -193,9 +168,8 @@ def test_sequences_without_a_slot_or_without_tokens():
             if n == 2:
                 assert_close(leaf[0], own)
     none = RaggedBatch.build([], [], [], page_size=PAGE, state_indices=[])
-    other, nothing = attention(), jnp.zeros((0, EMBED))
-    assert layer(nothing, pool, batch=none)[0].shape == (0, EMBED)
-    assert other(nothing, other.init_paged_cache(2, PAGE), batch=none)[0].shape == (0, EMBED)
+    for mixer, cache in ((layer, pool), (attention(), attention().init_paged_cache(2, PAGE))):
+        assert mixer(jnp.zeros((0, EMBED)), cache, batch=none)[0].shape == (0, EMBED)
 
 
 def test_a_cache_comes_back_as_bound_as_it_was():
@@ -211,7 +185,8 @@ def test_a_cache_comes_back_as_bound_as_it_was():
 def test_mistakes():
     layer, mixer = attention(), recurrent_layers.build("mamba2")
     x, real = jnp.ones((2, EMBED)), jnp.ones(2, bool)
-    batch = RaggedBatch.build([1, 1], [1, 1], [[0], [1]], page_size=PAGE, state_indices=[0, 1])
+    tokens = [1, 1], [1, 1], [[0], [1]]
+    batch = RaggedBatch.build(*tokens, page_size=PAGE, state_indices=[0, 1])
     pages, pool = layer.init_paged_cache(2, PAGE), mixer.init_state(2)
     ids = jnp.zeros(2, jnp.int32)
 
@@ -219,32 +194,31 @@ def test_mistakes():
         with pytest.raises(ValueError, match=match):
             function(*args, **kwargs)
 
+    over = lambda cache, x=x, layer=layer, **more: layer(x, cache, batch=batch, **more)
     refused("batch: expected a RaggedBatch with a PagedKVCache", layer, x, pages)
-    refused("cache: expected a PagedKVCache with a batch, received NoneType", layer, x, batch=batch)
-    refused("received KVCache", layer, x, KVCache.init((), 4, 2, 8), batch=batch)
-    refused(r"x: expected \[T, E\] = \[2, 24\]", layer, x[:1], pages, batch=batch)
-    refused(r"x: expected \[T, E\] = \[2, 24\]", layer, x[None], pages, batch=batch)
+    refused("cache: expected a PagedKVCache with a batch, received NoneType", over, None)
+    refused("received KVCache", over, KVCache.init((), 4, 2, 8))
+    refused(r"x: expected \[T, E\] = \[2, 24\]", over, pages, x[:1])
+    refused(r"x: expected \[T, E\] = \[2, 24\]", over, pages, x[None])
     others = {"kv_input": x, "bias": x, "mask": real[None], "positions": ids, "kv_padding_mask": real}
     for name, value in {**others, "padding_mask": real, "segment_ids": ids}.items():
-        refused(f"^{name}: expected None with a batch", layer, x, pages, batch=batch, **{name: value})
-    refused("cache: expected pages of one layer", layer, x, PagedKVCache.init(2, PAGE, 1, 8), batch=batch)
-    stack = layer.init_paged_cache(2, PAGE, batch_shape=3)
-    refused(r"batch_shape \(3,\)", layer, x, stack, batch=batch)
-    refused("page_size=4", layer, x, layer.init_paged_cache(2, 4), batch=batch)
-    across = attention(causal=False, rope=None)
-    refused("causal=False", across, x, across.init_paged_cache(2, PAGE), batch=batch)
+        refused(f"^{name}: expected None with a batch", over, pages, **{name: value})
+    refused("cache: expected pages of one layer", over, PagedKVCache.init(2, PAGE, 1, 8))
+    refused(r"batch_shape \(3,\)", over, layer.init_paged_cache(2, PAGE, batch_shape=3))
+    refused("page_size=4", over, layer.init_paged_cache(2, 4))
+    refused("causal=False", over, pages, layer=attention(causal=False, rope=None))
     dropping = attention(dropout_rate=0.5)
-    refused("inference: expected True", dropping, x, pages, batch=batch)
+    refused("inference: expected True", over, pages, layer=dropping)
     y, _ = eqx.filter_eval_shape(dropping, x, pages, batch=batch, inference=True)
     assert y.shape == x.shape
 
     for name, value in {"padding_mask": real, "segment_ids": ids, "cu_seqlens": ids}.items():
-        refused(f"^{name}: expected None with a batch", mixer, x, pool, batch=batch, **{name: value})
-    refused("state: expected a RecurrentState with a batch", mixer, x, batch=batch)
-    refused("state: expected a pool with slots", mixer, x, mixer.init_state(0), batch=batch)
-    refused("state: expected arrays of shapes", mixer, x, mixer.init_state((2, 2)), batch=batch)
-    refused(r"x: expected \[T, E\]", mixer, x[None], pool, batch=batch)
-    stateless = RaggedBatch.build([1, 1], [1, 1], [[0], [1]], page_size=PAGE)
+        refused(f"^{name}: expected None with a batch", over, pool, layer=mixer, **{name: value})
+    refused("state: expected a RecurrentState with a batch", over, None, layer=mixer)
+    refused("state: expected a pool with slots", over, mixer.init_state(0), layer=mixer)
+    refused("state: expected arrays of shapes", over, mixer.init_state((2, 2)), layer=mixer)
+    refused(r"x: expected \[T, E\]", over, pool, x[None], layer=mixer)
+    stateless = RaggedBatch.build(*tokens, page_size=PAGE)
     refused("batch: expected state_indices", mixer, x, pool, batch=stateless)
 
     sizes: dict[str, Any] = {"num_pages": 2, "page_size": 2}

@@ -1,6 +1,7 @@
 """Layers over pages in bfloat16, over 8-bit pages, and with pools and batches of other dtypes than they make themselves."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -28,13 +29,11 @@ from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
 NAME = "norm, sinks, window"
+EIGHT: Any = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2}
 KINDS = {
     "bfloat16": {"dtype": jnp.bfloat16},
-    "int8 token": {"dtype": jnp.int8},
-    "int8 head": {"dtype": jnp.int8, "scales": "head"},
-    "float8 token": {"dtype": jnp.float8_e4m3fn},
-    "float8 head": {"dtype": jnp.float8_e4m3fn, "scales": "head"},
-    "float8_e5m2 token": {"dtype": jnp.float8_e5m2},
+    **{f"{name} token": {"dtype": dtype} for name, dtype in EIGHT.items()},
+    **{f"{name} head": {"dtype": EIGHT[name], "scales": "head"} for name in ("int8", "float8")},
     "int8 values": {"dtype": (None, jnp.int8)},
     "int8 keys, bfloat16 values": {"dtype": (jnp.int8, jnp.bfloat16)},
 }
@@ -47,27 +46,27 @@ def in_dtype(name, dtype):
     return jax.tree.map(lambda x: narrow(x) if eqx.is_inexact_array(x) else x, layer)
 
 
-def over_held(layer, x, k, v):
+@quick
+def run_over_held(layer, x, k, v):
     """The layer's output for rows `[n, T, E]` that attend to keys and values as they are held."""
     k, v = k.astype(x.dtype), v.astype(x.dtype)
-    q = (x @ layer.q_proj.weight.T + layer.q_proj.bias[None, None]).reshape(
-        *x.shape[:-1], layer.num_heads, -1
-    )
-    q = layer.rope(jax.vmap(jax.vmap(jax.vmap(layer.q_norm)))(q))
+    q = x @ layer.q_proj.weight.T + layer.q_proj.bias[None, None]
+    q = layer.rope(jax.vmap(jax.vmap(jax.vmap(layer.q_norm)))(q.reshape(*x.shape[:-1], layer.num_heads, -1)))
     out = layer.attention(q, k, v, sinks=layer.sinks)
     return out.reshape(*x.shape[:-1], -1) @ layer.o_proj.weight.T
 
 
+@functools.cache
+def dense_cache():
+    layer = in_dtype(NAME, "float32")
+    x = inputs().astype(jnp.bfloat16).astype(jnp.float32)
+    return quick(lambda x: layer(x, layer.init_cache(SEQUENCES, TOKENS)))(x)[1]
+
+
+# Each of them, the layer in float32 and in bfloat16 by turns.
 @pytest.mark.slow
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "kind, dtype",
-    [
-        pytest.param(kind, dtype, marks=() if dtype == "float32" else pytest.mark.slow)
-        for kind in KINDS
-        for dtype in ("float32", "bfloat16")
-        if (kind, dtype) != ("bfloat16",) * 2
-    ],
+    "kind, dtype", [(kind, ("float32", "bfloat16")[n % 2]) for n, kind in enumerate(KINDS)]
 )
 def test_attention_to_what_is_held(kind, dtype):
     """What every token gets is exact for the numbers that the pages stand for, and these are near the new ones."""
@@ -86,10 +85,9 @@ def test_attention_to_what_is_held(kind, dtype):
     y, cache = serve(advance(layer), cache, x, table=table, buckets=CHUNKS)
     held = cache.bind(table.rows(range(SEQUENCES)), np.full(SEQUENCES, TOKENS))
     held = held.gather(TOKENS, dtype=jnp.float32)
-    expected = quick(over_held)(wide, x.astype(jnp.float32), *held)
+    expected = run_over_held(wide, x.astype(jnp.float32), *held)
     assert_close(y, expected, dtype, name=kind)
-    dense = quick(lambda x: wide(x, wide.init_cache(SEQUENCES, TOKENS)))(x.astype(jnp.float32))[1]
-    for ours, theirs in zip(held, (dense.k, dense.v), strict=True):
+    for ours, theirs in zip(held, (dense_cache().k, dense_cache().v), strict=True):
         kept = {"bfloat16": "bfloat16", "float8_e5m2 token": "float8_e5m2"}.get(kind, "float8_e4m3fn")
         assert_close(ours, theirs, kept, name=kind)
 
@@ -107,14 +105,7 @@ def test_attention_in_bfloat16():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, kept",
-    [
-        ("mamba", "float32"),
-        ("mamba2", "bfloat16"),
-        ("mamba2", "float32"),
-        ("qwen3-next", "bfloat16"),
-        pytest.param("kimi", "float32", marks=pytest.mark.slow),
-    ],
+    "name, kept", [("mamba", "float32"), ("mamba2", "bfloat16"), ("qwen3-next", "bfloat16")]
 )
 def test_recurrent_layers_in_bfloat16(name, kept):
     """Pools keep the dtypes that they came with, whatever the layer computes in."""
@@ -127,32 +118,24 @@ def test_recurrent_layers_in_bfloat16(name, kept):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "integer",
-    ["int64", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int16", "uint8", "numpy"))],
-)
-def test_batches_of_other_integers(integer):
+def test_batches_of_other_integers():
     """A batch that is made inside of jit may be of whatever integers are at hand."""
     layer, mixer = attention(rope=RotaryEmbedding(8)), recurrent_layers.build("mamba2")
-    x = jnp.asarray(inputs()[0, :2])
-    wide = jax.enable_x64(integer == "int64")
-
-    def call(batch, x, pages, pool):
-        return layer(x, pages, batch=batch), mixer(x, pool, batch=batch)
+    x, cache = jnp.asarray(inputs()[0, :2]), (layer.init_paged_cache(5, PAGE), mixer.init_state(3))
+    call = quick(lambda batch, x, pages, pool: (layer(x, pages, batch=batch), mixer(x, pool, batch=batch)))
 
     def make(new, as_array):
         arrays = map(as_array, ([0, new], [5], [[3, 1]], [1]))
-        return RaggedBatch(*arrays, page_size=PAGE, max_query_len=new, num_tokens=new)
+        batch = RaggedBatch(*arrays, page_size=PAGE, max_query_len=new, num_tokens=new)
+        assert {a.dtype for a in jax.tree.leaves(batch)} == {jnp.dtype("int32")}
+        return batch
 
-    as_array = np.asarray if integer == "numpy" else functools.partial(jnp.asarray, dtype=integer)
-    cache = layer.init_paged_cache(5, PAGE), mixer.init_state(3)
     for new in (1, 2):
-        expected = quick(call)(make(new, functools.partial(jnp.asarray, dtype=jnp.int32)), x[:new], *cache)
-        with wide:
-            batch = make(new, as_array)
-            assert {a.dtype for a in jax.tree.leaves(batch)} == {jnp.dtype("int32")}
-            got = quick(call)(batch, x[:new], *cache)
-        assert eqx.tree_equal(got, expected)
+        expected = call(make(new, functools.partial(jnp.asarray, dtype=jnp.int32)), x[:new], *cache)
+        for integer in ("int16", "uint8", "numpy", "int64"):
+            as_array = np.asarray if integer == "numpy" else functools.partial(jnp.asarray, dtype=integer)
+            with jax.enable_x64(integer == "int64"):
+                assert eqx.tree_equal(call(make(new, as_array), x[:new], *cache), expected), integer
 
 
 @pytest.mark.slow

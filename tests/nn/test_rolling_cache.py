@@ -1,5 +1,7 @@
 """A cache of the window alone gives what a cache of everything gives, however the tokens come in and however many there are."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -55,31 +57,27 @@ def test_chunks_of_any_size_give_what_a_full_cache_gives(name):
 append = quick(lambda cache, new, real: cache.append(new, -new, mask=real))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_chunks_shorter_and_longer_than_the_window(padded):
-    """Of tokens that are numbers: what each may see, and what is held afterwards, as a list has it."""
-    for size in (WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3):
-        cache, rows = RollingKVCache.init(2, WINDOW, 1, 1), [[], []]
-        for turn in range(4):
-            real = np.ones((2, size), bool)
-            if padded:  # on the left of one row, on the right of the other
-                real[0, : min(turn, size)] = real[1, size - turn % (size + 1) :] = False
-            new = 1.0 + 100 * turn + np.arange(2 * size, dtype=np.float32).reshape(2, size)
-            cache, seen = append(
-                cache, jnp.asarray(np.where(real, new, np.nan))[..., None, None], jnp.asarray(real)
-            )
-            for row, before in enumerate(rows):
-                first = int(np.argmax(real[row]))
-                rows[row] = after = before + new[row, real[row]].tolist()
-                for t in np.flatnonzero(real[row]):
-                    held = np.asarray(seen.real[row, : WINDOW + t + 1])
-                    keys = np.asarray(seen.k[row, : WINDOW + t + 1, 0, 0])[held].tolist()
-                    assert keys[-WINDOW:] == after[: len(before) + t - first + 1][-WINDOW:]
-                assert int(cache.lengths[row]) == len(after)
-                kept = {place % WINDOW: x for place, x in enumerate(after)}
-                assert all(
-                    cache.k[row, slot, 0, 0] == x == -cache.v[row, slot, 0, 0] for slot, x in kept.items()
-                )
+@pytest.mark.parametrize("size", [WINDOW - 1, WINDOW, 2 * WINDOW + 3])
+def test_chunks_shorter_and_longer_than_the_window(size):
+    """Of tokens that are numbers: what each may see, and what is held afterwards, as a list has it. Every fourth chunk has no padding."""
+    cache, rows = RollingKVCache.init(2, WINDOW, 1, 1), [[], []]
+    for turn in range(5):
+        real, padding = np.ones((2, size), bool), turn % 4
+        real[0, : min(padding, size)] = real[1, size - padding % (size + 1) :] = False
+        new = 1.0 + 100 * turn + np.arange(2 * size, dtype=np.float32).reshape(2, size)
+        poisoned = jnp.asarray(np.where(real, new, np.nan))[..., None, None]
+        cache, seen = append(cache, poisoned, jnp.asarray(real))
+        for row, before in enumerate(rows):
+            first = int(np.argmax(real[row]))
+            rows[row] = after = before + new[row, real[row]].tolist()
+            for t in np.flatnonzero(real[row]):
+                held = np.asarray(seen.real[row, : WINDOW + t + 1])
+                keys = np.asarray(seen.k[row, : WINDOW + t + 1, 0, 0])[held].tolist()
+                assert keys[-WINDOW:] == after[: len(before) + t - first + 1][-WINDOW:]
+            assert int(cache.lengths[row]) == len(after)
+            kept = {place % WINDOW: x for place, x in enumerate(after)}
+            k, v = (np.asarray(x)[row, :, 0, 0] for x in (cache.k, cache.v))
+            assert all(k[slot] == x == -v[slot] for slot, x in kept.items())
 
 
 REAL = [
@@ -153,49 +151,30 @@ def _append(**options):
     return RollingKVCache.init(2, 4, 2, 8).append(new, new, **options)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda f: _layer(sliding_window=None).init_cache(2, rolling=True),
-            "rolling: expected a causal layer with a static",
-        ),
-        (
-            lambda f: _layer(sliding_window=jnp.int32(4)).init_cache(2, rolling=True),
-            "rolling: .* received one with an array",
-        ),
-        (
-            lambda f: _layer(sliding_window=(3, 3), causal=False).init_cache(2, rolling=True),
-            "rolling: expected a causal",
-        ),
-        (lambda f: f.init_cache(2, rolling="yes"), "rolling: expected True or False"),
-        (lambda f: f.init_cache(2), "max_length: expected a positive integer"),
-        (
-            lambda f: f(_x(2), RollingKVCache.init(ROWS, 3, 2, 8)),
-            "cache: expected a RollingKVCache of at least 4",
-        ),
-        (lambda f: f(_x(2), RollingKVCache.init(2, 4, 2, 8)), r"cache: expected the batch shape \(3,\)"),
-        (lambda f: f(_x(2), RollingKVCache.init(ROWS, 4, 1, 8)), "k_new: expected"),
-        (
-            lambda f: f(_x(2), f.init_cache(ROWS, rolling=True), mask=jnp.ones((2, 6), bool)),
-            "mask: expected None with a RollingKVCache",
-        ),
-        (
-            lambda f: f(_x(2), f.init_cache(ROWS, rolling=True), bias=jnp.ones((2, 6))),
-            "bias: expected None with a RollingKVCache",
-        ),
-        (
-            lambda f: _append(mask=jnp.ones((2, 3), bool)),
-            r"mask: expected .* broadcasts to \(2, 5\), received",
-        ),
-        (lambda f: _append(mask=jnp.ones((2, 5))), "mask: expected booleans"),
-        (lambda f: RollingKVCache.init(2, 0, 2, 8), "window: expected a positive integer"),
-        (lambda f: RollingKVCache.init(2, 4, 2, 8, dtype=jnp.int8), "dtype: expected a floating dtype"),
-    ],
-)
-def test_errors(unchecked, call, message):
+_call_with = lambda f, cache, **options: f(_x(2), cache, **options)
+ROLLING: Any = {"rolling": True}
+ERRORS = {
+    "rolling: expected a causal layer with a static": lambda f: _layer(sliding_window=None).init_cache(2, **ROLLING),
+    "rolling: .* received one with an array": lambda f: _layer(sliding_window=jnp.int32(4)).init_cache(2, **ROLLING),
+    "rolling: expected a causal": lambda f: _layer(sliding_window=(3, 3), causal=False).init_cache(2, **ROLLING),
+    "rolling: expected True or False": lambda f: f.init_cache(2, rolling="yes"),
+    "max_length: expected a positive integer": lambda f: f.init_cache(2),
+    "cache: expected a RollingKVCache of at least 4": lambda f: _call_with(f, RollingKVCache.init(ROWS, 3, 2, 8)),
+    r"cache: expected the batch shape \(3,\)": lambda f: _call_with(f, RollingKVCache.init(2, 4, 2, 8)),
+    "k_new: expected": lambda f: _call_with(f, RollingKVCache.init(ROWS, 4, 1, 8)),
+    "mask: expected None with a RollingKVCache": lambda f: _call_with(f, f.init_cache(ROWS, **ROLLING), mask=jnp.ones((2, 6), bool)),
+    "bias: expected None with a RollingKVCache": lambda f: _call_with(f, f.init_cache(ROWS, **ROLLING), bias=jnp.ones((2, 6))),
+    r"mask: expected .* broadcasts to \(2, 5\), received": lambda f: _append(mask=jnp.ones((2, 3), bool)),
+    "mask: expected booleans": lambda f: _append(mask=jnp.ones((2, 5))),
+    "window: expected a positive integer": lambda f: RollingKVCache.init(2, 0, 2, 8),
+    "dtype: expected a floating dtype": lambda f: RollingKVCache.init(2, 4, 2, 8, dtype=jnp.int8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(unchecked, message):
     with pytest.raises(ValueError, match=message):
-        call(_layer())
+        ERRORS[message](_layer())
 
 
 def test_a_wider_one_and_a_full_one_agree():
