@@ -6,10 +6,8 @@ import jax.numpy as jnp
 from benchmarks import cells_peers, cells_problems
 
 
-def test_problems():
-    names = [problem.name for problem in (*cells_problems.ANCHORS, *cells_problems.CPU)]
-    assert len(set(names)) == len(names)
-    # cuDNN's LSTM through JAX takes its parameters in one array, which it would refuse at another size.
+def test_parameters_of_cudnn():
+    """Its LSTM through JAX takes them in one array, which it would refuse at another size."""
     from jax.experimental import rnn
 
     problem = cells_problems.TINY[0]
