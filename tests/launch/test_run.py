@@ -242,8 +242,8 @@ def test_block_has_no_truth_value():
     ],
 )
 def test_wrong_launches_are_refused(change, message, unchecked):
-    more: dict[str, Any] = dict(scalars={"n": 8}, constants={"BLOCK": 8}, grid=(1,))
-    fields = dict(kernel=kernels.square_kernel, inputs={"x": VECTOR}, outputs={"out": VECTOR}) | more
+    fields: dict[str, Any] = dict(scalars={"n": 8}, constants={"BLOCK": 8}, grid=(1,))
+    fields |= dict(kernel=kernels.square_kernel, inputs={"x": VECTOR}, outputs={"out": VECTOR})
     Launch(**fields)
     with pytest.raises(ValueError, match=message):
         Launch(**{**fields, **change})

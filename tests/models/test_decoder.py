@@ -1,6 +1,7 @@
 """The decoder: stacks, caches, pages and gradients give what its layers give one after the other."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -41,6 +42,7 @@ CONFIGS = {
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 9)))
 
 
+@functools.cache
 def model_of(name: str, **options) -> Decoder:
     return Decoder(CONFIGS[name], **options, key=jax.random.key(3))
 
@@ -209,8 +211,13 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("name", "options"), BY_HAND, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if n else (), id=str(case))
+        for n, case in enumerate(BY_HAND)
+    ],
+)
 def test_a_call_and_its_gradients_are_those_of_layers_by_hand(name, options):
     """With the losses of routers, where there are any."""
     model = model_of(name, **options)
