@@ -1,4 +1,4 @@
-"""`Kernel`, the base module of every operation; `Plan`, the static field that holds its choices; and `Inputs`, the arguments of a call."""
+"""`Kernel`, the base module of every operation; `Plan`, its static field; and `Inputs`, the arguments of a call."""
 
 import copy
 import dataclasses

@@ -1,11 +1,12 @@
-"""The package's operations as data: the room that implements each, on which platforms. The registry reads this table, which imports no room:
-the module of a platform is imported when it is first used."""
+"""The package's operations as data: the room that implements each, and on which platforms.
+
+The registry reads this table, which imports no room: the module of a platform is imported when it is first used."""
 
 from typing import NamedTuple
 
 
 class Written(NamedTuple):
-    """How the modules of a room implement a platform: on which devices, with which priority, and in which module.
+    """How a room implements a platform: for which devices, with which priority, and in which module.
 
     The highest priority that supports a request comes first; below zero only if requested by name."""
 
@@ -29,7 +30,7 @@ _ON_TPU = (*_USUAL, "pallas", "pallas-interpret")
 
 
 class Family(NamedTuple):
-    """What operations of one core have in common: its name in tables, the room of its modules, and its platforms."""
+    """Operations of one core: its name in tables, the room of its modules, and its platforms."""
 
     core: str
     room: str
