@@ -1,4 +1,6 @@
-"""Deep-learning kernels for JAX as Equinox layers. The public names are listed in `__init__.pyi`; each is imported when it is first used."""
+"""Deep-learning kernels for JAX as Equinox layers.
+
+The public names are listed in `__init__.pyi`; each is imported when it is first used."""
 
 import ast
 import importlib
@@ -28,7 +30,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         module = importlib.import_module(f"{__name__}.{_MODULES[name] or name}")
-        # A module that was imported is bound by now, and so is the package `attention`, which has the name of a function.
+        # The import has bound modules by now, also the package `attention`, which has the name of a function.
         return globals().setdefault(name, getattr(module, name, module))
     if name == "__version__":
         return _version()
@@ -66,7 +68,7 @@ class _Callable(types.ModuleType):
 
 
 class _Package(types.ModuleType):
-    """This package. The operation `attention` has the name of a subpackage, which can be called once it is bound here."""
+    """This package. Its subpackage `attention` has the name of an operation, and can be called like it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "attention":

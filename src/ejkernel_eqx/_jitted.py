@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from ._kernel import Kernel, Plan
+from ._kernel import kernels_of, Plan
 from ._values import Check, checks_traced, inputs_of_call, traced_inputs
 from .dispatch import is_traced_anew
 
@@ -112,9 +112,7 @@ def _static_of(method: Callable[..., Any], tree: Any, leaves: list[Any], module:
     if is_traced_anew() or checks_traced() or any(getattr(jax.config, name) for name in watched):
         return None
     kinds = [(Array, x.shape, x.dtype) if _is_array(x) else (type(x), x) for x in leaves]
-    is_kernel = lambda node: isinstance(node, Kernel)
-    kernels = filter(is_kernel, jax.tree.leaves(module, is_leaf=is_kernel))
-    static = _Static(method, tree, tuple(kinds), tuple(kernel.plan.answers for kernel in kernels))
+    static = _Static(method, tree, tuple(kinds), tuple(k.plan.answers for k in kernels_of(module)))
     try:
         # Of fields the hash of a tree takes no notice.
         return static if static in _CHECKS or _fields_have_hashes(tree) else None

@@ -1,4 +1,4 @@
-"""`Kernel`, the base module of every operation; `Plan`, the static field that holds its choices; and `Inputs`, the arguments of a call."""
+"""`Kernel`, the base module of every operation; `Plan`, its static field; and `Inputs`, the arguments of a call."""
 
 import copy
 import dataclasses
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast, ClassVar, NamedTuple, TypeVar
 
 import equinox as eqx
+import jax
 import wadler_lindig
 
 from ._signatures import Module
@@ -269,6 +270,12 @@ def choices_of(function: Callable[..., Any], call: Inputs) -> Iterator[Selection
     with traced_anew():
         program, _, _ = eqx.filter_make_jaxpr(function)(*call.args, **call.kwargs)
     return choices_in(program)
+
+
+def kernels_of(tree: Any) -> list[Kernel]:
+    """The operations in a module or a pytree, in order."""
+    is_kernel = lambda node: isinstance(node, Kernel)
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_kernel) if is_kernel(node)]
 
 
 def with_plan(kernel: K, plan: Plan) -> K:

@@ -1,11 +1,12 @@
-"""The package's operations as data: the room that implements each, on which platforms. The registry reads this table, which imports no room:
-the module of a platform is imported when it is first used."""
+"""The package's operations as data: the room that implements each, and on which platforms.
+
+The registry reads this table, which imports no room: the module of a platform is imported when it is first used."""
 
 from typing import NamedTuple
 
 
 class Written(NamedTuple):
-    """How the modules of a room implement a platform: on which devices, with which priority, and in which module.
+    """How a room implements a platform: for which devices, with which priority, and in which module.
 
     The highest priority that supports a request comes first; below zero only if requested by name."""
 
@@ -29,7 +30,7 @@ _ON_TPU = (*_USUAL, "pallas", "pallas-interpret")
 
 
 class Family(NamedTuple):
-    """What operations of one core have in common: its name in tables, the room of its modules, and its platforms."""
+    """Operations of one core: its name in tables, the room of its modules, and its platforms."""
 
     core: str
     room: str
@@ -72,3 +73,36 @@ OPERATIONS: dict[str, Family] = {
     "mean_pooling": Family("pooling", "pooling"),
     "recurrent": Family("cells", "cells"),
 }
+
+CLASSES: dict[str, str] = {
+    "attention": "attention:Attention",
+    "block_sparse_attention": "attention:BlockSparseAttention",
+    "flash_attention": "attention:FlashAttention",
+    "native_sparse_attention": "native_sparse:NativeSparseAttention",
+    "ring_attention": "attention:RingAttention",
+    "scaled_dot_product_attention": "attention:ScaledDotProductAttention",
+    "causal_conv1d": "convolution:CausalConv1d",
+    "gated_rms_norm": "normalization:GatedRMSNorm",
+    "grouped_matmul": "matmul:GroupedMatmul",
+    "linear_cross_entropy": "losses:LinearCrossEntropy",
+    "mean_pooling": "pooling:MeanPooling",
+    "recurrent": "cells:Recurrent",
+    "residual_rms_norm": "normalization:ResidualRMSNorm",
+    "paged_attention": "paged:PagedAttention",
+    "paged_native_sparse_attention": "native_sparse:PagedNativeSparseAttention",
+    "prefill_paged_attention": "paged:PrefillPagedAttention",
+    "ragged_decode_attention": "paged:RaggedDecodeAttention",
+    "ragged_paged_attention": "paged:RaggedPagedAttention",
+    "unified_attention": "paged:UnifiedAttention",
+    "absorbed_latent_attention": "latent:AbsorbedLatentAttention",
+    "multi_head_latent_attention": "latent:MultiHeadLatentAttention",
+    "delta_rule": "recurrence:DeltaRule",
+    "gated_delta_rule": "recurrence:GatedDeltaRule",
+    "gated_linear_attention": "recurrence:GatedLinearAttention",
+    "kernel_delta_attention": "recurrence:KernelDeltaAttention",
+    "lightning_attention": "recurrence:LightningAttention",
+    "linear_attention": "recurrence:LinearAttention",
+    "state_space_v1": "selective_scan:StateSpaceV1",
+    "state_space_v2": "recurrence:StateSpaceV2",
+}
+"""The class of each operation, as `"room:name"`."""

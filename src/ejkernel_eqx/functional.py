@@ -4,6 +4,7 @@
 (`python -m tests.functional_stub`), gives editors and type checkers their signatures."""
 
 import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -12,39 +13,8 @@ from typing import Any, cast, TypeVar
 import jax.core
 
 from ._kernel import Kernel, make_plan, Plan, with_plan
+from ._operations import CLASSES
 from ._signatures import refusal
-from .attention import (
-    Attention,
-    BlockSparseAttention,
-    FlashAttention,
-    RingAttention,
-    ScaledDotProductAttention,
-)
-from .cells import Recurrent
-from .convolution import CausalConv1d
-from .latent import AbsorbedLatentAttention, MultiHeadLatentAttention
-from .losses import LinearCrossEntropy
-from .matmul import GroupedMatmul
-from .native_sparse import NativeSparseAttention, PagedNativeSparseAttention
-from .normalization import GatedRMSNorm, ResidualRMSNorm
-from .paged import (
-    PagedAttention,
-    PrefillPagedAttention,
-    RaggedDecodeAttention,
-    RaggedPagedAttention,
-    UnifiedAttention,
-)
-from .pooling import MeanPooling
-from .recurrence import (
-    DeltaRule,
-    GatedDeltaRule,
-    GatedLinearAttention,
-    KernelDeltaAttention,
-    LightningAttention,
-    LinearAttention,
-    StateSpaceV2,
-)
-from .selective_scan import StateSpaceV1
 
 MODULES_KEPT = 256
 """The maximum number of modules that functions cache; the least recently used one is dropped first."""
@@ -162,32 +132,14 @@ def _check_option(cls: type[Kernel], name: str, value: Any) -> None:
         ) from None
 
 
-attention = function_of(Attention)
-block_sparse_attention = function_of(BlockSparseAttention)
-flash_attention = function_of(FlashAttention)
-native_sparse_attention = function_of(NativeSparseAttention)
-ring_attention = function_of(RingAttention)
-scaled_dot_product_attention = function_of(ScaledDotProductAttention)
-causal_conv1d = function_of(CausalConv1d)
-gated_rms_norm = function_of(GatedRMSNorm)
-grouped_matmul = function_of(GroupedMatmul)
-linear_cross_entropy = function_of(LinearCrossEntropy)
-mean_pooling = function_of(MeanPooling)
-recurrent = function_of(Recurrent)
-residual_rms_norm = function_of(ResidualRMSNorm)
-paged_attention = function_of(PagedAttention)
-paged_native_sparse_attention = function_of(PagedNativeSparseAttention)
-prefill_paged_attention = function_of(PrefillPagedAttention)
-ragged_decode_attention = function_of(RaggedDecodeAttention)
-ragged_paged_attention = function_of(RaggedPagedAttention)
-unified_attention = function_of(UnifiedAttention)
-absorbed_latent_attention = function_of(AbsorbedLatentAttention)
-multi_head_latent_attention = function_of(MultiHeadLatentAttention)
-delta_rule = function_of(DeltaRule)
-gated_delta_rule = function_of(GatedDeltaRule)
-gated_linear_attention = function_of(GatedLinearAttention)
-kernel_delta_attention = function_of(KernelDeltaAttention)
-lightning_attention = function_of(LightningAttention)
-linear_attention = function_of(LinearAttention)
-state_space_v1 = function_of(StateSpaceV1)
-state_space_v2 = function_of(StateSpaceV2)
+def __getattr__(name: str) -> Callable[..., Any]:
+    """The function of an operation, made when it is first used."""
+    if name not in CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    room, _, cls = CLASSES[name].partition(":")
+    operation = getattr(importlib.import_module(f".{room}", __package__), cls)
+    return globals().setdefault(name, function_of(operation))
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *CLASSES])

@@ -90,6 +90,7 @@ rooms = ("attention", "cells", "convolution", "core", "custom", "latent", "losse
     "recurrence", "selective_scan", "sequences", "weights")
 loaded = [name for name in sys.modules if name.startswith(tuple(f"ejkernel_eqx.{room}" for room in rooms))]
 assert not loaded, loaded
+assert ejx.mean_pooling.operation == "mean_pooling" and "ejkernel_eqx.attention" not in sys.modules
 print(ejx.explain("third.party"), ejx.explain("gated_delta_rule"))
 variables = [variable.name for variable in ejx.env()]
 assert variables == [f"EJKERNEL_EQX_{name}" for name in ("CACHE_DIR", "CHECK_VALUES", "LAUNCH", "POLICY")], variables

@@ -5,7 +5,7 @@ import types
 import pytest
 
 import ejkernel_eqx as ejx
-from ejkernel_eqx import dispatch, Platform
+from ejkernel_eqx import _operations, dispatch, Platform
 from tests.dispatch import toy
 from tests.dispatch.toy import FastConfig, H200
 
@@ -26,6 +26,14 @@ def test_operations_and_their_order():
         match=r"^operation: expected one of .*, flash_attention, .*, received 'flash'; did you mean flash_attention\?$",
     ):
         ejx.kernel_registry.ordered("flash")
+
+
+def test_every_operation_has_a_class_and_a_family():
+    assert (
+        _operations.CLASSES.keys()
+        == _operations.OPERATIONS.keys()
+        == set(dir(ejx)) & set(_operations.OPERATIONS)
+    )
 
 
 def test_what_a_platform_must_answer():

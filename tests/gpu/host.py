@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import pytest
 
-from ejkernel_eqx.tuning.explain import example_problem_of
 from ejkernel_eqx.dispatch import device_facts, kernel_registry
+from ejkernel_eqx.tuning.explain import example_problem_of
 
 
 def on_host(function: Callable[..., Any], *arguments: Any) -> Any:

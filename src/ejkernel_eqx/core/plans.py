@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._kernel import as_inputs, Kernel, make_plan, Plan, settle
+from .._kernel import as_inputs, Kernel, kernels_of, make_plan, Plan, settle
 from ..dispatch import PlatformLike
 
 R = TypeVar("R")
@@ -26,10 +26,7 @@ def plan_of(
 
 def has_simulated(tree: Any) -> bool:
     """Whether a module holds an operation whose plan `is_simulated`."""
-    is_kernel = lambda node: isinstance(node, Kernel)
-    return any(
-        is_kernel(node) and node.plan.is_simulated for node in jax.tree.leaves(tree, is_leaf=is_kernel)
-    )
+    return any([kernel.plan.is_simulated for kernel in kernels_of(tree)])
 
 
 def again_for_gradients(function: Callable[..., R], modules: Any, policy: Any = None) -> Callable[..., R]:

@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from .platform import Platform
-from .records import Record
 from .workload import BOTH, FORWARD
 
 Key = tuple[Platform, str]
@@ -114,18 +113,3 @@ class ConfigCache:
 
 
 memory_cache = ConfigCache()
-
-
-def known_of(record: Record, config: Any | None, origin: str) -> Known:
-    """What a record says, with its configuration already built."""
-    if config is not None:
-        sizes = tuple(sorted(record.exact.get("dims", {}).items()))
-        return Known(config, tuple(sorted(record.ms.items())), origin, sizes=sizes)
-    reasons = [denied.reason for denied in record.denied]
-    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-    return Known(
-        None,
-        (),
-        origin,
-        f"every configuration was denied, {origin}: {reasons[0] if reasons else 'no reason'}{more}",
-    )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .cache_file import warn_once
-from .caches import known_of, Table
+from .caches import Known, Table
 from .config import from_dict
 from .records import Record
 from .registry import Implementation
@@ -20,6 +20,21 @@ def config_of(record: Record, implementation: Implementation) -> Any | None:
     except TypeError as error:  # a value of a type that the class does not accept
         raise ValueError(f"config: {error}") from None
     return config
+
+
+def known_of(record: Record, config: Any | None, origin: str) -> Known:
+    """What a record says, with its configuration already built."""
+    if config is not None:
+        sizes = tuple(sorted(record.exact.get("dims", {}).items()))
+        return Known(config, tuple(sorted(record.ms.items())), origin, sizes=sizes)
+    reasons = [denied.reason for denied in record.denied]
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    return Known(
+        None,
+        (),
+        origin,
+        f"every configuration was denied, {origin}: {reasons[0] if reasons else 'no reason'}{more}",
+    )
 
 
 def fitting(

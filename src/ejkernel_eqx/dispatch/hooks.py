@@ -1,4 +1,4 @@
-"""`PlatformHooks`: the questions that dispatch, the tuner and `explain` ask a platform, with the answers of a platform that has none of its own."""
+"""`PlatformHooks`: the questions that dispatch, the tuner and `explain` ask a platform, with default answers."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -8,9 +8,9 @@ import re
 
 from .cache_file import Content
 from .cache_file import PersistentCache as PersistentCache
-from .caches import known_of, memory_cache, Table
+from .caches import memory_cache, Table
 from .device import device_fingerprint, DeviceFacts
-from .entries import config_of, fitting
+from .entries import config_of, fitting, known_of
 from .environment import declare
 from .problem import Problem
 from .records import Denied as Denied

@@ -218,7 +218,7 @@ SOURCES: dict[str, tuple[Tier, Ask]] = {
     "near": (Tier.PERSISTENT, _transfer),
     "heuristic": (Tier.HEURISTIC, _heuristic),
 }
-"""The sources of a configuration in the order in which they are asked, each with its tier. If none answers, the error is the last tier."""
+"""The sources of a configuration in the order in which they are asked, each with its tier."""
 
 _WITHOUT_TUNER = tuple(source for source in SOURCES if source != "tuner")
 

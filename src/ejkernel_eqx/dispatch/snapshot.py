@@ -45,7 +45,7 @@ TABLES = {
     "user": Tier.PERSISTENT,
     "shipped": Tier.PERSISTENT,
 }
-"""The tables of a snapshot that answer for exactly a problem, the most trusted one first, and the tier of each."""
+"""The tables that answer for exactly a problem, the most trusted one first, and the tier of each."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -20,8 +20,7 @@ from ..dispatch import (
     Tier,
     to_dict,
 )
-from ..dispatch.caches import known_of
-from ..dispatch.entries import config_of
+from ..dispatch.entries import config_of, known_of
 from ..dispatch.persistent import made_with
 from .replace import map_plans, plans_of
 

@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 def attempted(function: Callable[[], R]) -> R | Exception:
-    """The result of a function, or the exception that it raised, of any kind: a candidate is arbitrary code."""
+    """The result of a function, or what it raised, of any kind: a candidate is arbitrary code."""
     try:
         return function()
     except Exception as error:
