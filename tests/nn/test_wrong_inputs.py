@@ -64,47 +64,86 @@ def _integers(layer):
     return jax.tree.map(lambda a: a.astype(jnp.int8), layer.init_state(ROWS))
 
 
-# Every layer over tokens: what it is called with -> the argument that the error names.
+# By the argument that the error names the values that are wrong for it, of every layer over tokens and then of some; beside rows `X`.
+VALUES: dict[str, dict[str, Any]] = {
+    "all": {
+        "x": lambda f: (
+            (X.tolist(), None, 1.0, IDS, *(_x(dtype=dtype) for dtype in (np.int32, bool, np.complex64)))
+            + (_x(EMBED), _x(ROWS, TOKENS, EMBED + 1))
+        ),
+        "padding_mask": lambda f: (
+            ([[True] * TOKENS] * ROWS, IDS, _x(ROWS, TOKENS))
+            + (_x(TOKENS, dtype=bool), _x(ROWS, 4, dtype=bool))
+        ),
+        "segment_ids": lambda f: (
+            [[0] * TOKENS] * ROWS,
+            _x(ROWS, TOKENS),
+            _x(ROWS, TOKENS, dtype=bool),
+            IDS[0],
+        ),
+    },
+    "recurrent": {
+        "state": lambda f: (
+            ({"conv": (), "recurrent": _x(2, 2)}, nn.KVCache.init(ROWS, 8, 2, 4), _x(2, 2))
+            + (f.init_state(3), f.init_state(()), _integers(f), nn.RecurrentState((), _x(2, 2).tolist()))
+        ),
+        "cu_seqlens": lambda f: (np.array([0, 5]),),
+    },
+    "attention": {
+        "cache": lambda f: (
+            ({"k": 0, "v": 0}, (_x(2, 8, 2, 12), _x(2, 8, 2, 12)), f.init_cache(3, 8))
+            + (nn.RecurrentState((), jnp.zeros(2)),)
+        ),
+        "padding_mask": lambda f: (np.array([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]], bool),),
+        "positions": lambda f: (
+            ([0, 1, 2, 3, 4], np.arange(5.0), np.array(3), np.arange(4))
+            + (_x(3, ROWS, TOKENS, dtype=np.int32), _x(ROWS, TOKENS, 1, dtype=np.int32))
+        ),
+        "mask": lambda f: (
+            ([[True] * TOKENS] * TOKENS, _x(TOKENS, TOKENS, dtype=np.int32), "causal")
+            + (_x(ROWS, TOKENS, TOKENS, dtype=bool), _x(TOKENS, 4, dtype=bool))
+        ),
+        "bias": lambda f: (
+            [0.0] * TOKENS,
+            _x(TOKENS, TOKENS, dtype=bool),
+            _x(TOKENS, 4),
+            _x(ROWS, TOKENS, TOKENS),
+        ),
+        "key": lambda f: (0, jax.random.split(KEY, 2)),
+        "inference": lambda f: ("no",),
+        "return_lse": lambda f: (1,),
+        "kv_padding_mask": lambda f: (_x(ROWS, TOKENS, dtype=bool),),
+        "kv_input": lambda f: (X,),
+    },
+    "cross": {
+        "kv_input": lambda f: (
+            (None, MEMORY.tolist(), MEMORY.astype(np.int32), _x(ROWS, 7, 21), _x(3, 7, 20)) + (_x(7, 20),)
+        ),
+    },
+    "conv": {"x": lambda f: (CHANNELS.tolist(), CHANNELS.astype(np.int32), _x(6), _x(2, 5, 7))},
+    "norm": {"x": lambda f: ([0.0] * 6, _x(2, 6, dtype=np.int32), np.float32(1), _x(2, 5))},
+}
+# Beside one row.
+PACKED: dict[str, dict[str, Any]] = {
+    "all": {"batch": lambda f: ({"lengths": [5]},)},
+    "recurrent": {
+        "cu_seqlens": lambda f: (
+            ([0, 3, 5], np.array([0.0, 5.0]), np.array([[0, 5]] * 2), np.zeros(0, np.int32))
+            + (np.array([0, 4, 2]), np.array([0, 9]))
+        ),
+    },
+    "attention": {"cu_seqlens": lambda f: ([0, TOKENS],)},
+}
+
+
+# Other calls of every layer over tokens: what it is called with -> the argument that the error names.
 CALLS: dict[str, tuple[Any, str]] = {
-    "x, a list": (lambda f: f(X.tolist()), "x"),
-    "x, nothing": (lambda f: f(None), "x"),
-    "x, a number": (lambda f: f(1.0), "x"),
-    "x, token ids": (lambda f: f(IDS), "x"),
-    "x, integers": (lambda f: f(_x(dtype=np.int32)), "x"),
-    "x, booleans": (lambda f: f(_x(dtype=bool)), "x"),
-    "x, complex": (lambda f: f(_x(dtype=np.complex64)), "x"),
-    "x, a vector": (lambda f: f(_x(EMBED)), "x"),
-    "x, other features": (lambda f: f(_x(ROWS, TOKENS, EMBED + 1)), "x"),
-    "mask, a list": (lambda f: f(X, padding_mask=[[True] * TOKENS] * ROWS), "padding_mask"),
-    "mask, integers": (lambda f: f(X, padding_mask=IDS), "padding_mask"),
-    "mask, floats": (lambda f: f(X, padding_mask=_x(ROWS, TOKENS)), "padding_mask"),
-    "mask, one row": (lambda f: f(X, padding_mask=_x(TOKENS, dtype=bool)), "padding_mask"),
-    "mask, other length": (lambda f: f(X, padding_mask=_x(ROWS, 4, dtype=bool)), "padding_mask"),
-    "ids, a list": (lambda f: f(X, segment_ids=[[0] * TOKENS] * ROWS), "segment_ids"),
-    "ids, floats": (lambda f: f(X, segment_ids=_x(ROWS, TOKENS)), "segment_ids"),
-    "ids, booleans": (lambda f: f(X, segment_ids=_x(ROWS, TOKENS, dtype=bool)), "segment_ids"),
-    "ids, one row": (lambda f: f(X, segment_ids=_x(TOKENS, dtype=np.int32)), "segment_ids"),
-    "batch, a dict": (lambda f: f(ROW, batch={"lengths": [5]}), "batch"),
     "batch, rows": (lambda f: f(X, batch=_batch()), "x"),
     "batch, a list": (lambda f: f(ROW.tolist(), batch=_batch()), "x"),
     "batch, a mask": (lambda f: f(ROW, batch=_batch(), padding_mask=_x(TOKENS, dtype=bool)), "padding_mask"),
 }
 # Every recurrent layer.
 STATES: dict[str, tuple[Any, str]] = {
-    "state, a dict": (lambda f: f(X, {"conv": (), "recurrent": _x(2, 2)}), "state"),
-    "state, a cache": (lambda f: f(X, nn.KVCache.init(ROWS, 8, 2, 4)), "state"),
-    "state, an array": (lambda f: f(X, _x(2, 2)), "state"),
-    "state, other rows": (lambda f: f(X, f.init_state(3)), "state"),
-    "state, no rows": (lambda f: f(X, f.init_state(())), "state"),
-    "state, integers": (lambda f: f(X, _integers(f)), "state"),
-    "state, lists": (lambda f: f(X, nn.RecurrentState((), _x(2, 2).tolist())), "state"),
-    "offsets, a list": (lambda f: f(ROW, cu_seqlens=[0, 3, 5]), "cu_seqlens"),
-    "offsets, floats": (lambda f: f(ROW, cu_seqlens=np.array([0.0, 5.0])), "cu_seqlens"),
-    "offsets, two rows": (lambda f: f(ROW, cu_seqlens=np.array([[0, 5]] * 2)), "cu_seqlens"),
-    "offsets, none": (lambda f: f(ROW, cu_seqlens=np.zeros(0, np.int32)), "cu_seqlens"),
-    "offsets, decreasing": (lambda f: f(ROW, cu_seqlens=np.array([0, 4, 2])), "cu_seqlens"),
-    "offsets, too long": (lambda f: f(ROW, cu_seqlens=np.array([0, 9])), "cu_seqlens"),
-    "offsets with rows": (lambda f: f(X, cu_seqlens=np.array([0, 5])), "cu_seqlens"),
     "offsets with ids": (
         lambda f: f(ROW, cu_seqlens=np.array([0, 5]), segment_ids=_x(TOKENS, dtype=np.int32)),
         "cu_seqlens",
@@ -126,10 +165,6 @@ STATES: dict[str, tuple[Any, str]] = {
 }
 # The attention layer.
 ATTENTION: dict[str, tuple[Any, str]] = {
-    "cache, a dict": (lambda f: f(X, {"k": 0, "v": 0}), "cache"),
-    "cache, a tuple": (lambda f: f(X, (_x(2, 8, 2, 12), _x(2, 8, 2, 12))), "cache"),
-    "cache, a state": (lambda f: f(X, nn.RecurrentState((), jnp.zeros(2))), "cache"),
-    "cache, other rows": (lambda f: f(X, f.init_cache(3, 8)), "cache"),
     "cache, full": (lambda f: f(X, f.init_cache(ROWS, 3)), "k_new"),
     "cache, other heads": (lambda f: f(X, nn.KVCache.init(ROWS, 8, 1, 12)), "k_new"),
     "cache of integers": (
@@ -153,40 +188,11 @@ ATTENTION: dict[str, tuple[Any, str]] = {
         lambda f: f(ROW, f.init_paged_cache(2, 4), batch=_batch(), inference="yes"),
         "inference",
     ),
-    "mask with a hole": (
-        lambda f: f(X, padding_mask=np.array([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]], bool)),
-        "padding_mask",
-    ),
     "mask with a hole, cached": (
         lambda f: f(X, f.init_cache(ROWS, 8), padding_mask=np.array([[1, 0, 1, 1, 1]] * 2, bool)),
         "padding_mask",
     ),
-    "positions, a list": (lambda f: f(X, positions=[0, 1, 2, 3, 4]), "positions"),
-    "positions, floats": (lambda f: f(X, positions=np.arange(5.0)), "positions"),
-    "positions, a number": (lambda f: f(X, positions=np.array(3)), "positions"),
-    "positions, three axes": (lambda f: f(X, positions=_x(3, ROWS, TOKENS, dtype=np.int32)), "positions"),
-    "positions, an axis behind": (lambda f: f(X, positions=_x(ROWS, TOKENS, 1, dtype=np.int32)), "positions"),
-    "positions, other length": (lambda f: f(X, positions=np.arange(4)), "positions"),
-    "scores, a mask a row": (lambda f: f(X, mask=_x(ROWS, TOKENS, TOKENS, dtype=bool)), "mask"),
-    "scores, a list": (lambda f: f(X, mask=[[True] * TOKENS] * TOKENS), "mask"),
-    "scores, integers": (lambda f: f(X, mask=_x(TOKENS, TOKENS, dtype=np.int32)), "mask"),
-    "scores, a word": (lambda f: f(X, mask="causal"), "mask"),
-    "scores, other length": (lambda f: f(X, mask=_x(TOKENS, 4, dtype=bool)), "mask"),
-    "bias, a row each": (lambda f: f(X, bias=_x(ROWS, TOKENS, TOKENS)), "bias"),
-    "bias, a list": (lambda f: f(X, bias=[0.0] * TOKENS), "bias"),
-    "bias, booleans": (lambda f: f(X, bias=_x(TOKENS, TOKENS, dtype=bool)), "bias"),
-    "bias, other length": (lambda f: f(X, bias=_x(TOKENS, 4)), "bias"),
-    "key, a number": (lambda f: f(X, key=0), "key"),
-    "key, several": (lambda f: f(X, key=jax.random.split(KEY, 2)), "key"),
-    "inference, a word": (lambda f: f(X, inference="no"), "inference"),
-    "return_lse, a number": (lambda f: f(X, return_lse=1), "return_lse"),
-    "offsets, a list": (lambda f: f(ROW, cu_seqlens=[0, TOKENS]), "cu_seqlens"),
     "from Equinox, another layer": (lambda f: f.from_equinox(eqx.nn.Linear(2, 2, key=KEY)), "attention"),
-    "kv_padding_mask alone": (
-        lambda f: f(X, kv_padding_mask=_x(ROWS, TOKENS, dtype=bool)),
-        "kv_padding_mask",
-    ),
-    "kv_input in a causal layer": (lambda f: f(X, kv_input=X), "kv_input"),
     "init_cache, words": (lambda f: f.init_cache("2", 8), "batch_shape"),
     "init_cache, negative": (lambda f: f.init_cache(-2, 8), "batch_shape"),
     "init_cache, no tokens": (lambda f: f.init_cache(2, 0), "max_length"),
@@ -200,12 +206,6 @@ ATTENTION: dict[str, tuple[Any, str]] = {
     "init_paged_cache, scales": (lambda f: f.init_paged_cache(2, 4, scales="row"), "scales"),
 }
 CROSS: dict[str, tuple[Any, str]] = {
-    "kv_input missing": (lambda f: f(X), "kv_input"),
-    "kv_input, a list": (lambda f: f(X, kv_input=MEMORY.tolist()), "kv_input"),
-    "kv_input, integers": (lambda f: f(X, kv_input=_x(ROWS, 7, 20, dtype=np.int32)), "kv_input"),
-    "kv_input, other features": (lambda f: f(X, kv_input=_x(ROWS, 7, 21)), "kv_input"),
-    "kv_input, other rows": (lambda f: f(X, kv_input=_x(3, 7, 20)), "kv_input"),
-    "kv_input, one row": (lambda f: f(X, kv_input=_x(7, 20)), "kv_input"),
     "kv_padding_mask, integers": (
         lambda f: f(X, kv_input=MEMORY, kv_padding_mask=_x(ROWS, 7, dtype=np.int32)),
         "kv_padding_mask",
@@ -223,10 +223,6 @@ BOTH_WAYS: dict[str, tuple[Any, str]] = {
     "pages": (lambda f: f(ROW, f.init_paged_cache(2, 4), batch=_batch()), "batch"),
 }
 CONV: dict[str, tuple[Any, str]] = {
-    "x, a list": (lambda f: f(CHANNELS.tolist()), "x"),
-    "x, integers": (lambda f: f(_x(2, 5, 6, dtype=np.int32)), "x"),
-    "x, a vector": (lambda f: f(_x(6)), "x"),
-    "x, other channels": (lambda f: f(_x(2, 5, 7)), "x"),
     "state, a dict": (lambda f: f(CHANNELS, {}), "state"),
     "state, integers": (lambda f: f(CHANNELS, _x(2, 3, 6, dtype=np.int32)), "state"),
     "state, other rows": (lambda f: f(CHANNELS, _x(3, 3, 6)), "initial_state"),
@@ -253,10 +249,6 @@ CONV: dict[str, tuple[Any, str]] = {
     ),
 }
 NORM: dict[str, tuple[Any, str]] = {
-    "x, a list": (lambda f: f([0.0] * 6), "x"),
-    "x, integers": (lambda f: f(_x(2, 6, dtype=np.int32)), "x"),
-    "x, a number": (lambda f: f(np.float32(1)), "x"),
-    "x, other features": (lambda f: f(_x(2, 5)), "x"),
     "z, a list": (lambda f: f(_x(2, 6), [[0.0] * 6] * 2), "z"),
     "z, booleans": (lambda f: f(_x(2, 6), _x(2, 6, dtype=bool)), "z"),
     "z, other shape": (lambda f: f(_x(2, 6), _x(6)), "z"),
@@ -445,7 +437,26 @@ def _says(call, argument):
     assert re.match(form, str(caught.value), re.DOTALL), str(caught.value)
 
 
-@pytest.mark.few(93)
+def _values():
+    for name in ("attention", *RECURRENT, "cross", "conv", "norm"):
+        own = ["recurrent" if name in RECURRENT else name]
+        for group in own if name in ("cross", "conv", "norm") else ["all", *own]:
+            for x, tables in ((X, VALUES), (ROW, PACKED)):
+                yield from (
+                    pytest.param(name, x, argument, values, id=f"{name}: {argument} of {group}, {x.ndim}")
+                    for argument, values in tables.get(group, {}).items()
+                )
+
+
+@pytest.mark.few(30)
+@pytest.mark.parametrize("name, x, argument, values", list(_values()))
+def test_values(name, x, argument, values):
+    layer = _layer(name)
+    for wrong in values(layer):
+        _says(lambda wrong=wrong: layer(**{"x": x, argument: wrong}), argument)
+
+
+@pytest.mark.few(50)
 @pytest.mark.parametrize("name, table, case", [pytest.param(*c, id=f"{c[0]}: {c[2]}") for c in _calls()])
 def test_calls(name, table, case):
     call, argument = table[case]
