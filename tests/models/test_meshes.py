@@ -61,8 +61,7 @@ def test_shardings_that_are_none(sharding, message, tmp_path):
     [
         ("explicit", "qwen2", "triton-interpret"),
         ("explicit without context", "mamba2", "triton-interpret"),
-        ("explicit without context", "mixtral", "xla"),
-        ("automatic", "qwen2", "xla"),
+        ("automatic", "mixtral", "xla"),
     ],
 )
 def test_a_published_model_runs_on_a_mesh(kind, name, platform, tmp_path):
@@ -70,7 +69,7 @@ def test_a_published_model_runs_on_a_mesh(kind, name, platform, tmp_path):
         pytest.importorskip("triton")
     mesh, folder = meshes.mesh_of(kind), folder_of(name, tmp_path)
     load = lambda **options: ejx.models.from_pretrained(folder, dtype="float32", **options)
-    continued = lambda *given: ejx.models.generate(*given, max_new_tokens=4, stop_tokens=())
+    continued = lambda *given: ejx.models.generate(*given, max_new_tokens=3, stop_tokens=())
     alone = continued(load(), tokens())
     ids = meshes.place(mesh, jnp.asarray(tokens()), P(ROWS, None))
     with meshes.context(kind, mesh):

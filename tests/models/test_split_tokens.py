@@ -138,26 +138,25 @@ def test_only_weights_and_states_are_gathered(recipe):
 
 
 GLA, DELTA = "gated_linear_attention", "gated_delta_net"
-KDA, LIGHTNING = "kimi_delta_attention", "lightning_attention"
+KDA, LIGHTNING, SPARSE = "kimi_delta_attention", "lightning_attention", "native_sparse_attention"
 XLA, OPAQUE, LOOP = {"platform": "xla"}, {"platform": "triton-interpret"}, {"scan_layers": True}
 IN_CONTEXT, AUTOMATIC = "explicit in context", "automatic in context"
 # Kind of mesh, sizes of its axes, mixers, experts or none, options. A mesh has three axes, some of one device.
 NUMBERS: list[tuple[str, dict[str, int], tuple[str, ...], Any, dict[str, Any]]] = [
-    (IN_CONTEXT, {"data": 2}, ("latent_attention", "native_sparse_attention", "mamba1"), None, OPAQUE),
     (IN_CONTEXT, {"sequence": 2}, ("attention", LIGHTNING), EXPERTS, OPAQUE | LOOP),
-    ("explicit", {"sequence": 2}, ("mamba1", DELTA), None, OPAQUE | {"remat": "kernels"}),
-    ("explicit", {"sequence": 2}, (KDA, "mamba2", GLA), None, OPAQUE),
-    ("explicit", {"tensor": 2}, ("latent_attention", "native_sparse_attention", DELTA), EXPERTS, OPAQUE),
-    ("explicit", {"tensor": 2}, ("mamba1", LIGHTNING, GLA, KDA), None, OPAQUE | LOOP),
+    ("explicit", {"tensor": 2}, (DELTA, KDA), None, OPAQUE),
+    ("explicit", {"sequence": 2, "tensor": 2}, ("latent_attention", SPARSE), None, OPAQUE),
+    ("explicit", {"data": 2, "sequence": 2}, ("mamba1", GLA), None, OPAQUE | {"remat": "kernels"}),
     ("explicit", {"data": 2, "sequence": 2, "tensor": 2}, ("attention",), EXPERTS, OPAQUE),
     (AUTOMATIC, {"data": 2, "sequence": 2}, ("attention", "mamba2"), None, XLA | LOOP),
 ]
 PACKED = np.sort(np.random.default_rng(1).integers(0, 3, (ROWS, TOKENS)), axis=1).astype(np.int32)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "kind, sizes, mixers, mlp, options", NUMBERS, ids=lambda x: "experts" if x is EXPERTS else str(x)
+    "kind, sizes, mixers, mlp, options",
+    [NUMBERS[0], *(pytest.param(*row, marks=pytest.mark.slow) for row in NUMBERS[1:])],
+    ids=lambda x: "experts" if x is EXPERTS else str(x),
 )
 def test_numbers_of_one_device(recipe, kind, sizes, mixers, mlp, options):
     """Interpreted kernels are as opaque to JAX as those of a GPU. The loop over layers carries the residual, whose type names every axis."""

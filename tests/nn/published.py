@@ -14,10 +14,6 @@ def inverse_frequencies(dim, theta):
     return np.array([1.0 / theta ** (2 * i / dim) for i in range(dim // 2)])
 
 
-def linear_scaled(dim, theta, factor):
-    return inverse_frequencies(dim, theta) / factor
-
-
 def llama3_scaled(dim, theta, factor, low, high, original):
     """`apply_scaling` of Meta's llama-models."""
     scaled = []
@@ -100,50 +96,38 @@ def output(w, x):
     return y + w["o_proj.bias"][None] if "o_proj.bias" in w else y
 
 
+def qkv(w, x, num_heads, num_kv_heads):
+    counts = {"q_proj": num_heads, "k_proj": num_kv_heads, "v_proj": num_kv_heads}
+    return tuple(heads(w, name, x, count) for name, count in counts.items())
+
+
+def turned(frequencies, *parts, magnitude=1.0):
+    return tuple(rotate_halves(part, frequencies, np.arange(len(part)), magnitude) for part in parts)
+
+
 def llama3(w, x, *, num_heads, num_kv_heads, theta=500000.0, scaling=(8.0, 1.0, 4.0, 8192)):
-    q, k, v = (
-        heads(w, "q_proj", x, num_heads),
-        heads(w, "k_proj", x, num_kv_heads),
-        heads(w, "v_proj", x, num_kv_heads),
-    )
-    frequencies = llama3_scaled(q.shape[-1], theta, *scaling)
-    p = np.arange(len(x))
-    q, k = rotate_halves(q, frequencies, p), rotate_halves(k, frequencies, p)
+    q, k, v = qkv(w, x, num_heads, num_kv_heads)
+    q, k = turned(llama3_scaled(q.shape[-1], theta, *scaling), q, k)
     return output(w, attend(q, k, v, q.shape[-1] ** -0.5))
 
 
 def mistral(w, x, *, num_heads, num_kv_heads, window, theta=10000.0):
-    q, k, v = (
-        heads(w, "q_proj", x, num_heads),
-        heads(w, "k_proj", x, num_kv_heads),
-        heads(w, "v_proj", x, num_kv_heads),
-    )
-    frequencies, p = inverse_frequencies(q.shape[-1], theta), np.arange(len(x))
-    q, k = rotate_halves(q, frequencies, p), rotate_halves(k, frequencies, p)
+    q, k, v = qkv(w, x, num_heads, num_kv_heads)
+    q, k = turned(inverse_frequencies(q.shape[-1], theta), q, k)
     return output(w, attend(q, k, v, q.shape[-1] ** -0.5, window=window))
 
 
 def gemma2(w, x, *, num_heads, num_kv_heads, query_pre_attn_scalar, window, cap=50.0, theta=10000.0):
     """`window` is `None` in every second layer."""
-    q, k, v = (
-        heads(w, "q_proj", x, num_heads),
-        heads(w, "k_proj", x, num_kv_heads),
-        heads(w, "v_proj", x, num_kv_heads),
-    )
-    frequencies, p = inverse_frequencies(q.shape[-1], theta), np.arange(len(x))
-    q, k = rotate_halves(q, frequencies, p), rotate_halves(k, frequencies, p)
+    q, k, v = qkv(w, x, num_heads, num_kv_heads)
+    q, k = turned(inverse_frequencies(q.shape[-1], theta), q, k)
     return output(w, attend(q, k, v, query_pre_attn_scalar**-0.5, window=window, cap=cap))
 
 
 def qwen3(w, x, *, num_heads, num_kv_heads, theta=1000000.0, eps=1e-6):
-    q, k, v = (
-        heads(w, "q_proj", x, num_heads),
-        heads(w, "k_proj", x, num_kv_heads),
-        heads(w, "v_proj", x, num_kv_heads),
-    )
+    q, k, v = qkv(w, x, num_heads, num_kv_heads)
     q, k = rms_norm(q, w["q_norm.weight"], eps), rms_norm(k, w["k_norm.weight"], eps)
-    frequencies, p = inverse_frequencies(q.shape[-1], theta), np.arange(len(x))
-    q, k = rotate_halves(q, frequencies, p), rotate_halves(k, frequencies, p)
+    q, k = turned(inverse_frequencies(q.shape[-1], theta), q, k)
     return output(w, attend(q, k, v, q.shape[-1] ** -0.5))
 
 
@@ -152,21 +136,15 @@ def olmo2(w, x, *, num_heads, num_kv_heads, theta=10000.0, eps=1e-6):
     q, k = (heads(w, name, x, 1) for name in ("q_proj", "k_proj"))
     q, k = rms_norm(q, w["q_norm.weight"], eps), rms_norm(k, w["k_norm.weight"], eps)
     q, k = q.reshape(len(x), num_heads, -1), k.reshape(len(x), num_kv_heads, -1)
-    frequencies, p = inverse_frequencies(q.shape[-1], theta), np.arange(len(x))
-    q, k = rotate_halves(q, frequencies, p), rotate_halves(k, frequencies, p)
+    q, k = turned(inverse_frequencies(q.shape[-1], theta), q, k)
     return output(w, attend(q, k, heads(w, "v_proj", x, num_kv_heads), q.shape[-1] ** -0.5))
 
 
 def gpt_oss(w, x, *, num_heads, num_kv_heads, window, theta=150000.0, factor=32.0, original=4096):
     """`window` is 128 in every second layer, `None` in the others."""
-    q, k, v = (
-        heads(w, "q_proj", x, num_heads),
-        heads(w, "k_proj", x, num_kv_heads),
-        heads(w, "v_proj", x, num_kv_heads),
-    )
+    q, k, v = qkv(w, x, num_heads, num_kv_heads)
     frequencies = yarn_scaled(q.shape[-1], theta, factor, original, 32.0, 1.0, truncate=False)
-    magnitude, p = 0.1 * math.log(factor) + 1.0, np.arange(len(x))
-    q, k = (rotate_halves(a, frequencies, p, magnitude) for a in (q, k))
+    q, k = turned(frequencies, q, k, magnitude=0.1 * math.log(factor) + 1.0)
     return output(w, attend(q, k, v, q.shape[-1] ** -0.5, window=window, sinks=w["sinks"]))
 
 

@@ -34,10 +34,10 @@ class Calls(list):
 
 
 def counted(calls) -> MultiHeadAttention:
-    layer = MultiHeadAttention(16, num_heads=2, key=jax.random.key(0))
-    return eqx.tree_at(lambda m: m.o_proj, layer, Counted(layer.o_proj, calls))
+    return eqx.tree_at(lambda m: m.o_proj, LAYER, Counted(LAYER.o_proj, calls))
 
 
+LAYER = MultiHeadAttention(16, num_heads=2, key=jax.random.key(0))
 X = jax.random.normal(jax.random.key(1), (2, 5, 16))
 
 
@@ -71,22 +71,21 @@ def test_fields_without_a_hash():
 
 
 def test_nothing_is_compiled_apart_in_a_trace():
-    layer = MultiHeadAttention(16, num_heads=2, key=jax.random.key(0))
+    layer = LAYER
     program = lambda function: str(eqx.filter_make_jaxpr(function)(layer, X)[0])
     assert "_program" not in program(lambda layer, x: layer(x))
     assert "_program" not in str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(layer(x))))(X))
 
 
 def test_true_is_not_one():
-    layer = MultiHeadAttention(16, num_heads=2, key=jax.random.key(0))
-    layer(X, return_lse=True)
+    LAYER(X, return_lse=True)
     with pytest.raises((ValueError, TypeError), match="return_lse"):
-        layer(X, return_lse=1)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        LAYER(X, return_lse=1)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_values_are_checked_at_every_call():
     """Also at those that trace nothing, and of arrays of NumPy."""
-    layer = MultiHeadAttention(16, num_heads=2, key=jax.random.key(0))
+    layer = LAYER
     right = np.array([[True, True, True, False, False]] * 2)
     wrong = np.array([[True, False, True, False, False]] * 2)
     for convert in (jnp.asarray, np.asarray):

@@ -141,7 +141,6 @@ def test_gradient_passes_through():
 
 
 def test_two_ways_to_say_what_is_real():
+    both = {"new_lengths": jnp.ones(3, jnp.int32), "mask": jnp.ones((3, 2), bool)}
     with pytest.raises(ValueError, match="new_lengths, mask: expected at most one"):
-        KVCache.init((3,), 5, 2, 4).append(
-            *_new(2), new_lengths=jnp.ones(3, jnp.int32), mask=jnp.ones((3, 2), bool)
-        )
+        KVCache.init((3,), 5, 2, 4).append(*_new(2), **both)

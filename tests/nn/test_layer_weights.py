@@ -17,23 +17,13 @@ from tests.tolerances import assert_close
 
 NAMES = ("attention", *RECURRENT)
 LINEARS = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mamba": ("in_proj", "x_proj", "dt_proj", "out_proj"),
-    "mamba2": ("in_proj", "out_proj"),
-    "gla": ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0", "gk_proj.1", "o_proj"),
-    "lightning": ("qkv_proj", "output_gate", "out_proj"),
-    "kimi": (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "f_a_proj",
-        "f_b_proj",
-        "b_proj",
-        "g_a_proj",
-        "g_b_proj",
-        "o_proj",
-    ),
-    "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "attention": "q_proj k_proj v_proj o_proj".split(),
+    "mamba": "in_proj x_proj dt_proj out_proj".split(),
+    "mamba2": "in_proj out_proj".split(),
+    "gla": "q_proj k_proj v_proj g_proj gk_proj.0 gk_proj.1 o_proj".split(),
+    "lightning": "qkv_proj output_gate out_proj".split(),
+    "kimi": "q_proj k_proj v_proj f_a_proj f_b_proj b_proj g_a_proj g_b_proj o_proj".split(),
+    "qwen3-next": "in_proj_qkvz in_proj_ba out_proj".split(),
 }
 RANK = 2
 

@@ -43,18 +43,6 @@ def _same(actual, expected, what):
         assert_close(ours, theirs, name=what)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", LAYERS)
-def test_prefill_in_chunks_and_steps_equal_the_full_pass(name):
-    layer, x, ys, states = _expected(name)
-    assert_close(call(layer, x), ys, name=name)
-    first, state = call(layer, x[:, :6], layer.init_state(ROWS))
-    _same(state, _row(states, 5), f"{name}, state after six tokens")
-    second, state = call(layer, x[:, 6:], state)
-    assert_close(jnp.concatenate([first, second], axis=1), ys, name=name)
-    _same(state, _row(states, -1), f"{name}, last state")
-
-
 @pytest.mark.parametrize("name", ["kimi", "qwen3-next"])
 def test_another_recurrence_normalises_as_it_says(name):
     """Short convolutions normalise queries and keys for a recurrence that would, and for no other."""
@@ -65,10 +53,10 @@ def test_another_recurrence_normalises_as_it_says(name):
 
 def _padded(x, before, lengths, width):
     """Rows with NaN around their first `lengths` tokens, and where these are."""
-    padded, real = np.full((len(x), width, x.shape[-1]), np.nan, np.float32), np.zeros((len(x), width), bool)
-    for row, (start, n) in enumerate(zip(before, lengths)):
-        padded[row, start : start + n] = x[row, :n]
-        real[row, start : start + n] = True
+    place = np.arange(width) - np.asarray(before)[:, None]
+    real = (place >= 0) & (place < np.asarray(lengths)[:, None])
+    padded = np.full((len(x), width, x.shape[-1]), np.nan, np.float32)
+    padded[real] = np.concatenate([row[:n] for row, n in zip(np.asarray(x), lengths)])
     return jnp.asarray(padded), jnp.asarray(real)
 
 

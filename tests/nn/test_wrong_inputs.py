@@ -28,23 +28,26 @@ def _attention(**options):
     return jax.tree.map(ones, eqx.filter_eval_shape(make))
 
 
+LAYERS = {
+    "attention": lambda: _attention(rope=nn.RotaryEmbedding(EMBED // HEADS)),
+    "cross": lambda: _attention(causal=False, kv_embed_dim=20),
+    "both ways": lambda: _attention(causal=False),
+    "conv": lambda: nn.ShortConvolution(6, key=KEY),
+    "norm": lambda: nn.GatedRMSNorm(6),
+}
+
+
 @functools.cache
 def _layer(name):
-    if name == "attention":
-        return _attention(rope=nn.RotaryEmbedding(EMBED // HEADS))
-    if name == "cross":
-        return _attention(causal=False, kv_embed_dim=20)
-    if name == "both ways":
-        return _attention(causal=False)
-    if name == "conv":
-        return nn.ShortConvolution(6, key=KEY)
-    if name == "norm":
-        return nn.GatedRMSNorm(6)
-    return build(name)
+    return LAYERS[name]() if name in LAYERS else build(name)
 
 
 def _x(*shape, dtype=np.float32):
     return np.ones(shape or (ROWS, TOKENS, EMBED), dtype)
+
+
+X, ROW, IDS, MEMORY = _x(), _x(TOKENS, EMBED), _x(ROWS, TOKENS, dtype=np.int32), _x(ROWS, 7, 20)
+CHANNELS, POOL = _x(2, 5, 6), _x(4, 3, 6)
 
 
 def _batch(slots=(0, 1), **changes):
@@ -61,66 +64,99 @@ def _integers(layer):
     return jax.tree.map(lambda a: a.astype(jnp.int8), layer.init_state(ROWS))
 
 
-# Every layer over tokens: what it is called with -> the argument that the error names.
+# By the argument that the error names the values that are wrong for it, of every layer over tokens and then of some; beside rows `X`.
+VALUES: dict[str, dict[str, Any]] = {
+    "all": {
+        "x": lambda f: (
+            (X.tolist(), None, 1.0, IDS, *(_x(dtype=dtype) for dtype in (np.int32, bool, np.complex64)))
+            + (_x(EMBED), _x(ROWS, TOKENS, EMBED + 1))
+        ),
+        "padding_mask": lambda f: (
+            ([[True] * TOKENS] * ROWS, IDS, _x(ROWS, TOKENS))
+            + (_x(TOKENS, dtype=bool), _x(ROWS, 4, dtype=bool))
+        ),
+        "segment_ids": lambda f: (
+            [[0] * TOKENS] * ROWS,
+            _x(ROWS, TOKENS),
+            _x(ROWS, TOKENS, dtype=bool),
+            IDS[0],
+        ),
+    },
+    "recurrent": {
+        "state": lambda f: (
+            ({"conv": (), "recurrent": _x(2, 2)}, nn.KVCache.init(ROWS, 8, 2, 4), _x(2, 2))
+            + (f.init_state(3), f.init_state(()), _integers(f), nn.RecurrentState((), _x(2, 2).tolist()))
+        ),
+        "cu_seqlens": lambda f: (np.array([0, 5]),),
+    },
+    "attention": {
+        "cache": lambda f: (
+            ({"k": 0, "v": 0}, (_x(2, 8, 2, 12), _x(2, 8, 2, 12)), f.init_cache(3, 8))
+            + (nn.RecurrentState((), jnp.zeros(2)),)
+        ),
+        "padding_mask": lambda f: (np.array([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]], bool),),
+        "positions": lambda f: (
+            ([0, 1, 2, 3, 4], np.arange(5.0), np.array(3), np.arange(4))
+            + (_x(3, ROWS, TOKENS, dtype=np.int32), _x(ROWS, TOKENS, 1, dtype=np.int32))
+        ),
+        "mask": lambda f: (
+            ([[True] * TOKENS] * TOKENS, _x(TOKENS, TOKENS, dtype=np.int32), "causal")
+            + (_x(ROWS, TOKENS, TOKENS, dtype=bool), _x(TOKENS, 4, dtype=bool))
+        ),
+        "bias": lambda f: (
+            [0.0] * TOKENS,
+            _x(TOKENS, TOKENS, dtype=bool),
+            _x(TOKENS, 4),
+            _x(ROWS, TOKENS, TOKENS),
+        ),
+        "key": lambda f: (0, jax.random.split(KEY, 2)),
+        "inference": lambda f: ("no",),
+        "return_lse": lambda f: (1,),
+        "kv_padding_mask": lambda f: (_x(ROWS, TOKENS, dtype=bool),),
+        "kv_input": lambda f: (X,),
+    },
+    "cross": {
+        "kv_input": lambda f: (
+            (None, MEMORY.tolist(), MEMORY.astype(np.int32), _x(ROWS, 7, 21), _x(3, 7, 20)) + (_x(7, 20),)
+        ),
+    },
+    "conv": {"x": lambda f: (CHANNELS.tolist(), CHANNELS.astype(np.int32), _x(6), _x(2, 5, 7))},
+    "norm": {"x": lambda f: ([0.0] * 6, _x(2, 6, dtype=np.int32), np.float32(1), _x(2, 5))},
+}
+# Beside one row.
+PACKED: dict[str, dict[str, Any]] = {
+    "all": {"batch": lambda f: ({"lengths": [5]},)},
+    "recurrent": {
+        "cu_seqlens": lambda f: (
+            ([0, 3, 5], np.array([0.0, 5.0]), np.array([[0, 5]] * 2), np.zeros(0, np.int32))
+            + (np.array([0, 4, 2]), np.array([0, 9]))
+        ),
+    },
+    "attention": {"cu_seqlens": lambda f: ([0, TOKENS],)},
+}
+
+
+# Other calls of every layer over tokens: what it is called with -> the argument that the error names.
 CALLS: dict[str, tuple[Any, str]] = {
-    "x, a list": (lambda f: f(_x().tolist()), "x"),
-    "x, nothing": (lambda f: f(None), "x"),
-    "x, a number": (lambda f: f(1.0), "x"),
-    "x, token ids": (lambda f: f(_x(ROWS, TOKENS, dtype=np.int32)), "x"),
-    "x, integers": (lambda f: f(_x(dtype=np.int32)), "x"),
-    "x, booleans": (lambda f: f(_x(dtype=bool)), "x"),
-    "x, complex": (lambda f: f(_x(dtype=np.complex64)), "x"),
-    "x, a vector": (lambda f: f(_x(EMBED)), "x"),
-    "x, other features": (lambda f: f(_x(ROWS, TOKENS, EMBED + 1)), "x"),
-    "mask, a list": (lambda f: f(_x(), padding_mask=[[True] * TOKENS] * ROWS), "padding_mask"),
-    "mask, integers": (lambda f: f(_x(), padding_mask=_x(ROWS, TOKENS, dtype=np.int32)), "padding_mask"),
-    "mask, floats": (lambda f: f(_x(), padding_mask=_x(ROWS, TOKENS)), "padding_mask"),
-    "mask, one row": (lambda f: f(_x(), padding_mask=_x(TOKENS, dtype=bool)), "padding_mask"),
-    "mask, other length": (lambda f: f(_x(), padding_mask=_x(ROWS, 4, dtype=bool)), "padding_mask"),
-    "ids, a list": (lambda f: f(_x(), segment_ids=[[0] * TOKENS] * ROWS), "segment_ids"),
-    "ids, floats": (lambda f: f(_x(), segment_ids=_x(ROWS, TOKENS)), "segment_ids"),
-    "ids, booleans": (lambda f: f(_x(), segment_ids=_x(ROWS, TOKENS, dtype=bool)), "segment_ids"),
-    "ids, one row": (lambda f: f(_x(), segment_ids=_x(TOKENS, dtype=np.int32)), "segment_ids"),
-    "batch, a dict": (lambda f: f(_x(TOKENS, EMBED), batch={"lengths": [5]}), "batch"),
-    "batch, rows": (lambda f: f(_x(), batch=_batch()), "x"),
-    "batch, a list": (lambda f: f(_x(TOKENS, EMBED).tolist(), batch=_batch()), "x"),
-    "batch, a mask": (
-        lambda f: f(_x(TOKENS, EMBED), batch=_batch(), padding_mask=_x(TOKENS, dtype=bool)),
-        "padding_mask",
-    ),
+    "batch, rows": (lambda f: f(X, batch=_batch()), "x"),
+    "batch, a list": (lambda f: f(ROW.tolist(), batch=_batch()), "x"),
+    "batch, a mask": (lambda f: f(ROW, batch=_batch(), padding_mask=_x(TOKENS, dtype=bool)), "padding_mask"),
 }
 # Every recurrent layer.
 STATES: dict[str, tuple[Any, str]] = {
-    "state, a dict": (lambda f: f(_x(), {"conv": (), "recurrent": _x(2, 2)}), "state"),
-    "state, a cache": (lambda f: f(_x(), nn.KVCache.init(ROWS, 8, 2, 4)), "state"),
-    "state, an array": (lambda f: f(_x(), _x(2, 2)), "state"),
-    "state, other rows": (lambda f: f(_x(), f.init_state(3)), "state"),
-    "state, no rows": (lambda f: f(_x(), f.init_state(())), "state"),
-    "state, integers": (lambda f: f(_x(), _integers(f)), "state"),
-    "state, lists": (lambda f: f(_x(), nn.RecurrentState((), _x(2, 2).tolist())), "state"),
-    "offsets, a list": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=[0, 3, 5]), "cu_seqlens"),
-    "offsets, floats": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.array([0.0, 5.0])), "cu_seqlens"),
-    "offsets, two rows": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.array([[0, 5]] * 2)), "cu_seqlens"),
-    "offsets, none": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.zeros(0, np.int32)), "cu_seqlens"),
-    "offsets, decreasing": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.array([0, 4, 2])), "cu_seqlens"),
-    "offsets, too long": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.array([0, 9])), "cu_seqlens"),
-    "offsets with rows": (lambda f: f(_x(), cu_seqlens=np.array([0, 5])), "cu_seqlens"),
     "offsets with ids": (
-        lambda f: f(_x(TOKENS, EMBED), cu_seqlens=np.array([0, 5]), segment_ids=_x(TOKENS, dtype=np.int32)),
+        lambda f: f(ROW, cu_seqlens=np.array([0, 5]), segment_ids=_x(TOKENS, dtype=np.int32)),
         "cu_seqlens",
     ),
-    "batch, no state": (lambda f: f(_x(TOKENS, EMBED), batch=_batch()), "state"),
-    "batch, a dict for a state": (lambda f: f(_x(TOKENS, EMBED), {}, batch=_batch()), "state"),
-    "batch, no slots": (lambda f: f(_x(TOKENS, EMBED), f.init_state(4), batch=_batch(None)), "batch"),
-    "batch, a slot twice": (
-        lambda f: f(_x(TOKENS, EMBED), f.init_state(4), batch=_batch((3, 3))),
-        "batch.state_indices",
-    ),
+    "batch, no state": (lambda f: f(ROW, batch=_batch()), "state"),
+    "batch, a dict for a state": (lambda f: f(ROW, {}, batch=_batch()), "state"),
+    "batch, no slots": (lambda f: f(ROW, f.init_state(4), batch=_batch(None)), "batch"),
+    "batch, a slot twice": (lambda f: f(ROW, f.init_state(4), batch=_batch((3, 3))), "batch.state_indices"),
     "batch, a slot past the pool": (
-        lambda f: f(_x(TOKENS, EMBED), f.init_state(4), batch=_batch((0, 4))),
+        lambda f: f(ROW, f.init_state(4), batch=_batch((0, 4))),
         "batch.state_indices",
     ),
-    "batch, an empty pool": (lambda f: f(_x(TOKENS, EMBED), f.init_state(0), batch=_batch()), "state"),
+    "batch, an empty pool": (lambda f: f(ROW, f.init_state(0), batch=_batch()), "state"),
     "init_state, words": (lambda f: f.init_state("2"), "batch_shape"),
     "init_state, negative": (lambda f: f.init_state((-1,)), "batch_shape"),
     "init_state, a fraction": (lambda f: f.init_state(2.5), "batch_shape"),
@@ -129,79 +165,34 @@ STATES: dict[str, tuple[Any, str]] = {
 }
 # The attention layer.
 ATTENTION: dict[str, tuple[Any, str]] = {
-    "cache, a dict": (lambda f: f(_x(), {"k": 0, "v": 0}), "cache"),
-    "cache, a tuple": (lambda f: f(_x(), (_x(2, 8, 2, 12), _x(2, 8, 2, 12))), "cache"),
-    "cache, a state": (lambda f: f(_x(), nn.RecurrentState((), jnp.zeros(2))), "cache"),
-    "cache, other rows": (lambda f: f(_x(), f.init_cache(3, 8)), "cache"),
-    "cache, full": (lambda f: f(_x(), f.init_cache(ROWS, 3)), "k_new"),
-    "cache, other heads": (lambda f: f(_x(), nn.KVCache.init(ROWS, 8, 1, 12)), "k_new"),
+    "cache, full": (lambda f: f(X, f.init_cache(ROWS, 3)), "k_new"),
+    "cache, other heads": (lambda f: f(X, nn.KVCache.init(ROWS, 8, 1, 12)), "k_new"),
     "cache of integers": (
-        lambda f: f(_x(), jax.tree.map(lambda a: a.astype(jnp.int8), f.init_cache(ROWS, 8))),
+        lambda f: f(X, jax.tree.map(lambda a: a.astype(jnp.int8), f.init_cache(ROWS, 8))),
         "dtype",
     ),
-    "cache and ids": (
-        lambda f: f(_x(), f.init_cache(ROWS, 8), segment_ids=_x(ROWS, TOKENS, dtype=np.int32)),
-        "segment_ids",
-    ),
-    "pages without a batch": (lambda f: f(_x(), f.init_paged_cache(2, 4)), "batch"),
-    "batch, no cache": (lambda f: f(_x(TOKENS, EMBED), batch=_batch()), "cache"),
-    "batch, a cache of rows": (lambda f: f(_x(TOKENS, EMBED), f.init_cache(2, 8), batch=_batch()), "cache"),
+    "cache and ids": (lambda f: f(X, f.init_cache(ROWS, 8), segment_ids=IDS), "segment_ids"),
+    "pages without a batch": (lambda f: f(X, f.init_paged_cache(2, 4)), "batch"),
+    "batch, no cache": (lambda f: f(ROW, batch=_batch()), "cache"),
+    "batch, a cache of rows": (lambda f: f(ROW, f.init_cache(2, 8), batch=_batch()), "cache"),
     "batch, pages of a stack": (
-        lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 4, batch_shape=3), batch=_batch()),
+        lambda f: f(ROW, f.init_paged_cache(2, 4, batch_shape=3), batch=_batch()),
         "cache",
     ),
-    "batch, pages of other sizes": (
-        lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 8), batch=_batch()),
-        "page_table",
-    ),
+    "batch, pages of other sizes": (lambda f: f(ROW, f.init_paged_cache(2, 8), batch=_batch()), "page_table"),
     "batch, positions": (
-        lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 4), batch=_batch(), positions=np.arange(5)),
+        lambda f: f(ROW, f.init_paged_cache(2, 4), batch=_batch(), positions=np.arange(5)),
         "positions",
     ),
     "batch, inference": (
-        lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 4), batch=_batch(), inference="yes"),
+        lambda f: f(ROW, f.init_paged_cache(2, 4), batch=_batch(), inference="yes"),
         "inference",
     ),
-    "mask with a hole": (
-        lambda f: f(_x(), padding_mask=np.array([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]], bool)),
-        "padding_mask",
-    ),
     "mask with a hole, cached": (
-        lambda f: f(_x(), f.init_cache(ROWS, 8), padding_mask=np.array([[1, 0, 1, 1, 1]] * 2, bool)),
+        lambda f: f(X, f.init_cache(ROWS, 8), padding_mask=np.array([[1, 0, 1, 1, 1]] * 2, bool)),
         "padding_mask",
     ),
-    "positions, a list": (lambda f: f(_x(), positions=[0, 1, 2, 3, 4]), "positions"),
-    "positions, floats": (lambda f: f(_x(), positions=np.arange(5.0)), "positions"),
-    "positions, a number": (lambda f: f(_x(), positions=np.array(3)), "positions"),
-    "positions, three axes": (lambda f: f(_x(), positions=_x(3, ROWS, TOKENS, dtype=np.int32)), "positions"),
-    "positions, an axis behind": (
-        lambda f: f(_x(), positions=_x(ROWS, TOKENS, 1, dtype=np.int32)),
-        "positions",
-    ),
-    "positions, other length": (lambda f: f(_x(), positions=np.arange(4)), "positions"),
-    "scores, a mask a row": (
-        lambda f: f(_x(), mask=_x(ROWS, TOKENS, TOKENS, dtype=bool)),
-        "mask",
-    ),
-    "scores, a list": (lambda f: f(_x(), mask=[[True] * TOKENS] * TOKENS), "mask"),
-    "scores, integers": (lambda f: f(_x(), mask=_x(TOKENS, TOKENS, dtype=np.int32)), "mask"),
-    "scores, a word": (lambda f: f(_x(), mask="causal"), "mask"),
-    "scores, other length": (lambda f: f(_x(), mask=_x(TOKENS, 4, dtype=bool)), "mask"),
-    "bias, a row each": (lambda f: f(_x(), bias=_x(ROWS, TOKENS, TOKENS)), "bias"),
-    "bias, a list": (lambda f: f(_x(), bias=[0.0] * TOKENS), "bias"),
-    "bias, booleans": (lambda f: f(_x(), bias=_x(TOKENS, TOKENS, dtype=bool)), "bias"),
-    "bias, other length": (lambda f: f(_x(), bias=_x(TOKENS, 4)), "bias"),
-    "key, a number": (lambda f: f(_x(), key=0), "key"),
-    "key, several": (lambda f: f(_x(), key=jax.random.split(KEY, 2)), "key"),
-    "inference, a word": (lambda f: f(_x(), inference="no"), "inference"),
-    "return_lse, a number": (lambda f: f(_x(), return_lse=1), "return_lse"),
-    "offsets, a list": (lambda f: f(_x(TOKENS, EMBED), cu_seqlens=[0, TOKENS]), "cu_seqlens"),
     "from Equinox, another layer": (lambda f: f.from_equinox(eqx.nn.Linear(2, 2, key=KEY)), "attention"),
-    "kv_padding_mask alone": (
-        lambda f: f(_x(), kv_padding_mask=_x(ROWS, TOKENS, dtype=bool)),
-        "kv_padding_mask",
-    ),
-    "kv_input in a causal layer": (lambda f: f(_x(), kv_input=_x()), "kv_input"),
     "init_cache, words": (lambda f: f.init_cache("2", 8), "batch_shape"),
     "init_cache, negative": (lambda f: f.init_cache(-2, 8), "batch_shape"),
     "init_cache, no tokens": (lambda f: f.init_cache(2, 0), "max_length"),
@@ -215,69 +206,49 @@ ATTENTION: dict[str, tuple[Any, str]] = {
     "init_paged_cache, scales": (lambda f: f.init_paged_cache(2, 4, scales="row"), "scales"),
 }
 CROSS: dict[str, tuple[Any, str]] = {
-    "kv_input missing": (lambda f: f(_x()), "kv_input"),
-    "kv_input, a list": (lambda f: f(_x(), kv_input=_x(ROWS, 7, 20).tolist()), "kv_input"),
-    "kv_input, integers": (lambda f: f(_x(), kv_input=_x(ROWS, 7, 20, dtype=np.int32)), "kv_input"),
-    "kv_input, other features": (lambda f: f(_x(), kv_input=_x(ROWS, 7, 21)), "kv_input"),
-    "kv_input, other rows": (lambda f: f(_x(), kv_input=_x(3, 7, 20)), "kv_input"),
-    "kv_input, one row": (lambda f: f(_x(), kv_input=_x(7, 20)), "kv_input"),
     "kv_padding_mask, integers": (
-        lambda f: f(_x(), kv_input=_x(ROWS, 7, 20), kv_padding_mask=_x(ROWS, 7, dtype=np.int32)),
+        lambda f: f(X, kv_input=MEMORY, kv_padding_mask=_x(ROWS, 7, dtype=np.int32)),
         "kv_padding_mask",
     ),
     "kv_padding_mask, other length": (
-        lambda f: f(_x(), kv_input=_x(ROWS, 7, 20), kv_padding_mask=_x(ROWS, 5, dtype=bool)),
+        lambda f: f(X, kv_input=MEMORY, kv_padding_mask=_x(ROWS, 5, dtype=bool)),
         "kv_padding_mask",
     ),
-    "a cache": (lambda f: f(_x(), f.init_cache(ROWS, 8), kv_input=_x(ROWS, 7, 20)), "cache"),
-    "pages": (lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 4), batch=_batch()), "batch"),
+    "a cache": (lambda f: f(X, f.init_cache(ROWS, 8), kv_input=MEMORY), "cache"),
+    "pages": (lambda f: f(ROW, f.init_paged_cache(2, 4), batch=_batch()), "batch"),
 }
 BOTH_WAYS: dict[str, tuple[Any, str]] = {
-    "a cache": (lambda f: f(_x(), f.init_cache(ROWS, 8)), "cache"),
+    "a cache": (lambda f: f(X, f.init_cache(ROWS, 8)), "cache"),
     "one token and a cache": (lambda f: f(_x(ROWS, 1, EMBED), f.init_cache(ROWS, 8)), "cache"),
-    "pages": (lambda f: f(_x(TOKENS, EMBED), f.init_paged_cache(2, 4), batch=_batch()), "batch"),
+    "pages": (lambda f: f(ROW, f.init_paged_cache(2, 4), batch=_batch()), "batch"),
 }
 CONV: dict[str, tuple[Any, str]] = {
-    "x, a list": (lambda f: f(_x(2, 5, 6).tolist()), "x"),
-    "x, integers": (lambda f: f(_x(2, 5, 6, dtype=np.int32)), "x"),
-    "x, a vector": (lambda f: f(_x(6)), "x"),
-    "x, other channels": (lambda f: f(_x(2, 5, 7)), "x"),
-    "state, a dict": (lambda f: f(_x(2, 5, 6), {}), "state"),
-    "state, integers": (lambda f: f(_x(2, 5, 6), _x(2, 3, 6, dtype=np.int32)), "state"),
-    "state, other rows": (lambda f: f(_x(2, 5, 6), _x(3, 3, 6)), "initial_state"),
-    "ids, floats": (lambda f: f(_x(2, 5, 6), segment_ids=_x(2, 5)), "segment_ids"),
-    "ids, a list": (lambda f: f(_x(2, 5, 6), segment_ids=[[0] * 5] * 2), "segment_ids"),
+    "state, a dict": (lambda f: f(CHANNELS, {}), "state"),
+    "state, integers": (lambda f: f(CHANNELS, _x(2, 3, 6, dtype=np.int32)), "state"),
+    "state, other rows": (lambda f: f(CHANNELS, _x(3, 3, 6)), "initial_state"),
+    "ids, floats": (lambda f: f(CHANNELS, segment_ids=_x(2, 5)), "segment_ids"),
+    "ids, a list": (lambda f: f(CHANNELS, segment_ids=[[0] * 5] * 2), "segment_ids"),
     "offsets, a list": (lambda f: f(_x(5, 6), cu_seqlens=[0, 5]), "cu_seqlens"),
     "offsets, floats": (lambda f: f(_x(5, 6), cu_seqlens=np.array([0.0, 5.0])), "cu_seqlens"),
-    "offsets with rows": (lambda f: f(_x(2, 5, 6), cu_seqlens=np.array([0, 5])), "cu_seqlens"),
+    "offsets with rows": (lambda f: f(CHANNELS, cu_seqlens=np.array([0, 5])), "cu_seqlens"),
     "init_state, words": (lambda f: f.init_state("2"), "batch_shape"),
     "init_state, int8": (lambda f: f.init_state(2, jnp.int8), "dtype"),
     "step, a list": (lambda f: f.step([0.0] * 6, _x(3, 6)), "x"),
     "step, other channels": (lambda f: f.step(_x(2, 5), _x(2, 3, 6)), "x"),
     "step, a dict": (lambda f: f.step(_x(2, 6), {}), "state"),
     "step, other width": (lambda f: f.step(_x(2, 6), _x(2, 4, 6)), "state"),
-    "step, slots of floats": (
-        lambda f: f.step(_x(2, 6), _x(4, 3, 6), state_indices=_x(2)),
-        "state_indices",
-    ),
-    "step, a slot twice": (
-        lambda f: f.step(_x(2, 6), _x(4, 3, 6), state_indices=np.array([1, 1])),
-        "state_indices",
-    ),
+    "step, slots of floats": (lambda f: f.step(_x(2, 6), POOL, state_indices=_x(2)), "state_indices"),
+    "step, a slot twice": (lambda f: f.step(_x(2, 6), POOL, state_indices=np.array([1, 1])), "state_indices"),
     "step, a slot past the pool": (
-        lambda f: f.step(_x(2, 6), _x(4, 3, 6), state_indices=np.array([4, -1])),
+        lambda f: f.step(_x(2, 6), POOL, state_indices=np.array([4, -1])),
         "state_indices",
     ),
     "step, slots of other rows": (
-        lambda f: f.step(_x(2, 6), _x(4, 3, 6), state_indices=np.array([1])),
+        lambda f: f.step(_x(2, 6), POOL, state_indices=np.array([1])),
         "state_indices",
     ),
 }
 NORM: dict[str, tuple[Any, str]] = {
-    "x, a list": (lambda f: f([0.0] * 6), "x"),
-    "x, integers": (lambda f: f(_x(2, 6, dtype=np.int32)), "x"),
-    "x, a number": (lambda f: f(np.float32(1)), "x"),
-    "x, other features": (lambda f: f(_x(2, 5)), "x"),
     "z, a list": (lambda f: f(_x(2, 6), [[0.0] * 6] * 2), "z"),
     "z, booleans": (lambda f: f(_x(2, 6), _x(2, 6, dtype=bool)), "z"),
     "z, other shape": (lambda f: f(_x(2, 6), _x(6)), "z"),
@@ -295,105 +266,80 @@ MAKE: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 NO_SIZES = (0, -1, 2.5, "16", None, True)
 NO_DTYPES = (jnp.int8, "floatish", jnp.complex64, jnp.float8_e4m3fn)
-OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "all": {
-        "embed_dim": NO_SIZES,
-        "key": (None, 0, np.zeros(2, np.float32), np.zeros((3, 2), np.uint32)),
-        "dtype": NO_DTYPES,
-        "compute_dtype": (*NO_DTYPES, jnp.int32),
-    },
-    "attention": {
-        "num_heads": (*NO_SIZES, 5),
-        "num_kv_heads": (0, -2, 1.0, "2", 3),
-        "head_dim": (0, -8, 2.0, "8"),
-        "v_head_dim": (0, -8, 2.0, "8"),
-        "kv_embed_dim": (0, 2.0, "24"),
-        "rope": (True, 10000.0, "yarn", nn.RotaryEmbedding(8), {"theta": 1e4}),
-        "causal": ("no", None, 1),
-        "qk_norm": ("no", None, 1, "each", ("all",)),
-        "qk_norm_eps": (-1.0, float("nan"), "small", None),
-        "use_qkv_bias": ("yes", None, (True, False), (True, 1, True)),
-        "alibi": ("bloom", 1),
-        "v_embed_dim": (0, 2.0, "24"),
-        "output_size": (0, 2.0, "24"),
-        "use_output_bias": ("yes", None),
-        "sinks": ("yes", 2),
-        "output_gate": ("silu", 1),
-        "deterministic": ("yes", None),
-        "sliding_window": (0, -3, "wide", 2.5, (1, 2, 3), (-1, 0), True),
-        "logits_soft_cap": (0.0, -1.0, "30", float("nan")),
-        "softmax_scale": ("auto", float("inf")),
-        "dropout_rate": (1.0, -0.1, "0.1", float("nan")),
-        "platform": ("metal",),
-    },
-    "recurrent": {"state_dtype": ("int8", "floatish"), "platform": ("metal",)},
-    "mamba": {
-        "state_size": (0, 2.5),
-        "conv_width": (0, "4"),
-        "expand": (0, 0.3, "2", None),
-        "inner_dim": (0, 2.5),
-        "dt_rank": (0, -1),
-        "use_conv_bias": ("no",),
-        "use_bias": ("no",),
-        "inner_norms": ("no",),
-        "inner_norm_eps": (-1.0, "small"),
-    },
-    "mamba2": {
-        "state_size": (0, 2.5),
-        "head_dim": (0, 7, "12"),
-        "num_groups": (0, 3),
-        "conv_width": (0, "4"),
-        "expand": (0, 0.3, "2"),
-        "dt_limit": ((1.0,), "wide", (2.0, 1.0)),
-        "use_norm": ("no",),
-        "norm_before_gate": ("no",),
-        "norm_group_size": (0, 7),
-        "norm_eps": (-1.0, "small"),
-        "use_conv_bias": ("no",),
-        "use_bias": ("no",),
-    },
-    "gla": {
-        "num_heads": (0, "4"),
-        "num_kv_heads": (0, 3),
-        "expand_k": (0, 0.3, "2"),
-        "expand_v": (0, 0.3, "2"),
-        "use_short_conv": ("no",),
-        "conv_width": (0,),
-        "use_conv_bias": ("no",),
-        "output_gate": ("no",),
-        "gate_low_rank_dim": (0, "16"),
-        "gate_logit_normalizer": (0, -1.0, "16", None),
-        "gate_min": ("low", float("nan")),
-        "norm_eps": (-1.0, None),
-    },
-    "lightning": {
-        "num_heads": (0, 5, "4"),
-        "head_dim": (0, 2.5),
-        "layer_index": (-1, 1, 0.5, "first", np.zeros(2, np.int32)),
-        "num_layers": (0, "1"),
-        "norm_eps": (-1.0, None),
-    },
-    "kimi": {
-        "num_heads": (0, "2", None),
-        "num_v_heads": (0, "2"),
-        "head_dim": (0, 2.5),
-        "v_head_dim": (0, 2.5),
-        "conv_width": (0, "4"),
-        "use_conv_bias": ("no",),
-        "use_gate_bias": ("no",),
-        "allow_neg_eigval": ("no",),
-        "lower_bound": (1.0, "low"),
-        "norm_eps": (-1.0, None),
-    },
-    "qwen3-next": {
-        "num_k_heads": (0, "2", None),
-        "num_v_heads": (0, 2.5),
-        "head_dim": (0, 2.5),
-        "v_head_dim": (0, 2.5),
-        "conv_width": (0, "4"),
-        "allow_neg_eigval": ("no",),
-        "norm_eps": (-1.0, None),
-    },
+SIZE, FACTOR, FLAG, EPS = (0, 2.5, "4"), (0, 0.3, "2"), ("no",), (-1.0, "small", None)
+# For each layer arguments and the values that are wrong for them.
+OPTIONS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
+    "all": [
+        ("embed_dim", NO_SIZES),
+        ("key", (None, 0, np.zeros(2, np.float32), np.zeros((3, 2), np.uint32))),
+        ("dtype", NO_DTYPES),
+        ("compute_dtype", (*NO_DTYPES, jnp.int32)),
+        ("platform", ("metal",)),
+    ],
+    "attention": [
+        ("num_heads", (*NO_SIZES, 5)),
+        ("num_kv_heads", (0, -2, 1.0, "2", 3)),
+        ("head_dim v_head_dim", (0, -8, 2.0, "8")),
+        ("kv_embed_dim v_embed_dim output_size", (0, 2.0, "24")),
+        ("rope", (True, 10000.0, "yarn", nn.RotaryEmbedding(8), {"theta": 1e4})),
+        ("causal", ("no", None, 1)),
+        ("qk_norm", ("no", None, 1, "each", ("all",))),
+        ("qk_norm_eps", (-1.0, float("nan"), "small", None)),
+        ("use_qkv_bias", ("yes", None, (True, False), (True, 1, True))),
+        ("alibi", ("bloom", 1)),
+        ("use_output_bias deterministic", ("yes", None)),
+        ("sinks", ("yes", 2)),
+        ("output_gate", ("silu", 1)),
+        ("sliding_window", (0, -3, "wide", 2.5, (1, 2, 3), (-1, 0), True)),
+        ("logits_soft_cap", (0.0, -1.0, "30", float("nan"))),
+        ("softmax_scale", ("auto", float("inf"))),
+        ("dropout_rate", (1.0, -0.1, "0.1", float("nan"))),
+    ],
+    "recurrent": [("state_dtype", ("int8", "floatish"))],
+    "mamba": [
+        ("state_size conv_width inner_dim dt_rank", SIZE),
+        ("expand", (*FACTOR, None)),
+        ("use_conv_bias use_bias inner_norms", FLAG),
+        ("inner_norm_eps", EPS),
+    ],
+    "mamba2": [
+        ("state_size conv_width", SIZE),
+        ("head_dim", (*SIZE, 7)),
+        ("num_groups", (0, 3)),
+        ("expand", FACTOR),
+        ("dt_limit", ((1.0,), "wide", (2.0, 1.0))),
+        ("use_norm norm_before_gate use_conv_bias use_bias", FLAG),
+        ("norm_group_size", (0, 7)),
+        ("norm_eps", EPS),
+    ],
+    "gla": [
+        ("num_heads conv_width gate_low_rank_dim", SIZE),
+        ("num_kv_heads", (0, 3)),
+        ("expand_k expand_v", FACTOR),
+        ("use_short_conv use_conv_bias output_gate", FLAG),
+        ("gate_logit_normalizer", (0, -1.0, "16", None)),
+        ("gate_min", ("low", float("nan"))),
+        ("norm_eps", EPS),
+    ],
+    "lightning": [
+        ("num_heads", (*SIZE, 5)),
+        ("head_dim num_layers", SIZE),
+        ("layer_index", (-1, 1, 0.5, "first", np.zeros(2, np.int32))),
+        ("norm_eps", EPS),
+    ],
+    "kimi": [
+        ("num_heads", (*SIZE, None)),
+        ("num_v_heads head_dim v_head_dim conv_width", SIZE),
+        ("use_conv_bias use_gate_bias allow_neg_eigval", FLAG),
+        ("lower_bound", (1.0, "low")),
+        ("norm_eps", EPS),
+    ],
+    "qwen3-next": [
+        ("num_k_heads", (*SIZE, None)),
+        ("num_v_heads head_dim v_head_dim conv_width", SIZE),
+        ("allow_neg_eigval", FLAG),
+        ("norm_eps", EPS),
+    ],
 }
 
 ROPE_X = np.ones((2, 4, 1, 8), np.float32)
@@ -458,19 +404,11 @@ OTHERS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _appended(**changes):
-    new = np.ones((2, 3, 2, 4), np.float32)
-    arguments = {"k_new": new, "v_new": new} | changes
-    return nn.KVCache.init(2, 8, 2, 4).append(**arguments)
-
-
+_NEW = np.ones((2, 3, 2, 4), np.float32)
+_INTEGERS = _NEW.astype(int)
 APPENDS: dict[str, tuple[Any, ...]] = {
-    "k_new": (
-        [0.0],
-        np.ones((2, 3, 2, 4), int),
-        np.ones((2, 3, 2, 5), np.float32),
-    ),
-    "v_new": ([0.0], np.ones((2, 3, 2, 4), int), np.ones((2, 4, 2, 4), np.float32)),
+    "k_new": ([0.0], _INTEGERS, np.ones((2, 3, 2, 5), np.float32)),
+    "v_new": ([0.0], _INTEGERS, np.ones((2, 4, 2, 4), np.float32)),
     "new_lengths": ([1, 2], np.array([1.0, 2.0]), np.array([1, 2, 3]), np.array([-1, 2]), np.array([4, 0])),
     "mask": ([True], np.ones((2, 3), int), np.ones((2, 4), bool), np.ones((2, 2, 3), bool)),
 }
@@ -487,8 +425,8 @@ def _calls():
 
 def _options():
     for name in MAKE:
-        own = OPTIONS["all"] | OPTIONS[name] | ({} if name == "attention" else OPTIONS["recurrent"])
-        yield from ((name, argument, wrong) for argument, values in own.items() for wrong in values)
+        own = OPTIONS["all"] + OPTIONS[name] + ([] if name == "attention" else OPTIONS["recurrent"])
+        yield from ((name, argument, wrong) for arguments, wrong in own for argument in arguments.split())
 
 
 def _says(call, argument):
@@ -499,21 +437,40 @@ def _says(call, argument):
     assert re.match(form, str(caught.value), re.DOTALL), str(caught.value)
 
 
-@pytest.mark.few(93)
+def _values():
+    for name in ("attention", *RECURRENT, "cross", "conv", "norm"):
+        own = ["recurrent" if name in RECURRENT else name]
+        for group in own if name in ("cross", "conv", "norm") else ["all", *own]:
+            for x, tables in ((X, VALUES), (ROW, PACKED)):
+                yield from (
+                    pytest.param(name, x, argument, values, id=f"{name}: {argument} of {group}, {x.ndim}")
+                    for argument, values in tables.get(group, {}).items()
+                )
+
+
+@pytest.mark.few(30)
+@pytest.mark.parametrize("name, x, argument, values", list(_values()))
+def test_values(name, x, argument, values):
+    layer = _layer(name)
+    for wrong in values(layer):
+        _says(lambda wrong=wrong: layer(**{"x": x, argument: wrong}), argument)
+
+
+@pytest.mark.few(50)
 @pytest.mark.parametrize("name, table, case", [pytest.param(*c, id=f"{c[0]}: {c[2]}") for c in _calls()])
 def test_calls(name, table, case):
     call, argument = table[case]
     _says(lambda: call(_layer(name)), re.escape(argument))
 
 
-@pytest.mark.few(85)
 @pytest.mark.parametrize(
-    "name, argument, wrong", [pytest.param(*c, id=f"{c[0]}: {c[1]}={c[2]!r}"[:60]) for c in _options()]
+    "name, argument, values", [pytest.param(*c, id=f"{c[0]}: {c[1]}") for c in _options()]
 )
-def test_constructors(name, argument, wrong):
+def test_constructors(name, argument, values):
     make, options = MAKE[name]
-    given = {"embed_dim": EMBED, "key": KEY} | options | {argument: wrong}
-    _says(lambda: eqx.filter_eval_shape(lambda: make(**given)), re.escape(argument))
+    for wrong in values:
+        given = {"embed_dim": EMBED, "key": KEY} | options | {argument: wrong}
+        _says(lambda given=given: eqx.filter_eval_shape(lambda: make(**given)), re.escape(argument))
 
 
 @pytest.mark.parametrize("case", OTHERS)
@@ -522,8 +479,8 @@ def test_others(case):
     _says(call, argument)
 
 
-@pytest.mark.parametrize(
-    "argument, number", [(name, i) for name, values in APPENDS.items() for i in range(len(values))]
-)
-def test_appends(argument, number):
-    _says(lambda: _appended(**{argument: APPENDS[argument][number]}), argument)
+@pytest.mark.parametrize("argument", APPENDS)
+def test_appends(argument):
+    for wrong in APPENDS[argument]:
+        given = {"k_new": _NEW, "v_new": _NEW, argument: wrong}
+        _says(lambda given=given: nn.KVCache.init(2, 8, 2, 4).append(**given), argument)
