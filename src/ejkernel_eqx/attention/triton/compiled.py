@@ -257,15 +257,15 @@ def gradients(
     if arrays.bias is not None:
         # A bias of minus infinity also hides entries, though the kernels see no mask.
         dout = clean_cotangent(dout, empty)
-    own = {
+    row_inputs = {
         "do": dout.astype(arrays.q.dtype),
         "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
         "delta": delta,
     }
-    launch = launcher(arrays, spec, config, execute, k_rope).knowing(own)
+    launch = launcher(arrays, spec, config, execute, k_rope).knowing(row_inputs)
     dk_rope = dslopes = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
-        rows = own["do"], own["lse"], own["delta"]
+        rows = row_inputs["do"], row_inputs["lse"], row_inputs["delta"]
         dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, rows, empty)
     else:
         dk, dk_rope, dv = _key_gradient(launch, arrays, spec, config.key_gradient, k_rope)
@@ -274,7 +274,7 @@ def gradients(
     if bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
             arrays, spec = without_lists(arrays, spec)
-            launch = launcher(arrays, spec, config, execute, k_rope).knowing(own)
+            launch = launcher(arrays, spec, config, execute, k_rope).knowing(row_inputs)
         dbias = _bias_gradient(launch, bias, arrays, config.query_gradient)
     dsinks = None
     if arrays.sinks is not None:

@@ -160,8 +160,8 @@ def _sparing(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes,
     else:  # on an H200 the usual tiles are faster although they spill, except with a bias
         beside_masks = problem.flag("mask") and (major != 9 or problem.flag("bias"))
     tables = [_SPARING_BESIDE_MASKS] if beside_masks else []
-    found = (table.get(of, {}).get(key) for table in (*tables, _SPARING) for of in (major, 0))
-    return tuple(filter(None, found))
+    sizes = (table.get(of, {}).get(key) for table in (*tables, _SPARING) for of in (major, 0))
+    return tuple(filter(None, sizes))
 
 
 def _favourite_64(kernel: str, problem: Problem) -> tuple[Sizes, ...]:

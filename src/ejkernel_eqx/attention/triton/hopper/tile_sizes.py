@@ -80,7 +80,7 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
 def _time_of(size: Sizes, problem: Problem, programs: int) -> float:
     """When the last program ends, in times of a tile of 128 queries by 128 keys. Keys that only the device knows to be hidden count as visible."""
     (block_q, block_k, _), queries, keys = size, problem.dim("T"), problem.dim("S")
-    rate, own, hidden = _COSTS[block_q]
+    rate, fixed, hidden = _COSTS[block_q]
     window: Any = problem.flag("window")
     left, right = window or (None, None)
     first = np.arange(0, queries, block_q) + (0 if problem.flag("top_left") else keys - queries)
@@ -94,7 +94,7 @@ def _time_of(size: Sizes, problem: Problem, programs: int) -> float:
     partly = 0 if right is None else high - tiles_until(first + right + 2 - block_k)
     partly = partly + (0 if left is None else tiles_until(last - left) - low)
     seen = np.maximum(high - low, 1)
-    costs = seen + own + hidden * np.minimum(partly, seen)
+    costs = seen + fixed + hidden * np.minimum(partly, seen)
     rows, costs = max(problem.dim("B") * problem.dim("H"), 1), np.sort(rate * costs)[::-1]
     # If there are more than `n` tiles for each program, one program has `n + 1`, none shorter than the shortest of those that come first.
     rounds = costs[np.arange(0, len(costs) * rows, programs) // rows]
