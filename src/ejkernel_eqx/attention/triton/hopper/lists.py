@@ -1,4 +1,4 @@
-"""What Hopper's kernel over lists reads: which program takes which tiles of queries, where their lists are, and which keys no query sees."""
+"""Tables that Hopper's kernel over lists reads: which program takes which tiles of queries, where their lists are, and which keys no query sees."""
 
 import functools
 from typing import NamedTuple
@@ -19,7 +19,7 @@ _FIXED_COST = 0.5
 
 
 class Listed(NamedTuple):
-    """On the device, or constants of it."""
+    """Tables on the device, or constants of it."""
 
     schedule: (
         Array | np.ndarray
@@ -83,7 +83,7 @@ def _longest_first(
 
 
 def seen_keys(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Array | None:
-    """Which keys any query of a key head sees, `[B or 1, S, K or 1]`; `None` if those that are read all are. Lists are those of a pattern, or of a map with
+    """The keys that any query of a key head sees, `[B or 1, S, K or 1]`; `None` if those that are read all are. Lists are those of a pattern, or of a map with
     a static window."""
     if spec.pattern is not None:
         seen, row = keys_seen(spec.pattern, shape), lists_of(spec.pattern, shape).heads

@@ -1,4 +1,4 @@
-"""Which program of Hopper's forward kernel takes which tiles of queries, and in which order: decided on the host where it knows what tiles see, so that
+"""The schedule of Hopper's forward kernel, of each program its tiles of queries in their order: decided on the host where it knows what tiles see, so that
 the last programs end together."""
 
 import functools
