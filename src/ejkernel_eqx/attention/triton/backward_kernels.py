@@ -259,6 +259,7 @@ def _key_gradient_tiles(
         if MASKED and masking.BITS:
             bits = load_bits(tiles.bits, tl.load(spans.patterns + at), sizes.BK, BQ, masking.BITS)  # [BK, BQ]
         p, t, seen = _weights(qk, lse[None, :], queries, keys, bits, head, lengths, scoring, masking, MASKED, False)  # [BK, BQ]  # fmt: skip
+        # Dropout hides weights in dv, and their gradients in dk.
         kept = True
         dropped = p
         if scoring.DROPOUT > 0:

@@ -68,7 +68,7 @@ class TritonConfig:
     query_gradient: TileConfig
     """Not used beside Hopper's kernel in `key_gradient`."""
     fast_tanh: bool = True
-    """Whether the soft cap of 16-bit inputs uses NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
+    """Soft caps of 16-bit inputs use NVIDIA's `tanh.approx` (error 5e-4 of the cap)."""
     float32_dot: Float32Dot = "tf32x3"
 
     __post_init__ = check_fields
@@ -118,7 +118,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
+    """Says why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         if tile.hopper_programs:
@@ -152,7 +152,7 @@ def _arithmetic(device: DeviceFacts) -> dict[str, Any]:
 
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
-    """On Hopper, why forward and backward run in Triton's kernels, if they do."""
+    """Says on Hopper why forward and backward run in Triton's kernels, if they do."""
     if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
     reasons = []
@@ -257,15 +257,15 @@ def gradients(
     if arrays.bias is not None:
         # A bias of minus infinity also hides entries, though the kernels see no mask.
         dout = clean_cotangent(dout, empty)
-    own = {
+    row_inputs = {
         "do": dout.astype(arrays.q.dtype),
         "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
         "delta": delta,
     }
-    launch = launcher(arrays, spec, config, execute, k_rope).knowing(own)
+    launch = launcher(arrays, spec, config, execute, k_rope).knowing(row_inputs)
     dk_rope = dslopes = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
-        rows = own["do"], own["lse"], own["delta"]
+        rows = row_inputs["do"], row_inputs["lse"], row_inputs["delta"]
         dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, rows, empty)
     else:
         dk, dk_rope, dv = _key_gradient(launch, arrays, spec, config.key_gradient, k_rope)
@@ -274,7 +274,7 @@ def gradients(
     if bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
             arrays, spec = without_lists(arrays, spec)
-            launch = launcher(arrays, spec, config, execute, k_rope).knowing(own)
+            launch = launcher(arrays, spec, config, execute, k_rope).knowing(row_inputs)
         dbias = _bias_gradient(launch, bias, arrays, config.query_gradient)
     dsinks = None
     if arrays.sinks is not None:
@@ -384,7 +384,7 @@ def launcher(
 def _tiled(
     arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig, by_key: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Which tiles a kernel runs, and numbers of its tile."""
+    """Arrays that say which tiles a kernel runs, and numbers of its tile."""
     numbers = _blocks(arrays, tile)
     if spec.listed:
         shape = Shape(arrays.q.shape[1], arrays.k.shape[1], tile.block_q, tile.block_k, by_key)
@@ -413,7 +413,7 @@ def _blocks(arrays: AttentionArrays, tile: TileConfig) -> dict[str, Any]:
 
 
 def _shared_rows(x: Array | None, arrays: AttentionArrays) -> int:
-    """How many rows of an array over the scores are shared in turn; 1, a compile-time constant, if each batch row has its own."""
+    """The number of rows of an array over the scores that batch rows share cyclically; 1, a compile-time constant, if each batch row has its own."""
     return 1 if x is None or x.shape[0] == arrays.q.shape[0] else x.shape[0]
 
 
@@ -426,14 +426,14 @@ def _axes(x: Array | None, arrays: AttentionArrays) -> int:
 
 
 def _group(arrays: AttentionArrays, spec: AttentionSpec) -> int:
-    """How many rows of batch times heads run together: one if all tiles are alike, else as many as fit the L2 cache."""
+    """The number of rows of batch times heads that run together: one if all tiles are alike, else as many as fit the L2 cache."""
     if not spec.listed and (_ragged(arrays) or spec.right is None or spec.left is not None):
         return 1
     return _resident(arrays)
 
 
 def _resident(arrays: AttentionArrays) -> int:
-    """How many rows of batch times heads fit the L2 cache with their keys and values."""
+    """The number of rows of batch times heads that fit the L2 cache with their keys and values."""
     heads, keys = arrays.q.shape[2] // arrays.k.shape[2], arrays.k.shape[1]
     row = max(keys, 1) * (arrays.k.shape[3] + arrays.v.shape[3]) * arrays.k.dtype.itemsize
     most = max(1, heads * _CACHED_BYTES // row)
@@ -441,7 +441,7 @@ def _resident(arrays: AttentionArrays) -> int:
 
 
 def explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
-    """The same call with its static window turned into ranges if it leaves a query without keys or a key unseen, so that kernels
+    """Turns a static window into ranges if it leaves a query without keys or a key unseen, so that kernels
     know which."""
     if (
         arrays.rows is not None
@@ -457,7 +457,7 @@ def explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Atten
 
 
 def _ragged(arrays: AttentionArrays) -> bool:
-    """Whether the visible range varies between rows beyond the static window."""
+    """Tells whether the visible range varies between rows beyond the static window."""
     return arrays.rows is not None or arrays.q_segments is not None
 
 

@@ -52,8 +52,8 @@ LEADING, FULL, TRAILING = (tl.constexpr(part) for part in range(3))
 
 @triton.jit
 def tanh(x, APPROXIMATE: tl.constexpr, NEAR_ZERO: tl.constexpr):
-    """With an absolute error of 1e-7 or, `APPROXIMATE`, a relative one of 5e-4. `NEAR_ZERO`: with a small relative error there, by the series, for what a
-    large cap multiplies."""
+    """Hyperbolic tangent with an absolute error of 1e-7 or, `APPROXIMATE`, a relative one of 5e-4. `NEAR_ZERO`: with a small relative error there, by
+    the series, for what a large cap multiplies."""
     if APPROXIMATE:
         return tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -103,7 +103,7 @@ def key_columns(first, key_rows, S, BK: tl.constexpr, CHECK: tl.constexpr, SEGME
 
 @triton.jit
 def head_of(arrays, b, h, lengths, H: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr):
-    """What head `h` of batch row `b` has of its own."""
+    """Scalars and pointers of head `h` of batch row `b`."""
     slope = 0.0  # [] each
     if scoring.ALIBI:
         slope = tl.load(arrays.slopes + b * H + h)
@@ -123,7 +123,7 @@ def head_of(arrays, b, h, lengths, H: tl.constexpr, scoring: tl.constexpr, maski
 
 @triton.jit
 def over_scores(ptr, b, h, run, rows, lengths, H: tl.constexpr, BITS: tl.constexpr):
-    """Where the scores of batch row `b` and head `h` begin in an array broadcastable to `[B, H, T, S]`.
+    """Pointer to the scores of batch row `b` and head `h` in an array broadcastable to `[B, H, T, S]`.
 
     If rows are shared, each of its `rows` serves `run` consecutive batch rows, and the rows repeat cyclically.
     """
@@ -189,7 +189,7 @@ def scores(qk, queries, keys, head, lengths, scoring: tl.constexpr):
 
 @triton.jit
 def visible(queries, keys, bits, head, lengths, masking: tl.constexpr, BOUND: tl.constexpr):
-    """Which entries of the tile are visible; keys past the end are excluded only with `BOUND`, queries past the end never. `bits`: those of the
+    """Visibility of each entry of the tile; keys past the end are excluded only with `BOUND`, queries past the end never. `bits`: those of the
     tile's pattern, `[BQ, BK]`."""
     i, position, start, end, q_segment = queries
     j, k_segment = keys
@@ -357,7 +357,8 @@ def key_spans(arrays, b, bh, m, at, count, lengths, sizes: tl.constexpr, masking
         spans = listed_spans(arrays, bh, at, count, masking.LISTED)
     else:
         table: tl.constexpr = masking.ROWS or masking.SEGMENTS
-        lo, full_lo, full_hi, hi = key_tiles(arrays.tiles, b, m, lengths.offset, lengths.T, lengths.S, sizes.BQ, sizes.BK, masking.LEFT, masking.RIGHT, table, masking.MASK)  # fmt: skip
+        lo, full_lo, full_hi, hi = key_tiles(
+            arrays.tiles, b, m, lengths.offset, lengths.T, lengths.S, sizes.BQ, sizes.BK, masking.LEFT, masking.RIGHT, table, masking.MASK)  # fmt: skip
         spans = Spans(lo, full_lo, full_hi, hi, full_lo, full_hi, arrays.pattern)
     return spans
 
@@ -388,7 +389,7 @@ def listed_spans(arrays, bh, at, count, LISTED: tl.constexpr):
 
 @triton.constexpr_function
 def lists_partly(sizes, masking):
-    """Whether lists may hold tiles of which a part is visible, for which a second loop takes registers."""
+    """Tells whether lists may hold tiles of which a part is visible, for which a second loop takes registers."""
     in_map = masking.MAP_Q > 0 and (masking.MAP_Q % sizes.BQ > 0 or masking.MAP_K % sizes.BK > 0)
     ranged = masking.ROWS or masking.SEGMENTS or masking.LEFT >= 0 or masking.RIGHT >= 0
     return ranged or masking.MASK > 0 or masking.BITS > 0 or in_map or not sizes.EVEN_K
@@ -409,7 +410,7 @@ def load_bits(bits_ptr, pattern, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORD
 
 @triton.jit
 def map_of(map_ptr, b, h, lengths, H: tl.constexpr, masking: tl.constexpr):
-    """Where the entries of a head begin in a map `[B, H or 1, cdiv(T, MAP_Q), cdiv(S, MAP_K)]`."""
+    """Pointer to the entries of a head in a map `[B, H or 1, cdiv(T, MAP_Q), cdiv(S, MAP_K)]`."""
     # Not after a `return`, which would be compiled: a T of 1 is a constant, and dividing it by 0 an error.
     if masking.MAP_Q > 0:
         row = b

@@ -160,8 +160,8 @@ def _sparing(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes,
     else:  # on an H200 the usual tiles are faster although they spill, except with a bias
         beside_masks = problem.flag("mask") and (major != 9 or problem.flag("bias"))
     tables = [_SPARING_BESIDE_MASKS] if beside_masks else []
-    found = (table.get(of, {}).get(key) for table in (*tables, _SPARING) for of in (major, 0))
-    return tuple(filter(None, found))
+    sizes = (table.get(of, {}).get(key) for table in (*tables, _SPARING) for of in (major, 0))
+    return tuple(filter(None, sizes))
 
 
 def _favourite_64(kernel: str, problem: Problem) -> tuple[Sizes, ...]:
@@ -193,7 +193,7 @@ def _favourite_128(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[
 
 
 def _windowed(problem: Problem) -> bool:
-    """Whether the static window hides keys on the left."""
+    """Tells whether the static window hides keys on the left."""
     window: Any = problem.flag("window")
     return window is not None and window[0] is not None
 
@@ -216,7 +216,7 @@ def shared_memory(kernel: str, problem: Problem, block_q: int, block_k: int, num
 
 
 def _ragged(problem: Problem) -> bool:
-    """Whether visibility differs between rows, so that kernels have loops with and without a mask on either side."""
+    """Tells whether visibility differs between rows, so that kernels have loops with and without a mask on either side."""
     return any(problem.flag(name) for name in ("rows", "segments", "window", "tiles"))
 
 

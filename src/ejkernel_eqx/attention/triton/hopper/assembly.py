@@ -1,4 +1,4 @@
-"""What Hopper's kernels do to the scores of a thread in PTX: where a branch of a whole warp, or bits as predicates, save instructions that Triton's operations
+"""PTX for the scores of a thread in Hopper's kernels: where a branch of a whole warp, or bits as predicates, save instructions that Triton's operations
 cannot."""
 
 from triton.experimental import gluon
@@ -51,7 +51,7 @@ def within_text(pack, bounded_below, hidden):
     lines = [".reg .b32 base, c, r, seen<2>;", ".reg .pred p;", "mov.u32 base, %laneid;", "and.b32 base, base, 3;", "shl.b32 base, base, 1;"]
 
     def count(bound, result):
-        """How many of the thread's columns are before `bound`."""
+        """The number of the thread's columns before `bound`."""
         return [f"sub.s32 c, {bound}, base;", "max.s32 c, c, 0;", f"min.s32 c, c, {columns};", "and.b32 r, c, 7;", "min.s32 r, r, 2;", "shr.u32 c, c, 3;",
                 f"mad.lo.s32 {result}, c, 2, r;"]
 

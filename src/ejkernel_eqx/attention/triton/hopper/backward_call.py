@@ -76,7 +76,7 @@ def gradients(
 
 
 def order_of(tiles: Array, count: int) -> tuple[Array, Array]:
-    """How many tiles of keys that see a tile of queries come before one, `[B, tiles of keys, count]`, and whether any sees it, `[B, count]`; from
+    """The number of tiles of keys before one that see a tile of queries, `[B, tiles of keys, count]`, and whether any sees it, `[B, count]`; from
     the bounds `[B, tiles of keys, 4]` of the tiles of queries of each tile of keys."""
     m = jnp.arange(count, dtype=jnp.int32)[None, None]
     sees = (tiles[:, :, :1] <= m) & (m < tiles[:, :, 3:])

@@ -1,4 +1,4 @@
-"""When one of Hopper's backward kernels is used, with which tiles, and why not."""
+"""Choice of one of Hopper's backward kernels and of its tiles, and reasons against it."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
 
 
 def not_chosen(problem: Problem, device: DeviceFacts) -> str:
-    """Why Triton's kernels are the default, as a clause without its subject; empty if they are not."""
+    """Says why Triton's kernels are the default, as a clause without its subject; empty if they are not."""
     if problem.dim("T") < tile_sizes.LEAST_QUERIES:
         return f"is for {tile_sizes.LEAST_QUERIES} queries or more"
     if (reason := unfit(problem, device)) is not None:
@@ -52,19 +52,19 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
 
 
 def _narrow(problem: Problem) -> bool:
-    """Whether a static window leaves a query few keys."""
+    """Tells whether a static window leaves a query few keys."""
     window: Any = problem.flag("window")
     left, right = window or (None, None)
     return left is not None and right is not None and left + right + 1 < _LEAST_LENGTH
 
 
 def unfit(problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the kernel cannot run the problem on the device, as a clause without its subject; `None` if it can."""
+    """Says why the kernel cannot run the problem on the device, as a clause without its subject; `None` if it can."""
     return gluon_unavailable(device) or problem_unfit(problem)
 
 
 def problem_unfit(problem: Problem) -> str | None:
-    """The same for any device."""
+    """Says the same for any device."""
     if (reason := tile_sizes.problem_unfit(problem)) is not None:
         return reason
     if problem.flag("tiles") or problem.flag("block_size"):
@@ -75,12 +75,12 @@ def problem_unfit(problem: Problem) -> str | None:
 
 
 def config_unfit(tile: Any, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why a configuration cannot have the tile, as a clause without its subject; shared memory is not checked."""
+    """Says why a configuration cannot have the tile, as a clause without its subject; shared memory is not checked."""
     return unfit(problem, device) or tile_unfit(tile, problem)
 
 
 def tile_unfit(tile: Any, problem: Problem) -> str | None:
-    """The same for a tile on any device."""
+    """Says the same for a tile on any device."""
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
     if (tile.block_q, tile.block_k) not in {size[:2] for size in _TILES[tile_sizes.padded_width(problem)]}:
@@ -110,7 +110,7 @@ def check(tile: Any, problem: Problem, second_part: bool) -> None:
 
 
 def together(queries: int, heads: int, width: int, are_alike: bool) -> int:
-    """How many key heads of how many batch rows run together: those whose queries, cotangents and float32 gradients fit the L2 cache. If tiles of
+    """The number of key heads of batch rows that run together: those whose queries, cotangents and float32 gradients fit the L2 cache. If tiles of
     keys differ, more of them, so that few of one head begin together: each that does begins an addition later than the one before, and shorter ones
     lose what they would be ahead. What they read is read again soon, so it need not fit whole."""
     most = max(1, _CACHED_BYTES // (max(queries, 1) * heads * width * 8))

@@ -97,7 +97,7 @@ def key_bounds_kernel(
 
 @triton.jit
 def _among(marks_ptr, S, real, segment, STEPS: tl.constexpr):
-    """Where the keys of segments begin and end, if they are in order from key `real` on, with those of none before and behind."""
+    """Begin and end of the keys of segments, if they are in order from key `real` on, with those of none before and behind."""
     begin, end = segment * 0, segment * 0  # [MOST]
     # A binary search for each query: the first key of its segment, and the one behind the last.
     size = 1 << (STEPS - 1)

@@ -29,10 +29,10 @@ def attended(
     programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads)
     if ragged:
         launch = launch.knowing(bounds(launch, arrays, spec, tile))
-        given: dict[str, Any] = {"schedule": None}
+        tables: dict[str, Any] = {"schedule": None}
     else:
         table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
-        given = {
+        tables = {
             "schedule": jnp.asarray(table),
             **dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_claims")),
         }
@@ -46,7 +46,7 @@ def attended(
             "lse": result(batch, heads, queries),
         },
         programs,
-        {"sinks": sinks, **given},
+        {"sinks": sinks, **tables},
         aliases={"no_claims": "claims"} if ragged else None,
         B=batch,
         SINKS=arrays.sinks is not None,
@@ -62,7 +62,7 @@ def attended(
 
 
 def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any) -> dict[str, Array]:
-    """What is known on the device only: the bounds of each tile of queries; `marks` of keys, negative if no query sees the key, whose value can then be
+    """Tables that only the device knows: the bounds of each tile of queries; `marks` of keys, negative if no query sees the key, whose value can then be
     anything, and the segment if there are any, of whole tiles; and a counter of the tiles that are claimed."""
     from .bounds_kernel import key_bounds_kernel
 

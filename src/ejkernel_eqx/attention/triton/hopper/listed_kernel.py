@@ -49,7 +49,7 @@ def _record(schedule_ptr, r):
 
 @gluon.jit
 def _copied(record):
-    """The same numbers as values of their own, which a loop may carry beside those of `record`."""
+    """Copies of the numbers, which a loop may carry beside those of `record`."""
     return Record(record.t + 0, record.lo + 0, record.partly + 0, record.hi + 0, record.patterns + 0)
 
 

@@ -1,4 +1,4 @@
-"""What Hopper's kernel over lists reads: which program takes which tiles of queries, where their lists are, and which keys no query sees."""
+"""Tables that Hopper's kernel over lists reads: which program takes which tiles of queries, where their lists are, and which keys no query sees."""
 
 import functools
 from typing import NamedTuple
@@ -14,12 +14,12 @@ from ...masks.tile_shape import NONE, Shape
 from ...spec import AttentionArrays, AttentionSpec
 from .schedule import dealt, schedule
 
-_OWN = 0.5
-"""What a tile of queries costs besides its entries, in entries: most of it happens while others multiply."""
+_FIXED_COST = 0.5
+"""The cost of a tile of queries besides its entries, in entries: most of it happens while others multiply."""
 
 
 class Listed(NamedTuple):
-    """On the device, or constants of it."""
+    """Tables on the device, or constants of it."""
 
     schedule: (
         Array | np.ndarray
@@ -77,20 +77,20 @@ def _longest_first(
     """Tiles of rows in groups as in `schedule`, the longest lists of a group first."""
     number = records[:, 0]
     order = np.lexsort((-(number % tiles), -length, number // (tiles * group)))
-    table = dealt(records[order].T, np.maximum(length[order], 1) + _OWN, programs)
+    table = dealt(records[order].T, np.maximum(length[order], 1) + _FIXED_COST, programs)
     table.setflags(write=False)
     return table
 
 
 def seen_keys(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Array | None:
-    """Which keys any query of a key head sees, `[B or 1, S, K or 1]`; `None` if those that are read all are. Lists are those of a pattern, or of a map with
+    """The keys that any query of a key head sees, `[B or 1, S, K or 1]`; `None` if those that are read all are. Lists are those of a pattern, or of a map with
     a static window."""
     if spec.pattern is not None:
         seen, row = keys_seen(spec.pattern, shape), lists_of(spec.pattern, shape).heads
         if seen.all():
             return None
-        own = row if arrays.heads is None else jnp.asarray(row)[arrays.heads[0]]
-        by_head = jnp.asarray(seen)[own][None]  # [1, H or 1, S]
+        row = row if arrays.heads is None else jnp.asarray(row)[arrays.heads[0]]
+        by_head = jnp.asarray(seen)[row][None]  # [1, H or 1, S]
     else:
         reach = _reach(shape, spec)
         if reach is None:

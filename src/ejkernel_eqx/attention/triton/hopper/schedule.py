@@ -1,4 +1,4 @@
-"""Which program of Hopper's forward kernel takes which tiles of queries, and in which order: decided on the host where it knows what tiles see, so that
+"""The schedule of Hopper's forward kernel, of each program its tiles of queries in their order: decided on the host where it knows what tiles see, so that
 the last programs end together."""
 
 import functools
@@ -6,8 +6,8 @@ import heapq
 
 import numpy as np
 
-_OWN = 1.0
-"""What a tile of queries costs besides its tiles of keys, in tiles of keys."""
+_FIXED_COST = 1.0
+"""The cost of a tile of queries besides its tiles of keys, in tiles of keys."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -29,7 +29,7 @@ def schedule(rows: int, queries: int, keys: int, offset: int, left: int, right: 
         low = np.maximum(begin - left, 0) // block_k
     if right >= 0:
         high = np.minimum(high, -(-np.maximum(end + right, 0) // block_k))
-    table = dealt((row * tiles + tile)[None], np.maximum(high - low, 1) + _OWN, programs)[..., 0]
+    table = dealt((row * tiles + tile)[None], np.maximum(high - low, 1) + _FIXED_COST, programs)[..., 0]
     table.setflags(write=False)
     return table
 
@@ -37,14 +37,14 @@ def schedule(rows: int, queries: int, keys: int, offset: int, left: int, right: 
 def dealt(records: np.ndarray, costs: np.ndarray, programs: int) -> np.ndarray:
     """Each tile, in this order, to the program that is free first: int32 `[most + 1, programs, n]` from what is known of each tile, `[n, tiles]`, the number of
     each first; -1 behind a program's last. No program is left without a tile if there are as many."""
-    given: list[list[int]] = [[] for _ in range(programs)]
+    assigned: list[list[int]] = [[] for _ in range(programs)]
     free = [(0.0, program) for program in range(programs)]
-    for which, takes in enumerate(costs.tolist()):
+    for tile, cost in enumerate(costs.tolist()):
         until, program = free[0]
-        given[program].append(which)
-        heapq.heapreplace(free, (until + takes, program))
-    table = np.zeros((max(map(len, given)) + 1, programs, len(records)), np.int32)
+        assigned[program].append(tile)
+        heapq.heapreplace(free, (until + cost, program))
+    table = np.zeros((max(map(len, assigned)) + 1, programs, len(records)), np.int32)
     table[..., 0] = -1
-    for program, mine in enumerate(given):
-        table[: len(mine), program] = records[:, mine].T
+    for program, tiles in enumerate(assigned):
+        table[: len(tiles), program] = records[:, tiles].T
     return table

@@ -1,4 +1,4 @@
-"""What happens to a tile of scores in Hopper's forward kernels, and to values of keys that no query sees."""
+"""Soft cap, mask and softmax of a tile of scores in Hopper's kernels, and zeros for values of keys that no query sees."""
 
 from collections import namedtuple
 
@@ -23,7 +23,7 @@ BOUND = gl.constexpr(80.0)
 LEAST = gl.constexpr(2.0**-126)
 """The least float32 that the GPU's fast instructions do not take for 0."""
 SCATTERED = gl.constexpr(2)
-"""What is odd about the keys that a tile of queries may see: 1 if no query at all sees one of them, plus this if the keys of a segment are not all side by
+"""The kind of the keys that a tile of queries may see: 0, or 1 if no query at all sees one of them, plus this if the keys of a segment are not all side by
 side, so that segments have to be compared."""
 
 
@@ -118,7 +118,7 @@ def _capped(qk, scoring: gl.constexpr, PACK: gl.constexpr):
 
 @gluon.jit
 def _log2(x):
-    """With 22 bits, in one instruction where Triton's takes two dozen; of numbers from `LEAST` on."""
+    """Logarithms with 22 bits, in one instruction where Triton's takes two dozen; of numbers from `LEAST` on."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 

@@ -1,4 +1,4 @@
-"""When Hopper's forward kernel is used, with which tiles, and why not."""
+"""Choice of Hopper's forward kernel and of its tiles, and reasons against it."""
 
 from typing import Any
 
@@ -78,9 +78,9 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
 
 
 def _time_of(size: Sizes, problem: Problem, programs: int) -> float:
-    """When the last program ends, in times of a tile of 128 queries by 128 keys. Keys that only the device knows to be hidden count as visible."""
+    """The end of the last program, in times of a tile of 128 queries by 128 keys. Keys that only the device knows to be hidden count as visible."""
     (block_q, block_k, _), queries, keys = size, problem.dim("T"), problem.dim("S")
-    rate, own, hidden = _COSTS[block_q]
+    rate, fixed, hidden = _COSTS[block_q]
     window: Any = problem.flag("window")
     left, right = window or (None, None)
     first = np.arange(0, queries, block_q) + (0 if problem.flag("top_left") else keys - queries)
@@ -94,7 +94,7 @@ def _time_of(size: Sizes, problem: Problem, programs: int) -> float:
     partly = 0 if right is None else high - tiles_until(first + right + 2 - block_k)
     partly = partly + (0 if left is None else tiles_until(last - left) - low)
     seen = np.maximum(high - low, 1)
-    costs = seen + own + hidden * np.minimum(partly, seen)
+    costs = seen + fixed + hidden * np.minimum(partly, seen)
     rows, costs = max(problem.dim("B") * problem.dim("H"), 1), np.sort(rate * costs)[::-1]
     # If there are more than `n` tiles for each program, one program has `n + 1`, none shorter than the shortest of those that come first.
     rounds = costs[np.arange(0, len(costs) * rows, programs) // rows]
@@ -102,7 +102,7 @@ def _time_of(size: Sizes, problem: Problem, programs: int) -> float:
 
 
 def not_chosen(problem: Problem, device: DeviceFacts) -> str:
-    """Why Triton's kernel is the default, as a clause without its subject; empty if it is not."""
+    """Says why Triton's kernel is the default, as a clause without its subject; empty if it is not."""
     if problem.dim("T") < LEAST_QUERIES:
         return f"is for {LEAST_QUERIES} queries or more"
     if (reason := unfit(problem, device)) is not None:
@@ -131,12 +131,12 @@ def multiprocessors(device: DeviceFacts) -> int:
 
 
 def unfit(problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the kernel cannot run the problem on the device, as a clause without its subject; `None` if it can."""
+    """Says why the kernel cannot run the problem on the device, as a clause without its subject; `None` if it can."""
     return gluon_unavailable(device) or problem_unfit(problem)
 
 
 def problem_unfit(problem: Problem) -> str | None:
-    """The same for any device."""
+    """Says the same for any device."""
     for flag, reason in _REFUSED.items():
         if problem.flag(flag):
             return reason
@@ -168,18 +168,18 @@ def _lists_unfit(problem: Problem) -> str | None:
 
 
 def _listed(problem: Problem) -> bool:
-    """Whether lists say which tiles run."""
+    """Tells whether lists say which tiles run."""
     return problem.flag("tiles") is not None
 
 
 def _cuts_blocks(block_q: int, block_k: int, problem: Problem) -> bool:
-    """Whether a map of blocks leaves parts of such tiles visible: of a pattern, bits say which; of an array, nothing would."""
+    """Tells whether a map of blocks leaves parts of such tiles visible: of a pattern, bits say which; of an array, nothing would."""
     size: Any = problem.flag("block_size")
     return size is not None and bool(size[0] % block_q or size[1] % block_k)
 
 
 def config_unfit(kernel: str, tile: Any, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why a configuration cannot have the tile for the kernel, as a clause without its subject; shared memory is not checked."""
+    """Says why a configuration cannot have the tile for the kernel, as a clause without its subject; shared memory is not checked."""
     if kernel != "forward":
         return "has no kernel of its own"
     if problem.dim("T") < LEAST_QUERIES:
@@ -188,7 +188,7 @@ def config_unfit(kernel: str, tile: Any, problem: Problem, device: DeviceFacts) 
 
 
 def tile_unfit(tile: Any, problem: Problem) -> str | None:
-    """The same for a tile on any device."""
+    """Says the same for a tile on any device."""
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
     sizes, lists = (tile.block_q, tile.block_k), _listed(problem)
@@ -215,7 +215,7 @@ def shared_memory(tile: Any, problem: Problem) -> int:
 
 
 def stores_in_place(tile: Any, width: int) -> bool:
-    """Whether the output takes the place of the queries, whose successors then wait for it."""
+    """Tells whether the output takes the place of the queries, whose successors then wait for it."""
     return 2 * tile.block_q * width * 2 + _streamed(tile, width) > _MOST_SHARED
 
 

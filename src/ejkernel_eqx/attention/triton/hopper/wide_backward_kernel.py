@@ -42,7 +42,7 @@ HALF = gl.constexpr(128)
 # fmt: off
 @gluon.jit
 def _products(rows, columns):
-    """Of 64 keys and queries, or values and cotangents, `[64, 64]`, both in two halves."""
+    """The product of 64 keys and queries, or values and cotangents, `[64, 64]`, both in two halves."""
     acc = gl.zeros([SIZE, SIZE], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16]))
     acc = warpgroup_mma(_half(rows, 0), _half(columns, 0).permute((1, 0)), acc, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=[warpgroup_mma(_half(rows, 1), _half(columns, 1).permute((1, 0)), acc, is_async=True)])

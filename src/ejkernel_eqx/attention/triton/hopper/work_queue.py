@@ -1,4 +1,4 @@
-"""How warps of Hopper's persistent kernels divide the work: a counter in device memory from which programs claim tiles, a work queue in shared memory through
+"""Division of work between warps of Hopper's persistent kernels: a counter in device memory from which programs claim tiles, a work queue in shared memory through
 which the producer warp tells the others what it claimed, named barriers between groups of warps, and semaphores between programs.
 
 A program claims a tile when it has loaded one: only the device knows how long tiles take."""
