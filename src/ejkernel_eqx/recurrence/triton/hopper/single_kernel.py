@@ -233,12 +233,12 @@ def _consumer(tiles, buffers, barriers, out_desc, memory, place, W: gl.constexpr
         span = gl.load(spans_ptr + row // CHUNK)  # []
     for n in range(0, count):
         s = n % sizes.NUM_STAGES
-        phase = (n // sizes.NUM_STAGES) & 1
+        q, k = qs.index(s).reshape([CHUNK, D]), ks.index(s).reshape([CHUNK, D])
         v = vs.index(s * sizes.CONSUMERS + W).reshape([CHUNK, WIDTH])
         p = v
         if kind.PRODUCTS:
             p = ps.index(s).reshape([CHUNK, CHUNK])
-        chunk = Tiles(qs.index(s).reshape([CHUNK, D]), ks.index(s).reshape([CHUNK, D]), v, p)
+        chunk, phase = Tiles(q, k, v, p), (n // sizes.NUM_STAGES) & 1
         tma.store_wait(0)  # before a barrier that all pass who write to the place again
         if kind.PRODUCTS:
             gl.barrier()  # such a one: values are weighted there, too
