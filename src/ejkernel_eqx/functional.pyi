@@ -33,7 +33,7 @@ from .paged.native_pages.operation import WithIndices
 from .paged.signature import C
 from .paged.signature import Cache
 from .paged.signature import Output
-from .paged.signature import Queries
+from .paged.signature import Query
 from .paged.signature import WithLse
 from .recurrence.linear import FinalState
 from .recurrence.linear import State
@@ -679,7 +679,7 @@ def native_sparse_attention(
 
 @overload
 def paged_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     *,
     return_lse: Literal[False] = False,
@@ -693,7 +693,7 @@ def paged_attention(
 
 @overload
 def paged_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     *,
     return_lse: Literal[True],
@@ -707,7 +707,7 @@ def paged_attention(
 
 @overload
 def paged_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     *,
     return_lse: bool,
@@ -763,7 +763,7 @@ def paged_native_sparse_attention(
 
 @overload
 def prefill_paged_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     *,
     return_lse: Literal[False] = False,
@@ -779,7 +779,7 @@ def prefill_paged_attention(
 
 @overload
 def prefill_paged_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     *,
     return_lse: Literal[True],
@@ -795,7 +795,7 @@ def prefill_paged_attention(
 
 @overload
 def prefill_paged_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     *,
     return_lse: bool,
@@ -862,7 +862,7 @@ def ragged_decode_attention(
 
 @overload
 def ragged_paged_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     k: None = None,
     v: None = None,
@@ -882,7 +882,7 @@ def ragged_paged_attention(
 
 @overload
 def ragged_paged_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     k: None = None,
     v: None = None,
@@ -902,7 +902,7 @@ def ragged_paged_attention(
 
 @overload
 def ragged_paged_attention(
-    q: Queries,
+    q: Query,
     cache: C,
     k: Float[AnyArray, 'T *K D'],
     v: Float[AnyArray, 'T *K V'],
@@ -922,7 +922,7 @@ def ragged_paged_attention(
 
 @overload
 def ragged_paged_attention(
-    q: Queries,
+    q: Query,
     cache: C,
     k: Float[AnyArray, 'T *K D'],
     v: Float[AnyArray, 'T *K V'],
@@ -1179,7 +1179,7 @@ def state_space_v2(
 
 @overload
 def unified_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     *,
     return_lse: Literal[False] = False,
@@ -1198,7 +1198,7 @@ def unified_attention(
 
 @overload
 def unified_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     *,
     return_lse: Literal[True],
@@ -1217,7 +1217,7 @@ def unified_attention(
 
 @overload
 def unified_attention(
-    q: Queries,
+    q: Query,
     cache: Cache,
     *,
     return_lse: bool,
