@@ -16,7 +16,7 @@ from ejkernel_eqx.paged import xla
 from tests.paged.cases import assert_agrees, Case, CASES, make
 from tests.recurrence.quick import quick
 
-platform, XlaConfig = xla.platform, xla.XlaConfig
+platform, XlaConfig = xla, xla.XlaConfig
 # Every option, and pairs of them; interpreted Triton has all cases.
 COVERING = (
     "decode, all options", "empty sequences", "no keys", "nobody", "left out", "freed behind a window", "window of own key", "latent, options",

@@ -200,9 +200,7 @@ class AbsorbedLatentAttention(Kernel):
             arrays, spec = resolve(q, cache, self.options, tokens, Scoring(sinks), return_lse=return_lse)
         else:
             tokens = self._over_rows(q, dense[0], **rows)
-            arrays, spec = resolve_rows(
-                q, dense, self.options, *tokens, Scoring(sinks), return_lse=return_lse
-            )
+            arrays, spec = resolve_rows(q, dense, self.options, tokens, Scoring(sinks), return_lse=return_lse)
         results: Any = finish(self.plan, arrays, spec)
         out, *lse = results if return_lse else (results,)
         out = out if w_uv is None else expanded(out, w_uv)

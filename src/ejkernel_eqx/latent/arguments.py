@@ -1,23 +1,15 @@
 """Checks what a user passes to latent attention. Errors are raised before anything is computed and name the argument, what was expected,
 what was received, and the remedy."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax import Array
 
 from ..core.arguments import array, fitting
 
 
-class Expanded(NamedTuple):
+def read_expanded(q: Any, k: Any, k_rope: Any, v: Any) -> dict[str, Array]:
     """The checked arrays of the expanded form."""
-
-    q: Array
-    k: Array
-    k_rope: Array
-    v: Array
-
-
-def read_expanded(q: Any, k: Any, k_rope: Any, v: Any) -> Expanded:
     q, k, v = array("q", q, "T H D"), array("k", k, "S H Dn"), array("v", v, "S H V")
     k_rope = array("k_rope", k_rope, "S Dr")
     _check_dtypes(q=q, k=k, k_rope=k_rope, v=v)
@@ -32,7 +24,8 @@ def read_expanded(q: Any, k: Any, k_rope: Any, v: Any) -> Expanded:
     k = fitting("k", k, (*lead, None, heads, nope), "S H Dn")
     keys = (*lead, k.shape[-3])
     k_rope = fitting("k_rope", k_rope, (*keys, k_rope.shape[-1]), "S Dr")
-    return Expanded(q, k, k_rope, fitting("v", v, (*keys, heads, None), "S H V"))
+    v = fitting("v", v, (*keys, heads, None), "S H V")
+    return {"q": q, "k": k, "k_rope": k_rope, "v": v}
 
 
 def read_latents(latent: Any, k_rope: Any, lead: tuple[int, ...]) -> tuple[Array, Array]:

@@ -1,7 +1,9 @@
 """The family's kind of call, for `core/`: its problem and its axes."""
 
 import dataclasses
+from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Plan
@@ -48,9 +50,7 @@ ATTEND = dataclasses.replace(
 )
 
 
-def attend(
-    plan: Plan, operation: str, arrays: LatentArrays, spec: AttentionSpec
-) -> tuple[Array, Array | None]:
-    """`out [..., T, H, V]` and `lse [..., H, T]`, if requested, on the platform that the plan chooses for these shapes."""
+def attend(plan: Plan, operation: str, arrays: LatentArrays, spec: AttentionSpec) -> Any:
+    """`out [..., T, H, V]`, and with `return_lse` `lse [..., T, H]`, on the platform that the plan chooses for these shapes."""
     results = ATTEND.call(plan, operation, arrays, spec)
-    return results["out"], results.get("lse")
+    return (results["out"], jnp.swapaxes(results["lse"], -1, -2)) if spec.return_lse else results["out"]

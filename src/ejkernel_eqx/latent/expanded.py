@@ -4,7 +4,6 @@ from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
@@ -158,11 +157,9 @@ class MultiHeadLatentAttention(Kernel):
         )
         inference = bool(self.inference) if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
-        default, dense = Mask(is_causal=self.causal, window=self.window), (inputs.q, inputs.k, inputs.v)
+        default, dense = (
+            Mask(is_causal=self.causal, window=self.window),
+            (inputs["q"], inputs["k"], inputs["v"]),
+        )
         whole, spec = described(*dense, self.options, default, masking, scoring, return_lse=return_lse)
-        arrays = LatentArrays(**{**whole._asdict(), **inputs._asdict()})
-        out, lse = attend(self.plan, self.operation, arrays, spec)
-        if not return_lse:
-            return out
-        assert lse is not None, "every platform returns the lse"
-        return out, jnp.swapaxes(lse, -1, -2)
+        return attend(self.plan, self.operation, LatentArrays(**{**whole._asdict(), **inputs}), spec)

@@ -22,20 +22,12 @@ def halves(attention: Any) -> tuple[Callable[..., tuple[Array, Array]], Callable
         return attention.attended(arrays.apart, spec, config, k_rope=arrays.k_rope, **execute)
 
     def backward(
-        arrays: LatentArrays,
-        spec: AttentionSpec,
-        config: Any,
-        out: Any,
-        lse: Any,
-        dout: Any,
-        dlse: Any,
-        **execute: Any,
+        arrays: LatentArrays, spec: AttentionSpec, config: Any, *saved: Any, **execute: Any
     ) -> LatentGrads:
         """Gradients of all arrays; bitwise repeatable, as every sum has one fixed order."""
-        results, cotangents = (out, lse), (dout, dlse)
-        grads, dk_rope = attention.gradients(
-            arrays.apart, spec, config, results, cotangents, k_rope=arrays.k_rope, **execute
-        )
+        results, cotangents = saved[:2], saved[2:]  # out and lse each
+        call = arrays.apart, spec, config, results, cotangents
+        grads, dk_rope = attention.gradients(*call, k_rope=arrays.k_rope, **execute)
         return LatentGrads(k_rope=dk_rope, **grads._asdict())
 
     return forward, backward

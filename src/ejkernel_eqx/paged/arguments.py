@@ -242,17 +242,11 @@ def resolve_dense(
 
 
 def resolve_rows(
-    q: Array,
-    dense: Any,
-    options: PagedOptions,
-    tokens: Tokens,
-    lengths: Array,
-    scoring: Scoring,
-    *,
-    return_lse: bool,
+    q: Array, dense: Any, options: PagedOptions, tokens: Any, scoring: Scoring, *, return_lse: bool
 ) -> tuple[PagedArrays, PagedSpec]:
     """Queries `[*, T, H, R + Dr]` on dense latents `[*, S, R]` and rotary keys `[*, S, Dr]`: those of a row are a single page, which each of its
     sequences reads up to its length, `[*, N]`."""
+    tokens, lengths = tokens
     k, rope = (x[..., None, :, None, :] for x in dense)
     table = jnp.zeros((*lengths.shape, 1), jnp.int32)
     arrays = PagedArrays(q, k, None, table, tokens.q_start, tokens.q_len, lengths, rope=rope)

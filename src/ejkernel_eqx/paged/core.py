@@ -71,9 +71,9 @@ def is_empty(arrays: PagedArrays) -> bool:
     return 0 in (arrays.q.size, arrays.kv_len.size)
 
 
-def writer(plan: Plan, operation: str, arrays: PagedArrays, spec: PagedSpec) -> Writer:
+def writer(plan: Plan, arrays: PagedArrays, spec: PagedSpec) -> Writer:
     """The function by which the platform chosen for this call writes new tokens into pages: its own kernel, or XLA's scatter."""
-    selection = plan.select(problem_of(operation, arrays, spec))
+    selection = plan.select(problem_of(plan.operation, arrays, spec))
     platform = selection.implementation.load()
     if not is_opaque(platform) or not hasattr(platform, "write"):
         return write

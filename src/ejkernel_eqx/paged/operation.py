@@ -58,17 +58,16 @@ def over_pages(
     *,
     return_lse: bool,
     window: Any = None,
-    new: tuple[Any, Any] | None = None,
+    new: Any = None,
 ) -> Any:
     """The body of every operation over pages, on queries and tokens that have been checked: `out`, with `return_lse` also `lse`, and the cache if
     `new` keys and values (or latents and rotary keys) are written to it first. The platform that will read the pages also writes them."""
     arrays, spec = resolve(q, cache, operation.options, tokens, scoring, return_lse=return_lse)
-    plan = operation.plan
     if new is not None:
         writes = write_arrays(cache, new, write_slots(arrays))
-        written = (write if is_empty(arrays) else writer(plan, plan.operation, arrays, spec))(writes)
+        written = (write if is_empty(arrays) else writer(operation.plan, arrays, spec))(writes)
         arrays, cache = arrays._replace(**written), holding(cache, written)
-    results = finish_within(plan, arrays, spec, window)
+    results = finish_within(operation.plan, arrays, spec, window)
     if new is None:
         return results
     return (*results, cache) if return_lse else (results, cache)

@@ -152,7 +152,5 @@ class RaggedPagedAttention(Kernel):
             raise ValueError(
                 "k, v: expected the keys and values of the new tokens with append=True, received None; build with append=False to read only."
             )
-        new = (k, v) if self.append else None
-        return over_pages(
-            self, q, cache, tokens, Scoring(sinks), return_lse=return_lse, window=window, new=new
-        )
+        more = {"window": window, "new": (k, v) if self.append else None}
+        return over_pages(self, q, cache, tokens, Scoring(sinks), return_lse=return_lse, **more)

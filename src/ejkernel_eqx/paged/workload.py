@@ -21,16 +21,14 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     spec, platform = spec_of(problem), implementation.load()
     run, make = functools.partial(_run, platform, spec), functools.partial(make_arrays, problem)
-    collects = implementation.platform is Platform.TRITON
-    return Workload(
-        make_inputs=make,
-        run=run,
-        reference=functools.partial(_reference, spec),
-        tolerances=dict.fromkeys(RESULTS, TOLERANCES[checked_dtype(problem)]["forward"]),
-        forward=RESULTS,
-        costs=costs(problem),
-        launches=functools.partial(launches_of, run, make) if collects else None,
-    )
+    reference = functools.partial(_reference, spec)
+    tolerances: dict[str, Any] = dict.fromkeys(RESULTS, TOLERANCES[checked_dtype(problem)]["forward"])
+    launches = functools.partial(launches_of, run, make)
+    more = {
+        "costs": costs(problem),
+        "launches": launches if implementation.platform is Platform.TRITON else None,
+    }
+    return Workload(make, run, reference, tolerances, RESULTS, **more)
 
 
 def checked_dtype(problem: Problem) -> str:

@@ -38,45 +38,44 @@ class XlaConfig:
                 raise ValueError(f"XlaConfig.{name}: expected a positive int, received {value!r}.")
 
 
-class XlaPlatform:
-    """Platform `xla` of the family."""
+config_type = XlaConfig
 
-    config_type = XlaConfig
 
-    def unsupported(self, problem: Any, device: Any) -> str | None:
-        """The reason why this platform cannot serve a problem: none, it serves all."""
-        return None
+def unsupported(problem: Any, device: Any) -> str | None:
+    """The reason why this platform cannot serve a problem: none, it serves all."""
+    return None
 
-    def default_config(self, problem: Any, device: Any) -> XlaConfig:
-        return self.candidates(problem, device)[0]
 
-    def candidates(self, problem: Any, device: Any) -> list[XlaConfig]:
-        """Configurations worth timing, the heuristic first, without those that split the problem in the same way."""
-        keys, queries = problem.dim("M") * problem.dim("p"), problem.dim("Q")
-        wanted = [(128, 128), (128, 256), (256, 256), (128, 512), (64, 128), (256, 512), (128, 64), (128, 1024)]  # fmt: skip
-        if queries == 1:
-            wanted = [(128, size) for size in (128, 256, 512, 64, 1024, 32)]
-        distinct: dict[tuple[int, int], XlaConfig] = {}
-        for block_q, block_k in wanted:
-            cut = min(block_q, queries), min(block_k, keys)
-            distinct.setdefault(cut, XlaConfig(block_q, block_k))
-        return list(distinct.values())
+def default_config(problem: Any, device: Any) -> XlaConfig:
+    return candidates(problem, device)[0]
 
-    def forward(self, arrays: PagedArrays, spec: PagedSpec, config: XlaConfig) -> Named:
-        """`out [*, T, H, V]` and `lse [*, T, H]`. `jax.vmap` adds leading axes, which become additional sequences."""
 
-        def folded(given: Named, runs: Any) -> Named:
-            shared = SHARED.intersection(given), unmapped(PagedArrays.of(given), spec)
-            return flatten_rows(
-                lambda flat: _attend(Call(PagedArrays.of(flat), spec, config)), given, *shared
-            )
+def candidates(problem: Any, device: Any) -> list[XlaConfig]:
+    """Configurations worth timing, the heuristic first, without those that split the problem in the same way."""
+    keys, queries = problem.dim("M") * problem.dim("p"), problem.dim("Q")
+    wanted = [(128, 128), (128, 256), (256, 256), (128, 512), (64, 128), (256, 512), (128, 64), (128, 1024)]  # fmt: skip
+    if queries == 1:
+        wanted = [(128, size) for size in (128, 256, 512, 64, 1024, 32)]
+    distinct: dict[tuple[int, int], XlaConfig] = {}
+    for block_q, block_k in wanted:
+        cut = min(block_q, queries), min(block_k, keys)
+        distinct.setdefault(cut, XlaConfig(block_q, block_k))
+    return list(distinct.values())
 
-        axes = axes_of(arrays, spec)
-        given = arrays.given
-        shared = SHARED.intersection(given)
-        # Where types carry shardings, indices into a sharded array must be local to one device.
-        leading = Leading(axes=axes, shared=shared)
-        return opaque(folded, leading, split=Split.EXPLICIT, sliced=False)(given)
+
+def forward(arrays: PagedArrays, spec: PagedSpec, config: XlaConfig) -> Named:
+    """`out [*, T, H, V]` and `lse [*, T, H]`. `jax.vmap` adds leading axes, which become additional sequences."""
+
+    def folded(given: Named, runs: Any) -> Named:
+        shared = SHARED.intersection(given), unmapped(PagedArrays.of(given), spec)
+        return flatten_rows(lambda flat: _attend(Call(PagedArrays.of(flat), spec, config)), given, *shared)
+
+    axes = axes_of(arrays, spec)
+    given = arrays.given
+    shared = SHARED.intersection(given)
+    # Where types carry shardings, indices into a sharded array must be local to one device.
+    leading = Leading(axes=axes, shared=shared)
+    return opaque(folded, leading, split=Split.EXPLICIT, sliced=False)(given)
 
 
 class Call:
@@ -311,6 +310,3 @@ def _scaled(x: Array, scale: Array | None) -> Array:
     if scale.ndim == 1:
         return x * scale[None, :, None, None, None]
     return x * jnp.swapaxes(scale, 1, 2)[:, :, None, None]
-
-
-platform = XlaPlatform()

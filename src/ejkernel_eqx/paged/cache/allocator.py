@@ -160,9 +160,8 @@ class PageTable:
             )
         positions = np.arange(start, stop, dtype=np.int32)
         pages = np.array(own.pages, np.int32)[positions // self.page_size]
-        return np.where(
-            pages < 0, np.int32(-1), pages * np.int32(self.page_size) + positions % self.page_size
-        )
+        slots = pages * np.int32(self.page_size) + positions % self.page_size
+        return np.where(pages < 0, np.int32(-1), slots)
 
     def row(self, sequence: Hashable) -> np.ndarray:
         """The sequence's row of the page table, int32 `[M]`, padded with -1; `M` is `max_pages` or the number of its pages."""

@@ -69,18 +69,15 @@ class Buckets:
         **Raises:** `ValueError` naming the size that exceeds every bucket.
         """
         wanted = BucketSizes(tokens, sequences, pages, query_len)
-        found = []
         for name, size in wanted._asdict().items():
-            sizes = getattr(self, name)
-            size = read_count(name, size)
-            fitting = [bucket for bucket in sizes if bucket >= size]
-            if not fitting:
+            sizes, size = getattr(self, name), read_count(name, size)
+            if size > sizes[-1]:
                 raise ValueError(
                     f"{name}: expected at most {sizes[-1]}, the largest bucket, received {size}; split the batch or add a bucket to "
                     f"Buckets.{name}."
                 )
-            found.append(fitting[0])
-        return BucketSizes(*found)
+            wanted = wanted._replace(**{name: next(bucket for bucket in sizes if bucket >= size)})
+        return wanted
 
 
 def _powers(largest: int) -> tuple[int, ...]:

@@ -77,12 +77,7 @@ class Pages(Module):
 
     @classmethod
     def _empty(
-        cls: type[C],
-        room: tuple[int, int],
-        widths: Any,
-        batch_shape: Any,
-        dtype: PageDType,
-        scales: str | None,
+        cls: type[C], room: tuple[int, int], widths: Any, batch_shape: Any, dtype: Any, scales: Any
     ) -> C:
         """`room`: the number of pages and of tokens per page; `widths`: the axes of a token in both arrays."""
         dtypes, scales = read_page_dtypes(dtype, scales)
@@ -218,8 +213,8 @@ class Pages(Module):
             source, target = read_copies(source, target)
             lead, names = len(self.batch_shape), self._names[: 4 if self.scales == TOKEN else 2]
             there = {name: x for name in names if (x := getattr(self, name)) is not None}
-            paged = {name: copy(x, source, target, lead) for name, x in there.items()}
-            return dataclasses.replace(self, **paged)
+            copied = {name: copy(x, source, target, lead) for name, x in there.items()}
+            return dataclasses.replace(self, **copied)
 
 
 def operands_of(pages: Pages) -> dict[str, Array]:
@@ -453,12 +448,7 @@ def gather(pages: Array, scale: Array | None, tables: Tables, size: int, dtype: 
 
     dense = take(pages)
     if scale is not None:
-        own = take(scale) if scale.ndim == pages.ndim - 1 else scale
-        dense = dequantise(dense, own, dtype)
+        dense = dequantise(dense, take(scale) if scale.ndim == pages.ndim - 1 else scale, dtype)
     dense = dense.astype(dtype)[..., :size, *(slice(None),) * (pages.ndim - 2)]
-    missing = size - places.shape[0]
-    if missing <= 0:
-        return dense
-    widths = [(0, 0)] * dense.ndim
-    widths[seen.ndim - 1] = (0, missing)
-    return jnp.pad(dense, widths)
+    missing, axis = max(size - places.shape[0], 0), seen.ndim - 1
+    return jnp.pad(dense, [(0, missing if n == axis else 0) for n in range(dense.ndim)]) if missing else dense

@@ -57,12 +57,10 @@ def _over_leading_axes(arrays: WriteArrays) -> dict[str, Array]:
     lead = _leading(arrays)
     if lead == 0:
         return _write(arrays)
-    axes = WriteArrays(
-        {name: 0 if name in PAGES or x.ndim > lead else None for name, x in arrays.pages.items()},  # pyright: ignore
-        dict.fromkeys(arrays.new, 0),  # pyright: ignore
-        0,  # pyright: ignore
-    )
-    return jax.vmap(_over_leading_axes, in_axes=(axes,))(arrays)
+    pages: Any = {name: 0 if name in PAGES or x.ndim > lead else None for name, x in arrays.pages.items()}
+    new: Any = dict.fromkeys(arrays.new, 0)
+    slots: Any = 0
+    return jax.vmap(_over_leading_axes, in_axes=(WriteArrays(pages, new, slots),))(arrays)
 
 
 def _write(arrays: WriteArrays) -> dict[str, Array]:

@@ -217,9 +217,7 @@ def _results_copy(
     r: Any, slot: Any, count: Any, size: Sizes, token: Any, offset: Any, begin: bool = True
 ) -> None:
     """Starts to copy `count` results to their tokens, or waits for that, in powers of two at once."""
-    part = 1
-    while 2 * part <= size.queries:
-        part *= 2
+    part = 1 << (size.queries.bit_length() - 1)
     while part:
 
         @pl.when((count & part) != 0)

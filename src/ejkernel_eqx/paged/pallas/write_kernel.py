@@ -85,7 +85,7 @@ def _launch(arrays: WriteArrays, new: dict[str, Array], slots: Array) -> tuple[T
     slots = jnp.pad(slots, (0, blocks * block - slots.size), constant_values=-1)
     pages = [arrays.pages[name].reshape(-1, *x.shape[1:]) for name, x in new.items()]
     of_block = lambda x: pl.BlockSpec((block, *x.shape[1:]), lambda step, *_: (step, 0, 0))
-    anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(pages)
+    kinds, anywhere = len(pages), [pl.BlockSpec(memory_space=pl.ANY)] * len(pages)
     launch = TpuLaunch(
         kernel=functools.partial(_kernel, block=block),
         name="paged.write",
@@ -94,9 +94,9 @@ def _launch(arrays: WriteArrays, new: dict[str, Array], slots: Array) -> tuple[T
         in_specs=[*map(of_block, new.values()), *anywhere],
         out_specs=anywhere,
         outputs=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages],
-        scratch=[pltpu.SemaphoreType.DMA((len(pages),))],
+        scratch=[pltpu.SemaphoreType.DMA((kinds,))],
         parallel=(0,),
-        aliases={1 + len(pages) + n: n for n in range(len(pages))},
+        aliases={1 + kinds + n: n for n in range(kinds)},
     )
     return launch, [slots, *new.values(), *pages]
 
@@ -138,13 +138,10 @@ def _kernel(slots: Any, *refs: Any, block: int) -> None:
 
     count = lax.fori_loop(0, block // _RUN, group, jnp.int32(0))
     # The bytes of all these tokens, in powers of two.
-    part = 1
-    while part <= block:
+    for power in range(block.bit_length()):
 
-        @pl.when((count & part) != 0)
-        def _(part: int = part) -> None:
+        @pl.when((count & (1 << power)) != 0)
+        def _(part: int = 1 << power) -> None:
             for kind in range(kinds):
                 tokens = new[kind].at[pl.ds(0, part)]
                 pltpu.make_async_copy(tokens, tokens, done.at[kind]).wait()
-
-        part *= 2

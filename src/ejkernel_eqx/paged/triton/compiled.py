@@ -104,13 +104,10 @@ def _together(config: TritonConfig, keys: int, device: DeviceFacts) -> list[Trit
     """The configuration in one launch, also with smaller splits, whose merge then costs less than a launch. Only NVIDIA's devices have run it."""
     if config.split_k == 1 or device.vendor != "nvidia":
         return []
-    block = config.decode.block_k
-    smaller = {
-        "split_k": min(4 * config.split_k, cdiv(keys, block)),
-        "chunk_size": block,
-    }
-    one = dataclasses.replace(config, together=True)
-    return [one, dataclasses.replace(one, **smaller)] if config.chunk_size > config.decode.block_k else [one]
+    block, one = config.decode.block_k, dataclasses.replace(config, together=True)
+    count = min(4 * config.split_k, cdiv(keys, block))
+    smaller = dataclasses.replace(one, split_k=count, chunk_size=block)
+    return [one, smaller] if config.chunk_size > block else [one]
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:

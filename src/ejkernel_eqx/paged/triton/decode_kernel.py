@@ -22,6 +22,8 @@ from .latent_bytes import attend_bytes, half_queries
 from .pairs import attend_pairs, PAIRS_OF, RAISED, split_queries
 from .tile_sizes import MOST_PAIR_ROWS, pairs_fit
 
+_MERGING = ("zeros_ptr", "count_ptr", "parts_ptr", "part_lse_ptr", "ROWS", "BLOCK_S", "STEP")
+
 
 @triton.jit
 def splits_of(first, end, BK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
@@ -256,65 +258,43 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
     in_bytes = _bytes(call, tile_rows)
     splits, alone = num_splits(call, queries), call.spec.max_query_len <= queries
     together, block_s = splits > 1 and call.config.together, padded(splits, 1)
-    launch = call.launch.knowing(
-        {},
-        BM=tile_rows,
-        BK=sizes.block_k,
-        QUERIES=queries,
-        ALONE=alone,
-        # More queries than this kernel takes count as one more than it takes, so that buckets of queries share one compiled kernel.
-        MOST=queries if alone else queries + 1,
-        SPLITS=splits,
-        LEAST=cdiv(call.config.chunk_size, sizes.block_k),
-        PAIRS=_pairs(call, tile_rows),
-        BYTES=in_bytes,
-        TOGETHER=together,
-    )
+    # More queries than this kernel takes count as one more than it takes, so that buckets of queries share one compiled kernel.
+    constants = {"QUERIES": queries, "ALONE": alone, "MOST": queries if alone else queries + 1}
+    constants |= {"SPLITS": splits, "LEAST": cdiv(call.config.chunk_size, sizes.block_k)}
+    constants |= {"PAIRS": _pairs(call, tile_rows), "BYTES": in_bytes, "TOGETHER": together}
+    launch = call.launch.knowing({}, BM=tile_rows, BK=sizes.block_k, **constants)
     programs = cdiv(rows, tile_rows) * call.kv_heads * splits * call.sequences
     shape = (call.sequences, queries, call.heads, splits)
-    parts = {"out": result(*shape, call.values), "lse": result(*shape)}
+    out, lse = result(*shape, call.values), result(*shape)
     half = result(programs, tile_rows, call.arrays.q.shape[-1], dtype=jnp.float16) if in_bytes else NOTHING
-    if together:
-        merged = padded(min(rows, tile_rows), 1)
-        counts = result(programs // splits, dtype=jnp.int32)
-        results = launch(
-            decode_kernel,
-            sizes,
-            {"count": counts, "parts": parts["out"], "part_lse": parts["lse"], "q_half": half, **types},
-            programs + _fills(call),
-            {"zeros": jnp.zeros(counts.shape, counts.dtype)},
-            aliases={"zeros": "count"},
-            ROWS=merged,
-            BLOCK_S=block_s,
-            STEP=min(block_s, max(1, MOST_MERGED // (merged * padded(call.values)))),
-        )
-        return {name: results[name] for name in types}
+    zeros, outputs = {}, types if splits == 1 else {"out": out, "lse": lse}
     # What only a launch that merges takes: as the number 1 it is no parameter of the compiled kernel.
-    absent: dict[str, Any] = dict.fromkeys(
-        ("zeros_ptr", "count_ptr", "parts_ptr", "part_lse_ptr", "ROWS", "BLOCK_S", "STEP"), 1
-    )
-    outputs = types if splits == 1 else parts
-    if in_bytes:
+    more: dict[str, Any] = dict.fromkeys(_MERGING, 1)
+    if together:
+        merged, counts = padded(min(rows, tile_rows), 1), result(programs // splits, dtype=jnp.int32)
+        step = min(block_s, max(1, MOST_MERGED // (merged * padded(call.values))))
+        outputs = {"count": counts, "parts": out, "part_lse": lse, **types}
+        zeros = {"zeros": jnp.zeros(counts.shape, counts.dtype)}
+        more = {"aliases": {"zeros": "count"}, "ROWS": merged, "BLOCK_S": block_s, "STEP": step}
+    if in_bytes or together:
         outputs = {"q_half": half, **outputs}
     else:
-        absent["q_half_ptr"] = 1
-    fills = _fills(call) if splits == 1 else 0
-    results = launch(decode_kernel, sizes, outputs, programs + fills, **absent)
-    if splits == 1:
+        more["q_half_ptr"] = 1
+    is_final = splits == 1 or together
+    programs += _fills(call) if is_final else 0
+    results = launch(decode_kernel, sizes, outputs, programs, zeros, **more)
+    if is_final:
         return {name: results[name] for name in types}
     # Absent arguments are never read; the lengths take their place.
     merge = dataclasses.replace(launch, absent=call.arrays.q_len)
     step = min(block_s, max(2, MOST_MERGED // padded(call.values)))
     numbers = step * padded(call.values)
-    return merge(
-        merge_kernel,
-        Options(1 if numbers <= 512 else 2 if numbers < MOST_MERGED else 4),  # one warp needs no barriers
-        types,
-        call.heads * queries * call.sequences + _fills(call),
-        {"parts": results["out"], "part_lse": results["lse"]},
-        BLOCK_S=block_s,
-        STEP=step,
-    )
+    options = Options(
+        1 if numbers <= 512 else 2 if numbers < MOST_MERGED else 4
+    )  # one warp needs no barriers
+    parts = {"parts": results["out"], "part_lse": results["lse"]}
+    programs = call.heads * queries * call.sequences + _fills(call)
+    return merge(merge_kernel, options, types, programs, parts, BLOCK_S=block_s, STEP=step)
 
 
 def _pairs(call: Call, rows: int) -> int:

@@ -54,15 +54,8 @@ def halves(x, FAST: tl.constexpr):
 
 @triton.jit
 def half_queries(
-    q,
-    q_rope,
-    own_ptr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    q, q_rope, own_ptr, D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
     """Queries `[BM, BLOCK_D]` and of rotary keys `[BM, BLOCK_R]` in float16, at most 2, and what each row has been divided by, `[BM]`: as
     `split_queries`, but they are stored in the program's own memory `[BM, D + R]` and read again, because the compiler would keep what is computed in
     registers, of which there are not enough."""
