@@ -75,7 +75,7 @@ class Row:
 
 
 class Inputs(NamedTuple):
-    """What has a gradient, the cotangent of the output, other arguments, and the state that a step starts from."""
+    """Inputs: what has a gradient, the cotangent of the output, other arguments, and the state that a step starts from."""
 
     learned: Arrays
     cotangent: Array
@@ -93,8 +93,12 @@ class Prepared(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """What is compared. `make_ready(sets, direction)` prepares it for sets of inputs; `failures` are kept as a row's reason, other errors are bugs.
-    `is_checked`: whether its results are those of the problem."""
+    """An implementation that is compared.
+
+    - `make_ready(sets, direction)`: prepares it for sets of inputs.
+    - `is_checked`: whether its results are those of the problem.
+    - `failures`: errors that are kept as a row's reason; others are bugs.
+    """
 
     name: str
     make_ready: Callable[[Sequence[Any], str], Prepared]
@@ -128,7 +132,7 @@ def directed(forward: Callable[[Arrays, Arrays], Array], direction: str) -> Call
 
 
 def compiled(program: Callable[[int], Any]) -> tuple[Any, Selection | None, int | None]:
-    """For a function that compiles a program of so many runs: the program of one run, its selection, and its temporary memory."""
+    """Compiles a program of one run by a function of the number of runs; returns it, its selection, and its temporary memory."""
     selections: list[Selection] = []
     with on_selection(selections.append, selections.remove), processes.released():
         once = program(1)

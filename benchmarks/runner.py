@@ -476,7 +476,7 @@ def compile_peers(family: Family, chosen: Sequence[Any], options: argparse.Names
 def run_apart(
     family: Family, chosen: Sequence[Any], options: argparse.Namespace, given: Sequence[str]
 ) -> int:
-    """The same run in a process for each part of the problems, whose results are joined."""
+    """Runs each part of the problems in a process of its own, and joins the results."""
     assert family.apart is not None, f"{family.name} runs in one process"
     groups: dict[str, list[str]] = {}
     for problem in chosen:

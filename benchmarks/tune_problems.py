@@ -306,7 +306,7 @@ def _paged() -> list[TuneProblem]:
 
 
 def _asks_for(operation: str, problem: Problem) -> bool:
-    """Whether an operation of attention over pages may have a problem of another one."""
+    """Tells whether an operation of attention over pages may have a problem of another one."""
     if (operation == "ragged_decode_attention") != bool(problem.flag("ranged")):
         return False
     if operation == "absorbed_latent_attention" and not problem.flag("latent"):
