@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -206,7 +207,7 @@ def measure_rows(
     options: argparse.Namespace,
     floor: float = 0.0,
 ) -> list[Row]:
-    """Checks every result, then times all correct implementations in turn. Names of implementations are unique.
+    """Checks every result, then times all correct implementations in turn, in a random order. Names of implementations are unique.
 
     `check(row, results)` returns the error, if any. Work as short as a launch (`floor`, in milliseconds) runs several times per launch.
     """
@@ -216,8 +217,11 @@ def measure_rows(
         if make := _checked(rows[-1], one, sets, check):
             makers[one.name] = make
     timed = [row for row in rows if row.implementation in makers]
+    order = random.sample(list(makers), len(makers))
     try:
-        timings = time_whole(makers, floor, options.samples, options.sample_ms)
+        timings = time_whole(
+            {name: makers[name] for name in order}, floor, options.samples, options.sample_ms
+        )
     except FAILURES as error:
         for row in timed:
             row.reason = f"timing: {reason_of(error)}"
