@@ -38,7 +38,7 @@ from benchmarks.prepare import (
     Row,
     selected_platform,
     UNTUNED,
-)  # fmt: skip
+)
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec

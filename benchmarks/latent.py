@@ -40,7 +40,7 @@ from benchmarks.prepare import (
     Prepared,
     Row,
     UNTUNED,
-)  # fmt: skip
+)
 
 FLASH, KERNEL = "flash", "kernel"
 FORMS = {"absorbed": False, "expanded": True}

@@ -41,7 +41,7 @@ from benchmarks.prepare import (
     Prepared,
     Row,
     UNTUNED,
-)  # fmt: skip
+)
 from ejkernel_eqx._tolerances import TOLERANCES
 from ejkernel_eqx.matmul import reference
 from ejkernel_eqx.matmul.spec import GroupedArrays, GroupedSpec, PAIR

@@ -43,7 +43,7 @@ from benchmarks.prepare import (
     Row,
     selection_of,
     UNTUNED,
-)  # fmt: skip
+)
 
 BY_BRANCH = "by branch"
 PLATFORMS = ("default", "triton", "xla", BY_BRANCH)

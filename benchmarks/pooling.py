@@ -34,7 +34,7 @@ from benchmarks.prepare import (
     prepare,
     Prepared,
     Row,
-)  # fmt: skip
+)
 
 COPY = "copy"
 

@@ -34,7 +34,6 @@ from benchmarks.peers import implementation, TorchPeer
 from benchmarks.prepare import (
     Arrays,
     DIRECTIONS,
-    FAILURES,
     fastest,
     finite,
     Implementation,
@@ -46,7 +45,7 @@ from benchmarks.prepare import (
     ratio,
     reason_of,
     Row,
-)  # fmt: skip
+)
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
 from ejkernel_eqx.tuning.check import all_errors
@@ -575,6 +574,3 @@ def bars(
     axis.invert_yaxis()
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
-
-
-__all__ = ["FAILURES", "Extreme", "Family", "Tables", "main", "ours", "rate"]

@@ -36,7 +36,7 @@ from benchmarks.prepare import (
     Prepared,
     Row,
     UNTUNED,
-)  # fmt: skip
+)
 from ejkernel_eqx import Mask
 from ejkernel_eqx.attention.spec import AttentionSpec
 
