@@ -34,7 +34,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One problem on one platform: its record, and what it is compared with. `heuristic_ms` is by direction; `costs` is empty if unknown."""
+    """One problem on one platform: its record, and what it is compared with. `costs` is empty if unknown."""
 
     record: Record
     problem: Problem
@@ -111,7 +111,7 @@ def _entry(
     candidates: Iterable[Candidate],
     heuristic_ms: Mapping[str, float],
 ) -> Entry:
-    """The entry, whose candidates are marked. One that was faster than the winner by itself says why it did not win."""
+    """The entry. A candidate that was faster than the winner by itself says why it did not win."""
     problem, configs = Problem.from_dict(record.exact), (heuristic, record.config)
     workload = implementation.make_workload(problem) if implementation else None
     marked = [
