@@ -38,7 +38,7 @@ from benchmarks.prepare import (
     Row,
     selected_platform,
     UNTUNED,
-)  # fmt: skip
+)
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
@@ -297,7 +297,7 @@ def complete(problem: AttentionProblem, inputs: Inputs, direction: str, rows: li
 
 
 def compare_features(rows: Sequence[Row], chosen: Sequence[AttentionProblem]) -> list[dict[str, Any]]:
-    """For each of our platforms, the time of an option relative to its plain baseline, divided by the ratio of visible
+    """Compares, for each of our platforms, the time of an option relative to its plain baseline, divided by the ratio of visible
     scores (`per_score`) and of visible tiles of 128 x 128 (`per_tile`)."""
     times = {(r.problem, r.direction, r.platform): r.ms for r in rows if r.platform and r.ms is not None}
     by_name = {problem.name: problem for problem in chosen}

@@ -51,7 +51,7 @@ from benchmarks.prepare import (
     ratio,
     Row,
     selected_platform,
-)  # fmt: skip
+)
 
 # Peers
 

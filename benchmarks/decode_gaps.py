@@ -1,4 +1,4 @@
-"""What is between the launches of a decoding program: 28 layers of attention over pages, one new token for each sequence.
+"""Gaps between the launches of a decoding program: 28 layers of attention over pages, one new token for each sequence.
 
     python -m benchmarks decode-gaps --json gaps.json       # N1 S1024 and N8 S2048, H32 KV8 D128, bf16; needs a GPU
     python -m benchmarks decode-gaps --quick                # a tiny model, anywhere
@@ -56,7 +56,7 @@ class Problem:
     dtype: str = "bfloat16"
     append: bool = False
     tokens: int = 1
-    """Of each sequence in a call, one after the other."""
+    """Tokens of each sequence in a call, one after the other."""
 
     @property
     def name(self) -> str:
@@ -84,9 +84,9 @@ class Row:
     us_per_layer: float | None = None
     bound: float | None = None
     call_alone_us: float | None = None
-    """Of the host, for a call with as many arguments that does nothing."""
+    """Time of the host for a call with as many arguments that does nothing."""
     launches: int | None = None
-    """Of a whole program: kernels, copies and calls in its compiled text."""
+    """Launches of a whole program: kernels, copies and calls in its compiled text."""
     error: float | None = None
     traces: dict[str, Any] = dataclasses.field(default_factory=dict)
     reason: str | None = None
@@ -120,8 +120,8 @@ def make_step(problem: Problem, platform: ejx.PlatformLike, config: Any) -> Call
         for k, v in caches:
             cache = ejx.PagedKVCache(k, v, table, lengths)
             if problem.append:
-                own = q[:, : problem.K] + new[0], q[:, problem.K : 2 * problem.K] + new[1]
-                q, cache = attend(q, cache, *own, query_start_loc=start, max_query_len=1)
+                mine = q[:, : problem.K] + new[0], q[:, problem.K : 2 * problem.K] + new[1]
+                q, cache = attend(q, cache, *mine, query_start_loc=start, max_query_len=1)
             else:
                 q = attend(q, cache, query_start_loc=start, max_query_len=1)
             written.append((cache.k, cache.v))
@@ -144,10 +144,10 @@ def lowered(problem: Problem, platform: ejx.PlatformLike, way: Way) -> Any:
 class Programs:
     """The programs of a problem, all compiled side by side: by the name of the way, as it says and, on GPUs, with graphs kept while traced."""
 
-    def __init__(self, problem: Problem, platform: ejx.PlatformLike, found: Mapping[str, Way]):
+    def __init__(self, problem: Problem, platform: ejx.PlatformLike, ways: Mapping[str, Way]):
         self._pool = concurrent.futures.ThreadPoolExecutor()
         self._made = {}
-        for name, way in found.items():
+        for name, way in ways.items():
             program = lowered(problem, platform, way)
             kept = [TRACED_WITH_GRAPHS] if not way.options and jax.default_backend() == "gpu" else []
             for options in (way.options, *kept):
@@ -235,7 +235,7 @@ def time_call(calls: int) -> Callable[[Callable[[], Any]], float]:
 
 
 def call_alone(problem: Problem, samples: int, calls: int) -> float:
-    """Of a program with the same arguments that returns queries and caches."""
+    """Times a program with the same arguments that returns queries and caches."""
     shapes = jax.eval_shape(lambda: make_inputs(problem))
     function = jax.jit(lambda q, new, caches, *rest: (q, caches), donate_argnums=(0, 2))
     steps = Steps(function.lower(*shapes).compile(), problem, Way(None, in_place=True))
@@ -245,8 +245,8 @@ def call_alone(problem: Problem, samples: int, calls: int) -> float:
 def time_layer(steps: Steps, problem: Problem, samples: int, calls: int) -> float:
     for _ in range(3):  # graphs are made in the second call
         jax.block_until_ready(steps())
-    found = map(time_call(calls), [steps] * samples)
-    return statistics.median(found) / problem.layers / problem.tokens
+    result = map(time_call(calls), [steps] * samples)
+    return statistics.median(result) / problem.layers / problem.tokens
 
 
 def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
@@ -270,8 +270,8 @@ def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
         "busy_us_per_layer": sum(end - begin for _, begin, end in spans) / each,
         "median_gap_us": statistics.median(within) if within else None,
         "us_by_kernel": {
-            name: {"per_layer": len(found) / each, "median_us": statistics.median(found)}
-            for name, found in sorted(times.items(), key=lambda item: -sum(item[1]))
+            name: {"per_layer": len(result) / each, "median_us": statistics.median(result)}
+            for name, result in sorted(times.items(), key=lambda item: -sum(item[1]))
         },
     }
 

@@ -81,9 +81,9 @@ class DecodeProblem:
         """int32 `[N]`."""
         if not self.ragged:
             return np.full(self.N, self.S, np.int32)
-        found = np.random.default_rng(0).integers(self.S // 4, self.S + 1, self.N)
-        found[0] = self.S
-        return found.astype(np.int32)
+        result = np.random.default_rng(0).integers(self.S // 4, self.S + 1, self.N)
+        result[0] = self.S
+        return result.astype(np.int32)
 
     def flops(self) -> float:
         """The operations of both products, over pairs of a query and a visible key."""
@@ -171,7 +171,7 @@ def gathered(problem: DecodeProblem, inputs: Inputs) -> tuple[Array, Array]:
 
 
 def plain_pages(inputs: Inputs) -> Inputs:
-    """The same inputs with pages in the queries' dtype."""
+    """Converts pages to the queries' dtype."""
     cache, dtype = inputs.cache, inputs.q.dtype
     tables = (cache.page_table, cache.lengths)
     if isinstance(cache, ejx.PagedLatentCache):

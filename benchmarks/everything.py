@@ -68,20 +68,20 @@ def parts(options: argparse.Namespace, gpu: bool) -> dict[str, Part]:
     """The parts by name, in the order in which they run; long ones come last."""
     skipped = None if gpu else "needs a GPU"
     small = None if options.quick else skipped
-    found = {"tests": Part(_tests(), skipped=skipped, ends_well=(0, _NO_TESTS))}
+    entries = {"tests": Part(_tests(), skipped=skipped, ends_well=(0, _NO_TESTS))}
     for name in BENCHMARKS:
-        found[name] = _script(options, name, ("json", f"{name}.json"), is_limited=True)
+        entries[name] = _script(options, name, ("json", f"{name}.json"), is_limited=True)
     for name, (script, *more) in STEPS.items():
-        found[name] = _script(options, script, ("json", f"{name}.json"), more=more, skipped=small)
+        entries[name] = _script(options, script, ("json", f"{name}.json"), more=more, skipped=small)
     for family in FAMILIES:
         more = ["--family", family]
         more += [] if gpu else ["--platform", "xla"]
         more += ["--candidates", "2", "--sample-ms", "1"] if options.quick else []
         written = ("json", f"tune-{family}.json"), ("output", f"table-{family}.json")
-        found[f"tune-{family}"] = _script(
+        entries[f"tune-{family}"] = _script(
             options, "tune", *written, more=more, skipped=small, is_limited=True
         )
-    return found
+    return entries
 
 
 def _tests() -> list[list[str]]:
@@ -116,7 +116,7 @@ def _script(
 
 
 class Ended(NamedTuple):
-    """How a command ended; `was_stopped`: it exceeded its time."""
+    """End of a command; `was_stopped`: it exceeded its time."""
 
     exit_code: int
     was_stopped: bool
@@ -169,7 +169,7 @@ def _since(log: pathlib.Path, start: int) -> str:
 
 
 def run_part(part: Part, log: pathlib.Path, seconds: float, env: Mapping[str, str]) -> dict[str, Any]:
-    """How the part ended: the first unsuccessful exit code, or the reason if there is none."""
+    """Runs a part and says how it ended: the first unsuccessful exit code, or the reason if there is none."""
     start, ended = time.monotonic(), []
     for n, command in enumerate(part.commands):
         left = seconds - (time.monotonic() - start)

@@ -1,4 +1,4 @@
-"""What calls and masks cost on the host, without a GPU.
+"""Costs of calls and masks on the host, without a GPU.
 
     python -m benchmarks host-cost --json host-cost.json
     python -m benchmarks mask-construction --json masks.json
@@ -44,26 +44,26 @@ def layers(attend: Callable[..., Array], count: int) -> Callable[[Array], Array]
 
 def tracing_ms(attend: Callable[..., Array], count: int, x: Any, samples: int) -> float:
     """The time to trace a gradient of so many layers, without caches from the previous sample."""
-    found = []
+    results = []
     for _ in range(samples):
         jax.clear_caches()
         start = time.perf_counter()
         jax.jit(jax.grad(layers(attend, count))).trace(x)
-        found.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(found)
+        results.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(results)
 
 
 def eager_us(attend: Callable[..., Array], x: Array, samples: int, calls: int = 50) -> float:
     """The time of a call, waiting only for the last result."""
     jax.block_until_ready(attend(x, x, x))
-    found = []
+    results = []
     for _ in range(samples):
         start = time.perf_counter()
         for _ in range(calls):
             out = attend(x, x, x)
-        found.append(1e6 * (time.perf_counter() - start) / calls)
+        results.append(1e6 * (time.perf_counter() - start) / calls)
         jax.block_until_ready(out)
-    return statistics.median(found)
+    return statistics.median(results)
 
 
 def call_rows(options: argparse.Namespace) -> list[dict[str, Any]]:

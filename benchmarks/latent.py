@@ -40,7 +40,7 @@ from benchmarks.prepare import (
     Prepared,
     Row,
     UNTUNED,
-)  # fmt: skip
+)
 
 FLASH, KERNEL = "flash", "kernel"
 FORMS = {"absorbed": False, "expanded": True}
@@ -164,16 +164,16 @@ def batch_of(p: LatentProblem) -> ejx.RaggedBatch:
 def make_decoding(p: LatentProblem, seed: int) -> dict[str, Any]:
     count = p.B * -(-p.T // p.page)
     shapes = (p.B, p.E), (count, p.page, p.R), (count, p.page, p.rope), (p.B, p.H, p.R + p.rope)
-    given = dict(zip(("x", "latent", "rope", "q"), random(seed, p.dtype, *shapes)))
-    return {**given, "weights": weights_of(p, seed)}
+    arguments = dict(zip(("x", "latent", "rope", "q"), random(seed, p.dtype, *shapes)))
+    return {**arguments, "weights": weights_of(p, seed)}
 
 
 def decoding(p: LatentProblem, platform: Any) -> Callable[[Any, Any], tuple[Any, Arrays]]:
     """A step of the layer on tokens and weights, and on pages; and the pages after it."""
     batch = batch_of(p)
 
-    def step(given: Any, pages: Any) -> tuple[Any, Arrays]:
-        out, pages = layer_with(p, platform, given["weights"])(given["x"], pages, batch=batch)
+    def step(arguments: Any, pages: Any) -> tuple[Any, Arrays]:
+        out, pages = layer_with(p, platform, arguments["weights"])(arguments["x"], pages, batch=batch)
         return pages, {"out": out}
 
     return step
@@ -185,8 +185,8 @@ def pages_of(inputs: Any) -> ejx.PagedLatentCache:
 
 def prepare_decoding(p: LatentProblem, platform: Any, sets: Sequence[Any]) -> Prepared:
     """Steps in place, as of so many layers: each takes the pages of the last one."""
-    given = [{name: inputs[name] for name in ("x", "weights")} for inputs in sets]
-    return prepare_in_place(decoding(p, platform), given, pages_of(sets[0]))
+    arguments = [{name: inputs[name] for name in ("x", "weights")} for inputs in sets]
+    return prepare_in_place(decoding(p, platform), arguments, pages_of(sets[0]))
 
 
 def kernel(p: LatentProblem) -> Callable[[Any], Arrays]:
@@ -200,8 +200,8 @@ def kernel(p: LatentProblem) -> Callable[[Any], Arrays]:
 
 def make_chunk(p: LatentProblem, seed: int) -> dict[str, Any]:
     shapes = (p.B, p.chunk, p.E), (p.B, p.T, p.R), (p.B, p.T, p.rope)
-    given = dict(zip(("x", "latent", "rope"), random(seed, p.dtype, *shapes)))
-    return {**given, "weights": weights_of(p, seed)}
+    arguments = dict(zip(("x", "latent", "rope"), random(seed, p.dtype, *shapes)))
+    return {**arguments, "weights": weights_of(p, seed)}
 
 
 def chunked(p: LatentProblem, platform: Any, form: bool | None = None) -> Callable[[Any], Arrays]:

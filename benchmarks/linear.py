@@ -34,7 +34,7 @@ from benchmarks.prepare import (
     prepare_in_place,
     Prepared,
     Row,
-)  # fmt: skip
+)
 
 _USUAL = 4096
 

@@ -336,7 +336,7 @@ _MOST_WHOLE = 16384  # tokens
 
 
 def _part(problem: LinearProblem, name: str, x: Array) -> Array:
-    """Of many tokens, every fourth head (or channel of the selective scan), which takes a quarter of the memory."""
+    """Takes, of many tokens, every fourth head (or channel of the selective scan), which takes a quarter of the memory."""
     axis = {"A": 0, "D": 0, "dt_bias": 0, "state": 1}.get(name, 2)
     if problem.B * problem.T <= _MOST_WHOLE or name in ("B", "C"):
         return x

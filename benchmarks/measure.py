@@ -28,7 +28,7 @@ K = TypeVar("K", bound=Hashable)
 def time_whole(
     makers: Mapping[K, Callable[[int], Work]], floor: float, samples: int = 5, sample_ms: float = 30.0
 ) -> dict[K, Timing]:
-    """As `time_in_turn`, with one run each; work as short as a launch (`floor`, in milliseconds) runs several times per launch.
+    """Times as `time_in_turn`, with one run each; work as short as a launch (`floor`, in milliseconds) runs several times per launch.
 
     A maker takes the number of runs per launch and returns the work to time.
     """
@@ -155,10 +155,10 @@ def kernel_times(run: Callable[[], Any], runs: int) -> dict[str, tuple[float, in
 
 def by_kind(times: Mapping[str, tuple[float, int]]) -> dict[str, float]:
     """Milliseconds per run of each kind of kernel."""
-    found: dict[str, float] = collections.defaultdict(float)
+    result: dict[str, float] = collections.defaultdict(float)
     for name, (ms, _) in times.items():
-        found[next((kind for kind, words in KINDS if re.search(words, name, re.IGNORECASE)), "other")] += ms
-    return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+        result[next((kind for kind, words in KINDS if re.search(words, name, re.IGNORECASE)), "other")] += ms
+    return dict(sorted(result.items(), key=lambda entry: -entry[1]))
 
 
 _SENDS = re.compile(r"nccl|sendrecv|collective.?permute|all.?to.?all", re.IGNORECASE)
@@ -187,8 +187,8 @@ def hidden(events: Iterable[Mapping[str, Any]]) -> float | None:
 
 def gpu_spans(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
     """Name, begin and end, in microseconds, of all that the streams of all GPUs ran, in order."""
-    found = [(event["name"], *_span(event)) for event in _on_streams(list(events))]
-    return sorted(found, key=lambda span: span[1])
+    results = [(event["name"], *_span(event)) for event in _on_streams(list(events))]
+    return sorted(results, key=lambda span: span[1])
 
 
 def _on_streams(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -214,13 +214,13 @@ def _names(events: Sequence[Mapping[str, Any]], what: str) -> dict[tuple[Any, An
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    found: list[Span] = []
+    results: list[Span] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if results and begin <= results[-1][1]:
+            results[-1] = results[-1][0], max(end, results[-1][1])
         else:
-            found.append((begin, end))
-    return found
+            results.append((begin, end))
+    return results
 
 
 def _common(ours: Sequence[Span], theirs: Sequence[Span]) -> list[Span]:

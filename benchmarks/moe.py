@@ -41,7 +41,7 @@ from benchmarks.prepare import (
     Prepared,
     Row,
     UNTUNED,
-)  # fmt: skip
+)
 from ejkernel_eqx._tolerances import TOLERANCES
 from ejkernel_eqx.matmul import reference
 from ejkernel_eqx.matmul.spec import GroupedArrays, GroupedSpec, PAIR
@@ -87,7 +87,7 @@ class MoeProblem:
 
     @property
     def is_plain(self) -> bool:
-        """Whether peers have it: one right side, rows in order, nothing stored in 8 bits."""
+        """Tells whether peers have it: one right side, rows in order, nothing stored in 8 bits."""
         return not (self.gated or self.top_k or self.stored)
 
     @property
@@ -96,7 +96,7 @@ class MoeProblem:
 
     @property
     def flops(self) -> float:
-        """Of any one direction."""
+        """Operations of any one direction."""
         return 2.0 * self.M * self.K * self.N * (2 if self.gated else 1)
 
 
@@ -229,7 +229,7 @@ def complete(problem: MoeProblem, inputs: Inputs, direction: str, rows: list[Row
 
 
 def sum_up(rows: Sequence[Row], chosen: Sequence[MoeProblem]) -> dict[str, Any]:
-    """Also what skewed groups cost."""
+    """Adds what skewed groups cost."""
     summary = FAMILY.summary(rows)
     even = {(row.problem, row.direction, row.implementation): row.ms for row in rows if row.ms}
     for row in rows:

@@ -43,7 +43,7 @@ from benchmarks.prepare import (
     Row,
     selection_of,
     UNTUNED,
-)  # fmt: skip
+)
 
 BY_BRANCH = "by branch"
 PLATFORMS = ("default", "triton", "xla", BY_BRANCH)
@@ -77,7 +77,7 @@ class NativeProblem:
 
     @property
     def bytes(self) -> float | None:
-        """What a decode must read."""
+        """Bytes that a decode must read."""
         if self.kind == TRAIN:
             return None
         keys = self.T // self.block + min(self.T, self.count * self.block) + min(self.T, self.window)

@@ -34,7 +34,7 @@ from benchmarks.prepare import (
     prepare,
     Prepared,
     Row,
-)  # fmt: skip
+)
 
 COPY = "copy"
 
@@ -71,7 +71,7 @@ class PoolProblem:
 
 
 def tables(problem: PoolProblem) -> dict[str, np.ndarray]:
-    """What a call is told about its tokens: lengths vary, and the longest sequence has a quarter of all tokens."""
+    """Arguments of a call about its tokens: lengths vary, and the longest sequence has a quarter of all tokens."""
     rng = np.random.default_rng(0)
     if problem.form == "masked rows":
         lengths = rng.integers(problem.T // 2, problem.T + 1, problem.B)
@@ -112,15 +112,15 @@ def ours(problem: PoolProblem, platform: Any) -> Callable[[Array], Array]:
     """Our operation as a function of the tokens."""
     most = num_chunks(problem) if problem.L and problem.N else None
     operation = ejx.MeanPooling(problem.reduction, problem.L or None, max_chunks=most, platform=platform)
-    given = {name: jnp.asarray(table) for name, table in tables(problem).items()}
-    return lambda x: operation(x, **given)
+    arguments = {name: jnp.asarray(table) for name, table in tables(problem).items()}
+    return lambda x: operation(x, **arguments)
 
 
 def plain(problem: PoolProblem) -> Callable[[Array], Array]:
     """The formula as one writes it in `jax.numpy`, in float32."""
 
     def run(x: Array) -> Array:
-        wide, given, length = x.astype(jnp.float32), tables(problem), problem.T
+        wide, arguments, length = x.astype(jnp.float32), tables(problem), problem.T
         largest = problem.reduction == "max"
         if problem.N:
             segment, count = _segments(problem)
@@ -133,7 +133,7 @@ def plain(problem: PoolProblem) -> Callable[[Array], Array]:
             cut = wide.reshape(problem.B, length // problem.L, problem.L, problem.channels)
             out = cut.max(2) if largest else cut.mean(2)
         else:
-            real = given.get("mask", np.ones((problem.B, length), bool))[..., None]
+            real = arguments.get("mask", np.ones((problem.B, length), bool))[..., None]
             if largest:
                 out = jnp.where(real, wide, -jnp.inf).max(1)
             else:
@@ -188,27 +188,27 @@ def _tables(problem: PoolProblem) -> Callable[[], dict[str, Any]]:
 
 
 def _fla(problem: PoolProblem) -> Callable[[Tensors], Any]:
-    given = _tables(problem)
+    arguments = _tables(problem)
 
     def run(tensors: Tensors) -> Any:
         from fla.ops.utils.pooling import mean_pooling
 
         x = tensors["x"].view(problem.B, problem.T, problem.H, problem.D)
-        out = mean_pooling(x, problem.L, given().get("cu_seqlens"))
+        out = mean_pooling(x, problem.L, arguments().get("cu_seqlens"))
         return out.view(*problem.lead, -1, problem.channels)
 
     return run
 
 
 def _torch(problem: PoolProblem) -> Callable[[Tensors], Any]:
-    given, largest = _tables(problem), problem.reduction == "max"
+    arguments, largest = _tables(problem), problem.reduction == "max"
 
     def run(tensors: Tensors) -> Any:
         x = tensors["x"]
         if problem.L:
             cut = x.view(problem.B, -1, problem.L, problem.channels)
             return cut.max(2).values if largest else cut.mean(2)
-        mask = given().get("mask")
+        mask = arguments().get("mask")
         if mask is None:
             return x.max(1).values if largest else x.mean(1)
         mask = mask[..., None]
@@ -220,12 +220,12 @@ def _torch(problem: PoolProblem) -> Callable[[Tensors], Any]:
 
 
 def _segment_reduce(problem: PoolProblem) -> Callable[[Tensors], Any]:
-    given = _tables(problem)
+    arguments = _tables(problem)
 
     def run(tensors: Tensors) -> Any:
         import torch
 
-        offsets = given()["cu_seqlens"].long()
+        offsets = arguments()["cu_seqlens"].long()
         return torch.segment_reduce(tensors["x"], problem.reduction, offsets=offsets, axis=0)
 
     return run

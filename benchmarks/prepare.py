@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,7 +76,7 @@ class Row:
 
 
 class Inputs(NamedTuple):
-    """What has a gradient, the cotangent of the output, other arguments, and the state that a step starts from."""
+    """Inputs: what has a gradient, the cotangent of the output, other arguments, and the state that a step starts from."""
 
     learned: Arrays
     cotangent: Array
@@ -93,8 +94,12 @@ class Prepared(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """What is compared. `make_ready(sets, direction)` prepares it for sets of inputs; `failures` are kept as a row's reason, other errors are bugs.
-    `is_checked`: whether its results are those of the problem."""
+    """An implementation that is compared.
+
+    - `make_ready(sets, direction)`: prepares it for sets of inputs.
+    - `is_checked`: whether its results are those of the problem.
+    - `failures`: errors that are kept as a row's reason; others are bugs.
+    """
 
     name: str
     make_ready: Callable[[Sequence[Any], str], Prepared]
@@ -128,7 +133,7 @@ def directed(forward: Callable[[Arrays, Arrays], Array], direction: str) -> Call
 
 
 def compiled(program: Callable[[int], Any]) -> tuple[Any, Selection | None, int | None]:
-    """For a function that compiles a program of so many runs: the program of one run, its selection, and its temporary memory."""
+    """Compiles a program of one run by a function of the number of runs; returns it, its selection, and its temporary memory."""
     selections: list[Selection] = []
     with on_selection(selections.append, selections.remove), processes.released():
         once = program(1)
@@ -202,7 +207,7 @@ def measure_rows(
     options: argparse.Namespace,
     floor: float = 0.0,
 ) -> list[Row]:
-    """Checks every result, then times all correct implementations in turn. Names of implementations are unique.
+    """Checks every result, then times all correct implementations in turn, in a random order. Names of implementations are unique.
 
     `check(row, results)` returns the error, if any. Work as short as a launch (`floor`, in milliseconds) runs several times per launch.
     """
@@ -212,8 +217,11 @@ def measure_rows(
         if make := _checked(rows[-1], one, sets, check):
             makers[one.name] = make
     timed = [row for row in rows if row.implementation in makers]
+    order = random.sample(list(makers), len(makers))
     try:
-        timings = time_whole(makers, floor, options.samples, options.sample_ms)
+        timings = time_whole(
+            {name: makers[name] for name in order}, floor, options.samples, options.sample_ms
+        )
     except FAILURES as error:
         for row in timed:
             row.reason = f"timing: {reason_of(error)}"

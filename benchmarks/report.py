@@ -33,16 +33,16 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """The versions of all relevant packages."""
-    found: dict[str, str | None] = {}
+    results: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            results[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    if found["ejkernel-eqx"] is None:  # used from a checkout, without being installed
+            results[package] = None
+    if results["ejkernel-eqx"] is None:  # used from a checkout, without being installed
         project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        found["ejkernel-eqx"] = project["version"]
-    return found
+        results["ejkernel-eqx"] = project["version"]
+    return results
 
 
 def _commit() -> str | None:

@@ -32,7 +32,7 @@ from benchmarks import report
 AXIS = "sequence"
 VARIANTS = ("flash", "zigzag", "contiguous", "all_to_all", "jax.nn")
 GOALS = {131072: 1.8, 32768: 1.7}
-"""How many times as fast as one GPU two are to be, by the number of tokens."""
+"""Speed of two GPUs over one that is wanted, by the number of tokens."""
 OURS = ("zigzag", "contiguous", "all_to_all")
 _ALLOWED = 0.03  # relative error of bfloat16
 _MEMORY = 1.1  # of one device's
@@ -90,11 +90,11 @@ def worst_error(name: str, options: argparse.Namespace) -> float:
     """The largest relative error of the output and the gradients of a short sequence."""
 
     def results(name: str) -> list[np.ndarray]:
-        found = jax.device_get(gradient(name, options)(*inputs(name, options.check, options)))
+        result = jax.device_get(gradient(name, options)(*inputs(name, options.check, options)))
         restore = lambda x: (
             ejx.sequences.restore_sequence(x, options.devices, axis=1) if name == "zigzag" else x
         )
-        return [np.asarray(restore(x)).astype(np.float32) for x in jax.tree.leaves(found)]
+        return [np.asarray(restore(x)).astype(np.float32) for x in jax.tree.leaves(result)]
 
     pairs = zip(results(name), results("flash"), strict=True)
     return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs)
@@ -171,16 +171,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def goals(rows: Sequence[dict[str, Any]], options: argparse.Namespace, on_gpus: bool) -> list[dict[str, Any]]:
-    """What was wanted, and what came of it; `None` where it was not measured."""
+    """Goals and what came of them; `None` where it was not measured."""
     judged = options.devices == 2 and on_gpus
-    found = []
+    result = []
     for tokens, wanted in GOALS.items() if not options.quick else ((n, 1.0) for n in options.tokens):
-        own = [row for row in rows if row["tokens"] == tokens and row["variant"] in OURS and "speedup" in row]
-        best = max(own, key=lambda row: row["speedup"], default=None)
+        mine = [
+            row for row in rows if row["tokens"] == tokens and row["variant"] in OURS and "speedup" in row
+        ]
+        best = max(mine, key=lambda row: row["speedup"], default=None)
         what = f"{tokens} tokens, times as fast as one device"
         value = best["speedup"] if best else None
         met = value >= wanted if judged and value is not None else None
-        found.append(
+        result.append(
             {"goal": what, "wanted": wanted, "found": value, "by": best and best["variant"], "met": met}
         )
     longest = max(options.tokens)
@@ -189,7 +191,7 @@ def goals(rows: Sequence[dict[str, Any]], options: argparse.Namespace, on_gpus: 
     value = all_of_them / one if one and all_of_them else None
     met = value <= _MEMORY if judged and value is not None else None
     what = f"{longest * options.devices} tokens on {options.devices} devices, memory of each over that of {longest} on one"
-    return [*found, {"goal": what, "wanted": _MEMORY, "found": value, "by": "zigzag", "met": met}]
+    return [*result, {"goal": what, "wanted": _MEMORY, "found": value, "by": "zigzag", "met": met}]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

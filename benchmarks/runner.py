@@ -34,7 +34,6 @@ from benchmarks.peers import implementation, TorchPeer
 from benchmarks.prepare import (
     Arrays,
     DIRECTIONS,
-    FAILURES,
     fastest,
     finite,
     Implementation,
@@ -46,7 +45,7 @@ from benchmarks.prepare import (
     ratio,
     reason_of,
     Row,
-)  # fmt: skip
+)
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
 from ejkernel_eqx.tuning.check import all_errors
@@ -476,7 +475,7 @@ def compile_peers(family: Family, chosen: Sequence[Any], options: argparse.Names
 def run_apart(
     family: Family, chosen: Sequence[Any], options: argparse.Namespace, given: Sequence[str]
 ) -> int:
-    """The same run in a process for each part of the problems, whose results are joined."""
+    """Runs each part of the problems in a process of its own, and joins the results."""
     assert family.apart is not None, f"{family.name} runs in one process"
     groups: dict[str, list[str]] = {}
     for problem in chosen:
@@ -575,6 +574,3 @@ def bars(
     axis.invert_yaxis()
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)
-
-
-__all__ = ["FAILURES", "Extreme", "Family", "Tables", "main", "ours", "rate"]

@@ -37,7 +37,7 @@ SIZES = {
 BATCHES = {"full": (64, 256), "quick": (4,)}
 PROMPT, PAGE = 100, 16
 BOUND, MOST_PROGRAMS, COLD = 1.3, 3, 10.0
-"""What a step may take of the device's time, programs, and seconds of a start with full caches."""
+"""Bars: what a step may take of the device's time, programs, and seconds of a start with full caches."""
 PHASES = ("imports", "device", "model", "programs", "token")
 
 
@@ -56,7 +56,7 @@ def make_engine(options: argparse.Namespace, batch: int) -> Any:
 
 
 def fill(engine: Any, options: argparse.Namespace) -> None:
-    """As many texts as there is room for, all past their prompts."""
+    """Fills the engine with texts, all past their prompts."""
     from ejkernel_eqx.models import Sampling
 
     rng = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def time_steps(engine: Any, steps: int) -> list[float]:
 
 
 def time_device(engine: Any, steps: int) -> list[float]:
-    """The same program with the same inputs, again and again."""
+    """Times the same program with the same inputs, again and again."""
     engine._wait()
     plan = dict.fromkeys(engine._running, 1)
     sizes, program = engine.programs[engine._program(plan)]

@@ -36,7 +36,7 @@ from benchmarks.prepare import (
     Prepared,
     Row,
     UNTUNED,
-)  # fmt: skip
+)
 from ejkernel_eqx import Mask
 from ejkernel_eqx.attention.spec import AttentionSpec
 
@@ -89,7 +89,7 @@ class Form(NamedTuple):
 
 
 def documents(problem: SparseProblem) -> np.ndarray:
-    """Which document each token is of."""
+    """Document of each token."""
     cuts = np.random.default_rng(3).choice(problem.S - 1, DOCUMENTS - 1, replace=False) + 1
     return np.searchsorted(np.sort(cuts), np.arange(problem.S), side="right").astype(np.int32)
 
@@ -144,7 +144,7 @@ class _Prefix:
 
 
 def table_of(problem: SparseProblem) -> np.ndarray | None:
-    """What `Form.sees` looks things up in."""
+    """Table that `Form.sees` reads."""
     if problem.form == "documents":
         return documents(problem)
     return block_map(problem) if problem.form.startswith("map") else None
@@ -167,7 +167,7 @@ def visible(problem: SparseProblem) -> tuple[float, float]:
 
 
 def flops(problem: SparseProblem, backward: bool) -> float:
-    """Of the products over visible pairs; 3.5 times that with the backward pass."""
+    """Operations of the products over visible pairs; 3.5 times that with the backward pass."""
     scores = problem.B * problem.H * problem.S**2 * visible(problem)[0]
     return 4 * scores * problem.D * (3.5 if backward else 1)
 

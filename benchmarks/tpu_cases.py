@@ -271,8 +271,8 @@ def _decode(
     units = decode_tile(problem, config).keys / _KEYS
     ours = Program(call, (arrays,), "paged.decode", units, others=BODIES, turn=True)
     size = {name: problem.dim(name) for name in "HKDV"}
-    given = (x for x in (arrays.k, arrays.v, arrays.rope) if x is not None)
-    key = sum(x.size * x.dtype.itemsize / x.shape[0] / x.shape[1] for x in given)
+    arguments = (x for x in (arrays.k, arrays.v, arrays.rope) if x is not None)
+    key = sum(x.size * x.dtype.itemsize / x.shape[0] / x.shape[1] for x in arguments)
     flops = 2.0 * _KEYS * size["H"] * (size["D"] + size["V"])
     return Case(name, f"{_KEYS} keys", ours, peer and peer(dims), peer_name, flops, _KEYS * key)
 

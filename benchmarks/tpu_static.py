@@ -1,4 +1,4 @@
-"""What the TPU compiler says of every Pallas kernel, on a machine without a TPU: the length of a step's schedule, spills, vector memory and bytes
+"""Reads what the TPU compiler says of every Pallas kernel, without a TPU: the length of a step's schedule, spills, vector memory and bytes
 moved, for each generation, beside JAX's own kernel on the same problem.
 
 Needs libtpu (`pip install 'ejkernel-eqx[tpu]'`). A bundle is what a core starts in one cycle, so a step takes at least as many cycles as
@@ -27,7 +27,7 @@ GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "tpu.md"
 GENERATIONS = "v4,v5e,v5p,v6e,tpu7x"
 BAR = 1.05
 PASSES = {2: 1, 4: 6}
-"""How often a product of numbers of so many bytes goes through the unit that multiplies bfloat16."""
+"""Passes of a product of numbers of so many bytes through the unit that multiplies bfloat16."""
 PARTLY = "partly visible"
 _COMPILED: dict[Any, tuple[Any, ...]] = {}
 
@@ -36,7 +36,7 @@ _COMPILED: dict[Any, tuple[Any, ...]] = {}
 # compiled for a TPU.
 
 SLOTS = ("MXU", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "FILL", "VSTORE", "SPILL", "SALU")
-"""What a bundle has room for, in the compiler's order; fills and spills share the slots of loads and stores."""
+"""Slots of a bundle, in the compiler's order; fills and spills share the slots of loads and stores."""
 
 _BUNDLE = re.compile(r"\s*(0x[0-9a-f]+|0)\s+(?:LH|LB|LE|PB|PF|CT)?\s*:")
 _STARTS = re.compile(r"Start(?:/End)? (?:empty )?region (\d+)")
@@ -98,7 +98,7 @@ def schedules(folder: pathlib.Path, compile_it: Callable[[], Any]) -> tuple[Sche
     for path in folder.iterdir():
         path.unlink() if path.is_file() else shutil.rmtree(path)
     compile_it()
-    found = []
+    results = []
     for path in sorted(glob.glob(f"{glob.escape(str(folder))}/*-final_bundles.txt")):
         name = re.sub(r"^\d+-", "", pathlib.Path(path).name)
         if "schedule-analysis" in name or name.startswith(("TLP", "<")):
@@ -107,10 +107,10 @@ def schedules(folder: pathlib.Path, compile_it: Callable[[], Any]) -> tuple[Sche
         use = glob.glob(f"{glob.escape(stem)}-*final_hlo-static-per-bundle-utilization.txt")
         first = glob.glob(f"{glob.escape(stem)}-*-original.txt")
         kernel = re.sub(r"(\.\d+)?-\d+-final_bundles\.txt$", "", name)
-        found.append(_read(kernel, *(pathlib.Path(file).read_text() for file in (path, use[0], first[0]))))
+        results.append(_read(kernel, *(pathlib.Path(file).read_text() for file in (path, use[0], first[0]))))
     for path in folder.iterdir():
         path.unlink()
-    return tuple(found)
+    return tuple(results)
 
 
 def _read(kernel: str, text: str, utilization: str, original: str) -> Schedule:
@@ -152,7 +152,7 @@ def _region(low: int, high: int, used: list[tuple[int, ...]]) -> Region:
 
 
 def _inside(a: Region, b: Region) -> bool:
-    """Whether region `a` is a part of `b`."""
+    """Tells whether region `a` is a part of `b`."""
     return a is not b and b.start <= a.start and a.start + a.bundles <= b.start + b.bundles
 
 
@@ -198,7 +198,7 @@ class Case:
 
 
 def measured(program: Program, generation: str, folder: pathlib.Path) -> dict[str, Any]:
-    """What the compiler says of one program."""
+    """Reads what the compiler says of one program."""
     import jax
 
     from ejkernel_eqx.launch.tpu_ahead import compile_for_tpu
@@ -328,9 +328,9 @@ def _table(
     generations = list(dict.fromkeys(row["generation"] for row in rows))
     lines = [f"| kernel | unit | {' | '.join(generations)} |", "|---" * (len(generations) + 2) + "|"]
     for name, unit in dict.fromkeys((row["case"], row["unit"]) for row in rows):
-        found = {row["generation"]: row for row in rows if (row["case"], row["unit"]) == (name, unit)}
+        results = {row["generation"]: row for row in rows if (row["case"], row["unit"]) == (name, unit)}
         for other in others:
-            cells = [cell(found[x], other) if x in found else "" for x in generations]
+            cells = [cell(results[x], other) if x in results else "" for x in generations]
             lines.append(f"| {name}{other and ', ' + other} | {unit} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -346,9 +346,9 @@ def guide_with(text: str, family: str, rows: list[dict[str, Any]]) -> str:
 
 def _save(rows: list[dict[str, Any]], families: Sequence[str]) -> None:
     for family in families:
-        own = [row for row in rows if row["family"] == family]
-        _write(RESULTS / f"tpu_static_{family}.json", own)
-        GUIDE.write_text(guide_with(GUIDE.read_text(), family, own))
+        local = [row for row in rows if row["family"] == family]
+        _write(RESULTS / f"tpu_static_{family}.json", local)
+        GUIDE.write_text(guide_with(GUIDE.read_text(), family, local))
 
 
 def _write(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
@@ -369,20 +369,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--save", action="store_true", help="as the project's results, and their tables in the guide"
     )
     parser.add_argument("--render", type=pathlib.Path, help="shows the results of an earlier run")
-    given = parser.parse_args(arguments)
-    if given.save and (given.only or given.render or given.generations != GENERATIONS):
+    inputs = parser.parse_args(arguments)
+    if inputs.save and (inputs.only or inputs.render or inputs.generations != GENERATIONS):
         parser.error("--save takes whole families: neither --only, --render nor --generations")
-    if given.render:
-        rows = json.loads(given.render.read_text())["rows"]
+    if inputs.render:
+        rows = json.loads(inputs.render.read_text())["rows"]
     else:
         folder = prepare()
-        rows = run(given.generations.split(","), given.families.split(","), given.only, folder)
-    if given.json:
-        _write(given.json, rows)
-    if given.save:
+        rows = run(inputs.generations.split(","), inputs.families.split(","), inputs.only, folder)
+    if inputs.json:
+        _write(inputs.json, rows)
+    if inputs.save:
         _save(rows, list(dict.fromkeys(row["family"] for row in rows)))
-    if given.markdown:
-        given.markdown.write_text(table_of(rows) + "\n")
+    if inputs.markdown:
+        inputs.markdown.write_text(table_of(rows) + "\n")
     print(summary_of(rows))
     return int(any("error" in row["ours"] for row in rows))
 

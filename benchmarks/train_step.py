@@ -97,7 +97,7 @@ def _times(samples: list[float], tokens: int) -> dict[str, Any]:
 
 
 def bytes_of(memory: Any) -> int | None:
-    """What a step needs in all; donated arguments are counted once."""
+    """Bytes that a step needs in all; donated arguments are counted once."""
     if memory is None:
         return None
     sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -245,7 +245,7 @@ class Torch:
 
 
 def peers_environment() -> dict[str, str]:
-    """Where PyTorch's compiler runs, Triton's kernels would else be looked for in a folder of its own."""
+    """The environment of a peer. Where PyTorch's compiler runs, Triton's kernels would else be looked for in a folder of its own."""
     from triton import knobs
 
     return {"TRITON_CACHE_DIR": knobs.cache.dir, **os.environ}

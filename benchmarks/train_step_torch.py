@@ -44,11 +44,11 @@ NORM = "fla.modules.norm.fused_norm_gate.rms_norm_gated"
 IN_KERNELS: dict[str, Any] = dict.fromkeys(
     ("use_gate_in_kernel", "use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "state_v_first"), True
 )
-"""As flash-linear-attention's layers call its kernels."""
+"""Options with which flash-linear-attention's layers call its kernels."""
 
 
 class Linear(nn.Linear):
-    """In float32, computed in the dtype of its input."""
+    """A linear layer in float32, computed in the dtype of its input."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
@@ -93,9 +93,9 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         by_head = lambda a: a.unflatten(-1, (self.heads, -1))
         q, k, v = (by_head(c(p(x))) for c, p in zip(self.convolutions, (self.q, self.k, self.v), strict=True))
-        given = {"A_log": self.A_log, "dt_bias": self.dt_bias, **IN_KERNELS}
+        arguments = {"A_log": self.A_log, "dt_bias": self.dt_bias, **IN_KERNELS}
         out = kernel(
-            "fla.ops.gated_delta_rule.chunk_gated_delta_rule", q, k, v, self.a(x), self.b(x), **given
+            "fla.ops.gated_delta_rule.chunk_gated_delta_rule", q, k, v, self.a(x), self.b(x), **arguments
         )[0]
         out = kernel(NORM, out, by_head(self.z(x)), self.norm, None, activation="swish")
         return self.o(out.flatten(-2))
@@ -116,9 +116,9 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         by_head = lambda a: a.unflatten(-1, (self.heads, -1))
         q, k, v = (by_head(c(p(x))) for c, p in zip(self.convolutions, (self.q, self.k, self.v), strict=True))
-        given = {"A_log": self.A_log, "dt_bias": self.dt_bias, **IN_KERNELS}
+        arguments = {"A_log": self.A_log, "dt_bias": self.dt_bias, **IN_KERNELS}
         decay = by_head(self.f_b(self.f_a(x)))
-        out = kernel("fla.ops.kda.chunk_kda", q, k, v, decay, self.b(x), **given)[0]
+        out = kernel("fla.ops.kda.chunk_kda", q, k, v, decay, self.b(x), **arguments)[0]
         gate = by_head(self.g_b(self.g_a(x)))
         out = kernel(NORM, out, gate, self.norm, None, activation="sigmoid", eps=1e-5)
         return self.o(out.flatten(-2))
@@ -141,9 +141,14 @@ class Mamba2(nn.Module):
         z, mixed, dt = self.inputs(x).split([self.inner, self.inner + 2 * self.state, self.heads], -1)
         x, B, C = self.convolution(mixed).split([self.inner, self.state, self.state], -1)
         B, C = B.unsqueeze(-2), C.unsqueeze(-2)
-        given: dict[str, Any] = {"chunk_size": 256, "D": self.D, "dt_bias": self.dt_bias, "dt_softplus": True}
+        arguments: dict[str, Any] = {
+            "chunk_size": 256,
+            "D": self.D,
+            "dt_bias": self.dt_bias,
+            "dt_softplus": True,
+        }
         x, A = x.unflatten(-1, (self.heads, self.dim)), -self.A_log.exp()
-        y = kernel("mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined", x, dt, A, B, C, **given)
+        y = kernel("mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined", x, dt, A, B, C, **arguments)
         norm = "mamba_ssm.ops.triton.layernorm_gated.rmsnorm_fn"
         y = kernel(norm, y.flatten(-2), self.norm, None, z=z, eps=1e-5, norm_before_gate=False)
         return self.o(y)
@@ -325,10 +330,10 @@ class Steps:
                 self.given.copy_(tokens)
                 self.graph.replay()
                 loss = self.loss
-        found = float(loss)  # waits
+        result = float(loss)  # waits
         if self.graph is None and self.on_gpu:
             self.bytes = torch.cuda.max_memory_allocated()
-        return found
+        return result
 
     def timed(self, count: int) -> dict[str, float]:
         start = time.perf_counter()

@@ -53,18 +53,18 @@ def twins(record: Record, implementation: Implementation, family: Family) -> lis
     def runs(other: Implementation) -> tuple[Any, ...]:
         return other.platform, other.target, other.workload
 
-    found = []
+    results = []
     for operation in kernel_registry.list_operations():
         same = any(runs(other) == runs(implementation) for other in kernel_registry.ordered(operation))
         exact = {**record.exact, "operation": operation}
         if same and (operation == record.operation or family.also(operation, Problem.from_dict(exact))):
             key = Problem.from_dict(exact).key()
-            found.append(
+            results.append(
                 dataclasses.replace(
                     record, operation=operation, problem=key, exact=exact, timed=(), denied=()
                 )
             )
-    return found
+    return results
 
 
 class Table:
@@ -142,7 +142,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> None:
-    """How far the heuristics are from the tuned configurations, by problem."""
+    """Plots how far the heuristics are from the tuned configurations, by problem."""
     figure, axes = report.pyplot().subplots(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
     for offset, direction, colour in ((-0.2, FORWARD, "tab:blue"), (0.2, BOTH, "tab:orange")):
         ratios = [row["ratio"].get(direction, 1.0) for row in rows]
@@ -285,13 +285,13 @@ def asked_of(problem: TuneProblem) -> Problem:
 
 
 def is_known(asked: Problem, table: Table, platforms: Sequence[str]) -> bool:
-    """Whether a single run has timed all of them."""
-    found = [
+    """Tells whether a single run has timed all of them."""
+    results = [
         r
         for r in table.records.values()
         if (r.operation, r.problem) == (asked.operation, asked.key()) and r.platform in platforms
     ]
-    return len(found) == len(platforms) and len({r.date[:10] for r in found}) == 1
+    return len(results) == len(platforms) and len({r.date[:10] for r in results}) == 1
 
 
 def measured(asked: Problem, table: Table, options: argparse.Namespace) -> list[Contender] | str:
@@ -305,10 +305,10 @@ def measured(asked: Problem, table: Table, options: argparse.Namespace) -> list[
         # For one key, only sizes can change what the kernels do.
         if same and record.exact["dims"] != asked.to_dict()["dims"] and record.platform in options.platform:
             return f"the table has {record.platform} for another problem of this key"
-    found = bench(asked, known, options.samples, options.sample_ms)
-    wrong = [f"{c.platform}: {c.state}, {c.reason}" for c in found if c.state != TIMED]
-    untuned = [f"{c.platform} is not tuned" for c in found if c.state == TIMED and not c.settled]
-    return "; ".join(wrong + untuned) or found
+    results = bench(asked, known, options.samples, options.sample_ms)
+    wrong = [f"{c.platform}: {c.state}, {c.reason}" for c in results if c.state != TIMED]
+    untuned = [f"{c.platform} is not tuned" for c in results if c.state == TIMED and not c.settled]
+    return "; ".join(wrong + untuned) or results
 
 
 def keep_times(

@@ -306,7 +306,7 @@ def _paged() -> list[TuneProblem]:
 
 
 def _asks_for(operation: str, problem: Problem) -> bool:
-    """Whether an operation of attention over pages may have a problem of another one."""
+    """Tells whether an operation of attention over pages may have a problem of another one."""
     if (operation == "ragged_decode_attention") != bool(problem.flag("ranged")):
         return False
     if operation == "absorbed_latent_attention" and not problem.flag("latent"):
@@ -336,46 +336,34 @@ def _cells() -> list[TuneProblem]:
     ]
 
 
+def _tiny(operation: str, dims: Mapping[str, int], **flags: Any) -> Callable[[], list[TuneProblem]]:
+    return lambda: [named(operation, dims, "float32", **flags)]
+
+
 FAMILIES: dict[str, Family] = {
     "attention": Family(_every_attention, lambda: _attention(attention.TINY), lambda *_: True),
     "recurrence": Family(
-        _recurrence,
-        lambda: [named("lightning_attention", dict(B=1, T=64, H=2, D=16), "float32")],
-        _is_plain_linear,
+        _recurrence, _tiny("lightning_attention", dict(B=1, T=64, H=2, D=16)), _is_plain_linear
     ),
-    "selective_scan": Family(
-        _selective_scan, lambda: [named("state_space_v1", dict(B=1, T=32, I=16, N=4), "float32")]
-    ),
-    "convolution": Family(_convolution, lambda: [named("causal_conv1d", dict(B=1, T=32, C=16), "float32")]),
-    "paged": Family(
-        _paged,
-        lambda: [named("paged_attention", dict(N=2, S=160, p=16, H=2, D=16), "float32")],
-        _asks_for,
-    ),
-    "cells": Family(_cells, lambda: [named("recurrent", dict(B=2, T=8, H=16), "float32")]),
-    "latent": Family(
-        _latent,
-        lambda: [named("multi_head_latent_attention", dict(B=1, T=32, H=2, D=24, V=16, Dr=8), "float32")],
-    ),
-    "matmul": Family(_matmul, lambda: [named("grouped_matmul", dict(M=32, K=16, N=16, E=4), "float32")]),
+    "selective_scan": Family(_selective_scan, _tiny("state_space_v1", dict(B=1, T=32, I=16, N=4))),
+    "convolution": Family(_convolution, _tiny("causal_conv1d", dict(B=1, T=32, C=16))),
+    "paged": Family(_paged, _tiny("paged_attention", dict(N=2, S=160, p=16, H=2, D=16)), _asks_for),
+    "cells": Family(_cells, _tiny("recurrent", dict(B=2, T=8, H=16))),
+    "latent": Family(_latent, _tiny("multi_head_latent_attention", dict(B=1, T=32, H=2, D=24, V=16, Dr=8))),
+    "matmul": Family(_matmul, _tiny("grouped_matmul", dict(M=32, K=16, N=16, E=4))),
     "native_sparse": Family(
         _native_sparse,
-        lambda: [
-            named("native_sparse_attention", dict(T=48, H=2, K=1, D=16, n=3), "float32", block=8, window=8)
-        ],
+        _tiny("native_sparse_attention", dict(T=48, H=2, K=1, D=16, n=3), block=8, window=8),
     ),
     "native_pages": Family(
         _native_pages,
-        lambda: [
-            named(
-                "paged_native_sparse_attention",
-                dict(N=2, S=48, H=2, K=1, D=16, n=3, p=16),
-                "float32",
-                block=8,
-                window=8,
-            )
-        ],
+        _tiny(
+            "paged_native_sparse_attention",
+            dict(N=2, S=48, H=2, K=1, D=16, n=3, p=16),
+            block=8,
+            window=8,
+        ),
     ),
-    "normalization": Family(_normalization, lambda: [named("gated_rms_norm", dict(M=32, F=16), "float32")]),
-    "pooling": Family(_pooling, lambda: [named("mean_pooling", dict(B=2, T=32, C=16, L=8), "float32")]),
+    "normalization": Family(_normalization, _tiny("gated_rms_norm", dict(M=32, F=16))),
+    "pooling": Family(_pooling, _tiny("mean_pooling", dict(B=2, T=32, C=16, L=8))),
 }

@@ -144,7 +144,7 @@ def _cache(problems: list[str]) -> dict[str, Any]:
 
 
 def _writable(folder: pathlib.Path) -> bool:
-    """Tells whether files can be created in the folder or, if it does not exist, in its nearest existing parent."""
+    """Tells whether files can be created in the folder or else in its nearest existing parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

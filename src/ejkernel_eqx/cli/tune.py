@@ -115,7 +115,8 @@ def _to_dict(problem: Problem, outcome: Found) -> dict[str, Any]:
     entry = entry_of_result(outcome)
     return {
         "problem": problem.to_dict(),
-        **{name: getattr(entry, name) for name in ("platform", "config", "ms", "heuristic_ms", "errors")},
+        **{name: getattr(entry.record, name) for name in ("platform", "config", "ms", "errors")},
+        "heuristic_ms": entry.heuristic_ms,
         "seconds": outcome.seconds,
         "cached": outcome.cached,
         "candidates": [dataclasses.asdict(candidate) for candidate in entry.ranked()],
@@ -128,11 +129,11 @@ def _text(problem: Problem, outcome: Found) -> str:
     entry = entry_of_result(outcome)
     source = "already known, not timed again" if outcome.cached else f"tuned in {outcome.seconds:.1f} s"
     lines = [_candidates(entry)] if entry.candidates else ["there is only one configuration"]
-    lines.append(f"winner: {describe(entry.config)}")
-    for direction in (d for d in (FORWARD, BOTH) if d in entry.ms):
+    lines.append(f"winner: {describe(entry.record.config)}")
+    for direction in (d for d in (FORWARD, BOTH) if d in entry.record.ms):
         before = entry.heuristic_ms.get(direction)
         compared = f" (heuristic {number(before)} ms, so {ratio(entry.speed_up(direction))} as fast)"
-        lines.append(f"{direction}: {number(entry.ms[direction])} ms{compared if before else ''}")
+        lines.append(f"{direction}: {number(entry.record.ms[direction])} ms{compared if before else ''}")
     return section(f"{entry.title} ({source})", "\n".join(lines))
 
 

@@ -38,7 +38,7 @@ class _Entry(NamedTuple):
 
 
 def choices_of_model(model: Any) -> list[Json]:
-    """Lists what was tuned for the kernels of a model by device, each entry a `Record` with the paths that it holds for."""
+    """Lists the tuned choices of a model by device, each a `Record` with the paths that it holds for."""
     tables: dict[str, Json] = {}
     results: dict[tuple[str, str], Json] = {}
     for path, plan in plans_of(model).items():
@@ -130,7 +130,7 @@ def _with_pins(snapshot: Snapshot, records: list[Record], path: str, refused: li
 
 
 def _known(snapshot: Snapshot, record: Record) -> tuple[Platform, Known]:
-    """Reads a record as a choice of a kernel; `ValueError` with the reason if it is not for this kernel as it is here."""
+    """Reads a record as a choice of a kernel; `ValueError` with the reason if it does not fit."""
     if record.operation != snapshot.operation:
         raise ValueError(f"is a kernel of {snapshot.operation}, the choice is one of {record.operation}")
     if f'"operation":"{record.operation}"' not in record.problem:

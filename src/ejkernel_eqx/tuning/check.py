@@ -104,7 +104,7 @@ def has_nan(result: Any) -> bool:
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Tells whether two pytrees of arrays are bitwise equal: zeros of different sign differ, identical NaNs do not."""
+    """Tells whether two pytrees are bitwise equal: zeros of different sign differ, identical NaNs do not."""
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     return all(bool(_equal_bits(jnp.asarray(one), jnp.asarray(other))) for one, other in pairs)
 

@@ -291,7 +291,7 @@ def _call_of(model: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _builds_its_own(model: Any) -> bool:
-    """Tells whether it is an operation's function, which makes its kernel at each call and finds what was tuned."""
+    """Tells whether it is an operation's function, which makes its kernel at each call."""
     return getattr(model, "operation", None) in kernel_registry.list_operations()
 
 

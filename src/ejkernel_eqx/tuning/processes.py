@@ -182,7 +182,7 @@ def replan_together(operations: Iterable[str]) -> None:
 
 
 def _in_files(operations: Iterable[str]) -> Table:
-    """Reads the user's files on some operations; with several processes they are not read when modules are built."""
+    """Reads the user's files on some operations; several processes do not when modules are built."""
     device = device_facts()
     known = (tuple(kernel_registry.ordered(operation)) for operation in operations)
     implementations = (i for several in known for i in of_device(several, device))

@@ -33,7 +33,7 @@ class Summary:
     def of(
         cls, results: Iterable[TuningResult], *, problems: int, only: int, failed: int, seconds: float
     ) -> "Summary":
-        """Sums up results; a problem with a choice that none of the results is for, and that has not failed, was known."""
+        """Sums up results; a problem with a choice that neither has a result nor failed was known."""
         new = [result for result in results if not result.cached]
         faster = [(f"{result.problem} on {result.platform.value}", speed_up(result)) for result in new]
         best = sorted(((name, times) for name, times in faster if times > 1.0), key=lambda entry: -entry[1])

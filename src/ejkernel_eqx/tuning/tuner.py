@@ -280,7 +280,7 @@ def autotune_tier(problem: Problem, implementation: Implementation, device: Devi
 def answer(
     problem: Problem, implementation: Implementation, device: DeviceFacts | None = None, **how: Any
 ) -> Known:
-    """Returns what `tune_problem(..., **how)` finds in the form of tables, including that all configurations were denied."""
+    """Tunes, and returns the result in the form of tables, also if all configurations were denied."""
     place = implementation.platform, problem.key()
     try:
         result = tune_problem(problem, implementation, device, **how)

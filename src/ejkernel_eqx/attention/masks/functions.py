@@ -97,7 +97,7 @@ class BlockTable:
 
 @dataclasses.dataclass(frozen=True)
 class Combined:
-    """Functions as one: their intersection (`&`), their union (`|`), or the complement of their union (`~`)."""
+    """Functions as one: intersection (`&`), union (`|`), or the complement of their union (`~`)."""
 
     how: str
     functions: tuple[PairFunction, ...]

@@ -34,23 +34,18 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One problem on one platform. `ms` and `heuristic_ms` are by direction; `costs` is empty if unknown."""
+    """One problem on one platform: its record, and what it is compared with. `costs` is empty if unknown."""
 
+    record: Record
     problem: Problem
-    platform: str
-    config: Mapping[str, Any] | None
     candidates: tuple[Candidate, ...]
-    ms: Mapping[str, float]
     heuristic_ms: Mapping[str, float]
-    errors: Mapping[str, float]
     costs: Mapping[str, Cost]
-    peaks: Peaks | None = None
-    date: str = ""
-    software: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    peaks: Peaks | None
 
     @property
     def title(self) -> str:
-        return f"{self.problem} on {self.platform}"
+        return f"{self.problem} on {self.record.platform}"
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -71,7 +66,7 @@ class Entry:
 
     def speed_up(self, direction: str) -> float | None:
         """The time of the heuristic divided by that of the winner."""
-        before, after = self.heuristic_ms.get(direction), self.ms.get(direction)
+        before, after = self.heuristic_ms.get(direction), self.record.ms.get(direction)
         return before / after if before and after else None
 
 
@@ -116,7 +111,7 @@ def _entry(
     candidates: Iterable[Candidate],
     heuristic_ms: Mapping[str, float],
 ) -> Entry:
-    """The entry, whose candidates are marked. One that was faster than the winner by itself says why it did not win."""
+    """The entry. A candidate that was faster than the winner by itself says why it did not win."""
     problem, configs = Problem.from_dict(record.exact), (heuristic, record.config)
     workload = implementation.make_workload(problem) if implementation else None
     marked = [
@@ -132,19 +127,9 @@ def _entry(
             return c.reason
         return f"denied as a part of the whole: {denied[0]}" if c.part and denied else LOST
 
-    return Entry(
-        problem,
-        record.platform,
-        record.config,
-        tuple(dataclasses.replace(c, reason=reason(c)) for c in marked),
-        record.ms,
-        heuristic_ms,
-        record.errors,
-        workload.costs if workload else {},
-        device_peaks(device_facts(), matrix_dtype(problem)),
-        record.date,
-        record.software,
-    )
+    explained = tuple(dataclasses.replace(c, reason=reason(c)) for c in marked)
+    costs, peaks = workload.costs if workload else {}, device_peaks(device_facts(), matrix_dtype(problem))
+    return Entry(record, problem, explained, heuristic_ms, costs, peaks)
 
 
 def _part_of(config: Any, part: str) -> Mapping[str, Any] | None:

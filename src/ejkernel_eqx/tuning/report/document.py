@@ -47,13 +47,13 @@ def tuning_report(
             f"path: expected a file name that ends in .html or .png, received {os.fspath(path)!r}."
         )
     require_matplotlib("tuning_report")
-    result = list((tuned_results() or cached_records()) if results is None else results)
-    if not result:
+    chosen = list((tuned_results() or cached_records()) if results is None else results)
+    if not chosen:
         raise ValueError(
             "results: expected at least one tuned problem, received none; tune first, with ejx.tune(model, x) or python -m ejkernel_eqx tune."
         )
-    entries = [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in result]
-    entries.sort(key=lambda entry: (entry.problem.operation, entry.platform, entry.title))
+    entries = [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in chosen]
+    entries.sort(key=lambda entry: (entry.problem.operation, entry.record.platform, entry.title))
     if target.suffix.lower() == ".png":
         if len(entries) > _MOST_IN_ONE_PICTURE:
             raise ValueError(
@@ -101,14 +101,14 @@ def _summary(entries: Sequence[Entry]) -> str:
     rows = []
     for n, entry in enumerate(entries):
         link = f'<a href="#p{n}">{html.escape(str(entry.problem))}</a>'
-        if entry.config is None:
-            rows.append((link, entry.platform, "every candidate was rejected", "", "", "", ""))
-        for direction in (d for d in (FORWARD, BOTH) if d in entry.ms):
-            before, after = (ms.get(direction) for ms in (entry.heuristic_ms, entry.ms))
+        if entry.record.config is None:
+            rows.append((link, entry.record.platform, "every candidate was rejected", "", "", "", ""))
+        for direction in (d for d in (FORWARD, BOTH) if d in entry.record.ms):
+            before, after = (ms.get(direction) for ms in (entry.heuristic_ms, entry.record.ms))
             cost = entry.costs.get(direction)
             bound = roofline(cost, entry.peaks, after).fraction if cost else None
             times = (_text(before, ".4g"), _text(after, ".4g"), _text(entry.speed_up(direction), ".2fx"))
-            rows.append((link, entry.platform, direction, *times, _text(bound, ".0%")))
+            rows.append((link, entry.record.platform, direction, *times, _text(bound, ".0%")))
     header = ("problem", "platform", "direction", "heuristic ms", "tuned ms", "speed-up", "of the roofline")
     return _table(header, rows, numeric=4)
 
@@ -122,8 +122,8 @@ def _section(n: int, entry: Entry) -> str:
         faster = before / after if before and after else None
         times = (_text(before, ".4g"), _text(after, ".4g"), _text(faster, ".2fx"))
         rows.append((html.escape(part or "whole"), _code(winner.config) if winner else "none", *times))
-    errors = ", ".join(f"{name} {error:.2g}" for name, error in entry.errors.items())
-    facts = f"{entry.date} {_pairs(entry.software)}"
+    errors = ", ".join(f"{name} {error:.2g}" for name, error in entry.record.errors.items())
+    facts = f"{entry.record.date} {_pairs(entry.record.software)}"
     facts += f"; relative error of the winner: {errors}" if errors else ""
     over = [
         (html.escape(c.part), _code(c.config), c.status, html.escape(c.reason))

@@ -117,7 +117,7 @@ class _Point(NamedTuple):
 
 def _points(entry: Entry) -> list[_Point]:
     """One point for every timed direction of the winner and of the heuristic; none if the device's peaks are unknown."""
-    times = (("heuristic", _HEURISTIC, entry.heuristic_ms), ("winner", _WINNER, entry.ms))
+    times = (("heuristic", _HEURISTIC, entry.heuristic_ms), ("winner", _WINNER, entry.record.ms))
     return [
         _Point(direction, name, colour, cost.flops / cost.bytes, cost.flops / (ms[direction] / 1e3))
         for direction, cost in (entry.costs.items() if entry.peaks is not None else ())

@@ -107,7 +107,7 @@ class _Run:
         return [x.spread(self.tiles) for x in operands], None
 
     def _difference(self, operands: list[Bounds]) -> list[Bounds]:
-        """Operands of a comparison: of two sums of query and key, their difference and 0, unless that exceeds 32 bits."""
+        """Operands of a comparison: of two sums, their difference and 0, unless that exceeds 32 bits."""
         a, b = (x.linear for x in operands)
         if a and b:
             x = linear(self.tiles, *(x - y for x, y in zip(a, b, strict=True)))

@@ -69,7 +69,7 @@ def unbounded(aval: Any, forms: frozenset[Form]) -> Bounds:
 
 
 def int32(lo: Any, hi: Any, forms: frozenset[Form], coefficients: Coefficients | None = None) -> Bounds:
-    """Bounds of a 32-bit integer. An exact one wraps around as on a device; one that may wrap around is unbounded."""
+    """Bounds of a 32-bit integer. An exact one wraps around as on a device; others are then unbounded."""
     if not (np.size(lo) and np.size(hi) and (np.min(lo) < LEAST or np.max(hi) > MOST)):
         return Bounds(lo, hi, forms, coefficients)
     if lo is hi:
