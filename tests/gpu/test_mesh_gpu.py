@@ -23,11 +23,12 @@ MODELS: dict[str, tuple[tuple[str, ...], Any]] = {
     "attention and linear": (("attention", "gated_linear_attention") * 2, None),
     "recurrent": (("mamba2", "gated_delta_net") * 2, None),
     "scan and KDA": (("mamba1", "kimi_delta_attention") * 2, None),
+    "latent and sparse": (("latent_attention", "native_sparse_attention"), None),
     "experts": (("attention",) * 2, models.MoEConfig({"hidden_dim": 32, "num_experts": 4, "top_k": 2})),
 }
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(15)
 @pytest.mark.parametrize("split", ["data", "sequence", "tensor"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mesh_trains_as_one_gpu(recipe, name, split):
