@@ -1,6 +1,7 @@
 """Every layer as people use it in Equinox: leading axes, `vmap`, stacks in a scan, gradients beside padding, saving."""
 
 import io
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -22,7 +23,7 @@ by_layer = pytest.mark.parametrize(
 )
 
 
-def _agree(found, expected, kind="forward"):
+def _agree(found, expected, kind: Any = "forward"):
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
     ):
