@@ -154,14 +154,6 @@ def test_bfloat16_cache_keeps_the_layers_dtype():
     assert_close(y, _call(layer, x), jnp.bfloat16)
 
 
-def test_a_full_cache_raises():
-    layer, x = _layer("plain"), _x()
-    _, cache = _call(layer, x[:, :5], layer.init_cache(ROWS, 6))
-    _, cache = _call(layer, x[:, 5:6], cache)
-    with pytest.raises(Exception, match="KVCache is full: max_length=6"):
-        jax.block_until_ready(_call(layer, x[:, 6:7], cache))
-
-
 # Of a layer that is not causal, only one whose window ends with the query's own key takes a cache.
 @pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, {"causal": False, "sliding_window": (None, 0)}])
