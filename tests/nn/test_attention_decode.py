@@ -93,6 +93,7 @@ def test_padded_prompts_then_rows_at_different_positions(name, side):
     assert cache.lengths.tolist() == [13, 6, 10]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("causal", "segmented"), [(True, True), (False, False)])
 def test_padding_changes_nothing_and_may_be_nan(causal, segmented):
