@@ -124,6 +124,7 @@ def test_padding_changes_nothing_and_may_be_nan(causal, segmented):
         assert_close(ours, theirs, kind="gradient")
 
 
+@pytest.mark.slow
 def test_steps_under_vmap_and_scan():
     layer, x = _layer("window"), _x()
 

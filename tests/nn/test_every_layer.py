@@ -17,7 +17,7 @@ from tests.tolerances import assert_close
 
 SPANS = [(0, 4), (2, 6)]
 REAL = np.array([[a <= t < b for t in range(7)] for a, b in SPANS])
-DEFAULT = ("attention", "gru", "lightning")
+DEFAULT = ("attention", "lightning")
 by_layer = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in LAYERS]
 )

@@ -119,6 +119,7 @@ def test_decoding_without_end_under_scan_with_donation():
     assert_close(jnp.concatenate([first, jnp.swapaxes(rest, 0, 1)], 1), expected)
 
 
+@pytest.mark.slow
 def test_vmap_layers_and_one_sequence():
     layer, x = _layer(), _x(9)
     expected, _ = _call(layer, x, layer.init_cache(ROWS, rolling=True))
