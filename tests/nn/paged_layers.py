@@ -135,7 +135,7 @@ class Block(eqx.Module):
             Mamba2Mixer(EMBED, head_dim=12, num_groups=2, state_size=6, key=keys[1]),
         )
         if latent:
-            sizes = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+            sizes: Any = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
             self.mixers = (
                 MultiHeadLatentAttention(EMBED, num_heads=3, **sizes, key=keys[2]),
                 *reversed(self.mixers),

@@ -51,7 +51,7 @@ def place(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("shape, dtype", [((3, 5, 17), "float32"), ((33,), "bfloat16")])
 @by_name
 def test_values_and_gradients(name, shape, dtype, place):

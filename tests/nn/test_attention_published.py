@@ -128,6 +128,7 @@ def test_output_and_every_gradient(enable_x64, name):
         assert_close(grad, expected_grad, kind="gradient", name=f"{name}: {parameter}")
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", [name for name in CASES if "global" in name])
 def test_layers_between_the_local_ones(enable_x64, name):
@@ -135,6 +136,7 @@ def test_layers_between_the_local_ones(enable_x64, name):
     assert_close(eqx.filter_jit(layer)(x), jax.jit(formulas)(weights, x), name=name)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),

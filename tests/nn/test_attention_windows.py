@@ -116,6 +116,7 @@ def test_with_masks_and_outside_of_jit(window, static):
     assert_close(ours(x[:7], ours.init_paged_cache(2, 4), batch=batch)[0], theirs(x[:7]))
 
 
+@pytest.mark.slow
 def test_rotations_that_differ_by_layer():
     make = lambda key, window: _make(key, window, rope=RotaryChoice(ROPES, (window > 0).astype(jnp.int32)))
     layers, x = eqx.filter_vmap(make)(KEYS, jnp.asarray(WINDOWS)), _x(2, TOKENS)

@@ -51,7 +51,10 @@ def test_python_runs_once_for_a_shape():
     assert len(calls) > traced
 
 
-@pytest.mark.parametrize("setting", [jax.disable_jit, lambda: jax.debug_nans(True), ejx.check_values])
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(jax.disable_jit, marks=pytest.mark.slow), lambda: jax.debug_nans(True), ejx.check_values],
+)
 def test_a_debugger_sees_single_operations(setting):
     layer = counted(calls := Calls())
     compiled = layer(X)
@@ -130,6 +133,7 @@ def test_other_numbers_of_the_same_shapes():
     assert not np.allclose(apart, layer(x, cu_seqlens=jnp.array([0, 3, 7])))
 
 
+@pytest.mark.slow
 def test_a_program_is_let_go_with_the_caches_of_jax():
     layer = counted(calls := Calls())
     layer(X)

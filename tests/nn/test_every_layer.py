@@ -1,6 +1,7 @@
 """Every layer as people use it in Equinox: leading axes, `vmap`, stacks in a scan, gradients beside padding, saving."""
 
 import io
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -16,13 +17,13 @@ from tests.tolerances import assert_close
 
 SPANS = [(0, 4), (2, 6)]
 REAL = np.array([[a <= t < b for t in range(7)] for a, b in SPANS])
-DEFAULT = ("attention", "gru", "lightning")
+DEFAULT = ("attention", "lightning")
 by_layer = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in LAYERS]
 )
 
 
-def _agree(found, expected, kind="forward"):
+def _agree(found, expected, kind: Any = "forward"):
     for (path, x), y in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
     ):

@@ -127,6 +127,7 @@ def test_any_module_in_a_projections_place(name, first):
             assert_close(bias, like.bias, kind="gradient", scale=measure)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_they_decode_too(name):

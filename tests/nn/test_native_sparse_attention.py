@@ -167,6 +167,7 @@ def test_every_gradient(name):
             assert abs(found - wanted) < 1e-4 * length, (index, gradient.shape, found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name, chunks", [*zip(LAYERS, [(1,) * TOKENS, (TOKENS,), (4, 1, 5)])])
 def test_decoding_is_the_whole(name, chunks):

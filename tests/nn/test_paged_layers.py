@@ -168,7 +168,8 @@ def test_sequences_without_a_slot_or_without_tokens():
             if n == 2:
                 assert_close(leaf[0], own)
     none = RaggedBatch.build([], [], [], page_size=PAGE, state_indices=[])
-    for mixer, cache in ((layer, pool), (attention(), attention().init_paged_cache(2, PAGE))):
+    each: Any = (layer, pool), (attention(), attention().init_paged_cache(2, PAGE))
+    for mixer, cache in each:
         assert mixer(jnp.zeros((0, EMBED)), cache, batch=none)[0].shape == (0, EMBED)
 
 

@@ -92,6 +92,7 @@ def test_attention_to_what_is_held(kind, dtype):
         assert_close(ours, theirs, kept, name=kind)
 
 
+@pytest.mark.slow
 def test_attention_in_bfloat16():
     layer, x = in_dtype(NAME, "bfloat16"), inputs().astype(jnp.bfloat16)
     expected, dense = quick(lambda x: layer(x, layer.init_cache(SEQUENCES, TOKENS)))(x)

@@ -99,7 +99,7 @@ def test_a_state_refuses_what_does_not_belong(unchecked):
     result = r"layers\[0\]: expected the result"
     of_pages = CacheState(tuple(layer.init_paged_cache(n, PAGE, **lead) for n in (4, 5)), 1)
     of_slots = CacheState(tuple(mixer.init_state((3, n)) for n in (2, 4)), 1)
-    for match, function, *args in (
+    cases: list[Any] = [
         (bound, flat.with_layers, [pages.bind(batch), pool]),
         (bound, CacheState, (pages.bind(batch), pool)),
         (r"layers\[1\]: expected a PagedLatentCache that is bound", other.with_layers, [pool, latents.bind(batch)]),
@@ -117,7 +117,8 @@ def test_a_state_refuses_what_does_not_belong(unchecked):
         (r"layers: expected equal numbers of slots, received \[2, 4\]", of_slots.of_layer, 0, batch),
         ("buckets: expected Buckets or None, received tuple", _build, (8, 4, 5, 4)),
         ("buckets: expected Buckets or None, received dict", _build, {"tokens": (8,)}),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for match, function, *args in cases:
         with pytest.raises(ValueError, match=match):
             function(*args)
 

@@ -38,8 +38,6 @@ from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
-SLOW = pytest.mark.slow
-
 
 def rounds(seed, slots):
     """The packed tokens and the batch of each round."""
@@ -164,7 +162,8 @@ def test_a_batch_is_carried():
     assert batch.lengths.tolist() == [TOKENS + 1] and not cache.is_bound
 
 
-@pytest.mark.parametrize("new, platform", [pytest.param(3, None, marks=SLOW), (1, "triton-interpret")])
+@pytest.mark.slow
+@pytest.mark.parametrize("new, platform", [(3, None), (1, "triton-interpret")])
 def test_training_over_pages_is_refused(new, platform):
     """In the ways that training code is written; what has no gradient to give is no obstacle."""
     layer = attention(platform=platform)

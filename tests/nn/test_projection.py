@@ -84,6 +84,7 @@ def _placed(kind):
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(_arrays(), specs, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_row_of_an_explicit_mesh_is_mapped():
     out = quick(jax.vmap(_projected, (0, None, None)))(*_placed(AxisType.Explicit))
     assert_close(out, _expected()[0])

@@ -43,7 +43,7 @@ def _same(actual, expected, what):
         assert_close(ours, theirs, name=what)
 
 
-@pytest.mark.parametrize("name", ["kimi", "qwen3-next"])
+@pytest.mark.parametrize("name", [pytest.param("kimi", marks=pytest.mark.slow), "qwen3-next"])
 def test_another_recurrence_normalises_as_it_says(name):
     """Short convolutions normalise queries and keys for a recurrence that would, and for no other."""
     layer, x, _, _ = _expected(name)

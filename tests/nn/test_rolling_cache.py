@@ -57,7 +57,7 @@ def test_chunks_of_any_size_give_what_a_full_cache_gives(name):
 append = quick(lambda cache, new, real: cache.append(new, -new, mask=real))
 
 
-@pytest.mark.parametrize("size", [WINDOW - 1, WINDOW, 2 * WINDOW + 3])
+@pytest.mark.parametrize("size", [WINDOW - 1, pytest.param(WINDOW, marks=pytest.mark.slow), 2 * WINDOW + 3])
 def test_chunks_shorter_and_longer_than_the_window(size):
     """Of tokens that are numbers: what each may see, and what is held afterwards, as a list has it. Every fourth chunk has no padding."""
     cache, rows = RollingKVCache.init(2, WINDOW, 1, 1), [[], []]
@@ -119,6 +119,7 @@ def test_decoding_without_end_under_scan_with_donation():
     assert_close(jnp.concatenate([first, jnp.swapaxes(rest, 0, 1)], 1), expected)
 
 
+@pytest.mark.slow
 def test_vmap_layers_and_one_sequence():
     layer, x = _layer(), _x(9)
     expected, _ = _call(layer, x, layer.init_cache(ROWS, rolling=True))
@@ -177,6 +178,7 @@ def test_errors(unchecked, message):
         ERRORS[message](_layer())
 
 
+@pytest.mark.slow
 def test_a_wider_one_and_a_full_one_agree():
     layer, x = _layer(), _x(11)
     wide = RollingKVCache.init(ROWS, 7, 2, 8)

@@ -47,6 +47,7 @@ def test_text_and_rows():
     assert_close(jax.jit(jax.vmap(rope, (0, 1)))(x, rows), expected)
 
 
+@pytest.mark.slow
 def test_in_the_layer():
     layer = MultiHeadAttention(
         16, num_heads=2, rope=RotaryEmbedding(8, mrope_section=(2, 1, 1)), key=jax.random.key(0)

@@ -44,7 +44,8 @@ GEMMA4 = {
         "full_attention": PROPORTIONAL,
     },
 }
-FULL, SLIDING = {"layer_type": "full_attention"}, {"layer_type": "sliding_attention"}
+FULL: Any = {"layer_type": "full_attention"}
+SLIDING: Any = {"layer_type": "sliding_attention"}
 WRONG: Any = 2.0
 # A configuration, for which layers or length, the frequencies and the magnitude.
 PUBLISHED = {

@@ -67,48 +67,26 @@ def _integers(layer):
 # By the argument that the error names the values that are wrong for it, of every layer over tokens and then of some; beside rows `X`.
 VALUES: dict[str, dict[str, Any]] = {
     "all": {
-        "x": lambda f: (
-            (X.tolist(), None, 1.0, IDS, *(_x(dtype=dtype) for dtype in (np.int32, bool, np.complex64)))
-            + (_x(EMBED), _x(ROWS, TOKENS, EMBED + 1))
-        ),
-        "padding_mask": lambda f: (
-            ([[True] * TOKENS] * ROWS, IDS, _x(ROWS, TOKENS))
-            + (_x(TOKENS, dtype=bool), _x(ROWS, 4, dtype=bool))
-        ),
-        "segment_ids": lambda f: (
-            [[0] * TOKENS] * ROWS,
-            _x(ROWS, TOKENS),
-            _x(ROWS, TOKENS, dtype=bool),
-            IDS[0],
-        ),
+        "x": lambda f: (X.tolist(), None, 1.0, IDS, *(_x(dtype=dtype) for dtype in (np.int32, bool, np.complex64)))
+        + (_x(EMBED), _x(ROWS, TOKENS, EMBED + 1)),
+        "padding_mask": lambda f: ([[True] * TOKENS] * ROWS, IDS, _x(ROWS, TOKENS))
+        + (_x(TOKENS, dtype=bool), _x(ROWS, 4, dtype=bool)),
+        "segment_ids": lambda f: ([[0] * TOKENS] * ROWS, _x(ROWS, TOKENS), _x(ROWS, TOKENS, dtype=bool), IDS[0]),
     },
     "recurrent": {
-        "state": lambda f: (
-            ({"conv": (), "recurrent": _x(2, 2)}, nn.KVCache.init(ROWS, 8, 2, 4), _x(2, 2))
-            + (f.init_state(3), f.init_state(()), _integers(f), nn.RecurrentState((), _x(2, 2).tolist()))
-        ),
+        "state": lambda f: ({"conv": (), "recurrent": _x(2, 2)}, nn.KVCache.init(ROWS, 8, 2, 4), _x(2, 2))
+        + (f.init_state(3), f.init_state(()), _integers(f), nn.RecurrentState((), _x(2, 2).tolist())),
         "cu_seqlens": lambda f: (np.array([0, 5]),),
     },
     "attention": {
-        "cache": lambda f: (
-            ({"k": 0, "v": 0}, (_x(2, 8, 2, 12), _x(2, 8, 2, 12)), f.init_cache(3, 8))
-            + (nn.RecurrentState((), jnp.zeros(2)),)
-        ),
+        "cache": lambda f: ({"k": 0, "v": 0}, (_x(2, 8, 2, 12), _x(2, 8, 2, 12)), f.init_cache(3, 8))
+        + (nn.RecurrentState((), jnp.zeros(2)),),
         "padding_mask": lambda f: (np.array([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0]], bool),),
-        "positions": lambda f: (
-            ([0, 1, 2, 3, 4], np.arange(5.0), np.array(3), np.arange(4))
-            + (_x(3, ROWS, TOKENS, dtype=np.int32), _x(ROWS, TOKENS, 1, dtype=np.int32))
-        ),
-        "mask": lambda f: (
-            ([[True] * TOKENS] * TOKENS, _x(TOKENS, TOKENS, dtype=np.int32), "causal")
-            + (_x(ROWS, TOKENS, TOKENS, dtype=bool), _x(TOKENS, 4, dtype=bool))
-        ),
-        "bias": lambda f: (
-            [0.0] * TOKENS,
-            _x(TOKENS, TOKENS, dtype=bool),
-            _x(TOKENS, 4),
-            _x(ROWS, TOKENS, TOKENS),
-        ),
+        "positions": lambda f: ([0, 1, 2, 3, 4], np.arange(5.0), np.array(3), np.arange(4))
+        + (_x(3, ROWS, TOKENS, dtype=np.int32), _x(ROWS, TOKENS, 1, dtype=np.int32)),
+        "mask": lambda f: ([[True] * TOKENS] * TOKENS, _x(TOKENS, TOKENS, dtype=np.int32), "causal")
+        + (_x(ROWS, TOKENS, TOKENS, dtype=bool), _x(TOKENS, 4, dtype=bool)),
+        "bias": lambda f: ([0.0] * TOKENS, _x(TOKENS, TOKENS, dtype=bool), _x(TOKENS, 4), _x(ROWS, TOKENS, TOKENS)),
         "key": lambda f: (0, jax.random.split(KEY, 2)),
         "inference": lambda f: ("no",),
         "return_lse": lambda f: (1,),
@@ -116,13 +94,12 @@ VALUES: dict[str, dict[str, Any]] = {
         "kv_input": lambda f: (X,),
     },
     "cross": {
-        "kv_input": lambda f: (
-            (None, MEMORY.tolist(), MEMORY.astype(np.int32), _x(ROWS, 7, 21), _x(3, 7, 20)) + (_x(7, 20),)
-        ),
+        "kv_input": lambda f: (None, MEMORY.tolist(), MEMORY.astype(np.int32), _x(ROWS, 7, 21), _x(3, 7, 20))
+        + (_x(7, 20),),
     },
     "conv": {"x": lambda f: (CHANNELS.tolist(), CHANNELS.astype(np.int32), _x(6), _x(2, 5, 7))},
     "norm": {"x": lambda f: ([0.0] * 6, _x(2, 6, dtype=np.int32), np.float32(1), _x(2, 5))},
-}
+}  # fmt: skip
 # Beside one row.
 PACKED: dict[str, dict[str, Any]] = {
     "all": {"batch": lambda f: ({"lengths": [5]},)},
@@ -343,64 +320,51 @@ OPTIONS: dict[str, list[tuple[str, tuple[Any, ...]]]] = {
 }
 
 ROPE_X = np.ones((2, 4, 1, 8), np.float32)
+CACHES: dict[str, Any] = {"mixers": [], "num_pages": 2, "page_size": 4, "num_slots": 2}
+_KV: dict[str, Any] = {"batch_shape": 2, "max_length": 8, "num_kv_heads": 2, "head_dim": 4}
+# Other constructors and calls: what is called, with what, and which values are wrong for which argument.
+PARTS: dict[str, tuple[Any, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
+    "conv": (
+        nn.ShortConvolution,
+        {"channels": 6, "key": KEY},
+        {"channels": (0,), "width": ("4",), "activation": ("gelu",), "use_bias": FLAG, "key": (1,)} | {"dtype": ("int8",)},
+    ),
+    "norm": (
+        nn.GatedRMSNorm,
+        {"features": 6},
+        {"features": (0, "6"), "group_size": (0,), "activation": ("tanh",), "eps": (-1.0,), "dtype": (jnp.int32,)}
+        | dict.fromkeys(("norm_before_gate", "use_weight"), FLAG),
+    ),
+    "rope": (
+        nn.RotaryEmbedding,
+        {"head_dim": 8},
+        {"head_dim": (0, "64"), "rotary_dim": (4.0,), "theta": (0.0, "1e4"), "interleaved": FLAG} | {"scaling": (2.0, {"type": "yarn"})},
+    ),
+    "rope's call": (
+        nn.RotaryEmbedding(8),
+        {"x": ROPE_X},
+        {"x": (ROPE_X.tolist(), ROPE_X.astype(int), ROPE_X[0, :, 0]), "offset": (1.5, np.zeros(3, int), [0, 0])}
+        | {"positions": ([0, 1, 2, 3], np.arange(4.0), np.zeros((3, 2, 4), int), np.zeros((2, 4, 1), int))},
+    ),
+    "linear scaling": (nn.LinearScaling, {}, {"factor": (0.0, "2")}),
+    "llama3 scaling": (nn.Llama3Scaling, {}, {"original_max_position": (0,)}),
+    "yarn": (
+        nn.YarnScaling,
+        {"factor": 2.0, "original_max_position": 4096},
+        {"factor": (-1.0,), "original_max_position": (None,), "beta_fast": (0.0,), "truncate": FLAG},
+    ),
+    "cache": (
+        nn.KVCache.init,
+        _KV,
+        {"batch_shape": ("2",), "max_length": (0,), "num_kv_heads": (0,), "head_dim": (4.0,), "dtype": (jnp.int8,)},
+    ),
+    "caches": (nn.CacheState.init, CACHES, {"mixers": (3,), "num_slots": (0,), "batch_shape": ("2",)}),
+}  # fmt: skip
 OTHERS: dict[str, tuple[Any, str]] = {
-    "conv, channels": (lambda: nn.ShortConvolution(0, key=KEY), "channels"),
-    "conv, width": (lambda: nn.ShortConvolution(6, "4", key=KEY), "width"),
-    "conv, activation": (lambda: nn.ShortConvolution(6, activation="gelu", key=KEY), "activation"),
-    "conv, bias": (lambda: nn.ShortConvolution(6, use_bias="no", key=KEY), "use_bias"),
-    "conv, key": (lambda: nn.ShortConvolution(6, key=1), "key"),
-    "conv, dtype": (lambda: nn.ShortConvolution(6, dtype="int8", key=KEY), "dtype"),
-    "norm, features": (lambda: nn.GatedRMSNorm(0), "features"),
-    "norm, a word": (lambda: nn.GatedRMSNorm("6"), "features"),
     "norm, groups": (lambda: nn.GatedRMSNorm(6, group_size=4), "features"),
-    "norm, no groups": (lambda: nn.GatedRMSNorm(6, group_size=0), "group_size"),
-    "norm, activation": (lambda: nn.GatedRMSNorm(6, activation="tanh"), "activation"),
-    "norm, eps": (lambda: nn.GatedRMSNorm(6, eps=-1.0), "eps"),
-    "norm, order": (lambda: nn.GatedRMSNorm(6, norm_before_gate="no"), "norm_before_gate"),
-    "norm, weight": (lambda: nn.GatedRMSNorm(6, use_weight="no"), "use_weight"),
-    "norm, dtype": (lambda: nn.GatedRMSNorm(6, dtype=jnp.int32), "dtype"),
-    "rope, head_dim": (lambda: nn.RotaryEmbedding(0), "head_dim"),
-    "rope, a word": (lambda: nn.RotaryEmbedding("64"), "head_dim"),
     "rope, odd": (lambda: nn.RotaryEmbedding(7), "rotary_dim"),
-    "rope, a part": (lambda: nn.RotaryEmbedding(8, rotary_dim=4.0), "rotary_dim"),
-    "rope, theta": (lambda: nn.RotaryEmbedding(8, theta=0.0), "theta"),
-    "rope, theta, a word": (lambda: nn.RotaryEmbedding(8, theta="1e4"), "theta"),
-    "rope, pairs": (lambda: nn.RotaryEmbedding(8, interleaved="no"), "interleaved"),
-    "rope, scaling": (lambda: nn.RotaryEmbedding(8, scaling=2.0), "scaling"),
-    "rope, a scaling's name": (lambda: nn.RotaryEmbedding(8, scaling={"type": "yarn"}), "scaling"),
-    "rope, x": (lambda: nn.RotaryEmbedding(8)(ROPE_X.tolist()), "x"),
-    "rope, x of integers": (lambda: nn.RotaryEmbedding(8)(ROPE_X.astype(int)), "x"),
-    "rope, x without heads": (lambda: nn.RotaryEmbedding(8)(ROPE_X[0, :, 0]), "x"),
-    "rope, positions": (lambda: nn.RotaryEmbedding(8)(ROPE_X, [0, 1, 2, 3]), "positions"),
-    "rope, angles": (lambda: nn.RotaryEmbedding(8)(ROPE_X, np.arange(4.0)), "positions"),
-    "rope, three axes": (lambda: nn.RotaryEmbedding(8)(ROPE_X, np.zeros((3, 2, 4), int)), "positions"),
-    "rope, an axis behind": (lambda: nn.RotaryEmbedding(8)(ROPE_X, np.zeros((2, 4, 1), int)), "positions"),
-    "rope, offset": (lambda: nn.RotaryEmbedding(8)(ROPE_X, offset=1.5), "offset"),
-    "rope, offsets": (lambda: nn.RotaryEmbedding(8)(ROPE_X, offset=np.zeros(3, int)), "offset"),
-    "rope, a list of offsets": (lambda: nn.RotaryEmbedding(8)(ROPE_X, offset=[0, 0]), "offset"),
-    "linear scaling": (lambda: nn.LinearScaling(0.0), "factor"),
-    "linear scaling, a word": (lambda: nn.LinearScaling("2"), "factor"),
     "llama3 scaling": (lambda: nn.Llama3Scaling(8.0, 4.0, 1.0), "high_freq_factor"),
-    "llama3 scaling, context": (lambda: nn.Llama3Scaling(original_max_position=0), "original_max_position"),
-    "yarn": (lambda: nn.YarnScaling(-1.0, 4096), "factor"),
-    "yarn, context": (lambda: nn.YarnScaling(2.0, None), "original_max_position"),
-    "yarn, betas": (lambda: nn.YarnScaling(2.0, 4096, beta_fast=0.0), "beta_fast"),
-    "yarn, ramp": (lambda: nn.YarnScaling(2.0, 4096, truncate="no"), "truncate"),
-    "cache, rows": (lambda: nn.KVCache.init("2", 8, 2, 4), "batch_shape"),
-    "cache, tokens": (lambda: nn.KVCache.init(2, 0, 2, 4), "max_length"),
-    "cache, heads": (lambda: nn.KVCache.init(2, 8, 0, 4), "num_kv_heads"),
-    "cache, head_dim": (lambda: nn.KVCache.init(2, 8, 2, 4.0), "head_dim"),
-    "cache, int8": (lambda: nn.KVCache.init(2, 8, 2, 4, dtype=jnp.int8), "dtype"),
-    "cache, mixers": (
-        lambda: nn.CacheState.init([eqx.nn.Linear], num_pages=2, page_size=4, num_slots=2),
-        r"mixers\[0\]",
-    ),
-    "caches, no list": (lambda: nn.CacheState.init(3, num_pages=2, page_size=4, num_slots=2), "mixers"),
-    "caches, slots": (lambda: nn.CacheState.init([], num_pages=2, page_size=4, num_slots=0), "num_slots"),
-    "caches, shape": (
-        lambda: nn.CacheState.init([], num_pages=2, page_size=4, num_slots=2, batch_shape="2"),
-        "batch_shape",
-    ),
+    "cache, mixers": (lambda: nn.CacheState.init(**CACHES | {"mixers": [eqx.nn.Linear]}), r"mixers\[0\]"),
 }
 
 
@@ -471,6 +435,14 @@ def test_constructors(name, argument, values):
     for wrong in values:
         given = {"embed_dim": EMBED, "key": KEY} | options | {argument: wrong}
         _says(lambda given=given: eqx.filter_eval_shape(lambda: make(**given)), re.escape(argument))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts(name):
+    make, options, values = PARTS[name]
+    for argument, several in values.items():
+        for wrong in several:
+            _says(lambda argument=argument, wrong=wrong: make(**options | {argument: wrong}), argument)
 
 
 @pytest.mark.parametrize("case", OTHERS)
