@@ -183,7 +183,7 @@ class Entries(Mapping[str, Any]):
         )
 
     def check_divides(self, part: str, whole: str) -> None:
-        """Where both are there, one of the two sizes divides the other."""
+        """Returns where both are there, one of the two sizes divides the other."""
         if self.get(part) and self.get(whole) and self[whole] % self[part]:
             raise self.wrong(part, f"a divisor of {whole}={self[whole]}")
 

@@ -33,7 +33,7 @@ def jitted(function: Callable[..., Any], plan: Plan, *static: Hashable) -> Calla
 
 
 def compiled_once(function: Callable[..., Any], *static: Hashable) -> Any:
-    """The same for functions that do not depend on a plan. Only JAX's caches keep what is `static`, so `jax.clear_caches()` frees it."""
+    """Does the same for functions that do not depend on a plan. Only JAX's caches keep what is `static`, so `jax.clear_caches()` frees it."""
     return functools.partial(_of_static, function, static, "")
 
 
@@ -84,7 +84,7 @@ def compiled_call(name: str | None = None) -> Callable[[F], F]:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What a program depends on besides the numbers in its arrays."""
+    """Holds what a program depends on besides the numbers in its arrays."""
 
     method: Callable[..., Any]
     tree: Any
@@ -132,7 +132,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _is_here(leaf: Any) -> bool:
-    """Whether a leaf is none of a transformation, and no array that is split over devices or holds objects."""
+    """Returns whether a leaf is none of a transformation, and no array that is split over devices or holds objects."""
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "OSUMm"
     return not isinstance(leaf, Tracer) and (

@@ -80,7 +80,7 @@ class Plan:
         return f"Plan({', '.join(word for word in words if word)})"
 
     def __pdoc__(self, **_: Any) -> wadler_lindig.AbstractDoc:
-        """As `repr`, so that printing a model shows it for each of its kernels."""
+        """Works as `repr`, so that printing a model shows it for each of its kernels."""
         return wadler_lindig.TextDoc(repr(self))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def here(self) -> Snapshot:
-        """What is known about the device that a call made here is compiled for."""
+        """Returns what is known about the device that a call made here is compiled for."""
         place = place_of_calls()
         for known in self._snapshots:
             if (known.device.backend, known.device.kind) == place:
@@ -131,7 +131,7 @@ class Plan:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether calls run in JAX's simulation of a TPU, which has effects; `jax.checkpoint` takes none under differentiation."""
+        """Returns whether calls run in JAX's simulation of a TPU, which has effects; `jax.checkpoint` takes none under differentiation."""
         return self.snapshot.requested is Platform.PALLAS_INTERPRET
 
     @property
@@ -141,7 +141,7 @@ class Plan:
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """Where each of the pinned choices came from."""
+        """Returns where each of the pinned choices came from."""
         return tuple(tier for _, tier in self.pinned.values())
 
     def select(self, problem: Problem, platform: Platform | None = None, direction: str = BOTH) -> Selection:

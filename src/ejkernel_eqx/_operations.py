@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Written(NamedTuple):
-    """How a room implements a platform: for which devices, with which priority, and in which module.
+    """Says how a room implements a platform: for which devices, with which priority, and in which module.
 
     The highest priority that supports a request comes first; below zero only if requested by name."""
 

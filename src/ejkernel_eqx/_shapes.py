@@ -64,12 +64,12 @@ else:
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether a size is symbolic."""
+    """Returns whether a size is symbolic."""
     return export.is_symbolic_dim(size)
 
 
 def remedy_of_size(value: Any, least: int) -> str:
-    """What to pass in place of a value that is no integer of at least `least`, at the end of a message."""
+    """Returns what to pass in place of a value that is no integer of at least `least`, at the end of a message."""
     if isinstance(value, Tracer):
         return "shapes depend on it, so pass it as a static argument of jit"
     is_number = isinstance(value, int | float | np.integer | np.floating | Array) and not isinstance(

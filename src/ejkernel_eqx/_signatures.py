@@ -1,4 +1,4 @@
-"""What a call says whose arguments its signature does not take; and `Module`, whose methods say it."""
+"""Defines what a call says whose arguments its signature does not take; and `Module`, whose methods say it."""
 
 import difflib
 import functools
@@ -40,7 +40,7 @@ def refusal(
     kwargs: Mapping[str, Any],
     elsewhere: Elsewhere = types.MappingProxyType({}),
 ) -> str | None:
-    """Why arguments do not fit a signature, in a sentence about `name`; `None` if they do."""
+    """The reason why arguments do not fit a signature, in a sentence about `name`; `None` if they do."""
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -74,7 +74,7 @@ def check_values(enabled: bool = True) -> Iterator[None]:
 
 
 def checks_traced() -> bool:
-    """Whether traced values are checked here, according to the context or else the environment."""
+    """Returns whether traced values are checked here, according to the context or else the environment."""
     requested = _REQUESTED.get()
     return CHECK_VALUES.read() if requested is None else requested
 
@@ -210,7 +210,7 @@ def stopped(array: Array, wrong: Array, message: str) -> Array:
 
 @custom_vmap
 def _anywhere(wrong: Array) -> Array:
-    """Whether anything is true in any example of a batch: a condition that differed between examples would be computed for all."""
+    """Returns whether anything is true in any example of a batch: a condition that differed between examples would be computed for all."""
     return jnp.any(wrong)
 
 

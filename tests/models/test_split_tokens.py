@@ -144,6 +144,7 @@ IN_CONTEXT, AUTOMATIC = "explicit in context", "automatic in context"
 # Kind of mesh, sizes of its axes, mixers, experts or none, options. A mesh has three axes, some of one device.
 NUMBERS: list[tuple[str, dict[str, int], tuple[str, ...], Any, dict[str, Any]]] = [
     (IN_CONTEXT, {"sequence": 2}, ("attention", LIGHTNING), EXPERTS, OPAQUE | LOOP),
+    ("explicit", {"data": 2}, ("attention", "mamba2"), None, OPAQUE | LOOP),
     ("explicit", {"tensor": 2}, (DELTA, KDA), None, OPAQUE),
     ("explicit", {"sequence": 2, "tensor": 2}, ("latent_attention", SPARSE), None, OPAQUE),
     ("explicit", {"data": 2, "sequence": 2}, ("mamba1", GLA), None, OPAQUE | {"remat": "kernels"}),

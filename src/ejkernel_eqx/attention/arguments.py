@@ -23,7 +23,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def is_cap(cap: float) -> bool:
-    """Whether scores over the cap, and their tanh times it, are numbers of float32."""
+    """Returns whether scores over the cap, and their tanh times it, are numbers of float32."""
     return 1e-30 <= cap <= 1e30
 
 
@@ -194,7 +194,7 @@ def _with_known_form(
 
 
 def _differs(lowered: Lowered) -> bool:
-    """Whether the pattern differs between heads."""
+    """Returns whether the pattern differs between heads."""
     return lowered.pattern is not None and lowered.pattern.heads > 0
 
 

@@ -76,13 +76,13 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
 
 
 def _is_extreme(spec: AttentionSpec) -> bool:
-    """Whether a polynomial, or a tanh found again from a weight, would not do for the soft cap."""
+    """Returns whether a polynomial, or a tanh found again from a weight, would not do for the soft cap."""
     cap = spec.logits_soft_cap
     return cap is not None and not (1e-2 <= cap <= 1e9 and 1e-18 * cap <= abs(spec.scale) <= 1e6 * cap)
 
 
 def _tiles(spec: AttentionSpec, queries: int, keys: int) -> str:
-    """How many of the tiles a pattern leaves visible: `"1/n"`, where `n` is a power of two; `"any"` if a map of blocks decides."""
+    """Returns how many of the tiles a pattern leaves visible: `"1/n"`, where `n` is a power of two; `"any"` if a map of blocks decides."""
     if spec.pattern is None:
         return "any"
     share = visible_share(spec.pattern, queries, keys)
@@ -90,7 +90,7 @@ def _tiles(spec: AttentionSpec, queries: int, keys: int) -> str:
 
 
 def _pattern(x: Any) -> str | None:
-    """Which of the axes `H`, `T`, `S` an array over the scores has, for example `"1TS"`; `None` without an array."""
+    """Returns which of the axes `H`, `T`, `S` an array over the scores has, for example `"1TS"`; `None` without an array."""
     if x is None:
         return None
     return "".join(letter if size != 1 else "1" for letter, size in zip("HTS", x.shape[-3:], strict=True))
@@ -132,7 +132,7 @@ class AttentionKind(Kind):
         return given if arrays.rows is None else given | dict(zip(_ROWS, arrays.rows, strict=True))
 
     def differentiates(self, platform: Any) -> bool:
-        """Whether the platform has its own derivative, as a vendor's library does; it returns no lse."""
+        """Returns whether the platform has its own derivative, as a vendor's library does; it returns no lse."""
         return hasattr(platform, "attend")
 
     def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Named:
@@ -192,7 +192,7 @@ def attend(
 
 
 def attended(plan: Plan, operation: str, call: tuple[AttentionArrays, AttentionSpec]) -> Any:
-    """What a resolved call returns."""
+    """Returns what a resolved call returns."""
     return returned(*attend(plan, operation, *call), call[1].return_lse)
 
 

@@ -40,7 +40,7 @@ def philox(key: tuple[Array, Array], counter: tuple[Array, Array, Array, Array])
 
 
 def philox_keep(seeds: Array, row_positions: Array, key_positions: Array, rate: float) -> Array:
-    """Whether each entry survives dropout; `seeds[..., 0]`, `row_positions` and `key_positions` broadcast together. A third word of the seeds
+    """Returns whether each entry survives dropout; `seeds[..., 0]`, `row_positions` and `key_positions` broadcast together. A third word of the seeds
     is added to both positions."""
     rows, keys = row_positions.astype(jnp.uint32), key_positions.astype(jnp.uint32)
     if seeds.shape[-1] == 3:

@@ -20,7 +20,7 @@ def _positions(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Arr
 
 
 def visibility(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
-    """Which keys each query sees: bool `[B, H, T, S]`."""
+    """Returns which keys each query sees: bool `[B, H, T, S]`."""
     (batch, t, heads, _), s = arrays.q.shape, arrays.k.shape[1]
     i, j = _positions(arrays, spec)
     seen = jnp.ones((batch, heads, t, s), bool)
@@ -57,7 +57,7 @@ def attend(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array]:
 
 
 def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Array, Array]:
-    """As `attend`, plus the weights `[B, H, T, S]` that multiply the values."""
+    """Works as `attend`, plus the weights `[B, H, T, S]` that multiply the values."""
     dtype = accumulator(arrays.q.dtype)
     heads, groups = arrays.q.shape[2], arrays.q.shape[2] // arrays.k.shape[2]
     seen = visibility(arrays, spec)

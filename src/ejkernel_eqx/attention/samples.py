@@ -164,7 +164,7 @@ def _segment_ids(problem: Problem, rng: np.random.Generator) -> np.ndarray | Non
 
 
 def _documents(length: int, rng: np.random.Generator) -> np.ndarray:
-    """Where documents end in a row of tokens. Lengths are from a sixteenth to half of the row, short ones more often."""
+    """Returns where documents end in a row of tokens. Lengths are from a sixteenth to half of the row, short ones more often."""
     least = max(length // 16, 1)
     ends = [0]
     while ends[-1] + least <= length:

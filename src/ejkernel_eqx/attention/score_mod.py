@@ -48,7 +48,7 @@ def modified(function: ScoreMod, scores: Array, heads: Array, queries: Array, ke
 def modified_and_slope(
     function: ScoreMod, scores: Array, heads: Array, queries: Array, keys: Array
 ) -> tuple[Array, Array]:
-    """As `modified`, and its derivative by the score."""
+    """Works as `modified`, and its derivative by the score."""
     of_scores = lambda scores: modified(function, scores, heads, queries, keys)
     return jax.jvp(of_scores, (scores,), (jnp.ones_like(scores),))
 

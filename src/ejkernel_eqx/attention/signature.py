@@ -1,4 +1,4 @@
-"""What calls of attention share, for type checkers: their arguments by name, and their results."""
+"""Defines what calls of attention share, for type checkers: their arguments by name, and their results."""
 
 from typing import TypedDict
 

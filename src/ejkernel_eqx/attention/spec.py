@@ -47,17 +47,17 @@ class AttentionSpec:
 
     @property
     def listed(self) -> bool:
-        """Whether lists of tiles say which of them run."""
+        """Returns whether lists of tiles say which of them run."""
         return self.pattern is not None or self.block_size is not None
 
     @property
     def ranged(self) -> bool:
-        """Whether the static window hides anything by itself."""
+        """Returns whether the static window hides anything by itself."""
         return self.left is not None or self.right is not None
 
     @property
     def sees_itself(self) -> bool:
-        """Whether window and segments let every token that is not padding see itself."""
+        """Returns whether window and segments let every token that is not padding see itself."""
         return self.same_segments and all(x is None or x >= 0 for x in (self.left, self.right))
 
 

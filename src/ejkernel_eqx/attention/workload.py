@@ -1,4 +1,4 @@
-"""What the tuner needs from attention: representative work, a reference to check it against, and its cost."""
+"""The tuner's view of attention: representative work, a reference to check it against, and its cost."""
 
 import dataclasses
 import functools

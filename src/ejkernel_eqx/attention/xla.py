@@ -68,7 +68,7 @@ _TILES = tuple(
 
 
 def unsupported(problem: Any, device: Any) -> str | None:
-    """Why this platform cannot serve the problem: never, it supports all."""
+    """The reason why this platform cannot serve the problem: never, it supports all."""
     return None
 
 
@@ -215,8 +215,8 @@ class _Call:
         return x.transpose(0, 2, 1, 3)
 
     def _is_known_by_tile(self) -> bool:
-        """Whether a key that no query sees is found tile by tile only, because several conditions hide it together, or ids, a pattern or a map
-        of blocks."""
+        """Returns whether a key that no query sees is found tile by tile only, because several conditions hide it together, or ids, a pattern or a
+        map of blocks."""
         arrays, spec = self.arrays, self.spec
         conditions = (
             spec.ranged,
@@ -314,7 +314,7 @@ class _Call:
         return self.rows(x, pair, 1)[:, None, None, :, None]
 
     def visible(self, pair: Array) -> Array | None:
-        """Which entries of a tile are visible, broadcastable to `[B, K, G, Q, K]`; `None` for all."""
+        """Returns which entries of a tile are visible, broadcastable to `[B, K, G, Q, K]`; `None` for all."""
         spec, arrays, (i, j) = self.spec, self.arrays, self.positions(pair)
         terms = []
         if self.tiles.overlap_q:

@@ -64,7 +64,7 @@ def _to_tiles(x: Array, axis: int, block: int, fill: Any = 0) -> Array:
 
 
 def starts(length: Any, block: int) -> Array:
-    """Where the tiles of a padded length start."""
+    """Returns where the tiles of a padded length start."""
     return jnp.arange(length // block, dtype=jnp.int32) * block
 
 
@@ -77,7 +77,7 @@ def pairs(q_start: Any, q_fresh: Any, k_start: Any, k_fresh: Any) -> Array:
 
 
 def in_window(pair: Array, block_q: int, block_k: int, spec: AttentionSpec) -> Array | None:
-    """Whether the static window leaves anything of a pair of tiles visible; `None` without a window."""
+    """Returns whether the static window leaves anything of a pair of tiles visible; `None` without a window."""
     offset, seen = as_value(spec.offset), None
     if spec.left is not None:
         seen = pair[1] + block_k - 1 >= pair[2] + offset - spec.left

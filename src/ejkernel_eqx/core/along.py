@@ -72,7 +72,7 @@ class Along:
 
 
 def along_of(axis: str | None, packing: Packing) -> Along | None:
-    """How the tokens of a call are split; `None` outside of `shard_map`, where a call has all of them."""
+    """Returns how the tokens of a call are split; `None` outside of `shard_map`, where a call has all of them."""
     if axis is None or not inside_manual_mesh():
         return None
     mesh = jax.sharding.get_abstract_mesh()
@@ -93,7 +93,7 @@ def along_of(axis: str | None, packing: Packing) -> Along | None:
 
 
 def first_tokens(starts: Array | None, like_tokens: Array) -> Array | None:
-    """Which tokens `[*, T, 1..]` the entering state reaches: those of the row's first segment. `None`: all."""
+    """Returns which tokens `[*, T, 1..]` the entering state reaches: those of the row's first segment. `None`: all."""
     if starts is None:
         return None
     reached = starts < 0

@@ -24,7 +24,7 @@ def check_flags(**flags: Any) -> None:
 
 
 def is_finite(x: Any) -> bool:
-    """Whether `x` is a finite number of Python or NumPy."""
+    """Returns whether `x` is a finite number of Python or NumPy."""
     is_number = isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
     return is_number and math.isfinite(x)
 

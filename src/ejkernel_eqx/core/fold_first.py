@@ -24,7 +24,7 @@ _call_p = Primitive("ejkernel_call")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
-    """What is needed to trace a call again."""
+    """Holds what is needed to trace a call again."""
 
     function: Callable[[Arrays], Arrays]
     leading: Leading

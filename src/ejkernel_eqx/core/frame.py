@@ -35,7 +35,7 @@ class Frame:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no tokens or no rows, so that there is nothing to launch."""
+        """Returns whether there are no tokens or no rows, so that there is nothing to launch."""
         return 0 in self.over_tokens
 
     def take(self, x: Array) -> Array:

@@ -49,7 +49,7 @@ _SAVED, _COTANGENT, _GRADIENT = "saved ", "cotangent ", "gradient "
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Kind:
-    """What all calls of a kind have in common.
+    """Holds what all calls of a kind have in common.
 
     - `make`: builds the argument of platforms, such as a NamedTuple, from a call's arrays by name; absent arrays are not passed.
     - `problem_of(operation, arrays, spec)`: the problem of a call with these shapes.
@@ -106,7 +106,7 @@ class Kind:
         return undifferentiated(functools.partial(on, alone), functools.partial(on, both))(given)
 
     def _has_every_derivative(self, selection: Selection) -> bool:
-        """Whether JAX differentiates what it sees, in any mode and as often as it is asked to."""
+        """Returns whether JAX differentiates what it sees, in any mode and as often as it is asked to."""
         platform = selection.implementation.load()
         return self.differentiates(platform) and not is_opaque(platform)
 
@@ -137,15 +137,15 @@ class Kind:
         return given_of(arrays)
 
     def differentiates(self, platform: Any) -> bool:
-        """Whether JAX differentiates the platform, because it sees what is computed."""
+        """Returns whether JAX differentiates the platform, because it sees what is computed."""
         return hasattr(platform, "apply") or (not is_opaque(platform) and not hasattr(platform, "backward"))
 
     def has_backward(self, platform: Any) -> bool:
-        """Whether the platform has a backward; without one the gradient is that of the reference."""
+        """Returns whether the platform has a backward; without one the gradient is that of the reference."""
         return True
 
     def is_launched(self, platform: Any) -> bool:
-        """Whether a call is folded into one launch and split over devices by hand, as kernels are that JAX cannot see into."""
+        """Returns whether a call is folded into one launch and split over devices by hand, as kernels are that JAX cannot see into."""
         return is_opaque(platform)
 
     def pinned(self, spec: Any) -> Mapping[str, str]:
@@ -375,7 +375,7 @@ class ForwardKind(Kind):
 
 
 def is_opaque(platform: Any) -> bool:
-    """Whether JAX cannot see into its kernels."""
+    """Returns whether JAX cannot see into its kernels."""
     return getattr(platform, "OPAQUE", PlatformHooks.OPAQUE)
 
 

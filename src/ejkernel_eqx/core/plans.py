@@ -25,7 +25,7 @@ def plan_of(
 
 
 def has_simulated(tree: Any) -> bool:
-    """Whether a module holds an operation whose plan `is_simulated`."""
+    """Returns whether a module holds an operation whose plan `is_simulated`."""
     return any([kernel.plan.is_simulated for kernel in kernels_of(tree)])
 
 

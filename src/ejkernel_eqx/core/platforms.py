@@ -16,7 +16,7 @@ Named = dict[str, Array]
 
 
 def kernels_unavailable(device: DeviceFacts) -> str | None:
-    """Why Triton kernels cannot run on the device."""
+    """The reason why Triton kernels cannot run on the device."""
     if device.vendor == "nvidia" and device.capability < (8, 0):
         return f"needs compute capability 8.0 or newer, the device has {device.compute_capability or 'none'}"
     reason = triton_unavailable()

@@ -43,7 +43,7 @@ _USUAL = {
 
 
 def _example(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> str:
-    """What was given and can be used, completed."""
+    """Returns what was given and can be used, completed."""
     sizes = {name: size for name, size in dims.items() if name in defaults}
     needed = [name for name, default in defaults.items() if default is None]
     return ",".join(

@@ -1,4 +1,4 @@
-"""What the tuner needs from a kind of call: how to run it on a platform, a reference to check it against, its cost, and its launches."""
+"""The tuner's view of a kind of call: how to run it on a platform, a reference to check it against, its cost, and its launches."""
 
 import functools
 import math

@@ -262,7 +262,7 @@ class PersistentCache:
         return self._know(self._stamp(), _EMPTY, unread=True)
 
     def _locked_and(self, action: Any) -> bool:
-        """Whether `action` was done under the lock; if not, a warning has been logged once."""
+        """Returns whether `action` was done under the lock; if not, a warning has been logged once."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._lock(self._lock_timeout):

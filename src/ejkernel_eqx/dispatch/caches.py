@@ -1,4 +1,4 @@
-"""What is known about a problem (`Known`), and the table of what this process knows (`ConfigCache`)."""
+"""Defines what is known about a problem (`Known`), and the table of what this process knows (`ConfigCache`)."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
@@ -12,7 +12,7 @@ Key = tuple[Platform, str]
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What a table says about one problem on one platform.
+    """Holds what a table says about one problem on one platform.
 
     - `config`: the configuration to use; `None` if all were denied, in which case the platform does not support the problem.
     - `ms`: the measured milliseconds by direction (`FORWARD`, `BOTH`).
@@ -50,7 +50,7 @@ def compared(known: Known, other: Known, direction: str = BOTH) -> tuple[float, 
 
 
 def slowness(known: Known, other: Known, direction: str = BOTH) -> tuple[float, str] | None:
-    """As `compared`, if `known` is slower."""
+    """Works as `compared`, if `known` is slower."""
     found = compared(known, other, direction)
     return found if found is not None and found[0] > NOISE else None
 
@@ -87,7 +87,7 @@ class ConfigCache:
         return known.config if known else None
 
     def table(self, operation: str, platforms: Collection[Platform]) -> Table:
-        """What is known about an operation on some platforms."""
+        """Returns what is known about an operation on some platforms."""
         wanted = (operation, frozenset(platforms))
         # A concurrent `put` replaces the dictionary, so no result without it is remembered.
         by_operation = self._by_operation

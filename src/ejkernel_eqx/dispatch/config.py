@@ -38,7 +38,7 @@ def from_json(text: str, cls: type[C]) -> C:
 
 
 def from_dict(data: Any, cls: type[C]) -> C:
-    """As `from_json`, from a dict. Unknown fields, missing fields and wrong types are errors."""
+    """Works as `from_json`, from a dict. Unknown fields, missing fields and wrong types are errors."""
     if not isinstance(data, dict):
         raise ValueError(f"config: expected an object with the fields of {cls.__name__}, received {data!r}.")
     types = typing.get_type_hints(cls)

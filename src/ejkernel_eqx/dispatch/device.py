@@ -99,7 +99,7 @@ def place_of(device: DeviceFacts) -> Place:
 
 
 def place_of_calls() -> Place:
-    """What a call made here is compiled for, as known while tracing: the devices of the current mesh, else the default device. Both are
+    """Returns what a call made here is compiled for, as known while tracing: the devices of the current mesh, else the default device. Both are
     part of the keys of JAX's trace caches."""
     of_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if of_mesh is not None:

@@ -23,7 +23,7 @@ def config_of(record: Record, implementation: Implementation) -> Any | None:
 
 
 def known_of(record: Record, config: Any | None, origin: str) -> Known:
-    """What a record says, with its configuration already built."""
+    """Returns what a record says, with its configuration already built."""
     if config is not None:
         sizes = tuple(sorted(record.exact.get("dims", {}).items()))
         return Known(config, tuple(sorted(record.ms.items())), origin, sizes=sizes)
@@ -43,7 +43,7 @@ def fitting(
     name: str,
     origin: Callable[[Record], str],
 ) -> Table:
-    """What the records of an implementation's version say; later records replace earlier ones.
+    """Returns what the records of an implementation's version say; later records replace earlier ones.
 
     Entries of older versions are skipped silently; entries that no version up to this one can have written are skipped with one warning
     for the file `name`.
@@ -69,7 +69,7 @@ def fitting(
 
 
 def _loads(implementation: Implementation) -> bool:
-    """Whether the software that the implementation is written with is installed, which its configurations need."""
+    """Returns whether the software that the implementation is written with is installed, which its configurations need."""
     try:
         implementation.load()
     except ModuleNotFoundError:

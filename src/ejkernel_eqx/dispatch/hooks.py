@@ -36,7 +36,7 @@ class PlatformHooks:
     configurations are tuned as a whole."""
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why the problem cannot run on a device where the platform is available; `None` if it can."""
+        """The reason why the problem cannot run on a device where the platform is available; `None` if it can."""
         raise NotImplementedError
 
     def default_config(self, problem: Problem, device: DeviceFacts) -> Any:
@@ -48,11 +48,11 @@ class PlatformHooks:
         raise NotImplementedError
 
     def unavailable(self, device: DeviceFacts) -> str | None:
-        """Why the platform cannot run anything on the device; `None` if it can."""
+        """The reason why the platform cannot run anything on the device; `None` if it can."""
         return None
 
     def config_unsupported(self, config: Any, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why a configuration cannot run the problem, as far as can be told without compiling; `None` if no reason is known."""
+        """The reason why a configuration cannot run the problem, as far as can be told without compiling; `None` if no reason is known."""
         return None
 
     def adapted(self, config: Any, problem: Problem, device: DeviceFacts) -> Any:

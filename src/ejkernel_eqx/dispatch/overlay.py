@@ -12,7 +12,7 @@ from .registry import kernel_registry
 
 
 class Policy(enum.StrEnum):
-    """How far the selection chain may go for a configuration."""
+    """Says how far the selection chain may go for a configuration."""
 
     HEURISTIC = "heuristic"
     """Overrides, overlays and heuristics only: tables are not consulted, and nothing is timed."""
@@ -118,5 +118,5 @@ def no_tuning() -> Iterator[None]:
 
 
 def tuning_allowed() -> bool:
-    """Whether tuning requests are honoured here."""
+    """Returns whether tuning requests are honoured here."""
     return _TUNING.get()

@@ -107,7 +107,7 @@ def _origin(record: Record) -> str:
 
 
 def user_table(implementation: Implementation, device: DeviceFacts) -> Table:
-    """What the user's table says for an implementation, this software and this device. Reread only when the file has changed."""
+    """Returns what the user's table says for an implementation, this software and this device. Reread only when the file has changed."""
     cache = user_cache(device, implementation.core)
     content = cache.content()
     return _fitting(implementation, content, str(cache.path)) if content.records else {}

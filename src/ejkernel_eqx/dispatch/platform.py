@@ -1,4 +1,4 @@
-"""How a kernel is written (`Platform`) and what it runs on (`Backend`)."""
+"""Defines how a kernel is written (`Platform`) and what it runs on (`Backend`)."""
 
 import enum
 from typing import Literal, TYPE_CHECKING
@@ -7,7 +7,7 @@ from .._signatures import nearest
 
 
 class Platform(enum.StrEnum):
-    """How an implementation is written. Requested by name (`platform="triton"`) in any operation."""
+    """Says how an implementation is written. Requested by name (`platform="triton"`) in any operation."""
 
     CUDA = "cuda"
     """The vendor's library (cuDNN)."""

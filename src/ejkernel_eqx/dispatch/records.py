@@ -31,7 +31,7 @@ class Denied:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What is known about one problem on one platform, with everything it depends on.
+    """Holds what is known about one problem on one platform, with everything it depends on.
 
     `problem` is the `Problem.key()` and `exact` the `Problem.to_dict()` of the timed problem. `config` is the winner as a dict, or `None` if
     all configurations were denied. `ms` and `spread` are by direction, `errors` (relative RMS) by the name of the result.
@@ -94,7 +94,8 @@ def record_key(operation: str, platform: str, version: int, problem: str, softwa
 
 
 def is_shallow(value: Any) -> bool:
-    """Whether a value of JSON is nested at most as deep as tables are, so that it can be written again: Python reads deeper ones than it writes."""
+    """Returns whether a value of JSON is nested at most as deep as tables are, so that it can be written again: Python reads deeper ones than it
+    writes."""
     level = [value]
     for _ in range(_DEEPEST + 1):
         parts = [x.values() if type(x) is dict else x for x in level if type(x) in _CONTAINERS]
@@ -129,7 +130,7 @@ _NUMBERS = ("ms", "spread", "errors")
 
 
 def _check_values(data: Json) -> None:
-    """What is computed with when a table is read."""
+    """Returns what is computed with when a table is read."""
     sizes = data["exact"].get("dims", {})
     if not isinstance(sizes, dict) or not all(isinstance(size, int) for size in sizes.values()):
         raise ValueError(f"Record.exact: expected sizes by letter as dims, received {sizes!r}.")

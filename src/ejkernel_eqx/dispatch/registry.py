@@ -59,7 +59,7 @@ class Implementation:
         return make(self, problem) if make is not None else None
 
     def config_unsupported(self, config: Any, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why a configuration cannot run, as far as can be told without compiling; `None` if no reason is known."""
+        """The reason why a configuration cannot run, as far as can be told without compiling; `None` if no reason is known."""
         return self.hooks.config_unsupported(config, problem, device)
 
     def adapted(self, config: Any, problem: Problem, device: DeviceFacts) -> Any:
@@ -67,7 +67,7 @@ class Implementation:
         return self.hooks.adapted(config, problem, device)
 
     def unusable(self, device: DeviceFacts) -> str | None:
-        """Why this platform cannot run on the device; `None` if it can."""
+        """The reason why this platform cannot run on the device; `None` if it can."""
         if self.backend is not Backend.ANY and self.backend is not device.backend:
             return (
                 f"needs a {self.backend.value.upper()}, the device is {device.kind} ({device.backend.value})"
@@ -79,7 +79,7 @@ class Implementation:
         return hooks.unavailable(device)
 
     def unsupported(self, problem: Problem, device: DeviceFacts) -> str | None:
-        """Why this problem cannot run here; `None` if it can. Only plain JAX supports symbolic sizes."""
+        """The reason why this problem cannot run here; `None` if it can. Only plain JAX supports symbolic sizes."""
         reason = self.unusable(device)
         if reason is None and problem.symbolic and self.platform is not Platform.XLA:
             return f"takes sizes that are known when the call is traced, not symbolic sizes for {', '.join(sorted(problem.symbolic))}"

@@ -31,7 +31,7 @@ Ask = Callable[[Snapshot, Implementation, Problem], Known | None]
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What was chosen for a problem, and why preceding platforms were not.
+    """Holds what was chosen for a problem, and why preceding platforms were not.
 
     `origin` describes where the configuration came from in more detail than `tier`, `ms` holds its measured times by direction, and
     `device` is the device it was chosen for, and `remarks` are an operation's own. Rejected implementations are named as by `registry.names_of`.
@@ -112,7 +112,7 @@ def select(
 
 
 class _Answer(NamedTuple):
-    """How a platform would run a problem."""
+    """Says how a platform would run a problem."""
 
     name: str
     implementation: Implementation
@@ -123,7 +123,8 @@ class _Answer(NamedTuple):
 def _why_slower(
     snapshot: Snapshot, problem: Problem, one: _Answer, other: _Answer, direction: str
 ) -> str | None:
-    """Why another answer is preferred to one; `None` if it is not. Times of the problem itself decide, or guesses if nothing is known of it."""
+    """The reason why another answer is preferred to one; `None` if it is not. Times of the problem itself decide, or guesses if nothing is known
+    of it."""
     if one.known.sizes and other.known.sizes:
         found = slowness(one.known, other.known, direction)
         return None if found is None else slow_words(other.name, found)

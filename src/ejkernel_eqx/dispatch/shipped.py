@@ -17,7 +17,7 @@ from .registry import Implementation
 
 
 def shipped_table(implementation: Implementation, device: DeviceFacts) -> Table:
-    """What was measured on this kind of device, with any software; empty if there is no table."""
+    """Returns what was measured on this kind of device, with any software; empty if there is no table."""
     content = _tables(implementation.core).get(device.slug)
     if content is None:
         return {}
@@ -25,7 +25,7 @@ def shipped_table(implementation: Implementation, device: DeviceFacts) -> Table:
 
 
 def borrowed_table(implementation: Implementation, device: DeviceFacts) -> Table:
-    """What was measured on the most similar known device; empty if this device has its own table or no similar one exists."""
+    """Returns what was measured on the most similar known device; empty if this device has its own table or no similar one exists."""
     tables = {} if device.backend is Backend.CPU else _tables(implementation.core)
     if not tables or device.slug in tables:
         return {}

@@ -23,7 +23,7 @@ from .workload import BOTH, FORWARD
 
 
 class Tier(enum.StrEnum):
-    """Where a configuration came from, in the order of the tiers."""
+    """Holds where a configuration came from, in the order of the tiers."""
 
     OVERRIDE = "override"
     OVERLAY = "overlay"
@@ -83,7 +83,7 @@ class Snapshot:
 
     @property
     def request(self) -> tuple[Any, ...]:
-        """What was requested, independent of tables and device; plans with equal requests and pins are equal."""
+        """Returns what was requested, independent of tables and device; plans with equal requests and pins are equal."""
         if self.override is not None:
             return (self.operation, self.implementations, self.override)
         return (self.operation, self.implementations, self.overlay, self.policy is Policy.HEURISTIC)
@@ -113,7 +113,7 @@ class Snapshot:
         return hashlib.sha256(repr((self.device, known, self._order())).encode()).hexdigest()[:16]
 
     def _order(self) -> list[tuple[str, str, str]]:
-        """Which platforms are slower than which others, and for what, according to tables: everything that decides by times."""
+        """Returns which platforms are slower than which others, and for what, according to tables: everything that decides by times."""
         slower = []
         for table in (self._all, self.borrowed):
             by_key: dict[str, list[tuple[Platform, Known]]] = {}
@@ -126,7 +126,7 @@ class Snapshot:
         return sorted(slower)
 
     def known_exactly(self, platform: Platform, key: str) -> tuple[Known, Tier] | None:
-        """What is known about exactly this problem, and from which tier."""
+        """Returns what is known about exactly this problem, and from which tier."""
         tables = [(getattr(self, name), tier) for name, tier in TABLES.items()]
         return next(
             ((table[platform, key], tier) for table, tier in tables if (platform, key) in table), None
@@ -139,7 +139,7 @@ class Snapshot:
 
     @functools.cached_property
     def near(self) -> list[Index]:
-        """What is known on this device, then on the most similar other one, for guesses at nearby shapes."""
+        """Returns what is known on this device, then on the most similar other one, for guesses at nearby shapes."""
         return [make_index(table) for table in (self._all, self.borrowed) if table]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def take_snapshot(
 def take_snapshots(
     operation: str, *, platform: "str | Platform | None" = None, config: Any | None = None
 ) -> tuple[Snapshot, ...]:
-    """As `take_snapshot`, for one device of every kind in this process, the default device first.
+    """Works as `take_snapshot`, for one device of every kind in this process, the default device first.
 
     A platform requested by name must be usable on one of them, and applies to all.
     """

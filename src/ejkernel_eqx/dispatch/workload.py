@@ -1,4 +1,4 @@
-"""What the tuner needs from an operation: representative work, its expected results, and its cost."""
+"""The tuner's view of an operation: representative work, its expected results, and its cost."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

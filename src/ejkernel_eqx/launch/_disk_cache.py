@@ -82,8 +82,8 @@ def identify_triton() -> None:
 
 
 def through_cache(compiling: Callable[[], Any], text: str) -> Any:
-    """What `compiling` makes or finds in the cache. If the cache cannot be used, or its entry lacks the `text` (`"ptx"`, `"amdgcn"`), it compiles
-    once more, in a folder of this process."""
+    """Returns what `compiling` makes or finds in the cache. If the cache cannot be used, or its entry lacks the `text` (`"ptx"`, `"amdgcn"`), it
+    compiles once more, in a folder of this process."""
     from triton import knobs
 
     identify_triton()
@@ -103,7 +103,7 @@ def through_cache(compiling: Callable[[], Any], text: str) -> Any:
 
 
 def _is_whole(found: Any, text: str) -> bool:
-    """Whether the text ends, and the description beside it is of this text, as far as it shows."""
+    """Returns whether the text ends, and the description beside it is of this text, as far as it shows."""
     about, body = found.metadata, found.asm.get(text, "")
     sizes = [getattr(about, name) for name in _SIZES.get(text, ("num_warps", "shared"))]
     if not isinstance(about.name, str) or not all(type(size) is int and 0 <= size < 2**31 for size in sizes):

@@ -22,7 +22,7 @@ from .launch import Launch
 
 @functools.cache
 def interpreter_unavailable() -> str | None:
-    """Why kernels can be neither interpreted nor compiled here, as a sentence; `None` if they can. Only Triton is needed."""
+    """The reason why kernels can be neither interpreted nor compiled here, as a sentence; `None` if they can. Only Triton is needed."""
     if importlib.util.find_spec("triton") is None:
         return not_installed("triton") + "."
     return None
@@ -125,7 +125,7 @@ def compile_ahead(launch: Launch, target: str | Target) -> CompileReport:
 
 
 def compiled(launch: Launch, target: Target) -> Any:
-    """What Triton's compiler makes of the launch."""
+    """Returns what Triton's compiler makes of the launch."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

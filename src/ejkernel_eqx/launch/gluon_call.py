@@ -1,4 +1,4 @@
-"""Where kernels in Gluon can be launched: it is written for one architecture, Hopper, and only `own_call` launches it.
+"""Defines where kernels in Gluon can be launched: it is written for one architecture, Hopper, and only `own_call` launches it.
 
 (jax-triton 0.4.1 compiles Gluon sources with the passes of Triton's, and launches as many warps as it is told, where a kernel with specialised
 warps has more.)"""
@@ -11,7 +11,8 @@ _HOPPER = (9, 0)
 
 
 def gluon_unavailable(device: DeviceFacts) -> str | None:
-    """Why Gluon kernels cannot be launched on `device` with the installed software, as a clause without its subject; `None` if they can."""
+    """The reason why Gluon kernels cannot be launched on `device` with the installed software, as a clause without its subject; `None` if they
+    can."""
     if device.vendor != "nvidia" or device.capability != _HOPPER:
         return f"needs compute capability 9.0, the device has {device.compute_capability or 'none'}"
     reason = triton_unavailable()

@@ -77,7 +77,7 @@ class Launch:
 
     @property
     def is_gluon(self) -> bool:
-        """Whether the kernel is written in Gluon."""
+        """Returns whether the kernel is written in Gluon."""
         return bool(getattr(self.function, "is_gluon", bool)())
 
     @property
@@ -97,7 +97,7 @@ class Launch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to launch: no program, or no output element."""
+        """Returns whether there is nothing to launch: no program, or no output element."""
         return 0 in self.grid or not any([math.prod(out.shape) for out in self.outputs.values()])
 
 

@@ -46,8 +46,8 @@ def expect_launches() -> None:
 
 
 def own_target() -> Target | None:
-    """What a kernel traced here is compiled for; `None` where jax-triton launches it: on other GPUs than NVIDIA's, with other versions, and where
-    `EJKERNEL_EQX_LAUNCH` says so."""
+    """Returns what a kernel traced here is compiled for; `None` where jax-triton launches it: on other GPUs than NVIDIA's, with other versions,
+    and where `EJKERNEL_EQX_LAUNCH` says so."""
     if LAUNCH.read() != "own" or not _can_stage():
         return None
     device = facts_of_calls()

@@ -33,7 +33,7 @@ def fitting(tiles: Iterable[T], needed: Callable[[T], int], device: DeviceFacts)
 
 
 def too_large(kernel: str, sizes: str, stages: int, needed: int, device: DeviceFacts) -> str | None:
-    """Why tiles of these sizes do not fit, by an estimate of the bytes they need."""
+    """The reason why tiles of these sizes do not fit, by an estimate of the bytes they need."""
     limit = shared_memory_of(device)
     if needed <= limit:
         return None
@@ -56,7 +56,7 @@ def tile_bytes(shape: Sequence[int], dtype: Any) -> int:
 
 
 def too_large_for_vmem(kernel: str, sizes: str, needed: int, device: DeviceFacts) -> str | None:
-    """Why blocks of these sizes do not fit a TPU core, by an estimate of the bytes they need. The host of an interpreter has no limit."""
+    """The reason why blocks of these sizes do not fit a TPU core, by an estimate of the bytes they need. The host of an interpreter has no limit."""
     limit = device.vmem * 9 // 10  # the compiler needs some itself
     if not device.vmem or needed <= limit:
         return None

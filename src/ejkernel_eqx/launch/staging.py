@@ -1,4 +1,4 @@
-"""What jaxlib reads of a launch: the kernel as Triton compiled it, its grid, and a parameter for every argument.
+"""Defines what jaxlib reads of a launch: the kernel as Triton compiled it, its grid, and a parameter for every argument.
 
 jax-triton compiles kernels one after the other while JAX lowers a program, and keeps none for the next process. Here Triton compiles them: its
 cache on disk counts, and kernels of a program compile side by side in threads, begun when the program is traced."""
@@ -47,8 +47,8 @@ class Staged(NamedTuple):
 
 
 def versions_unfit() -> str | None:
-    """Why launches cannot be staged here with the installed jax-triton, Triton and jaxlib, as a clause without its subject: others have not been
-    tried. All must be installed."""
+    """The reason why launches cannot be staged here with the installed jax-triton, Triton and jaxlib, as a clause without its subject: others have
+    not been tried. All must be installed."""
     import triton
     from jax_triton import triton_lib
 

@@ -39,7 +39,7 @@ _SETTINGS = {
 
 
 def libtpu_unavailable() -> str | None:
-    """Why nothing can be compiled for TPUs here; `None` if it can."""
+    """The reason why nothing can be compiled for TPUs here; `None` if it can."""
     if importlib.util.find_spec("libtpu") is None:
         return not_installed("libtpu")
     return None

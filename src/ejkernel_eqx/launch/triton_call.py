@@ -19,7 +19,7 @@ from .launch import Launch
 
 @functools.cache
 def triton_unavailable() -> str | None:
-    """Why Triton kernels cannot be launched with the installed software, as a sentence; `None` if they can.
+    """The reason why Triton kernels cannot be launched with the installed software, as a sentence; `None` if they can.
 
     Devices are not checked: callers must know whether there is a GPU."""
     for package in ("triton", "jax_triton"):
@@ -141,10 +141,10 @@ _LIMITS_MEASURED_FOR = (9, 0)  # on an H200
 
 
 def limits_registers(device: DeviceFacts) -> bool:
-    """Whether `Launch.max_registers` has an effect on `device`: an NVIDIA GPU, with jax-triton 0.4 or newer."""
+    """Returns whether `Launch.max_registers` has an effect on `device`: an NVIDIA GPU, with jax-triton 0.4 or newer."""
     return device.vendor == "nvidia" and triton_unavailable() is None and _takes_options()
 
 
 def register_limits_measured(device: DeviceFacts) -> bool:
-    """Whether register limits were measured on the architecture of `device`. Elsewhere they may be tried, but are not a default."""
+    """Returns whether register limits were measured on the architecture of `device`. Elsewhere they may be tried, but are not a default."""
     return device.vendor == "nvidia" and device.capability == _LIMITS_MEASURED_FOR

@@ -1,4 +1,4 @@
-"""Where blocks and compressed keys are: tables for packed sequences, made on the device, and the tokens that a compressed key stands for."""
+"""Defines where blocks and compressed keys are: tables for packed sequences, made on the device, and the tokens that a compressed key stands for."""
 
 from typing import NamedTuple
 

@@ -55,5 +55,5 @@ def _gate(gates: Array, results: dict[str, Array], n: int, dtype: Any) -> Array:
 
 
 def _sees(results: dict[str, Array], name: str) -> Array:
-    """Whether a row of a branch sees anything, `[B, T, H]`."""
+    """Returns whether a row of a branch sees anything, `[B, T, H]`."""
     return jnp.swapaxes(results[f"{name}_lse"] > -jnp.inf, 1, 2)

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class _Gathered(NamedTuple):
-    """What a chunk of queries needs: of each query, its key heads and heads of a group, and of its chosen keys `J = n * block`."""
+    """Holds what a chunk of queries needs: of each query, its key heads and heads of a group, and of its chosen keys `J = n * block`."""
 
     q: Array  # [B, c, K, G, D]
     k: Array  # [B, c, K, J, D]

@@ -44,7 +44,7 @@ def spec_of(problem: Problem) -> NativeSpec:
 
 
 def sparse_of(problem: Problem) -> NativeSpec:
-    """What a problem says of blocks and compressed keys."""
+    """Returns what a problem says of blocks and compressed keys."""
     number = {name: int(str(problem.flag(name))) for name in FIELDS}
     scale, given = problem.dim("D") ** -0.5, bool(problem.flag("given"))
     return NativeSpec(scale, count=problem.dim("n"), given=given, **number)

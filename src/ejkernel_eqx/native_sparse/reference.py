@@ -40,7 +40,7 @@ def _of_groups(weights: Array, kv_heads: int) -> Array:
 
 
 def visibility(arrays: NativeArrays, spec: NativeSpec) -> Array:
-    """Which keys the selected branch sees: bool `[B, K, T, S]`."""
+    """Returns which keys the selected branch sees: bool `[B, K, T, S]`."""
     assert arrays.indices is not None
     batch, keys = arrays.k.shape[:2]
     place = jnp.arange(keys, dtype=jnp.int32)[None, None]

@@ -1,4 +1,5 @@
-"""Which blocks a query chooses: by the weights of compressed keys, summed over the heads that share them. No gradient flows through a choice."""
+"""Defines which blocks a query chooses: by the weights of compressed keys, summed over the heads that share them. No gradient flows through a
+choice."""
 
 import functools
 

@@ -98,7 +98,7 @@ def positions(arrays: NativeArrays, spec: NativeSpec) -> Array:
 
 
 def of_sequence(x: Array | None) -> Array:
-    """Where the sequence of each query begins, `[B, T]`, or `[1, 1]` if at 0."""
+    """Returns where the sequence of each query begins, `[B, T]`, or `[1, 1]` if at 0."""
     return jnp.zeros((1, 1), jnp.int32) if x is None else x
 
 

@@ -35,7 +35,7 @@ PARTS = {"queries": BOTH, "compressed": BOTH, "sliding": BOTH}
 
 
 def unsupported(problem: Problem, device: Any) -> str | None:
-    """Why this platform cannot serve the problem: never, it supports all."""
+    """The reason why this platform cannot serve the problem: never, it supports all."""
     return None
 
 

@@ -62,7 +62,7 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope: Any) -> 
 
 
 def check_norm(qk_norm: Any) -> bool:
-    """Whether all heads are normalised together."""
+    """Returns whether all heads are normalised together."""
     if not isinstance(qk_norm, bool | np.bool_) and qk_norm not in ("heads", "all"):
         raise ValueError(
             f"qk_norm: expected True or False, 'heads' or 'all', received {qk_norm!r}; 'heads' (or True) normalises each head, "

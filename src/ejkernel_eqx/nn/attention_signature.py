@@ -1,4 +1,4 @@
-"""What the overloads of `MultiHeadAttention.__call__` share, for type checkers: the arguments by name, and the results."""
+"""Defines what the overloads of `MultiHeadAttention.__call__` share, for type checkers: the arguments by name, and the results."""
 
 from typing import TypedDict, TypeVar
 

@@ -196,7 +196,7 @@ class CacheState(Module):
             )
 
     def _is_scale(self, x: Array) -> bool:
-        """Whether an array of a stack holds scales, per head or per cache, and no pages."""
+        """Returns whether an array of a stack holds scales, per head or per cache, and no pages."""
         return self.batch_ndim == 1 and x.ndim <= 2
 
     @property

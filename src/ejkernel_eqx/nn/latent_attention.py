@@ -390,7 +390,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
 
 
 def splits_weights(latent: Array) -> bool:
-    """Whether weights have fewer numbers to copy than the keys and values of these latents."""
+    """Returns whether weights have fewer numbers to copy than the keys and values of these latents."""
     return math.prod(latent.shape[:-1]) > latent.shape[-1]
 
 

@@ -409,7 +409,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         return starts.turn(self.rope, k), self.v_compression(v.astype(dtype))
 
     def _complete(self, lengths: Array) -> Array:
-        """How many compressed keys so many tokens have."""
+        """The number of compressed keys so many tokens have."""
         return jnp.maximum((lengths - self._size) // self._stride + 1, 0)
 
     def _heads(self, x: Array) -> Heads:

@@ -81,7 +81,7 @@ def project_together(layers: Mapping[str, Any], x: Array, widths: Sequence[int])
 
 
 def _more_tokens(x: Array, features: int) -> bool:
-    """Whether a call has as many tokens as features, or a number that is symbolic."""
+    """Returns whether a call has as many tokens as features, or a number that is symbolic."""
     tokens = math.prod(x.shape[:-1])
     return is_symbolic(tokens) or tokens >= features
 
@@ -193,7 +193,7 @@ def stored_dtype_of(chosen: str | None, projections: Any) -> Any:
 
 
 def _is_wide(leaf: Any) -> bool:
-    """Whether a leaf is a floating-point array of at least 16 bits, so neither quantised nor a key."""
+    """Returns whether a leaf is a floating-point array of at least 16 bits, so neither quantised nor a key."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
 
 

@@ -72,8 +72,8 @@ class Rows:
     _left: list[Array] = dataclasses.field(default_factory=list)
 
     def normalises(self, recurrence: Any, *layers: ShortConvolution) -> bool:
-        """Whether short convolutions can normalise the heads of queries and keys in their pass over memory, for a recurrence that does so otherwise.
-        A state is that of operations that do so themselves."""
+        """Returns whether short convolutions can normalise the heads of queries and keys in their pass over memory, for a recurrence that does so
+        otherwise. A state is that of operations that do so themselves."""
         asked = isinstance(recurrence, GatedDelta) and recurrence.options.use_qk_l2norm
         return (
             asked and self.state is None and all(layer.convolution.sequence_axis is None for layer in layers)

@@ -145,7 +145,7 @@ class PagedSparseCache(Module):
 
     @property
     def is_bound(self) -> bool:
-        """Whether the cache has tables."""
+        """Returns whether the cache has tables."""
         return self.tokens.is_bound
 
     def bind(self, page_table: Any, lengths: Any | None = None) -> "PagedSparseCache":
@@ -157,7 +157,7 @@ class PagedSparseCache(Module):
         return PagedSparseCache(self.tokens.unbind(), self.compressed.unbind())
 
     def copy_pages(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "PagedSparseCache":
-        """As [`ejkernel_eqx.PagedKVCache`][]`.copy_pages`, in both pools."""
+        """Works as [`ejkernel_eqx.PagedKVCache`][]`.copy_pages`, in both pools."""
         return PagedSparseCache(
             self.tokens.copy_pages(source, target), self.compressed.copy_pages(source, target)
         )

@@ -1,4 +1,4 @@
-"""How a call is split over a mesh, by the names of its axes: which arrays are split where, and what is summed over devices."""
+"""Defines how a call is split over a mesh, by the names of its axes: which arrays are split where, and what is summed over devices."""
 
 import dataclasses
 import itertools
@@ -78,7 +78,7 @@ class Layout:
     def assign(
         self, mesh: Mapping[str, int], known: Sequence[Sequence[Any]], shapes: Sequence[Shape]
     ) -> dict[str, Any]:
-        """What is split over which mesh axes, given the shardings of the arguments; the first that splits an axis decides. `shapes` are those
+        """Returns what is split over which mesh axes, given the shardings of the arguments; the first that splits an axis decides. `shapes` are those
         of the arguments followed by those of the outputs."""
         assigned: dict[str, Any] = {name: axis for name, axis in self.pinned.items() if self._named_in(name)}
         taken = set(assigned.values())
@@ -97,7 +97,7 @@ class Layout:
         }
 
     def can_pin(self, mesh: Mapping[str, int], shapes: Sequence[Shape]) -> bool:
-        """Whether a mesh has the axes that pinned ones are split over, and they divide."""
+        """Returns whether a mesh has the axes that pinned ones are split over, and they divide."""
         return all(
             name not in self.pinned or size % mesh.get(self.pinned[name], size + 1) == 0
             for name, size in self._named(self.axes, shapes)

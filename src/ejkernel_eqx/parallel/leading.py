@@ -34,7 +34,7 @@ class Leading:
     one_by_one: bool = False
 
     def is_alone(self, name: str, x: Any) -> bool:
-        """Whether an array has no leading axes, because there are none or it is shared."""
+        """Returns whether an array has no leading axes, because there are none or it is shared."""
         return self.like.get(name, name) in self.shared and x.ndim == len(self.axes[name])
 
     def shape(self, name: str, x: Any) -> tuple[int, ...]:
@@ -111,7 +111,7 @@ def _follow(axes: Sequence[int], own: frozenset[int]) -> bool:
 
 
 def _run(lead: tuple[int, ...], order: tuple[int, ...], own: frozenset[int]) -> int:
-    """How many consecutive merged rows differ only in axes after those of an array."""
+    """The number of consecutive merged rows differ only in axes after those of an array."""
     last = max((place for place, axis in enumerate(order) if axis in own), default=len(order))
     return math.prod(lead[axis] for axis in order[last + 1 :])
 

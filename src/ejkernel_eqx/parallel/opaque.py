@@ -92,7 +92,7 @@ def _batched(function: Function, folded: Function, leading: Leading, whole: froz
 
 
 def _maps_all(folded: Function, leading: Leading, wide: Arrays, is_mapped: Mapping[str, bool]) -> bool:
-    """Whether no shared array is mapped, and every result has the leading axes."""
+    """Returns whether no shared array is mapped, and every result has the leading axes."""
     if any(is_mapped[name] for name in leading.shared & wide.keys()):
         return False
     outs = output_shapes(folded, wide) if leading.like and leading.shared & wide.keys() else {}

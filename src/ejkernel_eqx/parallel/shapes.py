@@ -1,4 +1,4 @@
-"""What is known of a call before it runs: its context and the shapes of its outputs."""
+"""Defines what is known of a call before it runs: its context and the shapes of its outputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from ..dispatch import replaceable
 
 
 def inside_manual_mesh() -> bool:
-    """Whether the code being traced already runs per device (`shard_map`)."""
+    """Returns whether the code being traced already runs per device (`shard_map`)."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 

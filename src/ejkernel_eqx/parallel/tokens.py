@@ -39,8 +39,8 @@ class TokenSplit:
         )
 
     def is_split(self, mesh: Any, arrays: Arrays) -> bool:
-        """Whether the types of arrays on an explicit mesh say that the tokens are split over the axis, which also divides them. An axis of one
-        device splits nothing."""
+        """Returns whether the types of arrays on an explicit mesh say that the tokens are split over the axis, which also divides them. An axis of
+        one device splits nothing."""
         parts = dict(mesh.shape).get(self.axis)
         if parts == 1:
             return False

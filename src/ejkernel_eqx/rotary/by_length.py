@@ -97,7 +97,7 @@ class LongRopeScaling:
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position))
 
     def at(self, base: np.ndarray, length: Any, xp: Any) -> tuple[Any, Any]:
-        """As `DynamicScaling.at`."""
+        """Works as `DynamicScaling.at`."""
         is_long = length > self.original_max_position
         choose = lambda short, long: xp.where(is_long, _beside(long, length, xp), _beside(short, length, xp))
         found = choose(base / np.asarray(self.short_factor), base / np.asarray(self.long_factor))

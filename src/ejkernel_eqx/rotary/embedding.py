@@ -122,7 +122,7 @@ class RotaryEmbedding(Module):
 
     @property
     def by_length(self) -> bool:
-        """Whether the frequencies depend on the length of a sequence."""
+        """Returns whether the frequencies depend on the length of a sequence."""
         return isinstance(self.scaling, ScalingByLength)
 
     def frequencies(self, length: int = 1) -> np.ndarray:

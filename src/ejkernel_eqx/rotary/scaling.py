@@ -148,7 +148,7 @@ class YarnScaling:
 
     @property
     def softmax_factor(self) -> float:
-        """What latent attention multiplies the softmax scale by: the square of the factor for `mscale_all_dim`, 1 without it."""
+        """Returns what latent attention multiplies the softmax scale by: the square of the factor for `mscale_all_dim`, 1 without it."""
         return _yarn_mscale(self.factor, self.mscale_all_dim or 0.0) ** 2
 
     def frequencies(self, base: np.ndarray, theta: float) -> np.ndarray:

@@ -79,7 +79,7 @@ _NO_LAUNCH = (
 
 
 def _nothing_in(target: Any) -> str:
-    """Why a target without arguments shows no kernels, and what to pass."""
+    """The reason why a target without arguments shows no kernels, and what to pass."""
     if callable(target) and not isinstance(target, eqx.Module):
         name = getattr(target, "__name__", type(target).__name__)
         name = "function" if name == "<lambda>" else name

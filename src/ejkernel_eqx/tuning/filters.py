@@ -16,7 +16,7 @@ _LOG = logging.getLogger("ejkernel_eqx")
 
 
 def refusal(candidate: Candidate, config: Any, job: Job, workload: Any) -> Refusal | None:
-    """Why a candidate, with its whole configuration, is not tried, and its status; `None` if it may be tried.
+    """The reason why a candidate, with its whole configuration, is not tried, and its status; `None` if it may be tried.
 
     Its Triton launches are compiled for the device's architecture. None may take more shared memory than is available, and many
     register spills mean a slow kernel. Launches that the heuristic also makes do not count against a candidate.

@@ -53,7 +53,7 @@ class _Search:
         return self._decide(ranking)
 
     def _deadline(self, stages_left: int) -> float:
-        """When a stage must stop starting new candidates: each stage gets its share of the remaining time."""
+        """Returns when a stage must stop starting new candidates: each stage gets its share of the remaining time."""
         now = time.monotonic()
         return now + max(0.0, self.end - now) / stages_left
 

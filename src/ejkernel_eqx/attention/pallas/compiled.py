@@ -70,7 +70,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
 
 
 def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why tiles cannot fit the device's vector memory or the table of steps, by an estimate."""
+    """The reason why tiles cannot fit the device's vector memory or the table of steps, by an estimate."""
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         reason = tile_sizes.tile_unsupported(kernel, problem, (tile.block_q, tile.block_k), device)
@@ -94,7 +94,7 @@ def attended(
     k_rope: Array | None = None,
     execute: Execute = run,
 ) -> tuple[Array, Array]:
-    """As `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
+    """Works as `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     if _is_empty(arrays):
         (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
         lse = jnp.full((batch, heads, queries), -jnp.inf)
@@ -129,7 +129,7 @@ def gradients(
     k_rope: Array | None = None,
     execute: Execute = run,
 ) -> tuple[AttentionGrads, Array | None]:
-    """As `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
+    """Works as `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
     (out, lse), (dout, dlse) = results, cotangents
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     dsinks = None

@@ -38,7 +38,7 @@ from .tile import Form, LANES
 
 
 class Rows(NamedTuple):
-    """What gradients need of each query: its cotangent `[B, T, H, V]`; and `[B, H, T]` its lse in log2 units, infinite if it sees nothing, and
+    """Holds what gradients need of each query: its cotangent `[B, T, H, V]`; and `[B, H, T]` its lse in log2 units, infinite if it sees nothing, and
     delta."""
 
     do: Array
@@ -216,7 +216,7 @@ def bias_gradient(
 
 
 class _Call(NamedTuple):
-    """What the launches of a kernel have in common. `locate(scalars, *grid)` is where a step is, and its entry."""
+    """Holds what the launches of a kernel have in common. `locate(scalars, *grid)` is where a step is, and its entry."""
 
     form: Form
     grid: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What the kernels of a call read: arrays in the layout of a TPU, each with the block that a step needs, and numbers in scalar memory."""
+"""Defines what the kernels of a call read: arrays in the layout of a TPU, each with the block that a step needs, and numbers in scalar memory."""
 
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ _NOBODY = -(2**31)  # the segment of queries that are padding; that of such keys
 
 
 class Place(NamedTuple):
-    """Where a step is: its batch row, head, key head, and its tiles of queries and keys."""
+    """Holds where a step is: its batch row, head, key head, and its tiles of queries and keys."""
 
     batch: Any
     head: Any
@@ -47,7 +47,7 @@ def divided(x: Any, by: int) -> Any:
 
 
 def modulo(x: Any, by: int) -> Any:
-    """As `divided`."""
+    """Works as `divided`."""
     return jnp.int32(0) if by == 1 else jax.lax.rem(x, jnp.int32(by))
 
 
@@ -193,7 +193,7 @@ def _touched(length: int, tile: int, block: int, blocks: int, multiple: int) -> 
 
 
 class Scalars(NamedTuple):
-    """What is prefetched to scalar memory, absent numbers left out."""
+    """Holds what is prefetched to scalar memory, absent numbers left out."""
 
     names: tuple[str, ...]
     arrays: tuple[Array, ...]
@@ -277,7 +277,7 @@ def form_of(
 
 
 def _blind(arrays: AttentionArrays, spec: AttentionSpec) -> bool:
-    """Whether a key may be seen by no query, or a query see no key."""
+    """Returns whether a key may be seen by no query, or a query see no key."""
     if arrays.rows is not None or arrays.q_segments is not None or arrays.mask is not None or spec.listed:
         return True
     return spec.ranged and not window_covers(arrays.q.shape[1], arrays.k.shape[1], spec)

@@ -1,4 +1,4 @@
-"""Which tiles of scores a kernel runs, as one list of steps for each row of batch and heads, in a table that is prefetched to scalar memory.
+"""Defines which tiles of scores a kernel runs, as one list of steps for each row of batch and heads, in a table that is prefetched to scalar memory.
 
 A step is a tile that is not hidden as a whole. The steps of one tile of the kernel's own side (queries, or keys for their gradient) are
 consecutive, so that its sums stay in vector memory. A tile that nothing is visible from has one step that computes nothing, so its results are

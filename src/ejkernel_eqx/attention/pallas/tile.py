@@ -22,7 +22,7 @@ QUERY_ROWS = ("start", "end", "position", "segment")
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is compiled into the kernels of a call."""
+    """Holds what is compiled into the kernels of a call."""
 
     block_q: int
     block_k: int
@@ -54,7 +54,7 @@ class Form:
 
     @property
     def folded(self) -> bool:
-        """Whether the last factor of scores is left to the subtraction of the maximum."""
+        """Returns whether the last factor of scores is left to the subtraction of the maximum."""
         return not self.bias and not self.alibi and self.scale > 0
 
     @property
@@ -71,18 +71,18 @@ class Form:
 
     @property
     def ever_whole(self) -> bool:
-        """Whether a tile may be visible as a whole: a mask may hide any entry."""
+        """Returns whether a tile may be visible as a whole: a mask may hide any entry."""
         return not self.mask
 
     @property
     def ever_partly(self) -> bool:
-        """Whether a tile may be visible in part."""
+        """Returns whether a tile may be visible in part."""
         ranged = self.left is not None or self.right is not None or self.keys % self.block_k != 0
         return ranged or self.packed_rows or self.mask or self.bits or self.blocks is not None
 
     @property
     def packed_rows(self) -> bool:
-        """Whether queries have numbers of their own."""
+        """Returns whether queries have numbers of their own."""
         return self.rows or self.segments
 
 
@@ -176,7 +176,7 @@ def distance(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
 
 
 def visible(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
-    """Which entries of the tile are visible; keys past the end are not, queries past the end may be."""
+    """Returns which entries of the tile are visible; keys past the end are not, queries past the end may be."""
     i, j = positions(form, q_tile, k_tile)
     conditions = []
     if form.rows:
@@ -229,7 +229,7 @@ def _of_map(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
 
 
 def keep(form: Form, refs: Any, head: Head, q_tile: Any, k_tile: Any) -> Array:
-    """Which entries survive dropout, as `philox.philox_keep` says."""
+    """Returns which entries survive dropout, as `philox.philox_keep` says."""
     i, j = positions(form, q_tile, k_tile)
     position = query_number(form, refs, "position") if form.rows else i + form.offset
     position, j = jnp.broadcast_to(position, form.shape), jnp.broadcast_to(j, form.shape)

@@ -61,7 +61,7 @@ def _within_blocks(problem: Problem, tiles: tuple[Tile, ...]) -> list[Tile]:
 
 
 def tile_unsupported(kernel: str, problem: Problem, tile: Tile, device: DeviceFacts) -> str | None:
-    """Why a tile cannot run the problem, by an estimate."""
+    """The reason why a tile cannot run the problem, by an estimate."""
     sizes, tiles = (
         f"{tile[0]}x{tile[1]}",
         [cdiv(problem.dim(n), size) for n, size in zip("TS", tile, strict=True)],
@@ -75,7 +75,7 @@ def tile_unsupported(kernel: str, problem: Problem, tile: Tile, device: DeviceFa
 
 
 def _rows_of_steps(problem: Problem, kernel: str) -> int:
-    """How many lists of steps a call has, at most."""
+    """The number of lists of steps a call has, at most."""
     batch = (
         problem.dim("B") if problem.flag("rows") or problem.flag("segments") or problem.flag("tiles") else 1
     )

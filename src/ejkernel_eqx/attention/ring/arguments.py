@@ -33,7 +33,7 @@ from .spec import Method, Order, Reach, RingSpec
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How tokens are split over devices; by an axis without a name they are not."""
+    """Says how tokens are split over devices; by an axis without a name they are not."""
 
     axis: str
     order: Order
@@ -99,7 +99,7 @@ class Split:
 
     @property
     def chunks(self) -> int:
-        """How many chunks of consecutive tokens each device has."""
+        """The number of chunks of consecutive tokens each device has."""
         return 2 if self.order == "zigzag" else 1
 
     def _check_types(self, arrays: dict[str, Array]) -> None:

@@ -33,7 +33,7 @@ def _axes_of(arrays: AttentionArrays, spec: Any = None) -> dict[str, tuple[str, 
 
 
 def _devices(spec: RingSpec) -> int:
-    """How many devices share the tokens here; one if the axis is not bound, because there are no others or the call is not split yet."""
+    """The number of devices share the tokens here; one if the axis is not bound, because there are no others or the call is not split yet."""
     if not spec.axis:
         return 1
     try:

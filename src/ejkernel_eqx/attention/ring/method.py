@@ -1,4 +1,4 @@
-"""Which of the two forms runs: keys round the ring, or heads for tokens."""
+"""Defines which of the two forms runs: keys round the ring, or heads for tokens."""
 
 from ..spec import AttentionArrays
 from .spec import Method, RingSpec
@@ -40,7 +40,7 @@ def method_of(arrays: AttentionArrays, spec: RingSpec, devices: int) -> tuple[Me
 
 
 def exchange_unsupported(arrays: AttentionArrays, devices: int) -> str | None:
-    """Why heads cannot be exchanged for tokens; `None` if they can."""
+    """The reason why heads cannot be exchanged for tokens; `None` if they can."""
     heads, kv_heads = arrays.q.shape[2], arrays.k.shape[2]
     if heads % devices or (kv_heads % devices and devices % kv_heads):
         return f"{heads} query and {kv_heads} key heads cannot be split over {devices} devices"

@@ -61,7 +61,7 @@ class Ring:
         return [row[n] for n in range(self.sizes.chunks)], length // self.sizes.chunks
 
     def moved(self, tree: Any, shift: int) -> Any:
-        """What the device `shift` places before has."""
+        """Returns what the device `shift` places before has."""
         if shift % self.devices == 0:
             return tree
         pairs = [(n, (n + shift) % self.devices) for n in range(self.devices)]
@@ -172,7 +172,7 @@ class Step(NamedTuple):
     own: bool
 
     def came(self, tree: Any) -> Any:
-        """What has to go where the keys of this step have gone."""
+        """Returns what has to go where the keys of this step have gone."""
         return self.ring.moved(tree, self.run.came)
 
     def following(self, keys: Keys) -> Keys:
@@ -303,7 +303,7 @@ def local_rows(rows: RowRanges, begin: Array, size: int) -> RowRanges:
 
 
 def _overlap(ours: Array, theirs: Array) -> Array:
-    """Whether any row of queries can have a key with its segment id, by the smallest and the largest."""
+    """Returns whether any row of queries can have a key with its segment id, by the smallest and the largest."""
     most = jnp.iinfo(jnp.int32).max
     low = lambda x: jnp.where(x >= 0, x, most).min(1)
     return ((low(ours) <= theirs.max(1)) & (low(theirs) <= ours.max(1))).any()

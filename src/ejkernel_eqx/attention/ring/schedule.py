@@ -1,4 +1,4 @@
-"""Which tiles of scores each device computes in which step, decided while tracing from positions alone.
+"""Defines which tiles of scores each device computes in which step, decided while tracing from positions alone.
 
 In a step of shift `d`, device `r` has the keys of device `(r - d) mod n`. A device's tokens are one chunk of consecutive positions, or two in
 zigzag order. A piece is a call of a kernel for some of its queries and keys.
@@ -103,7 +103,7 @@ def _run(
 
 
 def _pieces(sizes: Sizes, reach: Reach, ours: int, theirs: int, positional: bool) -> Pieces:
-    """What the queries of one device see of the keys of another."""
+    """Returns what the queries of one device see of the keys of another."""
     rows, columns = sizes.queries // sizes.chunks, sizes.keys // sizes.chunks
     left, right, offset = reach
     windows: dict[tuple[int, int], Reach] = {}

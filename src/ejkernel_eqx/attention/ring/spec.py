@@ -24,7 +24,7 @@ class RingSpec(AttentionSpec):
 
     @property
     def positional(self) -> bool:
-        """Whether scores depend on positions besides the mask."""
+        """Returns whether scores depend on positions besides the mask."""
         return self.dropout_rate > 0 or self.slopes
 
     slopes: bool = False

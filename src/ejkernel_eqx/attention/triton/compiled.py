@@ -197,7 +197,7 @@ def attended(
     k_rope: Array | None = None,
     execute: Execute = run,
 ) -> tuple[Array, Array]:
-    """As `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
+    """Works as `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     tile = config.forward
     if tile.hopper_programs:
         hopper.check(tile, problem_of("attention", arrays, spec), k_rope is not None)
@@ -248,7 +248,7 @@ def gradients(
     k_rope: Array | None = None,
     execute: Execute = run,
 ) -> tuple[AttentionGrads, Array | None]:
-    """As `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
+    """Works as `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
     (out, lse), (dout, dlse) = results, cotangents
     if config.key_gradient.hopper_programs:
         backward_tiles.check(config.key_gradient, problem_of("attention", arrays, spec), k_rope is not None)

@@ -262,8 +262,8 @@ def program(length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def listed_program(tiles_ptr, length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """As `program`, in the order of lists, longest first, and the place in it. All rows run the longer half of their tiles, then the shorter one, so that the last programs
-    are short ones."""
+    """Works as `program`, in the order of lists, longest first, and the place in it. All rows run the longer half of their tiles, then the shorter
+    one, so that the last programs are short ones."""
     tiles = tl.cdiv(length, BLOCK)
     rows = tl.num_programs(0) // tiles
     longer = (tiles + 1) // 2

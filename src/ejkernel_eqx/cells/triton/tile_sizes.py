@@ -109,8 +109,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler. And why programs that
-    wait for each other cannot all run at the same time."""
+    """The reason why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler. And why
+    programs that wait for each other cannot all run at the same time."""
     for kernel in KERNELS:
         tile: CellTile = getattr(config, kernel)
         sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
@@ -131,8 +131,8 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
 
 
 def _not_persistent(device: DeviceFacts) -> str | None:
-    """Why the persistent form is not offered: earlier products would hold the weight in registers, where it does not fit, and Blackwell's were
-    not tried."""
+    """The reason why the persistent form is not offered: earlier products would hold the weight in registers, where it does not fit, and
+    Blackwell's were not tried."""
     if device.vendor != "nvidia" or device.capability[0] != 9:
         return "the persistent form needs an NVIDIA GPU of compute capability 9.x"
     return None

@@ -1,4 +1,4 @@
-"""What the tuner needs from native sparse attention over pages: representative work, and problems for the command line."""
+"""The tuner's view of native sparse attention over pages: representative work, and problems for the command line."""
 
 import functools
 from collections.abc import Mapping

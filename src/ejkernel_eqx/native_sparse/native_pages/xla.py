@@ -33,7 +33,7 @@ config_type = XlaConfig
 
 
 def unsupported(problem: Any, device: Any) -> str | None:
-    """Why this platform cannot serve the problem: never, it supports all."""
+    """The reason why this platform cannot serve the problem: never, it supports all."""
     return None
 
 

@@ -20,7 +20,7 @@ _BYTES = 2**31  # of results of single blocks at a time
 
 
 def given(lists: Lists) -> dict[str, Array]:
-    """What kernels know of the lists."""
+    """Returns what kernels know of the lists."""
     batch, heads, each = lists.pairs.shape
     row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1) * each
     return {"pairs": lists.pairs, "owner": lists.owner, "from": lists.begin + row, "to": lists.end + row}
@@ -73,8 +73,8 @@ def attended(
 
 
 class Part(NamedTuple):
-    """Which queries are merged: `count` of them, with so many `slots` of parts each; of the blocks that queries have, if there is a `chunk` that they
-    begin at. Results of other chunks, `before`, are completed in place. `registers` are the most of a thread, if not 0."""
+    """Holds which queries are merged: `count` of them, with so many `slots` of parts each; of the blocks that queries have, if there is a `chunk`
+    that they begin at. Results of other chunks, `before`, are completed in place. `registers` are the most of a thread, if not 0."""
 
     slots: int
     count: int

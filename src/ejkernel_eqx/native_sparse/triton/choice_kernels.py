@@ -96,8 +96,9 @@ def choose_one_kernel(
     T, C, M, chunk, length, chosen_ptr, peaks_ptr,  # [B, K, length, N], [B, K, length, GROUPS]
     K: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """As `choose_kernel`, where compressed keys are those of blocks. One query and key head a program of one warp, which keeps the largest of each of
-    32 groups of blocks in its lanes and after each choice reads that group again, so a choice takes as many steps as a group has blocks."""
+    """Works as `choose_kernel`, where compressed keys are those of blocks. One query and key head a program of one warp, which keeps the largest
+    of each of 32 groups of blocks in its lanes and after each choice reads that group again, so a choice takes as many steps as a group has
+    blocks."""
     width: tl.constexpr = BLOCK_M // GROUPS
     pid = tl.program_id(0)
     kv = pid // length % K

@@ -150,7 +150,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
-    """Where few queries go branch by branch."""
+    """Returns where few queries go branch by branch."""
     return "" if problem.flag("packed") else steps.remark_on(config.few.step, _few_parts(problem)[-1])
 
 

@@ -118,7 +118,7 @@ def _by_branch(step: Step, spec: NativeSpec, tiles: Tiles, execute: Execute) -> 
 
 
 def _sizes(arrays: PagedArrays) -> dict[str, int]:
-    """What kernels know of pages."""
+    """Returns what kernels know of pages."""
     (count, size), tables = arrays.k.shape[:2], arrays.page_table.shape[1]
     return {"M": tables, "P": count, "PAGE": size}
 

@@ -9,7 +9,7 @@ from ...launch.constants import LN2, LOG2E
 
 @triton.jit
 def page_rows(table_ptr, j, seen, M, P, PAGE: tl.constexpr):
-    """Where the keys `j` of a sequence are among the rows of all pages, and which of those that are `seen` have a page."""
+    """Returns where the keys `j` of a sequence are among the rows of all pages, and which of those that are `seen` have a page."""
     number = j // PAGE
     page = tl.load(table_ptr + number, mask=seen & (number < M), other=-1)
     return page.to(tl.int64) * PAGE + j % PAGE, seen & (page >= 0) & (page < P)
@@ -36,7 +36,7 @@ def _block(
 
 @triton.jit
 def rows_where(base, rows, there, width: tl.constexpr, C: tl.constexpr, BLOCK_C: tl.constexpr):
-    """As `rows_of`, but 0 for those that are not `there`, which are not read."""
+    """Works as `rows_of`, but 0 for those that are not `there`, which are not read."""
     c = tl.arange(0, BLOCK_C)[None, :]
     at = base + rows[:, None].to(tl.int64) * width + c
     if C == BLOCK_C:
@@ -76,7 +76,7 @@ def with_scores(acc, total, top, s, v, PRECISION: tl.constexpr):
 
 @triton.jit
 def _with_keys(acc, total, top, q, k, v, seen, SCALE: tl.constexpr, PRECISION: tl.constexpr):
-    """The same for the keys of a block, of which some are `seen`."""
+    """Does the same for the keys of a block, of which some are `seen`."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (SCALE * LOG2E)  # [GP, BLOCK_S]
     s = tl.where(seen[None, :], s, float("-inf"))
     return with_scores(acc, total, top, s, v, PRECISION)
@@ -146,7 +146,7 @@ def page_forward_kernel(
     G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr, SPLITS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """As `forward_kernel`, on the pages that the query's row of the table names. Position -1 for a token of no sequence."""
+    """Works as `forward_kernel`, on the pages that the query's row of the table names. Position -1 for a token of no sequence."""
     split = tl.program_id(0) % SPLITS
     pid = tl.program_id(0) // SPLITS
     kv = pid % K
@@ -343,8 +343,8 @@ def page_importance_kernel(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, BLOCK_D: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As `importance_kernel`, on pages of compressed keys. A program has one query, so that all keys are those of its sequence. What is stored for
-    the unused first slots of a sequence, which may hold NaN, is read by none: the choice begins at `start`."""
+    """Works as `importance_kernel`, on pages of compressed keys. A program has one query, so that all keys are those of its sequence. What is
+    stored for the unused first slots of a sequence, which may hold NaN, is read by none: the choice begins at `start`."""
     columns = tl.cdiv(C, BLOCK_K)
     pid = tl.program_id(0)
     first = pid % columns * BLOCK_K

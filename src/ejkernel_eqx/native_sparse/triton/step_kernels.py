@@ -31,7 +31,7 @@ class Heads(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How products become scores."""
+    """Says how products become scores."""
 
     SCALE: tl.constexpr
     PRECISION: tl.constexpr

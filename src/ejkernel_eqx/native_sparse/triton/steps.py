@@ -88,7 +88,7 @@ class Step:
 
 
 class Sizes(NamedTuple):
-    """What decides whether a step is served, and how: `rows` queries, up to `queries` of a sequence, which has up to `keys` compressed keys and
+    """Holds what decides whether a step is served, and how: `rows` queries, up to `queries` of a sequence, which has up to `keys` compressed keys and
     `blocks` blocks."""
 
     queries: int
@@ -107,7 +107,7 @@ class Sizes(NamedTuple):
         return padded(self.heads // self.kv_heads) * padded(self.channels) * self.itemsize
 
     def reason_against(self) -> str:
-        """Why this goes branch by branch; empty if it does not."""
+        """The reason why this goes branch by branch; empty if it does not."""
         scores, group = 4 * self.rows * self.heads * self.keys, self.heads // self.kv_heads
         if self.queries > MOST_QUERIES:
             return f"takes up to {MOST_QUERIES} queries a sequence, not {self.queries}"
@@ -127,7 +127,7 @@ class Sizes(NamedTuple):
 
 
 def remark_on(tile: StepTile, sizes: Sizes) -> str:
-    """What `explain` says of steps that go branch by branch."""
+    """Returns what `explain` says of steps that go branch by branch."""
     if sizes.queries > MOST_QUERIES:
         return ""
     if reason := sizes.reason_against():
@@ -164,7 +164,7 @@ def tiles_for(branch: list[pages.TritonConfig], sizes: Sizes, device: DeviceFact
 
 
 def serves(arrays: NativeArrays) -> bool:
-    """Whether dense keys have few queries."""
+    """Returns whether dense keys have few queries."""
     return arrays.begin is None and arrays.q.shape[1] <= MOST_QUERIES
 
 

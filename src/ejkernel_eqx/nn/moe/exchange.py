@@ -22,21 +22,21 @@ _ROOM = 2  # times the rows of a device
 
 
 class Exchange(Protocol):
-    """How rows move. `rows` is `m`."""
+    """Says how rows move. `rows` is `m`."""
 
     rounds: int
 
     def is_needed(self, number: Any) -> Array:
-        """Whether any device still has rows to send in a round; the same on all devices."""
+        """Returns whether any device still has rows to send in a round; the same on all devices."""
         ...
 
     def there(self, x: Array, number: Any, empty: int = 0) -> Array:
-        """What this device gets in a round of everyone's `x [m, ...]`; `empty` where it gets nothing."""
+        """Returns what this device gets in a round of everyone's `x [m, ...]`; `empty` where it gets nothing."""
         ...
 
     def back(self, x: Array, number: Any) -> Array:
-        """What became of this device's own rows, `[m, ...]`, where it lay on other devices, given what it got and computed; 0 for rows of other
-        rounds."""
+        """Returns what became of this device's own rows, `[m, ...]`, where it lay on other devices, given what it got and computed; 0 for rows of
+        other rounds."""
         ...
 
 
@@ -87,7 +87,7 @@ class _Move(NamedTuple):
 
 class Ragged:
     def __init__(self, counts: Array, axes: tuple[str, ...], rows: int, everywhere: tuple[str, ...]):
-        """As `Padded`."""
+        """Works as `Padded`."""
         devices = counts.shape[0]
         self.axes, self.rows = axes, rows
         self.room = max(1, min(_ROOM * rows, devices * rows))

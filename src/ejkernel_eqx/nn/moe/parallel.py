@@ -66,7 +66,7 @@ class ExpertParallel:
 
 
 class _Split(NamedTuple):
-    """What a mesh splits over which of its axes."""
+    """Holds what a mesh splits over which of its axes."""
 
     mesh: Any
     experts: Names
@@ -192,7 +192,7 @@ def _compiled(split: _Split, router: Any, experts: Any, x: Array, real: Array | 
 
 
 def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Array, RouterStatistics]:
-    """What one device computes, with its own tokens and its share of the experts."""
+    """Returns what one device computes, with its own tokens and its share of the experts."""
     router, experts = layer
     routing = router(x)
     statistics = statistics_of(routing, router.choice.scoring, real)
@@ -233,7 +233,8 @@ def _numbers(split: _Split, experts: Array, count: int) -> Array:
 
 
 def _elsewhere(split: _Split, experts: Any, rows: Array, numbers: Array, sizes: Array) -> Array:
-    """What the experts of all devices make of this device's rows `[m, E]`, which are in the order of `numbers [m]`; `sizes [devices, experts]`."""
+    """Returns what the experts of all devices make of this device's rows `[m, E]`, which are in the order of `numbers [m]`; `sizes [devices,
+    experts]`."""
     form = Ragged if _moves_ragged(split) else Padded
     everywhere = tuple(dict.fromkeys((*split.tokens, *split.experts, *split.hidden)))
     exchange = form(jnp.sum(sizes, axis=1), split.exchanged, rows.shape[0], everywhere)

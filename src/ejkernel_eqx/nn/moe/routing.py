@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with which weights: pure functions of the router's logits."""
+"""Defines which experts a token goes to, and with which weights: pure functions of the router's logits."""
 
 import dataclasses
 from typing import Any, Literal, NamedTuple
@@ -18,8 +18,8 @@ _GROUP_SCORES = ("top2", "max")
 
 
 class Routing(NamedTuple):
-    """What a router says of tokens `[...]`: `logits [..., experts]`, and for the `k` chosen experts, the best one first and of equal ones the one
-    with the lower number, `weights [..., k]`, both at least float32, and `indices [..., k]`, int32."""
+    """Holds what a router says of tokens `[...]`: `logits [..., experts]`, and for the `k` chosen experts, the best one first and of equal ones
+    the one with the lower number, `weights [..., k]`, both at least float32, and `indices [..., k]`, int32."""
 
     logits: Array
     weights: Array
@@ -28,7 +28,7 @@ class Routing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How experts are chosen by their logits; the arguments are those of `MixtureOfExperts`."""
+    """Says how experts are chosen by their logits; the arguments are those of `MixtureOfExperts`."""
 
     num_experts: int
     top_k: int
@@ -74,7 +74,7 @@ class Choice:
 
     @property
     def is_limited(self) -> bool:
-        """Whether a token may go to the experts of some groups only."""
+        """Returns whether a token may go to the experts of some groups only."""
         return self.top_k_groups < self.num_groups
 
 
@@ -102,7 +102,7 @@ def choose(logits: Array, how: Choice, correction_bias: Array | None = None) -> 
 
 
 def scores_of(logits: Array, scoring: str) -> Array:
-    """What experts are ranked by."""
+    """Returns what experts are ranked by."""
     if scoring == "top_k_softmax":
         return logits
     return jax.nn.sigmoid(logits) if scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
@@ -114,12 +114,12 @@ def log_scores_of(logits: Array, scoring: str) -> Array:
 
 
 def probabilities_of(logits: Array, scoring: str) -> Array:
-    """How much of a token each expert would get if all of them were asked: the scores over their sum."""
+    """Returns how much of a token each expert would get if all of them were asked: the scores over their sum."""
     return jax.nn.softmax(log_scores_of(logits, scoring), axis=-1)
 
 
 def _in_best_groups(ranked: Array, how: Choice) -> Any:
-    """Whether each expert belongs to one of the best groups of its token."""
+    """Returns whether each expert belongs to one of the best groups of its token."""
     size = how.num_experts // how.num_groups
     grouped = ranked.reshape(*ranked.shape[:-1], how.num_groups, size)
     best = 2 if how.group_score == "top2" else 1

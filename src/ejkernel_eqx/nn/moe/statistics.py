@@ -1,4 +1,4 @@
-"""What a router did with the tokens of a call, and what training makes of it: losses, the correction bias, noise."""
+"""Defines what a router did with the tokens of a call, and what training makes of it: losses, the correction bias, noise."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -65,7 +65,7 @@ def statistics_of(routing: Routing, scoring: str, real: Array | None) -> RouterS
 
 
 def counts_of(indices: Array, count: int) -> Array:
-    """How often each of 0 to `count - 1` is among the integers, int32 `[count]`. As a sum over comparisons: no atomics."""
+    """Returns how often each of 0 to `count - 1` is among the integers, int32 `[count]`. As a sum over comparisons: no atomics."""
     found = indices.reshape(-1, 1) == jnp.arange(count, dtype=indices.dtype)[None]
     return jnp.sum(found, axis=0, dtype=jnp.int32)
 

@@ -80,7 +80,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
 
 
 def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why a step cannot fit the device's vector memory, by an estimate, or the table of chunks its scalar memory."""
+    """The reason why a step cannot fit the device's vector memory, by an estimate, or the table of chunks its scalar memory."""
     if problem.flag("packed") == "offsets":
         chunks = problem.dim("B") * (problem.dim("T") // config.chunk_size + problem.dim("N"))
         if chunks > MAX_CHUNKS:

@@ -45,7 +45,7 @@ class _Pickler(pickle.Pickler):
 
 
 def not_isolatable(job: Job) -> str | None:
-    """Why another process cannot run this search, determined without starting one; `None` if it can."""
+    """The reason why another process cannot run this search, determined without starting one; `None` if it can."""
     if not sys.executable:
         return "there is no Python interpreter to start"
     error = attempted(lambda: _pickled(job))  # pickling errors are not uniform

@@ -66,7 +66,7 @@ RowArrays = namedtuple("RowArrays", "first past segments marks")
 @gluon.jit
 def _key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
                TABLE: gl.constexpr):
-    """As `key_tiles`, but at least one tile."""
+    """Works as `key_tiles`, but at least one tile."""
     lo, full_lo, full_hi, hi = key_tiles(tiles_ptr, b, m, offset, T, S, BLOCK_Q, BLOCK_K, LEFT, RIGHT, TABLE, False)
     lo = gl.maximum(gl.minimum(lo, (S + BLOCK_K - 1) // BLOCK_K - 1), 0)
     return lo, full_lo, full_hi, gl.maximum(hi, lo + 1)

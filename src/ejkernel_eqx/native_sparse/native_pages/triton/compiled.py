@@ -96,7 +96,7 @@ def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> Trit
 
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
-    """Where few queries go branch by branch."""
+    """Returns where few queries go branch by branch."""
     return steps.remark_on(config.step, _parts(problem)[-1])
 
 

@@ -1,4 +1,4 @@
-"""When Hopper's single pass is used, with which tiles, and why not."""
+"""Defines when Hopper's single pass is used, with which tiles, and why not."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def tiles(problem: Problem, splits: int, device: DeviceFacts) -> list[Sizes]:
 
 
 def unfit(block_v: int, splits: int, problem: Problem, device: DeviceFacts) -> str | None:
-    """Why the kernel cannot run the problem on the device, as a clause without its subject; `None` if it can."""
+    """The reason why the kernel cannot run the problem on the device, as a clause without its subject; `None` if it can."""
     return gluon_unavailable(device) or problem_unfit(block_v, splits, problem)
 
 
@@ -64,7 +64,7 @@ def problem_unfit(block_v: int, splits: int, problem: Problem) -> str | None:
 
 
 def config_unfit(config: Any, problem: Problem) -> str | None:
-    """Why it cannot run the problem with a configuration that has it in `out`, on any device."""
+    """The reason why it cannot run the problem with a configuration that has it in `out`, on any device."""
     if not config.single or config.chunk_size != CHUNK or config.out.num_warps != 4:
         return f"is for single=True, chunk_size={CHUNK} and num_warps=4"
     return problem_unfit(config.out.block_v, config.splits, problem)
