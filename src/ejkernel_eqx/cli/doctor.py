@@ -125,7 +125,7 @@ def _known_problems(operation: str) -> dict[str, list[Platform]]:
     with policy_override(Policy.CACHED):  # also tables that the current policy ignores
         snapshot = take_snapshot(operation)
     tables = (snapshot.user, snapshot.shipped, snapshot.borrowed)
-    return {name: [platform for platform, _, _ in entries] for name, entries in zip(_TABLES, tables)}
+    return {name: [platform for platform, _ in table] for name, table in zip(_TABLES, tables)}
 
 
 def _cache(problems: list[str]) -> dict[str, Any]:
