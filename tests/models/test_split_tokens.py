@@ -115,6 +115,7 @@ def shapes_of(compiled: Any, collective: str) -> collections.Counter:
     )
 
 
+@pytest.mark.slow
 def test_only_weights_and_states_are_gathered(recipe):
     """Rows, tokens and heads over eight devices."""
     mixers = ("attention", "gated_linear_attention")

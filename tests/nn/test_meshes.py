@@ -111,7 +111,8 @@ def hidden(layer: Any) -> Any:
     return jax.tree.map(stand_in, layer, is_leaf=lambda node: isinstance(node, ejx.Kernel))
 
 
-@pytest.mark.parametrize("name", ["attention", "mamba2", pytest.param("kimi", marks=pytest.mark.slow)])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["attention", "mamba2", "kimi"])
 def test_opaque_kernels_on_automatic_meshes(name):
     """Each device runs the kernel on its own rows and heads, and nothing is gathered: heads are summed once, and gradients of weights over rows."""
     layer, mesh = hidden(layers.build(name)), meshes.mesh_of("automatic")

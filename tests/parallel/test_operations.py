@@ -246,6 +246,7 @@ def test_on_a_mesh(name, platform, kind, layout):
             assert meshes.lies(gradients[0][name], mesh, specs[name]), (name, gradients[0][name].sharding)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(
     "name, size", [*((name, 1) for name in CASES), ("flash", 2), ("linear", 2), ("norm", 2)]
 )

@@ -22,11 +22,17 @@ def halves(attention: Any) -> tuple[Callable[..., tuple[Array, Array]], Callable
         return attention.attended(arrays.apart, spec, config, k_rope=arrays.k_rope, **execute)
 
     def backward(
-        arrays: LatentArrays, spec: AttentionSpec, config: Any, *saved: Any, **execute: Any
+        arrays: LatentArrays,
+        spec: AttentionSpec,
+        config: Any,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array,
+        **execute: Any,
     ) -> LatentGrads:
         """Gradients of all arrays; bitwise repeatable, as every sum has one fixed order."""
-        results, cotangents = saved[:2], saved[2:]  # out and lse each
-        call = arrays.apart, spec, config, results, cotangents
+        call = arrays.apart, spec, config, (out, lse), (dout, dlse)
         grads, dk_rope = attention.gradients(*call, k_rope=arrays.k_rope, **execute)
         return LatentGrads(k_rope=dk_rope, **grads._asdict())
 

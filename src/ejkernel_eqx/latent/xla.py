@@ -1,7 +1,5 @@
 """Platform `xla`: attention's scan over tiles, on keys with the rotary part repeated for every head."""
 
-from typing import Any
-
 from jax import Array
 
 from ..attention import xla
@@ -20,10 +18,18 @@ def forward(arrays: LatentArrays, spec: AttentionSpec, config: XlaConfig) -> tup
     return xla.forward(arrays.whole, spec, config)
 
 
-def backward(arrays: LatentArrays, spec: AttentionSpec, config: XlaConfig, *saved: Any) -> LatentGrads:
+def backward(
+    arrays: LatentArrays,
+    spec: AttentionSpec,
+    config: XlaConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
+) -> LatentGrads:
     """Gradients of all arrays, from `out`, `lse` and their cotangents. That of the rotary keys is a sum over heads, of numbers that have not been
     rounded."""
     wide, nope = accumulator(arrays.q.dtype), arrays.k.shape[-1]
-    grads = xla.gradients(arrays.whole, spec, config, saved[:2], saved[2:], wide)
+    grads = xla.gradients(arrays.whole, spec, config, (out, lse), (dout, dlse), wide)
     dk, dk_rope = grads.k[..., :nope].astype(arrays.k.dtype), grads.k[..., nope:].sum(-2)
     return LatentGrads(k_rope=dk_rope, **grads._replace(k=dk)._asdict())

@@ -1,11 +1,17 @@
 """Platform `pallas-interpret`: the same Pallas kernels, interpreted on the host. Slow; for testing."""
 
-import functools
+from jax import Array
 
 from ...core.platforms import InterpretedPallas
+from ..spec import WriteArrays
 from . import compiled
 from .call import PallasConfig
 
+
+class _Interpreted(InterpretedPallas):
+    def write(self, arrays: WriteArrays) -> dict[str, Array]:
+        return compiled.write(arrays, execute=self.execute)
+
+
 CONFIG = PallasConfig(decode_queries=2, decode_keys=16, block_q=16, block_k=16)
-platform = InterpretedPallas(compiled, CONFIG)
-vars(platform)["write"] = functools.partial(compiled.write, execute=platform.execute)
+platform = _Interpreted(compiled, CONFIG)
