@@ -96,7 +96,7 @@ def test_choosing_among_many_blocks(monkeypatch):
     alike = arrays | {"k": jnp.ones_like(arrays["k"])}
     call = lambda given: case.operation(INTERPRET)(**given, **case.others(), return_indices=True)[1]
     expected = [call(x) for x in (arrays, alike)]
-    monkeypatch.setattr(platform_of(OPERATION), "_MANY_BLOCKS", 32)
+    monkeypatch.setattr("ejkernel_eqx.native_sparse.triton.choice._MANY_BLOCKS", 32)
     for x, indices in zip((arrays, alike), expected):
         np.testing.assert_array_equal(call(x), indices)
 
