@@ -19,7 +19,7 @@ def halves(attention: Any) -> tuple[Callable[..., tuple[Array, Array]], Callable
         arrays: LatentArrays, spec: AttentionSpec, config: Any, **execute: Any
     ) -> tuple[Array, Array]:
         """`out [B, T, H, V]`, `lse [B, H, T]`."""
-        return attention.attended(arrays.apart, spec, config, k_rope=arrays.k_rope, **execute)
+        return attention.forward(arrays.apart, spec, config, k_rope=arrays.k_rope, **execute)
 
     def backward(
         arrays: LatentArrays,
@@ -32,7 +32,7 @@ def halves(attention: Any) -> tuple[Callable[..., tuple[Array, Array]], Callable
         **execute: Any,
     ) -> LatentGrads:
         """Gradients of all arrays; bitwise repeatable, as every sum has one fixed order."""
-        call = arrays.apart, spec, config, (out, lse), (dout, dlse)
+        call = arrays.apart, spec, config, out, lse, dout, dlse
         grads, dk_rope = attention.gradients(*call, k_rope=arrays.k_rope, **execute)
         return LatentGrads(k_rope=dk_rope, **grads._asdict())
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from .steps import Entry, FIRST, LAST, PARTLY, WHOLE
-from .tile import clean, distance, dot, Form, Head, keep, keys_of, LANES, scores, upright, visible, wide
+from .steps import Entry, FIRST, LAST
+from .tile import clean, distance, dot, Form, Head, keep, keys_of, run_step, scores, upright, visible, wide
 
 
 class Weights(NamedTuple):
@@ -44,8 +44,8 @@ def _weights(
         exponent = jnp.minimum(exponent, 0.0)
     p = jnp.exp2(exponent)
     kept = p
-    if form.dropout > 0:
-        mine, rate = keep(form, refs, head, *tiles), 1 / (1 - form.dropout)
+    if form.spec.dropout_rate > 0:
+        mine, rate = keep(form, refs, head, *tiles), 1 / (1 - form.spec.dropout_rate)
         kept, dp = jnp.where(mine, p * rate, 0.0), jnp.where(mine, dp * rate, 0.0)
     ds = p * (dp - rows[1])
     # What nothing sees may hold NaN. All else that holds it has made results NaN already, so that a second choice by the mask would be in vain.
@@ -53,7 +53,7 @@ def _weights(
     if real is not None:
         ds = jnp.where(real, ds, 0.0)
     through = ds
-    if form.cap is not None:
+    if form.spec.logits_soft_cap is not None:
         t = t if real is None else jnp.where(real, t, 0.0)
         through = ds * (1.0 - t * t)
     return Weights(kept, ds, through, seen)
@@ -76,14 +76,11 @@ def key_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head, first: 
         refs.dv_sum[...] += dot(form, found.kept.astype(do.dtype), do)
         refs.dk_sum[...] += dot(form, found.through.astype(q.dtype), q)
 
-    if form.ever_whole:
-        pl.when(entry.flags & WHOLE != 0)(lambda: add(False))
-    if form.ever_partly:
-        pl.when(entry.flags & PARTLY != 0)(lambda: add(True))
+    run_step(form, entry.flags, add)
 
     @pl.when((entry.flags & LAST != 0) & last)
     def _finish() -> None:
-        dk = refs.dk_sum[...] * form.scale
+        dk = refs.dk_sum[...] * form.spec.scale
         own = refs.dk.shape[-1]
         refs.dk[...] = dk[:, :own].astype(refs.dk.dtype)
         if form.shared:
@@ -112,14 +109,11 @@ def query_gradient_kernel(form: Form, refs: Any, entry: Entry, head: Head) -> No
             slopes = found.ds * distance(form, refs, entry.own, entry.other)
             refs.slope_sum[...] += jnp.sum(slopes, axis=0, keepdims=True)
 
-    if form.ever_whole:
-        pl.when(entry.flags & WHOLE != 0)(lambda: add(False))
-    if form.ever_partly:
-        pl.when(entry.flags & PARTLY != 0)(lambda: add(True))
+    run_step(form, entry.flags, add)
 
     @pl.when(entry.flags & LAST != 0)
     def _finish() -> None:
-        refs.dq[...] = (refs.dq_sum[...] * form.scale).astype(refs.dq.dtype)
+        refs.dq[...] = (refs.dq_sum[...] * form.spec.scale).astype(refs.dq.dtype)
         if form.alibi:
             total = jnp.sum(refs.slope_sum[...], axis=1, keepdims=True)
             refs.dslope[...] = jnp.broadcast_to(total, refs.dslope.shape)
@@ -142,8 +136,3 @@ def bias_gradient_kernel(
         if not has:
             ds = jnp.sum(ds, axis=axis, keepdims=True)
     refs.dbias[...] += ds
-
-
-def temporaries(block_q: int, block_k: int, size: int) -> int:
-    """Bytes of the values of a step: scores, weights and their gradients, and two of them as operands."""
-    return block_q * block_k * (12 + 2 * size) + 2 * 4 * LANES * block_q

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -9,10 +10,13 @@ from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch.by_name import LOG2E
 from ...launch.fields import check_fields, Lanes
 from ...launch.pallas import Execute, run
+from ...launch.sizes import rows_of
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks.call_lists import without_lists
-from ..spec import AttentionArrays, AttentionGrads, AttentionSpec
+from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, LEARNED
 from . import launches, tile_sizes
+from .launches import Call
+from .operands import Rows
 
 OPAQUE = True
 NOTE = "interpreted and compiled without a TPU; it has never run on one"
@@ -49,9 +53,8 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         return "takes a score_mod only if it is cap * tanh(score / cap) + slope[head] * (key - query), or one of the two"
     if max(problem.dim("D"), problem.dim("V")) > MAX_HEAD_DIM:
         return f"takes head dims up to {MAX_HEAD_DIM}, not D {problem.dim('D')} and V {problem.dim('V')}"
-    return tile_sizes.tile_unsupported(
-        "forward", problem, tile_sizes.fitting("forward", problem, device)[0], device
-    )
+    tile = tile_sizes.fitting("forward", problem, device)[0]
+    return tile_sizes.tile_unsupported("forward", problem, tile, device)
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> PallasConfig:
@@ -64,29 +67,20 @@ def default_config(problem: Problem, device: DeviceFacts) -> PallasConfig:
 def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
     """Configurations worth timing, the heuristic first. Each takes the next tile of every kernel."""
     columns = [tile_sizes.fitting(kernel, problem, device) for kernel in tile_sizes.KERNELS]
-    most = max(map(len, columns))
-    rows = ([column[min(n, len(column) - 1)] for column in columns] for n in range(most))
-    return [PallasConfig(*(TileConfig(*tile) for tile in row)) for row in rows]
+    return [PallasConfig(*(TileConfig(*tile) for tile in row)) for row in rows_of(columns)]
 
 
 def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
     """The reason why tiles cannot fit the device's vector memory or the table of steps, by an estimate."""
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
-        reason = tile_sizes.tile_unsupported(kernel, problem, (tile.block_q, tile.block_k), device)
+        reason = tile_sizes.tile_unsupported(kernel, problem, _sizes(tile), device)
         if reason is not None:
             return reason
     return None
 
 
 def forward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig, *, execute: Execute = run
-) -> tuple[Array, Array]:
-    """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    return attended(arrays, spec, config, execute=execute)
-
-
-def attended(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: PallasConfig,
@@ -94,17 +88,24 @@ def attended(
     k_rope: Array | None = None,
     execute: Execute = run,
 ) -> tuple[Array, Array]:
-    """Works as `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
+    """`out [B, T, H, V]`, `lse [B, H, T]`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     if _is_empty(arrays):
         (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
         lse = jnp.full((batch, heads, queries), -jnp.inf)
         if arrays.sinks is not None:
             lse = jnp.broadcast_to(arrays.sinks.astype(jnp.float32)[..., None], lse.shape)
         return jnp.zeros((batch, queries, heads, values), arrays.q.dtype), lse
-    return launches.forward(arrays, spec, _sizes(config.forward), execute, k_rope)
+    return launches.forward(Call(arrays, spec, k_rope, execute), _sizes(config.forward))
 
 
 def backward(
+    arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig, *known: Array, execute: Execute = run
+) -> AttentionGrads:
+    """All gradients, from the results and their cotangents; bitwise repeatable, as every sum has one fixed order."""
+    return gradients(arrays, spec, config, *known, execute=execute)[0]
+
+
+def gradients(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: PallasConfig,
@@ -113,48 +114,30 @@ def backward(
     dout: Array,
     dlse: Array,
     *,
-    execute: Execute = run,
-) -> AttentionGrads:
-    """All gradients; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, (out, lse), (dout, dlse), execute=execute)[0]
-
-
-def gradients(
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    config: PallasConfig,
-    results: tuple[Array, Array],
-    cotangents: tuple[Array, Array],
-    *,
     k_rope: Array | None = None,
     execute: Execute = run,
 ) -> tuple[AttentionGrads, Array | None]:
-    """Works as `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
-    (out, lse), (dout, dlse) = results, cotangents
+    """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
-    dsinks = None
+    dbias = dsinks = None
     if arrays.sinks is not None:
         dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
     if _is_empty(arrays):
-        nothing = lambda x: None if x is None else jnp.zeros_like(x)
-        q, k, v = (jnp.zeros_like(x) for x in arrays[:3])
-        grads = AttentionGrads(q, k, v, nothing(arrays.bias), nothing(arrays.alibi_slopes), dsinks)
-        return grads, None if k_rope is None else jnp.zeros(k_rope.shape, jnp.float32)
-    own = launches.Rows(
-        # A bias of minus infinity also hides entries, though no mask does.
-        clean_cotangent(dout, empty).astype(arrays.q.dtype),
-        jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
-        delta,
-    )
-    dk, dv, dk_rope = launches.key_gradient(arrays, spec, _sizes(config.key_gradient), own, execute, k_rope)
-    dq, dslopes = launches.query_gradient(arrays, spec, _sizes(config.query_gradient), own, execute, k_rope)
+        zeros = jax.tree.map(jnp.zeros_like, {name: getattr(arrays, name) for name in LEARNED})
+        drope = None if k_rope is None else jnp.zeros(k_rope.shape, jnp.float32)
+        return AttentionGrads(**zeros | {"sinks": dsinks}), drope
+    # A bias of minus infinity also hides entries, though no mask does.
+    do = clean_cotangent(dout, empty).astype(arrays.q.dtype)
+    rows = Rows(do, jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), delta)
+    call, query_tile = Call(arrays, spec, k_rope, execute), _sizes(config.query_gradient)
+    dk, dv, dk_rope = launches.key_gradient(call, _sizes(config.key_gradient), rows)
+    dq, dslopes = launches.query_gradient(call, query_tile, rows)
     if dslopes is not None and arrays.alibi_slopes is not None:
         dslopes = sum_batch(dslopes, arrays.alibi_slopes)
-    dbias = None
     if arrays.bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
-            arrays, spec = without_lists(arrays, spec)
-        dbias = launches.bias_gradient(arrays, spec, _sizes(config.query_gradient), own, execute, k_rope)
+            call = Call(*without_lists(arrays, spec), k_rope, execute)
+        dbias = launches.bias_gradient(call, query_tile, rows)
     return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks), dk_rope
 
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ...launch.by_name import LOG2E
-from .steps import Entry, FIRST, LAST, PARTLY, WHOLE
-from .tile import clean, dot, Form, Head, keep, keys_of, LANES, scores, visible, wide
+from .steps import Entry, FIRST, LAST
+from .tile import clean, dot, Form, Head, keep, keys_of, run_step, scores, visible, wide
 
 _LN2 = 1 / LOG2E
 
@@ -25,14 +25,8 @@ def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: 
 
     def attend(masked: bool) -> None:
         v = refs.v[...]  # [BK, V]
-        s, _ = scores(
-            form,
-            dot(form, refs.q[...], keys_of(form, refs), transposed=True),
-            refs,
-            head,
-            entry.own,
-            entry.other,
-        )
+        qk = dot(form, refs.q[...], keys_of(form, refs), transposed=True)  # [BQ, BK]
+        s, _ = scores(form, qk, refs, head, entry.own, entry.other)
         if masked:
             seen = visible(form, refs, entry.own, entry.other)
             s = jnp.where(seen, s, -jnp.inf)
@@ -45,17 +39,17 @@ def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: 
         alpha = jnp.exp2(top - shift)
         refs.top[...] = new
         refs.total[...] = refs.total[...] * alpha + jnp.sum(p, axis=1, keepdims=True)
-        if form.dropout > 0:
-            p = jnp.where(keep(form, refs, head, entry.own, entry.other), p / (1 - form.dropout), 0.0)
+        # Dropout applies to the weights of the values, not to the denominator.
+        rate = form.spec.dropout_rate
+        if rate > 0:
+            p = jnp.where(keep(form, refs, head, entry.own, entry.other), p / (1 - rate), 0.0)
         refs.acc[...] = refs.acc[...] * wide(alpha, v.shape[1]) + dot(form, p.astype(v.dtype), v)
 
-    if form.ever_whole:
-        pl.when(entry.flags & WHOLE != 0)(lambda: attend(False))
-    if form.ever_partly:
-        pl.when(entry.flags & PARTLY != 0)(lambda: attend(True))
+    run_step(form, entry.flags, attend)
 
     @pl.when(entry.flags & LAST != 0)
     def _finish() -> None:
+        # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
         total = refs.total[...]
         some = total > 0
         safe = jnp.where(some, total, 1.0)
@@ -63,8 +57,3 @@ def forward_kernel(form: Form, refs: Any, entry: Entry, head: Head, *, guarded: 
         refs.out[...] = (refs.acc[...] * wide(inverse, refs.acc.shape[1])).astype(refs.out.dtype)
         lse = jnp.where(some, refs.top[...] * _LN2 + jnp.log(safe), -jnp.inf)
         refs.lse[...] = lse.T[:1]
-
-
-def temporaries(block_q: int, block_k: int, size: int) -> int:
-    """Bytes of the values of a step: scores, weights, and weights as operands."""
-    return block_q * (block_k * (8 + size) + 2 * 4 * LANES)

@@ -1,7 +1,6 @@
 """Defines what the kernels of a call read: arrays in the layout of a TPU, each with the block that a step needs, and numbers in scalar memory."""
 
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ...launch.by_name import given
 from ...launch.sizes import cdiv
 from ..masks.tile_table import window_covers
 from ..spec import AttentionArrays, AttentionSpec
@@ -41,6 +41,15 @@ class Operand(NamedTuple):
 Operands = dict[str, Operand]
 
 
+class Rows(NamedTuple):
+    """Holds what gradients need of each query: its cotangent `[B, T, H, V]`; and `[B, H, T]` its lse in log2 units, infinite if it sees nothing, and
+    delta."""
+
+    do: Array
+    lse: Array
+    delta: Array
+
+
 def divided(x: Any, by: int) -> Any:
     """Of a number that is not negative, which takes one operation, not the six of `//`."""
     return x if by == 1 else jax.lax.div(x, jnp.int32(by))
@@ -54,76 +63,77 @@ def modulo(x: Any, by: int) -> Any:
 def padded(x: Array, axis: int, block: int, value: Any = 0) -> Array:
     """The array with an axis filled up to whole blocks."""
     short = -x.shape[axis] % block
-    return (
-        jnp.pad(x, [(0, short if n == axis else 0) for n in range(x.ndim)], constant_values=value)
-        if short
-        else x
-    )
+    widths = [(0, short if n == axis else 0) for n in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value) if short else x
 
 
-def by_head(x: Array, block: int) -> Array:
+def query_tile(place: Place) -> tuple[Any, ...]:
+    """Where a tile of queries is in an array `[B, H, T, D]`."""
+    return place.batch, place.head, place.q_tile, 0
+
+
+def key_tile(place: Place) -> tuple[Any, ...]:
+    """Where a tile of keys is in an array `[B, K, S, D]`."""
+    return place.batch, place.kv_head, place.k_tile, 0
+
+
+def _by_head(x: Array, block: int, at: Callable[[Place], tuple[Any, ...]]) -> Operand:
     """`[B, T, H, D]` as `[B, H, tiles * block, D]`, which one copy makes."""
-    return padded(x.swapaxes(1, 2), 2, block)
+    return Operand(padded(x.swapaxes(1, 2), 2, block), (None, None, block, x.shape[3]), at)
 
 
-def of_call(arrays: AttentionArrays, form: Form, k_rope: Array | None) -> Operands:
-    """The arrays that all kernels of a call read."""
-    q, k, v = arrays.q, arrays.k, arrays.v
+def of_call(
+    arrays: AttentionArrays, form: Form, k_rope: Array | None, contents: Array | None = None
+) -> Operands:
+    """The arrays that all kernels of a call read. `contents`: those of partly visible tiles."""
     block_q, block_k = form.block_q, form.block_k
-    found = {
-        "q": Operand(
-            by_head(q, block_q), (None, None, block_q, q.shape[3]), lambda p: (p.batch, p.head, p.q_tile, 0)
-        ),
-        "k": Operand(
-            by_head(k, block_k),
-            (None, None, block_k, k.shape[3]),
-            lambda p: (p.batch, p.kv_head, p.k_tile, 0),
-        ),
-        "v": Operand(
-            by_head(v, block_k),
-            (None, None, block_k, v.shape[3]),
-            lambda p: (p.batch, p.kv_head, p.k_tile, 0),
-        ),
+    known = {
+        "q": _by_head(arrays.q, block_q, query_tile),
+        "k": _by_head(arrays.k, block_k, key_tile),
+        "v": _by_head(arrays.v, block_k, key_tile),
     }
     if k_rope is not None:
-        found["k_rope"] = Operand(
-            padded(k_rope, 1, block_k), (None, block_k, form.shared), lambda p: (p.batch, p.k_tile, 0)
-        )
+        rope = padded(k_rope, 1, block_k)
+        known["k_rope"] = Operand(rope, (None, block_k, form.shared), lambda p: (p.batch, p.k_tile, 0))
     if form.packed_rows:
-        found["queries"] = _query_rows(arrays, form)
+        known["queries"] = _query_rows(arrays, form)
     if arrays.kv_segments is not None:
-        found["key_segments"] = _key_segments(arrays.kv_segments, form)
-    return found
+        known["key_segments"] = _key_segments(arrays.kv_segments, form)
+    batch = arrays.q.shape[0]
+    if arrays.bias is not None:
+        known["bias"] = _over_scores(arrays.bias, form.spec.bias_run, batch, form)
+    if arrays.mask is not None:
+        known["mask"] = _over_scores(arrays.mask.astype(jnp.int8), form.spec.mask_run, batch, form)
+    if contents is not None:
+        known["bits"] = Operand(contents, (None, *contents.shape[1:]), lambda p: (p.content, 0, 0))
+    if form.blocks is not None:
+        assert arrays.blocks is not None
+        known["map"] = _of_map(arrays.blocks, form.blocks, form)
+    return known
 
 
-def of_queries(rows: Mapping[str, Array], form: Form) -> Operands:
-    """Numbers of each query and head, `[B, H, T]`, as rows of a block; padded with what keeps padding without weight."""
-    fill = {"lse": jnp.inf}
+def of_rows(rows: Rows, form: Form) -> Operands:
+    """What gradients need of each query; padded with what keeps padding without weight."""
+    at, block = lambda p: (p.batch, p.head, 0, p.q_tile), (None, None, 1, form.block_q)
+    lse, delta = padded(rows.lse, 2, form.block_q, jnp.inf), padded(rows.delta, 2, form.block_q)
     return {
-        name: Operand(
-            padded(x, 2, form.block_q, fill.get(name, 0))[:, :, None],
-            (None, None, 1, form.block_q),
-            lambda p: (p.batch, p.head, 0, p.q_tile),
-        )
-        for name, x in rows.items()
+        "do": _by_head(rows.do, form.block_q, query_tile),
+        "lse": Operand(lse[:, :, None], block, at),
+        "delta": Operand(delta[:, :, None], block, at),
     }
 
 
 def _query_rows(arrays: AttentionArrays, form: Form) -> Operand:
     """Ranges, positions and segments of queries side by side, in rows or in columns."""
-    length = arrays.q.shape[1]
+    length, ids = arrays.q.shape[1], arrays.q_segments
     rows = (None, None, None) if arrays.rows is None else arrays.rows
-    hidden = (
-        None if arrays.q_segments is None else jnp.where(arrays.q_segments < 0, _NOBODY, arrays.q_segments)
-    )
-    known = [*rows, hidden]
+    known = [*rows, None if ids is None else jnp.where(ids < 0, _NOBODY, ids)]
     batch = max(1 if x is None else x.shape[0] for x in known)
     fill = (0, 0, 0, _NOBODY)
-    each = [
-        jnp.broadcast_to(jnp.asarray(value if x is None else x, jnp.int32), (batch, length))
-        for x, value in zip(known, fill, strict=True)
-    ]
-    each = [padded(x, 1, form.block_q, value) for x, value in zip(each, fill, strict=True)]
+    each = []
+    for x, value in zip(known, fill, strict=True):
+        numbers = jnp.asarray(value if x is None else x, jnp.int32)
+        each.append(padded(jnp.broadcast_to(numbers, (batch, length)), 1, form.block_q, value))
     together = jnp.stack(each, axis=1 if form.by_key else 2)
     row = _row(batch)
     if form.by_key:
@@ -144,7 +154,7 @@ def _row(rows: int) -> Callable[[Place], Any]:
     return lambda p: p.batch if rows > 1 else 0
 
 
-def over_scores(x: Array, run: int, batch: int, form: Form) -> Operand:
+def _over_scores(x: Array, run: int, batch: int, form: Form) -> Operand:
     """A bias or mask `[rows, H or 1, T or 1, S or 1]`. Each of its rows serves `run` consecutive batch rows, and the rows repeat."""
     rows, heads, queries, keys = x.shape
     x = padded(x, 2, form.block_q if queries > 1 else 1)
@@ -156,26 +166,17 @@ def over_scores(x: Array, run: int, batch: int, form: Form) -> Operand:
         tile = (p.q_tile if queries > 1 else 0, p.k_tile if keys > 1 else 0)
         return (row, p.head if heads > 1 else 0, *(tile[::-1] if form.by_key else tile))
 
-    return (
-        Operand(x.mT, (None, None, *block[::-1]), at) if form.by_key else Operand(x, (None, None, *block), at)
-    )
+    if form.by_key:
+        x, block = x.mT, block[::-1]
+    return Operand(x, (None, None, *block), at)
 
 
-def of_contents(contents: Array) -> Operand:
-    return Operand(contents, (None, *contents.shape[1:]), lambda p: (p.content, 0, 0))
-
-
-def of_map(blocks: Array, size: tuple[int, int], form: Form, queries: int, keys: int) -> Operand:
+def _of_map(blocks: Array, size: tuple[int, int], form: Form) -> Operand:
     """The part of a map `[B or 1, H or 1, M, N]` that each tile touches, in bfloat16, its rows and columns filled up for products."""
-    touched = [
-        _touched(length, tile, block, blocks.shape[2 + axis], 16 if axis == form.query_axis else LANES)
-        for axis, (length, tile, block) in enumerate(
-            ((queries, form.block_q, size[0]), (keys, form.block_k, size[1]))
-        )
-    ]
-    parts = blocks[:, :, touched[0]][
-        ..., touched[1]
-    ]  # [B or 1, H or 1, query tiles, rows, key tiles, columns]
+    rows, columns = (LANES, 16) if form.by_key else (16, LANES)
+    down = _touched(form.queries, form.block_q, size[0], blocks.shape[2], rows)
+    along = _touched(form.keys, form.block_k, size[1], blocks.shape[3], columns)
+    parts = blocks[:, :, down][..., along]  # [B or 1, H or 1, query tiles, rows, key tiles, columns]
     parts = parts.transpose(0, 1, 2, 4, *((5, 3) if form.by_key else (3, 5)))
     batch, heads = _row(blocks.shape[0]), blocks.shape[1]
     return Operand(
@@ -192,32 +193,16 @@ def _touched(length: int, tile: int, block: int, blocks: int, multiple: int) -> 
     return np.minimum(first[:, None] + np.arange(count), blocks - 1)
 
 
-class Scalars(NamedTuple):
-    """Holds what is prefetched to scalar memory, absent numbers left out."""
-
-    names: tuple[str, ...]
-    arrays: tuple[Array, ...]
-
-    def by_name(self, refs: Sequence[Any]) -> Any:
-        """The references by name, which may be followed by others."""
-        return types.SimpleNamespace(**dict(zip(self.names, refs, strict=False)))
-
-
-def scalars_of(arrays: AttentionArrays, steps: Steps | None) -> Scalars:
+def scalars_of(arrays: AttentionArrays, steps: Steps | None) -> dict[str, Array]:
+    """The numbers that are prefetched to scalar memory, absent ones left out."""
     batch = arrays.q.shape[0]
     every = lambda x: None if x is None else jnp.broadcast_to(x, (batch, *x.shape[1:])).reshape(-1)
     seeds = None if arrays.seeds is None else jax.lax.bitcast_convert_type(arrays.seeds, jnp.int32)
-    known = {
-        "slopes": every(arrays.alibi_slopes),
-        "sinks": every(arrays.sinks),
-        "seeds": every(seeds),
-    }
+    known = {"slopes": every(arrays.alibi_slopes), "sinks": every(arrays.sinks), "seeds": every(seeds)}
     if steps is not None:
         known |= {"table": steps.table, "contents": steps.contents, "rows": steps.rows}
     known = {name: jnp.asarray(x) for name, x in known.items() if x is not None}
-    if not known:
-        known = {"none": jnp.zeros(1, jnp.int32)}
-    return Scalars(tuple(known), tuple(known.values()))
+    return known or {"none": jnp.zeros(1, jnp.int32)}
 
 
 def entry_of(steps: Steps, scalars: Any, program: Any, step: Any) -> tuple[Entry, Any]:
@@ -229,50 +214,33 @@ def entry_of(steps: Steps, scalars: Any, program: Any, step: Any) -> tuple[Entry
 
 def head_of(form: Form, scalars: Any, number: Any) -> Head:
     """The numbers of a head, counted over batch and heads."""
-    seeds = (
-        ()
-        if form.dropout == 0
-        else tuple(scalars.seeds[number * form.seed_words + n] for n in range(form.seed_words))
-    )
-    return Head(scalars.slopes[number] if form.alibi else 0.0, seeds)
+    seeds = tuple(scalars.seeds[number * form.seed_words + n] for n in range(form.seed_words))
+    return Head(number, scalars.slopes[number] if form.alibi else 0.0, seeds)
 
 
 def form_of(
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    block_q: int,
-    block_k: int,
-    *,
-    contents: Any,
-    by_key: bool = False,
+    arrays: AttentionArrays, spec: AttentionSpec, tile: tuple[int, int], bits: bool, by_key: bool = False
 ) -> Form:
-    """Queries are as wide as both parts of a key."""
+    """Queries are as wide as both parts of a key. `bits`: partly visible tiles have contents."""
+    block_q, block_k = tile
     size = spec.block_size
     inside = size is None or (size[0] % block_q == 0 and size[1] % block_k == 0)
     return Form(
+        spec=spec,
         block_q=block_q,
         block_k=block_k,
         queries=arrays.q.shape[1],
         keys=arrays.k.shape[1],
         blind=_blind(arrays, spec),
-        scale=spec.scale,
-        cap=spec.logits_soft_cap,
-        left=spec.left,
-        right=spec.right,
-        offset=spec.offset,
-        rows=arrays.rows is not None,
-        segments=arrays.q_segments is not None,
-        alibi=arrays.alibi_slopes is not None,
-        bias=arrays.bias is not None,
-        mask=arrays.mask is not None,
-        bits=contents is not None,
+        bits=bits,
         blocks=None if inside else size,
-        sinks=arrays.sinks is not None,
-        dropout=spec.dropout_rate,
         seed_words=0 if arrays.seeds is None else arrays.seeds.shape[-1],
         dtype=arrays.q.dtype,
         by_key=by_key,
         shared=arrays.q.shape[3] - arrays.k.shape[3],
+        rows=arrays.rows is not None,
+        **given(segments=arrays.q_segments, alibi=arrays.alibi_slopes, bias=arrays.bias),
+        **given(mask=arrays.mask, sinks=arrays.sinks),
     )
 
 

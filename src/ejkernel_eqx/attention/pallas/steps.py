@@ -21,11 +21,8 @@ from ..spec import AttentionArrays, AttentionSpec
 FIRST, LAST, WHOLE, PARTLY = 1, 2, 4, 8
 """Bits of an entry: the first and last step of its own tile, and whether the tile is visible as a whole or in part; neither if it is hidden."""
 
-_OWN, _OTHER, _HEAD = (
-    4,
-    15,
-    26,
-)  # where numbers begin: of the own tile, the other tile, and the head of its group
+# Where numbers begin in an entry: of the own tile, the other tile, and the head of its group.
+_OWN, _OTHER, _HEAD = 4, 15, 26
 MOST_TILES, MOST_HEADS = 1 << 11, 1 << 6
 
 
@@ -53,38 +50,30 @@ class Entry(NamedTuple):
 
 def unpacked(entry: Any) -> Entry:
     """The parts of an entry."""
-    part = lambda begin, end: (
-        jax.lax.shift_right_logical(entry, jnp.int32(begin)) & ((1 << (end - begin)) - 1)
-    )
+    shifted = lambda begin: jax.lax.shift_right_logical(entry, jnp.int32(begin))
+    part = lambda begin, end: shifted(begin) & ((1 << (end - begin)) - 1)
     return Entry(entry & 15, part(_OWN, _OTHER), part(_OTHER, _HEAD), part(_HEAD, 32))
 
 
-def query_steps(
-    arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int
+def steps_of(
+    arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int, by_key: bool
 ) -> tuple[Steps, Array | None]:
-    """For kernels that keep a tile of queries, and the contents of partly visible tiles `[patterns, block_q, block_k]`."""
-    shape = Shape(arrays.q.shape[1], arrays.k.shape[1], block_q, block_k)
+    """The steps of kernels that keep a tile of queries or, `by_key`, of keys; and the contents of partly visible tiles, `[patterns, rows, columns]`.
+    A program of the latter kernels has all heads of a group, so entries of heads that differ name their head."""
+    shape = Shape(arrays.q.shape[1], arrays.k.shape[1], block_q, block_k, by_key)
     kinds, numbers, bits = _grids(arrays, spec, shape)
-    heads = kinds.shape[1]
-    steps = _listed(kinds[:, :, :, None], None if bits is None else numbers[:, :, :, None])
-    rows = _row_of_programs(kinds.shape[:2], (arrays.q.shape[0], arrays.q.shape[2]))
-    return steps._replace(rows=rows, split_heads=heads > 1), _expanded(bits, block_k)
+    batch, kinds_heads = kinds.shape[:2]
+    heads = arrays.k.shape[2] if by_key else arrays.q.shape[2]
 
+    def turned(x: Any) -> Any:
+        if not by_key:
+            return x[:, :, :, None]
+        return x.reshape(x.shape[0], min(heads, x.shape[1]), -1, *x.shape[2:]).transpose(0, 1, 4, 2, 3)
 
-def key_steps(
-    arrays: AttentionArrays, spec: AttentionSpec, block_q: int, block_k: int
-) -> tuple[Steps, Array | None]:
-    """For kernels that keep a tile of keys, and the contents of partly visible tiles, `[patterns, block_k, block_q]`. A program has all heads of
-    a group, so entries of heads that differ name their head."""
-    shape = Shape(arrays.q.shape[1], arrays.k.shape[1], block_q, block_k, True)
-    kinds, numbers, bits = _grids(arrays, spec, shape)
-    kv_heads = arrays.k.shape[2]
-    turned = lambda x: x.reshape(x.shape[0], min(kv_heads, x.shape[1]), -1, *x.shape[2:]).transpose(
-        0, 1, 4, 2, 3
-    )
     steps = _listed(turned(kinds), None if bits is None else turned(numbers))
-    rows = _row_of_programs((kinds.shape[0], min(kv_heads, kinds.shape[1])), (arrays.q.shape[0], kv_heads))
-    return steps._replace(rows=rows, split_heads=kinds.shape[1] > 1), _expanded(bits, block_q)
+    rows = _row_of_programs((batch, min(heads, kinds_heads)), (arrays.q.shape[0], heads))
+    columns = block_q if by_key else block_k
+    return steps._replace(rows=rows, split_heads=kinds_heads > 1), _expanded(bits, columns)
 
 
 def _grids(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> tuple[Any, Any, Any]:
@@ -125,9 +114,8 @@ def _listed(kinds: Any, contents: Any) -> Steps:
         order = order[:, :stride]
     last = xp.take_along_axis(order, xp.maximum(count - 1, 0)[:, None], axis=-1)
     inside = order < own * each
-    place = xp.where(
-        inside, order, last
-    )  # behind its steps a row stays at the last one, and computes nothing
+    # Behind its steps a row stays at the last one, and computes nothing.
+    place = xp.where(inside, order, last)
     tile, rest = place // each, place % each
     kind = xp.take_along_axis(flat.reshape(rows, -1), place, axis=-1)
     ahead, behind = (xp.pad(tile, ((0, 0), sides), constant_values=-1) for sides in ((1, 0), (0, 1)))

@@ -6,14 +6,18 @@ that broadcasts to the tile. Scores are kept in units of log2.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 
 from ...launch.by_name import LOG2E, MOST_NATURAL
 from ..philox import philox, threshold
+from ..spec import AttentionSpec
+from .steps import PARTLY, WHOLE
 
 LANES, _SUBLANES = 128, 8
 QUERY_ROWS = ("start", "end", "position", "segment")
@@ -24,6 +28,7 @@ QUERY_ROWS = ("start", "end", "position", "segment")
 class Form:
     """Holds what is compiled into the kernels of a call."""
 
+    spec: AttentionSpec
     block_q: int
     block_k: int
     queries: int
@@ -31,11 +36,6 @@ class Form:
     """Queries and keys that the call has; those behind them are padding."""
     blind: bool
     """Whether a key may be seen by no query, or a query see no key. Then padding must see nothing either."""
-    scale: float
-    cap: float | None
-    left: int | None
-    right: int | None
-    offset: int
     rows: bool
     segments: bool
     alibi: bool
@@ -45,7 +45,6 @@ class Form:
     blocks: tuple[int, int] | None
     """Queries and keys of a block of the map, if tiles are not parts of blocks."""
     sinks: bool
-    dropout: float
     seed_words: int
     dtype: Any
     by_key: bool = False
@@ -55,11 +54,11 @@ class Form:
     @property
     def folded(self) -> bool:
         """Returns whether the last factor of scores is left to the subtraction of the maximum."""
-        return not self.bias and not self.alibi and self.scale > 0
+        return not self.bias and not self.alibi and self.spec.scale > 0
 
     @property
     def multiplier(self) -> float:
-        return (self.cap or self.scale) * LOG2E if self.folded else 1.0
+        return (self.spec.logits_soft_cap or self.spec.scale) * LOG2E if self.folded else 1.0
 
     @property
     def query_axis(self) -> int:
@@ -77,7 +76,7 @@ class Form:
     @property
     def ever_partly(self) -> bool:
         """Returns whether a tile may be visible in part."""
-        ranged = self.left is not None or self.right is not None or self.keys % self.block_k != 0
+        ranged = self.spec.ranged or self.keys % self.block_k != 0
         return ranged or self.packed_rows or self.mask or self.bits or self.blocks is not None
 
     @property
@@ -86,9 +85,18 @@ class Form:
         return self.rows or self.segments
 
 
-class Head(NamedTuple):
-    """Numbers of a batch row and head."""
+def run_step(form: Form, flags: Any, step: Callable[[bool], None]) -> None:
+    """Runs `step(masked)` as the flags of an entry say: for a tile that is visible as a whole or in part, or not at all."""
+    if form.ever_whole:
+        pl.when(flags & WHOLE != 0)(lambda: step(False))
+    if form.ever_partly:
+        pl.when(flags & PARTLY != 0)(lambda: step(True))
 
+
+class Head(NamedTuple):
+    """Numbers of a batch row and head, and which it is, counted over both."""
+
+    number: Any
     slope: Any
     seeds: tuple[Any, ...]
 
@@ -151,12 +159,12 @@ def query_number(form: Form, refs: Any, name: str) -> Array:
 
 def scores(form: Form, qk: Array, refs: Any, head: Head, q_tile: Any, k_tile: Any) -> tuple[Array, Array]:
     """Scores in log2 units, without `form.multiplier`, and the tanh whose square the backward needs."""
-    t = qk
-    if form.cap is not None:
-        t = jnp.tanh(qk * (form.scale / form.cap))
+    t, cap, scale = qk, form.spec.logits_soft_cap, form.spec.scale
+    if cap is not None:
+        t = jnp.tanh(qk * (scale / cap))
     s = t
     if not form.folded:
-        s = t * (form.cap * LOG2E) if form.cap is not None else qk * (form.scale * LOG2E)
+        s = t * (cap * LOG2E) if cap is not None else qk * (scale * LOG2E)
         # Bias and ALiBi come after the soft cap, in natural units.
         if form.bias:
             bias = refs.bias[...].astype(jnp.float32)
@@ -171,14 +179,14 @@ def scores(form: Form, qk: Array, refs: Any, head: Head, q_tile: Any, k_tile: An
 def distance(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
     """Key minus position of the query, float32."""
     i, j = positions(form, q_tile, k_tile)
-    position = query_number(form, refs, "position") if form.rows else i + form.offset
+    position = query_number(form, refs, "position") if form.rows else i + form.spec.offset
     return (j - position).astype(jnp.float32)
 
 
 def visible(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
     """Returns which entries of the tile are visible; keys past the end are not, queries past the end may be."""
     i, j = positions(form, q_tile, k_tile)
-    conditions = []
+    conditions, spec = [], form.spec
     if form.rows:
         conditions += [j >= query_number(form, refs, "start"), j < query_number(form, refs, "end")]
     else:
@@ -186,11 +194,11 @@ def visible(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
             conditions.append(j < form.keys)
         if form.blind and form.queries % form.block_q:
             conditions.append(i < form.queries)
-        if form.right is not None:
-            near, limit = compared(form, q_tile, k_tile, form.offset + form.right)
+        if spec.right is not None:
+            near, limit = compared(form, q_tile, k_tile, spec.offset + spec.right)
             conditions.append(near >= limit)
-        if form.left is not None:
-            near, limit = compared(form, q_tile, k_tile, form.offset - form.left)
+        if spec.left is not None:
+            near, limit = compared(form, q_tile, k_tile, spec.offset - spec.left)
             conditions.append(near <= limit)
     if form.segments:
         # Hidden queries have a number that no key has.
@@ -212,18 +220,18 @@ def _of_map(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
     """The tile's part of a map of blocks, spread over its entries by two products with zeros and ones."""
     assert form.blocks is not None
     part = refs.map[...]  # blocks of this tile's rows by those of its columns
-    axes = (form.query_axis, 1 - form.query_axis)
-    sizes = [(form.block_q, form.blocks[0], q_tile), (form.block_k, form.blocks[1], k_tile)]
-    (rows, row_block, row_tile), (columns, column_block, column_tile) = (sizes[axis] for axis in axes)
-    first = jax.lax.div(row_tile * rows, jnp.int32(row_block))
-    own = jax.lax.broadcasted_iota(jnp.int32, (rows, part.shape[0]), 0) + row_tile * rows
-    at = jax.lax.broadcasted_iota(jnp.int32, (rows, part.shape[0]), 1) + first
-    up = ((own >= at * row_block) & (own < (at + 1) * row_block)).astype(part.dtype)
-    first = jax.lax.div(column_tile * columns, jnp.int32(column_block))
-    own = jax.lax.broadcasted_iota(jnp.int32, (part.shape[1], columns), 1) + column_tile * columns
-    at = jax.lax.broadcasted_iota(jnp.int32, (part.shape[1], columns), 0) + first
-    along = ((own >= at * column_block) & (own < (at + 1) * column_block)).astype(part.dtype)
-    exact = dict(preferred_element_type=jnp.float32)
+    sides = [(form.block_q, form.blocks[0], q_tile), (form.block_k, form.blocks[1], k_tile)]
+
+    def spread(axis: int) -> Array:
+        """Ones where a row or column of the tile is in a block of the part."""
+        size, block, tile = sides[form.query_axis if axis == 0 else 1 - form.query_axis]
+        shape = (size, part.shape[0]) if axis == 0 else (part.shape[1], size)
+        first = jax.lax.div(tile * size, jnp.int32(block))
+        own = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + tile * size
+        at = jax.lax.broadcasted_iota(jnp.int32, shape, 1 - axis) + first
+        return ((own >= at * block) & (own < (at + 1) * block)).astype(part.dtype)
+
+    up, along, exact = spread(0), spread(1), dict(preferred_element_type=jnp.float32)
     lines = jnp.dot(up, part, **exact).astype(part.dtype)
     return jnp.dot(lines, along, **exact) > 0.5
 
@@ -231,7 +239,7 @@ def _of_map(form: Form, refs: Any, q_tile: Any, k_tile: Any) -> Array:
 def keep(form: Form, refs: Any, head: Head, q_tile: Any, k_tile: Any) -> Array:
     """Returns which entries survive dropout, as `philox.philox_keep` says."""
     i, j = positions(form, q_tile, k_tile)
-    position = query_number(form, refs, "position") if form.rows else i + form.offset
+    position = query_number(form, refs, "position") if form.rows else i + form.spec.offset
     position, j = jnp.broadcast_to(position, form.shape), jnp.broadcast_to(j, form.shape)
     if form.seed_words == 3:
         position, j = position + head.seeds[2], j + head.seeds[2]
@@ -241,7 +249,7 @@ def keep(form: Form, refs: Any, head: Head, q_tile: Any, k_tile: Any) -> Array:
     word = philox((keys[0], keys[1]), (unsigned(position), unsigned(j), zero, zero))[0]
     # Signed numbers in the order of the unsigned ones: a TPU compares the former.
     ordered = jax.lax.bitcast_convert_type(word ^ jnp.uint32(1 << 31), jnp.int32)
-    return ordered >= jnp.int32(threshold(form.dropout) - (1 << 31))
+    return ordered >= jnp.int32(threshold(form.spec.dropout_rate) - (1 << 31))
 
 
 def some(seen: Array, axis: int) -> Array:
@@ -254,3 +262,9 @@ def clean(seen: Array, *columns: Array) -> tuple[Array, ...]:
     is NaN."""
     known = upright(some(seen, 0), LANES)
     return tuple(jnp.where(wide(known, x.shape[1]) > 0, x, jnp.zeros_like(x)) for x in columns)
+
+
+def temporaries(kernel: str, block_q: int, block_k: int, size: int) -> int:
+    """Bytes of the values of a step: scores, weights, and weights as operands; in the backward the gradients of them, too."""
+    each = 8 + size if kernel == "forward" else 12 + 2 * size
+    return block_q * (block_k * each + 2 * 4 * LANES)

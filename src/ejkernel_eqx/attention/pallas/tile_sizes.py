@@ -5,16 +5,11 @@ from typing import Any
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch.sizes import cdiv, tile_bytes, too_large_for_vmem
-from . import backward_kernels, forward_kernel
 from .steps import MOST_TILES
+from .tile import temporaries
 
 KERNELS = ("forward", "key_gradient", "query_gradient")
 Tile = tuple[int, int]
-_TEMPORARIES = {
-    "forward": forward_kernel.temporaries,
-    "key_gradient": backward_kernels.temporaries,
-    "query_gradient": backward_kernels.temporaries,
-}
 # By kernel, best first; small ones last, for devices with little memory and for short calls.
 _TILES: dict[str, tuple[Tile, ...]] = {
     "forward": (
@@ -40,17 +35,11 @@ _MOST_TABLE = 512 * 2**10  # bytes of scalar memory
 
 def fitting(kernel: str, problem: Problem, device: DeviceFacts) -> list[Tile]:
     """The tiles that fit the problem and the device, best first; the smallest ones if none does."""
-    lengths = [cdiv(problem.dim(name), 128) * 128 for name in "TS"]
-
-    def shrink(tile: Tile) -> Tile:
-        queries, keys = (max(128, min(size, length)) for size, length in zip(tile, lengths, strict=True))
-        return queries, keys
-
-    shortest = [
-        tiles[kernel] for kind, tiles in _SHORTEST.items() if device.kind.startswith(kind) and kernel in tiles
-    ]
-    known = _within_blocks(problem, (*shortest, *_TILES[kernel]))
-    tiles = list(dict.fromkeys(shrink(tile) for tile in known))
+    queries, keys = (max(128, cdiv(problem.dim(name), 128) * 128) for name in "TS")
+    shortest = [tiles for kind, tiles in _SHORTEST.items() if device.kind.startswith(kind)]
+    known = (*(tiles[kernel] for tiles in shortest if kernel in tiles), *_TILES[kernel])
+    # A tile need not be longer than the call.
+    tiles = list(dict.fromkeys((min(q, queries), min(k, keys)) for q, k in _within_blocks(problem, known)))
     return [tile for tile in tiles if tile_unsupported(kernel, problem, tile, device) is None] or [(128, 128)]
 
 
@@ -62,25 +51,20 @@ def _within_blocks(problem: Problem, tiles: tuple[Tile, ...]) -> list[Tile]:
 
 def tile_unsupported(kernel: str, problem: Problem, tile: Tile, device: DeviceFacts) -> str | None:
     """The reason why a tile cannot run the problem, by an estimate."""
-    sizes, tiles = (
-        f"{tile[0]}x{tile[1]}",
-        [cdiv(problem.dim(n), size) for n, size in zip("TS", tile, strict=True)],
-    )
+    sizes = f"{tile[0]}x{tile[1]}"
+    tiles = [cdiv(problem.dim(name), size) for name, size in zip("TS", tile, strict=True)]
     if max(tiles) > MOST_TILES:
         return f"{kernel} with {sizes} tiles has {max(tiles)} of them along one side, a list of steps can name {MOST_TILES}"
-    table = 4 * _rows_of_steps(problem, kernel) * tiles[0] * tiles[1]
+    table = 4 * _rows_of_steps(problem) * tiles[0] * tiles[1]
     if table > _MOST_TABLE:
         return f"{kernel} with {sizes} tiles has a list of steps of {table} bytes, scalar memory has room for {_MOST_TABLE}"
     return too_large_for_vmem(kernel, sizes, vmem(kernel, problem, tile), device)
 
 
-def _rows_of_steps(problem: Problem, kernel: str) -> int:
+def _rows_of_steps(problem: Problem) -> int:
     """The number of lists of steps a call has, at most."""
-    batch = (
-        problem.dim("B") if problem.flag("rows") or problem.flag("segments") or problem.flag("tiles") else 1
-    )
-    heads = problem.dim("H") if problem.flag("tiles") else 1
-    return batch * heads
+    by_row = any(problem.flag(name) for name in ("rows", "segments", "tiles"))
+    return (problem.dim("B") if by_row else 1) * (problem.dim("H") if problem.flag("tiles") else 1)
 
 
 def vmem(kernel: str, problem: Problem, tile: Tile) -> int:
@@ -96,16 +80,11 @@ def vmem(kernel: str, problem: Problem, tile: Tile) -> int:
         over_scores += tile_bytes(tile, problem.dtype("bias"))
     over_scores += tile_bytes(tile, "int8") * sum(bool(problem.flag(name)) for name in ("mask", "tiles"))
     numbers = 4 * 128 * ((queries + keys) if problem.flag("rows") or problem.flag("segments") else 0)
-    sums = {
-        "forward": (queries, (dims[1], 128, 128)),
-        "key_gradient": (keys, dims),
-        "query_gradient": (queries, (dims[0], 128, 128)),
-    }
-    rows, widths = sums[kernel]
-    gradients = of_heads + (tile_bytes((shared, keys), "float32") if shared else 0)
-    results = {"forward": of_queries // 2, "key_gradient": gradients, "query_gradient": of_queries // 2}[
-        kernel
-    ]
+    # Sums, which stay in scratch memory, and results.
+    rows, widths, results = queries, (dims[1 if kernel == "forward" else 0], 128, 128), of_queries // 2
+    if kernel == "key_gradient":
+        rows, widths = keys, dims
+        results = of_heads + (tile_bytes((shared, keys), "float32") if shared else 0)
     blocks = of_queries + of_keys + results + over_scores + numbers
     scratch = sum(tile_bytes((rows, width), "float32") for width in widths)
-    return 2 * blocks + scratch + _TEMPORARIES[kernel](queries, keys, 4 if dtype == "float32" else 2)
+    return 2 * blocks + scratch + temporaries(kernel, queries, keys, 4 if dtype == "float32" else 2)

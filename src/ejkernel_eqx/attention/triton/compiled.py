@@ -76,7 +76,9 @@ class TritonConfig:
 
 config_type = TritonConfig
 _SMALLEST = TileConfig(16, 16, 4, 1)
-
+# The choice of Hopper's kernels, of each field of a configuration that may stand for one.
+_HOPPER: dict[str, Any] = {"forward": hopper, "key_gradient": backward_tiles}
+_HOPPER_REMARKS = {"forward": "forward: Triton's kernel", "key_gradient": "backward: Triton's kernels"}
 
 unavailable = kernels_unavailable
 
@@ -92,15 +94,14 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
-    """The first preferred tile of each kernel that fits the device's shared memory."""
-    forward, keys, queries = (
-        _fitting(kernel, tile_sizes.preferred, problem, device)[0] for kernel in tile_sizes.KERNELS
-    )
-    if not hopper.not_chosen(problem, device):
-        forward = _hopper_tiles(problem, device)[0]
-    if not backward_tiles.not_chosen(problem, device):
-        keys = TileConfig(*backward_tiles.tiles(problem, device)[0])
-    return TritonConfig(forward, keys, queries, **_arithmetic(device))
+    """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one."""
+    tiles = {
+        kernel: _fitting(kernel, tile_sizes.preferred, problem, device)[0] for kernel in tile_sizes.KERNELS
+    }
+    for kernel, choice in _HOPPER.items():
+        if not choice.not_chosen(problem, device):
+            tiles[kernel] = _hopper_tiles(kernel, problem, device)[0]
+    return TritonConfig(**tiles, **_arithmetic(device))
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
@@ -108,11 +109,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     heuristic = default_config(problem, device)
     columns = []
     for kernel in tile_sizes.KERNELS:
-        tiles = _fitting(kernel, tile_sizes.choices, problem, device)
-        if kernel == "forward":
-            tiles = _hopper_tiles(problem, device) + tiles
-        elif kernel == "key_gradient":
-            tiles = [TileConfig(*sizes) for sizes in backward_tiles.tiles(problem, device)] + tiles
+        tiles = _hopper_tiles(kernel, problem, device) + _fitting(kernel, tile_sizes.choices, problem, device)
         columns.append(list(dict.fromkeys([getattr(heuristic, kernel), *tiles]))[:_MOST_CANDIDATES])
     return [TritonConfig(*tiles, **_arithmetic(device)) for tiles in rows_of(columns)]
 
@@ -122,10 +119,9 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
         if tile.hopper_programs:
-            if kernel == "key_gradient":
-                reason = backward_tiles.config_unfit(tile, problem, device)
-            else:
-                reason = hopper.config_unfit(kernel, tile, problem, device)
+            reason = "has no kernel of its own"
+            if kernel in _HOPPER:
+                reason = _HOPPER[kernel].config_unfit(tile, problem, device)
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
         needed, sizes = _needed_memory(kernel, problem, tile), f"{tile.block_q}x{tile.block_k}"
@@ -156,24 +152,22 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
     reasons = []
-    if not config.forward.hopper_programs:
-        reasons.append(
-            f"forward: Triton's kernel, not Hopper's, which {hopper.not_chosen(problem, device) or 'the configuration leaves out'}"
-        )
-    if not config.key_gradient.hopper_programs:
-        reasons.append(
-            f"backward: Triton's kernels, not Hopper's, which {backward_tiles.not_chosen(problem, device) or 'the configuration leaves out'}"
-        )
+    for kernel, remark in _HOPPER_REMARKS.items():
+        if not getattr(config, kernel).hopper_programs:
+            reason = _HOPPER[kernel].not_chosen(problem, device) or "the configuration leaves out"
+            reasons.append(f"{remark}, not Hopper's, which {reason}")
     return "; ".join(reasons)
 
 
-def _hopper_tiles(problem: Problem, device: DeviceFacts) -> list[TileConfig]:
-    return [TileConfig(*sizes) for sizes in hopper.tiles(problem, device)]
+def _hopper_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
+    return (
+        [TileConfig(*sizes) for sizes in _HOPPER[kernel].tiles(problem, device)] if kernel in _HOPPER else []
+    )
 
 
 def _needed_memory(kernel: str, problem: Problem, tile: TileConfig) -> int:
     if tile.hopper_programs:
-        return (backward_tiles if kernel == "key_gradient" else hopper).shared_memory(tile, problem)
+        return _HOPPER[kernel].shared_memory(tile, problem)
     return tile_sizes.shared_memory(kernel, problem, tile.block_q, tile.block_k, tile.num_stages)
 
 
@@ -182,14 +176,24 @@ def _fitting(kernel: str, sizes: Sizes, problem: Problem, device: DeviceFacts) -
     return fitting(tiles, lambda tile: _needed_memory(kernel, problem, tile), device) or [_SMALLEST]
 
 
+def _check_hopper(
+    kernel: str, config: TritonConfig, arrays: AttentionArrays, spec: AttentionSpec, k_rope: Array | None
+) -> None:
+    """`ValueError` if the configuration has Hopper's kernel for a call that it cannot run."""
+    tile, choice = getattr(config, kernel), _HOPPER[kernel]
+    if not tile.hopper_programs:
+        return
+    problem = problem_of("attention", arrays, spec)
+    reason = choice.problem_unfit(problem) or choice.tile_unfit(tile, problem)
+    if k_rope is not None:
+        reason = "takes no keys with a second part"
+    if reason is not None:
+        raise ValueError(
+            f"config: expected hopper_programs=0 in {kernel}, received {tile.hopper_programs}: Hopper's kernel {reason}."
+        )
+
+
 def forward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run
-) -> tuple[Array, Array]:
-    """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    return attended(arrays, spec, config, execute=execute)
-
-
-def attended(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: TritonConfig,
@@ -197,18 +201,16 @@ def attended(
     k_rope: Array | None = None,
     execute: Execute = run,
 ) -> tuple[Array, Array]:
-    """Works as `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
+    """`out [B, T, H, V]`, `lse [B, H, T]`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     tile = config.forward
-    if tile.hopper_programs:
-        hopper.check(tile, problem_of("attention", arrays, spec), k_rope is not None)
+    _check_hopper("forward", config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
-    (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
+    launch = launcher(arrays, spec, config, execute, k_rope)
     if tile.hopper_programs and arrays.k.shape[1] > 0:
-        return hopper_call.attended(
-            launcher(arrays, spec, config, execute), arrays, spec, tile, _resident(arrays)
-        )
+        return hopper_call.attended(launch, arrays, spec, tile, _resident(arrays))
+    (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     tiles, numbers = _tiled(arrays, spec, tile)
-    results = launcher(arrays, spec, config, execute, k_rope)(
+    results = launch(
         forward_kernel.forward_kernel,
         tile,
         {
@@ -224,6 +226,13 @@ def attended(
 
 
 def backward(
+    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *known: Array, execute: Execute = run
+) -> AttentionGrads:
+    """All gradients, from the results and their cotangents; bitwise repeatable, as every sum has one fixed order."""
+    return gradients(arrays, spec, config, *known, execute=execute)[0]
+
+
+def gradients(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: TritonConfig,
@@ -232,26 +241,11 @@ def backward(
     dout: Array,
     dlse: Array,
     *,
-    execute: Execute = run,
-) -> AttentionGrads:
-    """All gradients; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, (out, lse), (dout, dlse), execute=execute)[0]
-
-
-def gradients(
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    config: TritonConfig,
-    results: tuple[Array, Array],
-    cotangents: tuple[Array, Array],
-    *,
     k_rope: Array | None = None,
     execute: Execute = run,
 ) -> tuple[AttentionGrads, Array | None]:
-    """Works as `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
-    (out, lse), (dout, dlse) = results, cotangents
-    if config.key_gradient.hopper_programs:
-        backward_tiles.check(config.key_gradient, problem_of("attention", arrays, spec), k_rope is not None)
+    """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
+    _check_hopper("key_gradient", config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     if arrays.bias is not None:
@@ -265,8 +259,7 @@ def gradients(
     launch = launcher(arrays, spec, config, execute, k_rope).knowing(row_inputs)
     dk_rope = dslopes = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
-        rows = row_inputs["do"], row_inputs["lse"], row_inputs["delta"]
-        dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, rows, empty)
+        dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
     else:
         dk, dk_rope, dv = _key_gradient(launch, arrays, spec, config.key_gradient, k_rope)
         dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)
@@ -392,14 +385,8 @@ def _tiled(
         numbers |= {"BITS": 0 if bits is None else bits.shape[-1], "CLEAN": blind or arrays.mask is not None}
         # If all heads have one list, none looks up which is its own.
         numbers["LISTED"] = 1 if len(tiles) == 1 else 2
-        lists = {
-            "row": None if len(tiles) == 1 else row,
-            "tiles": tiles,
-            "list": entries,
-            "pattern": patterns,
-            "bits": bits,
-        }
-        return lists, numbers
+        row = None if len(tiles) == 1 else row
+        return {"row": row, "tiles": tiles, "list": entries, "pattern": patterns, "bits": bits}, numbers
     if not _ragged(arrays):
         return {"tiles": None}, numbers
     table = tile_table.query_tile_table if by_key else tile_table.key_tile_table

@@ -7,122 +7,95 @@ from ...launch import limits_registers, register_limits_measured
 from ...launch.sizes import padded
 
 KERNELS = ("forward", "key_gradient", "query_gradient")
-Sizes = tuple[
-    int, ...
-]  # block_q, block_k, num_warps, num_stages, and max_registers where the compiler is limited
+# block_q, block_k, num_warps, num_stages, and max_registers where the compiler is limited
+Sizes = tuple[int, ...]
 
-# By padded head dim, best first by default; small ones last, for devices with little shared memory.
-_HALF: dict[str, dict[int, tuple[Sizes, ...]]] = {
-    "forward": {
-        64: ((64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-        128: (
-            (64, 64, 4, 3),
-            (128, 128, 8, 3),
-            (128, 64, 8, 3),
-            (64, 64, 4, 2),
-            (64, 32, 4, 2),
-            (64, 32, 4, 1),
-        ),
-        256: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2), (64, 32, 4, 1), (32, 16, 4, 1)),
-    },
-    "key_gradient": {
-        64: ((64, 64, 4, 3), (32, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (32, 32, 4, 1)),
-        128: ((32, 64, 4, 3), (64, 128, 8, 3), (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1)),
-        256: ((32, 64, 8, 3), (32, 64, 8, 2), (32, 32, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)),
-    },
-    "query_gradient": {
-        64: ((128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1)),
-        128: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
-        256: ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 8, 2), (32, 16, 4, 1), (16, 16, 4, 1)),
-    },
-}
+# By kernel and padded head dim, best first.
+_Table = dict[tuple[str, int], tuple[Sizes, ...]]
+
+
+def _parsed(table: dict[tuple[str, int], str]) -> _Table:
+    """A table whose tiles are written as `64x32x4x2`."""
+    return {
+        key: tuple(tuple(map(int, tile.split("x"))) for tile in row.split()) for key, row in table.items()
+    }
+
+
+# Tiles by default; small ones last, for devices with little shared memory.
+_HALF = _parsed({
+    ("forward", 64): "64x64x4x3 128x64x8x3 128x64x4x3 64x64x4x2 64x32x4x2",
+    ("forward", 128): "64x64x4x3 128x128x8x3 128x64x8x3 64x64x4x2 64x32x4x2 64x32x4x1",
+    ("forward", 256): "128x64x8x2 128x32x8x3 64x32x4x2 64x32x4x1 32x16x4x1",
+    ("key_gradient", 64): "64x64x4x3 32x64x4x3 64x64x4x2 32x64x4x2 32x32x4x1",
+    ("key_gradient", 128): "32x64x4x3 64x128x8x3 32x64x4x2 32x64x4x1 32x32x4x1",
+    ("key_gradient", 256): "32x64x8x3 32x64x8x2 32x32x4x2 16x32x4x1 16x16x4x1",
+    ("query_gradient", 64): "128x64x4x3 64x64x4x3 64x64x4x2 64x32x4x2 32x32x4x1",
+    ("query_gradient", 128): "128x64x8x3 64x64x4x2 64x32x4x2 64x32x4x1 32x32x4x1",
+    ("query_gradient", 256): "128x32x8x3 128x32x8x2 64x32x8x2 32x16x4x1 16x16x4x1",
+})  # fmt: skip
+_FLOAT32 = _parsed({
+    ("forward", 64): "64x32x4x2 64x32x4x1 32x32x4x1",
+    ("forward", 128): "64x32x4x2 32x32x4x1 32x16x4x1",
+    ("forward", 256): "32x32x4x1 16x16x4x1",
+    ("key_gradient", 64): "32x64x4x1 32x32x4x1",
+    ("key_gradient", 128): "32x32x4x1 16x32x4x1 16x16x4x1",
+    ("key_gradient", 256): "16x32x4x1 16x16x4x1",
+    ("query_gradient", 64): "32x64x4x1 32x32x4x1",  # 64 queries do not compile for Blackwell
+    ("query_gradient", 128): "32x32x4x1 32x16x4x1 16x16x4x1",
+    ("query_gradient", 256): "32x16x4x1 16x16x4x1",
+})  # fmt: skip
+# Other tiles worth timing; most keep all their values in registers.
+_HALF_MORE = _parsed({
+    ("forward", 64): "128x128x8x3 64x128x4x3 128x64x4x2 64x64x4x4 128x64x8x2 128x32x4x3 64x128x4x2",
+    ("forward", 128): "128x64x8x2 128x128x8x2 64x128x4x2 64x128x8x2 64x32x4x3 128x32x4x3",
+    ("forward", 256): "64x64x8x2 128x32x8x2 64x32x4x3 64x64x8x3 128x16x8x3 64x32x8x3 64x16x4x3",
+    ("key_gradient", 64): "64x128x8x3 64x64x8x3 32x64x4x4 64x128x8x2 32x128x8x3 64x32x4x3 32x128x4x3",
+    ("key_gradient", 128): "32x128x8x3 64x64x8x3 64x128x8x2 32x128x8x2 64x64x8x2 16x64x4x3 32x64x8x3",
+    ("key_gradient", 256): "16x64x8x3 32x32x8x3 16x64x8x2 32x32x8x2 32x32x4x3 16x32x4x3 16x32x4x2",
+    ("query_gradient", 64): "128x64x8x3 128x32x4x3 128x128x8x2 128x64x4x2 64x32x4x3 64x128x4x2 128x64x8x2",
+    ("query_gradient", 128): "128x64x8x2 128x32x8x3 64x64x4x3 64x32x4x3 64x64x8x2 64x64x8x3 128x32x8x2",
+    ("query_gradient", 256): "64x32x8x3 64x64x8x2 128x16x8x3 64x16x4x3 64x16x8x3 32x32x4x2 32x32x4x3",
+})  # fmt: skip
+_FLOAT32_MORE = _parsed({
+    ("forward", 64): "64x32x8x2 64x64x8x1 128x32x8x1 32x32x4x2 32x64x4x1",
+    ("forward", 128): "64x32x8x2 64x16x4x2 64x32x4x1 32x32x4x2",
+    ("forward", 256): "32x32x8x1 32x16x4x1 16x32x4x1",
+    ("key_gradient", 64): "32x64x8x1 16x64x4x1 32x32x4x2 64x32x4x1",
+    ("key_gradient", 128): "32x32x8x1 16x64x8x1 16x64x4x1 32x16x4x1",
+    ("key_gradient", 256): "16x32x8x1 32x16x4x1",
+    ("query_gradient", 64): "32x64x8x1 64x32x8x1 32x32x4x2 64x16x4x1",
+    ("query_gradient", 128): "32x32x8x1 64x16x8x1 64x16x4x1 16x32x4x1",
+    ("query_gradient", 256): "32x16x8x1 16x32x4x1",
+})  # fmt: skip
 SIDE_BY_SIDE: Sizes = (128, 64, 8, 2, 128)
 # For 16-bit inputs where the tiles above spill hundreds of bytes per thread (compiled, not measured): with a mask, in the forward with a
 # bias, and always on Blackwell. By major compute capability, 0 for all others.
-_Sparing = dict[int, dict[tuple[str, int], Sizes]]
+_Sparing = dict[tuple[int, str, int], Sizes]
 _SPARING_BESIDE_MASKS: _Sparing = {
-    0: {
-        ("forward", 128): (64, 32, 8, 3),
-        ("forward", 256): (64, 32, 8, 3),
-        ("key_gradient", 64): (32, 64, 8, 3),
-        ("key_gradient", 128): (32, 64, 8, 3),
-        ("key_gradient", 256): (32, 32, 8, 3),
-        ("query_gradient", 128): (64, 32, 8, 2),
-        ("query_gradient", 256): (32, 32, 8, 2),
-    },
-    8: {("key_gradient", 64): (32, 32, 4, 2)},
-    9: {("key_gradient", 256): (16, 64, 8, 3)},
-    10: {("key_gradient", 128): (16, 64, 8, 3)},
+    (0, "forward", 128): (64, 32, 8, 3),
+    (0, "forward", 256): (64, 32, 8, 3),
+    (0, "key_gradient", 64): (32, 64, 8, 3),
+    (0, "key_gradient", 128): (32, 64, 8, 3),
+    (0, "key_gradient", 256): (32, 32, 8, 3),
+    (0, "query_gradient", 128): (64, 32, 8, 2),
+    (0, "query_gradient", 256): (32, 32, 8, 2),
+    (8, "key_gradient", 64): (32, 32, 4, 2),
+    (9, "key_gradient", 256): (16, 64, 8, 3),
+    (10, "key_gradient", 128): (16, 64, 8, 3),
 }
 _SPARING: _Sparing = {
-    10: {
-        ("forward", 256): (128, 32, 8, 3),
-        ("key_gradient", 64): (64, 64, 8, 3),
-        ("key_gradient", 128): (32, 64, 8, 3),
-        ("key_gradient", 256): (32, 32, 8, 3),
-    },
+    (10, "forward", 256): (128, 32, 8, 3),
+    (10, "key_gradient", 64): (64, 64, 8, 3),
+    (10, "key_gradient", 128): (32, 64, 8, 3),
+    (10, "key_gradient", 256): (32, 32, 8, 3),
 }
-_FLOAT32: dict[str, dict[int, tuple[Sizes, ...]]] = {
-    "forward": {
-        64: ((64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1)),
-        128: ((64, 32, 4, 2), (32, 32, 4, 1), (32, 16, 4, 1)),
-        256: ((32, 32, 4, 1), (16, 16, 4, 1)),
-    },
-    "key_gradient": {
-        64: ((32, 64, 4, 1), (32, 32, 4, 1)),
-        128: ((32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1)),
-        256: ((16, 32, 4, 1), (16, 16, 4, 1)),
-    },
-    "query_gradient": {
-        64: ((32, 64, 4, 1), (32, 32, 4, 1)),  # 64 queries do not compile for Blackwell
-        128: ((32, 32, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)),
-        256: ((32, 16, 4, 1), (16, 16, 4, 1)),
-    },
-}
-
-
-# Other tiles worth timing, best first; most keep all their values in registers.
-_HALF_MORE: dict[str, dict[int, tuple[Sizes, ...]]] = {
-    "forward": {
-        64: ((128, 128, 8, 3), (64, 128, 4, 3), (128, 64, 4, 2), (64, 64, 4, 4), (128, 64, 8, 2), (128, 32, 4, 3), (64, 128, 4, 2)),
-        128: ((128, 64, 8, 2), (128, 128, 8, 2), (64, 128, 4, 2), (64, 128, 8, 2), (64, 32, 4, 3), (128, 32, 4, 3)),
-        256: ((64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 3), (64, 64, 8, 3), (128, 16, 8, 3), (64, 32, 8, 3), (64, 16, 4, 3)),
-    },
-    "key_gradient": {
-        64: ((64, 128, 8, 3), (64, 64, 8, 3), (32, 64, 4, 4), (64, 128, 8, 2), (32, 128, 8, 3), (64, 32, 4, 3), (32, 128, 4, 3)),
-        128: ((32, 128, 8, 3), (64, 64, 8, 3), (64, 128, 8, 2), (32, 128, 8, 2), (64, 64, 8, 2), (16, 64, 4, 3), (32, 64, 8, 3)),
-        256: ((16, 64, 8, 3), (32, 32, 8, 3), (16, 64, 8, 2), (32, 32, 8, 2), (32, 32, 4, 3), (16, 32, 4, 3), (16, 32, 4, 2)),
-    },
-    "query_gradient": {
-        64: ((128, 64, 8, 3), (128, 32, 4, 3), (128, 128, 8, 2), (128, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2)),
-        128: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2), (64, 64, 8, 3), (128, 32, 8, 2)),
-        256: ((64, 32, 8, 3), (64, 64, 8, 2), (128, 16, 8, 3), (64, 16, 4, 3), (64, 16, 8, 3), (32, 32, 4, 2), (32, 32, 4, 3)),
-    },
-}  # fmt: skip
-_FLOAT32_MORE: dict[str, dict[int, tuple[Sizes, ...]]] = {
-    "forward": {
-        64: ((64, 32, 8, 2), (64, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 2), (32, 64, 4, 1)),
-        128: ((64, 32, 8, 2), (64, 16, 4, 2), (64, 32, 4, 1), (32, 32, 4, 2)),
-        256: ((32, 32, 8, 1), (32, 16, 4, 1), (16, 32, 4, 1)),
-    },
-    "key_gradient": {
-        64: ((32, 64, 8, 1), (16, 64, 4, 1), (32, 32, 4, 2), (64, 32, 4, 1)),
-        128: ((32, 32, 8, 1), (16, 64, 8, 1), (16, 64, 4, 1), (32, 16, 4, 1)),
-        256: ((16, 32, 8, 1), (32, 16, 4, 1)),
-    },
-    "query_gradient": {
-        64: ((32, 64, 8, 1), (64, 32, 8, 1), (32, 32, 4, 2), (64, 16, 4, 1)),
-        128: ((32, 32, 8, 1), (64, 16, 8, 1), (64, 16, 4, 1), (16, 32, 4, 1)),
-        256: ((32, 16, 8, 1), (16, 32, 4, 1)),
-    },
-}  # fmt: skip
 
 
 def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     """Tiles worth timing, best first; those for devices with little shared memory last."""
     best = preferred(kernel, problem, device)
     is_float32, width = problem.dtype("qkv") == "float32", _width(problem)
-    more = list((_FLOAT32_MORE if is_float32 else _HALF_MORE)[kernel][width])
+    more = list((_FLOAT32_MORE if is_float32 else _HALF_MORE)[kernel, width])
     if limits_registers(device) and (kernel, width, is_float32) == ("forward", 128, False):
         more.insert(0, SIDE_BY_SIDE)
     return list(dict.fromkeys([*best[:-2], *more, *best[-2:]]))
@@ -131,7 +104,7 @@ def choices(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
 def preferred(kernel: str, problem: Problem, device: DeviceFacts) -> list[Sizes]:
     """Tiles to try, best first."""
     width, is_float32 = _width(problem), problem.dtype("qkv") == "float32"
-    tiles = (_FLOAT32 if is_float32 else _HALF)[kernel][width]
+    tiles = (_FLOAT32 if is_float32 else _HALF)[kernel, width]
     if is_float32:
         return _within_blocks(problem, tiles)
     favourite: tuple[Sizes, ...] = ()
@@ -154,13 +127,13 @@ def _sparing(kernel: str, problem: Problem, device: DeviceFacts) -> tuple[Sizes,
     """Tiles that need fewer registers, for problems where the usual ones exceed what is available."""
     if device.vendor != "nvidia":
         return ()
-    major, key = device.capability[0], (kernel, _width(problem))
+    major, width = device.capability[0], _width(problem)
     if kernel == "forward":
         beside_masks = problem.flag("mask") or problem.flag("bias")
     else:  # on an H200 the usual tiles are faster although they spill, except with a bias
         beside_masks = problem.flag("mask") and (major != 9 or problem.flag("bias"))
     tables = [_SPARING_BESIDE_MASKS] if beside_masks else []
-    sizes = (table.get(of, {}).get(key) for table in (*tables, _SPARING) for of in (major, 0))
+    sizes = (table.get((of, kernel, width)) for table in (*tables, _SPARING) for of in (major, 0))
     return tuple(filter(None, sizes))
 
 

@@ -13,21 +13,16 @@ from . import backward_tiles, tile_sizes
 
 
 def gradients(
-    launch: Launcher,
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    tile: Any,
-    rows: tuple[Array, Array, Array],
-    empty: Array,
+    launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, empty: Array
 ) -> tuple[Array, Array, Array]:
-    """`dq`, `dk` and `dv`. `rows`: the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`; `empty [B, H, T]`: queries that
-    see no key."""
+    """`dq`, `dk` and `dv`. The launcher knows the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`. `empty [B, H, T]`: queries
+    that see no key."""
     from .backward_kernel import hopper_backward_kernel
     from .narrow_backward_kernel import hopper_narrow_backward_kernel
     from .wide_backward_kernel import hopper_wide_backward_kernel
 
     (batch, queries, heads, dim), (keys, kv_heads) = arrays.q.shape, arrays.k.shape[1:3]
-    do, lse, delta = rows
+    do, lse, delta = (launch.arrays[name] for name in ("do", "lse", "delta"))
     q, k, v, width = arrays.q, arrays.k, arrays.v, padded(dim, tile_sizes.NARROWEST)
     block_k, kernel = tile.block_k, hopper_backward_kernel
     if width <= backward_tiles.NARROWEST:

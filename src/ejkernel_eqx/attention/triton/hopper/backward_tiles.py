@@ -4,6 +4,7 @@ from typing import Any
 
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
+from ....launch.sizes import cdiv
 from . import tile_sizes
 
 NARROWEST, WIDEST = 64, 128
@@ -42,11 +43,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
         return "was measured without segments, lengths and a soft cap: the tuner times both"
     if problem.dim("T") < _LEAST_LENGTH or _narrow(problem):
         return f"was measured to be faster from {_LEAST_LENGTH} queries and keys on: the tuner times both"
-    programs = (
-        -(-problem.dim("S") // _TILES[tile_sizes.padded_width(problem)][0][1])
-        * problem.dim("B")
-        * problem.dim("K")
-    )
+    block_k = _TILES[tile_sizes.padded_width(problem)][0][1]
+    programs = cdiv(problem.dim("S"), block_k) * problem.dim("B") * problem.dim("K")
     least = _LEAST_PROGRAMS * tile_sizes.multiprocessors(device)
     return "" if programs >= least else f"is the default for {least} tiles of keys or more"
 
@@ -81,12 +79,13 @@ def config_unfit(tile: Any, problem: Problem, device: DeviceFacts) -> str | None
 
 def tile_unfit(tile: Any, problem: Problem) -> str | None:
     """Says the same for a tile on any device."""
+    width = tile_sizes.padded_width(problem)
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
-    if (tile.block_q, tile.block_k) not in {size[:2] for size in _TILES[tile_sizes.padded_width(problem)]}:
-        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {tile_sizes.padded_width(problem)}"
-    if (tile.num_stages == 1) != (tile_sizes.padded_width(problem) > WIDEST):
-        return f"does not have {tile.num_stages} stages at head dims of {tile_sizes.padded_width(problem)}"
+    if (tile.block_q, tile.block_k) not in {size[:2] for size in _TILES[width]}:
+        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {width}"
+    if (tile.num_stages == 1) != (width > WIDEST):
+        return f"does not have {tile.num_stages} stages at head dims of {width}"
     return None
 
 
@@ -102,11 +101,6 @@ def shared_memory(tile: Any, problem: Problem) -> int:
     if width <= NARROWEST:  # keys twice, and their gradients; a part for each of three writers
         keys, parts = 3 * keys, 3 * tile.block_q * width * 4
     return keys + streamed + scores + parts + 1024
-
-
-def check(tile: Any, problem: Problem, second_part: bool) -> None:
-    """`ValueError` if a configuration has Hopper's kernel for a call that it cannot run; `second_part`: whether keys have one."""
-    tile_sizes.refuse("key_gradient", tile, problem_unfit(problem) or tile_unfit(tile, problem), second_part)
 
 
 def together(queries: int, heads: int, width: int, are_alike: bool) -> int:

@@ -18,47 +18,74 @@ def attended(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    if spec.listed:
-        return _attended_by_lists(launch, arrays, spec, tile, group)
-    from .forward_kernel import hopper_forward_kernel
-
-    (batch, queries, heads, dim), (keys, values) = arrays.q.shape, (arrays.k.shape[1], arrays.v.shape[-1])
-    ragged = arrays.rows is not None or arrays.q_segments is not None
-    left, right = (-1 if side is None else side for side in (spec.left, spec.right))
-    hides = ragged or left >= 0 or right >= 0
+    (batch, queries, heads, dim), values = arrays.q.shape, arrays.v.shape[-1]
     programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads)
-    if ragged:
-        launch = launch.knowing(bounds(launch, arrays, spec, tile))
-        tables: dict[str, Any] = {"schedule": None}
+    hides = spec.listed or spec.ranged or arrays.rows is not None or arrays.q_segments is not None
+    outputs = {
+        "out": result(batch, queries, heads, values, dtype=arrays.q.dtype),
+        "lse": result(batch, heads, queries),
+    }
+    if spec.listed:
+        kernel, tables, numbers = _by_lists(arrays, spec, tile, group, programs)
     else:
-        table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
-        tables = {
-            "schedule": jnp.asarray(table),
-            **dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_claims")),
-        }
-    sinks = None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads))
+        kernel, tables, numbers = _by_tiles(launch, arrays, spec, tile, group, programs, hides)
+        outputs = {"claims": result(1, dtype=jnp.int32), **outputs}
     results = launch(
-        hopper_forward_kernel,
+        kernel,
         tile,
-        {
-            "claims": result(1, dtype=jnp.int32),
-            "out": result(batch, queries, heads, values, dtype=arrays.q.dtype),
-            "lse": result(batch, heads, queries),
-        },
+        outputs,
         programs,
-        {"sinks": sinks, **tables},
-        aliases={"no_claims": "claims"} if ragged else None,
+        {"sinks": None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads)), **tables},
         B=batch,
         SINKS=arrays.sinks is not None,
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
-        EVEN_K=keys % tile.block_k == 0,
-        GUARD=hides,
         RESCALE_THRESHOLD=tile_sizes.rescale_threshold(dim, spec.logits_soft_cap, hides),
-        IN_PLACE=tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST)),
         name="forward_kernel",
+        **numbers,
     )
     return results["out"], results["lse"]
+
+
+_Parts = tuple[Any, dict[str, Any], dict[str, Any]]
+"""A kernel, and the arrays and numbers that it alone takes."""
+
+
+def _by_tiles(
+    launch: Launcher,
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    tile: Any,
+    group: int,
+    programs: int,
+    hides: bool,
+) -> _Parts:
+    """The kernel that goes from tile to tile of queries: in the order of a schedule, or, if only the device knows what tiles see, as it claims them."""
+    from .forward_kernel import hopper_forward_kernel
+
+    (batch, queries, heads, dim), keys = arrays.q.shape, arrays.k.shape[1]
+    numbers: dict[str, Any] = dict(EVEN_K=keys % tile.block_k == 0, GUARD=hides)
+    numbers["IN_PLACE"] = tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))
+    if arrays.rows is not None or arrays.q_segments is not None:
+        tables = {"schedule": None, **bounds(launch, arrays, spec, tile)}
+        return hopper_forward_kernel, tables, numbers | {"aliases": {"no_claims": "claims"}}
+    left, right = (-1 if side is None else side for side in (spec.left, spec.right))
+    table = schedule(batch * heads, queries, keys, spec.offset, left, right, tile.block_q, tile.block_k, group, programs)  # fmt: skip
+    absent = dict.fromkeys(("tiles", "kinds", "first", "past", "marks", "no_claims"))
+    return hopper_forward_kernel, {"schedule": jnp.asarray(table), **absent}, numbers
+
+
+def _by_lists(arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int, programs: int) -> _Parts:
+    """The kernel that goes from entry to entry of lists."""
+    from .listed_kernel import listed_forward_kernel
+
+    shape = Shape(arrays.q.shape[1], arrays.k.shape[1], tile.block_q, tile.block_k)
+    table, entries, patterns, bits = lists.listed(arrays, spec, shape, group, programs)
+    # The kernel reads whole tiles. What is not seen can be anything, and 0 * NaN is NaN.
+    seen = lists.seen_keys(arrays, spec, shape)
+    v = arrays.v if seen is None else jnp.where(seen[..., None], arrays.v, 0)
+    tables = {"v": v, "list": entries, "pattern": patterns, "bits": bits, "schedule": jnp.asarray(table)}
+    return listed_forward_kernel, tables, {"BITS": 0 if bits is None else bits.shape[-1]}
 
 
 def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any) -> dict[str, Array]:
@@ -93,41 +120,3 @@ def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile:
         STEPS=keys.bit_length(),
     )
     return {"marks": marks, **results}
-
-
-def _attended_by_lists(
-    launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int
-) -> tuple[Array, Array]:
-    from .listed_kernel import listed_forward_kernel
-
-    (batch, queries, heads, dim), (keys, values) = arrays.q.shape, (arrays.k.shape[1], arrays.v.shape[-1])
-    shape = Shape(queries, keys, tile.block_q, tile.block_k)
-    programs = min(tile.hopper_programs, shape.grid[0] * batch * heads)
-    listed = lists.listed(arrays, spec, shape, group, programs)
-    # The kernel reads whole tiles, as above.
-    seen = lists.seen_keys(arrays, spec, shape)
-    results = launch(
-        listed_forward_kernel,
-        tile,
-        {
-            "out": result(batch, queries, heads, values, dtype=arrays.q.dtype),
-            "lse": result(batch, heads, queries),
-        },
-        programs,
-        {
-            "v": arrays.v if seen is None else jnp.where(seen[..., None], arrays.v, 0),
-            "sinks": None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads)),
-            "list": listed.entries,
-            "pattern": listed.patterns,
-            "bits": listed.bits,
-            "schedule": jnp.asarray(listed.schedule),
-        },
-        B=batch,
-        SINKS=arrays.sinks is not None,
-        BITS=0 if listed.bits is None else listed.bits.shape[-1],
-        RESCALE_THRESHOLD=tile_sizes.rescale_threshold(dim, spec.logits_soft_cap, True),
-        BLOCK_D=padded(dim, tile_sizes.NARROWEST),
-        BLOCK_V=padded(values, tile_sizes.NARROWEST),
-        name="forward_kernel",
-    )
-    return results["out"], results["lse"]

@@ -6,7 +6,7 @@ import numpy as np
 
 from ....dispatch import DeviceFacts, Problem
 from ....launch import gluon_unavailable
-from ....launch.sizes import padded
+from ....launch.sizes import cdiv, padded
 
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
@@ -62,11 +62,8 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
         return []
     programs = multiprocessors(device)
     if _listed(problem):
-        return [
-            (q, k, 4, stages, 0, programs)
-            for q, k, stages in _LISTED[padded_width(problem)]
-            if not _cuts_blocks(q, k, problem)
-        ]
+        listed = _LISTED[padded_width(problem)]
+        return [(q, k, 4, stages, 0, programs) for q, k, stages in listed if not _cuts_blocks(q, k, problem)]
     sizes = list(_TILES[padded_width(problem)])
     window: Any = problem.flag("window") or (None, None)
     if problem.flag("segments") or problem.flag("soft_cap") or window[0] is not None:
@@ -120,10 +117,8 @@ def not_chosen(problem: Problem, device: DeviceFacts) -> str:
 def _lists_not_chosen(problem: Problem, device: DeviceFacts) -> str:
     if padded_width(problem) not in LISTS_PREFERRED or problem.flag("block_size"):
         return "was not measured to be faster with such lists of tiles: the tuner times both"
-    rows = problem.dim("B") * problem.dim("H")
-    return (
-        "" if rows * -(-problem.dim("T") // 128) >= multiprocessors(device) else "is for lists of more tiles"
-    )
+    count = problem.dim("B") * problem.dim("H") * cdiv(problem.dim("T"), 128)
+    return "" if count >= multiprocessors(device) else "is for lists of more tiles"
 
 
 def multiprocessors(device: DeviceFacts) -> int:
@@ -178,10 +173,8 @@ def _cuts_blocks(block_q: int, block_k: int, problem: Problem) -> bool:
     return size is not None and bool(size[0] % block_q or size[1] % block_k)
 
 
-def config_unfit(kernel: str, tile: Any, problem: Problem, device: DeviceFacts) -> str | None:
-    """Says why a configuration cannot have the tile for the kernel, as a clause without its subject; shared memory is not checked."""
-    if kernel != "forward":
-        return "has no kernel of its own"
+def config_unfit(tile: Any, problem: Problem, device: DeviceFacts) -> str | None:
+    """Says why a configuration cannot have the tile, as a clause without its subject; shared memory is not checked."""
     if problem.dim("T") < LEAST_QUERIES:
         return f"is for {LEAST_QUERIES} queries or more"
     return unfit(problem, device) or tile_unfit(tile, problem)
@@ -191,12 +184,10 @@ def tile_unfit(tile: Any, problem: Problem) -> str | None:
     """Says the same for a tile on any device."""
     if tile.num_warps != 4:
         return f"has num_warps=4, not {tile.num_warps}"
-    sizes, lists = (tile.block_q, tile.block_k), _listed(problem)
-    if sizes not in _POSSIBLE[padded_width(problem)] or (
-        lists and (tile.block_q > 128 or _cuts_blocks(*sizes, problem))
-    ):
-        return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {padded_width(problem)}{' for these lists' if lists else ''}"
-    return None
+    sizes, width, lists = (tile.block_q, tile.block_k), padded_width(problem), _listed(problem)
+    if sizes in _POSSIBLE[width] and not (lists and (tile.block_q > 128 or _cuts_blocks(*sizes, problem))):
+        return None
+    return f"does not have tiles of {tile.block_q}x{tile.block_k} at head dims of {width}{' for these lists' if lists else ''}"
 
 
 def rescale_threshold(dim: int, soft_cap: float | None, hides: bool) -> int:
@@ -208,10 +199,8 @@ def rescale_threshold(dim: int, soft_cap: float | None, hides: bool) -> int:
 def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: queries, stages of keys and values, the output if it has its own place, barriers."""
     width = padded_width(problem)
-    queries = tile.block_q * width * 2
-    if _listed(problem):
-        return 3 * queries + _streamed(tile, width)
-    return (queries if stores_in_place(tile, width) else 2 * queries) + _streamed(tile, width)
+    places = 3 if _listed(problem) else 1 if stores_in_place(tile, width) else 2
+    return places * tile.block_q * width * 2 + _streamed(tile, width)
 
 
 def stores_in_place(tile: Any, width: int) -> bool:
@@ -221,21 +210,6 @@ def stores_in_place(tile: Any, width: int) -> bool:
 
 def _streamed(tile: Any, width: int) -> int:
     return 2 * tile.num_stages * tile.block_k * width * 2 + 1024
-
-
-def check(tile: Any, problem: Problem, second_part: bool) -> None:
-    """`ValueError` if a configuration has Hopper's kernel for a call that it cannot run; `second_part`: whether keys have one."""
-    refuse("forward", tile, problem_unfit(problem) or tile_unfit(tile, problem), second_part)
-
-
-def refuse(kernel: str, tile: Any, reason: str | None, second_part: bool) -> None:
-    """The error of `check`, for a kernel of the configuration, if there is a reason."""
-    if second_part:
-        reason = "takes no keys with a second part"
-    if reason is not None:
-        raise ValueError(
-            f"config: expected hopper_programs=0 in {kernel}, received {tile.hopper_programs}: Hopper's kernel {reason}."
-        )
 
 
 def padded_width(problem: Problem) -> int:
