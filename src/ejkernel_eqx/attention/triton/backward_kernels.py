@@ -17,11 +17,9 @@ from .tile import (
     key_spans,
     KeyRows,
     Keys,
-    LEADING,
     Lengths,
     listed_program,
     listed_spans,
-    lists_partly,
     load_bits,
     load_queries,
     load_rows,
@@ -29,6 +27,7 @@ from .tile import (
     OVER_HEADS,
     OVER_KEYS,
     OVER_QUERIES,
+    part_runs,
     program,
     Queries,
     query_program,
@@ -43,7 +42,6 @@ from .tile import (
     Spans,
     store_rows,
     TileArrays,
-    TRAILING,
     visible,
 )
 
@@ -84,14 +82,56 @@ def _score_gradient(p, dp, delta, t, seen, kept, scoring: tl.constexpr, MASKED: 
 
 
 @triton.jit
+def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, T, sizes: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+    width: tl.constexpr = sizes.D + sizes.R
+    q_ptr = q_ptr + b * T * (sizes.H * width) + h * width
+    q, rope = load_queries(q_ptr, first, inside, T, sizes, BOUND, False)  # [BQ, BLOCK_D], [BQ, BLOCK_R]
+    do_ptr = do_ptr + b * T * (sizes.H * sizes.V) + h * sizes.V
+    do = load_rows(do_ptr, first, sizes.H * sizes.V, inside, T, sizes.V, sizes.BQ, sizes.BLOCK_V, BOUND, False)  # [BQ, BLOCK_V]  # fmt: skip
+    lse = tl.load(lse_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
+    delta = tl.load(delta_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
+    return QueryTile(q, rope, do, lse, delta)
+
+
+@triton.jit
+def _score_gradients(
+    first, key_rows, query_tile, queries, bits_ptr, patterns_ptr, at, head, lengths,
+    sizes: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys from `first` on, in two parts as queries, with their numbers; and for a tile of queries both gradients of `_score_gradient`, and
+    which entries are visible."""
+    S = lengths.S
+    q, q_rope, do, lse, delta = query_tile
+    BK: tl.constexpr = sizes.BK
+    PRECISION: tl.constexpr = scoring.PRECISION
+    keys, ok = key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
+    k = load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
+    v = load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]  # fmt: skip
+    # The weights again, from the scores.
+    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
+    rope = k
+    if sizes.R > 0:
+        rope = load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]  # fmt: skip
+        qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
+    bits = True
+    if MASKED and masking.BITS:
+        bits = load_bits(bits_ptr, tl.load(patterns_ptr + at), sizes.BQ, BK, masking.BITS)  # [BQ, BK]
+    p, t, seen = _weights(qk, lse[:, None], queries, keys, bits, head, lengths, scoring, masking, MASKED, BOUND)  # [BQ, BK]  # fmt: skip
+    kept = True
+    if scoring.DROPOUT > 0:
+        kept = keep(queries, keys, head, scoring.DROPOUT)  # [BQ, BK]
+    ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, scoring, MASKED)  # [BQ, BK]
+    return k, rope, keys, ds, after, seen
+
+
+@triton.jit
 def _query_gradient_tiles(
     dq, dq_rope, dslope, query_tile,  # [BQ, BLOCK_D], [BQ, BLOCK_R], []
     spans, tiles, key_rows, queries, head, lengths,
     sizes: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Adds a part of the key tiles, or those that its entries of the list name, to the gradients of a query tile."""
-    S = lengths.S
-    q, q_rope, do, lse, delta = query_tile
     BK: tl.constexpr = sizes.BK
     PRECISION: tl.constexpr = scoring.PRECISION
     MASKED: tl.constexpr = PART != FULL
@@ -103,24 +143,8 @@ def _query_gradient_tiles(
         if masking.LISTED:
             n = entry
             entry = tl.load(tiles.list + at + 1).to(tl.int32)
-        first = n * BK
-        keys, ok = key_columns(first, key_rows, S, BK, CHECK, masking.SEGMENTS)
-        k = load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
-        v = load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]  # fmt: skip
-        # The weights again, from the scores.
-        qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
-        if sizes.R > 0:
-            rope = load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]  # fmt: skip
-            qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
-        bits = True
-        if MASKED and masking.BITS:
-            bits = load_bits(tiles.bits, tl.load(spans.patterns + at), sizes.BQ, BK, masking.BITS)  # [BQ, BK]
-        p, t, seen = _weights(qk, lse[:, None], queries, keys, bits, head, lengths, scoring, masking, MASKED, not sizes.EVEN_K)  # [BQ, BK]  # fmt: skip
-        kept = True
-        if scoring.DROPOUT > 0:
-            kept = keep(queries, keys, head, scoring.DROPOUT)  # [BQ, BK]
-        ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, scoring, MASKED)  # [BQ, BK]
+        k, rope, keys, ds, after, seen = _score_gradients(
+            n * BK, key_rows, query_tile, queries, tiles.bits, spans.patterns, at, head, lengths, sizes, scoring, masking, MASKED, BOUND, CHECK)  # fmt: skip
         if scoring.ALIBI:
             dslope += tl.sum(tl.sum(after * (keys.j - queries.position).to(tl.float32), axis=1), axis=0)
         # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
@@ -169,11 +193,7 @@ def query_gradient_kernel(
     head = head_of(head_arrays, b, h, lengths, H, scoring, masking)
 
     # Loaded once for all keys: the tile's queries, their cotangents and their softmax terms.
-    q, q_rope = load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), first, inside, T, sizes, not EVEN_Q, False)  # fmt: skip
-    do = load_rows(do_ptr + b * T * (H * V) + h * V, first, H * V, inside, T, V, BQ, BLOCK_V, not EVEN_Q, False)  # [BQ, BLOCK_V]  # fmt: skip
-    lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
-    delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
-    query_tile = QueryTile(q, q_rope, do, lse, delta)
+    query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, T, sizes, not EVEN_Q)  # fmt: skip
     key_rows = KeyRows(
         k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
         kv_segments_ptr + b * S, key_seen_ptr + b * S)  # fmt: skip
@@ -185,15 +205,10 @@ def query_gradient_kernel(
 
     # dq = scale * sum over keys of dx k: partly visible tiles, fully visible ones, partly visible ones, as in the forward kernel.
     spans = key_spans(tiles, b, bh, m, at, count, lengths, sizes, masking)
-    if not LISTED and (ROWS or SEGMENTS or LEFT >= 0 or MASK):
-        dq, dq_rope, dslope = _query_gradient_tiles(
-            dq, dq_rope, dslope, query_tile, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, LEADING)  # fmt: skip
-    if LISTED or not MASK:
-        dq, dq_rope, dslope = _query_gradient_tiles(
-            dq, dq_rope, dslope, query_tile, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, FULL)  # fmt: skip
-        if not LISTED or lists_partly(sizes, masking):
+    for part in tl.static_range(3):
+        if part_runs(part, sizes, masking, LEFT >= 0, True):
             dq, dq_rope, dslope = _query_gradient_tiles(
-                dq, dq_rope, dslope, query_tile, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, TRAILING)  # fmt: skip
+                dq, dq_rope, dslope, query_tile, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, part)  # fmt: skip
 
     out = dq_ptr + b * T * (H * (D + R)) + h * (D + R)
     store_rows(out, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, D, BQ, BLOCK_D)
@@ -332,8 +347,8 @@ def key_gradient_kernel(
     dv = tl.zeros([BK, BLOCK_V], tl.float32)  # [BK, BLOCK_V]
 
     # dv = sum of drop(w) do, dk = scale * sum of dx q: over the heads of the group, and of each over the query tiles that see this one.
-    table: tl.constexpr = ROWS or SEGMENTS
     if not LISTED:
+        table: tl.constexpr = ROWS or SEGMENTS
         lo, full_lo, full_hi, hi = query_tiles(
             tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK
         )
@@ -354,19 +369,10 @@ def key_gradient_kernel(
         if LISTED:
             spans = listed_spans(tiles, b * H + h, at, count, LISTED)
         # Partly visible tiles, fully visible ones, partly visible ones, as in the forward kernel.
-        if not LISTED and (table or RIGHT >= 0 or MASK):
-            dk, dk_rope, dv = _key_gradient_tiles(
-                dk, dk_rope, dv, k, rope, v, spans, tiles, query_rows, keys, head, lengths, sizes, scoring, masking, LEADING)  # fmt: skip
-        if LISTED or not MASK:
-            dk, dk_rope, dv = _key_gradient_tiles(
-                dk, dk_rope, dv, k, rope, v, spans, tiles, query_rows, keys, head, lengths, sizes, scoring, masking, FULL)  # fmt: skip
-            if LISTED:
-                partly: tl.constexpr = lists_partly(sizes, masking)
-            else:
-                partly: tl.constexpr = table or LEFT >= 0
-            if partly:
+        for part in tl.static_range(3):
+            if part_runs(part, sizes, masking, RIGHT >= 0, LEFT >= 0):
                 dk, dk_rope, dv = _key_gradient_tiles(
-                    dk, dk_rope, dv, k, rope, v, spans, tiles, query_rows, keys, head, lengths, sizes, scoring, masking, TRAILING)  # fmt: skip
+                    dk, dk_rope, dv, k, rope, v, spans, tiles, query_rows, keys, head, lengths, sizes, scoring, masking, part)  # fmt: skip
 
     store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)  # fmt: skip
     store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)  # fmt: skip
@@ -426,38 +432,17 @@ def bias_gradient_kernel(
         b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
         for h in range(head_lo, head_hi):
             head = head_of(head_arrays, b, h, lengths, H, scoring, masking)
-            for query_tile in range(m_lo, m_hi):
-                rows = query_tile * BQ + tl.arange(0, BQ)  # [BQ]
-                inside = rows < T  # [BQ]
+            key_rows = KeyRows(
+                k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
+                kv_segments_ptr + b * S, key_seen_ptr + b * S)  # fmt: skip
+            for i in range(m_lo, m_hi):
+                rows = i * BQ + tl.arange(0, BQ)  # [BQ]
                 queries = query_rows(rows, b, row_arrays, lengths, masking)
-                q, q_rope = load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), query_tile * BQ, inside, T, sizes, True, False)  # fmt: skip
-                do = load_rows(
-                    do_ptr + b * T * (H * V) + h * V, query_tile * BQ, H * V, inside, T, V, BQ, BLOCK_V, True, False)  # [BQ, BLOCK_V]  # fmt: skip
-                lse = tl.load(lse_ptr + (b * H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
-                delta = tl.load(delta_ptr + (b * H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
-                for key_tile in range(n_lo, n_hi):
-                    columns = key_tile * BK + tl.arange(0, BK)  # [BK]
-                    j = columns[None, :]  # [1, BK]
-                    k_segment = j
-                    if SEGMENTS:
-                        k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]  # fmt: skip
-                    keys = Keys(j, k_segment)
-                    kh = h // (H // K)
-                    k = load_rows(
-                        k_ptr + b * S * (K * D) + kh * D, key_tile * BK, K * D, inside, S, D, BK, BLOCK_D, True, False)  # [BK, BLOCK_D]  # fmt: skip
-                    v = load_rows(
-                        v_ptr + b * S * (K * V) + kh * V, key_tile * BK, K * V, inside, S, V, BK, BLOCK_V, True, False)  # [BK, BLOCK_V]  # fmt: skip
-                    # The gradient of the scores after the soft cap, which the bias is added to.
-                    qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
-                    if R > 0:
-                        rope = load_rows(k_rope_ptr + b * S * R, key_tile * BK, R, inside, S, R, BK, BLOCK_R, True, False)  # [BK, BLOCK_R]  # fmt: skip
-                        qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
-                    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
-                    p, t, seen = _weights(qk, lse[:, None], queries, keys, True, head, lengths, scoring, masking, True, True)  # [BQ, BK]  # fmt: skip
-                    kept = True
-                    if DROPOUT > 0:
-                        kept = keep(queries, keys, head, DROPOUT)  # [BQ, BK]
-                    _, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, scoring, True)
+                query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, T, sizes, True)  # fmt: skip
+                # The gradient of the scores after the soft cap, which the bias is added to.
+                for j in range(n_lo, n_hi):
+                    _, _, _, _, after, _ = _score_gradients(
+                        j * BK, key_rows, query_tile, queries, mask_ptr, mask_ptr, 0, head, lengths, sizes, scoring, masking, True, True, False)  # fmt: skip
                     total += after  # [BQ, BK]
 
     # Stored once, by its only owner; axes that the bias lacks are summed last.

@@ -12,13 +12,12 @@ from .tile import (
     key_columns,
     key_spans,
     KeyRows,
-    LEADING,
     Lengths,
-    lists_partly,
     load_bits,
     load_queries,
     load_rows,
     Masking,
+    part_runs,
     query_program,
     query_rows,
     RowArrays,
@@ -28,7 +27,6 @@ from .tile import (
     span,
     store_rows,
     TileArrays,
-    TRAILING,
     visible,
 )
 
@@ -55,7 +53,7 @@ def _attend_tiles(
             n = entry
             entry = tl.load(tiles.list + at + 1).to(tl.int32)
         first = n * BK
-        keys, ok = key_columns(first, key_rows, S, BK, CHECK, masking.SEGMENTS)
+        keys, ok = key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
         # Products by the head's keys and by those that all heads share.
         k = load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
@@ -140,22 +138,12 @@ def forward_kernel(
         top = tl.full([BQ], float("-inf"), tl.float32)  # [BQ]
         total = tl.zeros([BQ], tl.float32)  # [BQ]
 
-    # Most tiles are fully visible and need no mask: three loops, since masking is compiled in or out.
+    # Partly visible tiles, fully visible ones, partly visible ones: three loops, since masking is compiled in or out.
     spans = key_spans(tiles, b, bh, m, at, count, lengths, sizes, masking)
-    table: tl.constexpr = ROWS or SEGMENTS
-    if not LISTED and (table or LEFT >= 0 or MASK):
-        acc, total, top = _attend_tiles(
-            acc, total, top, q, q_rope, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, GUARD, LEADING)  # fmt: skip
-    if LISTED or not MASK:
-        acc, total, top = _attend_tiles(
-            acc, total, top, q, q_rope, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, GUARD, FULL)  # fmt: skip
-        if LISTED:
-            partly: tl.constexpr = lists_partly(sizes, masking)
-        else:
-            partly: tl.constexpr = table or RIGHT >= 0 or not EVEN_K
-        if partly:
+    for part in tl.static_range(3):
+        if part_runs(part, sizes, masking, LEFT >= 0, RIGHT >= 0 or not EVEN_K):
             acc, total, top = _attend_tiles(
-                acc, total, top, q, q_rope, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, GUARD, TRAILING)  # fmt: skip
+                acc, total, top, q, q_rope, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, GUARD, part)  # fmt: skip
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
     some = total > 0  # [BQ]

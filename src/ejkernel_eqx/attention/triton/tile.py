@@ -96,8 +96,8 @@ def key_columns(first, key_rows, S, BK: tl.constexpr, CHECK: tl.constexpr, SEGME
     segment = j
     if CHECK:
         ok = ok & (tl.load(key_rows.seen + columns, mask=ok, other=0) != 0)
-        if SEGMENTS:
-            segment = tl.load(key_rows.segments + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
+    if SEGMENTS:
+        segment = tl.load(key_rows.segments + columns, mask=columns < S, other=-1)[None, :]  # [1, BK]
     return Keys(j, segment), ok
 
 
@@ -281,57 +281,46 @@ def listed_program(tiles_ptr, length, BLOCK: tl.constexpr, GROUP: tl.constexpr):
 def key_tiles(tiles_ptr, b, m, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
               TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Key tiles of query tile `m`: `[lo, a)` and `[b, hi)` need the mask, `[a, b)` do not."""
-    if TABLE:
-        # Four bounds for each query tile, from `tile_table`.
-        row = tiles_ptr + (b * tl.cdiv(T, BQ) + m) * 4
-        lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-    else:
-        # Positions of the tile's first and last query. Keys from the first query's start to the last one's end are seen by some query;
-        # keys from the last one's start to the first one's end are seen by all.
-        first = m * BQ + offset
-        last = tl.minimum(m * BQ + BQ, T) - 1 + offset
-        lo, hi = 0, tl.cdiv(S, BK)
-        full_lo, full_hi = 0, S // BK
-        if LEFT >= 0:
-            lo = tl.minimum(tl.maximum(first - LEFT, 0) // BK, hi)
-            full_lo = tl.cdiv(tl.maximum(last - LEFT, 0), BK)
-        if RIGHT >= 0:
-            hi = tl.minimum(hi, tl.cdiv(tl.maximum(last + RIGHT + 1, 0), BK))
-            full_hi = tl.minimum(full_hi, tl.maximum(first + RIGHT + 1, 0) // BK)
-    # Ordered, even if the window leaves nothing.
-    hi = tl.maximum(hi, lo)
-    full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
-    full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
-    if MASK:  # may hide any key
-        full_lo = hi
-        full_hi = hi
-    return lo, full_lo, full_hi, hi
+    # Positions of the tile's first and last query. Keys from the first query's start to the last one's end are seen by some query;
+    # keys from the last one's start to the first one's end are seen by all.
+    first = m * BQ + offset
+    last = tl.minimum(m * BQ + BQ, T) - 1 + offset
+    row = tiles_ptr + (b * tl.cdiv(T, BQ) + m) * 4
+    return _tiles_between(row, first, last, tl.cdiv(S, BK), S // BK, BK, LEFT, RIGHT, TABLE, MASK)
 
 
 @triton.jit
 def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                 TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """Query tiles of key tile `n`, as `key_tiles`. Queries past the end need no mask, because their weights are zero."""
+    # The rows of the queries at the tile's first and last key.
+    first = n * BK - offset
+    last = n * BK + BK - 1 - offset
+    row = tiles_ptr + (b * tl.cdiv(S, BK) + n) * 4
+    return _tiles_between(row, first, last, tl.cdiv(T, BQ), tl.cdiv(T, BQ), BQ, RIGHT, LEFT, TABLE, MASK)
+
+
+@triton.jit
+def _tiles_between(row, first, last, count, whole, BLOCK: tl.constexpr, BEFORE: tl.constexpr, BEHIND: tl.constexpr,
+                   TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """Bounds among `count` tiles, of which the first `whole` are not cut: of a tile whose first and last row see others from `BEFORE` them to `BEHIND`
+    them, -1 for all; or from `tile_table`, four for each tile."""
     if TABLE:
-        # Four bounds for each key tile, from `tile_table`.
-        row = tiles_ptr + (b * tl.cdiv(S, BK) + n) * 4
         lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     else:
-        # The rows of the queries at the tile's first and last key; then as in `key_tiles`.
-        first = n * BK - offset
-        last = n * BK + BK - 1 - offset
-        lo, hi = 0, tl.cdiv(T, BQ)
-        full_lo, full_hi = 0, hi
-        if RIGHT >= 0:
-            lo = tl.minimum(tl.maximum(first - RIGHT, 0) // BQ, hi)
-            full_lo = tl.cdiv(tl.maximum(last - RIGHT, 0), BQ)
-        if LEFT >= 0:
-            hi = tl.minimum(hi, tl.cdiv(tl.maximum(last + LEFT + 1, 0), BQ))
-            full_hi = tl.minimum(full_hi, tl.maximum(first + LEFT + 1, 0) // BQ)
+        lo, hi = 0, count
+        full_lo, full_hi = 0, whole
+        if BEFORE >= 0:
+            lo = tl.minimum(tl.maximum(first - BEFORE, 0) // BLOCK, hi)
+            full_lo = tl.cdiv(tl.maximum(last - BEFORE, 0), BLOCK)
+        if BEHIND >= 0:
+            hi = tl.minimum(hi, tl.cdiv(tl.maximum(last + BEHIND + 1, 0), BLOCK))
+            full_hi = tl.minimum(full_hi, tl.maximum(first + BEHIND + 1, 0) // BLOCK)
+    # Ordered, even if the window leaves nothing.
     hi = tl.maximum(hi, lo)
     full_lo = tl.minimum(tl.maximum(full_lo, lo), hi)
     full_hi = tl.minimum(tl.maximum(full_hi, full_lo), hi)
-    if MASK:
+    if MASK:  # may hide any other
         full_lo = hi
         full_hi = hi
     return lo, full_lo, full_hi, hi
@@ -388,8 +377,22 @@ def listed_spans(arrays, bh, at, count, LISTED: tl.constexpr):
 
 
 @triton.constexpr_function
-def lists_partly(sizes, masking):
-    """Tells whether lists may hold tiles of which a part is visible, for which a second loop takes registers."""
+def part_runs(part, sizes, masking, before, behind):
+    """Tells whether a loop over a part of the tiles is compiled: most tiles are fully visible and need no mask, and one that may be masked takes registers.
+    `before`, `behind`: whether tiles may be partly visible before the full ones, and behind."""
+    table = masking.ROWS or masking.SEGMENTS
+    if part == LEADING:
+        return not masking.LISTED and (table or before or masking.MASK)
+    if part == FULL:
+        return masking.LISTED or not masking.MASK
+    if masking.LISTED:
+        return _lists_partly(sizes, masking)
+    return not masking.MASK and (table or behind)
+
+
+@triton.constexpr_function
+def _lists_partly(sizes, masking):
+    """Tells whether lists may hold tiles of which a part is visible."""
     in_map = masking.MAP_Q > 0 and (masking.MAP_Q % sizes.BQ > 0 or masking.MAP_K % sizes.BK > 0)
     ranged = masking.ROWS or masking.SEGMENTS or masking.LEFT >= 0 or masking.RIGHT >= 0
     return ranged or masking.MASK > 0 or masking.BITS > 0 or in_map or not sizes.EVEN_K
