@@ -18,17 +18,11 @@ def gradients(
     """`dq`, `dk` and `dv`. The launcher knows the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`. `empty [B, H, T]`: queries
     that see no key."""
     from .backward_kernel import hopper_backward_kernel
-    from .narrow_backward_kernel import hopper_narrow_backward_kernel
-    from .wide_backward_kernel import hopper_wide_backward_kernel
 
     (batch, queries, heads, dim), (keys, kv_heads) = arrays.q.shape, arrays.k.shape[1:3]
     do, lse, delta = (launch.arrays[name] for name in ("do", "lse", "delta"))
     q, k, v, width = arrays.q, arrays.k, arrays.v, padded(dim, tile_sizes.NARROWEST)
-    block_k, kernel = tile.block_k, hopper_backward_kernel
-    if width <= backward_tiles.NARROWEST:
-        kernel = hopper_narrow_backward_kernel
-    elif width > backward_tiles.WIDEST:
-        kernel = hopper_wide_backward_kernel
+    block_k = tile.block_k
     count = cdiv(queries, tile.block_q)
     semaphores = 1 + batch * heads * count
     tiles = order = visited = None
@@ -43,7 +37,7 @@ def gradients(
     are_alike = tiles is None and spec.left is None and spec.right is None
     past = ((0, 0), (0, 0), (0, count * tile.block_q - queries))
     results = launch(
-        kernel,
+        hopper_backward_kernel,
         tile,
         {
             "semaphores": result(semaphores, dtype=jnp.int32),

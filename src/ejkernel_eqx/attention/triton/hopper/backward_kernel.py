@@ -1,4 +1,5 @@
-"""Hopper's backward kernel: for every tile of keys, five products for each tile of queries that sees it.
+"""Hopper's backward kernel: for every tile of keys, five products for each tile of queries that sees it. The consumers here are those of head dims from
+65 to 128; `narrow_backward_kernel.py` and `wide_backward_kernel.py` have the others.
 
 A program has two groups of four warps, the consumers, each with 64 of a tile's 128 keys, of which it sums `dk` and `dv` in registers. They exchange
 their score gradients through shared memory, and each multiplies all 128 by half of the keys' channels: its part of `dq`. Two
@@ -31,9 +32,13 @@ from .backward_parts import (
     RowArrays,
     Sizes,
     Tiles,
-    WRITERS,
 )
+from .forward_kernel import _tiles_of
+from .narrow_backward_kernel import _consumer as _narrow_consumer
+from .narrow_backward_kernel import _query_gradients, DsBuffers, Outputs
 from .scores import Lengths, Masking, Scoring
+from .wide_backward_kernel import _consumer as _wide_consumer
+from .wide_backward_kernel import HALF
 from .work_queue import _barriers_of, _queue_of, _sync_consumers
 
 KEYS_EACH = gl.constexpr(64)
@@ -151,30 +156,73 @@ def hopper_backward_kernel(
     # nothing; `delta`: 0 past the end. `semaphores`: how many tiles of keys are claimed, then how many have been added to a tile of `dq`; the first one
     # is stored, and nothing is where none sees the queries. `order`: of those tiles of keys that see a tile of queries, how many are before this one.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    BLOCK_K: gl.constexpr = CONSUMERS * KEYS_EACH
+    # Which kernel it is: narrow heads have a group for `dq`, wide ones share channels, not keys, between the consumers.
+    NARROW: gl.constexpr = BLOCK_D <= 64
+    WIDE: gl.constexpr = BLOCK_D > 128
+    BLOCK_K: gl.constexpr = KEYS_EACH if WIDE else CONSUMERS * KEYS_EACH
+    COLUMNS: gl.constexpr = HALF if WIDE else BLOCK_D
+    # The next tile of keys is loaded while this one is at work, if there is room; boxes of `dq` and places for them; and the warps that add it: of narrow
+    # heads each has as long as three steps for an addition, its wait for the semaphore included.
+    KEY_SLOTS: gl.constexpr = 2 if NARROW else 1
+    DQ_BOXES: gl.constexpr = 1 if NARROW else CONSUMERS
+    DQ_COLUMNS: gl.constexpr = HALF if WIDE else 64
+    WRITERS: gl.constexpr = 3 if NARROW else 2
+    DQ_SLOTS: gl.constexpr = CONSUMERS if WIDE else WRITERS * DQ_BOXES
     GUARD: gl.constexpr = LEFT >= 0 or RIGHT >= 0 or ROWS or SEGMENTS or not EVEN_K
-    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, CONSUMERS, 64, WRITERS * CONSUMERS, 1, WRITERS)
+    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, BLOCK_Q, BLOCK_K, NUM_STAGES, GROUP, DQ_BOXES, DQ_COLUMNS, DQ_SLOTS, KEY_SLOTS, WRITERS)
     scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, False, 0)
     masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
     lengths = Lengths(B, T, S, offset)
     pointers = (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr)
     row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
     tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
-    descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, KEYS_EACH, BLOCK_D)
-    # Besides, in shared memory: score gradients of two steps, the work queue, and barriers.
+    descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, KEYS_EACH, COLUMNS)
+    # Besides, in shared memory: weights of wide heads and score gradients, both of two steps, `dk` and `dv` of narrow ones, the work queue, and barriers.
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_EACH, BLOCK_Q], dtype)
-    dss = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, KEYS_EACH, BLOCK_Q], ds_layout)
-    queue = _queue_of(2, 1, WRITERS)
-    kv_full, kv_empty = _barriers_of(1, CONSUMERS)
-    q_full, q_empty = _barriers_of(NUM_STAGES, CONSUMERS)
-    do_full, do_empty = _barriers_of(NUM_STAGES, CONSUMERS)
-    dq_full, dq_empty = _barriers_of(WRITERS * CONSUMERS, 1)
+    if WIDE:
+        ps = gl.allocate_shared_memory(dtype, [2, KEYS_EACH, BLOCK_Q], ds_layout)
+    dss = gl.allocate_shared_memory(dtype, [2 if WIDE else 2 * CONSUMERS, KEYS_EACH, BLOCK_Q], ds_layout)
+    if NARROW:
+        outputs = Outputs(_tiles_of(dtype, CONSUMERS, KEYS_EACH, BLOCK_D), _tiles_of(dtype, CONSUMERS, KEYS_EACH, BLOCK_D), out_descs)
+    queue = _queue_of(KEY_SLOTS + 1, 1, WRITERS)
+    if NARROW:
+        # Queries and cotangents of a step have one barrier. Score gradients are filled by both consumers, and read by one group.
+        kv_full, kv_empty = _barriers_of(KEY_SLOTS, CONSUMERS + 1)
+        q_full, q_empty = _barriers_of(NUM_STAGES, CONSUMERS, 2)
+        do_full, do_empty = q_full, q_empty
+        ds_empty, ds_full = _barriers_of(2, CONSUMERS)
+        ds_buffers = DsBuffers(dss, ds_full, ds_empty)
+    else:
+        kv_full, kv_empty = _barriers_of(KEY_SLOTS, CONSUMERS)
+        q_full, q_empty = _barriers_of(NUM_STAGES, CONSUMERS)
+        do_full, do_empty = _barriers_of(NUM_STAGES, CONSUMERS)
+    dq_full, dq_empty = _barriers_of(WRITERS * DQ_BOXES, 1)
     dq_buffers = DqBuffers(dqs, dq_full, dq_empty)
     barriers = Barriers(kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
-    gl.warp_specialize([
-        (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
-        (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
-        (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
-        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
-        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
-    ], [4, 1, 1, 1], [240, 24, 24, 24])
+    if NARROW:
+        # The first consumer has what the others leave of 512 registers, 192.
+        gl.warp_specialize([
+            (_narrow_consumer, (queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
+            (_narrow_consumer, (queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
+            (_query_gradients, (queue, buffers.k, ds_buffers, dq_buffers, barriers, tiles, lengths, sizes, masking)),
+            (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 2, sizes, masking)),
+        ], [4, 4, 1, 1, 1, 1], [200, 96, 24, 24, 24, 24])
+    elif WIDE:
+        gl.warp_specialize([
+            (_wide_consumer, (queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
+            (_wide_consumer, (queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
+            (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])
+    else:
+        gl.warp_specialize([
+            (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
+            (_consumer, (queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
+            (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
+            (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])

@@ -31,7 +31,6 @@ from .work_queue import (
 )
 
 CONSUMERS = gl.constexpr(2)
-WRITERS = gl.constexpr(2)
 # Heads, padded channels and tiles. DQ_...: boxes of a tile of `dq`, their columns, and how many boxes shared memory holds; KEY_SLOTS: tiles of keys there.
 Sizes = namedtuple("Sizes", "H K D BLOCK_Q BLOCK_K NUM_STAGES GROUP DQ_BOXES DQ_COLUMNS DQ_SLOTS KEY_SLOTS WRITERS")  # fmt: skip
 # Shared memory for what is loaded, and its barriers.

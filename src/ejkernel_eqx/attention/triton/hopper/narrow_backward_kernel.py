@@ -1,4 +1,4 @@
-"""Hopper's backward kernel for head dims up to 64, as `backward_kernel.py`'s but for who computes `dq`: a third group of four warps, from what both
+"""The groups of Hopper's backward kernel for head dims up to 64, as those of `backward_kernel.py` but for who computes `dq`: a third group of four warps, from what both
 consumers leave of the scores' gradients. So these never wait for one another, and one multiplies while the other computes weights.
 
 Shared memory is what such narrow products are short of: 64 rows by 64 columns read as much of it as they have time for. So keys and values, which a
@@ -19,34 +19,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..tile import query_tiles
 from .backward_parts import (
     _key_tile,
-    _loader,
     _next_tile,
-    _operands,
     _score_gradients,
     _signal_dq,
     _step,
     _store_dq,
     _weights,
-    _writer,
-    Barriers,
     CONSUMERS,
-    DqBuffers,
-    RowArrays,
-    Sizes,
-    Tiles,
 )
-from .forward_kernel import _tiles_of
-from .scores import Lengths, Masking, Scoring
-from .work_queue import _barriers_of, _queue_of
 
 SIZE = gl.constexpr(64)
 """Queries of a tile, and keys of a consumer."""
-KEY_SLOTS = gl.constexpr(2)
-"""Tiles of keys in shared memory: the next one is loaded while this one is at work."""
 SCORE_SLOTS = gl.constexpr(2)
 """Steps whose score gradients may wait for the group that computes `dq`."""
-WRITERS = gl.constexpr(3)
-"""Warps that add `dq`: each has as long as three steps for an addition, its wait for the semaphore included."""
 # Score gradients of consumers, [SCORE_SLOTS * CONSUMERS, 64, 64], on their way to the group that computes `dq`.
 DsBuffers = namedtuple("DsBuffers", "tiles full empty")
 # Tiles of `dk` and `dv`, one for each consumer, and their descriptors.
@@ -113,8 +98,8 @@ def _consumer(queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, 
         dk = gl.zeros([SIZE, D], gl.float32, layout)  # [64, D]
         dv = gl.zeros([SIZE, D], gl.float32, layout)  # [64, D]
         # Keys and values stay in registers for all steps.
-        slot = r % KEY_SLOTS
-        mbarrier.wait(kv_full.index(slot), (r // KEY_SLOTS) & 1)
+        slot = r % sizes.KEY_SLOTS
+        mbarrier.wait(kv_full.index(slot), (r // sizes.KEY_SLOTS) & 1)
         k = ks.index(slot * CONSUMERS + W).reshape([SIZE, D]).load(keys_layout)  # [64, D]
         v = vs.index(slot * CONSUMERS + W).reshape([SIZE, D]).load(keys_layout)  # [64, D]
         for e in range(first, last):
@@ -165,8 +150,8 @@ def _query_gradients(queue, ks, ds_buffers, dq_buffers, barriers, tiles, lengths
     while t >= 0:
         _, _, _, lo, _, _, hi = _key_tile(t, tiles, lengths, sizes, masking)
         steps = (hi - lo) * G
-        slot = r % KEY_SLOTS
-        mbarrier.wait(kv_full.index(slot), (r // KEY_SLOTS) & 1)
+        slot = r % sizes.KEY_SLOTS
+        mbarrier.wait(kv_full.index(slot), (r // sizes.KEY_SLOTS) & 1)
         first = ks.index(slot * CONSUMERS).reshape([SIZE, D]).permute((1, 0))  # [D, 64]
         second = ks.index(slot * CONSUMERS + 1).reshape([SIZE, D]).permute((1, 0))  # [D, 64]
         for e in range(steps):
@@ -186,56 +171,3 @@ def _query_gradients(queue, ks, ds_buffers, dq_buffers, barriers, tiles, lengths
         done += steps
         r += 1
         t = _next_tile(queue, r, 4)
-
-
-@gluon.jit
-def hopper_narrow_backward_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
-    q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    tiles_ptr, order_ptr, zeros_ptr,
-    B, T, S, terms, offset,
-    semaphores_ptr, dq_ptr, dk_ptr, dv_ptr,
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, CAP: gl.constexpr, FAST_TANH: gl.constexpr, MULTIPLIER: gl.constexpr,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
-):
-    # As `hopper_backward_kernel`, for tiles of 64 queries.
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    BLOCK_K: gl.constexpr = CONSUMERS * SIZE
-    GUARD: gl.constexpr = LEFT >= 0 or RIGHT >= 0 or ROWS or SEGMENTS or not EVEN_K
-    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, SIZE, BLOCK_K, NUM_STAGES, GROUP, 1, SIZE, WRITERS, KEY_SLOTS, WRITERS)
-    scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, False, 0)
-    masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
-    lengths = Lengths(B, T, S, offset)
-    pointers = (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr)
-    row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
-    tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
-    descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, SIZE, BLOCK_D)
-    # Besides, in shared memory: score gradients, `dk` and `dv`, the work queue, and barriers.
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, SIZE], dtype)
-    dss = gl.allocate_shared_memory(dtype, [SCORE_SLOTS * CONSUMERS, SIZE, SIZE], ds_layout)
-    dks = _tiles_of(dtype, CONSUMERS, SIZE, BLOCK_D)
-    dvs = _tiles_of(dtype, CONSUMERS, SIZE, BLOCK_D)
-    queue = _queue_of(KEY_SLOTS + 1, 1, WRITERS)
-    kv_full, kv_empty = _barriers_of(KEY_SLOTS, CONSUMERS + 1)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM_STAGES):
-        mbarrier.init(full.index(i), count=2)  # queries and cotangents
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    ds_empty, ds_full = _barriers_of(SCORE_SLOTS, CONSUMERS)  # filled by both consumers
-    dq_full, dq_empty = _barriers_of(WRITERS, 1)
-    barriers = Barriers(kv_full, kv_empty, full, empty, full, empty)
-    ds_buffers = DsBuffers(dss, ds_full, ds_empty)
-    dq_buffers = DqBuffers(dqs, dq_full, dq_empty)
-    outputs = Outputs(dks, dvs, out_descs)
-    # The first consumer has what the others leave of 512 registers, 192.
-    gl.warp_specialize([
-        (_consumer, (queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
-        (_consumer, (queue, buffers, ds_buffers, outputs, barriers, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
-        (_query_gradients, (queue, buffers.k, ds_buffers, dq_buffers, barriers, tiles, lengths, sizes, masking)),
-        (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
-        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
-        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
-        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 2, sizes, masking)),
-    ], [4, 4, 1, 1, 1, 1], [200, 96, 24, 24, 24, 24])

@@ -1,4 +1,4 @@
-"""Hopper's backward kernel for head dims above 128, as `backward_kernel.py`'s but for what its consumers share: a tile has 64 keys, and each of them
+"""The consumers of Hopper's backward kernel for head dims above 128, as those of `backward_kernel.py` but for what its consumers share: a tile has 64 keys, and each of them
 half of the channels of `dk`, `dv` and `dq`. One computes the scores and from them the weights, the other one the gradients of the weights and from
 them those of the scores; they exchange both through shared memory."""
 
@@ -14,24 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .backward_parts import (
     _hidden,
     _key_tile,
-    _loader,
     _next_tile,
-    _operands,
     _signal_dq,
     _step,
     _store_dq,
     _store_key_gradients,
-    _writer,
-    Barriers,
-    CONSUMERS,
-    DqBuffers,
-    RowArrays,
-    Sizes,
-    Tiles,
-    WRITERS,
 )
-from .scores import Lengths, Masking, Scoring
-from .work_queue import _barriers_of, _queue_of, _sync_consumers
+from .work_queue import _sync_consumers
 
 SIZE = gl.constexpr(64)
 """Queries and keys of a tile."""
@@ -125,45 +114,3 @@ def _consumer(queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arra
         done += steps
         r += 1
         t = _next_tile(queue, r, 4)
-
-
-@gluon.jit
-def hopper_wide_backward_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr,
-    q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr,
-    tiles_ptr, order_ptr, zeros_ptr,
-    B, T, S, terms, offset,
-    semaphores_ptr, dq_ptr, dk_ptr, dv_ptr,
-    H: gl.constexpr, K: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, SCALE: gl.constexpr, MULTIPLIER: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    ROWS: gl.constexpr, SEGMENTS: gl.constexpr, EVEN_K: gl.constexpr, GROUP: gl.constexpr,
-):
-    # As `hopper_backward_kernel`, for tiles of 64 and 256 channels in one stage.
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    GUARD: gl.constexpr = LEFT >= 0 or RIGHT >= 0 or ROWS or SEGMENTS or not EVEN_K
-    sizes: gl.constexpr = Sizes(H, K, BLOCK_D, SIZE, SIZE, NUM_STAGES, GROUP, CONSUMERS, HALF, CONSUMERS, 1, WRITERS)
-    scoring: gl.constexpr = Scoring(SCALE, 0.0, False, MULTIPLIER, False, 0)
-    masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
-    lengths = Lengths(B, T, S, offset)
-    pointers = (q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, dq_ptr)
-    row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
-    tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
-    descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, SIZE, HALF)
-    # Besides, in shared memory: weights and score gradients of two steps, the work queue, and barriers.
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SIZE, SIZE], dtype)
-    ps = gl.allocate_shared_memory(dtype, [2, SIZE, SIZE], ds_layout)
-    dss = gl.allocate_shared_memory(dtype, [2, SIZE, SIZE], ds_layout)
-    queue = _queue_of(2, 1, WRITERS)
-    kv_full, kv_empty = _barriers_of(1, CONSUMERS)
-    q_full, q_empty = _barriers_of(1, CONSUMERS)
-    do_full, do_empty = _barriers_of(1, CONSUMERS)
-    dq_full, dq_empty = _barriers_of(WRITERS * CONSUMERS, 1)
-    dq_buffers = DqBuffers(dqs, dq_full, dq_empty)
-    barriers = Barriers(kv_full, kv_empty, q_full, q_empty, do_full, do_empty)
-    gl.warp_specialize([
-        (_consumer, (queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 0, sizes, scoring, masking)),
-        (_consumer, (queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arrays, tiles, lengths, 1, sizes, scoring, masking)),
-        (_loader, (queue, buffers, barriers, descs, tiles, lengths, sizes, masking)),
-        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 0, sizes, masking)),
-        (_writer, (queue, dq_buffers, dq_desc, tiles, lengths, 1, sizes, masking)),
-    ], [4, 1, 1, 1], [240, 24, 24, 24])

@@ -80,12 +80,12 @@ def _uniform(number):
 
 
 @gluon.jit
-def _barriers_of(COUNT: gl.constexpr, READERS: gl.constexpr):
-    """A barrier for every buffer that is loaded, and one for every buffer that all its readers have read."""
+def _barriers_of(COUNT: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
+    """A barrier for every buffer that all its writers have filled, mostly one load, and one for every buffer that all its readers have read."""
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=WRITERS)
         mbarrier.init(empty.index(i), count=READERS)
     return full, empty
 
