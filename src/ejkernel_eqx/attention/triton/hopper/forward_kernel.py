@@ -102,6 +102,50 @@ def _receive(queue, r):
 
 
 @gluon.jit
+def _begun(sinks_ptr, bh, BLOCK_K: gl.constexpr, BOUNDED: gl.constexpr, SINKS: gl.constexpr):
+    """Maximum `[64]` and denominator `[64, 4]` of 64 queries before their first keys. A sink is a key without a value."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    total = _own_sum(gl.zeros([ROWS_EACH, BLOCK_K], gl.float32, layout))
+    top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, of_rows)
+    if SINKS:
+        top = gl.full([ROWS_EACH], 0.0, gl.float32, of_rows) + gl.load(sinks_ptr + bh) * LOG2E
+        total = total + 0.25
+    return top, total
+
+
+@gluon.jit
+def _finish(acc, top, total, staging, out_desc, lse_ptr, b, h, bh, row, rows, T, BOUNDED: gl.constexpr):
+    """out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key. The copy of the output is not awaited."""
+    total = _row_sum(total, top.type.layout)  # [64]
+    some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
+    total = gl.where(some, total, 1.0)
+    lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
+    gl.store(lse_ptr + gl.to_tensor(bh).to(gl.int64) * T + rows, lse, mask=rows < T)
+    acc = acc * gl.expand_dims(gl.convert_layout(gl.where(some, 1.0 / total, 0.0), gl.SliceLayout(1, acc.type.layout)), 1)
+    tma.store_wait(0)
+    staging.reshape([ROWS_EACH, acc.shape[1]]).store(acc.to(staging.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [b, h, row, 0], staging)
+
+
+@gluon.jit
+def _shared_memory(dtype: gl.constexpr, QUERY_TILES: gl.constexpr, IN_PLACE: gl.constexpr, sizes: gl.constexpr):
+    """Shared memory for tiles, whose output may take the place of the queries, and their barriers."""
+    CONSUMERS: gl.constexpr = sizes.CONSUMERS
+    qs = _tiles_of(dtype, QUERY_TILES, ROWS_EACH, sizes.BLOCK_D)
+    ks = _tiles_of(dtype, sizes.NUM_STAGES, sizes.BLOCK_K, sizes.BLOCK_D)
+    vs = _tiles_of(dtype, sizes.NUM_STAGES, sizes.BLOCK_K, sizes.BLOCK_V)
+    staging = qs
+    if not IN_PLACE:
+        staging = _tiles_of(dtype, CONSUMERS, ROWS_EACH, sizes.BLOCK_V)
+    q_full, q_empty = _barriers_of(QUERY_TILES, 1)
+    k_full, k_empty = _barriers_of(sizes.NUM_STAGES, CONSUMERS)
+    v_full, v_empty = _barriers_of(sizes.NUM_STAGES, CONSUMERS)
+    return Buffers(qs, ks, vs, staging), Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
+
+
+@gluon.jit
 def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, lengths, W: gl.constexpr, sizes: gl.constexpr, scoring: gl.constexpr,
               masking: gl.constexpr, SINKS: gl.constexpr, IN_PLACE: gl.constexpr):
     """Attends with rows `64 W` to `64 W + 63` of every tile of queries."""
@@ -150,11 +194,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             first = gl.load(row_arrays.first + b * T + rows, mask=rows < T, other=0)  # [64]
             past = gl.load(row_arrays.past + b * T + rows, mask=rows < T, other=0)  # [64]
         marks = row_arrays.marks + b * ((S + BLOCK_K - 1) // BLOCK_K * BLOCK_K)
-        total = _own_sum(gl.zeros([ROWS_EACH, BLOCK_K], gl.float32, scores_layout))  # [64, 4]
-        top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, of_rows)
-        if SINKS:
-            top = gl.full([ROWS_EACH], 0.0, gl.float32, of_rows) + gl.load(sinks_ptr + bh) * LOG2E
-            total = total + 0.25
+        top, total = _begun(sinks_ptr, bh, BLOCK_K, BOUNDED, SINKS)
         acc = gl.zeros([ROWS_EACH, V], gl.float32, layout)  # [64, BLOCK_V]
         # The last tile of keys, which may be partly hidden or past the end. (A sum that two loops or branches carry would be spilled or unpacked:
         # there is one loop, and what hides keys is a branch in it.)
@@ -209,18 +249,7 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             upcoming = following.t
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((done - 1) % NUM_STAGES), count=1)
-        # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
-        total = _row_sum(total, of_rows)
-        some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
-        total = gl.where(some, total, 1.0)
-        lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
-        gl.store(lse_ptr + gl.to_tensor(bh).to(gl.int64) * T + rows, lse, mask=rows < T)
-        acc = acc * gl.expand_dims(gl.convert_layout(gl.where(some, 1.0 / total, 0.0), gl.SliceLayout(1, layout)), 1)
-        tma.store_wait(0)
-        out = buffers.out.index(W)
-        out.reshape([ROWS_EACH, V]).store(acc.to(dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [b, h, row, 0], out)
+        _finish(acc, top, total, buffers.out.index(W), out_desc, lse_ptr, b, h, bh, row, rows, T, BOUNDED)
         if IN_PLACE:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(W), count=1)
@@ -350,19 +379,8 @@ def hopper_forward_kernel(
     sizes: gl.constexpr = Sizes(CONSUMERS, H, K, D, V, BLOCK_D, BLOCK_V, BLOCK_Q, BLOCK_K, NUM_STAGES)
     scoring: gl.constexpr = Scoring(SCALE, CAP, FAST_TANH, MULTIPLIER, BOUNDED, RESCALE_THRESHOLD)
     masking: gl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, ROWS or SEGMENTS, EVEN_K, GUARD)
-    # Shared memory: tiles, whose output may take the place of the queries, and their barriers.
-    qs = _tiles_of(dtype, CONSUMERS, ROWS_EACH, BLOCK_D)
-    ks = _tiles_of(dtype, NUM_STAGES, BLOCK_K, BLOCK_D)
-    vs = _tiles_of(dtype, NUM_STAGES, BLOCK_K, BLOCK_V)
-    staging = qs
-    if not IN_PLACE:
-        staging = _tiles_of(dtype, CONSUMERS, ROWS_EACH, BLOCK_V)
-    q_full, q_empty = _barriers_of(CONSUMERS, 1)
-    k_full, k_empty = _barriers_of(NUM_STAGES, CONSUMERS)
-    v_full, v_empty = _barriers_of(NUM_STAGES, CONSUMERS)
-    buffers = Buffers(qs, ks, vs, staging)
-    barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    queue = WorkQueue(q_full, q_full, q_empty)  # not used
+    buffers, barriers = _shared_memory(dtype, CONSUMERS, IN_PLACE, sizes)
+    queue = WorkQueue(barriers.q_full, barriers.q_full, barriers.q_empty)  # not used
     if ROWS or SEGMENTS:
         queue = _queue_of(QUEUE_SLOTS, WORDS, CONSUMERS)
     lengths = Lengths(B, T, S, offset)

@@ -9,26 +9,24 @@ from collections import namedtuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma_wait,
 )
 
-from ....launch.constants import LN2, LOG2E
 from .forward_kernel import (
+    _begun,
     _described,
+    _finish,
     _load,
     _scores,
-    _tiles_of,
+    _shared_memory,
     _weighted,
-    Barriers,
-    Buffers,
     ROWS_EACH,
     Sizes,
 )
-from .scores import _capped, _own_sum, _rescaled, _row_sum, _softmax, BOUND, Lengths, Masking, Scoring
-from .work_queue import _arrive_named, _await_named, _barriers_of
+from .scores import _capped, _rescaled, _softmax, BOUND, Lengths, Masking, Scoring
+from .work_queue import _arrive_named, _await_named
 
 QUERY_SLOTS = gl.constexpr(2)
 """Tiles of queries in shared memory: while the entries of one run, the next one is loaded."""
@@ -108,34 +106,17 @@ def _weights(qk, top, total, record, i, lists, lengths, W: gl.constexpr, sizes: 
 
 
 @gluon.jit
-def _begun(sinks_ptr, t, T, sizes: gl.constexpr, BOUNDED: gl.constexpr, SINKS: gl.constexpr, layout: gl.constexpr):
-    """Maximum `[64]` and denominator of a tile before its first entry."""
-    top = gl.full([ROWS_EACH], 0.0 if BOUNDED else float("-inf"), gl.float32, layout)
-    total = _own_sum(gl.zeros([ROWS_EACH, sizes.BLOCK_K], gl.float32, layout.parent))  # [64, 4]
-    if SINKS:
-        top = gl.zeros([ROWS_EACH], gl.float32, layout) + gl.load(sinks_ptr + t // ((T + sizes.BLOCK_Q - 1) // sizes.BLOCK_Q)) * LOG2E
-        total = total + 0.25
-    return top, total
+def _begun_tile(sinks_ptr, t, T, sizes: gl.constexpr, BOUNDED: gl.constexpr, SINKS: gl.constexpr):
+    """`_begun` of a tile before its first entry."""
+    return _begun(sinks_ptr, t // ((T + sizes.BLOCK_Q - 1) // sizes.BLOCK_Q), sizes.BLOCK_K, BOUNDED, SINKS)
 
 
 @gluon.jit
-def _finish(acc, top, total, t, staging, out_desc, lse_ptr, T, W: gl.constexpr, sizes: gl.constexpr, BOUNDED: gl.constexpr):
-    """out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key."""
-    layout: gl.constexpr = acc.type.layout
+def _finish_tile(acc, top, total, t, staging, out_desc, lse_ptr, T, W: gl.constexpr, sizes: gl.constexpr, BOUNDED: gl.constexpr):
     b, h, row = _origin(t, T, sizes)
     row += W * ROWS_EACH
     rows = row + gl.arange(0, ROWS_EACH, top.type.layout)  # [64]
-    total = _row_sum(total, top.type.layout)  # [64]
-    some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
-    total = gl.where(some, total, 1.0)
-    lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
-    gl.store(lse_ptr + gl.to_tensor(b * sizes.H + h).to(gl.int64) * T + rows, lse, mask=rows < T)
-    acc = acc * gl.expand_dims(gl.convert_layout(gl.where(some, 1.0 / total, 0.0), gl.SliceLayout(1, layout)), 1)
-    tma.store_wait(0)
-    out = staging.index(W)
-    out.reshape([ROWS_EACH, sizes.BLOCK_V]).store(acc.to(out.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [b, h, row, 0], out)
+    _finish(acc, top, total, staging.index(W), out_desc, lse_ptr, b, h, b * sizes.H + h, row, rows, T, BOUNDED)
 
 
 @gluon.jit
@@ -146,7 +127,6 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
     NUM_STAGES: gl.constexpr = sizes.NUM_STAGES
     D: gl.constexpr = sizes.BLOCK_D
     BOUNDED: gl.constexpr = scoring.BOUNDED
-    of_rows: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_K, 16]))
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.BLOCK_V, 16])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     qs, ks, vs, staging = buffers
@@ -162,7 +142,7 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
     mbarrier.wait(k_full.index(0), 0)
     qk = warpgroup_mma_wait(0, deps=[_scores(qs.index(W).reshape([ROWS_EACH, D]), ks, 0)])
     mbarrier.arrive(k_empty.index(0), count=1)
-    top, total = _begun(sinks_ptr, record.t, T, sizes, BOUNDED, SINKS, of_rows)
+    top, total = _begun_tile(sinks_ptr, record.t, T, sizes, BOUNDED, SINKS)
     weights, alpha, top, total = _weights(qk, top, total, record, record.lo, lists, lengths, W, sizes, scoring, masking, BITS)
     p = gl.convert_layout(weights.to(dtype), weights_layout)
     acc = gl.zeros([ROWS_EACH, sizes.BLOCK_V], gl.float32, layout)  # [64, BLOCK_V]
@@ -181,7 +161,7 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
         ended_top, ended_total = top, total
         if is_first:
             following = _record(lists.schedule, r + 1)
-            top, total = _begun(sinks_ptr, record.t, T, sizes, BOUNDED, SINKS, of_rows)
+            top, total = _begun_tile(sinks_ptr, record.t, T, sizes, BOUNDED, SINKS)
             mbarrier.arrive(q_empty.index((r + 1) % QUERY_SLOTS * CONSUMERS + W), count=1)  # of the tile before
             mbarrier.wait(q_full.index(slot), (r // QUERY_SLOTS) & 1)
         mbarrier.wait(k_full.index(at % NUM_STAGES), (at // NUM_STAGES) & 1)
@@ -200,7 +180,7 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
         mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
         p = gl.convert_layout(weights.to(dtype), weights_layout)
         if is_first:
-            _finish(acc, ended_top, ended_total, before, staging, out_desc, lse_ptr, T, W, sizes, BOUNDED)
+            _finish_tile(acc, ended_top, ended_total, before, staging, out_desc, lse_ptr, T, W, sizes, BOUNDED)
             before = record.t + 0
         # Of a new tile, what remains of the last one is not added to.
         if not BOUNDED:
@@ -216,7 +196,7 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
     # The last product of the program.
     acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, at - 1, acc, more)])
     mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
-    _finish(acc, top, total, before, staging, out_desc, lse_ptr, T, W, sizes, BOUNDED)
+    _finish_tile(acc, top, total, before, staging, out_desc, lse_ptr, T, W, sizes, BOUNDED)
     tma.store_wait(0)
 
 
@@ -283,14 +263,7 @@ def listed_forward_kernel(
     k_desc = _described(k_ptr, B, S, K, D, BLOCK_K, BLOCK_D)
     v_desc = _described(v_ptr, B, S, K, V, BLOCK_K, BLOCK_V)
     out_desc = _described(out_ptr, B, T, H, V, ROWS_EACH, BLOCK_V)
-    # Shared memory: tiles and their barriers.
-    buffers = Buffers(
-        _tiles_of(dtype, QUERY_SLOTS * CONSUMERS, ROWS_EACH, BLOCK_D), _tiles_of(dtype, NUM_STAGES, BLOCK_K, BLOCK_D),
-        _tiles_of(dtype, NUM_STAGES, BLOCK_K, BLOCK_V), _tiles_of(dtype, CONSUMERS, ROWS_EACH, BLOCK_V))
-    q_full, q_empty = _barriers_of(QUERY_SLOTS * CONSUMERS, 1)
-    k_full, k_empty = _barriers_of(NUM_STAGES, CONSUMERS)
-    v_full, v_empty = _barriers_of(NUM_STAGES, CONSUMERS)
-    barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    buffers, barriers = _shared_memory(dtype, QUERY_SLOTS * CONSUMERS, False, sizes)
     lists = Lists(list_ptr, pattern_ptr, bits_ptr, schedule_ptr)
     lengths = Lengths(B, T, S, offset)
     descs = (q_desc, k_desc, v_desc)
