@@ -10,20 +10,13 @@ from .tile import temporaries
 
 KERNELS = ("forward", "key_gradient", "query_gradient")
 Tile = tuple[int, int]
-# By kernel, best first; small ones last, for devices with little memory and for short calls.
-_TILES: dict[str, tuple[Tile, ...]] = {
-    "forward": (
-        (1024, 512),
-        (512, 1024),
-        (512, 512),
-        (1024, 1024),
-        (256, 1024),
-        (256, 512),
-        (256, 256),
-        (128, 128),
-    ),
-    "key_gradient": ((1024, 512), (512, 1024), (512, 512), (256, 512), (512, 256), (256, 256), (128, 128)),
-    "query_gradient": ((1024, 512), (512, 1024), (512, 512), (256, 512), (256, 256), (128, 128)),
+# Best first; between them those of a kernel; small ones last, for devices with little memory and for short calls.
+_LARGE: tuple[Tile, ...] = ((1024, 512), (512, 1024), (512, 512))
+_SMALL: tuple[Tile, ...] = ((256, 256), (128, 128))
+_BETWEEN: dict[str, tuple[Tile, ...]] = {
+    "forward": ((1024, 1024), (256, 1024), (256, 512)),
+    "key_gradient": ((256, 512), (512, 256)),
+    "query_gradient": ((256, 512),),
 }
 # By the beginning of a device's kind, what comes before these.
 _SHORTEST: dict[str, dict[str, Tile]] = {
@@ -37,7 +30,8 @@ def fitting(kernel: str, problem: Problem, device: DeviceFacts) -> list[Tile]:
     """The tiles that fit the problem and the device, best first; the smallest ones if none does."""
     queries, keys = (max(128, cdiv(problem.dim(name), 128) * 128) for name in "TS")
     shortest = [tiles for kind, tiles in _SHORTEST.items() if device.kind.startswith(kind)]
-    known = (*(tiles[kernel] for tiles in shortest if kernel in tiles), *_TILES[kernel])
+    first = [tiles[kernel] for tiles in shortest if kernel in tiles]
+    known = (*first, *_LARGE, *_BETWEEN[kernel], *_SMALL)
     # A tile need not be longer than the call.
     tiles = list(dict.fromkeys((min(q, queries), min(k, keys)) for q, k in _within_blocks(problem, known)))
     return [tile for tile in tiles if tile_unsupported(kernel, problem, tile, device) is None] or [(128, 128)]

@@ -406,11 +406,8 @@ def bias_gradient_kernel(
     over_queries: tl.constexpr = (OVER_QUERIES & BIAS) != 0
     over_keys: tl.constexpr = (OVER_KEYS & BIAS) != 0
     # The program's tile `m, n` of row `bias_row` and head of the bias. Where the bias lacks an axis, one tile covers all of it.
-    count_m, count_n = 1, 1
-    if over_queries:
-        count_m = tl.cdiv(T, BQ)
-    if over_keys:
-        count_n = tl.cdiv(S, BK)
+    count_m = tl.cdiv(T, BQ) if over_queries else 1
+    count_n = tl.cdiv(S, BK) if over_keys else 1
     m = tl.program_id(0) % count_m
     n = tl.program_id(0) // count_m % count_n
     owner = tl.program_id(0) // (count_m * count_n)
@@ -419,11 +416,8 @@ def bias_gradient_kernel(
         bias_row = owner // H
         head_lo = owner % H
         head_hi = head_lo + 1
-    m_lo, m_hi, n_lo, n_hi = m, m + 1, n, n + 1
-    if not over_queries:
-        m_hi = tl.cdiv(T, BQ)
-    if not over_keys:
-        n_hi = tl.cdiv(S, BK)
+    m_hi = m + 1 if over_queries else tl.cdiv(T, BQ)
+    n_hi = n + 1 if over_keys else tl.cdiv(S, BK)
 
     total = tl.zeros([BQ, BK], tl.float32)  # [BQ, BK]
     for reader in range(0, readers):
@@ -435,12 +429,12 @@ def bias_gradient_kernel(
             key_rows = KeyRows(
                 k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
                 kv_segments_ptr + b * S, key_seen_ptr + b * S)  # fmt: skip
-            for i in range(m_lo, m_hi):
+            for i in range(m, m_hi):
                 rows = i * BQ + tl.arange(0, BQ)  # [BQ]
                 queries = query_rows(rows, b, row_arrays, lengths, masking)
                 query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, T, sizes, True)  # fmt: skip
                 # The gradient of the scores after the soft cap, which the bias is added to.
-                for j in range(n_lo, n_hi):
+                for j in range(n, n_hi):
                     _, _, _, _, after, _ = _score_gradients(
                         j * BK, key_rows, query_tile, queries, mask_ptr, mask_ptr, 0, head, lengths, sizes, scoring, masking, True, True, False)  # fmt: skip
                     total += after  # [BQ, BK]

@@ -218,8 +218,7 @@ def forward(
             "lse": result(batch, heads, queries),
         },
         cdiv(queries, tile.block_q) * batch * heads,
-        {"sinks": _every_row(arrays.sinks, arrays), **tiles},
-        SINKS=arrays.sinks is not None,
+        tiles,
         **numbers,
     )
     return results["out"], results["lse"]
@@ -261,7 +260,7 @@ def gradients(
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
         dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
     else:
-        dk, dk_rope, dv = _key_gradient(launch, arrays, spec, config.key_gradient, k_rope)
+        dk, dk_rope, dv = _key_gradient(launch, arrays, spec, config.key_gradient)
         dq, dslopes = _query_gradient(launch, arrays, spec, config.query_gradient)
     dbias, bias = None, arrays.bias
     if bias is not None:
@@ -276,11 +275,11 @@ def gradients(
 
 
 def _key_gradient(
-    launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig, k_rope: Array | None
+    launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: TileConfig
 ) -> tuple[Array, Array | None, Array]:
     """Each head has a part of the gradient of shared keys, in float32. A program that summed over heads itself would spill registers."""
     tiles, numbers = _tiled(arrays, spec, tile, by_key=True)
-    batch, keys, heads, _ = arrays.k.shape
+    (batch, keys, heads, _), k_rope = arrays.k.shape, launch.arrays["k_rope"]
     shared = NOTHING if k_rope is None else result(batch, heads, keys, k_rope.shape[-1])
     results = launch(
         backward_kernels.key_gradient_kernel,
@@ -332,13 +331,13 @@ def launcher(
     k_rope: Array | None = None,
 ) -> Launcher:
     """The arguments that all kernels of a call share, without their tiles."""
-    (_, queries, heads, _), (_, keys, kv_heads, dim) = arrays.q.shape, arrays.k.shape
+    (batch, queries, heads, _), (_, keys, kv_heads, dim) = arrays.q.shape, arrays.k.shape
     values, rope = arrays.v.shape[-1], 0 if k_rope is None else k_rope.shape[-1]
     is_float32, ragged = arrays.q.dtype == jnp.float32, _ragged(arrays)
     rate, rows = spec.dropout_rate, arrays.rows
     queries_seen, keys_seen = tile_table.seen(arrays, spec) if ragged else (None, None)
     small = dict(
-        slopes=arrays.alibi_slopes, q_segments=arrays.q_segments, kv_segments=arrays.kv_segments,
+        slopes=arrays.alibi_slopes, sinks=arrays.sinks, q_segments=arrays.q_segments, kv_segments=arrays.kv_segments,
         start=rows and rows.start, end=rows and rows.end, position=rows and rows.position,
         query_seen=queries_seen, key_seen=keys_seen, map=None if arrays.blocks is None else arrays.blocks.astype(jnp.int8),
     )  # fmt: skip
@@ -351,7 +350,7 @@ def launcher(
     folded = arrays.bias is None and arrays.alibi_slopes is None and spec.scale > 0
     # In the order of the kernels' tuples: lengths and sizes, how bias and mask are shared, scoring, masking.
     numbers = dict(
-        T=queries, S=keys, offset=spec.offset, H=heads, K=kv_heads, D=dim, R=rope, V=values,
+        B=batch, T=queries, S=keys, offset=spec.offset, H=heads, K=kv_heads, D=dim, R=rope, V=values,
         BLOCK_D=padded(dim), BLOCK_R=padded(rope), BLOCK_V=padded(values),
         bias_run=spec.bias_run, bias_rows=_shared_rows(arrays.bias, arrays),
         mask_run=spec.mask_run, mask_rows=_shared_rows(arrays.mask, arrays),
@@ -361,7 +360,7 @@ def launcher(
         SEED_WORDS=2 if arrays.seeds is None else arrays.seeds.shape[-1], KEEP_SCALE=1.0 / (1.0 - rate),
         PRECISION=config.float32_dot if is_float32 else "ieee",
         LEFT=-1 if spec.left is None else spec.left, RIGHT=-1 if spec.right is None else spec.right, ROWS=rows is not None,
-        **given(ALIBI=arrays.alibi_slopes, SEGMENTS=arrays.q_segments), MASK=_axes(arrays.mask, arrays),
+        **given(ALIBI=arrays.alibi_slopes, SINKS=arrays.sinks, SEGMENTS=arrays.q_segments), MASK=_axes(arrays.mask, arrays),
         LISTED=0, BITS=0, MAP_HEADS=arrays.blocks is not None and arrays.blocks.shape[1] > 1,
         **dict(zip(("MAP_Q", "MAP_K"), spec.block_size or (0, 0), strict=True)),
         # Whether a row may see nothing in its first tile: impossible if every row sees key 0. A window bounded only on the right
@@ -428,19 +427,13 @@ def _resident(arrays: AttentionArrays) -> int:
 
 
 def explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
-    """Turns a static window into ranges if it leaves a query without keys or a key unseen, so that kernels
-    know which."""
-    if (
-        arrays.rows is not None
-        or not spec.ranged
-        or tile_table.window_covers(arrays.q.shape[1], arrays.k.shape[1], spec)
-    ):
+    """Turns a static window into ranges if it leaves a query without keys or a key unseen, so that kernels know which."""
+    queries, keys = arrays.q.shape[1], arrays.k.shape[1]
+    if arrays.rows is not None or not spec.ranged or tile_table.window_covers(queries, keys, spec):
         return arrays, spec
-    start, end = tile_table.row_ranges(arrays, spec)
-    position = jnp.arange(arrays.q.shape[1], dtype=jnp.int32)[None] + spec.offset
-    return arrays._replace(rows=RowRanges(start, end, position)), dataclasses.replace(
-        spec, left=None, right=None, offset=0
-    )
+    position = jnp.arange(queries, dtype=jnp.int32)[None] + spec.offset
+    arrays = arrays._replace(rows=RowRanges(*tile_table.row_ranges(arrays, spec), position))
+    return arrays, dataclasses.replace(spec, left=None, right=None, offset=0)
 
 
 def _ragged(arrays: AttentionArrays) -> bool:

@@ -39,19 +39,13 @@ def gradients(
     results = launch(
         hopper_backward_kernel,
         tile,
-        {
-            "semaphores": result(semaphores, dtype=jnp.int32),
-            "dq": result(*q.shape),
-            "dk": result_like(k),
-            "dv": result_like(v),
-        },
+        {"semaphores": result(semaphores, dtype=jnp.int32), "dq": result(*q.shape), "dk": result_like(k), "dv": result_like(v)},
         min(cdiv(keys, block_k) * batch * kv_heads, backward_tiles.PROGRAMS),
         {
             "q": q, "k": k, "v": v, "do": do, "lse": jnp.pad(lse, past, constant_values=jnp.inf), "delta": jnp.pad(delta, past), "tiles": tiles,
             "order": order, "zeros": jnp.zeros(semaphores, jnp.int32),
         },
         aliases={"zeros": "semaphores"},
-        B=batch,
         terms=count * tile.block_q,
         BLOCK_D=width,
         EVEN_K=keys % block_k == 0,

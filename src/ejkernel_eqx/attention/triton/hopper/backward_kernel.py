@@ -20,7 +20,6 @@ from .backward_parts import (
     _next_tile,
     _operands,
     _score_gradients,
-    _signal_dq,
     _step,
     _store_dq,
     _store_key_gradients,
@@ -131,8 +130,6 @@ def _consumer(queue, buffers, dss, dq_buffers, barriers, out_descs, row_arrays, 
                 upcoming = _scores(k, qs.index(following), BLOCK_Q, D)
                 dq = warpgroup_mma_wait(1, deps=[dq])
             _store_dq(dq, dq_buffers, s, W, sizes)
-            fence_async_shared()
-            _signal_dq(dq_buffers, s, W, sizes)
             if AHEAD:
                 qk = warpgroup_mma_wait(0, deps=[upcoming])
         _store_key_gradients((dk * scoring.SCALE).to(dtype), dv.to(dtype), buffers, out_descs, kv_empty, [b, g, first_key, 0], W, D)

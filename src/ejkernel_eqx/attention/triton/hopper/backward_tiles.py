@@ -28,16 +28,14 @@ _TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
 
 def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     """Tiles worth timing, best first, as the fields of a configuration."""
-    if problem.dim("T") < tile_sizes.LEAST_QUERIES or unfit(problem, device):
+    if tile_sizes.too_short(problem) or unfit(problem, device):
         return []
     return [(q, k, 4, stages, 0, 1) for q, k, stages in _TILES[tile_sizes.padded_width(problem)]]
 
 
 def not_chosen(problem: Problem, device: DeviceFacts) -> str:
     """Says why Triton's kernels are the default, as a clause without its subject; empty if they are not."""
-    if problem.dim("T") < tile_sizes.LEAST_QUERIES:
-        return f"is for {tile_sizes.LEAST_QUERIES} queries or more"
-    if (reason := unfit(problem, device)) is not None:
+    if (reason := tile_sizes.too_short(problem) or unfit(problem, device)) is not None:
         return reason
     if problem.flag("segments") or problem.flag("rows") or problem.flag("soft_cap"):
         return "was measured without segments, lengths and a soft cap: the tuner times both"

@@ -20,6 +20,7 @@ def attended(
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
     (batch, queries, heads, dim), values = arrays.q.shape, arrays.v.shape[-1]
     programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads)
+    # Whether tiles of keys may be hidden, wholly or partly.
     hides = spec.listed or spec.ranged or arrays.rows is not None or arrays.q_segments is not None
     outputs = {
         "out": result(batch, queries, heads, values, dtype=arrays.q.dtype),
@@ -28,16 +29,15 @@ def attended(
     if spec.listed:
         kernel, tables, numbers = _by_lists(arrays, spec, tile, group, programs)
     else:
-        kernel, tables, numbers = _by_tiles(launch, arrays, spec, tile, group, programs, hides)
+        kernel, tables, numbers = _by_tiles(launch, arrays, spec, tile, group, programs)
+        numbers["GUARD"] = hides
         outputs = {"claims": result(1, dtype=jnp.int32), **outputs}
     results = launch(
         kernel,
         tile,
         outputs,
         programs,
-        {"sinks": None if arrays.sinks is None else jnp.broadcast_to(arrays.sinks, (batch, heads)), **tables},
-        B=batch,
-        SINKS=arrays.sinks is not None,
+        tables,
         BLOCK_D=padded(dim, tile_sizes.NARROWEST),
         BLOCK_V=padded(values, tile_sizes.NARROWEST),
         RESCALE_THRESHOLD=tile_sizes.rescale_threshold(dim, spec.logits_soft_cap, hides),
@@ -52,20 +52,14 @@ _Parts = tuple[Any, dict[str, Any], dict[str, Any]]
 
 
 def _by_tiles(
-    launch: Launcher,
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    tile: Any,
-    group: int,
-    programs: int,
-    hides: bool,
+    launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int, programs: int
 ) -> _Parts:
     """The kernel that goes from tile to tile of queries: in the order of a schedule, or, if only the device knows what tiles see, as it claims them."""
     from .forward_kernel import hopper_forward_kernel
 
     (batch, queries, heads, dim), keys = arrays.q.shape, arrays.k.shape[1]
-    numbers: dict[str, Any] = dict(EVEN_K=keys % tile.block_k == 0, GUARD=hides)
-    numbers["IN_PLACE"] = tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))
+    in_place = tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))
+    numbers: dict[str, Any] = dict(EVEN_K=keys % tile.block_k == 0, IN_PLACE=in_place)
     if arrays.rows is not None or arrays.q_segments is not None:
         tables = {"schedule": None, **bounds(launch, arrays, spec, tile)}
         return hopper_forward_kernel, tables, numbers | {"aliases": {"no_claims": "claims"}}

@@ -21,7 +21,6 @@ from .backward_parts import (
     _key_tile,
     _next_tile,
     _score_gradients,
-    _signal_dq,
     _step,
     _store_dq,
     _weights,
@@ -165,8 +164,6 @@ def _query_gradients(queue, ks, ds_buffers, dq_buffers, barriers, tiles, lengths
             dq = warpgroup_mma_wait(0, deps=[dq])
             mbarrier.arrive(ds_buffers.empty.index(at), count=1)
             _store_dq(dq, dq_buffers, s, 0, sizes, TRANSPOSED=True)
-            fence_async_shared()
-            _signal_dq(dq_buffers, s, 0, sizes)
         mbarrier.arrive(kv_empty.index(slot), count=1)
         done += steps
         r += 1

@@ -10,8 +10,7 @@ from ....launch.sizes import cdiv, padded
 
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
-LEAST_QUERIES = 128
-"""Queries from which on this kernel is used: fewer do not fill a tile."""
+_LEAST_QUERIES = 128
 _MULTIPROCESSORS = 132
 _MOST_SHARED = 232_448
 _MOST_NUMBERS = 2**31 - 1
@@ -58,7 +57,7 @@ _POSSIBLE = {
 
 def tiles(problem: Problem, device: DeviceFacts) -> list[tuple[int, ...]]:
     """Tiles worth timing, best first, as the fields of a configuration."""
-    if problem.dim("T") < LEAST_QUERIES or unfit(problem, device):
+    if too_short(problem) or unfit(problem, device):
         return []
     programs = multiprocessors(device)
     if _listed(problem):
@@ -100,9 +99,7 @@ def _time_of(size: Sizes, problem: Problem, programs: int) -> float:
 
 def not_chosen(problem: Problem, device: DeviceFacts) -> str:
     """Says why Triton's kernel is the default, as a clause without its subject; empty if it is not."""
-    if problem.dim("T") < LEAST_QUERIES:
-        return f"is for {LEAST_QUERIES} queries or more"
-    if (reason := unfit(problem, device)) is not None:
+    if (reason := too_short(problem) or unfit(problem, device)) is not None:
         return reason
     if _listed(problem):
         return _lists_not_chosen(problem, device)
@@ -123,6 +120,11 @@ def _lists_not_chosen(problem: Problem, device: DeviceFacts) -> str:
 
 def multiprocessors(device: DeviceFacts) -> int:
     return device.num_multiprocessors or _MULTIPROCESSORS
+
+
+def too_short(problem: Problem) -> str | None:
+    """Says that a call has too few queries, which do not fill a tile."""
+    return f"is for {_LEAST_QUERIES} queries or more" if problem.dim("T") < _LEAST_QUERIES else None
 
 
 def unfit(problem: Problem, device: DeviceFacts) -> str | None:
@@ -175,9 +177,7 @@ def _cuts_blocks(block_q: int, block_k: int, problem: Problem) -> bool:
 
 def config_unfit(tile: Any, problem: Problem, device: DeviceFacts) -> str | None:
     """Says why a configuration cannot have the tile, as a clause without its subject; shared memory is not checked."""
-    if problem.dim("T") < LEAST_QUERIES:
-        return f"is for {LEAST_QUERIES} queries or more"
-    return unfit(problem, device) or tile_unfit(tile, problem)
+    return too_short(problem) or unfit(problem, device) or tile_unfit(tile, problem)
 
 
 def tile_unfit(tile: Any, problem: Problem) -> str | None:

@@ -11,15 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .backward_parts import (
-    _hidden,
-    _key_tile,
-    _next_tile,
-    _signal_dq,
-    _step,
-    _store_dq,
-    _store_key_gradients,
-)
+from .backward_parts import _hidden, _key_tile, _next_tile, _step, _store_dq, _store_key_gradients
 from .work_queue import _sync_consumers
 
 SIZE = gl.constexpr(64)
@@ -108,8 +100,6 @@ def _consumer(queue, buffers, ps, dss, dq_buffers, barriers, out_descs, row_arra
             mbarrier.arrive(q_empty.index(0), count=1)
             dq = warpgroup_mma_wait(0, deps=[dq])  # [64, 128]
             _store_dq(dq, dq_buffers, s, W, sizes)
-            fence_async_shared()
-            _signal_dq(dq_buffers, s, W, sizes)
         _store_key_gradients((dk * scoring.SCALE).to(dtype), dv.to(dtype), buffers, out_descs, kv_empty, [b, g, n * SIZE, W * HALF], W, HALF)
         done += steps
         r += 1
