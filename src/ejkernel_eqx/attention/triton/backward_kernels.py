@@ -8,42 +8,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from .tile import (
-    FULL,
-    head_of,
-    HeadArrays,
-    keep,
-    key_columns,
-    key_spans,
-    KeyRows,
-    Keys,
-    Lengths,
-    listed_program,
-    listed_spans,
-    load_bits,
-    load_queries,
-    load_rows,
-    Masking,
-    OVER_HEADS,
-    OVER_KEYS,
-    OVER_QUERIES,
-    part_runs,
-    program,
-    Queries,
-    query_program,
-    query_rows,
-    query_tiles,
-    QueryRows,
-    RowArrays,
-    scores,
-    Scoring,
-    Sizes,
-    span,
-    Spans,
-    store_rows,
-    TileArrays,
-    visible,
-)
+from . import tile
 
 # A tile of queries, both parts, with cotangents and terms of the softmax: [BQ, BLOCK_D], [BQ, BLOCK_R], [BQ, BLOCK_V], [BQ], [BQ].
 QueryTile = namedtuple("QueryTile", "q rope do lse delta")
@@ -52,10 +17,10 @@ QueryTile = namedtuple("QueryTile", "q rope do lse delta")
 @triton.jit
 def _weights(qk, lse, queries, keys, bits, head, lengths, scoring: tl.constexpr, masking: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
     """The softmax weights of a tile, its tanh, and which of its entries are visible."""
-    s, t = scores(qk, queries, keys, head, lengths, scoring)  # [BQ, BK] or [BK, BQ], both
+    s, t = tile.scores(qk, queries, keys, head, lengths, scoring)  # [BQ, BK] or [BK, BQ], both
     seen = True
     if MASKED:
-        seen = visible(queries, keys, bits, head, lengths, masking, BOUND)  # of the shape of qk
+        seen = tile.visible(queries, keys, bits, head, lengths, masking, BOUND)  # of the shape of qk
         s = tl.where(seen, s, float("-inf"))
     exponent = s * scoring.MULTIPLIER - lse  # of the shape of qk
     if scoring.BIAS:
@@ -85,9 +50,9 @@ def _score_gradient(p, dp, delta, t, seen, kept, scoring: tl.constexpr, MASKED: 
 def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, T, sizes: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
     width: tl.constexpr = sizes.D + sizes.R
     q_ptr = q_ptr + b * T * (sizes.H * width) + h * width
-    q, rope = load_queries(q_ptr, first, inside, T, sizes, BOUND, False)  # [BQ, BLOCK_D], [BQ, BLOCK_R]
+    q, rope = tile.load_queries(q_ptr, first, inside, T, sizes, BOUND, False)  # [BQ, BLOCK_D], [BQ, BLOCK_R]
     do_ptr = do_ptr + b * T * (sizes.H * sizes.V) + h * sizes.V
-    do = load_rows(do_ptr, first, sizes.H * sizes.V, inside, T, sizes.V, sizes.BQ, sizes.BLOCK_V, BOUND, False)  # [BQ, BLOCK_V]  # fmt: skip
+    do = tile.load_rows(do_ptr, first, sizes.H * sizes.V, inside, T, sizes.V, sizes.BQ, sizes.BLOCK_V, BOUND, False)  # [BQ, BLOCK_V]  # fmt: skip
     lse = tl.load(lse_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
     delta = tl.load(delta_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
     return QueryTile(q, rope, do, lse, delta)
@@ -104,23 +69,23 @@ def _score_gradients(
     q, q_rope, do, lse, delta = query_tile
     BK: tl.constexpr = sizes.BK
     PRECISION: tl.constexpr = scoring.PRECISION
-    keys, ok = key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
-    k = load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
-    v = load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]  # fmt: skip
+    keys, ok = tile.key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
+    k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
+    v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]  # fmt: skip
     # The weights again, from the scores.
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
     rope = k
     if sizes.R > 0:
-        rope = load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]  # fmt: skip
+        rope = tile.load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]  # fmt: skip
         qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
     bits = True
     if MASKED and masking.BITS:
-        bits = load_bits(bits_ptr, tl.load(patterns_ptr + at), sizes.BQ, BK, masking.BITS)  # [BQ, BK]
+        bits = tile.load_bits(bits_ptr, tl.load(patterns_ptr + at), sizes.BQ, BK, masking.BITS)  # [BQ, BK]
     p, t, seen = _weights(qk, lse[:, None], queries, keys, bits, head, lengths, scoring, masking, MASKED, BOUND)  # [BQ, BK]  # fmt: skip
     kept = True
     if scoring.DROPOUT > 0:
-        kept = keep(queries, keys, head, scoring.DROPOUT)  # [BQ, BK]
+        kept = tile.keep(queries, keys, head, scoring.DROPOUT)  # [BQ, BK]
     ds, after = _score_gradient(p, dp, delta[:, None], t, seen, kept, scoring, MASKED)  # [BQ, BK]
     return k, rope, keys, ds, after, seen
 
@@ -134,10 +99,10 @@ def _query_gradient_tiles(
     """Adds a part of the key tiles, or those that its entries of the list name, to the gradients of a query tile."""
     BK: tl.constexpr = sizes.BK
     PRECISION: tl.constexpr = scoring.PRECISION
-    MASKED: tl.constexpr = PART != FULL
+    MASKED: tl.constexpr = PART != tile.FULL
     BOUND: tl.constexpr = MASKED and not sizes.EVEN_K
     CHECK: tl.constexpr = MASKED and (masking.ROWS or masking.SEGMENTS)
-    lo, hi, entry = span(spans, PART)
+    lo, hi, entry = tile.span(spans, PART)
     for at in tl.range(lo, hi):
         n = at
         if masking.LISTED:
@@ -175,26 +140,26 @@ def query_gradient_kernel(
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
-    sizes: tl.constexpr = Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
-    scoring: tl.constexpr = Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
-    masking: tl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)  # fmt: skip
-    lengths = Lengths(T, S, offset)
-    tiles = TileArrays(tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr)
-    row_arrays = RowArrays(position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr, query_seen_ptr)  # fmt: skip
-    head_arrays = HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)  # fmt: skip
+    sizes: tl.constexpr = tile.Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
+    masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)  # fmt: skip
+    lengths = tile.Lengths(T, S, offset)
+    tiles = tile.TileArrays(tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr)
+    row_arrays = tile.RowArrays(position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr, query_seen_ptr)  # fmt: skip
+    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)  # fmt: skip
 
-    m, bh, count, at = query_program(tiles, lengths, sizes, LISTED, GROUP)
+    m, bh, count, at = tile.query_program(tiles, lengths, sizes, LISTED, GROUP)
     b = (bh // H).to(tl.int64)
     h = bh % H
     first = m * BQ
     rows = first + tl.arange(0, BQ)  # [BQ]
     inside = rows < T  # [BQ]
-    queries = query_rows(rows, b, row_arrays, lengths, masking)
-    head = head_of(head_arrays, b, h, lengths, H, scoring, masking)
+    queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
+    head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
 
     # Loaded once for all keys: the tile's queries, their cotangents and their softmax terms.
     query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, T, sizes, not EVEN_Q)  # fmt: skip
-    key_rows = KeyRows(
+    key_rows = tile.KeyRows(
         k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
         kv_segments_ptr + b * S, key_seen_ptr + b * S)  # fmt: skip
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)  # [BQ, BLOCK_D]
@@ -204,18 +169,16 @@ def query_gradient_kernel(
         dq_rope = tl.zeros([BQ, BLOCK_R], tl.float32)  # [BQ, BLOCK_R]
 
     # dq = scale * sum over keys of dx k: partly visible tiles, fully visible ones, partly visible ones, as in the forward kernel.
-    spans = key_spans(tiles, b, bh, m, at, count, lengths, sizes, masking)
+    spans = tile.key_spans(tiles, b, bh, m, at, count, lengths, sizes, masking)
     for part in tl.static_range(3):
-        if part_runs(part, sizes, masking, LEFT >= 0, True):
+        if tile.part_runs(part, sizes, masking, LEFT >= 0, True):
             dq, dq_rope, dslope = _query_gradient_tiles(
                 dq, dq_rope, dslope, query_tile, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, part)  # fmt: skip
 
     out = dq_ptr + b * T * (H * (D + R)) + h * (D + R)
-    store_rows(out, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, D, BQ, BLOCK_D)
+    tile.store_rows(out, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, D, BQ, BLOCK_D)
     if R > 0:
-        store_rows(
-            out + D, (dq_rope * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, R, BQ, BLOCK_R
-        )
+        tile.store_rows(out + D, (dq_rope * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, R, BQ, BLOCK_R)  # fmt: skip
     if ALIBI:
         tl.store(dslope_ptr + (b * H + h) * count + m, dslope)
 
@@ -231,9 +194,9 @@ def _key_gradient_tiles(
     T = lengths.T
     BQ: tl.constexpr = sizes.BQ
     PRECISION: tl.constexpr = scoring.PRECISION
-    MASKED: tl.constexpr = PART != FULL
+    MASKED: tl.constexpr = PART != tile.FULL
     CHECK: tl.constexpr = MASKED and (masking.ROWS or masking.SEGMENTS)
-    lo, hi, entry = span(spans, PART)
+    lo, hi, entry = tile.span(spans, PART)
     for at in tl.range(lo, hi):
         m = at
         if masking.LISTED:
@@ -260,9 +223,9 @@ def _key_gradient_tiles(
                 end = tl.load(query_rows.end + rows, mask=inside, other=0)[None, :]
             if masking.SEGMENTS:
                 q_segment = tl.load(query_rows.segments + rows, mask=inside, other=-1)[None, :]
-        queries = Queries(i, position, start, end, q_segment)
-        q, q_rope = load_queries(query_rows.q, first, ok, T, sizes, not sizes.EVEN_Q, CHECK)
-        do = load_rows(query_rows.do, first, sizes.H * sizes.V, ok, T, sizes.V, BQ, sizes.BLOCK_V, not sizes.EVEN_Q, CHECK)  # [BQ, BLOCK_V]  # fmt: skip
+        queries = tile.Queries(i, position, start, end, q_segment)
+        q, q_rope = tile.load_queries(query_rows.q, first, ok, T, sizes, not sizes.EVEN_Q, CHECK)
+        do = tile.load_rows(query_rows.do, first, sizes.H * sizes.V, ok, T, sizes.V, BQ, sizes.BLOCK_V, not sizes.EVEN_Q, CHECK)  # [BQ, BLOCK_V]  # fmt: skip
         lse = tl.load(query_rows.lse + rows, mask=inside, other=float("inf"))  # [BQ]
         delta = tl.load(query_rows.delta + rows, mask=inside, other=0.0)  # [BQ]
         # The weights again, from the scores.
@@ -272,13 +235,15 @@ def _key_gradient_tiles(
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BK, BQ]
         bits = True
         if MASKED and masking.BITS:
-            bits = load_bits(tiles.bits, tl.load(spans.patterns + at), sizes.BK, BQ, masking.BITS)  # [BK, BQ]
+            bits = tile.load_bits(
+                tiles.bits, tl.load(spans.patterns + at), sizes.BK, BQ, masking.BITS
+            )  # [BK, BQ]
         p, t, seen = _weights(qk, lse[None, :], queries, keys, bits, head, lengths, scoring, masking, MASKED, False)  # [BK, BQ]  # fmt: skip
         # Dropout hides weights in dv, and their gradients in dk.
         kept = True
         dropped = p
         if scoring.DROPOUT > 0:
-            kept = keep(queries, keys, head, scoring.DROPOUT)  # [BK, BQ]
+            kept = tile.keep(queries, keys, head, scoring.DROPOUT)  # [BK, BQ]
             dropped = tl.where(kept, p * scoring.KEEP_SCALE, 0.0)  # [BK, BQ]
         # A query that sees no key of the tile may hold NaN, and 0 * NaN is NaN.
         if MASKED and masking.CLEAN:
@@ -314,17 +279,17 @@ def key_gradient_kernel(
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """`dk` and `dv` of one key tile and key head, over all query heads that read it, and their part of the gradient of the shared keys."""
-    sizes: tl.constexpr = Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
-    scoring: tl.constexpr = Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
-    masking: tl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)  # fmt: skip
-    lengths = Lengths(T, S, offset)
-    tiles = TileArrays(tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr)
-    head_arrays = HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)  # fmt: skip
+    sizes: tl.constexpr = tile.Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
+    masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)  # fmt: skip
+    lengths = tile.Lengths(T, S, offset)
+    tiles = tile.TileArrays(tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr)
+    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)  # fmt: skip
 
     if LISTED:
-        n, bh, count, at = listed_program(tiles_ptr, S, BK, GROUP)
+        n, bh, count, at = tile.listed_program(tiles_ptr, S, BK, GROUP)
     else:
-        n, bh, count = program(S, BK, GROUP)
+        n, bh, count = tile.program(S, BK, GROUP)
     b = (bh // K).to(tl.int64)
     kh = bh % K
     first = n * BK
@@ -333,13 +298,13 @@ def key_gradient_kernel(
     k_segment = j
     if SEGMENTS:
         k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[:, None]  # [BK, 1]
-    keys = Keys(j, k_segment)
+    keys = tile.Keys(j, k_segment)
     # Loaded once for all queries: the tile's keys, shared keys and values.
-    k = load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False)  # [BK, BLOCK_D]  # fmt: skip
+    k = tile.load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False)  # [BK, BLOCK_D]  # fmt: skip
     rope = k
     if R > 0:
-        rope = load_rows(k_rope_ptr + b * S * R, first, R, columns < S, S, R, BK, BLOCK_R, not EVEN_K, False)  # [BK, BLOCK_R]  # fmt: skip
-    v = load_rows(v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False)  # [BK, BLOCK_V]  # fmt: skip
+        rope = tile.load_rows(k_rope_ptr + b * S * R, first, R, columns < S, S, R, BK, BLOCK_R, not EVEN_K, False)  # [BK, BLOCK_R]  # fmt: skip
+    v = tile.load_rows(v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False)  # [BK, BLOCK_V]  # fmt: skip
     dk = tl.zeros([BK, BLOCK_D], tl.float32)  # [BK, BLOCK_D]
     dk_rope = 0.0
     if R > 0:
@@ -349,10 +314,10 @@ def key_gradient_kernel(
     # dv = sum of drop(w) do, dk = scale * sum of dx q: over the heads of the group, and of each over the query tiles that see this one.
     if not LISTED:
         table: tl.constexpr = ROWS or SEGMENTS
-        lo, full_lo, full_hi, hi = query_tiles(
+        lo, full_lo, full_hi, hi = tile.query_tiles(
             tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK
         )
-        spans = Spans(lo, full_lo, full_hi, hi, full_lo, full_hi, pattern_ptr)
+        spans = tile.Spans(lo, full_lo, full_hi, hi, full_lo, full_hi, pattern_ptr)
     begin = kh * (H // K)
     end = (kh + 1) * (H // K)
     # With shared keys there are as many key heads as heads: no loop to the compiler, whose accumulators would be copied and spilled.
@@ -362,22 +327,22 @@ def key_gradient_kernel(
     for h in range(begin, end):
         if R > 0:
             h = kh
-        head = head_of(head_arrays, b, h, lengths, H, scoring, masking)
-        query_rows = QueryRows(
+        head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
+        query_rows = tile.QueryRows(
             q_ptr + b * T * (H * (D + R)) + h * (D + R), do_ptr + b * T * (H * V) + h * V, lse_ptr + (b * H + h) * T, delta_ptr + (b * H + h) * T,
             position_ptr + b * T, start_ptr + b * T, end_ptr + b * T, q_segments_ptr + b * T, query_seen_ptr + b * T)  # fmt: skip
         if LISTED:
-            spans = listed_spans(tiles, b * H + h, at, count, LISTED)
+            spans = tile.listed_spans(tiles, b * H + h, at, count, LISTED)
         # Partly visible tiles, fully visible ones, partly visible ones, as in the forward kernel.
         for part in tl.static_range(3):
-            if part_runs(part, sizes, masking, RIGHT >= 0, LEFT >= 0):
+            if tile.part_runs(part, sizes, masking, RIGHT >= 0, LEFT >= 0):
                 dk, dk_rope, dv = _key_gradient_tiles(
                     dk, dk_rope, dv, k, rope, v, spans, tiles, query_rows, keys, head, lengths, sizes, scoring, masking, part)  # fmt: skip
 
-    store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)  # fmt: skip
-    store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)  # fmt: skip
+    tile.store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)  # fmt: skip
+    tile.store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)  # fmt: skip
     if R > 0:
-        store_rows(dk_rope_ptr + (b * K + kh) * S * R, dk_rope * SCALE, first, R, S, R, BK, BLOCK_R)
+        tile.store_rows(dk_rope_ptr + (b * K + kh) * S * R, dk_rope * SCALE, first, R, S, R, BK, BLOCK_R)
 
 
 @triton.jit
@@ -395,16 +360,15 @@ def bias_gradient_kernel(
 ):  # fmt: skip
     """One tile of the bias gradient `[rows, H or 1, T or 1, S or 1]`, summed in a fixed order over the axes that the bias broadcasts
     and over the `readers` of its row (batch rows)."""
-    sizes: tl.constexpr = Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
-    scoring: tl.constexpr = Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
-    masking: tl.constexpr = Masking(
-        LEFT, RIGHT, ROWS, SEGMENTS, MASK, 0, 0, False, 0, 0, CLEAN
-    )  # without lists
-    lengths = Lengths(T, S, offset)
-    row_arrays = RowArrays(position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr, query_seen_ptr)  # fmt: skip
-    head_arrays = HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, mask_ptr)  # fmt: skip
-    over_queries: tl.constexpr = (OVER_QUERIES & BIAS) != 0
-    over_keys: tl.constexpr = (OVER_KEYS & BIAS) != 0
+    sizes: tl.constexpr = tile.Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
+    # Without lists.
+    masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, 0, 0, False, 0, 0, CLEAN)
+    lengths = tile.Lengths(T, S, offset)
+    row_arrays = tile.RowArrays(position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr, query_seen_ptr)  # fmt: skip
+    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, mask_ptr)  # fmt: skip
+    over_queries: tl.constexpr = (tile.OVER_QUERIES & BIAS) != 0
+    over_keys: tl.constexpr = (tile.OVER_KEYS & BIAS) != 0
     # The program's tile `m, n` of row `bias_row` and head of the bias. Where the bias lacks an axis, one tile covers all of it.
     count_m = tl.cdiv(T, BQ) if over_queries else 1
     count_n = tl.cdiv(S, BK) if over_keys else 1
@@ -412,7 +376,7 @@ def bias_gradient_kernel(
     n = tl.program_id(0) // count_m % count_n
     owner = tl.program_id(0) // (count_m * count_n)
     bias_row, head_lo, head_hi = owner, 0, H
-    if OVER_HEADS & BIAS:
+    if tile.OVER_HEADS & BIAS:
         bias_row = owner // H
         head_lo = owner % H
         head_hi = head_lo + 1
@@ -425,13 +389,13 @@ def bias_gradient_kernel(
         batch = (reader // bias_run * bias_rows + bias_row) * bias_run + reader % bias_run
         b = (tl.zeros([], tl.int32) + batch).to(tl.int64)
         for h in range(head_lo, head_hi):
-            head = head_of(head_arrays, b, h, lengths, H, scoring, masking)
-            key_rows = KeyRows(
+            head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
+            key_rows = tile.KeyRows(
                 k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
                 kv_segments_ptr + b * S, key_seen_ptr + b * S)  # fmt: skip
             for i in range(m, m_hi):
                 rows = i * BQ + tl.arange(0, BQ)  # [BQ]
-                queries = query_rows(rows, b, row_arrays, lengths, masking)
+                queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
                 query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, T, sizes, True)  # fmt: skip
                 # The gradient of the scores after the soft cap, which the bias is added to.
                 for j in range(n, n_hi):

@@ -4,31 +4,7 @@ import triton
 import triton.language as tl
 
 from ...launch.constants import LN2, LOG2E
-from .tile import (
-    FULL,
-    head_of,
-    HeadArrays,
-    keep,
-    key_columns,
-    key_spans,
-    KeyRows,
-    Lengths,
-    load_bits,
-    load_queries,
-    load_rows,
-    Masking,
-    part_runs,
-    query_program,
-    query_rows,
-    RowArrays,
-    scores,
-    Scoring,
-    Sizes,
-    span,
-    store_rows,
-    TileArrays,
-    visible,
-)
+from . import tile
 
 
 @triton.jit
@@ -42,10 +18,10 @@ def _attend_tiles(
     BQ: tl.constexpr = sizes.BQ
     BK: tl.constexpr = sizes.BK
     PRECISION: tl.constexpr = scoring.PRECISION
-    MASKED: tl.constexpr = PART != FULL
+    MASKED: tl.constexpr = PART != tile.FULL
     BOUND: tl.constexpr = MASKED and not sizes.EVEN_K
     CHECK: tl.constexpr = MASKED and (masking.ROWS or masking.SEGMENTS)
-    lo, hi, entry = span(spans, PART)
+    lo, hi, entry = tile.span(spans, PART)
     # A list's next entry is carried: were it read where it is used, the compiler would prefetch keys and values later.
     for at in tl.range(lo, hi):
         n = at
@@ -53,20 +29,22 @@ def _attend_tiles(
             n = entry
             entry = tl.load(tiles.list + at + 1).to(tl.int32)
         first = n * BK
-        keys, ok = key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
+        keys, ok = tile.key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
         # Products by the head's keys and by those that all heads share.
-        k = load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
+        k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
         if sizes.R > 0:
-            rope = load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]  # fmt: skip
+            rope = tile.load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]  # fmt: skip
             qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
-        s, _ = scores(qk, queries, keys, head, lengths, scoring)  # [BQ, BK]
-        v = load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]  # fmt: skip
+        s, _ = tile.scores(qk, queries, keys, head, lengths, scoring)  # [BQ, BK]
+        v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]  # fmt: skip
         if MASKED:
             bits = True
             if masking.BITS:
-                bits = load_bits(tiles.bits, tl.load(spans.patterns + at), BQ, BK, masking.BITS)  # [BQ, BK]
-            seen = visible(queries, keys, bits, head, lengths, masking, not sizes.EVEN_K)  # [BQ, BK]
+                bits = tile.load_bits(
+                    tiles.bits, tl.load(spans.patterns + at), BQ, BK, masking.BITS
+                )  # [BQ, BK]
+            seen = tile.visible(queries, keys, bits, head, lengths, masking, not sizes.EVEN_K)  # [BQ, BK]
             s = tl.where(seen, s, float("-inf"))
             if masking.CLEAN and (masking.MASK or masking.LISTED):
                 # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
@@ -82,7 +60,9 @@ def _attend_tiles(
         total = total * alpha + tl.sum(p, axis=1)  # [BQ]
         # Dropout applies to the weights of the values, not to the denominator.
         if scoring.DROPOUT > 0:
-            p = tl.where(keep(queries, keys, head, scoring.DROPOUT), p * scoring.KEEP_SCALE, 0.0)  # [BQ, BK]
+            p = tl.where(
+                tile.keep(queries, keys, head, scoring.DROPOUT), p * scoring.KEEP_SCALE, 0.0
+            )  # [BQ, BK]
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)  # [BQ, BLOCK_V]
         top = new_top
@@ -106,15 +86,17 @@ def forward_kernel(
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    sizes: tl.constexpr = Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
-    scoring: tl.constexpr = Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
-    masking: tl.constexpr = Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)  # fmt: skip
-    lengths = Lengths(T, S, offset)
-    tiles = TileArrays(tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr)
-    row_arrays = RowArrays(position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr)
-    head_arrays = HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)  # fmt: skip
+    sizes: tl.constexpr = tile.Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
+    masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)  # fmt: skip
+    lengths = tile.Lengths(T, S, offset)
+    tiles = tile.TileArrays(tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr)
+    row_arrays = tile.RowArrays(
+        position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr
+    )
+    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)  # fmt: skip
 
-    m, bh, count, at = query_program(tiles, lengths, sizes, LISTED, GROUP)
+    m, bh, count, at = tile.query_program(tiles, lengths, sizes, LISTED, GROUP)
     b = (bh // H).to(tl.int64)
     h = bh % H
     first = m * BQ
@@ -122,11 +104,11 @@ def forward_kernel(
     inside = rows < T  # [BQ]
 
     # What determines the visibility of these queries, and the terms of their scores besides q . k.
-    queries = query_rows(rows, b, row_arrays, lengths, masking)
-    head = head_of(head_arrays, b, h, lengths, H, scoring, masking)
+    queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
+    head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
 
-    q, q_rope = load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), first, inside, T, sizes, not EVEN_Q, False)  # fmt: skip
-    key_rows = KeyRows(
+    q, q_rope = tile.load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), first, inside, T, sizes, not EVEN_Q, False)  # fmt: skip
+    key_rows = tile.KeyRows(
         k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
         kv_segments_ptr + b * S, key_seen_ptr + b * S)  # fmt: skip
     acc = tl.zeros([BQ, BLOCK_V], tl.float32)  # [BQ, BLOCK_V]
@@ -139,9 +121,9 @@ def forward_kernel(
         total = tl.zeros([BQ], tl.float32)  # [BQ]
 
     # Partly visible tiles, fully visible ones, partly visible ones: three loops, since masking is compiled in or out.
-    spans = key_spans(tiles, b, bh, m, at, count, lengths, sizes, masking)
+    spans = tile.key_spans(tiles, b, bh, m, at, count, lengths, sizes, masking)
     for part in tl.static_range(3):
-        if part_runs(part, sizes, masking, LEFT >= 0, RIGHT >= 0 or not EVEN_K):
+        if tile.part_runs(part, sizes, masking, LEFT >= 0, RIGHT >= 0 or not EVEN_K):
             acc, total, top = _attend_tiles(
                 acc, total, top, q, q_rope, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, GUARD, part)  # fmt: skip
 
@@ -149,5 +131,5 @@ def forward_kernel(
     some = total > 0  # [BQ]
     acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]  # [BQ, BLOCK_V]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BQ]
-    store_rows(out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V)  # fmt: skip
+    tile.store_rows(out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V)  # fmt: skip
     tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=inside)
