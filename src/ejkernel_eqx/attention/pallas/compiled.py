@@ -89,7 +89,7 @@ def forward(
     execute: Execute = run,
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
-    if _is_empty(arrays):
+    if _is_empty(arrays):  # no grid: sinks alone are in the denominator
         (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
         lse = jnp.full((batch, heads, queries), -jnp.inf)
         if arrays.sinks is not None:

@@ -81,6 +81,7 @@ def key_gradient(call: Call, tile: tuple[int, int], rows: Rows) -> tuple[Array, 
     kernel, k, v = _Kernel.of_tiles(call, tile, by_key=True), call.arrays.k, call.arrays.v
     form, group = kernel.form, kernel.grid[3]
     (batch, keys, kv_heads, dim), length = k.shape, kernel.inputs["k"].array.shape[2]
+    # Sums stay in scratch memory over all steps of a tile of keys.
     results, scratch = {}, {}
     for name, x in {"dk": k, "dv": v}.items():
         shape, block = (batch, kv_heads, length, x.shape[-1]), (None, None, form.block_k, x.shape[-1])
@@ -108,7 +109,7 @@ def query_gradient(call: Call, tile: tuple[int, int], rows: Rows) -> tuple[Array
     results = {"dq": _by_query(kernel, q.dtype, dim)}
     columns = (form.block_q, LANES)
     scratch = {"dq_sum": (form.block_q, dim), "lse_column": columns, "delta_column": columns}
-    if form.alibi:
+    if form.alibi:  # a part of the slope's gradient from each tile of queries
         tiles = (batch, heads, cdiv(queries, form.block_q), 1, LANES)
         at = lambda p: (p.batch, p.head, p.q_tile, 0, 0)
         results["dslope"] = Result(tiles, jnp.float32, (None, None, None, 1, LANES), at)
@@ -131,12 +132,14 @@ def bias_gradient(call: Call, tile: tuple[int, int], rows: Rows) -> Array:
     batch, heads = arrays.q.shape[0], arrays.q.shape[2]
     tiles = cdiv(arrays.q.shape[1], form.block_q), cdiv(arrays.k.shape[1], form.block_k)
     rows_of_bias, heads_of_bias, *sides = bias.shape
+    # Programs of the bias' own axes, and over how many each of them sums.
     own = (rows_of_bias, heads_of_bias, *(n if side > 1 else 1 for n, side in zip(tiles, sides, strict=True)))
     sums = tuple(n // max(part, 1) for n, part in zip((batch, heads, *tiles), own, strict=True))
     run = 1 if rows_of_bias == batch else spec.bias_run
     group = heads // arrays.k.shape[2]
 
     def locate(scalars: Any, *ids: Any) -> tuple[Place, None]:
+        # The last axis counts reader, head and tiles together, the last of them the fastest.
         rest, parts = ids[4], []
         for size in reversed(sums):
             parts.append(modulo(rest, size))
@@ -208,6 +211,7 @@ class _Kernel(NamedTuple):
         form, inputs, axes, prefetched = self.form, self.inputs | more, len(self.grid), len(self.scalars)
         named = lambda names, refs: types.SimpleNamespace(**dict(zip(names, refs, strict=True)))
 
+        # Index maps receive the grid's indices, then the prefetched scalars; a kernel receives scalars, inputs, results and scratch.
         def spec(block: tuple[int | None, ...], at: Callable[[Place], tuple[Any, ...]]) -> Any:
             def where(*ids: Any) -> tuple[Any, ...]:
                 return at(self.locate(named(self.scalars, ids[axes:]), *ids[:axes])[0])

@@ -115,6 +115,7 @@ def of_call(
 def of_rows(rows: Rows, form: Form) -> Operands:
     """What gradients need of each query; padded with what keeps padding without weight."""
     at, block = lambda p: (p.batch, p.head, 0, p.q_tile), (None, None, 1, form.block_q)
+    # An infinite lse makes weights zero.
     lse, delta = padded(rows.lse, 2, form.block_q, jnp.inf), padded(rows.delta, 2, form.block_q)
     return {
         "do": _by_head(rows.do, form.block_q, query_tile),
@@ -144,7 +145,7 @@ def _query_rows(arrays: AttentionArrays, form: Form) -> Operand:
 def _key_segments(ids: Array, form: Form) -> Operand:
     ids = jnp.where(ids < 0, -1, ids).astype(jnp.int32)
     ids, row = padded(ids, 1, form.block_k, -1), _row(ids.shape[0])
-    if form.by_key:
+    if form.by_key:  # a column of a register
         columns = jnp.broadcast_to(ids[:, :, None], (*ids.shape, LANES))
         return Operand(columns, (None, form.block_k, LANES), lambda p: (row(p), p.k_tile, 0))
     return Operand(ids[:, None], (None, 1, form.block_k), lambda p: (row(p), 0, p.k_tile))
@@ -173,6 +174,7 @@ def _over_scores(x: Array, run: int, batch: int, form: Form) -> Operand:
 
 def _of_map(blocks: Array, size: tuple[int, int], form: Form) -> Operand:
     """The part of a map `[B or 1, H or 1, M, N]` that each tile touches, in bfloat16, its rows and columns filled up for products."""
+    # Filled up to whole registers of bfloat16.
     rows, columns = (LANES, 16) if form.by_key else (16, LANES)
     down = _touched(form.queries, form.block_q, size[0], blocks.shape[2], rows)
     along = _touched(form.keys, form.block_k, size[1], blocks.shape[3], columns)
@@ -224,6 +226,7 @@ def form_of(
     """Queries are as wide as both parts of a key. `bits`: partly visible tiles have contents."""
     block_q, block_k = tile
     size = spec.block_size
+    # Tiles that are parts of blocks are visible as a whole or not at all, and need no map.
     inside = size is None or (size[0] % block_q == 0 and size[1] % block_k == 0)
     return Form(
         spec=spec,

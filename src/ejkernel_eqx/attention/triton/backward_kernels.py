@@ -14,8 +14,9 @@ from . import tile
 QueryTile = namedtuple("QueryTile", "q rope do lse delta")
 
 
+# fmt: off
 @triton.jit
-def _weights(qk, lse, queries, keys, bits, head, lengths, scoring: tl.constexpr, masking: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+def _weights(qk, lse, queries, keys, bits, head, lengths, scoring: tl.constexpr, masking: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr):
     """The softmax weights of a tile, its tanh, and which of its entries are visible."""
     s, t = tile.scores(qk, queries, keys, head, lengths, scoring)  # [BQ, BK] or [BK, BQ], both
     seen = True
@@ -47,12 +48,12 @@ def _score_gradient(p, dp, delta, t, seen, kept, scoring: tl.constexpr, MASKED: 
 
 
 @triton.jit
-def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, T, sizes: tl.constexpr, BOUND: tl.constexpr):  # fmt: skip
+def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, T, sizes: tl.constexpr, BOUND: tl.constexpr):
     width: tl.constexpr = sizes.D + sizes.R
     q_ptr = q_ptr + b * T * (sizes.H * width) + h * width
     q, rope = tile.load_queries(q_ptr, first, inside, T, sizes, BOUND, False)  # [BQ, BLOCK_D], [BQ, BLOCK_R]
     do_ptr = do_ptr + b * T * (sizes.H * sizes.V) + h * sizes.V
-    do = tile.load_rows(do_ptr, first, sizes.H * sizes.V, inside, T, sizes.V, sizes.BQ, sizes.BLOCK_V, BOUND, False)  # [BQ, BLOCK_V]  # fmt: skip
+    do = tile.load_rows(do_ptr, first, sizes.H * sizes.V, inside, T, sizes.V, sizes.BQ, sizes.BLOCK_V, BOUND, False)  # [BQ, BLOCK_V]
     lse = tl.load(lse_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=float("inf"))  # [BQ]
     delta = tl.load(delta_ptr + (b * sizes.H + h) * T + rows, mask=inside, other=0.0)  # [BQ]
     return QueryTile(q, rope, do, lse, delta)
@@ -62,7 +63,7 @@ def _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, insid
 def _score_gradients(
     first, key_rows, query_tile, queries, bits_ptr, patterns_ptr, at, head, lengths,
     sizes: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr, MASKED: tl.constexpr, BOUND: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
+):
     """A tile of keys from `first` on, in two parts as queries, with their numbers; and for a tile of queries both gradients of `_score_gradient`, and
     which entries are visible."""
     S = lengths.S
@@ -70,19 +71,19 @@ def _score_gradients(
     BK: tl.constexpr = sizes.BK
     PRECISION: tl.constexpr = scoring.PRECISION
     keys, ok = tile.key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
-    k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
-    v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]  # fmt: skip
+    k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]
+    v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]
     # The weights again, from the scores.
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
     rope = k
     if sizes.R > 0:
-        rope = tile.load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]  # fmt: skip
+        rope = tile.load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]
         qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
     bits = True
     if MASKED and masking.BITS:
         bits = tile.load_bits(bits_ptr, tl.load(patterns_ptr + at), sizes.BQ, BK, masking.BITS)  # [BQ, BK]
-    p, t, seen = _weights(qk, lse[:, None], queries, keys, bits, head, lengths, scoring, masking, MASKED, BOUND)  # [BQ, BK]  # fmt: skip
+    p, t, seen = _weights(qk, lse[:, None], queries, keys, bits, head, lengths, scoring, masking, MASKED, BOUND)  # [BQ, BK]
     kept = True
     if scoring.DROPOUT > 0:
         kept = tile.keep(queries, keys, head, scoring.DROPOUT)  # [BQ, BK]
@@ -95,7 +96,7 @@ def _query_gradient_tiles(
     dq, dq_rope, dslope, query_tile,  # [BQ, BLOCK_D], [BQ, BLOCK_R], []
     spans, tiles, key_rows, queries, head, lengths,
     sizes: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+):
     """Adds a part of the key tiles, or those that its entries of the list name, to the gradients of a query tile."""
     BK: tl.constexpr = sizes.BK
     PRECISION: tl.constexpr = scoring.PRECISION
@@ -109,7 +110,7 @@ def _query_gradient_tiles(
             n = entry
             entry = tl.load(tiles.list + at + 1).to(tl.int32)
         k, rope, keys, ds, after, seen = _score_gradients(
-            n * BK, key_rows, query_tile, queries, tiles.bits, spans.patterns, at, head, lengths, sizes, scoring, masking, MASKED, BOUND, CHECK)  # fmt: skip
+            n * BK, key_rows, query_tile, queries, tiles.bits, spans.patterns, at, head, lengths, sizes, scoring, masking, MASKED, BOUND, CHECK)
         if scoring.ALIBI:
             dslope += tl.sum(tl.sum(after * (keys.j - queries.position).to(tl.float32), axis=1), axis=0)
         # A key that no row of the tile sees may hold NaN, and 0 * NaN is NaN.
@@ -138,15 +139,15 @@ def query_gradient_kernel(
     DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """`dq` of one query tile and head, and the tile's share of the slope's gradient."""
     sizes: tl.constexpr = tile.Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
-    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
-    masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)  # fmt: skip
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)
+    masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)
     lengths = tile.Lengths(T, S, offset)
     tiles = tile.TileArrays(tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr)
-    row_arrays = tile.RowArrays(position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr, query_seen_ptr)  # fmt: skip
-    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)  # fmt: skip
+    row_arrays = tile.RowArrays(position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr, query_seen_ptr)
+    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)
 
     m, bh, count, at = tile.query_program(tiles, lengths, sizes, LISTED, GROUP)
     b = (bh // H).to(tl.int64)
@@ -158,10 +159,10 @@ def query_gradient_kernel(
     head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
 
     # Loaded once for all keys: the tile's queries, their cotangents and their softmax terms.
-    query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, T, sizes, not EVEN_Q)  # fmt: skip
+    query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, first, rows, inside, T, sizes, not EVEN_Q)
     key_rows = tile.KeyRows(
         k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
-        kv_segments_ptr + b * S, key_seen_ptr + b * S)  # fmt: skip
+        kv_segments_ptr + b * S, key_seen_ptr + b * S)
     dq = tl.zeros([BQ, BLOCK_D], tl.float32)  # [BQ, BLOCK_D]
     dslope = 0.0
     dq_rope = 0.0
@@ -173,12 +174,12 @@ def query_gradient_kernel(
     for part in tl.static_range(3):
         if tile.part_runs(part, sizes, masking, LEFT >= 0, True):
             dq, dq_rope, dslope = _query_gradient_tiles(
-                dq, dq_rope, dslope, query_tile, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, part)  # fmt: skip
+                dq, dq_rope, dslope, query_tile, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, part)
 
     out = dq_ptr + b * T * (H * (D + R)) + h * (D + R)
     tile.store_rows(out, (dq * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, D, BQ, BLOCK_D)
     if R > 0:
-        tile.store_rows(out + D, (dq_rope * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, R, BQ, BLOCK_R)  # fmt: skip
+        tile.store_rows(out + D, (dq_rope * SCALE).to(dq_ptr.dtype.element_ty), first, H * (D + R), T, R, BQ, BLOCK_R)
     if ALIBI:
         tl.store(dslope_ptr + (b * H + h) * count + m, dslope)
 
@@ -188,7 +189,7 @@ def _key_gradient_tiles(
     dk, dk_rope, dv, k, rope, v,  # [BK, BLOCK_D], [BK, BLOCK_R], [BK, BLOCK_V], twice
     spans, tiles, query_rows, keys, head, lengths,
     sizes: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+):
     """Adds a part of one head's query tiles, or those that its entries of the list name, to the gradients of a key tile. Keys are the rows:
     dk and dv need no transposed weights."""
     T = lengths.T
@@ -225,7 +226,7 @@ def _key_gradient_tiles(
                 q_segment = tl.load(query_rows.segments + rows, mask=inside, other=-1)[None, :]
         queries = tile.Queries(i, position, start, end, q_segment)
         q, q_rope = tile.load_queries(query_rows.q, first, ok, T, sizes, not sizes.EVEN_Q, CHECK)
-        do = tile.load_rows(query_rows.do, first, sizes.H * sizes.V, ok, T, sizes.V, BQ, sizes.BLOCK_V, not sizes.EVEN_Q, CHECK)  # [BQ, BLOCK_V]  # fmt: skip
+        do = tile.load_rows(query_rows.do, first, sizes.H * sizes.V, ok, T, sizes.V, BQ, sizes.BLOCK_V, not sizes.EVEN_Q, CHECK)  # [BQ, BLOCK_V]
         lse = tl.load(query_rows.lse + rows, mask=inside, other=float("inf"))  # [BQ]
         delta = tl.load(query_rows.delta + rows, mask=inside, other=0.0)  # [BQ]
         # The weights again, from the scores.
@@ -238,7 +239,7 @@ def _key_gradient_tiles(
             bits = tile.load_bits(
                 tiles.bits, tl.load(spans.patterns + at), sizes.BK, BQ, masking.BITS
             )  # [BK, BQ]
-        p, t, seen = _weights(qk, lse[None, :], queries, keys, bits, head, lengths, scoring, masking, MASKED, False)  # [BK, BQ]  # fmt: skip
+        p, t, seen = _weights(qk, lse[None, :], queries, keys, bits, head, lengths, scoring, masking, MASKED, False)  # [BK, BQ]
         # Dropout hides weights in dv, and their gradients in dk.
         kept = True
         dropped = p
@@ -277,14 +278,14 @@ def key_gradient_kernel(
     DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """`dk` and `dv` of one key tile and key head, over all query heads that read it, and their part of the gradient of the shared keys."""
     sizes: tl.constexpr = tile.Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
-    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
-    masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)  # fmt: skip
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)
+    masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)
     lengths = tile.Lengths(T, S, offset)
     tiles = tile.TileArrays(tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr)
-    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)  # fmt: skip
+    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)
 
     if LISTED:
         n, bh, count, at = tile.listed_program(tiles_ptr, S, BK, GROUP)
@@ -300,11 +301,11 @@ def key_gradient_kernel(
         k_segment = tl.load(kv_segments_ptr + b * S + columns, mask=columns < S, other=-1)[:, None]  # [BK, 1]
     keys = tile.Keys(j, k_segment)
     # Loaded once for all queries: the tile's keys, shared keys and values.
-    k = tile.load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False)  # [BK, BLOCK_D]  # fmt: skip
+    k = tile.load_rows(k_ptr + b * S * (K * D) + kh * D, first, K * D, columns < S, S, D, BK, BLOCK_D, not EVEN_K, False)  # [BK, BLOCK_D]
     rope = k
     if R > 0:
-        rope = tile.load_rows(k_rope_ptr + b * S * R, first, R, columns < S, S, R, BK, BLOCK_R, not EVEN_K, False)  # [BK, BLOCK_R]  # fmt: skip
-    v = tile.load_rows(v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False)  # [BK, BLOCK_V]  # fmt: skip
+        rope = tile.load_rows(k_rope_ptr + b * S * R, first, R, columns < S, S, R, BK, BLOCK_R, not EVEN_K, False)  # [BK, BLOCK_R]
+    v = tile.load_rows(v_ptr + b * S * (K * V) + kh * V, first, K * V, columns < S, S, V, BK, BLOCK_V, not EVEN_K, False)  # [BK, BLOCK_V]
     dk = tl.zeros([BK, BLOCK_D], tl.float32)  # [BK, BLOCK_D]
     dk_rope = 0.0
     if R > 0:
@@ -314,9 +315,7 @@ def key_gradient_kernel(
     # dv = sum of drop(w) do, dk = scale * sum of dx q: over the heads of the group, and of each over the query tiles that see this one.
     if not LISTED:
         table: tl.constexpr = ROWS or SEGMENTS
-        lo, full_lo, full_hi, hi = tile.query_tiles(
-            tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK
-        )
+        lo, full_lo, full_hi, hi = tile.query_tiles(tiles_ptr, b, n, offset, T, S, BQ, BK, LEFT, RIGHT, table, MASK)
         spans = tile.Spans(lo, full_lo, full_hi, hi, full_lo, full_hi, pattern_ptr)
     begin = kh * (H // K)
     end = (kh + 1) * (H // K)
@@ -330,17 +329,17 @@ def key_gradient_kernel(
         head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
         query_rows = tile.QueryRows(
             q_ptr + b * T * (H * (D + R)) + h * (D + R), do_ptr + b * T * (H * V) + h * V, lse_ptr + (b * H + h) * T, delta_ptr + (b * H + h) * T,
-            position_ptr + b * T, start_ptr + b * T, end_ptr + b * T, q_segments_ptr + b * T, query_seen_ptr + b * T)  # fmt: skip
+            position_ptr + b * T, start_ptr + b * T, end_ptr + b * T, q_segments_ptr + b * T, query_seen_ptr + b * T)
         if LISTED:
             spans = tile.listed_spans(tiles, b * H + h, at, count, LISTED)
         # Partly visible tiles, fully visible ones, partly visible ones, as in the forward kernel.
         for part in tl.static_range(3):
             if tile.part_runs(part, sizes, masking, RIGHT >= 0, LEFT >= 0):
                 dk, dk_rope, dv = _key_gradient_tiles(
-                    dk, dk_rope, dv, k, rope, v, spans, tiles, query_rows, keys, head, lengths, sizes, scoring, masking, part)  # fmt: skip
+                    dk, dk_rope, dv, k, rope, v, spans, tiles, query_rows, keys, head, lengths, sizes, scoring, masking, part)
 
-    tile.store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)  # fmt: skip
-    tile.store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)  # fmt: skip
+    tile.store_rows(dk_ptr + b * S * (K * D) + kh * D, (dk * SCALE).to(dk_ptr.dtype.element_ty), first, K * D, S, D, BK, BLOCK_D)
+    tile.store_rows(dv_ptr + b * S * (K * V) + kh * V, dv.to(dv_ptr.dtype.element_ty), first, K * V, S, V, BK, BLOCK_V)
     if R > 0:
         tile.store_rows(dk_rope_ptr + (b * K + kh) * S * R, dk_rope * SCALE, first, R, S, R, BK, BLOCK_R)
 
@@ -357,16 +356,16 @@ def bias_gradient_kernel(
     BIAS: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
     DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     """One tile of the bias gradient `[rows, H or 1, T or 1, S or 1]`, summed in a fixed order over the axes that the bias broadcasts
     and over the `readers` of its row (batch rows)."""
     sizes: tl.constexpr = tile.Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
-    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)
     # Without lists.
     masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, 0, 0, False, 0, 0, CLEAN)
     lengths = tile.Lengths(T, S, offset)
-    row_arrays = tile.RowArrays(position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr, query_seen_ptr)  # fmt: skip
-    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, mask_ptr)  # fmt: skip
+    row_arrays = tile.RowArrays(position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr, query_seen_ptr)
+    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, mask_ptr)
     over_queries: tl.constexpr = (tile.OVER_QUERIES & BIAS) != 0
     over_keys: tl.constexpr = (tile.OVER_KEYS & BIAS) != 0
     # The program's tile `m, n` of row `bias_row` and head of the bias. Where the bias lacks an axis, one tile covers all of it.
@@ -392,15 +391,15 @@ def bias_gradient_kernel(
             head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
             key_rows = tile.KeyRows(
                 k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
-                kv_segments_ptr + b * S, key_seen_ptr + b * S)  # fmt: skip
+                kv_segments_ptr + b * S, key_seen_ptr + b * S)
             for i in range(m, m_hi):
                 rows = i * BQ + tl.arange(0, BQ)  # [BQ]
                 queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
-                query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, T, sizes, True)  # fmt: skip
+                query_tile = _load_query_tile(q_ptr, do_ptr, lse_ptr, delta_ptr, b, h, i * BQ, rows, rows < T, T, sizes, True)
                 # The gradient of the scores after the soft cap, which the bias is added to.
                 for j in range(n, n_hi):
                     _, _, _, _, after, _ = _score_gradients(
-                        j * BK, key_rows, query_tile, queries, mask_ptr, mask_ptr, 0, head, lengths, sizes, scoring, masking, True, True, False)  # fmt: skip
+                        j * BK, key_rows, query_tile, queries, mask_ptr, mask_ptr, 0, head, lengths, sizes, scoring, masking, True, True, False)
                     total += after  # [BQ, BK]
 
     # Stored once, by its only owner; axes that the bias lacks are summed last.
@@ -409,7 +408,7 @@ def bias_gradient_kernel(
     start_of = dbias_ptr + owner.to(tl.int64) * (T if over_queries else 1) * (S if over_keys else 1)
     if over_queries and over_keys:
         tl.store(start_of + rows[:, None].to(tl.int64) * S + columns[None, :], total,
-                 mask=(rows < T)[:, None] & (columns < S)[None, :])  # [BQ, BK]  # fmt: skip
+                 mask=(rows < T)[:, None] & (columns < S)[None, :])  # [BQ, BK]
     elif over_queries:
         tl.store(start_of + rows, tl.sum(total, axis=1), mask=rows < T)  # [BQ]
     elif over_keys:

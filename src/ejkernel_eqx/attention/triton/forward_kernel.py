@@ -7,12 +7,13 @@ from ...launch.constants import LN2, LOG2E
 from . import tile
 
 
+# fmt: off
 @triton.jit
 def _attend_tiles(
     acc, total, top, q, q_rope,  # [BQ, BLOCK_V], [BQ], [BQ], [BQ, BLOCK_D], [BQ, BLOCK_R]
     spans, tiles, key_rows, queries, head, lengths,
     sizes: tl.constexpr, scoring: tl.constexpr, masking: tl.constexpr, GUARD: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
+):
     """Adds a part of the key tiles, or those that its entries of the list name, to the running sum, denominator and maximum of a query tile."""
     S = lengths.S
     BQ: tl.constexpr = sizes.BQ
@@ -31,13 +32,13 @@ def _attend_tiles(
         first = n * BK
         keys, ok = tile.key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
         # Products by the head's keys and by those that all heads share.
-        k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]  # fmt: skip
+        k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]
         qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
         if sizes.R > 0:
-            rope = tile.load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]  # fmt: skip
+            rope = tile.load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]
             qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
         s, _ = tile.scores(qk, queries, keys, head, lengths, scoring)  # [BQ, BK]
-        v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]  # fmt: skip
+        v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]
         if MASKED:
             bits = True
             if masking.BITS:
@@ -85,16 +86,16 @@ def forward_kernel(
     DROPOUT: tl.constexpr, SEED_WORDS: tl.constexpr, KEEP_SCALE: tl.constexpr, PRECISION: tl.constexpr, FOLDED: tl.constexpr, MULTIPLIER: tl.constexpr,
     LISTED: tl.constexpr, BITS: tl.constexpr, MAP_HEADS: tl.constexpr, MAP_Q: tl.constexpr, MAP_K: tl.constexpr,
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, GUARD: tl.constexpr, CLEAN: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+):
     sizes: tl.constexpr = tile.Sizes(H, K, D, R, V, BLOCK_D, BLOCK_R, BLOCK_V, BQ, BK, EVEN_Q, EVEN_K)
-    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)  # fmt: skip
-    masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)  # fmt: skip
+    scoring: tl.constexpr = tile.Scoring(SCALE, CAP, FAST_TANH, FOLDED, MULTIPLIER, BIAS, ALIBI, DROPOUT, SEED_WORDS, KEEP_SCALE, PRECISION)
+    masking: tl.constexpr = tile.Masking(LEFT, RIGHT, ROWS, SEGMENTS, MASK, LISTED, BITS, MAP_HEADS, MAP_Q, MAP_K, CLEAN)
     lengths = tile.Lengths(T, S, offset)
     tiles = tile.TileArrays(tiles_ptr, row_ptr, list_ptr, pattern_ptr, bits_ptr)
     row_arrays = tile.RowArrays(
         position_ptr, start_ptr, end_ptr, q_segments_ptr, kv_segments_ptr, key_seen_ptr
     )
-    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)  # fmt: skip
+    head_arrays = tile.HeadArrays(slopes_ptr, seeds_ptr, bias_ptr, bias_run, bias_rows, mask_ptr, mask_run, mask_rows, map_ptr)
 
     m, bh, count, at = tile.query_program(tiles, lengths, sizes, LISTED, GROUP)
     b = (bh // H).to(tl.int64)
@@ -107,10 +108,10 @@ def forward_kernel(
     queries = tile.query_rows(rows, b, row_arrays, lengths, masking)
     head = tile.head_of(head_arrays, b, h, lengths, H, scoring, masking)
 
-    q, q_rope = tile.load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), first, inside, T, sizes, not EVEN_Q, False)  # fmt: skip
+    q, q_rope = tile.load_queries(q_ptr + b * T * (H * (D + R)) + h * (D + R), first, inside, T, sizes, not EVEN_Q, False)
     key_rows = tile.KeyRows(
         k_ptr + b * S * (K * D) + (h // (H // K)) * D, k_rope_ptr + b * S * R, v_ptr + b * S * (K * V) + (h // (H // K)) * V,
-        kv_segments_ptr + b * S, key_seen_ptr + b * S)  # fmt: skip
+        kv_segments_ptr + b * S, key_seen_ptr + b * S)
     acc = tl.zeros([BQ, BLOCK_V], tl.float32)  # [BQ, BLOCK_V]
     # A sink is a key without a value: its score is the first maximum, its weight relative to that is 1.
     if SINKS:
@@ -125,11 +126,11 @@ def forward_kernel(
     for part in tl.static_range(3):
         if tile.part_runs(part, sizes, masking, LEFT >= 0, RIGHT >= 0 or not EVEN_K):
             acc, total, top = _attend_tiles(
-                acc, total, top, q, q_rope, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, GUARD, part)  # fmt: skip
+                acc, total, top, q, q_rope, spans, tiles, key_rows, queries, head, lengths, sizes, scoring, masking, GUARD, part)
 
     # out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key.
     some = total > 0  # [BQ]
     acc = acc * (1.0 / tl.where(some, total, 1.0))[:, None]  # [BQ, BLOCK_V]
     lse = tl.where(some, (top + tl.log2(tl.where(some, total, 1.0))) * LN2, float("-inf"))  # [BQ]
-    tile.store_rows(out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V)  # fmt: skip
+    tile.store_rows(out_ptr + b * T * (H * V) + h * V, acc.to(out_ptr.dtype.element_ty), first, H * V, T, V, BQ, BLOCK_V)
     tl.store(lse_ptr + (b * H + h) * T + rows, lse, mask=inside)

@@ -303,8 +303,8 @@ def query_tiles(tiles_ptr, b, n, offset, T, S, BQ: tl.constexpr, BK: tl.constexp
 @triton.jit
 def _tiles_between(row, first, last, count, whole, BLOCK: tl.constexpr, BEFORE: tl.constexpr, BEHIND: tl.constexpr,
                    TABLE: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
-    """Bounds among `count` tiles, of which the first `whole` are not cut: of a tile whose first and last row see others from `BEFORE` them to `BEHIND`
-    them, -1 for all; or from `tile_table`, four for each tile."""
+    """Bounds among `count` tiles, of which the first `whole` are not cut: of a tile whose first and last row see others from `BEFORE` them
+    to `BEHIND` them, -1 for all; or from `tile_table`, four for each tile."""
     if TABLE:
         lo, full_lo, full_hi, hi = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     else:
@@ -378,7 +378,7 @@ def listed_spans(arrays, bh, at, count, LISTED: tl.constexpr):
 
 @triton.constexpr_function
 def part_runs(part, sizes, masking, before, behind):
-    """Tells whether a loop over a part of the tiles is compiled: most tiles are fully visible and need no mask, and one that may be masked takes registers.
+    """Tells whether a loop over a part of the tiles is compiled: most are fully visible and need no mask, and a loop with one takes registers.
     `before`, `behind`: whether tiles may be partly visible before the full ones, and behind."""
     table = masking.ROWS or masking.SEGMENTS
     if part == LEADING:

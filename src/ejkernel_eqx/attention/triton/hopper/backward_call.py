@@ -15,14 +15,15 @@ from . import backward_tiles, tile_sizes
 def gradients(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, empty: Array
 ) -> tuple[Array, Array, Array]:
-    """`dq`, `dk` and `dv`. The launcher knows the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`. `empty [B, H, T]`: queries
-    that see no key."""
+    """`dq`, `dk` and `dv`. The launcher knows the cotangent of the output, and `lse` (in units of log2) and `delta [B, H, T]`.
+    `empty [B, H, T]`: queries that see no key."""
     from .backward_kernel import hopper_backward_kernel
 
     (batch, queries, heads, dim), (keys, kv_heads) = arrays.q.shape, arrays.k.shape[1:3]
     do, lse, delta = (launch.arrays[name] for name in ("do", "lse", "delta"))
     q, k, v, width = arrays.q, arrays.k, arrays.v, padded(dim, tile_sizes.NARROWEST)
     block_k = tile.block_k
+    # The counter that tiles of keys are claimed from, and a semaphore for each tile of `dq`.
     count = cdiv(queries, tile.block_q)
     semaphores = 1 + batch * heads * count
     tiles = order = visited = None

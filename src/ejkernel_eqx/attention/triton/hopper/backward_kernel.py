@@ -1,5 +1,5 @@
-"""Hopper's backward kernel: for every tile of keys, five products for each tile of queries that sees it. The consumers here are those of head dims from
-65 to 128; `narrow_backward_kernel.py` and `wide_backward_kernel.py` have the others.
+"""Hopper's backward kernel: for every tile of keys, five products for each tile of queries that sees it. The consumers here are those of
+head dims from 65 to 128; `narrow_backward_kernel.py` and `wide_backward_kernel.py` have the others.
 
 A program has two groups of four warps, the consumers, each with 64 of a tile's 128 keys, of which it sums `dk` and `dv` in registers. They exchange
 their score gradients through shared memory, and each multiplies all 128 by half of the keys' channels: its part of `dq`. Two
@@ -158,11 +158,11 @@ def hopper_backward_kernel(
     WIDE: gl.constexpr = BLOCK_D > 128
     BLOCK_K: gl.constexpr = KEYS_EACH if WIDE else CONSUMERS * KEYS_EACH
     COLUMNS: gl.constexpr = HALF if WIDE else BLOCK_D
-    # The next tile of keys is loaded while this one is at work, if there is room; boxes of `dq` and places for them; and the warps that add it: of narrow
-    # heads each has as long as three steps for an addition, its wait for the semaphore included.
+    # With room for two tiles of keys, the next one is loaded while this one is at work.
     KEY_SLOTS: gl.constexpr = 2 if NARROW else 1
     DQ_BOXES: gl.constexpr = 1 if NARROW else CONSUMERS
     DQ_COLUMNS: gl.constexpr = HALF if WIDE else 64
+    # Each of three writers has as long as three steps for an addition, its wait for the semaphore included.
     WRITERS: gl.constexpr = 3 if NARROW else 2
     DQ_SLOTS: gl.constexpr = CONSUMERS if WIDE else WRITERS * DQ_BOXES
     GUARD: gl.constexpr = LEFT >= 0 or RIGHT >= 0 or ROWS or SEGMENTS or not EVEN_K
@@ -174,7 +174,8 @@ def hopper_backward_kernel(
     row_arrays = RowArrays(q_segments_ptr, kv_segments_ptr, start_ptr, end_ptr)
     tiles = Tiles(tiles_ptr, order_ptr, semaphores_ptr, semaphores_ptr + 1)
     descs, out_descs, dq_desc, buffers, dqs = _operands(pointers, lengths, terms, D, V, sizes, KEYS_EACH, COLUMNS)
-    # Besides, in shared memory: weights of wide heads and score gradients, both of two steps, `dk` and `dv` of narrow ones, the work queue, and barriers.
+    # Besides, in shared memory: weights of wide heads and score gradients, both of two steps, `dk` and `dv` of narrow ones, the work queue,
+    # and barriers.
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS_EACH, BLOCK_Q], dtype)
     if WIDE:
         ps = gl.allocate_shared_memory(dtype, [2, KEYS_EACH, BLOCK_Q], ds_layout)

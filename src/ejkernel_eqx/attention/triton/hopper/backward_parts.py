@@ -147,7 +147,7 @@ def _score_gradients(p, dp, lses, deltas, at, scoring: gl.constexpr):
 
 @gluon.jit
 def _store_dq(dq, buffers, s, BOX: gl.constexpr, sizes: gl.constexpr, TRANSPOSED: gl.constexpr = False):
-    """Stores a box of the `dq` of step `s`, counted over all of the program's tiles, for the step's writer, and tells it when copies see what was stored."""
+    """Stores a box of the `dq` of step `s`, counted over all of the program's tiles, for the step's writer, and tells it when copies see it."""
     BOXES: gl.constexpr = sizes.DQ_BOXES
     number = s * BOXES + BOX
     before = number + (sizes.WRITERS * BOXES - sizes.DQ_SLOTS)  # the box that was in its slot, and a phase of the barriers before theirs

@@ -19,6 +19,7 @@ def attended(
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
     (batch, queries, heads, dim), values = arrays.q.shape, arrays.v.shape[-1]
+    # Persistent programs: no more than there are tiles of queries.
     programs = min(tile.hopper_programs, cdiv(queries, tile.block_q) * batch * heads)
     # Whether tiles of keys may be hidden, wholly or partly.
     hides = spec.listed or spec.ranged or arrays.rows is not None or arrays.q_segments is not None
@@ -54,13 +55,14 @@ _Parts = tuple[Any, dict[str, Any], dict[str, Any]]
 def _by_tiles(
     launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile: Any, group: int, programs: int
 ) -> _Parts:
-    """The kernel that goes from tile to tile of queries: in the order of a schedule, or, if only the device knows what tiles see, as it claims them."""
+    """The kernel that goes from tile to tile of queries: by a schedule, or, if only the device knows what tiles see, as it claims them."""
     from .forward_kernel import hopper_forward_kernel
 
     (batch, queries, heads, dim), keys = arrays.q.shape, arrays.k.shape[1]
     in_place = tile_sizes.stores_in_place(tile, padded(dim, tile_sizes.NARROWEST))
     numbers: dict[str, Any] = dict(EVEN_K=keys % tile.block_k == 0, IN_PLACE=in_place)
     if arrays.rows is not None or arrays.q_segments is not None:
+        # No schedule: the counter that programs claim tiles from is an output that begins as the zero of `bounds`.
         tables = {"schedule": None, **bounds(launch, arrays, spec, tile)}
         return hopper_forward_kernel, tables, numbers | {"aliases": {"no_claims": "claims"}}
     left, right = (-1 if side is None else side for side in (spec.left, spec.right))
@@ -92,6 +94,7 @@ def bounds(launch: Launcher, arrays: AttentionArrays, spec: AttentionSpec, tile:
     if arrays.rows is not None or not spec.sees_itself:
         seen = tile_table.seen(arrays, spec).keys != 0
         marks = jnp.where(seen, 0 if marks is None else marks, -1)
+    # Behind the last key no segment matches, and no search goes on.
     past = cdiv(keys, tile.block_k) * tile.block_k - keys
     marks = jnp.broadcast_to(marks, (batch, keys)).astype(jnp.int32)
     marks = jnp.pad(marks, ((0, 0), (0, past)), constant_values=jnp.iinfo(jnp.int32).max)

@@ -1,5 +1,6 @@
-"""The groups of Hopper's backward kernel for head dims up to 64, as those of `backward_kernel.py` but for who computes `dq`: a third group of four warps, from what both
-consumers leave of the scores' gradients. So these never wait for one another, and one multiplies while the other computes weights.
+"""The groups of warps of Hopper's backward kernel for head dims up to 64, as those of `backward_kernel.py` but for who computes `dq`: a third
+group of four warps, from what both consumers leave of the scores' gradients. So these never wait for one another, and one multiplies while the
+other computes weights.
 
 Shared memory is what such narrow products are short of: 64 rows by 64 columns read as much of it as they have time for. So keys and values, which a
 tile keeps, are operands in registers for the consumers, and `dq` is computed transposed, which is stored without conflicts."""

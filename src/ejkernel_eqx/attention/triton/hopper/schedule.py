@@ -17,6 +17,7 @@ def schedule(rows: int, queries: int, keys: int, offset: int, left: int, right: 
 
     Rows run in groups of `group`, few enough for the cache; in a group the tiles with the most keys (`left` and `right` of a query, -1 for all)
     run first, each on the program that is free first."""
+    # In the order in which tiles are handed out: the group, then the tile from the last one on, then the row.
     tiles = -(-queries // block_q)
     number = np.arange(tiles * rows)
     first_row = number // (tiles * group) * group
@@ -24,6 +25,7 @@ def schedule(rows: int, queries: int, keys: int, offset: int, left: int, right: 
     tile, row = tiles - 1 - inside // width, first_row + inside % width
     begin = tile * block_q + offset
     end = np.minimum((tile + 1) * block_q, queries) + offset
+    # Tiles of keys that the tile's first to last query see.
     low, high = np.zeros_like(tile), np.full_like(tile, -(-keys // block_k))
     if left >= 0:
         low = np.maximum(begin - left, 0) // block_k
@@ -38,6 +40,7 @@ def dealt(records: np.ndarray, costs: np.ndarray, programs: int) -> np.ndarray:
     """Each tile, in this order, to the program that is free first: int32 `[most + 1, programs, n]` from what is known of each tile, `[n, tiles]`, the number of
     each first; -1 behind a program's last. No program is left without a tile if there are as many."""
     assigned: list[list[int]] = [[] for _ in range(programs)]
+    # A heap of when each program is free.
     free = [(0.0, program) for program in range(programs)]
     for tile, cost in enumerate(costs.tolist()):
         until, program = free[0]

@@ -1,6 +1,6 @@
-"""The consumers of Hopper's backward kernel for head dims above 128, as those of `backward_kernel.py` but for what its consumers share: a tile has 64 keys, and each of them
-half of the channels of `dk`, `dv` and `dq`. One computes the scores and from them the weights, the other one the gradients of the weights and from
-them those of the scores; they exchange both through shared memory."""
+"""The consumers of Hopper's backward kernel for head dims above 128, as those of `backward_kernel.py` but for what they share: a tile has 64
+keys, and each consumer half of the channels of `dk`, `dv` and `dq`. One computes the scores and from them the weights, the other one the gradients
+of the weights and from them those of the scores; they exchange both through shared memory."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
