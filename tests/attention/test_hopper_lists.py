@@ -34,7 +34,7 @@ def resolved(mask: Any, t: int, s: int) -> tuple[AttentionArrays, AttentionSpec]
     """A call as the kernels receive it."""
     x = lambda length, heads: jnp.zeros((2, length, heads, 64), jnp.bfloat16)
     return resolve(
-        x(t, H), x(s, 2), x(s, 2), ScoreOptions(), mask, MaskInputs(), ScoreInputs(), return_lse=True
+        x(t, H), x(s, 2), x(s, 2), ScoreOptions(), mask, MaskInputs(), ScoreInputs(return_lse=True)
     )
 
 

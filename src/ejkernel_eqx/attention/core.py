@@ -12,6 +12,7 @@ from .._kernel import Plan
 from .._shapes import is_symbolic
 from ..core import Kind, Named
 from ..dispatch import Problem
+from ..parallel import given_of
 from . import reference
 from .masks.bounds.classify import visible_share
 from .masks.tile_table import window_covers
@@ -127,9 +128,15 @@ def arrays_of(**given: Array) -> AttentionArrays:
 
 
 class AttentionKind(Kind):
+    def attend(self, plan: Plan, operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> Any:
+        """The output `[..., T, H, V]`, and with `return_lse` the log-sum-exp `[..., T, H]`, on the platform that the plan chooses."""
+        results = self.call(plan, operation, arrays, spec)
+        return (results["out"], jnp.swapaxes(results["lse"], -1, -2)) if spec.return_lse else results["out"]
+
     def given_of(self, arrays: Any) -> dict[str, Any]:
-        given = {name: x for name, x in arrays._asdict().items() if x is not None and name != "rows"}
-        return given if arrays.rows is None else given | dict(zip(_ROWS, arrays.rows, strict=True))
+        named = super().given_of(arrays)
+        rows = named.pop("rows", None)
+        return named if rows is None else named | dict(zip(_ROWS, rows, strict=True))
 
     def differentiates(self, platform: Any) -> bool:
         """Returns whether the platform has its own derivative, as a vendor's library does; it returns no lse."""
@@ -154,8 +161,7 @@ class AttentionKind(Kind):
         **execute: Any,
     ) -> Named:
         results = (saved["out"], saved["lse"], cotangents["out"], cotangents["lse"])
-        grads = platform.backward(arrays, spec, config, *results, **execute)
-        return {name: x for name, x in grads._asdict().items() if x is not None}
+        return given_of(platform.backward(arrays, spec, config, *results, **execute))
 
     def told(self, spec: AttentionSpec, runs: Mapping[str, int], over: tuple[str, ...]) -> AttentionSpec:
         own = {f"{name}_run": run for name, run in runs.items()}
@@ -178,27 +184,3 @@ ATTEND = AttentionKind(
     remedy="Use ejkernel_eqx.Attention for forward mode and second derivatives: it computes the same, in memory of the size of the scores. "
     "Second derivatives alone (jax.hessian) exist on platform='xla', too.",
 )
-
-
-def attend(
-    plan: Plan, operation: str, arrays: AttentionArrays, spec: AttentionSpec
-) -> tuple[Array, Array | None]:
-    """`out [..., T, H, V]` and `lse [..., H, T]` on the platform that the plan chooses for these shapes.
-
-    `lse` is `None` unless it was requested.
-    """
-    results = ATTEND.call(plan, operation, arrays, spec)
-    return results["out"], results.get("lse")
-
-
-def attended(plan: Plan, operation: str, call: tuple[AttentionArrays, AttentionSpec]) -> Any:
-    """Returns what a resolved call returns."""
-    return returned(*attend(plan, operation, *call), call[1].return_lse)
-
-
-def returned(out: Array, lse: Array | None, return_lse: bool) -> Any:
-    """The output, and with `return_lse` also the log-sum-exp `[..., T, H]` of one `[..., H, T]`."""
-    if not return_lse:
-        return out
-    assert lse is not None, "only platforms that return the lse take a call that requests it"
-    return out, jnp.swapaxes(lse, -1, -2)

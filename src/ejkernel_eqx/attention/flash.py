@@ -11,10 +11,11 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
-from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
-from .core import attended
+from .arguments import check_qkv, MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .core import ATTEND
 from .masks.mask import Mask, Window
-from .signature import AttentionInputs, Output, WithLse
+from .signature import AttentionInputs as Inputs
+from .signature import Key, Output, Query, Value, WithLse
 
 
 class FlashAttention(Kernel):
@@ -82,35 +83,17 @@ class FlashAttention(Kernel):
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: Literal[False] = False,
-            **others: Unpack[AttentionInputs],
+            self, q: Query, k: Key, v: Value, *, return_lse: Literal[False] = False, **others: Unpack[Inputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: Literal[True],
-            **others: Unpack[AttentionInputs],
+            self, q: Query, k: Key, v: Value, *, return_lse: Literal[True], **others: Unpack[Inputs]
         ) -> WithLse: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: bool,
-            **others: Unpack[AttentionInputs],
+            self, q: Query, k: Key, v: Value, *, return_lse: bool, **others: Unpack[Inputs]
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.FlashAttention")
@@ -163,7 +146,7 @@ class FlashAttention(Kernel):
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
         )
         inference = self.inference if inference is None else inference
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
         own = Mask(is_causal=self.causal, window=self.window)
-        call = resolve(q, k, v, self.options, own, masking, scoring, return_lse=return_lse)
-        return attended(self.plan, self.operation, call)
+        call = resolve(*check_qkv(q, k, v), self.options, own, masking, scoring)
+        return ATTEND.attend(self.plan, self.operation, *call)

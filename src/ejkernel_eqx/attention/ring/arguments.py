@@ -14,15 +14,15 @@ from ...parallel import explicit_mesh
 from ...parallel.layout import check_split, mesh_axes
 from ...parallel.mesh import spec_of
 from ...parallel.shapes import inside_manual_mesh
+from .. import arguments as attention
 from ..arguments import (
     bias_of,
     check_axes,
     check_qkv,
-    described,
     MaskInputs,
     ScoreInputs,
     ScoreOptions,
-    segment_ids_of,
+    segments_of,
     spread,
 )
 from ..masks.mask import Mask
@@ -140,8 +140,6 @@ def resolve(
     own: Mask,
     masking: MaskInputs,
     scoring: ScoreInputs,
-    *,
-    return_lse: bool,
 ) -> tuple[AttentionArrays, RingSpec]:
     """The resolved call of these arrays: inside `shard_map` those of one device, else all."""
     q, k, v = check_qkv(q, k, v)
@@ -153,9 +151,8 @@ def resolve(
 
     pairs, dense, rest = _by_token(masking, queries, keys)
     check_axes("mask", dense, lead)
-    arrays, spec = described(
-        every(q), every(k), every(v), options, own, rest, scoring._replace(bias=None), return_lse=return_lse
-    )
+    whole = every(q), every(k), every(v)
+    arrays, spec = attention.resolve(*whole, options, own, rest, scoring._replace(bias=None))
     if spec.listed or arrays.mask is not None:
         raise ValueError(
             "mask: expected a Mask of windows, chunks, prefixes, lengths, segments or packed sequences, or of one dense array, received one that "
@@ -165,26 +162,26 @@ def resolve(
         raise ValueError(
             f"segment_ids: expected one pair of ids, received {len(pairs)}; number the segments that both tell apart."
         )
-    bias = spread("bias", bias_of(scoring.bias, lead), lead, heads, queries, keys * devices)
+    ours, theirs = pairs[0] if pairs else (None, None)
     arrays = arrays._replace(
-        q=q, k=k, v=v, bias=bias, mask=spread("mask", dense, lead, heads, queries, keys * devices)
+        q=q,
+        k=k,
+        v=v,
+        bias=spread("bias", bias_of(scoring.bias, lead), lead, heads, queries, keys * devices),
+        mask=spread("mask", dense, lead, heads, queries, keys * devices),
+        q_segments=spread("segment_ids", ours, lead, queries),
+        kv_segments=spread("kv_segment_ids", theirs, lead, keys),
     )
-    same = False
-    for ours, theirs in pairs:
-        arrays = arrays._replace(
-            q_segments=spread("segment_ids", ours, lead, queries),
-            kv_segments=spread("kv_segment_ids", theirs, lead, keys),
-        )
-        same = ours is theirs and queries == keys and arrays.rows is None and spec.offset == 0
-    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(AttentionSpec)}
-    own_fields = {
+    aligned = queries == keys and arrays.rows is None and spec.offset == 0
+    fields = vars(spec) | {
+        "same_segments": bool(pairs) and ours is theirs and aligned,
         "axis": split.axis,
         "order": split.order,
         "method": split.method,
         "reach": _reach(spec, arrays, own, masking, (keys - queries) * devices),
         "slopes": arrays.alibi_slopes is not None,
     }
-    return arrays, RingSpec(**fields | {"same_segments": same}, **own_fields)
+    return arrays, RingSpec(**fields)
 
 
 def _by_token(masking: MaskInputs, queries: int, keys: int) -> tuple[list[Any], Array | None, MaskInputs]:
@@ -195,17 +192,8 @@ def _by_token(masking: MaskInputs, queries: int, keys: int) -> tuple[list[Any], 
         mask = dataclasses.replace(mask, segments=(), dense=None)
     elif mask is not None:
         dense, mask = Mask.from_dense(mask).dense, None
-    if masking.segment_ids is not None:
-        ours = segment_ids_of("segment_ids", masking.segment_ids, queries)
-        given = masking.kv_segment_ids
-        theirs = ours if given is None else segment_ids_of("kv_segment_ids", given, keys)
-        if theirs.shape[-1] != keys:
-            raise ValueError(
-                f"kv_segment_ids: expected ids for {keys} keys, since their number differs from the {queries} queries, received None; pass both."
-            )
-        pairs.append((ours, theirs))
-    elif masking.kv_segment_ids is not None:
-        raise ValueError("segment_ids: expected ids of the queries, received only kv_segment_ids; pass both.")
+    if (pair := segments_of(masking, queries, keys)) is not None:
+        pairs.append(pair)
     if masking.cu_seqlens is not None and masking.segment_ids is not None:
         raise ValueError(
             "segment_ids: expected None with cu_seqlens, received both; cu_seqlens already defines where sequences begin and end."

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from ...core.arguments import accumulator
 from ...parallel import match_varying
-from ..cotangents import clean_cotangent, row_terms, sinks_gradient
+from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks.lower import window_ends
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from .schedule import Piece, Run, runs, Sizes
@@ -124,15 +124,10 @@ class Ring:
         if seeds is not None:
             ahead = jnp.broadcast_to(begin.astype(jnp.uint32), (*seeds.shape[:-1], 1))
             seeds = jnp.concatenate([seeds, ahead], axis=-1)
-        q, k, v = (
-            _rows(arrays.q, piece.queries, 1),
-            _rows(keys["k"], piece.keys, 1),
-            _rows(keys["v"], piece.keys, 1),
-        )
         call = arrays._replace(
-            q=q,
-            k=k,
-            v=v,
+            q=_rows(arrays.q, piece.queries, 1),
+            k=_rows(keys["k"], piece.keys, 1),
+            v=_rows(keys["v"], piece.keys, 1),
             bias=cut(arrays.bias),
             mask=cut(arrays.mask),
             sinks=None,
@@ -197,7 +192,7 @@ class Step(NamedTuple):
         return branches[0](total) if len(branches) == 1 else lax.switch(self.branch, branches, total)
 
 
-def forward(arrays: AttentionArrays, spec: RingSpec, config: Any, platform: Any) -> tuple[Array, Array]:
+def forward(platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any) -> tuple[Array, Array]:
     """`out [B, T, H, V]` and `lse [B, H, T]` of this device's queries."""
     ring = Ring(arrays, spec)
     (batch, length, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
@@ -239,23 +234,15 @@ def _merged(
 
 
 def backward(
-    arrays: AttentionArrays,
-    spec: RingSpec,
-    config: Any,
-    platform: Any,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
+    platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any, *results: Array
 ) -> AttentionGrads:
-    """The gradients of this device's queries, keys and values, and its parts of those of other arrays. Those of keys travel with them, in
-    float32, one step behind."""
-    ring = Ring(arrays, spec, backward=True)
+    """The gradients of this device's queries, keys and values, and its parts of those of other arrays, from `out`, `lse` and their cotangents.
+    Those of keys travel with them, in float32, one step behind."""
+    ring, (out, lse, dout, dlse) = Ring(arrays, spec, backward=True), results
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     dsinks = None
     if arrays.sinks is not None:
-        dsinks = sinks_gradient(arrays, lse, delta)
-        dsinks = dsinks if arrays.sinks.shape[0] == dsinks.shape[0] else dsinks.sum(0, keepdims=True)
+        dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
     # Sinks are part of the log-sum-exp, and else concern no step; a query that sees nothing in any has no gradient.
     dout, lse = clean_cotangent(dout, empty), jnp.where(empty, -jnp.inf, lse)
     dlse = jnp.where(empty, 0, dlse)

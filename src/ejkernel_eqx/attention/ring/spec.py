@@ -32,13 +32,9 @@ class RingSpec(AttentionSpec):
 
     def piece(self, left: int | None, right: int | None, offset: int, same_segments: bool) -> AttentionSpec:
         """The spec of a kernel's call for some of the queries and keys."""
-        names = (field.name for field in dataclasses.fields(AttentionSpec))
-        own = {name: getattr(self, name) for name in names}
-        same = same_segments and self.same_segments
-        return AttentionSpec(
-            **own
-            | {"left": left, "right": right, "offset": offset, "same_segments": same, "return_lse": True}
-        )
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(AttentionSpec)}
+        fields |= {"left": left, "right": right, "offset": offset, "return_lse": True}
+        return AttentionSpec(**fields | {"same_segments": same_segments and self.same_segments})
 
     def plain(self) -> AttentionSpec:
         """The same call on one device, which has all tokens."""
