@@ -15,7 +15,6 @@ from ..dispatch import Problem
 from ..parallel import given_of
 from . import reference
 from .masks.bounds.classify import visible_share
-from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, LEARNED, RowRanges
 
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
@@ -46,7 +45,7 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         "same_segments": segments and spec.same_segments,
         "causal": spec.right == 0,
         "window": (spec.left, spec.right) if spec.ranged else None,
-        "unseen": spec.ranged and (symbolic or not window_covers(dims["T"], dims["S"], spec)),
+        "unseen": spec.ranged and (symbolic or not spec.covers(dims["T"], dims["S"])),
         "top_left": spec.offset == 0,
         "soft_cap": spec.logits_soft_cap is not None,
         "negative_scale": spec.scale <= 0,

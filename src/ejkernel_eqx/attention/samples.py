@@ -20,7 +20,6 @@ from ..dispatch import Problem
 from .masks.bounds.classify import visible_share
 from .masks.functions import BlockTable
 from .masks.pattern import Pattern
-from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 
 SOFT_CAP, EXTREME_CAP, DROPOUT_RATE, VISIBLE = 30.0, 1e12, 0.1, 0.7
@@ -89,7 +88,7 @@ def _offset(problem: Problem, left: int | None, right: int | None) -> int:
     ranged = left is not None or right is not None
     for offset in (usual, 0, keys // 2, 1, -(queries // 2), -1):
         spec = AttentionSpec(scale=1.0, left=left, right=right, offset=offset)
-        unseen = ranged and not window_covers(queries, keys, spec)
+        unseen = ranged and not spec.covers(queries, keys)
         if ((offset == 0), unseen) == (bool(problem.flag("top_left")), bool(problem.flag("unseen"))):
             return offset
     return 0 if problem.flag("top_left") else usual

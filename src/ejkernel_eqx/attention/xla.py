@@ -102,17 +102,13 @@ def candidates(problem: Any, device: Any) -> list[XlaConfig]:
     return [XlaConfig(tile, tile) for tile in distinct.values()]
 
 
-def _ceil(x: int, multiple: int) -> int:
-    return max(-(-x // multiple), 1) * multiple
-
-
 def _split(length: int, block: int) -> tuple[int, Any, Any]:
     """Tile length, the start of each tile, and the first index that no earlier tile covers; tiles have equal size."""
     if is_symbolic(length):
         start = xla_symbols.starts(length, block)
         return block, start, start
     count = max(-(-length // block), 1)
-    size = min(_ceil(-(-length // count), _ALIGNMENT), length)
+    size = min(max(-(-length // (count * _ALIGNMENT)), 1) * _ALIGNMENT, length)
     fresh = np.arange(0, length, size) if size else np.zeros(0, int)
     return size, np.minimum(fresh, length - size), fresh
 

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..reference import visible
 from ..spec import AttentionArrays, AttentionSpec
-from .dense import both
-from .lower import Lowered
 from .tile_lists import grids_of, lists_of, PatternLists
 from .tile_shape import FULL, NONE, PARTIAL, Shape
 from .tile_table import overlap
@@ -113,16 +112,7 @@ def _covered(length: int, tile: int, block: int) -> tuple[np.ndarray, np.ndarray
 
 def without_lists(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
     """Turns pattern and map of blocks of a call into a mask of all scores."""
-    (batch, queries), keys = arrays.q.shape[:2], arrays.k.shape[1]
-    lowered = Lowered(None, None, 0, None, None, None, None, arrays.blocks, spec.block_size)
-    seen = lowered.as_array(queries, keys)
-    if spec.pattern is not None:
-        heads = None if arrays.heads is None else arrays.heads[0]
-        index = jnp.arange(max(queries, keys), dtype=jnp.int32)
-        seen = both(seen, spec.pattern.seen(heads, index[:queries], index[:keys]))
-    if arrays.mask is not None:
-        rows = jnp.arange(batch) // spec.mask_run % arrays.mask.shape[0]
-        seen = both(seen, arrays.mask[rows])
-    mask = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
+    alone = arrays._replace(rows=None, q_segments=None, kv_segments=None)
+    mask = visible(alone, dataclasses.replace(spec, left=None, right=None))
     spec = dataclasses.replace(spec, pattern=None, block_size=None, mask_run=1)
     return arrays._replace(mask=mask, blocks=None, heads=None), spec

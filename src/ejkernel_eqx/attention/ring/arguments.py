@@ -39,7 +39,7 @@ class Split:
     order: Order
     method: Method | None
 
-    def check(self) -> None:
+    def __post_init__(self):
         if not isinstance(self.axis, str):
             raise ValueError(f"axis_name: expected the name of one mesh axis, received {self.axis!r}.")
         if self.order not in ("contiguous", "zigzag"):
@@ -60,17 +60,13 @@ class Split:
                     "add it to axis_names of shard_map."
                 )
             devices = mesh.shape[self.axis]
-            for x in arrays.values():
-                check_split(self.axis, x.shape[-3] * devices, mesh.shape, self.chunks)
-            return devices
-        mesh = explicit_mesh(arrays)
-        if mesh is not None:
-            self._check_types(arrays)
-        mesh = _any_mesh(arrays) if mesh is None else mesh
-        if mesh is not None:
-            for x in arrays.values():
-                check_split(self.axis, x.shape[-3], mesh.shape, self.chunks)
-        return 1
+        else:
+            if explicit_mesh(arrays) is not None:
+                self._check_types(arrays)
+            mesh, devices = _any_mesh(arrays), 1
+        for x in arrays.values() if mesh is not None else ():
+            check_split(self.axis, x.shape[-3] * devices, mesh.shape, self.chunks)
+        return devices
 
     def times(self, x: Array, tokens: int) -> Array | None:
         """The places in the whole sequence of the tokens of an array with so many, int32 `[T]`, as far as the mesh is known; `None` if they are in
@@ -81,7 +77,7 @@ class Split:
         if inside_manual_mesh():
             devices = dict(jax.sharding.get_abstract_mesh().shape).get(self.axis, 1)
         elif self.order == "zigzag":
-            mesh = explicit_mesh(x) or _any_mesh({"x": x})
+            mesh = _any_mesh({"x": x})
             if mesh is None and jax.device_count() > 1:
                 raise ValueError(
                     "positions: expected those of tokens in zigzag order, since the mesh is unknown here, received None; pass them, or make the call "
@@ -93,9 +89,8 @@ class Split:
         own = tokens if inside_manual_mesh() else tokens // devices
         starts = np.asarray([Sizes(devices, own, own, self.order).starts(n, own) for n in range(devices)])
         every = starts[:, :, None] + np.arange(own // self.chunks)
-        if not inside_manual_mesh():
-            return jnp.asarray(every.reshape(-1), jnp.int32)
-        return jnp.asarray(every.reshape(devices, -1), jnp.int32)[lax.axis_index(self.axis)]
+        places = jnp.asarray(every.reshape(devices, -1), jnp.int32)
+        return places[lax.axis_index(self.axis)] if inside_manual_mesh() else places.reshape(-1)
 
     @property
     def chunks(self) -> int:

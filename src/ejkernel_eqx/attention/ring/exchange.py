@@ -74,18 +74,14 @@ class Exchange:
         return x if x is None or x.shape[3] == 1 else self.in_time(x, 3)
 
     def arrays(self, given: AttentionArrays) -> AttentionArrays:
-        return given._replace(
-            q=self.to_heads(given.q),
-            k=self.keys_to_heads(given.k),
-            v=self.keys_to_heads(given.v),
-            bias=self.over_scores(given.bias),
-            mask=self.over_scores(given.mask),
-            alibi_slopes=self.own_heads(given.alibi_slopes),
-            sinks=self.own_heads(given.sinks),
-            seeds=self.own_heads(given.seeds),
-            q_segments=self.ids(given.q_segments),
-            kv_segments=self.ids(given.kv_segments),
-        )
+        moves = {
+            self.keys_to_heads: ("k", "v"),
+            self.over_scores: ("bias", "mask"),
+            self.own_heads: ("alibi_slopes", "sinks", "seeds"),
+            self.ids: ("q_segments", "kv_segments"),
+        }
+        moved = {name: move(getattr(given, name)) for move, names in moves.items() for name in names}
+        return given._replace(q=self.to_heads(given.q), **moved)
 
 
 def forward(platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any) -> tuple[Array, Array]:

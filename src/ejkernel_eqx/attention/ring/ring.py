@@ -84,7 +84,6 @@ class RingAttention(Kernel):
         Raises `ValueError` for invalid options.
         """
         self.split = Split(axis_name, order, method)
-        self.split.check()
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic)
         self.causal = causal
         self.window = parse_window(sliding_window, causal)

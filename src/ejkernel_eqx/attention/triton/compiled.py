@@ -443,11 +443,7 @@ def _resident(arrays: AttentionArrays) -> int:
 def explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
     """Turns a static window into ranges if it leaves a query without keys or a key unseen, so that kernels
     know which."""
-    if (
-        arrays.rows is not None
-        or not spec.ranged
-        or tile_table.window_covers(arrays.q.shape[1], arrays.k.shape[1], spec)
-    ):
+    if arrays.rows is not None or not spec.ranged or spec.covers(arrays.q.shape[1], arrays.k.shape[1]):
         return arrays, spec
     start, end = tile_table.row_ranges(arrays, spec)
     position = jnp.arange(arrays.q.shape[1], dtype=jnp.int32)[None] + spec.offset
