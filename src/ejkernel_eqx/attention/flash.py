@@ -11,7 +11,7 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
-from .arguments import check_qkv, MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import ATTEND
 from .masks.mask import Mask, Window
 from .signature import AttentionInputs as Inputs
@@ -148,5 +148,5 @@ class FlashAttention(Kernel):
         inference = self.inference if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
         own = Mask(is_causal=self.causal, window=self.window)
-        call = resolve(*check_qkv(q, k, v), self.options, own, masking, scoring)
+        call = resolve(q, k, v, self.options, own, masking, scoring)
         return ATTEND.attend(self.plan, self.operation, *call)

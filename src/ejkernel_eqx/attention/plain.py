@@ -14,7 +14,7 @@ from ..core import Named
 from ..dispatch import PlatformLike
 from ..dispatch.labels import kernel_scope
 from ..parallel import mapped
-from .arguments import check_qkv, MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import arrays_of, ATTEND, axes_of, problem_of
 from .masks.mask import Mask, Window
 from .reference import attend_with_weights
@@ -88,7 +88,7 @@ class Attention(Kernel):
         inference = self.inference if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
         own = Mask(is_causal=self.causal, window=self.window)
-        arrays, spec = resolve(*check_qkv(q, k, v), self.options, own, masking, scoring)
+        arrays, spec = resolve(q, k, v, self.options, own, masking, scoring)
         with kernel_scope(self.plan.select(problem_of(self.operation, arrays, spec))):
             out, weights = compiled_once(_dense, spec)(arrays)
         return out.astype(q.dtype), weights.astype(q.dtype)

@@ -86,7 +86,7 @@ def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[A
         scores = modified(spec.score_mod, scores, arrays.heads[..., None, None], i, j)
 
     # The shift cancels, so it carries no gradient; the inner `where` keeps infinities out of `exp` and its derivative.
-    seen &= (jax.lax.stop_gradient(scores) > -jnp.inf)
+    seen &= jax.lax.stop_gradient(scores) > -jnp.inf
     scores = jnp.where(seen, scores, 0)
     sinks = jnp.full((1, heads), -jnp.inf, dtype) if arrays.sinks is None else arrays.sinks.astype(dtype)
     sinks = sinks[..., None]  # [B or 1, H, 1]

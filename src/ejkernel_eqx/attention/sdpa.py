@@ -11,7 +11,7 @@ from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
-from .arguments import check_qkv, MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
 from .core import ATTEND
 from .masks.mask import Mask
 from .signature import DotProductInputs as Inputs
@@ -120,5 +120,5 @@ class ScaledDotProductAttention(Kernel):
             mask=mask, q_lengths=query_seq_lengths, kv_lengths=key_value_seq_lengths, q_offset=0
         )
         scoring = ScoreInputs(bias=bias, return_lse=return_residual)
-        call = resolve(*check_qkv(query, key, value), options, own, masking, scoring)
+        call = resolve(query, key, value, options, own, masking, scoring)
         return ATTEND.attend(self.plan, self.operation, *call)

@@ -10,7 +10,7 @@ from jaxtyping import PRNGKeyArray
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..attention import Mask
-from ..attention.arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
+from ..attention.arguments import arranged, MaskInputs, parse_window, ScoreInputs, ScoreOptions, visible
 from ..attention.masks.mask import Window
 from ..attention.signature import AttentionInputs, Output, WithLse
 from ..core.plans import plan_of
@@ -156,9 +156,8 @@ class MultiHeadLatentAttention(Kernel):
         )
         inference = bool(self.inference) if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
-        default, dense = (
-            Mask(is_causal=self.causal, window=self.window),
-            (inputs["q"], inputs["k"], inputs["v"]),
-        )
-        whole, spec = resolve(*dense, self.options, default, masking, scoring)
+        default = Mask(is_causal=self.causal, window=self.window)
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        lowered = visible(default, masking, q.shape, k.shape[-3])
+        whole, spec = arranged(q, k, v, self.options, scoring, lowered)
         return attend(self.plan, self.operation, LatentArrays(**{**whole._asdict(), **inputs}), spec)

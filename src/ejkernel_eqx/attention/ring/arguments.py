@@ -16,14 +16,12 @@ from ...parallel.mesh import spec_of
 from ...parallel.shapes import inside_manual_mesh
 from .. import arguments as attention
 from ..arguments import (
-    bias_of,
     check_axes,
     check_qkv,
     MaskInputs,
     ScoreInputs,
     ScoreOptions,
     segments_of,
-    spread,
 )
 from ..masks.mask import Mask
 from ..spec import AttentionArrays, AttentionSpec
@@ -139,16 +137,13 @@ def resolve(
     """The resolved call of these arrays: inside `shard_map` those of one device, else all."""
     q, k, v = check_qkv(q, k, v)
     devices = split.over({"q": q, "k": k, "v": v})
-    lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
-
-    def every(x: Array) -> Any:
-        return jax.ShapeDtypeStruct((*x.shape[:-3], x.shape[-3] * devices, *x.shape[-2:]), x.dtype)
+    lead, queries, keys = q.shape[:-3], q.shape[-3], k.shape[-3]
 
     pairs, dense, rest = _by_token(masking, queries, keys)
     check_axes("mask", dense, lead)
-    whole = every(q), every(k), every(v)
-    arrays, spec = attention.resolve(*whole, options, own, rest, scoring._replace(bias=None))
-    if spec.listed or arrays.mask is not None:
+    whole = (*lead, queries * devices, *q.shape[-2:])
+    lowered = attention.visible(own, rest, whole, keys * devices)
+    if any(x is not None for x in (lowered.pattern, lowered.blocks, lowered.dense)):
         raise ValueError(
             "mask: expected a Mask of windows, chunks, prefixes, lengths, segments or packed sequences, or of one dense array, received one that "
             "needs lists of tiles or a mask of all scores; pass booleans [..., H, T, S]."
@@ -157,19 +152,9 @@ def resolve(
         raise ValueError(
             f"segment_ids: expected one pair of ids, received {len(pairs)}; number the segments that both tell apart."
         )
-    ours, theirs = pairs[0] if pairs else (None, None)
-    arrays = arrays._replace(
-        q=q,
-        k=k,
-        v=v,
-        bias=spread("bias", bias_of(scoring.bias, lead), lead, heads, queries, keys * devices),
-        mask=spread("mask", dense, lead, heads, queries, keys * devices),
-        q_segments=spread("segment_ids", ours, lead, queries),
-        kv_segments=spread("kv_segment_ids", theirs, lead, keys),
-    )
-    aligned = queries == keys and arrays.rows is None and spec.offset == 0
+    lowered = lowered._replace(dense=dense, segments=pairs[0] if pairs else None)
+    arrays, spec = attention.arranged(q, k, v, options, scoring, lowered, keys * devices)
     fields = vars(spec) | {
-        "same_segments": bool(pairs) and ours is theirs and aligned,
         "axis": split.axis,
         "order": split.order,
         "method": split.method,

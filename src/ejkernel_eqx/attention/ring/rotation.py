@@ -85,12 +85,9 @@ class Ring:
         """`carry` after all steps, in loops of those that are alike."""
         for n, run in enumerate(self.runs):
             body = functools.partial(self._one, step, run, n == 0 and run.shifts == (0,))
-            if len(run.shifts) == 1:
-                carry = body(carry, (np.int32(run.shifts[0]), np.asarray(run.table[0], np.int32)))[0]
-            else:
-                carry = lax.scan(
-                    body, carry, (np.asarray(run.shifts, np.int32), np.asarray(run.table, np.int32))
-                )[0]
+            shifts, table = np.asarray(run.shifts, np.int32), np.asarray(run.table, np.int32)
+            once = len(shifts) == 1
+            carry, _ = body(carry, (shifts[0], table[0])) if once else lax.scan(body, carry, (shifts, table))
         return carry
 
     def _one(self, step: Any, run: Run, own: bool, carry: Any, x: tuple[Any, Any]) -> tuple[Any, None]:
@@ -196,7 +193,9 @@ def forward(platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any)
     """`out [B, T, H, V]` and `lse [B, H, T]` of this device's queries."""
     ring = Ring(arrays, spec)
     (batch, length, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
-    total = ring.zeros((batch, length, heads, values)), ring.zeros((batch, heads, length), -jnp.inf)
+    out, lse = ring.zeros((batch, length, heads, values)), ring.zeros((batch, heads, length), -jnp.inf)
+    if arrays.sinks is not None:  # A sink is a key that is seen first and whose value is 0.
+        lse = jnp.maximum(lse, arrays.sinks.astype(lse.dtype)[..., None])
 
     def compute(total: tuple[Array, Array], part: Part) -> tuple[Array, Array]:
         out, lse = platform.forward(part.arrays, part.spec, config)
@@ -207,12 +206,7 @@ def forward(platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any)
         later = step.following(keys)
         return later, step.over(keys, total, compute)
 
-    _, total = ring.each_step((ring.first_keys(), total), step)
-    out, lse = total
-    if arrays.sinks is not None:
-        sinks = jnp.broadcast_to(arrays.sinks.astype(lse.dtype)[..., None], lse.shape)
-        share, lse = _share(lse, jnp.logaddexp(lse, sinks)), jnp.logaddexp(lse, sinks)
-        out = out * share
+    _, (out, lse) = ring.each_step((ring.first_keys(), (out, lse)), step)
     return out.astype(arrays.q.dtype), lse
 
 
