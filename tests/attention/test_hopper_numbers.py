@@ -139,7 +139,7 @@ def arrays_of(case: Listed) -> Any:
     q, k, v = (jnp.asarray(x, case.dtype) for x in (q, k, v))
     sinks = None if case.sinks is None else jnp.asarray(case.sinks)
     scoring = ScoreInputs(sinks=sinks, return_lse=True)
-    return resolve(q, k, v, ScoreOptions(logits_soft_cap=case.soft_cap), case.mask, MaskInputs(), scoring)
+    return resolve(q, k, v, ScoreOptions(logits_soft_cap=case.soft_cap), MaskInputs(case.mask), scoring)
 
 
 LISTED = {

@@ -52,7 +52,7 @@ class ScoreOptions:
 
 
 class MaskInputs(NamedTuple):
-    """The arguments of a call that determine what is visible."""
+    """The arguments of a call that determine what is visible, and the operation's own mask."""
 
     mask: Any = None
     segment_ids: Any = None
@@ -62,6 +62,7 @@ class MaskInputs(NamedTuple):
     q_lengths: Any = None
     kv_lengths: Any = None
     q_offset: Any = None
+    own: Mask = Mask()
 
 
 class ScoreInputs(NamedTuple):
@@ -105,26 +106,20 @@ def parse_window(sliding_window: Any, causal: bool) -> Window:
 
 
 def resolve(
-    q: Any, k: Any, v: Any, options: ScoreOptions, mask: Mask, masking: MaskInputs, scoring: ScoreInputs
+    q: Any, k: Any, v: Any, options: ScoreOptions, masking: MaskInputs, scoring: ScoreInputs
 ) -> tuple[AttentionArrays, AttentionSpec]:
-    """The resolved call. `mask` is the operation's own (causal, window); everything in `masking` is intersected with it."""
-    q, k, v = check_qkv(q, k, v)
-    return arranged(q, k, v, options, scoring, visible(mask, masking, q.shape, k.shape[-3]))
+    """The resolved call. All masks are intersected."""
+    qkv, keys = check_qkv(q, k, v), k.shape[-3]
+    return arranged(qkv, options, scoring, visible(masking, q.shape, keys), keys)
 
 
 def arranged(
-    q: Array,
-    k: Array,
-    v: Array,
-    options: ScoreOptions,
-    scoring: ScoreInputs,
-    lowered: Lowered,
-    every_key: int | None = None,
+    qkv: tuple[Array, Array, Array], options: ScoreOptions, scoring: ScoreInputs, lowered: Lowered, every: int
 ) -> tuple[AttentionArrays, AttentionSpec]:
-    """The call with a lowered mask. `every_key`: the number of keys in bias and mask, if devices have parts of the keys."""
+    """The call with a lowered mask. `every`: the number of keys in bias and mask, of which devices may have a part each."""
+    q, k, v = qkv
     lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
     options, scoring = _with_known_form(options, scoring, heads)
-    scores = lead, heads, queries, keys if every_key is None else every_key
     cap, pattern, blocks = options.logits_soft_cap, lowered.pattern, lowered.blocks
     q_segments, kv_segments = lowered.segments or (None, None)
     aligned = queries == keys and lowered.rows is None and lowered.offset == 0
@@ -147,10 +142,10 @@ def arranged(
         q=q,
         k=k,
         v=v,
-        bias=spread("bias", bias_of(scoring.bias, lead), *scores),
+        bias=spread("bias", bias_of(scoring.bias, lead), lead, heads, queries, every),
         alibi_slopes=_per_head("alibi_slopes", scoring.alibi_slopes, q, f"[{heads}], one per query head"),
         sinks=_per_head("sinks", scoring.sinks, q, f"[{heads}]", f"[{heads}, n]"),
-        mask=spread("mask", lowered.dense, *scores),
+        mask=spread("mask", lowered.dense, lead, heads, queries, every),
         q_segments=spread("segment_ids", q_segments, lead, queries),
         kv_segments=spread("kv_segment_ids", kv_segments, lead, keys),
         rows=jax.tree.map(lambda x: _pad_lead(x, lead, 1), lowered.rows),
@@ -203,9 +198,9 @@ def check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
     return q, k, v
 
 
-def visible(mask: Mask, given: MaskInputs, q_shape: tuple[int, ...], keys: int) -> Lowered:
+def visible(given: MaskInputs, q_shape: tuple[int, ...], keys: int) -> Lowered:
     """What all masks of a call leave visible."""
-    lead, queries, heads = q_shape[:-3], q_shape[-3], q_shape[-2]
+    lead, queries, heads, mask = q_shape[:-3], q_shape[-3], q_shape[-2], given.own
     _check_exclusive(given, lead)
     if isinstance(given.mask, Mask):
         mask = mask & _check_mask(given.mask, lead, queries, keys)

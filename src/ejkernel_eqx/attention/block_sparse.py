@@ -143,9 +143,9 @@ class BlockSparseAttention(Kernel):
         if block_map is not None:
             own = own & Mask.from_blocks(block_map, self.block_size)
         masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
-        call = resolve(q, k, v, self.options, own, masking, scoring)
+        call = resolve(q, k, v, self.options, masking, scoring)
         return ATTEND.attend(self.plan, self.operation, *call)

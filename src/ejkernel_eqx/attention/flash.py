@@ -142,11 +142,11 @@ class FlashAttention(Kernel):
         and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
         platform, or not the requested one, supports the call.
         """
+        own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
-        own = Mask(is_causal=self.causal, window=self.window)
-        call = resolve(q, k, v, self.options, own, masking, scoring)
+        call = resolve(q, k, v, self.options, masking, scoring)
         return ATTEND.attend(self.plan, self.operation, *call)

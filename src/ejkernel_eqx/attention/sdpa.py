@@ -116,9 +116,8 @@ class ScaledDotProductAttention(Kernel):
         window = (local_window_size, local_window_size) if whole else local_window_size
         options = ScoreOptions(softmax_scale=scale, deterministic=self.deterministic)
         own = Mask(is_causal=is_causal, window=parse_window(window, is_causal))
-        masking = MaskInputs(
-            mask=mask, q_lengths=query_seq_lengths, kv_lengths=key_value_seq_lengths, q_offset=0
-        )
+        lengths = {"q_lengths": query_seq_lengths, "kv_lengths": key_value_seq_lengths}
+        masking = MaskInputs(mask=mask, **lengths, q_offset=0, own=own)
         scoring = ScoreInputs(bias=bias, return_lse=return_residual)
-        call = resolve(query, key, value, options, own, masking, scoring)
+        call = resolve(query, key, value, options, masking, scoring)
         return ATTEND.attend(self.plan, self.operation, *call)

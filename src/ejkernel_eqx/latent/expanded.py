@@ -151,13 +151,13 @@ class MultiHeadLatentAttention(Kernel):
         platform, or not the requested one, supports the call.
         """
         inputs = read_expanded(q, k, k_rope, v)
+        own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = bool(self.inference) if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
-        default = Mask(is_causal=self.causal, window=self.window)
-        q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        lowered = visible(default, masking, q.shape, k.shape[-3])
-        whole, spec = arranged(q, k, v, self.options, scoring, lowered)
+        dense, keys = (inputs["q"], inputs["k"], inputs["v"]), inputs["k"].shape[-3]
+        lowered = visible(masking, inputs["q"].shape, keys)
+        whole, spec = arranged(dense, self.options, scoring, lowered, keys)
         return attend(self.plan, self.operation, LatentArrays(**{**whole._asdict(), **inputs}), spec)

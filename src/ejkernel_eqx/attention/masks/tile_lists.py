@@ -80,12 +80,7 @@ def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np
     numbers = np.zeros((len(known.rows), *shape.grid), np.int32)
     for number, row in zip(numbers, known.rows, strict=True):
         number[row.partial] = row.patterns
-    return (
-        known.heads,
-        np.stack([row.kinds for row in known.rows]),
-        numbers,
-        packed_bits(known.bits, shape),
-    )
+    return known.heads, np.stack([row.kinds for row in known.rows]), numbers, packed_bits(known.bits, shape)
 
 
 @while_alive

@@ -14,19 +14,20 @@ from ...parallel import explicit_mesh
 from ...parallel.layout import check_split, mesh_axes
 from ...parallel.mesh import spec_of
 from ...parallel.shapes import inside_manual_mesh
-from .. import arguments as attention
 from ..arguments import (
+    arranged,
     check_axes,
     check_qkv,
     MaskInputs,
     ScoreInputs,
     ScoreOptions,
     segments_of,
+    visible,
 )
 from ..masks.mask import Mask
 from ..spec import AttentionArrays, AttentionSpec
 from .schedule import Sizes
-from .spec import Method, Order, Reach, RingSpec
+from .spec import CHUNKS, Method, Order, Reach, RingSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Split:
                 self._check_types(arrays)
             mesh, devices = _any_mesh(arrays), 1
         for x in arrays.values() if mesh is not None else ():
-            check_split(self.axis, x.shape[-3] * devices, mesh.shape, self.chunks)
+            check_split(self.axis, x.shape[-3] * devices, mesh.shape, CHUNKS[self.order])
         return devices
 
     def times(self, x: Array, tokens: int) -> Array | None:
@@ -86,27 +87,21 @@ class Split:
             return None
         own = tokens if inside_manual_mesh() else tokens // devices
         starts = np.asarray([Sizes(devices, own, own, self.order).starts(n, own) for n in range(devices)])
-        every = starts[:, :, None] + np.arange(own // self.chunks)
+        every = starts[:, :, None] + np.arange(own // CHUNKS[self.order])
         places = jnp.asarray(every.reshape(devices, -1), jnp.int32)
         return places[lax.axis_index(self.axis)] if inside_manual_mesh() else places.reshape(-1)
 
-    @property
-    def chunks(self) -> int:
-        """The number of chunks of consecutive tokens each device has."""
-        return 2 if self.order == "zigzag" else 1
-
     def _check_types(self, arrays: dict[str, Array]) -> None:
         for name, x in arrays.items():
-            for axis, entry in enumerate(spec_of(x)):
-                names = mesh_axes(entry) if entry else set()
-                if axis == x.ndim - 3 and names - {self.axis}:
-                    raise ValueError(
-                        f"{name}: expected tokens that are split over axis {self.axis!r} or not at all, received {spec_of(x)}; reshard them."
-                    )
-                if axis != x.ndim - 3 and self.axis in names:
-                    raise ValueError(
-                        f"{name}: expected axis {self.axis!r} to split the tokens, received {spec_of(x)}; reshard them."
-                    )
+            *others, tokens, heads, dim = (mesh_axes(entry) if entry else set() for entry in spec_of(x))
+            if tokens - {self.axis}:
+                raise ValueError(
+                    f"{name}: expected tokens that are split over axis {self.axis!r} or not at all, received {spec_of(x)}; reshard them."
+                )
+            if self.axis in heads.union(dim, *others):
+                raise ValueError(
+                    f"{name}: expected axis {self.axis!r} to split the tokens, received {spec_of(x)}; reshard them."
+                )
 
 
 def _any_mesh(arrays: dict[str, Array]) -> Any:
@@ -125,24 +120,16 @@ def _any_mesh(arrays: dict[str, Array]) -> Any:
 
 
 def resolve(
-    q: Any,
-    k: Any,
-    v: Any,
-    split: Split,
-    options: ScoreOptions,
-    own: Mask,
-    masking: MaskInputs,
-    scoring: ScoreInputs,
+    q: Any, k: Any, v: Any, split: Split, options: ScoreOptions, masking: MaskInputs, scoring: ScoreInputs
 ) -> tuple[AttentionArrays, RingSpec]:
     """The resolved call of these arrays: inside `shard_map` those of one device, else all."""
-    q, k, v = check_qkv(q, k, v)
+    qkv = q, k, v = check_qkv(q, k, v)
     devices = split.over({"q": q, "k": k, "v": v})
     lead, queries, keys = q.shape[:-3], q.shape[-3], k.shape[-3]
-
     pairs, dense, rest = _by_token(masking, queries, keys)
     check_axes("mask", dense, lead)
     whole = (*lead, queries * devices, *q.shape[-2:])
-    lowered = attention.visible(own, rest, whole, keys * devices)
+    lowered = visible(rest, whole, keys * devices)
     if any(x is not None for x in (lowered.pattern, lowered.blocks, lowered.dense)):
         raise ValueError(
             "mask: expected a Mask of windows, chunks, prefixes, lengths, segments or packed sequences, or of one dense array, received one that "
@@ -153,12 +140,12 @@ def resolve(
             f"segment_ids: expected one pair of ids, received {len(pairs)}; number the segments that both tell apart."
         )
     lowered = lowered._replace(dense=dense, segments=pairs[0] if pairs else None)
-    arrays, spec = attention.arranged(q, k, v, options, scoring, lowered, keys * devices)
+    arrays, spec = arranged(qkv, options, scoring, lowered, keys * devices)
     fields = vars(spec) | {
         "axis": split.axis,
         "order": split.order,
         "method": split.method,
-        "reach": _reach(spec, arrays, own, masking, (keys - queries) * devices),
+        "reach": _reach(spec, arrays, masking, (keys - queries) * devices),
         "slopes": arrays.alibi_slopes is not None,
     }
     return arrays, RingSpec(**fields)
@@ -181,9 +168,7 @@ def _by_token(masking: MaskInputs, queries: int, keys: int) -> tuple[list[Any], 
     return pairs, dense, masking._replace(mask=mask, segment_ids=None, kv_segment_ids=None)
 
 
-def _reach(
-    spec: AttentionSpec, arrays: AttentionArrays, own: Mask, masking: MaskInputs, default: int
-) -> Reach:
+def _reach(spec: AttentionSpec, arrays: AttentionArrays, masking: MaskInputs, default: int) -> Reach:
     """The window that all visible keys are in, as far as it is known while tracing."""
     if arrays.rows is None:
         return spec.left, spec.right, spec.offset
@@ -191,5 +176,5 @@ def _reach(
     apart = masking.kv_cu_seqlens is not None or (masking.cu_seqlens is not None and default != 0)
     if isinstance(masking.mask, Mask) or apart or not isinstance(offset, int):
         return None, None, 0
-    left, right = own.window
-    return left, 0 if own.is_causal else right, offset
+    left, right = masking.own.window
+    return left, 0 if masking.own.is_causal else right, offset

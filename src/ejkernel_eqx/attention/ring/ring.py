@@ -155,11 +155,11 @@ class RingAttention(Kernel):
         `[..., T, H, V]` in the dtype of `q`, split as `q` is; with `return_lse` also `[..., T, H]` in float32. Raises `ValueError` for invalid
         arguments: among them an axis that the mesh lacks, and tokens that do not divide; and `UnsupportedError` if no platform supports the call.
         """
+        own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
-        own = Mask(is_causal=self.causal, window=self.window)
-        call = resolve(q, k, v, self.split, self.options, own, masking, scoring)
+        call = resolve(q, k, v, self.split, self.options, masking, scoring)
         return ATTEND_RING.attend(self.plan, self.operation, *call)

@@ -7,7 +7,7 @@ zigzag order. A piece is a call of a kernel for some of its queries and keys.
 import functools
 from typing import NamedTuple
 
-from .spec import Order, Reach
+from .spec import CHUNKS, Order, Reach
 
 MOST_BRANCHES = 3
 """With more different pieces than this in the steps of one loop, they take positions from arrays instead."""
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        return 2 if self.order == "zigzag" else 1
+        return CHUNKS[self.order]
 
     def starts(self, device: int, length: int) -> tuple[int, ...]:
         """The first position of each chunk of a device."""

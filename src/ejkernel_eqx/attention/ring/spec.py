@@ -6,6 +6,8 @@ from typing import Literal
 from ..spec import AttentionSpec
 
 Order = Literal["contiguous", "zigzag"]
+CHUNKS = {"contiguous": 1, "zigzag": 2}
+"""The number of chunks of consecutive tokens that each device has, by order."""
 Method = Literal["ring", "all_to_all"]
 Reach = tuple[int | None, int | None, int]
 """Keys visible to the left and right of a query, and the position of the first query among the keys."""
