@@ -30,10 +30,10 @@ def spec_of(problem: Problem) -> AttentionSpec:
     """The static half of a call of this problem."""
     window: Any = problem.flag("window")
     left, right = window or (None, None)
-    scale = problem.dim("D") ** -0.5
+    scale, cap = problem.dim("D") ** -0.5, EXTREME_CAP if problem.flag("extreme_cap") else SOFT_CAP
     return AttentionSpec(
         scale=-scale if problem.flag("negative_scale") else scale,
-        logits_soft_cap=_cap_of(problem),
+        logits_soft_cap=cap if problem.flag("soft_cap") else None,
         left=left,
         right=right,
         offset=_offset(problem, left, right),
@@ -44,12 +44,6 @@ def spec_of(problem: Problem) -> AttentionSpec:
         pattern=_pattern(problem),
         block_size=_block_size(problem),
     )
-
-
-def _cap_of(problem: Problem) -> float | None:
-    if not problem.flag("soft_cap"):
-        return None
-    return EXTREME_CAP if problem.flag("extreme_cap") else SOFT_CAP
 
 
 def _pattern(problem: Problem) -> Pattern | None:
@@ -211,12 +205,8 @@ def _in_ranges(problem: Problem) -> int:
         start, end = ranges[:2]
     else:
         position = np.arange(queries)[None] + spec.offset
-        start = np.zeros_like(position) if spec.left is None else np.clip(position - spec.left, 0, keys)
-        end = (
-            np.full_like(position, keys)
-            if spec.right is None
-            else np.clip(position + spec.right + 1, 0, keys)
-        )
+        left, right = (np.iinfo(np.int32).max if side is None else side for side in (spec.left, spec.right))
+        start, end = np.clip(position - left, 0, keys), np.clip(position + right + 1, 0, keys)
     start, end = (np.broadcast_to(x, (batch, queries)) for x in (start, end))
     if ids is None:
         return int(np.maximum(end - start, 0).sum())

@@ -11,12 +11,11 @@ from ..core.arguments import accumulator
 from ..core.exact import compiled
 from ..core.workload import bytes_of, Inputs, workload_of
 from ..dispatch import BOTH, Cost, FORWARD, Implementation, Problem, Workload
-from ..parallel import given_of
 from . import reference
-from .core import ATTEND
+from .core import arrays_of, ATTEND, axes_of
 from .example import example_problem as example_problem
 from .samples import make_inputs, spec_of, visible_scores
-from .spec import AttentionArrays, AttentionSpec, LEARNED
+from .spec import AttentionSpec, LEARNED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -40,7 +39,7 @@ def by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
     """All results of the reference in float32 (float64 for float64 inputs), one batch row and key head after the other, so that the
     scores of a whole call are never in memory at once."""
     arrays, dout, dlse = inputs.arrays, inputs.cotangents["out"], inputs.cotangents["lse"]
-    wide = accumulator(arrays.q.dtype)
+    wide, axes = accumulator(arrays.q.dtype), axes_of(arrays)
     batch, queries, heads, _ = arrays.q.shape
     kv_heads, value_dim = arrays.v.shape[2:]
 
@@ -49,18 +48,16 @@ def by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
     def one(learned: dict[str, Array], number: Array) -> tuple[Array, Array]:
         row, head = number // kv_heads, number % kv_heads
 
-        def take(x: Array, axis: int | None) -> Array:
+        def take(name: str, x: Array) -> Array:
             x = lax.dynamic_slice_in_dim(x, row, 1) if x.shape[0] > 1 else x
-            if axis is None or x.shape[axis] == 1:
-                return x
-            size = x.shape[axis] // kv_heads
-            return lax.dynamic_slice_in_dim(x, head * size, size, axis)
+            of_heads = [n for n, letter in enumerate(axes[name], 1) if letter[0] == "H" and x.shape[n] > 1]
+            for axis in of_heads:
+                size = x.shape[axis] // kv_heads
+                x = lax.dynamic_slice_in_dim(x, head * size, size, axis)
+            return x
 
-        parts = {
-            name: jax.tree.map(functools.partial(take, axis=_HEAD_AXIS[name]), x)
-            for name, x in given_of(arrays._replace(**learned)).items()
-        }
-        return reference.attend(AttentionArrays(**parts), spec)
+        named = ATTEND.given_of(arrays._replace(**learned))
+        return reference.attend(arrays_of(**{name: take(name, x) for name, x in named.items()}), spec)
 
     def every(learned: dict[str, Array]) -> dict[str, Array]:
         out, lse = lax.map(functools.partial(one, learned), jnp.arange(batch * kv_heads))
@@ -76,13 +73,6 @@ def by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
     if not spec.return_lse:
         del results["lse"]
     return results
-
-
-_HEAD_AXIS: dict[str, int | None] = {
-    **dict.fromkeys(("q", "k", "v"), 2),
-    **dict.fromkeys(("bias", "mask", "alibi_slopes", "sinks", "seeds", "blocks", "heads"), 1),
-    **dict.fromkeys(("q_segments", "kv_segments", "rows")),
-}
 
 
 def costs(problem: Problem) -> dict[str, Cost]:

@@ -9,7 +9,7 @@ from jax import Array
 
 from ..reference import visible
 from ..spec import AttentionArrays, AttentionSpec
-from .tile_lists import grids_of, lists_of, PatternLists
+from .tile_lists import grids_of, lists_of
 from .tile_shape import FULL, NONE, PARTIAL, Shape
 from .tile_table import overlap
 
@@ -29,7 +29,10 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
     """The lists of a call. If arrays hide something, each list has room for all tiles."""
     data = arrays.rows is not None or arrays.q_segments is not None or arrays.blocks is not None
     if spec.pattern is not None and not data:
-        return _of_pattern(lists_of(spec.pattern, shape), arrays)
+        heads, *parts, blind = lists_of(spec.pattern, shape)
+        row = heads[None] if arrays.heads is None else jnp.asarray(heads)[arrays.heads]
+        tiles, entries, patterns, bits = (None if x is None else jnp.asarray(x) for x in parts)
+        return TileLists(_every_head(row, arrays), tiles, entries, patterns, bits, blind)
     kinds, patterns, bits = kinds_of(arrays, spec, shape)
     rows = jnp.arange(kinds.shape[0] * kinds.shape[1], dtype=jnp.int32).reshape(kinds.shape[:2])
     merge = lambda x: x.reshape(-1, *x.shape[2:])
@@ -56,15 +59,6 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
         bits,
         True,
     )
-
-
-def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
-    row = lists.heads[None]
-    if arrays.heads is not None:
-        row = jnp.asarray(row)[0][arrays.heads]
-    bits = None if lists.bits is None else jnp.asarray(lists.bits)
-    tiles, entries, patterns = (jnp.asarray(x) for x in (lists.tiles, lists.entries, lists.patterns))
-    return TileLists(_every_head(row, arrays), tiles, entries, patterns, bits, lists.blind)
 
 
 def _every_head(row: Array | np.ndarray, arrays: AttentionArrays) -> Array:

@@ -31,10 +31,6 @@ class PatternLists(NamedTuple):
     blind: bool
     """Tells whether a query may see no key, or a key be seen by no query."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self if isinstance(x, np.ndarray))
-
 
 @while_alive
 def lists_of(pattern: Pattern, shape: Shape) -> PatternLists:

@@ -67,15 +67,12 @@ class Ring:
         pairs = [(n, (n + shift) % self.devices) for n in range(self.devices)]
         return {name: lax.ppermute(x, self.spec.axis, pairs) for name, x in tree.items()}
 
-    def keys(self) -> Keys:
-        arrays = {"k": self.arrays.k, "v": self.arrays.v, "segments": self.arrays.kv_segments}
-        return match_varying(
-            {name: x for name, x in arrays.items() if x is not None}, (self.arrays, self.index)
-        )
-
     def first_keys(self) -> Keys:
         """Those of the first step, usually the device's own."""
-        return self.moved(self.keys(), self.runs[0].came) if self.runs else self.keys()
+        arrays = {"k": self.arrays.k, "v": self.arrays.v, "segments": self.arrays.kv_segments}
+        present = {name: x for name, x in arrays.items() if x is not None}
+        keys = match_varying(present, (self.arrays, self.index))
+        return self.moved(keys, self.runs[0].came) if self.runs else keys
 
     def zeros(self, shape: tuple[int, ...], value: float = 0.0) -> Array:
         """The start of a sum, with the type of what is added to it."""
@@ -163,14 +160,6 @@ class Step(NamedTuple):
     theirs: Array
     own: bool
 
-    def came(self, tree: Any) -> Any:
-        """Returns what has to go where the keys of this step have gone."""
-        return self.ring.moved(tree, self.run.came)
-
-    def following(self, keys: Keys) -> Keys:
-        """The keys of the next step."""
-        return self.ring.moved(keys, self.run.following)
-
     def over(self, keys: Keys, total: Any, compute: Callable[[Any, Part], Any]) -> Any:
         """`total` after `compute` of every piece that this device has."""
 
@@ -203,7 +192,7 @@ def forward(platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any)
 
     def step(carry: Any, step: Step) -> Any:
         keys, total = carry
-        later = step.following(keys)
+        later = ring.moved(keys, step.run.following)
         return later, step.over(keys, total, compute)
 
     _, (out, lse) = ring.each_step((ring.first_keys(), (out, lse)), step)
@@ -260,7 +249,8 @@ def backward(
 
     def step(carry: Any, step: Step) -> Any:
         keys, ours, travelled = carry
-        later, arrived = step.following(keys), travelled if step.own else step.came(travelled)
+        later = ring.moved(keys, step.run.following)
+        arrived = travelled if step.own else ring.moved(travelled, step.run.came)
         ours, theirs = step.over(keys, (ours, nothing()), compute)
         return later, ours, {name: arrived[name] + x for name, x in theirs.items()}
 
