@@ -19,10 +19,10 @@ from ._shapes import Numbers
 from .attention import Mask
 from .attention.masks.mask import Mask
 from .attention.score_mod import ScoreMod
-from .attention.signature import Key
+from .attention.signature import K
 from .attention.signature import Output
-from .attention.signature import Query
-from .attention.signature import Value
+from .attention.signature import Q
+from .attention.signature import V
 from .attention.signature import WithLse
 from .cells.recurrent import GivenState
 from .cells.recurrent import NewState
@@ -142,9 +142,9 @@ def attention(
 
 @overload
 def block_sparse_attention(
-    q: Query,
-    k: Key,
-    v: Value,
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[False] = False,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -173,9 +173,9 @@ def block_sparse_attention(
 
 @overload
 def block_sparse_attention(
-    q: Query,
-    k: Key,
-    v: Value,
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[True],
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -204,9 +204,9 @@ def block_sparse_attention(
 
 @overload
 def block_sparse_attention(
-    q: Query,
-    k: Key,
-    v: Value,
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: bool,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -271,9 +271,9 @@ def delta_rule(
 
 @overload
 def flash_attention(
-    q: Query,
-    k: Key,
-    v: Value,
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[False] = False,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -301,9 +301,9 @@ def flash_attention(
 
 @overload
 def flash_attention(
-    q: Query,
-    k: Key,
-    v: Value,
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[True],
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -331,9 +331,9 @@ def flash_attention(
 
 @overload
 def flash_attention(
-    q: Query,
-    k: Key,
-    v: Value,
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: bool,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -977,9 +977,9 @@ def residual_rms_norm(
 
 @overload
 def ring_attention(
-    q: Query,
-    k: Key,
-    v: Value,
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[False] = False,
     bias: Float[AnyArray, '#*B #H #T ...'] | None = None,
@@ -1010,9 +1010,9 @@ def ring_attention(
 
 @overload
 def ring_attention(
-    q: Query,
-    k: Key,
-    v: Value,
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[True],
     bias: Float[AnyArray, '#*B #H #T ...'] | None = None,
@@ -1043,9 +1043,9 @@ def ring_attention(
 
 @overload
 def ring_attention(
-    q: Query,
-    k: Key,
-    v: Value,
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: bool,
     bias: Float[AnyArray, '#*B #H #T ...'] | None = None,
@@ -1076,9 +1076,9 @@ def ring_attention(
 
 @overload
 def scaled_dot_product_attention(
-    query: Query,
-    key: Key,
-    value: Value,
+    query: Q,
+    key: K,
+    value: V,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
     mask: Bool[Numbers, '#*B #H #T #S'] | None = None,
     *,
@@ -1095,9 +1095,9 @@ def scaled_dot_product_attention(
 
 @overload
 def scaled_dot_product_attention(
-    query: Query,
-    key: Key,
-    value: Value,
+    query: Q,
+    key: K,
+    value: V,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
     mask: Bool[Numbers, '#*B #H #T #S'] | None = None,
     *,
@@ -1114,9 +1114,9 @@ def scaled_dot_product_attention(
 
 @overload
 def scaled_dot_product_attention(
-    query: Query,
-    key: Key,
-    value: Value,
+    query: Q,
+    key: K,
+    value: V,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
     mask: Bool[Numbers, '#*B #H #T #S'] | None = None,
     *,

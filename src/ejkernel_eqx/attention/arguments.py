@@ -15,7 +15,7 @@ from jax import Array
 from .._values import check_between, check_int32, check_offsets, FAR
 from ..core.arguments import accumulator
 from ..core.arguments import array as float_array
-from .masks.lower import Lowered
+from .masks.lower import lower, Lowered
 from .masks.mask import Mask, Window
 from .score_mod import check_score_mod, known_form, ScoreMod
 from .spec import AttentionArrays, AttentionSpec
@@ -119,7 +119,8 @@ def arranged(
     """The call with a lowered mask. `every`: the number of keys in bias and mask, of which devices may have a part each."""
     q, k, v = qkv
     lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
-    options, scoring = _with_known_form(options, scoring, heads)
+    if options.score_mod is not None and scoring.alibi_slopes is None:
+        options, scoring = _with_known_form(options.score_mod, options, scoring, heads)
     cap, pattern, blocks = options.logits_soft_cap, lowered.pattern, lowered.blocks
     q_segments, kv_segments = lowered.segments or (None, None)
     aligned = queries == keys and lowered.rows is None and lowered.offset == 0
@@ -157,12 +158,10 @@ def arranged(
 
 
 def _with_known_form(
-    options: ScoreOptions, scoring: ScoreInputs, heads: int
+    function: ScoreMod, options: ScoreOptions, scoring: ScoreInputs, heads: int
 ) -> tuple[ScoreOptions, ScoreInputs]:
     """A function of scores as a soft cap and ALiBi, which all kernels have, if that is what it is."""
-    if options.score_mod is None or scoring.alibi_slopes is not None:
-        return options, scoring
-    form = known_form(options.score_mod, heads)
+    form = known_form(function, heads)
     # A soft cap comes before everything else.
     capped = options.logits_soft_cap is not None or scoring.bias is not None
     if form is None or (form.cap is not None and (capped or not is_cap(form.cap))):
@@ -173,7 +172,7 @@ def _with_known_form(
 
 
 def check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
-    q, k, v = (float_array(name, x, "seq, heads, head_dim", 3) for name, x in (("q", q), ("k", k), ("v", v)))
+    q, k, v = [float_array(name, x, "seq, heads, head_dim", 3) for name, x in (("q", q), ("k", k), ("v", v))]
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"q, k, v: expected one dtype, received {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same dtype."
@@ -211,11 +210,13 @@ def visible(given: MaskInputs, q_shape: tuple[int, ...], keys: int) -> Lowered:
         mask = mask & Mask(segments=(segments,))
     if given.cu_seqlens is not None:
         mask = mask & _cu_seqlens(given, queries, keys)
-    mask = mask & Mask(
-        q_lengths=_lengths("q_lengths", given.q_lengths, lead, queries),
-        kv_lengths=_lengths("kv_lengths", given.kv_lengths, lead, keys),
-    )
-    return mask.lower(queries, keys, q_offset=_offset(given.q_offset, lead), num_heads=heads)
+    if given.q_lengths is not None or given.kv_lengths is not None:
+        mask = mask & Mask(
+            q_lengths=_lengths("q_lengths", given.q_lengths, lead, queries),
+            kv_lengths=_lengths("kv_lengths", given.kv_lengths, lead, keys),
+        )
+    offset = None if given.q_offset is None else _offset(given.q_offset, lead)
+    return lower(mask, queries, keys, offset, heads)
 
 
 def _check_exclusive(given: MaskInputs, lead: tuple[int, ...]) -> None:
@@ -331,8 +332,6 @@ def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
 
 
 def _offset(q_offset: Any, lead: tuple[int, ...]) -> Any:
-    if q_offset is None:
-        return None
     fixed = isinstance(q_offset, int | np.integer)
     array = jnp.zeros((), jnp.int32) if fixed else _row_scalar("q_offset", q_offset, lead)
     assert array is not None

@@ -17,7 +17,7 @@ from .masks.mask import Mask
 from .masks.sizes import block_pair
 from .score_mod import ScoreMod
 from .signature import BlockSparseInputs as Inputs
-from .signature import Key, Output, Query, Value, WithLse
+from .signature import K, Output, Q, V, WithLse
 
 
 class BlockSparseAttention(Kernel):
@@ -92,17 +92,17 @@ class BlockSparseAttention(Kernel):
 
         @overload
         def __call__(
-            self, q: Query, k: Key, v: Value, *, return_lse: Literal[False] = False, **others: Unpack[Inputs]
+            self, q: Q, k: K, v: V, *, return_lse: Literal[False] = False, **others: Unpack[Inputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self, q: Query, k: Key, v: Value, *, return_lse: Literal[True], **others: Unpack[Inputs]
+            self, q: Q, k: K, v: V, *, return_lse: Literal[True], **others: Unpack[Inputs]
         ) -> WithLse: ...
 
         @overload
         def __call__(
-            self, q: Query, k: Key, v: Value, *, return_lse: bool, **others: Unpack[Inputs]
+            self, q: Q, k: K, v: V, *, return_lse: bool, **others: Unpack[Inputs]
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.BlockSparseAttention")

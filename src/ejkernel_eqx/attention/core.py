@@ -52,13 +52,15 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         "dropout": spec.dropout_rate > 0,
         "deterministic": spec.deterministic,
         "lse": spec.return_lse,
-        "nested": sum(size != 1 for size in q.shape[:-3]) > 1,
+        "nested": sum([size != 1 for size in q.shape[:-3]]) > 1,
     }
     if spec.listed:
         flags["tiles"] = _tiles(spec, dims["T"], dims["S"])
         flags["block_size"] = spec.block_size
     requirements = {"deterministic", "lse", "nested"}
-    if _is_extreme(spec):
+    cap = spec.logits_soft_cap
+    # A polynomial, or a tanh found again from a weight, would not do for such a soft cap.
+    if cap is not None and not (1e-2 <= cap <= 1e9 and 1e-18 * cap <= abs(spec.scale) <= 1e6 * cap):
         flags["extreme_cap"] = True
     if spec.score_mod is not None:
         flags["score_mod"] = True
@@ -73,12 +75,6 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         counts={"H", "K"},
         requirements=requirements,
     )
-
-
-def _is_extreme(spec: AttentionSpec) -> bool:
-    """Returns whether a polynomial, or a tanh found again from a weight, would not do for the soft cap."""
-    cap = spec.logits_soft_cap
-    return cap is not None and not (1e-2 <= cap <= 1e9 and 1e-18 * cap <= abs(spec.scale) <= 1e6 * cap)
 
 
 def _tiles(spec: AttentionSpec, queries: int, keys: int) -> str:

@@ -15,7 +15,7 @@ from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOpti
 from .core import ATTEND
 from .masks.mask import Mask, Window
 from .signature import AttentionInputs as Inputs
-from .signature import Key, Output, Query, Value, WithLse
+from .signature import K, Output, Q, V, WithLse
 
 
 class FlashAttention(Kernel):
@@ -83,17 +83,17 @@ class FlashAttention(Kernel):
 
         @overload
         def __call__(
-            self, q: Query, k: Key, v: Value, *, return_lse: Literal[False] = False, **others: Unpack[Inputs]
+            self, q: Q, k: K, v: V, *, return_lse: Literal[False] = False, **others: Unpack[Inputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self, q: Query, k: Key, v: Value, *, return_lse: Literal[True], **others: Unpack[Inputs]
+            self, q: Q, k: K, v: V, *, return_lse: Literal[True], **others: Unpack[Inputs]
         ) -> WithLse: ...
 
         @overload
         def __call__(
-            self, q: Query, k: Key, v: Value, *, return_lse: bool, **others: Unpack[Inputs]
+            self, q: Q, k: K, v: V, *, return_lse: bool, **others: Unpack[Inputs]
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.FlashAttention")

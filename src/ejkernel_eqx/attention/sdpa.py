@@ -15,7 +15,7 @@ from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOpti
 from .core import ATTEND
 from .masks.mask import Mask
 from .signature import DotProductInputs as Inputs
-from .signature import Key, Output, Query, Value, WithLse
+from .signature import K, Output, Q, V, WithLse
 
 
 class ScaledDotProductAttention(Kernel):
@@ -48,9 +48,9 @@ class ScaledDotProductAttention(Kernel):
         @overload
         def __call__(
             self,
-            query: Query,
-            key: Key,
-            value: Value,
+            query: Q,
+            key: K,
+            value: V,
             bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
             mask: Bool[Numbers, "#*B #H #T #S"] | None = None,
             *,
@@ -61,9 +61,9 @@ class ScaledDotProductAttention(Kernel):
         @overload
         def __call__(
             self,
-            query: Query,
-            key: Key,
-            value: Value,
+            query: Q,
+            key: K,
+            value: V,
             bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
             mask: Bool[Numbers, "#*B #H #T #S"] | None = None,
             *,
@@ -74,9 +74,9 @@ class ScaledDotProductAttention(Kernel):
         @overload
         def __call__(
             self,
-            query: Query,
-            key: Key,
-            value: Value,
+            query: Q,
+            key: K,
+            value: V,
             bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
             mask: Bool[Numbers, "#*B #H #T #S"] | None = None,
             *,

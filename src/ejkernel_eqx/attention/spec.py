@@ -63,7 +63,7 @@ class AttentionSpec:
     def covers(self, queries: int, keys: int) -> bool:
         """Returns whether every query sees a key and every key is seen under the static window. The ranges move by one key per query, so the
         first and the last query decide."""
-        left, right = (keys + queries if side is None else side for side in (self.left, self.right))
+        left, right = [keys + queries if side is None else side for side in (self.left, self.right)]
         first, last = self.offset, self.offset + queries - 1
         sees = last - left < keys and first + right >= 0
         return sees and first - left <= 0 and last + right >= keys - 1

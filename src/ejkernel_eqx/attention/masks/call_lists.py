@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -31,8 +32,7 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
     if spec.pattern is not None and not data:
         heads, *parts, blind = lists_of(spec.pattern, shape)
         row = heads[None] if arrays.heads is None else jnp.asarray(heads)[arrays.heads]
-        tiles, entries, patterns, bits = (None if x is None else jnp.asarray(x) for x in parts)
-        return TileLists(_every_head(row, arrays), tiles, entries, patterns, bits, blind)
+        return TileLists(_every_head(row, arrays), *jax.tree.map(jnp.asarray, parts), blind=blind)
     kinds, patterns, bits = kinds_of(arrays, spec, shape)
     rows = jnp.arange(kinds.shape[0] * kinds.shape[1], dtype=jnp.int32).reshape(kinds.shape[:2])
     merge = lambda x: x.reshape(-1, *x.shape[2:])

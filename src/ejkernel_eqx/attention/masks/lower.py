@@ -162,7 +162,7 @@ def _without_window(mask: Any) -> tuple[Any, tuple[PairFunction, ...]]:
 
 def _static_window(mask: Any) -> tuple[int | None, int | None]:
     """The sides of the window with causality in it, bounded so that sums with positions fit 32 bits; no sequence is as long."""
-    left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
+    left, right = [None if side is None else min(side, 2 * FAR) for side in mask.window]
     return left, 0 if mask.is_causal and (right is None or right > 0) else right
 
 
@@ -177,7 +177,7 @@ def _lower_ranges(mask: Any, num_queries: int, num_keys: int, q_offset: Any | No
     by_window = isinstance(q_offset, int) and not (mask.chunk_sizes or mask.windows or mask.chunks)
     ranges = (mask.prefix_lengths, mask.q_lengths, mask.kv_lengths, mask.cu_seqlens)
     _check_types(mask, num_queries, num_keys)
-    if by_window and all(r is None for r in ranges) and not mask.type_runs:
+    if by_window and all([r is None for r in ranges]) and not mask.type_runs:
         if mask.types:
             dense = with_types(
                 mask.types, dense, jnp.arange(num_queries, dtype=jnp.int32) + q_offset, num_keys

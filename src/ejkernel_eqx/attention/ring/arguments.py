@@ -63,8 +63,9 @@ class Split:
             if explicit_mesh(arrays) is not None:
                 self._check_types(arrays)
             mesh, devices = _any_mesh(arrays), 1
-        for x in arrays.values() if mesh is not None else ():
-            check_split(self.axis, x.shape[-3] * devices, mesh.shape, CHUNKS[self.order])
+        if mesh is not None:
+            for x in arrays.values():
+                check_split(self.axis, x.shape[-3] * devices, mesh.shape, CHUNKS[self.order])
         return devices
 
     def times(self, x: Array, tokens: int) -> Array | None:

@@ -14,7 +14,7 @@ from ...dispatch import PlatformLike
 from ..arguments import MaskInputs, parse_window, ScoreInputs, ScoreOptions
 from ..masks.mask import Mask, Window
 from ..signature import AttentionInputs as Inputs
-from ..signature import Key, Output, Query, Value, WithLse
+from ..signature import K, Output, Q, V, WithLse
 from .arguments import resolve, Split
 from .core import ATTEND_RING
 
@@ -98,17 +98,17 @@ class RingAttention(Kernel):
 
         @overload
         def __call__(
-            self, q: Query, k: Key, v: Value, *, return_lse: Literal[False] = False, **others: Unpack[Inputs]
+            self, q: Q, k: K, v: V, *, return_lse: Literal[False] = False, **others: Unpack[Inputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self, q: Query, k: Key, v: Value, *, return_lse: Literal[True], **others: Unpack[Inputs]
+            self, q: Q, k: K, v: V, *, return_lse: Literal[True], **others: Unpack[Inputs]
         ) -> WithLse: ...
 
         @overload
         def __call__(
-            self, q: Query, k: Key, v: Value, *, return_lse: bool, **others: Unpack[Inputs]
+            self, q: Q, k: K, v: V, *, return_lse: bool, **others: Unpack[Inputs]
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.RingAttention")

@@ -1,7 +1,7 @@
 """The static half of a call whose tokens are split over a mesh axis."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from ..spec import AttentionSpec
 
@@ -34,9 +34,12 @@ class RingSpec(AttentionSpec):
 
     def piece(self, left: int | None, right: int | None, offset: int, same_segments: bool) -> AttentionSpec:
         """The spec of a kernel's call for some of the queries and keys."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(AttentionSpec)}
-        fields |= {"left": left, "right": right, "offset": offset, "return_lse": True}
-        return AttentionSpec(**fields | {"same_segments": same_segments and self.same_segments})
+        fields: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(AttentionSpec)
+        }
+        same = same_segments and self.same_segments
+        fields |= {"left": left, "right": right, "offset": offset, "same_segments": same, "return_lse": True}
+        return AttentionSpec(**fields)
 
     def plain(self) -> AttentionSpec:
         """The same call on one device, which has all tokens."""
