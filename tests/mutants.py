@@ -47,7 +47,7 @@ FAULTS = (
     # attention on XLA, and what all its platforms share
     Fault("xla-window", "attention/xla.py", "_Call.visible", "j >= i - spec.left", "j > i - spec.left", _WINDOWS),
     Fault("xla-sum-not-faded", "attention/xla.py", "forward", "call.rows(total, pair, 3) * decay + weights", "call.rows(total, pair, 3) + weights", _WINDOWS),
-    Fault("xla-cap-gradient", "attention/xla.py", "gradients", "dscores *= 1 - bent * bent", "dscores *= 1 - bent", _WINDOWS),
+    Fault("xla-cap-gradient", "attention/xla.py", "backward", "dscores *= 1 - bent * bent", "dscores *= 1 - bent", _WINDOWS),
     Fault("xla-bias-psum", "attention/xla.py", "_BiasGradient._over_mapped", "lax.psum(x, axes) if axes else x", "x", "attention/test_sharding.py attention/test_leading.py attention/test_xla.py parallel"),
     Fault("sink-gradient-lost", "attention/cotangents.py", "sinks_gradient", "share * delta", "0 * share * delta", _WINDOWS),
     Fault("lse-cotangent-sign", "attention/cotangents.py", "row_terms", "product - jnp.where(alone", "product + jnp.where(alone", _WINDOWS),

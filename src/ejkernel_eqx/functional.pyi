@@ -19,7 +19,10 @@ from ._shapes import Numbers
 from .attention import Mask
 from .attention.masks.mask import Mask
 from .attention.score_mod import ScoreMod
+from .attention.signature import K
 from .attention.signature import Output
+from .attention.signature import Q
+from .attention.signature import V
 from .attention.signature import WithLse
 from .cells.recurrent import GivenState
 from .cells.recurrent import NewState
@@ -139,9 +142,9 @@ def attention(
 
 @overload
 def block_sparse_attention(
-    q: Float[AnyArray, '*B T H D'],
-    k: Float[AnyArray, '*B S K D'],
-    v: Float[AnyArray, '*B S K V'],
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[False] = False,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -170,9 +173,9 @@ def block_sparse_attention(
 
 @overload
 def block_sparse_attention(
-    q: Float[AnyArray, '*B T H D'],
-    k: Float[AnyArray, '*B S K D'],
-    v: Float[AnyArray, '*B S K V'],
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[True],
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -201,9 +204,9 @@ def block_sparse_attention(
 
 @overload
 def block_sparse_attention(
-    q: Float[AnyArray, '*B T H D'],
-    k: Float[AnyArray, '*B S K D'],
-    v: Float[AnyArray, '*B S K V'],
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: bool,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -268,9 +271,9 @@ def delta_rule(
 
 @overload
 def flash_attention(
-    q: Float[AnyArray, '*B T H D'],
-    k: Float[AnyArray, '*B S K D'],
-    v: Float[AnyArray, '*B S K V'],
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[False] = False,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -298,9 +301,9 @@ def flash_attention(
 
 @overload
 def flash_attention(
-    q: Float[AnyArray, '*B T H D'],
-    k: Float[AnyArray, '*B S K D'],
-    v: Float[AnyArray, '*B S K V'],
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[True],
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -328,9 +331,9 @@ def flash_attention(
 
 @overload
 def flash_attention(
-    q: Float[AnyArray, '*B T H D'],
-    k: Float[AnyArray, '*B S K D'],
-    v: Float[AnyArray, '*B S K V'],
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: bool,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
@@ -974,9 +977,9 @@ def residual_rms_norm(
 
 @overload
 def ring_attention(
-    q: Float[AnyArray, '*B T H D'],
-    k: Float[AnyArray, '*B S K D'],
-    v: Float[AnyArray, '*B S K V'],
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[False] = False,
     bias: Float[AnyArray, '#*B #H #T ...'] | None = None,
@@ -1007,9 +1010,9 @@ def ring_attention(
 
 @overload
 def ring_attention(
-    q: Float[AnyArray, '*B T H D'],
-    k: Float[AnyArray, '*B S K D'],
-    v: Float[AnyArray, '*B S K V'],
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: Literal[True],
     bias: Float[AnyArray, '#*B #H #T ...'] | None = None,
@@ -1040,9 +1043,9 @@ def ring_attention(
 
 @overload
 def ring_attention(
-    q: Float[AnyArray, '*B T H D'],
-    k: Float[AnyArray, '*B S K D'],
-    v: Float[AnyArray, '*B S K V'],
+    q: Q,
+    k: K,
+    v: V,
     *,
     return_lse: bool,
     bias: Float[AnyArray, '#*B #H #T ...'] | None = None,
@@ -1073,9 +1076,9 @@ def ring_attention(
 
 @overload
 def scaled_dot_product_attention(
-    query: Float[AnyArray, '*B T H D'],
-    key: Float[AnyArray, '*B S K D'],
-    value: Float[AnyArray, '*B S K V'],
+    query: Q,
+    key: K,
+    value: V,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
     mask: Bool[Numbers, '#*B #H #T #S'] | None = None,
     *,
@@ -1092,9 +1095,9 @@ def scaled_dot_product_attention(
 
 @overload
 def scaled_dot_product_attention(
-    query: Float[AnyArray, '*B T H D'],
-    key: Float[AnyArray, '*B S K D'],
-    value: Float[AnyArray, '*B S K V'],
+    query: Q,
+    key: K,
+    value: V,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
     mask: Bool[Numbers, '#*B #H #T #S'] | None = None,
     *,
@@ -1111,9 +1114,9 @@ def scaled_dot_product_attention(
 
 @overload
 def scaled_dot_product_attention(
-    query: Float[AnyArray, '*B T H D'],
-    key: Float[AnyArray, '*B S K D'],
-    value: Float[AnyArray, '*B S K V'],
+    query: Q,
+    key: K,
+    value: V,
     bias: Float[AnyArray, '#*B #H #T #S'] | None = None,
     mask: Bool[Numbers, '#*B #H #T #S'] | None = None,
     *,

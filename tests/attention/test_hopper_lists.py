@@ -33,9 +33,7 @@ BIG: dict[str, Any] = dict(batch=2, queries=8192, keys=8192, heads=16, kv_heads=
 def resolved(mask: Any, t: int, s: int) -> tuple[AttentionArrays, AttentionSpec]:
     """A call as the kernels receive it."""
     x = lambda length, heads: jnp.zeros((2, length, heads, 64), jnp.bfloat16)
-    return resolve(
-        x(t, H), x(s, 2), x(s, 2), ScoreOptions(), mask, MaskInputs(), ScoreInputs(), return_lse=True
-    )
+    return resolve(x(t, H), x(s, 2), x(s, 2), ScoreOptions(), MaskInputs(mask), ScoreInputs(return_lse=True))
 
 
 def listed_pairs(

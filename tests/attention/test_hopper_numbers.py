@@ -138,8 +138,8 @@ def arrays_of(case: Listed) -> Any:
         k[..., :4] = steps[None, :, None, None]
     q, k, v = (jnp.asarray(x, case.dtype) for x in (q, k, v))
     sinks = None if case.sinks is None else jnp.asarray(case.sinks)
-    scores = ScoreOptions(logits_soft_cap=case.soft_cap), ScoreInputs(sinks=sinks)
-    return resolve(q, k, v, scores[0], case.mask, MaskInputs(), scores[1], return_lse=True)
+    scoring = ScoreInputs(sinks=sinks, return_lse=True)
+    return resolve(q, k, v, ScoreOptions(logits_soft_cap=case.soft_cap), MaskInputs(case.mask), scoring)
 
 
 LISTED = {

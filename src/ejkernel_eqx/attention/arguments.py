@@ -14,12 +14,11 @@ from jax import Array
 
 from .._values import check_between, check_int32, check_offsets, FAR
 from ..core.arguments import accumulator
-from .masks.lower import Lowered
+from ..core.arguments import array as float_array
+from .masks.lower import lower, Lowered
 from .masks.mask import Mask, Window
 from .score_mod import check_score_mod, known_form, ScoreMod
-from .spec import AttentionArrays, AttentionSpec, RowRanges
-
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
+from .spec import AttentionArrays, AttentionSpec
 
 
 def is_cap(cap: float) -> bool:
@@ -38,9 +37,6 @@ class ScoreOptions:
     score_mod: ScoreMod | None = None
 
     def __post_init__(self):
-        self.check()
-
-    def check(self) -> None:
         if self.logits_soft_cap is not None and not is_cap(self.logits_soft_cap):
             raise ValueError(
                 f"logits_soft_cap: expected a number from 1e-30 to 1e+30 or None, received {self.logits_soft_cap}; None disables it."
@@ -56,7 +52,7 @@ class ScoreOptions:
 
 
 class MaskInputs(NamedTuple):
-    """The arguments of a call that determine what is visible."""
+    """The arguments of a call that determine what is visible, and the operation's own mask."""
 
     mask: Any = None
     segment_ids: Any = None
@@ -66,16 +62,18 @@ class MaskInputs(NamedTuple):
     q_lengths: Any = None
     kv_lengths: Any = None
     q_offset: Any = None
+    own: Mask = Mask()
 
 
 class ScoreInputs(NamedTuple):
-    """The arguments of a call that change scores or weights."""
+    """The arguments of a call that change scores or weights, or decide what is returned."""
 
     bias: Any = None
     sinks: Any = None
     alibi_slopes: Any = None
     key: Any = None
     inference: bool = False
+    return_lse: bool = False
 
 
 def parse_window(sliding_window: Any, causal: bool) -> Window:
@@ -108,82 +106,62 @@ def parse_window(sliding_window: Any, causal: bool) -> Window:
 
 
 def resolve(
-    q: Any,
-    k: Any,
-    v: Any,
-    options: ScoreOptions,
-    mask: Mask,
-    masking: MaskInputs,
-    scoring: ScoreInputs,
-    *,
-    return_lse: bool,
+    q: Any, k: Any, v: Any, options: ScoreOptions, masking: MaskInputs, scoring: ScoreInputs
 ) -> tuple[AttentionArrays, AttentionSpec]:
-    """The resolved call. `mask` is the operation's own (causal, window); everything in `masking` is intersected with it."""
-    return described(*check_qkv(q, k, v), options, mask, masking, scoring, return_lse=return_lse)
+    """The resolved call. All masks are intersected."""
+    qkv, keys = check_qkv(q, k, v), k.shape[-3]
+    return arranged(qkv, options, scoring, visible(masking, q.shape, keys), keys)
 
 
-def described(
-    q: Any,
-    k: Any,
-    v: Any,
-    options: ScoreOptions,
-    mask: Mask,
-    masking: MaskInputs,
-    scoring: ScoreInputs,
-    *,
-    return_lse: bool,
+def arranged(
+    qkv: tuple[Array, Array, Array], options: ScoreOptions, scoring: ScoreInputs, lowered: Lowered, every: int
 ) -> tuple[AttentionArrays, AttentionSpec]:
-    """`resolve` for arrays that have been checked, or for their shapes."""
+    """The call with a lowered mask. `every`: the number of keys in bias and mask, of which devices may have a part each."""
+    q, k, v = qkv
     lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
-    lowered = _visible(mask, masking, lead, heads, queries, keys)
-    options, scoring = _with_known_form(options, scoring, heads)
-    dropout = options.dropout_rate if options.dropout_rate > 0 and not scoring.inference else 0.0
+    if options.score_mod is not None and scoring.alibi_slopes is None:
+        options, scoring = _with_known_form(options.score_mod, options, scoring, heads)
+    cap, pattern, blocks = options.logits_soft_cap, lowered.pattern, lowered.blocks
+    q_segments, kv_segments = lowered.segments or (None, None)
+    aligned = queries == keys and lowered.rows is None and lowered.offset == 0
     spec = AttentionSpec(
         scale=float(q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale),
-        logits_soft_cap=None if options.logits_soft_cap is None else float(options.logits_soft_cap),
+        logits_soft_cap=None if cap is None else float(cap),
         left=lowered.left,
         right=lowered.right,
         offset=lowered.offset,
-        dropout_rate=float(dropout),
+        dropout_rate=0.0 if scoring.inference else float(options.dropout_rate),
         deterministic=options.deterministic,
-        return_lse=return_lse,
-        same_segments=_sees_itself(lowered, queries, keys),
-        pattern=lowered.pattern,
+        return_lse=scoring.return_lse,
+        same_segments=aligned and q_segments is not None and q_segments is kv_segments,
+        pattern=pattern,
         block_size=lowered.block_size,
         score_mod=options.score_mod,
     )
-    slopes, sinks = (
-        None if x is None else _pad_lead(x, lead, 1).astype(accumulator(q.dtype))
-        for x in (_slopes(scoring.alibi_slopes, heads), _sinks(scoring.sinks, heads))
-    )
-    q_segments, kv_segments = lowered.segments or (None, None)
+    numbered = options.score_mod or (pattern is not None and pattern.heads > 0)
     arrays = AttentionArrays(
         q=q,
         k=k,
         v=v,
-        bias=spread("bias", bias_of(scoring.bias, lead), lead, heads, queries, keys),
-        alibi_slopes=slopes,
-        sinks=sinks,
-        mask=spread("mask", lowered.dense, lead, heads, queries, keys),
+        bias=spread("bias", bias_of(scoring.bias, lead), lead, heads, queries, every),
+        alibi_slopes=_per_head("alibi_slopes", scoring.alibi_slopes, q, f"[{heads}], one per query head"),
+        sinks=_per_head("sinks", scoring.sinks, q, f"[{heads}]", f"[{heads}, n]"),
+        mask=spread("mask", lowered.dense, lead, heads, queries, every),
         q_segments=spread("segment_ids", q_segments, lead, queries),
         kv_segments=spread("kv_segment_ids", kv_segments, lead, keys),
-        rows=None if lowered.rows is None else RowRanges(*(_pad_lead(x, lead, 1) for x in lowered.rows)),
-        seeds=_seeds(scoring.key, lead, heads) if dropout > 0 else None,
-        blocks=_blocks(lowered, lead, heads),
-        heads=_pad_lead(jnp.arange(heads, dtype=jnp.int32), lead, 1)
-        if _differs(lowered) or options.score_mod
-        else None,
+        rows=jax.tree.map(lambda x: _pad_lead(x, lead, 1), lowered.rows),
+        seeds=_seeds(scoring.key, lead, heads) if spec.dropout_rate > 0 else None,
+        blocks=None if blocks is None else spread("block_map", blocks, lead, heads, *blocks.shape[-2:]),
+        heads=_pad_lead(jnp.arange(heads, dtype=jnp.int32), lead, 1) if numbered else None,
     )
     return arrays, spec
 
 
 def _with_known_form(
-    options: ScoreOptions, scoring: ScoreInputs, heads: int
+    function: ScoreMod, options: ScoreOptions, scoring: ScoreInputs, heads: int
 ) -> tuple[ScoreOptions, ScoreInputs]:
     """A function of scores as a soft cap and ALiBi, which all kernels have, if that is what it is."""
-    if options.score_mod is None or scoring.alibi_slopes is not None:
-        return options, scoring
-    form = known_form(options.score_mod, heads)
+    form = known_form(function, heads)
     # A soft cap comes before everything else.
     capped = options.logits_soft_cap is not None or scoring.bias is not None
     if form is None or (form.cap is not None and (capped or not is_cap(form.cap))):
@@ -193,38 +171,8 @@ def _with_known_form(
     return options, scoring._replace(alibi_slopes=form.slopes)
 
 
-def _differs(lowered: Lowered) -> bool:
-    """Returns whether the pattern differs between heads."""
-    return lowered.pattern is not None and lowered.pattern.heads > 0
-
-
-def _blocks(lowered: Lowered, lead: tuple[int, ...], heads: int) -> Array | None:
-    blocks = lowered.blocks
-    return None if blocks is None else spread("block_map", blocks, lead, heads, *blocks.shape[-2:])
-
-
-def _sees_itself(lowered: Lowered, queries: int, keys: int) -> bool:
-    if lowered.segments is None or lowered.rows is not None:
-        return False
-    return lowered.segments[0] is lowered.segments[1] and queries == keys and lowered.offset == 0
-
-
 def check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
-    arrays = {"q": q, "k": k, "v": v}
-    for name, x in arrays.items():
-        if not isinstance(x, jax.Array | np.ndarray):
-            raise ValueError(
-                f"{name}: expected an array [..., seq, heads, head_dim], received {type(x).__name__}."
-            )
-        if x.ndim < 3:
-            raise ValueError(
-                f"{name}: expected rank 3 or more, [..., seq, heads, head_dim], received shape {x.shape}; add the missing axes."
-            )
-        if str(x.dtype) not in _DTYPES:
-            raise ValueError(
-                f"{name}: expected dtype {', '.join(_DTYPES)}, received {x.dtype}; cast it first."
-            )
-    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    q, k, v = [float_array(name, x, "seq, heads, head_dim", 3) for name, x in (("q", q), ("k", k), ("v", v))]
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"q, k, v: expected one dtype, received {q.dtype}, {k.dtype}, {v.dtype}; cast them to the same dtype."
@@ -249,34 +197,26 @@ def check_qkv(q: Any, k: Any, v: Any) -> tuple[Array, Array, Array]:
     return q, k, v
 
 
-def _visible(
-    mask: Mask, given: MaskInputs, lead: tuple[int, ...], heads: int, queries: int, keys: int
-) -> Lowered:
+def visible(given: MaskInputs, q_shape: tuple[int, ...], keys: int) -> Lowered:
+    """What all masks of a call leave visible."""
+    lead, queries, heads, mask = q_shape[:-3], q_shape[-3], q_shape[-2], given.own
     _check_exclusive(given, lead)
     if isinstance(given.mask, Mask):
         mask = mask & _check_mask(given.mask, lead, queries, keys)
     elif given.mask is not None:
         mask = mask & Mask.from_dense(given.mask)
     check_axes("mask", mask.dense, lead)
-    if given.segment_ids is not None:
-        q_ids = segment_ids_of("segment_ids", given.segment_ids, queries)
-        kv_ids = (
-            q_ids
-            if given.kv_segment_ids is None
-            else segment_ids_of("kv_segment_ids", given.kv_segment_ids, keys)
-        )
-        if kv_ids.shape[-1] != keys:
-            raise ValueError(
-                f"kv_segment_ids: expected ids for {keys} keys, since their number differs from the {queries} queries, received None; pass both."
-            )
-        mask = mask & Mask.from_segments(q_ids, kv_ids)
+    if (segments := segments_of(given, queries, keys)) is not None:
+        mask = mask & Mask(segments=(segments,))
     if given.cu_seqlens is not None:
         mask = mask & _cu_seqlens(given, queries, keys)
-    mask = mask & Mask(
-        q_lengths=_lengths("q_lengths", given.q_lengths, lead, queries),
-        kv_lengths=_lengths("kv_lengths", given.kv_lengths, lead, keys),
-    )
-    return mask.lower(queries, keys, q_offset=_offset(given.q_offset, lead), num_heads=heads)
+    if given.q_lengths is not None or given.kv_lengths is not None:
+        mask = mask & Mask(
+            q_lengths=_lengths("q_lengths", given.q_lengths, lead, queries),
+            kv_lengths=_lengths("kv_lengths", given.kv_lengths, lead, keys),
+        )
+    offset = None if given.q_offset is None else _offset(given.q_offset, lead)
+    return lower(mask, queries, keys, offset, heads)
 
 
 def _check_exclusive(given: MaskInputs, lead: tuple[int, ...]) -> None:
@@ -288,8 +228,6 @@ def _check_exclusive(given: MaskInputs, lead: tuple[int, ...]) -> None:
             raise ValueError(
                 f"{name}: expected None with cu_seqlens, received both; cu_seqlens already defines where sequences begin and end."
             )
-    if given.kv_segment_ids is not None and given.segment_ids is None:
-        raise ValueError("segment_ids: expected ids of the queries, received only kv_segment_ids; pass both.")
     if given.kv_cu_seqlens is not None and given.cu_seqlens is None:
         raise ValueError(
             "cu_seqlens: expected the offsets of the queries, received only kv_cu_seqlens; pass both."
@@ -331,8 +269,8 @@ def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> M
 
 
 def _cu_seqlens(given: MaskInputs, queries: int, keys: int) -> Mask:
-    q = jnp.asarray(given.cu_seqlens)
-    kv = q if given.kv_cu_seqlens is None else jnp.asarray(given.kv_cu_seqlens)
+    of_keys = given.cu_seqlens if given.kv_cu_seqlens is None else given.kv_cu_seqlens
+    q, kv = jnp.asarray(given.cu_seqlens), jnp.asarray(of_keys)
     for name, value in (("cu_seqlens", q), ("kv_cu_seqlens", kv)):
         if value.ndim != 1 or value.shape[0] < 2 or not jnp.issubdtype(value.dtype, jnp.integer):
             raise ValueError(
@@ -342,17 +280,33 @@ def _cu_seqlens(given: MaskInputs, queries: int, keys: int) -> Mask:
         raise ValueError(
             f"kv_cu_seqlens: expected the same number of sequences as cu_seqlens, {q.shape}, received {kv.shape}."
         )
-    if given.kv_cu_seqlens is None and queries != keys:
-        raise ValueError(
-            f"kv_cu_seqlens: expected offsets for {keys} keys, since their number differs from the {queries} queries, received None; pass both."
-        )
+    _check_both("kv_cu_seqlens: expected offsets", queries, keys, given.kv_cu_seqlens)
     q = check_offsets("cu_seqlens", q.astype(jnp.int32), given.cu_seqlens, queries)
-    kv_given = given.cu_seqlens if given.kv_cu_seqlens is None else given.kv_cu_seqlens
-    kv = check_offsets("kv_cu_seqlens", kv.astype(jnp.int32), kv_given, keys)
+    kv = check_offsets("kv_cu_seqlens", kv.astype(jnp.int32), of_keys, keys)
     return Mask.from_cu_seqlens(q, kv)
 
 
-def segment_ids_of(name: str, value: Any, length: int) -> Array:
+def segments_of(given: MaskInputs, queries: int, keys: int) -> tuple[Array, Array] | None:
+    """The segment ids of queries and keys, if they are given; one array if they are the same."""
+    if given.segment_ids is None and given.kv_segment_ids is None:
+        return None
+    if given.segment_ids is None:
+        raise ValueError("segment_ids: expected ids of the queries, received only kv_segment_ids; pass both.")
+    ids = _segment_ids("segment_ids", given.segment_ids, queries)
+    _check_both("kv_segment_ids: expected ids", queries, keys, given.kv_segment_ids)
+    same = given.kv_segment_ids is None
+    return ids, ids if same else _segment_ids("kv_segment_ids", given.kv_segment_ids, keys)
+
+
+def _check_both(expected: str, queries: int, keys: int, of_keys: Any) -> None:
+    """Refuses to take for the keys what belongs to another number of queries."""
+    if of_keys is None and queries != keys:
+        raise ValueError(
+            f"{expected} for {keys} keys, since their number differs from the {queries} queries, received None; pass both."
+        )
+
+
+def _segment_ids(name: str, value: Any, length: int) -> Array:
     array = jnp.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim < 1 or array.shape[-1] != length:
         raise ValueError(f"{name}: expected ints [..., {length}], received {array.dtype} {array.shape}.")
@@ -378,8 +332,6 @@ def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
 
 
 def _offset(q_offset: Any, lead: tuple[int, ...]) -> Any:
-    if q_offset is None:
-        return None
     fixed = isinstance(q_offset, int | np.integer)
     array = jnp.zeros((), jnp.int32) if fixed else _row_scalar("q_offset", q_offset, lead)
     assert array is not None
@@ -427,25 +379,19 @@ def bias_of(value: Any, lead: tuple[int, ...]) -> Array | None:
     return array
 
 
-def _slopes(value: Any, heads: int) -> Array | None:
-    return _per_head("alibi_slopes", value, heads, f"floats [{heads}], one per query head", (1,))
-
-
-def _sinks(value: Any, heads: int) -> Array | None:
-    """One logit per head: several sinks of one head join the denominator as their log-sum-exp."""
-    array = _per_head("sinks", value, heads, f"floats [{heads}] or [{heads}, n]", (1, 2))
-    if array is None or array.ndim == 1:
-        return array
-    return jax.nn.logsumexp(array.astype(jnp.promote_types(array.dtype, jnp.float32)), axis=1)
-
-
-def _per_head(name: str, value: Any, heads: int, form: str, ranks: tuple[int, ...]) -> Array | None:
-    array = None if value is None else jnp.asarray(value)
-    if array is not None and (
-        array.ndim not in ranks or array.shape[0] != heads or not jnp.issubdtype(array.dtype, jnp.floating)
-    ):
-        raise ValueError(f"{name}: expected {form}, received {array.dtype} {array.shape}.")
-    return array
+def _per_head(name: str, value: Any, q: Any, *forms: str) -> Array | None:
+    """One number per head, in float32 or wider. Several of one head join the denominator as their log-sum-exp."""
+    if value is None:
+        return None
+    array, heads = jnp.asarray(value), q.shape[-2]
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    if array.ndim not in range(1, len(forms) + 1) or array.shape[0] != heads or not is_float:
+        raise ValueError(
+            f"{name}: expected floats {' or '.join(forms)}, received {array.dtype} {array.shape}."
+        )
+    if array.ndim > 1:
+        array = jax.nn.logsumexp(array.astype(jnp.promote_types(array.dtype, jnp.float32)), axis=1)
+    return spread(name, array.astype(accumulator(q.dtype)), q.shape[:-3], heads)
 
 
 def _seeds(key: Any, lead: tuple[int, ...], heads: int) -> Array:

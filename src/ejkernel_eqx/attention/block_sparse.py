@@ -12,11 +12,12 @@ from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
 from .arguments import MaskInputs, resolve, ScoreInputs, ScoreOptions
-from .core import attended
+from .core import ATTEND
 from .masks.mask import Mask
 from .masks.sizes import block_pair
 from .score_mod import ScoreMod
-from .signature import BlockSparseInputs, Output, WithLse
+from .signature import BlockSparseInputs as Inputs
+from .signature import K, Output, Q, V, WithLse
 
 
 class BlockSparseAttention(Kernel):
@@ -91,35 +92,17 @@ class BlockSparseAttention(Kernel):
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: Literal[False] = False,
-            **others: Unpack[BlockSparseInputs],
+            self, q: Q, k: K, v: V, *, return_lse: Literal[False] = False, **others: Unpack[Inputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: Literal[True],
-            **others: Unpack[BlockSparseInputs],
+            self, q: Q, k: K, v: V, *, return_lse: Literal[True], **others: Unpack[Inputs]
         ) -> WithLse: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: bool,
-            **others: Unpack[BlockSparseInputs],
+            self, q: Q, k: K, v: V, *, return_lse: bool, **others: Unpack[Inputs]
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.BlockSparseAttention")
@@ -160,9 +143,9 @@ class BlockSparseAttention(Kernel):
         if block_map is not None:
             own = own & Mask.from_blocks(block_map, self.block_size)
         masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
-        call = resolve(q, k, v, self.options, own, masking, scoring, return_lse=return_lse)
-        return attended(self.plan, self.operation, call)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
+        call = resolve(q, k, v, self.options, masking, scoring)
+        return ATTEND.attend(self.plan, self.operation, *call)

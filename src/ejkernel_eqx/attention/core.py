@@ -12,9 +12,9 @@ from .._kernel import Plan
 from .._shapes import is_symbolic
 from ..core import Kind, Named
 from ..dispatch import Problem
+from ..parallel import given_of
 from . import reference
 from .masks.bounds.classify import visible_share
-from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, LEARNED, RowRanges
 
 OUT_NAME, LSE_NAME = "attention_out", "attention_lse"
@@ -45,20 +45,22 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         "same_segments": segments and spec.same_segments,
         "causal": spec.right == 0,
         "window": (spec.left, spec.right) if spec.ranged else None,
-        "unseen": spec.ranged and (symbolic or not window_covers(dims["T"], dims["S"], spec)),
+        "unseen": spec.ranged and (symbolic or not spec.covers(dims["T"], dims["S"])),
         "top_left": spec.offset == 0,
         "soft_cap": spec.logits_soft_cap is not None,
         "negative_scale": spec.scale <= 0,
         "dropout": spec.dropout_rate > 0,
         "deterministic": spec.deterministic,
         "lse": spec.return_lse,
-        "nested": sum(size != 1 for size in q.shape[:-3]) > 1,
+        "nested": sum([size != 1 for size in q.shape[:-3]]) > 1,
     }
     if spec.listed:
         flags["tiles"] = _tiles(spec, dims["T"], dims["S"])
         flags["block_size"] = spec.block_size
     requirements = {"deterministic", "lse", "nested"}
-    if _is_extreme(spec):
+    cap = spec.logits_soft_cap
+    # A polynomial, or a tanh found again from a weight, would not do for such a soft cap.
+    if cap is not None and not (1e-2 <= cap <= 1e9 and 1e-18 * cap <= abs(spec.scale) <= 1e6 * cap):
         flags["extreme_cap"] = True
     if spec.score_mod is not None:
         flags["score_mod"] = True
@@ -73,12 +75,6 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
         counts={"H", "K"},
         requirements=requirements,
     )
-
-
-def _is_extreme(spec: AttentionSpec) -> bool:
-    """Returns whether a polynomial, or a tanh found again from a weight, would not do for the soft cap."""
-    cap = spec.logits_soft_cap
-    return cap is not None and not (1e-2 <= cap <= 1e9 and 1e-18 * cap <= abs(spec.scale) <= 1e6 * cap)
 
 
 def _tiles(spec: AttentionSpec, queries: int, keys: int) -> str:
@@ -127,9 +123,15 @@ def arrays_of(**given: Array) -> AttentionArrays:
 
 
 class AttentionKind(Kind):
+    def attend(self, plan: Plan, operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> Any:
+        """The output `[..., T, H, V]`, and with `return_lse` the log-sum-exp `[..., T, H]`, on the platform that the plan chooses."""
+        results = self.call(plan, operation, arrays, spec)
+        return (results["out"], jnp.swapaxes(results["lse"], -1, -2)) if spec.return_lse else results["out"]
+
     def given_of(self, arrays: Any) -> dict[str, Any]:
-        given = {name: x for name, x in arrays._asdict().items() if x is not None and name != "rows"}
-        return given if arrays.rows is None else given | dict(zip(_ROWS, arrays.rows, strict=True))
+        named = super().given_of(arrays)
+        rows = named.pop("rows", None)
+        return named if rows is None else named | dict(zip(_ROWS, rows, strict=True))
 
     def differentiates(self, platform: Any) -> bool:
         """Returns whether the platform has its own derivative, as a vendor's library does; it returns no lse."""
@@ -154,8 +156,7 @@ class AttentionKind(Kind):
         **execute: Any,
     ) -> Named:
         results = (saved["out"], saved["lse"], cotangents["out"], cotangents["lse"])
-        grads = platform.backward(arrays, spec, config, *results, **execute)
-        return {name: x for name, x in grads._asdict().items() if x is not None}
+        return given_of(platform.backward(arrays, spec, config, *results, **execute))
 
     def told(self, spec: AttentionSpec, runs: Mapping[str, int], over: tuple[str, ...]) -> AttentionSpec:
         own = {f"{name}_run": run for name, run in runs.items()}
@@ -178,27 +179,3 @@ ATTEND = AttentionKind(
     remedy="Use ejkernel_eqx.Attention for forward mode and second derivatives: it computes the same, in memory of the size of the scores. "
     "Second derivatives alone (jax.hessian) exist on platform='xla', too.",
 )
-
-
-def attend(
-    plan: Plan, operation: str, arrays: AttentionArrays, spec: AttentionSpec
-) -> tuple[Array, Array | None]:
-    """`out [..., T, H, V]` and `lse [..., H, T]` on the platform that the plan chooses for these shapes.
-
-    `lse` is `None` unless it was requested.
-    """
-    results = ATTEND.call(plan, operation, arrays, spec)
-    return results["out"], results.get("lse")
-
-
-def attended(plan: Plan, operation: str, call: tuple[AttentionArrays, AttentionSpec]) -> Any:
-    """Returns what a resolved call returns."""
-    return returned(*attend(plan, operation, *call), call[1].return_lse)
-
-
-def returned(out: Array, lse: Array | None, return_lse: bool) -> Any:
-    """The output, and with `return_lse` also the log-sum-exp `[..., T, H]` of one `[..., H, T]`."""
-    if not return_lse:
-        return out
-    assert lse is not None, "only platforms that return the lse take a call that requests it"
-    return out, jnp.swapaxes(lse, -1, -2)

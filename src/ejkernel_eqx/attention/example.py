@@ -93,18 +93,13 @@ def _arrays(size: dict[str, int], dtype: str, flags: dict[str, Any]) -> Attentio
     def shape(letters: str, dtype: str = dtype) -> Any:
         return jax.ShapeDtypeStruct(tuple(1 if x == "1" else size[x] for x in letters), jnp.dtype(dtype))
 
-    arrays = AttentionArrays(shape("BTHD"), shape("BSKD"), shape("BSKV"))
-    for name, axes_dtype in (("bias", dtype), ("mask", "bool")):
-        if flags.get(name):
-            arrays = arrays._replace(**{name: shape(f"1{_axes(name, flags[name])}", axes_dtype)})
-    for name in ("alibi_slopes", "sinks"):
-        if flags.get(name):
-            arrays = arrays._replace(**{name: shape("1H", "float32")})
-    if flags.get("segments"):
-        arrays = arrays._replace(q_segments=shape("BT", "int32"), kv_segments=shape("BS", "int32"))
-    if flags.get("rows"):
-        arrays = arrays._replace(rows=RowRanges(*[shape("BT", "int32")] * 3))
-    return arrays
+    axes = {name: f"1{_axes(name, flags[name])}" for name in ("bias", "mask") if flags[name]}
+    axes |= {name: "1H" for name in ("alibi_slopes", "sinks") if flags[name]}
+    axes |= {"q_segments": "BT", "kv_segments": "BS"} if flags["segments"] else {}
+    dtypes = {"bias": dtype, "mask": "bool", "alibi_slopes": "float32", "sinks": "float32"}
+    others = {name: shape(letters, dtypes.get(name, "int32")) for name, letters in axes.items()}
+    rows = RowRanges(*[shape("BT", "int32")] * 3) if flags["rows"] else None
+    return AttentionArrays(shape("BTHD"), shape("BSKD"), shape("BSKV"), rows=rows, **others)
 
 
 def _axes(name: str, value: Any) -> str:

@@ -12,9 +12,10 @@ from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
-from .core import attended
+from .core import ATTEND
 from .masks.mask import Mask, Window
-from .signature import AttentionInputs, Output, WithLse
+from .signature import AttentionInputs as Inputs
+from .signature import K, Output, Q, V, WithLse
 
 
 class FlashAttention(Kernel):
@@ -82,35 +83,17 @@ class FlashAttention(Kernel):
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: Literal[False] = False,
-            **others: Unpack[AttentionInputs],
+            self, q: Q, k: K, v: V, *, return_lse: Literal[False] = False, **others: Unpack[Inputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: Literal[True],
-            **others: Unpack[AttentionInputs],
+            self, q: Q, k: K, v: V, *, return_lse: Literal[True], **others: Unpack[Inputs]
         ) -> WithLse: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: bool,
-            **others: Unpack[AttentionInputs],
+            self, q: Q, k: K, v: V, *, return_lse: bool, **others: Unpack[Inputs]
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.FlashAttention")
@@ -159,11 +142,11 @@ class FlashAttention(Kernel):
         and `-inf` for a query that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no
         platform, or not the requested one, supports the call.
         """
+        own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
-        own = Mask(is_causal=self.causal, window=self.window)
-        call = resolve(q, k, v, self.options, own, masking, scoring, return_lse=return_lse)
-        return attended(self.plan, self.operation, call)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
+        call = resolve(q, k, v, self.options, masking, scoring)
+        return ATTEND.attend(self.plan, self.operation, *call)

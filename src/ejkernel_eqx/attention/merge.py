@@ -43,9 +43,7 @@ def merge_attention(
     stacked = jnp.stack(lses)
     top = jnp.max(stacked, axis=0)
     top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0.0, top).astype(stacked.dtype))
-    weights = jnp.where(
-        stacked == -jnp.inf, 0.0, jnp.exp(jnp.where(stacked == -jnp.inf, 0.0, stacked - top[None]))
-    )
+    weights = jnp.exp(jnp.where(stacked == -jnp.inf, -jnp.inf, stacked - top[None]))
     total = jnp.sum(weights, axis=0)
     seen = total > 0
     safe = jnp.where(seen, total, 1.0)

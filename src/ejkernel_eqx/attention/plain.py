@@ -82,13 +82,13 @@ class Attention(Kernel):
         `(out [..., T, H, V], weights [..., H, T, S])` in the dtype of `q`. The weights are those that multiply the values: after
         dropout, and summing to less than one if there are sinks.
         """
+        own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
-        own = Mask(is_causal=self.causal, window=self.window)
-        arrays, spec = resolve(q, k, v, self.options, own, masking, scoring, return_lse=False)
+        arrays, spec = resolve(q, k, v, self.options, masking, scoring)
         with kernel_scope(self.plan.select(problem_of(self.operation, arrays, spec))):
             out, weights = compiled_once(_dense, spec)(arrays)
         return out.astype(q.dtype), weights.astype(q.dtype)

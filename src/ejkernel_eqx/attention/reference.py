@@ -22,8 +22,14 @@ def _positions(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Arr
 def visibility(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
     """Returns which keys each query sees: bool `[B, H, T, S]`."""
     (batch, t, heads, _), s = arrays.q.shape, arrays.k.shape[1]
+    return jnp.broadcast_to(visible(arrays, spec), (batch, heads, t, s))
+
+
+def visible(arrays: AttentionArrays, spec: AttentionSpec) -> Array:
+    """Returns which keys each query sees: bool `[B or 1, H or 1, T, S]`."""
+    (batch, t), s = arrays.q.shape[:2], arrays.k.shape[1]
     i, j = _positions(arrays, spec)
-    seen = jnp.ones((batch, heads, t, s), bool)
+    seen = jnp.ones((1, 1, t, s), bool)
     if spec.left is not None:
         seen &= j >= i - spec.left
     if spec.right is not None:
@@ -80,7 +86,7 @@ def attend_with_weights(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[A
         scores = modified(spec.score_mod, scores, arrays.heads[..., None, None], i, j)
 
     # The shift cancels, so it carries no gradient; the inner `where` keeps infinities out of `exp` and its derivative.
-    seen = seen & (jax.lax.stop_gradient(scores) > -jnp.inf)
+    seen &= jax.lax.stop_gradient(scores) > -jnp.inf
     scores = jnp.where(seen, scores, 0)
     sinks = jnp.full((1, heads), -jnp.inf, dtype) if arrays.sinks is None else arrays.sinks.astype(dtype)
     sinks = sinks[..., None]  # [B or 1, H, 1]

@@ -20,7 +20,6 @@ from ..dispatch import Problem
 from .masks.bounds.classify import visible_share
 from .masks.functions import BlockTable
 from .masks.pattern import Pattern
-from .masks.tile_table import window_covers
 from .spec import AttentionArrays, AttentionSpec, RowRanges
 
 SOFT_CAP, EXTREME_CAP, DROPOUT_RATE, VISIBLE = 30.0, 1e12, 0.1, 0.7
@@ -31,10 +30,10 @@ def spec_of(problem: Problem) -> AttentionSpec:
     """The static half of a call of this problem."""
     window: Any = problem.flag("window")
     left, right = window or (None, None)
-    scale = problem.dim("D") ** -0.5
+    scale, cap = problem.dim("D") ** -0.5, EXTREME_CAP if problem.flag("extreme_cap") else SOFT_CAP
     return AttentionSpec(
         scale=-scale if problem.flag("negative_scale") else scale,
-        logits_soft_cap=_cap_of(problem),
+        logits_soft_cap=cap if problem.flag("soft_cap") else None,
         left=left,
         right=right,
         offset=_offset(problem, left, right),
@@ -45,12 +44,6 @@ def spec_of(problem: Problem) -> AttentionSpec:
         pattern=_pattern(problem),
         block_size=_block_size(problem),
     )
-
-
-def _cap_of(problem: Problem) -> float | None:
-    if not problem.flag("soft_cap"):
-        return None
-    return EXTREME_CAP if problem.flag("extreme_cap") else SOFT_CAP
 
 
 def _pattern(problem: Problem) -> Pattern | None:
@@ -89,7 +82,7 @@ def _offset(problem: Problem, left: int | None, right: int | None) -> int:
     ranged = left is not None or right is not None
     for offset in (usual, 0, keys // 2, 1, -(queries // 2), -1):
         spec = AttentionSpec(scale=1.0, left=left, right=right, offset=offset)
-        unseen = ranged and not window_covers(queries, keys, spec)
+        unseen = ranged and not spec.covers(queries, keys)
         if ((offset == 0), unseen) == (bool(problem.flag("top_left")), bool(problem.flag("unseen"))):
             return offset
     return 0 if problem.flag("top_left") else usual
@@ -212,12 +205,8 @@ def _in_ranges(problem: Problem) -> int:
         start, end = ranges[:2]
     else:
         position = np.arange(queries)[None] + spec.offset
-        start = np.zeros_like(position) if spec.left is None else np.clip(position - spec.left, 0, keys)
-        end = (
-            np.full_like(position, keys)
-            if spec.right is None
-            else np.clip(position + spec.right + 1, 0, keys)
-        )
+        left, right = (np.iinfo(np.int32).max if side is None else side for side in (spec.left, spec.right))
+        start, end = np.clip(position - left, 0, keys), np.clip(position + right + 1, 0, keys)
     start, end = (np.broadcast_to(x, (batch, queries)) for x in (start, end))
     if ids is None:
         return int(np.maximum(end - start, 0).sum())

@@ -1,7 +1,7 @@
 """Functions `f(score, head, query, key) -> score` of a user, traced by JAX, and the forms of them that every platform has by other names."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from jax import Array
 from jax.core import Tracer
 
 from .._jitted import while_alive
+from .masks.functions import interpreted
 
 ScoreMod = Callable[[Any, Any, Any, Any], Any]
 
@@ -67,7 +68,7 @@ def known_form(function: ScoreMod, heads: int) -> KnownForm | None:
     caps, slopes = set(), []
     for head in range(heads):
         with jax.ensure_compile_time_eval():
-            (found,) = _evaluate(jaxpr.jaxpr, jaxpr.consts, (_Sum(s=1.0), head, _Sum(q=1.0), _Sum(k=1.0)))
+            (found,) = _results(jaxpr, (_Sum(s=1.0), head, _Sum(q=1.0), _Sum(k=1.0)))
         if not isinstance(found, _Sum) or found.q != -found.k or found.one != 0:
             return None
         if found.tanh == 0 and found.s == 1:
@@ -101,20 +102,14 @@ class _Other:
     """Any other function of the score or of the positions."""
 
 
-def _evaluate(jaxpr: Any, consts: Any, arguments: Any) -> list[Any]:
-    known: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
-    known |= zip(jaxpr.constvars, consts, strict=True)
-    read = lambda x: x.val if hasattr(x, "val") else known[x]
-    for equation in jaxpr.eqns:
-        given = [read(x) for x in equation.invars]
-        known |= zip(equation.outvars, _apply(equation, given), strict=True)
-    return [read(x) for x in jaxpr.outvars]
+def _results(closed: Any, arguments: Iterable[Any]) -> list[Any]:
+    return interpreted(closed.jaxpr, closed.consts, arguments, _apply, lambda number: number)
 
 
 def _apply(equation: Any, given: list[Any]) -> list[Any]:
     inner = equation.params.get("jaxpr")
     if equation.primitive.name in ("jit", "pjit") and hasattr(inner, "consts"):
-        return _evaluate(inner.jaxpr, inner.consts, given)
+        return _results(inner, given)
     if not any(isinstance(x, _Sum | _Other) for x in given):
         exact = [jnp.asarray(x, at.aval.dtype) for x, at in zip(given, equation.invars, strict=True)]
         results = equation.primitive.bind(*exact, **equation.params)
@@ -134,24 +129,19 @@ def _combined(name: str, given: list[Any]) -> _Sum | None:
         x = given[0]
         alone = x == _Sum(s=x.s)
         return _Sum(tanh=1.0, inner=x.s) if alone and x.s else None
+    if name not in ("add", "sub", "mul", "div"):
+        return None
+    a, b = (x if isinstance(x, _Sum) else _number(x) for x in given)
+    if a is None or b is None:
+        return None
     if name in ("add", "sub"):
-        a, b = (x if isinstance(x, _Sum) else _number(x) for x in given)
-        if a is None or b is None:
-            return None
-        b = b.times(-1.0) if name == "sub" else b
-        if a.tanh and b.tanh:
-            return None
-        s, q, k, one, tanh = (x + y for x, y in zip(a[:5], b[:5], strict=True))
-        return _Sum(s, q, k, one, tanh, a.inner or b.inner)
-    if name in ("mul", "div"):
-        a, b = given
-        if name == "mul" and not isinstance(a, _Sum):
-            a, b = b, a
-        factor = None if isinstance(b, _Sum) or not isinstance(a, _Sum) else _number(b)
-        if factor is None or (name == "div" and factor.one == 0):
-            return None
-        return a.times(factor.one if name == "mul" else 1.0 / factor.one)
-    return None
+        both = zip(a[:5], b.times(-1.0 if name == "sub" else 1.0)[:5], strict=True)
+        return None if a.tanh and b.tanh else _Sum(*(x + y for x, y in both), inner=a.inner or b.inner)
+    if name == "mul" and a == _Sum(one=a.one):
+        a, b = b, a
+    if b != _Sum(one=b.one) or (name == "div" and b.one == 0):
+        return None
+    return a.times(b.one if name == "mul" else 1.0 / b.one)
 
 
 def _number(x: Any) -> _Sum | None:

@@ -12,9 +12,10 @@ from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
 from .arguments import MaskInputs, parse_window, resolve, ScoreInputs, ScoreOptions
-from .core import attended
+from .core import ATTEND
 from .masks.mask import Mask
-from .signature import DotProductInputs, Output, WithLse
+from .signature import DotProductInputs as Inputs
+from .signature import K, Output, Q, V, WithLse
 
 
 class ScaledDotProductAttention(Kernel):
@@ -47,40 +48,40 @@ class ScaledDotProductAttention(Kernel):
         @overload
         def __call__(
             self,
-            query: Float[AnyArray, "*B T H D"],
-            key: Float[AnyArray, "*B S K D"],
-            value: Float[AnyArray, "*B S K V"],
+            query: Q,
+            key: K,
+            value: V,
             bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
             mask: Bool[Numbers, "#*B #H #T #S"] | None = None,
             *,
             return_residual: Literal[False] = False,
-            **others: Unpack[DotProductInputs],
+            **others: Unpack[Inputs],
         ) -> Output: ...
 
         @overload
         def __call__(
             self,
-            query: Float[AnyArray, "*B T H D"],
-            key: Float[AnyArray, "*B S K D"],
-            value: Float[AnyArray, "*B S K V"],
+            query: Q,
+            key: K,
+            value: V,
             bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
             mask: Bool[Numbers, "#*B #H #T #S"] | None = None,
             *,
             return_residual: Literal[True],
-            **others: Unpack[DotProductInputs],
+            **others: Unpack[Inputs],
         ) -> WithLse: ...
 
         @overload
         def __call__(
             self,
-            query: Float[AnyArray, "*B T H D"],
-            key: Float[AnyArray, "*B S K D"],
-            value: Float[AnyArray, "*B S K V"],
+            query: Q,
+            key: K,
+            value: V,
             bias: Float[AnyArray, "#*B #H #T #S"] | None = None,
             mask: Bool[Numbers, "#*B #H #T #S"] | None = None,
             *,
             return_residual: bool,
-            **others: Unpack[DotProductInputs],
+            **others: Unpack[Inputs],
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.ScaledDotProductAttention")
@@ -115,9 +116,8 @@ class ScaledDotProductAttention(Kernel):
         window = (local_window_size, local_window_size) if whole else local_window_size
         options = ScoreOptions(softmax_scale=scale, deterministic=self.deterministic)
         own = Mask(is_causal=is_causal, window=parse_window(window, is_causal))
-        masking = MaskInputs(
-            mask=mask, q_lengths=query_seq_lengths, kv_lengths=key_value_seq_lengths, q_offset=0
-        )
-        scoring = ScoreInputs(bias=bias)
-        call = resolve(query, key, value, options, own, masking, scoring, return_lse=return_residual)
-        return attended(self.plan, self.operation, call)
+        lengths = {"q_lengths": query_seq_lengths, "kv_lengths": key_value_seq_lengths}
+        masking = MaskInputs(mask=mask, **lengths, q_offset=0, own=own)
+        scoring = ScoreInputs(bias=bias, return_lse=return_residual)
+        call = resolve(query, key, value, options, masking, scoring)
+        return ATTEND.attend(self.plan, self.operation, *call)

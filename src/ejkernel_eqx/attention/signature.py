@@ -8,6 +8,9 @@ from jaxtyping import PRNGKeyArray
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from .masks.mask import Mask
 
+Q = Float[AnyArray, "*B T H D"]
+K = Float[AnyArray, "*B S K D"]
+V = Float[AnyArray, "*B S K V"]
 Output = Float[Array, "*B T H V"]
 WithLse = tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]
 

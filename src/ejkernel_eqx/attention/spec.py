@@ -60,6 +60,14 @@ class AttentionSpec:
         """Returns whether window and segments let every token that is not padding see itself."""
         return self.same_segments and all(x is None or x >= 0 for x in (self.left, self.right))
 
+    def covers(self, queries: int, keys: int) -> bool:
+        """Returns whether every query sees a key and every key is seen under the static window. The ranges move by one key per query, so the
+        first and the last query decide."""
+        left, right = [keys + queries if side is None else side for side in (self.left, self.right)]
+        first, last = self.offset, self.offset + queries - 1
+        sees = last - left < keys and first + right >= 0
+        return sees and first - left <= 0 and last + right >= keys - 1
+
 
 class RowRanges(NamedTuple):
     """Query `i` sees only keys `start_i <= j < end_i` (none if `start >= end`); `position_i` is its position among the keys,
@@ -87,15 +95,12 @@ class AttentionArrays(NamedTuple):
     q_segments: Array | None = None  # int32 [B or 1, T]; visible iff equal and >= 0
     kv_segments: Array | None = None  # int32 [B or 1, S]; given iff q_segments is
     rows: RowRanges | None = None
-    seeds: Array | None = (
-        None  # uint32 [B, H, 2 or 3]; given iff dropout_rate > 0; a third word is added to both positions in the counter
-    )
-    blocks: Array | None = (
-        None  # bool [B or 1, H or 1, blocks of queries, blocks of keys]; each visible as a whole or not at all
-    )
-    heads: Array | None = (
-        None  # int32 [1, H]: the number of each head, for a `score_mod` and for a pattern that differs between heads
-    )
+    seeds: Array | None = None
+    """uint32 `[B, H, 2 or 3]`; given iff `dropout_rate > 0`. A third word is added to both positions in the counter."""
+    blocks: Array | None = None
+    """bool `[B or 1, H or 1, blocks of queries, blocks of keys]`; each visible as a whole or not at all."""
+    heads: Array | None = None
+    """int32 `[1, H]`: the number of each head, for a `score_mod` and for a pattern that differs between heads."""
 
 
 LEARNED = ("q", "k", "v", "bias", "alibi_slopes", "sinks")

@@ -12,10 +12,10 @@ from ..core.exact import compiled
 from ..core.workload import bytes_of, Inputs, workload_of
 from ..dispatch import BOTH, Cost, FORWARD, Implementation, Problem, Workload
 from . import reference
-from .core import ATTEND
+from .core import arrays_of, ATTEND, axes_of
 from .example import example_problem as example_problem
 from .samples import make_inputs, spec_of, visible_scores
-from .spec import AttentionArrays, AttentionSpec, LEARNED
+from .spec import AttentionSpec, LEARNED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -39,69 +39,40 @@ def by_row_and_head(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
     """All results of the reference in float32 (float64 for float64 inputs), one batch row and key head after the other, so that the
     scores of a whole call are never in memory at once."""
     arrays, dout, dlse = inputs.arrays, inputs.cotangents["out"], inputs.cotangents["lse"]
-    wide = accumulator(arrays.q.dtype)
-    batch, heads, kv_heads = arrays.q.shape[0], arrays.q.shape[2], arrays.k.shape[2]
-    learned = {name: x.astype(wide) for name in LEARNED if (x := getattr(arrays, name)) is not None}
-    fixed = {name: x for name, x in arrays._asdict().items() if name not in learned and x is not None}
-    cotangents = (dout.astype(wide), dlse)
-    shared = {name: x for name, x in learned.items() if x.shape[0] == 1 != batch}
+    wide, axes = accumulator(arrays.q.dtype), axes_of(arrays)
+    batch, queries, heads, _ = arrays.q.shape
+    kv_heads, value_dim = arrays.v.shape[2:]
 
-    def one(pair: tuple[Array, Array]) -> dict[str, Array]:
-        take = functools.partial(_take, batch_row=pair[1], kv_head=pair[0], heads=(heads, kv_heads))
-        mine = {name: take(x, _HEAD_AXIS[name]) for name, x in learned.items()}
-        rest = {
-            name: jax.tree.map(functools.partial(take, axis=_HEAD_AXIS[name]), x) for name, x in fixed.items()
+    # The backward computes the scores of a row and head again.
+    @jax.checkpoint
+    def one(learned: dict[str, Array], number: Array) -> tuple[Array, Array]:
+        row, head = number // kv_heads, number % kv_heads
+
+        def take(name: str, x: Array) -> Array:
+            x = lax.dynamic_slice_in_dim(x, row, 1) if x.shape[0] > 1 else x
+            of_heads = [n for n, letter in enumerate(axes[name], 1) if letter[0] == "H" and x.shape[n] > 1]
+            for axis in of_heads:
+                size = x.shape[axis] // kv_heads
+                x = lax.dynamic_slice_in_dim(x, head * size, size, axis)
+            return x
+
+        named = ATTEND.given_of(arrays._replace(**learned))
+        return reference.attend(arrays_of(**{name: take(name, x) for name, x in named.items()}), spec)
+
+    def every(learned: dict[str, Array]) -> dict[str, Array]:
+        out, lse = lax.map(functools.partial(one, learned), jnp.arange(batch * kv_heads))
+        out = out.reshape(batch, kv_heads, queries, heads // kv_heads, value_dim).swapaxes(1, 2)
+        return {
+            "out": out.reshape(batch, queries, heads, value_dim),
+            "lse": lse.reshape(batch, heads, queries),
         }
 
-        def attend(mine: dict[str, Array]) -> tuple[Array, Array]:
-            return reference.attend(AttentionArrays(**mine, **rest), spec)
-
-        (out, lse), pull = jax.vjp(attend, mine)
-        grads = pull((take(cotangents[0], 2), take(cotangents[1], 1)))[0]
-        return {"out": out, "lse": lse, **grads}
-
-    def of_head(kv_head: Array) -> dict[str, Array]:
-        """Results of all batch rows, `[B, 1, ...]`; those of arrays that the rows share are summed: `[1, ...]`."""
-
-        def step(total: dict[str, Array], row: Array) -> tuple[dict[str, Array], dict[str, Array]]:
-            results = one((kv_head, row))
-            return {name: total[name] + results.pop(name) for name in total}, results
-
-        shapes = jax.eval_shape(one, (kv_head, jnp.int32(0)))
-        total = {name: jnp.zeros(shapes[name].shape, wide) for name in shared}
-        total, rows = lax.scan(step, total, jnp.arange(batch))
-        return {name: x[:, 0] for name, x in rows.items()} | total
-
-    by_head = lax.map(of_head, jnp.arange(kv_heads))
-    shapes = {name: x.shape for name, x in learned.items()} | {"out": dout.shape, "lse": dlse.shape}
-    joined = {name: _join(x, _HEAD_AXIS[name], shapes[name]) for name, x in by_head.items()}
+    learned = {name: x.astype(wide) for name in LEARNED if (x := getattr(arrays, name)) is not None}
+    results, pull = jax.vjp(every, learned)
+    results |= pull({"out": dout.astype(wide), "lse": dlse})[0]
     if not spec.return_lse:
-        del joined["lse"]
-    return joined
-
-
-_HEAD_AXIS: dict[str, int | None] = {
-    **dict.fromkeys(("q", "k", "v", "out"), 2),
-    **dict.fromkeys(("bias", "mask", "alibi_slopes", "sinks", "seeds", "blocks", "heads", "lse"), 1),
-    **dict.fromkeys(("q_segments", "kv_segments", "rows"), None),
-}
-
-
-def _take(x: Array, axis: int | None, *, batch_row: Array, kv_head: Array, heads: tuple[int, int]) -> Array:
-    """The part of an array for one batch row and the heads that read one key head."""
-    x = lax.dynamic_slice_in_dim(x, batch_row, 1) if x.shape[0] > 1 else x
-    if axis is None or x.shape[axis] == 1:
-        return x
-    size = x.shape[axis] // heads[1]
-    return lax.dynamic_slice_in_dim(x, kv_head * size, size, axis)
-
-
-def _join(x: Array, axis: int | None, shape: tuple[int, ...]) -> Array:
-    """`[K, B or 1, ...]` to an array with all heads; results of arrays that the heads share are summed."""
-    assert axis is not None
-    if shape[axis] == 1:
-        return x.sum(0).reshape(shape)
-    return jnp.moveaxis(x, 0, axis).reshape(shape)
+        del results["lse"]
+    return results
 
 
 def costs(problem: Problem) -> dict[str, Cost]:

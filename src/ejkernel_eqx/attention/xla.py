@@ -23,12 +23,12 @@ from ..core.arguments import accumulator
 from ..dispatch import Backend, BOTH, FORWARD
 from ..parallel import match_varying
 from . import xla_symbols
-from .cotangents import clean_cotangent, row_terms, sinks_gradient
+from .cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
+from .masks import tile_table
 from .masks.bounds.classify import touched
-from .masks.pattern import Pattern
 from .philox import philox_keep
 from .score_mod import modified_and_slope
-from .spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
+from .spec import AttentionArrays, AttentionGrads, AttentionSpec
 
 PARTS = {"forward": FORWARD, "backward": BOTH}
 _ALIGNMENT = 16  # tile lengths are multiples of this, unless the whole axis is shorter
@@ -102,17 +102,13 @@ def candidates(problem: Any, device: Any) -> list[XlaConfig]:
     return [XlaConfig(tile, tile) for tile in distinct.values()]
 
 
-def _ceil(x: int, multiple: int) -> int:
-    return max(-(-x // multiple), 1) * multiple
-
-
 def _split(length: int, block: int) -> tuple[int, Any, Any]:
     """Tile length, the start of each tile, and the first index that no earlier tile covers; tiles have equal size."""
     if is_symbolic(length):
         start = xla_symbols.starts(length, block)
         return block, start, start
     count = max(-(-length // block), 1)
-    size = min(_ceil(-(-length // count), _ALIGNMENT), length)
+    size = min(max(-(-length // (count * _ALIGNMENT)), 1) * _ALIGNMENT, length)
     fresh = np.arange(0, length, size) if size else np.zeros(0, int)
     return size, np.minimum(fresh, length - size), fresh
 
@@ -148,11 +144,6 @@ class _Tiles(NamedTuple):
         return cls(block_q, block_k, pairs, *overlap)
 
 
-def _every(terms: list[Array]) -> Array | None:
-    """The conjunction of all terms; `None` for true everywhere."""
-    return functools.reduce(operator.and_, terms) if terms else None
-
-
 class _Call:
     """One call during its trace: its arrays in tile layout, and the score of a tile."""
 
@@ -169,11 +160,11 @@ class _Call:
         self.bias, self.mask = self.full(arrays.bias), self.full(arrays.mask)
         self.slopes, self.sinks = self.per_head(arrays.alibi_slopes), self.per_head(arrays.sinks)
         self.seeds: Any = None if arrays.seeds is None else self.per_head(arrays.seeds)[:, :, :, None, None]
-        # Only a hidden query or key can be NaN, and only a mask hides.
-        dynamic = (arrays.mask, arrays.q_segments, arrays.rows)
-        self.hides = spec.ranged or spec.listed or any(x is not None for x in dynamic)
         self.blocks = self.full(arrays.blocks)
-        self.by_tile = self._is_known_by_tile()
+        # Only a hidden query or key can be NaN, and only a mask hides.
+        conditions = [x is not None for x in (arrays.rows, arrays.mask, arrays.q_segments)]
+        self.hides = spec.ranged or spec.listed or any(conditions)
+        self.by_tile = self.hides and self._is_known_by_tile()
         self.keys_seen = self._keys_seen() if self.hides and not self.by_tile else None
         self.q, self.k, self.v = self.queries(arrays.q), self.keys(arrays.k), self.keys(arrays.v)
 
@@ -188,7 +179,7 @@ class _Call:
         start = start.reshape(*start.shape, *(1,) * (len(shape) - 3))
         return jnp.broadcast_to(start, shape)
 
-    def full(self, x: Array | None) -> Array | None:
+    def full(self, x: Any) -> Any:
         """`[B, H, T, S]` to `[B, K, G, T, S]`; any axis may have size 1."""
         if x is None:
             return None
@@ -204,10 +195,6 @@ class _Call:
         x = x.reshape(self.batch, self.t, self.kv_heads, self.groups, x.shape[-1])
         return x.transpose(0, 2, 3, 1, 4)
 
-    def queries_transposed(self, x: Array) -> Array:
-        """`[B, K, G, T, D]` to `[B, K, D, G, T]`."""
-        return x.transpose(0, 1, 4, 2, 3)
-
     def keys(self, x: Array) -> Array:
         """`[B, S, K, D]` to `[B, K, S, D]`, with zeros for the keys that no query may see."""
         if self.keys_seen is not None:
@@ -215,65 +202,29 @@ class _Call:
         return x.transpose(0, 2, 1, 3)
 
     def _is_known_by_tile(self) -> bool:
-        """Returns whether a key that no query sees is found tile by tile only, because several conditions hide it together, or ids, a pattern or a
-        map of blocks."""
-        arrays, spec = self.arrays, self.spec
-        conditions = (
-            spec.ranged,
-            arrays.rows is not None,
-            arrays.q_segments is not None,
-            self.mask is not None,
-        )
-        if spec.listed or arrays.q_segments is None:
-            return spec.listed or sum(conditions) > 1
-        return self.mask is not None or not spec.sees_itself
+        """Returns whether a key that no query sees is found tile by tile only, because several conditions hide it together, or ids, a pattern, a
+        map of blocks or symbolic lengths."""
+        arrays, spec, has_mask = self.arrays, self.spec, self.mask is not None
+        if spec.listed or self.lengths is not None:
+            return True
+        if arrays.q_segments is not None:
+            return has_mask or not spec.sees_itself
+        return spec.ranged + (arrays.rows is not None) + has_mask > 1
 
     def _keys_seen(self) -> Array | None:
-        """`[B or 1, S, K or 1]`: whether the window, ranges, segments or mask let some query see the key."""
-        arrays, terms = self.arrays, self._keys_in_window()
-        if arrays.kv_segments is not None:
-            terms.append(arrays.kv_segments[..., None] >= 0)
-        if arrays.rows is not None:
-            terms.append(self._in_some_range(arrays.rows)[..., None])
+        """`[B or 1, S, K or 1]`: whether the window, ranges, segments or mask let some query see the key; `None` for all keys."""
+        arrays, spec = self.arrays, self.spec
+        if arrays.rows is not None or arrays.q_segments is not None:
+            return (tile_table.seen(arrays, spec).keys > 0)[..., None]
         if self.mask is not None:
             # XLA would reduce a constant mask while compiling, which takes seconds instead of microseconds at run time.
-            terms.append(lax.optimization_barrier(self.mask).any((2, 3)).swapaxes(1, 2))
-        return _every(terms)
-
-    def _keys_in_window(self) -> list[Array]:
-        """`[1, S, 1]`, or an empty list if the window covers all keys."""
-        spec, queries = self.spec, self.t
-        if self.lengths is not None:
-            queries, j = as_value(self.lengths[0]), jnp.arange(self.s, dtype=jnp.int32)
-            bounds = [] if spec.left is None else [self.offset - spec.left <= j]
-            bounds += [] if spec.right is None else [j <= queries - 1 + self.offset + spec.right]
-            return [bound[None, :, None] for bound in bounds]
-        j = np.arange(self.s, dtype=np.int32)
-        low = -np.inf if spec.left is None else spec.offset - spec.left
-        high = np.inf if spec.right is None else queries - 1 + spec.offset + spec.right
-        static = (low <= j) & (j <= high)
-        return [] if static.all() else [jnp.asarray(static)[None, :, None]]
-
-    def _in_some_range(self, rows: RowRanges) -> Array:
-        """`[B or 1, S]`: whether any query's range contains the key.
-
-        A loop, because the compiler could materialise the `T x S` mask.
-        """
-        if self.t == 0:
-            return jnp.zeros((rows.start.shape[0], self.s), bool)
-        if is_symbolic(self.t):
-            starts: Any = xla_symbols.starts(self.t, self.tiles.block_q)
-        else:
-            starts = np.minimum(np.arange(0, self.t, self.tiles.block_q), self.t - self.tiles.block_q)
-        j = jnp.arange(self.s, dtype=jnp.int32)[None]
-
-        def body(seen, first):
-            tile = lambda x: lax.dynamic_slice_in_dim(x, first, self.tiles.block_q, 1)[..., None]
-            start, end = tile(rows.start), tile(rows.end)
-            return seen | ((start <= j[None]) & (j[None] < end)).any(1), None
-
-        nowhere = jnp.zeros_like(rows.start[:, :1]) > j
-        return lax.scan(body, nowhere, jnp.asarray(starts, jnp.int32))[0]
+            return lax.optimization_barrier(self.mask).any((2, 3)).swapaxes(1, 2)
+        first = 0 if spec.left is None else spec.offset - spec.left
+        end = self.s if spec.right is None else self.t + spec.offset + spec.right
+        if first <= 0 and end >= self.s:
+            return None
+        j = jnp.arange(self.s, dtype=jnp.int32)
+        return ((first <= j) & (j < end))[None, :, None]
 
     def rows(self, x: Array | None, pair: Array, axis: int) -> Any:
         """The query tile of `x` along `axis`; all of it if that axis is broadcast."""
@@ -302,13 +253,17 @@ class _Call:
         """Undoes `fold`."""
         return x.reshape(*x.shape[:-2], self.groups, self.tiles.block_q, x.shape[-1])
 
+    def indices(self, pair: Array) -> tuple[Array, Array]:
+        """Queries `[Q]` and keys `[K]` of a tile, counted from 0."""
+        sizes = self.tiles.block_q, self.tiles.block_k
+        i, j = (pair[n] + jnp.arange(size, dtype=jnp.int32) for n, size in enumerate(sizes))
+        return i, j
+
     def positions(self, pair: Array) -> tuple[Array, Array]:
         """Positions of the queries `[B or 1, 1, 1, Q, 1]` and keys `[1, 1, 1, 1, K]` of a tile, counted in keys."""
-        j = (pair[1] + jnp.arange(self.tiles.block_k, dtype=jnp.int32))[None, None, None, None, :]
-        if self.arrays.rows is not None:
-            return self._tile_rows(self.arrays.rows.position, pair), j
-        i = pair[0] + self.offset + jnp.arange(self.tiles.block_q, dtype=jnp.int32)
-        return i[None, None, None, :, None], j
+        i, j = self.indices(pair)
+        rows, at = self.arrays.rows, (i + self.offset)[None, None, None, :, None]
+        return at if rows is None else self._tile_rows(rows.position, pair), j[None, None, None, None, :]
 
     def _tile_rows(self, x: Array, pair: Array) -> Array:
         return self.rows(x, pair, 1)[:, None, None, :, None]
@@ -318,8 +273,7 @@ class _Call:
         spec, arrays, (i, j) = self.spec, self.arrays, self.positions(pair)
         terms = []
         if self.tiles.overlap_q:
-            index = pair[0] + jnp.arange(self.tiles.block_q, dtype=jnp.int32)
-            terms.append((index >= pair[2])[None, None, None, :, None])
+            terms.append((self.indices(pair)[0] >= pair[2])[None, None, None, :, None])
         if self.tiles.overlap_k:
             terms.append(j >= pair[3])
         if self.lengths is not None:
@@ -339,60 +293,40 @@ class _Call:
         if self.mask is not None:
             terms.append(self.columns(self.rows(self.mask, pair, 3), pair, 4))
         if spec.pattern is not None:
-            terms.append(self._in_pattern(spec.pattern, pair))
+            heads = None if arrays.heads is None else arrays.heads[0]
+            terms.append(self.full(spec.pattern.seen(heads, *self.indices(pair))[None]))
         if self.blocks is not None:
-            terms.append(self._in_blocks(self.blocks, pair))
-        return _every(terms)
+            assert spec.block_size is not None
+            blocks = self.blocks
+            for axis, index, size in zip((3, 4), self.indices(pair), spec.block_size, strict=True):
+                blocks = jnp.take(blocks, index // size, axis=axis, mode="clip")
+            terms.append(blocks)
+        return functools.reduce(operator.and_, terms) if terms else None
 
-    def _indices(self, pair: Array) -> tuple[Array, Array]:
-        """Queries `[Q]` and keys `[K]` of a tile, counted from 0."""
-        spans = zip((pair[0], pair[1]), (self.tiles.block_q, self.tiles.block_k), strict=True)
-        i, j = (start + jnp.arange(size, dtype=jnp.int32) for start, size in spans)
-        return i, j
-
-    def _in_pattern(self, pattern: Pattern, pair: Array) -> Array:
-        heads = None if self.arrays.heads is None else self.arrays.heads[0]
-        seen = pattern.seen(heads, *self._indices(pair))[None]
-        full = self.full(seen)
-        assert full is not None
-        return full
-
-    def _in_blocks(self, blocks: Array, pair: Array) -> Array:
-        assert self.spec.block_size is not None
-        at = (x // size for x, size in zip(self._indices(pair), self.spec.block_size, strict=True))
-        for axis, index in zip((3, 4), at, strict=True):
-            blocks = jnp.take(blocks, index, axis=axis, mode="clip")
-        return blocks
-
-    def tile_of_keys(self, pair: Array, seen: Array | None) -> tuple[Array, Array]:
-        """Keys and values `[B, K, S, D]` of a tile, zeroed where no query of the tile sees them if they have not been before."""
+    def scores(self, q: Array, pair: Array) -> tuple[Array, Array, Array, Array | None, Array | None]:
+        """Keys and values `[B, K, S, D]` of a tile, zeroed where no query of it sees them if they have not been before; its masked scores
+        `[B, K, G, Q, K]` with queries `q`, the `tanh` of the soft cap, and the slope of the function of scores."""
+        seen, spec, bent, slope = self.visible(pair), self.spec, None, None
         k, v = self.columns(self.k, pair, 2), self.columns(self.v, pair, 2)
-        if not self.by_tile:
-            return k, v
-        assert seen is not None
-        some = seen.any((2, 3))[..., None]
-        return jnp.where(some, k, jnp.zeros((), k.dtype)), jnp.where(some, v, jnp.zeros((), v.dtype))
-
-    def scores(
-        self, q: Array, k: Array, pair: Array, seen: Array | None
-    ) -> tuple[Array, Array | None, Array | None]:
-        """Masked scores `[B, K, G, Q, K]` of a tile, the `tanh` of the soft cap, and the slope of the function of scores."""
-        slope = None
-        scores, bent = self.unfold(self.dot("bkqd,bksd->bkqs", q, k)) * self.spec.scale, None
-        if self.spec.logits_soft_cap is not None:
-            bent = jnp.tanh(scores / self.spec.logits_soft_cap)
-            scores = bent * self.spec.logits_soft_cap
+        if self.by_tile:
+            assert seen is not None
+            some = seen.any((2, 3))[..., None]
+            k, v = jnp.where(some, k, 0), jnp.where(some, v, 0)
+        scores = self.unfold(self.dot("bkqd,bksd->bkqs", self.fold(self.rows(q, pair, 3)), k)) * spec.scale
+        if spec.logits_soft_cap is not None:
+            bent = jnp.tanh(scores / spec.logits_soft_cap)
+            scores = bent * spec.logits_soft_cap
         if self.bias is not None:
             scores += self.columns(self.rows(self.bias, pair, 3), pair, 4).astype(self.accum)
         if self.slopes is not None:
             scores += self.slopes.astype(self.accum)[..., None, None] * self.distance(pair)
-        if self.spec.score_mod is not None:
+        if spec.score_mod is not None:
             heads = self.per_head(self.arrays.heads)[..., None, None]
-            scores, slope = modified_and_slope(self.spec.score_mod, scores, heads, *self.positions(pair))
-        if seen is None:
-            return scores, bent, slope
-        slope = None if slope is None else jnp.where(seen, slope, 0)
-        return jnp.where(seen, scores, -jnp.inf), bent, slope
+            scores, slope = modified_and_slope(spec.score_mod, scores, heads, *self.positions(pair))
+        if seen is not None:
+            slope = None if slope is None else jnp.where(seen, slope, 0)
+            scores = jnp.where(seen, scores, -jnp.inf)
+        return k, v, scores, bent, slope
 
     def distance(self, pair: Array) -> Array:
         i, j = self.positions(pair)
@@ -407,23 +341,19 @@ class _Call:
         return jnp.where(keep, x * (1 / (1 - rate)), 0)
 
     def scan(self, body: Callable[[Any, Array], Any], carry: Any) -> Any:
-        """`carry` after every visible pair of tiles."""
-        if self.lengths is not None:
-            body = self._inside_window(body)
-        elif self.batch * self.heads * len(self.tiles.pairs) == 0:
+        """`carry` after every pair of tiles that the window leaves visible, which may not be known while tracing."""
+        if self.lengths is None and self.batch * self.heads * len(self.tiles.pairs) == 0:
             return carry
-        return lax.scan(lambda c, pair: (body(c, pair), None), carry, jnp.asarray(self.tiles.pairs))[0]
 
-    def _inside_window(self, body: Callable[[Any, Array], Any]) -> Callable[[Any, Array], Any]:
-        """Runs `body` only for pairs that the window leaves visible, which are not known while tracing."""
+        def step(carry: Any, pair: Array) -> tuple[Any, None]:
+            inside = None
+            if self.lengths is not None:
+                inside = xla_symbols.in_window(pair, self.tiles.block_q, self.tiles.block_k, self.spec)
+            if inside is None:
+                return body(carry, pair), None
+            return lax.cond(inside, body, lambda carry, _: carry, carry, pair), None
 
-        def inside(carry: Any, pair: Array) -> Any:
-            seen = xla_symbols.in_window(pair, self.tiles.block_q, self.tiles.block_k, self.spec)
-            if seen is None:
-                return body(carry, pair)
-            return lax.cond(seen, body, lambda carry, _: carry, carry, pair)
-
-        return inside
+        return lax.scan(step, carry, jnp.asarray(self.tiles.pairs))[0]
 
 
 def _put(x: Array, tile: Array, start: Array, axis: int) -> Array:
@@ -447,9 +377,7 @@ def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> 
 
     def body(carry, pair):
         largest, total, acc = carry
-        seen = call.visible(pair)
-        k, v = call.tile_of_keys(pair, seen)
-        scores, *_ = call.scores(call.fold(call.rows(call.q, pair, 3)), k, pair, seen)
+        _, v, scores, *_ = call.scores(call.q, pair)
         before = call.rows(largest, pair, 3)
         after = jnp.maximum(before, scores.max(-1))
         shift = jnp.where(after == -jnp.inf, 0, after)
@@ -476,43 +404,23 @@ def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> 
 
 
 def backward(
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    config: XlaConfig,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array | None,
+    arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig, *results: Any, key_dtype: Any = None
 ) -> AttentionGrads:
-    """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents."""
-    return gradients(arrays, spec, config, (out, lse), (dout, dlse), arrays.k.dtype)
-
-
-def gradients(
-    arrays: AttentionArrays,
-    spec: AttentionSpec,
-    config: XlaConfig,
-    results: tuple[Array, Array],
-    cotangents: tuple[Array, Array | None],
-    key_dtype: Any,
-) -> AttentionGrads:
-    """`backward`, with that of the keys in a dtype of its own."""
-    (out, lse), (dout, dlse) = results, cotangents
+    """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents: `out`, `lse`, `dout` and `dlse`, which may be
+    `None`. That of the keys may have a dtype of its own."""
     call = _Call(arrays, spec, config.backward)
     given, arrays = arrays, call.arrays
-    out, lse, dout, dlse = xla_symbols.whole_rows(out, lse, dout, dlse, config.backward)
+    out, lse, dout, dlse = xla_symbols.whole_rows(*results, tile=config.backward)
     given_lse, (by_row, empty) = lse, row_terms(arrays, out, lse, dout, dlse)
     q, do = _cleaned(call, empty, dout)
     lse, delta = call.per_head(lse), call.per_head(by_row)
-    q_transposed, do_transposed = call.queries_transposed(q), call.queries_transposed(do)
+    q_transposed, do_transposed = (x.transpose(0, 1, 4, 2, 3) for x in (q, do))  # [B, K, D, G, T]
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-    bias, slopes = _BiasGradient(call), call.slopes
+    slopes, bias = call.slopes, None if call.bias is None else _BiasGradient(call)
 
     def body(carry, pair):
         dq, dk, dv, dbias, dslopes = carry
-        seen = call.visible(pair)
-        k, v = call.tile_of_keys(pair, seen)
-        scores, bent, slope = call.scores(call.fold(call.rows(q, pair, 3)), k, pair, seen)
+        k, v, scores, bent, slope = call.scores(q, pair)
         weights = jnp.exp(scores - call.rows(safe, pair, 3)[..., None])
         kept = call.fold(call.dropped(weights, pair).astype(v.dtype))
         dv_tile = call.dot("bkvq,bkqs->bkvs", call.fold_last(call.rows(do_transposed, pair, 4)), kept)
@@ -520,7 +428,8 @@ def gradients(
         dscores = weights * (call.dropped(dweights, pair) - call.rows(delta, pair, 3)[..., None])
         if slope is not None:
             dscores *= slope
-        dbias = bias.add(dbias, dscores, pair)
+        if bias is not None:
+            dbias = bias.add(dbias, dscores, pair)
         if slopes is not None:
             dslopes += (dscores * call.distance(pair)).sum((-2, -1))
         if bent is not None:
@@ -540,14 +449,15 @@ def gradients(
     dq = call.zeros(q.shape)
     dk, dv = (call.zeros((*heads[:2], 1, dim, call.s), (2,))[:, :, 0] for dim in (call.dim, call.value_dim))
     dslopes = None if slopes is None else call.zeros(heads)
-    dq, dk, dv, dbias, dslopes = call.scan(body, (dq, dk, dv, bias.zeros(), dslopes))
+    dbias = None if bias is None else bias.zeros()
+    dq, dk, dv, dbias, dslopes = call.scan(body, (dq, dk, dv, dbias, dslopes))
     dsinks = None if arrays.sinks is None else sinks_gradient(arrays, given_lse, by_row)
     dq = (dq * spec.scale).astype(arrays.q.dtype).transpose(0, 3, 1, 2, 4)
     grads = AttentionGrads(
         q=dq.reshape(arrays.q.shape),
-        k=(dk * spec.scale).astype(key_dtype).transpose(0, 3, 1, 2),
+        k=(dk * spec.scale).astype(key_dtype or arrays.k.dtype).transpose(0, 3, 1, 2),
         v=dv.astype(arrays.v.dtype).transpose(0, 3, 1, 2),
-        bias=bias.finish(dbias),
+        bias=None if bias is None else bias.finish(dbias),
         alibi_slopes=_per_head_gradient(dslopes, arrays.alibi_slopes),
         sinks=_per_head_gradient(dsinks, arrays.sinks),
     )
@@ -559,7 +469,7 @@ def _cleaned(call: _Call, empty: Array, dout: Array) -> tuple[Array, Array]:
     q, do = call.q, dout
     if call.hides or call.bias is not None:
         # A row that sees a key may look empty through rounding, but then its query is finite: a NaN would have reached the lse.
-        q = jnp.where(call.per_head(empty)[..., None] & ~jnp.isfinite(q), jnp.zeros((), q.dtype), q)
+        q = jnp.where(call.per_head(empty)[..., None] & ~jnp.isfinite(q), 0, q)
         do = clean_cotangent(do, empty)
     return q, call.queries(do).astype(call.arrays.v.dtype)
 
@@ -568,46 +478,35 @@ def _per_head_gradient(gradient: Array | None, array: Array | None) -> Array | N
     """`[B, K, G]` to the shape and dtype of an array `[B or 1, H]`."""
     if gradient is None or array is None:
         return None
-    gradient = gradient.reshape(gradient.shape[0], array.shape[1])
-    if array.shape[0] != gradient.shape[0]:
-        gradient = gradient.sum(0, keepdims=True)
-    return gradient.astype(array.dtype)
+    return sum_batch(gradient.reshape(gradient.shape[0], array.shape[1]), array).astype(array.dtype)
 
 
 class _BiasGradient:
     """Sums score gradients into the shape of the bias, tile by tile."""
 
     def __init__(self, call: _Call):
-        self.call, self.bias = call, call.bias
-        if self.bias is None:
-            return
+        self.call, bias = call, call.bias
         lengths = (call.batch, call.kv_heads, call.groups, call.t, call.s)
-        self.summed = tuple(a for a in range(5) if self.bias.shape[a] == 1 != lengths[a])
+        self.summed = tuple(a for a in range(5) if bias.shape[a] == 1 != lengths[a])
         # For a bias over both queries and keys, batch and heads are summed at once, so that the carry has the size of the bias. Any
         # other bias is small, so its batch and heads are summed once, after the loop, with one reduction between devices.
         self.small = bool({3, 4} & set(self.summed))
         late = tuple(a for a in self.summed if a < 3) if self.small else ()
         self.late, self.early = late, tuple(a for a in self.summed if a not in late)
-        self.shape = tuple(lengths[a] if a in late else self.bias.shape[a] for a in range(5))
+        self.shape = tuple(lengths[a] if a in late else bias.shape[a] for a in range(5))
 
-    def zeros(self) -> Array | None:
-        if self.bias is None:
-            return None
+    def zeros(self) -> Array:
         return self.call.zeros(self.shape, tuple(a for a in self.early if a < 3))
 
-    def add(self, total: Array | None, dscores: Array, pair: Array) -> Array | None:
-        if total is None:
-            return None
+    def add(self, total: Array, dscores: Array, pair: Array) -> Array:
         tile = dscores.sum(self.early, keepdims=True)
         tile = tile if self.small else self._over_mapped(tile)
         zero = jnp.zeros((), pair.dtype)
         start = (zero, zero, zero, *(zero if axis in self.summed else pair[axis - 3] for axis in (3, 4)))
         return lax.dynamic_update_slice(total, lax.dynamic_slice(total, start, tile.shape) + tile, start)
 
-    def finish(self, total: Array | None) -> Array | None:
-        array = self.call.arrays.bias
-        if total is None or array is None:
-            return None
+    def finish(self, total: Array) -> Array:
+        array: Any = self.call.arrays.bias
         total = total.sum(self.late, keepdims=True)
         total = self._over_mapped(total) if self.small else total
         return total.reshape(array.shape).astype(array.dtype)

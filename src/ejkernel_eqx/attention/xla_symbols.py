@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -22,27 +23,21 @@ def whole(arrays: AttentionArrays, tile: Any) -> AttentionArrays:
     """The arrays padded to whole tiles; no query sees the padding."""
     if lengths_of(arrays) is None:
         return arrays
-    q, s = tile.block_q, tile.block_k
-    scores = ((2, q), (3, s))
-    sides = {"q": ((1, q),), "k": ((1, s),), "v": ((1, s),), "bias": scores, "mask": scores}
-    sides |= {"q_segments": ((1, q),), "kv_segments": ((1, s),)}
-    padded: dict[str, Any] = {}
-    for name, own in sides.items():
-        padded[name] = getattr(arrays, name)
-        for axis, block in own if padded[name] is not None else ():
-            padded[name] = _to_tiles(padded[name], axis, block, -1 if name.endswith("segments") else 0)
-    if arrays.rows is not None:
-        padded["rows"] = arrays.rows._make(_to_tiles(x, 1, q) for x in arrays.rows)
-    return arrays._replace(**padded)
+    axes = {"q": "BT", "k": "BS", "v": "BS", "bias": "BHTS", "mask": "BHTS"}
+    axes |= {"q_segments": "BT", "kv_segments": "BS"}
+    padded = {
+        name: _to_tiles(x, letters, tile, -1 if name.endswith("segments") else 0)
+        for name, letters in axes.items()
+        if (x := getattr(arrays, name)) is not None
+    }
+    rows = jax.tree.map(lambda x: _to_tiles(x, "BT", tile), arrays.rows)
+    return arrays._replace(rows=rows, **padded)
 
 
-def whole_rows(
-    out: Array, lse: Array, dout: Array, dlse: Array | None, tile: Any
-) -> tuple[Array, Array, Array, Array | None]:
+def whole_rows(out: Array, lse: Array, dout: Array, dlse: Array | None, tile: Any) -> tuple[Any, ...]:
     """Results and their cotangents padded to whole tiles; padding rows have zero weights."""
-    q = tile.block_q
-    dlse = None if dlse is None else _to_tiles(dlse, 2, q)
-    return _to_tiles(out, 1, q), _to_tiles(lse, 2, q, jnp.inf), _to_tiles(dout, 1, q), dlse
+    dlse = None if dlse is None else _to_tiles(dlse, "BHT", tile)
+    return _to_tiles(out, "BT", tile), _to_tiles(lse, "BHT", tile, jnp.inf), _to_tiles(dout, "BT", tile), dlse
 
 
 def cut(grads: AttentionGrads, arrays: AttentionArrays) -> AttentionGrads:
@@ -53,13 +48,14 @@ def cut(grads: AttentionGrads, arrays: AttentionArrays) -> AttentionGrads:
     return grads._replace(q=grads.q[:, :queries], k=grads.k[:, :keys], v=grads.v[:, :keys], bias=bias)
 
 
-def _to_tiles(x: Array, axis: int, block: int, fill: Any = 0) -> Array:
-    """Padded at the end to whole blocks if the length is symbolic."""
-    length = x.shape[axis]
-    if not is_symbolic(length):
+def _to_tiles(x: Array, letters: str, tile: Any, fill: Any = 0) -> Array:
+    """Padded at the end to whole tiles along `T` and `S`, the first axes having these letters, if their lengths are symbolic."""
+    if not any(map(is_symbolic, x.shape)):
         return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, -(-length // block) * block - length)
+    widths, blocks = [(0, 0)] * x.ndim, {"T": tile.block_q, "S": tile.block_k}
+    for axis, (letter, length) in enumerate(zip(letters, x.shape, strict=False)):
+        if letter in blocks and is_symbolic(length):
+            widths[axis] = (0, -(-length // blocks[letter]) * blocks[letter] - length)
     return jnp.pad(x, widths, constant_values=np.asarray(fill, x.dtype))
 
 

@@ -10,7 +10,7 @@ from jaxtyping import PRNGKeyArray
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from ..attention import Mask
-from ..attention.arguments import described, MaskInputs, parse_window, ScoreInputs, ScoreOptions
+from ..attention.arguments import arranged, MaskInputs, parse_window, ScoreInputs, ScoreOptions, visible
 from ..attention.masks.mask import Window
 from ..attention.signature import AttentionInputs, Output, WithLse
 from ..core.plans import plan_of
@@ -70,7 +70,6 @@ class MultiHeadLatentAttention(Kernel):
         - `tune_for`: [`ejkernel_eqx.inputs`][]`(q, k, k_rope, v, ...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate)
-        self.options.check()
         self.causal = causal
         self.window = parse_window(sliding_window, causal)
         self.inference = False if dropout_rate > 0 else None
@@ -152,14 +151,13 @@ class MultiHeadLatentAttention(Kernel):
         platform, or not the requested one, supports the call.
         """
         inputs = read_expanded(q, k, k_rope, v)
+        own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = bool(self.inference) if inference is None else inference
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
-        default, dense = (
-            Mask(is_causal=self.causal, window=self.window),
-            (inputs["q"], inputs["k"], inputs["v"]),
-        )
-        whole, spec = described(*dense, self.options, default, masking, scoring, return_lse=return_lse)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
+        dense, keys = (inputs["q"], inputs["k"], inputs["v"]), inputs["k"].shape[-3]
+        lowered = visible(masking, inputs["q"].shape, keys)
+        whole, spec = arranged(dense, self.options, scoring, lowered, keys)
         return attend(self.plan, self.operation, LatentArrays(**{**whole._asdict(), **inputs}), spec)

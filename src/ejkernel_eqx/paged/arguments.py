@@ -35,7 +35,7 @@ class PagedOptions:
     @classmethod
     def read(cls, sliding_window: Any, logits_soft_cap: Any, softmax_scale: Any) -> "PagedOptions":
         """Reads the constructor's arguments. Only the left side of a window matters, because no query sees past its own key."""
-        ScoreOptions(logits_soft_cap, softmax_scale).check()
+        ScoreOptions(logits_soft_cap, softmax_scale)  # raises what is wrong with them
         cap, scale = (None if x is None else float(x) for x in (logits_soft_cap, softmax_scale))
         left = parse_window(sliding_window, True)[0]
         return cls(None if left is None else min(left, 2**30), cap, scale)

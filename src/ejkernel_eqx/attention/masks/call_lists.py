@@ -3,14 +3,14 @@
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..reference import visible
 from ..spec import AttentionArrays, AttentionSpec
-from .dense import both
-from .lower import Lowered
-from .tile_lists import grids_of, lists_of, PatternLists
+from .tile_lists import grids_of, lists_of
 from .tile_shape import FULL, NONE, PARTIAL, Shape
 from .tile_table import overlap
 
@@ -30,7 +30,9 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
     """The lists of a call. If arrays hide something, each list has room for all tiles."""
     data = arrays.rows is not None or arrays.q_segments is not None or arrays.blocks is not None
     if spec.pattern is not None and not data:
-        return _of_pattern(lists_of(spec.pattern, shape), arrays)
+        heads, *parts, blind = lists_of(spec.pattern, shape)
+        row = heads[None] if arrays.heads is None else jnp.asarray(heads)[arrays.heads]
+        return TileLists(_every_head(row, arrays), *jax.tree.map(jnp.asarray, parts), blind=blind)
     kinds, patterns, bits = kinds_of(arrays, spec, shape)
     rows = jnp.arange(kinds.shape[0] * kinds.shape[1], dtype=jnp.int32).reshape(kinds.shape[:2])
     merge = lambda x: x.reshape(-1, *x.shape[2:])
@@ -57,15 +59,6 @@ def tile_lists(arrays: AttentionArrays, spec: AttentionSpec, shape: Shape) -> Ti
         bits,
         True,
     )
-
-
-def _of_pattern(lists: PatternLists, arrays: AttentionArrays) -> TileLists:
-    row = lists.heads[None]
-    if arrays.heads is not None:
-        row = jnp.asarray(row)[0][arrays.heads]
-    bits = None if lists.bits is None else jnp.asarray(lists.bits)
-    tiles, entries, patterns = (jnp.asarray(x) for x in (lists.tiles, lists.entries, lists.patterns))
-    return TileLists(_every_head(row, arrays), tiles, entries, patterns, bits, lists.blind)
 
 
 def _every_head(row: Array | np.ndarray, arrays: AttentionArrays) -> Array:
@@ -113,16 +106,7 @@ def _covered(length: int, tile: int, block: int) -> tuple[np.ndarray, np.ndarray
 
 def without_lists(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
     """Turns pattern and map of blocks of a call into a mask of all scores."""
-    (batch, queries), keys = arrays.q.shape[:2], arrays.k.shape[1]
-    lowered = Lowered(None, None, 0, None, None, None, None, arrays.blocks, spec.block_size)
-    seen = lowered.as_array(queries, keys)
-    if spec.pattern is not None:
-        heads = None if arrays.heads is None else arrays.heads[0]
-        index = jnp.arange(max(queries, keys), dtype=jnp.int32)
-        seen = both(seen, spec.pattern.seen(heads, index[:queries], index[:keys]))
-    if arrays.mask is not None:
-        rows = jnp.arange(batch) // spec.mask_run % arrays.mask.shape[0]
-        seen = both(seen, arrays.mask[rows])
-    mask = seen.reshape((1,) * (4 - seen.ndim) + seen.shape)
+    alone = arrays._replace(rows=None, q_segments=None, kv_segments=None)
+    mask = visible(alone, dataclasses.replace(spec, left=None, right=None))
     spec = dataclasses.replace(spec, pattern=None, block_size=None, mask_run=1)
     return arrays._replace(mask=mask, blocks=None, heads=None), spec

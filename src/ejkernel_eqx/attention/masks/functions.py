@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -67,24 +67,18 @@ class Global:
         return (query < self.count) | (key < self.count)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class BlockTable:
     """A map `[H or 1, query blocks, key blocks]` of blocks of `size` queries by keys, the first query being at position `offset`."""
 
-    table: np.ndarray
+    table: np.ndarray = dataclasses.field(compare=False)
     size: tuple[int, int]
     offset: int = 0
+    digest: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
 
-    @functools.cached_property
-    def _identity(self) -> tuple[Any, ...]:
+    def __post_init__(self):
         digest = hashlib.sha256(np.packbits(self.table).tobytes()).hexdigest()
-        return self.table.shape, self.size, self.offset, digest
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockTable) and self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
+        object.__setattr__(self, "digest", (self.table.shape, digest))
 
     def __call__(self, head: Any, query: Any, key: Any) -> Any:
         row = head if self.table.shape[0] > 1 else np.int32(0)
@@ -131,6 +125,19 @@ def traced(function: PairFunction) -> Any:
             f"f: expected one boolean for each (head, query, key), received {found}; return a comparison of the three numbers."
         )
     return jaxpr
+
+
+def interpreted(
+    jaxpr: Any, consts: Iterable[Any], arguments: Iterable[Any], apply: Callable[..., Any], literal: Any
+) -> list[Any]:
+    """The results of a jaxpr whose operations are those of `apply(equation, operands)`, numbers in it being `literal` of them."""
+    known: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
+    known |= zip(jaxpr.constvars, consts, strict=True)
+    read = lambda x: literal(x.val) if hasattr(x, "val") else known[x]
+    for equation in jaxpr.eqns:
+        results = apply(equation, [read(x) for x in equation.invars])
+        known |= zip(equation.outvars, results, strict=True)
+    return [read(x) for x in jaxpr.outvars]
 
 
 @while_alive

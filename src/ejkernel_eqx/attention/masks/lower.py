@@ -79,7 +79,9 @@ def lower(mask: Any, num_queries: int, num_keys: int, q_offset: Any | None, num_
     else:
         rest = dataclasses.replace(rest, functions=functions + rest.functions)
     if rest.functions:
-        dense = both(place.dense(intersection(rest.functions), rest), dense)
+        positions = placed(rest, num_queries, num_keys, place.offset)[2]
+        seen = of_positions(intersection(rest.functions), positions, num_keys, num_heads)
+        dense = both(seen, dense)
     array_of = lambda part: part.as_array(num_queries, num_keys, q_offset=q_offset, num_heads=num_heads)
     for union in rest.unions:
         dense = both(functools.reduce(either, map(array_of, union)), dense)
@@ -107,20 +109,10 @@ class _Place(NamedTuple):
 
     def fixed(self, mask: Any) -> int | None:
         """The position of the first query if it is known while tracing, and those of the others follow."""
+        # Packed queries may have other positions than their own index.
+        apart = mask.cu_seqlens is not None and mask.cu_seqlens[0] is not mask.cu_seqlens[1]
         symbolic = is_symbolic(self.queries) or is_symbolic(self.keys)
-        if symbolic or not isinstance(self.offset, int) or _packed_apart(mask):
-            return None
-        return self.offset
-
-    def dense(self, function: PairFunction, mask: Any) -> Array:
-        """The function of positions that are not known while tracing."""
-        positions = placed(mask, self.queries, self.keys, self.offset)[2]
-        return of_positions(function, positions, self.keys, self.heads)
-
-
-def _packed_apart(mask: Any) -> bool:
-    """Tells whether packed queries may have other positions than their own index."""
-    return mask.cu_seqlens is not None and mask.cu_seqlens[0] is not mask.cu_seqlens[1]
+        return self.offset if isinstance(self.offset, int) and not (symbolic or apart) else None
 
 
 def _functions(mask: Any, place: _Place) -> tuple[tuple[PairFunction, ...], Any]:
@@ -170,7 +162,7 @@ def _without_window(mask: Any) -> tuple[Any, tuple[PairFunction, ...]]:
 
 def _static_window(mask: Any) -> tuple[int | None, int | None]:
     """The sides of the window with causality in it, bounded so that sums with positions fit 32 bits; no sequence is as long."""
-    left, right = (None if side is None else min(side, 2 * FAR) for side in mask.window)
+    left, right = [None if side is None else min(side, 2 * FAR) for side in mask.window]
     return left, 0 if mask.is_causal and (right is None or right > 0) else right
 
 
@@ -185,7 +177,7 @@ def _lower_ranges(mask: Any, num_queries: int, num_keys: int, q_offset: Any | No
     by_window = isinstance(q_offset, int) and not (mask.chunk_sizes or mask.windows or mask.chunks)
     ranges = (mask.prefix_lengths, mask.q_lengths, mask.kv_lengths, mask.cu_seqlens)
     _check_types(mask, num_queries, num_keys)
-    if by_window and all(r is None for r in ranges) and not mask.type_runs:
+    if by_window and all([r is None for r in ranges]) and not mask.type_runs:
         if mask.types:
             dense = with_types(
                 mask.types, dense, jnp.arange(num_queries, dtype=jnp.int32) + q_offset, num_keys

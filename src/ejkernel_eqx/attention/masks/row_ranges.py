@@ -20,21 +20,18 @@ def row_ranges(
     start, end = window_ends(position, left, right, num_keys)
     start, end = jnp.maximum(start, first), jnp.minimum(end, last)
     for window in mask.windows:
-        start, end, at, *sides = ranked(
-            start, end, position, *(None if w is None else w[..., None] for w in window)
-        )
-        low, high = window_ends(at, *sides, num_keys)
+        sides = (jnp.int32(2 * FAR) if side is None else side[..., None] for side in window)
+        start, end, at, left_of, right_of = aligned(start, end, position, *sides)
+        low, high = window_ends(at, left_of, right_of, num_keys)
         start, end = jnp.maximum(start, low), jnp.minimum(end, high)
-    for size in (
-        *(min(size, 2 * FAR) for size in mask.chunk_sizes),
-        *(size[..., None] for size in mask.chunks),
-    ):
-        start, end, at, base, size = ranked(start, end, position, first, size)
+    static = (jnp.int32(min(size, 2 * FAR)) for size in mask.chunk_sizes)
+    for size in (*static, *(size[..., None] for size in mask.chunks)):
+        start, end, at, base, size = aligned(start, end, position, first, size)
         chunk = (at - base) // size
         start, end = jnp.maximum(start, base + chunk * size), jnp.minimum(end, base + (chunk + 1) * size)
     if mask.prefix_lengths is not None:
         prefix = jnp.clip(mask.prefix_lengths, 0, num_keys)[..., None]
-        first, prefix, behind = ranked(first, prefix, position + 1)
+        first, prefix, behind = aligned(first, prefix, position + 1)
         prefix = first + prefix
         end = _least(end, jnp.maximum(behind, prefix))
     for q_ids, kv_ids in mask.type_runs:
@@ -50,8 +47,7 @@ def row_ranges(
 
 
 def _least(a: Array, b: Array) -> Array:
-    a, b = aligned(a, b)
-    return jnp.minimum(a, b)
+    return jnp.minimum(*aligned(a, b))
 
 
 def placed(mask: Any, num_queries: int, num_keys: int, q_offset: Any) -> tuple[Array, Array, Array, Array]:
@@ -99,12 +95,3 @@ def packed_rows(q_starts: Array, kv_starts: Array, index: Array) -> tuple[Array,
     first, last = kv_starts[number], kv_starts[number + 1]
     position = last - (q_starts[number + 1] - index)
     return first, last, position, (index >= q_starts[0]) & (index < q_starts[-1])
-
-
-def ranked(*arrays: Any) -> list[Any]:
-    """All arrays expanded to the highest rank among them; numbers and `None` unchanged."""
-    rank = max(jnp.ndim(x) for x in arrays if x is not None)
-    return [
-        x if x is None or isinstance(x, int) or x.ndim == 0 else x.reshape((1,) * (rank - x.ndim) + x.shape)
-        for x in arrays
-    ]

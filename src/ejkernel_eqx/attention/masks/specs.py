@@ -25,24 +25,20 @@ def mask_specs(mask: M, batch: Any, heads: Any, queries: Any, keys: Any) -> M:
             axes = ((queries,), (keys,))[path[-1].idx]
         else:
             axes = {"dense": (heads, queries, keys), "block_map": (heads, None, None)}.get(field, ())
-        return _spec(field, array.shape, lead, axes, isinstance(batch, PartitionSpec))
+        leading = max(0, len(array.shape) - len(axes))
+        if leading > len(lead) and (isinstance(batch, PartitionSpec) or lead != (None,)):
+            raise ValueError(
+                f"batch: expected a name for each of the {leading} leading axes of {field}, received {lead} for shape {array.shape}; "
+                "pass jax.sharding.PartitionSpec(name, ...), with None for an axis that stays whole."
+            )
+        # Arrays broadcast from the right, so axes are named from there.
+        names = (*(None,) * (leading - len(lead)), *lead, *axes)
+        names = names[len(names) - array.ndim :]
+        return PartitionSpec(
+            *(None if size == 1 else name for size, name in zip(array.shape, names, strict=True))
+        )
 
     return jax.tree_util.tree_map_with_path(spec_of, mask)
-
-
-def _spec(
-    field: str, shape: tuple[int, ...], lead: tuple[Any, ...], axes: tuple[Any, ...], several: bool
-) -> PartitionSpec:
-    leading = max(0, len(shape) - len(axes))
-    if leading > len(lead) and (several or lead != (None,)):
-        raise ValueError(
-            f"batch: expected a name for each of the {leading} leading axes of {field}, received {lead} for shape {shape}; "
-            "pass jax.sharding.PartitionSpec(name, ...), with None for an axis that stays whole."
-        )
-    # Arrays broadcast from the right, so axes are named from there.
-    names = (*(None,) * (leading - len(lead)), *lead, *axes)
-    names = names[len(names) - len(shape) :] if shape else ()
-    return PartitionSpec(*(None if size == 1 else name for size, name in zip(shape, names, strict=True)))
 
 
 def _check_distinct(names: tuple[Any, ...]) -> None:

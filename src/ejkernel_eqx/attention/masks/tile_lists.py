@@ -31,10 +31,6 @@ class PatternLists(NamedTuple):
     blind: bool
     """Tells whether a query may see no key, or a key be seen by no query."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for x in self if isinstance(x, np.ndarray))
-
 
 @while_alive
 def lists_of(pattern: Pattern, shape: Shape) -> PatternLists:
@@ -80,12 +76,7 @@ def grids_of(pattern: Pattern, shape: Shape) -> tuple[np.ndarray, np.ndarray, np
     numbers = np.zeros((len(known.rows), *shape.grid), np.int32)
     for number, row in zip(numbers, known.rows, strict=True):
         number[row.partial] = row.patterns
-    return (
-        known.heads,
-        np.stack([row.kinds for row in known.rows]),
-        numbers,
-        packed_bits(known.bits, shape),
-    )
+    return known.heads, np.stack([row.kinds for row in known.rows]), numbers, packed_bits(known.bits, shape)
 
 
 @while_alive

@@ -32,16 +32,6 @@ def row_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[Array, Arr
     return start[None], end[None]
 
 
-def window_covers(queries: int, keys: int, spec: AttentionSpec) -> bool:
-    """Tells whether every query sees a key and every key is seen under the static window. The ranges move by one key per query, so the
-    first and the last query decide."""
-    left = keys + queries if spec.left is None else spec.left
-    right = keys + queries if spec.right is None else spec.right
-    first, last = spec.offset, spec.offset + queries - 1
-    sees = last - left < keys and first + right >= 0
-    return sees and first - left <= 0 and last + right >= keys - 1
-
-
 def seen(arrays: AttentionArrays, spec: AttentionSpec) -> Seen:
     """Marks queries and keys by ranges and segments. A marked query may see nothing if its segment has no key in its range; keys are exact."""
     start, end = row_ranges(arrays, spec)

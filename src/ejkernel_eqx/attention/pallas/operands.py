@@ -10,7 +10,6 @@ from jax import Array
 
 from ...launch.by_name import given
 from ...launch.sizes import cdiv
-from ..masks.tile_table import window_covers
 from ..spec import AttentionArrays, AttentionSpec
 from .steps import Entry, Steps, unpacked
 from .tile import Form, Head, LANES
@@ -251,4 +250,4 @@ def _blind(arrays: AttentionArrays, spec: AttentionSpec) -> bool:
     """Returns whether a key may be seen by no query, or a query see no key."""
     if arrays.rows is not None or arrays.q_segments is not None or arrays.mask is not None or spec.listed:
         return True
-    return spec.ranged and not window_covers(arrays.q.shape[1], arrays.k.shape[1], spec)
+    return spec.ranged and not spec.covers(arrays.q.shape[1], arrays.k.shape[1])

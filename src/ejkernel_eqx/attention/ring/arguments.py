@@ -15,20 +15,19 @@ from ...parallel.layout import check_split, mesh_axes
 from ...parallel.mesh import spec_of
 from ...parallel.shapes import inside_manual_mesh
 from ..arguments import (
-    bias_of,
+    arranged,
     check_axes,
     check_qkv,
-    described,
     MaskInputs,
     ScoreInputs,
     ScoreOptions,
-    segment_ids_of,
-    spread,
+    segments_of,
+    visible,
 )
 from ..masks.mask import Mask
 from ..spec import AttentionArrays, AttentionSpec
 from .schedule import Sizes
-from .spec import Method, Order, Reach, RingSpec
+from .spec import CHUNKS, Method, Order, Reach, RingSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Split:
     order: Order
     method: Method | None
 
-    def check(self) -> None:
+    def __post_init__(self):
         if not isinstance(self.axis, str):
             raise ValueError(f"axis_name: expected the name of one mesh axis, received {self.axis!r}.")
         if self.order not in ("contiguous", "zigzag"):
@@ -60,17 +59,14 @@ class Split:
                     "add it to axis_names of shard_map."
                 )
             devices = mesh.shape[self.axis]
-            for x in arrays.values():
-                check_split(self.axis, x.shape[-3] * devices, mesh.shape, self.chunks)
-            return devices
-        mesh = explicit_mesh(arrays)
-        if mesh is not None:
-            self._check_types(arrays)
-        mesh = _any_mesh(arrays) if mesh is None else mesh
+        else:
+            if explicit_mesh(arrays) is not None:
+                self._check_types(arrays)
+            mesh, devices = _any_mesh(arrays), 1
         if mesh is not None:
             for x in arrays.values():
-                check_split(self.axis, x.shape[-3], mesh.shape, self.chunks)
-        return 1
+                check_split(self.axis, x.shape[-3] * devices, mesh.shape, CHUNKS[self.order])
+        return devices
 
     def times(self, x: Array, tokens: int) -> Array | None:
         """The places in the whole sequence of the tokens of an array with so many, int32 `[T]`, as far as the mesh is known; `None` if they are in
@@ -81,7 +77,7 @@ class Split:
         if inside_manual_mesh():
             devices = dict(jax.sharding.get_abstract_mesh().shape).get(self.axis, 1)
         elif self.order == "zigzag":
-            mesh = explicit_mesh(x) or _any_mesh({"x": x})
+            mesh = _any_mesh({"x": x})
             if mesh is None and jax.device_count() > 1:
                 raise ValueError(
                     "positions: expected those of tokens in zigzag order, since the mesh is unknown here, received None; pass them, or make the call "
@@ -92,28 +88,21 @@ class Split:
             return None
         own = tokens if inside_manual_mesh() else tokens // devices
         starts = np.asarray([Sizes(devices, own, own, self.order).starts(n, own) for n in range(devices)])
-        every = starts[:, :, None] + np.arange(own // self.chunks)
-        if not inside_manual_mesh():
-            return jnp.asarray(every.reshape(-1), jnp.int32)
-        return jnp.asarray(every.reshape(devices, -1), jnp.int32)[lax.axis_index(self.axis)]
-
-    @property
-    def chunks(self) -> int:
-        """The number of chunks of consecutive tokens each device has."""
-        return 2 if self.order == "zigzag" else 1
+        every = starts[:, :, None] + np.arange(own // CHUNKS[self.order])
+        places = jnp.asarray(every.reshape(devices, -1), jnp.int32)
+        return places[lax.axis_index(self.axis)] if inside_manual_mesh() else places.reshape(-1)
 
     def _check_types(self, arrays: dict[str, Array]) -> None:
         for name, x in arrays.items():
-            for axis, entry in enumerate(spec_of(x)):
-                names = mesh_axes(entry) if entry else set()
-                if axis == x.ndim - 3 and names - {self.axis}:
-                    raise ValueError(
-                        f"{name}: expected tokens that are split over axis {self.axis!r} or not at all, received {spec_of(x)}; reshard them."
-                    )
-                if axis != x.ndim - 3 and self.axis in names:
-                    raise ValueError(
-                        f"{name}: expected axis {self.axis!r} to split the tokens, received {spec_of(x)}; reshard them."
-                    )
+            *others, tokens, heads, dim = (mesh_axes(entry) if entry else set() for entry in spec_of(x))
+            if tokens - {self.axis}:
+                raise ValueError(
+                    f"{name}: expected tokens that are split over axis {self.axis!r} or not at all, received {spec_of(x)}; reshard them."
+                )
+            if self.axis in heads.union(dim, *others):
+                raise ValueError(
+                    f"{name}: expected axis {self.axis!r} to split the tokens, received {spec_of(x)}; reshard them."
+                )
 
 
 def _any_mesh(arrays: dict[str, Array]) -> Any:
@@ -132,31 +121,17 @@ def _any_mesh(arrays: dict[str, Array]) -> Any:
 
 
 def resolve(
-    q: Any,
-    k: Any,
-    v: Any,
-    split: Split,
-    options: ScoreOptions,
-    own: Mask,
-    masking: MaskInputs,
-    scoring: ScoreInputs,
-    *,
-    return_lse: bool,
+    q: Any, k: Any, v: Any, split: Split, options: ScoreOptions, masking: MaskInputs, scoring: ScoreInputs
 ) -> tuple[AttentionArrays, RingSpec]:
     """The resolved call of these arrays: inside `shard_map` those of one device, else all."""
-    q, k, v = check_qkv(q, k, v)
+    qkv = q, k, v = check_qkv(q, k, v)
     devices = split.over({"q": q, "k": k, "v": v})
-    lead, queries, keys, heads = q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2]
-
-    def every(x: Array) -> Any:
-        return jax.ShapeDtypeStruct((*x.shape[:-3], x.shape[-3] * devices, *x.shape[-2:]), x.dtype)
-
+    lead, queries, keys = q.shape[:-3], q.shape[-3], k.shape[-3]
     pairs, dense, rest = _by_token(masking, queries, keys)
     check_axes("mask", dense, lead)
-    arrays, spec = described(
-        every(q), every(k), every(v), options, own, rest, scoring._replace(bias=None), return_lse=return_lse
-    )
-    if spec.listed or arrays.mask is not None:
+    whole = (*lead, queries * devices, *q.shape[-2:])
+    lowered = visible(rest, whole, keys * devices)
+    if any(x is not None for x in (lowered.pattern, lowered.blocks, lowered.dense)):
         raise ValueError(
             "mask: expected a Mask of windows, chunks, prefixes, lengths, segments or packed sequences, or of one dense array, received one that "
             "needs lists of tiles or a mask of all scores; pass booleans [..., H, T, S]."
@@ -165,26 +140,16 @@ def resolve(
         raise ValueError(
             f"segment_ids: expected one pair of ids, received {len(pairs)}; number the segments that both tell apart."
         )
-    bias = spread("bias", bias_of(scoring.bias, lead), lead, heads, queries, keys * devices)
-    arrays = arrays._replace(
-        q=q, k=k, v=v, bias=bias, mask=spread("mask", dense, lead, heads, queries, keys * devices)
-    )
-    same = False
-    for ours, theirs in pairs:
-        arrays = arrays._replace(
-            q_segments=spread("segment_ids", ours, lead, queries),
-            kv_segments=spread("kv_segment_ids", theirs, lead, keys),
-        )
-        same = ours is theirs and queries == keys and arrays.rows is None and spec.offset == 0
-    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(AttentionSpec)}
-    own_fields = {
+    lowered = lowered._replace(dense=dense, segments=pairs[0] if pairs else None)
+    arrays, spec = arranged(qkv, options, scoring, lowered, keys * devices)
+    fields = vars(spec) | {
         "axis": split.axis,
         "order": split.order,
         "method": split.method,
-        "reach": _reach(spec, arrays, own, masking, (keys - queries) * devices),
+        "reach": _reach(spec, arrays, masking, (keys - queries) * devices),
         "slopes": arrays.alibi_slopes is not None,
     }
-    return arrays, RingSpec(**fields | {"same_segments": same}, **own_fields)
+    return arrays, RingSpec(**fields)
 
 
 def _by_token(masking: MaskInputs, queries: int, keys: int) -> tuple[list[Any], Array | None, MaskInputs]:
@@ -195,17 +160,8 @@ def _by_token(masking: MaskInputs, queries: int, keys: int) -> tuple[list[Any], 
         mask = dataclasses.replace(mask, segments=(), dense=None)
     elif mask is not None:
         dense, mask = Mask.from_dense(mask).dense, None
-    if masking.segment_ids is not None:
-        ours = segment_ids_of("segment_ids", masking.segment_ids, queries)
-        given = masking.kv_segment_ids
-        theirs = ours if given is None else segment_ids_of("kv_segment_ids", given, keys)
-        if theirs.shape[-1] != keys:
-            raise ValueError(
-                f"kv_segment_ids: expected ids for {keys} keys, since their number differs from the {queries} queries, received None; pass both."
-            )
-        pairs.append((ours, theirs))
-    elif masking.kv_segment_ids is not None:
-        raise ValueError("segment_ids: expected ids of the queries, received only kv_segment_ids; pass both.")
+    if (pair := segments_of(masking, queries, keys)) is not None:
+        pairs.append(pair)
     if masking.cu_seqlens is not None and masking.segment_ids is not None:
         raise ValueError(
             "segment_ids: expected None with cu_seqlens, received both; cu_seqlens already defines where sequences begin and end."
@@ -213,9 +169,7 @@ def _by_token(masking: MaskInputs, queries: int, keys: int) -> tuple[list[Any], 
     return pairs, dense, masking._replace(mask=mask, segment_ids=None, kv_segment_ids=None)
 
 
-def _reach(
-    spec: AttentionSpec, arrays: AttentionArrays, own: Mask, masking: MaskInputs, default: int
-) -> Reach:
+def _reach(spec: AttentionSpec, arrays: AttentionArrays, masking: MaskInputs, default: int) -> Reach:
     """The window that all visible keys are in, as far as it is known while tracing."""
     if arrays.rows is None:
         return spec.left, spec.right, spec.offset
@@ -223,5 +177,5 @@ def _reach(
     apart = masking.kv_cu_seqlens is not None or (masking.cu_seqlens is not None and default != 0)
     if isinstance(masking.mask, Mask) or apart or not isinstance(offset, int):
         return None, None, 0
-    left, right = own.window
-    return left, 0 if own.is_causal else right, offset
+    left, right = masking.own.window
+    return left, 0 if masking.own.is_causal else right, offset

@@ -2,15 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from jax import Array, lax
+from jax import lax
 
-from ..._kernel import Plan
 from ...core.kind import Named
 from ...dispatch import Problem, Selection
 from ..core import ATTEND, AttentionKind, axes_of, problem_of
-from ..spec import AttentionArrays
+from ..spec import AttentionArrays, AttentionSpec
 from . import exchange, rotation
 from .method import method_of
 from .spec import RingSpec
@@ -58,38 +57,33 @@ class RingKind(AttentionKind):
     def forward(
         self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
     ) -> Named:
-        devices = _devices(spec)
-        if devices == 1:
-            return super().forward(platform, arrays, spec.plain(), config, save, **execute)
-        form = _FORMS[method_of(arrays, spec, devices)[0]]
-        return dict(zip(self.results, form.forward(arrays, spec, config, platform), strict=True))
+        platform, spec = _form(platform, arrays, spec)
+        return super().forward(platform, arrays, spec, config, save, **execute)
 
-    def backward(
-        self,
-        platform: Any,
-        arrays: Any,
-        spec: Any,
-        config: Any,
-        saved: Named,
-        cotangents: Named,
-        **execute: Any,
-    ) -> Named:
-        devices = _devices(spec)
-        if devices == 1:
-            return super().backward(platform, arrays, spec.plain(), config, saved, cotangents, **execute)
-        form = _FORMS[method_of(arrays, spec, devices)[0]]
-        results = (saved["out"], saved["lse"], cotangents["out"], cotangents["lse"])
-        grads = form.backward(arrays, spec, config, platform, *results)
-        return {name: x for name, x in grads._asdict().items() if x is not None}
+    def backward(self, platform: Any, arrays: Any, spec: Any, *others: Any, **execute: Any) -> Named:
+        platform, spec = _form(platform, arrays, spec)
+        return super().backward(platform, arrays, spec, *others, **execute)
 
 
-ATTEND_RING = RingKind(
-    **{field.name: getattr(ATTEND, field.name) for field in dataclasses.fields(ATTEND)}
-    | {"problem_of": _problem_of, "axes_of": _axes_of}
-)
+class _OnDevices(NamedTuple):
+    """A form of the call, as a platform that runs the kernels of another one."""
+
+    form: Any
+    platform: Any
+
+    def forward(self, *call: Any) -> Any:
+        return self.form.forward(self.platform, *call)
+
+    def backward(self, *call: Any) -> Any:
+        return self.form.backward(self.platform, *call)
 
 
-def attend(plan: Plan, operation: str, arrays: AttentionArrays, spec: RingSpec) -> tuple[Array, Array | None]:
-    """`out [..., T, H, V]` and `lse [..., H, T]`; `lse` is `None` unless it was requested."""
-    results = ATTEND_RING.call(plan, operation, arrays, spec)
-    return results["out"], results.get("lse")
+def _form(platform: Any, arrays: AttentionArrays, spec: RingSpec) -> tuple[Any, AttentionSpec]:
+    """The platform of a call on one device, and its spec: those of attention if no other device has any of the tokens."""
+    devices = _devices(spec)
+    if devices == 1:
+        return platform, spec.plain()
+    return _OnDevices(_FORMS[method_of(arrays, spec, devices)[0]], platform), spec
+
+
+ATTEND_RING = RingKind(**vars(ATTEND) | {"problem_of": _problem_of, "axes_of": _axes_of})

@@ -29,13 +29,13 @@ class Exchange:
     def as_stored(self, x: Array, axis: int) -> Array:
         return reorder_sequence(x, self.devices, axis=axis) if self.spec.order == "zigzag" else x
 
-    def to_heads(self, x: Array) -> Array:
-        """`[B, T / n, H, D]` to `[B, T, H / n, D]`, in temporal order."""
-        return self.in_time(lax.all_to_all(x, self.spec.axis, 2, 1, tiled=True), 1)
+    def to_heads(self, x: Array, tokens: int = 1, heads: int = 2) -> Array:
+        """`[B, T / n, H, D]` to `[B, T, H / n, D]`, in temporal order, for the numbers of these two axes."""
+        return self.in_time(lax.all_to_all(x, self.spec.axis, heads, tokens, tiled=True), tokens)
 
-    def to_tokens(self, x: Array) -> Array:
+    def to_tokens(self, x: Array, tokens: int = 1, heads: int = 2) -> Array:
         """Undoes `to_heads`."""
-        return lax.all_to_all(self.as_stored(x, 1), self.spec.axis, 1, 2, tiled=True)
+        return lax.all_to_all(self.as_stored(x, tokens), self.spec.axis, tokens, heads, tiled=True)
 
     def keys_to_heads(self, x: Array) -> Array:
         return self.to_heads(jnp.repeat(x, self.copies, axis=2) if self.copies > 1 else x)
@@ -45,19 +45,8 @@ class Exchange:
         x = self.to_tokens(x)
         if self.copies == 1:
             return x
-        return (
-            x.reshape(*x.shape[:2], self.kv_heads, self.copies, x.shape[3])
-            .astype(jnp.float32)
-            .sum(3)
-            .astype(x.dtype)
-        )
-
-    def rows_to_heads(self, x: Array) -> Array:
-        """`[B, H, T / n]` to `[B, H / n, T]`."""
-        return self.in_time(lax.all_to_all(x, self.spec.axis, 1, 2, tiled=True), 2)
-
-    def rows_to_tokens(self, x: Array) -> Array:
-        return lax.all_to_all(self.as_stored(x, 2), self.spec.axis, 2, 1, tiled=True)
+        each = x.reshape(*x.shape[:2], self.kv_heads, self.copies, x.shape[3])
+        return each.astype(jnp.float32).sum(3).astype(x.dtype)
 
     def own_heads(self, x: Array | None) -> Array | None:
         """The heads of this device, of an array with heads on axis 1."""
@@ -85,46 +74,30 @@ class Exchange:
         return x if x is None or x.shape[3] == 1 else self.in_time(x, 3)
 
     def arrays(self, given: AttentionArrays) -> AttentionArrays:
-        return given._replace(
-            q=self.to_heads(given.q),
-            k=self.keys_to_heads(given.k),
-            v=self.keys_to_heads(given.v),
-            bias=self.over_scores(given.bias),
-            mask=self.over_scores(given.mask),
-            alibi_slopes=self.own_heads(given.alibi_slopes),
-            sinks=self.own_heads(given.sinks),
-            seeds=self.own_heads(given.seeds),
-            q_segments=self.ids(given.q_segments),
-            kv_segments=self.ids(given.kv_segments),
-        )
+        moves = {
+            self.keys_to_heads: ("k", "v"),
+            self.over_scores: ("bias", "mask"),
+            self.own_heads: ("alibi_slopes", "sinks", "seeds"),
+            self.ids: ("q_segments", "kv_segments"),
+        }
+        moved = {name: move(getattr(given, name)) for move, names in moves.items() for name in names}
+        return given._replace(q=self.to_heads(given.q), **moved)
 
 
-def forward(arrays: AttentionArrays, spec: RingSpec, config: Any, platform: Any) -> tuple[Array, Array]:
+def forward(platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any) -> tuple[Array, Array]:
     """`out [B, T, H, V]` and `lse [B, H, T]` of this device's queries."""
     exchange = Exchange(arrays, spec)
     out, lse = platform.forward(exchange.arrays(arrays), spec.plain(), config)
-    return exchange.to_tokens(out), exchange.rows_to_tokens(lse)
+    return exchange.to_tokens(out), exchange.to_tokens(lse, 2, 1)
 
 
 def backward(
-    arrays: AttentionArrays,
-    spec: RingSpec,
-    config: Any,
-    platform: Any,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
+    platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any, *results: Array
 ) -> AttentionGrads:
-    """The gradients of this device's queries, keys and values, and its parts of those of other arrays."""
+    """The gradients of this device's queries, keys and values, and its parts of those of other arrays, from `out`, `lse` and their cotangents."""
     exchange = Exchange(arrays, spec)
-    rows = (
-        exchange.to_heads(out),
-        exchange.rows_to_heads(lse),
-        exchange.to_heads(dout),
-        exchange.rows_to_heads(dlse),
-    )
-    grads = platform.backward(exchange.arrays(arrays), spec.plain(), config, *rows)
+    of_heads = [exchange.to_heads(x) if x.ndim == 4 else exchange.to_heads(x, 2, 1) for x in results]
+    grads = platform.backward(exchange.arrays(arrays), spec.plain(), config, *of_heads)
     dbias = grads.bias
     if dbias is not None and dbias.shape[3] > 1:
         dbias = exchange.as_stored(dbias, 3)

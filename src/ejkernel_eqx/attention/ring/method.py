@@ -10,33 +10,29 @@ products of its step: 500 TFLOP/s by 141 GB/s, as measured between two H200."""
 
 def method_of(arrays: AttentionArrays, spec: RingSpec, devices: int) -> tuple[Method, str]:
     """The form of a call with these local shapes, and why."""
-    against = exchange_unsupported(arrays, devices)
-    where = f"over {devices} devices of axis {spec.axis!r}"
-    if spec.method == "ring":
-        return "ring", f"ring {where}, as requested"
-    if spec.method == "all_to_all":
-        if against is not None:
-            raise ValueError(
-                f"method: expected a call that all_to_all supports, but {against}; use method='ring'."
-            )
-        return "all_to_all", f"all-to-all {where}, as requested"
+    method, why = _method_and_why(arrays, spec, exchange_unsupported(arrays, devices))
+    return method, f"{method.replace('_', '-')} over {devices} devices of axis {spec.axis!r}{why}"
+
+
+def _method_and_why(arrays: AttentionArrays, spec: RingSpec, against: str | None) -> tuple[Method, str]:
+    """The form; `against`: why heads cannot be exchanged for tokens."""
+    if spec.method == "all_to_all" and against is not None:
+        raise ValueError(
+            f"method: expected a call that all_to_all supports, but {against}; use method='ring'."
+        )
+    if spec.method is not None:
+        return spec.method, ", as requested"
     if against is not None:
-        return "ring", f"ring {where}: all-to-all does not support the call, since {against}"
+        return "ring", f": all-to-all does not support the call, since {against}"
     left, right, _ = spec.reach
     if left is not None and right is not None:
-        return "ring", f"ring {where}: the window reaches few devices"
+        return "ring", ": the window reaches few devices"
     queries = arrays.q.shape[1] * arrays.q.shape[2] // arrays.k.shape[2]
     if queries < HIDDEN:
-        return (
-            "all_to_all",
-            f"all-to-all {where}: {queries} queries for each key are too few to hide a hop of the ring",
-        )
+        return "all_to_all", f": {queries} queries for each key are too few to hide a hop of the ring"
     if right is not None and spec.order == "contiguous":
-        return (
-            "all_to_all",
-            f"all-to-all {where}: in contiguous order a causal ring waits for its last device",
-        )
-    return "ring", f"ring {where}: its hops are hidden behind {queries} queries for each key"
+        return "all_to_all", ": in contiguous order a causal ring waits for its last device"
+    return "ring", f": its hops are hidden behind {queries} queries for each key"
 
 
 def exchange_unsupported(arrays: AttentionArrays, devices: int) -> str | None:

@@ -4,7 +4,6 @@ from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
@@ -14,9 +13,10 @@ from ...core.plans import plan_of
 from ...dispatch import PlatformLike
 from ..arguments import MaskInputs, parse_window, ScoreInputs, ScoreOptions
 from ..masks.mask import Mask, Window
-from ..signature import AttentionInputs, Output, WithLse
+from ..signature import AttentionInputs as Inputs
+from ..signature import K, Output, Q, V, WithLse
 from .arguments import resolve, Split
-from .core import attend
+from .core import ATTEND_RING
 
 
 class RingAttention(Kernel):
@@ -84,9 +84,7 @@ class RingAttention(Kernel):
         Raises `ValueError` for invalid options.
         """
         self.split = Split(axis_name, order, method)
-        self.split.check()
         self.options = ScoreOptions(logits_soft_cap, softmax_scale, dropout_rate, deterministic)
-        self.options.check()
         self.causal = causal
         self.window = parse_window(sliding_window, causal)
         self.inference = False
@@ -100,35 +98,17 @@ class RingAttention(Kernel):
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: Literal[False] = False,
-            **others: Unpack[AttentionInputs],
+            self, q: Q, k: K, v: V, *, return_lse: Literal[False] = False, **others: Unpack[Inputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: Literal[True],
-            **others: Unpack[AttentionInputs],
+            self, q: Q, k: K, v: V, *, return_lse: Literal[True], **others: Unpack[Inputs]
         ) -> WithLse: ...
 
         @overload
         def __call__(
-            self,
-            q: Float[AnyArray, "*B T H D"],
-            k: Float[AnyArray, "*B S K D"],
-            v: Float[AnyArray, "*B S K V"],
-            *,
-            return_lse: bool,
-            **others: Unpack[AttentionInputs],
+            self, q: Q, k: K, v: V, *, return_lse: bool, **others: Unpack[Inputs]
         ) -> Output | WithLse: ...
 
     @jax.named_scope("ejkernel_eqx.RingAttention")
@@ -175,17 +155,11 @@ class RingAttention(Kernel):
         `[..., T, H, V]` in the dtype of `q`, split as `q` is; with `return_lse` also `[..., T, H]` in float32. Raises `ValueError` for invalid
         arguments: among them an axis that the mesh lacks, and tokens that do not divide; and `UnsupportedError` if no platform supports the call.
         """
+        own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(
-            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset
+            mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own
         )
         inference = self.inference if inference is None else inference
-        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
-        own = Mask(is_causal=self.causal, window=self.window)
-        arrays, spec = resolve(
-            q, k, v, self.split, self.options, own, masking, scoring, return_lse=return_lse
-        )
-        out, lse = attend(self.plan, self.operation, arrays, spec)
-        if not return_lse:
-            return out
-        assert lse is not None, "kernels of a ring return the lse"
-        return out, jnp.swapaxes(lse, -1, -2)
+        scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference, return_lse)
+        call = resolve(q, k, v, self.split, self.options, masking, scoring)
+        return ATTEND_RING.attend(self.plan, self.operation, *call)

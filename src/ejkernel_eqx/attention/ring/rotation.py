@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from ...core.arguments import accumulator
 from ...parallel import match_varying
-from ..cotangents import clean_cotangent, row_terms, sinks_gradient
+from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks.lower import window_ends
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from .schedule import Piece, Run, runs, Sizes
@@ -67,15 +67,12 @@ class Ring:
         pairs = [(n, (n + shift) % self.devices) for n in range(self.devices)]
         return {name: lax.ppermute(x, self.spec.axis, pairs) for name, x in tree.items()}
 
-    def keys(self) -> Keys:
-        arrays = {"k": self.arrays.k, "v": self.arrays.v, "segments": self.arrays.kv_segments}
-        return match_varying(
-            {name: x for name, x in arrays.items() if x is not None}, (self.arrays, self.index)
-        )
-
     def first_keys(self) -> Keys:
         """Those of the first step, usually the device's own."""
-        return self.moved(self.keys(), self.runs[0].came) if self.runs else self.keys()
+        arrays = {"k": self.arrays.k, "v": self.arrays.v, "segments": self.arrays.kv_segments}
+        present = {name: x for name, x in arrays.items() if x is not None}
+        keys = match_varying(present, (self.arrays, self.index))
+        return self.moved(keys, self.runs[0].came) if self.runs else keys
 
     def zeros(self, shape: tuple[int, ...], value: float = 0.0) -> Array:
         """The start of a sum, with the type of what is added to it."""
@@ -85,12 +82,9 @@ class Ring:
         """`carry` after all steps, in loops of those that are alike."""
         for n, run in enumerate(self.runs):
             body = functools.partial(self._one, step, run, n == 0 and run.shifts == (0,))
-            if len(run.shifts) == 1:
-                carry = body(carry, (np.int32(run.shifts[0]), np.asarray(run.table[0], np.int32)))[0]
-            else:
-                carry = lax.scan(
-                    body, carry, (np.asarray(run.shifts, np.int32), np.asarray(run.table, np.int32))
-                )[0]
+            shifts, table = np.asarray(run.shifts, np.int32), np.asarray(run.table, np.int32)
+            once = len(shifts) == 1
+            carry, _ = body(carry, (shifts[0], table[0])) if once else lax.scan(body, carry, (shifts, table))
         return carry
 
     def _one(self, step: Any, run: Run, own: bool, carry: Any, x: tuple[Any, Any]) -> tuple[Any, None]:
@@ -124,15 +118,10 @@ class Ring:
         if seeds is not None:
             ahead = jnp.broadcast_to(begin.astype(jnp.uint32), (*seeds.shape[:-1], 1))
             seeds = jnp.concatenate([seeds, ahead], axis=-1)
-        q, k, v = (
-            _rows(arrays.q, piece.queries, 1),
-            _rows(keys["k"], piece.keys, 1),
-            _rows(keys["v"], piece.keys, 1),
-        )
         call = arrays._replace(
-            q=q,
-            k=k,
-            v=v,
+            q=_rows(arrays.q, piece.queries, 1),
+            k=_rows(keys["k"], piece.keys, 1),
+            v=_rows(keys["v"], piece.keys, 1),
             bias=cut(arrays.bias),
             mask=cut(arrays.mask),
             sinks=None,
@@ -171,14 +160,6 @@ class Step(NamedTuple):
     theirs: Array
     own: bool
 
-    def came(self, tree: Any) -> Any:
-        """Returns what has to go where the keys of this step have gone."""
-        return self.ring.moved(tree, self.run.came)
-
-    def following(self, keys: Keys) -> Keys:
-        """The keys of the next step."""
-        return self.ring.moved(keys, self.run.following)
-
     def over(self, keys: Keys, total: Any, compute: Callable[[Any, Part], Any]) -> Any:
         """`total` after `compute` of every piece that this device has."""
 
@@ -197,11 +178,13 @@ class Step(NamedTuple):
         return branches[0](total) if len(branches) == 1 else lax.switch(self.branch, branches, total)
 
 
-def forward(arrays: AttentionArrays, spec: RingSpec, config: Any, platform: Any) -> tuple[Array, Array]:
+def forward(platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any) -> tuple[Array, Array]:
     """`out [B, T, H, V]` and `lse [B, H, T]` of this device's queries."""
     ring = Ring(arrays, spec)
     (batch, length, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
-    total = ring.zeros((batch, length, heads, values)), ring.zeros((batch, heads, length), -jnp.inf)
+    out, lse = ring.zeros((batch, length, heads, values)), ring.zeros((batch, heads, length), -jnp.inf)
+    if arrays.sinks is not None:  # A sink is a key that is seen first and whose value is 0.
+        lse = jnp.maximum(lse, arrays.sinks.astype(lse.dtype)[..., None])
 
     def compute(total: tuple[Array, Array], part: Part) -> tuple[Array, Array]:
         out, lse = platform.forward(part.arrays, part.spec, config)
@@ -209,15 +192,10 @@ def forward(arrays: AttentionArrays, spec: RingSpec, config: Any, platform: Any)
 
     def step(carry: Any, step: Step) -> Any:
         keys, total = carry
-        later = step.following(keys)
+        later = ring.moved(keys, step.run.following)
         return later, step.over(keys, total, compute)
 
-    _, total = ring.each_step((ring.first_keys(), total), step)
-    out, lse = total
-    if arrays.sinks is not None:
-        sinks = jnp.broadcast_to(arrays.sinks.astype(lse.dtype)[..., None], lse.shape)
-        share, lse = _share(lse, jnp.logaddexp(lse, sinks)), jnp.logaddexp(lse, sinks)
-        out = out * share
+    _, (out, lse) = ring.each_step((ring.first_keys(), (out, lse)), step)
     return out.astype(arrays.q.dtype), lse
 
 
@@ -239,23 +217,15 @@ def _merged(
 
 
 def backward(
-    arrays: AttentionArrays,
-    spec: RingSpec,
-    config: Any,
-    platform: Any,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    dlse: Array,
+    platform: Any, arrays: AttentionArrays, spec: RingSpec, config: Any, *results: Array
 ) -> AttentionGrads:
-    """The gradients of this device's queries, keys and values, and its parts of those of other arrays. Those of keys travel with them, in
-    float32, one step behind."""
-    ring = Ring(arrays, spec, backward=True)
+    """The gradients of this device's queries, keys and values, and its parts of those of other arrays, from `out`, `lse` and their cotangents.
+    Those of keys travel with them, in float32, one step behind."""
+    ring, (out, lse, dout, dlse) = Ring(arrays, spec, backward=True), results
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
     dsinks = None
     if arrays.sinks is not None:
-        dsinks = sinks_gradient(arrays, lse, delta)
-        dsinks = dsinks if arrays.sinks.shape[0] == dsinks.shape[0] else dsinks.sum(0, keepdims=True)
+        dsinks = sum_batch(sinks_gradient(arrays, lse, delta), arrays.sinks)
     # Sinks are part of the log-sum-exp, and else concern no step; a query that sees nothing in any has no gradient.
     dout, lse = clean_cotangent(dout, empty), jnp.where(empty, -jnp.inf, lse)
     dlse = jnp.where(empty, 0, dlse)
@@ -279,7 +249,8 @@ def backward(
 
     def step(carry: Any, step: Step) -> Any:
         keys, ours, travelled = carry
-        later, arrived = step.following(keys), travelled if step.own else step.came(travelled)
+        later = ring.moved(keys, step.run.following)
+        arrived = travelled if step.own else ring.moved(travelled, step.run.came)
         ours, theirs = step.over(keys, (ours, nothing()), compute)
         return later, ours, {name: arrived[name] + x for name, x in theirs.items()}
 

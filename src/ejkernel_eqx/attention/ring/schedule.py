@@ -7,7 +7,7 @@ zigzag order. A piece is a call of a kernel for some of its queries and keys.
 import functools
 from typing import NamedTuple
 
-from .spec import Order, Reach
+from .spec import CHUNKS, Order, Reach
 
 MOST_BRANCHES = 3
 """With more different pieces than this in the steps of one loop, they take positions from arrays instead."""
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        return 2 if self.order == "zigzag" else 1
+        return CHUNKS[self.order]
 
     def starts(self, device: int, length: int) -> tuple[int, ...]:
         """The first position of each chunk of a device."""
@@ -124,20 +124,14 @@ def _pieces(sizes: Sizes, reach: Reach, ours: int, theirs: int, positional: bool
 def _joined(sizes: Sizes, windows: dict[tuple[int, int], Reach], positional: bool) -> Pieces:
     """Chunks with nothing to tell them apart in one call."""
     rows, columns = sizes.queries // sizes.chunks, sizes.keys // sizes.chunks
-    every = range(sizes.chunks)
     whole, causal = (None, None, 0), (None, 0, 0)
-    both_q, both_k = (0, sizes.queries), (0, sizes.keys)
-    if not positional and sizes.chunks == 2:
-        if all(windows.get((i, j)) == whole for i in every for j in every):
-            return (Piece(both_q, both_k, whole),)
+    if windows and not positional:
+        ours, theirs = (sorted({pair[side] for pair in windows}) for side in (0, 1))
+        if windows == {(i, j): whole for i in ours for j in theirs}:
+            queries, keys = (ours[0] * rows, len(ours) * rows), (theirs[0] * columns, len(theirs) * columns)
+            return (Piece(queries, keys, whole),)
         if rows == columns and windows == {(0, 0): causal, (1, 0): whole, (1, 1): causal}:
-            return (Piece(both_q, both_k, causal),)
-        for j in every:
-            if windows == {(0, j): whole, (1, j): whole}:
-                return (Piece(both_q, (j * columns, columns), whole),)
-        for i in every:
-            if windows == {(i, 0): whole, (i, 1): whole}:
-                return (Piece((i * rows, rows), both_k, whole),)
+            return (Piece((0, sizes.queries), (0, sizes.keys), causal),)
     return tuple(
         Piece((i * rows, rows), (j * columns, columns), window) for (i, j), window in windows.items()
     )

@@ -1,11 +1,13 @@
 """The static half of a call whose tokens are split over a mesh axis."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from ..spec import AttentionSpec
 
 Order = Literal["contiguous", "zigzag"]
+CHUNKS = {"contiguous": 1, "zigzag": 2}
+"""The number of chunks of consecutive tokens that each device has, by order."""
 Method = Literal["ring", "all_to_all"]
 Reach = tuple[int | None, int | None, int]
 """Keys visible to the left and right of a query, and the position of the first query among the keys."""
@@ -32,13 +34,12 @@ class RingSpec(AttentionSpec):
 
     def piece(self, left: int | None, right: int | None, offset: int, same_segments: bool) -> AttentionSpec:
         """The spec of a kernel's call for some of the queries and keys."""
-        names = (field.name for field in dataclasses.fields(AttentionSpec))
-        own = {name: getattr(self, name) for name in names}
+        fields: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(AttentionSpec)
+        }
         same = same_segments and self.same_segments
-        return AttentionSpec(
-            **own
-            | {"left": left, "right": right, "offset": offset, "same_segments": same, "return_lse": True}
-        )
+        fields |= {"left": left, "right": right, "offset": offset, "same_segments": same, "return_lse": True}
+        return AttentionSpec(**fields)
 
     def plain(self) -> AttentionSpec:
         """The same call on one device, which has all tokens."""

@@ -429,7 +429,7 @@ def _resident(arrays: AttentionArrays) -> int:
 def explicit_ranges(arrays: AttentionArrays, spec: AttentionSpec) -> tuple[AttentionArrays, AttentionSpec]:
     """Turns a static window into ranges if it leaves a query without keys or a key unseen, so that kernels know which."""
     queries, keys = arrays.q.shape[1], arrays.k.shape[1]
-    if arrays.rows is not None or not spec.ranged or tile_table.window_covers(queries, keys, spec):
+    if arrays.rows is not None or not spec.ranged or spec.covers(queries, keys):
         return arrays, spec
     position = jnp.arange(queries, dtype=jnp.int32)[None] + spec.offset
     arrays = arrays._replace(rows=RowRanges(*tile_table.row_ranges(arrays, spec), position))

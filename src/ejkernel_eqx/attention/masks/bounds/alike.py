@@ -58,11 +58,9 @@ def _of_operand(x: Bounds, tiles: Tiles) -> list[Column]:
     columns = [Column(np.where(one, x.lo, 0), x.along)]
     for form in sorted(x.forms):
         at, corner, _ = tiles.along(form)
-        if x.along == at:
-            columns.append(Column(np.where(one, np.iinfo(np.int64).min, corner), at))
-        else:
-            spread = _spread(Column(corner, at), tiles)
-            columns.append(Column(np.where(one, np.iinfo(np.int64).min, spread), None))
+        if x.along != at:
+            corner, at = _spread(Column(corner, at), tiles), None
+        columns.append(Column(np.where(one, np.iinfo(np.int64).min, corner), at))
     return columns
 
 

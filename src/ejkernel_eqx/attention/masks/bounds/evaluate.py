@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...._jitted import while_alive
-from ..functions import PairFunction, traced
+from ..functions import interpreted, PairFunction, traced
 from .interval import Bounds, constant, forms_of, is_int, linear, unbounded
 from .rules import Call, RULES, SUMS
 from .tables import Table
@@ -66,13 +66,7 @@ class _Run:
         self.conditions: list[Condition] = []
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Bounds]) -> list[Bounds]:
-        known: dict[Any, Bounds] = dict(zip(jaxpr.invars, arguments, strict=True))
-        known |= zip(jaxpr.constvars, map(self.function.constant, consts), strict=True)
-        read = lambda x: constant(x.val) if hasattr(x, "val") else known[x]
-        for equation in jaxpr.eqns:
-            results = self._apply(equation, [read(x) for x in equation.invars])
-            known |= zip(equation.outvars, results, strict=True)
-        return [read(x) for x in jaxpr.outvars]
+        return interpreted(jaxpr, map(self.function.constant, consts), arguments, self._apply, constant)
 
     def _apply(self, equation: Any, operands: list[Bounds]) -> list[Bounds]:
         name, parameters = equation.primitive.name, equation.params
