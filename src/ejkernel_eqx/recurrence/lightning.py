@@ -9,15 +9,13 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from .._values import checked
-from ..core.along import check_sequence_axis
-from ..core.arguments import accumulator, array, check_state_dtype, fitting
+from ..core.arguments import accumulator, array, fitting
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
-from .operation import plan_of, run, run_step
+from .arguments import check_scale, Frame, Operands, step_frame_of
+from .operation import Recurrence
 from .spec import CONSTANT
 
 _RULES = ("minimax", "fla")
@@ -55,7 +53,7 @@ def lightning_slopes(
     return 8.0 / num_heads * (1.0 - layer_index / num_layers) * heads
 
 
-class LightningAttention(Kernel):
+class LightningAttention(Recurrence):
     r"""Lightning attention: linear attention with a constant decay per head.
 
     $$S_t = e^{-\mathrm{slope}_h} S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
@@ -75,10 +73,6 @@ class LightningAttention(Kernel):
     layer_index: int = eqx.field(static=True)
     num_layers: int = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    sequence_axis: str | None = eqx.field(static=True)
-    state_dtype: str | None = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
 
     def __init__(
         self,
@@ -106,9 +100,7 @@ class LightningAttention(Kernel):
             lightning_slopes(slopes, 1, layer_index, num_layers)  # raises for invalid arguments
         self.slopes, self.layer_index, self.num_layers = slopes, layer_index, num_layers
         self.scale = check_scale(1.0 if scale is None and slopes == "minimax" else scale)
-        self.reverse, self.state_dtype = reverse, check_state_dtype(state_dtype)
-        self.sequence_axis = check_sequence_axis(sequence_axis)
-        self.plan = plan_of(LightningAttention, self, platform, config, tune_for)
+        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.LightningAttention")
     def __call__(
@@ -132,7 +124,7 @@ class LightningAttention(Kernel):
         **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises the
         errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
-        return self._run(
+        return self._with_slopes(
             q,
             k,
             v,
@@ -144,7 +136,7 @@ class LightningAttention(Kernel):
         )
 
     @over_sequence_axis()
-    def _run(
+    def _with_slopes(
         self,
         q: Float[AnyArray, "*B T H D"],
         k: Float[AnyArray, "*B T H D"],
@@ -157,10 +149,8 @@ class LightningAttention(Kernel):
         state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """A call with the slopes of its heads, which devices may share."""
-        frame = frame_of(
-            q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
-        )
-        return run(self.plan, frame, self._operands(frame, q, k, v, slopes), initial_state, self.state_dtype)
+        frame = self._frame(q, cu_seqlens, segment_ids, state_indices)
+        return self._run(frame, self._operands(frame, q, k, v, slopes), initial_state)
 
     @jax.named_scope("ejkernel_eqx.LightningAttention.step")
     def step(
@@ -176,9 +166,7 @@ class LightningAttention(Kernel):
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(q, "q", "H D", state_indices)
-        return run_step(
-            self.plan, frame, self._operands(frame, q, k, v, self._slopes(q, k, v, slopes)), state
-        )
+        return self._run(frame, self._operands(frame, q, k, v, self._slopes(q, k, v, slopes)), state)
 
     def _operands(self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, slopes: AnyArray) -> Operands:
         q, k, v = frame.qkv(q, k, v)
