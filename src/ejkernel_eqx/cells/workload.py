@@ -11,7 +11,7 @@ from jax import Array
 
 from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
-from ..core.workload import Inputs, random_cotangents, workload_of
+from ..core.workload import Inputs, random_cotangents, random_offsets, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import KINDS, problem_of
 from .spec import CellArrays, CellSpec, CHOICES, GATES, letters, PADDING, SHARED, STARTS
@@ -38,9 +38,7 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
     arrays, spec = _random(problem, seed), spec_of(problem)
     rng, batch, length = np.random.default_rng(seed), problem.dim("B"), problem.dim("T")
     if problem.flag("packed") == "offsets":
-        inner = np.sort(rng.integers(0, length + 1, (batch, problem.dim("S") - 1)), axis=1)
-        ends = [np.zeros((batch, 1), int), inner, np.full((batch, 1), length)]
-        arrays = arrays._replace(offsets=jnp.asarray(np.concatenate(ends, axis=1), jnp.int32))
+        arrays = arrays._replace(offsets=random_offsets(problem, rng, "S"))
     if problem.flag("packed") == "marks":
         marks = np.where(rng.random((batch, length)) < 4 / max(length, 1), STARTS, 0)
         real = rng.integers(length - length // 4, length + 1, (batch, 1))

@@ -1,5 +1,6 @@
 """Builds a problem for the command line from sizes by letter and option flags by name."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,6 @@ from .spec import (
     SCALAR,
     step_letters,
     StepArrays,
-    StepSpec,
     VALUE,
 )
 
@@ -67,15 +67,14 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     wide, decay = wide_dtype(dtype), options["decay"]
     dtypes = dict.fromkeys(("q", "k", "v", *(name for name in ("beta", "skip") if options[name])), dtype)
     dtypes |= {} if decay == NONE else {"g": wide}
+    spec = RecurrenceSpec(size["D"] ** -0.5, decay, options["delta"], wide, options["transposed"])
     if step:
-        decay = SCALAR if decay == CONSTANT else decay
+        spec = dataclasses.replace(spec, decay=SCALAR) if decay == CONSTANT else spec
         dtypes |= {"state": wide} | ({"indices": "int32"} if options["slots"] else {})
-        sizes = {**size, "rows": size["B"], "slots": size["B"]}
-        shapes = step_letters("rows", "slots", decay, options["transposed"]).shapes(sizes, dtypes, lead="")
-        spec = StepSpec(size["D"] ** -0.5, decay, options["delta"], options["transposed"])
+        sizes, axes = {**size, "rows": size["B"], "slots": size["B"]}, (spec.decay, spec.transposed)
+        shapes = step_letters("rows", "slots", *axes).shapes(sizes, dtypes, lead="")
         return step_problem_of(operation, StepArrays(**shapes), spec)
     packed = options["packed"]
     dtypes |= {"initial_state": wide} if options["initial_state"] else {}
     dtypes |= {"starts" if packed == "segments" else packed: "int32"} if packed else {}
-    spec = RecurrenceSpec(size["D"] ** -0.5, decay, options["delta"], wide)
     return problem_of(operation, RecurrenceArrays(**letters(decay, packed).shapes(size, dtypes)), spec)

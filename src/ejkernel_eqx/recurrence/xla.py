@@ -26,7 +26,6 @@ from .spec import (
     RecurrenceSpec,
     SCALAR,
     StepArrays,
-    StepSpec,
     VALUE,
 )
 from .xla_chunks import Chunks, merge, split
@@ -347,7 +346,7 @@ class _Call:
         return states, others, chunks.final_states(after, initial)
 
 
-def step(arrays: StepArrays, spec: StepSpec, config: XlaConfig) -> tuple[Array, Array]:
+def step(arrays: StepArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[Array, Array]:
     """`out [*, B, R, V]` in v's dtype and the new states (the whole pool); each state is read once and written once."""
     wide = accumulator(arrays.q.dtype)
     pool, indices = arrays.state, arrays.indices

@@ -5,10 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from ..core.workload import Inputs
+from ..core.workload import Inputs, with_packing
 from ..dispatch import Problem
 from .spec import ScanArrays, ScanSpec, StepArrays
 
@@ -23,18 +22,7 @@ def spec_of(problem: Problem) -> ScanSpec:
 
 def make_inputs(problem: Problem, seed: int) -> Inputs:
     """New inputs for every seed: random values, documents of various lengths."""
-    inputs = _random(problem, seed)
-    rng = np.random.default_rng(seed)
-    arrays, batch, length = inputs.arrays, problem.dim("B"), problem.dim("T")
-    if problem.flag("packed") == "offsets":
-        inner = np.sort(rng.integers(0, length + 1, (batch, problem.dim("S") - 1)), axis=1)
-        ends = [np.zeros((batch, 1), int), inner, np.full((batch, 1), length)]
-        arrays = arrays._replace(offsets=jnp.asarray(np.concatenate(ends, axis=1), jnp.int32))
-    if problem.flag("packed") == "segments":
-        begins = rng.random((batch, length)) < 4 / max(length, 1)
-        starts = np.maximum.accumulate(np.where(begins, np.arange(length), -1), axis=1)
-        arrays = arrays._replace(starts=jnp.asarray(starts, jnp.int32))
-    return inputs._replace(arrays=arrays)
+    return with_packing(_random(problem, seed), problem, seed, "S")
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -7,7 +7,7 @@ from jax import Array
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch.pallas import Execute, run
 from .. import xla
-from ..spec import FLOATS, heads_of, RecurrenceArrays, RecurrenceSpec, StepArrays, StepSpec, VALUE
+from ..spec import FLOATS, heads_of, RecurrenceArrays, RecurrenceSpec, StepArrays, VALUE
 from .call import make_call, run_backward, run_forward
 from .tile_sizes import candidates as candidates
 from .tile_sizes import chunk_of, heads_of_step, PallasConfig
@@ -105,7 +105,7 @@ def backward(
 
 
 def step(
-    arrays: StepArrays, spec: StepSpec, config: PallasConfig, *, execute: Execute = run
+    arrays: StepArrays, spec: RecurrenceSpec, config: PallasConfig, *, execute: Execute = run
 ) -> tuple[Array, Array]:
     """Processes one token per row, in plain XLA."""
     return xla.step(arrays, spec, xla.XlaConfig(config.chunk_size))
