@@ -13,7 +13,7 @@ from jax import Array
 from ...launch import NOTHING, result
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec
-from . import delta_splits
+from . import delta_splits, splits
 from .call import Call, sum_heads
 from .delta_gradients import delta_gradients_kernel, delta_pairs_kernel
 from .delta_key_gradients import delta_key_gradients_kernel
@@ -35,13 +35,13 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
 
 def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Arrays]:
     heads, _, values = call.sizes
-    solved = _key_scores(call, _gates(call), solving=True) if call.spec.decay == KEY else _scores(call)
+    solved = _key_scores(call, gates(call), solving=True) if call.spec.decay == KEY else _scores(call)
     serial = _serial(call)
-    edges, turns = delta_splits.edges_of(serial, solved)
+    edges = delta_splits.edges_of(serial, solved)
     outputs = {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)}
-    results = _states(serial, serial.config.out, outputs, solved | {"edges": edges})
+    results = _states(serial, serial.config.out, outputs, solved | edges)
     saved = {name: solved[name] for name in ("scores", "inverse", "factors")}
-    return results["out"], results["final"], saved | delta_splits.to_saved(call, edges, turns)
+    return results["out"], results["final"], saved | splits.to_saved(call, edges)
 
 
 def backward(
@@ -49,16 +49,16 @@ def backward(
 ) -> tuple[Arrays, Array]:
     heads, dim, values = call.sizes
     decay, named = call.spec.decay, saved | {"do": dout}
-    key_gates = _gates(call) if decay == KEY else {}
+    key_gates = gates(call) if decay == KEY else {}
     folded = _key_scores(call, key_gates, solving=False) if decay == KEY else {}
     serial = _serial(call)
-    edges, turns = delta_splits.from_saved(serial, named | folded)
+    edges = delta_splits.from_saved(serial, named | folded)
     stored = result(call.chunks, heads, values, dim, dtype=call.arrays.q.dtype)
     outputs = {"states": stored, "written": call.rows(heads, values)}
-    results = _states(serial, serial.config.states, outputs, named | folded | {"edges": edges})
+    results = _states(serial, serial.config.states, outputs, named | folded | edges)
     named |= {name: results[name] for name in outputs}
-    edges = delta_splits.gradients_of(serial, named | folded, dfinal, turns)
-    tile, inputs = serial.config.dstates, named | folded | {"dfinal": dfinal, "edges": edges}
+    tile, inputs = serial.config.dstates, named | folded | {"dfinal": dfinal}
+    inputs |= delta_splits.gradients_of(serial, inputs, edges)
     outputs = {"dstates": stored, "derrors": call.rows(heads, values)}
     others = {"dinitial": call.edge_states("float32"), "local": NOTHING}
     programs = serial.state_programs(tile)
@@ -89,11 +89,6 @@ def _scores(call: Call) -> Arrays:
     numbers = {"BLOCK_K": padded(call.sizes[1]), "HEADS": each, "SOLVE": _solving(call)}
     outputs, programs = _solutions(call), call.chunks * (heads // each)
     return call.launch(delta_scores_kernel, call.config.scores, outputs, programs, **numbers)
-
-
-def _gates(call: Call) -> Arrays:
-    high, low = gates(call)
-    return {"gates": high, "low": high if low is None else low}
 
 
 def _key_scores(call: Call, key_gates: Arrays, *, solving: bool) -> Arrays:
