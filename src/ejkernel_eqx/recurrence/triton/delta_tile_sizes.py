@@ -4,45 +4,37 @@ Chosen by measurements on an H200; on other devices the first that fits in share
 """
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.sizes import fitting, padded
+from ...launch.sizes import fitting, numbers_of, padded
 from ..spec import KEY
-from .tile_sizes import multiprocessors, narrowed, programs_of, Row, splits_of, Tile, TritonConfig, variants
+from .tile_sizes import multiprocessors, narrowed, programs_of, splits_of, Tile, TritonConfig, variants
 
 _LEAST_SPLIT, _FEWEST = 2048, 4  # tokens of a sequence's part, and parts
 # 64 rows (values) of a state per program of 4 warps, where products have 64 rows, so that they stay in a warp's registers from one product
 # to the next. Devices before Hopper do not have that many registers.
-_SERIAL: tuple[Row, ...] = (
-    (128, 64, 4, 3),
-    (128, 64, 4, 2),
-    (128, 32, 4, 2),
-    (128, 32, 4, 1),
-    (128, 16, 4, 1),
-)
-_HALF: dict[str, tuple[Row, ...]] = {
-    "scores": ((64, 64, 4, 1),),
-    "wy": ((64, 128, 4, 1), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)),
+_SERIAL = "128 64 4 3, 128 64 4 2, 128 32 4 2, 128 32 4 1, 128 16 4 1"
+_OLDER = "128 32 4 2, 128 32 4 1, 128 16 4 1"
+_HALF = {
+    "scores": "64 64 4 1",
+    "wy": "64 128 4 1, 64 64 4 2, 64 64 4 1, 64 32 4 1",
     "states": _SERIAL,
     "out": _SERIAL,
     "dstates": _SERIAL,
-    "gradients": ((64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1)),
+    "gradients": "64 64 4 2, 64 64 4 1, 32 64 4 2, 32 64 4 1, 32 32 4 1",
 }
-_KEY_GRADIENTS: tuple[Row, ...] = ((32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1))
+_KEY_GRADIENTS = "32 64 4 2, 32 64 4 1, 32 32 4 1"
 # Without spills (64 channels have 280 bytes a thread on Hopper), which an H200 does not reward: 365 for 343 microseconds.
-_KEY_SCORES: tuple[Row, ...] = ((32, 64, 4, 1),)
-_FLOAT32: dict[str, tuple[Row, ...]] = {
-    "scores": ((32, 32, 4, 1),),
-    "wy": ((32, 32, 4, 1),),
-    "states": ((128, 16, 4, 1),),
-    "out": ((128, 16, 4, 1),),
-    "dstates": ((128, 16, 4, 1),),
-    "gradients": ((64, 32, 8, 1), (32, 32, 4, 1)),
+_KEY_SCORES = "32 64 4 1"
+_FLOAT32 = {
+    **dict.fromkeys(("scores", "wy"), "32 32 4 1"),
+    **dict.fromkeys(("states", "out", "dstates"), "128 16 4 1"),
+    "gradients": "64 32 8 1, 32 32 4 1",
 }
-_OTHERS: dict[str, tuple[Row, ...]] = {
-    "states": ((128, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 3)),
-    "out": ((128, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 3)),
-    "dstates": ((128, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 2)),
-    "wy": ((64, 64, 4, 2), (64, 32, 4, 3)),
-    "gradients": ((64, 128, 4, 1), (64, 32, 4, 3), (32, 64, 4, 2), (32, 32, 4, 3)),
+_OTHERS = {
+    "states": "128 64 4 2, 128 32 4 3, 128 128 8 3",
+    "out": "128 64 4 2, 128 32 4 3, 128 128 8 3",
+    "dstates": "128 64 4 2, 128 32 4 3, 128 128 8 2",
+    "wy": "64 64 4 2, 64 32 4 3",
+    "gradients": "64 128 4 1, 64 32 4 3, 32 64 4 2, 32 32 4 3",
 }
 
 
@@ -53,7 +45,7 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     elif problem.flag("decay") == KEY:
         rows = _HALF | {"gradients": _KEY_GRADIENTS}
     if problem.dtype("qkv") == "bfloat16" and device.capability < (9, 0):
-        rows = rows | dict.fromkeys(("states", "out", "dstates"), _SERIAL[2:])
+        rows = rows | dict.fromkeys(("states", "out", "dstates"), _OLDER)
     if problem.dim("D") > 128:
         chunk = 32
     tiles = {name: _fitting(name, rows[name], chunk, problem, device)[0] for name in rows}
@@ -77,11 +69,9 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     return variants(first, fit, (1, 2 * first.splits))
 
 
-def _fitting(
-    name: str, rows: tuple[Row, ...], chunk: int, problem: Problem, device: DeviceFacts
-) -> list[Tile]:
+def _fitting(name: str, rows: str, chunk: int, problem: Problem, device: DeviceFacts) -> list[Tile]:
     """The tiles that fit in shared memory, else the last; none is wider than the channels."""
-    tiles = [narrowed(row, problem) for row in rows]
+    tiles = [narrowed(row, problem) for row in numbers_of(rows)]
     return fitting(tiles, lambda tile: _shared_memory(name, tile, chunk, problem), device) or tiles[-1:]
 
 

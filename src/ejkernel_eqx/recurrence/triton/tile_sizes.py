@@ -1,7 +1,7 @@
 """Configurations of the Triton recurrences: their fields, the heuristic choice, and those worth timing."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from ...dispatch import DeviceFacts, Problem
@@ -201,7 +201,7 @@ def _shared(problem: Problem) -> bool:
     return problem.dim("R") // max(problem.dim("Hq"), problem.dim("Hk")) > 8
 
 
-def narrowed(row: Row, problem: Problem) -> Tile:
+def narrowed(row: Sequence[int], problem: Problem) -> Tile:
     """The tile, limited to the width of the channels."""
     block_k, block_v, num_warps, num_stages = row
     dim, values = padded(problem.dim("D")), padded(problem.dim("V"))
