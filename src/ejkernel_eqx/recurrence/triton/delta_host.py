@@ -4,7 +4,6 @@ The forward pass keeps the scores, the inverse of every chunk's matrix, and thre
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,7 @@ from . import delta_splits, splits
 from .call import Call, sum_heads
 from .delta_gradients import delta_gradients_kernel, delta_pairs_kernel
 from .delta_key_gradients import delta_key_gradients_kernel
-from .delta_states import delta_dstates_kernel, delta_states_kernel
 from .key_scores import gates
-from .tile_sizes import Tile
 from .wy import delta_scores_kernel
 from .wy_key import delta_key_scores_kernel
 
@@ -39,7 +36,7 @@ def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Arrays]
     serial = _serial(call)
     edges = delta_splits.edges_of(serial, solved)
     outputs = {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)}
-    results = _states(serial, serial.config.out, outputs, solved | edges)
+    results = delta_splits.run_states(serial, serial.config.out, outputs, solved | edges)
     saved = {name: solved[name] for name in ("scores", "inverse", "factors")}
     return results["out"], results["final"], saved | splits.to_saved(call, edges)
 
@@ -55,15 +52,13 @@ def backward(
     edges = delta_splits.from_saved(serial, named | folded)
     stored = result(call.chunks, heads, values, dim, dtype=call.arrays.q.dtype)
     outputs = {"states": stored, "written": call.rows(heads, values)}
-    results = _states(serial, serial.config.states, outputs, named | folded | edges)
+    results = delta_splits.run_states(serial, serial.config.states, outputs, named | folded | edges)
     named |= {name: results[name] for name in outputs}
-    tile, inputs = serial.config.dstates, named | folded | {"dfinal": dfinal}
+    inputs = named | folded | {"initial": dfinal}
     inputs |= delta_splits.gradients_of(serial, inputs, edges)
-    outputs = {"dstates": stored, "derrors": call.rows(heads, values)}
-    others = {"dinitial": call.edge_states("float32"), "local": NOTHING}
-    programs = serial.state_programs(tile)
-    results = serial.launch(delta_dstates_kernel, tile, outputs | others, programs, inputs, LOCAL=False)
-    named |= {name: results[name] for name in outputs}
+    outputs |= {"final": call.edge_states("float32")}
+    results = delta_splits.run_states(serial, serial.config.dstates, outputs, inputs, REVERSE=True)
+    named |= {"dstates": results["states"], "derrors": results["written"]}
     grads = _gradients(call, named | key_gates)
     if decay == CONSTANT:
         grads["dg"] = _sum_tokens(grads["dg"], arrays.offsets)
@@ -74,14 +69,7 @@ def backward(
         for name, axis in axes.items()
         if (x := getattr(arrays, name)) is not None
     }
-    return summed, results["dinitial"]
-
-
-def _states(serial: Call, tile: Tile, outputs: dict[str, Any], inputs: dict[str, Any]) -> Arrays:
-    """A pass over the states, with the outputs of the call if these are wanted."""
-    numbers = {"OUT": "out" in outputs, "LOCAL": False}
-    outputs, programs = delta_splits.NO_STATES | outputs, serial.state_programs(tile)
-    return serial.launch(delta_states_kernel, tile, outputs, programs, inputs, **numbers)
+    return summed, results["final"]
 
 
 def _scores(call: Call) -> Arrays:
@@ -115,21 +103,16 @@ def _solutions(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _pairs(call: Call, inputs: Arrays) -> Arrays:
-    """The contributions of pairs of tokens to the gradients, `dv`, and a part of `dbeta`."""
-    heads, _, values = call.sizes
-    pairs = call.rows(heads, call.config.chunk_size)
-    outputs = {"dscores": pairs, "dreads": pairs, "dv": _shared(call, heads, values, "HV")}
-    outputs |= dict.fromkeys(("diagonal", "dbeta"), call.wide_rows(heads))
-    return call.launch(delta_pairs_kernel, call.config.wy, outputs, call.chunks * heads, inputs)
-
-
 def _gradients(call: Call, inputs: Arrays) -> Arrays:
     """Gradients over state heads; those of queries and keys are summed over the heads that share them."""
-    heads, dim, _ = call.sizes
+    heads, dim, values = call.sizes
     keyed, gated = call.spec.decay == KEY, call.arrays.g is not None
-    each = 1 if keyed else _heads_each(call)
-    pairs, tile = _pairs(call, inputs), call.config.gradients
+    each, tile = 1 if keyed else _heads_each(call), call.config.gradients
+    # The contributions of pairs of tokens, `dv`, and a part of `dbeta`.
+    outputs = dict.fromkeys(("dscores", "dreads"), call.rows(heads, call.config.chunk_size))
+    outputs |= dict.fromkeys(("diagonal", "dbeta"), call.wide_rows(heads))
+    outputs |= {"dv": _shared(call, heads, values, "HV")}
+    pairs = call.launch(delta_pairs_kernel, call.config.wy, outputs, call.chunks * heads, inputs)
     inputs = inputs | {name: pairs[name] for name in ("dscores", "dreads", "diagonal")}
     tiles = cdiv(dim, tile.block_k)
     parts = call.wide_rows(tiles, heads)

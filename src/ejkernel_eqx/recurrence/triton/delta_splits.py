@@ -5,6 +5,7 @@ Both are `edges [sequences, splits, HS, V, D]` in float32; `turns [sequences, sp
 
 import dataclasses
 import math
+from typing import Any
 
 from jax import Array
 
@@ -13,14 +14,25 @@ from ...launch.sizes import cdiv, padded
 from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec
 from . import splits
 from .call import Call
-from .delta_states import delta_chain_kernel, delta_dstates_kernel, delta_states_kernel
+from .delta_states import delta_chain_kernel, delta_states_kernel
 from .tile_sizes import Tile
 
 Arrays = dict[str, Array]
-NO_STATES = dict.fromkeys(("out", "final", "states", "written", "local", "turns"), NOTHING)
-"""The results of `delta_states_kernel`, none of which are written."""
+_RESULTS = ("out", "final", "states", "written", "local", "turns")
 # Values of a program that goes from split to split, and channels of a step.
 _CHAIN_ROWS, _CHAIN_CHANNELS = 16, 64
+
+
+def run_states(
+    call: Call, tile: Tile, outputs: dict[str, Any], inputs: Arrays, programs: int = 0, **options: bool
+) -> Arrays:
+    """A pass over the states of a sequence, or with `REVERSE` over their gradients; results that are not in `outputs` are not written."""
+    numbers: dict[str, Any] = {"OUT": "out" in outputs, "LOCAL": False, "REVERSE": False, **options}
+    if numbers["REVERSE"]:
+        numbers["INITIAL"] = True
+    numbers["name"] = f"delta_{'local_' * numbers['LOCAL']}{'d' * numbers['REVERSE']}states_kernel"
+    outputs, programs = dict.fromkeys(_RESULTS, NOTHING) | outputs, programs or call.state_programs(tile)
+    return call.launch(delta_states_kernel, tile, outputs, programs, inputs, **numbers)
 
 
 def edges_of(call: Call, solved: Arrays) -> Arrays:
@@ -32,10 +44,9 @@ def edges_of(call: Call, solved: Arrays) -> Arrays:
     if call.spec.decay == KEY:  # two programs of two stages share a multiprocessor
         tile = dataclasses.replace(tile, num_stages=min(tile.num_stages, 2))
     lead = call.sequences, call.splits, heads
-    outputs = NO_STATES | {"local": result(*lead, values, dim), "turns": result(*lead, dim, dim)}
+    outputs = {"local": result(*lead, values, dim), "turns": result(*lead, dim, dim)}
     programs = math.prod(lead) * (cdiv(values, tile.block_v) + cdiv(dim, tile.block_v))
-    options = {"OUT": False, "LOCAL": True, "name": "delta_local_states_kernel"}
-    results = call.launch(delta_states_kernel, tile, outputs, programs, solved, **options)
+    results = run_states(call, tile, outputs, solved, programs, LOCAL=True)
     turns = {"turns": results["turns"]}
     return turns | _chain(call, call.arrays.initial_state, results["local"], turns, True)
 
@@ -46,13 +57,10 @@ def gradients_of(call: Call, inputs: Arrays, edges: Arrays) -> Arrays:
         return {}
     heads, dim, values = call.sizes
     tile, splits = call.config.dstates, call.splits - 1
-    outputs = dict.fromkeys(("dstates", "derrors", "dinitial"), NOTHING)
-    outputs |= {"local": result(call.sequences, splits, heads, values, dim)}
-    programs = call.state_programs(tile, splits)
-    options = {"LOCAL": True, "name": "delta_local_dstates_kernel"}
-    arrays = inputs | {"dfinal": None}
-    results = call.launch(delta_dstates_kernel, tile, outputs, programs, arrays, **options)
-    return _chain(call, inputs["dfinal"], results["local"], edges, False)
+    outputs = {"local": result(call.sequences, splits, heads, values, dim)}
+    programs, alone = call.state_programs(tile, splits), inputs | {"initial": None}
+    results = run_states(call, tile, outputs, alone, programs, LOCAL=True, REVERSE=True)
+    return _chain(call, inputs["initial"], results["local"], edges, False)
 
 
 def _chain(call: Call, edge: Array | None, local: Array, turns: Arrays, forward: bool) -> Arrays:
