@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import namedtuple
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,25 +24,10 @@ def check_options(cell: Any, activation: Any, gate_activation: Any) -> None:
             raise ValueError(f"{name}: expected one of {', '.join(choices)}, received {value!r}.")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Parameters:
-    """The weights and biases of a call, as the user passes them."""
-
-    weight_hh: Any
-    bias_hh: Any = None
-    weight_ih: Any = None
-    bias_ih: Any = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tokens:
-    """The arguments of a call that describe its tokens."""
-
-    lengths: Any = None
-    resets: Any = None
-    cu_seqlens: Any = None
-    segment_ids: Any = None
-    state_indices: Any = None
+Parameters = namedtuple("Parameters", "weight_hh bias_hh weight_ih bias_ih", defaults=(None,) * 3)
+"""The weights and biases of a call, as the user passes them."""
+Tokens = namedtuple("Tokens", "lengths resets cu_seqlens segment_ids state_indices", defaults=(None,) * 5)
+"""The arguments of a call that describe its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Shared by the delta rules: options, operands, and everything of the gated ones."""
 
 import dataclasses
+from collections import namedtuple
 from typing import Any, ClassVar, Literal, TypeVar
 
 import equinox as eqx
@@ -37,13 +38,8 @@ class DeltaOptions:
         return dataclasses.replace(self, lower_bound=check_gate(self.gate, self.lower_bound))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class GateInputs:
-    """The arguments of a call that determine the decay."""
-
-    g: Any
-    A_log: Any
-    dt_bias: Any
+GateInputs = namedtuple("GateInputs", "g A_log dt_bias")
+"""The arguments of a call that determine the decay."""
 
 
 def delta_operands(

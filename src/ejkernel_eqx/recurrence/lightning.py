@@ -1,6 +1,8 @@
 """`LightningAttention`: linear attention with a constant decay per head."""
 
-from typing import Any, ClassVar, Literal
+import functools
+from collections.abc import Callable
+from typing import Any, cast, ClassVar, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -18,6 +20,7 @@ from .arguments import check_scale, Frame, Operands, step_frame_of
 from .operation import Recurrence
 from .spec import CONSTANT
 
+F = TypeVar("F", bound=Callable[..., Any])
 _RULES = ("minimax", "fla")
 
 
@@ -51,6 +54,16 @@ def lightning_slopes(
         rate = 1.0 - layer_index / (num_layers - 1 + 1e-5) + 1e-5
         return 2.0 ** (-8.0 * (heads + 1) / num_heads) * rate
     return 8.0 / num_heads * (1.0 - layer_index / num_layers) * heads
+
+
+def _with_slopes(call: F) -> F:
+    """Decorates a call whose heads devices may share: the slopes of all heads are known before."""
+
+    @functools.wraps(call)
+    def resolved(self: Any, q: Any, k: Any, v: Any, *, slopes: Any = None, **others: Any) -> Any:
+        return call(self, q, k, v, slopes=self._slopes(q, k, v, slopes), **others)
+
+    return cast(F, resolved)
 
 
 class LightningAttention(Recurrence):
@@ -103,6 +116,8 @@ class LightningAttention(Recurrence):
         self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.LightningAttention")
+    @_with_slopes
+    @over_sequence_axis()
     def __call__(
         self,
         q: Float[AnyArray, "*B T H D"],
@@ -124,31 +139,6 @@ class LightningAttention(Recurrence):
         **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises the
         errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
-        return self._with_slopes(
-            q,
-            k,
-            v,
-            self._slopes(q, k, v, slopes),
-            initial_state=initial_state,
-            cu_seqlens=cu_seqlens,
-            segment_ids=segment_ids,
-            state_indices=state_indices,
-        )
-
-    @over_sequence_axis()
-    def _with_slopes(
-        self,
-        q: Float[AnyArray, "*B T H D"],
-        k: Float[AnyArray, "*B T H D"],
-        v: Float[AnyArray, "*B T H V"],
-        slopes: Float[AnyArray, " H"],
-        *,
-        initial_state: Float[AnyArray, "... H D V"] | None = None,
-        cu_seqlens: Int[Numbers, " N+1"] | None = None,
-        segment_ids: Int[Numbers, "*B T"] | None = None,
-        state_indices: Int[Numbers, " B"] | None = None,
-    ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
-        """A call with the slopes of its heads, which devices may share."""
         frame = self._frame(q, cu_seqlens, segment_ids, state_indices)
         return self._run(frame, self._operands(frame, q, k, v, slopes), initial_state)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
-from ..sequences.tokens import begins, masked, over, put, scan_tokens
+from ..sequences.tokens import begins, from_slots, masked, scan_tokens, to_slots
 from .heads import repeat_heads
 from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays
 
@@ -88,7 +88,7 @@ def step(arrays: StepArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
     state = arrays.state
     lead = state.ndim - 4
     count = arrays.q.shape[-3]
-    rows = state if arrays.indices is None else over(lead, _take)(state, jnp.maximum(arrays.indices, 0))
+    rows = from_slots(state, arrays.indices, lead)
     rows = jnp.swapaxes(rows, -1, -2) if spec.transposed else rows
     initial = rows.astype(accumulator(arrays.q.dtype))
     token: Any = lambda x: None if x is None else jnp.expand_dims(x, lead + 1)
@@ -102,13 +102,4 @@ def step(arrays: StepArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
     out, new = recur(whole, RecurrenceSpec(spec.scale, spec.decay, spec.delta))
     out = jnp.squeeze(out, lead + 1)
     new = (jnp.swapaxes(new, -1, -2) if spec.transposed else new).astype(state.dtype)
-    if arrays.indices is None:
-        return out, new
-    used = arrays.indices >= 0
-    out = jnp.where(used[..., None, None], out, 0.0)
-    where = jnp.where(used, arrays.indices, state.shape[lead])  # past the end: dropped
-    return out, over(lead, put)(state, new, where)
-
-
-def _take(pool: Array, indices: Array) -> Array:
-    return pool[indices]
+    return to_slots(out, new, state, arrays.indices, lead)

@@ -27,16 +27,24 @@ def shared_products_kernel(
     q_ptr, k_ptr, chunks_ptr, T,
     products_ptr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr,
-    TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """`products [chunks, GROUPS, C, C]`: keys times queries for one chunk and group of heads that share both."""
+    """`products [chunks, GROUPS, C, C]`: keys times queries for one chunk and group of heads that share both. `MASKED`: queries times keys instead,
+    `[B, T, GROUPS, C]`, zero where a token would see a later one."""
     index = tl.program_id(0)
     group = index % GROUPS
     first, count, _seq = chunk_of(index // GROUPS, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     q_base = q_ptr + first * (HQ * D) + group // (GROUPS // HQ) * D
     k_base = k_ptr + first * (HK * D) + group // (GROUPS // HK) * D
-    products = products_of(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
-    store_tile(products_ptr + index.to(tl.int64) * (CHUNK * CHUNK), products, CHUNK, CHUNK, 0, CHUNK, CHUNK, CHUNK)
+    if MASKED:
+        products = products_of(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
+        # A token sees itself and those before it.
+        r = tl.arange(0, CHUNK)  # [C]
+        products = tl.where(r[:, None] >= r[None, :], products, 0.0)  # [C, C]
+        store_tile(products_ptr + (first * GROUPS + group) * CHUNK, products, GROUPS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+    else:
+        products = products_of(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
+        store_tile(products_ptr + index.to(tl.int64) * (CHUNK * CHUNK), products, CHUNK, CHUNK, 0, CHUNK, CHUNK, CHUNK)
 
 
 @triton.jit
