@@ -53,13 +53,7 @@ class Call:
 
 
 def resolve(
-    spec: CellSpec,
-    inputs: Any,
-    parameters: Parameters,
-    initial_state: Any,
-    tokens: Tokens,
-    *,
-    reverse: bool,
+    spec: CellSpec, inputs: Any, parameters: Parameters, initial_state: Any, tokens: Tokens, *, reverse: bool
 ) -> Call:
     ids, starts = _segments(inputs, tokens)
     frame = frame_of(inputs, "inputs", "I", tokens.cu_seqlens, ids, reverse, tokens.state_indices)

@@ -49,11 +49,7 @@ def run(
 
 
 def run_step(
-    plan: Plan,
-    frame: Frame,
-    operands: Operands,
-    state: Any,
-    epilogue: Callable[[Array], Array] | None = None,
+    plan: Plan, frame: Frame, operands: Operands, state: Any, epilogue: Callable[[Array], Array] | None = None
 ) -> tuple[Array, Array]:
     """Runs one token per row."""
     arrays, spec = build_step(frame, operands, state)

@@ -18,16 +18,7 @@ from ..core.arguments import accumulator
 from ..parallel import match_varying
 from ..sequences.tokens import from_slots, over, to_slots
 from .heads import repeat_heads
-from .spec import (
-    CONSTANT,
-    heads_of,
-    KEY,
-    RecurrenceArrays,
-    RecurrenceSpec,
-    SCALAR,
-    StepArrays,
-    VALUE,
-)
+from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, VALUE
 from .xla_chunks import Chunks, merge, split
 from .xla_decay import channel_decays, closed, decayed_mix, decayed_scores, scalar_decays
 from .xla_solve import solve
