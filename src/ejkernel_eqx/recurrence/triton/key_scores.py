@@ -18,7 +18,7 @@ from .call import Call
 from .decays import add_pairs, closed
 from .key_tile import between_rows, Channels, chunk_gates, edge_gates, gates_of, is_usual, scores_by_halves
 from .operands import load_head, Operand, operand_of, store_head
-from .places import chunk_of, last_start, segment_starts
+from .places import chunk_of, chunk_tile, last_start, segment_starts
 from .tile import load_tile, store_tile
 from .tile_sizes import Tile
 
@@ -32,11 +32,8 @@ def gates_kernel(
     EXACT: tl.constexpr,
 ):
     """Gates of one chunk and a tile of the channels of all heads."""
-    # A program: a chunk, a tile of the channels of all heads (fastest).
-    tiles: tl.constexpr = (HG * D + BLOCK_K - 1) // BLOCK_K
-    column = (tl.program_id(0) % tiles) * BLOCK_K
-    first, count, _ = chunk_of(tl.program_id(0) // tiles, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
-    at = first * (HG * D)
+    _index, _h, _tile, column, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, 1, HG * D, BLOCK_K, CHUNK, TABLE)
+    at, count = chunk.first * (HG * D), chunk.count
     g = closed(load_tile(g_ptr + at, HG * D, count, column, HG * D, CHUNK, BLOCK_K, EVEN).to(tl.float32))  # [C, BK]
     if EXACT:
         g, low = tl.associative_scan((g, tl.zeros_like(g)), 0, add_pairs)  # [C, BK] each
