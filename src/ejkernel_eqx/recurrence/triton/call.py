@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ...launch import Execute, given, Launcher, result
 from ...launch.sizes import cdiv, padded
@@ -223,9 +223,6 @@ def sum_copies(states: Array, copies: int) -> Array:
 
 def in_first_copies(states: Array, copies: int) -> Array:
     """The transpose of `first_copies`: the other copies are zero."""
-    if copies == 1:
-        return states
-    wide = jnp.pad(
-        states[..., :, None, :, :], [(0, 0)] * (states.ndim - 2) + [(0, copies - 1), (0, 0), (0, 0)]
-    )
-    return wide.reshape((*states.shape[:-3], -1, *states.shape[-2:]))
+    padding = [(0, 0, 0)] * states.ndim
+    padding[-3] = (0, copies - 1, copies - 1)
+    return lax.pad(states, jnp.zeros((), states.dtype), padding)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -131,55 +131,44 @@ def _tile(row: Sequence[int], device: DeviceFacts) -> ScanTile:
 Arrays = dict[str, Array]
 
 
-class _Chunks(NamedTuple):
+class _Chunks:
     """The division of a call's sequences into chunks, of which every row of the batch has `count`.
 
     `bounds` `[sequences, 3]`: first row of tokens, the row after the last, first chunk. `rows` `[chunks, L]`: the row of each token of a
     chunk, past the end if there is none. Both are `None` without packed sequences, when all rows of the batch are split alike.
     """
 
-    size: int
-    batch: int
-    count: int
-    sequences: int
-    bounds: Array | None = None
-    rows: Array | None = None
+    def __init__(self, arrays: ScanArrays, size: int):
+        self.batch, self.length = batch, length = arrays.x.shape[:2]
+        self.size, self.count, self.sequences = size, cdiv(length, size), batch
+        self.bounds: Any = None
+        self.rows: Any = None
+        if arrays.offsets is not None:
+            table = jax.vmap(lambda offsets: chunk_table(offsets, length, size))(arrays.offsets)
+            rows, self.count = jnp.arange(batch, dtype=jnp.int32)[:, None], table.rows.shape[1]
+            tokens, first = arrays.offsets + length * rows, table.first + self.count * rows
+            self.sequences = batch * (arrays.offsets.shape[-1] - 1)
+            self.bounds = jnp.stack([tokens[:, :-1], tokens[:, 1:], first], axis=-1).reshape((-1, 3))
+            taken = jnp.where(table.rows < length, table.rows + length * rows[..., None], batch * length)
+            self.rows = taken.reshape((-1, size))
 
+    def take(self, x: Array) -> Array:
+        """`B` or `C` `[B, T, G, N]` as float32 `[G, chunks, N, L]`, zero past the tokens."""
+        x, last = x.astype(jnp.float32), x.shape[2:]
+        if self.rows is not None:
+            x = x.reshape((-1, *last)).at[self.rows].get(mode="fill", fill_value=0.0)
+        else:
+            x = jnp.pad(x, ((0, 0), (0, self.count * self.size - self.length), (0, 0), (0, 0)))
+            x = x.reshape((-1, self.size, *last))
+        return jnp.transpose(x, (2, 0, 3, 1))
 
-def _chunks_of(arrays: ScanArrays, size: int) -> _Chunks:
-    batch, length = arrays.x.shape[:2]
-    if arrays.offsets is None:
-        return _Chunks(size, batch, cdiv(length, size), batch)
-    table = jax.vmap(lambda offsets: chunk_table(offsets, length, size))(arrays.offsets)
-    rows, count = jnp.arange(batch, dtype=jnp.int32)[:, None], table.rows.shape[1]
-    tokens = arrays.offsets + length * rows
-    bounds = jnp.stack([tokens[:, :-1], tokens[:, 1:], table.first + count * rows], axis=-1)
-    of_tokens = jnp.where(table.rows < length, table.rows + length * rows[..., None], batch * length)
-    sequences = batch * (arrays.offsets.shape[-1] - 1)
-    return _Chunks(size, batch, count, sequences, bounds.reshape((-1, 3)), of_tokens.reshape((-1, size)))
-
-
-def _to_chunks(x: Array, chunks: _Chunks) -> Array:
-    """`B` or `C` `[B, T, G, N]` as float32 `[G, chunks, N, L]`, zero past the tokens."""
-    batch, length, groups, states = x.shape
-    x = x.astype(jnp.float32)
-    if chunks.rows is not None:
-        x = x.reshape((batch * length, groups, states))
-        x = x.at[chunks.rows].get(mode="fill", fill_value=0.0)
-    else:
-        x = jnp.pad(x, ((0, 0), (0, chunks.count * chunks.size - length), (0, 0), (0, 0)))
-        x = x.reshape((batch * chunks.count, chunks.size, groups, states))
-    return jnp.transpose(x, (2, 0, 3, 1))
-
-
-def _from_chunks(x: Array, chunks: _Chunks, length: int) -> Array:
-    """The inverse of `_to_chunks`, `[B, T, G, N]` in float32."""
-    groups, _, states, size = x.shape
-    x = jnp.transpose(x, (1, 3, 0, 2))  # [chunks, L, G, N]
-    if chunks.rows is not None:
-        flat = jnp.zeros((chunks.batch * length, groups, states), x.dtype)
-        return flat.at[chunks.rows].set(x, mode="drop").reshape((chunks.batch, length, groups, states))
-    return x.reshape((chunks.batch, chunks.count * size, groups, states))[:, :length]
+    def give(self, x: Array) -> Array:
+        """The inverse of `take`, `[B, T, G, N]` in float32."""
+        x = jnp.transpose(x, (1, 3, 0, 2))  # [chunks, L, G, N]
+        if self.rows is None:
+            return x.reshape((self.batch, -1, *x.shape[2:]))[:, : self.length]
+        flat = jnp.zeros((self.batch * self.length, *x.shape[2:]), x.dtype)
+        return flat.at[self.rows].set(x, mode="drop").reshape((self.batch, self.length, *x.shape[2:]))
 
 
 def forward(
@@ -210,7 +199,7 @@ def backward(
     """The gradient of every float array; bitwise repeatable, as every sum has a fixed order."""
     call = _Call(arrays, spec, config.chunk_size, config.backward, execute)
     x, shape, chunks = arrays.x, call.state_shape, call.chunks
-    (batch, length, channels), groups = x.shape, arrays.B.shape[-2]
+    (batch, _, channels), groups = x.shape, arrays.B.shape[-2]
     entering = call.entering(call.states_in(cotangents["final_state"]), cotangents["out"])
     rows, blocks = shape[0] * call.splits, call.blocks // groups
     projection = (groups, chunks.batch * chunks.count, shape[1], 2 * chunks.size)
@@ -236,8 +225,8 @@ def backward(
         "x": results["dx"],
         "dt": results["ddt"],
         "A": jnp.swapaxes(over_splits(results["da"]), -1, -2),
-        "B": _from_chunks(of_writes, chunks, length),
-        "C": _from_chunks(of_reads, chunks, length),
+        "B": chunks.give(of_writes),
+        "C": chunks.give(of_reads),
         "D": over_splits(results["dd"]),
         "z": results["dz"],
         "dt_bias": over_splits(results["dbias"]),
@@ -252,7 +241,7 @@ class _Call:
     def __init__(self, arrays: ScanArrays, spec: ScanSpec, size: int, tile: ScanTile, execute: Execute):
         self.arrays, self.tile = arrays, tile
         self.options = Options(tile.num_warps, 1, tile.max_registers)
-        self.chunks = chunks = _chunks_of(arrays, size)
+        self.chunks = chunks = _Chunks(arrays, size)
         (batch, length, channels), groups, states = arrays.x.shape, arrays.B.shape[-2], arrays.A.shape[-1]
         group = channels // groups
         self.blocks = groups * cdiv(group, tile.block_i)
@@ -262,8 +251,8 @@ class _Call:
         f32 = lambda x: None if x is None else x.astype(jnp.float32)
         named = arrays._asdict() | {
             "a": jnp.swapaxes(arrays.A.astype(jnp.float32) * LOG2E, -1, -2),
-            "b": _to_chunks(arrays.B, chunks),
-            "c": _to_chunks(arrays.C, chunks),
+            "b": chunks.take(arrays.B),
+            "c": chunks.take(arrays.C),
             "d": f32(arrays.D),
             "bias": f32(arrays.dt_bias),
             "initial": None if arrays.initial_state is None else self.states_in(arrays.initial_state),
