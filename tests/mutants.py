@@ -100,7 +100,7 @@ FAULTS = (
     Fault("scan-gate", "selective_scan/xla.py", "_row", "jax.nn.silu(arrays.z", "jax.nn.sigmoid(arrays.z", "selective_scan"),
     Fault("scan-time-gradient-unit", "selective_scan/triton/backward_kernels.py", "backward_kernel", "ddt = ddt * LN2 + dx * x", "ddt = ddt + dx * x", "selective_scan"),
     Fault("gru-sign", "cells/formulas.py", "advance", "n + z * (hidden - n)", "n + z * (n - hidden)", "cells"),
-    Fault("cells-recurrent-gradient", "cells/xla.py", "_run_jvp", "dproduct = dproduct + _product(dbefore, floats.weight, dtype)", "dproduct = dproduct", "cells"),
+    Fault("cells-recurrent-gradient", "cells/xla.py", "_run_jvp", "dproduct = dproduct + _product(dbefore[0], floats.weight, dtype)", "dproduct = dproduct", "cells"),
     Fault("cells-gradient-over-starts", "cells/triton/backward_kernel.py", "backward_kernel", "dh = tl.where(starts[:, None], 0.0, dh)", "dh = tl.where(starts[:, None], dh, dh)", "cells"),
     # convolution, norms, pooling, products, losses
     Fault("convolution-over-segments", "convolution/xla.py", "_packed", "places.first) >= places.first)[..., None]", "places.first) >= places.first - 1)[..., None]", "convolution"),

@@ -19,22 +19,21 @@ from ejkernel_eqx.recurrence.spec import (
     FLOATS,
     heads_of,
     KEY,
+    letters_of,
     NONE,
     RecurrenceArrays,
     RecurrenceSpec,
     SCALAR,
-    step_letters_of,
-    step_sizes_of,
+    sizes_of,
     StepArrays,
-    StepSpec,
     VALUE,
 )
 from tests.attention.cases import all_pairs
 from tests.tolerances import assert_close
 
 # What the room's tests share, too.
-__all__ = ["StepArrays", "StepSpec", "example_problem", "problem_of", "samples"]
-__all__ += ["step_letters_of", "step_problem_of", "step_sizes_of"]
+__all__ = ["RecurrenceSpec", "StepArrays", "example_problem", "problem_of", "samples"]
+__all__ += ["letters_of", "sizes_of", "step_problem_of"]
 LOG_DECAYS = (0.0, -1e-6, -1.0, -50.0)
 
 

@@ -111,7 +111,7 @@ def test_step_in_slots_is_one_token(transposed, enable_x64):
     pool[[4, 0]] = turn(np.asarray(arrays.initial_state))[[0, 2]]
     q, k, v, g, beta = (x[:, 0] for x in arrays[:5] if x is not None)
     given = cases.StepArrays(q, k, v, jnp.asarray(pool), g, beta, None, jnp.asarray(slots))
-    out, new = reference.step(given, cases.StepSpec(spec.scale, KEY, True, transposed))
+    out, new = reference.step(given, cases.RecurrenceSpec(spec.scale, KEY, True, transposed=transposed))
     expected[1] = 0
     assert_close(out, expected[:, 0])
     before[[4, 0]] = turn(state)[[0, 2]]

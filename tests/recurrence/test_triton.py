@@ -203,7 +203,7 @@ def test_one_chunk_of_every_kind():
     rates = jnp.repeat(jnp.asarray([-0.01, -20.0, -3.0]), 16)
     g = jnp.broadcast_to(rates, jnp.shape(arrays.g))  # pyright: ignore[reportArgumentType]
     call = make_call(arrays._replace(g=g), spec, config(32), lambda *x: run(*x, interpret=True))
-    _, scores = fold(call, *gates(call), scores=True)
+    scores = fold(call, gates(call), scores=True).launch.arrays["scores"]
     q, k = (np.asarray(x, np.float64)[0, :, 0] for x in (arrays.q, arrays.k))
     tokens = np.arange(case.T)
     age = (tokens[:, None] - tokens)[..., None]

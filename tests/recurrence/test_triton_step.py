@@ -15,13 +15,13 @@ from ejkernel_eqx.parallel import Leading, opaque, Split
 from ejkernel_eqx.recurrence.triton.step_kernel import default_tile, step, StepTile
 from tests.recurrence.cases import (
     KEY,
+    letters_of,
     NONE,
+    RecurrenceSpec,
     reference,
     SCALAR,
-    step_letters_of,
-    step_sizes_of,
+    sizes_of,
     StepArrays,
-    StepSpec,
     VALUE,
 )
 from tests.recurrence.kernels import report_of, run
@@ -49,8 +49,8 @@ class Case:
     tile: tuple[int, int] = (16, 4)
 
     @property
-    def spec(self) -> StepSpec:
-        return StepSpec(0.3, self.decay, self.delta, self.transposed)
+    def spec(self) -> RecurrenceSpec:
+        return RecurrenceSpec(0.3, self.decay, self.delta, transposed=self.transposed)
 
     @property
     def config(self) -> Any:
@@ -86,7 +86,7 @@ def make(case: Case, seed: int = 0) -> StepArrays:
     )
 
 
-def exact(arrays: StepArrays, spec: StepSpec) -> tuple[np.ndarray, np.ndarray]:
+def exact(arrays: StepArrays, spec: RecurrenceSpec) -> tuple[np.ndarray, np.ndarray]:
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: np.asarray(x, np.float64) if x.dtype != jnp.int32 else x, arrays)
         out, state = reference.step(jax.tree.map(lambda x: jnp.asarray(x, x.dtype), wide), spec)
@@ -191,7 +191,7 @@ def test_vmap_folds_into_one_launch(monkeypatch):
     case = dataclasses.replace(CASES["kda"], lead=2)
     arrays = make(case)
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    axes = step_letters_of(arrays, case.spec).named(step_sizes_of(arrays, case.spec))
+    axes = letters_of(arrays, case.spec).named(sizes_of(arrays, case.spec))
 
     def launch(given: dict[str, Any], runs: Any) -> dict[str, Any]:
         out, state = interpreted(StepArrays(**given), case.spec, case.config)

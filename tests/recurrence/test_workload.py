@@ -51,7 +51,7 @@ def test_inputs_are_of_their_problem(operation, flags):
 def test_step_inputs_are_of_their_problem(operation, slots):
     wanted = problem(operation, {"step": True, "slots": slots}, "bfloat16")
     arrays = samples.make_step_inputs(wanted, 0)
-    assert step_problem_of(operation, arrays, samples.step_spec_of(wanted)) == wanted
+    assert step_problem_of(operation, arrays, samples.spec_of(wanted)) == wanted
 
 
 @pytest.mark.slow

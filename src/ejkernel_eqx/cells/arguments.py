@@ -1,6 +1,8 @@
 """Checks what a user passes to a recurrent cell and resolves it to `CellArrays`."""
 
 import dataclasses
+import functools
+from collections import namedtuple
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,25 +24,10 @@ def check_options(cell: Any, activation: Any, gate_activation: Any) -> None:
             raise ValueError(f"{name}: expected one of {', '.join(choices)}, received {value!r}.")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Parameters:
-    """The weights and biases of a call, as the user passes them."""
-
-    weight_hh: Any
-    bias_hh: Any = None
-    weight_ih: Any = None
-    bias_ih: Any = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tokens:
-    """The arguments of a call that describe its tokens."""
-
-    lengths: Any = None
-    resets: Any = None
-    cu_seqlens: Any = None
-    segment_ids: Any = None
-    state_indices: Any = None
+Parameters = namedtuple("Parameters", "weight_hh bias_hh weight_ih bias_ih", defaults=(None,) * 3)
+"""The weights and biases of a call, as the user passes them."""
+Tokens = namedtuple("Tokens", "lengths resets cu_seqlens segment_ids state_indices", defaults=(None,) * 5)
+"""The arguments of a call that describe its tokens."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,19 +53,13 @@ class Call:
 
 
 def resolve(
-    spec: CellSpec,
-    inputs: Any,
-    parameters: Parameters,
-    initial_state: Any,
-    tokens: Tokens,
-    *,
-    reverse: bool,
+    spec: CellSpec, inputs: Any, parameters: Parameters, initial_state: Any, tokens: Tokens, *, reverse: bool
 ) -> Call:
     ids, starts = _segments(inputs, tokens)
     frame = frame_of(inputs, "inputs", "I", tokens.cu_seqlens, ids, reverse, tokens.state_indices)
-    weight, gates = _weight(spec, parameters)
+    weight = _weight(spec, parameters)
     x = frame.operand("inputs", inputs, (None,), "I")
-    x, bias = _projected(spec, x, parameters, gates)
+    x, bias = _projected(spec, x, parameters, weight.shape[0])
     states = _states(spec, frame, initial_state, weight.shape[-1])
     hidden, cell = (*(s.entering for s in states), None)[:2]
     marks = _marks(frame.packing, None if reverse else starts)
@@ -86,14 +67,14 @@ def resolve(
     return Call(arrays, frame, states)
 
 
-def _weight(spec: CellSpec, parameters: Parameters) -> tuple[Array, int]:
-    """The recurrent weight and its number of rows."""
+def _weight(spec: CellSpec, parameters: Parameters) -> Array:
+    """The recurrent weight."""
     weight, count = array("weight_hh", parameters.weight_hh, "G H"), GATES[spec.cell]
     if weight.ndim != 2 or weight.shape[0] != count * weight.shape[1] or not weight.shape[1]:
         raise ValueError(
             f"weight_hh: expected [{count} * H, H] for a cell {spec.cell!r}, received shape {weight.shape}; the layout is PyTorch's."
         )
-    return weight, weight.shape[0]
+    return weight
 
 
 def _projected(spec: CellSpec, x: Array, parameters: Parameters, gates: int) -> tuple[Array, Array | None]:
@@ -107,17 +88,6 @@ def _projected(spec: CellSpec, x: Array, parameters: Parameters, gates: int) -> 
         weight = fitting("weight_ih", parameters.weight_ih, (gates, x.shape[-1]), "G I").astype(x.dtype)
         precision = lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else None
         x = lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), precision=precision)
-    outer, inner = _biases(spec, parameters, gates)
-    for bias in outer[1:]:
-        outer[0] = outer[0] + bias
-    if outer:
-        # In float32, so that the gradients of the biases are summed over tokens in it.
-        x = (wide(x) + like(outer[0], x)).astype(x.dtype)
-    return x, inner
-
-
-def _biases(spec: CellSpec, parameters: Parameters, gates: int) -> tuple[list[Array], Array | None]:
-    """The biases that are added to projected inputs `[G]`, wide; and of a GRU the one of n inside the product with r, `[H]`."""
     outer, inner, both = [], None, 2 * gates // 3
     if parameters.bias_ih is not None:
         outer.append(wide(fitting("bias_ih", parameters.bias_ih, (gates,), "G")))
@@ -126,7 +96,10 @@ def _biases(spec: CellSpec, parameters: Parameters, gates: int) -> tuple[list[Ar
         if spec.cell == "gru":
             bias, inner = bias.at[both:].set(0), bias[both:]
         outer.append(wide(bias))
-    return outer, inner
+    if outer:
+        # In float32, so that the gradients of the biases are summed over tokens in it.
+        x = (wide(x) + like(functools.reduce(jnp.add, outer), x)).astype(x.dtype)
+    return x, inner
 
 
 def _states(spec: CellSpec, frame: Frame, initial: Any, features: int) -> tuple[States, ...]:

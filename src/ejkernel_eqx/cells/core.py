@@ -23,11 +23,7 @@ def problem_of(operation: str, arrays: CellArrays, spec: CellSpec) -> Problem:
     return Problem.make(
         operation,
         dims={name: size[name] for name in (*lengths, "H")},
-        dtypes={
-            "x": arrays.x.dtype,
-            "weight": arrays.weight.dtype,
-            "state": jnp.dtype(spec.state_dtype),
-        },
+        dtypes={"x": arrays.x.dtype, "weight": arrays.weight.dtype, "state": jnp.dtype(spec.state_dtype)},
         flags={
             "cell": spec.cell,
             "activation": spec.activation,

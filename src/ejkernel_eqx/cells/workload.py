@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..core.arguments import accumulator
 from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
-from ..core.workload import Inputs, random_cotangents, workload_of
+from ..core.workload import Inputs, random_cotangents, random_offsets, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import KINDS, problem_of
 from .spec import CellArrays, CellSpec, CHOICES, GATES, letters, PADDING, SHARED, STARTS
@@ -38,9 +39,7 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
     arrays, spec = _random(problem, seed), spec_of(problem)
     rng, batch, length = np.random.default_rng(seed), problem.dim("B"), problem.dim("T")
     if problem.flag("packed") == "offsets":
-        inner = np.sort(rng.integers(0, length + 1, (batch, problem.dim("S") - 1)), axis=1)
-        ends = [np.zeros((batch, 1), int), inner, np.full((batch, 1), length)]
-        arrays = arrays._replace(offsets=jnp.asarray(np.concatenate(ends, axis=1), jnp.int32))
+        arrays = arrays._replace(offsets=random_offsets(problem, rng, "S"))
     if problem.flag("packed") == "marks":
         marks = np.where(rng.random((batch, length)) < 4 / max(length, 1), STARTS, 0)
         real = rng.integers(length - length // 4, length + 1, (batch, 1))
@@ -53,26 +52,27 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
 @functools.partial(jax.jit, static_argnums=0)
 def _random(problem: Problem, seed: Any) -> CellArrays:
     keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 5))
-    spec, size = spec_of(problem), {"S": 1} | dict(problem.dims)
-    size["G"] = GATES[spec.cell] * size["H"]
-    axes = letters(str(problem.flag("packed"))).by_name
+    shapes = _shapes_of(dict(problem.dims), dict(problem.flags), dict(problem.dtypes))
+    # Weights such that states neither explode nor vanish, also without a bounded activation.
+    scales = {"weight": 0.5 / problem.dim("H") ** 0.5}
 
-    def normal(name: str, dtype: str, scale: float = 1.0, lead: tuple[int, ...] = ()) -> Array:
-        shape = (*lead, *(size[letter] for letter in axes[name]))
-        wide: Any = jnp.float64 if dtype == "float64" else jnp.float32
-        return (scale * jax.random.normal(next(keys), shape, wide)).astype(dtype)
+    def normal(name: str, x: Any) -> Array:
+        drawn = jax.random.normal(next(keys), x.shape, accumulator(x.dtype))
+        return (scales.get(name, 1.0) * drawn).astype(x.dtype)
 
-    rows, states = (size["B"],), problem.flag("initial_state")
-    is_lstm, state = spec.cell == "lstm", problem.dtype("state")
-    weight = problem.dtype("weight")
-    return CellArrays(
-        normal("x", problem.dtype("x"), lead=rows),
-        # So that states neither explode nor vanish, also without a bounded activation.
-        normal("weight", weight, 0.5 / size["H"] ** 0.5),
-        normal("bias", weight) if problem.flag("bias") else None,
-        normal("hidden", state, lead=rows) if states else None,
-        normal("cell", state, lead=rows) if states and is_lstm else None,
-    )
+    return CellArrays(**{name: normal(name, x) for name, x in shapes.items() if x.dtype != jnp.int32})
+
+
+def _shapes_of(
+    size: Mapping[str, int], flags: Mapping[str, Any], dtypes: Mapping[str, str]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of the arrays of a call, from the sizes, flags and dtypes of its problem."""
+    cell, packed, weight = flags["cell"], flags["packed"], dtypes["weight"]
+    given = {"x": dtypes["x"], "weight": weight} | ({"bias": weight} if flags["bias"] else {})
+    if flags["initial_state"]:
+        given |= dict.fromkeys(("hidden", "cell") if cell == "lstm" else ("hidden",), dtypes["state"])
+    given |= {packed: "int32"} if packed else {}
+    return letters(packed).shapes({**size, "G": GATES[cell] * size["H"]}, given, SHARED)
 
 
 def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
@@ -90,11 +90,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     size = read_sizes(dims, {"B": 1, "T": None, "H": None, "S": 1})
     choices = {"bias": SWITCH[::-1], "initial_state": SWITCH, "packed": (None, "offsets", "marks")}
     options = read_flags(flags, CHOICES | choices)
-    cell, wide, packed = options["cell"], wide_dtype(dtype), options["packed"]
-    dtypes = {"x": dtype, "weight": dtype} | ({"bias": dtype} if options["bias"] and cell == "gru" else {})
-    if options["initial_state"]:
-        dtypes |= {"hidden": wide} | ({"cell": wide} if cell == "lstm" else {})
-    dtypes |= {packed: "int32"} if packed else {}
-    arrays = CellArrays(**letters(packed).shapes({**size, "G": GATES[cell] * size["H"]}, dtypes, SHARED))
-    spec = CellSpec(cell, options["activation"], options["gate_activation"], wide)
-    return problem_of(operation, arrays, spec)
+    options["bias"] &= options["cell"] == "gru"
+    wide = wide_dtype(dtype)
+    shapes = _shapes_of(size, options, {"x": dtype, "weight": dtype, "state": wide})
+    spec = CellSpec(*(options[name] for name in CHOICES), wide)
+    return problem_of(operation, CellArrays(**shapes), spec)

@@ -53,16 +53,18 @@ def candidates(problem: Any, device: Any) -> list[XlaConfig]:
     return [XlaConfig(count) for count in (1, 2, 4, 8)]
 
 
+States = tuple[Array, ...]
+"""The hidden state and, of an LSTM, the cell state."""
+
+
 class _Floats(NamedTuple):
     """The arrays that are differentiated. Time is the first axis; `*` are the leading ones."""
 
     x: Array  # [T, *, G]
     weight: Array  # [G, H], in the dtype of x
     bias: Array | None  # [H]
-    hidden: Array  # [*, H], wide
-    cell: Array | None  # [*, H], wide; of an LSTM
-    entering_hidden: Array | None  # [T, *, H], wide: the states of tokens that start; None for zeros
-    entering_cell: Array | None
+    first: States  # [*, H], wide
+    entering: States | None  # [T, *, H], wide: the states of tokens that start; None for zeros
 
 
 class _Masks(NamedTuple):
@@ -77,54 +79,38 @@ class _Static(NamedTuple):
     """The dtype of the states of every token."""
 
 
-class _States(NamedTuple):
-    """The states after every token `[T, *, H]`, and the last ones `[*, H]`. There are cells only in an LSTM."""
-
-    hidden: Array
-    cell: Array | None
-    last_hidden: Array
-    last_cell: Array | None
-
-
 def apply(arrays: CellArrays, spec: CellSpec, config: XlaConfig) -> Named:
     """`out [*, T, H]` in the dtype of `x` and the final states in the spec's."""
     floats, masks = _loop_inputs(arrays, spec)
-    static = _Static(spec, config.unroll, arrays.x.dtype if arrays.offsets is None else floats.hidden.dtype)
-    run = functools.partial(_run, static)
+    kept = arrays.x.dtype if arrays.offsets is None else floats.first[0].dtype
+    run = functools.partial(_run, _Static(spec, config.unroll, kept))
     policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
-    states = jax.checkpoint(run, policy=policy)(floats, masks)
-    out = states.hidden if masks.padding is None else masked(states.hidden, ~masks.padding)
-    results = {
-        "out": jnp.moveaxis(out, 0, -2).astype(arrays.x.dtype),
-        "final_hidden": _final(states.hidden, states.last_hidden, arrays.hidden, arrays.offsets),
-    }
-    if states.cell is not None and states.last_cell is not None:
-        results["final_cell"] = _final(states.cell, states.last_cell, arrays.cell, arrays.offsets)
-    dtype = jnp.dtype(spec.state_dtype)
-    return {name: x if name == "out" else x.astype(dtype) for name, x in results.items()}
+    every, last = jax.checkpoint(run, policy=policy)(floats, masks)
+    out = every[0] if masks.padding is None else masked(every[0], ~masks.padding)
+    results = {"out": jnp.moveaxis(out, 0, -2).astype(arrays.x.dtype)}
+    initial = arrays.hidden, arrays.cell
+    for name, states, end, first in zip(("final_hidden", "final_cell"), every, last, initial):
+        results[name] = _final(states, end, first, arrays.offsets).astype(spec.state_dtype)
+    return results
 
 
 def _loop_inputs(arrays: CellArrays, spec: CellSpec) -> tuple[_Floats, _Masks]:
     x, wide = arrays.x, accumulator(arrays.x.dtype)
-    features, is_lstm = arrays.weight.shape[-1], spec.cell == "lstm"
     first = lambda a: jnp.moveaxis(a, x.ndim - 2, 0)
-    none = jnp.zeros((*x.shape[:-2], features), wide)
-    hidden, cell, masks, entering = none, none, _Masks(), (None, None)
+    none = jnp.zeros((*x.shape[:-2], arrays.weight.shape[-1]), wide)
+    initial = (arrays.hidden, arrays.cell)[: 2 if spec.cell == "lstm" else 1]
+    states, masks, entering = tuple(none if a is None else a.astype(wide) for a in initial), _Masks(), None
     if arrays.offsets is not None:
         begins, padding, number = _bounds(arrays.offsets, x.shape[-2])
         masks = _Masks(first(begins), first(padding))
         if arrays.hidden is not None:
-            take = lambda a: first(jnp.take_along_axis(a.astype(wide), number[..., None], -2))
-            entering = take(arrays.hidden), None if arrays.cell is None else take(arrays.cell)
-    else:
-        hidden = none if arrays.hidden is None else arrays.hidden.astype(wide)
-        cell = none if arrays.cell is None else arrays.cell.astype(wide)
+            entering = tuple(first(jnp.take_along_axis(a, number[..., None], -2)) for a in states)
+        states = (none,) * len(initial)
     if arrays.marks is not None:
         marks = first(arrays.marks)
         masks = _Masks(marks == STARTS, marks == PADDING)
-    weight = arrays.weight.astype(x.dtype)
     bias = None if arrays.bias is None else arrays.bias.astype(wide)
-    return _Floats(first(x), weight, bias, hidden, cell if is_lstm else None, *entering), masks
+    return _Floats(first(x), arrays.weight.astype(x.dtype), bias, states, entering), masks
 
 
 def _bounds(offsets: Array, length: int) -> tuple[Array, Array, Array]:
@@ -148,86 +134,66 @@ def _final(states: Array, last: Array, initial: Array | None, offsets: Array | N
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(static: _Static, floats: _Floats, masks: _Masks) -> _States:
-    spec, zero = static.spec, jnp.zeros((), floats.hidden.dtype)
-    starts, padding = masks
-    first = floats.hidden, floats.cell
+def _run(static: _Static, floats: _Floats, masks: _Masks) -> tuple[States, States]:
+    """The states after every token `[T, *, H]`, and the last ones `[*, H]`."""
 
-    def token(state: Any, at: Any) -> tuple[Any, Any]:
+    def token(state: States, at: Any) -> tuple[States, States]:
         x, starts, padding, entering = at
-        hidden, cell = (_started(a, starts, b, zero) for a, b in zip(state, entering))
-        assert hidden is not None
-        recurrent = _recurrent(hidden, floats.weight, floats.bias)
-        new = advance(spec, x, recurrent, hidden, hidden if cell is None else cell)
-        state = tuple(_kept(padding, a, b) for a, b in zip(state, new))
-        return state, tuple(None if a is None else a.astype(static.kept) for a in state)
+        before = _started(state, starts, entering)
+        recurrent = _recurrent(before[0], floats.weight, floats.bias)
+        state = _kept(padding, state, advance(static.spec, x, recurrent, before[0], before[-1]))
+        return state, tuple(a.astype(static.kept) for a in state)
 
-    along = floats.x, starts, padding, (floats.entering_hidden, floats.entering_cell)
-    first = match_varying(first, (floats, masks))
-    last, states = lax.scan(token, first, along, unroll=static.unroll)
-    return _States(*states, *last)
+    first = match_varying(floats.first, (floats, masks))
+    last, every = lax.scan(token, first, (floats.x, *masks, floats.entering), unroll=static.unroll)
+    return every, last
 
 
 @_run.defjvp
-def _run_jvp(static: _Static, primals: Any, tangents: Any) -> tuple[_States, _States]:
+def _run_jvp(static: _Static, primals: Any, tangents: Any) -> Any:
     """The derivative of every token is linear in the tangents of the states before it; what does not depend on those is computed at once."""
     (floats, masks), (dfloats, _) = primals, tangents
-    states = _run(static, floats, masks)
-    hidden, cell = (None if a is None else checkpoint_name(a, _KEPT) for a in states[:2])
-    assert hidden is not None
-    entering, dentering = ((f.entering_hidden, f.entering_cell) for f in (floats, dfloats))
-    before = _before(hidden, floats.hidden, entering[0], masks.starts)
-    before_cell = None if cell is None else _before(cell, floats.cell, entering[1], masks.starts)
+    every, last = _run(static, floats, masks)
+    every = tuple(checkpoint_name(a, _KEPT) for a in every)
+    narrow = lambda states: jax.tree.map(lambda a: a.astype(static.kept), states)
+    before = [jnp.concatenate([a[None], b[:-1]]) for a, b in zip(narrow(floats.first), every)]
+    before = _started(tuple(before), masks.starts, narrow(floats.entering))
     dtype = floats.x.dtype
-    product = _recurrent(before, floats.weight, floats.bias).astype(dtype)
-    dproduct = _product(before, dfloats.weight, dtype)
+    product = _recurrent(before[0], floats.weight, floats.bias).astype(dtype)
+    dproduct = _product(before[0], dfloats.weight, dtype)
     if floats.bias is not None:
         # In float32, so that the gradient of the bias is summed over tokens in it.
         dproduct = dproduct.astype(accumulator(dtype))
         dproduct = (dproduct + _last_gate(dfloats.bias, dproduct)).astype(dtype)
 
-    def token(state: Any, at: Any) -> tuple[Any, Any]:
-        x, product, before, before_cell, dx, dproduct, starts, padding, dentering = at
-        dbefore, dcell = (
-            _started(a, starts, b, jnp.zeros((), floats.hidden.dtype)) for a, b in zip(state, dentering)
-        )
-        dproduct = dproduct + _product(dbefore, floats.weight, dtype)
-        is_lstm = before_cell is not None
-        primal = x, product, before, before_cell if is_lstm else before
-        tangent = dx, dproduct, dbefore, dcell if is_lstm else dbefore
+    def token(state: States, at: Any) -> tuple[States, States]:
+        x, product, before, dx, dproduct, starts, padding, dentering = at
+        dbefore = _started(state, starts, dentering)
+        dproduct = dproduct + _product(dbefore[0], floats.weight, dtype)
+        primal, tangent = (x, product, before[0], before[-1]), (dx, dproduct, dbefore[0], dbefore[-1])
         new = jax.jvp(functools.partial(advance, static.spec), primal, tangent)[1]
-        state = tuple(_kept(padding, a, b) for a, b in zip(state, new))
-        return state, tuple(None if a is None else a.astype(static.kept) for a in state)
+        state = _kept(padding, state, new)
+        return state, tuple(a.astype(static.kept) for a in state)
 
-    wide = lambda a: None if a is None else a.astype(floats.hidden.dtype)
+    wide = tuple(a.astype(floats.first[0].dtype) for a in before)
     # Rematerialised, so that the gates of all tokens are not stored in the wider dtype.
-    along = floats.x, product, wide(before), wide(before_cell), dfloats.x, dproduct, *masks, dentering
-    first = match_varying((dfloats.hidden, dfloats.cell), (floats, masks))
-    dlast, dstates = lax.scan(jax.checkpoint(token), first, along, unroll=static.unroll)
-    return states._replace(hidden=hidden, cell=cell), _States(*dstates, *dlast)
+    along = floats.x, product, wide, dfloats.x, dproduct, *masks, dfloats.entering
+    first = match_varying(dfloats.first, (floats, masks))
+    dlast, devery = lax.scan(jax.checkpoint(token), first, along, unroll=static.unroll)
+    return (every, last), (devery, dlast)
 
 
-def _started(state: Array | None, starts: Array | None, entering: Array | None, zero: Array) -> Array | None:
-    """The state before a token: another one where it starts."""
-    if state is None or starts is None:
-        return state
-    return jnp.where(starts[..., None], zero if entering is None else entering, state)
+def _started(states: States, starts: Array | None, entering: States | None) -> States:
+    """The states before a token: where it starts, those that enter, or zeros."""
+    if starts is None:
+        return states
+    new = [jnp.zeros((), a.dtype) for a in states] if entering is None else entering
+    return tuple(jnp.where(starts[..., None], a, b) for a, b in zip(new, states))
 
 
-def _kept(padding: Array | None, old: Array | None, new: Array) -> Array | None:
-    if old is None or padding is None:
-        return None if old is None else new
-    return jnp.where(padding[..., None], old, new)
-
-
-def _before(states: Array, first: Array | None, entering: Array | None, starts: Array | None) -> Array:
-    """The state before every token, `[T, *, H]`."""
-    assert first is not None
-    before = jnp.concatenate([first[None].astype(states.dtype), states[:-1]])
-    entering = None if entering is None else entering.astype(states.dtype)
-    result = _started(before, starts, entering, jnp.zeros((), states.dtype))
-    assert result is not None
-    return result
+def _kept(padding: Array | None, old: States, new: States) -> States:
+    """The states after a token: at padding those before it."""
+    return tuple(b if padding is None else jnp.where(padding[..., None], a, b) for a, b in zip(old, new))
 
 
 def _recurrent(hidden: Array, weight: Array, bias: Array | None) -> Array:
@@ -241,9 +207,8 @@ def _last_gate(bias: Array, product: Array) -> Array:
     return like(jnp.concatenate([before, bias.astype(product.dtype)]), product)
 
 
-def _product(hidden: Array | None, weight: Array, dtype: Any) -> Array:
+def _product(hidden: Array, weight: Array, dtype: Any) -> Array:
     """A product of operands in the dtype of the weight, for which there are tensor cores."""
-    assert hidden is not None
     precision = lax.Precision.HIGHEST if weight.dtype.itemsize >= 4 else None
     axes = (((hidden.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(

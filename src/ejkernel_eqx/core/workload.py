@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from .._tolerances import TOLERANCES
@@ -107,6 +108,27 @@ def random_cotangents(kind: Kind, arrays: Any, spec: Any, seed: int) -> Named:
         for key, name in zip(keys, kind.results)
         if is_float(results[name])
     }
+
+
+def random_offsets(problem: Problem, rng: np.random.Generator, count: str) -> Array:
+    """Offsets of packed sequences that fill every row, int32 `[B, count + 1]`; `count` is the letter of their number."""
+    batch, length = problem.dim("B"), problem.dim("T")
+    inner = np.sort(rng.integers(0, length + 1, (batch, problem.dim(count) - 1)), axis=1)
+    ends = [np.zeros((batch, 1), int), inner, np.full((batch, 1), length)]
+    return jnp.asarray(np.concatenate(ends, axis=1), jnp.int32)
+
+
+def with_packing(inputs: Inputs, problem: Problem, seed: int, count: str) -> Inputs:
+    """These inputs with random packed sequences or about four segments in every row, if the problem has them."""
+    rng, tokens = np.random.default_rng(seed), (problem.dim("B"), problem.dim("T"))
+    more: dict[str, Array] = {}
+    if problem.flag("packed") == "offsets":
+        more["offsets"] = random_offsets(problem, rng, count)
+    if problem.flag("packed") == "segments":
+        begins = rng.random(tokens) < 4 / max(tokens[1], 1)
+        starts = np.maximum.accumulate(np.where(begins, np.arange(tokens[1]), -1), axis=1)
+        more["starts"] = jnp.asarray(starts, jnp.int32)
+    return inputs._replace(arrays=inputs.arrays._replace(**more))
 
 
 def exact_results(kind: Kind, spec: Any, inputs: Inputs) -> Named:

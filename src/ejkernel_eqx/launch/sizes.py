@@ -40,6 +40,11 @@ def too_large(kernel: str, sizes: str, stages: int, needed: int, device: DeviceF
     return f"{kernel} with {sizes} tiles and {stages} stages takes about {needed} bytes of shared memory, the device has {limit}"
 
 
+def numbers_of(rows: str) -> list[tuple[int, ...]]:
+    """Rows of numbers, written as `"16 32 4, 32 32 8"`: the fields of tiles in order."""
+    return [tuple(map(int, row.split())) for row in rows.split(",")]
+
+
 def rows_of(columns: list[list[T]]) -> list[tuple[T, ...]]:
     """The first of every column, the second of every column, ...; short columns stay at their last."""
     return [

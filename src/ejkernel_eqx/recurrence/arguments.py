@@ -15,7 +15,7 @@ from ..core.frame import Frame as Frame
 from ..core.frame import frame_of as frame_of
 from ..core.frame import States
 from ..core.frame import step_frame_of as step_frame_of
-from .spec import CONSTANT, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec
+from .spec import CONSTANT, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays
 
 
 def check_scale(scale: float | None) -> float | None:
@@ -79,11 +79,11 @@ def build(
     return arrays, spec, states
 
 
-def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays, StepSpec]:
+def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays, RecurrenceSpec]:
     """The resolved step. Without `state_indices` every row has its own state; with them, one axis of rows shares a pool."""
     # One number per head becomes one per row here.
     decay = SCALAR if operands.decay == CONSTANT else operands.decay
-    spec = StepSpec(operands.resolved_scale, decay, operands.delta, operands.transposed)
+    spec = RecurrenceSpec(operands.resolved_scale, decay, operands.delta, transposed=operands.transposed)
     state, indices = frame.row_states(state, *operands.of_states())
     arrays = StepArrays(operands.q, operands.k, operands.v, state, operands.g, operands.beta)
     skip = operands.skip

@@ -1,6 +1,7 @@
 """Shared by the delta rules: options, operands, and everything of the gated ones."""
 
 import dataclasses
+from collections import namedtuple
 from typing import Any, ClassVar, Literal, TypeVar
 
 import equinox as eqx
@@ -8,17 +9,16 @@ import jax
 from jax import Array
 from jax.typing import DTypeLike
 
-from .._kernel import Kernel, Plan, replaced
+from .._kernel import replaced
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.along import check_sequence_axis
-from ..core.arguments import check_state_dtype, fitting
+from ..core.arguments import fitting
 from ..core.plans import again_for_gradients
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, frame_of, log_decays, Operands, step_frame_of
+from .arguments import check_scale, Frame, log_decays, Operands, step_frame_of
 from .core import KEPT
 from .gates import check_gate, l2norm, LOG, log_decay, write_strength
-from .operation import plan_of, run, run_step
+from .operation import Recurrence
 from .spec import KEY
 
 G = TypeVar("G", bound="GatedDelta")
@@ -38,13 +38,8 @@ class DeltaOptions:
         return dataclasses.replace(self, lower_bound=check_gate(self.gate, self.lower_bound))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class GateInputs:
-    """The arguments of a call that determine the decay."""
-
-    g: Any
-    A_log: Any
-    dt_bias: Any
+GateInputs = namedtuple("GateInputs", "g A_log dt_bias")
+"""The arguments of a call that determine the decay."""
 
 
 def delta_operands(
@@ -82,7 +77,7 @@ def gate_operands(
     return raw, A_log, dt_bias
 
 
-class GatedDelta(Kernel):
+class GatedDelta(Recurrence):
     """A gated delta rule: everything that [`ejkernel_eqx.KernelDeltaAttention`][] and [`ejkernel_eqx.GatedDeltaRule`][] share."""
 
     decay: ClassVar[str]
@@ -90,10 +85,6 @@ class GatedDelta(Kernel):
 
     scale: float | None = eqx.field(static=True)
     options: DeltaOptions = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    sequence_axis: str | None = eqx.field(static=True)
-    state_dtype: str | None = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
 
     def __init__(
         self,
@@ -122,11 +113,9 @@ class GatedDelta(Kernel):
         - `reverse`, `sequence_axis`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `tune_for`: `(q, k, v, g, beta)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g, beta, A_log=...)`: fix the choice for these inputs now.
         """
-        self.scale, self.reverse = check_scale(scale), reverse
+        self.scale = check_scale(scale)
         self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval, gate, lower_bound).check()
-        self.state_dtype = check_state_dtype(state_dtype)
-        self.sequence_axis = check_sequence_axis(sequence_axis)
-        self.plan = plan_of(type(self), self, platform, config, tune_for)
+        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
 
     def of_normalised(self: G) -> G:
         """This operation for queries and keys that are normalised already."""
@@ -159,21 +148,10 @@ class GatedDelta(Kernel):
         **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises the
         errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
-        with self._scope():
-            frame = frame_of(
-                q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
-            )
+        with jax.named_scope(f"ejkernel_eqx.{type(self).__name__}"):
+            frame = self._frame(q, cu_seqlens, segment_ids, state_indices)
             operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
-            gate = self._gate(frame, operands, GateInputs(g, A_log, dt_bias))
-
-            def decayed(gate: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
-                whole = self._with_decays(frame, operands, gate)
-                return run(self.plan, frame, whole, initial_state, self.state_dtype)
-
-            if self.options.gate != LOG:
-                # Log-decays take twice the memory of what they come from, or more: the gradient computes them again.
-                decayed = again_for_gradients(decayed, self, KEPT)
-            return decayed(gate)
+            return self._decayed(frame, operands, GateInputs(g, A_log, dt_bias), initial_state)
 
     def step(
         self,
@@ -190,24 +168,23 @@ class GatedDelta(Kernel):
     ) -> tuple[Float[Array, "*B R V"], Float[Array, "... H D V"]]:
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
-        with self._scope(".step"):
+        with jax.named_scope(f"ejkernel_eqx.{type(self).__name__}.step"):
             frame = step_frame_of(q, "q", "H D", state_indices)
             operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
-            gate = self._gate(frame, operands, GateInputs(g, A_log, dt_bias))
-            operands = self._with_decays(frame, operands, gate)
-            return run_step(self.plan, frame, operands, state)
+            return self._decayed(frame, operands, GateInputs(g, A_log, dt_bias), state)
 
-    def _scope(self, method: str = "") -> Any:
-        return jax.named_scope(f"ejkernel_eqx.{type(self).__name__}{method}")
-
-    def _gate(
-        self, frame: Frame, operands: Operands, inputs: GateInputs
-    ) -> tuple[Array, Array | None, Array | None]:
+    def _decayed(
+        self, frame: Frame, operands: Operands, inputs: GateInputs, state: Any
+    ) -> tuple[Array, Array]:
+        """Runs the recurrence with the decays that a gate determines."""
+        options = self.options
         channels = operands.q.shape[-1:] if self.decay == KEY else ()
-        return gate_operands(frame, self.options, inputs, channels)
 
-    def _with_decays(
-        self, frame: Frame, operands: Operands, gate: tuple[Array, Array | None, Array | None]
-    ) -> Operands:
-        g = frame.mask(log_decay(self.options.gate, self.options.lower_bound, *gate))
-        return dataclasses.replace(operands, g=g, decay=self.decay)
+        def decayed(raw: Array, A_log: Array | None, dt_bias: Array | None) -> tuple[Array, Array]:
+            g = frame.mask(log_decay(options.gate, options.lower_bound, raw, A_log, dt_bias))
+            return self._run(frame, dataclasses.replace(operands, g=g, decay=self.decay), state)
+
+        if options.gate != LOG and frame.length is not None:
+            # Log-decays take twice the memory of what they come from, or more: the gradient computes them again.
+            decayed = again_for_gradients(decayed, self, KEPT)
+        return decayed(*gate_operands(frame, options, inputs, channels))

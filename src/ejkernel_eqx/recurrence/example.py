@@ -1,5 +1,6 @@
 """Builds a problem for the command line from sizes by letter and option flags by name."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,6 @@ from .spec import (
     SCALAR,
     step_letters,
     StepArrays,
-    StepSpec,
     VALUE,
 )
 
@@ -63,19 +63,30 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
         raise ValueError(
             f"dims: expected head counts that divide H, received {', '.join(f'{n}={size[n]}' for n in _HEADS)}."
         )
-    size |= dict.fromkeys(("HS", "Hg", "Hb"), heads)
-    wide, decay = wide_dtype(dtype), options["decay"]
-    dtypes = dict.fromkeys(("q", "k", "v", *(name for name in ("beta", "skip") if options[name])), dtype)
-    dtypes |= {} if decay == NONE else {"g": wide}
+    size["HS"] = heads
+    size |= {"slots": size["B"]} if options["slots"] else {}
+    dtypes = {"qkv": dtype, "g": wide_dtype(dtype), "state": wide_dtype(dtype)}
+    return (step_problem_of if step else problem_of)(operation, *shapes_of(size, options, dtypes))
+
+
+def shapes_of(
+    size: Mapping[str, int], flags: Mapping[str, Any], dtypes: Mapping[str, str]
+) -> tuple[Any, RecurrenceSpec]:
+    """The shapes of the arrays of a call or a step, and its spec, from the sizes, flags and dtypes of its problem."""
+    decay, delta, step = flags["decay"], flags["delta"], flags["step"]
+    spec = RecurrenceSpec(
+        size["D"] ** -0.5, decay, delta, dtypes["state"], bool(step and flags["transposed"])
+    )
+    given = {name: dtypes["qkv"] for name in ("q", "k", "v", "beta", "skip") if flags.get(name, True)}
+    given |= {} if decay == NONE else {"g": dtypes["g"]}
+    size = dict.fromkeys(("Hg", "Hb"), size["HS"]) | dict(size)
     if step:
-        decay = SCALAR if decay == CONSTANT else decay
-        dtypes |= {"state": wide} | ({"indices": "int32"} if options["slots"] else {})
-        sizes = {**size, "rows": size["B"], "slots": size["B"]}
-        shapes = step_letters("rows", "slots", decay, options["transposed"]).shapes(sizes, dtypes, lead="")
-        spec = StepSpec(size["D"] ** -0.5, decay, options["delta"], options["transposed"])
-        return step_problem_of(operation, StepArrays(**shapes), spec)
-    packed = options["packed"]
-    dtypes |= {"initial_state": wide} if options["initial_state"] else {}
-    dtypes |= {"starts" if packed == "segments" else packed: "int32"} if packed else {}
-    spec = RecurrenceSpec(size["D"] ** -0.5, decay, options["delta"], wide)
-    return problem_of(operation, RecurrenceArrays(**letters(decay, packed).shapes(size, dtypes)), spec)
+        spec = dataclasses.replace(spec, decay=SCALAR) if decay == CONSTANT else spec
+        given |= {"state": dtypes["state"]} | ({"indices": "int32"} if flags["slots"] else {})
+        size |= {"rows": size["B"], "slots": size.get("slots", size["B"])}
+        axes = step_letters("rows", "slots", spec.decay, spec.transposed)
+        return StepArrays(**axes.shapes(size, given, lead="")), spec
+    packed = flags["packed"]
+    given |= {"initial_state": dtypes["state"]} if flags["initial_state"] else {}
+    given |= {"starts" if packed == "segments" else packed: "int32"} if packed else {}
+    return RecurrenceArrays(**letters(decay, packed).shapes(size, given)), spec

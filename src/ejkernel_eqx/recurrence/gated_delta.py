@@ -7,15 +7,12 @@ import jax
 from jax import Array
 from jax.typing import DTypeLike
 
-from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.along import check_sequence_axis
-from ..core.arguments import check_state_dtype
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, frame_of, step_frame_of
+from .arguments import check_scale, step_frame_of
 from .delta import delta_operands, DeltaOptions, GatedDelta
-from .operation import plan_of, run, run_step
+from .operation import Recurrence
 from .spec import SCALAR
 
 
@@ -36,7 +33,7 @@ class GatedDeltaRule(GatedDelta):
     decay: ClassVar[str] = SCALAR
 
 
-class DeltaRule(Kernel):
+class DeltaRule(Recurrence):
     r"""The delta rule (DeltaNet): a state without decay, in which new values overwrite old ones.
 
     $$S_t = S_{t-1} + \beta_t k_t (v_t - S_{t-1}^\top k_t)^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
@@ -51,10 +48,6 @@ class DeltaRule(Kernel):
 
     scale: float | None = eqx.field(static=True)
     options: DeltaOptions = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    sequence_axis: str | None = eqx.field(static=True)
-    state_dtype: str | None = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
 
     def __init__(
         self,
@@ -71,11 +64,9 @@ class DeltaRule(Kernel):
         tune_for: Any | None = None,
     ):
         """**Arguments:** as for [`ejkernel_eqx.KernelDeltaAttention`][], without the gate's options; inputs of `tune_for` are without `g`."""
-        self.scale, self.reverse = check_scale(scale), reverse
+        self.scale = check_scale(scale)
         self.options = DeltaOptions(use_qk_l2norm, beta_sigmoid, allow_neg_eigval)
-        self.state_dtype = check_state_dtype(state_dtype)
-        self.sequence_axis = check_sequence_axis(sequence_axis)
-        self.plan = plan_of(DeltaRule, self, platform, config, tune_for)
+        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.DeltaRule")
     @over_sequence_axis()
@@ -92,11 +83,9 @@ class DeltaRule(Kernel):
         state_indices: Int[Numbers, " B"] | None = None,
     ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
         """**Arguments**, **returns**, **raises:** as for [`ejkernel_eqx.KernelDeltaAttention`][], without `g`, `A_log` and `dt_bias`."""
-        frame = frame_of(
-            q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
-        )
+        frame = self._frame(q, cu_seqlens, segment_ids, state_indices)
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
-        return run(self.plan, frame, operands, initial_state, self.state_dtype)
+        return self._run(frame, operands, initial_state)
 
     @jax.named_scope("ejkernel_eqx.DeltaRule.step")
     def step(
@@ -113,4 +102,4 @@ class DeltaRule(Kernel):
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(q, "q", "H D", state_indices)
         operands = delta_operands(frame, self.options, self.scale, (q, k, v), beta)
-        return run_step(self.plan, frame, operands, state)
+        return self._run(frame, operands, state)

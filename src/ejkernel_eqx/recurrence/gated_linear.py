@@ -7,18 +7,15 @@ import jax
 from jax import Array
 from jax.typing import DTypeLike
 
-from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.along import check_sequence_axis
-from ..core.arguments import check_state_dtype
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, frame_of, log_decays, Operands, step_frame_of
-from .operation import plan_of, run, run_step
+from .arguments import check_scale, Frame, log_decays, Operands, step_frame_of
+from .operation import Recurrence
 from .spec import KEY
 
 
-class GatedLinearAttention(Kernel):
+class GatedLinearAttention(Recurrence):
     r"""Gated linear attention (GLA), in time and memory linear in the sequence length.
 
     $$S_t = \mathrm{diag}(e^{g_t})\, S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
@@ -36,10 +33,6 @@ class GatedLinearAttention(Kernel):
     operation: ClassVar[str] = "gated_linear_attention"
 
     scale: float | None = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    sequence_axis: str | None = eqx.field(static=True)
-    state_dtype: str | None = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
 
     def __init__(
         self,
@@ -65,10 +58,8 @@ class GatedLinearAttention(Kernel):
         - `config`: use this kernel configuration, which implies its platform.
         - `tune_for`: `(q, k, v, g)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """
-        self.scale, self.reverse = check_scale(scale), reverse
-        self.state_dtype = check_state_dtype(state_dtype)
-        self.sequence_axis = check_sequence_axis(sequence_axis)
-        self.plan = plan_of(GatedLinearAttention, self, platform, config, tune_for)
+        self.scale = check_scale(scale)
+        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention")
     @over_sequence_axis()
@@ -103,10 +94,8 @@ class GatedLinearAttention(Kernel):
         `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, in the shape of `initial_state`. Raises
         `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
-        frame = frame_of(
-            q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
-        )
-        return run(self.plan, frame, self._operands(frame, q, k, v, g), initial_state, self.state_dtype)
+        frame = self._frame(q, cu_seqlens, segment_ids, state_indices)
+        return self._run(frame, self._operands(frame, q, k, v, g), initial_state)
 
     @jax.named_scope("ejkernel_eqx.GatedLinearAttention.step")
     def step(
@@ -132,7 +121,7 @@ class GatedLinearAttention(Kernel):
         `(out, state)`: `[..., R, V]` and the new states (with `state_indices`, the whole pool). Raises the errors of a call.
         """
         frame = step_frame_of(q, "q", "H D", state_indices)
-        return run_step(self.plan, frame, self._operands(frame, q, k, v, g), state)
+        return self._run(frame, self._operands(frame, q, k, v, g), state)
 
     def _operands(self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, g: AnyArray) -> Operands:
         g = log_decays("g", frame.operand("g", g, (None, q.shape[-1]), "H D"))

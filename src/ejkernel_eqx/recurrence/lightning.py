@@ -1,6 +1,8 @@
 """`LightningAttention`: linear attention with a constant decay per head."""
 
-from typing import Any, ClassVar, Literal
+import functools
+from collections.abc import Callable
+from typing import Any, cast, ClassVar, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -9,17 +11,16 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
 from .._values import checked
-from ..core.along import check_sequence_axis
-from ..core.arguments import accumulator, array, check_state_dtype, fitting
+from ..core.arguments import accumulator, array, fitting
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, frame_of, Operands, step_frame_of
-from .operation import plan_of, run, run_step
+from .arguments import check_scale, Frame, Operands, step_frame_of
+from .operation import Recurrence
 from .spec import CONSTANT
 
+F = TypeVar("F", bound=Callable[..., Any])
 _RULES = ("minimax", "fla")
 
 
@@ -55,7 +56,17 @@ def lightning_slopes(
     return 8.0 / num_heads * (1.0 - layer_index / num_layers) * heads
 
 
-class LightningAttention(Kernel):
+def _with_slopes(call: F) -> F:
+    """Decorates a call whose heads devices may share: the slopes of all heads are known before."""
+
+    @functools.wraps(call)
+    def resolved(self: Any, q: Any, k: Any, v: Any, *, slopes: Any = None, **others: Any) -> Any:
+        return call(self, q, k, v, slopes=self._slopes(q, k, v, slopes), **others)
+
+    return cast(F, resolved)
+
+
+class LightningAttention(Recurrence):
     r"""Lightning attention: linear attention with a constant decay per head.
 
     $$S_t = e^{-\mathrm{slope}_h} S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
@@ -75,10 +86,6 @@ class LightningAttention(Kernel):
     layer_index: int = eqx.field(static=True)
     num_layers: int = eqx.field(static=True)
     scale: float | None = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    sequence_axis: str | None = eqx.field(static=True)
-    state_dtype: str | None = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
 
     def __init__(
         self,
@@ -106,11 +113,11 @@ class LightningAttention(Kernel):
             lightning_slopes(slopes, 1, layer_index, num_layers)  # raises for invalid arguments
         self.slopes, self.layer_index, self.num_layers = slopes, layer_index, num_layers
         self.scale = check_scale(1.0 if scale is None and slopes == "minimax" else scale)
-        self.reverse, self.state_dtype = reverse, check_state_dtype(state_dtype)
-        self.sequence_axis = check_sequence_axis(sequence_axis)
-        self.plan = plan_of(LightningAttention, self, platform, config, tune_for)
+        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.LightningAttention")
+    @_with_slopes
+    @over_sequence_axis()
     def __call__(
         self,
         q: Float[AnyArray, "*B T H D"],
@@ -132,35 +139,8 @@ class LightningAttention(Kernel):
         **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises the
         errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
-        return self._run(
-            q,
-            k,
-            v,
-            self._slopes(q, k, v, slopes),
-            initial_state=initial_state,
-            cu_seqlens=cu_seqlens,
-            segment_ids=segment_ids,
-            state_indices=state_indices,
-        )
-
-    @over_sequence_axis()
-    def _run(
-        self,
-        q: Float[AnyArray, "*B T H D"],
-        k: Float[AnyArray, "*B T H D"],
-        v: Float[AnyArray, "*B T H V"],
-        slopes: Float[AnyArray, " H"],
-        *,
-        initial_state: Float[AnyArray, "... H D V"] | None = None,
-        cu_seqlens: Int[Numbers, " N+1"] | None = None,
-        segment_ids: Int[Numbers, "*B T"] | None = None,
-        state_indices: Int[Numbers, " B"] | None = None,
-    ) -> tuple[Float[Array, "*B T R V"], Float[Array, "... H D V"]]:
-        """A call with the slopes of its heads, which devices may share."""
-        frame = frame_of(
-            q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
-        )
-        return run(self.plan, frame, self._operands(frame, q, k, v, slopes), initial_state, self.state_dtype)
+        frame = self._frame(q, cu_seqlens, segment_ids, state_indices)
+        return self._run(frame, self._operands(frame, q, k, v, slopes), initial_state)
 
     @jax.named_scope("ejkernel_eqx.LightningAttention.step")
     def step(
@@ -176,9 +156,7 @@ class LightningAttention(Kernel):
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state`, `state_indices` and results as in
         [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(q, "q", "H D", state_indices)
-        return run_step(
-            self.plan, frame, self._operands(frame, q, k, v, self._slopes(q, k, v, slopes)), state
-        )
+        return self._run(frame, self._operands(frame, q, k, v, self._slopes(q, k, v, slopes)), state)
 
     def _operands(self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, slopes: AnyArray) -> Operands:
         q, k, v = frame.qkv(q, k, v)

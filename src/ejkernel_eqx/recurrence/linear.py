@@ -1,5 +1,6 @@
 """`LinearAttention`: attention without a softmax, as a recurrence with one kind of decay or none."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -8,15 +9,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.along import check_sequence_axis
-from ..core.arguments import array, check_state_dtype, fitting, wide
+from ..core.arguments import array, fitting, wide
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
-from .arguments import check_scale, Frame, frame_of, log_decays, Operands, step_frame_of
+from .arguments import check_scale, Frame, log_decays, Operands, step_frame_of
 from .heads import repeat_heads
-from .operation import plan_of, run, run_step
+from .operation import Recurrence
 from .spec import CONSTANT, KEY, NONE, SCALAR, VALUE
 
 # With `normalize` pairs.
@@ -24,7 +23,7 @@ State = Float[AnyArray, "... H D V"] | tuple[Float[AnyArray, "... H D V"], Float
 FinalState = Float[Array, "... H D V"] | tuple[Float[Array, "... H D V"], Float[Array, "... H D"]]
 
 
-class LinearAttention(Kernel):
+class LinearAttention(Recurrence):
     r"""Linear attention, in time and memory linear in the sequence length.
 
     $$S_t = \alpha_t \odot S_{t-1} + k_t v_t^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t$$
@@ -47,10 +46,6 @@ class LinearAttention(Kernel):
 
     scale: float | None = eqx.field(static=True)
     normalize: bool = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    sequence_axis: str | None = eqx.field(static=True)
-    state_dtype: str | None = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
 
     def __init__(
         self,
@@ -71,10 +66,8 @@ class LinearAttention(Kernel):
         - `reverse`, `sequence_axis`, `state_dtype`, `platform`, `config`: as in [`ejkernel_eqx.GatedLinearAttention`][].
         - `tune_for`: `(q, k, v)` or [`ejkernel_eqx.inputs`][]`(q, k, v, g=g, ...)`: fix the choice for these inputs now.
         """
-        self.scale, self.normalize, self.reverse = check_scale(scale), normalize, reverse
-        self.state_dtype = check_state_dtype(state_dtype)
-        self.sequence_axis = check_sequence_axis(sequence_axis)
-        self.plan = plan_of(LinearAttention, self, platform, config, tune_for)
+        self.scale, self.normalize = check_scale(scale), normalize
+        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.LinearAttention")
     @over_sequence_axis()
@@ -105,11 +98,9 @@ class LinearAttention(Kernel):
         **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and the state after the last token, in the shape of `initial_state`.
         Raises the errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
-        frame = frame_of(
-            q, "q", "H D", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
-        )
+        frame = self._frame(q, cu_seqlens, segment_ids, state_indices)
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
-        return self._run(frame, operands, k, "initial_state", initial_state)
+        return self._normalized(frame, operands, "initial_state", initial_state)
 
     @jax.named_scope("ejkernel_eqx.LinearAttention.step")
     def step(
@@ -129,20 +120,17 @@ class LinearAttention(Kernel):
         [`ejkernel_eqx.GatedLinearAttention.step`][]. With `normalize` a state, or a pool of states, is a pair, with $z$ `[..., H, D]`."""
         frame = step_frame_of(q, "q", "H D", state_indices)
         operands = self._operands(frame, q, k, v, _decay(frame, q, v, g, gk, gv, g_gamma))
-        return self._run(frame, operands, k, "state", state)
+        return self._normalized(frame, operands, "state", state)
 
-    def _run(self, frame: Frame, operands: Operands, k: AnyArray, name: str, state: Any) -> tuple[Array, Any]:
-        def launch(operands: Operands, state: Any) -> tuple[Array, Array]:
-            if frame.length is None:
-                return run_step(self.plan, frame, operands, state)
-            return run(self.plan, frame, operands, state, self.state_dtype)
-
+    def _normalized(self, frame: Frame, operands: Operands, name: str, state: Any) -> tuple[Array, Any]:
         if not self.normalize:
-            return launch(operands, state)
-        values, weights = _pair(name, state, k)
-        out, values = launch(operands, values)
-        weight, weights = launch(_weights(frame, operands), weights)
-        return _divide(out, weight).astype(frame.dtype), (values, weights[..., 0])
+            return self._run(frame, operands, state)
+        values, weights = _pair(name, state, operands.k)
+        out, values = self._run(frame, operands, values)
+        ones = frame.mask(jnp.ones((*frame.over_tokens, 1, 1), operands.v.dtype))
+        weight, weights = self._run(frame, dataclasses.replace(operands, v=ones), weights)
+        divisor = repeat_heads(wide(weight), -2, out.shape[-2]) + 1e-10
+        return (wide(out) / divisor).astype(frame.dtype), (values, weights[..., 0])
 
     def _operands(
         self, frame: Frame, q: AnyArray, k: AnyArray, v: AnyArray, decay: tuple[str, Array | None]
@@ -201,12 +189,3 @@ def _pair(name: str, state: Any, k: AnyArray) -> tuple[Array | None, Array | Non
             f"{name}: expected z of shape [..., {', '.join(map(str, k.shape[-2:]))}], as k, received {weights.shape}; every call returns S and z."
         )
     return values, weights[..., None]
-
-
-def _weights(frame: Frame, operands: Operands) -> Operands:
-    ones = frame.mask(jnp.ones((*frame.over_tokens, 1, 1), operands.v.dtype))
-    return Operands(operands.q, operands.k, ones, operands.scale)
-
-
-def _divide(out: Array, weight: Array) -> Array:
-    return wide(out) / (repeat_heads(wide(weight), -2, out.shape[-2]) + 1e-10)

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 from jax import Array
 
-from .._kernel import Plan
+from .._kernel import Kernel, Plan
 from .._operations import RECURRENCE
-from ..core.frame import Frame
+from ..core.along import check_sequence_axis
+from ..core.arguments import check_state_dtype
+from ..core.frame import Frame, frame_of
 from ..core.plans import plan_of as plan_of
 from ..dispatch import implementations_of, kernel_registry
 from .along import recur_along
@@ -46,11 +49,7 @@ def run(
 
 
 def run_step(
-    plan: Plan,
-    frame: Frame,
-    operands: Operands,
-    state: Any,
-    epilogue: Callable[[Array], Array] | None = None,
+    plan: Plan, frame: Frame, operands: Operands, state: Any, epilogue: Callable[[Array], Array] | None = None
 ) -> tuple[Array, Array]:
     """Runs one token per row."""
     arrays, spec = build_step(frame, operands, state)
@@ -60,6 +59,34 @@ def run_step(
         out, state = step(plan, plan.operation, arrays, spec)
     out, state = frame.from_rows((out, state))
     return out if epilogue is None else epilogue(out), state
+
+
+class Recurrence(Kernel):
+    """The options that the operations of the package share, and how their calls and steps run."""
+
+    reverse: bool = eqx.field(static=True)
+    sequence_axis: str | None = eqx.field(static=True)
+    state_dtype: str | None = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def _complete(self, reverse: bool, sequence_axis: Any, state_dtype: Any, *request: Any) -> None:
+        """Sets the shared options, as the end of `__init__`; `request`: `platform`, `config`, `tune_for`."""
+        self.reverse, self.state_dtype = reverse, check_state_dtype(state_dtype)
+        self.sequence_axis = check_sequence_axis(sequence_axis)
+        self.plan = plan_of(type(self), self, *request)
+
+    def _frame(self, q: Any, cu_seqlens: Any, segment_ids: Any, state_indices: Any) -> Frame:
+        """The frame of a sequence call with queries `[..., T, H, D]`."""
+        rest = self.reverse, state_indices, self.sequence_axis
+        return frame_of(q, "q", "H D", cu_seqlens, segment_ids, *rest)
+
+    def _run(
+        self, frame: Frame, operands: Operands, state: Any, epilogue: Callable[[Array], Array] | None = None
+    ) -> tuple[Array, Array]:
+        """Runs a sequence call, or a step if the frame is that of a step."""
+        if frame.length is None:
+            return run_step(self.plan, frame, operands, state, epilogue)
+        return run(self.plan, frame, operands, state, self.state_dtype, epilogue)
 
 
 def _no_output(arrays: Any, operands: Operands) -> Array:

@@ -1,5 +1,6 @@
 """The recurrence token by token, as in its equation: the oracle of every test, in float64 for float64 inputs."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,9 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from ..core.arguments import accumulator
-from ..sequences.tokens import begins, masked, over, put, scan_tokens
+from ..sequences.tokens import begins, from_slots, masked, scan_tokens, to_slots
 from .heads import repeat_heads
-from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, StepSpec
+from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays
+
+_BY_TOKEN = ("q", "k", "v", "g", "beta")
 
 
 def recur(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
@@ -55,30 +58,18 @@ def _packed(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Arra
     assert offsets is not None
     length, count = arrays.q.shape[0], offsets.shape[0] - 1
     tokens = jnp.arange(length, dtype=jnp.int32)
+    if spec.decay == CONSTANT:  # one number per head cannot express padding, so it becomes one per token
+        assert arrays.g is not None
+        arrays = arrays._replace(g=jnp.broadcast_to(arrays.g, (length, arrays.g.shape[-1])))
+        spec = dataclasses.replace(spec, decay=SCALAR)
 
     def one(n: Array, initial: Array | None) -> tuple[Array, Array]:
         mine = (tokens >= offsets[n]) & (tokens < offsets[n + 1])
-        alone = arrays._replace(
-            **{name: _keep(getattr(arrays, name), mine) for name in ("q", "k", "v", "beta")},
-            g=arrays.g if spec.decay == CONSTANT else _keep(arrays.g, mine),
-            initial_state=initial,
-            offsets=None,
-        )
-        if spec.decay == CONSTANT:  # one number per head cannot express padding, so it becomes one per token
-            assert arrays.g is not None
-            g = jnp.broadcast_to(arrays.g, (length, arrays.g.shape[-1]))
-            return _row(
-                alone._replace(g=_keep(g, mine)),
-                RecurrenceSpec(spec.scale, SCALAR, spec.delta, spec.state_dtype),
-            )
-        return _row(alone, spec)
+        kept = {name: masked(x, mine) for name in _BY_TOKEN if (x := getattr(arrays, name)) is not None}
+        return _row(arrays._replace(**kept, initial_state=initial, offsets=None), spec)
 
     outs, states = jax.vmap(one)(jnp.arange(count, dtype=jnp.int32), arrays.initial_state)
     return outs.sum(0), states
-
-
-def _keep(x: Array | None, mine: Array) -> Array | None:
-    return None if x is None else masked(x, mine)
 
 
 def _decay(arrays: RecurrenceArrays, spec: RecurrenceSpec, length: int, heads: int, wide: Any) -> Array:
@@ -86,20 +77,18 @@ def _decay(arrays: RecurrenceArrays, spec: RecurrenceSpec, length: int, heads: i
     if arrays.g is None:
         return jnp.ones((length, 1, 1, 1), wide)
     g = jnp.exp(arrays.g.astype(wide))
-    if spec.decay == CONSTANT:
-        return jnp.broadcast_to(repeat_heads(g, 0, heads)[None, :, None, None], (length, heads, 1, 1))
-    g = repeat_heads(g, 1, heads)
-    if spec.decay == SCALAR:
+    g = repeat_heads(jnp.broadcast_to(g, (length, *g.shape)) if spec.decay == CONSTANT else g, 1, heads)
+    if spec.decay in (CONSTANT, SCALAR):
         return g[..., None, None]
     return g[..., :, None] if spec.decay == KEY else g[..., None, :]
 
 
-def step(arrays: StepArrays, spec: StepSpec) -> tuple[Array, Array]:
+def step(arrays: StepArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
     """`out [*, B, R, V]` and the new states, by the recurrence for one token."""
     state = arrays.state
     lead = state.ndim - 4
     count = arrays.q.shape[-3]
-    rows = state if arrays.indices is None else over(lead, _take)(state, jnp.maximum(arrays.indices, 0))
+    rows = from_slots(state, arrays.indices, lead)
     rows = jnp.swapaxes(rows, -1, -2) if spec.transposed else rows
     initial = rows.astype(accumulator(arrays.q.dtype))
     token: Any = lambda x: None if x is None else jnp.expand_dims(x, lead + 1)
@@ -113,13 +102,4 @@ def step(arrays: StepArrays, spec: StepSpec) -> tuple[Array, Array]:
     out, new = recur(whole, RecurrenceSpec(spec.scale, spec.decay, spec.delta))
     out = jnp.squeeze(out, lead + 1)
     new = (jnp.swapaxes(new, -1, -2) if spec.transposed else new).astype(state.dtype)
-    if arrays.indices is None:
-        return out, new
-    used = arrays.indices >= 0
-    out = jnp.where(used[..., None, None], out, 0.0)
-    where = jnp.where(used, arrays.indices, state.shape[lead])  # past the end: dropped
-    return out, over(lead, put)(state, new, where)
-
-
-def _take(pool: Array, indices: Array) -> Array:
-    return pool[indices]
+    return to_slots(out, new, state, arrays.indices, lead)

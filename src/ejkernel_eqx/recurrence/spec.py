@@ -32,9 +32,12 @@ class RecurrenceSpec:
 
     scale: float
     decay: str = NONE
+    """Never `CONSTANT` in a step."""
     delta: bool = False
     state_dtype: str = "float32"
     """Dtype of initial and final states: float32, bfloat16 (storage only), or float64 for float64 operands."""
+    transposed: bool = False
+    """True if the states of a step are `[V, D]`."""
 
 
 class RecurrenceArrays(NamedTuple):
@@ -91,15 +94,6 @@ def _of_tokens(rows: str, decay: str) -> dict[str, str]:
     return {name: letters.format(rows) for name, letters in axes.items()}
 
 
-def letters_of(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Letters:
-    return letters(spec.decay, "offsets" if arrays.offsets is not None else None)
-
-
-def sizes_of(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, int]:
-    heads = heads_of(arrays, spec)
-    return letters_of(arrays, spec).sizes(arrays) | {"R": heads.out, "HS": heads.state}
-
-
 class Heads(NamedTuple):
     """The head counts of a call."""
 
@@ -107,7 +101,7 @@ class Heads(NamedTuple):
     state: int  # HS
 
 
-def heads_of(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> Heads:
+def heads_of(arrays: "RecurrenceArrays | StepArrays", spec: RecurrenceSpec) -> Heads:
     counts = [arrays.k.shape[-2], arrays.v.shape[-2]]
     if arrays.g is not None:
         counts.append(arrays.g.shape[-1] if spec.decay in (CONSTANT, SCALAR) else arrays.g.shape[-2])
@@ -132,25 +126,18 @@ class StepArrays(NamedTuple):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class StepSpec:
-    """The static half of a step; `decay` is never `CONSTANT`."""
-
-    scale: float
-    decay: str = NONE
-    delta: bool = False
-    transposed: bool = False
+STEP_FLOATS = ("q", "k", "v", "state", "g", "beta", "skip")
+"""The arrays of a step that have gradients."""
 
 
-def step_letters_of(arrays: StepArrays, spec: StepSpec) -> Letters:
-    """Rows with their own states are split over devices like leading axes; a pool of states is replicated."""
+def letters_of(arrays: RecurrenceArrays | StepArrays, spec: RecurrenceSpec) -> Letters:
+    """The axes of a call. In a step, rows with their own states are split over devices like leading axes; a pool of states is replicated."""
+    if isinstance(arrays, RecurrenceArrays):
+        return letters(spec.decay, None if arrays.offsets is None else "offsets")
     rows, slots = ("b", "b") if arrays.indices is None else ("rows", "slots")
     return step_letters(rows, slots, spec.decay, spec.transposed)
 
 
-def step_sizes_of(arrays: StepArrays, spec: StepSpec) -> dict[str, int]:
-    size = step_letters_of(arrays, spec).sizes(arrays)
+def sizes_of(arrays: RecurrenceArrays | StepArrays, spec: RecurrenceSpec) -> dict[str, int]:
+    size = {"HS": heads_of(arrays, spec).state} | letters_of(arrays, spec).sizes(arrays)
     return size | {"R": max(size["HS"], size["Hq"])}
-
-
-STEP_FLOATS = ("q", "k", "v", "state", "g", "beta", "skip")

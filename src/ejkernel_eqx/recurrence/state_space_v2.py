@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import namedtuple
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -11,32 +11,22 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from .._broadcast import like
-from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.along import check_sequence_axis
-from ..core.arguments import check_state_dtype, decaying_rates, finite_rate, fitting, wide
+from ..core.arguments import decaying_rates, finite_rate, fitting, wide
 from ..core.plans import again_for_gradients
 from ..core.split_tokens import over_sequence_axis
 from ..dispatch import PlatformLike
 from .arguments import Frame, frame_of, Operands, step_frame_of
 from .core import KEPT
 from .gates import check_limit, rms_norm, silu_gated, time_step
-from .operation import plan_of, run, run_step
+from .operation import Recurrence
 from .spec import SCALAR
 
 _Inputs = namedtuple("_Inputs", "x dt A B C D z dt_bias norm_weight")
 """The operands of a call on sequences or of a step."""
 
 
-class _Rates(NamedTuple):
-    """Arrays that determine the time steps and the decays."""
-
-    dt: Array
-    A: Array
-    dt_bias: Array | None
-
-
-class StateSpaceV2(Kernel):
+class StateSpaceV2(Recurrence):
     r"""The state space duality (SSD) of Mamba-2: a state of $P \times N$ per head, with one decay per head and token.
 
     $$h_t = e^{\Delta_t A} h_{t-1} + \Delta_t\, x_t B_t^\top, \qquad y_t = h_t C_t + D \odot x_t$$
@@ -56,10 +46,6 @@ class StateSpaceV2(Kernel):
     dt_limit: tuple[float, float] | None = eqx.field(static=True)
     norm: str | None = eqx.field(static=True)
     norm_eps: float = eqx.field(static=True)
-    reverse: bool = eqx.field(static=True)
-    sequence_axis: str | None = eqx.field(static=True)
-    state_dtype: str | None = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
 
     def __init__(
         self,
@@ -90,9 +76,7 @@ class StateSpaceV2(Kernel):
             raise ValueError(f"norm_eps: expected a number >= 0, received {norm_eps}.")
         self.dt_softplus, self.dt_limit = dt_softplus, check_limit(dt_limit)
         self.norm, self.norm_eps = norm, float(norm_eps)
-        self.reverse, self.state_dtype = reverse, check_state_dtype(state_dtype)
-        self.sequence_axis = check_sequence_axis(sequence_axis)
-        self.plan = plan_of(StateSpaceV2, self, platform, config, tune_for)
+        self._complete(reverse, sequence_axis, state_dtype, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV2")
     @over_sequence_axis(lambda operation: operation.norm is not None)
@@ -131,14 +115,7 @@ class StateSpaceV2(Kernel):
         frame = frame_of(
             x, "x", "H P", cu_seqlens, segment_ids, self.reverse, state_indices, self.sequence_axis
         )
-        inputs = _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight)
-        operands, rates, epilogue = self._operands(frame, inputs)
-
-        def decayed(rates: _Rates) -> tuple[Array, Array]:
-            whole = self._with_decays(frame, operands, rates)
-            return run(self.plan, frame, whole, initial_state, self.state_dtype, epilogue)
-
-        return again_for_gradients(decayed, self, KEPT)(rates)
+        return self._call(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight), initial_state)
 
     @jax.named_scope("ejkernel_eqx.StateSpaceV2.step")
     def step(
@@ -159,12 +136,24 @@ class StateSpaceV2(Kernel):
         """Processes one token per row, for decoding. Arguments are those of a call without the token axis; `state` is `[..., H, P, N]`,
         `state_indices` and results as in [`ejkernel_eqx.GatedLinearAttention.step`][]."""
         frame = step_frame_of(x, "x", "H P", state_indices)
-        inputs = _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight)
-        operands, rates, epilogue = self._operands(frame, inputs)
-        return run_step(self.plan, frame, self._with_decays(frame, operands, rates), state, epilogue)
+        return self._call(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight), state)
 
-    def _operands(self, frame: Frame, inputs: _Inputs) -> tuple[Operands, _Rates, Any]:
-        """The operands of the recurrence, with `B` as key and `x` as value, what determines its decays, and the function applied to its output."""
+    def _call(self, frame: Frame, inputs: _Inputs, state: Any) -> tuple[Array, Array]:
+        operands, rates, epilogue = self._operands(frame, inputs)
+
+        def decayed(dt: Array, A: Array, dt_bias: Array | None) -> tuple[Array, Array]:
+            dt = frame.mask(time_step(dt, dt_bias, self.dt_softplus, self.dt_limit))
+            # Masked separately, because the gradient that a kernel leaves at padding must not reach `A`.
+            g = frame.mask(dt * like(finite_rate(A.astype(dt.dtype)), dt))
+            return self._run(frame, dataclasses.replace(operands, g=g, beta=dt), state, epilogue)
+
+        if frame.length is not None:
+            decayed = again_for_gradients(decayed, self, KEPT)
+        return decayed(*rates)
+
+    def _operands(self, frame: Frame, inputs: _Inputs) -> tuple[Operands, tuple[Any, ...], Any]:
+        """The operands of the recurrence, with `B` as key and `x` as value, what determines its decays (`dt`, `A`, `dt_bias`), and the function
+        applied to its output."""
         x = frame.main("x", inputs.x, (None, None), "H P")
         heads, channels = x.shape[-2:]
         B = frame.main("B", inputs.B, (None, None), "G N")
@@ -176,16 +165,10 @@ class StateSpaceV2(Kernel):
             )
         bias = None if inputs.dt_bias is None else fitting("dt_bias", inputs.dt_bias, (heads,), "H")
         raw = frame.operand("dt", inputs.dt, (heads,), "H")
-        rates = _Rates(raw, decaying_rates(fitting("A", inputs.A, (heads,), "H")), bias)
+        rates = raw, decaying_rates(fitting("A", inputs.A, (heads,), "H")), bias
         skip = self._skip(frame, inputs.D, heads, channels)
         operands = Operands(C, B, x, 1.0, skip=skip, decay=SCALAR, transposed=True)
         return operands, rates, self._epilogue(frame, inputs, x, groups)
-
-    def _with_decays(self, frame: Frame, operands: Operands, rates: _Rates) -> Operands:
-        dt = frame.mask(time_step(rates.dt, rates.dt_bias, self.dt_softplus, self.dt_limit))
-        # Masked separately, because the gradient that a kernel leaves at padding must not reach `A`.
-        g = frame.mask(dt * like(finite_rate(rates.A.astype(dt.dtype)), dt))
-        return dataclasses.replace(operands, g=g, beta=dt)
 
     def _skip(self, frame: Frame, D: Any, heads: int, channels: int) -> Array | None:
         if D is None:

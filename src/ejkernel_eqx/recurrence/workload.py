@@ -1,23 +1,25 @@
 """Representative work of recurrences for the tuner, and its cost."""
 
 import functools
+import math
 
 from ..core.workload import step_workload_of, workload_of
 from ..dispatch import Implementation, Problem, Workload
 from .core import RECUR, STEP
 from .example import example_problem as example_problem
-from .samples import make_inputs, make_step_inputs, spec_of, step_spec_of
+from .samples import make_inputs, make_step_inputs, spec_of
 
 _COST_CHUNK = 64  # operations are counted for chunks of this many tokens
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms of this family."""
+    spec = spec_of(problem)
     if problem.flag("step"):
-        cells = problem.dim("B") * problem.dim("HS") * problem.dim("D") * problem.dim("V")
-        make, spec = functools.partial(make_step_inputs, problem), step_spec_of(problem)
+        cells = math.prod(map(problem.dim, ("B", "HS", "D", "V")))
+        make = functools.partial(make_step_inputs, problem)
         return step_workload_of(STEP, implementation, problem, spec, make, flops=6.0 * cells)
-    make, spec = functools.partial(make_inputs, problem), spec_of(problem)
+    make = functools.partial(make_inputs, problem)
     return workload_of(RECUR, implementation, spec, make, flops=_flops(problem), backward=2.5)
 
 

@@ -16,19 +16,9 @@ from jax import Array, lax
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
 from ..parallel import match_varying
-from ..sequences.tokens import over, put
+from ..sequences.tokens import from_slots, over, to_slots
 from .heads import repeat_heads
-from .spec import (
-    CONSTANT,
-    heads_of,
-    KEY,
-    RecurrenceArrays,
-    RecurrenceSpec,
-    SCALAR,
-    StepArrays,
-    StepSpec,
-    VALUE,
-)
+from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, VALUE
 from .xla_chunks import Chunks, merge, split
 from .xla_decay import channel_decays, closed, decayed_mix, decayed_scores, scalar_decays
 from .xla_solve import solve
@@ -347,17 +337,12 @@ class _Call:
         return states, others, chunks.final_states(after, initial)
 
 
-def step(arrays: StepArrays, spec: StepSpec, config: XlaConfig) -> tuple[Array, Array]:
+def step(arrays: StepArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[Array, Array]:
     """`out [*, B, R, V]` in v's dtype and the new states (the whole pool); each state is read once and written once."""
     wide = accumulator(arrays.q.dtype)
     pool, indices = arrays.state, arrays.indices
     lead = pool.ndim - 4
-    if indices is None:
-        state = pool
-    else:
-        state = over(lead, lambda pool, i: pool.at[i].get(mode="fill", fill_value=0))(
-            pool, jnp.where(indices < 0, pool.shape[lead], indices)
-        )
+    state = from_slots(pool, indices, lead)
     # The state's key and value axes, in either layout.
     key = (lambda x: x[..., None, :]) if spec.transposed else (lambda x: x[..., :, None])
     value = (lambda x: x[..., :, None]) if spec.transposed else (lambda x: x[..., None, :])
@@ -382,8 +367,4 @@ def step(arrays: StepArrays, spec: StepSpec, config: XlaConfig) -> tuple[Array, 
     out = (state[..., None, :, :] * key(q)).sum(keys).reshape(*q.shape[:-3], heads * shared, v.shape[-1])
     if arrays.skip is not None:
         out = out + jnp.expand_dims(arrays.skip.astype(wide), lead) * v
-    out, state = out.astype(arrays.v.dtype), state.astype(pool.dtype)
-    if indices is None:
-        return out, state
-    out = jnp.where((indices >= 0)[..., None, None], out, jnp.zeros((), out.dtype))
-    return out, over(lead, put)(pool, state, jnp.where(indices < 0, pool.shape[lead], indices))
+    return to_slots(out.astype(arrays.v.dtype), state.astype(pool.dtype), pool, indices, lead)

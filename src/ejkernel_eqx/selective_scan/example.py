@@ -32,19 +32,24 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     size = read_sizes(dims, {"T": 1 if options["step"] else None, "I": None, "B": 1, "N": 16, "G": 1, "S": 1})
     if size["I"] % size["G"]:
         raise ValueError(f"dims: expected G to be a divisor of I, received I={size['I']}, G={size['G']}.")
-    wide = wide_dtype(dtype)
-    dtypes = {"x": dtype, "dt": dtype, "A": wide, "B": dtype, "C": dtype}
-    dtypes |= {name: dtype if name == "z" else wide for name in ("D", "z", "dt_bias") if options[name]}
-    spec = ScanSpec(options["softplus"], wide)
-    if options["step"]:
-        dtypes |= {"state": wide} | ({"indices": "int32"} if options["slots"] else {})
-        sizes = {**size, "B": 1, "rows": size["B"], "slots": size["B"]}
-        return step_problem_of(
-            operation,
-            StepArrays(**step_letters("rows", "slots").shapes(sizes, dtypes, SHARED, lead="")),
-            spec,
-        )
-    packed = options["packed"]
-    dtypes |= {"initial_state": wide} if options["initial_state"] else {}
-    dtypes |= {"starts" if packed == "segments" else packed: "int32"} if packed else {}
-    return problem_of(operation, ScanArrays(**letters("T", packed).shapes(size, dtypes, SHARED)), spec)
+    size |= {"slots": size["B"]} if options["slots"] else {}
+    dtypes = dict.fromkeys(("x", "dt", "B", "z"), dtype) | {"state": wide_dtype(dtype)}
+    make = step_problem_of if options["step"] else problem_of
+    return make(operation, *shapes_of(size, options, dtypes))
+
+
+def shapes_of(
+    size: Mapping[str, int], flags: Mapping[str, Any], dtypes: Mapping[str, str]
+) -> tuple[Any, ScanSpec]:
+    """The shapes of the arrays of a call or a step, and its spec, from the sizes, flags and dtypes of its problem."""
+    wide, state, spec = wide_dtype(dtypes["x"]), dtypes["state"], ScanSpec(flags["softplus"], dtypes["state"])
+    given = {"x": dtypes["x"], "dt": dtypes["dt"], "A": wide, "B": dtypes["B"], "C": dtypes["B"]}
+    given |= {name: dtypes["z"] if name == "z" else wide for name in ("D", "z", "dt_bias") if flags[name]}
+    if flags["step"]:
+        given |= {"state": state} | ({"indices": "int32"} if flags["slots"] else {})
+        size = {**size, "rows": size["B"], "slots": size.get("slots", size["B"])}
+        return StepArrays(**step_letters("rows", "slots").shapes(size, given, SHARED, lead="")), spec
+    packed = flags["packed"]
+    given |= {"initial_state": state} if flags["initial_state"] else {}
+    given |= {"starts" if packed == "segments" else packed: "int32"} if packed else {}
+    return ScanArrays(**letters("T", packed).shapes(size, given, SHARED)), spec

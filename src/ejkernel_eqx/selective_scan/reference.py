@@ -8,7 +8,7 @@ from jax import Array
 
 from .._broadcast import like
 from ..core.arguments import accumulator
-from ..sequences.tokens import begins, masked, over, put, scan_tokens
+from ..sequences.tokens import begins, from_slots, masked, scan_tokens, to_slots
 from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 
 
@@ -82,7 +82,7 @@ def step(arrays: StepArrays, spec: ScanSpec) -> tuple[Array, Array]:
     """`out [*, B, I]` and the new states, by the recurrence for one token."""
     wide, pool, indices = accumulator(arrays.x.dtype), arrays.state, arrays.indices
     lead = pool.ndim - 3
-    state = pool if indices is None else over(lead, _take)(pool, jnp.maximum(indices, 0))
+    state = from_slots(pool, indices, lead)
     x, A = arrays.x.astype(wide), arrays.A.astype(wide)
     B, C = (jnp.repeat(x.astype(wide), A.shape[-2] // x.shape[-2], axis=-2) for x in (arrays.B, arrays.C))
     parameter = lambda p: None if p is None else jnp.expand_dims(p.astype(wide), p.ndim - 1)
@@ -93,13 +93,4 @@ def step(arrays: StepArrays, spec: ScanSpec) -> tuple[Array, Array]:
     y = jnp.sum(new * C, axis=-1)
     y = y if D is None else y + like(D, x) * x
     y = y if arrays.z is None else y * jax.nn.silu(arrays.z.astype(wide))
-    new = new.astype(pool.dtype)
-    if indices is None:
-        return y, new
-    used = (indices >= 0) & (indices < pool.shape[lead])
-    where = jnp.where(used, indices, pool.shape[lead])  # past the end: dropped
-    return jnp.where(used[..., None], y, jnp.zeros((), wide)), over(lead, put)(pool, new, where)
-
-
-def _take(pool: Array, indices: Array) -> Array:
-    return pool[jnp.minimum(indices, pool.shape[0] - 1)]
+    return to_slots(y, new.astype(pool.dtype), pool, indices, lead)

@@ -1,103 +1,69 @@
 """Representative inputs of a selective scan, generated from a problem's description alone, such that a call with them has that problem."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from ..core.workload import Inputs
+from .._broadcast import like
+from ..core.arguments import accumulator
+from ..core.workload import Inputs, with_packing
 from ..dispatch import Problem
-from .spec import ScanArrays, ScanSpec, StepArrays
+from .example import shapes_of
+from .spec import letters_of, ScanArrays, ScanSpec, StepArrays
 
 TIME_STEP = 0.02
 """A typical time step of a layer."""
 
 
 def spec_of(problem: Problem) -> ScanSpec:
-    """The static half of a call of this problem."""
-    return ScanSpec(bool(problem.flag("softplus")), problem.dtype("state"))
+    """The static half of a call or of a step of this problem."""
+    return _described(problem)[1]
+
+
+def _described(problem: Problem) -> tuple[Any, ScanSpec]:
+    return shapes_of(dict(problem.dims), dict(problem.flags), dict(problem.dtypes))
 
 
 def make_inputs(problem: Problem, seed: int) -> Inputs:
     """New inputs for every seed: random values, documents of various lengths."""
-    inputs = _random(problem, seed)
-    rng = np.random.default_rng(seed)
-    arrays, batch, length = inputs.arrays, problem.dim("B"), problem.dim("T")
-    if problem.flag("packed") == "offsets":
-        inner = np.sort(rng.integers(0, length + 1, (batch, problem.dim("S") - 1)), axis=1)
-        ends = [np.zeros((batch, 1), int), inner, np.full((batch, 1), length)]
-        arrays = arrays._replace(offsets=jnp.asarray(np.concatenate(ends, axis=1), jnp.int32))
-    if problem.flag("packed") == "segments":
-        begins = rng.random((batch, length)) < 4 / max(length, 1)
-        starts = np.maximum.accumulate(np.where(begins, np.arange(length), -1), axis=1)
-        arrays = arrays._replace(starts=jnp.asarray(starts, jnp.int32))
-    return inputs._replace(arrays=arrays)
+    return with_packing(_random(problem, seed), problem, seed, "S")
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _random(problem: Problem, seed: Any) -> Inputs:
-    draw = _Draw(problem, seed)
-    tokens = (problem.dim("B"), problem.dim("T"))
-    state = (problem.dim("B"), *((problem.dim("S"),) if problem.flag("packed") == "offsets" else ()))
-    state = (*state, problem.dim("I"), problem.dim("N"))
-    arrays = ScanArrays(
-        **draw.operands(tokens),
-        initial_state=draw.normal("state", *state) if problem.flag("initial_state") else None,
-    )
-    cotangents = {"out": draw.normal("x", *arrays.x.shape), "final_state": draw.normal("state", *state)}
-    return Inputs(arrays, cotangents)
+    shapes, spec = _described(problem)
+    arrays = ScanArrays(**_drawn(shapes._asdict(), spec, seed))
+    axes, dtypes = letters_of(shapes), {"out": arrays.x.dtype, "final_state": spec.state_dtype}
+    return Inputs(arrays, _drawn(axes.shapes(axes.sizes(shapes), dtypes), spec, seed + 1))
 
 
 def make_step_inputs(problem: Problem, seed: int) -> StepArrays:
     """One token per row; with slots, every row has its own."""
-    draw, batch = _Draw(problem, seed), problem.dim("B")
-    slots = problem.dim("slots") if problem.flag("slots") else batch
-    indices = jax.random.permutation(draw.key(), slots)[:batch].astype(jnp.int32)
-    return StepArrays(
-        **draw.operands((batch,)),
-        state=draw.normal("state", slots, problem.dim("I"), problem.dim("N")),
-        indices=indices if problem.flag("slots") else None,
-    )
+    shapes, spec = _described(problem)
+    arrays = StepArrays(**_drawn(shapes._asdict(), spec, seed))
+    if shapes.indices is None:
+        return arrays
+    rows = jax.random.permutation(jax.random.key(seed), shapes.state.shape[0])[: shapes.indices.shape[0]]
+    return arrays._replace(indices=rows.astype(jnp.int32))
 
 
-class _Draw:
-    """Random arrays with the sizes and dtypes of a problem."""
-
-    def __init__(self, problem: Problem, seed: Any):
-        # A generator that compiles and runs fast; its values need not be the same on every kind of device.
-        self._keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 16))
-        self._problem = problem
-        is_double = problem.dtype("x") == "float64"
-        self._wide: Any = jnp.float64 if is_double else jnp.float32
-
-    def key(self) -> Array:
-        return next(self._keys)
-
-    def normal(self, name: str, *shape: int) -> Array:
-        """Normal values in the problem's dtype for `name`, or float32."""
-        dtypes = dict(self._problem.dtypes)
-        return jax.random.normal(self.key(), shape, self._wide).astype(dtypes.get(name, self._wide))
-
-    def operands(self, lead: tuple[int, ...]) -> dict[str, Any]:
-        """Operands with time steps around `TIME_STEP` and rates from 1 to N, so that states decay within tens to hundreds of tokens."""
-        problem, channels, states = self._problem, self._problem.dim("I"), self._problem.dim("N")
-        projection = (*lead, problem.dim("G"), states)
-        steps = TIME_STEP * jnp.exp(0.5 * jax.random.normal(self.key(), (*lead, channels), self._wide))
-        bias = self.normal("", channels) * 0.5 * TIME_STEP if problem.flag("dt_bias") else None
-        if problem.flag("softplus"):
-            steps = jnp.log(jnp.expm1(steps))
-            bias = None if bias is None else bias / TIME_STEP
-        rates = jnp.broadcast_to(jnp.arange(1.0, states + 1, dtype=self._wide), (channels, states))
-        return {
-            "x": self.normal("x", *lead, channels),
-            "dt": steps.astype(problem.dtype("dt")),
-            "A": -rates * jnp.exp(0.1 * self.normal("", channels, states)),
-            "B": self.normal("B", *projection),
-            "C": self.normal("B", *projection),
-            "D": self.normal("", channels) if problem.flag("D") else None,
-            "z": self.normal("z", *lead, channels) if problem.flag("z") else None,
-            "dt_bias": bias,
-        }
+def _drawn(shapes: Mapping[str, Any], spec: ScanSpec, seed: Any) -> dict[str, Array]:
+    """Random arrays of those shapes that are float: time steps around `TIME_STEP` and rates from 1 to N, so that states decay within tens to
+    hundreds of tokens."""
+    # A generator that compiles and runs fast; its values need not be the same on every kind of device.
+    keys = iter(jax.random.split(jax.random.key(seed, impl="rbg"), 16))
+    floats = {n: x for n, x in shapes.items() if x is not None and jnp.issubdtype(x.dtype, jnp.floating)}
+    normal = lambda x: jax.random.normal(next(keys), x.shape, accumulator(x.dtype))
+    drawn = {name: normal(x) for name, x in floats.items()}
+    if "A" in drawn:
+        rates = jnp.arange(1.0, floats["A"].shape[-1] + 1, dtype=drawn["A"].dtype)
+        drawn["A"] = -like(rates, drawn["A"]) * jnp.exp(0.1 * drawn["A"])
+        steps = TIME_STEP * jnp.exp(0.5 * drawn["dt"])
+        drawn["dt"] = jnp.log(jnp.expm1(steps)) if spec.softplus else steps
+    if "dt_bias" in drawn:
+        drawn["dt_bias"] *= 0.5 if spec.softplus else 0.5 * TIME_STEP
+    return {name: x.astype(floats[name].dtype) for name, x in drawn.items()}

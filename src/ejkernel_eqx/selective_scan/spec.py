@@ -47,40 +47,34 @@ class ScanArrays(NamedTuple):
     offsets: Array | None = None  # int32 [*, S + 1], as there
 
 
-_TOKEN_LETTERS = {
-    "x": "{} I",
-    "dt": "{} I",
-    "A": "I N",
-    "B": "{} G N",
-    "C": "{} G N",
-    "D": "I",
-    "z": "{} I",
-    "dt_bias": "I",
-    "out": "{} I",
-}
+_TOKENS = dict.fromkeys(("x", "dt", "z", "out"), "{} I") | dict.fromkeys(("B", "C"), "{} G N")
+_PARAMETERS = {"A": "I N", "D": "I", "dt_bias": "I"}
+
+
+def _letters(rows: str, more: dict[str, str]) -> Letters:
+    """The axes of a call. Channels are independent and may be split like heads."""
+    tokens = {name: axes.format(rows) for name, axes in _TOKENS.items()}
+    return Letters.of(tokens | _PARAMETERS | more, heads="I G")
 
 
 @functools.cache
 def letters(rows: str, packed: str | None = None) -> Letters:
-    """The axes of a call on sequences. Channels are independent and may be split like heads."""
+    """The axes of a call on sequences."""
     state = "S I N" if packed == "offsets" else "I N"
     more = {"initial_state": state, "final_state": state, "starts": rows, "offsets": "S+1"}
-    return Letters.of({name: axes.format(rows) for name, axes in _TOKEN_LETTERS.items()} | more, heads="I G")
+    return _letters(rows, more)
 
 
 @functools.cache
 def step_letters(rows: str, slots: str) -> Letters:
     """The axes of a call on one token per row."""
-    more = {"state": f"{slots} I N", "indices": rows}
-    return Letters.of({name: axes.format(rows) for name, axes in _TOKEN_LETTERS.items()} | more, heads="I G")
+    return _letters(rows, {"state": f"{slots} I N", "indices": rows})
 
 
-def letters_of(arrays: "ScanArrays") -> Letters:
-    return letters("T", "offsets" if arrays.offsets is not None else None)
-
-
-def step_letters_of(arrays: "StepArrays") -> Letters:
-    """Rows with their own states are split over devices like leading axes; a pool of states is replicated."""
+def letters_of(arrays: "ScanArrays | StepArrays") -> Letters:
+    """The axes of a call. In a step, rows with their own states are split over devices like leading axes; a pool of states is replicated."""
+    if isinstance(arrays, ScanArrays):
+        return letters("T", None if arrays.offsets is None else "offsets")
     return step_letters("b", "b") if arrays.indices is None else step_letters("rows", "slots")
 
 

@@ -44,3 +44,19 @@ def over(lead: int, function: Callable[..., Any]) -> Callable[..., Any]:
 def put(pool: Array, rows: Array, where: Array) -> Array:
     """The pool of states with `rows` written to these slots; slots past the end are dropped."""
     return pool.at[where].set(rows, mode="drop")
+
+
+def from_slots(pool: Array, slots: Array | None, lead: int) -> Array:
+    """The states of the rows of a step after `lead` leading axes, from their slots of a pool; zeros for rows without one (-1)."""
+    if slots is None:
+        return pool
+    take = lambda pool, at: pool.at[at].get(mode="fill", fill_value=0)
+    return over(lead, take)(pool, jnp.where(slots < 0, pool.shape[lead], slots))
+
+
+def to_slots(out: Array, states: Array, pool: Array, slots: Array | None, lead: int) -> tuple[Array, Array]:
+    """The outputs of the rows of a step and the pool with their new states; rows without a slot have an output of zero."""
+    if slots is None:
+        return out, states
+    used = (slots >= 0) & (slots < pool.shape[lead])
+    return masked(out, used), over(lead, put)(pool, states, jnp.where(used, slots, pool.shape[lead]))

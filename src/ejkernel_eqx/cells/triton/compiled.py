@@ -1,6 +1,5 @@
 """Platform `triton`: the host side. Support, and the launches of forward and backward."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,21 +12,24 @@ from ...dispatch import BOTH, device_facts, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, given, Launcher, NOTHING, result, run
 from ...launch.sizes import cdiv
 from ..spec import CellArrays, CellSpec, GATES
-from . import (
-    backward_kernel,
-    forward_kernel,
-    persistent_backward_kernel,
-    persistent_forward_kernel,
-    tile_sizes,
-)
+from . import tile_sizes
+from .backward_kernel import backward_kernel
+from .forward_kernel import forward_kernel
+from .persistent_backward_kernel import persistent_backward_kernel
+from .persistent_forward_kernel import persistent_forward_kernel
 from .rows import Rows, rows_of
 from .tile_sizes import CellTile, TritonConfig
 
-Named = dict[str, Array]
+Named = dict[str, Any]
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "backward": BOTH}
 """The fields of a configuration that are tuned one after the other, and whether only the forward pass is timed."""
+_KERNELS = {
+    "forward": (forward_kernel, persistent_forward_kernel),
+    "backward": (backward_kernel, persistent_backward_kernel),
+}
+"""The kernels of each pass: that of any tile, and the one with the weight on the chip."""
 config_type = TritonConfig
 unavailable = kernels_unavailable
 default_config = tile_sizes.default_config
@@ -46,35 +48,28 @@ def forward(
 ) -> Named:
     """`out` and the final states; with `save` the `cells [B, T, H]` of an LSTM after every token, and the `states` if they differ from `out`."""
     call = _Call("forward", arrays, spec, config, execute)
-    dtype, tokens, features = arrays.x.dtype, call.tokens, call.features
-    hidden = call.states(arrays.hidden)
-    narrow = hidden.astype(dtype)
-    keeps = save and spec.cell == "lstm"
+    dtype, (batch, length, _), features = arrays.x.dtype, arrays.x.shape, call.features
+    hidden, keeps = call.states(arrays.hidden), save and spec.cell == "lstm"
+    narrow, by_token = hidden.astype(dtype), result(batch * length, features, dtype=dtype)
     outputs = {
         "hidden": hidden,
         "cell": call.cells(arrays.cell),
         "operand": jnp.stack([narrow, jnp.zeros_like(narrow)]),
         **call.arrived(),
-        "out": result(tokens, features, dtype=dtype),
-        "cells": result(tokens, features, dtype=dtype) if keeps else NOTHING,
+        "out": by_token,
+        "cells": by_token if keeps else NOTHING,
     }
-    weight, kernel = arrays.weight.astype(dtype), persistent_forward_kernel.persistent_forward_kernel
-    if not call.is_persistent:
-        weight, kernel = jnp.swapaxes(weight, 0, 1), forward_kernel.forward_kernel
-    launch = functools.partial(call.launch.knowing({"weight": weight}, SAVE=keeps), kernel, config.forward)
-    results = call.walk(launch, outputs, call.rows.longest, lambda step: step[None])
-    shape = (*arrays.x.shape[:2], features)
+    results = call.walk({"SAVE": keeps}, {}, outputs, call.rows.longest, lambda step: step[None])
+    shape = (batch, length, features)
     out = {
         "out": call.rows.clear(results["out"], padding=True).reshape(shape),
         "final_hidden": call.final(results["hidden"]),
     }
-    if save and arrays.marks is not None:  # at padding, the state that passes
-        out["states"] = results["out"].reshape(shape)
     if spec.cell == "lstm":
         out["final_cell"] = call.final(results["cell"])
-        if save:
-            out["cells"] = results["cells"].reshape(shape)
-    return out
+    if save and arrays.marks is not None:  # at padding, the state that passes
+        out["states"] = results["out"].reshape(shape)
+    return out | ({"cells": results["cells"].reshape(shape)} if keeps else {})
 
 
 def backward(
@@ -88,12 +83,11 @@ def backward(
 ) -> Named:
     """The gradient of every float array. The gates are recomputed by one product over all tokens, and the gradient of the weight is another."""
     call = _Call("backward", arrays, spec, config, execute)
-    x, tokens, features = arrays.x, call.tokens, call.features
+    x, longest, tokens = arrays.x, call.rows.longest, arrays.x.shape[0] * arrays.x.shape[1]
     flat = lambda a: a.reshape(tokens, a.shape[-1])
-    before = call.rows.before(
-        flat(saved.get("states", saved["out"])), None if arrays.hidden is None else call.states(arrays.hidden)
-    )
-    is_gru = spec.cell == "gru"
+    initial = None if arrays.hidden is None else call.states(arrays.hidden)
+    before = call.rows.before(flat(saved.get("states", saved["out"])), initial)
+    is_gru, shared = spec.cell == "gru", tile_sizes.sharing(config.backward)
     gradients = result(tokens, x.shape[-1], dtype=x.dtype)
     outputs = {
         "dhidden": call.states(cotangents["final_hidden"]),
@@ -104,33 +98,26 @@ def backward(
     }
     launches = 1
     if call.is_persistent:
-        shared = tile_sizes.sharing(config.backward)
-        sums = call.programs, config.backward.block_m, shared * config.backward.block_n
+        sums = result(call.programs, config.backward.block_m, shared * config.backward.block_n)
         outputs["operand"] = result(2, call.rows.count, x.shape[-1], dtype=x.dtype)
-        outputs["partial"] = result(*sums, dtype=jnp.float32) if shared > 1 else NOTHING
+        outputs["partial"] = sums if shared > 1 else NOTHING
         launches = 2 if shared > 1 and not call.in_one_launch else 1
-    weight, kernel = arrays.weight.astype(x.dtype), backward_kernel.backward_kernel
-    if call.is_persistent:
-        weight = jnp.swapaxes(weight, 0, 1)
-        kernel = persistent_backward_kernel.persistent_backward_kernel
-    cells = flat(saved["cells"]) if "cells" in saved else None
-    inputs = {"gates": call.gates(flat(x), before), "cells": cells, "states": before, "weight": weight}
-    inputs |= {"initial": call.cells(arrays.cell), "dout": flat(cotangents["out"])}
-    numbers = {"PARTS": 1 if spec.cell == "rnn" else 4, "SHARED": tile_sizes.sharing(config.backward)}
-    known = call.launch.knowing(inputs, **numbers, **given(INITIAL=arrays.cell))
-    launch = functools.partial(known, kernel, config.backward)
-    longest = call.rows.longest
+    inputs = {"gates": call.gates(flat(x), before), "states": before, "dout": flat(cotangents["out"])}
+    inputs |= {
+        "cells": flat(saved["cells"]) if "cells" in saved else None,
+        "initial": call.cells(arrays.cell),
+    }
+    numbers = {"PARTS": 1 if spec.cell == "rnn" else 4, "SHARED": shared, **given(INITIAL=arrays.cell)}
     told = lambda step: jnp.stack([jnp.asarray(longest, jnp.int32), step // launches, step % launches])
-    results = call.walk(launch, outputs, (longest + 1) * launches, told)
+    results = call.walk(numbers, inputs, outputs, (longest + 1) * launches, told)
     dproduct = call.rows.clear(results["dproduct"])
     dx = call.rows.clear(results["dx"]) if is_gru else dproduct
     grads = {"x": dx.reshape(x.shape), "weight": _dot(dproduct, before, (0, 0), jnp.float32)}
     if arrays.bias is not None:
-        grads["bias"] = jnp.sum(dproduct[:, 2 * features :].astype(jnp.float32), 0)
-    if arrays.hidden is not None:
-        grads["hidden"] = results["dhidden"].reshape(arrays.hidden.shape)
-    if arrays.cell is not None:
-        grads["cell"] = results["dcell"].reshape(arrays.cell.shape)
+        grads["bias"] = jnp.sum(dproduct[:, 2 * call.features :].astype(jnp.float32), 0)
+    for name, initial in (("hidden", arrays.hidden), ("cell", arrays.cell)):
+        if initial is not None:
+            grads[name] = results[f"d{name}"].reshape(initial.shape)
     return grads
 
 
@@ -150,9 +137,11 @@ class _Call:
         tile: CellTile = getattr(config, kernel)
         self.arrays, self.spec, self.tile = arrays, spec, tile
         self.features = arrays.weight.shape[-1]
-        self.tokens = arrays.x.shape[0] * arrays.x.shape[1]
         self.rows: Rows = rows_of(arrays)
         self.is_persistent = tile.form == "persistent"
+        self.kernel, weight = _KERNELS[kernel][self.is_persistent], arrays.weight.astype(arrays.x.dtype)
+        if self.kernel in (forward_kernel, persistent_backward_kernel):  # read it as `[H, G]`
+            weight = jnp.swapaxes(weight, 0, 1)
         self.programs = tile_sizes.programs(kernel, self.rows.count, self.features, tile)
         # Programs that may not all run at the same time must not wait for each other; and what is given as `config=` may be of a larger device.
         at_once = min(config.concurrent_programs, device_facts().num_multiprocessors or self.programs)
@@ -175,7 +164,7 @@ class _Call:
             **given(BIAS=arrays.bias),
         }
         named = {"x": arrays.x, "bias": arrays.bias, "marks": arrays.marks}
-        named |= {"bounds": self.rows.bounds, "step": None}
+        named |= {"weight": weight, "bounds": self.rows.bounds, "step": None}
         self.launch = Launcher("cells", named, numbers, arrays.x, execute)
 
     def states(self, x: Array | None) -> Array:
@@ -216,20 +205,17 @@ class _Call:
         return jnp.concatenate([sums[:, :both], wide[:, both:], inner], 1).astype(x.dtype)
 
     def walk(
-        self,
-        launch: Callable[..., Named],
-        outputs: dict[str, Any],
-        steps: Any,
-        told: Callable[[Array], Array],
+        self, numbers: Named, inputs: Named, outputs: Named, steps: Any, told: Callable[[Array], Array]
     ) -> Named:
         """Launches the kernel once, or once per step; `told` is what a launch is told about its step. Outputs given as arrays start as these."""
         shapes = {name: result(*x.shape, dtype=x.dtype) for name, x in outputs.items()}
         started = {name: x for name, x in outputs.items() if isinstance(x, Array)}
+        launch = self.launch.knowing(inputs, **numbers)
 
         def one(before: Named, step: Array | None) -> Named:
-            arrays: dict[str, Any] = {f"{name}_before": before.get(name) for name in outputs} | {"step": step}
+            arrays: Named = {f"{name}_before": before.get(name) for name in outputs} | {"step": step}
             aliases = {f"{name}_before": name for name in before}
-            return launch(shapes, self.programs, arrays, aliases=aliases)
+            return launch(self.kernel, self.tile, shapes, self.programs, arrays, aliases=aliases)
 
         if self.in_one_launch:
             return one(started, None)

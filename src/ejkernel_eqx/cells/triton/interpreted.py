@@ -7,7 +7,5 @@ from .tile_sizes import CellTile, TritonConfig
 _PORTABLE = {"float32_dot": "ieee", "fast_sigmoid": False, "concurrent_programs": 0}
 
 platform = Interpreted(
-    compiled,
-    TritonConfig(CellTile(16, 32, 32, 4), CellTile(16, 32, 32, 4), **_PORTABLE),
-    **_PORTABLE,
+    compiled, TritonConfig(CellTile(16, 32, 32, 4), CellTile(16, 32, 32, 4), **_PORTABLE), **_PORTABLE
 )

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps, whole
-from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
+from ...launch.sizes import cdiv, fitting, numbers_of, padded, rows_of, too_large
 from ..spec import GATES
 
 
@@ -51,33 +51,21 @@ _SMALLEST = CellTile(16, 16, 16, 4)
 _STREAMED = 512 * 1024
 """The largest weight in bytes that a program streams in every step by default."""
 
-# Block sizes, warps and stages by kernel, the preferred first. The forward has a sum for every gate, the backward a single one.
-_WHOLE = {
-    "forward": (
-        (16, 256, 32, 8, 3),
-        (16, 128, 32, 8, 3),
-        (16, 128, 64, 8, 2),
-        (32, 128, 32, 8, 3),
-        (32, 64, 64, 8, 3),
-        (16, 128, 32, 4, 4),
-    ),
-    "backward": (
-        (16, 256, 64, 8, 4),
-        (16, 128, 64, 4, 4),
-        (16, 256, 32, 8, 6),
-        (32, 128, 64, 8, 4),
-        (32, 64, 64, 4, 4),
-        (16, 64, 128, 4, 4),
-    ),
+# Block sizes, warps and stages by form and kernel, the preferred first. The forward has a sum for every gate, the backward a single one.
+_TILES = {
+    "whole": {
+        "forward": "16 256 32 8 3, 16 128 32 8 3, 16 128 64 8 2, 32 128 32 8 3, 32 64 64 8 3, 16 128 32 4 4",
+        "backward": "16 256 64 8 4, 16 128 64 4 4, 16 256 32 8 6, 32 128 64 8 4, 32 64 64 4 4, 16 64 128 4 4",
+    },
+    "per_step": {
+        "forward": "32 16 128 4 3, 64 16 128 4 3, 16 32 128 4 3, 32 32 64 4 4",
+        "backward": "32 16 128 4 4, 64 16 128 4 4, 16 32 128 4 4, 32 32 128 4 4",
+    },
 }
-_PER_STEP = {
-    "forward": ((32, 16, 128, 4, 3), (64, 16, 128, 4, 3), (16, 32, 128, 4, 3), (32, 32, 64, 4, 4)),
-    "backward": ((32, 16, 128, 4, 4), (64, 16, 128, 4, 4), (16, 32, 128, 4, 4), (32, 32, 128, 4, 4)),
-}
-# Block sizes and warps; as deep and as early as memory allows.
+# Rows, columns and warps; as deep and as early as memory allows.
 _PERSISTENT = {
-    "forward": ((16, 16, 4), (16, 32, 8), (32, 16, 4), (16, 64, 8), (64, 16, 4), (32, 32, 8), (64, 32, 8)),
-    "backward": ((16, 16, 4), (32, 16, 4), (16, 32, 4), (16, 64, 8), (64, 16, 4), (32, 32, 8), (64, 64, 8)),
+    "forward": "16 16 4, 16 32 8, 32 16 4, 16 64 8, 64 16 4, 32 32 8, 64 32 8",
+    "backward": "16 16 4, 32 16 4, 16 32 4, 16 64 8, 64 16 4, 32 32 8, 64 64 8",
 }
 _DEPTHS = ((1024, 1), (512, 2), (256, 3), (256, 2), (128, 3), (128, 2), (64, 2), (32, 1))
 """Depths of blocks, and how many products early they are loaded."""
@@ -85,7 +73,6 @@ _EARLY = 256
 """The most numbers that a thread loads before the products that read them."""
 _LARGEST, _WIDE = (64, 1024), (32, 64)
 """The most rows and the deepest blocks; and those in float32, whose products in three passes hold every operand twice: larger ones are spilled."""
-_TILES = {"whole": _WHOLE, "per_step": _PER_STEP}
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
@@ -158,22 +145,22 @@ def _persistent_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> lis
     H, rows = problem.dim("H"), _rows(problem)
     results: list[CellTile] = []
     most, deepest = _WIDE if _is_wide(problem) else _LARGEST
-    for m, n, warps in _PERSISTENT[kernel]:
+    for m, n, warps in numbers_of(_PERSISTENT[kernel]):
         if m > most:
             continue
         n = min(n, padded(H))
         # The columns of one gate are fewer than products need; and where all features are no more than these, nothing is left to share.
         if _gates(problem) == 1 if kernel == "forward" else H <= WIDTH:
             n, warps = max(n, WIDTH), 8
-        blocks = [(min(k, padded(_depth(kernel, problem))), ahead) for k, ahead in _DEPTHS if k <= deepest]
-        tiles = [CellTile(min(m, padded(rows)), n, k, warps, ahead, "persistent") for k, ahead in blocks]
-        tiles = [
-            dataclasses.replace(tile, num_stages=min(tile.num_stages, _blocks(kernel, problem, tile)))
-            for tile in tiles
-        ]
-        tiles = [tile for tile in tiles if m * tile.block_k * tile.num_stages <= _EARLY * 32 * warps]
+        tiles: list[CellTile] = []
+        for k, ahead in [depth for depth in _DEPTHS if depth[0] <= deepest]:
+            k = min(k, padded(_depth(kernel, problem)))
+            tile = CellTile(min(m, padded(rows)), n, k, warps, ahead, "persistent")
+            tile = dataclasses.replace(tile, num_stages=min(ahead, _blocks(kernel, problem, tile)))
+            at_once = programs(kernel, rows, H, tile) <= device.num_multiprocessors
+            if at_once and m * k * tile.num_stages <= _EARLY * 32 * warps:
+                tiles.append(tile)
         tiles = fitting(tiles, lambda tile: _memory(kernel, problem, tile), device)
-        tiles = [tile for tile in tiles if programs(kernel, rows, H, tile) <= device.num_multiprocessors]
         # Of the blocks that exceed the features the least, the deepest.
         results += sorted(tiles, key=lambda tile: _blocks(kernel, problem, tile) * tile.block_k)[:1]
     return list(dict.fromkeys(results))
@@ -182,17 +169,16 @@ def _persistent_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> lis
 def _tiles(kernel: str, form: str, problem: Problem, device: DeviceFacts) -> list[CellTile]:
     """The tiles that fit, narrowed to the rows and features that exist."""
     features, rows = padded(problem.dim("H")), padded(_rows(problem))
-    depth = padded(_depth(kernel, problem))
+    depth, preferred = padded(_depth(kernel, problem)), numbers_of(_TILES[form][kernel])
     tiles = [
         CellTile(min(m, rows), min(n, features), min(k, depth), warps, stages, form)
-        for m, n, k, warps, stages in _TILES[form][kernel]
+        for m, n, k, warps, stages in preferred
     ]
     # With fewer stages where a wider dtype, or a smaller shared memory, needs it.
     tiles += [dataclasses.replace(tile, num_stages=2) for tile in tiles]
     tiles += [dataclasses.replace(tile, block_k=16, num_stages=2) for tile in tiles]
-    results = fitting(tiles, lambda tile: _memory(kernel, problem, tile), device)
-    most = len(_TILES[form][kernel])
-    return list(dict.fromkeys(results))[:most] or [dataclasses.replace(_SMALLEST, form=form)]
+    results = dict.fromkeys(fitting(tiles, lambda tile: _memory(kernel, problem, tile), device))
+    return list(results)[: len(preferred)] or [dataclasses.replace(_SMALLEST, form=form)]
 
 
 def _memory(kernel: str, problem: Problem, tile: CellTile) -> int:

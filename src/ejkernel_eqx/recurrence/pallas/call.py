@@ -43,12 +43,6 @@ class Call:
         return self.chunks.count == 0 or self.chunks.sequences == 0
 
     @property
-    def edge_shape(self) -> tuple[int, ...]:
-        """The shape of initial and final states."""
-        count = () if self.chunks.sequences is None else (self.chunks.sequences,)
-        return (self.arrays.q.shape[0], *count, *self.sizes)
-
-    @property
     def sizes(self) -> tuple[int, int, int]:
         return self.chunks.heads, self.arrays.q.shape[-1], self.arrays.v.shape[-1]
 

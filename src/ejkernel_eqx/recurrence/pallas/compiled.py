@@ -7,7 +7,7 @@ from jax import Array
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch.pallas import Execute, run
 from .. import xla
-from ..spec import FLOATS, heads_of, RecurrenceArrays, RecurrenceSpec, StepArrays, StepSpec, VALUE
+from ..spec import FLOATS, heads_of, RecurrenceArrays, RecurrenceSpec, StepArrays, VALUE
 from .call import make_call, run_backward, run_forward
 from .tile_sizes import candidates as candidates
 from .tile_sizes import chunk_of, heads_of_step, PallasConfig
@@ -62,11 +62,8 @@ def forward(
     call = make_call(arrays, spec, chunk_of(config, arrays.q.shape[1]))
     initial = arrays.initial_state
     if call.is_empty:
-        batch, length, _, _ = arrays.q.shape
-        out = jnp.zeros((batch, length, heads_of(arrays, spec).out, arrays.v.shape[-1]), arrays.v.dtype)
-        shape = call.edge_shape
-        final = jnp.zeros(shape, spec.state_dtype) if initial is None else initial.astype(spec.state_dtype)
-        states = jnp.zeros((batch, call.chunks.count, *shape[-3:]), arrays.q.dtype)
+        out, final = xla.apply(arrays, spec, xla.XlaConfig(config.chunk_size))
+        states = jnp.zeros((arrays.q.shape[0], call.chunks.count, *call.sizes), arrays.q.dtype)
         return {"out": out, "final_state": final} | ({"states": states} if save else {})
     outputs = run_forward(call, heads_of_step(config.forward_heads, call.chunks.heads), save, execute)
     out = call.chunks.give(outputs["out"])
@@ -105,7 +102,7 @@ def backward(
 
 
 def step(
-    arrays: StepArrays, spec: StepSpec, config: PallasConfig, *, execute: Execute = run
+    arrays: StepArrays, spec: RecurrenceSpec, config: PallasConfig, *, execute: Execute = run
 ) -> tuple[Array, Array]:
     """Processes one token per row, in plain XLA."""
     return xla.step(arrays, spec, xla.XlaConfig(config.chunk_size))

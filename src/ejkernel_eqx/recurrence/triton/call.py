@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from ...launch import Execute, given, Launcher, result
 from ...launch.sizes import cdiv, padded
-from ..spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
+from ..spec import CONSTANT, heads_of, KEY, letters_of, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
 from . import decay_phase, out_phase, single_pass, states_phase
 from .hopper import call as hopper_call
 from .tables import tables_of
@@ -84,33 +84,32 @@ class Call:
         sums = self.launch(decay_phase.decays_kernel, tile, shapes, programs, CHUNKS=self.chunks)
         return self.knowing(sums)
 
-    def states(self, edges: dict[str, Array]) -> tuple[Array, Array]:
-        """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's; `edges` are
-        the states before splits."""
-        tile = self.config.states
-        outputs = {"states": self.stored_states, "final": self.edge_states(self.spec.state_dtype)}
-        results = self.launch(states_phase.states_kernel, tile, outputs, self.state_programs(tile), edges)
+    def states(
+        self, edges: dict[str, Array], dout: Array | None = None, dfinal: Array | None = None
+    ) -> tuple[Array, Array]:
+        """The state at the start of every chunk `[chunks, HS, D, V]` in the operands' dtype, and the final state in the spec's. With the gradients
+        of outputs and final state, the gradients with respect to the state at the end of every chunk and, in float32, to the initial state.
+        `edges`: the states before splits, or the gradients after them."""
+        tile, arrays, dtype = self.config.states, edges, self.spec.state_dtype
+        numbers: dict[str, Any] = {"REVERSE": dout is not None}
+        if dout is not None:
+            tile, arrays, dtype = self.config.dstates, {"do": dout, "initial": dfinal, **edges}, "float32"
+            numbers |= {"INITIAL": True, "name": "dstates_kernel"}
+        outputs = {"states": self.stored_states, "final": self.edge_states(dtype)}
+        kernel, programs = states_phase.states_kernel, self.state_programs(tile)
+        results = self.launch(kernel, tile, outputs, programs, arrays, **numbers)
         return results["states"], results["final"]
 
-    def dstates(self, dout: Array, dfinal: Array, edges: dict[str, Array]) -> tuple[Array, Array]:
-        """Gradients with respect to the state at the end of every chunk and, in float32, to the initial state; `edges` are
-        those after splits."""
-        tile, arrays = self.config.dstates, {"do": dout, "dfinal": dfinal, **edges}
-        outputs = {"dstates": self.stored_states, "dinitial": self.edge_states("float32")}
-        results = self.launch(states_phase.dstates_kernel, tile, outputs, self.state_programs(tile), arrays)
-        return results["dstates"], results["dinitial"]
-
-    def out(self, states: Array, *, scores: Array | None = None, heads_each: int = 1) -> Array:
-        """The outputs. `scores [B, T, HS, chunk]`: passed in instead of being computed in the kernel; `heads_each`: heads per program, which
-        share their query and key heads."""
+    def out(self, states: Array, heads_each: int = 1) -> Array:
+        """The outputs, from scores `[B, T, HS, chunk]` if the call has them. `heads_each`: heads per program, which share their query and key
+        heads."""
         heads, _, values = self.sizes
         tile, outputs = self.config.out, {"out": self.rows(heads, values)}
         programs = self.chunks * (heads // heads_each) * cdiv(values, tile.block_v)
-        has = {"SCORES": scores is not None, "BETA": self.arrays.beta is not None and scores is None}
-        arrays = {"states": states, "scores": scores}
-        return self.launch(out_phase.out_kernel, tile, outputs, programs, arrays, HEADS=heads_each, **has)[
-            "out"
-        ]
+        scored = self.launch.arrays["scores"] is not None
+        numbers = {"HEADS": heads_each, "SCORES": scored, "BETA": self.arrays.beta is not None and not scored}
+        kernel, inputs = out_phase.out_kernel, {"states": states}
+        return self.launch(kernel, tile, outputs, programs, inputs, **numbers)["out"]
 
     def single(self, edges: dict[str, Array]) -> tuple[Array, Array]:
         """Outputs and final state from the single kernel that holds all key channels; `edges` are the states before splits."""
@@ -140,13 +139,8 @@ class Call:
     def state_programs(self, tile: Any, splits: int | None = None) -> int:
         """The number of programs that have a tile of a state over a split each, by default over all splits."""
         heads, dim, values = self.sizes
-        return (
-            self.sequences
-            * (splits or self.splits)
-            * heads
-            * cdiv(dim, tile.block_k)
-            * cdiv(values, tile.block_v)
-        )
+        tiles = cdiv(dim, tile.block_k) * cdiv(values, tile.block_v)
+        return self.sequences * (splits or self.splits) * heads * tiles
 
 
 def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute) -> Call:
@@ -157,15 +151,9 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
     """
     precision = precision_of(arrays, config)
     arrays = arrays._replace(**{name: (x := getattr(arrays, name)).astype(wide(x.dtype)) for name in "qkv"})
-    length, dim, values = arrays.q.shape[1], arrays.q.shape[-1], arrays.v.shape[-1]
-    chunk = config.chunk_size
-    counts = {"HQ": arrays.q.shape[2], "HK": arrays.k.shape[2], "HV": arrays.v.shape[2], "HG": 1, "HB": 1}
-    if arrays.g is not None:
-        counts["HG"] = arrays.g.shape[-1] if spec.decay in (CONSTANT, SCALAR) else arrays.g.shape[-2]
-    if arrays.beta is not None:
-        counts["HB"] = arrays.beta.shape[-1]
-    each = 1 if arrays.offsets is None else arrays.offsets.shape[1] - 1
-    per_sequence = lambda x: None if x is None else jnp.repeat(x, each, axis=0)
+    size, length, chunk = letters_of(arrays, spec).sizes(arrays), arrays.q.shape[1], config.chunk_size
+    counts = {name.upper(): size.get(name, 1) for name in ("Hq", "Hk", "Hv", "Hg", "Hb")}
+    per_sequence = lambda x: None if x is None else jnp.repeat(x, size.get("N", 1), axis=0)
     tables = (None, None) if arrays.offsets is None else tables_of(arrays.offsets, length, chunk)
     named = arrays._asdict() | {
         "g": per_sequence(arrays.g) if spec.decay == CONSTANT else arrays.g,
@@ -173,10 +161,10 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         "initial": arrays.initial_state,
         **dict(zip(("chunks", "bounds"), tables)),
         # Arguments of some members only.
-        **dict.fromkeys(("logs", "spans", "carry", "scores", "k_end", "edges", "kept", "beyond")),
+        **dict.fromkeys(("logs", "spans", "carry", "scores", "k_end", "edges", "kept", "beyond", "do")),
     }
     tokens = {"T": length, "TOKENS": arrays.q.shape[0] * length, "CHUNK": chunk}
-    sizes = {"HS": max(counts.values()), "D": dim, "V": values}
+    sizes = {"HS": max(counts.values()), "D": size["D"], "V": size["V"]}
     kind = {"SCALE": spec.scale, "DECAY": DECAYS[spec.decay], "PRECISION": precision}
     numbers = {
         **(counts | tokens | sizes | kind),
@@ -204,14 +192,8 @@ def precision_of(arrays: RecurrenceArrays, config: TritonConfig) -> str:
 
 def repeated(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> RecurrenceArrays:
     """This call with a state head for every query head, if there are more query heads."""
-    heads = arrays.q.shape[2]
-    counts = [arrays.k.shape[2], arrays.v.shape[2]]
-    if arrays.g is not None:
-        counts.append(arrays.g.shape[-1 if spec.decay in (CONSTANT, SCALAR) else -2])
-    if arrays.beta is not None:
-        counts.append(arrays.beta.shape[-1])
-    state = max(counts)
-    if heads <= state:
+    heads, state = heads_of(arrays, spec)
+    if heads == state:
         return arrays
     assert arrays.skip is None
     initial = arrays.initial_state
@@ -241,9 +223,6 @@ def sum_copies(states: Array, copies: int) -> Array:
 
 def in_first_copies(states: Array, copies: int) -> Array:
     """The transpose of `first_copies`: the other copies are zero."""
-    if copies == 1:
-        return states
-    wide = jnp.pad(
-        states[..., :, None, :, :], [(0, 0)] * (states.ndim - 2) + [(0, copies - 1), (0, 0), (0, 0)]
-    )
-    return wide.reshape((*states.shape[:-3], -1, *states.shape[-2:]))
+    padding = [(0, 0, 0)] * states.ndim
+    padding[-3] = (0, copies - 1, copies - 1)
+    return lax.pad(states, jnp.zeros((), states.dtype), padding)

@@ -2,14 +2,13 @@
 
 import dataclasses
 from types import ModuleType
-from typing import Any
 
 from jax import Array, lax
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, run
-from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec, StepArrays, StepSpec, VALUE
+from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec, VALUE
 from . import delta_host, delta_tile_sizes, key_host, linear_host, step_kernel, tile_sizes
 from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies
 from .tile_sizes import TritonConfig
@@ -126,6 +125,4 @@ def backward(
     return grads
 
 
-def step(arrays: StepArrays, spec: StepSpec, config: Any, *, execute: Execute = run) -> tuple[Array, Array]:
-    """Processes one token per row."""
-    return step_kernel.step(arrays, spec, config, execute=execute)
+step = step_kernel.step

@@ -19,7 +19,7 @@ def decays_kernel(
     tokens; from the token to the end of the chunk; and with `EXACT` the rounding error of the first. `spans [HG, chunks]`: how far the first is
     from half of the whole chunk's, at most."""
     planes: tl.constexpr = 3 if EXACT else 2
-    index, _, _tile, start, chunk = chunk_tile(chunks_ptr, T, 1, HG, BLOCK_V, CHUNK, TABLE)
+    index, _, _tile, start, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, 1, HG, BLOCK_V, CHUNK, TABLE)
     first, count = chunk.first, chunk.count
     g = closed(load_tile(g_ptr + first * HG, HG, count, start, HG, CHUNK, BLOCK_V, EVEN).to(tl.float32))  # [C, BV]
     r = tl.arange(0, CHUNK)[:, None]  # [C, 1]

@@ -56,7 +56,7 @@ def delta_pairs_kernel(
     """Gradients of one chunk and state head, summed over values: of `q_i k_j` and, without beta, of `k_i k_j`, both `[.., CHUNK]` with their
     decays (except those of key channels) and without the diagonal, which is the third result; `dv`; and the part of `dbeta` from v.
     """
-    _index, h, _tile, _start, chunk = chunk_tile(chunks_ptr, T, HS, 1, 1, CHUNK, TABLE)
+    _index, h, _tile, _start, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, HS, 1, 1, CHUNK, TABLE)
     row, count = chunk.first, chunk.count
     r = tl.arange(0, CHUNK)  # [C]
     place = (row * HS + h) * V
@@ -108,7 +108,7 @@ def delta_gradients_kernel(
     values: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
     groups: tl.constexpr = HS // HEADS
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
-    index, group, tile, column, chunk = chunk_tile(chunks_ptr, T, groups, D, BLOCK_K, CHUNK, TABLE)
+    index, group, tile, column, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, groups, D, BLOCK_K, CHUNK, TABLE)
     row, count = chunk.first, chunk.count
     r = tl.arange(0, CHUNK)  # [C]
     dq_sum = tl.zeros([CHUNK, BLOCK_K], tl.float32)  # [C, BK]

@@ -4,7 +4,6 @@ The forward pass keeps the scores, the inverse of every chunk's matrix, and thre
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,11 @@ from jax import Array
 from ...launch import NOTHING, result
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec
-from . import delta_splits
+from . import delta_splits, splits
 from .call import Call, sum_heads
 from .delta_gradients import delta_gradients_kernel, delta_pairs_kernel
 from .delta_key_gradients import delta_key_gradients_kernel
-from .delta_states import delta_dstates_kernel, delta_states_kernel
 from .key_scores import gates
-from .tile_sizes import Tile
 from .wy import delta_scores_kernel
 from .wy_key import delta_key_scores_kernel
 
@@ -35,13 +32,13 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
 
 def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, Arrays]:
     heads, _, values = call.sizes
-    solved = _key_scores(call, _gates(call), solving=True) if call.spec.decay == KEY else _scores(call)
+    solved = _key_scores(call, gates(call), solving=True) if call.spec.decay == KEY else _scores(call)
     serial = _serial(call)
-    edges, turns = delta_splits.edges_of(serial, solved)
+    edges = delta_splits.edges_of(serial, solved)
     outputs = {"out": call.rows(heads, values), "final": call.edge_states(call.spec.state_dtype)}
-    results = _states(serial, serial.config.out, outputs, solved | {"edges": edges})
+    results = delta_splits.run_states(serial, serial.config.out, outputs, solved | edges)
     saved = {name: solved[name] for name in ("scores", "inverse", "factors")}
-    return results["out"], results["final"], saved | delta_splits.to_saved(call, edges, turns)
+    return results["out"], results["final"], saved | splits.to_saved(call, edges)
 
 
 def backward(
@@ -49,21 +46,19 @@ def backward(
 ) -> tuple[Arrays, Array]:
     heads, dim, values = call.sizes
     decay, named = call.spec.decay, saved | {"do": dout}
-    key_gates = _gates(call) if decay == KEY else {}
+    key_gates = gates(call) if decay == KEY else {}
     folded = _key_scores(call, key_gates, solving=False) if decay == KEY else {}
     serial = _serial(call)
-    edges, turns = delta_splits.from_saved(serial, named | folded)
+    edges = delta_splits.from_saved(serial, named | folded)
     stored = result(call.chunks, heads, values, dim, dtype=call.arrays.q.dtype)
     outputs = {"states": stored, "written": call.rows(heads, values)}
-    results = _states(serial, serial.config.states, outputs, named | folded | {"edges": edges})
+    results = delta_splits.run_states(serial, serial.config.states, outputs, named | folded | edges)
     named |= {name: results[name] for name in outputs}
-    edges = delta_splits.gradients_of(serial, named | folded, dfinal, turns)
-    tile, inputs = serial.config.dstates, named | folded | {"dfinal": dfinal, "edges": edges}
-    outputs = {"dstates": stored, "derrors": call.rows(heads, values)}
-    others = {"dinitial": call.edge_states("float32"), "local": NOTHING}
-    programs = serial.state_programs(tile)
-    results = serial.launch(delta_dstates_kernel, tile, outputs | others, programs, inputs, LOCAL=False)
-    named |= {name: results[name] for name in outputs}
+    inputs = named | folded | {"initial": dfinal}
+    inputs |= delta_splits.gradients_of(serial, inputs, edges)
+    outputs |= {"final": call.edge_states("float32")}
+    results = delta_splits.run_states(serial, serial.config.dstates, outputs, inputs, REVERSE=True)
+    named |= {"dstates": results["states"], "derrors": results["written"]}
     grads = _gradients(call, named | key_gates)
     if decay == CONSTANT:
         grads["dg"] = _sum_tokens(grads["dg"], arrays.offsets)
@@ -74,14 +69,7 @@ def backward(
         for name, axis in axes.items()
         if (x := getattr(arrays, name)) is not None
     }
-    return summed, results["dinitial"]
-
-
-def _states(serial: Call, tile: Tile, outputs: dict[str, Any], inputs: dict[str, Any]) -> Arrays:
-    """A pass over the states, with the outputs of the call if these are wanted."""
-    numbers = {"OUT": "out" in outputs, "LOCAL": False}
-    outputs, programs = delta_splits.NO_STATES | outputs, serial.state_programs(tile)
-    return serial.launch(delta_states_kernel, tile, outputs, programs, inputs, **numbers)
+    return summed, results["final"]
 
 
 def _scores(call: Call) -> Arrays:
@@ -89,11 +77,6 @@ def _scores(call: Call) -> Arrays:
     numbers = {"BLOCK_K": padded(call.sizes[1]), "HEADS": each, "SOLVE": _solving(call)}
     outputs, programs = _solutions(call), call.chunks * (heads // each)
     return call.launch(delta_scores_kernel, call.config.scores, outputs, programs, **numbers)
-
-
-def _gates(call: Call) -> Arrays:
-    high, low = gates(call)
-    return {"gates": high, "low": high if low is None else low}
 
 
 def _key_scores(call: Call, key_gates: Arrays, *, solving: bool) -> Arrays:
@@ -120,21 +103,16 @@ def _solutions(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _pairs(call: Call, inputs: Arrays) -> Arrays:
-    """The contributions of pairs of tokens to the gradients, `dv`, and a part of `dbeta`."""
-    heads, _, values = call.sizes
-    pairs = call.rows(heads, call.config.chunk_size)
-    outputs = {"dscores": pairs, "dreads": pairs, "dv": _shared(call, heads, values, "HV")}
-    outputs |= dict.fromkeys(("diagonal", "dbeta"), call.wide_rows(heads))
-    return call.launch(delta_pairs_kernel, call.config.wy, outputs, call.chunks * heads, inputs)
-
-
 def _gradients(call: Call, inputs: Arrays) -> Arrays:
     """Gradients over state heads; those of queries and keys are summed over the heads that share them."""
-    heads, dim, _ = call.sizes
+    heads, dim, values = call.sizes
     keyed, gated = call.spec.decay == KEY, call.arrays.g is not None
-    each = 1 if keyed else _heads_each(call)
-    pairs, tile = _pairs(call, inputs), call.config.gradients
+    each, tile = 1 if keyed else _heads_each(call), call.config.gradients
+    # The contributions of pairs of tokens, `dv`, and a part of `dbeta`.
+    outputs = dict.fromkeys(("dscores", "dreads"), call.rows(heads, call.config.chunk_size))
+    outputs |= dict.fromkeys(("diagonal", "dbeta"), call.wide_rows(heads))
+    outputs |= {"dv": _shared(call, heads, values, "HV")}
+    pairs = call.launch(delta_pairs_kernel, call.config.wy, outputs, call.chunks * heads, inputs)
     inputs = inputs | {name: pairs[name] for name in ("dscores", "dreads", "diagonal")}
     tiles = cdiv(dim, tile.block_k)
     parts = call.wide_rows(tiles, heads)

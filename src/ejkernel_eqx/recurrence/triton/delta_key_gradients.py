@@ -9,7 +9,7 @@ from .delta_gradients import from_states, Saved
 from .delta_states import factors_at
 from .key_tile import about_halves, about_middle, Channels, chunk_gates, gates_of, load_gates, scaled
 from .operands import load_head, Operand
-from .places import chunk_of, last_start, segment_starts
+from .places import chunk_tile, last_start, segment_starts
 from .tile import load_tile, load_vector, store_tile
 
 Sums = namedtuple("Sums", "dq dread dk rise")
@@ -85,18 +85,13 @@ def delta_key_gradients_kernel(
     SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):
     """Gradients of one chunk, state head and slice of key channels; `dbeta`, `[B, T, slices, HS]`, holds this slice's part."""
-    # A program: a chunk, a state head, a slice of key channels (fastest).
     tiles: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
-    tile = tl.program_id(0) % tiles
-    column = tile * BLOCK_K
-    index = tl.program_id(0) // tiles
-    h = index % HS
+    index, h, tile, column, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, HS, D, BLOCK_K, CHUNK, TABLE)
     channels: tl.constexpr = Channels(HG * D, D, CHUNK, BLOCK_K, EXACT)
-    chunk = chunk_of(index // HS, chunks_ptr, T, CHUNK, TABLE)
     row, count = chunk.first, chunk.count
     if count > 0:
         r = tl.arange(0, CHUNK)  # [C]
-        offset = index.to(tl.int64) * (D * V)
+        offset = (index.to(tl.int64) * HS + h) * (D * V)
         place = (row * HS + h) * V
         saved = Saved(do_ptr + place, written_ptr + place, derrors_ptr + place, states_ptr + offset, dstates_ptr + offset)
         dq, dread, dk, dcarry = from_states(  # [C, BK] thrice, [BK]

@@ -65,69 +65,102 @@ def load_rows(ptr, split, h, start, HS: tl.constexpr, D: tl.constexpr, V: tl.con
 
 
 @triton.jit
-def store_leaving_rows(pointers, state, mask, split, SPLITS: tl.constexpr, LAST: tl.constexpr):
-    """Stores a state, or its gradient, at the pointers if this program has the split `LAST`."""
-    if SPLITS > 1:
-        mask = mask & (split == LAST)
-    tl.store(pointers, state, mask=mask)
-
-
-@triton.jit
 def delta_states_kernel(
-    q_ptr, k_ptr, k_end_ptr, v_ptr, scores_ptr, inverse_ptr, factors_ptr, carry_ptr, initial_ptr, edges_ptr, bounds_ptr, T,
+    q_ptr, k_ptr, k_end_ptr, v_ptr, do_ptr, scores_ptr, inverse_ptr, factors_ptr, carry_ptr, initial_ptr, edges_ptr, bounds_ptr, T,
     out_ptr, final_ptr, states_ptr, written_ptr, local_ptr, turns_ptr,
     HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, INITIAL: tl.constexpr, TABLE: tl.constexpr,
-    EVEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, LOCAL: tl.constexpr,
+    EVEN: tl.constexpr, OUT: tl.constexpr, PRECISION: tl.constexpr, SPLITS: tl.constexpr, LOCAL: tl.constexpr, REVERSE: tl.constexpr,
 ):
     """Computes with `OUT` the outputs and the final state; else the state before each chunk, `[chunks, HS, V, D]`, and the rows written to it. With
-    `LOCAL` what every split makes of a zero state, `local [sequences, SPLITS, HS, V, D]`, and of the identity, `turns [.., D, D]`."""
+    `LOCAL` what every split makes of a zero state, `local [sequences, SPLITS, HS, V, D]`, and of the identity, `turns [.., D, D]`.
+
+    With `REVERSE` gradients, from `initial`, that of the final state: of the state after each chunk, of `beta (v - e^G k S)` (`written`), and of the
+    initial state (`final`); with `LOCAL` what every split but the first makes of a zero gradient, `local [sequences, SPLITS - 1, HS, V, D]`."""
     # Tiles of rows of the identity follow those of values.
     values: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V * BLOCK_V
-    seq, split, h, _d0, start, first, length, chunk, state_offset = state_tile(
-        bounds_ptr, T, States(HS, D, values + D if LOCAL else V, BLOCK_K, BLOCK_V, SPLITS), CHUNK, TABLE)
+    turns: tl.constexpr = LOCAL and not REVERSE
+    parts: tl.constexpr = SPLITS - 1 if LOCAL and REVERSE else SPLITS
+    sizes: tl.constexpr = States(HS, D, values + D if turns else V, BLOCK_K, BLOCK_V, parts)
+    seq, split, h, _d0, start, first, length, chunk, state_offset = state_tile(bounds_ptr, T, sizes, CHUNK, TABLE)
     offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
     state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
-    if LOCAL:
+    if turns:
         # Tiles past those of values begin as rows of the identity.
         rows = start - values + tl.arange(0, BLOCK_V)[:, None]  # [BV, 1], of the identity
         state = tl.where(rows == tl.arange(0, BLOCK_K)[None, :], 1.0, state)  # [BV, BK]
-    elif SPLITS > 1:
+    elif SPLITS > 1 and not LOCAL:
         state = load_rows(edges_ptr, seq * SPLITS + split, h, start, HS, D, V, BLOCK_K, BLOCK_V)  # [BV, BK]
-    elif INITIAL:
+    elif INITIAL and not LOCAL:
         state = tl.load(initial_ptr + state_offset + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
     factors = factors_at(factors_ptr, first, h, T, HS)
     one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
-    begin, end = chunks_of_split(split, length, CHUNK, SPLITS)
-    for n in tl.range(begin, end):
+    begin, end = chunks_of_split(split + 1 if LOCAL and REVERSE else split, length, CHUNK, SPLITS)
+    # From the first chunk to the last, or back.
+    for step in tl.range(0 if REVERSE else begin, end - begin if REVERSE else end):
+        n = end - 1 - step if REVERSE else step
         row, count = first + n * CHUNK, tl.minimum(length - n * CHUNK, CHUNK)
         tokens = Chunk(row, count, seq)
         k = load_head(k_ptr, tokens, h, 0, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
-        written_count = tl.where(start < V, count, 0) if LOCAL else count  # no values are written to the identity
-        v = load_head(v_ptr, Chunk(row, written_count, seq), h, start, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN and not LOCAL))  # [C, BV]
         place = (row * HS + h) * CHUNK
+        if REVERSE:
+            q = load_head(q_ptr, tokens, h, 0, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
+            v = load_tile(do_ptr + (row * HS + h) * V, HS * V, count, start, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
+            scores = load_tile(scores_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
+        else:
+            written_count = tl.where(start < V, count, 0) if LOCAL else count  # no values are written to the identity
+            v = load_head(v_ptr, Chunk(row, written_count, seq), h, start, Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN and not LOCAL))  # [C, BV]
         inverse = load_tile(inverse_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
         # Factors are stored by head, a token after the other.
         beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)  # [C]
         if not DECAYED:
             before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)  # [C], [C], []
-        # The written rows: v' = (I + L)^-1 beta (v - e^G k S), all transposed here.
         old = operand_of(state, k.dtype, PRECISION)  # [BV, BK]
-        read = tl.dot(old, tl.trans(k), input_precision=PRECISION)  # [BV, C]
-        if not DECAYED:
-            read *= before[None, :]
-        error = (tl.dot(tl.trans(v), one, input_precision=PRECISION) - read) * beta[None, :]  # [BV, C]
-        error = operand_of(error, k.dtype, PRECISION)  # [BV, C]
-        write = tl.dot(error, tl.trans(inverse), input_precision=PRECISION)  # [BV, C]
-        written = operand_of(write, k.dtype, PRECISION)  # [BV, C]
-        # S <- e^{G_C} S + (e^{G_C - G} k)^T v'.
-        if DECAYED:
-            carried = load_carry(carry_ptr + ((chunk + n) * HS + h) * D, 0, D, BLOCK_K)  # [BK]
-            k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            state = tl.dot(written, k_end, state * carried[None, :], input_precision=PRECISION)  # [BV, BK]
+        stored = states_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
+        if REVERSE:
+            if not LOCAL:
+                store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
+            # dv' = A^T do + e^{G_C - G} k dS, and dv'^T (I + L)^-1 is the gradient of beta (v - e^G k S); all transposed.
+            do = tl.trans(v)  # [BV, C]
+            if DECAYED:
+                k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+                write = tl.dot(old, tl.trans(k_end), input_precision=PRECISION)  # [BV, C]
+            else:
+                write = tl.dot(old, tl.trans(k), input_precision=PRECISION) * after[None, :]  # [BV, C]
+            write = tl.dot(do, scores, write, input_precision=PRECISION)  # [BV, C]
+            write = operand_of(write, k.dtype, PRECISION)  # [BV, C]
+            error = tl.dot(write, inverse, input_precision=PRECISION)  # [BV, C]
+            if not LOCAL:
+                written = operand_of(error, k.dtype, PRECISION)  # [BV, C]
+                store_tile(written_ptr + (row * HS + h) * V, tl.trans(written), HS * V, count, start, V, CHUNK, BLOCK_V)
+            # dS <- e^{G_C} dS + (scale e^G q)^T do - (beta e^G k)^T derror.
+            if DECAYED:
+                carried = load_carry(carry_ptr + ((chunk + n) * HS + h) * D, 0, D, BLOCK_K)  # [BK]
+                state = tl.dot(do, q, state * carried[None, :], input_precision=PRECISION)  # [BV, BK]
+                dread = operand_of(error * -beta[None, :], k.dtype, PRECISION)  # [BV, C]
+            else:
+                seen = tl.dot(do, one, input_precision=PRECISION) * (before * SCALE)[None, :]  # [BV, C]
+                seen = operand_of(seen, k.dtype, PRECISION)  # [BV, C]
+                state = tl.dot(seen, q, state * carry, input_precision=PRECISION)  # [BV, BK]
+                dread = operand_of(error * -(beta * before)[None, :], k.dtype, PRECISION)  # [BV, C]
+            state = tl.dot(dread, k, state, input_precision=PRECISION)  # [BV, BK]
         else:
-            kept = operand_of(write * after[None, :], k.dtype, PRECISION)  # [BV, C]
-            state = tl.dot(kept, k, state * carry, input_precision=PRECISION)  # [BV, BK]
+            # The written rows: v' = (I + L)^-1 beta (v - e^G k S), all transposed here.
+            read = tl.dot(old, tl.trans(k), input_precision=PRECISION)  # [BV, C]
+            if not DECAYED:
+                read *= before[None, :]
+            error = (tl.dot(tl.trans(v), one, input_precision=PRECISION) - read) * beta[None, :]  # [BV, C]
+            error = operand_of(error, k.dtype, PRECISION)  # [BV, C]
+            write = tl.dot(error, tl.trans(inverse), input_precision=PRECISION)  # [BV, C]
+            written = operand_of(write, k.dtype, PRECISION)  # [BV, C]
+            # S <- e^{G_C} S + (e^{G_C - G} k)^T v'.
+            if DECAYED:
+                carried = load_carry(carry_ptr + ((chunk + n) * HS + h) * D, 0, D, BLOCK_K)  # [BK]
+                k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
+                state = tl.dot(written, k_end, state * carried[None, :], input_precision=PRECISION)  # [BV, BK]
+            else:
+                kept = operand_of(write * after[None, :], k.dtype, PRECISION)  # [BV, C]
+                state = tl.dot(kept, k, state * carry, input_precision=PRECISION)  # [BV, BK]
         # o = scale e^G q S + A v'.
         if OUT:
             q = load_head(q_ptr, tokens, h, 0, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
@@ -137,89 +170,19 @@ def delta_states_kernel(
                 out *= (before * SCALE)[None, :]
             out = tl.dot(written, tl.trans(scores), out, input_precision=PRECISION)  # [BV, C]
             store_tile(out_ptr + (row * HS + h) * V, tl.trans(out), HS * V, count, start, V, CHUNK, BLOCK_V)
-        elif not LOCAL:
-            stored = states_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
+        elif not LOCAL and not REVERSE:
             store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
             store_tile(written_ptr + (row * HS + h) * V, tl.trans(written), HS * V, count, start, V, CHUNK, BLOCK_V)
     if LOCAL:
-        at = (seq.to(tl.int64) * SPLITS + split) * HS + h
+        at = (seq.to(tl.int64) * parts + split) * HS + h
         store_tile(local_ptr + at * (V * D) + start * D, state, D, V - start, 0, D, BLOCK_V, BLOCK_K)
         # The rest of the tile has rows of the identity; none in tiles of values.
-        rows = tl.where(start < values, 0, values + D - start)
-        store_tile(turns_ptr + at * (D * D) + (start - values) * D, state, D, rows, 0, D, BLOCK_V, BLOCK_K)
-    elif OUT:
-        store_leaving_rows(final_ptr + state_offset + offsets, state.to(final_ptr.dtype.element_ty), mask, split, SPLITS, SPLITS - 1)
-
-
-@triton.jit
-def delta_dstates_kernel(
-    q_ptr, k_ptr, k_end_ptr, do_ptr, scores_ptr, inverse_ptr, factors_ptr, carry_ptr, dfinal_ptr, edges_ptr, bounds_ptr, T,
-    dstates_ptr, derrors_ptr, dinitial_ptr, local_ptr,
-    HS: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, SCALE: tl.constexpr, DECAYED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    SPLITS: tl.constexpr, LOCAL: tl.constexpr,
-):
-    """Gradients with respect to the state after each chunk, `[chunks, HS, V, D]`, to `beta (v - e^G k S)`, and to the initial state. With
-    `LOCAL` what every split but the first makes of a zero gradient, `local [sequences, SPLITS - 1, HS, V, D]`."""
-    seq, split, h, _d0, start, first, length, chunk, state_offset = state_tile(
-        bounds_ptr, T, States(HS, D, V, BLOCK_K, BLOCK_V, SPLITS - 1 if LOCAL else SPLITS), CHUNK, TABLE)
-    offsets, mask = transposed(start, D, V, BLOCK_K, BLOCK_V)  # [BV, BK] each
-    if LOCAL:
-        dstate = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)  # [BV, BK], all key channels
-    elif SPLITS > 1:
-        dstate = load_rows(edges_ptr, seq * SPLITS + split, h, start, HS, D, V, BLOCK_K, BLOCK_V)  # [BV, BK]
-    else:
-        dstate = tl.load(dfinal_ptr + state_offset + offsets, mask=mask, other=0.0).to(tl.float32)  # [BV, BK]
-    begin, end = chunks_of_split(split + 1 if LOCAL else split, length, CHUNK, SPLITS)
-    factors = factors_at(factors_ptr, first, h, T, HS)
-    one = identity(CHUNK, k_ptr.dtype.element_ty)  # [C, C]
-    # From the last chunk to the first; `dstate` is the gradient with respect to the state after it.
-    for step in tl.range(0, end - begin):
-        n = end - 1 - step
-        row, count = first + n * CHUNK, tl.minimum(length - n * CHUNK, CHUNK)
-        tokens = Chunk(row, count, seq)
-        k = load_head(k_ptr, tokens, h, 0, Operand(HS, HK, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
-        q = load_head(q_ptr, tokens, h, 0, Operand(HS, HQ, D, CHUNK, BLOCK_K, EVEN))  # [C, BK]
-        do = load_tile(do_ptr + (row * HS + h) * V, HS * V, count, start, V, CHUNK, BLOCK_V, EVEN)  # [C, BV]
-        place = (row * HS + h) * CHUNK
-        scores = load_tile(scores_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
-        inverse = load_tile(inverse_ptr + place, HS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK, EVEN)  # [C, C]
-        beta = load_vector(factors + n * CHUNK + T * 2, 1, count, CHUNK, EVEN)  # [C]
-        if not DECAYED:
-            before, after, carry = factors_of(factors + n * CHUNK, count, T, CHUNK, EVEN)  # [C], [C], []
-        old = operand_of(dstate, k.dtype, PRECISION)  # [BV, BK]
-        if not LOCAL:
-            stored = dstates_ptr + ((chunk + n) * HS + h) * (D * V) + start * D
-            store_tile(stored, old, D, V - start, 0, D, BLOCK_V, BLOCK_K)
-        # dv' = A^T do + e^{G_C - G} k dS, and dv'^T (I + L)^-1 is the gradient of beta (v - e^G k S); all transposed.
-        do = tl.trans(do)  # [BV, C]
-        if DECAYED:
-            k_end = load_tile(k_end_ptr + (row * HS + h) * D, HS * D, count, 0, D, CHUNK, BLOCK_K, EVEN)  # [C, BK]
-            dwrite = tl.dot(old, tl.trans(k_end), input_precision=PRECISION)  # [BV, C]
-        else:
-            dwrite = tl.dot(old, tl.trans(k), input_precision=PRECISION) * after[None, :]  # [BV, C]
-        dwrite = tl.dot(do, scores, dwrite, input_precision=PRECISION)  # [BV, C]
-        dwrite = operand_of(dwrite, k.dtype, PRECISION)  # [BV, C]
-        derror = tl.dot(dwrite, inverse, input_precision=PRECISION)  # [BV, C]
-        if not LOCAL:
-            stored = operand_of(derror, k.dtype, PRECISION)  # [BV, C]
-            store_tile(derrors_ptr + (row * HS + h) * V, tl.trans(stored), HS * V, count, start, V, CHUNK, BLOCK_V)
-        # dS <- e^{G_C} dS + (scale e^G q)^T do - (beta e^G k)^T derror.
-        if DECAYED:
-            carried = load_carry(carry_ptr + ((chunk + n) * HS + h) * D, 0, D, BLOCK_K)  # [BK]
-            dstate = tl.dot(do, q, dstate * carried[None, :], input_precision=PRECISION)  # [BV, BK]
-            dread = operand_of(derror * -beta[None, :], k.dtype, PRECISION)  # [BV, C]
-        else:
-            seen = tl.dot(do, one, input_precision=PRECISION) * (before * SCALE)[None, :]  # [BV, C]
-            seen = operand_of(seen, k.dtype, PRECISION)  # [BV, C]
-            dstate = tl.dot(seen, q, dstate * carry, input_precision=PRECISION)  # [BV, BK]
-            dread = operand_of(derror * -(beta * before)[None, :], k.dtype, PRECISION)  # [BV, C]
-        dstate = tl.dot(dread, k, dstate, input_precision=PRECISION)  # [BV, BK]
-    if LOCAL:
-        at = (seq.to(tl.int64) * (SPLITS - 1) + split) * HS + h
-        store_tile(local_ptr + at * (V * D) + start * D, dstate, D, V - start, 0, D, BLOCK_V, BLOCK_K)
-    else:
-        store_leaving_rows(dinitial_ptr + state_offset + offsets, dstate, mask, split, SPLITS, 0)
+        if turns:
+            rows = tl.where(start < values, 0, values + D - start)
+            store_tile(turns_ptr + at * (D * D) + (start - values) * D, state, D, rows, 0, D, BLOCK_V, BLOCK_K)
+    elif OUT or REVERSE:
+        mask = mask & (split == (0 if REVERSE else SPLITS - 1)) if SPLITS > 1 else mask  # [BV, BK]
+        tl.store(final_ptr + state_offset + offsets, state.to(final_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

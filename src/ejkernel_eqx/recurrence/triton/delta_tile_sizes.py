@@ -3,49 +3,38 @@
 Chosen by measurements on an H200; on other devices the first that fits in shared memory.
 """
 
-import dataclasses
-
 from ...dispatch import DeviceFacts, Problem
-from ...launch.sizes import cdiv, fitting, padded
+from ...launch.sizes import fitting, numbers_of, padded
 from ..spec import KEY
-from .tile_sizes import Tile, TritonConfig
+from .tile_sizes import multiprocessors, narrowed, programs_of, splits_of, Tile, TritonConfig, variants
 
 _LEAST_SPLIT, _FEWEST = 2048, 4  # tokens of a sequence's part, and parts
-_Row = tuple[int, int, int, int]
 # 64 rows (values) of a state per program of 4 warps, where products have 64 rows, so that they stay in a warp's registers from one product
 # to the next. Devices before Hopper do not have that many registers.
-_SERIAL: tuple[_Row, ...] = (
-    (128, 64, 4, 3),
-    (128, 64, 4, 2),
-    (128, 32, 4, 2),
-    (128, 32, 4, 1),
-    (128, 16, 4, 1),
-)
-_HALF: dict[str, tuple[_Row, ...]] = {
-    "scores": ((64, 64, 4, 1),),
-    "wy": ((64, 128, 4, 1), (64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)),
+_SERIAL = "128 64 4 3, 128 64 4 2, 128 32 4 2, 128 32 4 1, 128 16 4 1"
+_OLDER = "128 32 4 2, 128 32 4 1, 128 16 4 1"
+_HALF = {
+    "scores": "64 64 4 1",
+    "wy": "64 128 4 1, 64 64 4 2, 64 64 4 1, 64 32 4 1",
     "states": _SERIAL,
     "out": _SERIAL,
     "dstates": _SERIAL,
-    "gradients": ((64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1)),
+    "gradients": "64 64 4 2, 64 64 4 1, 32 64 4 2, 32 64 4 1, 32 32 4 1",
 }
-_KEY_GRADIENTS: tuple[_Row, ...] = ((32, 64, 4, 2), (32, 64, 4, 1), (32, 32, 4, 1))
+_KEY_GRADIENTS = "32 64 4 2, 32 64 4 1, 32 32 4 1"
 # Without spills (64 channels have 280 bytes a thread on Hopper), which an H200 does not reward: 365 for 343 microseconds.
-_KEY_SCORES: tuple[_Row, ...] = ((32, 64, 4, 1),)
-_FLOAT32: dict[str, tuple[_Row, ...]] = {
-    "scores": ((32, 32, 4, 1),),
-    "wy": ((32, 32, 4, 1),),
-    "states": ((128, 16, 4, 1),),
-    "out": ((128, 16, 4, 1),),
-    "dstates": ((128, 16, 4, 1),),
-    "gradients": ((64, 32, 8, 1), (32, 32, 4, 1)),
+_KEY_SCORES = "32 64 4 1"
+_FLOAT32 = {
+    **dict.fromkeys(("scores", "wy"), "32 32 4 1"),
+    **dict.fromkeys(("states", "out", "dstates"), "128 16 4 1"),
+    "gradients": "64 32 8 1, 32 32 4 1",
 }
-_OTHERS: dict[str, tuple[_Row, ...]] = {
-    "states": ((128, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 3)),
-    "out": ((128, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 3)),
-    "dstates": ((128, 64, 4, 2), (128, 32, 4, 3), (128, 128, 8, 2)),
-    "wy": ((64, 64, 4, 2), (64, 32, 4, 3)),
-    "gradients": ((64, 128, 4, 1), (64, 32, 4, 3), (32, 64, 4, 2), (32, 32, 4, 3)),
+_OTHERS = {
+    "states": "128 64 4 2, 128 32 4 3, 128 128 8 3",
+    "out": "128 64 4 2, 128 32 4 3, 128 128 8 3",
+    "dstates": "128 64 4 2, 128 32 4 3, 128 128 8 2",
+    "wy": "64 64 4 2, 64 32 4 3",
+    "gradients": "64 128 4 1, 64 32 4 3, 32 64 4 2, 32 32 4 3",
 }
 
 
@@ -56,27 +45,18 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     elif problem.flag("decay") == KEY:
         rows = _HALF | {"gradients": _KEY_GRADIENTS}
     if problem.dtype("qkv") == "bfloat16" and device.capability < (9, 0):
-        rows = rows | dict.fromkeys(("states", "out", "dstates"), _SERIAL[2:])
+        rows = rows | dict.fromkeys(("states", "out", "dstates"), _OLDER)
     if problem.dim("D") > 128:
         chunk = 32
     tiles = {name: _fitting(name, rows[name], chunk, problem, device)[0] for name in rows}
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
-    splits = _splits(problem, tiles["out"].block_v, device)
+    programs, splits = programs_of(problem, tiles["out"].block_v), 1
+    if not problem.flag("step"):
+        # As many parts of each sequence as have programs that run on the device at once. A few do not pay for the first launch, which computes the
+        # effect of each part on a zero state and on the identity.
+        splits = splits_of(problem, _LEAST_SPLIT, multiprocessors(device) // programs)
+    splits = splits if splits >= _FEWEST else 1
     return TritonConfig(chunk, **tiles, float32_dot=precision, single=False, splits=splits)
-
-
-def _splits(problem: Problem, block_v: int, device: DeviceFacts) -> int:
-    """The number of parts of each sequence whose programs run on the device at once. It is 1 if there are too few to pay for the first launch, which
-    computes the effect of each part on a zero state and on the identity."""
-    if problem.flag("step"):
-        return 1
-    sequences = problem.dim("B") * (problem.dim("N") if problem.flag("packed") == "offsets" else 1)
-    programs = sequences * problem.dim("R") * cdiv(problem.dim("V"), block_v)
-    most = problem.dim("T") * problem.dim("B") // (sequences * _LEAST_SPLIT)
-    splits = 1
-    while 2 * splits <= most and 2 * splits * programs <= (device.num_multiprocessors or 108):
-        splits *= 2
-    return splits if splits >= _FEWEST else 1
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
@@ -85,22 +65,13 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     if problem.dtype("qkv") != "bfloat16":
         return [first]
     tried = _OTHERS | ({"scores": _KEY_SCORES} if problem.flag("decay") == KEY else {})
-    others = [
-        dataclasses.replace(first, **{name: tile})
-        for name, rows in tried.items()
-        for tile in _fitting(name, rows, first.chunk_size, problem, device)
-    ]
-    if first.splits > 1:
-        others += [dataclasses.replace(first, splits=splits) for splits in (1, 2 * first.splits)]
-    return list(dict.fromkeys([first, *others]))
+    fit = [(name, _fitting(name, rows, first.chunk_size, problem, device)) for name, rows in tried.items()]
+    return variants(first, fit, (1, 2 * first.splits))
 
 
-def _fitting(
-    name: str, rows: tuple[_Row, ...], chunk: int, problem: Problem, device: DeviceFacts
-) -> list[Tile]:
+def _fitting(name: str, rows: str, chunk: int, problem: Problem, device: DeviceFacts) -> list[Tile]:
     """The tiles that fit in shared memory, else the last; none is wider than the channels."""
-    dim, values = (padded(problem.dim(letter)) for letter in "DV")
-    tiles = [Tile(min(k, dim), min(v, values), warps, stages) for k, v, warps, stages in rows]
+    tiles = [narrowed(row, problem) for row in numbers_of(rows)]
     return fitting(tiles, lambda tile: _shared_memory(name, tile, chunk, problem), device) or tiles[-1:]
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .decays import between, CONSTANT, Decay, decays_of, from_start, Gates, NONE, strengths_of
 from .operands import load_head, load_skip, Operand, operand_of, products_of, store_head
-from .places import chunk_of, last_start, readers_of, visible_to
+from .places import chunk_tile, last_start, readers_of, visible_to
 from .tile import load_state, load_tile, store_tile
 
 
@@ -37,14 +37,9 @@ def gradients_kernel(
     kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
     values: tl.constexpr = Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN)
     outs: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
-    index = tl.program_id(0)
-    side = index % 2
-    tile = index // 2 % tiles
-    h = index // (2 * tiles) % HS
-    index = index // (2 * tiles * HS)
+    side = tl.program_id(0) % 2
+    index, h, tile, d0, at = chunk_tile(tl.program_id(0) // 2, chunks_ptr, T, HS, D, BLOCK_K, CHUNK, TABLE)
     chunks = tl.num_programs(0) // (2 * tiles * HS)
-    d0 = tile * BLOCK_K
-    at = chunk_of(index, chunks_ptr, T, CHUNK, TABLE)
     first, count = at.first, at.count
     q_base = q_ptr + first * (HQ * D) + h // (HS // HQ) * D
     k_base = k_ptr + first * (HK * D) + h // (HS // HK) * D

@@ -19,7 +19,7 @@ def key_values_kernel(
 ):
     """The gradient of the values for one chunk, state head and tile of value channels; the program of the first tile also computes that of
     the scores, below the diagonal and, separately, on it (`down`), where decays play no part."""
-    index, h, _tile, v0, chunk = chunk_tile(chunks_ptr, T, HS, V, BLOCK_V, CHUNK, TABLE)
+    index, h, _tile, v0, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, HS, V, BLOCK_V, CHUNK, TABLE)
     first, count = chunk.first, chunk.count
     if count > 0:
         r = tl.arange(0, CHUNK)  # [C]
@@ -64,7 +64,7 @@ def key_gradients_kernel(
     """The gradients of queries, keys and gates for one chunk, state head and tile of key channels."""
     operand: tl.constexpr = q_ptr.dtype.element_ty
     channels: tl.constexpr = Channels(HG * D, D, CHUNK, BLOCK_K, EXACT)
-    index, h, _tile, d0, chunk = chunk_tile(chunks_ptr, T, HS, D, BLOCK_K, CHUNK, TABLE)
+    index, h, _tile, d0, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, HS, D, BLOCK_K, CHUNK, TABLE)
     first, count = chunk.first, chunk.count
     if count > 0:
         q_base = q_ptr + first * (HQ * D) + h // (HS // HQ) * D

@@ -28,25 +28,25 @@ def weighted(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfi
 
 
 def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, dict[str, Array]]:
-    folded, scores = fold(call, *gates(call), scores=True)
-    assert scores is not None
+    folded = fold(call, gates(call), scores=True)
     edges = splits.edges_of(folded)
     states, final = folded.states(edges)
-    out = folded.out(states, scores=scores)
+    out = folded.out(states)
     if arrays.skip is not None:
         skipped = _per_head(arrays.v, out.shape[2]) * arrays.skip.astype(jnp.float32)[:, None]
         out = (out.astype(jnp.float32) + skipped).astype(out.dtype)
-    return out, final, {"scores": scores, **splits.to_saved(folded, edges)}
+    return out, final, {"scores": folded.launch.arrays["scores"], **splits.to_saved(folded, edges)}
 
 
 def backward(
     call: Call, arrays: RecurrenceArrays, saved: dict[str, Array], dout: Array, dfinal: Array
 ) -> tuple[dict[str, Array], Array]:
-    high, low = gates(call)
-    folded, _ = fold(call, high, low, scores=False)
-    states, _ = folded.states(splits.from_saved(folded, saved))
-    dstates, dinitial = folded.dstates(dout, dfinal, splits.edges_of(folded, dout, dfinal))
-    inputs = {"gates": high, "low": high if low is None else low, "do": dout, "scores": saved["scores"]}
+    key_gates = gates(call)
+    folded = fold(call, key_gates, scores=False)
+    edges = splits.from_saved(folded, saved, "edges", lambda: splits.edges_of(folded))
+    states, _ = folded.states(edges)
+    dstates, dinitial = folded.states(splits.edges_of(folded, dout, dfinal), dout, dfinal)
+    inputs = {**key_gates, "do": dout, "scores": saved["scores"]}
     inputs |= {"folded_k": folded.launch.arrays["k"], "states": states, "dstates": dstates}
     dv, dscores = _value_gradients(call, inputs)
     grads = _key_gradients(call, inputs | dscores)

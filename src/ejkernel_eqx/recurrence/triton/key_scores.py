@@ -1,11 +1,11 @@
 """Decay per key channel: its sums over a chunk, the scores of a chunk, and operands that include their decays.
 
-`gates(call) -> (gates, low)`: `[B, T, Hg, D]` float32 in log2 units, summed from the chunk's first token on; `low` is their rounding
-error, for float32 operands only (else `None`), and is used wherever a difference of gates is taken.
+`gates(call)`: `gates [B, T, Hg, D]` float32 in log2 units, summed from the chunk's first token on; `low` is their rounding error, for float32
+operands only (else `gates` again), and is used wherever a difference of gates is taken.
 
-`fold(call, gates, low, scores=...) -> (folded, scores)`: the call with `q 2^G scale` and `k 2^(G_last - G)` over state heads in place of
-its queries and keys, zero where segments hide them, and `carry_ptr [chunks, HS, D]`, the decay of a whole chunk. `scores` (`None` unless
-requested) `[B, T, HS, chunk]`: `scale * sum_d q_id k_jd 2^(G_id - G_jd)` on and below the diagonal and within a segment, else zero.
+`fold(call, gates, scores=...)`: the call with `q 2^G scale` and `k 2^(G_last - G)` over state heads in place of its queries and keys, zero where
+segments hide them, and `carry [chunks, HS, D]`, the decay of a whole chunk. With `scores` it also has `scores [B, T, HS, chunk]`:
+`scale * sum_d q_id k_jd 2^(G_id - G_jd)` on and below the diagonal and within a segment, else zero.
 """
 
 import triton
@@ -18,7 +18,7 @@ from .call import Call
 from .decays import add_pairs, closed
 from .key_tile import between_rows, Channels, chunk_gates, edge_gates, gates_of, is_usual, scores_by_halves
 from .operands import load_head, Operand, operand_of, store_head
-from .places import chunk_of, last_start, segment_starts
+from .places import chunk_of, chunk_tile, last_start, segment_starts
 from .tile import load_tile, store_tile
 from .tile_sizes import Tile
 
@@ -32,11 +32,8 @@ def gates_kernel(
     EXACT: tl.constexpr,
 ):
     """Gates of one chunk and a tile of the channels of all heads."""
-    # A program: a chunk, a tile of the channels of all heads (fastest).
-    tiles: tl.constexpr = (HG * D + BLOCK_K - 1) // BLOCK_K
-    column = (tl.program_id(0) % tiles) * BLOCK_K
-    first, count, _ = chunk_of(tl.program_id(0) // tiles, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
-    at = first * (HG * D)
+    _index, _h, _tile, column, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, 1, HG * D, BLOCK_K, CHUNK, TABLE)
+    at, count = chunk.first * (HG * D), chunk.count
     g = closed(load_tile(g_ptr + at, HG * D, count, column, HG * D, CHUNK, BLOCK_K, EVEN).to(tl.float32))  # [C, BK]
     if EXACT:
         g, low = tl.associative_scan((g, tl.zeros_like(g)), 0, add_pairs)  # [C, BK] each
@@ -119,23 +116,22 @@ def key_fold_kernel(
 _GATES = Tile(128, 16, 4, 1)
 
 
-def gates(call: Call) -> tuple[Array, Array | None]:
+def gates(call: Call) -> dict[str, Array]:
     assert call.arrays.g is not None
     shape, exact = call.wide_rows(*call.arrays.g.shape[2:]), call.launch.numbers["EXACT"]
     programs = call.chunks * cdiv(shape.shape[2] * shape.shape[3], _GATES.block_k)
-    results = call.launch(
-        gates_kernel, _GATES, {"gates": shape, "low": shape if exact else NOTHING}, programs
-    )
-    return results["gates"], results["low"] if exact else None
+    outputs = {"gates": shape, "low": shape if exact else NOTHING}
+    results = call.launch(gates_kernel, _GATES, outputs, programs)
+    return results if exact else dict.fromkeys(outputs, results["gates"])
 
 
-def fold(call: Call, gates: Array, low: Array | None, *, scores: bool) -> tuple[Call, Array | None]:
+def fold(call: Call, gates: dict[str, Array], *, scores: bool) -> Call:
     (heads, dim, _), chunk = call.sizes, call.config.chunk_size
     rows, carry = call.rows(heads, dim), result(call.chunks, heads, dim)
     outputs = {"folded_q": rows, "folded_k": rows, "carry": carry}
     outputs |= {"scores": call.rows(heads, chunk) if scores else NOTHING}
-    inputs, tile = {"gates": gates, "low": gates if low is None else low}, call.config.scores
-    results = call.launch(key_fold_kernel, tile, outputs, call.chunks * heads, inputs, SCORES=scores)
-    operands = {"q": results["folded_q"], "k": results["folded_k"], "carry": results["carry"]}
-    folded = call.knowing(operands, HQ=heads, HK=heads, SCALE=1.0, SEGMENTS=False)
-    return folded, results["scores"] if scores else None
+    tile, programs = call.config.scores, call.chunks * heads
+    results = call.launch(key_fold_kernel, tile, outputs, programs, gates, SCORES=scores)
+    names = {"folded_q": "q", "folded_k": "k", "carry": "carry"} | ({"scores": "scores"} if scores else {})
+    operands = {new: results[name] for name, new in names.items()}
+    return call.knowing(operands, HQ=heads, HK=heads, SCALE=1.0, SEGMENTS=False)

@@ -25,7 +25,7 @@ def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, dict[st
         out, final = call.single(edges)
     else:
         states, final = call.states(edges)
-        out = call.out(states, heads_each=_heads_each(call))
+        out = call.out(states, _heads_each(call))
     return out, final, splits.to_saved(call, edges)
 
 
@@ -33,8 +33,8 @@ def backward(
     call: Call, arrays: RecurrenceArrays, saved: dict[str, Array], dout: Array, dfinal: Array
 ) -> tuple[dict[str, Array], Array]:
     call = call.with_decays()
-    states, _ = call.states(splits.from_saved(call, saved))
-    dstates, dinitial = call.dstates(dout, dfinal, splits.edges_of(call, dout, dfinal))
+    states, _ = call.states(splits.from_saved(call, saved, "edges", lambda: splits.edges_of(call)))
+    dstates, dinitial = call.states(splits.edges_of(call, dout, dfinal), dout, dfinal)
     grads = _gradients(call, states, dstates, dout)
     return grads | {"v": sum_heads(grads["v"], arrays.v.shape[2])}, dinitial
 

@@ -25,7 +25,7 @@ def out_kernel(
     With a decay per key channel, queries already include decay, mask and scale.
     """
     kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
-    index, group, _tile, v0, chunk = chunk_tile(chunks_ptr, T, HS // HEADS, V, BLOCK_V, CHUNK, TABLE)
+    index, group, _tile, v0, chunk = chunk_tile(tl.program_id(0), chunks_ptr, T, HS // HEADS, V, BLOCK_V, CHUNK, TABLE)
     h0 = group * HEADS
     q_base = q_ptr + chunk.first * (HQ * D) + h0 // (HS // HQ) * D
     k_base = k_ptr + chunk.first * (HK * D) + h0 // (HS // HK) * D

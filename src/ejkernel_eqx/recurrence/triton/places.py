@@ -34,12 +34,11 @@ def chunk_of(index, chunks_ptr, T, CHUNK: tl.constexpr, TABLE: tl.constexpr):
 
 
 @triton.jit
-def chunk_tile(chunks_ptr, T, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TABLE: tl.constexpr):
-    """The chunk, head or group of heads, and tile of a program (fastest), each by its index; the channel where the tile begins, and the `Chunk`.
-    There are `HEADS` heads or groups of heads, and tiles of `BLOCK` of `WIDTH` channels."""
+def chunk_tile(index, chunks_ptr, T, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, TABLE: tl.constexpr):
+    """The chunk, head or group of heads, and tile (fastest) of the program with this number, each by its index; the channel where the tile begins,
+    and the `Chunk`. There are `HEADS` heads or groups of heads, and tiles of `BLOCK` of `WIDTH` channels."""
     # The program's number, taken apart from its fastest part on.
     tiles: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    index = tl.program_id(0)
     tile = index % tiles
     start, index = tile * BLOCK, index // tiles
     head, chunk = index % HEADS, index // HEADS

@@ -27,16 +27,24 @@ def shared_products_kernel(
     q_ptr, k_ptr, chunks_ptr, T,
     products_ptr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, GROUPS: tl.constexpr,
-    TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """`products [chunks, GROUPS, C, C]`: keys times queries for one chunk and group of heads that share both."""
+    """`products [chunks, GROUPS, C, C]`: keys times queries for one chunk and group of heads that share both. `MASKED`: queries times keys instead,
+    `[B, T, GROUPS, C]`, zero where a token would see a later one."""
     index = tl.program_id(0)
     group = index % GROUPS
     first, count, _seq = chunk_of(index // GROUPS, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     q_base = q_ptr + first * (HQ * D) + group // (GROUPS // HQ) * D
     k_base = k_ptr + first * (HK * D) + group // (GROUPS // HK) * D
-    products = products_of(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
-    store_tile(products_ptr + index.to(tl.int64) * (CHUNK * CHUNK), products, CHUNK, CHUNK, 0, CHUNK, CHUNK, CHUNK)
+    if MASKED:
+        products = products_of(q_base, k_base, HQ * D, HK * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
+        # A token sees itself and those before it.
+        r = tl.arange(0, CHUNK)  # [C]
+        products = tl.where(r[:, None] >= r[None, :], products, 0.0)  # [C, C]
+        store_tile(products_ptr + (first * GROUPS + group) * CHUNK, products, GROUPS * CHUNK, count, 0, CHUNK, CHUNK, CHUNK)
+    else:
+        products = products_of(k_base, q_base, HK * D, HQ * D, count, D, CHUNK, BLOCK_K, EVEN, PRECISION)  # [C, C]
+        store_tile(products_ptr + index.to(tl.int64) * (CHUNK * CHUNK), products, CHUNK, CHUNK, 0, CHUNK, CHUNK, CHUNK)
 
 
 @triton.jit
@@ -55,12 +63,9 @@ def shared_pairs_kernel(
     values: tl.constexpr = Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN)
     outs: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
     # A program: a chunk, `HEADS` heads, a side (fastest).
-    index = tl.program_id(0)
-    side = index % 2
-    index = index // 2
-    h0 = index % slices * HEADS
-    chunk = index // slices
-    place = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
+    side, index = tl.program_id(0) % 2, tl.program_id(0) // 2
+    chunk, slice, _tile, _start, place = chunk_tile(index, chunks_ptr, T, slices, 1, 1, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    h0 = slice * HEADS
     first, count = place.first, place.count
     r = tl.arange(0, CHUNK)  # [C]
     visible, leaves = readers_of(r, starts_ptr, place, T, CHUNK, SEGMENTS)  # [C, C], [C]
@@ -143,14 +148,9 @@ def shared_channels_kernel(
     kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
     values: tl.constexpr = Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN)
     outs: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
-    index = tl.program_id(0)
-    tile = index % tiles
-    d0 = tile * BLOCK_K
-    slice = index // tiles % slices
+    chunk, slice, tile, d0, place = chunk_tile(tl.program_id(0), chunks_ptr, T, slices, D, BLOCK_K, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     h0 = slice * HEADS
-    chunk = index // (tiles * slices)
     chunks = tl.num_programs(0) // (tiles * slices)
-    place = chunk_of(chunk, chunks_ptr, T, CHUNK, TABLE)
     first, count = place.first, place.count
     q_base = q_ptr + first * (HQ * D) + h0 // (HS // HQ) * D
     k_base = k_ptr + first * (HK * D) + h0 // (HS // HK) * D
@@ -242,7 +242,7 @@ def shared_decays_kernel(
 ):
     """`dg [.., HS]`, or `[chunks, HS]` of a constant, and `dbeta [.., HS]`, for one chunk and `BLOCK_V` state heads."""
     kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
-    chunk, _, _tile, h0, place = chunk_tile(chunks_ptr, T, 1, HS, BLOCK_V, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    chunk, _, _tile, h0, place = chunk_tile(tl.program_id(0), chunks_ptr, T, 1, HS, BLOCK_V, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
     first, count = place.first, place.count
     chunks = tl.num_programs(0) // tl.cdiv(HS, BLOCK_V)
     r = tl.arange(0, CHUNK)[:, None]  # [C, 1]

@@ -26,7 +26,8 @@ def gradients(
     tokens = call.wide_rows(heads)
     # The products that heads share.
     outputs, programs = {"products": result(call.chunks * groups, chunk, chunk)}, call.chunks * groups
-    results = call.launch(kernels.shared_products_kernel, config.scores, outputs, programs, GROUPS=groups)
+    numbers, kernel = {"GROUPS": groups, "MASKED": False}, kernels.shared_products_kernel
+    results = call.launch(kernel, config.scores, outputs, programs, **numbers)
     # What pairs of tokens contribute, summed over `each` heads.
     inputs = results | {"dstates": dstates, "do": dout}
     outputs = {

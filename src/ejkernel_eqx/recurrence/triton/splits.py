@@ -3,8 +3,8 @@
 Both are `edges [sequences, splits, HS, D, V]`, in float32.
 """
 
-import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,16 +13,15 @@ from jax import Array
 from ...dispatch import facts_of_calls
 from ...launch import NOTHING, result
 from ...launch.by_name import Options
-from ...launch.sizes import padded
+from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR
 from . import reach, split_phase
 from .call import Call
 from .tile_sizes import CHUNK_SIZES, Tile
 
 Edges = dict[str, Array]
-"""States or gradients by name; empty if sequences are not split."""
+"""States or gradients by name, `edges` above all; empty if sequences are not split."""
 MOST_PIECES, LEAST_PIECE = 8, 32  # of a split; chunks
-_NAME = "edges"
 
 
 def edges_of(call: Call, dout: Array | None = None, dfinal: Array | None = None) -> Edges:
@@ -33,11 +32,15 @@ def edges_of(call: Call, dout: Array | None = None, dfinal: Array | None = None)
     call = call.knowing({}, PIECES=pieces, TO_END=forward)
     passed = _reached(call, pieces)
     local = _local(call, dout, passed, pieces)
-    edge = call.arrays.initial_state if forward else dfinal
-    tile, kernel = _chained(pieces, *call.sizes[1:]), split_phase.chain_kernel
-    outputs = {_NAME: result(call.sequences, call.splits, *call.sizes)}
-    inputs, programs = {"edge": edge, **passed, **local}, call.state_programs(tile, 1)
-    return call.launch(kernel, tile, outputs, programs, inputs, GIVEN=edge is not None)
+    edge, (heads, dim, values) = call.arrays.initial_state if forward else dfinal, call.sizes
+    # All pieces of a split, which are loaded at once, and few channels.
+    width = min(64, padded(values))
+    depth = min(padded(dim), max(1, 2048 // (width * pieces)))
+    outputs = {"edges": result(call.sequences, call.splits, *call.sizes)}
+    inputs, programs = {"edge": edge, **passed, **local}, heads * cdiv(dim, depth) * cdiv(values, width)
+    numbers = {"BLOCK_K": depth, "BLOCK_V": width, "GIVEN": edge is not None}
+    kernel, programs = split_phase.chain_kernel, call.sequences * programs
+    return call.launch(kernel, Options(2, 1), outputs, programs, inputs, **numbers)
 
 
 def _reached(call: Call, pieces: int) -> dict[str, Any]:
@@ -75,40 +78,17 @@ def pieces_of(call: Call) -> int:
     return pieces
 
 
-@dataclasses.dataclass(frozen=True)
-class _ChainTile:
-    """The tile of the launch that takes states from split to split."""
-
-    block_k: int
-    block_v: int
-    num_warps: int = 2
-    num_stages: int = 1
-
-
-def _chained(pieces: int, dim: int, values: int) -> _ChainTile:
-    """All pieces of a split, which are loaded at once, and few channels."""
-    width = min(64, padded(values))
-    return _ChainTile(min(padded(dim), max(1, 2048 // (width * pieces))), width)
-
-
 def _local_tile(call: Call, tile: Tile) -> Tile:
     """All key channels, so that values are weighed once, where it was measured."""
     device, dim = facts_of_calls(), padded(call.sizes[1])
-    if (
-        device.vendor != "nvidia"
-        or device.capability != (9, 0)
-        or dim > 128
-        or call.arrays.q.dtype != jnp.bfloat16
-    ):
-        return tile
-    if call.spec.decay not in (CONSTANT, SCALAR):
-        return tile
-    return Tile(dim, min(64, padded(call.sizes[2])), 4, 3)
+    is_hopper = device.vendor == "nvidia" and device.capability == (9, 0)
+    measured = call.arrays.q.dtype == jnp.bfloat16 and call.spec.decay in (CONSTANT, SCALAR)
+    return Tile(dim, min(64, padded(call.sizes[2])), 4, 3) if is_hopper and measured and dim <= 128 else tile
 
 
 def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
     """The axes, after the leading one, of states before splits as residuals."""
-    return by_chunk_size({_NAME: ("splits", f"H{heads_of(arrays, spec).out}", "D", "V")})
+    return by_chunk_size({"edges": ("splits", f"H{heads_of(arrays, spec).out}", "D", "V")})
 
 
 def by_chunk_size(axes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
@@ -116,21 +96,21 @@ def by_chunk_size(axes: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]
     return {f"{name}{size}": letters for name, letters in axes.items() for size in CHUNK_SIZES}
 
 
-def to_saved(call: Call, arrays: dict[str, Array]) -> dict[str, Array]:
+def to_saved(call: Call, edges: Edges) -> dict[str, Array]:
     """Arrays over splits as residuals, with the call's leading axis first."""
     batch, size = call.arrays.q.shape[0], call.config.chunk_size
-    return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in arrays.items()}
+    return {f"{name}{size}": x.reshape(batch, -1, *x.shape[2:]) for name, x in edges.items()}
 
 
-def saved_splits(call: Call, saved: dict[str, Array], *names: str) -> list[Array] | None:
-    """The inverse of `to_saved`; `None` if this call has other splits, as a pullback that is mapped may have."""
-    batch, known = call.arrays.q.shape[0], [saved.get(f"{name}{call.config.chunk_size}") for name in names]
-    if any(x is None or x.shape[:2] != (batch, call.sequences // batch * call.splits) for x in known):
-        return None
-    return [x.reshape(call.sequences, call.splits, *x.shape[2:]) for x in known if x is not None]
-
-
-def from_saved(call: Call, saved: dict[str, Array]) -> Edges:
-    """The states before splits, computed again if this call has other splits."""
-    known = saved_splits(call, saved, _NAME)
-    return edges_of(call) if known is None else {_NAME: known[0]}
+def from_saved(call: Call, saved: dict[str, Array], names: str, again: Callable[[], Edges]) -> Edges:
+    """The inverse of `to_saved`; `again()` if this call has other splits, as a pullback that is mapped may have."""
+    batch = call.arrays.q.shape[0]
+    known = {name: saved.get(f"{name}{call.config.chunk_size}") for name in names.split()}
+    lead = (batch, call.sequences // batch * call.splits)
+    if any(x is None or x.shape[:2] != lead for x in known.values()):
+        return again()
+    return {
+        name: x.reshape(call.sequences, call.splits, *x.shape[2:])
+        for name, x in known.items()
+        if x is not None
+    }

@@ -11,7 +11,7 @@ from jax import Array
 from ...launch import Execute, given, Launcher, result, result_like, run
 from ...launch.fields import check_fields, Power, Warps
 from ...launch.sizes import cdiv, padded
-from ..spec import KEY, NONE, SCALAR, StepArrays, StepSpec, VALUE
+from ..spec import KEY, NONE, RecurrenceSpec, SCALAR, StepArrays, VALUE
 
 _KINDS = {NONE: 0, SCALAR: 1, KEY: 2, VALUE: 3}
 _SCALAR, _KEY, _VALUE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -96,7 +96,9 @@ def step_kernel(
 # fmt: on
 
 
-def step(arrays: StepArrays, spec: StepSpec, config: Any, *, execute: Execute = run) -> tuple[Array, Array]:
+def step(
+    arrays: StepArrays, spec: RecurrenceSpec, config: Any, *, execute: Execute = run
+) -> tuple[Array, Array]:
     """`out [*, B, R, V]` in the dtype of `v`, and the states (the whole pool), with any leading axes. The tile is
     `config.step`, if set."""
     q, k, v, state = arrays.q, arrays.k, arrays.v, arrays.state

@@ -1,7 +1,8 @@
 """Configurations of the Triton recurrences: their fields, the heuristic choice, and those worth timing."""
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch.fields import Block, check_fields, Count, Float32Dot, one_of, Warps
@@ -53,57 +54,58 @@ class TritonConfig:
 _LARGE, _SOME = 160 * 1024, 96 * 1024  # shared memory of one program, in bytes
 _LEAST_SPLIT = 512  # tokens of a sequence's part
 _KERNELS = ("scores", "wy", "states", "out", "dstates", "gradients")
-_Row = tuple[int, int, int, int]
+Row = tuple[int, int, int, int]
 # For each kernel in turn: tiles for devices with a lot of shared memory, with some, and with little.
-_HALF: tuple[tuple[_Row, ...], ...] = (
+_HALF: tuple[tuple[Row, ...], ...] = (
     ((64, 64, 4, 1), (32, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 1)),
     ((64, 64, 4, 1), (32, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
     ((32, 32, 4, 1),) * 6,
 )
-_FLOAT32: tuple[tuple[_Row, ...], ...] = (
+_FLOAT32: tuple[tuple[Row, ...], ...] = (
     ((32, 32, 4, 1), (32, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 4, 1), (64, 32, 8, 1)),
     ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
     ((16, 16, 4, 1),) * 6,
 )
 # For state heads that share queries and keys, with a lot of shared memory. Tiles of wide values are held for one step of a loop only.
-_SHARED: dict[str, _Row] = {"wy": (128, 64, 4, 2), "gradients": (64, 64, 4, 3)}
-_SHARED_WIDE: dict[str, _Row] = {"wy": (64, 64, 4, 1), "gradients": (64, 64, 4, 1)}
+_SHARED: dict[str, Row] = {"wy": (128, 64, 4, 2), "gradients": (64, 64, 4, 3)}
+_SHARED_WIDE: dict[str, Row] = {"wy": (64, 64, 4, 1), "gradients": (64, 64, 4, 1)}
 # For linear members with a decay per key channel, with a lot of shared memory.
-_KEY: dict[str, _Row] = {"wy": (64, 128, 4, 1), "out": (64, 128, 4, 2), "gradients": (32, 128, 4, 1)}
+_KEY: dict[str, Row] = {"wy": (64, 128, 4, 1), "out": (64, 128, 4, 2), "gradients": (32, 128, 4, 1)}
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     key = problem.flag("decay") == KEY and not problem.flag("delta")
-    half = problem.dtype("qkv") == "bfloat16"  # float16 operands become float32
+    half, shared = problem.dtype("qkv") == "bfloat16", _shared(problem)
     room = 0 if device.shared_memory >= _LARGE else 1 if device.shared_memory >= _SOME else 2
     rows = dict(zip(_KERNELS, (_HALF if half else _FLOAT32)[room], strict=True))
-    single = half and room == 0 and _is_single(problem, device)
+    ample, count = half and room == 0, multiprocessors(device)
+    single = ample and _is_single(problem, device)
     splits = 1 if problem.flag("step") or problem.flag("delta") else _splits(problem, device)
-    programs = splits * _single_programs(problem)
-    if single and programs <= _multiprocessors(device) and problem.flag("decay") == CONSTANT:
+    programs = splits * programs_of(problem, 64)
+    if single and programs <= count and problem.flag("decay") == CONSTANT:
         # Two programs per multiprocessor instead of one; measured for constant decays only.
         rows["out"] = (128, 32, 4, 3)
     elif single:
-        rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * _multiprocessors(device) else 3)
-    if half and room == 0 and _shared(problem):
+        rows["out"] = (128, 64, 4, 2 if 2 * programs >= 3 * count else 3)
+    if ample and shared:
         rows |= _SHARED if problem.dim("V") <= 64 else _SHARED_WIDE
         if problem.dim("V") <= 64 < problem.dim("D") and not key:
             rows["states"] = (128, 64, 8, 3)
         if device.capability >= (10, 0) and problem.dim("D") > 128:
             # Values of half the width take all of Blackwell's tensor memory (compiled, not measured).
             rows["wy"] = (128, 32, 4, 1)
-    if half and room == 0 and device.capability < (9, 0):
+    if ample and device.capability < (9, 0):
         # Larger tiles spill up to 5 KiB per thread (compiled, not measured).
-        rows["gradients"] = (32, 64, 4, 1) if _shared(problem) else (64, 32, 4, 1)
-    if half and room == 0 and key:
+        rows["gradients"] = (32, 64, 4, 1) if shared else (64, 32, 4, 1)
+    if ample and key:
         rows |= _KEY
-    if not half and (key or _shared(problem)):
+    if not half and (key or shared):
         rows["gradients"] = rows["scores"]
     chunk_size = 64 if room < 2 else 32
-    if not half and device.capability >= (10, 0) and _shared(problem) and problem.dim("D") > 64:
+    if not half and device.capability >= (10, 0) and shared and problem.dim("D") > 64:
         # Three passes over chunks of 64 would take more tensor memory than Blackwell has.
         chunk_size = 32
-    tiles = {name: _narrowed(row, problem) for name, row in rows.items()}
+    tiles = {name: narrowed(row, problem) for name, row in rows.items()}
     if single and problem.dim("T") >= splits * hopper.LEAST_TOKENS:
         tiles["out"] = next(iter(_hopper_tiles(problem, splits, device)), tiles["out"])
     precision = "tf32x3" if device.vendor == "nvidia" else "ieee"
@@ -115,39 +117,38 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     first = default_config(problem, device)
     if device.shared_memory < _LARGE or problem.dtype("qkv") != "bfloat16":
         return [first]
-    others = []
-    for row in ((64, 128, 4, 3), (128, 64, 8, 3), (128, 32, 4, 3)):
-        tile = _narrowed(row, problem)
-        others.append(dataclasses.replace(first, states=tile, dstates=tile))
-    if not first.single:
-        for row in ((128, 128, 4, 2), (64, 64, 4, 3)):
-            others.append(dataclasses.replace(first, out=_narrowed(row, problem)))
+    key, shared = problem.flag("decay") == KEY and not problem.flag("delta"), _shared(problem)
+    tiles = lambda *rows: [narrowed(row, problem) for row in rows]
+    outs = tiles((128, 128, 4, 2), (64, 64, 4, 3))
+    if first.single:
+        outs = tiles((128, 32, 4, 3), (128, 64, 4, 3)) + _hopper_tiles(problem, first.splits, device)
+    tried = [("states dstates", tiles((64, 128, 4, 3), (128, 64, 8, 3), (128, 32, 4, 3))), ("out", outs)]
+    if key:
+        tried.append(("gradients", tiles((32, 64, 4, 1))))
+    elif shared:
+        tried.append(("wy", tiles((128, 64, 4, 1))))
+        tried.append(("gradients", tiles((64, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 3))))
     else:
-        for row in ((128, 32, 4, 3), (128, 64, 4, 3)):
-            others.append(dataclasses.replace(first, out=_narrowed(row, problem)))
-        for tile in _hopper_tiles(problem, first.splits, device):
-            others.append(dataclasses.replace(first, out=tile))
-    key = problem.flag("decay") == KEY and not problem.flag("delta")
-    rows = ((32, 64, 4, 1),) if key else ((128, 32, 4, 1), (128, 32, 4, 2), (128, 64, 4, 1), (128, 64, 8, 2))
-    if _shared(problem) and not key:
-        rows = ((64, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 3))
-        others.append(dataclasses.replace(first, wy=_narrowed((128, 64, 4, 1), problem)))
-    for row in rows:
-        others.append(dataclasses.replace(first, gradients=_narrowed(row, problem)))
-    if first.splits > 1:
-        others += [
-            dataclasses.replace(first, splits=splits) for splits in (first.splits // 2, 2 * first.splits)
-        ]
-    return list(dict.fromkeys([first, *others]))
+        rows = ((128, 32, 4, 1), (128, 32, 4, 2), (128, 64, 4, 1), (128, 64, 8, 2))
+        tried.append(("gradients", tiles(*rows)))
+    return variants(first, tried, (first.splits // 2, 2 * first.splits))
+
+
+def variants(
+    first: TritonConfig, tried: Iterable[tuple[str, Iterable[Tile]]], splits: Iterable[int]
+) -> list[TritonConfig]:
+    """A configuration, and those that differ from it in one tile of the named kernels or, if it splits sequences, in the number of splits."""
+    changes: list[dict[str, Any]] = [dict.fromkeys(names.split(), t) for names, tiles in tried for t in tiles]
+    changes += [{"splits": count} for count in splits if first.splits > 1]
+    return list(dict.fromkeys([first, *(dataclasses.replace(first, **change) for change in changes)]))
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
     if config.single and (problem.flag("delta") or problem.flag("decay") == KEY):
         return "single=True is for members without a delta rule and without a decay per key channel"
     if config.out.hopper:
-        reason = hopper.unfit(config.out.block_v, config.splits, problem, device) or hopper.config_unfit(
-            config, problem
-        )
+        reason = hopper.unfit(config.out.block_v, config.splits, problem, device)
+        reason = reason or hopper.config_unfit(config, problem)
         return reason and f"out with hopper=True {reason}"
     return None
 
@@ -159,38 +160,39 @@ def _is_single(problem: Problem, device: DeviceFacts) -> bool:
     widest = 128 if device.capability[0] == 9 or problem.flag("decay") in (NONE, CONSTANT) else 64
     if not plain or problem.dim("D") > widest:
         return False
-    return _is_enough(_splits(problem, device) * _single_programs(problem), device)
+    return _is_enough(_splits(problem, device) * programs_of(problem, 64), device)
 
 
 def _is_enough(programs: int, device: DeviceFacts) -> bool:
-    return 4 * programs >= 3 * _multiprocessors(device)
+    return 4 * programs >= 3 * multiprocessors(device)
 
 
 def _splits(problem: Problem, device: DeviceFacts) -> int:
     """The number of parts of each sequence that make two programs for every multiprocessor; one if there are enough without."""
-    programs, splits = _single_programs(problem), 1
+    programs = programs_of(problem, 64)
     if _is_enough(programs, device):
         return 1
+    return splits_of(problem, _LEAST_SPLIT, 2 * multiprocessors(device) // programs)
+
+
+def splits_of(problem: Problem, least: int, most: int) -> int:
+    """The largest power of two, up to `most`, of parts of each sequence that have at least as many tokens."""
     each = problem.dim("N") if problem.flag("packed") == "offsets" else 1
-    most = problem.dim("T") // (each * _LEAST_SPLIT)
-    while 2 * splits <= most and 2 * splits * programs <= 2 * _multiprocessors(device):
-        splits *= 2
-    return splits
+    return 1 << max(1, min(most, problem.dim("T") // (each * least))).bit_length() - 1
 
 
-def _single_programs(problem: Problem) -> int:
+def programs_of(problem: Problem, block_v: int) -> int:
+    """The number of programs that have a sequence, a head and a tile of value channels."""
     sequences = problem.dim("B") * (problem.dim("N") if problem.flag("packed") == "offsets" else 1)
-    return sequences * problem.dim("R") * cdiv(problem.dim("V"), 64)
+    return sequences * problem.dim("R") * cdiv(problem.dim("V"), block_v)
 
 
 def _hopper_tiles(problem: Problem, splits: int, device: DeviceFacts) -> list[Tile]:
-    return [
-        Tile(padded(problem.dim("D")), block_v, 4, stages, True)
-        for block_v, stages in hopper.tiles(problem, splits, device)
-    ]
+    dim = padded(problem.dim("D"))
+    return [Tile(dim, block_v, 4, stages, True) for block_v, stages in hopper.tiles(problem, splits, device)]
 
 
-def _multiprocessors(device: DeviceFacts) -> int:
+def multiprocessors(device: DeviceFacts) -> int:
     return device.num_multiprocessors or 108
 
 
@@ -199,7 +201,7 @@ def _shared(problem: Problem) -> bool:
     return problem.dim("R") // max(problem.dim("Hq"), problem.dim("Hk")) > 8
 
 
-def _narrowed(row: _Row, problem: Problem) -> Tile:
+def narrowed(row: Sequence[int], problem: Problem) -> Tile:
     """The tile, limited to the width of the channels."""
     block_k, block_v, num_warps, num_stages = row
     dim, values = padded(problem.dim("D")), padded(problem.dim("V"))

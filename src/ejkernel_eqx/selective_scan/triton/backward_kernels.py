@@ -1,4 +1,4 @@
-"""The backward kernels of the scan: the effect of each split of a sequence on a state's gradient, and all gradients."""
+"""The backward kernel of the scan: all gradients."""
 
 import triton
 import triton.language as tl
@@ -8,107 +8,7 @@ from .places import channels_of, Grid, of_channels, place
 from .prefetch import keep_touched, touch, touch_projection, touch_rows
 from .rows import join_rows, split_rows, sum_channels
 from .steps import decays_of, fresh_penalty, NO_TIME, sigmoid, time_step
-from .tile import load_rates, load_tile, no_states, Sizes, states_at, store_tile
-
-
-@triton.jit
-def _retreat(g, dt, dy, rate, c, fresh, sizes):
-    """The gradient of one state of every channel before a chunk, `[BI]`, from that of the one after it."""
-    L: tl.constexpr = 1 << sizes.LEVELS
-    # f = e^(dt A) (C dy + f), from the chunk's last token back.
-    decay = decays_of(dt, rate, fresh, sizes)  # L rows [BI]
-    read = split_rows(dy * c[:, None], sizes.BI, sizes.LEVELS)  # L rows [BI]
-    for r in tl.static_range(L):
-        g = decay[L - 1 - r] * (read[L - 1 - r] + g)  # [BI]
-    return g
-
-
-@triton.jit
-def backward_summary_kernel(
-    dt_ptr, a_ptr, c_ptr, z_ptr, bias_ptr, dout_ptr, starts_ptr, bounds_ptr,  # as in the forward kernel, dout as out
-    T, SPLITS, CHUNKS, SEQUENCES, zero,
-    local_ptr, total_ptr,  # [sequences, SPLITS, N, I], [sequences, SPLITS, I]
-    I: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
-    BI: tl.constexpr, LEVELS: tl.constexpr, UNROLL: tl.constexpr, STATE_LEVELS: tl.constexpr,
-    A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr, BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, GATE: tl.constexpr,
-    SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """Computes for every split except the first the gradient of the state before it given a zero gradient after it, and the sum of its time steps.
-
-    If all states are processed side by side (`UNROLL`), gradients stay in registers; else they are in `local` between chunks."""
-    L: tl.constexpr = 1 << LEVELS
-    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
-    sizes: tl.constexpr = Sizes(I, N, BI, LEVELS, STATE_LEVELS, EVEN, SEGMENTS)
-    grid: tl.constexpr = Grid(BLOCKS, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS, TABLE)
-    # Splits are numbered in reverse, so the one without a program is the first.
-    at = place(tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE)
-    split = at.split + 1
-    first = split * at.size
-    last = tl.minimum(first + at.size, (at.length + L - 1) // L)
-    lanes = channels_of(at, bias_ptr, SEQUENCES, grid)
-    i, inside = lanes.i, lanes.inside  # [BI], [BI]
-    seen = tl.zeros([BI], tl.float32)  # [BI]
-    a_ptr += lanes.batch * A_STRIDE
-    mine = (at.sequence * SPLITS + split).to(tl.int64)
-    local_ptr += mine * (N * I)
-    c_ptr += (lanes.group.to(tl.int64) * CHUNKS + at.chunk) * (N * L)
-    total = tl.zeros([BI], tl.float32)  # [BI]
-    known_states, states = no_states(inside, sizes)  # [NS, BI] each, gradients
-    if not KEPT:
-        for n in range(N):
-            tl.store(local_ptr + n * I + i, total, mask=inside)
-    for back in range(last - first):
-        j = last - 1 - back
-        token = j * L
-        count = at.length - token
-        here = (at.row + token) * I + zero
-        raw = load_tile(
-            dt_ptr + here, count, lanes, float("-inf"), sizes
-        )  # [L, BI]; past the end a time step of 0
-        dy = load_tile(dout_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
-        # The previous chunk is loaded while this one is processed.
-        if PREFETCH:
-            ahead = tl.where(j > first, L, 0)
-            there = here - L * I + lanes.channel
-            seen += touch_rows(dt_ptr + there, ahead, lanes, sizes)
-            seen += touch_rows(dout_ptr + there, ahead, lanes, sizes)
-            if GATE:
-                seen += touch_rows(z_ptr + there, ahead, lanes, sizes)
-            if PREFETCH > 1:
-                seen += touch_projection(c_ptr + (j - 1).to(tl.int64) * (N * L), ahead, sizes)
-        if GATE:
-            z = load_tile(z_ptr + here, count, lanes, 0.0, sizes)  # [L, BI]
-            dy *= z * sigmoid(z)  # [L, BI]
-        dt = time_step(raw, lanes.bias, SOFTPLUS)  # [L, BI]
-        total += tl.sum(dt, axis=0)  # [BI]; decays multiply, so their exponents add
-        fresh = fresh_penalty(starts_ptr, at, token, lanes.l, SEGMENTS)  # [L]
-        c_chunk = c_ptr + j.to(tl.int64) * (N * L)
-        if KEPT:
-            rates = load_rates(a_ptr + zero, i, known_states, sizes)  # NS rows [BI]
-            behind = split_rows(states, BI, STATE_LEVELS)  # NS rows [BI]
-            before = ()
-            # The gradient of every state over the tokens of the chunk, all in registers.
-            for n in tl.static_range(1 << STATE_LEVELS):
-                if n < N:
-                    c = tl.load(c_chunk + n * L + lanes.l)  # [L]
-                    g = _retreat(behind[n], dt, dy, rates[n], c, fresh, sizes)  # [BI]
-                    before = before + (g,)
-                else:
-                    before = before + (behind[n],)
-            states = join_rows(before, BI, STATE_LEVELS)  # [NS, BI]
-        else:
-            # The same for one state after the other, through memory.
-            for n in range(N):
-                a = tl.load(a_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
-                g = tl.load(local_ptr + n * I + i, mask=inside, other=0.0)  # [BI]
-                c = tl.load(c_chunk + n * L + lanes.l)  # [L]
-                g = _retreat(g, dt, dy, a, c, fresh, sizes)  # [BI]
-                tl.store(local_ptr + n * I + i, g, mask=inside)
-    if KEPT:
-        tl.store(states_at(local_ptr + zero, i, sizes), states, mask=known_states)
-    tl.store(total_ptr + mine * I + i, total, mask=inside)
-    if PREFETCH:
-        keep_touched(total_ptr, seen, zero, BI)
+from .tile import load_tile, Sizes, store_tile
 
 
 @triton.jit

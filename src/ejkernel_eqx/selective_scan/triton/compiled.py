@@ -1,8 +1,8 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward, backward and step."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ from ...launch import (
     run,
 )
 from ...launch.fields import check_fields, Count, power_of_two, Registers, Warps, whole
-from ...launch.sizes import cdiv, padded
+from ...launch.sizes import cdiv, numbers_of, padded
 from ..chunks import chunk_table
-from ..spec import PART, parts_of, ScanArrays, ScanSpec, StepArrays
-from . import backward_kernels, forward_kernels, step_kernel
+from ..spec import PART, parts_of, ScanArrays, ScanSpec
+from . import backward_kernels, forward_kernels, step_kernel, summary_kernels
 
 OPAQUE = True
 PARTS = {"forward": "forward", "backward": "forward+backward"}
@@ -83,148 +83,92 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
+# Tiles by their warps, with a channel per lane, programs for each multiprocessor, and the fields from `unroll` on, best
+# first. Limits of 128, 144 and 168 registers let 16, 14 and 12 warps run on a multiprocessor.
+#
+# Forward with all states of a channel in registers: the compiler by default uses few more registers and loads just before
+# use; a limit makes it use as many as allowed. The warps of a program share their loads of `B` and `C`.
+_LIMITED = (
+    "1 12 16 168, 1 12 16 168 0 2, 1 12 16 168 0 1, 1 16 16 128 0 2, 1 16 16 128, 1 16 16 128 0 1, 2 8 16 128"
+)
+_PLAIN = "1 16 2, 1 16 2 0 0 2, 1 16 2 0 0 1, 1 32 16, 1 16 16"
+_BACKWARD = (
+    "1 16 1 0 0 2, 1 8 16 0 144 2, 1 16 16 0 144 2, 1 24 16 0 144 2, 1 16 16 208 144 2, 1 12 16 168 144 2, "
+    "1 16 16 0 128 1, 1 16 16 0 144 1, 1 16 1 0 0 1, 1 8 1 0 0 2, 1 24 1 0 0 2, 1 16 1"
+)
+# For states of which t are processed at a time, or o.
+_TURNS = (
+    "1 16 t, 1 8 t, 1 32 t, 1 16 o, 1 20 o, 1 62 o, 2 8 t, 1 16 t 0 0 1, 1 16 t 0 0 2, 1 20 t 96, 1 16 t 128",
+    "1 16 t, 1 8 t, 1 32 t, 1 24 t, 1 12 1 168, 1 24 1 168, 1 36 1 168, 1 16 t 0 0 1, 1 16 t 0 0 2, "
+    "1 16 t 208 0 1, 1 16 1",
+)
+
+
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
-    block, base = _block(device), device.num_multiprocessors or _MULTIPROCESSORS
-    states = problem.dim("N")
-    if states > _KEPT:
-        forward = backward = ScanTile(block, 1, 16 * base, 1 + (states % 2 == 0))
-    else:
-        forward, backward = _forward_tiles(block, base, device)[0], _backward_tiles(block, base)[0]
-    return TritonConfig(16, forward, backward, _STEP)
-
-
-def _block(device: DeviceFacts) -> int:
-    """Channels of a warp, one per lane."""
-    return 64 if device.vendor == "amd" else 32
+    return candidates(problem, device)[0]
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first. They vary how many warps run side by side, and how long each waits for memory."""
-    heuristic, block = default_config(problem, device), _block(device)
-    base = device.num_multiprocessors or _MULTIPROCESSORS
-    if problem.dim("N") <= _KEPT:
-        pairs = zip(_forward_tiles(block, base, device), _backward_tiles(block, base), strict=True)
-    else:
-        pairs = _in_turns(block, base, heuristic.forward.unroll)
-    if device.vendor != "nvidia":
-        pairs = ((_unlimited(first), _unlimited(second)) for first, second in pairs)
-    tiles = dict.fromkeys([(heuristic.forward, heuristic.backward), *pairs])
-    return [dataclasses.replace(heuristic, forward=first, backward=second) for first, second in tiles]
+    states = problem.dim("N")
+    turn, other = (1, 2) if states % 2 else (2, 1)
+    rows = tuple(column.replace("t", str(turn)).replace("o", str(other)) for column in _TURNS)
+    if states <= _KEPT:
+        is_limited = limits_registers(device) and register_limits_measured(device)
+        rows = ", ".join((_LIMITED, _PLAIN) if is_limited else (_PLAIN, _LIMITED)), _BACKWARD
+    pairs = zip(*([_tile(row, device) for row in numbers_of(column)] for column in rows), strict=True)
+    return [TritonConfig(16, *pair, _STEP) for pair in dict.fromkeys(pairs)]
 
 
-# For problems whose states of a channel all fit in registers, best first. Limits of 128, 144 and 168 let 16, 14 and 12 warps run on a
-# multiprocessor.
-
-
-def _unlimited(tile: ScanTile) -> ScanTile:
-    return dataclasses.replace(tile, max_registers=0, summary_registers=0)
-
-
-def _forward_tiles(block: int, base: int, device: DeviceFacts) -> list[ScanTile]:
-    """Tiles of the forward. With all states in registers, the compiler by default uses few more registers and loads just before use; a limit makes it
-    use as many as allowed."""
-    limited = [
-        *(ScanTile(block, 1, 12 * base, _KEPT, 168, 0, near) for near in (0, 2, 1)),
-        *(ScanTile(block, 1, 16 * base, _KEPT, 128, 0, near) for near in (2, 0, 1)),
-        # The warps of a program share their loads of `B` and `C`.
-        ScanTile(2 * block, 2, 8 * base, _KEPT, 128),
-    ]
-    plain = [
-        *(ScanTile(block, 1, 16 * base, 2, 0, 0, near) for near in (0, 2, 1)),
-        *(ScanTile(block, 1, n * base, _KEPT) for n in (32, 16)),
-    ]
-    is_limited = limits_registers(device) and register_limits_measured(device)
-    return limited + plain if is_limited else plain + limited
-
-
-def _backward_tiles(block: int, base: int) -> list[ScanTile]:
-    return [
-        ScanTile(block, 1, 16 * base, 1, 0, 0, 2),
-        *(ScanTile(block, 1, n * base, _KEPT, 0, 144, 2) for n in (8, 16, 24)),
-        ScanTile(block, 1, 16 * base, _KEPT, 208, 144, 2),
-        ScanTile(block, 1, 12 * base, _KEPT, 168, 144, 2),
-        ScanTile(block, 1, 16 * base, _KEPT, 0, 128, 1),
-        ScanTile(block, 1, 16 * base, _KEPT, 0, 144, 1),
-        ScanTile(block, 1, 16 * base, 1, 0, 0, 1),
-        *(ScanTile(block, 1, n * base, 1, 0, 0, 2) for n in (8, 24)),
-        ScanTile(block, 1, 16 * base),
-    ]
-
-
-def _in_turns(block: int, base: int, turn: int) -> Iterator[tuple[ScanTile, ScanTile]]:
-    """Tiles for problems whose states of a channel are processed a few at a time."""
-    forward = [
-        *(ScanTile(block, 1, n * base, turn) for n in (8, 32)),
-        *(ScanTile(block, 1, n * base, 3 - turn) for n in (16, 20, 62)),
-        ScanTile(2 * block, 2, 8 * base, turn),
-        *(ScanTile(block, 1, 16 * base, turn, 0, 0, near) for near in (1, 2)),
-        ScanTile(block, 1, 20 * base, turn, 96),
-        ScanTile(block, 1, 16 * base, turn, 128),
-    ]
-    backward = [
-        *(ScanTile(block, 1, n * base, turn) for n in (8, 32, 24)),
-        *(ScanTile(block, 1, n * base, 1, 168) for n in (12, 24, 36)),
-        *(ScanTile(block, 1, 16 * base, turn, 0, 0, near) for near in (1, 2)),
-        ScanTile(block, 1, 16 * base, turn, 208, 0, 1),
-        ScanTile(block, 1, 16 * base, 1),
-    ]
-    return zip(forward, backward, strict=True)
+def _tile(row: Sequence[int], device: DeviceFacts) -> ScanTile:
+    warps, programs, *more = row
+    lanes, base = 64 if device.vendor == "amd" else _LANES, device.num_multiprocessors or _MULTIPROCESSORS
+    tile = ScanTile(lanes * warps, warps, base * programs, *more)
+    limits = {} if device.vendor == "nvidia" else {"max_registers": 0, "summary_registers": 0}
+    return dataclasses.replace(tile, **limits)
 
 
 Arrays = dict[str, Array]
 
 
-class _Chunks(NamedTuple):
+class _Chunks:
     """The division of a call's sequences into chunks, of which every row of the batch has `count`.
 
     `bounds` `[sequences, 3]`: first row of tokens, the row after the last, first chunk. `rows` `[chunks, L]`: the row of each token of a
     chunk, past the end if there is none. Both are `None` without packed sequences, when all rows of the batch are split alike.
     """
 
-    size: int
-    batch: int
-    count: int
-    sequences: int
-    bounds: Array | None = None
-    rows: Array | None = None
+    def __init__(self, arrays: ScanArrays, size: int):
+        self.batch, self.length = batch, length = arrays.x.shape[:2]
+        self.size, self.count, self.sequences = size, cdiv(length, size), batch
+        self.bounds: Any = None
+        self.rows: Any = None
+        if arrays.offsets is not None:
+            table = jax.vmap(lambda offsets: chunk_table(offsets, length, size))(arrays.offsets)
+            rows, self.count = jnp.arange(batch, dtype=jnp.int32)[:, None], table.rows.shape[1]
+            tokens, first = arrays.offsets + length * rows, table.first + self.count * rows
+            self.sequences = batch * (arrays.offsets.shape[-1] - 1)
+            self.bounds = jnp.stack([tokens[:, :-1], tokens[:, 1:], first], axis=-1).reshape((-1, 3))
+            taken = jnp.where(table.rows < length, table.rows + length * rows[..., None], batch * length)
+            self.rows = taken.reshape((-1, size))
 
+    def take(self, x: Array) -> Array:
+        """`B` or `C` `[B, T, G, N]` as float32 `[G, chunks, N, L]`, zero past the tokens."""
+        x, last = x.astype(jnp.float32), x.shape[2:]
+        if self.rows is not None:
+            x = x.reshape((-1, *last)).at[self.rows].get(mode="fill", fill_value=0.0)
+        else:
+            x = jnp.pad(x, ((0, 0), (0, self.count * self.size - self.length), (0, 0), (0, 0)))
+            x = x.reshape((-1, self.size, *last))
+        return jnp.transpose(x, (2, 0, 3, 1))
 
-def _chunks_of(arrays: ScanArrays, size: int) -> _Chunks:
-    batch, length = arrays.x.shape[:2]
-    if arrays.offsets is None:
-        return _Chunks(size, batch, cdiv(length, size), batch)
-    table = jax.vmap(lambda offsets: chunk_table(offsets, length, size))(arrays.offsets)
-    rows, count = jnp.arange(batch, dtype=jnp.int32)[:, None], table.rows.shape[1]
-    tokens = arrays.offsets + length * rows
-    bounds = jnp.stack([tokens[:, :-1], tokens[:, 1:], table.first + count * rows], axis=-1)
-    of_tokens = jnp.where(table.rows < length, table.rows + length * rows[..., None], batch * length)
-    sequences = batch * (arrays.offsets.shape[-1] - 1)
-    return _Chunks(size, batch, count, sequences, bounds.reshape((-1, 3)), of_tokens.reshape((-1, size)))
-
-
-def _to_chunks(x: Array, chunks: _Chunks) -> Array:
-    """`B` or `C` `[B, T, G, N]` as float32 `[G, chunks, N, L]`, zero past the tokens."""
-    batch, length, groups, states = x.shape
-    x = x.astype(jnp.float32)
-    if chunks.rows is not None:
-        x = x.reshape((batch * length, groups, states))
-        x = x.at[chunks.rows].get(mode="fill", fill_value=0.0)
-    else:
-        x = jnp.pad(x, ((0, 0), (0, chunks.count * chunks.size - length), (0, 0), (0, 0)))
-        x = x.reshape((batch * chunks.count, chunks.size, groups, states))
-    return jnp.transpose(x, (2, 0, 3, 1))
-
-
-def _from_chunks(x: Array, chunks: _Chunks, length: int) -> Array:
-    """`[P, G, chunks, N, L]` as `[B, P, T, G, N]`."""
-    parts, groups, _, states, size = x.shape
-    x = jnp.transpose(x, (2, 4, 0, 1, 3))  # [chunks, L, P, G, N]
-    if chunks.rows is not None:
-        flat = jnp.zeros((chunks.batch * length, parts, groups, states), x.dtype)
-        x = flat.at[chunks.rows].set(x, mode="drop").reshape((chunks.batch, length, parts, groups, states))
-    else:
-        x = x.reshape((chunks.batch, chunks.count * size, parts, groups, states))[:, :length]
-    return jnp.moveaxis(x, 2, 1)
+    def give(self, x: Array) -> Array:
+        """The inverse of `take`, `[B, T, G, N]` in float32."""
+        x = jnp.transpose(x, (1, 3, 0, 2))  # [chunks, L, G, N]
+        if self.rows is None:
+            return x.reshape((self.batch, -1, *x.shape[2:]))[:, : self.length]
+        flat = jnp.zeros((self.batch * self.length, *x.shape[2:]), x.dtype)
+        return flat.at[self.rows].set(x, mode="drop").reshape((self.batch, self.length, *x.shape[2:]))
 
 
 def forward(
@@ -232,17 +176,15 @@ def forward(
 ) -> Arrays:
     """`out`, `final_state`, and with `save` the `states [B, chunks, N, I]` before every chunk."""
     call = _Call(arrays, spec, config.chunk_size, config.forward, execute)
-    x, shape, initial = arrays.x, call.state_shape, call.launch.arrays["initial"]
+    x, shape = arrays.x, call.state_shape
     slots = call.chunks.batch * call.chunks.count if save else shape[0] * call.splits
-    entering = call.entering(forward_kernels.summary_kernel, initial)
+    entering = call.entering(call.launch.arrays["initial"])
     outputs = {"out": result_like(x), "final": result(*shape), "states": result(slots, *shape[1:])}
     inputs, numbers = {"entering": entering}, {"ENTERS": entering is not None, "SAVE": save}
     kernel, programs = forward_kernels.forward_kernel, call.programs(call.splits)
     results = call.launch(kernel, call.options, outputs, programs, inputs, **numbers)
     out = {"out": results["out"], "final_state": call.state(results["final"], spec.state_dtype)}
-    if save:
-        out["states"] = results["states"].reshape((x.shape[0], -1, *shape[1:]))
-    return out
+    return out | ({"states": results["states"].reshape((x.shape[0], -1, *shape[1:]))} if save else {})
 
 
 def backward(
@@ -257,12 +199,9 @@ def backward(
     """The gradient of every float array; bitwise repeatable, as every sum has a fixed order."""
     call = _Call(arrays, spec, config.chunk_size, config.backward, execute)
     x, shape, chunks = arrays.x, call.state_shape, call.chunks
-    (batch, length, channels), groups = x.shape, arrays.B.shape[-2]
-    dout = {"dout": cotangents["out"]}
-    final = call.states_in(cotangents["final_state"])
-    entering = call.entering(backward_kernels.backward_summary_kernel, final, dout, reverse=True)
+    (batch, _, channels), groups = x.shape, arrays.B.shape[-2]
+    entering = call.entering(call.states_in(cotangents["final_state"]), cotangents["out"])
     rows, blocks = shape[0] * call.splits, call.blocks // groups
-    per_channel, per_state = result(rows, channels), result(rows, *shape[1:])
     projection = (groups, chunks.batch * chunks.count, shape[1], 2 * chunks.size)
     outputs = {
         "dx": result_like(x),
@@ -270,33 +209,30 @@ def backward(
         "dz": result(1, dtype=x.dtype) if arrays.z is None else result_like(arrays.z),
         "dprojection": result(blocks, *projection),
         "dinitial": result(*shape),
-        **dict.fromkeys(("dd", "dbias"), per_channel),
-        **dict.fromkeys(("da", "carry"), per_state),
+        **dict.fromkeys(("dd", "dbias"), result(rows, channels)),
+        **dict.fromkeys(("da", "carry"), result(rows, *shape[1:])),
     }
-    inputs = dout | {"states": saved["states"].reshape((-1, *shape[1:])), "entering": entering}
+    inputs = {"states": saved["states"].reshape((-1, *shape[1:])), "entering": entering}
+    inputs |= {"dout": cotangents["out"]}
     kernel, programs = backward_kernels.backward_kernel, call.programs(call.splits)
     results = call.launch(kernel, call.options, outputs, programs, inputs)
+    # The contribution of each block of channels to the projections that it shares, first within parts of the channels.
     parts = parts_of(channels, groups)
-    projections = results["dprojection"].reshape((parts, blocks // parts, *projection)).sum(1)
-    size = chunks.size
+    projections = results["dprojection"].reshape((parts, blocks // parts, *projection)).sum(1).sum(0)
+    of_reads, of_writes = projections[..., chunks.size :], projections[..., : chunks.size]
     over_splits = lambda partial: partial.reshape((batch, -1, *partial.shape[1:])).sum(1)
     grads = {
         "x": results["dx"],
         "dt": results["ddt"],
         "A": jnp.swapaxes(over_splits(results["da"]), -1, -2),
-        # The contribution of each block of channels to the projections that it shares.
-        "B": _from_chunks(projections[..., :size], chunks, length).sum(1),
-        "C": _from_chunks(projections[..., size:], chunks, length).sum(1),
+        "B": chunks.give(of_writes),
+        "C": chunks.give(of_reads),
+        "D": over_splits(results["dd"]),
+        "z": results["dz"],
+        "dt_bias": over_splits(results["dbias"]),
+        "initial_state": call.state(results["dinitial"], "float32"),
     }
-    if arrays.D is not None:
-        grads["D"] = over_splits(results["dd"])
-    if arrays.z is not None:
-        grads["z"] = results["dz"]
-    if arrays.dt_bias is not None:
-        grads["dt_bias"] = over_splits(results["dbias"])
-    if arrays.initial_state is not None:
-        grads["initial_state"] = call.state(results["dinitial"], "float32")
-    return grads
+    return {name: x for name, x in grads.items() if getattr(arrays, name) is not None}
 
 
 class _Call:
@@ -305,7 +241,7 @@ class _Call:
     def __init__(self, arrays: ScanArrays, spec: ScanSpec, size: int, tile: ScanTile, execute: Execute):
         self.arrays, self.tile = arrays, tile
         self.options = Options(tile.num_warps, 1, tile.max_registers)
-        self.chunks = chunks = _chunks_of(arrays, size)
+        self.chunks = chunks = _Chunks(arrays, size)
         (batch, length, channels), groups, states = arrays.x.shape, arrays.B.shape[-2], arrays.A.shape[-1]
         group = channels // groups
         self.blocks = groups * cdiv(group, tile.block_i)
@@ -315,8 +251,8 @@ class _Call:
         f32 = lambda x: None if x is None else x.astype(jnp.float32)
         named = arrays._asdict() | {
             "a": jnp.swapaxes(arrays.A.astype(jnp.float32) * LOG2E, -1, -2),
-            "b": _to_chunks(arrays.B, chunks),
-            "c": _to_chunks(arrays.C, chunks),
+            "b": chunks.take(arrays.B),
+            "c": chunks.take(arrays.C),
             "d": f32(arrays.D),
             "bias": f32(arrays.dt_bias),
             "initial": None if arrays.initial_state is None else self.states_in(arrays.initial_state),
@@ -353,30 +289,26 @@ class _Call:
     def programs(self, splits: int) -> int:
         return self.chunks.sequences * splits * self.blocks
 
-    def entering(
-        self, summary: Any, first: Array | None, arrays: Arrays | None = None, *, reverse: bool = False
-    ) -> Array | None:
-        """The state that enters each split, or the gradient of the one that leaves it; `None` if there is none."""
+    def entering(self, first: Array | None, dout: Array | None = None) -> Array | None:
+        """The state that enters each split or, with the gradient of the outputs, the gradient of the one that leaves it; `None` if there is none."""
         if self.splits == 1:
             return first
         sequences, states, channels = self.state_shape
-        rows = sequences * self.splits
+        rows, reverse = sequences * self.splits, dout is not None
         per_channel, per_state = result(rows, channels), result(rows, states, channels)
         registers = self.tile.summary_registers or self.tile.max_registers
         options = dataclasses.replace(self.options, max_registers=registers)
         outputs, programs = {"local": per_state, "total": per_channel}, self.programs(self.splits - 1)
-        inputs = {"first": first, **self.launch(summary, options, outputs, programs, arrays)}
+        named = lambda kernel: {"REVERSE": reverse, "name": f"backward_{kernel}" if reverse else ""}
+        kernel, inputs = summary_kernels.summary_kernel, {"dout": dout}
+        effects = self.launch(kernel, options, outputs, programs, inputs, **named("summary_kernel"))
         # The effects of all splits, one after the other.
         block = min(_COMBINED, padded(channels, 1))
         programs = sequences * states * cdiv(channels, block)
-        numbers = {"BLOCK": block, "FIRST": first is not None, "REVERSE": reverse}
-        numbers |= {"name": "backward_combine_kernel" if reverse else ""}
-        kernel, outputs = forward_kernels.combine_kernel, {"entering": per_state}
+        numbers = {"BLOCK": block, "FIRST": first is not None, **named("combine_kernel")}
+        kernel, inputs = summary_kernels.combine_kernel, {"first": first, **effects}
+        outputs = {"entering": per_state}
         return self.launch(kernel, Options(4), outputs, programs, inputs, **numbers)["entering"]
 
 
-def step(
-    arrays: StepArrays, spec: ScanSpec, config: TritonConfig, *, execute: Execute = run
-) -> tuple[Array, Array]:
-    """`out [*, B, I]` in the dtype of `x` and the states (the whole pool)."""
-    return step_kernel.step(arrays, spec, config.step, execute=execute)
+step = step_kernel.step

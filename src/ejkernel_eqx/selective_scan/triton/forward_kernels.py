@@ -1,4 +1,4 @@
-"""The forward kernels of the scan: the effect of each split of a sequence on a state, and the scan itself."""
+"""The forward kernel of the scan, and how states advance over the tokens of a chunk."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ from .tile import load_projection, load_rates, load_tile, no_states, Sizes, stat
 
 
 @triton.jit
-def _load_inputs(x_ptr, dt_ptr, seen, j, at, lanes, zero, sizes, PREFETCH: tl.constexpr):
+def load_inputs(x_ptr, dt_ptr, seen, j, at, lanes, zero, sizes, PREFETCH: tl.constexpr):
     """Chunk `j`: its first token, the number of tokens from it on, its location; `x` and the raw time steps; the number of tokens after it."""
     L: tl.constexpr = 1 << sizes.LEVELS
     token = j * L
@@ -31,7 +31,7 @@ def _load_inputs(x_ptr, dt_ptr, seen, j, at, lanes, zero, sizes, PREFETCH: tl.co
 
 
 @triton.jit
-def _advance(h, dt, x, rate, b, fresh, sizes):
+def advance(h, dt, x, rate, b, fresh, sizes):
     """One state of every channel after each token of a chunk, `[BI]` each, from the one before the chunk; `x` includes its time steps."""
     # h = e^(dt A) h + dt x B, token by token: one instruction each.
     decay = decays_of(dt, rate, fresh, sizes)  # L rows [BI]
@@ -44,7 +44,7 @@ def _advance(h, dt, x, rate, b, fresh, sizes):
 
 
 @triton.jit
-def _advance_all(states, y, dt, x, a_ptr, b_ptr, c_ptr, fresh, lanes, known, sizes, READ: tl.constexpr):
+def advance_all(states, y, dt, x, a_ptr, b_ptr, c_ptr, fresh, lanes, known, sizes, READ: tl.constexpr):
     """Every state `[NS, BI]` over the tokens of a chunk, all in registers; with `READ` their product with `C` is added to `y` `[L, BI]`."""
     L: tl.constexpr = 1 << sizes.LEVELS
     rates = load_rates(a_ptr, lanes.i, known, sizes)  # NS rows [BI]
@@ -55,7 +55,7 @@ def _advance_all(states, y, dt, x, a_ptr, b_ptr, c_ptr, fresh, lanes, known, siz
             b = load_projection(b_ptr, n, lanes.l, sizes, 1)  # [L]
             if READ:
                 c = load_projection(c_ptr, n, lanes.l, sizes, 1)  # [L]
-            rows = _advance(before[n], dt, x, rates[n], b, fresh, sizes)  # L rows [BI]
+            rows = advance(before[n], dt, x, rates[n], b, fresh, sizes)  # L rows [BI]
             if READ:
                 y += join_rows(rows, sizes.BI, sizes.LEVELS) * c[:, None]  # [L, BI]
             after = after + (rows[L - 1],)
@@ -65,7 +65,7 @@ def _advance_all(states, y, dt, x, a_ptr, b_ptr, c_ptr, fresh, lanes, known, siz
 
 
 @triton.jit
-def _load_turn(a_ptr, state_ptr, b_ptr, n0, lanes, sizes, UNROLL: tl.constexpr):
+def load_turn(a_ptr, state_ptr, b_ptr, n0, lanes, sizes, UNROLL: tl.constexpr):
     """The rates, the states and `B` over a chunk, for `UNROLL` states from `n0` on: all loads come before the computation."""
     rates = ()
     before = ()
@@ -76,101 +76,6 @@ def _load_turn(a_ptr, state_ptr, b_ptr, n0, lanes, sizes, UNROLL: tl.constexpr):
         before = before + (tl.load(state_ptr + (n0 + u) * sizes.I + lanes.i, mask=known, other=0.0),)  # [BI]
         b_rows = b_rows + (load_projection(b_ptr, n0 + u, lanes.l, sizes, UNROLL),)  # [L]
     return rates, before, b_rows
-
-
-@triton.jit
-def summary_kernel(
-    x_ptr, dt_ptr, a_ptr, b_ptr, bias_ptr, starts_ptr, bounds_ptr,  # [rows, I] twice, [N, I], [G, CHUNKS, N, L], [I], [rows], [sequences, 3]
-    T, SPLITS, CHUNKS, SEQUENCES, zero,
-    local_ptr, total_ptr,  # [sequences, SPLITS, N, I], [sequences, SPLITS, I]
-    I: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
-    BI: tl.constexpr, LEVELS: tl.constexpr, UNROLL: tl.constexpr, STATE_LEVELS: tl.constexpr,
-    A_STRIDE: tl.constexpr, BIAS_STRIDE: tl.constexpr,
-    BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
-):  # fmt: skip
-    """Computes for every split except the last the state after it given a zero state before it, and the sum of its time steps.
-
-    If all states are processed side by side (`UNROLL`), they stay in registers; else they are in `local` between chunks."""
-    L: tl.constexpr = 1 << LEVELS
-    KEPT: tl.constexpr = 1 << STATE_LEVELS <= UNROLL  # [NS, BI] are all states, NS = 2**STATE_LEVELS
-    sizes: tl.constexpr = Sizes(I, N, BI, LEVELS, STATE_LEVELS, EVEN, SEGMENTS)
-    grid: tl.constexpr = Grid(BLOCKS, GROUP, GROUP_BLOCKS, BI, L, BIAS_STRIDE, BIAS, TABLE)
-    at = place(tl.program_id(0), bounds_ptr, T, SPLITS, SPLITS - 1, L, BLOCKS, TABLE)
-    lanes = channels_of(at, bias_ptr, SEQUENCES, grid)
-    i, inside = lanes.i, lanes.inside  # [BI], [BI]
-    seen = tl.zeros([BI], tl.float32)  # [BI]
-    a_ptr += lanes.batch * A_STRIDE
-    mine = (at.sequence * SPLITS + at.split).to(tl.int64)
-    local_ptr += mine * (N * I)
-    b_ptr += (lanes.group.to(tl.int64) * CHUNKS + at.chunk) * (N * L)
-    total = tl.zeros([BI], tl.float32)  # [BI]
-    known_states, states = no_states(inside, sizes)  # [NS, BI] each
-    if not KEPT:
-        for n in range(N):
-            tl.store(local_ptr + n * I + i, total, mask=inside)
-    for j in range(at.first, at.last):
-        token, _count, _here, x, raw, ahead, seen = _load_inputs(x_ptr, dt_ptr, seen, j, at, lanes, zero, sizes, PREFETCH)  # fmt: skip
-        if PREFETCH > 1:
-            seen += touch_projection(b_ptr + (j + 1).to(tl.int64) * (N * L), ahead, sizes)
-        dt = time_step(raw, lanes.bias, SOFTPLUS)  # [L, BI]
-        # The decay over a split follows from the sum of its time steps.
-        total += tl.sum(dt, axis=0)  # [BI]; decays multiply, so their exponents add
-        x *= dt  # dt x, [L, BI]
-        fresh = fresh_penalty(starts_ptr, at, token, lanes.l, SEGMENTS)  # [L]
-        b_chunk = b_ptr + j.to(tl.int64) * (N * L)
-        if KEPT:
-            states, _ = _advance_all(states, x, dt, x, a_ptr + zero, b_chunk, b_chunk, fresh, lanes, known_states, sizes, False)  # fmt: skip
-        else:
-            # `UNROLL` states at a time over the tokens of the chunk, from memory and back.
-            for n0 in range(0, N, UNROLL):
-                rates, before, b_rows = _load_turn(a_ptr, local_ptr, b_chunk, n0, lanes, sizes, UNROLL)
-                for u in tl.static_range(UNROLL):
-                    known = inside & (n0 + u < N) if N % UNROLL else inside
-                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, sizes)  # L rows [BI]
-                    tl.store(local_ptr + (n0 + u) * I + i, rows[L - 1], mask=known)
-    if KEPT:
-        tl.store(states_at(local_ptr + zero, i, sizes), states, mask=known_states)
-    tl.store(total_ptr + mine * I + i, total, mask=inside)
-    if PREFETCH:
-        keep_touched(total_ptr, seen, zero, BI)
-
-
-@triton.jit
-def combine_kernel(
-    a_ptr, first_ptr, local_ptr, total_ptr, starts_ptr, bounds_ptr,  # first [sequences, N, I], local and total of the summary
-    T, SPLITS, SEQUENCES,
-    entering_ptr,  # [sequences, SPLITS, N, I]
-    I: tl.constexpr, N: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr, A_STRIDE: tl.constexpr,
-    FIRST: tl.constexpr, REVERSE: tl.constexpr, SEGMENTS: tl.constexpr, TABLE: tl.constexpr,
-):  # fmt: skip
-    """The state that enters each split, from the initial one and the effect of every split; with `REVERSE` from the last split to the first."""
-    # A program has one state of `BLOCK` channels of a sequence.
-    blocks: tl.constexpr = (I + BLOCK - 1) // BLOCK
-    pid = tl.program_id(0)
-    n = pid // blocks % N
-    sequence = pid // (blocks * N)
-    i = pid % blocks * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    inside = i < I  # [BLOCK]
-    split = place(sequence, bounds_ptr, T, SPLITS, 1, L, 1, TABLE)
-    at = (sequence * SPLITS).to(tl.int64)
-    a = tl.load(a_ptr + (sequence // SEQUENCES).to(tl.int64) * A_STRIDE + n * I + i, mask=inside, other=0.0)  # [BLOCK]  # fmt: skip
-    h = tl.zeros([BLOCK], tl.float32)  # [BLOCK]
-    if FIRST:
-        h = tl.load(first_ptr + (sequence.to(tl.int64) * N + n) * I + i, mask=inside, other=0.0)  # [BLOCK]
-    # h = e^(A sum dt) h + local: a split is one decay and one addition.
-    for k in range(SPLITS):
-        s = SPLITS - 1 - k if REVERSE else k
-        here = ((at + s) * N + n) * I + i  # [BLOCK]
-        tl.store(entering_ptr + here, h, mask=inside)
-        # Nothing comes after the last split, whose effect is not computed.
-        known = inside & (k + 1 < SPLITS)  # [BLOCK]
-        begin = s * split.size * L
-        decay = tl.exp2(a * tl.load(total_ptr + (at + s) * I + i, mask=known, other=0.0))  # [BLOCK]
-        # If a segment starts within the split, nothing from before passes through.
-        if SEGMENTS:
-            end = tl.minimum(begin + split.size * L, split.length)
-            decay = tl.where(tl.load(starts_ptr + split.row + end - 1) < begin, decay, 0.0)  # [BLOCK]
-        h = decay * h + tl.load(local_ptr + here, mask=known, other=0.0)  # [BLOCK]
 
 
 @triton.jit
@@ -221,7 +126,7 @@ def forward_kernel(
             tl.store(final_ptr + n * I + i, h, mask=inside & (chunks == 0) & (at.split == 0))
 
     for j in range(at.first, at.last):
-        token, count, here, x, raw, ahead, seen = _load_inputs(x_ptr, dt_ptr, seen, j, at, lanes, zero, sizes, PREFETCH)  # fmt: skip
+        token, count, here, x, raw, ahead, seen = load_inputs(x_ptr, dt_ptr, seen, j, at, lanes, zero, sizes, PREFETCH)  # fmt: skip
         if PREFETCH:
             if GATE:  # at the end of this chunk
                 seen += touch_rows(z_ptr + here + lanes.channel, count, lanes, sizes)
@@ -241,17 +146,17 @@ def forward_kernel(
         if KEPT:
             if SAVE:
                 tl.store(states_at(state + zero, i, sizes), states, mask=known_states)
-            states, y = _advance_all(states, y, dt, x, a_ptr + zero, b_chunk, c_chunk, fresh, lanes, known_states, sizes, True)  # fmt: skip
+            states, y = advance_all(states, y, dt, x, a_ptr + zero, b_chunk, c_chunk, fresh, lanes, known_states, sizes, True)  # fmt: skip
         else:
             # `UNROLL` states at a time over the tokens of the chunk, from memory and back.
             for n0 in range(0, N, UNROLL):
-                rates, before, b_rows = _load_turn(a_ptr, state, b_chunk, n0, lanes, sizes, UNROLL)
+                rates, before, b_rows = load_turn(a_ptr, state, b_chunk, n0, lanes, sizes, UNROLL)
                 c_rows = ()
                 for u in tl.static_range(UNROLL):
                     c_rows = c_rows + (load_projection(c_chunk, n0 + u, lanes.l, sizes, UNROLL),)  # [L]
                 for u in tl.static_range(UNROLL):
                     known = inside & (n0 + u < N) if N % UNROLL else inside
-                    rows = _advance(before[u], dt, x, rates[u], b_rows[u], fresh, sizes)  # L rows [BI]
+                    rows = advance(before[u], dt, x, rates[u], b_rows[u], fresh, sizes)  # L rows [BI]
                     y += join_rows(rows, BI, LEVELS) * c_rows[u][:, None]  # [L, BI]
                     next_state = state + (n0 + u + (N if SAVE else 0)) * I + i
                     tl.store(next_state, rows[L - 1], mask=known & (j + 1 < at.last))

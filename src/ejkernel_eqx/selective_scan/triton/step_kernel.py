@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -90,11 +91,9 @@ def strides(**parameters: Array | None) -> dict[str, int]:
     }
 
 
-def step(
-    arrays: StepArrays, spec: ScanSpec, tile: StepTile, *, execute: Execute = run
-) -> tuple[Array, Array]:
+def step(arrays: StepArrays, spec: ScanSpec, config: Any, *, execute: Execute = run) -> tuple[Array, Array]:
     """`out [*, B, I]` in the dtype of `x` and the states (the whole pool), from arrays with exactly one leading axis."""
-    x, state = arrays.x, arrays.state
+    x, state, tile = arrays.x, arrays.state, config.step
     lead, rows, channels = x.shape
     parameters = {"a": arrays.A, "b": arrays.B, "c": arrays.C, "d": arrays.D, "bias": arrays.dt_bias}
     sizes = {"I": channels, "N": state.shape[-1], "GROUPS": arrays.B.shape[-2], "BI": tile.block_i}

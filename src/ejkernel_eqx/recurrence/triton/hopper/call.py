@@ -7,8 +7,8 @@ from jax import Array
 
 from ...core import problem_of
 from ...spec import SCALAR
+from ..shared_gradients import shared_products_kernel
 from . import tile_sizes
-from .products_kernel import masked_products_kernel
 
 
 def single(call: Any, edges: dict[str, Array]) -> tuple[Array, Array]:
@@ -43,7 +43,9 @@ def _products(call: Any) -> Array | None:
     if heads < tile_sizes.LEAST_SHARED * queries or call.chunks * tile_sizes.CHUNK < tile_sizes.LEAST_ROWS:
         return None
     outputs, programs = {"products": call.rows(queries, tile_sizes.CHUNK)}, call.chunks * queries
-    return call.launch(masked_products_kernel, call.config.scores, outputs, programs)["products"]
+    numbers = {"GROUPS": queries, "MASKED": True, "name": "masked_products_kernel"}
+    tile, kernel = call.config.scores, shared_products_kernel
+    return call.launch(kernel, tile, outputs, programs, **numbers)["products"]
 
 
 def _by_head(beta: Array) -> Array:

@@ -21,6 +21,8 @@ from ..decays import closed, CONSTANT, NONE, SCALAR
 CHUNK = gl.constexpr(64)
 WIDTH = gl.constexpr(64)
 """Value channels of a consumer."""
+LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+"""Registers of four warps for sums of products with 64 columns, those of a chunk or of a consumer."""
 
 
 Sizes = namedtuple("Sizes", "HS HQ HK HV HG HB D V SPLITS NUM_STAGES CONSUMERS")
@@ -51,8 +53,7 @@ Output = namedtuple("Output", "desc seq h token v0")
 @gluon.jit
 def _decays(gates, row, DECAY: gl.constexpr, BETA: gl.constexpr):
     """The `Decays` of the chunk at `row`."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    i = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))  # [C]
+    i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))  # [C]
     if DECAY == SCALAR:
         high, rest = gl.load(gates.logs_ptr + row + i), gl.load(gates.logs_ptr + gates.TOKENS + row + i)  # [C], [C]
         whole = gl.load(gates.logs_ptr + row + (CHUNK - 1))  # []
@@ -72,9 +73,8 @@ def _decays(gates, row, DECAY: gl.constexpr, BETA: gl.constexpr):
 def _pairs(high, gates, row, DECAY: gl.constexpr, BETA: gl.constexpr, SCALE: gl.constexpr):
     """The factors between tokens of the chunk at `row`, and the scale; zero where a token would see a later one. `_decays` has brought the
     numbers into the first cache. The hint that two columns of a thread do not cross 8 bytes makes them one load."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    i = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), 1)  # [C, 1]
-    j = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))  # [C]
+    i = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT)), 1)  # [C, 1]
+    j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))  # [C]
     across = gl.zeros([CHUNK], gl.float32, j.type.layout)  # [C]
     if DECAY == SCALAR:
         across = gl.load(gl.multiple_of(gates.logs_ptr + row + j, 8))
@@ -99,24 +99,23 @@ def _stored(out, staging, to):
 def _gentle_chunk(state, skip, high, middle, tiles, own, full, phase, to, gates, after, kind):
     """A chunk whose decays can be taken apart: `state` includes `middle`, values are weighted by what is left of it at each token, and outputs by
     the rest. The state that is returned lacks what follows `middle`."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     read, weighted, staging = own
     # Q K^T and Q S run while values are weighted.
     read.store(state.to(read.dtype))
     fence_async_shared()
     mbarrier.wait(full, phase)
-    qk = warpgroup_mma(tiles.q, tiles.k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
-    out = warpgroup_mma(tiles.q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
+    qk = warpgroup_mma(tiles.q, tiles.k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, LAYOUT), use_acc=False, is_async=True)
+    out = warpgroup_mma(tiles.q, read, gl.zeros([CHUNK, WIDTH], gl.float32, LAYOUT), use_acc=False, is_async=True)
     ahead = _decays(gates, after, kind.DECAY, False)
     weight = gl.exp2(middle - high)  # [C]
-    values = tiles.v.load(layout)  # [C, 64]
+    values = tiles.v.load(LAYOUT)  # [C, 64]
     weighted.store((values.to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
     fence_async_shared()
     # Scores need only the mask, as their decays are in values and outputs.
     qk = warpgroup_mma_wait(1, deps=[qk])
-    i = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, layout)), 1)  # [C, 1]
-    visible = i >= gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, layout)), 0)  # [C, C]
+    i = gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT)), 1)  # [C, 1]
+    visible = i >= gl.expand_dims(gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT)), 0)  # [C, C]
     scores = gl.convert_layout(gl.where(visible, qk, 0.0).to(weighted.dtype), operand)  # [C, C]
     out = warpgroup_mma(scores, weighted, out, is_async=True)
     state = warpgroup_mma(tiles.k.permute((1, 0)), weighted, state, is_async=True)
@@ -132,8 +131,7 @@ def _gentle_chunk(state, skip, high, middle, tiles, own, full, phase, to, gates,
 @gluon.jit
 def _chunk(state, pairs, skip, decays, tiles, own, full, phase, to, gates, row, after, FIXED: gl.constexpr, kind):
     """A chunk with any decays: the state after it, and the `Decays` of the next, which are the same for all if `FIXED`."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     q, k, v, p = tiles
     read, weighted, staging = own
     if kind.PRODUCTS:
@@ -143,8 +141,8 @@ def _chunk(state, pairs, skip, decays, tiles, own, full, phase, to, gates, row, 
     fence_async_shared()
     mbarrier.wait(full, phase)
     if not kind.PRODUCTS:
-        qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, layout), use_acc=False, is_async=True)
-    out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, layout), use_acc=False, is_async=True)
+        qk = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([CHUNK, CHUNK], gl.float32, LAYOUT), use_acc=False, is_async=True)
+    out = warpgroup_mma(q, read, gl.zeros([CHUNK, WIDTH], gl.float32, LAYOUT), use_acc=False, is_async=True)
     ahead = decays
     if not FIXED:
         pairs = _pairs(decays.high, gates, row, kind.DECAY, kind.BETA, kind.SCALE)  # [C, C]
@@ -153,10 +151,10 @@ def _chunk(state, pairs, skip, decays, tiles, own, full, phase, to, gates, row, 
     if kind.BETA:
         weight = weight * decays.strength
     if kind.DECAY != NONE or kind.BETA:
-        weighted.store((v.load(layout).to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
+        weighted.store((v.load(LAYOUT).to(gl.float32) * gl.expand_dims(weight, 1)).to(weighted.dtype))
         fence_async_shared()
     if kind.PRODUCTS:
-        qk = p.load(layout).to(gl.float32)
+        qk = p.load(LAYOUT).to(gl.float32)
     else:
         qk = warpgroup_mma_wait(1, deps=[qk])
     scores = gl.convert_layout((qk * pairs).to(weighted.dtype), operand)  # [C, C]
@@ -171,7 +169,7 @@ def _chunk(state, pairs, skip, decays, tiles, own, full, phase, to, gates, row, 
         state = warpgroup_mma(k.permute((1, 0)), v, state, is_async=True)
     out = warpgroup_mma_wait(1, deps=[out])
     if kind.SKIP:
-        out = out + v.load(layout).to(gl.float32) * skip
+        out = out + v.load(LAYOUT).to(gl.float32) * skip
     # With products, outputs are staged where weighted values are read.
     if kind.PRODUCTS:
         state = warpgroup_mma_wait(0, deps=[state])
@@ -184,7 +182,6 @@ def _chunk(state, pairs, skip, decays, tiles, own, full, phase, to, gates, row, 
 @gluon.jit
 def _consumer(tiles, buffers, barriers, out_desc, memory, place, W: gl.constexpr, sizes, kind):
     """The outputs and the final state of 64 value channels."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     HS: gl.constexpr = sizes.HS
     D: gl.constexpr = sizes.D
     V: gl.constexpr = sizes.V
@@ -208,17 +205,17 @@ def _consumer(tiles, buffers, barriers, out_desc, memory, place, W: gl.constexpr
     gates = Gates(g, logs_ptr, beta_ptr, memory.TOKENS)
     own = Buffers(buffers.read.index(W), buffers.weighted.index(W), buffers.staging.index(W))
     # The state before the split.
-    d = gl.arange(0, D, gl.SliceLayout(1, layout))  # [D]
-    c = v0 + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))  # [64]
+    d = gl.arange(0, D, gl.SliceLayout(1, LAYOUT))  # [D]
+    c = v0 + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))  # [64]
     inside = gl.expand_dims(d, 1) * V + gl.expand_dims(c, 0)  # [D, 64]
     own_state = (gl.to_tensor(seq).to(gl.int64) * HS + h) * (D * V)
-    state = gl.zeros([D, WIDTH], gl.float32, layout)  # [D, 64]
+    state = gl.zeros([D, WIDTH], gl.float32, LAYOUT)  # [D, 64]
     if sizes.SPLITS > 1:
         at = (gl.to_tensor(seq).to(gl.int64) * sizes.SPLITS + split) * HS + h
         state = gl.load(memory.edges_ptr + at * (D * V) + inside)
     elif kind.INITIAL:
         state = gl.load(memory.initial_ptr + own_state + inside).to(gl.float32)
-    skip = gl.zeros([1, WIDTH], gl.float32, layout)  # [1, 64]
+    skip = gl.zeros([1, WIDTH], gl.float32, LAYOUT)  # [1, 64]
     if kind.SKIP:
         skip = gl.expand_dims(gl.load(memory.skip_ptr + (gl.to_tensor(seq).to(gl.int64) * HS + h) * V + c).to(gl.float32), 0)
     # The decays of the first chunk, or of all where they are the same.
