@@ -45,38 +45,10 @@ class Options:
                 f"softmax_scale: expected a finite number or None, received {self.softmax_scale!r}."
             )
 
-    @classmethod
-    def read(
-        cls, block: Any, count: Any, window: Any, size: Any, stride: Any, softmax_scale: Any
-    ) -> "Options":
-        """From the constructor's arguments: compressed keys have the size of blocks by default, and do not overlap."""
-        size = block if size is None else size
-        return cls(block, count, window, size, size if stride is None else stride, softmax_scale)
-
     def spec(self, dim: int, **more: Any) -> NativeSpec:
         """The static half of a call with key dim `dim`."""
-        return NativeSpec(
-            dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale),
-            self.block_size,
-            self.num_blocks,
-            self.sliding_window,
-            self.compression_size,
-            self.compression_stride,
-            **more,
-        )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """A resolved call."""
-
-    arrays: NativeArrays
-    spec: NativeSpec
-
-    def relative(self, indices: Array) -> Array:
-        """Chosen blocks as users number them: from 0 in each sequence."""
-        base = self.arrays.base
-        return indices if base is None else jnp.where(indices < 0, -1, indices - base[..., None, None])
+        *sizes, scale = dataclasses.astuple(self)
+        return NativeSpec(dim**-0.5 if scale is None else float(scale), *sizes, **more)
 
 
 def resolve(
@@ -89,7 +61,7 @@ def resolve(
     block_indices: Any,
     packing: tuple[Any, Any, Any],
     q_offset: Any,
-) -> Call:
+) -> tuple[NativeArrays, NativeSpec]:
     """`packing` are `cu_seqlens`, `segment_ids` and `max_segments`."""
     q, k, v = array("q", q, "T H D"), array("k", k, "S K D"), array("v", v, "S K V")
     lead, (length, heads, dim) = q.shape[:-3], q.shape[-3:]
@@ -121,7 +93,7 @@ def resolve(
         indices = _indices(block_indices, (*lead, length, kv_heads), arrays, spec)
         spec = dataclasses.replace(spec, given=True, count=indices.shape[-1])
         arrays = arrays._replace(indices=indices)
-    return Call(arrays, spec)
+    return arrays, spec
 
 
 def _gathered(x: Any, axis: int) -> Any:

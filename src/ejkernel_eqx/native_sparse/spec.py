@@ -48,9 +48,7 @@ class NativeArrays(NamedTuple):
     gates: Array  # [*, T, H, 3]: of the compressed, the selected and the sliding branch
     indices: Array | None = None  # [*, T, K, n]: distinct blocks of the query's sequence, -1 for none
     position: Array | None = None  # [*, T]: the position of each query among the keys
-    first: Array | None = (
-        None  # [*, T]: the first key of its sequence; the three are given together with `base`
-    )
+    first: Array | None = None  # [*, T]: the first key of its sequence; given together with `seen` and `base`
     seen: Array | None = None  # [*, T]: the first compressed key of its sequence
     base: Array | None = None  # [*, T]: the first block of its sequence
     begin: Array | None = None  # [*, M]: the first key of each block; given for packed sequences
@@ -97,6 +95,11 @@ def positions(arrays: NativeArrays, spec: NativeSpec) -> Array:
     return jnp.arange(arrays.q.shape[-3], dtype=jnp.int32)[None] + spec.offset
 
 
+def places(arrays: NativeArrays, spec: NativeSpec) -> Array:
+    """The place of each query in its sequence, `[B or 1, T]`; negative for padding."""
+    return positions(arrays, spec) - of_sequence(arrays.first)
+
+
 def of_sequence(x: Array | None) -> Array:
     """Returns where the sequence of each query begins, `[B, T]`, or `[1, 1]` if at 0."""
     return jnp.zeros((1, 1), jnp.int32) if x is None else x
@@ -104,7 +107,7 @@ def of_sequence(x: Array | None) -> Array:
 
 def compressed_ranges(arrays: NativeArrays, spec: NativeSpec) -> tuple[Array, Array]:
     """The compressed keys that each query sees, `start <= c < end`, `[B or 1, T]` both: those of tokens up to its own."""
-    place = positions(arrays, spec) - of_sequence(arrays.first)
+    place = places(arrays, spec)
     whole = jnp.maximum((place + 1 - spec.span) // spec.stride + 1, 0)
     start = of_sequence(arrays.seen)
     end = jnp.minimum(start + jnp.where(place < 0, 0, whole), arrays.compressed_k.shape[-3])

@@ -8,7 +8,7 @@ from jax import Array
 
 from ...launch import Launcher, LOG2E, result
 from ...launch.sizes import cdiv, padded
-from ..spec import compressed_ranges, most_blocks, NativeArrays, NativeSpec, of_sequence, positions
+from ..spec import compressed_ranges, most_blocks, NativeArrays, NativeSpec, of_sequence, places
 from . import choice_kernels, kernels
 from .tiles import SelectionTile, Warped
 
@@ -21,10 +21,9 @@ def choose(
 ) -> Array:
     """The blocks of each query, `[B, T, K, n]`; `lse [B, H, T]` is that of the compressed branch."""
     (batch, length), heads = arrays.q.shape[:2], arrays.k.shape[2]
-    every = lambda x: jnp.broadcast_to(x, (batch, length))
     start, end = compressed_ranges(arrays, spec)
-    place, base = positions(arrays, spec) - of_sequence(arrays.first), of_sequence(arrays.base)
-    tables = {"start": every(start), "end": every(end), "place": every(place), "base": every(base)}
+    tables = {"start": start, "end": end, "place": places(arrays, spec), "base": of_sequence(arrays.base)}
+    tables = {name: jnp.broadcast_to(x, (batch, length)) for name, x in tables.items()}
     keys = arrays.compressed_k.shape[1]
     launch = launch.knowing(tables | {"k": arrays.compressed_k, "lse": lse * LOG2E}, C=keys)
     tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(length)))
