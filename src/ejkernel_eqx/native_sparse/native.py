@@ -103,7 +103,7 @@ class NativeSparseAttention(SparseOperation):
         more blocks. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         compressed, packing = (compressed_k, compressed_v), (cu_seqlens, segment_ids, max_segments)
-        arrays, spec = resolve(self.options, q, k, v, gates, compressed, block_indices, packing, q_offset)
+        arrays, spec = resolve(self.options, (q, k, v, gates), compressed, block_indices, packing, q_offset)
         results = results_of(self, ATTEND, arrays, spec, spec.count)
         out, indices, base = results["out"], results["indices"], arrays.base
         if not return_indices:

@@ -19,8 +19,8 @@ from ...launch.sizes import cdiv, padded
 from ...paged.triton import compiled as pages
 from .. import branches
 from ..lists import by_key, lists_of
-from ..problems import COMPRESSED, of_branch, shapes_of, SLIDING, spec_of
-from ..spec import begins, BRANCHES, NativeArrays, NativeSpec, num_blocks
+from ..problems import of_branch, shapes_of, spec_of
+from ..spec import begins, NativeArrays, NativeSpec, num_blocks
 from . import by_blocks, choice, few, kernels, steps
 from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
 
@@ -37,7 +37,6 @@ PARTS = {
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 _MAX_BLOCK = 256
-_BRANCHES = {COMPRESSED: branches.compressed, SLIDING: branches.sliding}
 _MANY = 4096  # queries from which on the forward runs by blocks
 _FEW = 512  # programs, which do not fill a GPU evenly
 
@@ -104,9 +103,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     group = padded(problem.dim("H") // problem.dim("K"))
     dot: dict[str, Any] = {} if device.vendor == "nvidia" else {"float32_dot": "ieee"}
     found = []
-    compressed, sliding = (
-        attention.candidates(of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)
-    )
+    of_softmax = (of_branch(problem, name) for name in branches.SOFTMAX)
+    compressed, sliding = (attention.candidates(branch, device) for branch in of_softmax)
     if limits_registers(device) and register_limits_measured(device) and width == 128 and not is_wide:
         # Ranges that grow with the queries leave two of Triton's programs a multiprocessor about even.
         even = dataclasses.replace(compressed[0], forward=attention.TileConfig(*tile_sizes.SIDE_BY_SIDE))
@@ -185,7 +183,7 @@ def forward(
         )
         return few.attend(steps.of_rows(arrays, spec), spec, tiles, arrays.q.shape[:2], save, execute=execute)
     found: dict[str, Array] = {}
-    for name, branch in _BRANCHES.items():
+    for name, branch in branches.SOFTMAX.items():
         results = attention.forward(*branch(arrays, spec), getattr(config, name), execute=execute)
         found[f"{name}_out"], found[f"{name}_lse"] = results
     launch = launcher_of(arrays, spec, config.float32_dot, execute)
@@ -217,11 +215,10 @@ def backward(
     execute: Execute = run,
 ) -> dict[str, Array]:
     """The gradients of all float arrays; bitwise repeatable, as every sum has one fixed order."""
-    douts, dgates = branches.split(arrays.gates, saved, cotangents["out"].astype(arrays.q.dtype))
-    results = {name: (saved[f"{name}_out"], saved[f"{name}_lse"], douts[name]) for name in BRANCHES}
+    results, dgates = branches.split(arrays.gates, saved, cotangents["out"].astype(arrays.q.dtype))
     whole = {}
-    for name in (COMPRESSED, SLIDING):
-        (call, own), (out, lse, dout) = _BRANCHES[name](arrays, spec), results[name]
+    for name, branch in branches.SOFTMAX.items():
+        (call, own), (out, lse, dout) = branch(arrays, spec), results[name]
         tiles, times = getattr(config, name), 1
         if cdiv(call.k.shape[1], tiles.key_gradient.block_k) * call.k.shape[0] * call.k.shape[2] < _FEW:
             times = arrays.q.shape[2] // arrays.k.shape[2]
@@ -231,26 +228,14 @@ def backward(
         whole[name] = grads._replace(k=_total(grads.k, times), v=_total(grads.v, times))
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
-    own = {
-        "do": dout,
-        "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
-        "delta": delta,
-        "indices": saved["indices"],
-    }
+    own = {"do": dout, "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), "delta": delta}
+    own["indices"] = saved["indices"]
     launch = launcher_of(arrays, spec, config.float32_dot, execute).knowing(own)
     programs = arrays.q.shape[0] * arrays.q.shape[1] * arrays.k.shape[2]
     outputs = {"dq": result(*arrays.q.shape)}
     dq = launch(kernels.query_gradient_kernel, config.query_gradient, outputs, programs)["dq"]
     dk, dv = _key_gradient(launch, arrays, spec, config.key_gradient, saved["indices"])
-    wide = lambda x: x.astype(jnp.float32)
-    return {
-        "q": dq + wide(whole[COMPRESSED].q) + wide(whole[SLIDING].q),
-        "k": dk + wide(whole[SLIDING].k),
-        "v": dv + wide(whole[SLIDING].v),
-        "compressed_k": whole[COMPRESSED].k,
-        "compressed_v": whole[COMPRESSED].v,
-        "gates": dgates,
-    }
+    return branches.combined_gradients(dq, dk, dv, whole, dgates)
 
 
 def _copied(call: AttentionArrays, times: int) -> AttentionArrays:
