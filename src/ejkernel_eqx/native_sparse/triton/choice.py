@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -39,11 +40,7 @@ def choose(
 
 
 def chosen_by(
-    weights: Callable[[int, int], Array],
-    launch: Launcher,
-    sizes: tuple[int, int, int, int, int],
-    spec: NativeSpec,
-    multiple: int,
+    weights: Callable[[int, int], Array], launch: Launcher, sizes: Any, spec: NativeSpec, multiple: int
 ) -> Array:
     """The blocks of each query by `weights(chunk, count)`, those of compressed keys for queries from `chunk` on, `[B, K, count, C]`: for some
     queries at a time, a `multiple` of them, as they are in memory. `sizes` are `B, T, K, C, M`; `launch` knows where compressed keys `start` and
@@ -64,16 +61,8 @@ def chosen_by(
             outputs["peaks"] = result(batch, heads, count, groups, dtype=jnp.int32)
             found = launch(choice_kernels.choose_one_kernel, Warped(1), outputs, programs, given, **own)
         else:
-            found = launch(
-                choice_kernels.choose_kernel,
-                Warped(min(8, max(1, columns // 2048))),
-                outputs,
-                cdiv(count, rows) * heads * batch,
-                given,
-                PER=spec.block // spec.stride,
-                REACH=spec.span // spec.stride,
-                ROWS=rows,
-                **own,
-            )
+            programs, tile = cdiv(count, rows) * heads * batch, Warped(min(8, max(1, columns // 2048)))
+            own |= {"PER": spec.block // spec.stride, "REACH": spec.span // spec.stride, "ROWS": rows}
+            found = launch(choice_kernels.choose_kernel, tile, outputs, programs, given, **own)
         chosen.append(jnp.moveaxis(found["chosen"], 1, 2))
     return jnp.concatenate(chosen, 1)

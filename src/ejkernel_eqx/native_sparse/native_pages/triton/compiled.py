@@ -10,7 +10,7 @@ from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch import Execute, run
 from ....launch.fields import Block, check_fields, Count, Float32Dot, Warps
-from ....launch.sizes import padded
+from ....launch.sizes import padded, rows_of
 from ....paged.flat import merged_rows
 from ....paged.triton import compiled as pages
 from ...triton import few, steps
@@ -72,19 +72,15 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     is_wide = problem.dtype("qkv") == "float32" or device.vendor != "nvidia"
     large = max(padded(problem.dim("D")), padded(problem.dim("V"))) > 128
     dot: dict[str, Any] = {} if device.vendor == "nvidia" else {"float32_dot": "ieee"}
-    *parts, sizes = _parts(problem)
+    *parts, step = _parts(problem)
     compressed, sliding = (pages.candidates(of, device) for of in parts)
     span = span_for(problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1), device)
-    step_tiles = steps.tiles_for(compressed, sizes, device)
-    found = []
-    for n in range(max(map(len, (_ROWS, step_tiles, compressed)))):
-        take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
-        (warps, stages), (keys, key_warps, key_stages) = take(_ROWS), take(_WEIGHTS)
-        if is_wide or large:
-            stages, keys = 1, 32
-        tiles = ChosenTile(span, warps, stages), KeysTile(keys, key_warps, key_stages)
-        found.append(TritonConfig(take(step_tiles), *tiles, take(compressed), take(sliding), **dot))
-    return list(dict.fromkeys(found))
+    sparing = is_wide or large
+    selected = [ChosenTile(span, warps, 1 if sparing else stages) for warps, stages in _ROWS]
+    weights = [KeysTile(32 if sparing else keys, warps, stages) for keys, warps, stages in _WEIGHTS]
+    columns: list[list[Any]] = [steps.tiles_for(compressed, step, device), selected, weights, compressed]
+    rows = rows_of([*columns, sliding])[: max(map(len, columns))]
+    return list(dict.fromkeys(TritonConfig(*row, **dot) for row in rows))
 
 
 def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
@@ -101,8 +97,8 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _parts(problem: Problem) -> tuple[Problem, Problem, steps.Sizes]:
-    """The problems of the compressed and the sliding branch, and the sizes of a step."""
+def _parts(problem: Problem) -> tuple[Problem, Problem, steps.Step]:
+    """The problems of the compressed and the sliding branch, and the shapes of a step."""
     spec, shapes = spec_of(problem), shapes_of(problem)
     row = lambda arrays: arrays._replace(**{n: x[None] for n, x in arrays.given.items() if n not in SHARED})
     return few.parts_of(lambda arrays: _step_of(row(arrays), spec), shapes, spec.sparse)
@@ -112,10 +108,7 @@ def forward(
     arrays: PagedNativeArrays, spec: PagedNativeSpec, config: TritonConfig, *, execute: Execute = run
 ) -> dict[str, Array]:
     """`out [B, T, H, V]` and the blocks that were chosen, for arrays with one leading axis."""
-    tiles = few.Tiles(
-        config.step, config.selected, config.weights, config.compressed, config.sliding, config.float32_dot
-    )
-    return few.attend(_step_of(arrays, spec), spec.sparse, tiles, arrays.q.shape[:2], execute=execute)
+    return few.attend(_step_of(arrays, spec), spec.sparse, config, arrays.q.shape[:2], execute=execute)
 
 
 def _step_of(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> steps.Step:
