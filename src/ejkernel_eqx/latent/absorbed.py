@@ -14,27 +14,17 @@ from .._values import check_between
 from ..core.arguments import array
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
+from ..paged import arguments as pages
 from ..paged import PagedLatentCache
-from ..paged.arguments import (
-    packed,
-    PagedOptions,
-    read_queries,
-    resolve,
-    resolve_rows,
-    Scoring,
-    tables,
-    Tokens,
-)
+from ..paged.arguments import PagedOptions, Scoring, Tokens
 from ..paged.cache.pages import read_array
 from ..paged.core import finish
+from ..paged.signature import Output, WithLse
 from ..parallel import match_sharding
 from ..parallel.mesh import resharded, spec_of
 from .arguments import read_latents, read_weights
 
 # Its kernels are those of attention over pages.
-
-Output = Float[Array, "*B T H V"]
-WithLse = tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]
 
 
 class AbsorbedInputs(TypedDict, total=False):
@@ -194,13 +184,14 @@ class AbsorbedLatentAttention(Kernel):
         w_uk, w_uv = read_weights(w_uk, w_uv, q, sizes)
         if w_uk is not None:
             q = absorbed(q, w_uk)
+        scoring = Scoring(return_lse, sinks)
         if dense is None:
             assert isinstance(latent, PagedLatentCache)
             cache, tokens = self._over_pages(q, latent, query_start_loc, max_query_len)
-            arrays, spec = resolve(q, cache, self.options, tokens, Scoring(sinks), return_lse=return_lse)
+            arrays, spec = pages.resolve(q, cache, self.options, tokens, scoring)
         else:
             tokens = self._over_rows(q, dense[0], **rows)
-            arrays, spec = resolve_rows(q, dense, self.options, tokens, Scoring(sinks), return_lse=return_lse)
+            arrays, spec = pages.resolve_rows(q, dense, self.options, tokens, scoring)
         results: Any = finish(self.plan, arrays, spec)
         out, *lse = results if return_lse else (results,)
         out = out if w_uv is None else expanded(out, w_uv)
@@ -210,15 +201,15 @@ class AbsorbedLatentAttention(Kernel):
         self, q: Array, cache: PagedLatentCache, query_start_loc: Any, max_query_len: Any
     ) -> tuple[PagedLatentCache, Tokens]:
         """The cache, with a sequence for each query if that sees all keys, and which queries each sequence has."""
-        read_queries(q, cache, "T H D")
+        pages.read_queries(q, cache, "T H D")
         if query_start_loc is None:
             raise ValueError(
                 "query_start_loc: expected ints [N + 1] with a PagedLatentCache, received None; RaggedBatch.query_start_loc holds them."
             )
-        tokens = packed(q, cache, query_start_loc, max_query_len)
+        tokens = pages.packed(q, cache, query_start_loc, max_query_len)
         if self.causal:
             return cache, tokens
-        if q.ndim > 3 or tables(cache)[0].ndim > 2:
+        if q.ndim > 3 or pages.tables(cache)[0].ndim > 2:
             raise ValueError(
                 f"q: expected [tokens, heads, channels] with causal=False, received shape {q.shape}; use jax.vmap over leading axes."
             )
@@ -227,7 +218,7 @@ class AbsorbedLatentAttention(Kernel):
         first, behind = tokens.q_start[None], (tokens.q_start + tokens.q_len)[None]
         inside = (token[:, None] >= first) & (token[:, None] < behind)
         sequence = jnp.argmax(inside, axis=1)
-        cache = cache.bind(*(x[sequence] for x in tables(cache)))
+        cache = cache.bind(*(x[sequence] for x in pages.tables(cache)))
         return cache, Tokens(token, jnp.any(inside, axis=1).astype(jnp.int32), 1)
 
     def _over_rows(

@@ -34,7 +34,7 @@ def resolve(
             f"max_query_len: expected None or 1 without query_start_loc, received {max_query_len!r}; pass query_start_loc for sequences with "
             "several queries."
         )
-    plain, _ = resolve_pages(q, cache, _PAGES, tokens, Scoring(), return_lse=True)
+    plain, _ = resolve_pages(q, cache, _PAGES, tokens, Scoring(True))
     assert plain.v is not None
     arrays = PagedNativeArrays(
         q, gates, plain.k, plain.v, compressed.k, compressed.v,
