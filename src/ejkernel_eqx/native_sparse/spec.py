@@ -56,23 +56,12 @@ class NativeArrays(NamedTuple):
 
 BRANCHES = ("compressed", "selected", "sliding")
 """In the order of the gates."""
-LETTERS = Letters.of(
-    {
-        "q": "T H D",
-        "k": "S K D",
-        "v": "S K V",
-        "compressed_k": "C K D",
-        "compressed_v": "C K V",
-        "gates": "T H three",
-        "indices": "T K n",
-        **dict.fromkeys(("position", "first", "seen", "base"), "T"),
-        "begin": "M",
-        "out": "T H V",
-        **dict.fromkeys((f"{name}_out" for name in BRANCHES), "T H V"),
-        **dict.fromkeys((f"{name}_lse" for name in BRANCHES), "H T"),
-    },
-    heads="H K",
-)
+_AXES = {"q": "T H D", "k": "S K D", "v": "S K V", "compressed_k": "C K D", "compressed_v": "C K V"}
+_AXES |= {"gates": "T H three", "indices": "T K n", "begin": "M"}
+_AXES |= dict.fromkeys(("position", "first", "seen", "base"), "T")
+_AXES |= dict.fromkeys(("out", *(f"{name}_out" for name in BRANCHES)), "T H V")
+_AXES |= dict.fromkeys((f"{name}_lse" for name in BRANCHES), "H T")
+LETTERS = Letters.of(_AXES, heads="H K")
 LEARNED = ("q", "k", "v", "compressed_k", "compressed_v", "gates")
 RESULTS = ("out", "indices")
 SAVED = tuple(f"{name}_{what}" for name in BRANCHES for what in ("out", "lse"))

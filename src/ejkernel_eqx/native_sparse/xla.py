@@ -14,6 +14,7 @@ from . import branches, gathered, inverted, selection
 from .problems import of_branch
 from .spec import NativeArrays, NativeSpec
 
+Named = dict[str, Array]
 _BYTES = 2**25  # of gathered keys and values at a time
 
 
@@ -49,9 +50,7 @@ def candidates(problem: Problem, device: Any) -> list[XlaConfig]:
     return list(dict.fromkeys(dataclasses.replace(best, queries=size) for size in sizes))
 
 
-def forward(
-    arrays: NativeArrays, spec: NativeSpec, config: XlaConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: NativeArrays, spec: NativeSpec, config: XlaConfig, *, save: bool = True) -> Named:
     """The output, the blocks that were chosen, and what the backward needs."""
     found, indices = {}, arrays.indices
     for name, branch in branches.SOFTMAX.items():
@@ -66,12 +65,8 @@ def forward(
 
 
 def backward(
-    arrays: NativeArrays,
-    spec: NativeSpec,
-    config: XlaConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: NativeArrays, spec: NativeSpec, config: XlaConfig, saved: Named, cotangents: Named
+) -> Named:
     """The gradients of all float arrays."""
     results, dgates = branches.split(arrays.gates, saved, cotangents["out"])
     grads = {}

@@ -29,12 +29,7 @@ def given(lists: Lists) -> Named:
 
 
 def attended(
-    launch: Launcher,
-    arrays: NativeArrays,
-    spec: NativeSpec,
-    tile: ForwardTile,
-    indices: Array,
-    gated: Named | None,
+    launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: ForwardTile, indices: Array, gated: Any
 ) -> Named:
     """`out [B, T, H, V]` and `lse [B, H, T]` of the selected branch, some queries at a time. With `gated`, the results of the other branches and the
     gates, `out` is the sum of all three, and there is no `lse`."""

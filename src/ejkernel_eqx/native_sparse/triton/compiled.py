@@ -14,7 +14,7 @@ from ...attention.triton import tile_sizes
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, Launcher, limits_registers, LOG2E, register_limits_measured, result, run
-from ...launch.fields import check_fields, Float32Dot
+from ...launch.fields import Checked, Float32Dot
 from ...launch.sizes import cdiv, padded, rows_of
 from ...paged.triton import compiled as pages
 from .. import branches
@@ -25,15 +25,8 @@ from . import by_blocks, choice, few, kernels, steps
 from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
 
 OPAQUE = True
-PARTS = {
-    "forward": FORWARD,
-    "selection": FORWARD,
-    "query_gradient": "q",
-    "key_gradient": "k v",
-    "compressed": BOTH,
-    "sliding": BOTH,
-    "few": FORWARD,
-}
+PARTS = {"forward": FORWARD, "selection": FORWARD, "query_gradient": "q", "key_gradient": "k v"}
+PARTS |= {"compressed": BOTH, "sliding": BOTH, "few": FORWARD}
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 _MAX_BLOCK = 256
@@ -42,7 +35,7 @@ _FEW = 512  # programs, which do not fill a GPU evenly
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """Kernels of the selected branch and of its choice, and the configurations of the two branches that are softmax attention."""
 
     forward: ForwardTile
@@ -53,8 +46,6 @@ class TritonConfig:
     sliding: attention.TritonConfig
     few: FewTiles
     float32_dot: Float32Dot = "tf32x3"
-
-    __post_init__ = check_fields
 
 
 config_type = TritonConfig

@@ -26,6 +26,8 @@ from .choice import chosen_by
 from .steps import Step
 from .tiles import StepTile
 
+Named = dict[str, Array]
+
 
 class Tiles(NamedTuple):
     """The configuration of a call: of a step; or of the selected branch, of the weights of compressed keys, and of two branches over pages."""
@@ -39,14 +41,8 @@ class Tiles(NamedTuple):
 
 
 def attend(
-    step: Step,
-    spec: NativeSpec,
-    tiles: Any,
-    lead: tuple[int, ...],
-    save: bool = False,
-    *,
-    execute: Execute = run,
-) -> dict[str, Array]:
+    step: Step, spec: NativeSpec, tiles: Any, lead: Any, save: bool = False, *, execute: Execute = run
+) -> Named:
     """`out [*lead, H, V]` and the chosen blocks; with `save` also the results of all branches, for a gradient. `lead` are the rows and their
     tokens."""
     if tiles.step.block_k and not (save or step.reason_against()):
@@ -86,7 +82,7 @@ def _calls(step: Step, spec: NativeSpec) -> dict[str, tuple[PagedArrays, PagedSp
     return {"compressed": (small, alike), "sliding": (near, dataclasses.replace(alike, **window))}
 
 
-def _by_branch(step: Step, spec: NativeSpec, tiles: Any, execute: Execute) -> dict[str, Array]:
+def _by_branch(step: Step, spec: NativeSpec, tiles: Any, execute: Execute) -> Named:
     """`out [T, H, V]` and `lse [T, H]` of each branch, and the blocks `indices [T, K, n]`."""
     found, calls = {}, _calls(step, spec)
     for name, (arrays, own) in calls.items():

@@ -9,7 +9,7 @@ from jax import Array
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch import Execute, run
-from ....launch.fields import Block, check_fields, Count, Float32Dot, Warps
+from ....launch.fields import Block, Checked, Count, Float32Dot, Warps
 from ....launch.sizes import padded, rows_of
 from ....paged.flat import merged_rows
 from ....paged.triton import compiled as pages
@@ -25,18 +25,16 @@ unavailable = kernels_unavailable
 
 
 @dataclasses.dataclass(frozen=True)
-class KeysTile:
+class KeysTile(Checked):
     """The weights of `block_k` compressed keys for one query."""
 
     block_k: Block
     num_warps: Warps
     num_stages: Count
 
-    __post_init__ = check_fields
-
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """Kernels of a step of decoding; or those of the selected branch and of its choice, and the configurations of the two branches that are attention
     over pages. In the compressed one each query is a sequence of its own."""
 
@@ -46,8 +44,6 @@ class TritonConfig:
     compressed: pages.TritonConfig
     sliding: pages.TritonConfig
     float32_dot: Float32Dot = "tf32x3"
-
-    __post_init__ = check_fields
 
 
 config_type = TritonConfig
