@@ -75,8 +75,8 @@ FAULTS = (
     Fault("exchange-key-gradient", "attention/ring/exchange.py", "Exchange.gradient_to_tokens", ".sum(3)", ".mean(3)", "ring"),
     Fault("sparse-own-block", "native_sparse/selection.py", "best_blocks", "jnp.where(block == own, jnp.inf, score)", "jnp.where(block == own, score, score)", "native_sparse"),
     Fault("sparse-window-of-positions", "native_sparse/branches.py", "sliding", "last - (spec.window - 1)", "last - spec.window", "native_sparse"),
-    Fault("sparse-value-gradient-lost", "native_sparse/xla.py", "backward", '"v": dv + grads["sliding"].v.astype(wide)', '"v": dv', "native_sparse"),
-    Fault("latent-neighbours", "latent/absorbed.py", "AbsorbedLatentAttention._over_pages", "token[:, None] < behind", "token[:, None] <= behind", "latent"),
+    Fault("sparse-value-gradient-lost", "native_sparse/branches.py", "combined_gradients", '"v": dv + wide(near.v)', '"v": dv', "native_sparse"),
+    Fault("latent-neighbours", "paged/tokens.py", "alone", "ends[None] <= tokens[:, None]", "ends[None] < tokens[:, None]", "latent"),
     Fault("latent-shared-key-gradient", "attention/triton/backward_kernels.py", "_key_gradient_tiles", "dk_rope = tl.dot(ds, q_rope, dk_rope,", "dk_rope = tl.dot(-ds, q_rope, dk_rope,", "latent"),
     # paged attention and its cache
     Fault("paged-window", "paged/xla.py", "span_of", "jnp.maximum(i - left, lowest)", "jnp.maximum(i - left + 1, lowest)", "paged/test_xla.py paged/test_operations.py"),

@@ -27,8 +27,6 @@ from .attention.signature import WithLse
 from .cells.recurrent import GivenState
 from .cells.recurrent import NewState
 from .dispatch import PlatformLike
-from .latent.absorbed import Output
-from .latent.absorbed import WithLse
 from .native_sparse.native_pages.operation import Output
 from .native_sparse.native_pages.operation import WithIndices
 from .paged import PagedLatentCache

@@ -79,6 +79,8 @@ class Interpreted(PlatformHooks):
         for name in ("forward", "backward", "step"):
             if hasattr(compiled, name):
                 setattr(self, name, self._interpreted(getattr(compiled, name)))
+        if hasattr(compiled, "write"):  # of pages, which no configuration concerns
+            self.write = functools.partial(compiled.write, execute=self.execute)
 
     def _interpreted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function with its launches interpreted; callers of a platform do not specify how they are executed."""

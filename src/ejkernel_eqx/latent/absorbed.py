@@ -1,5 +1,6 @@
 """`AbsorbedLatentAttention`: latent attention on the latents themselves, as in decoding."""
 
+import dataclasses
 from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, TypedDict, Unpack
 
 import equinox as eqx
@@ -14,27 +15,19 @@ from .._values import check_between
 from ..core.arguments import array
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
+from ..paged import arguments as pages
 from ..paged import PagedLatentCache
-from ..paged.arguments import (
-    packed,
-    PagedOptions,
-    read_queries,
-    resolve,
-    resolve_rows,
-    Scoring,
-    tables,
-    Tokens,
-)
+from ..paged.arguments import PagedOptions, Scoring, Tokens
 from ..paged.cache.pages import read_array
 from ..paged.core import finish
+from ..paged.signature import Output, WithLse
+from ..paged.spec import PagedArrays, PagedSpec
+from ..paged.tokens import alone
 from ..parallel import match_sharding
 from ..parallel.mesh import resharded, spec_of
 from .arguments import read_latents, read_weights
 
 # Its kernels are those of attention over pages.
-
-Output = Float[Array, "*B T H V"]
-WithLse = tuple[Float[Array, "*B T H V"], Float[Array, "*B T H"]]
 
 
 class AbsorbedInputs(TypedDict, total=False):
@@ -183,7 +176,7 @@ class AbsorbedLatentAttention(Kernel):
         """
         q = array("q", q, "T H D")
         rows = {"q_starts": q_starts, "q_lengths": q_lengths, "kv_lengths": kv_lengths}
-        dense = None
+        dense: Any = None
         if isinstance(latent, PagedLatentCache):
             _check_none("a PagedLatentCache", k_rope=k_rope, **rows)
             sizes = latent.latent_dim, latent.rope_dim
@@ -194,41 +187,35 @@ class AbsorbedLatentAttention(Kernel):
         w_uk, w_uv = read_weights(w_uk, w_uv, q, sizes)
         if w_uk is not None:
             q = absorbed(q, w_uk)
-        if dense is None:
-            assert isinstance(latent, PagedLatentCache)
-            cache, tokens = self._over_pages(q, latent, query_start_loc, max_query_len)
-            arrays, spec = resolve(q, cache, self.options, tokens, Scoring(sinks), return_lse=return_lse)
+        scoring = Scoring(return_lse, sinks)
+        if isinstance(latent, PagedLatentCache):
+            arrays, spec = self._over_pages(q, latent, query_start_loc, max_query_len, scoring)
         else:
             tokens = self._over_rows(q, dense[0], **rows)
-            arrays, spec = resolve_rows(q, dense, self.options, tokens, Scoring(sinks), return_lse=return_lse)
+            arrays, spec = pages.resolve_rows(q, dense, self.options, tokens, scoring)
         results: Any = finish(self.plan, arrays, spec)
         out, *lse = results if return_lse else (results,)
         out = out if w_uv is None else expanded(out, w_uv)
         return (out, *lse) if return_lse else out
 
     def _over_pages(
-        self, q: Array, cache: PagedLatentCache, query_start_loc: Any, max_query_len: Any
-    ) -> tuple[PagedLatentCache, Tokens]:
-        """The cache, with a sequence for each query if that sees all keys, and which queries each sequence has."""
-        read_queries(q, cache, "T H D")
+        self, q: Array, cache: PagedLatentCache, query_start_loc: Any, max_query_len: Any, scoring: Scoring
+    ) -> tuple[PagedArrays, PagedSpec]:
+        """The call on pages, with a sequence for each query if that sees all keys."""
+        pages.read_queries(q, cache, "T H D")
         if query_start_loc is None:
             raise ValueError(
                 "query_start_loc: expected ints [N + 1] with a PagedLatentCache, received None; RaggedBatch.query_start_loc holds them."
             )
-        tokens = packed(q, cache, query_start_loc, max_query_len)
+        tokens = pages.packed(q, cache, query_start_loc, max_query_len)
+        arrays, spec = pages.resolve(q, cache, self.options, tokens, scoring)
         if self.causal:
-            return cache, tokens
-        if q.ndim > 3 or tables(cache)[0].ndim > 2:
+            return arrays, spec
+        if q.ndim > 3:
             raise ValueError(
                 f"q: expected [tokens, heads, channels] with causal=False, received shape {q.shape}; use jax.vmap over leading axes."
             )
-        count = q.shape[0]
-        token = jnp.arange(count, dtype=jnp.int32)
-        first, behind = tokens.q_start[None], (tokens.q_start + tokens.q_len)[None]
-        inside = (token[:, None] >= first) & (token[:, None] < behind)
-        sequence = jnp.argmax(inside, axis=1)
-        cache = cache.bind(*(x[sequence] for x in tables(cache)))
-        return cache, Tokens(token, jnp.any(inside, axis=1).astype(jnp.int32), 1)
+        return alone(arrays, causal=False), dataclasses.replace(spec, max_query_len=1)
 
     def _over_rows(
         self, q: Array, latent: Array, q_starts: Any, q_lengths: Any, kv_lengths: Any

@@ -58,6 +58,13 @@ def _rules(kind: type) -> dict[str, Rule]:
     return {name: mark for name, mark in marks.items() if isinstance(mark, Rule)}
 
 
+class Checked:
+    """A base class of configurations whose fields are checked when they are built."""
+
+    def __post_init__(self):
+        check_fields(self)
+
+
 def check_fields(config: Any) -> None:
     """`ValueError` for the first field that violates its annotation."""
     kind = type(config)

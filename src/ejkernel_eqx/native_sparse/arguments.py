@@ -45,52 +45,17 @@ class Options:
                 f"softmax_scale: expected a finite number or None, received {self.softmax_scale!r}."
             )
 
-    @classmethod
-    def read(
-        cls, block: Any, count: Any, window: Any, size: Any, stride: Any, softmax_scale: Any
-    ) -> "Options":
-        """From the constructor's arguments: compressed keys have the size of blocks by default, and do not overlap."""
-        size = block if size is None else size
-        return cls(block, count, window, size, size if stride is None else stride, softmax_scale)
-
     def spec(self, dim: int, **more: Any) -> NativeSpec:
         """The static half of a call with key dim `dim`."""
-        return NativeSpec(
-            dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale),
-            self.block_size,
-            self.num_blocks,
-            self.sliding_window,
-            self.compression_size,
-            self.compression_stride,
-            **more,
-        )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Call:
-    """A resolved call."""
-
-    arrays: NativeArrays
-    spec: NativeSpec
-
-    def relative(self, indices: Array) -> Array:
-        """Chosen blocks as users number them: from 0 in each sequence."""
-        base = self.arrays.base
-        return indices if base is None else jnp.where(indices < 0, -1, indices - base[..., None, None])
+        *sizes, scale = dataclasses.astuple(self)
+        return NativeSpec(dim**-0.5 if scale is None else float(scale), *sizes, **more)
 
 
 def resolve(
-    options: Options,
-    q: Any,
-    k: Any,
-    v: Any,
-    gates: Any,
-    compressed: tuple[Any, Any],
-    block_indices: Any,
-    packing: tuple[Any, Any, Any],
-    q_offset: Any,
-) -> Call:
-    """`packing` are `cu_seqlens`, `segment_ids` and `max_segments`."""
+    options: Options, given: Any, compressed: Any, block_indices: Any, packing: Any, q_offset: Any
+) -> tuple[NativeArrays, NativeSpec]:
+    """`given` are `q`, `k`, `v` and `gates`, `compressed` keys and values, and `packing` `cu_seqlens`, `segment_ids` and `max_segments`."""
+    q, k, v, gates = given
     q, k, v = array("q", q, "T H D"), array("k", k, "S K D"), array("v", v, "S K V")
     lead, (length, heads, dim) = q.shape[:-3], q.shape[-3:]
     k = fitting("k", k, (*lead, None, None, dim), "S K D")
@@ -115,13 +80,14 @@ def resolve(
         # Padding between sequences may hold NaN, in tiles that kernels multiply by weights of 0.
         k, v = (masked(x, tables["position"] >= 0) for x in (k, v))
     compressed_k, compressed_v = _compressed(compressed, k, v, sizes, begin)
-    spec = options.spec(dim, offset=0 if "position" in tables else _static_offset(length, keys, q_offset))
+    offset = keys - length if q_offset is None else q_offset
+    spec = options.spec(dim, offset=0 if "position" in tables else int(offset))
     arrays = NativeArrays(q, k, v, compressed_k, compressed_v, gates, **tables)
     if block_indices is not None:
         indices = _indices(block_indices, (*lead, length, kv_heads), arrays, spec)
         spec = dataclasses.replace(spec, given=True, count=indices.shape[-1])
         arrays = arrays._replace(indices=indices)
-    return Call(arrays, spec)
+    return arrays, spec
 
 
 def _gathered(x: Any, axis: int) -> Any:
@@ -129,17 +95,8 @@ def _gathered(x: Any, axis: int) -> Any:
     return gathered(x, axis) if isinstance(x, Array) and x.ndim >= -axis else x
 
 
-def _static_offset(length: int, keys: int, q_offset: Any) -> int:
-    return keys - length if q_offset is None else int(q_offset)
-
-
 def _tables(
-    options: Options,
-    lead: tuple[int, ...],
-    length: int,
-    keys: int,
-    packing: tuple[Any, Any, Any],
-    q_offset: Any,
+    options: Options, lead: tuple[int, ...], length: int, keys: int, packing: Any, q_offset: Any
 ) -> tuple[dict[str, Array], Array | None]:
     """The integer arrays of the call, and the first token of each compressed key; nothing if positions are static."""
     cu_seqlens, segment_ids, most = packing
@@ -159,13 +116,14 @@ def _tables(
         offsets = read_packing(cu_seqlens, segment_ids, lead, length, False).offsets
         if offsets is None:
             ids = jnp.broadcast_to(read_ids(segment_ids), (*lead, length))
-            found = blocks.of_ids(ids, min(most or length, length), *sizes)._asdict()
+            tables = blocks.of_ids(ids, min(most or length, length), *sizes)
         else:
-            found = blocks.of_offsets(offsets, length, *sizes)._asdict()
-        begin = found.pop("compressed_begin")
-        return found, begin
-    is_static = q_offset is None or isinstance(q_offset, int | np.integer)
-    if is_static and _static_offset(length, keys, q_offset) in (0, keys - length):
+            tables = blocks.of_offsets(offsets, length, *sizes)
+        tables = tables._asdict()
+        begin = tables.pop("compressed_begin")
+        return tables, begin
+    static = q_offset is None or (isinstance(q_offset, int | np.integer) and q_offset in (0, keys - length))
+    if static:
         return {}, None
     offset = jnp.asarray(q_offset)
     if not jnp.issubdtype(offset.dtype, jnp.integer):
@@ -217,19 +175,16 @@ def _indices(given: Any, shape: tuple[int, ...], arrays: NativeArrays, spec: Nat
     place = place if arrays.first is None else place - arrays.first
     later = indices * spec.block > like(place[..., None, None], indices)
     indices = jnp.where(later, -1, indices)
-    return (
-        indices if arrays.base is None else jnp.where(indices < 0, -1, indices + arrays.base[..., None, None])
-    )
+    if arrays.base is None:
+        return indices
+    return jnp.where(indices < 0, -1, indices + arrays.base[..., None, None])
 
 
 def read_indices(given: Any, shape: tuple[int, ...]) -> Array:
     """Given blocks; -1 for negative numbers, and of equal ones for all but the first, as a block counts once."""
     indices = jnp.asarray(given)
-    if (
-        indices.shape[:-1] != shape
-        or indices.shape[-1] == 0
-        or not jnp.issubdtype(indices.dtype, jnp.integer)
-    ):
+    are_ints = jnp.issubdtype(indices.dtype, jnp.integer)
+    if indices.shape[:-1] != shape or indices.shape[-1] == 0 or not are_ints:
         raise ValueError(
             f"block_indices: expected ints [..., T, K, n] with leading axes {shape}, received {indices.dtype} {indices.shape}; "
             "each key head of each query has its own, -1 for none."

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from ..attention.spec import AttentionArrays, AttentionSpec, RowRanges
+from ..attention.spec import AttentionArrays, AttentionGrads, AttentionSpec, RowRanges
 from ..core.arguments import accumulator
 from .spec import BRANCHES, compressed_ranges, NativeArrays, NativeSpec, of_sequence, positions
 
@@ -38,16 +38,34 @@ def combine(gates: Array, results: dict[str, Array], dtype: Any) -> Array:
     return total.astype(dtype)
 
 
-def split(gates: Array, saved: dict[str, Array], dout: Array) -> tuple[dict[str, Array], Array]:
-    """The cotangent of each branch's output, and the gradient of the gates."""
+def split(
+    gates: Array, saved: dict[str, Array], dout: Array
+) -> tuple[dict[str, tuple[Array, Array, Array]], Array]:
+    """Each branch's output, log-sum-exp and cotangent of the output, and the gradient of the gates."""
     wide = accumulator(dout.dtype)
-    cotangents, dgates = {}, []
+    results, dgates = {}, []
     for n, name in enumerate(BRANCHES):
         sees = _sees(saved, name)
+        out, lse = saved[f"{name}_out"], saved[f"{name}_lse"]
         cotangent = jnp.where(sees[..., None], dout, 0).astype(wide)
-        cotangents[name] = (cotangent * _gate(gates, saved, n, wide)[..., None]).astype(dout.dtype)
-        dgates.append((cotangent * saved[f"{name}_out"].astype(wide)).sum(-1))
-    return cotangents, jnp.stack(dgates, -1)
+        gated = (cotangent * _gate(gates, saved, n, wide)[..., None]).astype(dout.dtype)
+        results[name] = out, lse, gated
+        dgates.append((cotangent * out.astype(wide)).sum(-1))
+    return results, jnp.stack(dgates, -1)
+
+
+SOFTMAX = {"compressed": compressed, "sliding": sliding}
+"""The branches that are softmax attention."""
+
+
+def combined_gradients(
+    dq: Array, dk: Array, dv: Array, softmax: dict[str, AttentionGrads], dgates: Array
+) -> dict[str, Array]:
+    """The gradients of all float arrays, from those of the selected branch, which have the accumulator's dtype, and of the others."""
+    others, near = softmax["compressed"], softmax["sliding"]
+    wide = lambda x: x.astype(dq.dtype)
+    sums = {"q": dq + wide(others.q) + wide(near.q), "k": dk + wide(near.k), "v": dv + wide(near.v)}
+    return sums | {"compressed_k": others.k, "compressed_v": others.v, "gates": dgates}
 
 
 def _gate(gates: Array, results: dict[str, Array], n: int, dtype: Any) -> Array:

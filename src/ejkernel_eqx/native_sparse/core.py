@@ -8,19 +8,14 @@ from .problems import problem_of
 from .spec import LEARNED, LETTERS, NativeArrays, NativeSpec, RESULTS, SAVED
 
 
-def _axes(arrays: NativeArrays, spec: NativeSpec) -> dict[str, tuple[str, ...]]:
-    sizes = LETTERS.sizes(arrays)
-    return LETTERS.named(sizes)
-
-
 def _saved(platform: Any, arrays: NativeArrays, spec: NativeSpec) -> dict[str, tuple[str, ...]]:
-    return {name: axes for name, axes in _axes(arrays, spec).items() if name in SAVED}
+    return {name: axes for name, axes in LETTERS.axes_of(arrays).items() if name in SAVED}
 
 
 ATTEND = Kind(
     make=NativeArrays,
     problem_of=problem_of,
-    axes_of=_axes,
+    axes_of=LETTERS.axes_of,
     reference=reference.attend,
     results=RESULTS,
     learned=LEARNED,

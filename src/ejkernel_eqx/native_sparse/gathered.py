@@ -34,13 +34,12 @@ def forward(arrays: NativeArrays, spec: NativeSpec, chunk: int) -> tuple[Array, 
         top = scores.max(-1, keepdims=True, initial=-jnp.inf)
         weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
         total = weights.sum(-1, keepdims=True)
-        out = jnp.einsum("bckgj,bckjv->bckgv", weights, part.v, precision="highest") / jnp.where(
-            total > 0, total, 1
-        )
-        lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1)) + top, -jnp.inf)[..., 0]
+        share = jnp.where(total > 0, total, 1)
+        out = jnp.einsum("bckgj,bckjv->bckgv", weights, part.v, precision="highest") / share
+        lse = jnp.where(total > 0, jnp.log(share) + top, -jnp.inf)[..., 0]
         return out.reshape(batch, size, heads, -1).astype(arrays.q.dtype), lse.reshape(batch, size, heads)
 
-    out, lse = _over_queries(of_chunk, arrays.q.shape[1], chunk)
+    out, lse = over_queries(of_chunk, arrays.q.shape[1], chunk)
     return out, jnp.swapaxes(lse, 1, 2)
 
 
@@ -53,10 +52,10 @@ def query_gradient(
 
     def of_chunk(start: Array, size: int) -> Array:
         part = _gather(arrays, spec, start, size)
-        grouped = lambda x, axis: lax.dynamic_slice_in_dim(x, start, size, axis)
-        terms = (grouped(x, 2).swapaxes(1, 2).reshape(batch, size, kv_heads, -1, 1) for x in (lse, delta))
+        cut = lambda x, axis: lax.dynamic_slice_in_dim(x, start, size, axis)
+        terms = (cut(x, 2).swapaxes(1, 2).reshape(batch, size, kv_heads, -1, 1) for x in (lse, delta))
         top, shift = terms
-        do = grouped(dout, 1).astype(part.q.dtype).reshape(*part.q.shape[:-1], -1)
+        do = cut(dout, 1).astype(part.q.dtype).reshape(*part.q.shape[:-1], -1)
         sees = top > -jnp.inf  # a query that sees nothing may hold NaN
         weights = jnp.where(sees, jnp.exp(_scores(part, spec) - jnp.where(sees, top, 0)), 0)
         dscores = jnp.einsum("bckgv,bckjv->bckgj", jnp.where(sees, do, 0), part.v, precision="highest")
@@ -64,7 +63,7 @@ def query_gradient(
         dq = jnp.einsum("bckgj,bckjd->bckgd", dscores, part.k, precision="highest")
         return dq.reshape(batch, size, heads, dim)
 
-    return _over_queries(of_chunk, length, chunk)
+    return over_queries(of_chunk, length, chunk)
 
 
 def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> _Gathered:
@@ -73,15 +72,9 @@ def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> 
     keys, kv_heads = arrays.k.shape[1:3]
     wide = accumulator(arrays.q.dtype)
 
-    def cut(x: Array) -> Array:
-        return (
-            lax.dynamic_slice_in_dim(x, start, size, 1)[..., None, None]
-            if x.shape[1] == length
-            else x[..., None, None]
-        )
-
-    last, first = cut(positions(arrays, spec)), cut(of_sequence(arrays.first))
-    index = lax.dynamic_slice_in_dim(arrays.indices, start, size, 1)  # [B, c, K, n]
+    cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1) if x.shape[1] == length else x
+    last, first = (cut(x)[..., None, None] for x in (positions(arrays, spec), of_sequence(arrays.first)))
+    index = cut(arrays.indices)  # [B, c, K, n]
     begin = begins(arrays, spec)
     begin = jnp.broadcast_to(begin, (batch, begin.shape[1]))[:, None, None]
     begin = jnp.take_along_axis(begin, jnp.maximum(index, 0), -1)[..., None]
@@ -90,8 +83,7 @@ def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> 
     seen = jnp.repeat(index >= 0, spec.block, -1) & (first <= at) & (at <= last) & (at < keys)
     at = jnp.where(seen, at, 0)
     take = lambda x: jnp.where(seen[..., None], _taken(x, at), 0).astype(wide)
-    q = lax.dynamic_slice_in_dim(arrays.q, start, size, 1).astype(wide)
-    q = q.reshape(batch, size, kv_heads, heads // kv_heads, dim)
+    q = cut(arrays.q).astype(wide).reshape(batch, size, kv_heads, heads // kv_heads, dim)
     return _Gathered(q, take(arrays.k), take(arrays.v), at, seen)
 
 
@@ -106,18 +98,17 @@ def _scores(part: _Gathered, spec: NativeSpec) -> Array:
     return jnp.where(part.seen[:, :, :, None], scores, -jnp.inf)
 
 
-def _over_queries(of_chunk: Callable[[Array, int], R], length: int, chunk: int) -> R:
+def over_queries(of_chunk: Callable[[Array, int], R], length: int, size: int) -> R:
     """`of_chunk(start, size)` over all queries; results have the queries along axis 1. The last chunk starts earlier, so that all have one size."""
-    size = min(chunk, length)
-    starts = [min(start, length - size) for start in range(0, length, size)]
-    found = lax.map(lambda start: of_chunk(start, size), jnp.asarray(starts, jnp.int32))
-    return jax.tree.map(lambda x: _join(x, length, size), found)
+    if size >= length:
+        return of_chunk(jnp.int32(0), length)
+    starts = [*range(0, length - size, size), length - size]
+    results = lax.map(lambda start: of_chunk(start, size), jnp.asarray(starts, jnp.int32))
 
+    def joined(x: Array) -> Array:
+        """`[B, T, ...]` from the results of chunks `[chunks, B, size, ...]`."""
+        flat = lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+        again = len(starts) * size - length  # queries of the last chunk that the one before has, too
+        return jnp.concatenate([flat(x[:-1]), x[-1][:, again:]], 1) if again else flat(x)
 
-def _join(x: Array, length: int, size: int) -> Array:
-    """`[B, T, ...]` from the results of chunks `[chunks, B, size, ...]`."""
-    whole = length // size
-    joined = jnp.moveaxis(x[:whole], 0, 1).reshape(x.shape[1], whole * size, *x.shape[3:])
-    if whole * size == length:
-        return joined
-    return jnp.concatenate([joined, x[-1][:, size - (length - whole * size) :]], 1)
+    return jax.tree.map(joined, results)

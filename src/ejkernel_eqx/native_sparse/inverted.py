@@ -45,13 +45,7 @@ def key_gradient(
 
 
 def _of_pieces(
-    arrays: NativeArrays,
-    spec: NativeSpec,
-    lists: Lists,
-    rows: tuple[Array, ...],
-    start: Array,
-    size: int,
-    span: int,
+    arrays: NativeArrays, spec: NativeSpec, lists: Lists, rows: Any, start: Array, size: int, span: int
 ) -> tuple[Array, Array]:
     """The parts `[B, K, size, block, D or V]` of pieces from `start` on."""
     wide, keys, batch = accumulator(arrays.q.dtype), arrays.k.shape[1], arrays.q.shape[0]

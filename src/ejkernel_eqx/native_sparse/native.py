@@ -1,22 +1,19 @@
 """`NativeSparseAttention`: each query attends compressed keys, a few chosen blocks of keys, and a window."""
 
-from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, Unpack
+from typing import ClassVar, Literal, overload, TYPE_CHECKING, Unpack
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.plans import plan_of
-from ..dispatch import PlatformLike
-from .arguments import Options, resolve
+from .arguments import resolve
 from .core import ATTEND
+from .operation import results_of, SparseOperation
 from .signature import NativeInputs
 
 
-class NativeSparseAttention(Kernel):
+class NativeSparseAttention(SparseOperation):
     r"""Causal attention in time linear in the sequence length, apart from a small share: the sum of three branches under gates,
 
     $$o_t = g^{\mathrm{cmp}}_t\, \mathrm{Attn}(q_t, \tilde K_{\le t}, \tilde V_{\le t})
@@ -37,40 +34,7 @@ class NativeSparseAttention(Kernel):
     """
 
     operation: ClassVar[str] = "native_sparse_attention"
-
-    options: Options = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-
-    def __init__(
-        self,
-        block_size: int = 64,
-        num_blocks: int = 16,
-        sliding_window: int = 512,
-        *,
-        compression_size: int | None = None,
-        compression_stride: int | None = None,
-        softmax_scale: float | None = None,
-        platform: PlatformLike | None = None,
-        config: Any | None = None,
-        tune_for: Any | None = None,
-    ):
-        """**Arguments:**
-
-        - `block_size`: tokens of a block of the selected branch.
-        - `num_blocks`: blocks that each query chooses, its own and the first included.
-        - `sliding_window`: keys of the sliding branch, the query's own included.
-        - `compression_size`, `compression_stride`: tokens of a compressed key, and between the first tokens of two; by default `block_size`, and
-            `compression_size`. The stride divides both sizes. The paper has 32 and 16, with blocks of 64.
-        - `softmax_scale`: default `D**-0.5`.
-        - `platform`, `config`: as in [`ejkernel_eqx.FlashAttention`][].
-        - `tune_for`: `(q, k, v, gates)` or [`ejkernel_eqx.inputs`][], arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
-
-        **Raises:** `ValueError` for invalid options.
-        """
-        self.options = Options.read(
-            block_size, num_blocks, sliding_window, compression_size, compression_stride, softmax_scale
-        )
-        self.plan = plan_of(NativeSparseAttention, self, platform, config, tune_for)
+    __init__ = SparseOperation.__init__
 
     if TYPE_CHECKING:
 
@@ -139,15 +103,10 @@ class NativeSparseAttention(Kernel):
         more blocks. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         compressed, packing = (compressed_k, compressed_v), (cu_seqlens, segment_ids, max_segments)
-        call = resolve(self.options, q, k, v, gates, compressed, block_indices, packing, q_offset)
-        arrays, spec = call.arrays, call.spec
-        shape = (*arrays.q.shape[:-1], arrays.v.shape[-1])
-        if 0 in shape or 0 in arrays.q.shape or 0 in arrays.k.shape:  # nothing to launch
-            chosen = (*arrays.q.shape[:-2], arrays.k.shape[-2], spec.count)
-            results = {"out": jnp.zeros(shape, arrays.q.dtype), "indices": jnp.full(chosen, -1, jnp.int32)}
-        else:
-            results = ATTEND.call(self.plan, self.operation, arrays, spec)
+        arrays, spec = resolve(self.options, (q, k, v, gates), compressed, block_indices, packing, q_offset)
+        results = results_of(self, ATTEND, arrays, spec, spec.count)
+        out, indices, base = results["out"], results["indices"], arrays.base
         if not return_indices:
-            return results["out"]
-        indices = results["indices"] if arrays.indices is None else arrays.indices
-        return results["out"], call.relative(indices)
+            return out
+        # Users number blocks from 0 in each sequence.
+        return out, indices if base is None else jnp.where(indices < 0, -1, indices - base[..., None, None])

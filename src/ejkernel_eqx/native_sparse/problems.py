@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,10 +10,10 @@ import jax
 from ..attention import core as attention
 from ..dispatch import Problem
 from . import branches
-from .spec import LETTERS, NativeArrays, NativeSpec, num_blocks
+from .spec import LEARNED, LETTERS, NativeArrays, NativeSpec, num_blocks
 
-COMPRESSED, SLIDING = "compressed", "sliding"
 FIELDS = ("block", "window", "span", "stride")
+_INTS = {"given": "indices", "placed": "position", "packed": "first seen base begin"}  # by the flag of a call
 
 
 def problem_of(operation: str, arrays: NativeArrays, spec: NativeSpec) -> Problem:
@@ -20,21 +21,11 @@ def problem_of(operation: str, arrays: NativeArrays, spec: NativeSpec) -> Proble
     size = LETTERS.sizes(arrays)
     dims = {name: size[name] for name in "BTSHKDVC"} | {"n": spec.count, "M": num_blocks(arrays, spec)}
     flags: dict[str, Any] = {name: getattr(spec, name) for name in FIELDS}
-    flags |= {
-        "placed": arrays.position is not None,
-        "packed": arrays.begin is not None,
-        "given": spec.given,
-        "top_left": spec.offset == 0,
-    }
-    return Problem.make(
-        operation,
-        dims=dims,
-        dtypes={"qkv": arrays.q.dtype, "gates": arrays.gates.dtype},
-        flags=flags,
-        lengths={"B", "T", "S", "C", "M"},
-        counts={"H", "K"},
-        requirements={"given"},
-    )
+    flags |= {"placed": arrays.position is not None, "packed": arrays.begin is not None}
+    flags |= {"given": spec.given, "top_left": spec.offset == 0}
+    dtypes = {"qkv": arrays.q.dtype, "gates": arrays.gates.dtype}
+    kinds = {"lengths": set("BTSCM"), "counts": set("HK"), "requirements": {"given"}}
+    return Problem.make(operation, dims=dims, dtypes=dtypes, flags=flags, **kinds)
 
 
 def spec_of(problem: Problem) -> NativeSpec:
@@ -52,23 +43,20 @@ def sparse_of(problem: Problem) -> NativeSpec:
 
 def shapes_of(problem: Problem) -> NativeArrays:
     """The shapes of the problem's arrays."""
-    main, ints = problem.dtype("qkv"), []
-    if problem.flag("given"):
-        ints += ["indices"]
-    if problem.flag("placed"):
-        ints += ["position"]
-    if problem.flag("packed"):
-        ints += ["first", "seen", "base", "begin"]
-    dtypes = dict.fromkeys(("q", "k", "v", "compressed_k", "compressed_v"), main)
-    size = dict(problem.dims) | {"three": 3}
-    own = dtypes | {"gates": problem.dtype("gates")} | dict.fromkeys(ints, "int32")
-    return NativeArrays(**LETTERS.shapes(size, own))
+    return shapes_from(problem.dims, problem.dtype("qkv"), problem.dtype("gates"), dict(problem.flags))
+
+
+def shapes_from(dims: Any, dtype: Any, gates: Any, flags: Mapping[str, Any]) -> NativeArrays:
+    """The shapes of a call's arrays, from sizes by letter, two dtypes and the flags of a problem."""
+    ints = [name for flag, names in _INTS.items() if flags[flag] for name in names.split()]
+    dtypes = dict.fromkeys(LEARNED, dtype) | {"gates": gates} | dict.fromkeys(ints, "int32")
+    return NativeArrays(**LETTERS.shapes(dict(dims) | {"three": 3}, dtypes))
 
 
 @functools.lru_cache(maxsize=256)
 def of_branch(problem: Problem, name: str) -> Problem:
     """The problem of softmax attention that a branch is."""
-    spec, make = spec_of(problem), getattr(branches, name)
+    spec, make = spec_of(problem), branches.SOFTMAX[name]
     found: list[Problem] = []
 
     def look(arrays: NativeArrays) -> None:

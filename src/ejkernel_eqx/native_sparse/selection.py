@@ -3,13 +3,13 @@ choice."""
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .._broadcast import like
 from ..core.arguments import wide
-from .spec import compressed_ranges, most_blocks, NativeArrays, NativeSpec, of_sequence, positions
+from .gathered import over_queries
+from .spec import compressed_ranges, most_blocks, NativeArrays, NativeSpec, of_sequence, places, positions
 
 _BYTES = 2**27  # of scores at a time
 
@@ -22,8 +22,8 @@ def overlaps(spec: NativeSpec) -> list[tuple[int, int]]:
 
 def choose(importance: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
     """The blocks of each query, `[B, T, K, n]`, from the weights of compressed keys `importance [B, T, K, C]`."""
-    place = positions(arrays, spec) - of_sequence(arrays.first)
-    chosen = best_blocks(importance, place, *compressed_ranges(arrays, spec), most_blocks(arrays, spec), spec)
+    ranges = compressed_ranges(arrays, spec)
+    chosen = best_blocks(importance, places(arrays, spec), *ranges, most_blocks(arrays, spec), spec)
     return jnp.where(chosen >= 0, chosen + of_sequence(arrays.base)[..., None, None], -1)
 
 
@@ -62,7 +62,7 @@ def select(arrays: NativeArrays, spec: NativeSpec, lse: Array) -> Array:
     size = max(1, min(length, _BYTES // max(1, 4 * batch * heads * max(keys, most_blocks(arrays, spec)))))
     tables = ("position", "first", "seen", "base")
 
-    def of_chunk(start: Array) -> Array:
+    def of_chunk(start: Array, size: int) -> Array:
         cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
         own = {name: cut(x, axis=1) for name in tables if (x := getattr(arrays, name)) is not None}
         if arrays.position is None:
@@ -77,11 +77,4 @@ def select(arrays: NativeArrays, spec: NativeSpec, lse: Array) -> Array:
         weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores * spec.scale - top, 0)), 0)
         return choose(weights.sum(2).swapaxes(1, 2), chunk, spec)
 
-    if size >= length:
-        return of_chunk(jnp.int32(0))
-    # The last chunk starts earlier, so that all have one size.
-    starts = [*range(0, length - size, size), length - size]
-    found = lax.map(of_chunk, jnp.asarray(starts, jnp.int32))  # [chunks, B, size, K, n]
-    last = found[-1][:, len(starts) * size - length :]
-    whole = jnp.moveaxis(found[:-1], 0, 1).reshape(batch, -1, *found.shape[3:])
-    return jax.lax.concatenate([whole, last], 1)
+    return over_queries(of_chunk, length, size)

@@ -48,9 +48,7 @@ class NativeArrays(NamedTuple):
     gates: Array  # [*, T, H, 3]: of the compressed, the selected and the sliding branch
     indices: Array | None = None  # [*, T, K, n]: distinct blocks of the query's sequence, -1 for none
     position: Array | None = None  # [*, T]: the position of each query among the keys
-    first: Array | None = (
-        None  # [*, T]: the first key of its sequence; the three are given together with `base`
-    )
+    first: Array | None = None  # [*, T]: the first key of its sequence; given together with `seen` and `base`
     seen: Array | None = None  # [*, T]: the first compressed key of its sequence
     base: Array | None = None  # [*, T]: the first block of its sequence
     begin: Array | None = None  # [*, M]: the first key of each block; given for packed sequences
@@ -58,23 +56,12 @@ class NativeArrays(NamedTuple):
 
 BRANCHES = ("compressed", "selected", "sliding")
 """In the order of the gates."""
-LETTERS = Letters.of(
-    {
-        "q": "T H D",
-        "k": "S K D",
-        "v": "S K V",
-        "compressed_k": "C K D",
-        "compressed_v": "C K V",
-        "gates": "T H three",
-        "indices": "T K n",
-        **dict.fromkeys(("position", "first", "seen", "base"), "T"),
-        "begin": "M",
-        "out": "T H V",
-        **dict.fromkeys((f"{name}_out" for name in BRANCHES), "T H V"),
-        **dict.fromkeys((f"{name}_lse" for name in BRANCHES), "H T"),
-    },
-    heads="H K",
-)
+_AXES = {"q": "T H D", "k": "S K D", "v": "S K V", "compressed_k": "C K D", "compressed_v": "C K V"}
+_AXES |= {"gates": "T H three", "indices": "T K n", "begin": "M"}
+_AXES |= dict.fromkeys(("position", "first", "seen", "base"), "T")
+_AXES |= dict.fromkeys(("out", *(f"{name}_out" for name in BRANCHES)), "T H V")
+_AXES |= dict.fromkeys((f"{name}_lse" for name in BRANCHES), "H T")
+LETTERS = Letters.of(_AXES, heads="H K")
 LEARNED = ("q", "k", "v", "compressed_k", "compressed_v", "gates")
 RESULTS = ("out", "indices")
 SAVED = tuple(f"{name}_{what}" for name in BRANCHES for what in ("out", "lse"))
@@ -97,6 +84,11 @@ def positions(arrays: NativeArrays, spec: NativeSpec) -> Array:
     return jnp.arange(arrays.q.shape[-3], dtype=jnp.int32)[None] + spec.offset
 
 
+def places(arrays: NativeArrays, spec: NativeSpec) -> Array:
+    """The place of each query in its sequence, `[B or 1, T]`; negative for padding."""
+    return positions(arrays, spec) - of_sequence(arrays.first)
+
+
 def of_sequence(x: Array | None) -> Array:
     """Returns where the sequence of each query begins, `[B, T]`, or `[1, 1]` if at 0."""
     return jnp.zeros((1, 1), jnp.int32) if x is None else x
@@ -104,7 +96,7 @@ def of_sequence(x: Array | None) -> Array:
 
 def compressed_ranges(arrays: NativeArrays, spec: NativeSpec) -> tuple[Array, Array]:
     """The compressed keys that each query sees, `start <= c < end`, `[B or 1, T]` both: those of tokens up to its own."""
-    place = positions(arrays, spec) - of_sequence(arrays.first)
+    place = places(arrays, spec)
     whole = jnp.maximum((place + 1 - spec.span) // spec.stride + 1, 0)
     start = of_sequence(arrays.seen)
     end = jnp.minimum(start + jnp.where(place < 0, 0, whole), arrays.compressed_k.shape[-3])

@@ -17,8 +17,8 @@ from ..core.workload import exact_results, Inputs, random_cotangents, workload_o
 from ..dispatch import device_facts, Implementation, kernel_registry, Platform, Problem, Workload
 from . import blocks
 from .core import ATTEND
-from .problems import problem_of, shapes_of, spec_of
-from .spec import LEARNED, LETTERS, NativeArrays, NativeSpec, num_blocks
+from .problems import problem_of, shapes_from, shapes_of, spec_of
+from .spec import LEARNED, NativeArrays, NativeSpec, num_blocks, places
 
 _MOST_SCORES = 2**26  # of a head in the dense reference
 _INTS = ("position", "first", "seen", "base", "begin")
@@ -30,11 +30,8 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
     spec = spec_of(problem)
     length, keys = problem.dim("T"), problem.dim("S")
     # Keys that a query sees on average.
-    seen = (
-        min(problem.dim("n") * spec.block, keys)
-        + min(spec.window, keys)
-        + problem.dim("C") * (1 - length / (2 * keys))
-    )
+    seen = min(problem.dim("n") * spec.block, keys) + min(spec.window, keys)
+    seen += problem.dim("C") * (1 - length / (2 * keys))
     flops = 2.0 * problem.dim("B") * length * problem.dim("H") * (problem.dim("D") + problem.dim("V")) * seen
     make = functools.partial(make_inputs, problem, spec)
     work_on = functools.partial(workload_of, ATTEND, spec=spec, make_inputs=make, flops=flops, backward=2.5)
@@ -161,12 +158,7 @@ def _packed(problem: Problem, spec: NativeSpec, rng: np.random.Generator) -> dic
 def _blocks(arrays: NativeArrays, spec: NativeSpec, key: Array) -> Array:
     """Each query's own block, the first, and random ones between; -1 in place of one that was named before."""
     batch, length, kv_heads = (*arrays.q.shape[:2], arrays.k.shape[2])
-    place = (
-        jnp.arange(length, dtype=jnp.int32)[None] + spec.offset
-        if arrays.position is None
-        else arrays.position
-    )
-    place = place if arrays.first is None else place - arrays.first
+    place = places(arrays, spec)
     own = jnp.broadcast_to((place // spec.block)[..., None, None], (batch, length, kv_heads, 1))
     some = jax.random.uniform(key, (batch, length, kv_heads, spec.count)) * own.astype(jnp.float32)
     chosen = jnp.concatenate([own, jnp.zeros_like(own), some.astype(jnp.int32)], -1)[..., : spec.count]
@@ -205,9 +197,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     )  # fmt: skip
     size["C"] = blocks.num_compressed(size["S"], span, ints["stride"], given["packed"])
     size["M"] = size["S"] // block + size["N"]
-    names = ("position", *_INTS[1:]) if given["packed"] else ("position",) if given["placed"] else ()
-    names += ("indices",) if given["given"] else ()
-    arrays = _shapes(size, dtype, names)
+    flags = given | {"placed": given["placed"] or given["packed"]}
+    arrays = shapes_from(size, dtype, wide_dtype(dtype), flags)
     assert not given["packed"] or num_blocks(arrays, spec) == size["M"]
     return problem_of(operation, arrays, spec)
 
@@ -216,19 +207,10 @@ def read_parts(flags: Mapping[str, Any], switches: tuple[str, ...]) -> tuple[dic
     """The sizes of blocks, window and compressed keys among the flags, and the `switches`."""
     block = flags.get("block", 64)
     span = flags.get("span", block)
-    ints = {
-        "block": block,
-        "window": flags.get("window", 512),
-        "span": span,
-        "stride": flags.get("stride", span),
-    }
+    ints = {"block": block, "window": flags.get("window", 512), "span": span}
+    ints["stride"] = flags.get("stride", span)
     for name, value in ints.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"flags: expected a positive int for {name}, received {value!r}.")
     choices = {name: (value,) for name, value in ints.items()} | dict.fromkeys(switches, SWITCH)
     return ints, read_flags(flags, choices)
-
-
-def _shapes(size: Mapping[str, int], dtype: str, ints: tuple[str, ...]) -> NativeArrays:
-    dtypes = dict.fromkeys(LEARNED, dtype) | {"gates": wide_dtype(dtype)} | dict.fromkeys(ints, "int32")
-    return NativeArrays(**LETTERS.shapes({**size, "three": 3}, dtypes))

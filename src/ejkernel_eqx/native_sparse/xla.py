@@ -11,9 +11,10 @@ from ..attention.cotangents import row_terms
 from ..attention.spec import AttentionArrays
 from ..dispatch import BOTH, Problem
 from . import branches, gathered, inverted, selection
-from .problems import COMPRESSED, of_branch, SLIDING
-from .spec import BRANCHES, NativeArrays, NativeSpec
+from .problems import of_branch
+from .spec import NativeArrays, NativeSpec
 
+Named = dict[str, Array]
 _BYTES = 2**25  # of gathered keys and values at a time
 
 
@@ -31,18 +32,14 @@ class XlaConfig:
 
 
 config_type = XlaConfig
+unsupported = attention.unsupported
 PARTS = {"queries": BOTH, "compressed": BOTH, "sliding": BOTH}
-
-
-def unsupported(problem: Problem, device: Any) -> str | None:
-    """The reason why this platform cannot serve the problem: never, it supports all."""
-    return None
 
 
 def default_config(problem: Problem, device: Any) -> XlaConfig:
     each = 4 * problem.dim("B") * problem.dim("K") * problem.dim("n") * int(str(problem.flag("block")))
     rows = _BYTES // max(1, each * (problem.dim("D") + problem.dim("V")))
-    own = [attention.default_config(of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)]
+    own = [attention.default_config(of_branch(problem, name), device) for name in branches.SOFTMAX]
     return XlaConfig(1 << max(min(rows, 256).bit_length() - 1, 0), *own)
 
 
@@ -53,55 +50,32 @@ def candidates(problem: Problem, device: Any) -> list[XlaConfig]:
     return list(dict.fromkeys(dataclasses.replace(best, queries=size) for size in sizes))
 
 
-def forward(
-    arrays: NativeArrays, spec: NativeSpec, config: XlaConfig, *, save: bool = True
-) -> dict[str, Array]:
+def forward(arrays: NativeArrays, spec: NativeSpec, config: XlaConfig, *, save: bool = True) -> Named:
     """The output, the blocks that were chosen, and what the backward needs."""
-    found = {}
-    call = branches.compressed(arrays, spec)
-    found["compressed_out"], found["compressed_lse"] = attention.forward(*call, config.compressed)
-    indices = arrays.indices
+    found, indices = {}, arrays.indices
+    for name, branch in branches.SOFTMAX.items():
+        results = attention.forward(*branch(arrays, spec), getattr(config, name))
+        found[f"{name}_out"], found[f"{name}_lse"] = results
     if indices is None:
         indices = selection.select(arrays, spec, found["compressed_lse"])
     chosen = arrays._replace(indices=indices)
     found["selected_out"], found["selected_lse"] = gathered.forward(chosen, spec, config.queries)
-    found["sliding_out"], found["sliding_lse"] = attention.forward(
-        *branches.sliding(arrays, spec), config.sliding
-    )
     out = branches.combine(arrays.gates, found, arrays.q.dtype)
     return {"out": out, "indices": indices} | (found if save else {})
 
 
 def backward(
-    arrays: NativeArrays,
-    spec: NativeSpec,
-    config: XlaConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
+    arrays: NativeArrays, spec: NativeSpec, config: XlaConfig, saved: Named, cotangents: Named
+) -> Named:
     """The gradients of all float arrays."""
-    douts, dgates = branches.split(arrays.gates, saved, cotangents["out"])
-    results = {name: (saved[f"{name}_out"], saved[f"{name}_lse"], douts[name]) for name in BRANCHES}
-    nothing = lambda lse: jnp.zeros_like(lse)
-    calls = {
-        "compressed": (branches.compressed(arrays, spec), config.compressed),
-        "sliding": (branches.sliding(arrays, spec), config.sliding),
-    }
-    grads = {
-        name: attention.backward(*call, own, *results[name], nothing(results[name][1]))
-        for name, (call, own) in calls.items()
-    }
+    results, dgates = branches.split(arrays.gates, saved, cotangents["out"])
+    grads = {}
+    for name, branch in branches.SOFTMAX.items():
+        call, tiles = branch(arrays, spec), getattr(config, name)
+        grads[name] = attention.backward(*call, tiles, *results[name], jnp.zeros_like(results[name][1]))
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
     chosen = arrays._replace(indices=saved["indices"])
     dq = gathered.query_gradient(chosen, spec, config.queries, lse, delta, dout)
     dk, dv = inverted.key_gradient(chosen, spec, _BYTES, lse, delta, dout)
-    wide = dq.dtype
-    return {
-        "q": dq + grads["compressed"].q.astype(wide) + grads["sliding"].q.astype(wide),
-        "k": dk + grads["sliding"].k.astype(wide),
-        "v": dv + grads["sliding"].v.astype(wide),
-        "compressed_k": grads["compressed"].k,
-        "compressed_v": grads["compressed"].v,
-        "gates": dgates,
-    }
+    return branches.combined_gradients(dq, dk, dv, grads, dgates)

@@ -42,8 +42,9 @@ class PagedOptions:
 
 
 class Scoring(NamedTuple):
-    """The arguments of a call that change scores or weights."""
+    """The arguments of a call that change scores or weights, and whether their log-sum-exp is returned."""
 
+    return_lse: bool
     sinks: Any = None
     alibi_slopes: Any = None
     qq_bias: Any = None
@@ -58,7 +59,7 @@ class Tokens(NamedTuple):
 
 
 def resolve(
-    q: Any, cache: Cache, options: PagedOptions, tokens: Tokens, scoring: Scoring, *, return_lse: bool
+    q: Any, cache: Cache, options: PagedOptions, tokens: Tokens, scoring: Scoring
 ) -> tuple[PagedArrays, PagedSpec]:
     """The resolved call on a cache that `read_queries` has checked."""
     table, lengths = tables(cache)
@@ -77,8 +78,8 @@ def resolve(
             "softmax_scale: expected a number with a PagedLatentCache, received None; pass the scale of the expanded heads, such as "
             "(nope_dim + rope_dim) ** -0.5, which cannot be derived from the latent."
         )
-    more = {"max_query_len": tokens.max_query_len, "latent": latent, "scales": cache.scales}
-    return _with_options(arrays, options, scoring, return_lse=return_lse, **more)
+    more = {"latent": latent, "scales": cache.scales}
+    return _with_options(arrays, options, scoring, tokens.max_query_len, **more)
 
 
 def read_queries(q: Any, cache: Any, letters: str) -> Array:
@@ -192,7 +193,8 @@ def _with_options(
 ) -> tuple[PagedArrays, PagedSpec]:
     """The call with the options of its operation and its small arrays, which are checked."""
     scale = arrays.q.shape[-1] ** -0.5 if options.softmax_scale is None else options.softmax_scale
-    spec = PagedSpec(float(scale), options.logits_soft_cap, options.left, max_query_len, **more)
+    more |= {"max_query_len": max_query_len, "return_lse": scoring.return_lse}
+    spec = PagedSpec(float(scale), options.logits_soft_cap, options.left, **more)
     heads = arrays.q.shape[-2]
 
     def floats(name: str, *shapes: Any, expected: str) -> Array | None:
@@ -215,7 +217,7 @@ def _with_options(
 
 
 def resolve_dense(
-    q: Any, k: Any, v: Any, start: Any, end: Any, options: PagedOptions, scoring: Scoring, *, return_lse: bool
+    q: Any, k: Any, v: Any, start: Any, end: Any, options: PagedOptions, scoring: Scoring
 ) -> tuple[PagedArrays, PagedSpec]:
     """One query per row on the row's own keys. Each row is a sequence, and its keys are a single page."""
     q, k, v = array("q", q, "H D"), array("k", k, "S K D"), array("v", v, "S K V")
@@ -238,11 +240,11 @@ def resolve_dense(
     start, count = jnp.zeros((*lead, 1), jnp.int32), jnp.ones((*lead, 1), jnp.int32)
     q, k, v = q[..., None, :, :], k[..., None, :, :, :], v[..., None, :, :, :]
     arrays = PagedArrays(q, k, v, start[..., None], start, count, ranges["end"], ranges["start"])
-    return _with_options(arrays, options, scoring, return_lse=return_lse)
+    return _with_options(arrays, options, scoring)
 
 
 def resolve_rows(
-    q: Array, dense: Any, options: PagedOptions, tokens: Any, scoring: Scoring, *, return_lse: bool
+    q: Array, dense: Any, options: PagedOptions, tokens: Any, scoring: Scoring
 ) -> tuple[PagedArrays, PagedSpec]:
     """Queries `[*, T, H, R + Dr]` on dense latents `[*, S, R]` and rotary keys `[*, S, Dr]`: those of a row are a single page, which each of its
     sequences reads up to its length, `[*, N]`."""
@@ -250,5 +252,4 @@ def resolve_rows(
     k, rope = (x[..., None, :, None, :] for x in dense)
     table = jnp.zeros((*lengths.shape, 1), jnp.int32)
     arrays = PagedArrays(q, k, None, table, tokens.q_start, tokens.q_len, lengths, rope=rope)
-    most = tokens.max_query_len
-    return _with_options(arrays, options, scoring, most, latent=True, return_lse=return_lse)
+    return _with_options(arrays, options, scoring, tokens.max_query_len, latent=True)

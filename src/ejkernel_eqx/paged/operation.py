@@ -1,4 +1,4 @@
-"""The base class of the operations over pages, and the body that they share."""
+"""The base class of the operations over pages, with the body that they share."""
 
 from typing import Any
 
@@ -48,26 +48,17 @@ class PagedOperation(Kernel):
         self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
         self.plan = plan_of(type(self), self, platform, config, tune_for)
 
-
-def over_pages(
-    operation: Any,
-    q: Array,
-    cache: Cache,
-    tokens: Tokens,
-    scoring: Scoring,
-    *,
-    return_lse: bool,
-    window: Any = None,
-    new: Any = None,
-) -> Any:
-    """The body of every operation over pages, on queries and tokens that have been checked: `out`, with `return_lse` also `lse`, and the cache if
-    `new` keys and values (or latents and rotary keys) are written to it first. The platform that will read the pages also writes them."""
-    arrays, spec = resolve(q, cache, operation.options, tokens, scoring, return_lse=return_lse)
-    if new is not None:
-        writes = write_arrays(cache, new, write_slots(arrays))
-        written = (write if is_empty(arrays) else writer(operation.plan, arrays, spec))(writes)
-        arrays, cache = arrays._replace(**written), holding(cache, written)
-    results = finish_within(operation.plan, arrays, spec, window)
-    if new is None:
-        return results
-    return (*results, cache) if return_lse else (results, cache)
+    def _over_pages(
+        self, q: Array, cache: Cache, tokens: Tokens, scoring: Scoring, window: Any = None, new: Any = None
+    ) -> Any:
+        """The body of every operation over pages, on queries and tokens that have been checked: `out`, with `return_lse` also `lse`, and the cache if
+        `new` keys and values (or latents and rotary keys) are written to it first. The platform that will read the pages also writes them."""
+        arrays, spec = resolve(q, cache, self.options, tokens, scoring)
+        if new is not None:
+            writes = write_arrays(cache, new, write_slots(arrays))
+            written = (write if is_empty(arrays) else writer(self.plan, arrays, spec))(writes)
+            arrays, cache = arrays._replace(**written), holding(cache, written)
+        results = finish_within(self.plan, arrays, spec, window)
+        if new is None:
+            return results
+        return (*results, cache) if scoring.return_lse else (results, cache)

@@ -8,7 +8,7 @@ from jax import Array
 from .._shapes import AnyArray, Float, Numbers
 from .arguments import one_each, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import over_pages, PagedOperation
+from .operation import PagedOperation
 from .signature import Cache, DecodeInputs, Output, Query, WithLse
 
 
@@ -71,4 +71,4 @@ class PagedAttention(PagedOperation):
         `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         q = read_queries(q, cache, "N H D")
-        return over_pages(self, q, cache, one_each(q, cache), Scoring(sinks), return_lse=return_lse)
+        return self._over_pages(q, cache, one_each(q, cache), Scoring(return_lse, sinks))

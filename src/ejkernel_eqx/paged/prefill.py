@@ -8,7 +8,7 @@ from jax import Array
 from .._shapes import AnyArray, Float, Int, Numbers
 from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import over_pages, PagedOperation
+from .operation import PagedOperation
 from .signature import Cache, Output, PackedInputs, Query, WithLse
 
 
@@ -78,4 +78,4 @@ class PrefillPagedAttention(PagedOperation):
         """
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)
-        return over_pages(self, q, cache, tokens, Scoring(sinks), return_lse=return_lse)
+        return self._over_pages(q, cache, tokens, Scoring(return_lse, sinks))

@@ -6,17 +6,15 @@ import equinox as eqx
 import jax
 from jax import Array
 
-from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
-from ..core.plans import plan_of
 from ..dispatch import PlatformLike
-from .arguments import packed, PagedOptions, read_queries, Scoring
+from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import over_pages
+from .operation import PagedOperation
 from .signature import C, Cache, Output, Query, RaggedInputs, WithLse
 
 
-class RaggedPagedAttention(Kernel):
+class RaggedPagedAttention(PagedOperation):
     r"""Attention of each sequence's new tokens, one (decoding) or many (a chunk of a prompt), on the keys and values in the pages of a cache.
 
     Query $t$ of a sequence of $L$ tokens, $n_q$ of which are new, sits at position $i = L - n_q + t$ and sees the keys up to its own:
@@ -36,9 +34,7 @@ class RaggedPagedAttention(Kernel):
 
     operation: ClassVar[str] = "ragged_paged_attention"
 
-    options: PagedOptions = eqx.field(static=True)
     append: bool = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
 
     def __init__(
         self,
@@ -58,9 +54,9 @@ class RaggedPagedAttention(Kernel):
 
         Raises `ValueError` for invalid options.
         """
-        self.options = PagedOptions.read(sliding_window, logits_soft_cap, softmax_scale)
         self.append = append
-        self.plan = plan_of(RaggedPagedAttention, self, platform, config, tune_for)
+        more = {"platform": platform, "config": config, "tune_for": tune_for}
+        super().__init__(sliding_window, logits_soft_cap, softmax_scale, **more)
 
     if TYPE_CHECKING:
 
@@ -152,5 +148,5 @@ class RaggedPagedAttention(Kernel):
             raise ValueError(
                 "k, v: expected the keys and values of the new tokens with append=True, received None; build with append=False to read only."
             )
-        more = {"window": window, "new": (k, v) if self.append else None}
-        return over_pages(self, q, cache, tokens, Scoring(sinks), return_lse=return_lse, **more)
+        new = (k, v) if self.append else None
+        return self._over_pages(q, cache, tokens, Scoring(return_lse, sinks), window, new)

@@ -98,7 +98,7 @@ class RaggedDecodeAttention(PagedOperation):
         a row that sees no key. Raises `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested
         one, supports the call.
         """
-        arrays, spec = resolve_dense(q, k, v, start, end, self.options, Scoring(sinks), return_lse=return_lse)
+        arrays, spec = resolve_dense(q, k, v, start, end, self.options, Scoring(return_lse, sinks))
         results = finish(self.plan, arrays, spec)
         # A row is a sequence of one query, whose axis the results do not have.
         return jax.tree.map(lambda x: jnp.squeeze(x, arrays.q.ndim - 3), results)

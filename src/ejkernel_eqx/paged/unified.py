@@ -8,7 +8,7 @@ from jax import Array
 from .._shapes import AnyArray, Float, Int, Numbers
 from .arguments import packed, read_queries, Scoring
 from .cache.cache import PagedKVCache, PagedLatentCache
-from .operation import over_pages, PagedOperation
+from .operation import PagedOperation
 from .signature import Cache, Output, Query, UnifiedInputs, WithLse
 
 
@@ -80,5 +80,4 @@ class UnifiedAttention(PagedOperation):
         """
         q = read_queries(q, cache, "T H D")
         tokens = packed(q, cache, query_start_loc, max_query_len)
-        scoring = Scoring(sinks, alibi_slopes, qq_bias)
-        return over_pages(self, q, cache, tokens, scoring, return_lse=return_lse, window=window)
+        return self._over_pages(q, cache, tokens, Scoring(return_lse, sinks, alibi_slopes, qq_bias), window)

@@ -12,23 +12,30 @@ from ..dispatch import Cost, FORWARD, Implementation, Platform, Problem, Workloa
 from . import reference
 from .example import example_problem as example_problem
 from .samples import make_arrays, make_batch, moved_bytes, spec_of
-from .spec import page_dtypes, PagedArrays, PagedSpec, RESULTS
+from .spec import page_dtypes, RESULTS
 
 _COARSER = ("float64", "float32", "float16", "bfloat16")
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
-    spec, platform = spec_of(problem), implementation.load()
-    run, make = functools.partial(_run, platform, spec), functools.partial(make_arrays, problem)
-    reference = functools.partial(_reference, spec)
-    tolerances: dict[str, Any] = dict.fromkeys(RESULTS, TOLERANCES[checked_dtype(problem)]["forward"])
+    tolerances = dict.fromkeys(RESULTS, TOLERANCES[checked_dtype(problem)]["forward"])
+    make = functools.partial(make_arrays, problem)
+    return work_of(implementation, spec_of(problem), make, reference.attend, tolerances, costs(problem))
+
+
+def work_of(
+    implementation: Implementation, spec: Any, make: Any, attend: Any, tolerances: Any, costs: Any
+) -> Workload:
+    """The work of an operation without a gradient, on the arrays of `make(seed)`: its results that have `tolerances` are compared with those of the
+    reference `attend`."""
+    results = tuple(tolerances)
+    run = functools.partial(_run, implementation.load(), spec, results)
     launches = functools.partial(launches_of, run, make)
-    more = {
-        "costs": costs(problem),
-        "launches": launches if implementation.platform is Platform.TRITON else None,
-    }
-    return Workload(make, run, reference, tolerances, RESULTS, **more)
+    more = {"costs": costs, "launches": launches if implementation.platform is Platform.TRITON else None}
+    return Workload(
+        make, run, functools.partial(_reference, attend, spec, results), tolerances, results, **more
+    )
 
 
 def checked_dtype(problem: Problem) -> str:
@@ -45,10 +52,12 @@ def costs(problem: Problem) -> dict[str, Cost]:
     return {FORWARD: Cost(flops, moved_bytes(problem, spec))}
 
 
-def _run(platform: Any, spec: PagedSpec, arrays: PagedArrays, config: Any, **execute: Any) -> Any:
-    return platform.forward(arrays, spec, config, **execute)
+def _run(platform: Any, spec: Any, names: Any, arrays: Any, config: Any, **execute: Any) -> dict[str, Array]:
+    results = platform.forward(arrays, spec, config, **execute)
+    return {name: results[name] for name in names}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _reference(spec: PagedSpec, arrays: PagedArrays) -> dict[str, Array]:
-    return reference.attend(arrays, spec)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _reference(attend: Any, spec: Any, names: Any, arrays: Any) -> dict[str, Array]:
+    results = attend(arrays, spec)
+    return {name: results[name] for name in names}

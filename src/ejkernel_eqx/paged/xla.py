@@ -52,29 +52,38 @@ def default_config(problem: Any, device: Any) -> XlaConfig:
 
 def candidates(problem: Any, device: Any) -> list[XlaConfig]:
     """Configurations worth timing, the heuristic first, without those that split the problem in the same way."""
-    keys, queries = problem.dim("M") * problem.dim("p"), problem.dim("Q")
     wanted = [(128, 128), (128, 256), (256, 256), (128, 512), (64, 128), (256, 512), (128, 64), (128, 1024)]  # fmt: skip
-    if queries == 1:
+    if problem.dim("Q") == 1:
         wanted = [(128, size) for size in (128, 256, 512, 64, 1024, 32)]
-    distinct: dict[tuple[int, int], XlaConfig] = {}
-    for block_q, block_k in wanted:
-        cut = min(block_q, queries), min(block_k, keys)
-        distinct.setdefault(cut, XlaConfig(block_q, block_k))
-    return list(distinct.values())
+    return distinct(problem, [XlaConfig(*sizes) for sizes in wanted])
+
+
+def distinct(problem: Any, configs: list[XlaConfig]) -> list[XlaConfig]:
+    """Those that split the problem in different ways."""
+    keys, queries = problem.dim("M") * problem.dim("p"), problem.dim("Q")
+    ways: dict[tuple[int, int], XlaConfig] = {}
+    for config in configs:
+        ways.setdefault((min(config.block_q, queries), min(config.block_k, keys)), config)
+    return list(ways.values())
 
 
 def forward(arrays: PagedArrays, spec: PagedSpec, config: XlaConfig) -> Named:
     """`out [*, T, H, V]` and `lse [*, T, H]`. `jax.vmap` adds leading axes, which become additional sequences."""
 
-    def folded(given: Named, runs: Any) -> Named:
-        shared = SHARED.intersection(given), unmapped(PagedArrays.of(given), spec)
-        return flatten_rows(lambda flat: _attend(Call(PagedArrays.of(flat), spec, config)), given, *shared)
+    attend = lambda flat: _attend(Call(PagedArrays.of(flat), spec, config))
+    leading = Leading(axes=axes_of(arrays, spec), shared=SHARED.intersection(arrays.given))
+    return over_rows(attend, arrays.given, leading, lambda given: unmapped(PagedArrays.of(given), spec))
 
-    axes = axes_of(arrays, spec)
-    given = arrays.given
-    shared = SHARED.intersection(given)
+
+def over_rows(
+    attend: Callable[[Named], Named], given: Named, leading: Leading, alone: Callable[[Named], frozenset[str]]
+) -> Named:
+    """`attend`, which takes arrays without leading axes, on arrays with any number of them; `alone` tells which ones all rows share."""
+
+    def folded(given: Named, runs: Any) -> Named:
+        return flatten_rows(attend, given, leading.shared, alone(given))
+
     # Where types carry shardings, indices into a sharded array must be local to one device.
-    leading = Leading(axes=axes, shared=shared)
     return opaque(folded, leading, split=Split.EXPLICIT, sliced=False)(given)
 
 

@@ -16,13 +16,7 @@ _PAGES = PagedOptions(None, None, None)
 
 
 def resolve(
-    options: Options,
-    q: Any,
-    gates: Any,
-    caches: tuple[Any, Any],
-    query_start_loc: Any,
-    max_query_len: Any,
-    block_indices: Any,
+    options: Options, q: Any, gates: Any, caches: Any, query_start_loc: Any, max_query_len: Any, indices: Any
 ) -> tuple[PagedNativeArrays, PagedNativeSpec]:
     cache, compressed = caches
     for name, x in (("cache", cache), ("compressed", compressed)):
@@ -40,15 +34,15 @@ def resolve(
             f"max_query_len: expected None or 1 without query_start_loc, received {max_query_len!r}; pass query_start_loc for sequences with "
             "several queries."
         )
-    plain, _ = resolve_pages(q, cache, _PAGES, tokens, Scoring(), return_lse=True)
+    plain, _ = resolve_pages(q, cache, _PAGES, tokens, Scoring(True))
     assert plain.v is not None
     arrays = PagedNativeArrays(
         q, gates, plain.k, plain.v, compressed.k, compressed.v,
         plain.page_table, plain.q_start, plain.q_len, plain.kv_len,
     )  # fmt: skip
     sparse = options.spec(q.shape[-1])
-    if block_indices is not None:
-        indices = read_indices(block_indices, (*q.shape[:-2], cache.num_kv_heads))
+    if indices is not None:
+        indices = read_indices(indices, (*q.shape[:-2], cache.num_kv_heads))
         arrays = arrays._replace(indices=indices)
         sparse = dataclasses.replace(sparse, count=indices.shape[-1], given=True)
     return arrays, PagedNativeSpec(sparse, tokens.max_query_len)
@@ -61,20 +55,14 @@ def _check_pages(q: Array, cache: PagedKVCache, compressed: PagedKVCache, stride
             f"cache: expected a page size that is a multiple of compression_stride={stride}, received {cache.page_size}; a page of compressed keys "
             "holds those that end in a page of keys."
         )
-    expected = {
-        "batch_shape": cache.batch_shape,
-        "num_pages": cache.num_pages,
-        "page_size": cache.page_size // stride,
-        "num_kv_heads": cache.num_kv_heads,
-        "head_dim": cache.head_dim,
-        "value_dim": cache.v.shape[-1],
-    }
-    found = {name: getattr(compressed, name) for name in list(expected)[:-1]}
-    found["value_dim"] = compressed.v.shape[-1]
+    names = ("batch_shape", "num_pages", "page_size", "num_kv_heads", "head_dim")
+    sizes = lambda pages: {name: getattr(pages, name) for name in names} | {"value_dim": pages.v_head_dim}
+    expected, received = sizes(cache), sizes(compressed)
+    expected["page_size"] //= stride
     for name, value in expected.items():
-        if found[name] != value:
+        if received[name] != value:
             raise ValueError(
-                f"compressed: expected {name}={value}, received {found[name]}; it has the pages of cache, each with page_size // "
+                f"compressed: expected {name}={value}, received {received[name]}; it has the pages of cache, each with page_size // "
                 f"compression_stride={stride} compressed keys."
             )
     for name, pages in (("cache", cache), ("compressed", compressed)):

@@ -13,15 +13,9 @@ def problem_of(operation: str, arrays: PagedNativeArrays, spec: PagedNativeSpec)
     dims = {letter: size[letter] for letter in "HKDVpM"} | {name: size["B"] * size[name] for name in "NT"}
     dims |= {"Q": spec.max_query_len, "n": spec.sparse.count}
     flags = {name: getattr(spec.sparse, name) for name in FIELDS} | {"given": spec.sparse.given}
-    return Problem.make(
-        operation,
-        dims=dims,
-        dtypes={"qkv": arrays.q.dtype, "gates": arrays.gates.dtype},
-        flags=flags,
-        lengths={"N", "T", "M", "Q"},
-        counts={"H", "K"},
-        requirements={"given"},
-    )
+    dtypes = {"qkv": arrays.q.dtype, "gates": arrays.gates.dtype}
+    kinds = {"lengths": set("NTMQ"), "counts": set("HK"), "requirements": {"given"}}
+    return Problem.make(operation, dims=dims, dtypes=dtypes, flags=flags, **kinds)
 
 
 ATTEND = ForwardKind(

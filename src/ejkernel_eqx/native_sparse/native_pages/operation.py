@@ -1,18 +1,13 @@
 """`PagedNativeSparseAttention`: native sparse attention of each sequence's new tokens, on the keys in the pages of a cache."""
 
-from typing import Any, ClassVar, Literal, overload, TYPE_CHECKING, TypedDict, Unpack
+from typing import ClassVar, Literal, overload, TYPE_CHECKING, TypedDict, Unpack
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax import Array
 
-from ..._kernel import Kernel, Plan
 from ..._shapes import AnyArray, Float, Int, Numbers
-from ...core.plans import plan_of
-from ...dispatch import PlatformLike
 from ...paged.cache.cache import PagedKVCache
-from ..arguments import Options
+from ..operation import results_of, SparseOperation
 from .arguments import resolve
 from .core import ATTEND
 
@@ -28,7 +23,7 @@ class PagedNativeInputs(TypedDict, total=False):
     block_indices: Int[Numbers, "*B T K n"] | None
 
 
-class PagedNativeSparseAttention(Kernel):
+class PagedNativeSparseAttention(SparseOperation):
     r"""Native sparse attention of each sequence's new tokens, one (decoding) or many (a chunk of a prompt), on the keys and values in the pages of a
     cache and their compressed ones in the pages of a second.
 
@@ -50,29 +45,7 @@ class PagedNativeSparseAttention(Kernel):
     """
 
     operation: ClassVar[str] = "paged_native_sparse_attention"
-
-    options: Options = eqx.field(static=True)
-    plan: Plan = eqx.field(static=True)
-
-    def __init__(
-        self,
-        block_size: int = 64,
-        num_blocks: int = 16,
-        sliding_window: int = 512,
-        *,
-        compression_size: int | None = None,
-        compression_stride: int | None = None,
-        softmax_scale: float | None = None,
-        platform: PlatformLike | None = None,
-        config: Any | None = None,
-        tune_for: Any | None = None,
-    ):
-        """**Arguments:** as in [`ejkernel_eqx.NativeSparseAttention`][]; `tune_for` is [`ejkernel_eqx.inputs`][] of a call. Raises `ValueError` for
-        invalid options."""
-        self.options = Options.read(
-            block_size, num_blocks, sliding_window, compression_size, compression_stride, softmax_scale
-        )
-        self.plan = plan_of(PagedNativeSparseAttention, self, platform, config, tune_for)
+    __init__ = SparseOperation.__init__
 
     if TYPE_CHECKING:
 
@@ -132,12 +105,5 @@ class PagedNativeSparseAttention(Kernel):
         """
         caches = (cache, compressed)
         arrays, spec = resolve(self.options, q, gates, caches, query_start_loc, max_query_len, block_indices)
-        shape = (*arrays.q.shape[:-1], arrays.v.shape[-1])
-        if 0 in (arrays.q.size, arrays.kv_len.size):  # nothing to launch
-            chosen = (*arrays.q.shape[:-2], arrays.k.shape[-2], spec.sparse.count)
-            results = {"out": jnp.zeros(shape, arrays.q.dtype), "indices": jnp.full(chosen, -1, jnp.int32)}
-        else:
-            results = ATTEND.call(self.plan, self.operation, arrays, spec)
-        if not return_indices:
-            return results["out"]
-        return results["out"], results["indices"] if arrays.indices is None else arrays.indices
+        results = results_of(self, ATTEND, arrays, spec, spec.sparse.count)
+        return (results["out"], results["indices"]) if return_indices else results["out"]

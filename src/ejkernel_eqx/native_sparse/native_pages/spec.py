@@ -6,7 +6,7 @@ writes its compressed keys, and sequences may share the pages before.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import Array
 
@@ -61,36 +61,23 @@ class PagedNativeArrays(NamedTuple):
         """The arrays that are present, by name."""
         return {name: x for name, x in self._asdict().items() if x is not None}
 
-    def over(self, k: Any, v: Any) -> PagedArrays:
-        """Attention of the queries to these pages, arrays or shapes."""
-        tables = self.page_table, self.q_start, self.q_len, self.kv_len
-        return PagedArrays(self.q, k, v, *tables)
-
     @property
     def main(self) -> PagedArrays:
         """Attention to the keys."""
-        return self.over(self.k, self.v)
+        return PagedArrays(self.q, self.k, self.v, self.page_table, self.q_start, self.q_len, self.kv_len)
 
     @property
     def compressed(self) -> PagedArrays:
         """Attention to the compressed keys."""
-        return self.over(self.compressed_k, self.compressed_v)
+        return self.main._replace(k=self.compressed_k, v=self.compressed_v)
 
 
 SHARED = frozenset({"k", "v", "compressed_k", "compressed_v"})
 RESULTS = ("out", "indices")
 INTS = ("page_table", "q_start", "q_len", "kv_len")
-LETTERS = Letters.of(
-    {
-        "q": "T H D",
-        "gates": "T H three",
-        **{"k": "P p K D", "v": "P p K V", "compressed_k": "P c K D", "compressed_v": "P c K V"},
-        **dict(zip(INTS, ("N M", "N", "N", "N"))),
-        "indices": "T K n",
-        "out": "T H V",
-    },
-    heads="H K",
-)
+_AXES = {"q": "T H D", "gates": "T H three", "k": "P p K D", "v": "P p K V"}
+_AXES |= {"compressed_k": "P c K D", "compressed_v": "P c K V", **dict(zip(INTS, ("N M", "N", "N", "N")))}
+LETTERS = Letters.of({**_AXES, "indices": "T K n", "out": "T H V"}, heads="H K")
 
 
 def unmapped(arrays: PagedNativeArrays) -> frozenset[str]:

@@ -12,9 +12,10 @@ from jax import Array
 from ..._tolerances import TOLERANCES
 from ...core.letters import wide_dtype
 from ...core.words import read_sizes
-from ...core.workload import launches_of
-from ...dispatch import Cost, FORWARD, Implementation, Platform, Problem, Workload
+from ...dispatch import Cost, FORWARD, Implementation, Problem, Workload
 from ...paged import samples
+from ...paged.example import example_problem as example_of_pages
+from ...paged.workload import work_of
 from ..problems import sparse_of
 from ..spec import NativeSpec
 from ..workload import read_parts
@@ -28,18 +29,9 @@ _PAGES = ("k", "v", "compressed_k", "compressed_v")
 def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms. Where blocks are chosen, rounding decides between two that are almost as good: those of a
     sequence are alike, so that it does not matter."""
-    spec, platform = spec_of(problem), implementation.load()
-    run, make = functools.partial(_run, platform, spec), functools.partial(make_arrays, problem)
-    collects = implementation.platform is Platform.TRITON
-    return Workload(
-        make_inputs=make,
-        run=run,
-        reference=functools.partial(_reference, spec),
-        tolerances={"out": TOLERANCES[problem.dtype("qkv")]["forward"]},
-        forward=("out",),
-        costs={FORWARD: Cost(*_cost(problem))},
-        launches=functools.partial(launches_of, run, make) if collects else None,
-    )
+    tolerances, costs = {"out": TOLERANCES[problem.dtype("qkv")]["forward"]}, {FORWARD: Cost(*_cost(problem))}
+    make = functools.partial(make_arrays, problem)
+    return work_of(implementation, spec_of(problem), make, reference.attend, tolerances, costs)
 
 
 def spec_of(problem: Problem) -> PagedNativeSpec:
@@ -70,12 +62,8 @@ def make_arrays(problem: Problem, seed: int) -> PagedNativeArrays:
 
 def _plain(problem: Problem) -> Problem:
     """Attention over the same pages."""
-    from ...paged.example import example_problem
-
-    dims = {name: problem.dim(name) for name in "NTHKDVpQ"}
-    return example_problem(
-        "ragged_paged_attention", dims | {"S": problem.dim("M") * problem.dim("p")}, problem.dtype("qkv"), {}
-    )
+    dims = {name: problem.dim(name) for name in "NTHKDVpQ"} | {"S": problem.dim("M") * problem.dim("p")}
+    return example_of_pages("ragged_paged_attention", dims, problem.dtype("qkv"), {})
 
 
 def _blocks(problem: Problem, arrays: PagedNativeArrays, seed: int) -> Array:
@@ -103,17 +91,6 @@ def _cost(problem: Problem) -> tuple[float, float]:
     itemsize = jnp.dtype(problem.dtype("qkv")).itemsize
     moved = (read * problem.dim("K") * width + tokens) * itemsize
     return 2.0 * pairs * problem.dim("H") * width, float(moved)
-
-
-def _run(
-    platform: Any, spec: PagedNativeSpec, arrays: PagedNativeArrays, config: Any, **execute: Any
-) -> dict[str, Array]:
-    return {"out": platform.forward(arrays, spec, config, **execute)["out"]}
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _reference(spec: PagedNativeSpec, arrays: PagedNativeArrays) -> dict[str, Array]:
-    return {"out": reference.attend(arrays, spec)["out"]}
 
 
 def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:
@@ -156,8 +133,8 @@ def shapes_of(problem: Problem) -> PagedNativeArrays:
 
 def _shapes(size: dict[str, int], dtype: str, spec: PagedNativeSpec) -> PagedNativeArrays:
     size |= {"c": size["p"] // spec.sparse.stride, "three": 3}
+    ints = (*INTS, "indices") if spec.sparse.given else INTS
     dtypes = (
-        dict.fromkeys(("q", *_PAGES), dtype) | {"gates": wide_dtype(dtype)} | dict.fromkeys(INTS, "int32")
+        dict.fromkeys(("q", *_PAGES), dtype) | {"gates": wide_dtype(dtype)} | dict.fromkeys(ints, "int32")
     )
-    dtypes |= {"indices": "int32"} if spec.sparse.given else {}
     return PagedNativeArrays(**LETTERS.shapes(size, dtypes, lead=""))

@@ -7,22 +7,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..._broadcast import like
-from ...paged.flat import flatten_rows
-from ...paged.xla import (
-    Call,
-    finished,
-    in_passes,
-    Queries,
-    scores_at,
-    softmax,
-    Span,
-    span_between,
-    span_of,
-    start_of,
-    with_keys,
-    XlaConfig,
-)
-from ...parallel import Leading, match_varying, opaque, Split
+from ...paged import xla as pages
+from ...paged.xla import Call, Queries, Span, XlaConfig
+from ...parallel import Leading, match_varying
 from .. import branches
 from ..selection import best_blocks
 from ..spec import BRANCHES
@@ -30,11 +17,7 @@ from .spec import LETTERS, most_blocks, PagedNativeArrays, PagedNativeSpec, SHAR
 
 Named = dict[str, Array]
 config_type = XlaConfig
-
-
-def unsupported(problem: Any, device: Any) -> str | None:
-    """The reason why this platform cannot serve the problem: never, it supports all."""
-    return None
+unsupported = pages.unsupported
 
 
 def default_config(problem: Any, device: Any) -> XlaConfig:
@@ -44,26 +27,15 @@ def default_config(problem: Any, device: Any) -> XlaConfig:
 def candidates(problem: Any, device: Any) -> list[XlaConfig]:
     """Configurations worth timing, the heuristic first, without those that split the problem in the same way. Tiles of queries are small, as
     each of them gathers keys of its own."""
-    keys, queries = problem.dim("M") * problem.dim("p"), problem.dim("Q")
     wanted = [(64, 256), (32, 256), (64, 512), (128, 256), (64, 128), (128, 512)]
-    distinct: dict[tuple[int, int], XlaConfig] = {}
-    for block_q, block_k in wanted:
-        cut = min(block_q, queries), min(block_k, keys)
-        distinct.setdefault(cut, XlaConfig(block_q, block_k, 1))
-    return list(distinct.values())
+    return pages.distinct(problem, [XlaConfig(*sizes, 1) for sizes in wanted])
 
 
 def forward(arrays: PagedNativeArrays, spec: PagedNativeSpec, config: XlaConfig) -> Named:
     """`out [*, T, H, V]`, and the chosen blocks. `jax.vmap` adds leading axes, which become additional sequences."""
-
-    def folded(given: Named, runs: Any) -> Named:
-        shared = unmapped(PagedNativeArrays(**given))
-        return flatten_rows(
-            lambda flat: _attend(PagedNativeArrays(**flat), spec, config), given, SHARED, shared
-        )
-
+    attend = lambda flat: _attend(PagedNativeArrays(**flat), spec, config)
     leading = Leading(axes=LETTERS.axes_of(arrays), shared=SHARED)
-    return opaque(folded, leading, split=Split.EXPLICIT, sliced=False)(arrays.given)
+    return pages.over_rows(attend, arrays.given, leading, lambda given: unmapped(PagedNativeArrays(**given)))
 
 
 class _Calls(NamedTuple):
@@ -84,7 +56,7 @@ def _attend(arrays: PagedNativeArrays, spec: PagedNativeSpec, config: XlaConfig)
     none = jnp.zeros_like(lse[..., 0], jnp.int32)[..., None] - 1
     empty = {f"{name}_{what}": x for name in BRANCHES for what, x in (("out", out), ("lse", lse))}
     empty["indices"] = jnp.broadcast_to(none, (*none.shape[:-1], spec.sparse.count))
-    found = in_passes(main, lambda queries: _of_queries(calls, queries), empty)
+    found = pages.in_passes(main, lambda queries: _of_queries(calls, queries), empty)
     indices = found.pop("indices")
     flat = {name: x.reshape(main.tokens, main.heads, *x.shape[3:])[None] for name, x in found.items()}
     flat = {name: x.swapaxes(1, 2) if name.endswith("lse") else x for name, x in flat.items()}
@@ -94,15 +66,15 @@ def _attend(arrays: PagedNativeArrays, spec: PagedNativeSpec, config: XlaConfig)
 def _of_queries(calls: _Calls, queries: Queries) -> Named:
     """The results of all branches, `[n, Q, K, G, V]` and `[n, Q, K, G]`, and the blocks `[n, Q, K, blocks]`."""
     arrays, own = calls.arrays, calls.spec.sparse
-    span = span_of(calls.main, queries)
+    span = pages.span_of(calls.main, queries)
     last = (span.i + 1) // own.stride - 1  # the slot of the last compressed key that a query sees
     start = jnp.full_like(last, calls.spec.first_slot)
     # The weights of all blocks of slots are computed, those of the unused first slots too.
-    seen = span_between(calls.compressed, queries, span.own, jnp.zeros_like(last), last)
+    seen = pages.span_between(calls.compressed, queries, span.own, jnp.zeros_like(last), last)
     seen = seen._replace(lowest=start)
     found = {}
-    found["sliding_out"], found["sliding_lse"] = softmax(calls.main, queries, span)
-    found["compressed_out"], lse = softmax(calls.compressed, queries, seen)
+    found["sliding_out"], found["sliding_lse"] = pages.softmax(calls.main, queries, span)
+    found["compressed_out"], lse = pages.softmax(calls.compressed, queries, seen)
     found["compressed_lse"] = lse
     if arrays.indices is None:
         importance = _importance(calls.compressed, queries, seen, lse)
@@ -125,7 +97,7 @@ def _importance(call: Call, queries: Queries, span: Span, lse: Array) -> Array:
 
     def block(number: Array, total: Array) -> Array:
         at = number * call.block_k
-        _, _, scores = scores_at(call, queries, span, table, jnp.zeros_like(span.begin) + at)
+        _, _, scores = pages.scores_at(call, queries, span, table, jnp.zeros_like(span.begin) + at)
         weights = jnp.moveaxis(jnp.exp(scores - shift).sum(2), 1, 2).astype(total.dtype)
         return lax.dynamic_update_slice_in_dim(total, weights, at, 3)
 
@@ -151,9 +123,9 @@ def _selected(calls: _Calls, queries: Queries, i: Array, indices: Array) -> tupl
         scores = call.dot("nqkgd,nqksd->nkgqs", queries.q, k) * own.scale
         mask = jnp.moveaxis(seen, 1, 2)[:, :, None]
         values = lambda weights: call.dot("nkgqs,nqksv->nkgqv", weights, v)
-        return with_keys(carry, jnp.where(mask, scores, -jnp.inf), values)
+        return pages.with_keys(carry, jnp.where(mask, scores, -jnp.inf), values)
 
-    return finished(call, lax.fori_loop(0, indices.shape[-1], block, start_of(call, queries)))
+    return pages.finished(call, lax.fori_loop(0, indices.shape[-1], block, pages.start_of(call, queries)))
 
 
 # Mapped, so that heads are an axis of their own to the compiler: each device gathers from its own.

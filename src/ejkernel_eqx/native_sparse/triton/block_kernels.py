@@ -130,19 +130,10 @@ def merge_blocks_kernel(
     if GATED:
         gate = tl.load(gates_ptr + of_query * 3 + 1, mask=real, other=0.0).to(tl.float32)
         out = out * tl.where(some, gate, 0.0)[:, None]
-        out += _under_gate(
-            compressed_out_ptr,
-            compressed_lse_ptr,
-            gates_ptr + of_query * 3,
-            of_query,
-            of_lse,
-            real,
-            V,
-            BLOCK_V,
-        )
-        out += _under_gate(
-            sliding_out_ptr, sliding_lse_ptr, gates_ptr + of_query * 3 + 2, of_query, of_lse, real, V, BLOCK_V
-        )
+        gates = gates_ptr + of_query * 3
+        out += _under_gate(compressed_out_ptr, compressed_lse_ptr, gates, of_query, of_lse, real, V, BLOCK_V)
+        gates += 2
+        out += _under_gate(sliding_out_ptr, sliding_lse_ptr, gates, of_query, of_lse, real, V, BLOCK_V)
     to = of_query[:, None] * V + c[None, :]
     tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (c < V)[None, :])
     if not GATED:

@@ -11,15 +11,17 @@ from jax import Array, lax
 
 from ...launch import Launcher, NOTHING, result
 from ...launch.sizes import cdiv, padded
+from ..branches import SOFTMAX
 from ..lists import Lists, lists_of
 from ..spec import NativeArrays, NativeSpec, num_blocks
 from . import block_kernels
 from .tiles import ForwardTile, Warped
 
+Named = dict[str, Array]
 _BYTES = 2**31  # of results of single blocks at a time
 
 
-def given(lists: Lists) -> dict[str, Array]:
+def given(lists: Lists) -> Named:
     """Returns what kernels know of the lists."""
     batch, heads, each = lists.pairs.shape
     row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1) * each
@@ -27,13 +29,8 @@ def given(lists: Lists) -> dict[str, Array]:
 
 
 def attended(
-    launch: Launcher,
-    arrays: NativeArrays,
-    spec: NativeSpec,
-    tile: ForwardTile,
-    indices: Array,
-    gated: dict[str, Array] | None = None,
-) -> dict[str, Array]:
+    launch: Launcher, arrays: NativeArrays, spec: NativeSpec, tile: ForwardTile, indices: Array, gated: Any
+) -> Named:
     """`out [B, T, H, V]` and `lse [B, H, T]` of the selected branch, some queries at a time. With `gated`, the results of the other branches and the
     gates, `out` is the sum of all three, and there is no `lse`."""
     batch, length, heads, _ = arrays.q.shape
@@ -44,29 +41,19 @@ def attended(
     # The lists of all chunks are sorted at once.
     apart = jnp.pad(indices, [(0, 0), (0, chunks * size - length), (0, 0), (0, 0)], constant_values=-1)
     apart = jnp.moveaxis(apart.reshape(batch, chunks, size, kv_heads, spec.count), 1, 0)
-    lists = lists_of(
-        apart.reshape(chunks * batch, size, kv_heads, spec.count),
-        num_blocks(arrays, spec),
-        tile.span,
-        together=True,
-    )
-    launch, pieces, found = launch.knowing({"indices": indices}), lists.owner.shape[-1], {}
+    apart = apart.reshape(chunks * batch, size, kv_heads, spec.count)
+    lists = lists_of(apart, num_blocks(arrays, spec), tile.span, together=True)
+    pieces, found = lists.owner.shape[-1], {}
+    launch = launch.knowing({"indices": indices}, length=size)
+    # Of the last chunk, which may be shorter, too: queries past the end have no pairs.
+    pairs = (batch, kv_heads, size * spec.count, heads // kv_heads)
+    outputs = {"part": result(*pairs, values, dtype=dtype), "part_lse": result(*pairs)}
     for number in range(chunks):
         own = jax.tree.map(lambda x, n=number: x[n * batch : (n + 1) * batch], lists)
         if found:  # one after the other, in the same memory
             own, found = lax.optimization_barrier((own, found))
-        # Of the last chunk, which may be shorter, too: queries past the end have no pairs.
-        pairs = (batch, kv_heads, size * spec.count, heads // kv_heads)
-        parts = launch(
-            block_kernels.block_forward_kernel,
-            tile,
-            {"part": result(*pairs, values, dtype=dtype), "part_lse": result(*pairs)},
-            batch * kv_heads * pieces,
-            given(own),
-            PIECES=pieces,
-            chunk=number * size,
-            length=size,
-        )
+        numbers, programs = {"PIECES": pieces, "chunk": number * size}, batch * kv_heads * pieces
+        parts = launch(block_kernels.block_forward_kernel, tile, outputs, programs, given(own), **numbers)
         part = Part(spec.count, size, number * size, found, tile.merge_registers)
         found = merged(launch, parts | (gated or {}), (batch, length, heads, values), part, dtype)
     return found
@@ -79,13 +66,11 @@ class Part(NamedTuple):
     slots: int
     count: int
     chunk: int | None = None
-    before: dict[str, Array] | None = None
+    before: Named | None = None
     registers: int = 0
 
 
-def merged(
-    launch: Launcher, parts: dict[str, Array], shape: tuple[int, ...], which: Part, dtype: Any
-) -> dict[str, Array]:
+def merged(launch: Launcher, parts: Named, shape: tuple[int, ...], which: Part, dtype: Any) -> Named:
     """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` from `part [B, K, count * slots, G, V]` and `part_lse`: of the blocks of queries, where
     these have one, or else of splits. If `parts` has gates, `out` is the sum of the branches, of which it has the others, without `lse`."""
     batch, length, heads, values = shape
@@ -94,29 +79,19 @@ def merged(
     if gated := "gates" in parts:
         outputs["lse"] = NOTHING
     numbers = padded(which.slots, 1) * padded(group) * padded(values)  # of a program
-    absent = dict.fromkeys(
-        f"{branch}_{what}" for branch in ("compressed", "sliding") for what in ("out", "lse")
-    )
+    tile = Warped(min(8, max(1, numbers // 4096)), max_registers=which.registers)
+    absent = dict.fromkeys(("gates", *(f"{name}_{what}" for name in SOFTMAX for what in ("out", "lse"))))
     known = which.before or {}
     before = {"before": known.get("out"), "before_lse": known.get("lse")}
-    found = launch(
-        block_kernels.merge_blocks_kernel,
-        Warped(min(8, max(1, numbers // 4096)), max_registers=which.registers),
-        outputs,
-        batch * kv_heads * which.count,
-        {"gates": None} | absent | before | parts,
-        aliases={} if not known else {"before": "out"} if gated else {"before": "out", "before_lse": "lse"},
-        N=which.slots,
-        BLOCK_N=padded(which.slots, 1),
-        CHOSEN=which.chunk is not None,
-        GATED=gated,
-        chunk=which.chunk or 0,
-        length=which.count,
-    )
+    aliases = {"before": "out"} if gated else {"before": "out", "before_lse": "lse"}
+    chunk = {"chunk": which.chunk or 0, "length": which.count, "CHOSEN": which.chunk is not None}
+    launch = launch.knowing(absent | before | parts, N=which.slots, BLOCK_N=padded(which.slots, 1), **chunk)
+    kernel, programs = block_kernels.merge_blocks_kernel, batch * kv_heads * which.count
+    found = launch(kernel, tile, outputs, programs, aliases=aliases if known else {}, GATED=gated)
     return {"out": found["out"]} if gated else found
 
 
-def by_queries(launch: Launcher, kernel: Any, tile: Any, shape: tuple[int, ...]) -> dict[str, Array]:
+def by_queries(launch: Launcher, kernel: Any, tile: Any, shape: tuple[int, ...]) -> Named:
     """`out` of this shape `[B, T, H, V]` and `lse [B, H, T]` by `forward_kernel` or `page_forward_kernel`, each program with up to `tile.span` of
     the blocks of a query."""
     (batch, length, heads, values), dtype = shape, launch.absent.dtype

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from ...launch import Launcher, LOG2E, result
 from ...launch.sizes import cdiv, padded
-from ..spec import compressed_ranges, most_blocks, NativeArrays, NativeSpec, of_sequence, positions
+from ..spec import compressed_ranges, most_blocks, NativeArrays, NativeSpec, of_sequence, places
 from . import choice_kernels, kernels
 from .tiles import SelectionTile, Warped
 
@@ -21,10 +22,9 @@ def choose(
 ) -> Array:
     """The blocks of each query, `[B, T, K, n]`; `lse [B, H, T]` is that of the compressed branch."""
     (batch, length), heads = arrays.q.shape[:2], arrays.k.shape[2]
-    every = lambda x: jnp.broadcast_to(x, (batch, length))
     start, end = compressed_ranges(arrays, spec)
-    place, base = positions(arrays, spec) - of_sequence(arrays.first), of_sequence(arrays.base)
-    tables = {"start": every(start), "end": every(end), "place": every(place), "base": every(base)}
+    tables = {"start": start, "end": end, "place": places(arrays, spec), "base": of_sequence(arrays.base)}
+    tables = {name: jnp.broadcast_to(x, (batch, length)) for name, x in tables.items()}
     keys = arrays.compressed_k.shape[1]
     launch = launch.knowing(tables | {"k": arrays.compressed_k, "lse": lse * LOG2E}, C=keys)
     tile = dataclasses.replace(tile, block_q=min(tile.block_q, padded(length)))
@@ -40,11 +40,7 @@ def choose(
 
 
 def chosen_by(
-    weights: Callable[[int, int], Array],
-    launch: Launcher,
-    sizes: tuple[int, int, int, int, int],
-    spec: NativeSpec,
-    multiple: int,
+    weights: Callable[[int, int], Array], launch: Launcher, sizes: Any, spec: NativeSpec, multiple: int
 ) -> Array:
     """The blocks of each query by `weights(chunk, count)`, those of compressed keys for queries from `chunk` on, `[B, K, count, C]`: for some
     queries at a time, a `multiple` of them, as they are in memory. `sizes` are `B, T, K, C, M`; `launch` knows where compressed keys `start` and
@@ -65,16 +61,8 @@ def chosen_by(
             outputs["peaks"] = result(batch, heads, count, groups, dtype=jnp.int32)
             found = launch(choice_kernels.choose_one_kernel, Warped(1), outputs, programs, given, **own)
         else:
-            found = launch(
-                choice_kernels.choose_kernel,
-                Warped(min(8, max(1, columns // 2048))),
-                outputs,
-                cdiv(count, rows) * heads * batch,
-                given,
-                PER=spec.block // spec.stride,
-                REACH=spec.span // spec.stride,
-                ROWS=rows,
-                **own,
-            )
+            programs, tile = cdiv(count, rows) * heads * batch, Warped(min(8, max(1, columns // 2048)))
+            own |= {"PER": spec.block // spec.stride, "REACH": spec.span // spec.stride, "ROWS": rows}
+            found = launch(choice_kernels.choose_kernel, tile, outputs, programs, given, **own)
         chosen.append(jnp.moveaxis(found["chosen"], 1, 2))
     return jnp.concatenate(chosen, 1)

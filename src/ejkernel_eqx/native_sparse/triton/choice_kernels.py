@@ -5,10 +5,8 @@ import triton.language as tl
 
 NO_BLOCK = tl.constexpr(2**31 - 1)
 GROUPS = tl.constexpr(32)  # of blocks, one for each lane of a warp
-OWN, FIRST = (
-    tl.constexpr(0x7F800000),
-    tl.constexpr(0x7F7FFFFF),
-)  # keys of infinity, and of the largest number below
+# The keys of infinity, and of the largest number below.
+OWN, FIRST = tl.constexpr(0x7F800000), tl.constexpr(0x7F7FFFFF)
 
 
 @triton.jit

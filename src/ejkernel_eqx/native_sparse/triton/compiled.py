@@ -14,36 +14,28 @@ from ...attention.triton import tile_sizes
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, Launcher, limits_registers, LOG2E, register_limits_measured, result, run
-from ...launch.fields import check_fields, Float32Dot
-from ...launch.sizes import cdiv, padded
+from ...launch.fields import Checked, Float32Dot
+from ...launch.sizes import cdiv, padded, rows_of
 from ...paged.triton import compiled as pages
 from .. import branches
 from ..lists import by_key, lists_of
-from ..problems import COMPRESSED, of_branch, shapes_of, SLIDING, spec_of
-from ..spec import begins, BRANCHES, NativeArrays, NativeSpec, num_blocks
+from ..problems import of_branch, shapes_of, spec_of
+from ..spec import begins, NativeArrays, NativeSpec, num_blocks
 from . import by_blocks, choice, few, kernels, steps
 from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
 
 OPAQUE = True
-PARTS = {
-    "forward": FORWARD,
-    "selection": FORWARD,
-    "query_gradient": "q",
-    "key_gradient": "k v",
-    "compressed": BOTH,
-    "sliding": BOTH,
-    "few": FORWARD,
-}
+PARTS = {"forward": FORWARD, "selection": FORWARD, "query_gradient": "q", "key_gradient": "k v"}
+PARTS |= {"compressed": BOTH, "sliding": BOTH, "few": FORWARD}
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 _MAX_BLOCK = 256
-_BRANCHES = {COMPRESSED: branches.compressed, SLIDING: branches.sliding}
 _MANY = 4096  # queries from which on the forward runs by blocks
 _FEW = 512  # programs, which do not fill a GPU evenly
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """Kernels of the selected branch and of its choice, and the configurations of the two branches that are softmax attention."""
 
     forward: ForwardTile
@@ -54,8 +46,6 @@ class TritonConfig:
     sliding: attention.TritonConfig
     few: FewTiles
     float32_dot: Float32Dot = "tf32x3"
-
-    __post_init__ = check_fields
 
 
 config_type = TritonConfig
@@ -100,53 +90,44 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     is_wide = problem.dtype("qkv") == "float32" or device.vendor != "nvidia"
     width = max(padded(problem.dim("D")), padded(problem.dim("V")))
-    large = width > 128
-    group = padded(problem.dim("H") // problem.dim("K"))
+    group, sparing = padded(problem.dim("H") // problem.dim("K")), is_wide or width > 128
     dot: dict[str, Any] = {} if device.vendor == "nvidia" else {"float32_dot": "ieee"}
-    found = []
-    compressed, sliding = (
-        attention.candidates(of_branch(problem, name), device) for name in (COMPRESSED, SLIDING)
-    )
+    of_softmax = (of_branch(problem, name) for name in branches.SOFTMAX)
+    compressed, sliding = (attention.candidates(branch, device) for branch in of_softmax)
     if limits_registers(device) and register_limits_measured(device) and width == 128 and not is_wide:
         # Ranges that grow with the queries leave two of Triton's programs a multiprocessor about even.
         even = dataclasses.replace(compressed[0], forward=attention.TileConfig(*tile_sizes.SIDE_BY_SIDE))
         hopper = 1 if compressed[0].forward.hopper_programs else 0
         compressed = [*compressed[:hopper], even, *compressed[hopper:]]
-    *branches_of, sizes = _few_parts(problem)
+    *branches_of, step = _few_parts(problem)
     pages_of = [pages.candidates(branch, device) for branch in branches_of]
-    select = _WIDE_SELECTIONS if is_wide or large else _SELECTIONS
-    if problem.dim("T") <= steps.MOST_QUERIES:
+    few_columns: list[list[Any]] = [steps.tiles_for(pages_of[0], step, device), *pages_of]
+    few_tiles = [FewTiles(*row) for row in rows_of(few_columns)]
+    are_few = problem.dim("T") <= steps.MOST_QUERIES
+    select = _WIDE_SELECTIONS if sparing else _SELECTIONS
+    if are_few:
         select = _FEW_SELECTIONS
-    elif select is _SELECTIONS and device.capability < (9, 0):
+    elif not sparing and device.capability < (9, 0):
         select = (_SPARING_SELECTION, *select)
     programs, count = problem.dim("B") * problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1)
-    step_tiles = steps.tiles_for(pages_of[0], sizes, device)
-    span, rows_of = (
-        span_for(programs, count, device),
-        _FEW_ROWS if problem.dim("T") <= steps.MOST_QUERIES else _ROWS,
-    )
-    forwards = [ForwardTile(0, span, warps, 1 if is_wide or large else stages) for warps, stages in rows_of]
-    if problem.dim("T") >= _MANY and not (is_wide or large):
+    span, rows_of_queries = span_for(programs, count, device), _FEW_ROWS if are_few else _ROWS
+    forwards = [ForwardTile(0, span, warps, 1 if sparing else stages) for warps, stages in rows_of_queries]
+    if problem.dim("T") >= _MANY and not sparing:
         # Of the merge: a thread has 128 numbers in 64 registers, and with 80 three programs share a multiprocessor.
         numbers = count * group * padded(problem.dim("V"))
         registers = 80 if numbers == 8 * 4096 and device.capability < (10, 0) else 0
-        by_block = [
-            ForwardTile(max(1, rows // group), 256, warps, stages, registers)
-            for rows, warps, stages in _BLOCKS
-        ]
+        by_block = [ForwardTile(max(1, rows // group), 256, *how, registers) for rows, *how in _BLOCKS]
         forwards = [*by_block, *forwards[:3]]
+    queries = [RowTile(warps, 1 if sparing else stages) for warps, stages in _QUERIES]
     # On an H200 four warps take half of the time of eight, although they spill 32 bytes a thread.
     keys_of = _KEYS if device.capability >= (9, 0) else (_SPARING_KEYS, *_KEYS)
-    for n in range(max(map(len, (forwards, _QUERIES, keys_of, step_tiles, *pages_of)))):
-        take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
-        (qw, qs), (rows, kw, ks) = take(_QUERIES), take(keys_of)
-        if is_wide or large:
-            qs, rows, ks = 1, 32, 1
-        keys = KeyTile(max(1, rows // group), 1024, kw, ks)
-        own = take(forwards), RowTile(qw, qs), keys, SelectionTile(*take(select))
-        few_tiles = FewTiles(take(step_tiles), *map(take, pages_of))
-        found.append(TritonConfig(*own, take(compressed), take(sliding), few_tiles, **dot))
-    return list(dict.fromkeys(found))
+    if sparing:
+        keys_of = [(32, warps, 1) for _, warps, _ in keys_of]
+    keys = [KeyTile(max(1, rows // group), 1024, *how) for rows, *how in keys_of]
+    selections = [SelectionTile(*tile) for tile in select]
+    columns: list[list[Any]] = [forwards, queries, keys, selections, compressed, sliding, few_tiles]
+    longest = max(map(len, (forwards, queries, keys, few_tiles)))
+    return list(dict.fromkeys(TritonConfig(*row, **dot) for row in rows_of(columns)[:longest]))
 
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
@@ -155,8 +136,8 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _few_parts(problem: Problem) -> tuple[Problem, Problem, steps.Sizes]:
-    """The branches as attention over pages, for few queries, and the sizes of a step."""
+def _few_parts(problem: Problem) -> tuple[Problem, Problem, steps.Step]:
+    """The branches as attention over pages, for few queries, and the shapes of a step."""
     spec = spec_of(problem)
     return few.parts_of(lambda arrays: steps.of_rows(arrays, spec), shapes_of(problem), spec)
 
@@ -175,17 +156,12 @@ def forward(
 ) -> dict[str, Array]:
     """The output, the blocks that were chosen, and what the backward needs."""
     if steps.serves(arrays):
-        tiles = few.Tiles(
-            config.few.step,
-            config.forward,
-            config.selection,
-            config.few.compressed,
-            config.few.sliding,
-            config.float32_dot,
-        )
+        own = config.few
+        few_tiles = own.compressed, own.sliding, config.float32_dot
+        tiles = few.Tiles(own.step, config.forward, config.selection, *few_tiles)
         return few.attend(steps.of_rows(arrays, spec), spec, tiles, arrays.q.shape[:2], save, execute=execute)
     found: dict[str, Array] = {}
-    for name, branch in _BRANCHES.items():
+    for name, branch in branches.SOFTMAX.items():
         results = attention.forward(*branch(arrays, spec), getattr(config, name), execute=execute)
         found[f"{name}_out"], found[f"{name}_lse"] = results
     launch = launcher_of(arrays, spec, config.float32_dot, execute)
@@ -217,11 +193,10 @@ def backward(
     execute: Execute = run,
 ) -> dict[str, Array]:
     """The gradients of all float arrays; bitwise repeatable, as every sum has one fixed order."""
-    douts, dgates = branches.split(arrays.gates, saved, cotangents["out"].astype(arrays.q.dtype))
-    results = {name: (saved[f"{name}_out"], saved[f"{name}_lse"], douts[name]) for name in BRANCHES}
+    results, dgates = branches.split(arrays.gates, saved, cotangents["out"].astype(arrays.q.dtype))
     whole = {}
-    for name in (COMPRESSED, SLIDING):
-        (call, own), (out, lse, dout) = _BRANCHES[name](arrays, spec), results[name]
+    for name, branch in branches.SOFTMAX.items():
+        (call, own), (out, lse, dout) = branch(arrays, spec), results[name]
         tiles, times = getattr(config, name), 1
         if cdiv(call.k.shape[1], tiles.key_gradient.block_k) * call.k.shape[0] * call.k.shape[2] < _FEW:
             times = arrays.q.shape[2] // arrays.k.shape[2]
@@ -231,26 +206,14 @@ def backward(
         whole[name] = grads._replace(k=_total(grads.k, times), v=_total(grads.v, times))
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
-    own = {
-        "do": dout,
-        "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
-        "delta": delta,
-        "indices": saved["indices"],
-    }
+    own = {"do": dout, "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), "delta": delta}
+    own["indices"] = saved["indices"]
     launch = launcher_of(arrays, spec, config.float32_dot, execute).knowing(own)
     programs = arrays.q.shape[0] * arrays.q.shape[1] * arrays.k.shape[2]
     outputs = {"dq": result(*arrays.q.shape)}
     dq = launch(kernels.query_gradient_kernel, config.query_gradient, outputs, programs)["dq"]
     dk, dv = _key_gradient(launch, arrays, spec, config.key_gradient, saved["indices"])
-    wide = lambda x: x.astype(jnp.float32)
-    return {
-        "q": dq + wide(whole[COMPRESSED].q) + wide(whole[SLIDING].q),
-        "k": dk + wide(whole[SLIDING].k),
-        "v": dv + wide(whole[SLIDING].v),
-        "compressed_k": whole[COMPRESSED].k,
-        "compressed_v": whole[COMPRESSED].v,
-        "gates": dgates,
-    }
+    return branches.combined_gradients(dq, dk, dv, whole, dgates)
 
 
 def _copied(call: AttentionArrays, times: int) -> AttentionArrays:
@@ -277,27 +240,16 @@ def _key_gradient(
     lists = lists_of(indices, blocks, tile.span, together=True)
     own, pieces = by_blocks.given(lists), lists.owner.shape[-1]
     part = lambda channels: result(batch, heads, pieces, spec.block, channels)
-    parts = launch(
-        kernels.key_gradient_kernel,
-        tile,
-        {"dk": part(dim), "dv": part(values)},
-        batch * heads * pieces,
-        own,
-        PIECES=pieces,
-    )
+    outputs = {"dk": part(dim), "dv": part(values)}
+    launch = launch.knowing(own | {"piece": lists.piece}, PIECES=pieces)
+    parts = launch(kernels.key_gradient_kernel, tile, outputs, batch * heads * pieces)
 
     def whole(x: Array, channels: int) -> Array:
         size, block = spec.block * channels, 1024
-        found = launch(
-            kernels.combine_kernel,
-            Warped(4),
-            {"whole": result(batch, heads, blocks, spec.block, channels)},
-            batch * heads * blocks * cdiv(size, block),
-            {"part": x, "piece": lists.piece},
-            PIECES=pieces,
-            SIZE=size,
-            BLOCK=block,
-        )
+        programs = batch * heads * blocks * cdiv(size, block)
+        outputs = {"whole": result(batch, heads, blocks, spec.block, channels)}
+        numbers = {"SIZE": size, "BLOCK": block}
+        found = launch(kernels.combine_kernel, Warped(4), outputs, programs, {"part": x}, **numbers)
         return by_key(found["whole"], arrays)
 
     return whole(parts["dk"], dim), whole(parts["dv"], values)

@@ -3,6 +3,7 @@
 Branch by branch, the compressed and the sliding branch are attention over pages, whose kernels split the keys of a query over programs. In the
 compressed one, and where there are few queries in both, each query is a sequence of its own."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from .choice import chosen_by
 from .steps import Step
 from .tiles import StepTile
 
+Named = dict[str, Array]
+
 
 class Tiles(NamedTuple):
     """The configuration of a call: of a step; or of the selected branch, of the weights of compressed keys, and of two branches over pages."""
@@ -38,41 +41,31 @@ class Tiles(NamedTuple):
 
 
 def attend(
-    step: Step,
-    spec: NativeSpec,
-    tiles: Tiles,
-    lead: tuple[int, ...],
-    save: bool = False,
-    *,
-    execute: Execute = run,
-) -> dict[str, Array]:
+    step: Step, spec: NativeSpec, tiles: Any, lead: Any, save: bool = False, *, execute: Execute = run
+) -> Named:
     """`out [*lead, H, V]` and the chosen blocks; with `save` also the results of all branches, for a gradient. `lead` are the rows and their
     tokens."""
-    if tiles.step.block_k and not (save or step.sizes.reason_against()):
+    if tiles.step.block_k and not (save or step.reason_against()):
         found = steps.attend(step, spec, tiles.step, tiles.float32_dot, execute=execute)
         return {name: x.reshape(*lead, *x.shape[1:]) for name, x in found.items()}
-    found = {
-        name: x.reshape(*lead, *x.shape[1:]) for name, x in _by_branch(step, spec, tiles, execute).items()
-    }
+    found = _by_branch(step, spec, tiles, execute)
+    found = {name: x.reshape(*lead, *x.shape[1:]) for name, x in found.items()}
     found = {name: x.swapaxes(1, 2) if name.endswith("lse") else x for name, x in found.items()}
     indices = found.pop("indices")
     out = branches.combine(step.gates.reshape(*lead, *step.gates.shape[1:]), found, step.q.dtype)
     return {"out": out, "indices": indices} | (found if save else {})
 
 
-def parts_of(
-    step_of: Callable[[Any], Step], shapes: Any, spec: NativeSpec
-) -> tuple[Problem, Problem, steps.Sizes]:
-    """The problems of the compressed and of the sliding branch, and the sizes of a step, from the shapes of a call."""
-    found: list[Any] = []
+def parts_of(step_of: Callable[[Any], Step], shapes: Any, spec: NativeSpec) -> tuple[Problem, Problem, Step]:
+    """The problems of the compressed and of the sliding branch, and the shapes of a step, from those of a call."""
+    problems: list[Problem] = []
 
-    def look(arrays: Any) -> None:
-        step = step_of(arrays)
-        found.extend(problem_of("ragged_paged_attention", *call) for call in _calls(step, spec).values())
-        found.append(step.sizes)
+    def look(step: Step) -> None:
+        problems.extend(problem_of("ragged_paged_attention", *call) for call in _calls(step, spec).values())
 
-    jax.eval_shape(look, shapes)
-    return found[0], found[1], found[2]
+    step = jax.eval_shape(step_of, shapes)
+    jax.eval_shape(look, step)
+    return problems[0], problems[1], step
 
 
 def _calls(step: Step, spec: NativeSpec) -> dict[str, tuple[PagedArrays, PagedSpec]]:
@@ -83,19 +76,13 @@ def _calls(step: Step, spec: NativeSpec) -> dict[str, tuple[PagedArrays, PagedSp
     start = jnp.full_like(end, step.first_slot) if step.first_slot else None
     small = small._replace(kv_len=jnp.minimum(end, room(small)), kv_start=start)
     alike = PagedSpec(spec.scale, return_lse=True)
-    near, queries = each._replace(kv_len=jnp.clip(each.kv_len, 0, room(each))), 1
+    near, window = each._replace(kv_len=jnp.clip(each.kv_len, 0, room(each))), {"left": spec.window - 1}
     if step.queries > steps.MOST_QUERIES:
-        near, queries = step.main, step.queries
-    return {
-        "compressed": (small, alike),
-        "sliding": (
-            near,
-            PagedSpec(spec.scale, left=spec.window - 1, max_query_len=queries, return_lse=True),
-        ),
-    }
+        near, window = step.main, window | {"max_query_len": step.queries}
+    return {"compressed": (small, alike), "sliding": (near, dataclasses.replace(alike, **window))}
 
 
-def _by_branch(step: Step, spec: NativeSpec, tiles: Tiles, execute: Execute) -> dict[str, Array]:
+def _by_branch(step: Step, spec: NativeSpec, tiles: Any, execute: Execute) -> Named:
     """`out [T, H, V]` and `lse [T, H]` of each branch, and the blocks `indices [T, K, n]`."""
     found, calls = {}, _calls(step, spec)
     for name, (arrays, own) in calls.items():
@@ -136,11 +123,8 @@ def _chosen(
     launch = launch.knowing(own | tables, C=keys, **sizes)
 
     def weights(chunk: int, count: int) -> Array:
-        programs, outputs = (
-            cdiv(keys, tile.block_k) * heads * count,
-            {"importance": result(1, heads, count, keys)},
-        )
-        kernel = kernels.page_importance_kernel
+        programs, kernel = cdiv(keys, tile.block_k) * heads * count, kernels.page_importance_kernel
+        outputs = {"importance": result(1, heads, count, keys)}
         return launch(kernel, tile, outputs, programs, chunk=chunk, length=count)["importance"]
 
     return chosen_by(weights, launch, (1, tokens, heads, keys, step.blocks), spec, 64)[0]

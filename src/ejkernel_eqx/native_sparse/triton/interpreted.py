@@ -10,16 +10,6 @@ from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, StepT
 
 _SQUARE = TileConfig(32, 32, 4, 1)
 _WHOLE = AttentionConfig(_SQUARE, _SQUARE, _SQUARE, fast_tanh=False, float32_dot="ieee")
-platform = Interpreted(
-    compiled,
-    TritonConfig(
-        ForwardTile(0, 2, 4, 1),
-        RowTile(4, 1),
-        KeyTile(2, 8, 4, 1),
-        SelectionTile(16, 16, 4, 1),
-        _WHOLE,
-        _WHOLE,
-        FewTiles(StepTile(16, 3, 4, 1), PAGES, PAGES),
-    ),
-    float32_dot="ieee",
-)
+_TILES = ForwardTile(0, 2, 4, 1), RowTile(4, 1), KeyTile(2, 8, 4, 1), SelectionTile(16, 16, 4, 1)
+_FEW = FewTiles(StepTile(16, 3, 4, 1), PAGES, PAGES)
+platform = Interpreted(compiled, TritonConfig(*_TILES, _WHOLE, _WHOLE, _FEW), float32_dot="ieee")

@@ -210,18 +210,8 @@ def sliding_step_kernel(
 
 
 @triton.jit
-def _part_of_block(
-    chosen,
-    part,
-    end,
-    pages,
-    last,
-    M,
-    BS: tl.constexpr,
-    EACH: tl.constexpr,
-    BK: tl.constexpr,
-    PAGE: tl.constexpr,
-):
+def _part_of_block(chosen, part, end, pages, last, M, BS: tl.constexpr, EACH: tl.constexpr, BK: tl.constexpr,
+                   PAGE: tl.constexpr):  # fmt: skip
     """The slots of `BK` keys of a chosen block, as `locate` has them, and which of them the query sees; a block has `EACH` such parts, and those from
     `end` on are not read."""
     index = tl.load(chosen + part // EACH, mask=part < end, other=-1)

@@ -4,8 +4,9 @@ window, the chosen blocks, and the sum of all parts.
 Each key is read once for all heads of a group. What does not fit goes branch by branch."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -35,10 +36,15 @@ _GROUPS = GROUPS.value
 _NUMBERS, _MANY_NUMBERS = (4096, 8192)  # of scores at a time, as many as no kernel spills
 
 
+def _static(**default: int) -> Any:
+    return dataclasses.field(metadata={"static": True}, **default)
+
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The arrays of a call over pages, without leading axes: tokens, and the sequences of a batch with their tables. Over dense keys, a row is a
-    sequence, and parts of it are pages."""
+    """The arrays of a call over pages, or their shapes, without leading axes: tokens, and the sequences of a batch with their tables. Over dense
+    keys, a row is a sequence, and parts of it are pages."""
 
     q: Array  # [T, H, D]
     gates: Array  # [T, H, 3]
@@ -51,11 +57,11 @@ class Step:
     q_start: Array  # int32 [N]
     q_len: Array  # int32 [N]
     kv_len: Array  # int32 [N]
-    queries: int
+    queries: int = _static()
     """The most of a sequence."""
-    blocks: int
+    blocks: int = _static()
     """The most that a sequence may have."""
-    first_slot: int = 0
+    first_slot: int = _static(default=0)
     """Where compressed key 0 is."""
     indices: Array | None = None  # int32 [T, K, n]
 
@@ -79,86 +85,67 @@ class Step:
         return self.main._replace(k=self.compressed_k, v=self.compressed_v, page_table=self.small_table)
 
     @property
-    def sizes(self) -> "Sizes":
-        (_, heads, dim), (kv_heads, values) = self.q.shape, self.v.shape[2:]
-        keys, blocks = self.compressed_keys, self.blocks
-        return Sizes(
-            self.queries, self.rows, heads, kv_heads, max(dim, values), self.q.dtype.itemsize, keys, blocks
-        )
-
-
-class Sizes(NamedTuple):
-    """Holds what decides whether a step is served, and how: `rows` queries, up to `queries` of a sequence, which has up to `keys` compressed keys and
-    `blocks` blocks."""
-
-    queries: int
-    rows: int
-    heads: int
-    kv_heads: int
-    channels: int
-    """The larger of those of a key and of a value."""
-    itemsize: int
-    keys: int
-    blocks: int
+    def group(self) -> int:
+        """The query heads of a key head."""
+        return self.q.shape[1] // self.v.shape[2]
 
     @property
     def bytes(self) -> int:
         """Those of a query's heads of a group, padded."""
-        return padded(self.heads // self.kv_heads) * padded(self.channels) * self.itemsize
+        channels = max(self.q.shape[2], self.v.shape[3])
+        return padded(self.group) * padded(channels) * self.q.dtype.itemsize
 
     def reason_against(self) -> str:
         """The reason why this goes branch by branch; empty if it does not."""
-        scores, group = 4 * self.rows * self.heads * self.keys, self.heads // self.kv_heads
+        scores, group = 4 * self.rows * self.q.shape[1] * self.compressed_keys, self.group
         if self.queries > MOST_QUERIES:
             return f"takes up to {MOST_QUERIES} queries a sequence, not {self.queries}"
         if group > MOST_GROUP:
             return f"takes up to {MOST_GROUP} query heads a key head, not {group}"
         if self.bytes > _MOST_BYTES:
-            return (
-                f"takes up to {_MOST_BYTES // 1024} KiB of query heads a key head, not {self.bytes // 1024}"
-            )
+            most, needed = _MOST_BYTES // 1024, self.bytes // 1024
+            return f"takes up to {most} KiB of query heads a key head, not {needed}"
         if self.blocks > MOST_BLOCKS:
             return f"takes sequences of up to {MOST_BLOCKS} blocks, not {self.blocks}"
         if scores > _SCORE_BYTES:
-            return (
-                f"holds up to {_SCORE_BYTES // 2**20} MiB of scores of compressed keys, not {scores // 2**20}"
-            )
-        return "" if min(self.keys, self.blocks) else "needs room for keys and compressed keys"
+            most, needed = _SCORE_BYTES // 2**20, scores // 2**20
+            return f"holds up to {most} MiB of scores of compressed keys, not {needed}"
+        return "" if min(self.compressed_keys, self.blocks) else "needs room for keys and compressed keys"
 
 
-def remark_on(tile: StepTile, sizes: Sizes) -> str:
+def remark_on(tile: StepTile, step: Step) -> str:
     """Returns what `explain` says of steps that go branch by branch."""
-    if sizes.queries > MOST_QUERIES:
+    if step.queries > MOST_QUERIES:
         return ""
-    if reason := sizes.reason_against():
+    if reason := step.reason_against():
         return f"each branch has kernels of its own, as a step of decoding {reason}"
     return "" if tile.block_k else "each branch has kernels of its own, as the configuration says"
 
 
-def programs_for(sizes: Sizes, block_k: int, device: DeviceFacts) -> int:
+def programs_for(step: Step, block_k: int, device: DeviceFacts) -> int:
     """The programs that share a branch's keys of each query and key head, at most: two for each multiprocessor, and with more queries twice that, as
     those that end early make room for others. Each has at least two tiles, or if there are many programs eight. A program of all branches would
     spill with 8 KiB of query heads, and on AMD's devices."""
-    full, pairs = 2 * (device.num_multiprocessors or 108), max(1, sizes.rows * sizes.kv_heads)
+    full, pairs = 2 * (device.num_multiprocessors or 108), max(1, step.rows * step.v.shape[2])
     few = pairs <= full
     count = full // pairs if few else cdiv(4 * full, pairs)
-    least = 1 if device.vendor == "nvidia" and sizes.bytes < _MANY_BYTES else 2
-    return max(least, min(count, cdiv(sizes.keys, (2 if few else 8) * block_k)))
+    least = 1 if device.vendor == "nvidia" and step.bytes < _MANY_BYTES else 2
+    return max(least, min(count, cdiv(step.compressed_keys, (2 if few else 8) * block_k)))
 
 
-def tiles_for(branch: list[pages.TritonConfig], sizes: Sizes, device: DeviceFacts) -> list[StepTile]:
+def tiles_for(branch: list[pages.TritonConfig], step: Step, device: DeviceFacts) -> list[StepTile]:
     """Tiles worth timing, from the configurations of the compressed branch as attention over pages, best first; the last goes branch by branch, as
     does what is not served."""
-    if sizes.reason_against():
+    if step.reason_against():
         return [BY_BRANCH]
-    most = 32 if sizes.bytes >= _MANY_BYTES else 256
+    most = 32 if step.bytes >= _MANY_BYTES else 256
     if device.vendor != "nvidia":  # whose compiler keeps loads in flight in registers
         most = min(most, 64) // 2
     first, *others = dict.fromkeys(config.decode for config in branch)
     found = []
     for tile, factor in ((first, 1.0), (first, 2.0), (first, 0.5), *((tile, 1.0) for tile in others[:2])):
         block_k = min(tile.block_k, most)
-        splits = max(1, int(programs_for(sizes, block_k, device) * factor))
+        splits = max(1, int(programs_for(step, block_k, device) * factor))
         found.append(StepTile(block_k, splits, tile.num_warps, tile.num_stages))
     return list(dict.fromkeys([*found, BY_BRANCH]))
 
@@ -193,16 +180,12 @@ def attend(
     step: Step, spec: NativeSpec, tile: StepTile, float32_dot: str, *, execute: Execute = run
 ) -> dict[str, Array]:
     """`out [T, H, V]` and the blocks `indices [T, K, n]`."""
-    blocks, group = padded(step.blocks, _GROUPS), step.q.shape[1] // step.v.shape[2]
-    block_k, alone = min(tile.block_k, padded(spec.block)), tile.split_k == 1
+    blocks, block_k = padded(step.blocks, _GROUPS), min(tile.block_k, padded(spec.block))
+    alone = tile.split_k == 1
     many = not alone and spec.block == spec.span == spec.stride
-    numbers = {
-        "CHOOSES": int(step.indices is None),
-        "EACH": cdiv(spec.block, block_k),
-        "BK": block_k,
-        "BLOCK_M": blocks,
-        "HEADS": min(padded(group, 1), max(1, (_MANY_NUMBERS if many else _NUMBERS) // blocks)),
-    }
+    heads = min(padded(step.group, 1), max(1, (_MANY_NUMBERS if many else _NUMBERS) // blocks))
+    numbers = {"CHOOSES": int(step.indices is None), "EACH": cdiv(spec.block, block_k), "BK": block_k}
+    numbers |= {"BLOCK_M": blocks, "HEADS": heads}
     launch = _launcher(step, spec, float32_dot, execute).knowing({"given": step.indices}, **numbers)
     found = (_in_one if alone else _in_four)(launch, step, spec, tile)
     return {"out": found["out"], "indices": found["indices"] if step.indices is None else step.indices}
@@ -226,39 +209,30 @@ def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> 
     )
     span = cdiv(spec.count, shared(spec.count * spec.block))
     chosen, writes = cdiv(spec.count, span), _choice(launch, step)
-    parts = lambda splits: {
-        "part": result(rows, heads, splits, values),
-        "part_lse": result(rows, heads, splits),
-    }
-    outputs = parts(small) | {"scores": writes.pop("scores")}
-    compressed = launch(step_kernels.compressed_step_kernel, tile, outputs, pairs * small, SPLITS=small)
+
+    def branch(kernel: Any, splits: int, programs: int, inputs: Any, more: Any, **numbers: int) -> Any:
+        part, lse = result(rows, heads, splits, values), result(rows, heads, splits)
+        outputs = {"part": part, "part_lse": lse} | more
+        return launch(kernel, tile, outputs, programs, inputs, SPLITS=splits, **numbers)
+
+    scores, kernel = {"scores": writes.pop("scores")}, step_kernels.compressed_step_kernel
+    compressed = branch(kernel, small, pairs * small, {}, scores)
     launch = launch.knowing({}, PARTS=small, BLOCK_PARTS=padded(small, 1))
     scores = {"scores": compressed["scores"], "compressed_lse": compressed["part_lse"]}
     programs = pairs * (near + chooses) + (_fills(step) if chooses else 0)
-    outputs = parts(near) | writes
-    sliding = launch(step_kernels.sliding_step_kernel, tile, outputs, programs, scores, SPLITS=near)
+    sliding = branch(step_kernels.sliding_step_kernel, near, programs, scores, writes)
     indices = {"indices": sliding["indices"] if chooses else step.indices}
-    numbers: Any = {"SPLITS": chosen, "SPAN": span}
-    kernel = step_kernels.selected_step_kernel
-    selected = launch(kernel, tile, parts(chosen), pairs * chosen, indices, **numbers)
+    selected = branch(step_kernels.selected_step_kernel, chosen, pairs * chosen, indices, {}, SPAN=span)
     results = {"compressed": compressed, "selected": selected, "sliding": sliding}
     combined = {f"{name}_part": x["part"] for name, x in results.items()}
     combined |= {f"{name}_lse": x["part_lse"] for name, x in results.items()}
-    warps = min(4, max(1, padded(max(small, chosen, near), 1) * padded(values) // 512))
-    numbers = {
-        "CHOSEN_PARTS": chosen,
-        "BLOCK_CHOSEN": padded(chosen, 1),
-        "NEAR_PARTS": near,
-        "BLOCK_NEAR": padded(near, 1),
-    }
-    outputs, programs = (
-        {"out": result(tokens, heads, values, dtype=step.q.dtype)},
-        rows * heads + _fills(step),
-    )
-    out = launch(step_kernels.combine_step_kernel, Warped(warps), outputs, programs, combined, **numbers)[
-        "out"
-    ]
-    return {"out": out, "indices": sliding["indices"]}
+    warps = Warped(min(4, max(1, padded(max(small, chosen, near), 1) * padded(values) // 512)))
+    numbers = {"CHOSEN_PARTS": chosen, "BLOCK_CHOSEN": padded(chosen, 1)}
+    numbers |= {"NEAR_PARTS": near, "BLOCK_NEAR": padded(near, 1)}
+    outputs = {"out": result(tokens, heads, values, dtype=step.q.dtype)}
+    programs = rows * heads + _fills(step)
+    out = launch(step_kernels.combine_step_kernel, warps, outputs, programs, combined, **numbers)
+    return {"out": out["out"], "indices": sliding["indices"]}
 
 
 def _choice(launch: Launcher, step: Step) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated
 
-from ...launch.fields import Block, check_fields, Count, Power, power_of_two, Registers, Rule, Warps
+from ...launch.fields import Block, Checked, Count, Power, power_of_two, Registers, Rule, Warps
 from ...paged.triton import compiled as pages
 
 _power = power_of_two()
@@ -13,28 +13,24 @@ Keys = Annotated[int, Rule(f"0 or {_block.words}", lambda x: x == 0 or _block.ho
 
 
 @dataclasses.dataclass(frozen=True)
-class RowTile:
+class RowTile(Checked):
     """A program has the heads of one group at one query."""
 
     num_warps: Warps
     num_stages: Count
 
-    __post_init__ = check_fields
-
 
 @dataclasses.dataclass(frozen=True)
-class ChosenTile:
+class ChosenTile(Checked):
     """A program has the heads of one group at one query, and up to `span` of its blocks."""
 
     span: Power
     num_warps: Warps
     num_stages: Count
 
-    __post_init__ = check_fields
-
 
 @dataclasses.dataclass(frozen=True)
-class ForwardTile:
+class ForwardTile(Checked):
     """A program has the heads of one group at one query, and up to `span` of its blocks; or, with `tokens`, a block of keys and up to `span` of the
     queries that chose it, `tokens` at a time. The kernel that then merges the results of blocks has up to `merge_registers` a thread, 0 for the
     compiler's choice."""
@@ -45,11 +41,9 @@ class ForwardTile:
     num_stages: Count
     merge_registers: Registers = 0
 
-    __post_init__ = check_fields
-
 
 @dataclasses.dataclass(frozen=True)
-class KeyTile:
+class KeyTile(Checked):
     """A program has a block of keys and up to `span` of the queries that chose it, `tokens` at a time."""
 
     tokens: Power
@@ -57,19 +51,15 @@ class KeyTile:
     num_warps: Warps
     num_stages: Count
 
-    __post_init__ = check_fields
-
 
 @dataclasses.dataclass(frozen=True)
-class SelectionTile:
+class SelectionTile(Checked):
     """A tile of the weights of compressed keys."""
 
     block_q: Block
     block_k: Block
     num_warps: Warps
     num_stages: Count
-
-    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +72,7 @@ class Warped:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTile:
+class StepTile(Checked):
     """A step of decoding: a program has the heads of one group at one query, and of a branch's keys `block_k` at a time. With `split_k` 1 it has all
     branches, in one launch; else up to so many programs share the keys of each, in four. With `block_k` 0, each branch has kernels of its own."""
 
@@ -90,8 +80,6 @@ class StepTile:
     split_k: Count
     num_warps: Warps
     num_stages: Count
-
-    __post_init__ = check_fields
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,21 +4,9 @@ import triton
 import triton.language as tl
 
 from ...paged.triton.tile import rest_of
+from . import step_kernels as step
 from .choice_kernels import GROUPS
 from .step_choice import Choice, choose_blocks, SCORE_ROW
-from .step_kernels import (
-    attend,
-    attend_blocks,
-    Batch,
-    clear_blocks,
-    clear_outputs,
-    compressed_keys,
-    Heads,
-    load_query,
-    Pages,
-    query_of,
-    Scoring,
-)
 
 
 @triton.jit
@@ -43,24 +31,24 @@ def whole_step_kernel(
 ):  # fmt: skip
     """All branches of the heads of a group at one query, and their sum under the gates; tokens of no sequence are 0. Every other query begins with
     its window, so that not all programs choose, which reads little, at the same time."""
-    heads: tl.constexpr = Heads(H, K, D, V, G, GP, BLOCK_D, BLOCK_V)  # pyright: ignore[reportAssignmentType]
-    scoring: tl.constexpr = Scoring(SCALE, PRECISION)  # pyright: ignore[reportAssignmentType]
+    heads: tl.constexpr = step.Heads(H, K, D, V, G, GP, BLOCK_D, BLOCK_V)  # pyright: ignore[reportAssignmentType]
+    scoring: tl.constexpr = step.Scoring(SCALE, PRECISION)  # pyright: ignore[reportAssignmentType]
     pid = tl.program_id(0)
     if pid >= R * K:
         token, rest = rest_of(pid - R * K, q_start_ptr, q_len_ptr, N_SEQUENCES, T, QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
         if tl.max(rest.to(tl.int32), axis=0) > 0:  # usually there are none
-            clear_outputs(token, rest, out_ptr, heads)
+            step.clear_outputs(token, rest, out_ptr, heads)
             if CHOOSES:
-                clear_blocks(token, rest, indices_ptr, K * N)
+                step.clear_blocks(token, rest, indices_ptr, K * N)
         return
     kv = pid % K
     r = pid // K
-    token, n, last = query_of(r, Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
+    token, n, last = step.query_of(r, step.Batch(q_start_ptr, q_len_ptr, kv_len_ptr, T), QUERIES)  # pyright: ignore[reportGeneralTypeIssues]
     if token < 0:
         return
-    q = load_query(q_ptr, token, kv, heads)  # [GP, BLOCK_D]
-    pages = Pages(k_ptr, v_ptr, table_ptr + n * M, P, kv)
-    small = Pages(compressed_k_ptr, compressed_v_ptr, small_table_ptr + n * SMALL_M, P_SMALL, kv)
+    q = step.load_query(q_ptr, token, kv, heads)  # [GP, BLOCK_D]
+    pages = step.Pages(k_ptr, v_ptr, table_ptr + n * M, P, kv)
+    small = step.Pages(compressed_k_ptr, compressed_v_ptr, small_table_ptr + n * SMALL_M, P_SMALL, kv)
     g = tl.arange(0, GP)  # [GP]
     real = g < G
     own = token.to(tl.int64) * H + kv * G + g  # [GP]
@@ -69,9 +57,10 @@ def whole_step_kernel(
     out = tl.zeros([GP, BLOCK_V], tl.float32)  # [GP, BLOCK_V]
     for turn in tl.range(0, 2):
         if turn == r % 2:
-            count, end = compressed_keys(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
+            count, end = step.compressed_keys(last, SMALL_M * SMALL_PAGE, FIRST, REACH, STRIDE)
             scores = scores_ptr + row * (G * WIDTH * SCORE_ROW)
-            acc, total, top = attend(q, small, scores, FIRST, end, 0, WIDTH, heads, scoring, SMALL_PAGE, SMALL_FAR, BLOCK_K, 1, CHOOSES)  # fmt: skip
+            acc, total, top = step.attend(
+                q, small, scores, FIRST, end, 0, WIDTH, heads, scoring, SMALL_PAGE, SMALL_FAR, BLOCK_K, 1, CHOOSES)  # fmt: skip
             out += _gated(acc, total, gates_ptr + own * 3, real)
             chosen = given_ptr + at
             if CHOOSES:
@@ -83,14 +72,15 @@ def whole_step_kernel(
                 tl.debug_barrier()
                 choose_blocks(scores_ptr, lse_ptr, keys_ptr + row * (BLOCK_M + GROUPS), chosen, row, count, last, BLOCKS, WIDTH,
                               Choice(N, BS, BLOCK_M, REACH, STRIDE, G, HEADS, 1, 1))  # fmt: skip
-            acc, total, top = attend_blocks(
+            acc, total, top = step.attend_blocks(
                 q, pages, chosen, last, 0, N, M, heads, scoring, BS, PAGE, EACH, BK
             )
             out += _gated(acc, total, gates_ptr + own * 3 + 1, real)
         else:
             first = tl.maximum(last - (WINDOW - 1), 0)
             end = tl.minimum(last + 1, M * PAGE)
-            acc, total, top = attend(q, pages, scores_ptr, first, end, 0, WIDTH, heads, scoring, PAGE, FAR, BLOCK_K, 1, False)  # fmt: skip
+            acc, total, top = step.attend(
+                q, pages, scores_ptr, first, end, 0, WIDTH, heads, scoring, PAGE, FAR, BLOCK_K, 1, False)  # fmt: skip
             out += _gated(acc, total, gates_ptr + own * 3 + 2, real)
     c = tl.arange(0, BLOCK_V)  # [BLOCK_V]
     to = own[:, None] * V + c[None, :]

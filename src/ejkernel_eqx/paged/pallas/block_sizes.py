@@ -41,7 +41,7 @@ def page_of(problem: Problem) -> int:
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
-    """The blocks that fit, best first."""
+    """Configurations worth timing, the heuristic first: the blocks that fit."""
     cores = _cores(problem, device)
     most, keys = few(problem), problem.dim("M") * problem.dim("p")
     # One size for each block of whole pages that sizes stand for.
@@ -110,6 +110,7 @@ def smallest(problem: Problem, device: DeviceFacts) -> PallasConfig:
 
 
 def adapted(config: PallasConfig, problem: Problem, device: DeviceFacts) -> PallasConfig:
+    """Keeps the blocks; the number of cores is the device's."""
     return dataclasses.replace(config, cores=_cores(problem, device))
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch.fields import check_fields, Count
+from ...launch.fields import Checked, Count
 from ...launch.sizes import cdiv
 from ..flat import FlatCall
 from ..spec import PAGES
@@ -17,7 +17,7 @@ _MOST_PAGES = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class PallasConfig:
+class PallasConfig(Checked):
     """`decode_queries`: the most queries of a sequence that the kernel for few of them takes, in blocks of at least `decode_keys` keys, as far
     as whole pages allow; the other kernel takes the others in tiles of `block_q` queries and blocks of at least `block_k` keys. `cores`: the
     cores of the device that share the sequences."""
@@ -27,8 +27,6 @@ class PallasConfig:
     block_q: Count
     block_k: Count
     cores: Count = 1
-
-    __post_init__ = check_fields
 
 
 class Call(FlatCall):

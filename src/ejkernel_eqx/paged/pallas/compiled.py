@@ -11,6 +11,8 @@ from ...launch.pallas import Execute, run
 from ..cache.quantise import LARGEST
 from ..spec import PagedArrays, PagedSpec
 from . import block_sizes
+from .block_sizes import adapted as adapted
+from .block_sizes import candidates
 from .by_head import BY_HEAD
 from .call import block_pages, Call, few_queries, LANES, page_unit, row_tile, tiles_of_queries
 from .call import PallasConfig as PallasConfig
@@ -60,21 +62,11 @@ def default_config(problem: Problem, device: DeviceFacts) -> PallasConfig:
     return candidates(problem, device)[0]
 
 
-def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
-    """Configurations worth timing, the heuristic first."""
-    return block_sizes.candidates(problem, device)
-
-
 def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str | None:
     """The reason why the blocks cannot fit the device's vector memory, by an estimate, or do not take a query-query bias."""
     if problem.flag("qq_bias") and config.decode_queries < problem.dim("Q"):
         return f"takes a query-query bias with up to decode_queries={config.decode_queries} queries, not {problem.dim('Q')}"
     return block_sizes.too_large(problem, config, device)
-
-
-def adapted(config: PallasConfig, problem: Problem, device: DeviceFacts) -> PallasConfig:
-    """Keeps the blocks; the number of cores is the device's."""
-    return block_sizes.adapted(config, problem, device)
 
 
 def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:

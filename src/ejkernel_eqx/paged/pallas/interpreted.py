@@ -1,17 +1,8 @@
 """Platform `pallas-interpret`: the same Pallas kernels, interpreted on the host. Slow; for testing."""
 
-from jax import Array
-
 from ...core.platforms import InterpretedPallas
-from ..spec import WriteArrays
 from . import compiled
 from .call import PallasConfig
 
-
-class _Interpreted(InterpretedPallas):
-    def write(self, arrays: WriteArrays) -> dict[str, Array]:
-        return compiled.write(arrays, execute=self.execute)
-
-
 CONFIG = PallasConfig(decode_queries=2, decode_keys=16, block_q=16, block_k=16)
-platform = _Interpreted(compiled, CONFIG)
+platform = InterpretedPallas(compiled, CONFIG)

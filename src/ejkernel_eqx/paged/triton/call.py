@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ...launch import Execute, given, Launcher, result
-from ...launch.fields import Block, check_fields, Count, Float32Dot, Registers, Warps
+from ...launch.fields import Block, Checked, Count, Float32Dot, Registers, Warps
 from ...launch.sizes import padded
 from ..flat import FlatCall
 from ..spec import PagedArrays, PagedSpec
@@ -16,7 +16,7 @@ _SCALES = {None: 0, "token": 1, "head": 2}
 
 
 @dataclasses.dataclass(frozen=True)
-class PagedTile:
+class PagedTile(Checked):
     """A tile of scores, at most `block_m` rows (queries times the heads that read one key head) by `block_k` keys, both powers of two of at
     least 16, and compiler options."""
 
@@ -26,11 +26,9 @@ class PagedTile:
     num_stages: Count
     max_registers: Registers = 0
 
-    __post_init__ = check_fields
-
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """`decode`: tiles for sequences with few queries, whose keys are split over up to `split_k` programs, each with at least `chunk_size`
     keys if there are that many; `prefill`: tiles for sequences with more queries."""
 
@@ -45,8 +43,6 @@ class TritonConfig:
     float32_dot: Float32Dot = "tf32x3"
     together: bool = False
     """The last program of a sequence to end merges its splits, in one launch; else another launch does."""
-
-    __post_init__ = check_fields
 
 
 class Call(FlatCall):

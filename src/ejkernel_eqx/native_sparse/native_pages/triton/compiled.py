@@ -9,8 +9,8 @@ from jax import Array
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
 from ....launch import Execute, run
-from ....launch.fields import Block, check_fields, Count, Float32Dot, Warps
-from ....launch.sizes import padded
+from ....launch.fields import Block, Checked, Count, Float32Dot, Warps
+from ....launch.sizes import padded, rows_of
 from ....paged.flat import merged_rows
 from ....paged.triton import compiled as pages
 from ...triton import few, steps
@@ -25,18 +25,16 @@ unavailable = kernels_unavailable
 
 
 @dataclasses.dataclass(frozen=True)
-class KeysTile:
+class KeysTile(Checked):
     """The weights of `block_k` compressed keys for one query."""
 
     block_k: Block
     num_warps: Warps
     num_stages: Count
 
-    __post_init__ = check_fields
-
 
 @dataclasses.dataclass(frozen=True)
-class TritonConfig:
+class TritonConfig(Checked):
     """Kernels of a step of decoding; or those of the selected branch and of its choice, and the configurations of the two branches that are attention
     over pages. In the compressed one each query is a sequence of its own."""
 
@@ -46,8 +44,6 @@ class TritonConfig:
     compressed: pages.TritonConfig
     sliding: pages.TritonConfig
     float32_dot: Float32Dot = "tf32x3"
-
-    __post_init__ = check_fields
 
 
 config_type = TritonConfig
@@ -72,19 +68,15 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     is_wide = problem.dtype("qkv") == "float32" or device.vendor != "nvidia"
     large = max(padded(problem.dim("D")), padded(problem.dim("V"))) > 128
     dot: dict[str, Any] = {} if device.vendor == "nvidia" else {"float32_dot": "ieee"}
-    *parts, sizes = _parts(problem)
+    *parts, step = _parts(problem)
     compressed, sliding = (pages.candidates(of, device) for of in parts)
     span = span_for(problem.dim("T") * problem.dim("K"), padded(problem.dim("n"), 1), device)
-    step_tiles = steps.tiles_for(compressed, sizes, device)
-    found = []
-    for n in range(max(map(len, (_ROWS, step_tiles, compressed)))):
-        take = lambda of: of[min(n, len(of) - 1)]  # noqa: B023
-        (warps, stages), (keys, key_warps, key_stages) = take(_ROWS), take(_WEIGHTS)
-        if is_wide or large:
-            stages, keys = 1, 32
-        tiles = ChosenTile(span, warps, stages), KeysTile(keys, key_warps, key_stages)
-        found.append(TritonConfig(take(step_tiles), *tiles, take(compressed), take(sliding), **dot))
-    return list(dict.fromkeys(found))
+    sparing = is_wide or large
+    selected = [ChosenTile(span, warps, 1 if sparing else stages) for warps, stages in _ROWS]
+    weights = [KeysTile(32 if sparing else keys, warps, stages) for keys, warps, stages in _WEIGHTS]
+    columns: list[list[Any]] = [steps.tiles_for(compressed, step, device), selected, weights, compressed]
+    rows = rows_of([*columns, sliding])[: max(map(len, columns))]
+    return list(dict.fromkeys(TritonConfig(*row, **dot) for row in rows))
 
 
 def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> TritonConfig:
@@ -101,8 +93,8 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _parts(problem: Problem) -> tuple[Problem, Problem, steps.Sizes]:
-    """The problems of the compressed and the sliding branch, and the sizes of a step."""
+def _parts(problem: Problem) -> tuple[Problem, Problem, steps.Step]:
+    """The problems of the compressed and the sliding branch, and the shapes of a step."""
     spec, shapes = spec_of(problem), shapes_of(problem)
     row = lambda arrays: arrays._replace(**{n: x[None] for n, x in arrays.given.items() if n not in SHARED})
     return few.parts_of(lambda arrays: _step_of(row(arrays), spec), shapes, spec.sparse)
@@ -112,10 +104,7 @@ def forward(
     arrays: PagedNativeArrays, spec: PagedNativeSpec, config: TritonConfig, *, execute: Execute = run
 ) -> dict[str, Array]:
     """`out [B, T, H, V]` and the blocks that were chosen, for arrays with one leading axis."""
-    tiles = few.Tiles(
-        config.step, config.selected, config.weights, config.compressed, config.sliding, config.float32_dot
-    )
-    return few.attend(_step_of(arrays, spec), spec.sparse, tiles, arrays.q.shape[:2], execute=execute)
+    return few.attend(_step_of(arrays, spec), spec.sparse, config, arrays.q.shape[:2], execute=execute)
 
 
 def _step_of(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> steps.Step:

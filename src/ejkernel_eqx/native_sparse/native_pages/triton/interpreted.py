@@ -6,8 +6,5 @@ from ...triton.tiles import ChosenTile, StepTile
 from . import compiled
 from .compiled import KeysTile, TritonConfig
 
-platform = Interpreted(
-    compiled,
-    TritonConfig(StepTile(16, 3, 4, 1), ChosenTile(2, 4, 1), KeysTile(16, 4, 1), PAGES, PAGES),
-    float32_dot="ieee",
-)
+CONFIG = TritonConfig(StepTile(16, 3, 4, 1), ChosenTile(2, 4, 1), KeysTile(16, 4, 1), PAGES, PAGES)
+platform = Interpreted(compiled, CONFIG, float32_dot="ieee")
