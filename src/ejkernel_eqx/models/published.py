@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
 from ..weights.attention_configs import attention_options, default_type
-from ..weights.configs import layer_type, text_entries, unit_offset_norms
+from ..weights.configs import ACTIVATIONS, layer_type, text_entries, unit_offset_norms
 from ..weights.expert_configs import expert_defaults, experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
 from ..weights.recurrent_configs import (
@@ -17,15 +17,6 @@ from ..weights.recurrent_configs import (
     mamba2_options,
 )
 from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms
-
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 
 
 class _Family(NamedTuple):
@@ -203,12 +194,12 @@ def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:
             )
         return MLPConfig(config["intermediate_size"], "clamped_swiglu", use_bias=True)
     name = _activation(config)
-    if name not in _ACTIVATIONS:
+    if name not in ACTIVATIONS:
         raise ValueError(
-            f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
+            f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
     has_bias = config["model_type"] == "llama" and bool(config.get("mlp_bias", False))
-    return MLPConfig(config["intermediate_size"], _ACTIVATIONS[name], has_bias)  # pyright: ignore[reportArgumentType]
+    return MLPConfig(config["intermediate_size"], ACTIVATIONS[name], has_bias)  # pyright: ignore[reportArgumentType]
 
 
 def _activation(config: Entries) -> str:
