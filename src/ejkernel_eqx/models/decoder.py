@@ -407,5 +407,4 @@ class Decoder(Module):
 
     # Published weights
 
-    def _published(self, weights: Any) -> "Decoder":
-        return filled_decoder(self, weights)
+    _published = filled_decoder

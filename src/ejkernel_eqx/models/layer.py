@@ -47,8 +47,7 @@ class MLP(Module):
         up = project("up_proj", self.up_proj, x if again is None else again, self.config.hidden_dim)
         return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
-    def _published(self, weights: Any) -> "MLP":
-        return filled_mlp(self, weights)
+    _published = filled_mlp
 
 
 def normed(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:

@@ -59,15 +59,8 @@ FAMILIES: dict[str, _Family] = {
     "mamba": _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA),
     "falcon_mamba": _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA),
     "mamba2": _Family(recurrent="mamba2", has_mlp=False, defaults=_MAMBA),
-    "qwen3_next": _Family(
-        recurrent="gated_delta_net",
-        defaults={"full_attention_interval": 4},
-    ),
-    "minimax": _Family(
-        "residual",
-        recurrent="lightning_attention",
-        defaults=_EPS,
-    ),
+    "qwen3_next": _Family(recurrent="gated_delta_net", defaults={"full_attention_interval": 4}),
+    "minimax": _Family("residual", recurrent="lightning_attention", defaults=_EPS),
 }
 """The published models that a `Decoder` can be, by the `model_type` of their configuration."""
 

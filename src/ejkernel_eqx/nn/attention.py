@@ -21,7 +21,6 @@ from ..paged.cache.pages import filled_dtype
 from ..rotary import RotaryChoice, RotaryEmbedding
 from ..weights.attention import multi_head_attention
 from ..weights.attention_configs import attention_options
-from ..weights.view import Weights
 from .alibi import read_alibi
 from .arguments import check_eps, check_flags, check_numbers, read_sizes
 from .attention_inputs import (
@@ -35,13 +34,13 @@ from .attention_inputs import (
     window_of,
 )
 from .attention_places import keys_of, locate, Places, places_over_pages
-from .attention_signature import BatchInputs, Cache, Inputs, Lse, Output, RowCache, Tokens
 from .equinox_attention import options_of
 from .kv_cache import KVCache
 from .paged_layer import over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .rolling_cache import RollingKVCache
+from .signatures import BatchInputs, Cache, Inputs, Lse, Output, RowCache, Tokens
 from .split_attention import attention_over, on_whole_rows, places_over
 from .tokens import clear, merge_heads, normed, split_heads
 from .windows import check_scalar, read_window, with_window
@@ -243,8 +242,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         found: dict[str, Any] = {**attention_options(config, layer_index), **options}
         return cls(**found, key=key)
 
-    def _published(self, weights: Weights) -> "MultiHeadAttention":
-        return multi_head_attention(self, weights)
+    _published = multi_head_attention
 
     @overload
     def init_cache(
@@ -314,9 +312,6 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         kept = filled_dtype(dtype, self._stored_dtype())
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
         return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
-
-    def _projections(self) -> tuple[Any, ...]:
-        return self.q_proj, self.k_proj, self.v_proj, self.o_proj
 
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, (self.k_proj, self.v_proj))
@@ -433,19 +428,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
 
         Raises `ValueError` for invalid arguments; values are checked when they are known (outside `jit`).
         """
-        given = CallInputs(
-            kv_input,
-            v_input,
-            positions,
-            padding_mask,
-            kv_padding_mask,
-            segment_ids,
-            cu_seqlens,
-            mask,
-            bias,
-            key,
-            inference,
-        )
+        rows = positions, padding_mask, kv_padding_mask, segment_ids, cu_seqlens
+        given = CallInputs(kv_input, v_input, *rows, mask, bias, key, inference)
         check_flags(return_lse=return_lse)
         check_scalar(self.sliding_window)
         if batch is not None:
@@ -455,7 +439,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         assert not isinstance(cache, PagedKVCache)  # those need a batch
         rows = locate(x, cache, given)
         inputs = [a for a in (x, given.kv_input, given.v_input) if a is not None]
-        dtype = compute_dtype_of(self.compute_dtype, self._projections(), *inputs)
+        dtype = compute_dtype_of(self.compute_dtype, self, *inputs)
         x = clear(x.astype(dtype), rows.real)
         source = x if given.kv_input is None else clear(given.kv_input.astype(dtype), kv_padding_mask)
         values = source if given.v_input is None else clear(given.v_input.astype(dtype), kv_padding_mask)
@@ -466,7 +450,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers` then adds their three gradients."""
         read, x = check_call(self, x, None, CallInputs(**given))
         rows = locate(x, None, read)
-        dtype = compute_dtype_of(self.compute_dtype, self._projections(), x)
+        dtype = compute_dtype_of(self.compute_dtype, self, x)
         x, keys, values = (clear(a.astype(dtype), rows.real) for a in (x, keys, values))
         return self._attend((x, keys, values), None, read, rows, False)
 
@@ -478,14 +462,14 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         attention = self.attention if cache is None else on_whole_rows(self.attention)
         places = places_over(attention, self.rope, given.positions, rows, x)
         q, k, v, gate = self._heads(x, source, values, places)
-        cache, keys = keys_of(cache, k, v, rows)
+        cache, k, v, visible = keys_of(cache, k, v, rows)
         out: Any = attention(
             q,
-            keys.k.astype(q.dtype),
-            keys.v.astype(q.dtype),
+            k.astype(q.dtype),
+            v.astype(q.dtype),
             bias=given.bias,
             mask=with_window(self.sliding_window, given.mask),
-            **keys.how,
+            **visible,
             sinks=self.sinks,
             alibi_slopes=self._slopes(q),
             key=given.key,

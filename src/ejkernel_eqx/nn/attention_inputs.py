@@ -10,7 +10,7 @@ from .._values import check_known
 from ..attention import Mask, RingAttention
 from ..paged import PagedKVCache
 from ..rotary import check_positions, RotaryChoice, RotaryEmbedding
-from .arguments import check_flags, check_key, check_tokens, read_array, read_features
+from .arguments import check_flags, check_key, check_tokens, read_array, read_features, read_packed
 from .kv_cache import KVCache
 from .paged_layer import check_pool
 from .rolling_cache import RollingKVCache
@@ -184,19 +184,9 @@ def _read_values(layer: Any, v_input: Any, kv_input: Array) -> Array | None:
 
 
 def check_packed(x: Array, cache: Any, given: CallInputs) -> None:
-    offsets = read_array("cu_seqlens", given.cu_seqlens, "integers", "[N + 1]")
-    others = ("padding_mask", "segment_ids", "kv_input")
-    other = next((name for name in others if getattr(given, name) is not None), None)
-    if cache is not None or other is not None:
-        raise ValueError(
-            f"cu_seqlens: expected None with {other or 'cache'}, received both; packed sequences are complete, and tokens past the last "
-            "offset are padding."
-        )
-    if x.ndim != 2 or offsets.ndim != 1 or not offsets.size:
-        raise ValueError(
-            f"cu_seqlens: expected offsets [N + 1] and x of shape [T, E], received {offsets.shape} and {x.shape}; pack all sequences into "
-            "one row."
-        )
+    others = {name: getattr(given, name) for name in ("padding_mask", "segment_ids", "kv_input")}
+    remedy = "packed sequences are complete, and tokens past the last offset are padding"
+    read_packed(x, given.cu_seqlens, others | {"cache": cache}, remedy)
 
 
 def _check_scores(name: str, value: Any, kind: str, lead: tuple[int, ...], heads: int) -> None:

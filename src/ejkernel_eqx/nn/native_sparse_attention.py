@@ -1,7 +1,7 @@
 """`NativeSparseAttention`: the attention layer of NSA."""
 
 import functools
-from typing import Any, NamedTuple, overload, TYPE_CHECKING, TypedDict, Unpack
+from typing import Any, NamedTuple, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
@@ -20,8 +20,6 @@ from ..paged import PagedKVCache, RaggedBatch
 from ..paged.cache.batch import slots_of
 from ..parallel import Leading, over_mesh
 from ..rotary import RotaryEmbedding
-from ..weights.fill import fill_fields
-from ..weights.view import Weights
 from .arguments import check_flags, check_numbers, check_sizes, read_dtype
 from .attention_inputs import CallInputs, check_heads, check_rows, head_dim_of
 from .attention_places import locate, Places, places_of, places_over_pages
@@ -29,19 +27,9 @@ from .block_compression import BlockCompression, Compression
 from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
+from .signatures import SameOutput, TokenInputs, Tokens
 from .sparse_cache import PagedSparseCache, SparseKVCache
 from .tokens import check_ragged, clear, ids_of, merge_heads, split_heads
-
-Tokens = Float[AnyArray, "*B T E"]
-Output = Float[Array, "*B T E"]
-
-
-class SparseLayerInputs(TypedDict, total=False):
-    """The arguments by name of a call without a batch."""
-
-    padding_mask: Bool[AnyArray, "*B T"] | None
-    segment_ids: Int[AnyArray, "*B T"] | None
-    cu_seqlens: Int[AnyArray, " N+1"] | None
 
 
 class Heads(NamedTuple):
@@ -217,17 +205,17 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(self, x: Tokens, cache: None = None, **given: Unpack[SparseLayerInputs]) -> Output: ...
+        def __call__(self, x: Tokens, cache: None = None, **given: Unpack[TokenInputs]) -> SameOutput: ...
 
         @overload
         def __call__(
-            self, x: Tokens, cache: SparseKVCache, **given: Unpack[SparseLayerInputs]
-        ) -> tuple[Output, SparseKVCache]: ...
+            self, x: Tokens, cache: SparseKVCache, **given: Unpack[TokenInputs]
+        ) -> tuple[SameOutput, SparseKVCache]: ...
 
         @overload
         def __call__(
             self, x: Tokens, cache: PagedSparseCache, *, batch: RaggedBatch
-        ) -> tuple[Output, PagedSparseCache]: ...
+        ) -> tuple[SameOutput, PagedSparseCache]: ...
 
     @compiled_call("ejx.nn.NativeSparseAttention")
     def __call__(
@@ -239,7 +227,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         segment_ids: Int[AnyArray, "*B T"] | None = None,
         cu_seqlens: Int[AnyArray, " N+1"] | None = None,
         batch: RaggedBatch | None = None,
-    ) -> Output | tuple[Output, SparseKVCache | PagedSparseCache]:
+    ) -> SameOutput | tuple[SameOutput, SparseKVCache | PagedSparseCache]:
         """**Arguments:**
 
         - `x`: `[..., T, E]` with any number of leading axes.
@@ -273,7 +261,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
             return over_pages(self, x, cache, batch, call, no_tokens(self.embed_dim))
         x = check_rows(self.embed_dim, (SparseKVCache, PagedSparseCache), x, cache, given)
         assert not isinstance(cache, PagedSparseCache)
-        x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
+        x = x.astype(compute_dtype_of(self.compute_dtype, self, x))
         if 0 in x.shape:
             return x if cache is None else (x, cache)
         if cache is not None:
@@ -403,7 +391,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         sizes = self._size, self._stride
         if self.k_compression is None or self.v_compression is None:
             return blocks.means(k, *sizes, None), blocks.means(v, *sizes, None)
-        dtype = compute_dtype_of(self.compute_dtype, self._projections())
+        dtype = compute_dtype_of(self.compute_dtype, self)
         k = self.k_compression(unrotated(self.rope, k, at).astype(dtype))
         starts = Places(at[..., :: self._stride][..., : k.shape[-3]])
         return starts.turn(self.rope, k), self.v_compression(v.astype(dtype))
@@ -431,14 +419,8 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
     def _stride(self) -> int:
         return self.attention.options.compression_stride
 
-    def _projections(self) -> tuple[Any, ...]:
-        return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.o_proj
-
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, (self.k_proj, self.v_proj))
-
-    def _published(self, weights: Weights) -> "NativeSparseAttention":
-        return fill_fields(self, weights)
 
 
 def rolled(x: Array, by: Array) -> Array:

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, overload, TYPE_CHECKING, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, overload, TYPE_CHECKING, TypeVar, Unpack
 
 import equinox as eqx
 import jax
@@ -18,23 +18,24 @@ from .._signatures import Module
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..sequences.packing import read_count, read_offsets
-from .arguments import check_slots, check_tokens, read_array, read_batch_shape, read_dtype, read_features
+from .arguments import (
+    check_slots,
+    check_tokens,
+    read_array,
+    read_batch_shape,
+    read_dtype,
+    read_features,
+    read_packed,
+)
 from .drafts import empty_drafts, new_tokens
 from .projection import compute_dtype_of, leading_axes_of, stored_dtype_of
 from .recurrent_state import RecurrentState as RecurrentState
 from .recurrent_state import Rows as Rows
 from .short_convolution import ShortConvolution
+from .signatures import SameOutput, TokenInputs, Tokens
 from .tokens import check_ragged, clear, ids_of
 
 L = TypeVar("L", bound="RecurrentLayer")
-
-
-class _Tokens(TypedDict, total=False):
-    """The arguments by name of a call without a batch."""
-
-    padding_mask: Bool[AnyArray, "*B T"] | None
-    segment_ids: Int[AnyArray, "*B T"] | None
-    cu_seqlens: Int[AnyArray, " N+1"] | None
 
 
 class RecurrentLayer(Module):
@@ -183,14 +184,12 @@ class RecurrentLayer(Module):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(
-            self, x: Float[AnyArray, "*B T E"], state: None = None, **tokens: Unpack[_Tokens]
-        ) -> Float[Array, "*B T E"]: ...
+        def __call__(self, x: Tokens, state: None = None, **tokens: Unpack[TokenInputs]) -> SameOutput: ...
 
         @overload
         def __call__(
-            self, x: Float[AnyArray, "*B T E"], state: RecurrentState, **tokens: Unpack[_Tokens]
-        ) -> tuple[Float[Array, "*B T E"], RecurrentState]: ...
+            self, x: Tokens, state: RecurrentState, **tokens: Unpack[TokenInputs]
+        ) -> tuple[SameOutput, RecurrentState]: ...
 
         @overload
         def __call__(
@@ -228,7 +227,11 @@ class RecurrentLayer(Module):
         **Returns:** `y`, in the shape of `x` and the dtype of the computation; with a state, the tuple `(y, state)`. Raises `ValueError` for
         invalid arguments; values are checked when they are known (outside `jit`).
         """
-        tokens: _Tokens = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        tokens: TokenInputs = {
+            "padding_mask": padding_mask,
+            "segment_ids": segment_ids,
+            "cu_seqlens": cu_seqlens,
+        }
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
             if batch is not None:
                 x, state = self._check_ragged(x, state, batch, tokens)
@@ -247,17 +250,9 @@ class RecurrentLayer(Module):
         check_tokens("segment_ids", segment_ids, "integers", "x", x)
         batch = x.shape[:-2]
         if cu_seqlens is not None:
-            cu_seqlens = read_array("cu_seqlens", cu_seqlens, "integers", "[N + 1]")
-            other = "padding_mask" if segment_ids is None else "segment_ids"
-            if padding_mask is not None or segment_ids is not None:
-                raise ValueError(
-                    f"cu_seqlens: expected None with {other}, received both; tokens past the last offset are padding already."
-                )
-            if x.ndim != 2 or cu_seqlens.ndim != 1 or not cu_seqlens.size:
-                raise ValueError(
-                    f"cu_seqlens: expected offsets [N + 1] and x of shape [T, E], received {cu_seqlens.shape} and "
-                    f"{x.shape}; pack all sequences into one row."
-                )
+            others = {"segment_ids": segment_ids, "padding_mask": padding_mask}
+            remedy = "tokens past the last offset are padding already"
+            cu_seqlens = read_packed(x, cu_seqlens, others, remedy)
             batch = (cu_seqlens.shape[0] - 1,)
         if state is not None:
             self._check_state(state, batch)
@@ -282,7 +277,7 @@ class RecurrentLayer(Module):
             )
 
     def _check_ragged(
-        self, x: Any, state: Any, batch: RaggedBatch, tokens: _Tokens
+        self, x: Any, state: Any, batch: RaggedBatch, tokens: TokenInputs
     ) -> tuple[Array, RecurrentState]:
         x = check_ragged(x, batch, self.embed_dim, tokens)
         if not isinstance(state, RecurrentState):

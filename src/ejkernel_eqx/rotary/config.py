@@ -1,5 +1,8 @@
 """Rotary embeddings in published configurations: the scaling dict, and the keys beside it."""
 
+import functools
+import importlib.resources
+import tomllib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -43,30 +46,12 @@ _KINDS = {
     "proportional": _Kind(ProportionalScaling, (), ("factor",)),
 }
 
-# Defaults of `transformers` by model type, for configurations without these keys: (theta, partial factor); otherwise 10000 and 1.
-_DEFAULTS = {
-    **dict.fromkeys(
-        ("mixtral", "phimoe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), (1e6, 1.0)
-    ),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "cwm", "minimax", "solar_open"), (1e6, 1.0)),
-    **dict.fromkeys(
-        ("bitnet", "cohere", "csm", "ernie4_5", "ernie4_5_moe", "flex_olmo", "llama4_text"), (5e5, 1.0)
-    ),
-    **dict.fromkeys(("mllama_text_model", "olmo3", "qwen3_vl_text", "qwen3_vl_moe_text"), (5e5, 1.0)),
-    **dict.fromkeys(
-        ("bamba", "glm", "glm4", "glm4_moe", "nemotron", "persimmon", "phi", "recurrent_gemma"), (1e4, 0.5)
-    ),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "stablelm", "gpt_neox"), (1e4, 0.25)),
-    "gpt_oss": (1.5e5, 1.0),
-    "helium": (1e5, 1.0),
-    "minimax_m2": (5e6, 1.0),
-    "smollm3": (2e6, 1.0),
-}
-# For models whose layers rotate differently: theta of layers with full attention, and of those with a window.
-_DEFAULTS_BY_LAYER = {
-    **dict.fromkeys(("gemma3_text", "gemma3n_text", "t5gemma2_text"), (1e6, 1e4)),
-    **dict.fromkeys(("modernbert", "modernbert-decoder"), (1.6e5, 1e4)),
-}
+
+@functools.cache
+def _defaults() -> Mapping[str, Mapping[str, Any]]:
+    """The entries that `transformers` takes where a configuration has none."""
+    file = importlib.resources.files("ejkernel_eqx.rotary").joinpath("defaults.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 class FoundScaling(NamedTuple):
@@ -101,7 +86,8 @@ def read_scaling(given: Mapping[str, Any], head_dim: int) -> FoundScaling:
             "not belong to the rotation."
         )
     partial = given.get(_PARTIAL)
-    numbers = {key.replace(_ORIGINAL, "original_max_position"): given[key] for key in _keys(kind, given)}
+    keys = [key for key in (*kind.required, *kind.optional) if key in given and key not in _COMMON]
+    numbers = {key.replace(_ORIGINAL, "original_max_position"): given[key] for key in keys}
     if name == "proportional":
         numbers["fraction"], partial = 1.0 if partial is None else partial, None
     section = given.get("mrope_section")
@@ -112,10 +98,6 @@ def read_scaling(given: Mapping[str, Any], head_dim: int) -> FoundScaling:
         mrope_section=section,
         mrope_interleaved=section is not None and given.get("mrope_interleaved", False),
     )
-
-
-def _keys(kind: _Kind, given: Mapping[str, Any]) -> list[str]:
-    return [key for key in (*kind.required, *kind.optional) if key in given and key not in _COMMON]
 
 
 def _part(head_dim: int, partial: Any) -> int:
@@ -180,7 +162,9 @@ def _scaling_of(config: Entries, layer_type: str | None) -> dict[str, Any] | Non
 
 def _scaling_before_nesting(config: Entries, layer_type: str | None) -> dict[str, Any]:
     """The scaling dict of a configuration with only one: if layers differ, it applies to those with full attention."""
-    two_kinds = config.get("model_type") in _DEFAULTS_BY_LAYER or _first(config, _LOCAL) is not None
+    two_kinds = (
+        config.get("model_type") in _defaults()["theta_by_layer"] or _first(config, _LOCAL) is not None
+    )
     if two_kinds and layer_type is None:
         raise _unknown_layers(["full_attention", "sliding_attention"], layer_type)
     if two_kinds and _is_local(layer_type):
@@ -201,15 +185,15 @@ def _unknown_layers(types: list[str], layer_type: str | None) -> ValueError:
 
 def _theta(config: Entries, layer_type: str | None) -> Any:
     model_type = config.get("model_type") or ""
-    default = _DEFAULTS.get(model_type, (1e4, 1.0))[0]
-    wide, local = _DEFAULTS_BY_LAYER.get(model_type, (default, None))
+    default = _defaults()["theta"].get(model_type, 1e4)
+    wide, local = _defaults()["theta_by_layer"].get(model_type, (default, None))
     if _is_local(layer_type) and (local is not None or _first(config, _LOCAL) is not None):
         return _first(config, _LOCAL, local)
     return _first(config, ("rope_theta", "global_rope_theta", "rotary_emb_base"), wide)
 
 
 def _partial(config: Entries) -> Any:
-    default = _DEFAULTS.get(config.get("model_type") or "", (1e4, 1.0))[1]
+    default = _defaults()["partial"].get(config.get("model_type") or "", 1.0)
     return _first(config, (_PARTIAL, "rotary_pct"), default)
 
 

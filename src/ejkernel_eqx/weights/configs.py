@@ -19,7 +19,7 @@ _UNIT_OFFSET = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text")
 @functools.cache
 def defaults_of(layer: str) -> Mapping[str, Mapping[str, Any]]:
     """The entries that `transformers` takes where a configuration has none, by the `model_type` of the models with a counterpart of the layer."""
-    file = importlib.resources.files(__package__).joinpath("defaults.toml")
+    file = importlib.resources.files("ejkernel_eqx.weights").joinpath("defaults.toml")
     return tomllib.loads(file.read_text(encoding="utf-8"))[layer]
 
 

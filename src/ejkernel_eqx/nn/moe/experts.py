@@ -9,7 +9,6 @@ from ..._signatures import Module
 from ...dispatch import PlatformLike
 from ...matmul import GroupedMatmul
 from ...weights.experts import experts as filled_experts
-from ...weights.view import Weights
 from ..activations import matmul_options
 from ..initial import keys_of, uniform
 
@@ -60,5 +59,4 @@ class Experts(Module):
         hidden = self.hidden(rows, gate, sizes, up=up, **biases)
         return self.out(hidden, down, sizes, bias=self.down_proj_bias)
 
-    def _published(self, weights: Weights) -> "Experts":
-        return filled_experts(self, weights)
+    _published = filled_experts

@@ -5,6 +5,7 @@ from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
@@ -16,9 +17,16 @@ from ...core.arguments import wide
 from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
-from ...weights.view import Weights
 from ..activations import check_activation
-from ..arguments import check_flags, check_key, read_array, read_dtype, read_sizes, read_weight_dtype
+from ..arguments import (
+    check_flags,
+    check_key,
+    check_tokens,
+    read_array,
+    read_dtype,
+    read_sizes,
+    read_weight_dtype,
+)
 from ..initial import keys_of, linear
 from ..projection import project, promoted
 from ..tokens import clear
@@ -227,14 +235,9 @@ class MixtureOfExperts(Module):
         """
         check_flags(return_statistics=return_statistics)
         x = self._read(x)
-        real = None
-        if padding_mask is not None:
-            real = read_array("padding_mask", padding_mask, "booleans", "[...]")
-            if real.shape != x.shape[:-1]:
-                raise ValueError(
-                    f"padding_mask: expected shape {x.shape[:-1]}, one entry per token of x, received {real.shape}; broadcast it first."
-                )
-            x = clear(x, real)
+        check_tokens("padding_mask", padding_mask, "booleans", "x", x, "[...]")
+        real = None if padding_mask is None else jnp.asarray(padding_mask)
+        x = clear(x, real)
         y, statistics = over_devices(self.gate, self.experts, x, real, self.parallel)
         y = y.astype(x.dtype)
         if self.shared_expert is not None:
@@ -259,5 +262,4 @@ class MixtureOfExperts(Module):
         # The gradient of the gate, a sum over features, is taken in float32.
         return (wide(y) * wide(gate)).astype(y.dtype)
 
-    def _published(self, weights: Weights) -> "MixtureOfExperts":
-        return mixture_of_experts(self, weights)
+    _published = mixture_of_experts

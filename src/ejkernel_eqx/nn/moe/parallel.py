@@ -16,6 +16,7 @@ from ...dispatch import Backend
 from ...dispatch.device import place_of_calls
 from ...parallel.mesh import explicit_mesh, resharded, spec_of
 from ...parallel.shapes import inside_manual_mesh
+from ..projection import mesh_axes
 from .dispatch import combined, dispatched, order_of
 from .exchange import Padded, Ragged
 from .routed import numbers_of, routed
@@ -116,12 +117,11 @@ def over_devices(
 def _by_types(mesh: Any, experts: Any, x: Array, exchange: str) -> _Split:
     """By the shardings in the types of the arrays. A mesh axis that splits tokens and hidden features stays with the tokens: the weights
     are gathered, as for training with parameters split over the devices of the batch."""
-    ordered = lambda entry: () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     lead = spec_of(x)[:-1]
-    tokens = tuple(axis for entry in lead for axis in ordered(entry))
+    tokens = tuple(axis for entry in lead for axis in mesh_axes(entry))
     of_experts, of_hidden, _ = spec_of(experts.gate_proj)
-    hidden = tuple(axis for axis in ordered(of_hidden) if axis not in tokens)
-    return _Split(mesh, ordered(of_experts), tokens, hidden, PartitionSpec(*lead, None), exchange)
+    hidden = tuple(axis for axis in mesh_axes(of_hidden) if axis not in tokens)
+    return _Split(mesh, mesh_axes(of_experts), tokens, hidden, PartitionSpec(*lead, None), exchange)
 
 
 def _by_names(mesh: Any, parallel: ExpertParallel, experts: Any, exchange: str) -> _Split:
@@ -156,12 +156,8 @@ def _automatic_mesh(parallel: ExpertParallel, arrays: Any) -> Any:
     return None
 
 
-def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
-    return _compiled(split, router, experts, x, real)
-
-
 @eqx.filter_jit
-def _compiled(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
+def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
     """Compiled: outside of `jit`, arrays on a mesh meet others in compiled functions alone."""
     arrays, static = eqx.partition((router, experts), eqx.is_array)
     one = lambda axes: axes or None
