@@ -6,16 +6,11 @@ from typing import Any, NamedTuple
 
 from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
+from ..weights import recurrent_configs
 from ..weights.attention_configs import attention_options, default_type
 from ..weights.configs import ACTIVATIONS, layer_type, text_entries, unit_offset_norms
 from ..weights.expert_configs import expert_defaults, experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
-from ..weights.recurrent_configs import (
-    gated_delta_net_options,
-    lightning_attention_options,
-    mamba1_options,
-    mamba2_options,
-)
 from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms
 
 
@@ -134,10 +129,10 @@ _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
     "latent_attention": latent_attention_options,
-    "mamba1": mamba1_options,
-    "mamba2": mamba2_options,
-    "gated_delta_net": gated_delta_net_options,
-    "lightning_attention": lightning_attention_options,
+    "mamba1": recurrent_configs.mamba1_options,
+    "mamba2": recurrent_configs.mamba2_options,
+    "gated_delta_net": recurrent_configs.gated_delta_net_options,
+    "lightning_attention": recurrent_configs.lightning_attention_options,
 }
 _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says itself
 
@@ -145,33 +140,25 @@ _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says it
 def _mixer(config: Entries, family: _Family, index: int) -> tuple[str, dict[str, Any]]:
     """The name of a layer's mixer and what it is built with."""
     mixer = family.attention
-    if family.recurrent is not None:
-        # A model without attention lists no types.
-        kind = (
-            layer_type(config, index, lambda i: default_type(config, i))
-            if family.has_mlp
-            else "linear_attention"
-        )
-        mixer = family.recurrent if kind == "linear_attention" else mixer
+    # A model without attention lists no types.
+    if family.recurrent is not None and (not family.has_mlp or _is_linear(config, index)):
+        mixer = family.recurrent
     options = _OPTIONS[mixer](config, index)
     return mixer, {name: value for name, value in options.items() if name not in _PLACE}
+
+
+def _is_linear(config: Entries, index: int) -> bool:
+    return layer_type(config, index, lambda i: default_type(config, i)) == "linear_attention"
 
 
 def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     mixer, options = _mixer(config, family, index)
     branch = "linear_attn" if mixer == "lightning_attention" else "full_attn"
-    scales = lambda name: (
-        float(config.get(f"{name}_alpha_factor", 1)),
-        float(config.get(f"{name}_beta_factor", 1)),
+    scales: Any = lambda name: tuple(
+        float(config.get(f"{name}_{part}_factor", 1)) for part in ("alpha", "beta")
     )
-    return LayerConfig(
-        mixer,
-        options,
-        _mlp(config, index) if family.has_mlp else None,
-        family.norms,
-        mixer_scales=scales(branch),
-        mlp_scales=scales("mlp"),
-    )
+    mlp = _mlp(config, index) if family.has_mlp else None
+    return LayerConfig(mixer, options, mlp, family.norms, scales(branch), scales("mlp"))
 
 
 def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:

@@ -126,6 +126,14 @@ def check_tokens(name: str, value: Any, kind: str, of: str, x: Array, form: str 
         )
 
 
+def read_tokens(x: Any, features: int, padding_mask: Any, segment_ids: Any) -> Array:
+    """The tokens `[..., T, features]` of a layer, with checks of what there is one of per token."""
+    x = read_features("x", x, "[..., T, E]", "E", features)
+    check_tokens("padding_mask", padding_mask, "booleans", "x", x)
+    check_tokens("segment_ids", segment_ids, "integers", "x", x)
+    return x
+
+
 def read_packed(x: Array, cu_seqlens: Any, others: Mapping[str, Any], remedy: str) -> Array:
     """The offsets of the packed sequences of `x [T, E]`, with which none of the `others` is passed."""
     offsets = read_array("cu_seqlens", cu_seqlens, "integers", "[N + 1]")

@@ -40,7 +40,7 @@ from .paged_layer import over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .rolling_cache import RollingKVCache
-from .signatures import BatchInputs, Cache, Inputs, Lse, Output, RowCache, Tokens
+from .signatures import AnyInputs, Cache, Inputs, Lse, Output, PageInputs, Pages, RowCache, Tokens
 from .split_attention import attention_over, on_whole_rows, places_over
 from .tokens import clear, merge_heads, normed, split_heads
 from .windows import check_scalar, read_window, with_window
@@ -185,24 +185,14 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         self.rope = rope
         self.sliding_window = read_window(sliding_window, causal)
         sliding_window = None if isinstance(sliding_window, Array | np.ndarray) else sliding_window
-        self.attention = attention_over(
-            sequence_axis,
-            token_order,
-            causal,
-            sliding_window,
-            logits_soft_cap,
-            softmax_scale,
-            dropout_rate,
-            deterministic=deterministic,
-            platform=platform,
-            config=config,
-        )
-        paged: Any = (sliding_window, logits_soft_cap, softmax_scale)
+        limits: Any = (sliding_window, logits_soft_cap, softmax_scale)
+        kernel: Any = {"deterministic": deterministic, "platform": platform, "config": config}
+        self.attention = attention_over(sequence_axis, token_order, causal, *limits, dropout_rate, **kernel)
         paged_platform = None if platform == "cuda" else platform
         if self.alibi is None:
-            self.paged_attention = RaggedPagedAttention(*paged, append=True, platform=paged_platform)
+            self.paged_attention = RaggedPagedAttention(*limits, append=True, platform=paged_platform)
         else:
-            self.paged_attention = UnifiedAttention(*paged, platform=paged_platform)
+            self.paged_attention = UnifiedAttention(*limits, platform=paged_platform)
         self.embed_dim, self.output_size = embed_dim, output_size
         self.kv_embed_dim, self.v_embed_dim = kv_embed_dim, v_embed_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -320,60 +310,37 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
 
         @overload
         def __call__(
-            self,
-            x: Tokens,
-            cache: None = None,
-            *,
-            return_lse: Literal[False] = False,
-            **given: Unpack[Inputs],
+            self, x: Tokens, cache: None = None, *, return_lse: Literal[False] = False, **rows: Unpack[Inputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self, x: Tokens, cache: RowCache, *, return_lse: Literal[False] = False, **given: Unpack[Inputs]
+            self, x: Tokens, cache: RowCache, *, return_lse: Literal[False] = False, **rows: Unpack[Inputs]
         ) -> tuple[Output, RowCache]: ...
 
         @overload
         def __call__(
-            self,
-            x: Tokens,
-            cache: PagedKVCache,
-            *,
-            batch: RaggedBatch,
-            return_lse: Literal[False] = False,
-            **given: Unpack[BatchInputs],
-        ) -> tuple[Output, PagedKVCache]: ...
+            self, x: Tokens, cache: Pages, *, return_lse: Literal[False] = False, **rows: Unpack[PageInputs]
+        ) -> tuple[Output, Pages]: ...
 
         @overload
         def __call__(
-            self, x: Tokens, cache: None = None, *, return_lse: Literal[True], **given: Unpack[Inputs]
+            self, x: Tokens, cache: None = None, *, return_lse: Literal[True], **rows: Unpack[Inputs]
         ) -> tuple[Output, Lse]: ...
 
         @overload
         def __call__(
-            self, x: Tokens, cache: RowCache, *, return_lse: Literal[True], **given: Unpack[Inputs]
+            self, x: Tokens, cache: RowCache, *, return_lse: Literal[True], **rows: Unpack[Inputs]
         ) -> tuple[Output, RowCache, Lse]: ...
 
         @overload
         def __call__(
-            self,
-            x: Tokens,
-            cache: PagedKVCache,
-            *,
-            batch: RaggedBatch,
-            return_lse: Literal[True],
-            **given: Unpack[BatchInputs],
-        ) -> tuple[Output, PagedKVCache, Lse]: ...
+            self, x: Tokens, cache: Pages, *, return_lse: Literal[True], **rows: Unpack[PageInputs]
+        ) -> tuple[Output, Pages, Lse]: ...
 
         @overload
         def __call__(
-            self,
-            x: Tokens,
-            cache: Cache | None = None,
-            *,
-            return_lse: bool,
-            batch: RaggedBatch | None = None,
-            **given: Unpack[Inputs],
+            self, x: Tokens, cache: Cache | None = None, *, return_lse: bool, **rows: Unpack[AnyInputs]
         ) -> Output | tuple[Any, ...]: ...
 
     @compiled_call("ejx.nn.MultiHeadAttention")
@@ -482,13 +449,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         self, x: Array, cache: PagedKVCache, batch: RaggedBatch, positions: AnyArray | None, return_lse: bool
     ) -> Any:
         """A call with a batch: keys and values are written to their pages first."""
-        given: Any = {
-            "query_start_loc": batch.query_start_loc,
-            "max_query_len": batch.max_query_len,
-            "sinks": self.sinks,
-            "window": self.sliding_window,
-            "return_lse": return_lse,
-        }
+        given: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
+        given |= {"sinks": self.sinks, "window": self.sliding_window, "return_lse": return_lse}
 
         def empty(x: Array) -> tuple[Array, ...]:
             lse = jnp.full((x.shape[0], self.num_heads), -jnp.inf, accumulator(x.dtype))

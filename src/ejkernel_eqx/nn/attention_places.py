@@ -100,10 +100,8 @@ def locate(x: Array, cache: KVCache | LatentCache | RollingKVCache | None, given
     if given.kv_input is not None:
         return _locate_cross(x, given.kv_input, padding_mask, given.kv_padding_mask)
     if given.cu_seqlens is not None:
-        offsets, tokens = (
-            read_offsets(given.cu_seqlens, x.shape[-2]),
-            jnp.arange(x.shape[-2], dtype=jnp.int32),
-        )
+        offsets = read_offsets(given.cu_seqlens, x.shape[-2])
+        tokens = jnp.arange(x.shape[-2], dtype=jnp.int32)
         return Rows((tokens >= offsets[0]) & (tokens < offsets[-1]), cu_seqlens=offsets)
     left = None if padding_mask is None else _first_real(padding_mask)
     if cache is not None:

@@ -22,13 +22,12 @@ from ..weights.view import Weights
 from .arguments import (
     check_flags,
     check_numbers,
-    check_tokens,
     read_array,
     read_batch_shape,
     read_dtype,
-    read_features,
     read_packed,
     read_sizes,
+    read_tokens,
 )
 from .parts import Parts
 from .projection import compute_dtype_of, product, stored_dtype_of
@@ -120,13 +119,8 @@ class CellLayer(Module):
             raise ValueError(
                 f"gate_activation: expected 'sigmoid', received {gate_activation!r}; an RNN has no gates, so only its activation can be chosen."
             )
-        options: Any = {
-            "activation": activation,
-            "gate_activation": gate_activation,
-            "state_dtype": state_dtype,
-            "platform": platform,
-            "config": config,
-        }
+        options: Any = {"activation": activation, "gate_activation": gate_activation}
+        options |= {"state_dtype": state_dtype, "platform": platform, "config": config}
         self.recurrence = Recurrent(self._cell, **options)
         self.reverse_recurrence = Recurrent(self._cell, reverse=True, **options) if bidirectional else None
         self.dropout = eqx.nn.Dropout(dropout_rate)
@@ -230,9 +224,7 @@ class CellLayer(Module):
         **Raises:** `ValueError` for invalid arguments; values are checked when they are known (outside `jit`).
         """
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
-            x = read_features("x", x, "[..., T, E]", "E", self.input_size)
-            check_tokens("padding_mask", padding_mask, "booleans", "x", x)
-            check_tokens("segment_ids", segment_ids, "integers", "x", x)
+            x = read_tokens(x, self.input_size, padding_mask, segment_ids)
             tokens = {"lengths": lengths, "resets": resets, "cu_seqlens": cu_seqlens}
             self._check(x, state, tokens, padding_mask, segment_ids)
             drops = self.dropout.p > 0 and not (self.dropout.inference if inference is None else inference)
@@ -241,13 +233,10 @@ class CellLayer(Module):
                     "key: expected a PRNG key because dropout_rate > 0, received None; pass key=, or inference=True to disable dropout."
                 )
             tokens["segment_ids"] = ids_of(segment_ids, padding_mask)
-            x = x.astype(compute_dtype_of(self.compute_dtype, (), *self._typed(x)))
+            matrices = [w for w in self.weights.values() if w.ndim == 2]
+            x = x.astype(compute_dtype_of(self.compute_dtype, (), x, *matrices))
             y, left = self._stack(_cleared(x, tokens), state, tokens, key if drops else None)
             return y if state is None else (y, left)
-
-    def _typed(self, x: Array) -> tuple[Array, ...]:
-        """The arrays that decide the dtype of the computation."""
-        return x, *(w for w in self.weights.values() if w.ndim == 2)
 
     def _check(
         self, x: Array, state: Any, tokens: dict[str, Any], padding_mask: Any, segment_ids: Any

@@ -147,12 +147,9 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         self.k_compression = self.v_compression = None
         if compression != "mean":
             sizes: Any = {"size": compression_size, "stride": compression_stride, "hidden_dim": hidden}
-            self.k_compression, self.v_compression = (
-                BlockCompression(
-                    num_kv_heads, head_dim, **sizes, dtype=parts.dtype, key=jax.random.fold_in(key, n)
-                )
-                for n in range(2)
-            )
+            make = functools.partial(BlockCompression, num_kv_heads, head_dim, **sizes, dtype=parts.dtype)
+            keys = (jax.random.fold_in(key, n) for n in range(2))
+            self.k_compression, self.v_compression = (make(key=key) for key in keys)
         self.rope = rope
         self.embed_dim, self.head_dim = embed_dim, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -251,10 +248,10 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         if batch is not None:
             x = check_ragged(x, batch, self.embed_dim, given._asdict())
             sizes = self.num_kv_heads, self.head_dim, self._stride
-            sizes_of = lambda of: (
-                of.tokens.num_kv_heads,
-                of.tokens.head_dim,
-                of.page_size // of.compressed.page_size,
+            sizes_of = lambda c: (
+                c.tokens.num_kv_heads,
+                c.tokens.head_dim,
+                c.page_size // c.compressed.page_size,
             )
             check_pool(cache, PagedSparseCache, "(K, D) and stride", sizes, sizes_of)
             call = functools.partial(self._over_pages, batch)
@@ -428,22 +425,16 @@ def rolled(x: Array, by: Array) -> Array:
     if x.shape[-2] == 1:
         return x
 
-    def turn(given: Any) -> dict[str, Array]:
-        x, by = given["x"], given["by"]
-        token = jax.lax.broadcasted_iota(jnp.int32, x.shape[:-1], x.ndim - 2)
-        return {"out": _taken(x, (token + by[..., None]) % x.shape[-2])}
-
-    return over_mesh(
-        turn, {"x": x, "by": by}, Leading(axes=dict.fromkeys(("x", "out"), ("T", "E")) | {"by": ()})
-    )["out"]
+    token = jax.lax.broadcasted_iota(jnp.int32, (*by.shape, x.shape[-2]), by.ndim)
+    axes = {"x": ("T", "E"), "at": ("T",), "out": ("T", "E")}
+    return _taken(x, (token + by[..., None]) % x.shape[-2], axes)
 
 
 def taken(x: Array, at: Array) -> Array:
     """The tokens `at [..., N]` of a cache `[..., S, K, D]`: `[..., N, K, D]`; any for one that there is not."""
     heads = f"H{x.shape[-2]}"
     axes = {"x": ("S", heads, "D"), "at": ("N",), "out": ("N", heads, "D")}
-    put = lambda given: {"out": _taken(given["x"], jnp.clip(given["at"], 0, x.shape[-3] - 1))}
-    return over_mesh(put, {"x": x, "at": at}, Leading(axes=axes))["out"]
+    return _taken(x, jnp.clip(at, 0, x.shape[-3] - 1), axes)
 
 
 def taken_from_pages(pages: Array, slots: Array) -> Array:
@@ -459,9 +450,14 @@ def taken_from_pages(pages: Array, slots: Array) -> Array:
     return over_mesh(take, given, Leading(axes=axes, shared=frozenset(given)))["out"]
 
 
-def _taken(x: Array, at: Array) -> Array:
-    index = jax.lax.expand_dims(at, range(at.ndim, x.ndim))
-    return jnp.take_along_axis(x, index, axis=at.ndim - 1)
+def _taken(x: Array, at: Array, axes: dict[str, tuple[str, ...]]) -> Array:
+    """The entries `at [..., N]` along the first of the axes of `x`."""
+
+    def take(given: Any) -> dict[str, Array]:
+        x, at = given["x"], given["at"]
+        return {"out": jnp.take_along_axis(x, jax.lax.expand_dims(at, range(at.ndim, x.ndim)), at.ndim - 1)}
+
+    return over_mesh(take, {"x": x, "at": at}, Leading(axes=axes))["out"]
 
 
 def unrotated(rope: RotaryEmbedding | None, k: Array, positions: Array) -> Array:

@@ -39,6 +39,10 @@ class Parts:
         self.sequence_axis = sequence_axis
         self._keys = iter(keys_of(key, count))
 
+    def key(self) -> Array:
+        """The next key, for a part that is built elsewhere."""
+        return next(self._keys)
+
     def left_out(self) -> None:
         """Skips the key of an omitted part, so that later parts start with the same weights as in a layer that has it."""
         next(self._keys)

@@ -18,15 +18,7 @@ from .._signatures import Module
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..sequences.packing import read_count, read_offsets
-from .arguments import (
-    check_slots,
-    check_tokens,
-    read_array,
-    read_batch_shape,
-    read_dtype,
-    read_features,
-    read_packed,
-)
+from .arguments import check_slots, read_array, read_batch_shape, read_dtype, read_packed, read_tokens
 from .drafts import empty_drafts, new_tokens
 from .projection import compute_dtype_of, leading_axes_of, stored_dtype_of
 from .recurrent_state import RecurrentState as RecurrentState
@@ -227,11 +219,7 @@ class RecurrentLayer(Module):
         **Returns:** `y`, in the shape of `x` and the dtype of the computation; with a state, the tuple `(y, state)`. Raises `ValueError` for
         invalid arguments; values are checked when they are known (outside `jit`).
         """
-        tokens: TokenInputs = {
-            "padding_mask": padding_mask,
-            "segment_ids": segment_ids,
-            "cu_seqlens": cu_seqlens,
-        }
+        tokens: Any = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
             if batch is not None:
                 x, state = self._check_ragged(x, state, batch, tokens)
@@ -245,9 +233,7 @@ class RecurrentLayer(Module):
         return x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
 
     def _check(self, x: Any, state: Any, padding_mask: Any, segment_ids: Any, cu_seqlens: Any) -> Array:
-        x = read_features("x", x, "[..., T, E]", "E", self.embed_dim)
-        check_tokens("padding_mask", padding_mask, "booleans", "x", x)
-        check_tokens("segment_ids", segment_ids, "integers", "x", x)
+        x = read_tokens(x, self.embed_dim, padding_mask, segment_ids)
         batch = x.shape[:-2]
         if cu_seqlens is not None:
             others = {"segment_ids": segment_ids, "padding_mask": padding_mask}

@@ -132,14 +132,8 @@ class ShortConvolution(Module):
         if state is not None and x.shape[-2] == 1 and segment_ids is None and cu_seqlens is None:
             y, state = self.step(x[..., 0, :], state)
             return y[..., None, :], state
-        y, new = self.convolution(
-            x,
-            self.weight[:, 0],
-            self.bias,
-            initial_state=state,
-            segment_ids=segment_ids,
-            cu_seqlens=cu_seqlens,
-        )
+        packing = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        y, new = self.convolution(x, self.weight[:, 0], self.bias, initial_state=state, **packing)
         return y if state is None else (y, new)
 
     def step(

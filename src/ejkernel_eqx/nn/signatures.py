@@ -7,7 +7,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._shapes import AnyArray, Bool, Float, Int
 from ..attention import Mask
-from ..paged import PagedKVCache
+from ..paged import PagedKVCache, RaggedBatch
 from .kv_cache import KVCache
 from .rolling_cache import RollingKVCache
 
@@ -15,7 +15,8 @@ Tokens = Float[AnyArray, "*B T E"]
 Output = Float[Array, "*B T O"]
 SameOutput = Float[Array, "*B T E"]
 Lse = Float[Array, "*B T H"]
-Cache = KVCache | RollingKVCache | PagedKVCache
+Pages = PagedKVCache
+Cache = KVCache | RollingKVCache | Pages
 RowCache = TypeVar("RowCache", KVCache, RollingKVCache)
 
 
@@ -64,3 +65,15 @@ class BatchInputs(TypedDict, total=False):
 
     positions: Int[AnyArray, "... T"] | None
     inference: bool | None
+
+
+class PageInputs(BatchInputs):
+    """`BatchInputs`, and the batch."""
+
+    batch: RaggedBatch
+
+
+class AnyInputs(Inputs, total=False):
+    """`Inputs`, and perhaps a batch."""
+
+    batch: RaggedBatch | None

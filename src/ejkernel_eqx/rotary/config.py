@@ -21,29 +21,29 @@ _COMMON = {"rope_type", "type", "rope_theta", _PARTIAL, "mrope_section", "mrope_
 
 class _Kind(NamedTuple):
     build: Any
-    required: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
+    required: str = ""
+    optional: str = ""
+
+    def keys(self) -> list[str]:
+        return [*self.required.split(), *self.optional.split()]
 
 
 _LONGROPE = _Kind(
     LongRopeScaling,
-    ("short_factor", "long_factor", _ORIGINAL),
-    ("factor", "attention_factor", "short_mscale", "long_mscale"),
+    f"short_factor long_factor {_ORIGINAL}",
+    "factor attention_factor short_mscale long_mscale",
 )
+_YARN = "beta_fast beta_slow attention_factor mscale mscale_all_dim truncate"
 _KINDS = {
     "default": _Kind(None),
-    "mrope": _Kind(None, ("mrope_section",)),
-    "linear": _Kind(LinearScaling, ("factor",)),
-    "dynamic": _Kind(DynamicScaling, ("factor", _ORIGINAL)),
-    "llama3": _Kind(Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)),
-    "yarn": _Kind(
-        YarnScaling,
-        ("factor", _ORIGINAL),
-        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-    ),
+    "mrope": _Kind(None, "mrope_section"),
+    "linear": _Kind(LinearScaling, "factor"),
+    "dynamic": _Kind(DynamicScaling, f"factor {_ORIGINAL}"),
+    "llama3": _Kind(Llama3Scaling, f"factor low_freq_factor high_freq_factor {_ORIGINAL}"),
+    "yarn": _Kind(YarnScaling, f"factor {_ORIGINAL}", _YARN),
     "longrope": _LONGROPE,
     "su": _LONGROPE,
-    "proportional": _Kind(ProportionalScaling, (), ("factor",)),
+    "proportional": _Kind(ProportionalScaling, "", "factor"),
 }
 
 
@@ -73,36 +73,33 @@ def read_scaling(given: Mapping[str, Any], head_dim: int) -> FoundScaling:
         raise ValueError(
             f"scaling: expected a rope_type of {', '.join(_KINDS)}, received {shown(name)}; other types are not supported."
         )
-    missing = [key for key in kind.required if key not in given]
+    missing = [key for key in kind.required.split() if key not in given]
     if missing:
         raise ValueError(
             f"scaling: expected {', '.join(missing)} in a dict of rope_type {name!r}, received {', '.join(sorted(map(str, given))[:8])}; "
             "use RotaryEmbedding.from_config, which also reads the keys beside it in the model's configuration."
         )
-    unknown = set(given) - _COMMON - set(kind.required) - set(kind.optional)
+    unknown = set(given) - _COMMON - set(kind.keys())
     if unknown:
         raise ValueError(
             f"scaling: expected only known keys with rope_type {name!r}, received {', '.join(sorted(map(str, unknown))[:8])}; remove keys that do "
             "not belong to the rotation."
         )
     partial = given.get(_PARTIAL)
-    keys = [key for key in (*kind.required, *kind.optional) if key in given and key not in _COMMON]
+    keys = [key for key in kind.keys() if key in given and key not in _COMMON]
     numbers = {key.replace(_ORIGINAL, "original_max_position"): given[key] for key in keys}
     if name == "proportional":
         numbers["fraction"], partial = 1.0 if partial is None else partial, None
+    if partial is not None:
+        check_numbers(**{_PARTIAL: partial})
     section = given.get("mrope_section")
     return FoundScaling(
         scaling=None if kind.build is None else kind.build(**numbers),
         theta=given.get("rope_theta"),
-        rotary_dim=None if partial is None else _part(head_dim, partial),
+        rotary_dim=None if partial is None else int(head_dim * partial),
         mrope_section=section,
         mrope_interleaved=section is not None and given.get("mrope_interleaved", False),
     )
-
-
-def _part(head_dim: int, partial: Any) -> int:
-    check_numbers(**{_PARTIAL: partial})
-    return int(head_dim * partial)
 
 
 def read_config(config: Any, layer_type: str | None) -> dict[str, Any]:

@@ -60,11 +60,8 @@ class Padded(Exchange):
     def back(self, x: Array, number: Any) -> Array:
         places = self._places(number)
         mine = self._moved(x.reshape(*places.shape, *x.shape[1:]))
-        return (
-            match_varying(jnp.zeros((self.rows, *x.shape[1:]), x.dtype), mine)
-            .at[places.reshape(-1)]
-            .add(mine, mode="drop")
-        )
+        empty = match_varying(jnp.zeros((self.rows, *x.shape[1:]), x.dtype), mine)
+        return empty.at[places.reshape(-1)].add(mine, mode="drop")
 
     def _places(self, number: Any) -> Array:
         """The row at each place that is sent, `[D, room]`; `rows` for none."""

@@ -18,16 +18,8 @@ from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
 from ..activations import check_activation
-from ..arguments import (
-    check_flags,
-    check_key,
-    check_tokens,
-    read_array,
-    read_dtype,
-    read_sizes,
-    read_weight_dtype,
-)
-from ..initial import keys_of, linear
+from ..arguments import check_flags, check_tokens, read_array, read_sizes
+from ..parts import Parts
 from ..projection import project, promoted
 from ..tokens import clear
 from .experts import Experts
@@ -36,6 +28,10 @@ from .router import Router
 from .routing import Choice, GroupScore, Routing, Scoring
 from .shared import SharedExpert
 from .statistics import RouterStatistics
+
+_Tokens = Float[AnyArray, "*B E"]
+_Output = Float[Array, "*B E"]
+_Real = Bool[AnyArray, "*B"] | None
 
 
 class MixtureOfExperts(Module):
@@ -141,29 +137,21 @@ class MixtureOfExperts(Module):
             raise ValueError(
                 f"parallel: expected an ExpertParallel or None, received {type(parallel).__name__}; ejx.nn.ExpertParallel() is one."
             )
-        check_key(key)
         groups: Any = {"num_groups": num_groups, "top_k_groups": top_k_groups, "group_score": group_score}
         choice = Choice(num_experts, top_k, scoring, normalize, scaling_factor, **groups)
-        dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
-        router_key, experts_key, shared_key, gate_key = keys_of(key, 4)
-        self.gate = Router(
-            embed_dim,
-            choice,
-            use_bias=use_router_bias,
-            use_correction_bias=use_correction_bias,
-            dtype=dtype,
-            key=router_key,
-        )
-        options: Any = {"activation": activation, "use_bias": use_bias, "platform": platform}
-        self.experts = Experts(embed_dim, hidden_dim, num_experts, **options, dtype=dtype, key=experts_key)
-        self.shared_expert = (
-            None
-            if shared_dim is None
-            else SharedExpert(embed_dim, shared_dim, activation=activation, dtype=dtype, key=shared_key)
-        )
-        self.shared_expert_gate = linear(gate_key, embed_dim, 1, False, dtype) if shared_gate else None
+        parts = Parts(key, 4, dtype, compute_dtype)
+        biases = {"use_bias": use_router_bias, "use_correction_bias": use_correction_bias}
+        self.gate = Router(embed_dim, choice, **biases, dtype=parts.dtype, key=parts.key())
+        shared: Any = {"activation": activation, "dtype": parts.dtype}
+        options: Any = {"use_bias": use_bias, "platform": platform, **shared}
+        self.experts = Experts(embed_dim, hidden_dim, num_experts, **options, key=parts.key())
+        shared_key = parts.key()
+        self.shared_expert = None
+        if shared_dim is not None:
+            self.shared_expert = SharedExpert(embed_dim, shared_dim, **shared, key=shared_key)
+        self.shared_expert_gate = parts.linear(embed_dim, 1) if shared_gate else None
         self.embed_dim, self.hidden_dim, self.parallel = embed_dim, hidden_dim, parallel
-        self.compute_dtype = None if computed is None else computed.name
+        self.compute_dtype = parts.compute_dtype
 
     @classmethod
     def from_config(
@@ -198,21 +186,13 @@ class MixtureOfExperts(Module):
 
     @overload
     def __call__(
-        self,
-        x: Float[AnyArray, "*B E"],
-        *,
-        padding_mask: Bool[AnyArray, "*B"] | None = None,
-        return_statistics: Literal[False] = False,
-    ) -> Float[Array, "*B E"]: ...
+        self, x: _Tokens, *, padding_mask: _Real = None, return_statistics: Literal[False] = False
+    ) -> _Output: ...
 
     @overload
     def __call__(
-        self,
-        x: Float[AnyArray, "*B E"],
-        *,
-        padding_mask: Bool[AnyArray, "*B"] | None = None,
-        return_statistics: Literal[True],
-    ) -> tuple[Float[Array, "*B E"], RouterStatistics]: ...
+        self, x: _Tokens, *, padding_mask: _Real = None, return_statistics: Literal[True]
+    ) -> tuple[_Output, RouterStatistics]: ...
 
     @compiled_call("ejx.nn.MixtureOfExperts")
     def __call__(

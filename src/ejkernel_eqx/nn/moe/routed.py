@@ -15,16 +15,11 @@ def routed(router: Any, experts: Any, x: Array, real: Array | None) -> tuple[Arr
     of padding."""
     routing = router(x)
     statistics = statistics_of(routing, router.choice.scoring, real)
-    return through_experts(experts, x, routing, real), statistics
-
-
-def through_experts(experts: Any, x: Array, routing: Routing, real: Array | None) -> Array:
-    """The weighted sum alone."""
     count, top_k = routing.logits.shape[-1], routing.indices.shape[-1]
     order = order_of(numbers_of(routing, real).reshape(-1), count)
     rows = dispatched(x.reshape(-1, x.shape[-1]), top_k, order)
     y = combined(experts(rows, order.sizes), routing.weights.reshape(-1, top_k), order)
-    return y.reshape(x.shape)
+    return y.reshape(x.shape), statistics
 
 
 def numbers_of(routing: Routing, real: Array | None) -> Array:

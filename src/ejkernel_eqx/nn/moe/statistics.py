@@ -181,7 +181,8 @@ def _total(statistics: Any) -> RouterStatistics:
         )
     ranks = (1, 1, 0, 0)  # of the fields of one layer
     sums = ([_over_layers(x, rank) for x, rank in zip(jax.tree.leaves(part), ranks)] for part in parts)
-    return RouterStatistics(*(sum(arrays[1:], arrays[0]) for arrays in zip(*sums)))
+    total: Any = (sum(arrays[1:], arrays[0]) for arrays in zip(*sums))
+    return RouterStatistics(*total)
 
 
 def _over_layers(x: Array, rank: int) -> Array:
