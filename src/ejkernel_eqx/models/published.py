@@ -9,7 +9,7 @@ from .._errors import CheckpointError
 from ..weights import recurrent_configs
 from ..weights.attention_configs import attention_options, default_type
 from ..weights.configs import ACTIVATIONS, layer_type, text_entries, unit_offset_norms
-from ..weights.expert_configs import expert_defaults, experts_of, mixture_of_experts_options
+from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
 from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms
 
@@ -163,7 +163,7 @@ def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
 
 def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:
     # A mixture of one expert is that expert.
-    if experts_of(config.over(expert_defaults(config["model_type"])), index) > 1:
+    if experts_of(config, index) > 1:
         options = mixture_of_experts_options(config, index)
         return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
     if config["model_type"] == "gpt_oss":

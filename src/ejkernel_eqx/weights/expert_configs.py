@@ -43,8 +43,9 @@ def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str
     return options | _OTHERS.get(config["model_type"], lambda config: {})(config)
 
 
-def experts_of(config: Config, layer_index: int) -> int:
-    """The number of experts that a layer has, by a configuration with the defaults of its model; 0 for a plain MLP."""
+def experts_of(config: Entries, layer_index: int) -> int:
+    """The number of experts that a layer of the model has; 0 for a plain MLP."""
+    config = config.over(defaults_of(_LAYER).get(config["model_type"], {}))
     return 0 if _no_experts(config, layer_index) else _count(config)
 
 
@@ -74,11 +75,6 @@ def _where_experts_are(config: Config) -> str:
     first = next((index for index in layers if not _no_experts(config, index)), None)
     other = "no layer" if first is None else f"layer {first} is the first that"
     return f"{other} has experts, and ejx.models builds layers of both kinds"
-
-
-def expert_defaults(model_type: str) -> dict[str, Any]:
-    """The defaults of `transformers` for a mixture of experts where the configuration says nothing; empty for models without."""
-    return dict(defaults_of(_LAYER).get(model_type, {}))
 
 
 def _activation(config: Config) -> str:
