@@ -11,6 +11,7 @@ import pytest
 from ejkernel_eqx import RaggedBatch
 from ejkernel_eqx.nn import alibi_slopes, MultiHeadAttention
 from tests.nn import published
+from tests.nn.checks import needs_triton, refuses
 from tests.tolerances import assert_close
 
 EMBED, TOKENS = 24, 11
@@ -91,8 +92,7 @@ def test_caches_and_padding():
     "alibi, platform", [(True, "xla"), pytest.param(False, "triton-interpret", marks=pytest.mark.slow)]
 )
 def test_pages(alibi, platform):
-    if platform != "xla":
-        pytest.importorskip("triton")
+    needs_triton(platform)
     layer, x = _layer(alibi=alibi, platform=platform), _x(TOKENS, EMBED)
     lens = [7, 3]
     batch = RaggedBatch.build(lens, lens, [[5, 2], [0]], page_size=4)
@@ -116,7 +116,4 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message):
-    with pytest.raises(ValueError, match=message):
-        _layer(**ERRORS[message])
+test_errors = refuses(ERRORS, lambda wrong: _layer(**wrong))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import DynamicScaling, MultiHeadAttention, RotaryEmbedding
+from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
 EMBED, OFFSETS = 16, np.array([0, 5, 5, 12, 13])
@@ -69,7 +70,6 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(unchecked, message):
-    with pytest.raises(ValueError, match=message):
-        _layer("rope")(**{"x": jnp.zeros((13, EMBED)), "cu_seqlens": OFFSETS} | ERRORS[message])
+test_errors = refuses(
+    ERRORS, lambda wrong: _layer("rope")(**{"x": jnp.zeros((13, EMBED)), "cu_seqlens": OFFSETS} | wrong)
+)

@@ -14,6 +14,7 @@ from ejkernel_eqx import nn
 from tests.attention.dense import INTERPRET, normal, quick
 from tests.cells import torch_layers
 from tests.cells.torch_layers import B, H, I, inputs_of, LAYERS, LENGTHS, loss_weights, T, weights_of
+from tests.nn.checks import needs_triton
 from tests.tolerances import assert_close
 
 KEY = jax.random.key(0)
@@ -75,8 +76,7 @@ ON_TRITON = ("lstm, all options", "gru, no bias", "rnn")
 )
 def test_golden(name, platform):
     """Outputs, final states and every gradient, from PyTorch's names."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     agree(results_of(LAYERS[name], platform), torch_layers.golden()[name])
 
 
@@ -137,8 +137,7 @@ def test_other_layers_of_equinox_are_refused(kind, unchecked):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, platform", [("LSTM", INTERPRET), ("GRU", "xla")])
 def test_decoding_in_pieces(kind, platform):
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     layer = build(kind, I, H, 2, platform=platform)
     call, x = eqx.filter_jit(layer), normal(1, 2, T, I)
     whole, last = call(x, layer.init_cache(2, 100))

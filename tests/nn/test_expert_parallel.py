@@ -17,6 +17,7 @@ from ejkernel_eqx import nn
 from ejkernel_eqx.nn.moe import exchange as exchanges
 from tests import meshes
 from tests.attention.dense import INTERPRET
+from tests.nn.checks import needs_triton, refuses
 from tests.nn.experts import EMBED, inputs
 
 AXES = ("data", "expert", "tensor")
@@ -129,8 +130,7 @@ CASES += [("exchanged", "explicit", INTERPRET), ("added", "explicit", INTERPRET)
     [pytest.param(*c, marks=() if c == _DEFAULT else pytest.mark.slow) for c in CASES],
 )
 def test_as_on_one_device(split, kind, platform):
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     check(split, kind, platform)
 
 
@@ -221,8 +221,4 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_axes(message):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message]()
+test_wrong_axes = refuses(WRONG)

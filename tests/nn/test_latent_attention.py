@@ -14,6 +14,7 @@ from ejkernel_eqx import RaggedBatch
 from ejkernel_eqx.latent.cost import expands, LatentSizes
 from ejkernel_eqx.nn import MultiHeadLatentAttention, RotaryEmbedding, YarnScaling
 from tests.attention.dense import INTERPRET
+from tests.nn.checks import needs_triton, refuses
 from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
 from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
@@ -172,8 +173,7 @@ def test_segments_and_packed_sequences():
 )
 def test_pages(name, platform, expands, monkeypatch):
     """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     monkeypatch.setattr(EXPANDS, lambda *_: expands)
     layer = build(name, platform=platform)
     found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
@@ -262,10 +262,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments(message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message](build(), inputs())
+test_wrong_arguments = refuses(WRONG, lambda wrong: wrong(build(), inputs()))
 
 
 def test_sizes_of_numpy(unchecked):

@@ -12,6 +12,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx.nn import NativeSparseAttention, RotaryEmbedding, YarnScaling
 from tests.attention.dense import INTERPRET
+from tests.nn.checks import needs_triton, refuses
 from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
 from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
@@ -277,8 +278,7 @@ def test_sequences_in_rows(kind, name):
 )
 def test_pages(name, size, platform):
     """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN. Longer blocks lie in two pages."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     sizes = {"block_size": PAGE, "compression_size": size, "compression_stride": PAGE}
     layer = build(name, **sizes, platform=platform)
     found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
@@ -334,7 +334,4 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments(message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message](build(), inputs())
+test_wrong_arguments = refuses(WRONG, lambda wrong: wrong(build(), inputs()))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_eqx as ejx
 from ejkernel_eqx.nn.projection import project, project_apart, project_parts, project_together
 from tests.meshes import COLLECTIVE
+from tests.nn.checks import refuses
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
@@ -148,10 +149,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message):
-    with pytest.raises(ValueError, match=message):
-        project("q_proj", ERRORS[message], jnp.asarray(_arrays()[0]), OUT)
+test_errors = refuses(ERRORS, lambda wrong: project("q_proj", wrong, jnp.asarray(_arrays()[0]), OUT))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

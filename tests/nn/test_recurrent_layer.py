@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx import nn
+from tests.nn.checks import refuses
 from tests.nn.recurrent_layers import build, call, inputs, parameters
 from tests.tolerances import assert_close
 
@@ -56,7 +57,4 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message):
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message]()
+test_errors = refuses(ERRORS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import KVCache, MultiHeadAttention, RollingKVCache, RotaryEmbedding
+from tests.nn.checks import refuses
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
@@ -172,10 +173,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(unchecked, message):
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message](_layer())
+test_errors = refuses(ERRORS, lambda wrong: wrong(_layer()))
 
 
 @pytest.mark.slow

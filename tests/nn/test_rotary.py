@@ -5,6 +5,7 @@ import pytest
 
 from ejkernel_eqx.nn import RotaryEmbedding, YarnScaling
 from tests.nn import published
+from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
 POSITIONS = np.array([0, 1, 2, 999, 1000, 1500])
@@ -77,7 +78,4 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(unchecked, message):
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message]()
+test_errors = refuses(ERRORS)

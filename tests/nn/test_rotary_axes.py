@@ -7,6 +7,7 @@ import pytest
 
 from ejkernel_eqx.nn import MultiHeadAttention, RotaryEmbedding
 from tests.nn import published
+from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
 POSITIONS = np.array([[0, 1, 1, 1, 2], [0, 1, 1, 2, 2], [0, 1, 2, 1, 2]])
@@ -77,7 +78,4 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message):
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message]()
+test_errors = refuses(ERRORS)

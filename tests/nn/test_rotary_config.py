@@ -14,6 +14,7 @@ from ejkernel_eqx.nn import (
     ProportionalScaling,
     RotaryEmbedding,
 )
+from tests.nn.checks import refuses
 
 BASE: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 128}
 ORIGINAL = "original_max_position_embeddings"
@@ -167,7 +168,4 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message]()
+test_errors = refuses(ERRORS)
