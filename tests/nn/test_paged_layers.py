@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx import Buckets, PagedKVCache, PageTable, RaggedBatch
-from ejkernel_eqx.nn import CacheState, KVCache
+from ejkernel_eqx import Buckets, PageTable, RaggedBatch
+from ejkernel_eqx.nn import CacheState
 from tests.nn import paged_layers as small
 from tests.nn import recurrent_layers
 from tests.nn.recurrent_layers import EMBED
@@ -178,48 +178,18 @@ def test_a_cache_comes_back_as_bound_as_it_was():
 
 
 def test_mistakes():
-    layer, mixer = small.attention(), recurrent_layers.build("mamba2")
-    x, real = jnp.ones((2, EMBED)), jnp.ones(2, bool)
-    tokens = [1, 1], [1, 1], [[0], [1]]
-    batch = RaggedBatch.build(*tokens, page_size=small.PAGE, state_indices=[0, 1])
+    """`test_wrong_inputs` has others."""
+    layer, mixer, x = small.attention(), recurrent_layers.build("mamba2"), jnp.ones((2, EMBED))
+    batch = RaggedBatch.build([1, 1], [1, 1], [[0], [1]], page_size=small.PAGE, state_indices=[0, 1])
     pages, pool = layer.init_paged_cache(2, small.PAGE), mixer.init_state(2)
-    ids = jnp.zeros(2, jnp.int32)
-
-    def refused(match, function, *args, **kwargs):
-        with pytest.raises(ValueError, match=match):
-            function(*args, **kwargs)
-
-    over = lambda cache, x=x, layer=layer, **more: layer(x, cache, batch=batch, **more)
-    refused("batch: expected a RaggedBatch with a PagedKVCache", layer, x, pages)
-    refused("cache: expected a PagedKVCache with a batch, received NoneType", over, None)
-    refused("received KVCache", over, KVCache.init((), 4, 2, 8))
-    refused(r"x: expected \[T, E\] = \[2, 24\]", over, pages, x[:1])
-    refused(r"x: expected \[T, E\] = \[2, 24\]", over, pages, x[None])
-    others = {"kv_input": x, "bias": x, "mask": real[None], "positions": ids, "kv_padding_mask": real}
-    for name, value in {**others, "padding_mask": real, "segment_ids": ids}.items():
-        refused(f"^{name}: expected None with a batch", over, pages, **{name: value})
-    refused("cache: expected pages of one layer", over, PagedKVCache.init(2, small.PAGE, 1, 8))
-    refused(r"batch_shape \(3,\)", over, layer.init_paged_cache(2, small.PAGE, batch_shape=3))
-    refused("page_size=4", over, layer.init_paged_cache(2, 4))
-    refused("causal=False", over, pages, layer=small.attention(causal=False, rope=None))
     dropping = small.attention(dropout_rate=0.5)
-    refused("inference: expected True", over, pages, layer=dropping)
     y, _ = eqx.filter_eval_shape(dropping, x, pages, batch=batch, inference=True)
     assert y.shape == x.shape
-
-    for name, value in {"padding_mask": real, "segment_ids": ids, "cu_seqlens": ids}.items():
-        refused(f"^{name}: expected None with a batch", over, pool, layer=mixer, **{name: value})
-    refused("state: expected a RecurrentState with a batch", over, None, layer=mixer)
-    refused("state: expected a pool with slots", over, mixer.init_state(0), layer=mixer)
-    refused("state: expected arrays of shapes", over, mixer.init_state((2, 2)), layer=mixer)
-    refused(r"x: expected \[T, E\]", over, pool, x[None], layer=mixer)
-    stateless = RaggedBatch.build(*tokens, page_size=small.PAGE)
-    refused("batch: expected state_indices", mixer, x, pool, batch=stateless)
-
-    sizes: dict[str, Any] = {"num_pages": 2, "page_size": 2}
-    refused(r"mixers\[0\]: expected an attention layer", CacheState.init, [x], **sizes, num_slots=1)
-    refused("num_slots", CacheState.init, [mixer], **sizes, num_slots=0)
-    flat = CacheState.init([mixer, layer], **sizes, num_slots=1)
-    refused("of_layer: expected caches with one leading axis", flat.of_layer, 0, batch)
-    refused("layers: expected 2", flat.with_layers, [pool])
+    flat = CacheState.init([mixer, layer], num_pages=2, page_size=2, num_slots=1)
+    for match, function, *args in (
+        ("of_layer: expected caches with one leading axis", flat.of_layer, 0, batch),
+        ("layers: expected 2", flat.with_layers, [pool]),
+    ):
+        with pytest.raises(ValueError, match=match):
+            function(*args)
     assert flat.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(flat))
