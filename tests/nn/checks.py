@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 
@@ -33,6 +35,11 @@ def in_pieces(layer: Any, x: Any, counts: Iterable[int], cache: Any) -> tuple[An
         start += count
     assert start == x.shape[1]
     return jnp.concatenate(outputs, 1), cache
+
+
+def exact(tree: Any) -> Any:
+    """The tree with its floats in float64, of NumPy."""
+    return jax.tree.map(lambda a: np.asarray(a, np.float64) if eqx.is_inexact_array(a) else a, tree)
 
 
 def needs_triton(platform: str | None) -> None:

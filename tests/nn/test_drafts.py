@@ -70,11 +70,8 @@ def test_a_hybrid_model_takes_drafts_back():
     """Stacked attention and recurrent layers, scanned over in place. What is accepted of the padded sequence does not matter."""
     rows, (expected, _) = small.inputs(), small.dense_model()
     step, table = quick(small.in_place, donate_argnums=1), PageTable(small.PAGES, small.PAGE)
-    options: Any = {
-        "page_size": small.PAGE,
-        "state_indices": [3, 0, 4],
-        "buckets": Buckets((12,), (4,), (5,), (4,)),
-    }
+    options: Any = {"page_size": small.PAGE, "buckets": Buckets((12,), (4,), (5,), (4,))}
+    options |= {"state_indices": [3, 0, 4]}
     caches, done = small.new_caches(num_draft_tokens=4), [0] * small.SEQUENCES
     for accepted in ([2, 4, 0], [3, 0, 4], [1, 1, 2], [4, 4, 4]):
         accepted = [min(a, small.TOKENS - n) for a, n in zip(accepted, done)]
@@ -125,10 +122,8 @@ def test_sequences_that_pause_and_fork(name):
     """Drafts that nobody has taken back yet, of sequences that bring no token, are copied, or read more tokens than there is room for. What is
     taken back holds NaN."""
     layer = recurrent_layers.build(name)
-    x, nan = (
-        np.asarray(recurrent_layers.inputs(3, 14)),
-        np.full((2, recurrent_layers.EMBED), np.nan, np.float32),
-    )
+    x = np.asarray(recurrent_layers.inputs(3, 14))
+    nan = np.full((2, x.shape[-1]), np.nan, np.float32)
     expected = np.asarray(quick(lambda x: layer(x))(x))
     run = quick(lambda x, pool, batch: layer(x, pool, batch=batch))
     sizes: dict[str, Any] = {"num_pages": 1, "page_size": 64, "num_slots": 6, "num_draft_tokens": ROOM}
@@ -142,10 +137,8 @@ def test_sequences_that_pause_and_fork(name):
         slots, rows, counts = zip(*sequences)
         behind = [count - a for count, a in zip(counts, accepted)] or [0] * len(counts)
         starts = [done[slot] for slot in slots]
-        tokens = [
-            np.concatenate([x[row, n : n + count - b], nan[:b]])
-            for row, n, count, b in zip(rows, starts, counts, behind)
-        ]
+        spans = zip(rows, starts, counts, behind)
+        tokens = [np.concatenate([x[row, n : n + count - b], nan[:b]]) for row, n, count, b in spans]
         lengths = [n + count for n, count in zip(starts, counts)]
         options: dict[str, Any] = {"page_size": 64, "buckets": Buckets((10,), (3,), (1,), (8,))}
         batch = RaggedBatch.build(counts, lengths, [[-1]] * len(counts), **options, state_indices=slots)

@@ -99,11 +99,8 @@ def test_caches_may_be_scanned_over():
 def test_a_fork_goes_its_own_way():
     """A copied page and a copied slot: parent and child go on with tokens of their own."""
     x, (expected, _) = small.inputs(), small.dense_model()
-    (step, _), caches, table = (
-        compiled(),
-        small.poisoned(small.new_caches()),
-        PageTable(small.PAGES, small.PAGE),
-    )
+    (step, _), table = compiled(), PageTable(small.PAGES, small.PAGE)
+    caches = small.poisoned(small.new_caches())
     slots = {0: 2, "child": 1, "late": 4}
 
     def call(work, tokens):
@@ -145,11 +142,8 @@ def test_quantised_pages():
 def test_sequences_without_a_slot_or_without_tokens():
     """No new token, -1, a slot that is not there: nothing is read or written; in a decode and in a chunk alike."""
     layer = recurrent_layers.build("mamba2")
-    x, pool, step = (
-        jnp.asarray(small.inputs()[0, :6]),
-        small.poisoned(layer.init_state(2)),
-        small.advance(layer),
-    )
+    x, step = jnp.asarray(small.inputs()[0, :6]), small.advance(layer)
+    pool = small.poisoned(layer.init_state(2))
     table, buckets = np.full((4, 2), -1), Buckets((6,), (4,), (2,), (1, 2))
     expected, state = quick(lambda x, state: layer(x, state))(x[:2], layer.init_state(()))
     for n in (1, 2):

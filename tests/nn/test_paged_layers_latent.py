@@ -37,10 +37,8 @@ def test_three_kinds_of_layers_in_place():
 @pytest.mark.parametrize("scales", ["token", "head"])
 def test_quantised_latents(scales):
     """Scales stay where they belong: those of tokens with their pages, the one of a cache with its layer."""
-    caches, expected = (
-        small.new_caches(latent=True, dtype=jnp.int8, scales=scales),
-        small.dense_model(latent=True)[0],
-    )
+    caches = small.new_caches(latent=True, dtype=jnp.int8, scales=scales)
+    expected = small.dense_model(latent=True)[0]
     scales_of = lambda layers: (layers[0].latent_scale, layers[0].rope_scale, layers[2].k_scale)
     if scales == "head":
         latents, state, pages = caches.layers
@@ -79,10 +77,8 @@ def test_a_state_refuses_what_does_not_belong(unchecked):
     lead: dict[str, Any] = {"batch_shape": 3}
     flat, stack = (CacheState.init([layer, mixer], **sizes, **more) for more in ({}, lead))
     pages, pool = flat.layers
-    latents, narrow = (
-        PagedLatentCache.init(4, small.PAGE, 8, 4),
-        layer.init_paged_cache(4, small.PAGE, dtype=jnp.bfloat16),
-    )
+    latents = PagedLatentCache.init(4, small.PAGE, 8, 4)
+    narrow = layer.init_paged_cache(4, small.PAGE, dtype=jnp.bfloat16)
     other = CacheState((pool, latents))
     bound = r"layers\[0\]: expected a PagedKVCache that is bound to no tables.*unbind"
     result = r"layers\[0\]: expected the result"

@@ -41,19 +41,14 @@ def _expected():
 
 
 # How x, the weight and the bias come (None: on no mesh), how the result lies, and which collective that takes.
+BOTH, MOVES = ("data", "tensor"), {"all-gather", "collective-permute", "all-to-all"}
 LAYOUTS = {
     "data": (P("data"), P(), P(), P("data", None, None), set()),
     "columns": (P("data"), P("tensor"), P("tensor"), P("data", None, "tensor"), set()),
     "rows, a sum": (P("data", None, "tensor"), P(None, "tensor"), P(), P("data", None, None), {"all-reduce"}),
     "x on no mesh": (None, P("tensor"), P("tensor"), P(None, None, "tensor"), set()),
     "weights on no mesh": (P("data"), None, None, P("data", None, None), set()),
-    "weights split as the batch": (
-        P("data"),
-        P(("data", "tensor")),
-        P(("data", "tensor")),
-        P("data", None, "tensor"),
-        {"all-gather", "collective-permute", "all-to-all"},
-    ),
+    "weights split as the batch": (P("data"), P(BOTH), P(BOTH), P("data", None, "tensor"), MOVES),
 }
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from ejkernel_eqx.nn import RotaryEmbedding, YarnScaling
 from tests.nn import published
-from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
 POSITIONS = np.array([0, 1, 2, 999, 1000, 1500])
@@ -67,15 +66,3 @@ def test_no_leaves_and_hashable():
     assert jax.tree.leaves(rope) == []
     assert rope == RotaryEmbedding(32, scaling=YarnScaling(4.0, 128))
     assert rope != RotaryEmbedding(32, scaling=YarnScaling(8.0, 128))
-
-
-ERRORS = {
-    "rotary_dim: expected .* received 10": lambda: RotaryEmbedding(8, rotary_dim=10),
-    r"with D = 8, received shape \(4, 1, 6\)": lambda: RotaryEmbedding(8)(jnp.zeros((4, 1, 6))),
-    r"positions: expected \[..., T\] that broadcasts to \(4,\), received shape \(3,\)": lambda: (
-        RotaryEmbedding(8)(jnp.zeros((4, 1, 8)), jnp.arange(3))
-    ),
-}
-
-
-test_errors = refuses(ERRORS)

@@ -61,9 +61,7 @@ def test_in_the_layer():
     _, cache = layer(x[:, :3], layer.init_cache(2, 5), positions=positions[..., :3])
     later, _ = layer(x[:, 3:], cache, positions=positions[..., 3:])
     assert_close(later, y[:, 3:])
-    with pytest.raises(
-        ValueError, match=r"positions: expected \[3, ..., T\], a position along each .* \(2, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"positions: expected \[3, ..., T\], a position .* \(2, 5\)"):
         layer(x, positions=positions[0])
 
 

@@ -109,7 +109,7 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
-# Other calls that are wrong, by the argument that the error names: of every layer over tokens, and then of some.
+# Other wrong calls, by the argument that the error names: of every layer over tokens, and then of some.
 _rows = lambda f, **given: f.init_cache(ROWS, 8, **given)
 _pages = lambda f, **given: f.init_paged_cache(2, 4, **given)
 _over = lambda f, cache=None, slots=(0, 1), x=ROW, **given: f(x, cache, batch=_batch(slots), **given)
@@ -295,13 +295,13 @@ PARTS: dict[str, tuple[Any, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     "rope": (
         nn.RotaryEmbedding,
         {"head_dim": 8},
-        {"head_dim": (0, "64"), "rotary_dim": (4.0,), "theta": (0.0, "1e4"), "interleaved": FLAG} | {"scaling": (2.0, {"type": "yarn"})},
+        {"head_dim": (0, "64"), "rotary_dim": (4.0, 10), "theta": (0.0, "1e4"), "interleaved": FLAG} | {"scaling": (2.0, {"type": "yarn"})},
     ),
     "rope's call": (
         nn.RotaryEmbedding(8),
         {"x": ROPE_X},
-        {"x": (ROPE_X.tolist(), ROPE_X.astype(int), ROPE_X[0, :, 0]), "offset": (1.5, np.zeros(3, int), [0, 0])}
-        | {"positions": ([0, 1, 2, 3], np.arange(4.0), np.zeros((3, 2, 4), int), np.zeros((2, 4, 1), int))},
+        {"x": (ROPE_X.tolist(), ROPE_X.astype(int), ROPE_X[0, :, 0], ROPE_X[..., :6]), "offset": (1.5, np.zeros(3, int), [0, 0])}
+        | {"positions": ([0, 1, 2, 3], np.arange(3), np.arange(4.0), np.zeros((3, 2, 4), int), np.zeros((2, 4, 1), int))},
     ),
     "linear scaling": (nn.LinearScaling, {}, {"factor": (0.0, "2")}),
     "llama3 scaling": (nn.Llama3Scaling, {}, {"original_max_position": (0,)}),
