@@ -180,10 +180,8 @@ def test_mistakes():
     y, _ = eqx.filter_eval_shape(dropping, x, pages, batch=batch, inference=True)
     assert y.shape == x.shape
     flat = CacheState.init([mixer, layer], num_pages=2, page_size=2, num_slots=1)
-    for match, function, *args in (
-        ("of_layer: expected caches with one leading axis", flat.of_layer, 0, batch),
-        ("layers: expected 2", flat.with_layers, [pool]),
-    ):
-        with pytest.raises(ValueError, match=match):
-            function(*args)
+    with pytest.raises(ValueError, match="of_layer: expected caches with one leading axis"):
+        flat.of_layer(0, batch)
+    with pytest.raises(ValueError, match="layers: expected 2"):
+        flat.with_layers([pool])
     assert flat.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(flat))

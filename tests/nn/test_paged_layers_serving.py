@@ -2,6 +2,7 @@
 owns at a step holds NaN, also where somebody did the step before."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -113,7 +114,7 @@ def test_a_hybrid_model_serves(window):
     expected, _ = dense_model(len(LENGTHS), window)
     step = quick(lambda x, caches, batch: in_place(x, caches, batch, stacked(window)), donate_argnums=1)
     for seed in range(2):
-        sizes = {"num_pages": FEW_PAGES, "page_size": PAGE, "num_slots": FEW_SLOTS}
+        sizes: Any = {"num_pages": FEW_PAGES, "page_size": PAGE, "num_slots": FEW_SLOTS}
         server = Server(seed, window, step, new_caches(**sizes))
         y = server.serve(inputs(len(LENGTHS)))
         for n, length in enumerate(LENGTHS):

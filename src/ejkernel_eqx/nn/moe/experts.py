@@ -10,7 +10,7 @@ from ...dispatch import PlatformLike
 from ...matmul import GroupedMatmul
 from ...weights.experts import experts as filled_experts
 from ..activations import matmul_options
-from ..initial import keys_of, uniform
+from ..parts import Parts
 
 
 class Experts(Module):
@@ -37,12 +37,8 @@ class Experts(Module):
         dtype: Any,
         key: Array,
     ):
-        keys = iter(keys_of(key, 6))
-
-        def drawn(inputs: int, *shape: int) -> Array:
-            bound = 1 / math.sqrt(inputs)
-            return uniform(next(keys), (num_experts, *shape), dtype, bound)
-
+        parts = Parts(key, 6, dtype, None)
+        drawn = lambda inputs, *shape: parts.uniform((num_experts, *shape), 1 / math.sqrt(inputs))
         self.gate_proj = drawn(embed_dim, hidden_dim, embed_dim)
         self.up_proj = drawn(embed_dim, hidden_dim, embed_dim)
         self.down_proj = drawn(hidden_dim, embed_dim, hidden_dim)
