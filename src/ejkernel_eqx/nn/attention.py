@@ -1,6 +1,6 @@
 """`MultiHeadAttention`: the attention layer of the published decoder models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
@@ -39,6 +39,7 @@ from .kv_cache import KVCache
 from .paged_layer import over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
+from .published import Published
 from .rolling_cache import RollingKVCache
 from .signatures import AnyInputs, Cache, Inputs, Lse, Output, PageInputs, Pages, RowCache, Tokens
 from .split_attention import attention_over, on_whole_rows, places_over
@@ -46,7 +47,7 @@ from .tokens import clear, merge_heads, normed, split_heads
 from .windows import check_scalar, read_window, with_window
 
 
-class MultiHeadAttention(PagedLayer[PagedKVCache]):
+class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     r"""Multi-head attention (Vaswani et al. 2017, arXiv:1706.03762) with grouped keys and values (Ainslie et
     al. 2023, arXiv:2305.13245):
 
@@ -56,7 +57,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
 
     where the rotation, the norms and the gate $g$ are optional, as are biases, sinks, a soft cap and a window. Parameters have the names
     and shapes (`[out, in]`) of the published model code, so published weights load by renaming; the guide "Layers" lists the constructor
-    calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS.
+    calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS. `from_config` supports Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2 and 3, GPT-OSS,
+    OLMo-2, Phi-3, GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next, Qwen3.5 and MiniMax.
     """
 
     q_proj: eqx.nn.Linear  # [H * D, E]; with a gate [H * (D + V), E], each head's query and then its gate
@@ -212,26 +214,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         layer = eqx.tree_at(lambda m: [m.q_proj, m.k_proj, m.v_proj, m.o_proj], layer, parts)
         return eqx.nn.inference_mode(layer, attention.dropout.inference)
 
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
-    ) -> "MultiHeadAttention":
-        """Builds an attention layer of a published model, with initial weights; load the published ones with
-        `ejkernel_eqx.load_published`. Supported models: Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2 and 3, GPT-OSS, OLMo-2, Phi-3,
-        GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next, Qwen3.5 and MiniMax.
-
-        **Arguments:**
-
-        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
-        - `layer_index`: index of the layer in the model, from 0.
-        - `key`: PRNG key for the initial weights.
-        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
-
-        Raises `ValueError` for unsupported models and options.
-        """
-        found: dict[str, Any] = {**attention_options(config, layer_index), **options}
-        return cls(**found, key=key)
-
+    _options_of = staticmethod(attention_options)
     _published = multi_head_attention
 
     @overload

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
@@ -30,11 +29,12 @@ from .latent_cache import LatentCache
 from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, product, project, stored_dtype_of
+from .published import Published
 from .signatures import LatentInputs, SameOutput, Tokens
 from .tokens import check_ragged, clear, merge_heads, split_heads
 
 
-class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
+class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
     r"""Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1; the same in DeepSeek-V3):
 
     $$c = \mathrm{norm}(x W_{kv}^\top),\quad k^r = \mathrm{rope}(x W_{kr}^\top),\quad [k_h, v_h] = c\,W_{b,h}^\top,\quad
@@ -147,24 +147,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.v_head_dim, self.compute_dtype = v_head_dim, parts.compute_dtype
 
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
-    ) -> "MultiHeadLatentAttention":
-        """Builds an attention layer of DeepSeek-V2 or V3, with initial weights; load the published ones with
-        `ejkernel_eqx.load_published`.
-
-        **Arguments:**
-
-        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
-        - `layer_index`: index of the layer in the model, from 0.
-        - `key`: PRNG key for the initial weights.
-        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
-
-        Raises `ValueError` for unsupported models and options.
-        """
-        found: dict[str, Any] = {**latent_attention_options(config, layer_index), **options}
-        return cls(**found, key=key)
+    _options_of = staticmethod(latent_attention_options)
 
     def init_cache(
         self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None

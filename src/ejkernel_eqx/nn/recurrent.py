@@ -2,35 +2,32 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, overload, TYPE_CHECKING, TypeVar, Unpack
+from collections.abc import Sequence
+from typing import Any, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
-from .._signatures import Module
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..sequences.packing import read_count, read_offsets
 from .arguments import check_slots, read_array, read_batch_shape, read_dtype, read_packed, read_tokens
 from .drafts import empty_drafts, new_tokens
 from .projection import compute_dtype_of, leading_axes_of, stored_dtype_of
+from .published import Published
 from .recurrent_state import RecurrentState as RecurrentState
 from .recurrent_state import Rows as Rows
 from .short_convolution import ShortConvolution
 from .signatures import SameOutput, TokenInputs, Tokens
 from .tokens import check_ragged, clear, ids_of
 
-L = TypeVar("L", bound="RecurrentLayer")
 
-
-class RecurrentLayer(Module):
+class RecurrentLayer(Published):
     """Base class of layers that mix tokens in linear time and decode from a state of constant size.
 
     Parameters have the names and shapes of the published model code; the guide "Recurrent layers" lists the constructor calls and the
@@ -55,9 +52,6 @@ class RecurrentLayer(Module):
 
     compute_dtype: eqx.AbstractVar[str | None]
 
-    _options_of: ClassVar[Callable[..., dict[str, Any]] | None] = None
-    """The arguments of the layer, from a published configuration and the index of the layer."""
-
     @abc.abstractmethod
     def _mix(self, x: Array, rows: Rows) -> Array:
         """The computation of the layer, on tokens with zeros at padding positions."""
@@ -69,29 +63,6 @@ class RecurrentLayer(Module):
     @abc.abstractmethod
     def _projections(self) -> tuple[Any, ...]:
         """The projections of the layer."""
-
-    @classmethod
-    def from_config(
-        cls: type[L], config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
-    ) -> L:
-        """Builds a layer of a published model, with initial weights; load the published ones with `ejkernel_eqx.load_published`. The guide
-        "Recurrent layers" lists the supported models.
-
-        **Arguments:**
-
-        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
-        - `layer_index`: index of the layer in the model, from 0.
-        - `key`: PRNG key for the initial weights.
-        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
-
-        Raises `ValueError` for unsupported models and options.
-        """
-        if cls._options_of is None:
-            raise ValueError(
-                f"from_config: expected a layer with a published counterpart, received {cls.__name__}; build it with its constructor."
-            )
-        given: dict[str, Any] = {**cls._options_of(config, layer_index), **options}
-        return cls(**given, key=key)  # pyright: ignore[reportCallIssue]
 
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, self._projections())

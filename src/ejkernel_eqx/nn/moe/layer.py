@@ -1,6 +1,5 @@
 """`MixtureOfExperts`: a router, experts, and an expert for all tokens."""
 
-from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 import equinox as eqx
@@ -12,7 +11,6 @@ from jaxtyping import PRNGKeyArray
 
 from ..._jitted import compiled_call
 from ..._shapes import AnyArray, Bool, Float
-from ..._signatures import Module
 from ...core.arguments import wide
 from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
@@ -21,6 +19,7 @@ from ..activations import check_activation
 from ..arguments import check_flags, check_tokens, read_array, read_sizes
 from ..parts import Parts
 from ..projection import project, promoted
+from ..published import Published
 from ..tokens import clear
 from .experts import Experts
 from .parallel import ExpertParallel, over_devices
@@ -34,7 +33,7 @@ _Output = Float[Array, "*B E"]
 _Real = Bool[AnyArray, "*B"] | None
 
 
-class MixtureOfExperts(Module):
+class MixtureOfExperts(Published):
     r"""A mixture of experts: a router sends each token to a few of many gated MLPs, whose outputs are added with the router's weights.
 
     $$y = \sum_{i \in \mathcal{T}(x)} w_i(x)\, E_i(x) + g(x)\, S(x), \qquad
@@ -153,23 +152,7 @@ class MixtureOfExperts(Module):
         self.embed_dim, self.hidden_dim, self.parallel = embed_dim, hidden_dim, parallel
         self.compute_dtype = parts.compute_dtype
 
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
-    ) -> "MixtureOfExperts":
-        """Builds the mixture of experts of a layer of a published model, with initial weights; [`ejkernel_eqx.load_published`][] loads the published
-        ones.
-
-        **Arguments:**
-
-        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
-        - `layer_index`: index of the layer in the model, from 0.
-        - `key`: PRNG key for the initial weights.
-        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
-
-        **Raises:** `ValueError` for models and options without a counterpart here, and for layers with a plain MLP.
-        """
-        return cls(**{**mixture_of_experts_options(config, layer_index), **options}, key=key)
+    _options_of = staticmethod(mixture_of_experts_options)
 
     @property
     def num_experts(self) -> int:
