@@ -16,7 +16,7 @@ from ejkernel_eqx import _shapes, models, nn, paged
 from ejkernel_eqx.attention.signature import AttentionInputs, DotProductInputs
 from ejkernel_eqx.dispatch import PlatformName
 from ejkernel_eqx.latent.absorbed import AbsorbedInputs
-from ejkernel_eqx.nn.attention_signature import BatchInputs, Inputs
+from ejkernel_eqx.nn.signatures import BatchInputs, Inputs
 from ejkernel_eqx.paged.signature import DecodeInputs, PackedInputs, RaggedInputs, UnifiedInputs
 from tests import functional_stub
 

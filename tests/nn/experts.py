@@ -82,7 +82,7 @@ def reference(layer: nn.MixtureOfExperts, x: Any, indices: Any) -> Any:
     weights = weights * how.scaling_factor
     bias = lambda b: 0 if b is None else b[None]
     name = "silu" if layer.shared_expert is None else layer.shared_expert.activation
-    hidden = _act(
+    hidden = act(
         _activation_of(layer, name),
         jnp.einsum("te,nfe->tnf", x, e.gate_proj) + bias(e.gate_proj_bias),
         jnp.einsum("te,nfe->tnf", x, e.up_proj) + bias(e.up_proj_bias),
@@ -93,7 +93,7 @@ def reference(layer: nn.MixtureOfExperts, x: Any, indices: Any) -> Any:
         for k in range(how.top_k)
     )
     if (shared := layer.shared_expert) is not None:
-        inner = _act(name, x @ shared.gate_proj.weight.T, x @ shared.up_proj.weight.T)
+        inner = act(name, x @ shared.gate_proj.weight.T, x @ shared.up_proj.weight.T)
         gated = inner @ shared.down_proj.weight.T
         if layer.shared_expert_gate is not None:
             gated = gated * jax.nn.sigmoid(x @ layer.shared_expert_gate.weight.T)
@@ -106,7 +106,8 @@ def _activation_of(layer: nn.MixtureOfExperts, name: str) -> str:
     return "clamped_swiglu" if spec.limit is not None else spec.activation or name
 
 
-def _act(name: str, gate: Any, up: Any) -> Any:
+def act(name: str, gate: Any, up: Any) -> Any:
+    """The activation of a gated MLP, times its other factor."""
     if name == "clamped_swiglu":
         gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
         return (up + 1) * gate / (1 + jnp.exp(-1.702 * gate))

@@ -13,13 +13,8 @@ from tests.nn.recurrent_layers import EMBED
 
 _HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "rope": nn.RotaryEmbedding(EMBED // 4)}
 _LATENT = {"num_heads": 4, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "q_lora_rank": 8}
-_SPARSE = {
-    "block_size": 2,
-    "num_blocks": 2,
-    "sliding_window": 2,
-    "compression_size": 2,
-    "compression_stride": 1,
-}
+_SPARSE = {"block_size": 2, "num_blocks": 2, "sliding_window": 2}
+_SPARSE |= {"compression_size": 2, "compression_stride": 1}
 ATTENTION: dict[str, Callable[..., Any]] = {
     "attention": functools.partial(nn.MultiHeadAttention, EMBED, **_HEADS, qk_norm=True, sinks=True),
     "latent attention": functools.partial(nn.MultiHeadLatentAttention, EMBED, **_LATENT),

@@ -8,14 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel_eqx import Buckets, PageTable, RaggedBatch
-from ejkernel_eqx.nn import (
-    CacheState,
-    Mamba2Mixer,
-    MultiHeadAttention,
-    MultiHeadLatentAttention,
-    RotaryEmbedding,
-)
+from ejkernel_eqx import Buckets, nn, PageTable, RaggedBatch
+from ejkernel_eqx.nn import CacheState, MultiHeadAttention, RotaryEmbedding
 from tests.nn import recurrent_layers
 from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
@@ -42,6 +36,12 @@ def attention(name="gqa, rope", **changes):
 def poisoned(caches):
     full = lambda x: jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 77)
     return jax.tree.map(full, caches)
+
+
+def unwritten(layer, tokens):
+    """An empty cache of rows, with NaN where nothing is written yet."""
+    cache = layer.init_cache(SEQUENCES, tokens)
+    return eqx.tree_at(lambda c: c.lengths, poisoned(cache), cache.lengths)
 
 
 def advance(layer):
@@ -81,14 +81,9 @@ def schedule(seed):
 def make_batch(table, work, slots, buckets=BUCKETS):
     """The batch of a round whose tokens the table already counts."""
     names = [n for n, _ in work]
-    return RaggedBatch.build(
-        [count for _, count in work],
-        [table.length(n) for n in names],
-        table.rows(names),
-        page_size=PAGE,
-        buckets=buckets,
-        state_indices=[slots[n] for n in names],
-    )
+    counts, lengths = [count for _, count in work], [table.length(n) for n in names]
+    options: Any = {"page_size": PAGE, "buckets": buckets, "state_indices": [slots[n] for n in names]}
+    return RaggedBatch.build(counts, lengths, table.rows(names), **options)
 
 
 def pack(x, work, before, size):
@@ -132,14 +127,12 @@ class Block(eqx.Module):
         heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": RotaryEmbedding(8)}
         self.mixers = (
             MultiHeadAttention(EMBED, **heads, sliding_window=window, key=keys[0]),
-            Mamba2Mixer(EMBED, head_dim=12, num_groups=2, state_size=6, key=keys[1]),
+            nn.Mamba2Mixer(EMBED, head_dim=12, num_groups=2, state_size=6, key=keys[1]),
         )
         if latent:
             sizes: Any = {"kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
-            self.mixers = (
-                MultiHeadLatentAttention(EMBED, num_heads=3, **sizes, key=keys[2]),
-                *reversed(self.mixers),
-            )
+            latent_layer = nn.MultiHeadLatentAttention(EMBED, num_heads=3, **sizes, key=keys[2])
+            self.mixers = (latent_layer, *reversed(self.mixers))
 
     def __call__(self, x, caches, **options):
         new = []

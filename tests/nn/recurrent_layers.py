@@ -114,10 +114,8 @@ def build(name: str, dtype=jnp.float32, seed: int = 0, platform=None) -> nn.Recu
             small = field in ("dt_bias", "bias") or len(leaf.shape) == 1
             value = (0.2 if small else leaf.shape[-1] ** -0.5) * random.standard_normal(leaf.shape)
             value = value + 1 if len(leaf.shape) == 1 and not field.endswith("bias") else value
-        return jnp.asarray(
-            value,
-            dtype if leaf.dtype == jnp.float16 else (jnp.float64 if dtype == jnp.float64 else jnp.float32),
-        )
+        wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+        return jnp.asarray(value, dtype if leaf.dtype == jnp.float16 else wide)
 
     # In float16 the parameters that stay wide can be told from those that do not.
     like = eqx.filter_eval_shape(

@@ -14,28 +14,16 @@ from ejkernel_eqx.nn.activations import ACTIVATIONS, gated
 from tests import meshes
 from tests.attention.dense import quick
 from tests.meshes import HEADS, ROWS
+from tests.nn.experts import act
 from tests.tolerances import assert_close
 
 by_name = pytest.mark.parametrize("name", ACTIVATIONS)
-EXACT: dict[str, Any] = {
-    "silu": lambda x: x / (1 + jnp.exp(-x)),
-    "gelu": lambda x: 0.5 * x * (1 + jax.lax.erf(x / np.sqrt(2))),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
-    "relu": lambda x: jnp.where(x > 0, x, 0),
-}
 
 
 def make(*shape: int, dtype: str = "float32") -> tuple[jax.Array, ...]:
     """Gate and up, of which some are clipped, and a cotangent."""
     rng = np.random.default_rng(0)
     return tuple(jnp.asarray(scale * rng.standard_normal(shape), dtype) for scale in (4, 4, 1))
-
-
-def exact(name: str, gate: jax.Array, up: jax.Array) -> jax.Array:
-    if name == "clamped_swiglu":
-        x, up = jnp.minimum(gate, 7), jnp.clip(up, -7, 7)
-        return (up + 1) * x / (1 + jnp.exp(-1.702 * x))
-    return EXACT[name](gate) * up
 
 
 def results(function: Any, gate: jax.Array, up: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
@@ -59,7 +47,7 @@ def test_values_and_gradients(name, shape, dtype, place):
     found = quick(lambda *a: results(lambda *b: gated(name, *b), *a))(*arrays)
     with jax.enable_x64(True):
         wide = (jnp.asarray(np.asarray(x, np.float64)) for x in arrays)
-        expected = quick(lambda *a: results(lambda *b: exact(name, *b), *a))(*wide)
+        expected = quick(lambda *a: results(lambda *b: act(name, *b), *a))(*wide)
         expected = jax.tree.map(np.asarray, expected)
     for n, (x, wanted) in enumerate(zip(found, expected, strict=True)):
         assert x.dtype == dtype
@@ -117,7 +105,7 @@ def test_composes(place):
     second = quick(jax.grad(lambda x: (jax.grad(lambda y: (gated("silu", y, y) * dout).sum())(x)).sum()))(
         gate
     )
-    slope = quick(jax.grad(lambda x: (jax.grad(lambda y: (exact("silu", y, y) * dout).sum())(x)).sum()))
+    slope = quick(jax.grad(lambda x: (jax.grad(lambda y: (act("silu", y, y) * dout).sum())(x)).sum()))
     assert_close(second, slope(gate), kind="gradient")
 
 

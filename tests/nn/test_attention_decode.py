@@ -7,23 +7,21 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import LinearScaling, MultiHeadAttention, RotaryEmbedding, YarnScaling
+from tests.nn.checks import in_pieces
 from tests.tolerances import assert_close
 
 EMBED, TOKENS, ROWS = 24, 14, 3
+YARN = RotaryEmbedding(8, scaling=YarnScaling(32.0, 4096, truncate=False))
+BIASES = {"use_qkv_bias": True, "use_output_bias": True}
 OPTIONS = {
     "plain": {},
     "mha, no rope": {"num_kv_heads": 4, "rope": None},
     "mqa, interleaved": {"num_kv_heads": 1, "rope": RotaryEmbedding(8, interleaved=True, rotary_dim=4)},
     "window": {"sliding_window": 4, "rope": RotaryEmbedding(8, scaling=LinearScaling(2.0))},
     "cap and norm": {"logits_soft_cap": 2.0, "qk_norm": True},
-    "sinks, biases, yarn": {
-        "sinks": True,
-        "use_qkv_bias": True,
-        "use_output_bias": True,
-        "sliding_window": 6,
-        "rope": RotaryEmbedding(8, scaling=YarnScaling(32.0, 4096, truncate=False)),
-    },
+    "sinks, biases, yarn": {"sinks": True, "sliding_window": 6, "rope": YARN, **BIASES},
     "gate, V != D": {"output_gate": True, "v_head_dim": 6},
+    "alibi": {"alibi": True, "rope": None},
     "norm of all heads": {"qk_norm": "all", "num_kv_heads": 1},
 }
 
@@ -49,22 +47,22 @@ def _call(layer, x, cache=None, **arrays):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_prefill_and_steps_equal_the_full_pass(name):
     layer, x = _layer(name), _x()
-    y, cache = _call(layer, x[:, :5], layer.init_cache(ROWS, 20))
-    pieces = [y]
-    # A chunk on top of a filled cache, then token by token.
-    y, cache = _call(layer, x[:, 5:9], cache)
-    pieces.append(y)
-    for t in range(9, TOKENS):
-        y, cache = _call(layer, x[:, t : t + 1], cache)
-        pieces.append(y)
+    # A prompt, a chunk on top of a filled cache, then token by token.
+    y, cache = in_pieces(layer, x, (5, 4, *[1] * 5), layer.init_cache(ROWS, 20))
     assert cache.lengths.tolist() == [TOKENS] * ROWS
-    assert_close(jnp.concatenate(pieces, axis=1), _call(layer, x), name=name)
+    assert_close(y, _call(layer, x), name=name)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "side"),
-    [("plain", "left"), ("sinks, biases, yarn", "right"), ("window", "both"), ("gate, V != D", "both")],
+    [
+        ("plain", "left"),
+        ("sinks, biases, yarn", "right"),
+        ("window", "both"),
+        ("gate, V != D", "both"),
+        ("alibi", "left"),
+    ],
 )
 def test_padded_prompts_then_rows_at_different_positions(name, side):
     layer, x = _layer(name), _x()
@@ -91,51 +89,6 @@ def test_padded_prompts_then_rows_at_different_positions(name, side):
         for row in np.flatnonzero(active):
             assert_close(y[row, 0], full[row, at[row]], name=f"{name}, step {step}, row {row}")
     assert cache.lengths.tolist() == [13, 6, 10]
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("causal", "segmented"), [(True, True), (False, False)])
-def test_padding_changes_nothing_and_may_be_nan(causal, segmented):
-    """Outputs of real tokens and gradients of the weights, against the rows one by one without padding."""
-    layer, x = _layer("plain", causal=causal), _x()
-    ids = jnp.asarray(np.repeat([0, 1], [6, 8])[None].repeat(ROWS, 0), jnp.int32) if segmented else None
-    spans = [(0, 14), (0, 9), (5, 14)]
-    real = jnp.asarray([[a <= t < b for t in range(TOKENS)] for a, b in spans])
-    poisoned = jnp.where(real[..., None], x, jnp.nan)
-    weight = jax.random.normal(jax.random.key(3), x.shape)
-
-    def padded(layer):
-        y = layer(poisoned, padding_mask=real, segment_ids=ids)
-        return jnp.sum(jnp.where(real[..., None], y * weight, 0)), y
-
-    def one_by_one(layer):
-        ys = [
-            layer(x[r, a:b], segment_ids=None if ids is None else ids[r, a:b])
-            for r, (a, b) in enumerate(spans)
-        ]
-        return sum(jnp.sum(y * weight[r, a:b]) for r, (y, (a, b)) in enumerate(zip(ys, spans))), ys
-
-    (_, y), grad = eqx.filter_jit(eqx.filter_value_and_grad(padded, has_aux=True))(layer)
-    (_, expected), expected_grad = eqx.filter_jit(eqx.filter_value_and_grad(one_by_one, has_aux=True))(layer)
-    for row, (a, b) in enumerate(spans):
-        assert_close(y[row, a:b], expected[row], name=f"row {row}")
-    for ours, theirs in zip(jax.tree.leaves(grad), jax.tree.leaves(expected_grad), strict=True):
-        assert_close(ours, theirs, kind="gradient")
-
-
-@pytest.mark.slow
-def test_steps_under_vmap_and_scan():
-    layer, x = _layer("window"), _x()
-
-    def decode(x):
-        def step(cache, token):
-            y, cache = layer(token[None], cache)
-            return cache, y[0]
-
-        return jax.lax.scan(step, layer.init_cache((), TOKENS), x)[1]
-
-    assert_close(jax.jit(jax.vmap(decode))(x), _call(layer, x))
 
 
 def test_mask_and_bias_with_a_cache_span_its_slots():
@@ -165,11 +118,8 @@ def test_slots_not_yet_written_are_never_read(options):
     real = jnp.arange(8)[None] < jnp.array([8, 3, 5])[:, None]
     _, cache = _call(layer, x[:, :8], cache, padding_mask=real)
     unused = (jnp.arange(TOKENS)[None] >= cache.lengths[:, None])[..., None, None]
-    poisoned = eqx.tree_at(
-        lambda c: (c.k, c.v),
-        cache,
-        (jnp.where(unused, jnp.nan, cache.k), jnp.where(unused, jnp.nan, cache.v)),
-    )
+    spoiled = [jnp.where(unused, jnp.nan, stored) for stored in (cache.k, cache.v)]
+    poisoned = eqx.tree_at(lambda c: [c.k, c.v], cache, spoiled)
     y, _ = _call(layer, x[:, 8:9], poisoned)
     for row, n in enumerate([8, 3, 5]):
         alone = jnp.concatenate([x[row, :n], x[row, 8:9]])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import MultiHeadAttention
+from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
 HEADS, QUERIES, KEYS = 3, 5, 7
@@ -94,7 +95,4 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message):
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message](*_inputs(_pair("every size")[0])[:3])
+test_errors = refuses(ERRORS, lambda wrong: wrong(*_inputs(_pair("every size")[0])[:3]))

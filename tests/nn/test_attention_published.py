@@ -103,7 +103,7 @@ def loaded(name, dtype=jnp.float64, scale=3.0):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", [name for name in CASES if "global" not in name])
+@pytest.mark.parametrize("name", CASES)
 def test_output_and_every_gradient(enable_x64, name):
     layer, weights, x, formulas = loaded(name)
     cotangent = jax.random.normal(jax.random.key(9), x.shape, x.dtype)
@@ -126,14 +126,6 @@ def test_output_and_every_gradient(enable_x64, name):
         grad = get(grad_layer, parameter)
         assert float(jnp.max(jnp.abs(grad))) > 0, parameter
         assert_close(grad, expected_grad, kind="gradient", name=f"{name}: {parameter}")
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", [name for name in CASES if "global" in name])
-def test_layers_between_the_local_ones(enable_x64, name):
-    layer, weights, x, formulas = loaded(name)
-    assert_close(eqx.filter_jit(layer)(x), jax.jit(formulas)(weights, x), name=name)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import pytest
 
 from ejkernel_eqx import Buckets, Mask, PagedKVCache, RaggedBatch, RaggedPagedAttention, UnifiedAttention
 from ejkernel_eqx.nn import LinearScaling, MultiHeadAttention, RotaryChoice, RotaryEmbedding
+from tests.nn.checks import needs_triton, refuses
 from tests.tolerances import assert_close
 
 EMBED, TOKENS, WINDOWS = 16, 11, (4, -1, 4, -1)
@@ -81,8 +82,7 @@ def test_decoding():
 @pytest.mark.slow
 @pytest.mark.parametrize("alibi, platform", [(False, "xla"), (True, "triton-interpret")])
 def test_pages(alibi, platform):
-    if platform != "xla":
-        pytest.importorskip("triton")
+    needs_triton(platform)
     layers, x = _stacked(alibi=alibi, platform=platform, rope=None), _x(TOKENS)
     caches, tables = PagedKVCache.init(8, 4, 1, 8, batch_shape=len(WINDOWS)), [[5, 2], [0, 6]]
     step = eqx.filter_jit(lambda layers, x, caches, batch: _scan(layers, x, caches, batch=batch))
@@ -139,10 +139,7 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message]()
+test_errors = refuses(ERRORS)
 
 
 @pytest.mark.parametrize("operation", [RaggedPagedAttention, UnifiedAttention])

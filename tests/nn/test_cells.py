@@ -1,6 +1,5 @@
 """`LSTM`, `GRU` and `RNN`: against PyTorch's layers, Equinox's cells, themselves in pieces; padding, packing, states, errors."""
 
-import importlib.util
 from typing import Any
 
 import equinox as eqx
@@ -14,14 +13,11 @@ from ejkernel_eqx import nn
 from tests.attention.dense import INTERPRET, normal, quick
 from tests.cells import torch_layers
 from tests.cells.torch_layers import B, H, I, inputs_of, LAYERS, LENGTHS, loss_weights, T, weights_of
+from tests.nn.checks import in_pieces, needs_triton
 from tests.tolerances import assert_close
 
 KEY = jax.random.key(0)
 KINDS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None,
-    reason="compares with PyTorch, which the extra transformers installs",
-)
 
 
 def build(kind: str, *sizes: int, **options) -> Any:
@@ -75,14 +71,13 @@ ON_TRITON = ("lstm, all options", "gru, no bias", "rnn")
 )
 def test_golden(name, platform):
     """Outputs, final states and every gradient, from PyTorch's names."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     agree(results_of(LAYERS[name], platform), torch_layers.golden()[name])
 
 
-@needs_torch
 @pytest.mark.slow
 def test_the_golden_file_is_of_today():
+    pytest.importorskip("torch")
     kept = torch_layers.golden()
     assert set(kept) == set(LAYERS)
     for name, layer in LAYERS.items():
@@ -137,16 +132,12 @@ def test_other_layers_of_equinox_are_refused(kind, unchecked):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, platform", [("LSTM", INTERPRET), ("GRU", "xla")])
 def test_decoding_in_pieces(kind, platform):
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     layer = build(kind, I, H, 2, platform=platform)
     call, x = eqx.filter_jit(layer), normal(1, 2, T, I)
     whole, last = call(x, layer.init_cache(2, 100))
-    state, outs = layer.init_state(2), []
-    for piece in (x[:, :3], x[:, 3:4], x[:, 4:]):
-        y, state = call(piece, state)
-        outs.append(y)
-    assert_close(jnp.concatenate(outs, 1), whole)
+    y, state = in_pieces(layer, x, (3, 1, T - 4), layer.init_state(2))
+    assert_close(y, whole)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(last), strict=True):
         assert_close(a, b)
     assert_close(call(x), whole)

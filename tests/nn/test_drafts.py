@@ -11,18 +11,8 @@ import pytest
 
 from ejkernel_eqx import Buckets, PageTable, RaggedBatch
 from ejkernel_eqx.nn import CacheState
+from tests.nn import paged_layers as small
 from tests.nn import recurrent_layers
-from tests.nn.paged_layers import (
-    attention,
-    dense_model,
-    in_place,
-    inputs,
-    new_caches,
-    PAGE,
-    PAGES,
-    SEQUENCES,
-    TOKENS,
-)
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
@@ -51,7 +41,7 @@ def packed(rows, size):
 @pytest.mark.parametrize("name", ["mamba", "gla", "kimi"])
 def test_accepted_tokens(name):
     layer = recurrent_layers.build(name)
-    rows, wrong = np.asarray(recurrent_layers.inputs(5, 16)), np.float32(3) * inputs(1)[0]
+    rows, wrong = np.asarray(recurrent_layers.inputs(5, 16)), np.float32(3) * small.inputs(1)[0]
     expected = quick(lambda x: layer(x))(rows)
     step = quick(lambda x, pool, batch: layer(x, pool, batch=batch))
     pool = poisoned(layer.init_state(8, num_draft_tokens=ROOM))
@@ -78,20 +68,17 @@ def test_accepted_tokens(name):
 @pytest.mark.slow
 def test_a_hybrid_model_takes_drafts_back():
     """Stacked attention and recurrent layers, scanned over in place. What is accepted of the padded sequence does not matter."""
-    rows, (expected, _) = inputs(), dense_model()
-    step, table = quick(in_place, donate_argnums=1), PageTable(PAGES, PAGE)
-    options: Any = {
-        "page_size": PAGE,
-        "state_indices": [3, 0, 4],
-        "buckets": Buckets((12,), (4,), (5,), (4,)),
-    }
-    caches, done = new_caches(num_draft_tokens=4), [0] * SEQUENCES
+    rows, (expected, _) = small.inputs(), small.dense_model()
+    step, table = quick(small.in_place, donate_argnums=1), PageTable(small.PAGES, small.PAGE)
+    options: Any = {"page_size": small.PAGE, "buckets": Buckets((12,), (4,), (5,), (4,))}
+    options |= {"state_indices": [3, 0, 4]}
+    caches, done = small.new_caches(num_draft_tokens=4), [0] * small.SEQUENCES
     for accepted in ([2, 4, 0], [3, 0, 4], [1, 1, 2], [4, 4, 4]):
-        accepted = [min(a, TOKENS - n) for a, n in zip(accepted, done)]
+        accepted = [min(a, small.TOKENS - n) for a, n in zip(accepted, done)]
         drafts = [np.concatenate([x[n : n + a], -x[:4]])[:4] for x, n, a in zip(rows, done, accepted)]
-        assert not any(table.allocate(n, 4) for n in range(SEQUENCES))
-        lengths, tables = [n + 4 for n in done], table.rows(range(SEQUENCES))
-        batch = RaggedBatch.build([4] * SEQUENCES, lengths, tables, **options)
+        assert not any(table.allocate(n, 4) for n in range(small.SEQUENCES))
+        lengths, tables = [n + 4 for n in done], table.rows(range(small.SEQUENCES))
+        batch = RaggedBatch.build([4] * small.SEQUENCES, lengths, tables, **options)
         y, caches = step(packed(drafts, 12), caches, batch)
         caches = accept(caches, jnp.asarray([*accepted, 77]), batch)
         for n, a in enumerate(accepted):
@@ -104,7 +91,7 @@ def test_a_hybrid_model_takes_drafts_back():
 @pytest.mark.slow
 def test_tokens_that_nobody_takes_back_count_and_go_with_their_slot():
     layer = recurrent_layers.build("lightning")
-    x, step = jnp.asarray(inputs()[0]), quick(lambda x, pool, batch: layer(x, pool, batch=batch))
+    x, step = jnp.asarray(small.inputs()[0]), quick(lambda x, pool, batch: layer(x, pool, batch=batch))
     expected = quick(lambda x: layer(x))(x)
     caches = CacheState.init([layer], num_pages=1, page_size=64, num_slots=3, num_draft_tokens=3)
 
@@ -135,10 +122,8 @@ def test_sequences_that_pause_and_fork(name):
     """Drafts that nobody has taken back yet, of sequences that bring no token, are copied, or read more tokens than there is room for. What is
     taken back holds NaN."""
     layer = recurrent_layers.build(name)
-    x, nan = (
-        np.asarray(recurrent_layers.inputs(3, 14)),
-        np.full((2, recurrent_layers.EMBED), np.nan, np.float32),
-    )
+    x = np.asarray(recurrent_layers.inputs(3, 14))
+    nan = np.full((2, x.shape[-1]), np.nan, np.float32)
     expected = np.asarray(quick(lambda x: layer(x))(x))
     run = quick(lambda x, pool, batch: layer(x, pool, batch=batch))
     sizes: dict[str, Any] = {"num_pages": 1, "page_size": 64, "num_slots": 6, "num_draft_tokens": ROOM}
@@ -152,10 +137,8 @@ def test_sequences_that_pause_and_fork(name):
         slots, rows, counts = zip(*sequences)
         behind = [count - a for count, a in zip(counts, accepted)] or [0] * len(counts)
         starts = [done[slot] for slot in slots]
-        tokens = [
-            np.concatenate([x[row, n : n + count - b], nan[:b]])
-            for row, n, count, b in zip(rows, starts, counts, behind)
-        ]
+        spans = zip(rows, starts, counts, behind)
+        tokens = [np.concatenate([x[row, n : n + count - b], nan[:b]]) for row, n, count, b in spans]
         lengths = [n + count for n, count in zip(starts, counts)]
         options: dict[str, Any] = {"page_size": 64, "buckets": Buckets((10,), (3,), (1,), (8,))}
         batch = RaggedBatch.build(counts, lengths, [[-1]] * len(counts), **options, state_indices=slots)
@@ -184,7 +167,7 @@ def test_sequences_that_pause_and_fork(name):
 
 
 def test_one_name_for_both_kinds():
-    layer, mixer = attention(), recurrent_layers.build("mamba2")
+    layer, mixer = small.attention(), recurrent_layers.build("mamba2")
     lead, sizes = (2,), {"num_pages": 6, "page_size": 4, "num_slots": 3}
     options: dict[str, Any] = {"batch_shape": lead, "dtype": jnp.int8, "scales": "head"}
     pools = tuple(m.init_pool(**sizes, **options, num_draft_tokens=0) for m in (layer, mixer))

@@ -24,10 +24,9 @@ by_layer = pytest.mark.parametrize(
 
 
 def _agree(found, expected, kind: Any = "forward"):
-    for (path, x), y in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
-    ):
-        assert_close(x, y, kind=kind, name=jax.tree_util.keystr(path))
+    name = jax.tree_util.keystr
+    close = lambda path, x, y: assert_close(x, y, kind=kind, name=name(path))
+    jax.tree_util.tree_map_with_path(close, found, expected)
 
 
 @by_layer

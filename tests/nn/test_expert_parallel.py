@@ -17,6 +17,7 @@ from ejkernel_eqx import nn
 from ejkernel_eqx.nn.moe import exchange as exchanges
 from tests import meshes
 from tests.attention.dense import INTERPRET
+from tests.nn.checks import needs_triton, refuses
 from tests.nn.experts import EMBED, inputs
 
 AXES = ("data", "expert", "tensor")
@@ -70,14 +71,7 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 
 
 def check(
-    split: str,
-    kind: str,
-    platform: str = "xla",
-    *,
-    exchange: Any = "auto",
-    shift: Any = None,
-    real: Any = None,
-    lead: Any = (8, 2),
+    split: str, kind: str, platform: str = "xla", exchange: Any = "auto", shift: Any = None, real: Any = None
 ):
     tokens, experts, hidden = SPLITS[split]
     types = (AxisType.Auto if "automatic" in kind else AxisType.Explicit,) * 3
@@ -88,7 +82,7 @@ def check(
         named |= {"expert_axes": axes_of(experts), "token_axes": names}
         named |= {"hidden_axes": axes_of(hidden) if hidden != "data" else ()}
         named |= {} if "context" in kind else {"mesh": mesh}
-    x = inputs(*lead) if shift is None else inputs(*lead) + shift[None, None]
+    x = inputs(8, 2) if shift is None else inputs(8, 2) + shift[None, None]
     plain, static = eqx.partition(layer_of(), eqx.is_array)
     expected = compiled(static)(plain, x, real)
     split_layer = layer_of(nn.ExpertParallel(**named), platform=platform)
@@ -98,10 +92,8 @@ def check(
     x = jax.device_put(x, jax.NamedSharding(mesh, tokens))
     with jax.set_mesh(mesh) if kind in ("explicit", "automatic in a context") else jax.enable_x64(False):
         y, found, gradients = compiled(static)(placed, x, real)
-    meshes.agree(
-        (y, found.probability_sums, found.z_square_sum),
-        (expected[0], expected[1].probability_sums, expected[1].z_square_sum),
-    )
+    sums = lambda statistics: (statistics.probability_sums, statistics.z_square_sum)
+    meshes.agree((y, *sums(found)), (expected[0], *sums(expected[1])))
     np.testing.assert_array_equal(found.tokens_per_expert, expected[1].tokens_per_expert)
     leaves = jax.tree.structure(gradients[0]).unflatten(jax.tree.leaves(expected[2][0]))
     meshes.agree(gradients, (leaves, expected[2][1]), "gradient")
@@ -115,13 +107,9 @@ def check(
 # One way to split is done on every kind of mesh, the others on one of them. Interpreted Triton stands for the kernels of GPUs.
 CASES = [("exchanged", "explicit without context", "xla"), ("exchanged", "explicit", INTERPRET)]
 CASES += [("exchanged", "automatic", "xla"), ("exchanged", "automatic in a context", "xla")]
-CASES += [
-    ("in rounds", "automatic", "xla"),
-    ("added", "explicit", INTERPRET),
-    ("gathered", "automatic", "xla"),
-]
+CASES += [("in rounds", "automatic", "xla"), ("added", "explicit", INTERPRET)]
+CASES += [("gathered", "automatic", "xla")]
 CASES += [("exchanged and added", "explicit without context", "xla"), ("tokens alone", "automatic", "xla")]
-CASES += [("exchanged", "explicit", INTERPRET), ("added", "explicit", INTERPRET)]
 
 
 @pytest.mark.parametrize(
@@ -129,8 +117,7 @@ CASES += [("exchanged", "explicit", INTERPRET), ("added", "explicit", INTERPRET)
     [pytest.param(*c, marks=() if c == _DEFAULT else pytest.mark.slow) for c in CASES],
 )
 def test_as_on_one_device(split, kind, platform):
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     check(split, kind, platform)
 
 
@@ -221,8 +208,4 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_axes(message):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message]()
+test_wrong_axes = refuses(WRONG)

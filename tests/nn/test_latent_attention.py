@@ -14,20 +14,18 @@ from ejkernel_eqx import RaggedBatch
 from ejkernel_eqx.latent.cost import expands, LatentSizes
 from ejkernel_eqx.nn import MultiHeadLatentAttention, RotaryEmbedding, YarnScaling
 from tests.attention.dense import INTERPRET
-from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
+from tests.nn.checks import exact, in_pieces, needs_triton, refuses
+from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS, unwritten
 from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
 SIZES: dict[str, Any] = {"num_heads": 3, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
 YARN = YarnScaling(4.0, 16, mscale=1.0, mscale_all_dim=0.7)
+ROPE = RotaryEmbedding(4, interleaved=True, scaling=YARN)
 LAYERS: dict[str, dict[str, Any]] = {
     "one query projection": {"v_head_dim": 5},
-    "query lora, yarn, biases": {
-        "q_lora_rank": 8,
-        "rope": RotaryEmbedding(4, interleaved=True, scaling=YARN),
-        "use_bias": True,
-    },
+    "query lora, yarn, biases": {"q_lora_rank": 8, "rope": ROPE, "use_bias": True},
 }
 EXPANDS = "ejkernel_eqx.nn.latent_attention.expands"
 
@@ -44,14 +42,9 @@ def alone(name):
 
 def by_hand(layer: Any, x: Any) -> np.ndarray:
     """One sequence `[T, E]`, in float64, head by head."""
-    w = lambda linear: np.asarray(linear.weight, np.float64)
-    apply = lambda linear, x: (
-        x @ w(linear).T + (0 if linear.bias is None else np.asarray(linear.bias, np.float64))
-    )
-    norm = lambda layer, x: (
-        x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * np.asarray(layer.weight, np.float64)
-    )
-    x = np.asarray(x, np.float64)
+    layer, x = exact((layer, jnp.asarray(x)))
+    apply = lambda linear, x: x @ linear.weight.T + (0 if linear.bias is None else linear.bias)
+    norm = lambda part, x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * part.weight
     turns = np.arange(len(x))[:, None] * layer.rope.frequencies()
     magnitude = 1.0 if layer.rope.scaling is None else layer.rope.scaling.magnitude
     phase = magnitude * np.exp(1j * turns)
@@ -63,10 +56,8 @@ def by_hand(layer: Any, x: Any) -> np.ndarray:
     q = x if layer.q_a_proj is None else norm(layer.q_a_layernorm, apply(layer.q_a_proj, x))
     q = apply(layer.q_proj or layer.q_b_proj, q).reshape(len(x), layer.num_heads, -1)
     both = apply(layer.kv_a_proj_with_mqa, x)
-    latent, rope = (
-        norm(layer.kv_a_layernorm, both[:, : layer.kv_lora_rank]),
-        turn(both[:, layer.kv_lora_rank :]),
-    )
+    latent = norm(layer.kv_a_layernorm, both[:, : layer.kv_lora_rank])
+    rope = turn(both[:, layer.kv_lora_rank :])
     kv = apply(layer.kv_b_proj, latent).reshape(len(x), layer.num_heads, -1)
     own, outs = layer.qk_nope_head_dim, []
     factor = 1.0 if layer.rope.scaling is None else 0.1 * 0.7 * np.log(4.0) + 1
@@ -117,13 +108,8 @@ def test_decoding_is_the_whole(name, chunks, expands, monkeypatch):
     """A prompt at once, in chunks and token by token, absorbed, and expanded and merged; what is not written yet is NaN."""
     monkeypatch.setattr(EXPANDS, lambda *_: expands)
     layer, x = build(name), inputs()
-    cache = poisoned(layer.init_cache(SEQUENCES, TOKENS + 2))
-    cache = eqx.tree_at(lambda c: c.lengths, cache, jnp.zeros(SEQUENCES, jnp.int32))
-    step, outputs = quick(lambda layer, x, cache: layer(x, cache)), []
-    for part in jnp.split(x, np.cumsum(chunks)[:-1], axis=1):
-        y, cache = step(layer, part, cache)
-        outputs.append(y)
-    assert_close(jnp.concatenate(outputs, 1), alone(name), "float32")
+    y, _ = in_pieces(layer, x, chunks, unwritten(layer, TOKENS + 2))
+    assert_close(y, alone(name), "float32")
 
 
 @pytest.mark.parametrize("expands", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -172,8 +158,7 @@ def test_segments_and_packed_sequences():
 )
 def test_pages(name, platform, expands, monkeypatch):
     """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     monkeypatch.setattr(EXPANDS, lambda *_: expands)
     layer = build(name, platform=platform)
     found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
@@ -187,8 +172,8 @@ def test_kernels_for_tpu(monkeypatch):
     layer, x, expected = build(platform="pallas-interpret"), inputs(), alone("one query projection")
     gradient = quick(jax.grad(lambda layer, x: (layer(x) ** 2).sum()))
     wanted = jax.tree.leaves(gradient(build(), x))
-    for found, exact in zip(jax.tree.leaves(gradient(layer, x)), wanted, strict=True):
-        assert_close(found, exact, "float32", "gradient")
+    for found, plain in zip(jax.tree.leaves(gradient(layer, x)), wanted, strict=True):
+        assert_close(found, plain, "float32", "gradient")
     cache, pages, outs = layer.init_cache(SEQUENCES, 16), layer.init_paged_cache(2 * SEQUENCES, 8), []
     tables = np.random.default_rng(0).permutation(2 * SEQUENCES).reshape(SEQUENCES, 2)
     step = quick(lambda x, cache: layer(x, cache))
@@ -219,35 +204,6 @@ def test_a_projection_of_another_kind_is_absorbed_too():
     assert_close(y, alone("one query projection"), "float32")
 
 
-def test_published_weights():
-    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    config = {
-        "model_type": "deepseek_v3",
-        "hidden_size": EMBED,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "num_hidden_layers": 1,
-        "q_lora_rank": 8,
-        "v_head_dim": 6,
-        "attention_bias": True,
-        "max_position_embeddings": 64,
-        "rope_scaling": yarn | {"mscale": 1.0, "mscale_all_dim": 0.7},
-        **{name: size for name, size in SIZES.items() if name != "num_heads"},
-    }
-    source = build("query lora, yarn, biases")
-    names = "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm kv_b_proj o_proj".split()
-    state = {
-        f"self_attn.{name}.{kind}": np.asarray(x)
-        for name in names
-        for kind in ("weight", "bias")
-        if (x := getattr(getattr(source, name), kind)) is not None
-    }
-    layer = MultiHeadLatentAttention.from_config(config, key=jax.random.key(9))
-    layer = ejx.load_published(layer, state, prefix="self_attn")
-    np.testing.assert_array_equal(layer(inputs()), source(inputs()))
-    assert layer.attention.options.softmax_scale == pytest.approx(10**-0.5 * (0.07 * np.log(4.0) + 1) ** 2)
-
-
 make: Any = lambda **options: MultiHeadLatentAttention(8, **SIZES, **options, key=jax.random.key(0))
 IDS = jnp.zeros((SEQUENCES, TOKENS), jnp.int32)
 WRONG = {
@@ -262,10 +218,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments(message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message](build(), inputs())
+test_wrong_arguments = refuses(WRONG, lambda wrong: wrong(build(), inputs()))
 
 
 def test_sizes_of_numpy(unchecked):

@@ -100,16 +100,13 @@ def test_any_module_in_a_projections_place(name, first):
     layer, x, random = _layer(name), 0.5 * inputs(2, 5), np.random.default_rng(3)
     places = lambda layer: _linears(layer, name)
     made = [_replaced(linear, i % 2 == first, random) for i, linear in enumerate(places(layer))]
-    merged = [
-        eqx.tree_at(lambda m: m.weight, linear, np.asarray(weight))
-        for linear, (_, weight) in zip(places(layer), made, strict=True)
-    ]
+    pairs = zip(places(layer), made, strict=True)
+    merged = [eqx.tree_at(lambda m: m.weight, linear, np.asarray(w)) for linear, (_, w) in pairs]
     gradient, y = _gradients(eqx.tree_at(places, layer, [module for module, _ in made]), x)
     with jax.enable_x64(True):
         double = lambda leaf: leaf.astype("float64") if eqx.is_inexact_array(leaf) else leaf
-        wanted, expected = _gradients(
-            jax.tree.map(double, eqx.tree_at(places, layer, merged)), x.astype("float64")
-        )
+        wide = jax.tree.map(double, eqx.tree_at(places, layer, merged))
+        wanted, expected = _gradients(wide, x.astype("float64"))
     assert_close(y, expected)
     for own, like, (module, _) in zip(places(gradient), places(wanted), made, strict=True):
         slope = np.asarray(like.weight, np.float64)
@@ -119,9 +116,8 @@ def test_any_module_in_a_projections_place(name, first):
             assert_close(own.a, np.asarray(module.b).T @ slope, kind="gradient", scale=measure)
             assert_close(own.b, slope @ np.asarray(module.a).T, kind="gradient", scale=measure)
         else:
-            assert_close(
-                own.scale, (slope * np.asarray(module.q)).sum(1), kind="gradient", scale=127 * measure
-            )
+            scales = (slope * np.asarray(module.q)).sum(1)
+            assert_close(own.scale, scales, kind="gradient", scale=127 * measure)
         if module.bias is not None if isinstance(module, Int8Linear) else module.base.bias is not None:
             bias = own.bias if isinstance(module, Int8Linear) else own.base.bias
             assert_close(bias, like.bias, kind="gradient", scale=measure)
@@ -222,9 +218,7 @@ def test_nothing_gives_nothing(name, lead):
 
     (value, (y, plain, new)), (of_weights, of_x) = run(arrays, x, start)
     assert y.shape == plain.shape == of_x.shape == x.shape and value == 0
-    assert all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(start), strict=True)
-    )
+    jax.tree.map(np.testing.assert_array_equal, new, start)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(of_weights))
 
 

@@ -16,6 +16,7 @@ from tests.attention import test_sharding
 from tests.attention.dense import INTERPRET
 from tests.meshes import HEADS, ROWS
 from tests.nn import layers
+from tests.nn.checks import needs_triton
 from tests.nn.layers import ATTENTION, LAYERS
 from tests.nn.recurrent_layers import inputs
 from tests.recurrence.test_sharding import opaque
@@ -81,8 +82,7 @@ def on_one_device(name: str) -> Any:
     [pytest.param(*c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES],
 )
 def test_training_and_decoding(name, kind, layout, platform, monkeypatch):
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     expected = on_one_device(name.partition(",")[0] if name == EXPANDED else name)
     if name == EXPANDED:
         monkeypatch.setattr("ejkernel_eqx.nn.latent_attention.expands", lambda *_: True)

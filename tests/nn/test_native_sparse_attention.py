@@ -12,7 +12,8 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx.nn import NativeSparseAttention, RotaryEmbedding, YarnScaling
 from tests.attention.dense import INTERPRET
-from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS
+from tests.nn.checks import exact, in_pieces, needs_triton, refuses
+from tests.nn.paged_layers import advance, inputs, PAGE, PAGES, poisoned, SEQUENCES, serve, TOKENS, unwritten
 from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
@@ -20,13 +21,10 @@ from tests.tolerances import assert_close
 SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "block_size": 2, "num_blocks": 3}
 SIZES |= {"sliding_window": 2, "compression_size": 4, "compression_stride": 2}
 ROPE = RotaryEmbedding(4)
+PARTIAL = RotaryEmbedding(4, rotary_dim=2, scaling=YarnScaling(4.0, 4))
 LAYERS: dict[str, dict[str, Any]] = {
     "mlp": {"rope": ROPE},
-    "linear, yarn, partial, biases": {
-        "compression": "linear",
-        "rope": RotaryEmbedding(4, rotary_dim=2, scaling=YarnScaling(4.0, 4)),
-        "use_qkv_bias": True,
-    },
+    "linear, yarn, partial, biases": {"compression": "linear", "rope": PARTIAL, "use_qkv_bias": True},
     "mean": {"compression": "mean", "rope": ROPE, "compression_stride": 2, "compression_size": 2},
 }
 
@@ -39,11 +37,8 @@ def build(name="mlp", **changes):
     layer = eqx.tree_at(lambda m: [m.q_proj.weight, m.g_proj.weight], layer, replace_fn=louder)
     if layer.k_compression is None:
         return layer
-    return eqx.tree_at(
-        lambda m: [m.k_compression.positions, m.v_compression.positions],
-        layer,
-        replace_fn=lambda leaf: leaf * 20,
-    )
+    places = lambda m: [m.k_compression.positions, m.v_compression.positions]
+    return eqx.tree_at(places, layer, replace_fn=lambda leaf: leaf * 20)
 
 
 @functools.cache
@@ -83,12 +78,10 @@ def by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
     apply = lambda linear, x: x @ linear.weight.T + (0 if linear.bias is None else linear.bias)
     length, heads, kv_heads, options = len(x), layer.num_heads, layer.num_kv_heads, layer.attention.options
     theta, scaling = layer.rope.frequencies(), layer.rope.scaling
-    turned = 2 * len(theta)
+    turned, magnitude = 2 * len(theta), 1 if scaling is None else scaling.magnitude
 
     def turn(x: np.ndarray, positions: Any) -> np.ndarray:
-        phase = np.exp(1j * np.asarray(positions)[:, None] * theta) * (
-            1 if scaling is None else scaling.magnitude
-        )
+        phase = magnitude * np.exp(1j * np.asarray(positions)[:, None] * theta)
         y = (x[..., : turned // 2] + 1j * x[..., turned // 2 : turned]) * phase[:, None]
         return np.concatenate([y.real, y.imag, x[..., turned:]], -1)
 
@@ -111,9 +104,8 @@ def by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
                 o, p = softmax(q[t, h] @ ck[:whole, group].T * scale, cv[:whole, group])
                 out[t, h] += gates[t, h, 0] * o
                 weights += p
-            share = lambda c, m: sum(
-                (c * stride + n) // block == m for n in range(0, size, stride)
-            )  # strides of key c in block m
+            # Strides of key c in block m.
+            share = lambda c, m: sum((c * stride + n) // block == m for n in range(0, size, stride))
             scores = [sum(w * share(c, m) for c, w in enumerate(weights)) for m in range(t // block + 1)]
             rest = sorted(range(1, t // block), key=lambda m: (-scores[m], m))
             chosen = list(dict.fromkeys([t // block, 0, *rest]))[: options.num_blocks]
@@ -124,10 +116,6 @@ def by_hand(layer: Any, x: np.ndarray) -> np.ndarray:
                     o, _ = softmax(q[t, h] @ k[seen, group].T * scale, v[seen, group])
                     out[t, h] += gates[t, h, n] * o
     return apply(layer.o_proj, out.reshape(length, -1))
-
-
-def exact(tree: Any) -> Any:
-    return jax.tree.map(lambda a: np.asarray(a, np.float64) if eqx.is_inexact_array(a) else a, tree)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -173,13 +161,8 @@ def test_every_gradient(name):
 def test_decoding_is_the_whole(name, chunks):
     """A prompt at once, in chunks and token by token; what is not written yet is NaN."""
     layer, x = build(name), inputs()
-    cache = poisoned(layer.init_cache(SEQUENCES, TOKENS + 2))
-    cache = eqx.tree_at(lambda c: c.lengths, cache, jnp.zeros(SEQUENCES, jnp.int32))
-    step, outputs = quick(lambda layer, x, cache: layer(x, cache)), []
-    for part in jnp.split(x, np.cumsum(chunks)[:-1], axis=1):
-        y, cache = step(layer, part, cache)
-        outputs.append(y)
-    assert_close(jnp.concatenate(outputs, 1), alone(name), "float32")
+    y, _ = in_pieces(layer, x, chunks, unwritten(layer, TOKENS + 2))
+    assert_close(y, alone(name), "float32")
 
 
 @pytest.mark.few(1)
@@ -187,16 +170,14 @@ def test_decoding_is_the_whole(name, chunks):
 def test_rows_of_different_lengths(name):
     """Chunks padded on either side, of rows that are at different places; padding and unwritten slots are NaN."""
     layer, x = build(name), np.asarray(inputs())
-    cache = poisoned(layer.init_cache(SEQUENCES, TOKENS))
-    cache = eqx.tree_at(lambda c: c.lengths, cache, jnp.zeros(SEQUENCES, jnp.int32))
+    cache = unwritten(layer, TOKENS)
     step = quick(lambda x, cache, mask: layer(x, cache, padding_mask=mask))
     done = [0] * SEQUENCES
-    for counts, first in (
-        ((5, 3, 0), (0, 1, 0)),
-        ((1, 4, 3), (3, 0, 1)),
-        ((4, 3, 5), (1, 2, 0)),
-        ((0, 0, 2), (0, 0, 3)),
-    ):
+    counts_of, first_of = (
+        ((5, 3, 0), (1, 4, 3), (4, 3, 5), (0, 0, 2)),
+        ((0, 1, 0), (3, 0, 1), (1, 2, 0), (0, 0, 3)),
+    )
+    for counts, first in zip(counts_of, first_of):
         chunk, real = np.full((SEQUENCES, 5, EMBED), np.nan, np.float32), np.zeros((SEQUENCES, 5), bool)
         for n, (count, start) in enumerate(zip(counts, first)):
             chunk[n, start : start + count] = x[n, done[n] : done[n] + count]
@@ -246,10 +227,8 @@ def gradients_of(name: str) -> Any:
 @pytest.mark.parametrize("kind, name", [*zip(PLACES, LAYERS)])
 def test_sequences_in_rows(kind, name):
     """Each gives what it gives alone, whatever is beside it, and so do its gradients. No token sees a later one."""
-    (x, how, places), layer = (
-        rows_of(kind),
-        build(name, **({"max_segments": 2} if kind == "segments" else {})),
-    )
+    x, how, places = rows_of(kind)
+    layer = build(name, **({"max_segments": 2} if kind == "segments" else {}))
 
     @quick
     def results(layer, x):
@@ -277,8 +256,7 @@ def test_sequences_in_rows(kind, name):
 )
 def test_pages(name, size, platform):
     """Chunks and decodes of several sequences in one batch, from shuffled pages; the rest of them is NaN. Longer blocks lie in two pages."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     sizes = {"block_size": PAGE, "compression_size": size, "compression_stride": PAGE}
     layer = build(name, **sizes, platform=platform)
     found = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), inputs())[0]
@@ -307,14 +285,14 @@ def test_published_weights():
 
 
 make: Any = lambda **options: NativeSparseAttention(EMBED, **(SIZES | options), key=jax.random.key(0))
+narrow_pages = lambda: make(compression_stride=1).init_paged_cache(2, 4)
 batch_of_one = lambda: ejx.RaggedBatch.build([1], [1], [[1]], page_size=4)
+DYNAMIC = ejx.nn.DynamicScaling(2.0, 8)
 WRONG = {
     "cache: expected a SparseKVCache": lambda l, x: l(x, ejx.nn.KVCache.init(SEQUENCES, 4, 2, 4)),
     "batch: expected a RaggedBatch": lambda l, x: l(x, l.init_paged_cache(2, 4)),
     "cache: expected a PagedSparseCache": lambda l, x: l(x[0, :1], l.init_cache(1, 4), batch=batch_of_one()),
-    r"with \(K, D\) and stride = \(2, 4, 2\)": lambda l, x: l(
-        x[0, :1], make(compression_stride=1).init_paged_cache(2, 4), batch=batch_of_one()
-    ),
+    r"with \(K, D\) and stride = \(2, 4, 2\)": lambda l, x: l(x[0, :1], narrow_pages(), batch=batch_of_one()),
     "compression_stride: expected a divisor": lambda l, x: l.init_paged_cache(2, 3),
     "dtype: expected a floating dtype": lambda l, x: l.init_paged_cache(2, 4, dtype="int8"),
     "scales: expected None": lambda l, x: l.init_paged_cache(2, 4, scales="token"),
@@ -327,14 +305,11 @@ WRONG = {
     "compression: expected 'mlp'": lambda l, x: make(compression="max"),
     "compression_hidden_dim: expected None": lambda l, x: make(compression="mean", compression_hidden_dim=3),
     "rope: expected a RotaryEmbedding of one axis": lambda l, x: make(
-        rope=RotaryEmbedding(4, scaling=ejx.nn.DynamicScaling(2.0, 8))
+        rope=RotaryEmbedding(4, scaling=DYNAMIC)
     ),
     "rope: expected a RotaryEmbedding of head_dim=4": lambda l, x: make(rope=RotaryEmbedding(8)),
     r"x: expected \[..., T, K, D\] with K = 2": lambda l, x: l.k_compression(jnp.zeros((4, 3, 4))),
 }
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_arguments(message, unchecked):
-    with pytest.raises(ValueError, match=message):
-        WRONG[message](build(), inputs())
+test_wrong_arguments = refuses(WRONG, lambda wrong: wrong(build(), inputs()))

@@ -7,6 +7,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx.nn import CacheState
 from tests.attention.dense import INTERPRET
+from tests.nn.checks import needs_triton
 from tests.nn.paged_layers import inputs, pack, poisoned, TOKENS
 from tests.nn.test_native_sparse_attention import build
 from tests.recurrence.quick import quick
@@ -66,8 +67,7 @@ def served(layer, page, fork):
 )
 def test_forks(fork, sizes, name, platform):
     """Unused slots, and whatever is not written, are NaN."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     page, size, stride = SIZES[sizes]
     layer = build(name, compression_size=size, compression_stride=stride, platform=platform)
     x, y = served(layer, page, fork)
@@ -80,8 +80,7 @@ def test_forks(fork, sizes, name, platform):
 )
 def test_drafts_are_taken_back(sizes, name, platform):
     """Also those that completed a block, whose compressed key is in the pages already."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     page, size, stride = SIZES[sizes]
     layer = build(name, compression_size=size, compression_stride=stride, platform=platform)
     x, table, done = inputs(1)[0], ejx.PageTable(16, page), 0

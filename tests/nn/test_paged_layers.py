@@ -10,47 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx import Buckets, PagedKVCache, PageTable, RaggedBatch
-from ejkernel_eqx.nn import CacheState, KVCache
+from ejkernel_eqx import Buckets, PageTable, RaggedBatch
+from ejkernel_eqx.nn import CacheState
+from tests.nn import paged_layers as small
 from tests.nn import recurrent_layers
-from tests.nn.paged_layers import (
-    advance,
-    ATTENTION,
-    attention,
-    attention_alone,
-    CHUNKS,
-    dense_model,
-    in_place,
-    inputs,
-    LAYERS,
-    make_batch,
-    new_caches,
-    PAGE,
-    PAGES,
-    poisoned,
-    scanned,
-    SEQUENCES,
-    serve,
-    SLOTS,
-    TOKENS,
-)
 from tests.nn.recurrent_layers import EMBED
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", small.ATTENTION)
 def test_attention_equals_the_dense_cache(name):
-    layer, x, (expected, dense) = attention(name), inputs(), attention_alone(name)
-    table = PageTable(PAGES, PAGE)
-    y, cache = serve(advance(layer), poisoned(layer.init_paged_cache(PAGES, PAGE)), x, table=table)
+    layer, x, (expected, dense) = small.attention(name), small.inputs(), small.attention_alone(name)
+    table = PageTable(small.PAGES, small.PAGE)
+    y, cache = small.serve(
+        small.advance(layer), small.poisoned(layer.init_paged_cache(small.PAGES, small.PAGE)), x, table=table
+    )
     assert_close(y, expected, name=name)
     assert not cache.is_bound
-    k, v = cache.bind(table.rows(range(SEQUENCES)), np.full(SEQUENCES, TOKENS)).gather(TOKENS)
+    k, v = cache.bind(table.rows(range(small.SEQUENCES)), np.full(small.SEQUENCES, small.TOKENS)).gather(
+        small.TOKENS
+    )
     assert_close(k, dense.k, name="keys")
     assert_close(v, dense.v, name="values")
-    unused = sorted(set(range(PAGES)) - set(table.rows(range(SEQUENCES)).ravel().tolist()))
+    unused = sorted(set(range(small.PAGES)) - set(table.rows(range(small.SEQUENCES)).ravel().tolist()))
     assert np.isnan(np.asarray(cache.k)[unused]).all()
 
 
@@ -58,14 +42,14 @@ def test_attention_equals_the_dense_cache(name):
 @pytest.mark.parametrize("name", ["mamba", "gla", "lightning", "kimi", "qwen3-next"])
 def test_a_recurrent_layer_equals_its_own_state(name):
     """From slots that hold NaN; then again from the slots as they were left, which other sequences take."""
-    layer, x = recurrent_layers.build(name), inputs()
-    expected, states = quick(lambda x, state: layer(x, state))(x, layer.init_state(SEQUENCES))
-    step, pool = advance(layer), poisoned(layer.init_state(SLOTS))
+    layer, x = recurrent_layers.build(name), small.inputs()
+    expected, states = quick(lambda x, state: layer(x, state))(x, layer.init_state(small.SEQUENCES))
+    step, pool = small.advance(layer), small.poisoned(layer.init_state(small.SLOTS))
     for seed, slots in ((0, (3, 0, 4)), (1, (4, 3, 1))):
         held = pool
-        y, pool = serve(step, pool, x, seed, slots)
+        y, pool = small.serve(step, pool, x, seed, slots)
         assert_close(y, expected, name=name)
-        others = np.setdiff1d(np.arange(SLOTS), slots)
+        others = np.setdiff1d(np.arange(small.SLOTS), slots)
         for ours, theirs, old in zip(*map(jax.tree.leaves, (pool, states, held)), strict=True):
             assert_close(ours[np.array(slots)], theirs, name=f"{name}, state")
             np.testing.assert_array_equal(ours[others], old[others])
@@ -78,7 +62,7 @@ def compiled():
 
     def step(x, caches, batch):
         traced.append(batch.max_query_len)
-        return in_place(x, caches, batch)
+        return small.in_place(x, caches, batch)
 
     return quick(step, donate_argnums=1), traced
 
@@ -86,14 +70,14 @@ def compiled():
 @pytest.mark.slow
 def test_a_hybrid_model_compiles_once_a_bucket():
     """Scanned over stacked layers; sequences come and go, into the slots and pages of others."""
-    x, (expected, _), (step, traced) = inputs(), dense_model(), compiled()
-    caches, table = poisoned(new_caches()), PageTable(PAGES, PAGE)
+    x, (expected, _), (step, traced) = small.inputs(), small.dense_model(), compiled()
+    caches, table = small.poisoned(small.new_caches()), PageTable(small.PAGES, small.PAGE)
     for seed, slots in ((2, (3, 0, 4)), (3, (0, 1, 3))):
         given = caches
-        y, caches = serve(step, caches, x, seed, slots, table)
+        y, caches = small.serve(step, caches, x, seed, slots, table)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
         assert_close(y, expected, name=f"seed {seed}")
-        for n in range(SEQUENCES):
+        for n in range(small.SEQUENCES):
             table.free(n)
     assert sorted(traced) == [1, 4]
 
@@ -101,19 +85,22 @@ def test_a_hybrid_model_compiles_once_a_bucket():
 @pytest.mark.slow
 def test_caches_may_be_scanned_over():
     def sliced(x, caches, batch):
-        x, layers = scanned(lambda block, x, own: block(x, own, batch=batch), x, caches.layers)
+        x, layers = small.scanned(lambda block, x, own: block(x, own, batch=batch), x, caches.layers)
         return x, caches.with_layers(layers)
 
-    y, caches = serve(quick(sliced), poisoned(new_caches()), inputs(), 2, buckets=CHUNKS)
-    assert_close(y, dense_model()[0])
-    assert isinstance(caches, CacheState) and caches.layers[0].batch_shape == (LAYERS,)
+    y, caches = small.serve(
+        quick(sliced), small.poisoned(small.new_caches()), small.inputs(), 2, buckets=small.CHUNKS
+    )
+    assert_close(y, small.dense_model()[0])
+    assert isinstance(caches, CacheState) and caches.layers[0].batch_shape == (small.LAYERS,)
 
 
 @pytest.mark.slow
 def test_a_fork_goes_its_own_way():
     """A copied page and a copied slot: parent and child go on with tokens of their own."""
-    x, (expected, _) = inputs(), dense_model()
-    (step, _), caches, table = compiled(), poisoned(new_caches()), PageTable(PAGES, PAGE)
+    x, (expected, _) = small.inputs(), small.dense_model()
+    (step, _), table = compiled(), PageTable(small.PAGES, small.PAGE)
+    caches = small.poisoned(small.new_caches())
     slots = {0: 2, "child": 1, "late": 4}
 
     def call(work, tokens):
@@ -122,7 +109,7 @@ def test_a_fork_goes_its_own_way():
         pairs = np.full((2, 2), -1)
         pairs[:, : len(copies)] = np.array(copies).reshape(-1, 2).T
         caches = caches.copy_pages(*pairs)
-        batch = make_batch(table, work, slots)
+        batch = small.make_batch(table, work, slots)
         packed = np.full((batch.num_tokens, EMBED), np.nan, np.float32)
         packed[: len(tokens)] = tokens
         y, caches = step(jnp.asarray(packed), caches, batch)
@@ -143,9 +130,9 @@ def test_a_fork_goes_its_own_way():
 
 def test_quantised_pages():
     name = "norm, sinks, window"
-    layer, x, (expected, _) = attention(name), inputs(), attention_alone(name)
-    cache = layer.init_paged_cache(PAGES, PAGE, dtype=jnp.int8)
-    y, cache = serve(advance(layer), poisoned(cache), x, buckets=CHUNKS)
+    layer, x, (expected, _) = small.attention(name), small.inputs(), small.attention_alone(name)
+    cache = layer.init_paged_cache(small.PAGES, small.PAGE, dtype=jnp.int8)
+    y, cache = small.serve(small.advance(layer), small.poisoned(cache), x, buckets=small.CHUNKS)
     assert cache.k.dtype == jnp.int8 and cache.scales == "token"
     error = np.linalg.norm(y - expected) / np.linalg.norm(expected)
     assert 0 < error < 2e-2
@@ -155,7 +142,8 @@ def test_quantised_pages():
 def test_sequences_without_a_slot_or_without_tokens():
     """No new token, -1, a slot that is not there: nothing is read or written; in a decode and in a chunk alike."""
     layer = recurrent_layers.build("mamba2")
-    x, pool, step = jnp.asarray(inputs()[0, :6]), poisoned(layer.init_state(2)), advance(layer)
+    x, step = jnp.asarray(small.inputs()[0, :6]), small.advance(layer)
+    pool = small.poisoned(layer.init_state(2))
     table, buckets = np.full((4, 2), -1), Buckets((6,), (4,), (2,), (1, 2))
     expected, state = quick(lambda x, state: layer(x, state))(x[:2], layer.init_state(()))
     for n in (1, 2):
@@ -167,16 +155,16 @@ def test_sequences_without_a_slot_or_without_tokens():
             assert jnp.isnan(leaf[1]).all()
             if n == 2:
                 assert_close(leaf[0], own)
-    none = RaggedBatch.build([], [], [], page_size=PAGE, state_indices=[])
-    each: Any = (layer, pool), (attention(), attention().init_paged_cache(2, PAGE))
+    none = RaggedBatch.build([], [], [], page_size=small.PAGE, state_indices=[])
+    each: Any = (layer, pool), (small.attention(), small.attention().init_paged_cache(2, small.PAGE))
     for mixer, cache in each:
         assert mixer(jnp.zeros((0, EMBED)), cache, batch=none)[0].shape == (0, EMBED)
 
 
 def test_a_cache_comes_back_as_bound_as_it_was():
-    layer = attention()
-    batch = RaggedBatch.build([1], [1], [[1]], page_size=PAGE)
-    cache, x = layer.init_paged_cache(2, PAGE), jnp.ones((1, EMBED))
+    layer = small.attention()
+    batch = RaggedBatch.build([1], [1], [[1]], page_size=small.PAGE)
+    cache, x = layer.init_paged_cache(2, small.PAGE), jnp.ones((1, EMBED))
     for given in (cache, cache.bind(batch)):
         _, new = eqx.filter_eval_shape(layer, x, given, batch=batch)
         assert new.is_bound == given.is_bound
@@ -184,48 +172,16 @@ def test_a_cache_comes_back_as_bound_as_it_was():
 
 
 def test_mistakes():
-    layer, mixer = attention(), recurrent_layers.build("mamba2")
-    x, real = jnp.ones((2, EMBED)), jnp.ones(2, bool)
-    tokens = [1, 1], [1, 1], [[0], [1]]
-    batch = RaggedBatch.build(*tokens, page_size=PAGE, state_indices=[0, 1])
-    pages, pool = layer.init_paged_cache(2, PAGE), mixer.init_state(2)
-    ids = jnp.zeros(2, jnp.int32)
-
-    def refused(match, function, *args, **kwargs):
-        with pytest.raises(ValueError, match=match):
-            function(*args, **kwargs)
-
-    over = lambda cache, x=x, layer=layer, **more: layer(x, cache, batch=batch, **more)
-    refused("batch: expected a RaggedBatch with a PagedKVCache", layer, x, pages)
-    refused("cache: expected a PagedKVCache with a batch, received NoneType", over, None)
-    refused("received KVCache", over, KVCache.init((), 4, 2, 8))
-    refused(r"x: expected \[T, E\] = \[2, 24\]", over, pages, x[:1])
-    refused(r"x: expected \[T, E\] = \[2, 24\]", over, pages, x[None])
-    others = {"kv_input": x, "bias": x, "mask": real[None], "positions": ids, "kv_padding_mask": real}
-    for name, value in {**others, "padding_mask": real, "segment_ids": ids}.items():
-        refused(f"^{name}: expected None with a batch", over, pages, **{name: value})
-    refused("cache: expected pages of one layer", over, PagedKVCache.init(2, PAGE, 1, 8))
-    refused(r"batch_shape \(3,\)", over, layer.init_paged_cache(2, PAGE, batch_shape=3))
-    refused("page_size=4", over, layer.init_paged_cache(2, 4))
-    refused("causal=False", over, pages, layer=attention(causal=False, rope=None))
-    dropping = attention(dropout_rate=0.5)
-    refused("inference: expected True", over, pages, layer=dropping)
+    """`test_wrong_inputs` has others."""
+    layer, mixer, x = small.attention(), recurrent_layers.build("mamba2"), jnp.ones((2, EMBED))
+    batch = RaggedBatch.build([1, 1], [1, 1], [[0], [1]], page_size=small.PAGE, state_indices=[0, 1])
+    pages, pool = layer.init_paged_cache(2, small.PAGE), mixer.init_state(2)
+    dropping = small.attention(dropout_rate=0.5)
     y, _ = eqx.filter_eval_shape(dropping, x, pages, batch=batch, inference=True)
     assert y.shape == x.shape
-
-    for name, value in {"padding_mask": real, "segment_ids": ids, "cu_seqlens": ids}.items():
-        refused(f"^{name}: expected None with a batch", over, pool, layer=mixer, **{name: value})
-    refused("state: expected a RecurrentState with a batch", over, None, layer=mixer)
-    refused("state: expected a pool with slots", over, mixer.init_state(0), layer=mixer)
-    refused("state: expected arrays of shapes", over, mixer.init_state((2, 2)), layer=mixer)
-    refused(r"x: expected \[T, E\]", over, pool, x[None], layer=mixer)
-    stateless = RaggedBatch.build(*tokens, page_size=PAGE)
-    refused("batch: expected state_indices", mixer, x, pool, batch=stateless)
-
-    sizes: dict[str, Any] = {"num_pages": 2, "page_size": 2}
-    refused(r"mixers\[0\]: expected an attention layer", CacheState.init, [x], **sizes, num_slots=1)
-    refused("num_slots", CacheState.init, [mixer], **sizes, num_slots=0)
-    flat = CacheState.init([mixer, layer], **sizes, num_slots=1)
-    refused("of_layer: expected caches with one leading axis", flat.of_layer, 0, batch)
-    refused("layers: expected 2", flat.with_layers, [pool])
+    flat = CacheState.init([mixer, layer], num_pages=2, page_size=2, num_slots=1)
+    with pytest.raises(ValueError, match="of_layer: expected caches with one leading axis"):
+        flat.of_layer(0, batch)
+    with pytest.raises(ValueError, match="layers: expected 2"):
+        flat.with_layers([pool])
     assert flat.nbytes == sum(leaf.nbytes for leaf in jax.tree.leaves(flat))

@@ -11,20 +11,8 @@ import pytest
 
 from ejkernel_eqx import PagedAttention, PagedKVCache, PagedLatentCache, PageTable, RaggedBatch
 from ejkernel_eqx.nn import RotaryEmbedding
+from tests.nn import paged_layers as small
 from tests.nn import recurrent_layers
-from tests.nn.paged_layers import (
-    advance,
-    attention,
-    CHUNKS,
-    inputs,
-    PAGE,
-    PAGES,
-    poisoned,
-    SEQUENCES,
-    serve,
-    SLOTS,
-    TOKENS,
-)
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
@@ -41,7 +29,7 @@ KINDS = {
 
 def in_dtype(name, dtype):
     """The same layer in every dtype: its weights are numbers of bfloat16."""
-    layer = attention(name)
+    layer = small.attention(name)
     narrow = lambda x: x.astype(jnp.bfloat16).astype(dtype)
     return jax.tree.map(lambda x: narrow(x) if eqx.is_inexact_array(x) else x, layer)
 
@@ -59,32 +47,33 @@ def run_over_held(layer, x, k, v):
 @functools.cache
 def dense_cache():
     layer = in_dtype(NAME, "float32")
-    x = inputs().astype(jnp.bfloat16).astype(jnp.float32)
-    return quick(lambda x: layer(x, layer.init_cache(SEQUENCES, TOKENS)))(x)[1]
+    x = small.inputs().astype(jnp.bfloat16).astype(jnp.float32)
+    return quick(lambda x: layer(x, layer.init_cache(small.SEQUENCES, small.TOKENS)))(x)[1]
 
 
 # Each of them, the layer in float32 and in bfloat16 by turns.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, dtype", [(kind, ("float32", "bfloat16")[n % 2]) for n, kind in enumerate(KINDS)]
+    "kind, dtype", [(kind, ("bfloat16", "float32")[n % 2]) for n, kind in enumerate(KINDS)]
 )
 def test_attention_to_what_is_held(kind, dtype):
     """What every token gets is exact for the numbers that the pages stand for, and these are near the new ones."""
     layer, wide = in_dtype(NAME, dtype), in_dtype(NAME, "float32")
-    x = inputs().astype(jnp.bfloat16).astype(dtype)
-    cache = layer.init_paged_cache(PAGES, PAGE, **KINDS[kind])
+    x = small.inputs().astype(jnp.bfloat16).astype(dtype)
+    assert layer.init_paged_cache(1, small.PAGE).k.dtype == dtype
+    cache = layer.init_paged_cache(small.PAGES, small.PAGE, **KINDS[kind])
     if cache.scales == "head":
         largest = 6 / (127 if kind.startswith("int8") else 448)
         cache = cache.with_scales(jnp.full(2, largest), jnp.array([1.0, 1.5]) * largest)
         scales = cache.k_scale, cache.v_scale
-        cache = poisoned(cache)
+        cache = small.poisoned(cache)
         cache = eqx.tree_at(lambda c: (c.k_scale, c.v_scale), cache, scales)
     else:
-        cache = poisoned(cache)
-    table = PageTable(PAGES, PAGE)
-    y, cache = serve(advance(layer), cache, x, table=table, buckets=CHUNKS)
-    held = cache.bind(table.rows(range(SEQUENCES)), np.full(SEQUENCES, TOKENS))
-    held = held.gather(TOKENS, dtype=jnp.float32)
+        cache = small.poisoned(cache)
+    table = PageTable(small.PAGES, small.PAGE)
+    y, cache = small.serve(small.advance(layer), cache, x, table=table, buckets=small.CHUNKS)
+    held = cache.bind(table.rows(range(small.SEQUENCES)), np.full(small.SEQUENCES, small.TOKENS))
+    held = held.gather(small.TOKENS, dtype=jnp.float32)
     expected = run_over_held(wide, x.astype(jnp.float32), *held)
     assert_close(y, expected, dtype, name=kind)
     for ours, theirs in zip(held, (dense_cache().k, dense_cache().v), strict=True):
@@ -93,27 +82,15 @@ def test_attention_to_what_is_held(kind, dtype):
 
 
 @pytest.mark.slow
-def test_attention_in_bfloat16():
-    layer, x = in_dtype(NAME, "bfloat16"), inputs().astype(jnp.bfloat16)
-    expected, dense = quick(lambda x: layer(x, layer.init_cache(SEQUENCES, TOKENS)))(x)
-    table, cache = PageTable(PAGES, PAGE), poisoned(layer.init_paged_cache(PAGES, PAGE))
-    assert cache.k.dtype == jnp.bfloat16
-    y, cache = serve(advance(layer), cache, x, table=table, buckets=CHUNKS)
-    assert_close(y, expected, "bfloat16")
-    k, _ = cache.bind(table.rows(range(SEQUENCES)), np.full(SEQUENCES, TOKENS)).gather(TOKENS)
-    assert_close(k, dense.k)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, kept", [("mamba", "float32"), ("mamba2", "bfloat16"), ("qwen3-next", "bfloat16")]
 )
 def test_recurrent_layers_in_bfloat16(name, kept):
     """Pools keep the dtypes that they came with, whatever the layer computes in."""
-    layer, x = recurrent_layers.build(name, jnp.bfloat16), inputs().astype(jnp.bfloat16)
-    expected, _ = quick(lambda x: layer(x, layer.init_state(SEQUENCES)))(x)
-    pool = poisoned(layer.init_state(SLOTS, kept))
-    y, new = serve(advance(layer), pool, x)
+    layer, x = recurrent_layers.build(name, jnp.bfloat16), small.inputs().astype(jnp.bfloat16)
+    expected, _ = quick(lambda x: layer(x, layer.init_state(small.SEQUENCES)))(x)
+    pool = small.poisoned(layer.init_state(small.SLOTS, kept))
+    y, new = small.serve(small.advance(layer), pool, x)
     assert_close(y, expected, "bfloat16", name=name)
     assert [a.dtype for a in jax.tree.leaves(new)] == [a.dtype for a in jax.tree.leaves(pool)]
 
@@ -121,13 +98,14 @@ def test_recurrent_layers_in_bfloat16(name, kept):
 @pytest.mark.slow
 def test_batches_of_other_integers():
     """A batch that is made inside of jit may be of whatever integers are at hand."""
-    layer, mixer = attention(rope=RotaryEmbedding(8)), recurrent_layers.build("mamba2")
-    x, cache = jnp.asarray(inputs()[0, :2]), (layer.init_paged_cache(5, PAGE), mixer.init_state(3))
+    layer, mixer = small.attention(rope=RotaryEmbedding(8)), recurrent_layers.build("mamba2")
+    x = jnp.asarray(small.inputs()[0, :2])
+    cache = layer.init_paged_cache(5, small.PAGE), mixer.init_state(3)
     call = quick(lambda batch, x, pages, pool: (layer(x, pages, batch=batch), mixer(x, pool, batch=batch)))
 
     def make(new, as_array):
         arrays = map(as_array, ([0, new], [5], [[3, 1]], [1]))
-        batch = RaggedBatch(*arrays, page_size=PAGE, max_query_len=new, num_tokens=new)
+        batch = RaggedBatch(*arrays, page_size=small.PAGE, max_query_len=new, num_tokens=new)
         assert {a.dtype for a in jax.tree.leaves(batch)} == {jnp.dtype("int32")}
         return batch
 
@@ -144,9 +122,9 @@ def test_caches_bound_to_other_integers(enable_x64):
     """By the constructor, as by `bind`."""
     tables = jnp.array([[2, 0], [1, -1]]), jnp.array([4, 2])
     assert tables[0].dtype == jnp.int64
-    room = jnp.arange(3 * PAGE)
+    room = jnp.arange(3 * small.PAGE)
     for kind, inner in ((PagedKVCache, (2, 8)), (PagedLatentCache, (8,))):
-        cache = kind.init(3, PAGE, *inner[:1], 8)
+        cache = kind.init(3, small.PAGE, *inner[:1], 8)
         values = room.astype(jnp.float32).reshape(-1, *(1,) * len(inner))
         values = jnp.broadcast_to(values, (len(room), *inner))
         cache = cache.append(values, values, room)

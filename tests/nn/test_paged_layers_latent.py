@@ -12,46 +12,33 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx import PagedLatentCache, RaggedBatch
 from ejkernel_eqx.nn import CacheState, KVCache
+from tests.nn import paged_layers as small
 from tests.nn import recurrent_layers
-from tests.nn.paged_layers import (
-    attention,
-    CHUNKS,
-    dense_model,
-    in_place,
-    inputs,
-    LAYERS,
-    new_caches,
-    PAGE,
-    PAGES,
-    poisoned,
-    serve,
-    SLOTS,
-    stacked,
-)
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
 
 def step(x, caches, batch):
-    return in_place(x, caches, batch, stacked(latent=True))
+    return small.in_place(x, caches, batch, small.stacked(latent=True))
 
 
 @pytest.mark.slow
 def test_three_kinds_of_layers_in_place():
     """Pages of keys, latent pages and slots, by the numbers of one batch, donated to each step."""
-    before = poisoned(new_caches(latent=True))
-    y, caches = serve(quick(step, donate_argnums=1), before, inputs(), 2, buckets=CHUNKS)
-    assert_close(y, dense_model(latent=True)[0])
+    before = small.poisoned(small.new_caches(latent=True))
+    y, caches = small.serve(quick(step, donate_argnums=1), before, small.inputs(), 2, buckets=small.CHUNKS)
+    assert_close(y, small.dense_model(latent=True)[0])
     assert all(x.is_deleted() for x in jax.tree.leaves(before))
     assert isinstance(caches.layers[0], PagedLatentCache)
-    assert caches.layers[0].batch_shape == (LAYERS,) and not caches.layers[0].is_bound
+    assert caches.layers[0].batch_shape == (small.LAYERS,) and not caches.layers[0].is_bound
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scales", ["token", "head"])
 def test_quantised_latents(scales):
     """Scales stay where they belong: those of tokens with their pages, the one of a cache with its layer."""
-    caches, expected = new_caches(latent=True, dtype=jnp.int8, scales=scales), dense_model(latent=True)[0]
+    caches = small.new_caches(latent=True, dtype=jnp.int8, scales=scales)
+    expected = small.dense_model(latent=True)[0]
     scales_of = lambda layers: (layers[0].latent_scale, layers[0].rope_scale, layers[2].k_scale)
     if scales == "head":
         latents, state, pages = caches.layers
@@ -59,10 +46,10 @@ def test_quantised_latents(scales):
         of_heads = jnp.stack([own, own * 1.1], 1)
         latents, pages = latents.with_scales(own, own), pages.with_scales(of_heads, of_heads)
         caches = CacheState((latents, state, pages), 1)
-    y, new = serve(quick(step), caches, inputs(), 2, buckets=CHUNKS)
+    y, new = small.serve(quick(step), caches, small.inputs(), 2, buckets=small.CHUNKS)
     assert 0 < np.linalg.norm(y - expected) / np.linalg.norm(expected) < 2e-2
     assert scales == "token" or eqx.tree_equal(scales_of(new.layers), scales_of(caches.layers))
-    assert scales == "head" or new.layers[0].latent_scale.shape == (LAYERS, PAGES, PAGE)
+    assert scales == "head" or new.layers[0].latent_scale.shape == (small.LAYERS, small.PAGES, small.PAGE)
 
 
 @pytest.mark.slow
@@ -72,10 +59,10 @@ def test_pages_are_copied_and_states_are(scales):
     """In every layer of a stack, and nothing else is touched."""
     random = np.random.default_rng(0)
     draw = lambda x: jnp.asarray(random.integers(-9, 9, x.shape), x.dtype)
-    caches = jax.tree.map(draw, new_caches(latent=True, dtype=jnp.int8, scales=scales))
-    pages, states = ([3, -1, 5, 7], [0, 2, 3, PAGES]), ([4, 1, -1], [1, 0, 2])
+    caches = jax.tree.map(draw, small.new_caches(latent=True, dtype=jnp.int8, scales=scales))
+    pages, states = ([3, -1, 5, 7], [0, 2, 3, small.PAGES]), ([4, 1, -1], [1, 0, 2])
     new = quick(lambda c: c.copy_pages(*pages).copy_states(*states))(caches)
-    order, slots = np.arange(PAGES), np.arange(SLOTS)
+    order, slots = np.arange(small.PAGES), np.arange(small.SLOTS)
     order[[0, 3]], slots[[1, 0]] = [3, 5], [4, 1]
     for index, (old, got) in enumerate(zip(caches.layers, new.layers, strict=True)):
         places = slots if index == 1 else order
@@ -84,20 +71,18 @@ def test_pages_are_copied_and_states_are(scales):
 
 
 def test_a_state_refuses_what_does_not_belong(unchecked):
-    layer, mixer = attention(), recurrent_layers.build("mamba2")
-    batch = RaggedBatch.build([1], [1], [[1]], page_size=PAGE, state_indices=[0])
-    sizes: dict[str, Any] = {"num_pages": 4, "page_size": PAGE, "num_slots": 2}
+    layer, mixer = small.attention(), recurrent_layers.build("mamba2")
+    batch = RaggedBatch.build([1], [1], [[1]], page_size=small.PAGE, state_indices=[0])
+    sizes: dict[str, Any] = {"num_pages": 4, "page_size": small.PAGE, "num_slots": 2}
     lead: dict[str, Any] = {"batch_shape": 3}
     flat, stack = (CacheState.init([layer, mixer], **sizes, **more) for more in ({}, lead))
     pages, pool = flat.layers
-    latents, narrow = (
-        PagedLatentCache.init(4, PAGE, 8, 4),
-        layer.init_paged_cache(4, PAGE, dtype=jnp.bfloat16),
-    )
+    latents = PagedLatentCache.init(4, small.PAGE, 8, 4)
+    narrow = layer.init_paged_cache(4, small.PAGE, dtype=jnp.bfloat16)
     other = CacheState((pool, latents))
     bound = r"layers\[0\]: expected a PagedKVCache that is bound to no tables.*unbind"
     result = r"layers\[0\]: expected the result"
-    of_pages = CacheState(tuple(layer.init_paged_cache(n, PAGE, **lead) for n in (4, 5)), 1)
+    of_pages = CacheState(tuple(layer.init_paged_cache(n, small.PAGE, **lead) for n in (4, 5)), 1)
     of_slots = CacheState(tuple(mixer.init_state((3, n)) for n in (2, 4)), 1)
     cases: list[Any] = [
         (bound, flat.with_layers, [pages.bind(batch), pool]),
@@ -106,7 +91,7 @@ def test_a_state_refuses_what_does_not_belong(unchecked):
         (result + " of a call with the PagedKVCache", flat.with_layers, [pool, pages]),
         (r"layers\[1\].*received NoneType", flat.with_layers, [pages, None]),
         (r"layers\[0\].*float32\[4, 3, 2, 8\].*bfloat16", flat.with_layers, [narrow, pool]),
-        (result, flat.with_layers, [layer.init_paged_cache(5, PAGE), pool]),
+        (result, flat.with_layers, [layer.init_paged_cache(5, small.PAGE), pool]),
         (r"layers\[1\]: expected the result", stack.with_layers, [stack.layers[0], pool]),
         (r"layers\[0\].*received KVCache", flat.with_layers, [KVCache.init((), 4, 2, 8), pool]),
         ("index: expected 0 to 2, received -1", stack.of_layer, -1, batch),
@@ -140,14 +125,14 @@ def assert_same(found, expected):
 
 def test_a_state_is_a_tree_like_any_other(unchecked):
     """Its structure may hold shapes, axes and nothing at all; layers that were merged come back apart."""
-    caches = new_caches()
-    shapes = jax.eval_shape(new_caches)
+    caches = small.new_caches()
+    shapes = jax.eval_shape(small.new_caches)
     assert jax.tree.structure(shapes) == jax.tree.structure(caches) and shapes.nbytes == caches.nbytes
     arrays, rest = eqx.partition(caches, eqx.is_array)
     assert_same(eqx.combine(arrays, rest), caches)
     axes = jax.tree.map(lambda _: 0, caches)
     doubled = quick(functools.partial(jax.tree.map, lambda x: jnp.stack([x, x + 1])))(caches)
-    batch = RaggedBatch.build([1], [1], [[1]], page_size=PAGE, state_indices=[0])
+    batch = RaggedBatch.build([1], [1], [[1]], page_size=small.PAGE, state_indices=[0])
 
     def there_and_back(caches, index):
         return caches.with_layers(caches.of_layer(index, batch)[0])

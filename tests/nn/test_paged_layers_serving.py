@@ -2,6 +2,7 @@
 owns at a step holds NaN, also where somebody did the step before."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx import Buckets, OutOfPagesError, PageTable, RaggedBatch
-from tests.nn.paged_layers import dense_model, in_place, inputs, new_caches, pack, PAGE, stacked
+from ejkernel_eqx import Buckets, OutOfPagesError, PageTable
+from tests.nn.paged_layers import dense_model, in_place, inputs, make_batch, new_caches, pack, PAGE, stacked
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
@@ -36,8 +37,8 @@ class Server:
         self.waiting, self.running = list(range(len(LENGTHS))), []
         self.seen, self.kinds = set(), set()
 
-    def serve(self, x, width=None):
-        y = np.full((*x.shape[:2], width or x.shape[2]), np.nan, np.float32)
+    def serve(self, x):
+        y = np.full(x.shape, np.nan, np.float32)
         while self.waiting or self.running:
             while self.waiting and self.free and self.random.random() < 0.7:
                 self.running.append(Request(self.waiting.pop(0), self.free.pop()))
@@ -65,14 +66,7 @@ class Server:
             chosen.append((request, count))
         chosen = [(r, count) for r, count in chosen if r in self.running]
         work = [(r.number, count) for r, count in chosen]
-        batch = RaggedBatch.build(
-            [count for _, count in work],
-            [self.table.length(n) for n, _ in work],
-            self.table.rows([n for n, _ in work]),
-            page_size=PAGE,
-            buckets=BUCKETS,
-            state_indices=[r.slot for r, _ in chosen],
-        )
+        batch = make_batch(self.table, work, {r.number: r.slot for r, _ in chosen}, BUCKETS)
         before = {r.number: r.done for r in self.running}
         packed = pack(x, work, before, batch.num_tokens)
         self.caches = jax.tree.map(jnp.asarray, self.poisoned())
@@ -113,17 +107,6 @@ class Server:
         return eqx.tree_at(lambda c: c.layers, self.caches, tuple(map(poison, self.caches.layers)))
 
 
-def assert_served(y, expected, name):
-    for n, length in enumerate(LENGTHS):
-        assert np.isnan(y[n, length:]).all()
-        if length:
-            assert_close(y[n, :length], expected[n, :length], name=f"{name}, request {n}")
-
-
-def sizes(**options):
-    return {"num_pages": FEW_PAGES, "page_size": PAGE, "num_slots": FEW_SLOTS, **options}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_a_hybrid_model_serves(window):
@@ -131,6 +114,10 @@ def test_a_hybrid_model_serves(window):
     expected, _ = dense_model(len(LENGTHS), window)
     step = quick(lambda x, caches, batch: in_place(x, caches, batch, stacked(window)), donate_argnums=1)
     for seed in range(2):
-        server = Server(seed, window, step, new_caches(**sizes()))
-        assert_served(server.serve(inputs(len(LENGTHS))), expected, f"seed {seed}")
+        sizes: Any = {"num_pages": FEW_PAGES, "page_size": PAGE, "num_slots": FEW_SLOTS}
+        server = Server(seed, window, step, new_caches(**sizes))
+        y = server.serve(inputs(len(LENGTHS)))
+        for n, length in enumerate(LENGTHS):
+            assert np.isnan(y[n, length:]).all()
+            assert_close(y[n, :length], expected[n, :length], name=f"seed {seed}, request {n}")
         assert server.seen == {0, 1, 2} and server.kinds == {True, False}

@@ -44,13 +44,8 @@ def place(mesh, tree, spec):
 def batch_of(name, seed=0):
     random = np.random.default_rng(seed)
     lens, lengths = BATCHES[name]
-    return RaggedBatch.build(
-        lens,
-        lengths,
-        random.permutation(PAGES)[:9].reshape(3, 3),
-        page_size=PAGE,
-        state_indices=random.permutation(SLOTS)[:3],
-    )
+    tables, slots = random.permutation(PAGES)[:9].reshape(3, 3), random.permutation(SLOTS)[:3]
+    return RaggedBatch.build(lens, lengths, tables, page_size=PAGE, state_indices=slots)
 
 
 def tokens_of(batch, row=0):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import KVCache, MultiHeadAttention, RollingKVCache, RotaryEmbedding
+from tests.nn.checks import in_pieces, refuses
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
 
@@ -45,12 +46,8 @@ def test_chunks_of_any_size_give_what_a_full_cache_gives(name):
     expected = eqx.filter_jit(layer)(x)
     cache = layer.init_cache(ROWS, rolling=True)
     assert cache.k.shape[1] == cache.window == {"one key": 1}.get(name, WINDOW)
-    pieces, start = [], 0
-    for tokens in (7, 2, 1, 1, 5, 1):
-        y, cache = _call(layer, x[:, start : start + tokens], cache)
-        pieces.append(y)
-        start += tokens
-    assert_close(jnp.concatenate(pieces, 1), expected, name=name)
+    y, cache = in_pieces(layer, x, (7, 2, 1, 1, 5, 1), cache)
+    assert_close(y, expected, name=name)
     assert cache.lengths.tolist() == [17] * ROWS and cache.k.shape[1] == cache.window
 
 
@@ -172,16 +169,11 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(unchecked, message):
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message](_layer())
+test_errors = refuses(ERRORS, lambda wrong: wrong(_layer()))
 
 
 @pytest.mark.slow
 def test_a_wider_one_and_a_full_one_agree():
     layer, x = _layer(), _x(11)
-    wide = RollingKVCache.init(ROWS, 7, 2, 8)
-    y, wide = _call(layer, x[:, :9], wide)
-    z, _ = _call(layer, x[:, 9:], wide)
-    assert_close(jnp.concatenate([y, z], 1), _call(layer, x, KVCache.init(ROWS, 16, 2, 8))[0])
+    y, _ = in_pieces(layer, x, (9, 2), RollingKVCache.init(ROWS, 7, 2, 8))
+    assert_close(y, _call(layer, x, KVCache.init(ROWS, 16, 2, 8))[0])

@@ -7,6 +7,7 @@ import pytest
 
 from ejkernel_eqx.nn import MultiHeadAttention, RotaryEmbedding
 from tests.nn import published
+from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
 POSITIONS = np.array([[0, 1, 1, 1, 2], [0, 1, 1, 2, 2], [0, 1, 2, 1, 2]])
@@ -60,9 +61,7 @@ def test_in_the_layer():
     _, cache = layer(x[:, :3], layer.init_cache(2, 5), positions=positions[..., :3])
     later, _ = layer(x[:, 3:], cache, positions=positions[..., 3:])
     assert_close(later, y[:, 3:])
-    with pytest.raises(
-        ValueError, match=r"positions: expected \[3, ..., T\], a position along each .* \(2, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"positions: expected \[3, ..., T\], a position .* \(2, 5\)"):
         layer(x, positions=positions[0])
 
 
@@ -77,7 +76,4 @@ ERRORS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_errors(message):
-    with pytest.raises(ValueError, match=message):
-        ERRORS[message]()
+test_errors = refuses(ERRORS)

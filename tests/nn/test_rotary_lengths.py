@@ -42,9 +42,8 @@ def test_lengths_are_those_of_the_rows(enable_x64, name, tokens):
     positions = jnp.asarray(np.arange(2)[:, None] + np.arange(tokens))
     assert_close(jax.jit(rope)(x, positions), expected, name=name)
     assert_close(jax.vmap(lambda x, at: rope(x, offset=at))(x, offset), expected, name=name)
-    assert_close(
-        rope(x[:, :2], positions[:, :2], lengths=positions.max(1, keepdims=True) + 1), expected[:, :2]
-    )
+    longest = positions.max(1, keepdims=True) + 1
+    assert_close(rope(x[:, :2], positions[:, :2], lengths=longest), expected[:, :2])
 
 
 @pytest.mark.parametrize("name", ["longrope", "longrope, magnitude by length"])
@@ -56,10 +55,8 @@ def test_each_row_of_a_step_has_the_factors_of_its_length(enable_x64, name):
     expected = jnp.stack([_expected(name, x[i], np.array([place])) for i, place in enumerate(places)])
     assert_close(rope(x, offset=jnp.asarray(places)), expected, name=name)
     # The last row of a text that goes on: its earlier tokens are rotated anew by what it has become.
-    longer = jnp.stack(
-        [_expected(name, x[i], np.array([place, 7]))[:1] for i, place in enumerate(places[:4])]
-    )
-    assert_close(rope(x[:4], offset=jnp.asarray(places[:4]), lengths=8), longer, name=name)
+    rows = [_expected(name, x[i], np.array([place, 7]))[:1] for i, place in enumerate(places[:4])]
+    assert_close(rope(x[:4], offset=jnp.asarray(places[:4]), lengths=8), jnp.stack(rows), name=name)
 
 
 def _layer(name):

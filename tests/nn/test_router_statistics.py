@@ -77,9 +77,8 @@ def test_the_loss_of_transformers(real):
 
 def test_of_a_layer():
     layer, x = build("deepseek_v3"), inputs(2, 9)
-    call = eqx.filter_jit(
-        lambda x, real: (layer(x, padding_mask=real, return_statistics=True), layer.route(x))
-    )
+    both = lambda x, real: (layer(x, padding_mask=real, return_statistics=True), layer.route(x))
+    call = eqx.filter_jit(both)
     (_, found), routing = call(x, jnp.ones((2, 9), bool))
     counts = np.bincount(np.asarray(routing.indices).ravel(), minlength=8)
     np.testing.assert_array_equal(found.tokens_per_expert, counts)

@@ -8,6 +8,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.models.sampling import draw, greedy, Sampling, SamplingArrays
 from ejkernel_eqx.nn.moe.routing import Choice, choose
 from tests.attention.dense import INTERPRET, normal, quick
+from tests.nn.checks import needs_triton
 
 
 def _few_values(*shape):
@@ -65,8 +66,7 @@ def test_tokens():
 @pytest.mark.parametrize("platform", ["xla", INTERPRET])
 def test_blocks(platform):
     """A query's own block and the first one, then those of the largest scores: of equal keys, all scores are equal."""
-    if platform == INTERPRET:
-        pytest.importorskip("triton")
+    needs_triton(platform)
     op = ejx.NativeSparseAttention(block_size=4, num_blocks=4, sliding_window=5, platform=platform)
     q, k, v, gates = normal(0, 30, 4, 16), jnp.ones((30, 2, 16)), normal(1, 30, 2, 16), normal(2, 30, 4, 3)
     _, found = quick(lambda *args: op(*args, return_indices=True))(q, k, v, gates)

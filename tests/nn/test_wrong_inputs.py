@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel_eqx import nn, RaggedBatch
+from ejkernel_eqx import nn, PagedKVCache, RaggedBatch
 from tests.nn.recurrent_layers import build, EMBED
 from tests.nn.recurrent_layers import LAYERS as RECURRENT
 
@@ -47,7 +47,7 @@ def _x(*shape, dtype=np.float32):
 
 
 X, ROW, IDS, MEMORY = _x(), _x(TOKENS, EMBED), _x(ROWS, TOKENS, dtype=np.int32), _x(ROWS, 7, 20)
-CHANNELS, POOL = _x(2, 5, 6), _x(4, 3, 6)
+CHANNELS, TOKEN, POOL = _x(2, 5, 6), _x(2, 6), _x(4, 3, 6)
 
 
 def _batch(slots=(0, 1), **changes):
@@ -57,11 +57,6 @@ def _batch(slots=(0, 1), **changes):
     starts, lengths, table = (jnp.asarray(a, jnp.int32) for a in (starts, lengths, table))
     states = None if states is None else jnp.asarray(states, jnp.int32)
     return RaggedBatch(starts, lengths, table, states, **options)
-
-
-def _integers(layer):
-    """A state of the layer, cut to integers."""
-    return jax.tree.map(lambda a: a.astype(jnp.int8), layer.init_state(ROWS))
 
 
 # By the argument that the error names the values that are wrong for it, of every layer over tokens and then of some; beside rows `X`.
@@ -75,7 +70,8 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "recurrent": {
         "state": lambda f: ({"conv": (), "recurrent": _x(2, 2)}, nn.KVCache.init(ROWS, 8, 2, 4), _x(2, 2))
-        + (f.init_state(3), f.init_state(()), _integers(f), nn.RecurrentState((), _x(2, 2).tolist())),
+        + (f.init_state(3), f.init_state(()), _integers_of(f.init_state(ROWS)))
+        + (nn.RecurrentState((), _x(2, 2).tolist()),),
         "cu_seqlens": lambda f: (np.array([0, 5]),),
     },
     "attention": {
@@ -113,123 +109,84 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
-# Other calls of every layer over tokens: what it is called with -> the argument that the error names.
-CALLS: dict[str, tuple[Any, str]] = {
-    "batch, rows": (lambda f: f(X, batch=_batch()), "x"),
-    "batch, a list": (lambda f: f(ROW.tolist(), batch=_batch()), "x"),
-    "batch, a mask": (lambda f: f(ROW, batch=_batch(), padding_mask=_x(TOKENS, dtype=bool)), "padding_mask"),
-}
-# Every recurrent layer.
-STATES: dict[str, tuple[Any, str]] = {
-    "offsets with ids": (
-        lambda f: f(ROW, cu_seqlens=np.array([0, 5]), segment_ids=_x(TOKENS, dtype=np.int32)),
-        "cu_seqlens",
-    ),
-    "batch, no state": (lambda f: f(ROW, batch=_batch()), "state"),
-    "batch, a dict for a state": (lambda f: f(ROW, {}, batch=_batch()), "state"),
-    "batch, no slots": (lambda f: f(ROW, f.init_state(4), batch=_batch(None)), "batch"),
-    "batch, a slot twice": (lambda f: f(ROW, f.init_state(4), batch=_batch((3, 3))), "batch.state_indices"),
-    "batch, a slot past the pool": (
-        lambda f: f(ROW, f.init_state(4), batch=_batch((0, 4))),
-        "batch.state_indices",
-    ),
-    "batch, an empty pool": (lambda f: f(ROW, f.init_state(0), batch=_batch()), "state"),
-    "init_state, words": (lambda f: f.init_state("2"), "batch_shape"),
-    "init_state, negative": (lambda f: f.init_state((-1,)), "batch_shape"),
-    "init_state, a fraction": (lambda f: f.init_state(2.5), "batch_shape"),
-    "init_state, int8": (lambda f: f.init_state(2, jnp.int8), "dtype"),
-    "init_state, no dtype": (lambda f: f.init_state(2, "wide"), "dtype"),
-}
-# The attention layer.
-ATTENTION: dict[str, tuple[Any, str]] = {
-    "cache, full": (lambda f: f(X, f.init_cache(ROWS, 3)), "k_new"),
-    "cache, other heads": (lambda f: f(X, nn.KVCache.init(ROWS, 8, 1, 12)), "k_new"),
-    "cache of integers": (
-        lambda f: f(X, jax.tree.map(lambda a: a.astype(jnp.int8), f.init_cache(ROWS, 8))),
-        "dtype",
-    ),
-    "cache and ids": (lambda f: f(X, f.init_cache(ROWS, 8), segment_ids=IDS), "segment_ids"),
-    "pages without a batch": (lambda f: f(X, f.init_paged_cache(2, 4)), "batch"),
-    "batch, no cache": (lambda f: f(ROW, batch=_batch()), "cache"),
-    "batch, a cache of rows": (lambda f: f(ROW, f.init_cache(2, 8), batch=_batch()), "cache"),
-    "batch, pages of a stack": (
-        lambda f: f(ROW, f.init_paged_cache(2, 4, batch_shape=3), batch=_batch()),
-        "cache",
-    ),
-    "batch, pages of other sizes": (lambda f: f(ROW, f.init_paged_cache(2, 8), batch=_batch()), "page_table"),
-    "batch, positions": (
-        lambda f: f(ROW, f.init_paged_cache(2, 4), batch=_batch(), positions=np.arange(5)),
-        "positions",
-    ),
-    "batch, inference": (
-        lambda f: f(ROW, f.init_paged_cache(2, 4), batch=_batch(), inference="yes"),
-        "inference",
-    ),
-    "mask with a hole, cached": (
-        lambda f: f(X, f.init_cache(ROWS, 8), padding_mask=np.array([[1, 0, 1, 1, 1]] * 2, bool)),
-        "padding_mask",
-    ),
-    "from Equinox, another layer": (lambda f: f.from_equinox(eqx.nn.Linear(2, 2, key=KEY)), "attention"),
-    "init_cache, words": (lambda f: f.init_cache("2", 8), "batch_shape"),
-    "init_cache, negative": (lambda f: f.init_cache(-2, 8), "batch_shape"),
-    "init_cache, no tokens": (lambda f: f.init_cache(2, 0), "max_length"),
-    "init_cache, a fraction": (lambda f: f.init_cache(2, 8.0), "max_length"),
-    "init_cache, int8": (lambda f: f.init_cache(2, 8, jnp.int8), "dtype"),
-    "init_cache, uint8": (lambda f: f.init_cache(2, 8, "uint8"), "dtype"),
-    "init_cache, booleans": (lambda f: f.init_cache(2, 8, bool), "dtype"),
-    "init_cache, no dtype": (lambda f: f.init_cache(2, 8, "half-ish"), "dtype"),
-    "init_paged_cache, int32": (lambda f: f.init_paged_cache(2, 4, dtype=jnp.int32), "dtype"),
-    "init_paged_cache, no pages": (lambda f: f.init_paged_cache(0, 4), "num_pages"),
-    "init_paged_cache, scales": (lambda f: f.init_paged_cache(2, 4, scales="row"), "scales"),
-}
-CROSS: dict[str, tuple[Any, str]] = {
-    "kv_padding_mask, integers": (
-        lambda f: f(X, kv_input=MEMORY, kv_padding_mask=_x(ROWS, 7, dtype=np.int32)),
-        "kv_padding_mask",
-    ),
-    "kv_padding_mask, other length": (
-        lambda f: f(X, kv_input=MEMORY, kv_padding_mask=_x(ROWS, 5, dtype=bool)),
-        "kv_padding_mask",
-    ),
-    "a cache": (lambda f: f(X, f.init_cache(ROWS, 8), kv_input=MEMORY), "cache"),
-    "pages": (lambda f: f(ROW, f.init_paged_cache(2, 4), batch=_batch()), "batch"),
-}
-BOTH_WAYS: dict[str, tuple[Any, str]] = {
-    "a cache": (lambda f: f(X, f.init_cache(ROWS, 8)), "cache"),
-    "one token and a cache": (lambda f: f(_x(ROWS, 1, EMBED), f.init_cache(ROWS, 8)), "cache"),
-    "pages": (lambda f: f(ROW, f.init_paged_cache(2, 4), batch=_batch()), "batch"),
-}
-CONV: dict[str, tuple[Any, str]] = {
-    "state, a dict": (lambda f: f(CHANNELS, {}), "state"),
-    "state, integers": (lambda f: f(CHANNELS, _x(2, 3, 6, dtype=np.int32)), "state"),
-    "state, other rows": (lambda f: f(CHANNELS, _x(3, 3, 6)), "initial_state"),
-    "ids, floats": (lambda f: f(CHANNELS, segment_ids=_x(2, 5)), "segment_ids"),
-    "ids, a list": (lambda f: f(CHANNELS, segment_ids=[[0] * 5] * 2), "segment_ids"),
-    "offsets, a list": (lambda f: f(_x(5, 6), cu_seqlens=[0, 5]), "cu_seqlens"),
-    "offsets, floats": (lambda f: f(_x(5, 6), cu_seqlens=np.array([0.0, 5.0])), "cu_seqlens"),
-    "offsets with rows": (lambda f: f(CHANNELS, cu_seqlens=np.array([0, 5])), "cu_seqlens"),
-    "init_state, words": (lambda f: f.init_state("2"), "batch_shape"),
-    "init_state, int8": (lambda f: f.init_state(2, jnp.int8), "dtype"),
-    "step, a list": (lambda f: f.step([0.0] * 6, _x(3, 6)), "x"),
-    "step, other channels": (lambda f: f.step(_x(2, 5), _x(2, 3, 6)), "x"),
-    "step, a dict": (lambda f: f.step(_x(2, 6), {}), "state"),
-    "step, other width": (lambda f: f.step(_x(2, 6), _x(2, 4, 6)), "state"),
-    "step, slots of floats": (lambda f: f.step(_x(2, 6), POOL, state_indices=_x(2)), "state_indices"),
-    "step, a slot twice": (lambda f: f.step(_x(2, 6), POOL, state_indices=np.array([1, 1])), "state_indices"),
-    "step, a slot past the pool": (
-        lambda f: f.step(_x(2, 6), POOL, state_indices=np.array([4, -1])),
-        "state_indices",
-    ),
-    "step, slots of other rows": (
-        lambda f: f.step(_x(2, 6), POOL, state_indices=np.array([1])),
-        "state_indices",
-    ),
-}
-NORM: dict[str, tuple[Any, str]] = {
-    "z, a list": (lambda f: f(_x(2, 6), [[0.0] * 6] * 2), "z"),
-    "z, booleans": (lambda f: f(_x(2, 6), _x(2, 6, dtype=bool)), "z"),
-    "z, other shape": (lambda f: f(_x(2, 6), _x(6)), "z"),
-}
+# Other wrong calls, by the argument that the error names: of every layer over tokens, and then of some.
+_rows = lambda f, **given: f.init_cache(ROWS, 8, **given)
+_pages = lambda f, **given: f.init_paged_cache(2, 4, **given)
+_over = lambda f, cache=None, slots=(0, 1), x=ROW, **given: f(x, cache, batch=_batch(slots), **given)
+_integers_of = lambda cache: jax.tree.map(lambda a: a.astype(jnp.int8), cache)
+_step = lambda f, x=TOKEN, state=POOL, **given: f.step(x, state, **given)
+CALLS: dict[str, dict[str, Any]] = {
+    "all": {
+        "x": (lambda f: _over(f, x=X), lambda f: _over(f, x=ROW.tolist()), lambda f: _over(f, x=ROW[:1])),
+        "padding_mask": (lambda f: _over(f, padding_mask=_x(TOKENS, dtype=bool)),),
+        "segment_ids": (lambda f: _over(f, segment_ids=_x(TOKENS, dtype=np.int32)),),
+        "cu_seqlens": (lambda f: f(ROW, cu_seqlens=np.array([0, 5]), segment_ids=_x(TOKENS, dtype=np.int32)),
+            lambda f: _over(f, cu_seqlens=np.array([0, 5]))),
+    },
+    "recurrent": {
+        "state": (_over, lambda f: _over(f, {}), lambda f: _over(f, f.init_state(0)),
+            lambda f: _over(f, f.init_state((2, 2)))),
+        "batch": (lambda f: _over(f, f.init_state(4), None),),
+        "batch.state_indices": (lambda f: _over(f, f.init_state(4), (3, 3)),
+            lambda f: _over(f, f.init_state(4), (0, 4))),
+        "batch_shape": (lambda f: f.init_state("2"), lambda f: f.init_state((-1,)),
+            lambda f: f.init_state(2.5)),
+        "dtype": (lambda f: f.init_state(2, jnp.int8), lambda f: f.init_state(2, "wide")),
+    },
+    "attention": {
+        "k_new": (lambda f: f(X, f.init_cache(ROWS, 3)), lambda f: f(X, nn.KVCache.init(ROWS, 8, 1, 12))),
+        "segment_ids": (lambda f: f(X, _rows(f), segment_ids=IDS),),
+        "batch": (lambda f: f(X, _pages(f)),),
+        "cache": (_over, lambda f: _over(f, f.init_cache(2, 8)), lambda f: _over(f, _pages(f, batch_shape=3)),
+            lambda f: _over(f, PagedKVCache.init(2, 4, 1, 12))),
+        "page_table": (lambda f: _over(f, f.init_paged_cache(2, 8)),),
+        "kv_input": (lambda f: _over(f, _pages(f), kv_input=ROW),),
+        "bias": (lambda f: _over(f, _pages(f), bias=_x(TOKENS, TOKENS)),),
+        "mask": (lambda f: _over(f, _pages(f), mask=_x(TOKENS, TOKENS, dtype=bool)),),
+        "kv_padding_mask": (lambda f: _over(f, _pages(f), kv_padding_mask=_x(TOKENS, dtype=bool)),),
+        "positions": (lambda f: _over(f, _pages(f), positions=np.arange(5)),),
+        "inference": (lambda f: _over(f, _pages(f), inference="yes"),
+            lambda f: _over(_attention(dropout_rate=0.5), _pages(f))),
+        "padding_mask": (lambda f: f(X, _rows(f), padding_mask=np.array([[1, 0, 1, 1, 1]] * 2, bool)),),
+        "attention": (lambda f: f.from_equinox(eqx.nn.Linear(2, 2, key=KEY)),),
+        "batch_shape": (lambda f: f.init_cache("2", 8), lambda f: f.init_cache(-2, 8)),
+        "max_length": (lambda f: f.init_cache(2, 0), lambda f: f.init_cache(2, 8.0)),
+        "num_pages": (lambda f: f.init_paged_cache(0, 4),),
+        "scales": (lambda f: _pages(f, scales="row"),),
+        "dtype": (lambda f: f(X, _integers_of(_rows(f))), lambda f: _pages(f, dtype=jnp.int32))
+        + tuple(lambda f, dtype=dtype: _rows(f, dtype=dtype)
+            for dtype in (jnp.int8, "uint8", bool, "half-ish")),
+    },
+    "cross": {
+        "kv_padding_mask": (lambda f: f(X, kv_input=MEMORY, kv_padding_mask=_x(ROWS, 7, dtype=np.int32)),
+            lambda f: f(X, kv_input=MEMORY, kv_padding_mask=_x(ROWS, 5, dtype=bool))),
+        "cache": (lambda f: f(X, _rows(f), kv_input=MEMORY),),
+        "batch": (lambda f: _over(f, _pages(f)),),
+    },
+    "both ways": {
+        "cache": (lambda f: f(X, _rows(f)), lambda f: f(_x(ROWS, 1, EMBED), _rows(f))),
+        "batch": (lambda f: _over(f, _pages(f)),),
+    },
+    "conv": {
+        "state": (lambda f: f(CHANNELS, {}), lambda f: f(CHANNELS, _x(2, 3, 6, dtype=np.int32)),
+            lambda f: _step(f, state={}),
+            lambda f: _step(f, state=_x(2, 4, 6))),
+        "initial_state": (lambda f: f(CHANNELS, _x(3, 3, 6)),),
+        "segment_ids": (lambda f: f(CHANNELS, segment_ids=_x(2, 5)),
+            lambda f: f(CHANNELS, segment_ids=[[0] * 5] * 2)),
+        "cu_seqlens": (lambda f: f(_x(5, 6), cu_seqlens=[0, 5]),
+            lambda f: f(_x(5, 6), cu_seqlens=np.array([0.0, 5.0])),
+            lambda f: f(CHANNELS, cu_seqlens=np.array([0, 5]))),
+        "batch_shape": (lambda f: f.init_state("2"),),
+        "dtype": (lambda f: f.init_state(2, jnp.int8),),
+        "x": (lambda f: _step(f, [0.0] * 6), lambda f: _step(f, _x(2, 5), _x(2, 3, 6))),
+        "state_indices": tuple(lambda f, slots=slots: _step(f, state_indices=slots)
+                               for slots in (_x(2), np.array([1, 1]), np.array([4, -1]), np.array([1]))),
+    },
+    "norm": {
+        "z": tuple(lambda f, z=z: f(_x(2, 6), z) for z in ([[0.0] * 6] * 2, _x(2, 6, dtype=bool), _x(6))),
+    },
+}  # fmt: skip
 
 # Constructors: the options that make the layer, and one that is wrong -> the argument that the error names.
 MAKE: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -338,13 +295,13 @@ PARTS: dict[str, tuple[Any, dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     "rope": (
         nn.RotaryEmbedding,
         {"head_dim": 8},
-        {"head_dim": (0, "64"), "rotary_dim": (4.0,), "theta": (0.0, "1e4"), "interleaved": FLAG} | {"scaling": (2.0, {"type": "yarn"})},
+        {"head_dim": (0, "64"), "rotary_dim": (4.0, 10), "theta": (0.0, "1e4"), "interleaved": FLAG} | {"scaling": (2.0, {"type": "yarn"})},
     ),
     "rope's call": (
         nn.RotaryEmbedding(8),
         {"x": ROPE_X},
-        {"x": (ROPE_X.tolist(), ROPE_X.astype(int), ROPE_X[0, :, 0]), "offset": (1.5, np.zeros(3, int), [0, 0])}
-        | {"positions": ([0, 1, 2, 3], np.arange(4.0), np.zeros((3, 2, 4), int), np.zeros((2, 4, 1), int))},
+        {"x": (ROPE_X.tolist(), ROPE_X.astype(int), ROPE_X[0, :, 0], ROPE_X[..., :6]), "offset": (1.5, np.zeros(3, int), [0, 0])}
+        | {"positions": ([0, 1, 2, 3], np.arange(3), np.arange(4.0), np.zeros((3, 2, 4), int), np.zeros((2, 4, 1), int))},
     ),
     "linear scaling": (nn.LinearScaling, {}, {"factor": (0.0, "2")}),
     "llama3 scaling": (nn.Llama3Scaling, {}, {"original_max_position": (0,)}),
@@ -379,12 +336,13 @@ APPENDS: dict[str, tuple[Any, ...]] = {
 
 
 def _calls():
-    for name in ("attention", *RECURRENT):
-        tables = (CALLS, ATTENTION) if name == "attention" else (CALLS, STATES)
-        for table in tables:
-            yield from ((name, table, case) for case in table)
-    for name, table in {"cross": CROSS, "both ways": BOTH_WAYS, "conv": CONV, "norm": NORM}.items():
-        yield from ((name, table, case) for case in table)
+    for name in ("attention", *RECURRENT, "cross", "both ways", "conv", "norm"):
+        own = ("all", "recurrent") if name in RECURRENT else ("all", name) if name == "attention" else (name,)
+        for group in own:
+            yield from (
+                pytest.param(name, a, calls, id=f"{name}: {a} of {group}")
+                for a, calls in CALLS[group].items()
+            )
 
 
 def _options():
@@ -420,11 +378,11 @@ def test_values(name, x, argument, values):
         _says(lambda wrong=wrong: layer(**{"x": x, argument: wrong}), argument)
 
 
-@pytest.mark.few(50)
-@pytest.mark.parametrize("name, table, case", [pytest.param(*c, id=f"{c[0]}: {c[2]}") for c in _calls()])
-def test_calls(name, table, case):
-    call, argument = table[case]
-    _says(lambda: call(_layer(name)), re.escape(argument))
+@pytest.mark.few(30)
+@pytest.mark.parametrize("name, argument, calls", list(_calls()))
+def test_calls(name, argument, calls):
+    for call in calls:
+        _says(lambda call=call: call(_layer(name)), re.escape(argument))
 
 
 @pytest.mark.parametrize(

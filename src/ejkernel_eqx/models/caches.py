@@ -40,11 +40,8 @@ class DecoderCache(Module):
             )
             return mixer.init_cache(*sizes, rolling=True) if rolls else mixer.init_cache(*sizes)
 
-        return cls(
-            tuple(
-                tuple(empty(layer.mixer, count) for layer in stack) for stack, count in zip(stacks, repeats)
-            )
-        )
+        each = lambda stack, count: tuple(empty(layer.mixer, count) for layer in stack)
+        return cls(tuple(map(each, stacks, repeats)))
 
     @property
     def nbytes(self) -> int:

@@ -158,18 +158,10 @@ class DecoderConfig:
         the pattern fits the number of layers; otherwise a second one holds what is left."""
         count = len(self.layers)
         # As numbers, which are compared faster than layers.
-        distinct: list[LayerConfig] = []
-        kinds = [_place(distinct, layer) for layer in self.layers]
+        kinds = [self.layers.index(layer) for layer in self.layers]
         period = next(p for p in range(1, count + 1) if kinds[p:] == kinds[:-p])
         whole = count // period
         stacks = [(0, period, whole)]
         if whole * period < count:
             stacks.append((whole * period, count - whole * period, 1))
         return tuple(stacks)
-
-
-def _place(distinct: list[LayerConfig], layer: LayerConfig) -> int:
-    """The place of a layer among the distinct ones, to which it is added if it is new."""
-    if layer not in distinct:
-        distinct.append(layer)
-    return distinct.index(layer)

@@ -13,8 +13,9 @@ from .._jitted import compiled_call
 from .._signatures import Module
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
-from ..nn.arguments import check_flags, check_key, check_tokens, read_array, read_dtype, read_weight_dtype
-from ..nn.initial import keys_of, linear, normal
+from ..nn.arguments import check_flags, check_tokens, read_array
+from ..nn.initial import keys_of, normal
+from ..nn.parts import Parts
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
@@ -24,10 +25,9 @@ from .split import split_options
 from .vocabulary import embed, in_vocabulary, logits_of
 
 _KERNELS = (
-    *("attention_out", "attention_lse", "recurrence_out", "recurrence_state", "recurrence_saved"),
-    *("native_sparse_out", "native_sparse_saved"),
-    *("selective_scan_out", "selective_scan_state", "selective_scan_saved"),
-)
+    "attention_out attention_lse native_sparse_out native_sparse_saved recurrence_out recurrence_state "
+    "recurrence_saved selective_scan_out selective_scan_state selective_scan_saved"
+).split()
 _PRODUCTS = ("grouped_matmul_out", "grouped_matmul_saved")
 
 
@@ -113,13 +113,11 @@ class Decoder(Module):
             raise ValueError(
                 f"remat: expected none, matmuls or kernels, received {remat!r}; none keeps everything."
             )
-        check_key(key)
-        dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
-        self.compute_dtype = None if computed is None else computed.name
-        embed_key, layers_key, head_key = keys_of(key, 3)
+        parts = Parts(key, 3, dtype, compute_dtype)
+        dtype, self.compute_dtype = parts.dtype, parts.compute_dtype
         width, count = config.embed_dim, len(config.layers)
-        self.embedding = normal(embed_key, (config.vocab_size, width), dtype)
-        keys, places = keys_of(layers_key, count), np.arange(count, dtype=np.int32)
+        self.embedding = normal(parts.key(), (config.vocab_size, width), dtype)
+        keys, places = keys_of(parts.key(), count), np.arange(count, dtype=np.int32)
         options = {"norm_eps": config.norm_eps, "platform": platform, "compute_dtype": self.compute_dtype}
         options |= {"expert_parallel": expert_parallel}
         options |= {"split": split_options(config, sequence_axis, token_order)}
@@ -139,9 +137,7 @@ class Decoder(Module):
         )
         wide = jnp.float32 if jnp.dtype(dtype).itemsize < 4 else dtype
         self.norm = eqx.nn.RMSNorm(width, config.norm_eps, use_bias=False, dtype=wide)
-        self.head = (
-            None if config.tie_embeddings else linear(head_key, width, config.vocab_size, False, dtype)
-        )
+        self.head = None if config.tie_embeddings else parts.linear(width, config.vocab_size)
         self.cross_entropy = LinearCrossEntropy(logits_soft_cap=config.logits_soft_cap)
         self.config, self.scan_layers, self.remat = config, scan_layers, remat
 
@@ -317,11 +313,12 @@ class Decoder(Module):
             raise ValueError(
                 f"{unknown[0]}: expected padding_mask, segment_ids or batch, received this; check the spelling."
             )
-        if cache is not None and not isinstance(cache, ServingCache if "batch" in rows else DecoderCache):
-            kind, make = (
-                ("ServingCache", "init_serving_cache") if "batch" in rows else ("DecoderCache", "init_cache")
+        kind = ServingCache if "batch" in rows else DecoderCache
+        if cache is not None and not isinstance(cache, kind):
+            make = "init_serving_cache" if "batch" in rows else "init_cache"
+            raise ValueError(
+                f"cache: expected a {kind.__name__}, received {type(cache).__name__}; {make} makes one."
             )
-            raise ValueError(f"cache: expected a {kind}, received {type(cache).__name__}; {make} makes one.")
         if "batch" in rows and cache is None:
             raise ValueError(
                 "cache: expected a ServingCache with batch, received None; init_serving_cache makes one."
@@ -407,5 +404,4 @@ class Decoder(Module):
 
     # Published weights
 
-    def _published(self, weights: Any) -> "Decoder":
-        return filled_decoder(self, weights)
+    _published = filled_decoder

@@ -95,11 +95,8 @@ def _stacked(layers: Any, views: list[Any]) -> Any:
         layer = eqx.filter(_filled_layer(eqx.combine(one, rest), view), is_parameter)
         if buffers is None:
             # In their place from the start: no device holds more of a stack than is its share.
-            buffers = jax.tree.map(
-                lambda x, like: jnp.zeros((len(views), *x.shape), x.dtype, device=sharding_of(like)),
-                layer,
-                parameters,
-            )
+            empty = lambda x, like: jnp.zeros((len(views), *x.shape), x.dtype, device=sharding_of(like))
+            buffers = jax.tree.map(empty, layer, parameters)
         buffers = jax.tree.map(lambda buffer, x, index=index: _put(index, x, buffer), buffers, layer)
     return eqx.combine(buffers, rest)
 
@@ -129,12 +126,8 @@ def _filled_layer(layer: Any, view: Any) -> Any:
         "mlp": _first(view, ("mlp", "block_sparse_moe")),
         "mlp_out_norm": mlp_behind,
     }
-    there = {
-        field: name
-        for field, name in fields.items()
-        if name is not None and getattr(layer, field) is not None
-    }
-    new = [fill(getattr(layer, field), view.at(name)) for field, name in there.items()]
+    there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]
+    new = [fill(getattr(layer, field), view.at(fields[field])) for field in there]
     return eqx.tree_at(lambda m: [getattr(m, field) for field in there], layer, new)
 
 

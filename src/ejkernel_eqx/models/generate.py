@@ -96,9 +96,8 @@ def generate(
     stop = _read_stop(
         model.config.stop_tokens if stop_tokens is None else stop_tokens, model.config.vocab_size
     )
-    most = jnp.asarray(max_new_tokens, jnp.int32)
-    room = _rounded(max_new_tokens)
-    new, lengths, finite = _run(model, tokens, mask, rows, stop, most, room, cache_dtype)
+    call = _Call(model, tokens, mask, rows, stop, jnp.asarray(max_new_tokens, jnp.int32))
+    new, lengths, finite = _run(call, _rounded(max_new_tokens), cache_dtype)
     if is_known(finite) and not np.all(finite):
         broken = np.flatnonzero(~np.asarray(finite)).tolist()
         warnings.warn(
@@ -229,23 +228,21 @@ def _check_values(tokens: np.ndarray, mask: np.ndarray, vocabulary: int) -> None
         )
 
 
+class _Call(NamedTuple):
+    """The arguments of a call, read."""
+
+    model: Decoder
+    tokens: Array  # int32 [N, T]
+    mask: Array  # bool [N, T]
+    sampling: SamplingArrays
+    stop: Array  # int32 [...]
+    most: Array  # int32 []
+
+
 @eqx.filter_jit
-def _run(
-    model: Decoder,
-    tokens: Array,
-    mask: Array,
-    sampling: SamplingArrays,
-    stop: Array,
-    most: Array,
-    room: int,
-    cache_dtype: Any,
-) -> tuple[Array, Array, Array]:
-    arrays, static = eqx.partition((model, tokens, mask, sampling, stop, most), eqx.is_array)
-
-    def run(arrays: Any) -> tuple[Array, Array, Array]:
-        model, tokens, mask, sampling, stop, most = eqx.combine(arrays, static)
-        return _continued(model, tokens, mask, sampling, stop, most, room, cache_dtype)
-
+def _run(call: _Call, room: int, cache_dtype: Any) -> tuple[Array, Array, Array]:
+    arrays, static = eqx.partition(call, eqx.is_array)
+    run = lambda arrays: _continued(eqx.combine(arrays, static), room, cache_dtype)
     if (mesh := mesh_of(arrays)) is None:
         return run(arrays)
     # The compiler places what is in the loop: caches grow out of empty ones, whose layout no type says.
@@ -260,17 +257,9 @@ class _Texts(NamedTuple):
     written: Array  # int32 [N, room]
 
 
-def _continued(
-    model: Decoder,
-    tokens: Array,
-    mask: Array,
-    sampling: SamplingArrays,
-    stop: Array,
-    most: Array,
-    room: int,
-    cache_dtype: Any,
-) -> tuple[Array, Array, Array]:
+def _continued(call: _Call, room: int, cache_dtype: Any) -> tuple[Array, Array, Array]:
     """At most `most` new tokens of each row, in arrays with `room` for more."""
+    model, tokens, mask, sampling, stop, most = call
     rows, width = tokens.shape
     cache = model.init_cache(rows, width + room, cache_dtype)
     x, cache = model.features(jnp.where(mask, tokens, 0), cache, padding_mask=mask)

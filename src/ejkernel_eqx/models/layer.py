@@ -12,8 +12,8 @@ from .._jitted import compiled_call
 from .._signatures import Module
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
 from ..nn.activations import gated
-from ..nn.arguments import read_weight_dtype
-from ..nn.initial import keys_of, linear
+from ..nn.initial import keys_of
+from ..nn.parts import Parts
 from ..nn.projection import project
 from ..normalization import ResidualRMSNorm
 from .config import LayerConfig, MLPConfig, MoEConfig
@@ -30,13 +30,10 @@ class MLP(Module):
     config: MLPConfig = eqx.field(static=True)
 
     def __init__(self, embed_dim: int, config: MLPConfig, *, dtype: Any = None, key: Array):
-        keys = keys_of(key, 3)
-        made = lambda key, features, out: linear(
-            key, features, out, config.use_bias, read_weight_dtype(dtype)
-        )
-        self.gate_proj = made(keys[0], embed_dim, config.hidden_dim)
-        self.up_proj = made(keys[1], embed_dim, config.hidden_dim)
-        self.down_proj = made(keys[2], config.hidden_dim, embed_dim)
+        parts, width, biased = Parts(key, 3, dtype, None), config.hidden_dim, config.use_bias
+        self.gate_proj = parts.linear(embed_dim, width, biased)
+        self.up_proj = parts.linear(embed_dim, width, biased)
+        self.down_proj = parts.linear(width, embed_dim, biased)
         self.config = config
 
     @compiled_call("ejx.models.MLP")
@@ -47,8 +44,7 @@ class MLP(Module):
         up = project("up_proj", self.up_proj, x if again is None else again, self.config.hidden_dim)
         return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
-    def _published(self, weights: Any) -> "MLP":
-        return filled_mlp(self, weights)
+    _published = filled_mlp
 
 
 def normed(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:

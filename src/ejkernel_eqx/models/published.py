@@ -6,26 +6,12 @@ from typing import Any, NamedTuple
 
 from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
+from ..weights import recurrent_configs
 from ..weights.attention_configs import attention_options, default_type
-from ..weights.configs import layer_type, text_entries, unit_offset_norms
-from ..weights.expert_configs import expert_defaults, experts_of, mixture_of_experts_options
+from ..weights.configs import ACTIVATIONS, layer_type, text_entries, unit_offset_norms
+from ..weights.expert_configs import experts_of, mixture_of_experts_options
 from ..weights.latent_configs import latent_attention_options
-from ..weights.recurrent_configs import (
-    gated_delta_net_options,
-    lightning_attention_options,
-    mamba1_options,
-    mamba2_options,
-)
 from .config import DecoderConfig, LayerConfig, MLPConfig, MoEConfig, Norms
-
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 
 
 class _Family(NamedTuple):
@@ -68,15 +54,8 @@ FAMILIES: dict[str, _Family] = {
     "mamba": _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA),
     "falcon_mamba": _Family(recurrent="mamba1", has_mlp=False, defaults=_TIED | _MAMBA),
     "mamba2": _Family(recurrent="mamba2", has_mlp=False, defaults=_MAMBA),
-    "qwen3_next": _Family(
-        recurrent="gated_delta_net",
-        defaults={"full_attention_interval": 4},
-    ),
-    "minimax": _Family(
-        "residual",
-        recurrent="lightning_attention",
-        defaults=_EPS,
-    ),
+    "qwen3_next": _Family(recurrent="gated_delta_net", defaults={"full_attention_interval": 4}),
+    "minimax": _Family("residual", recurrent="lightning_attention", defaults=_EPS),
 }
 """The published models that a `Decoder` can be, by the `model_type` of their configuration."""
 
@@ -150,10 +129,10 @@ _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers")
 _OPTIONS = {
     "attention": attention_options,
     "latent_attention": latent_attention_options,
-    "mamba1": mamba1_options,
-    "mamba2": mamba2_options,
-    "gated_delta_net": gated_delta_net_options,
-    "lightning_attention": lightning_attention_options,
+    "mamba1": recurrent_configs.mamba1_options,
+    "mamba2": recurrent_configs.mamba2_options,
+    "gated_delta_net": recurrent_configs.gated_delta_net_options,
+    "lightning_attention": recurrent_configs.lightning_attention_options,
 }
 _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says itself
 
@@ -161,38 +140,30 @@ _PLACE = ("embed_dim", "layer_index", "num_layers")  # which the decoder says it
 def _mixer(config: Entries, family: _Family, index: int) -> tuple[str, dict[str, Any]]:
     """The name of a layer's mixer and what it is built with."""
     mixer = family.attention
-    if family.recurrent is not None:
-        # A model without attention lists no types.
-        kind = (
-            layer_type(config, index, lambda i: default_type(config, i))
-            if family.has_mlp
-            else "linear_attention"
-        )
-        mixer = family.recurrent if kind == "linear_attention" else mixer
+    # A model without attention lists no types.
+    if family.recurrent is not None and (not family.has_mlp or _is_linear(config, index)):
+        mixer = family.recurrent
     options = _OPTIONS[mixer](config, index)
     return mixer, {name: value for name, value in options.items() if name not in _PLACE}
+
+
+def _is_linear(config: Entries, index: int) -> bool:
+    return layer_type(config, index, lambda i: default_type(config, i)) == "linear_attention"
 
 
 def _layer(config: Entries, family: _Family, index: int) -> LayerConfig:
     mixer, options = _mixer(config, family, index)
     branch = "linear_attn" if mixer == "lightning_attention" else "full_attn"
-    scales = lambda name: (
-        float(config.get(f"{name}_alpha_factor", 1)),
-        float(config.get(f"{name}_beta_factor", 1)),
+    scales: Any = lambda name: tuple(
+        float(config.get(f"{name}_{part}_factor", 1)) for part in ("alpha", "beta")
     )
-    return LayerConfig(
-        mixer,
-        options,
-        _mlp(config, index) if family.has_mlp else None,
-        family.norms,
-        mixer_scales=scales(branch),
-        mlp_scales=scales("mlp"),
-    )
+    mlp = _mlp(config, index) if family.has_mlp else None
+    return LayerConfig(mixer, options, mlp, family.norms, scales(branch), scales("mlp"))
 
 
 def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:
     # A mixture of one expert is that expert.
-    if experts_of(config.over(expert_defaults(config["model_type"])), index) > 1:
+    if experts_of(config, index) > 1:
         options = mixture_of_experts_options(config, index)
         return MoEConfig({name: value for name, value in options.items() if name != "embed_dim"})
     if config["model_type"] == "gpt_oss":
@@ -203,12 +174,12 @@ def _mlp(config: Entries, index: int) -> MLPConfig | MoEConfig:
             )
         return MLPConfig(config["intermediate_size"], "clamped_swiglu", use_bias=True)
     name = _activation(config)
-    if name not in _ACTIVATIONS:
+    if name not in ACTIVATIONS:
         raise ValueError(
-            f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
+            f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; build a DecoderConfig by hand."
         )
     has_bias = config["model_type"] == "llama" and bool(config.get("mlp_bias", False))
-    return MLPConfig(config["intermediate_size"], _ACTIVATIONS[name], has_bias)  # pyright: ignore[reportArgumentType]
+    return MLPConfig(config["intermediate_size"], ACTIVATIONS[name], has_bias)  # pyright: ignore[reportArgumentType]
 
 
 def _activation(config: Entries) -> str:

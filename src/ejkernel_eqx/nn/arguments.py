@@ -3,7 +3,7 @@
 Values are checked when they are known: outside `jit` and other transformations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -115,15 +115,36 @@ def read_features(name: str, x: Any, form: str, letter: str, features: int) -> A
     return x
 
 
-def check_tokens(name: str, value: Any, kind: str, of: str, x: Array) -> None:
+def check_tokens(name: str, value: Any, kind: str, of: str, x: Array, form: str = "[..., T]") -> None:
     """One entry of `kind` per token, or `None`."""
     if value is None:
         return
-    shape = read_array(name, value, kind, "[..., T]").shape
+    shape = read_array(name, value, kind, form).shape
     if shape != x.shape[:-1]:
         raise ValueError(
             f"{name}: expected shape {x.shape[:-1]}, one entry per token of {of}, received {shape}; broadcast it first."
         )
+
+
+def read_tokens(x: Any, features: int, padding_mask: Any, segment_ids: Any) -> Array:
+    """The tokens `[..., T, features]` of a layer, with checks of what there is one of per token."""
+    x = read_features("x", x, "[..., T, E]", "E", features)
+    check_tokens("padding_mask", padding_mask, "booleans", "x", x)
+    check_tokens("segment_ids", segment_ids, "integers", "x", x)
+    return x
+
+
+def read_packed(x: Array, cu_seqlens: Any, others: Mapping[str, Any], remedy: str) -> Array:
+    """The offsets of the packed sequences of `x [T, E]`, with which none of the `others` is passed."""
+    offsets = read_array("cu_seqlens", cu_seqlens, "integers", "[N + 1]")
+    if (other := next((name for name, value in others.items() if value is not None), None)) is not None:
+        raise ValueError(f"cu_seqlens: expected None with {other}, received both; {remedy}.")
+    if x.ndim != 2 or offsets.ndim != 1 or not offsets.size:
+        raise ValueError(
+            f"cu_seqlens: expected offsets [N + 1] and x of shape [T, E], received {offsets.shape} and {x.shape}; pack all sequences into "
+            "one row."
+        )
+    return offsets
 
 
 def check_slots(name: str, slots: Any, count: int) -> None:

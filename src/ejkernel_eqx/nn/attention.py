@@ -1,6 +1,6 @@
 """`MultiHeadAttention`: the attention layer of the published decoder models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
@@ -21,7 +21,6 @@ from ..paged.cache.pages import filled_dtype
 from ..rotary import RotaryChoice, RotaryEmbedding
 from ..weights.attention import multi_head_attention
 from ..weights.attention_configs import attention_options
-from ..weights.view import Weights
 from .alibi import read_alibi
 from .arguments import check_eps, check_flags, check_numbers, read_sizes
 from .attention_inputs import (
@@ -35,19 +34,20 @@ from .attention_inputs import (
     window_of,
 )
 from .attention_places import keys_of, locate, Places, places_over_pages
-from .attention_signature import BatchInputs, Cache, Inputs, Lse, Output, RowCache, Tokens
 from .equinox_attention import options_of
 from .kv_cache import KVCache
 from .paged_layer import over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
+from .published import Published
 from .rolling_cache import RollingKVCache
+from .signatures import AnyInputs, Cache, Inputs, Lse, Output, PageInputs, Pages, RowCache, Tokens
 from .split_attention import attention_over, on_whole_rows, places_over
 from .tokens import clear, merge_heads, normed, split_heads
 from .windows import check_scalar, read_window, with_window
 
 
-class MultiHeadAttention(PagedLayer[PagedKVCache]):
+class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     r"""Multi-head attention (Vaswani et al. 2017, arXiv:1706.03762) with grouped keys and values (Ainslie et
     al. 2023, arXiv:2305.13245):
 
@@ -57,7 +57,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
 
     where the rotation, the norms and the gate $g$ are optional, as are biases, sinks, a soft cap and a window. Parameters have the names
     and shapes (`[out, in]`) of the published model code, so published weights load by renaming; the guide "Layers" lists the constructor
-    calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS.
+    calls for Llama, Mistral, Gemma-2, Qwen3 and GPT-OSS. `from_config` supports Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2 and 3, GPT-OSS,
+    OLMo-2, Phi-3, GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next, Qwen3.5 and MiniMax.
     """
 
     q_proj: eqx.nn.Linear  # [H * D, E]; with a gate [H * (D + V), E], each head's query and then its gate
@@ -186,24 +187,14 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         self.rope = rope
         self.sliding_window = read_window(sliding_window, causal)
         sliding_window = None if isinstance(sliding_window, Array | np.ndarray) else sliding_window
-        self.attention = attention_over(
-            sequence_axis,
-            token_order,
-            causal,
-            sliding_window,
-            logits_soft_cap,
-            softmax_scale,
-            dropout_rate,
-            deterministic=deterministic,
-            platform=platform,
-            config=config,
-        )
-        paged: Any = (sliding_window, logits_soft_cap, softmax_scale)
+        limits: Any = (sliding_window, logits_soft_cap, softmax_scale)
+        kernel: Any = {"deterministic": deterministic, "platform": platform, "config": config}
+        self.attention = attention_over(sequence_axis, token_order, causal, *limits, dropout_rate, **kernel)
         paged_platform = None if platform == "cuda" else platform
         if self.alibi is None:
-            self.paged_attention = RaggedPagedAttention(*paged, append=True, platform=paged_platform)
+            self.paged_attention = RaggedPagedAttention(*limits, append=True, platform=paged_platform)
         else:
-            self.paged_attention = UnifiedAttention(*paged, platform=paged_platform)
+            self.paged_attention = UnifiedAttention(*limits, platform=paged_platform)
         self.embed_dim, self.output_size = embed_dim, output_size
         self.kv_embed_dim, self.v_embed_dim = kv_embed_dim, v_embed_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -223,28 +214,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         layer = eqx.tree_at(lambda m: [m.q_proj, m.k_proj, m.v_proj, m.o_proj], layer, parts)
         return eqx.nn.inference_mode(layer, attention.dropout.inference)
 
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
-    ) -> "MultiHeadAttention":
-        """Builds an attention layer of a published model, with initial weights; load the published ones with
-        `ejkernel_eqx.load_published`. Supported models: Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2 and 3, GPT-OSS, OLMo-2, Phi-3,
-        GPT-NeoX, GPT-2, and the softmax layers of Qwen3-Next, Qwen3.5 and MiniMax.
-
-        **Arguments:**
-
-        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
-        - `layer_index`: index of the layer in the model, from 0.
-        - `key`: PRNG key for the initial weights.
-        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
-
-        Raises `ValueError` for unsupported models and options.
-        """
-        found: dict[str, Any] = {**attention_options(config, layer_index), **options}
-        return cls(**found, key=key)
-
-    def _published(self, weights: Weights) -> "MultiHeadAttention":
-        return multi_head_attention(self, weights)
+    _options_of = staticmethod(attention_options)
+    _published = multi_head_attention
 
     @overload
     def init_cache(
@@ -315,9 +286,6 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         sizes = (num_pages, page_size, self.num_kv_heads, self.head_dim, self.v_head_dim)
         return PagedKVCache.init(*sizes, batch_shape=batch_shape, dtype=kept, scales=scales)
 
-    def _projections(self) -> tuple[Any, ...]:
-        return self.q_proj, self.k_proj, self.v_proj, self.o_proj
-
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, (self.k_proj, self.v_proj))
 
@@ -325,60 +293,37 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
 
         @overload
         def __call__(
-            self,
-            x: Tokens,
-            cache: None = None,
-            *,
-            return_lse: Literal[False] = False,
-            **given: Unpack[Inputs],
+            self, x: Tokens, cache: None = None, *, return_lse: Literal[False] = False, **rows: Unpack[Inputs]
         ) -> Output: ...
 
         @overload
         def __call__(
-            self, x: Tokens, cache: RowCache, *, return_lse: Literal[False] = False, **given: Unpack[Inputs]
+            self, x: Tokens, cache: RowCache, *, return_lse: Literal[False] = False, **rows: Unpack[Inputs]
         ) -> tuple[Output, RowCache]: ...
 
         @overload
         def __call__(
-            self,
-            x: Tokens,
-            cache: PagedKVCache,
-            *,
-            batch: RaggedBatch,
-            return_lse: Literal[False] = False,
-            **given: Unpack[BatchInputs],
-        ) -> tuple[Output, PagedKVCache]: ...
+            self, x: Tokens, cache: Pages, *, return_lse: Literal[False] = False, **rows: Unpack[PageInputs]
+        ) -> tuple[Output, Pages]: ...
 
         @overload
         def __call__(
-            self, x: Tokens, cache: None = None, *, return_lse: Literal[True], **given: Unpack[Inputs]
+            self, x: Tokens, cache: None = None, *, return_lse: Literal[True], **rows: Unpack[Inputs]
         ) -> tuple[Output, Lse]: ...
 
         @overload
         def __call__(
-            self, x: Tokens, cache: RowCache, *, return_lse: Literal[True], **given: Unpack[Inputs]
+            self, x: Tokens, cache: RowCache, *, return_lse: Literal[True], **rows: Unpack[Inputs]
         ) -> tuple[Output, RowCache, Lse]: ...
 
         @overload
         def __call__(
-            self,
-            x: Tokens,
-            cache: PagedKVCache,
-            *,
-            batch: RaggedBatch,
-            return_lse: Literal[True],
-            **given: Unpack[BatchInputs],
-        ) -> tuple[Output, PagedKVCache, Lse]: ...
+            self, x: Tokens, cache: Pages, *, return_lse: Literal[True], **rows: Unpack[PageInputs]
+        ) -> tuple[Output, Pages, Lse]: ...
 
         @overload
         def __call__(
-            self,
-            x: Tokens,
-            cache: Cache | None = None,
-            *,
-            return_lse: bool,
-            batch: RaggedBatch | None = None,
-            **given: Unpack[Inputs],
+            self, x: Tokens, cache: Cache | None = None, *, return_lse: bool, **rows: Unpack[AnyInputs]
         ) -> Output | tuple[Any, ...]: ...
 
     @compiled_call("ejx.nn.MultiHeadAttention")
@@ -433,19 +378,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
 
         Raises `ValueError` for invalid arguments; values are checked when they are known (outside `jit`).
         """
-        given = CallInputs(
-            kv_input,
-            v_input,
-            positions,
-            padding_mask,
-            kv_padding_mask,
-            segment_ids,
-            cu_seqlens,
-            mask,
-            bias,
-            key,
-            inference,
-        )
+        rows = positions, padding_mask, kv_padding_mask, segment_ids, cu_seqlens
+        given = CallInputs(kv_input, v_input, *rows, mask, bias, key, inference)
         check_flags(return_lse=return_lse)
         check_scalar(self.sliding_window)
         if batch is not None:
@@ -455,7 +389,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         assert not isinstance(cache, PagedKVCache)  # those need a batch
         rows = locate(x, cache, given)
         inputs = [a for a in (x, given.kv_input, given.v_input) if a is not None]
-        dtype = compute_dtype_of(self.compute_dtype, self._projections(), *inputs)
+        dtype = compute_dtype_of(self.compute_dtype, self, *inputs)
         x = clear(x.astype(dtype), rows.real)
         source = x if given.kv_input is None else clear(given.kv_input.astype(dtype), kv_padding_mask)
         values = source if given.v_input is None else clear(given.v_input.astype(dtype), kv_padding_mask)
@@ -466,7 +400,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers` then adds their three gradients."""
         read, x = check_call(self, x, None, CallInputs(**given))
         rows = locate(x, None, read)
-        dtype = compute_dtype_of(self.compute_dtype, self._projections(), x)
+        dtype = compute_dtype_of(self.compute_dtype, self, x)
         x, keys, values = (clear(a.astype(dtype), rows.real) for a in (x, keys, values))
         return self._attend((x, keys, values), None, read, rows, False)
 
@@ -478,14 +412,14 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         attention = self.attention if cache is None else on_whole_rows(self.attention)
         places = places_over(attention, self.rope, given.positions, rows, x)
         q, k, v, gate = self._heads(x, source, values, places)
-        cache, keys = keys_of(cache, k, v, rows)
+        cache, k, v, visible = keys_of(cache, k, v, rows)
         out: Any = attention(
             q,
-            keys.k.astype(q.dtype),
-            keys.v.astype(q.dtype),
+            k.astype(q.dtype),
+            v.astype(q.dtype),
             bias=given.bias,
             mask=with_window(self.sliding_window, given.mask),
-            **keys.how,
+            **visible,
             sinks=self.sinks,
             alibi_slopes=self._slopes(q),
             key=given.key,
@@ -498,13 +432,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache]):
         self, x: Array, cache: PagedKVCache, batch: RaggedBatch, positions: AnyArray | None, return_lse: bool
     ) -> Any:
         """A call with a batch: keys and values are written to their pages first."""
-        given: Any = {
-            "query_start_loc": batch.query_start_loc,
-            "max_query_len": batch.max_query_len,
-            "sinks": self.sinks,
-            "window": self.sliding_window,
-            "return_lse": return_lse,
-        }
+        given: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
+        given |= {"sinks": self.sinks, "window": self.sliding_window, "return_lse": return_lse}
 
         def empty(x: Array) -> tuple[Array, ...]:
             lse = jnp.full((x.shape[0], self.num_heads), -jnp.inf, accumulator(x.dtype))

@@ -10,7 +10,15 @@ from .._values import check_known
 from ..attention import Mask, RingAttention
 from ..paged import PagedKVCache
 from ..rotary import check_positions, RotaryChoice, RotaryEmbedding
-from .arguments import check_flags, check_key, check_tokens, read_array, read_features
+from .arguments import (
+    check_flags,
+    check_key,
+    check_tokens,
+    read_array,
+    read_features,
+    read_packed,
+    read_tokens,
+)
 from .kv_cache import KVCache
 from .paged_layer import check_pool
 from .rolling_cache import RollingKVCache
@@ -88,9 +96,7 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
         raise ValueError(
             "batch: expected a RaggedBatch with a PagedKVCache, received None; it holds the tables that assign pages to sequences."
         )
-    x = read_features("x", x, "[..., T, E]", "E", layer.embed_dim)
-    check_tokens("padding_mask", given.padding_mask, "booleans", "x", x)
-    check_tokens("segment_ids", given.segment_ids, "integers", "x", x)
+    x = read_tokens(x, layer.embed_dim, given.padding_mask, given.segment_ids)
     if given.positions is not None:
         axes = None if layer.rope is None else layer.rope.num_axes
         check_positions(given.positions, x.shape[:-1], axes)
@@ -111,11 +117,9 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
         check_tokens("kv_padding_mask", given.kv_padding_mask, "booleans", "kv_input", kv_input)
         _check_cross(layer, x, kv_input, cache, given.segment_ids)
         return given._replace(kv_input=kv_input, v_input=_read_values(layer, given.v_input, kv_input)), x
-    for name in ("kv_padding_mask", "v_input"):
+    remedies = {"kv_padding_mask": "padding_mask= for the padding of x", "v_input": "kv_input= as well"}
+    for name, remedy in remedies.items():
         if getattr(given, name) is not None:
-            remedy = (
-                "padding_mask= for the padding of x" if name == "kv_padding_mask" else "kv_input= as well"
-            )
             raise ValueError(f"{name}: expected None without kv_input, received an array; pass {remedy}.")
     for name in ("kv_embed_dim", "v_embed_dim"):
         if (size := getattr(layer, name)) != layer.embed_dim:
@@ -144,9 +148,7 @@ def check_rows(embed_dim: int, kinds: tuple[type, type], x: Any, cache: Any, giv
         raise ValueError(
             f"cache: expected a {dense.__name__} or None, received {type(cache).__name__}; build it with init_cache."
         )
-    x = read_features("x", x, "[..., T, E]", "E", embed_dim)
-    check_tokens("padding_mask", given.padding_mask, "booleans", "x", x)
-    check_tokens("segment_ids", given.segment_ids, "integers", "x", x)
+    x = read_tokens(x, embed_dim, given.padding_mask, given.segment_ids)
     if given.positions is not None:
         check_positions(given.positions, x.shape[:-1], None)
     if given.cu_seqlens is not None:
@@ -159,11 +161,7 @@ def check_rows(embed_dim: int, kinds: tuple[type, type], x: Any, cache: Any, giv
             raise ValueError(
                 f"{name}: expected None with a cache, received both; put each sequence in its own row."
             )
-    if cache.batch_shape != x.shape[:-2]:
-        raise ValueError(
-            f"cache: expected the batch shape {x.shape[:-2]} of x, received {cache.batch_shape}; "
-            "build it with init_cache(x.shape[:-2], max_length)."
-        )
+    _check_batch_shape(x, cache)
     return x
 
 
@@ -184,19 +182,9 @@ def _read_values(layer: Any, v_input: Any, kv_input: Array) -> Array | None:
 
 
 def check_packed(x: Array, cache: Any, given: CallInputs) -> None:
-    offsets = read_array("cu_seqlens", given.cu_seqlens, "integers", "[N + 1]")
-    others = ("padding_mask", "segment_ids", "kv_input")
-    other = next((name for name in others if getattr(given, name) is not None), None)
-    if cache is not None or other is not None:
-        raise ValueError(
-            f"cu_seqlens: expected None with {other or 'cache'}, received both; packed sequences are complete, and tokens past the last "
-            "offset are padding."
-        )
-    if x.ndim != 2 or offsets.ndim != 1 or not offsets.size:
-        raise ValueError(
-            f"cu_seqlens: expected offsets [N + 1] and x of shape [T, E], received {offsets.shape} and {x.shape}; pack all sequences into "
-            "one row."
-        )
+    others = {name: getattr(given, name) for name in ("padding_mask", "segment_ids", "kv_input")}
+    remedy = "packed sequences are complete, and tokens past the last offset are padding"
+    read_packed(x, given.cu_seqlens, others | {"cache": cache}, remedy)
 
 
 def _check_scores(name: str, value: Any, kind: str, lead: tuple[int, ...], heads: int) -> None:
@@ -232,11 +220,8 @@ def window_of(layer: Any) -> int:
     """The number of keys that a rolling cache of this layer holds."""
     left, right = layer.attention.window
     if layer.sliding_window is not None or left is None or not (layer.attention.causal or right == 0):
-        found = (
-            "an array"
-            if layer.sliding_window is not None
-            else f"causal={layer.attention.causal} and {(left, right)}"
-        )
+        by_flags = f"causal={layer.attention.causal} and {(left, right)}"
+        found = by_flags if layer.sliding_window is None else "an array"
         raise ValueError(
             f"rolling: expected a causal layer with a static sliding_window, received one with {found}; other layers need "
             "keys beyond one window, so use a KVCache."
@@ -267,6 +252,10 @@ def _check_cache(layer: Any, x: Array, cache: KVCache | RollingKVCache, segment_
             "cache: expected None in a layer with causal=False, received a KVCache; outputs depend on later tokens, so pass the whole "
             "sequence at once, or build the layer with causal=True."
         )
+    _check_batch_shape(x, cache)
+
+
+def _check_batch_shape(x: Array, cache: Any) -> None:
     if cache.batch_shape != x.shape[:-2]:
         raise ValueError(
             f"cache: expected the batch shape {x.shape[:-2]} of x, received {cache.batch_shape}; "

@@ -100,10 +100,8 @@ def locate(x: Array, cache: KVCache | LatentCache | RollingKVCache | None, given
     if given.kv_input is not None:
         return _locate_cross(x, given.kv_input, padding_mask, given.kv_padding_mask)
     if given.cu_seqlens is not None:
-        offsets, tokens = (
-            read_offsets(given.cu_seqlens, x.shape[-2]),
-            jnp.arange(x.shape[-2], dtype=jnp.int32),
-        )
+        offsets = read_offsets(given.cu_seqlens, x.shape[-2])
+        tokens = jnp.arange(x.shape[-2], dtype=jnp.int32)
         return Rows((tokens >= offsets[0]) & (tokens < offsets[-1]), cu_seqlens=offsets)
     left = None if padding_mask is None else _first_real(padding_mask)
     if cache is not None:
@@ -132,25 +130,17 @@ def _locate_cross(
     return Rows(padding_mask, None, *ids)
 
 
-class Keys(NamedTuple):
-    """The keys and values of a call, and their visibility, as arguments of `FlashAttention`."""
-
-    k: Array
-    v: Array
-    how: dict[str, Any]
-
-
 def keys_of(
     cache: KVCache | RollingKVCache | None, k: Array, v: Array, rows: Rows
-) -> tuple[KVCache | RollingKVCache | None, Keys]:
-    """The updated cache, and the keys and values that the queries may see."""
+) -> tuple[KVCache | RollingKVCache | None, Array, Array, dict[str, Any]]:
+    """The updated cache, the keys and values of a call, and what each query may see of them, as arguments of `FlashAttention`."""
     if cache is None:
         ids = {"segment_ids": rows.segment_ids, "kv_segment_ids": rows.kv_segment_ids}
-        return None, Keys(k, v, {**ids, "cu_seqlens": rows.cu_seqlens})
+        return None, k, v, {**ids, "cu_seqlens": rows.cu_seqlens}
     if isinstance(cache, RollingKVCache):
         cache, seen = cache.append(k, v, mask=rows.real)
         ids = jnp.where(seen.real, jnp.int32(0), -1)
         own = ids[..., cache.window :]
-        return cache, Keys(seen.k, seen.v, {"segment_ids": own, "kv_segment_ids": ids})
+        return cache, seen.k, seen.v, {"segment_ids": own, "kv_segment_ids": ids}
     cache = cache.append(k, v, mask=rows.real)
-    return cache, Keys(cache.k, cache.v, {"kv_lengths": cache.lengths, "q_offset": rows.offset})
+    return cache, cache.k, cache.v, {"kv_lengths": cache.lengths, "q_offset": rows.offset}

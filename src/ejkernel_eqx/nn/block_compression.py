@@ -16,8 +16,9 @@ from .._signatures import Module
 from ..core.arguments import wide
 from ..native_sparse import blocks
 from ..parallel import Leading, over_mesh
-from .arguments import check_divides, check_key, check_sizes, read_array, read_weight_dtype
-from .initial import keys_of, normal, uniform
+from .arguments import check_divides, check_sizes, read_array
+from .initial import normal
+from .parts import Parts
 
 
 class BlockCompression(Module):
@@ -63,16 +64,10 @@ class BlockCompression(Module):
         check_divides("stride", stride, "size", size)
         if hidden_dim is not None:
             check_sizes(hidden_dim=hidden_dim)
-        check_key(key)
-        dtype = read_weight_dtype(dtype)
-        keys = iter(keys_of(key, 5))
-
-        def drawn(features: int, *shape: int) -> Array:
-            limit = features**-0.5  # as of equinox.nn.Linear
-            return uniform(next(keys), (num_heads, *shape), dtype, limit)
-
+        parts = Parts(key, 5, dtype, None)
+        drawn = lambda features, *shape: parts.uniform((num_heads, *shape), features**-0.5)
         width = size * head_dim
-        self.positions = normal(next(keys), (num_heads, size, head_dim), dtype, 0.02)
+        self.positions = normal(parts.key(), (num_heads, size, head_dim), parts.dtype, 0.02)
         self.weight = drawn(width, width, head_dim if hidden_dim is None else hidden_dim)
         self.bias = self.out_weight = self.out_bias = None
         if hidden_dim is not None:

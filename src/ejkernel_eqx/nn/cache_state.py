@@ -1,7 +1,7 @@
 """`CacheState`: the caches of all layers of a model."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -231,10 +231,7 @@ class CacheState(Module):
         **Raises:** `ValueError` for recurrent layers without `num_draft_tokens`, a wrong shape or (when values are known) numbers out of
         range.
         """
-        layers = [
-            layer if hasattr(layer, "copy_pages") else layer.accept(accepted, batch) for layer in self.layers
-        ]
-        return self.with_layers(layers)
+        return self._with_states(lambda state: state.accept(accepted, batch))
 
     def copy_states(self, source: Int[Numbers, " C"], target: Int[Numbers, " C"]) -> "CacheState":
         """Copies slots in every recurrent layer, for sequences that are forked.
@@ -246,9 +243,12 @@ class CacheState(Module):
         """
         source, target = read_copies(source, target)
         slots = lambda x: copy(x, source, target, self.batch_ndim)
-        return self.with_layers(
-            [layer if hasattr(layer, "copy_pages") else jax.tree.map(slots, layer) for layer in self.layers]
-        )
+        return self._with_states(lambda state: jax.tree.map(slots, state))
+
+    def _with_states(self, change: Callable[[Any], Any]) -> "CacheState":
+        """The caches with each one of a recurrent layer changed."""
+        keep = lambda layer: layer if hasattr(layer, "copy_pages") else change(layer)
+        return self.with_layers([keep(layer) for layer in self.layers])
 
 
 def _check_unbound(index: int, layer: Any) -> None:

@@ -1,6 +1,6 @@
 """`CellLayer`: stacked recurrent networks, in one or both directions, with the parameters of PyTorch; and their state."""
 
-from typing import Any, ClassVar, overload, TYPE_CHECKING, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, overload, TYPE_CHECKING, TypeVar, Unpack
 
 import equinox as eqx
 import jax
@@ -21,18 +21,17 @@ from ..weights.fill import replaced
 from ..weights.view import Weights
 from .arguments import (
     check_flags,
-    check_key,
     check_numbers,
-    check_tokens,
     read_array,
     read_batch_shape,
     read_dtype,
-    read_features,
+    read_packed,
     read_sizes,
-    read_weight_dtype,
+    read_tokens,
 )
-from .initial import keys_of, uniform
+from .parts import Parts
 from .projection import compute_dtype_of, product, stored_dtype_of
+from .signatures import CellInputs, Output, Tokens
 from .tokens import clear, ids_of
 
 L = TypeVar("L", bound="CellLayer")
@@ -51,16 +50,6 @@ class CellState(Module):
 
     hidden: Float[Array, "... L H"]
     cell: Float[Array, "... L H"] | None = None
-
-
-class _Tokens(TypedDict, total=False):
-    padding_mask: Bool[AnyArray, "*B T"] | None
-    lengths: Int[AnyArray, "*B"] | None
-    resets: Bool[AnyArray, "*B T"] | None
-    segment_ids: Int[AnyArray, "*B T"] | None
-    cu_seqlens: Int[AnyArray, " N+1"] | None
-    key: PRNGKeyArray | None
-    inference: bool | None
 
 
 class CellLayer(Module):
@@ -130,27 +119,17 @@ class CellLayer(Module):
             raise ValueError(
                 f"gate_activation: expected 'sigmoid', received {gate_activation!r}; an RNN has no gates, so only its activation can be chosen."
             )
-        check_key(key)
-        dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
-        options: Any = {
-            "activation": activation,
-            "gate_activation": gate_activation,
-            "state_dtype": state_dtype,
-            "platform": platform,
-            "config": config,
-        }
+        options: Any = {"activation": activation, "gate_activation": gate_activation}
+        options |= {"state_dtype": state_dtype, "platform": platform, "config": config}
         self.recurrence = Recurrent(self._cell, **options)
         self.reverse_recurrence = Recurrent(self._cell, reverse=True, **options) if bidirectional else None
         self.dropout = eqx.nn.Dropout(dropout_rate)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
         self.use_bias = use_bias
-        self.compute_dtype = None if computed is None else computed.name
         shapes, bound = self._shapes(), hidden_size**-0.5
-        keys = keys_of(key, len(shapes))
-        self.weights = {
-            name: uniform(key, shape, dtype, bound)
-            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
+        parts = Parts(key, len(shapes), dtype, compute_dtype)
+        self.weights = {name: parts.uniform(shape, bound) for name, shape in shapes.items()}
+        self.compute_dtype = parts.compute_dtype
 
     @property
     def num_directions(self) -> int:
@@ -203,14 +182,12 @@ class CellLayer(Module):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(
-            self, x: Float[AnyArray, "*B T E"], state: None = None, **tokens: Unpack[_Tokens]
-        ) -> Float[Array, "*B T O"]: ...
+        def __call__(self, x: Tokens, state: None = None, **tokens: Unpack[CellInputs]) -> Output: ...
 
         @overload
         def __call__(
-            self, x: Float[AnyArray, "*B T E"], state: CellState, **tokens: Unpack[_Tokens]
-        ) -> tuple[Float[Array, "*B T O"], CellState]: ...
+            self, x: Tokens, state: CellState, **tokens: Unpack[CellInputs]
+        ) -> tuple[Output, CellState]: ...
 
     @compiled_call()
     def __call__(
@@ -247,9 +224,7 @@ class CellLayer(Module):
         **Raises:** `ValueError` for invalid arguments; values are checked when they are known (outside `jit`).
         """
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
-            x = read_features("x", x, "[..., T, E]", "E", self.input_size)
-            check_tokens("padding_mask", padding_mask, "booleans", "x", x)
-            check_tokens("segment_ids", segment_ids, "integers", "x", x)
+            x = read_tokens(x, self.input_size, padding_mask, segment_ids)
             tokens = {"lengths": lengths, "resets": resets, "cu_seqlens": cu_seqlens}
             self._check(x, state, tokens, padding_mask, segment_ids)
             drops = self.dropout.p > 0 and not (self.dropout.inference if inference is None else inference)
@@ -258,32 +233,19 @@ class CellLayer(Module):
                     "key: expected a PRNG key because dropout_rate > 0, received None; pass key=, or inference=True to disable dropout."
                 )
             tokens["segment_ids"] = ids_of(segment_ids, padding_mask)
-            x = x.astype(compute_dtype_of(self.compute_dtype, (), *self._typed(x)))
+            matrices = [w for w in self.weights.values() if w.ndim == 2]
+            x = x.astype(compute_dtype_of(self.compute_dtype, (), x, *matrices))
             y, left = self._stack(_cleared(x, tokens), state, tokens, key if drops else None)
             return y if state is None else (y, left)
-
-    def _typed(self, x: Array) -> tuple[Array, ...]:
-        """The arrays that decide the dtype of the computation."""
-        return x, *(w for w in self.weights.values() if w.ndim == 2)
 
     def _check(
         self, x: Array, state: Any, tokens: dict[str, Any], padding_mask: Any, segment_ids: Any
     ) -> None:
         batch, cu_seqlens = x.shape[:-2], tokens["cu_seqlens"]
         if cu_seqlens is not None:
-            cu_seqlens = read_array("cu_seqlens", cu_seqlens, "integers", "[N + 1]")
-            others = {"padding_mask": padding_mask, "segment_ids": segment_ids, **tokens}
-            other = next((n for n, a in others.items() if a is not None and n != "cu_seqlens"), None)
-            if other is not None:
-                raise ValueError(
-                    f"cu_seqlens: expected None with {other}, received both; tokens outside the offsets are padding already, and each sequence "
-                    "has its own."
-                )
-            if x.ndim != 2 or cu_seqlens.ndim != 1 or not cu_seqlens.size:
-                raise ValueError(
-                    f"cu_seqlens: expected offsets [N + 1] and x of shape [T, E], received {cu_seqlens.shape} and {x.shape}; pack all sequences "
-                    "into one row."
-                )
+            others = {"padding_mask": padding_mask, "segment_ids": segment_ids, **tokens, "cu_seqlens": None}
+            remedy = "tokens outside the offsets are padding already, and each sequence has its own"
+            cu_seqlens = read_packed(x, cu_seqlens, others, remedy)
             batch = (cu_seqlens.shape[0] - 1,)
         if state is None:
             return

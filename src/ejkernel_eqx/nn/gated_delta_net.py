@@ -13,7 +13,6 @@ from ..dispatch import PlatformLike
 from ..recurrence import GatedDeltaRule
 from ..weights.recurrent import gated_delta_net
 from ..weights.recurrent_configs import gated_delta_net_options
-from ..weights.view import Weights
 from .arguments import check_divides, check_eps, check_flags, read_sizes
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
@@ -54,6 +53,7 @@ class GatedDeltaNet(RecurrentLayer):
     compute_dtype: str | None = eqx.field(static=True)
 
     _options_of = staticmethod(gated_delta_net_options)
+    _published = gated_delta_net
 
     def __init__(
         self,
@@ -100,21 +100,10 @@ class GatedDeltaNet(RecurrentLayer):
         self.A_log = parts.log_rates(v_heads, 1e-4)
         self.norm = parts.norm(v_head_dim, norm_before_gate=True, eps=norm_eps)
         self.out_proj = parts.linear(value_dim, embed_dim)
-        self.recurrence = GatedDeltaRule(
-            use_qk_l2norm=True,
-            gate="softplus",
-            beta_sigmoid=True,
-            allow_neg_eigval=allow_neg_eigval,
-            state_dtype=state_dtype,
-            sequence_axis=sequence_axis,
-            platform=platform,
-            config=config,
-        )
+        rule = {"gate": "softplus", "beta_sigmoid": True, "allow_neg_eigval": allow_neg_eigval}
+        self.recurrence = parts.operation(GatedDeltaRule, state_dtype, config, use_qk_l2norm=True, **rule)
         self.embed_dim, self.num_k_heads, self.num_v_heads = embed_dim, num_k_heads, v_heads
         self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
-
-    def _published(self, weights: Weights) -> "GatedDeltaNet":
-        return gated_delta_net(self, weights)
 
     def _projections(self) -> tuple[Any, ...]:
         return self.in_proj_qkvz, self.in_proj_ba, self.out_proj

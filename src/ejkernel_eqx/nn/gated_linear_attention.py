@@ -14,7 +14,6 @@ from ..dispatch import PlatformLike
 from ..recurrence import GatedLinearAttention as Operation
 from ..weights.recurrent import gated_linear_attention
 from ..weights.recurrent_configs import gated_linear_attention_options
-from ..weights.view import Weights
 from .arguments import check_divides, check_eps, check_flags, check_numbers, read_sizes, width_of
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
@@ -60,6 +59,7 @@ class GatedLinearAttention(RecurrentLayer):
     compute_dtype: str | None = eqx.field(static=True)
 
     _options_of = staticmethod(gated_linear_attention_options)
+    _published = gated_linear_attention
 
     def __init__(
         self,
@@ -125,16 +125,11 @@ class GatedLinearAttention(RecurrentLayer):
         )
         self.g_norm = parts.norm(v_head_dim, norm_before_gate=True, eps=norm_eps)
         self.o_proj = parts.linear(value_dim, embed_dim)
-        self.recurrence = Operation(
-            state_dtype=state_dtype, sequence_axis=sequence_axis, platform=platform, config=config
-        )
+        self.recurrence = parts.operation(Operation, state_dtype, config)
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv_heads
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.gate_low_rank_dim, self.compute_dtype = gate_low_rank_dim, parts.compute_dtype
         self.gate_logit_normalizer, self.gate_min = float(gate_logit_normalizer), gate_min
-
-    def _published(self, weights: Weights) -> "GatedLinearAttention":
-        return gated_linear_attention(self, weights)
 
     def _projections(self) -> tuple[Any, ...]:
         return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_proj, self.o_proj

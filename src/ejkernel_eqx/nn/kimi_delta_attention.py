@@ -12,7 +12,6 @@ from ..dispatch import PlatformLike
 from ..recurrence import KernelDeltaAttention
 from ..weights.recurrent import kimi_delta_attention
 from ..weights.recurrent_configs import kimi_delta_attention_options
-from ..weights.view import Weights
 from .arguments import check_divides, check_eps, check_flags, check_numbers, read_sizes
 from .gated_rms_norm import GatedRMSNorm
 from .parts import Parts
@@ -60,6 +59,7 @@ class KimiDeltaAttention(RecurrentLayer):
     compute_dtype: str | None = eqx.field(static=True)
 
     _options_of = staticmethod(kimi_delta_attention_options)
+    _published = kimi_delta_attention
 
     def __init__(
         self,
@@ -122,22 +122,11 @@ class KimiDeltaAttention(RecurrentLayer):
         self.g_b_proj = parts.linear(v_head_dim, value_dim, use_gate_bias)
         self.o_norm = parts.norm(v_head_dim, activation="sigmoid", norm_before_gate=True, eps=norm_eps)
         self.o_proj = parts.linear(value_dim, embed_dim)
-        self.recurrence = KernelDeltaAttention(
-            use_qk_l2norm=True,
-            gate="bounded" if bounded else "softplus",
-            lower_bound=lower_bound,
-            beta_sigmoid=True,
-            allow_neg_eigval=allow_neg_eigval,
-            state_dtype=state_dtype,
-            sequence_axis=sequence_axis,
-            platform=platform,
-            config=config,
-        )
+        rule: Any = {"gate": "bounded" if bounded else "softplus", "lower_bound": lower_bound}
+        rule |= {"use_qk_l2norm": True, "beta_sigmoid": True, "allow_neg_eigval": allow_neg_eigval}
+        self.recurrence = parts.operation(KernelDeltaAttention, state_dtype, config, **rule)
         self.embed_dim, self.num_heads, self.num_v_heads = embed_dim, num_heads, v_heads
         self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
-
-    def _published(self, weights: Weights) -> "KimiDeltaAttention":
-        return kimi_delta_attention(self, weights)
 
     def _projections(self) -> tuple[Any, ...]:
         decay, gate = (self.f_a_proj, self.f_b_proj), (self.g_a_proj, self.g_b_proj)

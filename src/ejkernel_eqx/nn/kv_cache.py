@@ -85,7 +85,12 @@ class KVCache(Module):
         **Returns:** the new cache. Raises `ValueError` for invalid arguments, and if a row would exceed
         `max_length`; inside `jit`, an error of the program whose last line says so.
         """
-        self._check(k_new, v_new, padded=new_lengths is not None or mask is not None)
+        check_new(self, k_new, v_new)
+        if new_lengths is None and mask is None and k_new.shape[-3] > self.max_length:
+            raise ValueError(
+                f"k_new: expected at most max_length={self.max_length} tokens, received {k_new.shape[-3]}; "
+                "build the cache with a larger max_length."
+            )
         if new_lengths is not None and mask is not None:
             raise ValueError(
                 "new_lengths, mask: expected at most one of the two, received both; "
@@ -137,14 +142,6 @@ class KVCache(Module):
             new.reshape(rows, *new.shape[-3:]), mode="drop", unique_indices=True
         )
         return flat.reshape(store.shape)
-
-    def _check(self, k_new: Any, v_new: Any, padded: bool) -> None:
-        check_new(self, k_new, v_new)
-        if not padded and k_new.shape[-3] > self.max_length:
-            raise ValueError(
-                f"k_new: expected at most max_length={self.max_length} tokens, received {k_new.shape[-3]}; "
-                "build the cache with a larger max_length."
-            )
 
 
 def empty_rows(

@@ -2,8 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, overload, TYPE_CHECKING, TypedDict, Unpack
+from typing import Any, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -22,9 +21,7 @@ from ..latent.cost import expands, LatentSizes
 from ..paged import PagedLatentCache, RaggedBatch, RaggedPagedAttention
 from ..paged.cache.pages import filled_dtype
 from ..rotary import RotaryEmbedding, YarnScaling
-from ..weights.fill import fill_fields
 from ..weights.latent_configs import latent_attention_options
-from ..weights.view import Weights
 from .arguments import check_eps, check_flags, check_numbers, read_sizes
 from .attention_inputs import CallInputs, check_rows
 from .attention_places import locate, Places, places_of, places_over_pages, Rows
@@ -32,23 +29,12 @@ from .latent_cache import LatentCache
 from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, product, project, stored_dtype_of
+from .published import Published
+from .signatures import LatentInputs, SameOutput, Tokens
 from .tokens import check_ragged, clear, merge_heads, split_heads
 
-Tokens = Float[AnyArray, "*B T E"]
-Output = Float[Array, "*B T E"]
 
-
-class LatentLayerInputs(TypedDict, total=False):
-    """The arguments by name of a call without a batch."""
-
-    positions: Int[AnyArray, "... T"] | None
-    padding_mask: Bool[AnyArray, "*B T"] | None
-    segment_ids: Int[AnyArray, "*B T"] | None
-    cu_seqlens: Int[AnyArray, " N+1"] | None
-    mask: Bool[AnyArray, "#*B #H #T #S"] | Mask | None
-
-
-class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
+class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
     r"""Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434, section 2.1; the same in DeepSeek-V3):
 
     $$c = \mathrm{norm}(x W_{kv}^\top),\quad k^r = \mathrm{rope}(x W_{kr}^\top),\quad [k_h, v_h] = c\,W_{b,h}^\top,\quad
@@ -161,24 +147,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.v_head_dim, self.compute_dtype = v_head_dim, parts.compute_dtype
 
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
-    ) -> "MultiHeadLatentAttention":
-        """Builds an attention layer of DeepSeek-V2 or V3, with initial weights; load the published ones with
-        `ejkernel_eqx.load_published`.
-
-        **Arguments:**
-
-        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
-        - `layer_index`: index of the layer in the model, from 0.
-        - `key`: PRNG key for the initial weights.
-        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
-
-        Raises `ValueError` for unsupported models and options.
-        """
-        found: dict[str, Any] = {**latent_attention_options(config, layer_index), **options}
-        return cls(**found, key=key)
+    _options_of = staticmethod(latent_attention_options)
 
     def init_cache(
         self, batch_shape: tuple[int, ...] | int, max_length: int, dtype: DTypeLike | None = None
@@ -219,17 +188,17 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(self, x: Tokens, cache: None = None, **given: Unpack[LatentLayerInputs]) -> Output: ...
+        def __call__(self, x: Tokens, cache: None = None, **given: Unpack[LatentInputs]) -> SameOutput: ...
 
         @overload
         def __call__(
-            self, x: Tokens, cache: LatentCache, **given: Unpack[LatentLayerInputs]
-        ) -> tuple[Output, LatentCache]: ...
+            self, x: Tokens, cache: LatentCache, **given: Unpack[LatentInputs]
+        ) -> tuple[SameOutput, LatentCache]: ...
 
         @overload
         def __call__(
             self, x: Tokens, cache: PagedLatentCache, *, batch: RaggedBatch
-        ) -> tuple[Output, PagedLatentCache]: ...
+        ) -> tuple[SameOutput, PagedLatentCache]: ...
 
     @compiled_call("ejx.nn.MultiHeadLatentAttention")
     def __call__(
@@ -243,7 +212,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
         cu_seqlens: Int[AnyArray, " N+1"] | None = None,
         mask: Bool[AnyArray, "#*B #H #T #S"] | Mask | None = None,
         batch: RaggedBatch | None = None,
-    ) -> Output | tuple[Output, LatentCache | PagedLatentCache]:
+    ) -> SameOutput | tuple[SameOutput, LatentCache | PagedLatentCache]:
         """**Arguments:**
 
         - `x`: `[..., T, E]` with any number of leading axes.
@@ -260,13 +229,8 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
 
         Raises `ValueError` for invalid arguments; values are checked when they are known (outside `jit`).
         """
-        given = CallInputs(
-            positions=positions,
-            padding_mask=padding_mask,
-            segment_ids=segment_ids,
-            cu_seqlens=cu_seqlens,
-            mask=mask,
-        )
+        tokens: Any = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        given = CallInputs(positions=positions, mask=mask, **tokens)
         if batch is not None:
             x = check_ragged(x, batch, self.embed_dim, given._asdict())
             sizes = self.kv_lora_rank, self.qk_rope_head_dim
@@ -276,7 +240,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
         x = check_rows(self.embed_dim, (LatentCache, PagedLatentCache), x, cache, given)
         assert not isinstance(cache, PagedLatentCache)
         rows = locate(x, cache, given)
-        x = clear(x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x)), rows.real)
+        x = clear(x.astype(compute_dtype_of(self.compute_dtype, self, x)), rows.real)
         q, latent, k_rope = self._parts(x, places_of(self.rope, positions, rows))
         if cache is not None:
             return self._after(q, latent, k_rope, cache, rows)
@@ -377,16 +341,8 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache]):
         nope, rope = self.qk_nope_head_dim, self.qk_rope_head_dim
         return LatentSizes(self.num_heads, nope, rope, self.v_head_dim, self.kv_lora_rank)
 
-    def _projections(self) -> tuple[Any, ...]:
-        own = self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj
-        return self.q_proj, self.q_a_proj, self.q_b_proj, *own
-
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, (self.kv_a_proj_with_mqa,))
-
-    def _published(self, weights: Weights) -> "MultiHeadLatentAttention":
-        weights.skip("rotary_emb.inv_freq")
-        return fill_fields(self, weights)
 
 
 def splits_weights(latent: Array) -> bool:

@@ -17,7 +17,6 @@ from ..recurrence import lightning_slopes
 from ..recurrence import LightningAttention as Operation
 from ..weights.recurrent import lightning_attention
 from ..weights.recurrent_configs import lightning_attention_options
-from ..weights.view import Weights
 from .arguments import check_eps, is_known, read_array, read_sizes
 from .attention_inputs import head_dim_of
 from .gated_rms_norm import GatedRMSNorm
@@ -53,6 +52,7 @@ class LightningAttention(RecurrentLayer):
     compute_dtype: str | None = eqx.field(static=True)
 
     _options_of = staticmethod(lightning_attention_options)
+    _published = lightning_attention
 
     def __init__(
         self,
@@ -91,19 +91,9 @@ class LightningAttention(RecurrentLayer):
         self.output_gate = parts.linear(embed_dim, width)
         self.out_proj = parts.linear(width, embed_dim)
         self.layer_index = jnp.asarray(layer_index, jnp.int32)
-        self.recurrence = Operation(
-            slopes=None,
-            scale=1.0,
-            state_dtype=state_dtype,
-            sequence_axis=sequence_axis,
-            platform=platform,
-            config=config,
-        )
+        self.recurrence = parts.operation(Operation, state_dtype, config, slopes=None, scale=1.0)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, head_dim
         self.num_layers, self.compute_dtype = num_layers, parts.compute_dtype
-
-    def _published(self, weights: Weights) -> "LightningAttention":
-        return lightning_attention(self, weights)
 
     def _projections(self) -> tuple[Any, ...]:
         return self.qkv_proj, self.output_gate, self.out_proj

@@ -9,12 +9,12 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
-from ..core.arguments import accumulator
+from ..core.arguments import accumulator, rate_of
 from ..dispatch import PlatformLike
 from ..selective_scan import StateSpaceV1
 from ..weights.recurrent_configs import mamba1_options
 from .arguments import check_eps, check_flags, read_sizes, width_of
-from .parts import negative_exp, Parts
+from .parts import Parts
 from .projection import project, project_apart, project_parts
 from .recurrent import RecurrentLayer, Rows
 from .short_convolution import ShortConvolution
@@ -102,13 +102,7 @@ class Mamba1Mixer(RecurrentLayer):
         self.A_log = jnp.broadcast_to(rates, (inner, state_size))
         self.D = jnp.ones(inner, parts.wide)
         self.out_proj = parts.linear(inner, embed_dim, use_bias)
-        self.recurrence = StateSpaceV1(
-            dt_softplus=True,
-            state_dtype=state_dtype,
-            sequence_axis=sequence_axis,
-            platform=platform,
-            config=config,
-        )
+        self.recurrence = parts.operation(StateSpaceV1, state_dtype, config, dt_softplus=True)
         self.embed_dim, self.inner_dim = embed_dim, inner
         self.state_size, self.dt_rank = state_size, rank
         self.inner_norm_eps = inner_norm_eps if inner_norms else None
@@ -128,9 +122,7 @@ class Mamba1Mixer(RecurrentLayer):
         dt, B, C = (self._normalised(part) for part in parts)
         dt, dt_bias = project_apart("dt_proj", self.dt_proj, dt, self.inner_dim)
         tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
-        y = rows.run(
-            self.recurrence, tokens, {"A": negative_exp(self.A_log), "D": self.D, "dt_bias": dt_bias}
-        )
+        y = rows.run(self.recurrence, tokens, {"A": -rate_of(self.A_log), "D": self.D, "dt_bias": dt_bias})
         return project("out_proj", self.out_proj, y, self.embed_dim)
 
     def _normalised(self, x: Array) -> Array:

@@ -8,12 +8,13 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from ..core.arguments import rate_of
 from ..dispatch import PlatformLike
 from ..recurrence import StateSpaceV2
 from ..weights.recurrent_configs import mamba2_options
 from .arguments import check_divides, check_eps, check_flags, read_sizes, width_of
 from .gated_rms_norm import GatedRMSNorm
-from .parts import negative_exp, Parts
+from .parts import Parts
 from .projection import project, project_parts
 from .recurrent import RecurrentLayer, Rows
 from .short_convolution import ShortConvolution
@@ -112,14 +113,8 @@ class Mamba2Mixer(RecurrentLayer):
         norm = {"group_size": group_size, "norm_before_gate": norm_before_gate, "eps": norm_eps}
         self.norm = parts.norm(inner, **norm) if use_norm else None
         self.out_proj = parts.linear(inner, embed_dim, use_bias)
-        self.recurrence = StateSpaceV2(
-            dt_softplus=True,
-            dt_limit=dt_limit,
-            state_dtype=state_dtype,
-            sequence_axis=sequence_axis,
-            platform=platform,
-            config=config,
-        )
+        rule = {"dt_softplus": True, "dt_limit": dt_limit}
+        self.recurrence = parts.operation(StateSpaceV2, state_dtype, config, **rule)
         self.embed_dim, self.inner_dim, self.compute_dtype = embed_dim, inner, parts.compute_dtype
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
 
@@ -141,6 +136,6 @@ class Mamba2Mixer(RecurrentLayer):
         tokens = {"x": split_heads(x, self.num_heads), "dt": dt, "B": B, "C": C}
         if self.norm is None:
             tokens["z"] = split_heads(z, self.num_heads)
-        parameters = {"A": negative_exp(self.A_log), "D": self.D, "dt_bias": self.dt_bias}
+        parameters = {"A": -rate_of(self.A_log), "D": self.D, "dt_bias": self.dt_bias}
         y = merge_heads(rows.run(self.recurrence, tokens, parameters))
         return project("out_proj", self.out_proj, y if self.norm is None else self.norm(y, z), self.embed_dim)

@@ -1,7 +1,7 @@
 """`NativeSparseAttention`: the attention layer of NSA."""
 
 import functools
-from typing import Any, NamedTuple, overload, TYPE_CHECKING, TypedDict, Unpack
+from typing import Any, NamedTuple, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
@@ -20,8 +20,6 @@ from ..paged import PagedKVCache, RaggedBatch
 from ..paged.cache.batch import slots_of
 from ..parallel import Leading, over_mesh
 from ..rotary import RotaryEmbedding
-from ..weights.fill import fill_fields
-from ..weights.view import Weights
 from .arguments import check_flags, check_numbers, check_sizes, read_dtype
 from .attention_inputs import CallInputs, check_heads, check_rows, head_dim_of
 from .attention_places import locate, Places, places_of, places_over_pages
@@ -29,19 +27,9 @@ from .block_compression import BlockCompression, Compression
 from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
+from .signatures import SameOutput, TokenInputs, Tokens
 from .sparse_cache import PagedSparseCache, SparseKVCache
 from .tokens import check_ragged, clear, ids_of, merge_heads, split_heads
-
-Tokens = Float[AnyArray, "*B T E"]
-Output = Float[Array, "*B T E"]
-
-
-class SparseLayerInputs(TypedDict, total=False):
-    """The arguments by name of a call without a batch."""
-
-    padding_mask: Bool[AnyArray, "*B T"] | None
-    segment_ids: Int[AnyArray, "*B T"] | None
-    cu_seqlens: Int[AnyArray, " N+1"] | None
 
 
 class Heads(NamedTuple):
@@ -159,12 +147,9 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         self.k_compression = self.v_compression = None
         if compression != "mean":
             sizes: Any = {"size": compression_size, "stride": compression_stride, "hidden_dim": hidden}
-            self.k_compression, self.v_compression = (
-                BlockCompression(
-                    num_kv_heads, head_dim, **sizes, dtype=parts.dtype, key=jax.random.fold_in(key, n)
-                )
-                for n in range(2)
-            )
+            make = functools.partial(BlockCompression, num_kv_heads, head_dim, **sizes, dtype=parts.dtype)
+            keys = (jax.random.fold_in(key, n) for n in range(2))
+            self.k_compression, self.v_compression = (make(key=key) for key in keys)
         self.rope = rope
         self.embed_dim, self.head_dim = embed_dim, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -217,17 +202,17 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(self, x: Tokens, cache: None = None, **given: Unpack[SparseLayerInputs]) -> Output: ...
+        def __call__(self, x: Tokens, cache: None = None, **given: Unpack[TokenInputs]) -> SameOutput: ...
 
         @overload
         def __call__(
-            self, x: Tokens, cache: SparseKVCache, **given: Unpack[SparseLayerInputs]
-        ) -> tuple[Output, SparseKVCache]: ...
+            self, x: Tokens, cache: SparseKVCache, **given: Unpack[TokenInputs]
+        ) -> tuple[SameOutput, SparseKVCache]: ...
 
         @overload
         def __call__(
             self, x: Tokens, cache: PagedSparseCache, *, batch: RaggedBatch
-        ) -> tuple[Output, PagedSparseCache]: ...
+        ) -> tuple[SameOutput, PagedSparseCache]: ...
 
     @compiled_call("ejx.nn.NativeSparseAttention")
     def __call__(
@@ -239,7 +224,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         segment_ids: Int[AnyArray, "*B T"] | None = None,
         cu_seqlens: Int[AnyArray, " N+1"] | None = None,
         batch: RaggedBatch | None = None,
-    ) -> Output | tuple[Output, SparseKVCache | PagedSparseCache]:
+    ) -> SameOutput | tuple[SameOutput, SparseKVCache | PagedSparseCache]:
         """**Arguments:**
 
         - `x`: `[..., T, E]` with any number of leading axes.
@@ -263,17 +248,17 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         if batch is not None:
             x = check_ragged(x, batch, self.embed_dim, given._asdict())
             sizes = self.num_kv_heads, self.head_dim, self._stride
-            sizes_of = lambda of: (
-                of.tokens.num_kv_heads,
-                of.tokens.head_dim,
-                of.page_size // of.compressed.page_size,
+            sizes_of = lambda c: (
+                c.tokens.num_kv_heads,
+                c.tokens.head_dim,
+                c.page_size // c.compressed.page_size,
             )
             check_pool(cache, PagedSparseCache, "(K, D) and stride", sizes, sizes_of)
             call = functools.partial(self._over_pages, batch)
             return over_pages(self, x, cache, batch, call, no_tokens(self.embed_dim))
         x = check_rows(self.embed_dim, (SparseKVCache, PagedSparseCache), x, cache, given)
         assert not isinstance(cache, PagedSparseCache)
-        x = x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
+        x = x.astype(compute_dtype_of(self.compute_dtype, self, x))
         if 0 in x.shape:
             return x if cache is None else (x, cache)
         if cache is not None:
@@ -403,7 +388,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         sizes = self._size, self._stride
         if self.k_compression is None or self.v_compression is None:
             return blocks.means(k, *sizes, None), blocks.means(v, *sizes, None)
-        dtype = compute_dtype_of(self.compute_dtype, self._projections())
+        dtype = compute_dtype_of(self.compute_dtype, self)
         k = self.k_compression(unrotated(self.rope, k, at).astype(dtype))
         starts = Places(at[..., :: self._stride][..., : k.shape[-3]])
         return starts.turn(self.rope, k), self.v_compression(v.astype(dtype))
@@ -431,14 +416,8 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
     def _stride(self) -> int:
         return self.attention.options.compression_stride
 
-    def _projections(self) -> tuple[Any, ...]:
-        return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.o_proj
-
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, (self.k_proj, self.v_proj))
-
-    def _published(self, weights: Weights) -> "NativeSparseAttention":
-        return fill_fields(self, weights)
 
 
 def rolled(x: Array, by: Array) -> Array:
@@ -446,22 +425,16 @@ def rolled(x: Array, by: Array) -> Array:
     if x.shape[-2] == 1:
         return x
 
-    def turn(given: Any) -> dict[str, Array]:
-        x, by = given["x"], given["by"]
-        token = jax.lax.broadcasted_iota(jnp.int32, x.shape[:-1], x.ndim - 2)
-        return {"out": _taken(x, (token + by[..., None]) % x.shape[-2])}
-
-    return over_mesh(
-        turn, {"x": x, "by": by}, Leading(axes=dict.fromkeys(("x", "out"), ("T", "E")) | {"by": ()})
-    )["out"]
+    token = jax.lax.broadcasted_iota(jnp.int32, (*by.shape, x.shape[-2]), by.ndim)
+    axes = {"x": ("T", "E"), "at": ("T",), "out": ("T", "E")}
+    return _taken(x, (token + by[..., None]) % x.shape[-2], axes)
 
 
 def taken(x: Array, at: Array) -> Array:
     """The tokens `at [..., N]` of a cache `[..., S, K, D]`: `[..., N, K, D]`; any for one that there is not."""
     heads = f"H{x.shape[-2]}"
     axes = {"x": ("S", heads, "D"), "at": ("N",), "out": ("N", heads, "D")}
-    put = lambda given: {"out": _taken(given["x"], jnp.clip(given["at"], 0, x.shape[-3] - 1))}
-    return over_mesh(put, {"x": x, "at": at}, Leading(axes=axes))["out"]
+    return _taken(x, jnp.clip(at, 0, x.shape[-3] - 1), axes)
 
 
 def taken_from_pages(pages: Array, slots: Array) -> Array:
@@ -477,9 +450,14 @@ def taken_from_pages(pages: Array, slots: Array) -> Array:
     return over_mesh(take, given, Leading(axes=axes, shared=frozenset(given)))["out"]
 
 
-def _taken(x: Array, at: Array) -> Array:
-    index = jax.lax.expand_dims(at, range(at.ndim, x.ndim))
-    return jnp.take_along_axis(x, index, axis=at.ndim - 1)
+def _taken(x: Array, at: Array, axes: dict[str, tuple[str, ...]]) -> Array:
+    """The entries `at [..., N]` along the first of the axes of `x`."""
+
+    def take(given: Any) -> dict[str, Array]:
+        x, at = given["x"], given["at"]
+        return {"out": jnp.take_along_axis(x, jax.lax.expand_dims(at, range(at.ndim, x.ndim)), at.ndim - 1)}
+
+    return over_mesh(take, {"x": x, "at": at}, Leading(axes=axes))["out"]
 
 
 def unrotated(rope: RotaryEmbedding | None, k: Array, positions: Array) -> Array:

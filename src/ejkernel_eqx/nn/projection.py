@@ -25,7 +25,7 @@ def project(name: str, layer: Any, x: Array, features: int) -> Array:
     """
     if type(layer) is eqx.nn.Linear:
         _check_linear(name, layer, x, features)
-        return _linear(layer, x)
+        return product(x, layer.weight, layer.bias)
     if not callable(layer):
         raise ValueError(
             f"{name}: expected an equinox.nn.Linear or a callable from a vector to a vector, received {type(layer).__name__}; write "
@@ -110,10 +110,6 @@ def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array
     return project(name, bare, x, features), layer.bias
 
 
-def _linear(linear: eqx.nn.Linear, x: Array) -> Array:
-    return product(x, linear.weight, linear.bias)
-
-
 def product(x: Array, weight: Array, bias: Array | None = None, dtype: Any = None) -> Array:
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
@@ -151,8 +147,10 @@ def _over_mesh(mesh: Any, dtype: Any, x: Array, weight: Array, bias: Array | Non
 
 def mesh_of(arrays: Any) -> Any:
     """The explicit mesh in the types of the arrays themselves, whatever the context; without one, `None`."""
-    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays) if isinstance(x, Array))
-    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    for x in jax.tree.leaves(arrays):
+        if isinstance(x, Array) and (mesh := jax.typeof(x).sharding.mesh).explicit_axes:
+            return mesh
+    return None
 
 
 def on_mesh(mesh: Any, x: Array) -> Array:

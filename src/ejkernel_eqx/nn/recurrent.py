@@ -2,42 +2,32 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, overload, TYPE_CHECKING, TypedDict, TypeVar, Unpack
+from collections.abc import Sequence
+from typing import Any, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
-from .._signatures import Module
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..sequences.packing import read_count, read_offsets
-from .arguments import check_slots, check_tokens, read_array, read_batch_shape, read_dtype, read_features
+from .arguments import check_slots, read_array, read_batch_shape, read_dtype, read_packed, read_tokens
 from .drafts import empty_drafts, new_tokens
 from .projection import compute_dtype_of, leading_axes_of, stored_dtype_of
+from .published import Published
 from .recurrent_state import RecurrentState as RecurrentState
 from .recurrent_state import Rows as Rows
 from .short_convolution import ShortConvolution
+from .signatures import SameOutput, TokenInputs, Tokens
 from .tokens import check_ragged, clear, ids_of
 
-L = TypeVar("L", bound="RecurrentLayer")
 
-
-class _Tokens(TypedDict, total=False):
-    """The arguments by name of a call without a batch."""
-
-    padding_mask: Bool[AnyArray, "*B T"] | None
-    segment_ids: Int[AnyArray, "*B T"] | None
-    cu_seqlens: Int[AnyArray, " N+1"] | None
-
-
-class RecurrentLayer(Module):
+class RecurrentLayer(Published):
     """Base class of layers that mix tokens in linear time and decode from a state of constant size.
 
     Parameters have the names and shapes of the published model code; the guide "Recurrent layers" lists the constructor calls and the
@@ -62,9 +52,6 @@ class RecurrentLayer(Module):
 
     compute_dtype: eqx.AbstractVar[str | None]
 
-    _options_of: ClassVar[Callable[..., dict[str, Any]] | None] = None
-    """The arguments of the layer, from a published configuration and the index of the layer."""
-
     @abc.abstractmethod
     def _mix(self, x: Array, rows: Rows) -> Array:
         """The computation of the layer, on tokens with zeros at padding positions."""
@@ -76,29 +63,6 @@ class RecurrentLayer(Module):
     @abc.abstractmethod
     def _projections(self) -> tuple[Any, ...]:
         """The projections of the layer."""
-
-    @classmethod
-    def from_config(
-        cls: type[L], config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
-    ) -> L:
-        """Builds a layer of a published model, with initial weights; load the published ones with `ejkernel_eqx.load_published`. The guide
-        "Recurrent layers" lists the supported models.
-
-        **Arguments:**
-
-        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
-        - `layer_index`: index of the layer in the model, from 0.
-        - `key`: PRNG key for the initial weights.
-        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
-
-        Raises `ValueError` for unsupported models and options.
-        """
-        if cls._options_of is None:
-            raise ValueError(
-                f"from_config: expected a layer with a published counterpart, received {cls.__name__}; build it with its constructor."
-            )
-        given: dict[str, Any] = {**cls._options_of(config, layer_index), **options}
-        return cls(**given, key=key)  # pyright: ignore[reportCallIssue]
 
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, self._projections())
@@ -183,14 +147,12 @@ class RecurrentLayer(Module):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(
-            self, x: Float[AnyArray, "*B T E"], state: None = None, **tokens: Unpack[_Tokens]
-        ) -> Float[Array, "*B T E"]: ...
+        def __call__(self, x: Tokens, state: None = None, **tokens: Unpack[TokenInputs]) -> SameOutput: ...
 
         @overload
         def __call__(
-            self, x: Float[AnyArray, "*B T E"], state: RecurrentState, **tokens: Unpack[_Tokens]
-        ) -> tuple[Float[Array, "*B T E"], RecurrentState]: ...
+            self, x: Tokens, state: RecurrentState, **tokens: Unpack[TokenInputs]
+        ) -> tuple[SameOutput, RecurrentState]: ...
 
         @overload
         def __call__(
@@ -228,7 +190,7 @@ class RecurrentLayer(Module):
         **Returns:** `y`, in the shape of `x` and the dtype of the computation; with a state, the tuple `(y, state)`. Raises `ValueError` for
         invalid arguments; values are checked when they are known (outside `jit`).
         """
-        tokens: _Tokens = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        tokens: Any = {"padding_mask": padding_mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         with jax.named_scope(f"ejx.nn.{type(self).__name__}"):
             if batch is not None:
                 x, state = self._check_ragged(x, state, batch, tokens)
@@ -242,22 +204,12 @@ class RecurrentLayer(Module):
         return x.astype(compute_dtype_of(self.compute_dtype, self._projections(), x))
 
     def _check(self, x: Any, state: Any, padding_mask: Any, segment_ids: Any, cu_seqlens: Any) -> Array:
-        x = read_features("x", x, "[..., T, E]", "E", self.embed_dim)
-        check_tokens("padding_mask", padding_mask, "booleans", "x", x)
-        check_tokens("segment_ids", segment_ids, "integers", "x", x)
+        x = read_tokens(x, self.embed_dim, padding_mask, segment_ids)
         batch = x.shape[:-2]
         if cu_seqlens is not None:
-            cu_seqlens = read_array("cu_seqlens", cu_seqlens, "integers", "[N + 1]")
-            other = "padding_mask" if segment_ids is None else "segment_ids"
-            if padding_mask is not None or segment_ids is not None:
-                raise ValueError(
-                    f"cu_seqlens: expected None with {other}, received both; tokens past the last offset are padding already."
-                )
-            if x.ndim != 2 or cu_seqlens.ndim != 1 or not cu_seqlens.size:
-                raise ValueError(
-                    f"cu_seqlens: expected offsets [N + 1] and x of shape [T, E], received {cu_seqlens.shape} and "
-                    f"{x.shape}; pack all sequences into one row."
-                )
+            others = {"segment_ids": segment_ids, "padding_mask": padding_mask}
+            remedy = "tokens past the last offset are padding already"
+            cu_seqlens = read_packed(x, cu_seqlens, others, remedy)
             batch = (cu_seqlens.shape[0] - 1,)
         if state is not None:
             self._check_state(state, batch)
@@ -282,7 +234,7 @@ class RecurrentLayer(Module):
             )
 
     def _check_ragged(
-        self, x: Any, state: Any, batch: RaggedBatch, tokens: _Tokens
+        self, x: Any, state: Any, batch: RaggedBatch, tokens: TokenInputs
     ) -> tuple[Array, RecurrentState]:
         x = check_ragged(x, batch, self.embed_dim, tokens)
         if not isinstance(state, RecurrentState):

@@ -89,7 +89,7 @@ class Rows:
     ) -> tuple[Array, ...]:
         """Runs the next short convolution of the layer on channels that come in parts, and gives those of the output in the same parts, each with
         its `norm_size`."""
-        ends = [*itertools.accumulate(part.shape[-1] for part in parts)]
+        ends = [*itertools.accumulate([part.shape[-1] for part in parts])]
         if self.state is not None:
             mixed = self.convolve(layer, jnp.concatenate(parts, axis=-1))
             return tuple(jnp.split(mixed, ends[:-1], axis=-1))
@@ -141,10 +141,6 @@ class Rows:
         if self.state is None or self.state.drafts is None:
             return self.left
         few = new_tokens(batch) <= self.state.drafts.num_tokens
-        pairs = zip(self._before, self._left, strict=True)
-        parts = [
-            jnp.where(like_rows(few, new), old, new.astype(old.dtype))
-            for old, new in pairs
-            if old is not None
-        ]
+        pairs = [(old, new) for old, new in zip(self._before, self._left, strict=True) if old is not None]
+        parts = [jnp.where(like_rows(few, new), old, new.astype(old.dtype)) for old, new in pairs]
         return RecurrentState(tuple(parts[:-1]), parts[-1], self.state.drafts.renewed(self.given, batch))

@@ -1,6 +1,6 @@
 """`ShortConvolution`: the causal convolution that precedes the mixers of published linear-time models."""
 
-from typing import Any, overload, TYPE_CHECKING, TypedDict, Unpack
+from typing import Any, overload, TYPE_CHECKING, Unpack
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -26,11 +26,10 @@ from .arguments import (
     read_weight_dtype,
 )
 from .initial import keys_of, uniform
+from .signatures import Packing
 
-
-class _Packing(TypedDict, total=False):
-    segment_ids: Int[AnyArray, "*B T"] | None
-    cu_seqlens: Int[AnyArray, " N+1"] | None
+_Tokens = Float[AnyArray, "*B T C"]
+_Output = Float[Array, "*B T C"]
 
 
 class ShortConvolution(Module):
@@ -96,17 +95,12 @@ class ShortConvolution(Module):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(
-            self, x: Float[AnyArray, "*B T C"], state: None = None, **packing: Unpack[_Packing]
-        ) -> Float[Array, "*B T C"]: ...
+        def __call__(self, x: _Tokens, state: None = None, **packing: Unpack[Packing]) -> _Output: ...
 
         @overload
         def __call__(
-            self,
-            x: Float[AnyArray, "*B T C"],
-            state: Float[AnyArray, "... W-1 C"],
-            **packing: Unpack[_Packing],
-        ) -> tuple[Float[Array, "*B T C"], Float[Array, "... W-1 C"]]: ...
+            self, x: _Tokens, state: Float[AnyArray, "... W-1 C"], **packing: Unpack[Packing]
+        ) -> tuple[_Output, Float[Array, "... W-1 C"]]: ...
 
     @compiled_call("ejx.nn.ShortConvolution")
     def __call__(
@@ -138,14 +132,8 @@ class ShortConvolution(Module):
         if state is not None and x.shape[-2] == 1 and segment_ids is None and cu_seqlens is None:
             y, state = self.step(x[..., 0, :], state)
             return y[..., None, :], state
-        y, new = self.convolution(
-            x,
-            self.weight[:, 0],
-            self.bias,
-            initial_state=state,
-            segment_ids=segment_ids,
-            cu_seqlens=cu_seqlens,
-        )
+        packing = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        y, new = self.convolution(x, self.weight[:, 0], self.bias, initial_state=state, **packing)
         return y if state is None else (y, new)
 
     def step(

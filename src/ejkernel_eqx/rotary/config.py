@@ -1,5 +1,8 @@
 """Rotary embeddings in published configurations: the scaling dict, and the keys beside it."""
 
+import functools
+import importlib.resources
+import tomllib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,55 +21,37 @@ _COMMON = {"rope_type", "type", "rope_theta", _PARTIAL, "mrope_section", "mrope_
 
 class _Kind(NamedTuple):
     build: Any
-    required: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
+    required: str = ""
+    optional: str = ""
+
+    def keys(self) -> list[str]:
+        return [*self.required.split(), *self.optional.split()]
 
 
 _LONGROPE = _Kind(
     LongRopeScaling,
-    ("short_factor", "long_factor", _ORIGINAL),
-    ("factor", "attention_factor", "short_mscale", "long_mscale"),
+    f"short_factor long_factor {_ORIGINAL}",
+    "factor attention_factor short_mscale long_mscale",
 )
+_YARN = "beta_fast beta_slow attention_factor mscale mscale_all_dim truncate"
 _KINDS = {
     "default": _Kind(None),
-    "mrope": _Kind(None, ("mrope_section",)),
-    "linear": _Kind(LinearScaling, ("factor",)),
-    "dynamic": _Kind(DynamicScaling, ("factor", _ORIGINAL)),
-    "llama3": _Kind(Llama3Scaling, ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)),
-    "yarn": _Kind(
-        YarnScaling,
-        ("factor", _ORIGINAL),
-        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-    ),
+    "mrope": _Kind(None, "mrope_section"),
+    "linear": _Kind(LinearScaling, "factor"),
+    "dynamic": _Kind(DynamicScaling, f"factor {_ORIGINAL}"),
+    "llama3": _Kind(Llama3Scaling, f"factor low_freq_factor high_freq_factor {_ORIGINAL}"),
+    "yarn": _Kind(YarnScaling, f"factor {_ORIGINAL}", _YARN),
     "longrope": _LONGROPE,
     "su": _LONGROPE,
-    "proportional": _Kind(ProportionalScaling, (), ("factor",)),
+    "proportional": _Kind(ProportionalScaling, "", "factor"),
 }
 
-# Defaults of `transformers` by model type, for configurations without these keys: (theta, partial factor); otherwise 10000 and 1.
-_DEFAULTS = {
-    **dict.fromkeys(
-        ("mixtral", "phimoe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), (1e6, 1.0)
-    ),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "cwm", "minimax", "solar_open"), (1e6, 1.0)),
-    **dict.fromkeys(
-        ("bitnet", "cohere", "csm", "ernie4_5", "ernie4_5_moe", "flex_olmo", "llama4_text"), (5e5, 1.0)
-    ),
-    **dict.fromkeys(("mllama_text_model", "olmo3", "qwen3_vl_text", "qwen3_vl_moe_text"), (5e5, 1.0)),
-    **dict.fromkeys(
-        ("bamba", "glm", "glm4", "glm4_moe", "nemotron", "persimmon", "phi", "recurrent_gemma"), (1e4, 0.5)
-    ),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "stablelm", "gpt_neox"), (1e4, 0.25)),
-    "gpt_oss": (1.5e5, 1.0),
-    "helium": (1e5, 1.0),
-    "minimax_m2": (5e6, 1.0),
-    "smollm3": (2e6, 1.0),
-}
-# For models whose layers rotate differently: theta of layers with full attention, and of those with a window.
-_DEFAULTS_BY_LAYER = {
-    **dict.fromkeys(("gemma3_text", "gemma3n_text", "t5gemma2_text"), (1e6, 1e4)),
-    **dict.fromkeys(("modernbert", "modernbert-decoder"), (1.6e5, 1e4)),
-}
+
+@functools.cache
+def _defaults() -> Mapping[str, Mapping[str, Any]]:
+    """The entries that `transformers` takes where a configuration has none."""
+    file = importlib.resources.files("ejkernel_eqx.rotary").joinpath("defaults.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 class FoundScaling(NamedTuple):
@@ -88,39 +73,33 @@ def read_scaling(given: Mapping[str, Any], head_dim: int) -> FoundScaling:
         raise ValueError(
             f"scaling: expected a rope_type of {', '.join(_KINDS)}, received {shown(name)}; other types are not supported."
         )
-    missing = [key for key in kind.required if key not in given]
+    missing = [key for key in kind.required.split() if key not in given]
     if missing:
         raise ValueError(
             f"scaling: expected {', '.join(missing)} in a dict of rope_type {name!r}, received {', '.join(sorted(map(str, given))[:8])}; "
             "use RotaryEmbedding.from_config, which also reads the keys beside it in the model's configuration."
         )
-    unknown = set(given) - _COMMON - set(kind.required) - set(kind.optional)
+    unknown = set(given) - _COMMON - set(kind.keys())
     if unknown:
         raise ValueError(
             f"scaling: expected only known keys with rope_type {name!r}, received {', '.join(sorted(map(str, unknown))[:8])}; remove keys that do "
             "not belong to the rotation."
         )
     partial = given.get(_PARTIAL)
-    numbers = {key.replace(_ORIGINAL, "original_max_position"): given[key] for key in _keys(kind, given)}
+    keys = [key for key in kind.keys() if key in given and key not in _COMMON]
+    numbers = {key.replace(_ORIGINAL, "original_max_position"): given[key] for key in keys}
     if name == "proportional":
         numbers["fraction"], partial = 1.0 if partial is None else partial, None
+    if partial is not None:
+        check_numbers(**{_PARTIAL: partial})
     section = given.get("mrope_section")
     return FoundScaling(
         scaling=None if kind.build is None else kind.build(**numbers),
         theta=given.get("rope_theta"),
-        rotary_dim=None if partial is None else _part(head_dim, partial),
+        rotary_dim=None if partial is None else int(head_dim * partial),
         mrope_section=section,
         mrope_interleaved=section is not None and given.get("mrope_interleaved", False),
     )
-
-
-def _keys(kind: _Kind, given: Mapping[str, Any]) -> list[str]:
-    return [key for key in (*kind.required, *kind.optional) if key in given and key not in _COMMON]
-
-
-def _part(head_dim: int, partial: Any) -> int:
-    check_numbers(**{_PARTIAL: partial})
-    return int(head_dim * partial)
 
 
 def read_config(config: Any, layer_type: str | None) -> dict[str, Any]:
@@ -180,7 +159,9 @@ def _scaling_of(config: Entries, layer_type: str | None) -> dict[str, Any] | Non
 
 def _scaling_before_nesting(config: Entries, layer_type: str | None) -> dict[str, Any]:
     """The scaling dict of a configuration with only one: if layers differ, it applies to those with full attention."""
-    two_kinds = config.get("model_type") in _DEFAULTS_BY_LAYER or _first(config, _LOCAL) is not None
+    two_kinds = (
+        config.get("model_type") in _defaults()["theta_by_layer"] or _first(config, _LOCAL) is not None
+    )
     if two_kinds and layer_type is None:
         raise _unknown_layers(["full_attention", "sliding_attention"], layer_type)
     if two_kinds and _is_local(layer_type):
@@ -201,15 +182,15 @@ def _unknown_layers(types: list[str], layer_type: str | None) -> ValueError:
 
 def _theta(config: Entries, layer_type: str | None) -> Any:
     model_type = config.get("model_type") or ""
-    default = _DEFAULTS.get(model_type, (1e4, 1.0))[0]
-    wide, local = _DEFAULTS_BY_LAYER.get(model_type, (default, None))
+    default = _defaults()["theta"].get(model_type, 1e4)
+    wide, local = _defaults()["theta_by_layer"].get(model_type, (default, None))
     if _is_local(layer_type) and (local is not None or _first(config, _LOCAL) is not None):
         return _first(config, _LOCAL, local)
     return _first(config, ("rope_theta", "global_rope_theta", "rotary_emb_base"), wide)
 
 
 def _partial(config: Entries) -> Any:
-    default = _DEFAULTS.get(config.get("model_type") or "", (1e4, 1.0))[1]
+    default = _defaults()["partial"].get(config.get("model_type") or "", 1.0)
     return _first(config, (_PARTIAL, "rotary_pct"), default)
 
 

@@ -163,7 +163,12 @@ class RotaryEmbedding(Module):
 
         **Returns:** an array of the shape and dtype of `x`. Raises `ValueError` for invalid arguments.
         """
-        x = self._check(x)
+        x = read_array("x", x, "floats", "[..., T, H, D]")
+        if x.ndim < 3 or x.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"x: expected [..., T, H, D] with D = {self.head_dim}, received shape {x.shape}; "
+                "split the features into heads before the rotation."
+            )
         if positions is None:
             positions = count_from(offset, x.shape[:-3], x.shape[-3])
         else:
@@ -188,15 +193,6 @@ class RotaryEmbedding(Module):
         turned, passed = x[..., : self.rotary_dim].astype(dtype), x[..., self.rotary_dim :]
         turned = (_turn_neighbours if self.interleaved else _turn_halves)(turned, cos, sin).astype(x.dtype)
         return jnp.concatenate([turned, passed], axis=-1) if passed.shape[-1] else turned
-
-    def _check(self, x: Any) -> Array:
-        x = read_array("x", x, "floats", "[..., T, H, D]")
-        if x.ndim < 3 or x.shape[-1] != self.head_dim:
-            raise ValueError(
-                f"x: expected [..., T, H, D] with D = {self.head_dim}, received shape {x.shape}; "
-                "split the features into heads before the rotation."
-            )
-        return x
 
 
 def _known(scaling: Any, rotary_dim: int) -> RotaryScaling | None:

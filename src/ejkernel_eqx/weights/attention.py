@@ -22,6 +22,7 @@ from .fill import fill_fields, replaced
 from .view import Weights
 
 _PARTS = ("q_proj", "k_proj", "v_proj")
+_FUSED = ("qkv_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj_weight")
 _EQUINOX = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj"}
 _OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj")
 _MASKS = ("bias", "masked_bias")  # buffers beside the parameters
@@ -35,24 +36,17 @@ def multi_head_attention(layer: Any, weights: Weights) -> Any:
         taken["o_proj"] = _transposed(layer.o_proj, weights, "c_proj")
     else:
         renamed["o_proj"] = next((name for name in _OUTPUTS if weights.has(f"{name}.weight")), "o_proj")
-    weights.skip("rotary_emb.inv_freq")
     return fill_fields(replaced(layer, taken), weights, renamed, skip=tuple(taken))
 
 
 def _query_key_value(layer: Any, weights: Weights) -> tuple[dict[str, Any], dict[str, str]]:
     """The projections as far as they are published in one, and the names of others."""
-    if weights.has("qkv_proj.weight"):
-        return _fused(layer, weights, "qkv_proj.weight", "qkv_proj.bias", _one_after_another(layer)), {}
-    if weights.has("query_key_value.weight"):
-        weights.skip(*_MASKS)
-        split = _head_by_head(layer, weights)
-        return _fused(layer, weights, "query_key_value.weight", "query_key_value.bias", split), {}
-    if weights.has("c_attn.weight"):
-        weights.skip(*_MASKS)
-        split = _one_after_another(layer)
-        return _fused(layer, weights, "c_attn.weight", "c_attn.bias", split, transposed=True), {}
-    if weights.has("in_proj_weight"):
-        return _fused(layer, weights, "in_proj_weight", "in_proj_bias", _one_after_another(layer)), {}
+    if (fused := next((name for name in _FUSED if weights.has(name)), None)) is not None:
+        by_head, transposed = fused.startswith("query_key_value"), fused.startswith("c_attn")
+        if by_head or transposed:
+            weights.skip(*_MASKS)
+        split = _head_by_head(layer, weights) if by_head else _one_after_another(layer)
+        return _fused(layer, weights, fused, split, transposed), {}
     if weights.has("q_proj_weight"):  # of PyTorch, where keys or values have a width of their own
         return _with_one_bias(layer, weights), {}
     return {}, dict(_EQUINOX) if weights.has("query_proj.weight") else {}
@@ -68,9 +62,7 @@ def _linears(layer: Any, weights: Weights, name: str) -> list[eqx.nn.Linear]:
     return found
 
 
-def _fused(
-    layer: Any, weights: Weights, weight: str, bias: str, split: _Split, transposed: bool = False
-) -> dict[str, Any]:
+def _fused(layer: Any, weights: Weights, weight: str, split: _Split, transposed: bool) -> dict[str, Any]:
     linears = _linears(layer, weights, weight)
     inputs = [linear.weight.shape[1] for linear in linears]
     if len(set(inputs)) > 1:
@@ -81,23 +73,28 @@ def _fused(
     rows, columns = sum(linear.weight.shape[0] for linear in linears), inputs[0]
     shape = (columns, rows) if transposed else (rows, columns)
     found = weights.take(weight, shape, linears[0].weight.dtype)
-    new = [{"weight": part} for part in split(found.T if transposed else found)]
-    if linears[0].bias is not None:
-        biases = split(weights.take(bias, (rows,), linears[0].bias.dtype))
-        new = [part | {"bias": b} for part, b in zip(new, biases)]
-    return {name: replaced(linear, part) for name, linear, part in zip(_PARTS, linears, new)}
+    matrices = split(found.T if transposed else found)
+    return _with_bias(weights, linears, matrices, weight.replace("weight", "bias"), split)
 
 
 def _with_one_bias(layer: Any, weights: Weights) -> dict[str, Any]:
     linears = _linears(layer, weights, "q_proj_weight")
-    new = [
-        {"weight": weights.take(f"{name}_weight", linear.weight.shape, linear.weight.dtype)}
+    matrices = [
+        weights.take(f"{name}_weight", linear.weight.shape, linear.weight.dtype)
         for name, linear in zip(_PARTS, linears)
     ]
+    return _with_bias(weights, linears, matrices, "in_proj_bias", _one_after_another(layer))
+
+
+def _with_bias(
+    weights: Weights, linears: list[eqx.nn.Linear], matrices: list[Array], name: str, split: _Split
+) -> dict[str, Any]:
+    """The projections with these matrices, and with the parts of the one bias if they have biases."""
+    new = [{"weight": matrix} for matrix in matrices]
     if (first := linears[0].bias) is not None:
         rows = sum(linear.weight.shape[0] for linear in linears)
-        biases = _one_after_another(layer)(weights.take("in_proj_bias", (rows,), first.dtype))
-        new = [part | {"bias": b} for part, b in zip(new, biases)]
+        biases = split(weights.take(name, (rows,), first.dtype))
+        new = [part | {"bias": bias} for part, bias in zip(new, biases)]
     return {name: replaced(linear, part) for name, linear, part in zip(_PARTS, linears, new)}
 
 

@@ -7,63 +7,6 @@ from ..rotary import RotaryEmbedding
 from .configs import check_type, Config, head_width, layer_type, read_model, refuse, take
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_QWEN3_NEXT = {"head_dim": 256, "attention_bias": False, "rms_norm_eps": 1e-6, "full_attention_interval": 4}
-# What `transformers` takes where the configuration says nothing.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "attention_bias": False},
-    "gemma2": {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "attention_bias": False,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "sliding_window": 4096,
-    },
-    "gemma3_text": {
-        "hidden_size": 2304,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "attention_bias": False,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
-    "gpt2": {},
-    "gpt_neox": {"attention_bias": True},
-    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "sliding_window": 128},
-    "llama": {"attention_bias": False},
-    "minimax": {"num_key_value_heads": 8},
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": {"num_key_value_heads": 8},
-    "olmo2": {"attention_bias": False, "rms_norm_eps": 1e-5},
-    "olmoe": {"attention_bias": False, "rms_norm_eps": 1e-5},
-    "phi3": {},
-    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    "qwen2_moe": {
-        "num_key_value_heads": 16,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "qkv_bias": True,
-    },
-    "qwen3_moe": {
-        "num_key_value_heads": 4,
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 4096,
-    },
-    "qwen3_next": {**_QWEN3_NEXT, "num_key_value_heads": 2},
-    "qwen3_5_text": {**_QWEN3_NEXT, "num_key_value_heads": 4},
-}
 _LAYER = "MultiHeadAttention"
 
 
@@ -80,7 +23,7 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, and a layer of another kind;
     `CheckpointError` for entries that are missing, of another type or out of bounds.
     """
-    config = read_model(config, _DEFAULTS, _LAYER)
+    config = read_model(config, _LAYER)
     kind = config["model_type"]
     heads, width = take(config, "num_attention_heads", "n_head"), take(config, "hidden_size", "n_embd")
     config.check_divides("num_key_value_heads", "num_attention_heads")
@@ -92,10 +35,10 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
         "num_kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": head_width(config),
         "sliding_window": _window(config, found),
-        "use_qkv_bias": bool(config.get("attention_bias", False)),
-        "use_output_bias": bool(config.get("attention_bias", False)),
     }
-    options |= _OTHERS.get(kind, _nothing)(config, layer_index)
+    options["use_qkv_bias"], options["use_output_bias"] = _biases(config)
+    if kind in _OTHERS:
+        options |= _OTHERS[kind](config, layer_index)
     if kind != "gpt2":
         options["rope"] = RotaryEmbedding.from_config(config, layer_type=found)
     return options
@@ -131,20 +74,15 @@ def _window(config: Config, found: str) -> int | None:
     return window if found == _SLIDING else None
 
 
-def _nothing(config: Config, layer_index: int) -> dict[str, Any]:
-    return {}
-
-
-def _no_bias(config: Config, layer_index: int) -> dict[str, Any]:
-    return {"use_qkv_bias": False, "use_output_bias": False}
-
-
-def _qwen2(config: Config, layer_index: int) -> dict[str, Any]:
-    return {"use_qkv_bias": True, "use_output_bias": False}
-
-
-def _qwen2_moe(config: Config, layer_index: int) -> dict[str, Any]:
-    return {"use_qkv_bias": bool(config["qkv_bias"]), "use_output_bias": False}
+def _biases(config: Config) -> tuple[bool, bool]:
+    """Returns whether the projections of the input and that of the output have biases."""
+    kind = config["model_type"]
+    if kind in _BIASES:
+        return _BIASES[kind]
+    if kind == "qwen2_moe":
+        return bool(config["qkv_bias"]), False
+    has_all = bool(config.get("attention_bias", False))
+    return has_all, has_all
 
 
 def _qk_norm(config: Config, layer_index: int) -> dict[str, Any]:
@@ -177,7 +115,7 @@ def _gpt2(config: Config, layer_index: int) -> dict[str, Any]:
         scale = 1.0
     if config.get("scale_attn_by_inverse_layer_idx", False):
         scale /= layer_index + 1
-    return {"softmax_scale": scale, "use_qkv_bias": True, "use_output_bias": True}
+    return {"softmax_scale": scale}
 
 
 def _olmo2(config: Config, layer_index: int) -> dict[str, Any]:
@@ -194,22 +132,20 @@ def _qwen3_next(config: Config, layer_index: int) -> dict[str, Any]:
     return _qk_norm(config, layer_index) | {"output_gate": True}
 
 
+_BIASES = {"gpt2": (True, True), "qwen2": (True, False)}
+_BIASES |= dict.fromkeys(("minimax", "mistral", "mixtral", "phi3"), (False, False))
+"""The biases of models whose configuration does not say it."""
 _OTHERS: dict[str, Callable[[Config, int], dict[str, Any]]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "gpt2": _gpt2,
     "gpt_oss": _gpt_oss,
-    "minimax": _no_bias,
-    "mistral": _no_bias,
-    "mixtral": _no_bias,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
-    "phi3": _no_bias,
-    "qwen2": _qwen2,
-    "qwen2_moe": _qwen2_moe,
     "qwen3": _qk_norm,
     "qwen3_moe": _qk_norm,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_next,
 }
+"""The other options of models by their type."""

@@ -1,5 +1,8 @@
 """Functions that all readers of published configurations (`config.json`) share."""
 
+import functools
+import importlib.resources
+import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,13 +10,22 @@ from .._entries import Entries, entries_of, shown
 from .._errors import CheckpointError
 
 Config = Mapping[str, Any]
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
+ACTIVATIONS |= {"gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+"""The activations by their published names."""
 _UNIT_OFFSET = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text")
 
 
-def read_model(config: Any, known: Mapping[str, Mapping[str, Any]], layer: str) -> Entries:
-    """The configuration of the language model alone, with what `transformers` takes where it says nothing; refused if `layer` has no counterpart
-    in it. `known`: these defaults by `model_type`."""
-    entries = text_entries(config)
+@functools.cache
+def defaults_of(layer: str) -> Mapping[str, Mapping[str, Any]]:
+    """The entries that `transformers` takes where a configuration has none, by the `model_type` of the models with a counterpart of the layer."""
+    file = importlib.resources.files("ejkernel_eqx.weights").joinpath("defaults.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))[layer]
+
+
+def read_model(config: Any, layer: str) -> Entries:
+    """The configuration of the language model alone, over the defaults of `transformers`; refused if `layer` has no counterpart in it."""
+    entries, known = text_entries(config), defaults_of(layer)
     kind = entries.get("model_type")
     if kind is None or kind not in known:
         raise ValueError(
@@ -38,6 +50,12 @@ def take(config: Config, *names: str) -> Any:
         f"config: expected an entry {' or '.join(map(repr, names))} for model_type {config.get('model_type')!r}, received none; pass the whole "
         "config.json."
     )
+
+
+def taken(config: Config, names: str) -> dict[str, Any]:
+    """The arguments in `names`, each the entry of its name, or of that behind `=`."""
+    pairs = (name.partition("=") for name in names.split())
+    return {argument: take(config, entry or argument) for argument, _, entry in pairs}
 
 
 def head_width(config: Config) -> int:

@@ -4,68 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .._entries import Entries
-from .configs import Config, layer_type, read_model, refuse, take
+from .configs import ACTIVATIONS, Config, defaults_of, layer_type, read_model, refuse, take
 
 _LAYER = "MixtureOfExperts"
-_SILU = {"hidden_act": "silu"}
-_QWEN = {**_SILU, "decoder_sparse_step": 1, "norm_topk_prob": False}
-# What `transformers` takes where the configuration says nothing.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {
-        **_SILU,
-        "default_num_experts": 64,
-        "n_shared_experts": 2,
-        "moe_intermediate_size": 1407,
-        "topk_method": "greedy",
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 0,
-    },
-    "deepseek_v3": {
-        **_SILU,
-        "default_num_experts": 256,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 2048,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 3,
-    },
-    "gpt_oss": {"default_num_experts": 128, "num_experts_per_tok": 4, "intermediate_size": 2880},
-    "minimax": {**_SILU, "default_num_experts": 8, "num_experts_per_tok": 2},
-    "mixtral": {**_SILU, "default_num_experts": 8, "num_experts_per_tok": 2},
-    "olmoe": {**_SILU, "default_num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
-    "qwen2_moe": {
-        **_QWEN,
-        "default_num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-    },
-    "qwen3_moe": {
-        **_QWEN,
-        "default_num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-    "qwen3_next": {
-        **_QWEN,
-        "default_num_experts": 512,
-        "num_experts_per_tok": 10,
-        "norm_topk_prob": True,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-    },
-}
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 
 
 def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
@@ -79,7 +20,7 @@ def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str
     **Returns:** a dictionary. Raises `ValueError` for a `model_type` or an option that is not known here, and a layer with a plain MLP;
     `CheckpointError` for entries that are missing, of another type or out of bounds.
     """
-    config = read_model(config, _DEFAULTS, _LAYER)
+    config = read_model(config, _LAYER)
     layer_type(config, layer_index, lambda index: "")  # which checks the index
     if reason := _no_experts(config, layer_index):
         raise ValueError(
@@ -102,8 +43,9 @@ def mixture_of_experts_options(config: Config, layer_index: int = 0) -> dict[str
     return options | _OTHERS.get(config["model_type"], lambda config: {})(config)
 
 
-def experts_of(config: Config, layer_index: int) -> int:
-    """The number of experts that a layer has, by a configuration with the defaults of its model; 0 for a plain MLP."""
+def experts_of(config: Entries, layer_index: int) -> int:
+    """The number of experts that a layer of the model has; 0 for a plain MLP."""
+    config = config.over(defaults_of(_LAYER).get(config["model_type"], {}))
     return 0 if _no_experts(config, layer_index) else _count(config)
 
 
@@ -135,18 +77,13 @@ def _where_experts_are(config: Config) -> str:
     return f"{other} has experts, and ejx.models builds layers of both kinds"
 
 
-def expert_defaults(model_type: str) -> dict[str, Any]:
-    """The defaults of `transformers` for a mixture of experts where the configuration says nothing; empty for models without."""
-    return dict(_DEFAULTS.get(model_type, {}))
-
-
 def _activation(config: Config) -> str:
     name = config["hidden_act"]
-    if name not in _ACTIVATIONS:
+    if name not in ACTIVATIONS:
         raise ValueError(
-            f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, received {name!r}; the experts have no such activation."
+            f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, received {name!r}; the experts have no such activation."
         )
-    return _ACTIVATIONS[name]
+    return ACTIVATIONS[name]
 
 
 def _one_size(config: Config) -> dict[str, Any]:

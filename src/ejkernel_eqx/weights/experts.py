@@ -64,11 +64,8 @@ def _transposed(module: Any, weights: Weights) -> Any:
     dtype = module.gate_proj.dtype
     both = weights.take("gate_up_proj", (count, outer, 2 * inner), dtype)
     down = weights.take("down_proj", (count, inner, outer), dtype)
-    new = {
-        "gate_proj": both[..., 0::2].swapaxes(1, 2),
-        "up_proj": both[..., 1::2].swapaxes(1, 2),
-        "down_proj": down.swapaxes(1, 2),
-    }
+    parts = {"gate_proj": both[..., 0::2], "up_proj": both[..., 1::2], "down_proj": down}
+    new = {name: part.swapaxes(1, 2) for name, part in parts.items()}
     if module.gate_proj_bias is not None:
         biases = weights.take("gate_up_proj_bias", (count, 2 * inner), module.gate_proj_bias.dtype)
         new |= {"gate_proj_bias": biases[:, 0::2], "up_proj_bias": biases[:, 1::2]}

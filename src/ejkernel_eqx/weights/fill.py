@@ -69,12 +69,8 @@ def replaced(module: Any, new: dict[str, Any]) -> Any:
     names = [name for name, value in new.items() if value is not getattr(module, name)]
     if not names:
         return module
-    return eqx.tree_at(
-        lambda m: [getattr(m, name) for name in names],
-        module,
-        [new[name] for name in names],
-        is_leaf=lambda leaf: leaf is None,
-    )
+    where = lambda m: [getattr(m, name) for name in names]
+    return eqx.tree_at(where, module, [new[name] for name in names], is_leaf=lambda leaf: leaf is None)
 
 
 def _placed(filled: Any, module: Any) -> Any:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import CheckpointError
-from .fill import fill, is_parameter
+from .fill import fill, is_parameter, sharding_of
 from .source import StateDict
 from .view import Weights
 
@@ -86,9 +86,7 @@ def _as_dtype(like: Any, dtype: Any) -> Any:
     def cast(leaf: Any) -> Any:
         if not is_parameter(leaf):
             return leaf
-        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        sharding = leaf.sharding if is_shape or getattr(leaf, "committed", False) else None
-        return jax.ShapeDtypeStruct(leaf.shape, found, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, found, sharding=sharding_of(leaf))
 
     return jax.tree.map(cast, like)
 

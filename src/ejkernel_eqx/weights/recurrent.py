@@ -86,10 +86,9 @@ def gated_delta_net(layer: Any, weights: Weights) -> Any:
     qkv = take("in_proj_qkv", 2 * key_dim + value_dim, layer.in_proj_qkvz)
     z = take("in_proj_z", value_dim, layer.in_proj_qkvz)
     b, a = (take(name, layer.num_v_heads, layer.in_proj_ba) for name in ("in_proj_b", "in_proj_a"))
+    qkvz, ba = grouped(*jnp.split(qkv, [key_dim, 2 * key_dim]), z), grouped(b, a)
     new = {
-        "in_proj_qkvz": replaced(
-            layer.in_proj_qkvz, {"weight": grouped(*jnp.split(qkv, [key_dim, 2 * key_dim]), z)}
-        ),
-        "in_proj_ba": replaced(layer.in_proj_ba, {"weight": grouped(b, a)}),
+        "in_proj_qkvz": replaced(layer.in_proj_qkvz, {"weight": qkvz}),
+        "in_proj_ba": replaced(layer.in_proj_ba, {"weight": ba}),
     }
     return fill_fields(replaced(layer, new), weights, skip=tuple(new))

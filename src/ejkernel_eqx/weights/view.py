@@ -119,8 +119,9 @@ class Weights:
         if unused:
             parts.append(f"nothing takes its {_listed(unused)}")
         return (
-            f"{self._where()} does not fit what is loaded under the prefix {self._ledger.prefix!r}: {'; and '.join(parts)}. Build the layer with "
-            "the options of the published one (from_config does), correct prefix=, or name what is not wanted in ignore=."
+            f"The checkpoint ({self._ledger.source.label}) does not fit what is loaded under the prefix {self._ledger.prefix!r}: "
+            f"{'; and '.join(parts)}. Build the layer with the options of the published one (from_config does), correct prefix=, or name what "
+            "is not wanted in ignore=."
         )
 
     def _near(self, missing: str) -> str:
@@ -139,9 +140,6 @@ class Weights:
 
     def _read_from(self) -> str:
         return f"It was read from {self._ledger.source.label}."
-
-    def _where(self) -> str:
-        return f"The checkpoint ({self._ledger.source.label})"
 
 
 def _listed(names: list[str], note: Any = lambda name: "") -> str:

@@ -9,8 +9,9 @@ is enough unless a device gets twice its share, rounds that nobody needs are ski
     padding.
 """
 
+import abc
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,26 +22,28 @@ from ...parallel import match_varying
 _ROOM = 2  # times the rows of a device
 
 
-class Exchange(Protocol):
-    """Says how rows move. `rows` is `m`."""
+class Exchange(abc.ABC):
+    """Rows `[m, ...]` on their way to other devices and back, in rounds. `most`: the rows that the device with the most sends or gets."""
 
     rounds: int
+    room: int
+    most: Array
 
     def is_needed(self, number: Any) -> Array:
         """Returns whether any device still has rows to send in a round; the same on all devices."""
-        ...
+        return self.most > number * self.room
 
+    @abc.abstractmethod
     def there(self, x: Array, number: Any, empty: int = 0) -> Array:
         """Returns what this device gets in a round of everyone's `x [m, ...]`; `empty` where it gets nothing."""
-        ...
 
+    @abc.abstractmethod
     def back(self, x: Array, number: Any) -> Array:
         """Returns what became of this device's own rows, `[m, ...]`, where it lay on other devices, given what it got and computed; 0 for rows of
         other rounds."""
-        ...
 
 
-class Padded:
+class Padded(Exchange):
     def __init__(self, counts: Array, axes: tuple[str, ...], rows: int, everywhere: tuple[str, ...]):
         """`counts [D]`: how many of this device's rows are for each; they are split over the mesh axes `axes`. `everywhere`: all axes of the mesh
         over which anything differs."""
@@ -51,20 +54,14 @@ class Padded:
         self.counts, self.starts = counts, jnp.cumsum(counts) - counts
         self.most = lax.pmax(jnp.max(match_varying_over(counts, everywhere)), everywhere)
 
-    def is_needed(self, number: Any) -> Array:
-        return self.most > number * self.room
-
     def there(self, x: Array, number: Any, empty: int = 0) -> Array:
         return self._moved(x.at[self._places(number)].get(mode="fill", fill_value=empty))
 
     def back(self, x: Array, number: Any) -> Array:
         places = self._places(number)
         mine = self._moved(x.reshape(*places.shape, *x.shape[1:]))
-        return (
-            match_varying(jnp.zeros((self.rows, *x.shape[1:]), x.dtype), mine)
-            .at[places.reshape(-1)]
-            .add(mine, mode="drop")
-        )
+        empty = match_varying(jnp.zeros((self.rows, *x.shape[1:]), x.dtype), mine)
+        return empty.at[places.reshape(-1)].add(mine, mode="drop")
 
     def _places(self, number: Any) -> Array:
         """The row at each place that is sent, `[D, room]`; `rows` for none."""
@@ -85,7 +82,7 @@ class _Move(NamedTuple):
     recv_sizes: Array
 
 
-class Ragged:
+class Ragged(Exchange):
     def __init__(self, counts: Array, axes: tuple[str, ...], rows: int, everywhere: tuple[str, ...]):
         """Works as `Padded`."""
         devices = counts.shape[0]
@@ -96,9 +93,6 @@ class Ragged:
         total = jnp.max(jnp.sum(self.all, axis=0))
         self.most = lax.pmax(match_varying_over(total, everywhere), everywhere)
         self.me = lax.axis_index(axes)
-
-    def is_needed(self, number: Any) -> Array:
-        return self.most > number * self.room
 
     def there(self, x: Array, number: Any, empty: int = 0) -> Array:
         there, back = self._moves(number)

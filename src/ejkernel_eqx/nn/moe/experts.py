@@ -9,9 +9,8 @@ from ..._signatures import Module
 from ...dispatch import PlatformLike
 from ...matmul import GroupedMatmul
 from ...weights.experts import experts as filled_experts
-from ...weights.view import Weights
 from ..activations import matmul_options
-from ..initial import keys_of, uniform
+from ..parts import Parts
 
 
 class Experts(Module):
@@ -38,12 +37,8 @@ class Experts(Module):
         dtype: Any,
         key: Array,
     ):
-        keys = iter(keys_of(key, 6))
-
-        def drawn(inputs: int, *shape: int) -> Array:
-            bound = 1 / math.sqrt(inputs)
-            return uniform(next(keys), (num_experts, *shape), dtype, bound)
-
+        parts = Parts(key, 6, dtype, None)
+        drawn = lambda inputs, *shape: parts.uniform((num_experts, *shape), 1 / math.sqrt(inputs))
         self.gate_proj = drawn(embed_dim, hidden_dim, embed_dim)
         self.up_proj = drawn(embed_dim, hidden_dim, embed_dim)
         self.down_proj = drawn(hidden_dim, embed_dim, hidden_dim)
@@ -60,5 +55,4 @@ class Experts(Module):
         hidden = self.hidden(rows, gate, sizes, up=up, **biases)
         return self.out(hidden, down, sizes, bias=self.down_proj_bias)
 
-    def _published(self, weights: Weights) -> "Experts":
-        return filled_experts(self, weights)
+    _published = filled_experts

@@ -1,26 +1,25 @@
 """`MixtureOfExperts`: a router, experts, and an expert for all tokens."""
 
-from collections.abc import Mapping
 from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from ..._jitted import compiled_call
 from ..._shapes import AnyArray, Bool, Float
-from ..._signatures import Module
 from ...core.arguments import wide
 from ...dispatch import PlatformLike
 from ...weights.expert_configs import mixture_of_experts_options
 from ...weights.experts import mixture_of_experts
-from ...weights.view import Weights
 from ..activations import check_activation
-from ..arguments import check_flags, check_key, read_array, read_dtype, read_sizes, read_weight_dtype
-from ..initial import keys_of, linear
+from ..arguments import check_flags, check_tokens, read_array, read_sizes
+from ..parts import Parts
 from ..projection import project, promoted
+from ..published import Published
 from ..tokens import clear
 from .experts import Experts
 from .parallel import ExpertParallel, over_devices
@@ -29,8 +28,12 @@ from .routing import Choice, GroupScore, Routing, Scoring
 from .shared import SharedExpert
 from .statistics import RouterStatistics
 
+_Tokens = Float[AnyArray, "*B E"]
+_Output = Float[Array, "*B E"]
+_Real = Bool[AnyArray, "*B"] | None
 
-class MixtureOfExperts(Module):
+
+class MixtureOfExperts(Published):
     r"""A mixture of experts: a router sends each token to a few of many gated MLPs, whose outputs are added with the router's weights.
 
     $$y = \sum_{i \in \mathcal{T}(x)} w_i(x)\, E_i(x) + g(x)\, S(x), \qquad
@@ -133,47 +136,23 @@ class MixtureOfExperts(Module):
             raise ValueError(
                 f"parallel: expected an ExpertParallel or None, received {type(parallel).__name__}; ejx.nn.ExpertParallel() is one."
             )
-        check_key(key)
         groups: Any = {"num_groups": num_groups, "top_k_groups": top_k_groups, "group_score": group_score}
         choice = Choice(num_experts, top_k, scoring, normalize, scaling_factor, **groups)
-        dtype, computed = read_weight_dtype(dtype), read_dtype("compute_dtype", compute_dtype)
-        router_key, experts_key, shared_key, gate_key = keys_of(key, 4)
-        self.gate = Router(
-            embed_dim,
-            choice,
-            use_bias=use_router_bias,
-            use_correction_bias=use_correction_bias,
-            dtype=dtype,
-            key=router_key,
-        )
-        options: Any = {"activation": activation, "use_bias": use_bias, "platform": platform}
-        self.experts = Experts(embed_dim, hidden_dim, num_experts, **options, dtype=dtype, key=experts_key)
-        self.shared_expert = (
-            None
-            if shared_dim is None
-            else SharedExpert(embed_dim, shared_dim, activation=activation, dtype=dtype, key=shared_key)
-        )
-        self.shared_expert_gate = linear(gate_key, embed_dim, 1, False, dtype) if shared_gate else None
+        parts = Parts(key, 4, dtype, compute_dtype)
+        biases = {"use_bias": use_router_bias, "use_correction_bias": use_correction_bias}
+        self.gate = Router(embed_dim, choice, **biases, dtype=parts.dtype, key=parts.key())
+        shared: Any = {"activation": activation, "dtype": parts.dtype}
+        options: Any = {"use_bias": use_bias, "platform": platform, **shared}
+        self.experts = Experts(embed_dim, hidden_dim, num_experts, **options, key=parts.key())
+        shared_key = parts.key()
+        self.shared_expert = None
+        if shared_dim is not None:
+            self.shared_expert = SharedExpert(embed_dim, shared_dim, **shared, key=shared_key)
+        self.shared_expert_gate = parts.linear(embed_dim, 1) if shared_gate else None
         self.embed_dim, self.hidden_dim, self.parallel = embed_dim, hidden_dim, parallel
-        self.compute_dtype = None if computed is None else computed.name
+        self.compute_dtype = parts.compute_dtype
 
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], /, *, layer_index: int = 0, key: PRNGKeyArray, **options: Any
-    ) -> "MixtureOfExperts":
-        """Builds the mixture of experts of a layer of a published model, with initial weights; [`ejkernel_eqx.load_published`][] loads the published
-        ones.
-
-        **Arguments:**
-
-        - `config`: the parsed `config.json` of the model, or `config.to_dict()` of `transformers`.
-        - `layer_index`: index of the layer in the model, from 0.
-        - `key`: PRNG key for the initial weights.
-        - `options`: further arguments of the constructor, such as `dtype`. They take precedence over `config`.
-
-        **Raises:** `ValueError` for models and options without a counterpart here, and for layers with a plain MLP.
-        """
-        return cls(**{**mixture_of_experts_options(config, layer_index), **options}, key=key)
+    _options_of = staticmethod(mixture_of_experts_options)
 
     @property
     def num_experts(self) -> int:
@@ -190,21 +169,13 @@ class MixtureOfExperts(Module):
 
     @overload
     def __call__(
-        self,
-        x: Float[AnyArray, "*B E"],
-        *,
-        padding_mask: Bool[AnyArray, "*B"] | None = None,
-        return_statistics: Literal[False] = False,
-    ) -> Float[Array, "*B E"]: ...
+        self, x: _Tokens, *, padding_mask: _Real = None, return_statistics: Literal[False] = False
+    ) -> _Output: ...
 
     @overload
     def __call__(
-        self,
-        x: Float[AnyArray, "*B E"],
-        *,
-        padding_mask: Bool[AnyArray, "*B"] | None = None,
-        return_statistics: Literal[True],
-    ) -> tuple[Float[Array, "*B E"], RouterStatistics]: ...
+        self, x: _Tokens, *, padding_mask: _Real = None, return_statistics: Literal[True]
+    ) -> tuple[_Output, RouterStatistics]: ...
 
     @compiled_call("ejx.nn.MixtureOfExperts")
     def __call__(
@@ -227,14 +198,9 @@ class MixtureOfExperts(Module):
         """
         check_flags(return_statistics=return_statistics)
         x = self._read(x)
-        real = None
-        if padding_mask is not None:
-            real = read_array("padding_mask", padding_mask, "booleans", "[...]")
-            if real.shape != x.shape[:-1]:
-                raise ValueError(
-                    f"padding_mask: expected shape {x.shape[:-1]}, one entry per token of x, received {real.shape}; broadcast it first."
-                )
-            x = clear(x, real)
+        check_tokens("padding_mask", padding_mask, "booleans", "x", x, "[...]")
+        real = None if padding_mask is None else jnp.asarray(padding_mask)
+        x = clear(x, real)
         y, statistics = over_devices(self.gate, self.experts, x, real, self.parallel)
         y = y.astype(x.dtype)
         if self.shared_expert is not None:
@@ -259,5 +225,4 @@ class MixtureOfExperts(Module):
         # The gradient of the gate, a sum over features, is taken in float32.
         return (wide(y) * wide(gate)).astype(y.dtype)
 
-    def _published(self, weights: Weights) -> "MixtureOfExperts":
-        return mixture_of_experts(self, weights)
+    _published = mixture_of_experts

@@ -1,4 +1,4 @@
-"""A mixture of experts over several devices: experts, their hidden features and tokens split over the axes of a mesh."""
+"""A mixture of experts on one device or several: experts, their hidden features and tokens split over the axes of a mesh."""
 
 import dataclasses
 import math
@@ -16,9 +16,10 @@ from ...dispatch import Backend
 from ...dispatch.device import place_of_calls
 from ...parallel.mesh import explicit_mesh, resharded, spec_of
 from ...parallel.shapes import inside_manual_mesh
+from ..projection import mesh_axes
 from .dispatch import combined, dispatched, order_of
 from .exchange import Padded, Ragged
-from .routed import numbers_of, routed
+from .routing import Routing
 from .statistics import RouterStatistics, statistics_of
 
 Names = tuple[str, ...]
@@ -89,19 +90,24 @@ class _Split(NamedTuple):
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
 
+_WHOLE = _Split(None, (), (), (), PartitionSpec(), "auto")
+"""Nothing is split."""
+
+
 def over_devices(
     router: Any, experts: Any, x: Array, real: Array | None, parallel: ExpertParallel | None
 ) -> tuple[Array, RouterStatistics]:
-    """`routed`, on any mesh."""
+    """The weighted sum of the experts of each token `[..., E]`, at least float32, and the statistics, on any mesh; `real [...]` says which
+    tokens are none of padding."""
     if inside_manual_mesh():
-        return routed(router, experts, x, real)
+        return _local(_WHOLE, (router, experts), x, real)
     exchange = "auto" if parallel is None else parallel.exchange
     mesh = explicit_mesh((router, experts, x))
     if mesh is not None:
         return _on_mesh(_by_types(mesh, experts, x, exchange), router, experts, x, real)
     mesh = None if parallel is None else _automatic_mesh(parallel, (experts, x))
     if parallel is None or mesh is None:
-        return routed(router, experts, x, real)
+        return _local(_WHOLE, (router, experts), x, real)
     split = _by_names(mesh, parallel, experts, exchange)
     tokens = x.reshape(-1, x.shape[-1])
     spare = -tokens.shape[0] % split.size(split.tokens)
@@ -116,12 +122,11 @@ def over_devices(
 def _by_types(mesh: Any, experts: Any, x: Array, exchange: str) -> _Split:
     """By the shardings in the types of the arrays. A mesh axis that splits tokens and hidden features stays with the tokens: the weights
     are gathered, as for training with parameters split over the devices of the batch."""
-    ordered = lambda entry: () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     lead = spec_of(x)[:-1]
-    tokens = tuple(axis for entry in lead for axis in ordered(entry))
+    tokens = tuple(axis for entry in lead for axis in mesh_axes(entry))
     of_experts, of_hidden, _ = spec_of(experts.gate_proj)
-    hidden = tuple(axis for axis in ordered(of_hidden) if axis not in tokens)
-    return _Split(mesh, ordered(of_experts), tokens, hidden, PartitionSpec(*lead, None), exchange)
+    hidden = tuple(axis for axis in mesh_axes(of_hidden) if axis not in tokens)
+    return _Split(mesh, mesh_axes(of_experts), tokens, hidden, PartitionSpec(*lead, None), exchange)
 
 
 def _by_names(mesh: Any, parallel: ExpertParallel, experts: Any, exchange: str) -> _Split:
@@ -156,12 +161,8 @@ def _automatic_mesh(parallel: ExpertParallel, arrays: Any) -> Any:
     return None
 
 
-def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
-    return _compiled(split, router, experts, x, real)
-
-
 @eqx.filter_jit
-def _compiled(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
+def _on_mesh(split: _Split, router: Any, experts: Any, x: Array, real: Array | None) -> Any:
     """Compiled: outside of `jit`, arrays on a mesh meet others in compiled functions alone."""
     arrays, static = eqx.partition((router, experts), eqx.is_array)
     one = lambda axes: axes or None
@@ -199,7 +200,7 @@ def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Arr
     if split.tokens:
         statistics = jax.tree.map(lambda x: lax.psum(x, split.tokens), statistics)
     top_k = routing.indices.shape[-1]
-    numbers = _numbers(split, numbers_of(routing, real).reshape(-1), router.choice.num_experts)
+    numbers = _numbers(split, _chosen(routing, real).reshape(-1), router.choice.num_experts)
     if split.hidden and experts.down_proj_bias is not None:
         first = lax.axis_index(split.hidden) == 0  # each bias is added once
         bias = jnp.where(first, experts.down_proj_bias, jnp.zeros_like(experts.down_proj_bias))
@@ -216,9 +217,18 @@ def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Arr
     return y.reshape(x.shape), statistics
 
 
+def _chosen(routing: Routing, real: Array | None) -> Array:
+    """The expert of each choice `[..., k]`; for padding the number of experts, which is none of them."""
+    if real is None:
+        return routing.indices
+    return jnp.where(real[..., None], routing.indices, jnp.int32(routing.logits.shape[-1]))
+
+
 def _numbers(split: _Split, experts: Array, count: int) -> Array:
     """The numbers of experts by the device that tokens are sent to, and then by their place on it; the largest one and one more for experts
     of devices that this one sends nothing to."""
+    if not split.experts:
+        return experts
     each = count // split.size(split.experts)
     part, number = experts // each, experts % each
     kept, target, left = experts < count, jnp.zeros_like(experts), split.size(split.experts)

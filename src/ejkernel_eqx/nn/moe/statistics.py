@@ -179,16 +179,10 @@ def _total(statistics: Any) -> RouterStatistics:
         raise ValueError(
             "statistics: expected layers with the same number of experts, received several numbers; take the loss of each kind and add them."
         )
-    whole = [
-        RouterStatistics(
-            _over_layers(part.tokens_per_expert, 1),
-            _over_layers(part.probability_sums, 1),
-            _over_layers(part.z_square_sum, 0),
-            _over_layers(part.num_tokens, 0),
-        )
-        for part in parts
-    ]
-    return jax.tree.map(lambda *arrays: sum(arrays[1:], arrays[0]), *whole)
+    ranks = (1, 1, 0, 0)  # of the fields of one layer
+    sums = ([_over_layers(x, rank) for x, rank in zip(jax.tree.leaves(part), ranks)] for part in parts)
+    total: Any = (sum(arrays[1:], arrays[0]) for arrays in zip(*sums))
+    return RouterStatistics(*total)
 
 
 def _over_layers(x: Array, rank: int) -> Array:
