@@ -75,32 +75,17 @@ class GroupedArrays(NamedTuple):
         return self.lhs.shape[-2] if self.rows is None else self.rows.shape[-1]
 
 
+MATRICES, PER_COLUMN = ("rhs", "up", "stored", "up_stored"), ("bias", "up_bias", "scale", "up_scale")
 LEARNED = ("lhs", "rhs", "bias", "up", "up_bias")
-SHARED = frozenset({"rhs", "bias", "up", "up_bias", "stored", "scale", "up_stored", "up_scale"})
+SHARED = frozenset(MATRICES + PER_COLUMN)
 RESULTS = ("out",)  # [*, M, N]
 
 
 def letters_of(spec: GroupedSpec, gathered: bool) -> Letters:
     """The letters of a call's arrays."""
+    own = {"lhs": "L K" if gathered else "M K", "sizes": "E", "rows": "M", "out": "M N"}
     right = "E W K" if spec.transpose_rhs else "E K W"
-    per_column = "E W"
-    rows = "L" if gathered else "M"
-    return Letters.of(
-        {
-            "lhs": f"{rows} K",
-            "rhs": right,
-            "sizes": "E",
-            "bias": per_column,
-            "up": right,
-            "up_bias": per_column,
-            "rows": "M",
-            "stored": right,
-            "scale": per_column,
-            "up_stored": right,
-            "up_scale": per_column,
-            "out": "M N",
-        }
-    )
+    return Letters.of(own | dict.fromkeys(MATRICES, right) | dict.fromkeys(PER_COLUMN, "E W"))
 
 
 def sizes_of(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, int]:
@@ -148,9 +133,8 @@ def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:
 
 def alike(arrays: GroupedArrays) -> GroupedArrays:
     """Right sides, biases and scales, all with a leading axis or all without."""
-    names = ("rhs", "bias", "up", "up_bias", "stored", "scale", "up_stored", "up_scale")
-    given = {name: x for name in names if (x := getattr(arrays, name)) is not None}
-    cores = {name: 3 if name in ("rhs", "up", "stored", "up_stored") else 2 for name in given}
+    given = {name: x for name in (*MATRICES, *PER_COLUMN) if (x := getattr(arrays, name)) is not None}
+    cores = {name: 3 if name in MATRICES else 2 for name in given}
     if all(x.ndim == cores[name] for name, x in given.items()):
         return arrays
     batch = arrays.lhs.shape[0]

@@ -127,7 +127,6 @@ def forward(
         BIAS=arrays.bias is not None,
         UP_BIAS=arrays.up_bias is not None,
         SCALE=arrays.stored is not None,
-        ROW_SCALE=False,
         ACTIVATION=_ACTIVATIONS[spec.activation],
         ALPHA=spec.alpha,
         LIMIT=spec.limit or 0.0,

@@ -1,4 +1,5 @@
-"""The Triton kernels of both norms: rows `[BM, BF]` hold all features of one group in registers. In the norm of a sum, `G` is 1."""
+"""The Triton kernels of both norms: rows `[BM, BF]` hold all features of one group in registers. In the norm of a
+sum, `G` is 1."""
 
 import triton
 import triton.language as tl
@@ -34,10 +35,12 @@ def weight_of(weight_ptr, row, f, M, G: tl.constexpr, F: tl.constexpr, MAPPED: t
 def forward_kernel(
     x_ptr, branch_ptr, z_ptr, weight_ptr, rows, M,  # [B, M, G, F] thrice, [G, F] or, mapped, [B, G, F]
     out_ptr, sum_ptr,  # [B, M, G, F] twice; no sum without a branch
-    G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, BRANCH: tl.constexpr, GATE: tl.constexpr, NORM_FIRST: tl.constexpr,
-    WEIGHT: tl.constexpr, MAPPED: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
+    G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, BRANCH: tl.constexpr, GATE: tl.constexpr,
+    NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr, MAPPED: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr,
+    BF: tl.constexpr,
 ):  # fmt: skip
-    # out = norm(x) weight gate with `NORM_FIRST`, else norm(x gate) weight; norm(h) = h / sqrt(mean(h^2) + EPS). With `BRANCH`, x is the sum.
+    # out = norm(x) weight gate with `NORM_FIRST`, else norm(x gate) weight; norm(h) = h / sqrt(mean(h^2) + EPS).
+    # With `BRANCH`, x is the sum.
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # [BM]
     f = tl.arange(0, BF)  # [BF]
     at = row[:, None] * F + f[None, :]  # [BM, BF]
@@ -64,14 +67,15 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    x_ptr, z_ptr, weight_ptr, dout_ptr, dout_2_ptr, dout_3_ptr, dsum_ptr, M,  # x may be the sum; dout (of each reader) and dsum as x
+    x_ptr, z_ptr, weight_ptr,  # as in the forward kernel; x may be the sum
+    dout_ptr, dout_2_ptr, dout_3_ptr, dsum_ptr, M,  # as x; dout of each reader
     dx_ptr, dz_ptr, partial_ptr,  # as x, as z
-    G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, READERS: tl.constexpr, GATE: tl.constexpr, NORM_FIRST: tl.constexpr,
-    WEIGHT: tl.constexpr, MAPPED: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, TURNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, READERS: tl.constexpr, GATE: tl.constexpr,
+    NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr, MAPPED: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr,
+    BF: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`dx`, also the gradient of a branch, `dz`, and these rows' share of the gradient of the weight, `partial [B, chunks, G, F]`. A program
-    processes one group of `BM` rows, `TURNS` times. `READERS`: those of the norm of a sum; 0: a gated norm."""
+    """`dx`, also the gradient of a branch, `dz`, and these rows' share of the gradient of the weight, `partial [B,
+    chunks, G, F]`. A program processes one group of `BM` rows, `TURNS` times. `READERS`: 0 for a gated norm."""
     pid = tl.program_id(0)
     chunks = tl.cdiv(M, BM * TURNS)
     g = pid % G
@@ -113,7 +117,7 @@ def backward_kernel(
         if READERS > 0:
             dx = dsum + dx  # [BM, BF]
         normed = h * scale[:, None]  # [BM, BF]
-        # dweight = the sum over rows of the products that the weight multiplies, each rounded in an order of its own.
+        # dweight = the sum over rows of the products that the weight multiplies.
         if WEIGHT:
             if GATE and NORM_FIRST:
                 share += dout * gate * normed  # [BM, BF]

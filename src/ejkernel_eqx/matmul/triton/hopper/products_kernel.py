@@ -61,7 +61,8 @@ def _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM: gl.constexpr
 
 
 @gluon.jit
-def _consumer(ring, staging, outputs, groups, bias_ptr, up_bias_ptr, W: gl.constexpr, form: gl.constexpr, tile: gl.constexpr):
+def _consumer(ring, staging, outputs, groups, bias_ptr, up_bias_ptr, W: gl.constexpr, form: gl.constexpr,
+              tile: gl.constexpr):
     """Multiplies half the rows of every tile or all of every other one, and stores what follows from the products."""
     ALTERNATING: gl.constexpr = tile.ALTERNATING
     BM: gl.constexpr = tile.BM
@@ -115,8 +116,10 @@ def _consumer(ring, staging, outputs, groups, bias_ptr, up_bias_ptr, W: gl.const
                 other = scaled(other, up_bias_ptr, up_bias_ptr, at, n, form.W, False, form.UP_BIAS)
             # The backward reads the products before the activation.
             if form.SAVE:
-                store(outputs.gate, staging, rounded(gate, outputs.gate.dtype, LIMIT), start + size, size, row, column * BN)
-                store(outputs.up_z, staging, rounded(other, outputs.up_z.dtype, LIMIT), start + size, size, row, column * BN)
+                gate = rounded(gate, outputs.gate.dtype, LIMIT)
+                store(outputs.gate, staging, gate, start + size, size, row, column * BN)
+                up_z = rounded(other, outputs.up_z.dtype, LIMIT)
+                store(outputs.up_z, staging, up_z, start + size, size, row, column * BN)
             if LIMIT > 0:
                 # Comparisons keep NaN.
                 acc = gl.where(acc > LIMIT, LIMIT, acc)
@@ -149,7 +152,6 @@ def _loader(ring, inputs, groups, form: gl.constexpr, tile: gl.constexpr):
     SUMMANDS: gl.constexpr = 2 if KIND == SUM else 1
     TWO: gl.constexpr = KIND == PAIR or KIND == HALVES
     BYTES: gl.constexpr = (BM + (2 if TWO else 1) * BN) * BK * 2
-    full, empty = ring.full, ring.empty
     sizes_ptr, B, M, E = groups.sizes_ptr, groups.B, groups.M, groups.E
     group, first, start, size = -1, 0, 0, 0
     # Every stage is free at first: its barrier passes for the parity before.
@@ -168,15 +170,16 @@ def _loader(ring, inputs, groups, form: gl.constexpr, tile: gl.constexpr):
                 right = inputs.right if summand == 0 else inputs.up
                 for k in range((form.K + BK - 1) // BK):
                     # Both consumers have read what was in this stage.
-                    mbarrier.wait(empty.index(s), phase)
-                    mbarrier.expect(full.index(s), BYTES)
+                    mbarrier.wait(ring.empty.index(s), phase)
+                    full, n = ring.full.index(s), column * BN
+                    mbarrier.expect(full, BYTES)
                     # Rows of the next group are loaded, not stored.
-                    tma.async_copy_global_to_shared(left, [start + row * BM, k * BK], full.index(s), ring.left.index(s))
-                    _load(right, index, k * BK, column * BN, full.index(s), ring.right.index(s), form.TRANSPOSED)
+                    tma.async_copy_global_to_shared(left, [start + row * BM, k * BK], full, ring.left.index(s))
+                    _load(right, index, k * BK, n, full, ring.right.index(s), form.TRANSPOSED)
                     if KIND == HALVES:
-                        _load(right, index, k * BK, N + column * BN, full.index(s), ring.other.index(s), form.TRANSPOSED)
+                        _load(right, index, k * BK, N + n, full, ring.other.index(s), form.TRANSPOSED)
                     elif KIND == PAIR:
-                        _load(inputs.up, index, k * BK, column * BN, full.index(s), ring.other.index(s), form.TRANSPOSED)
+                        _load(inputs.up, index, k * BK, n, full, ring.other.index(s), form.TRANSPOSED)
                     s, phase = following(s, phase, tile.STAGES)
         t += gl.num_programs(0)
 
@@ -261,7 +264,8 @@ def hopper_products_kernel(
     inputs = Inputs(lhs_desc, right_desc, other_desc, up_desc)
     outputs = Outputs(out_desc, gate_desc, up_z_desc)
     groups = Groups(sizes_ptr, B, M, E, total)
-    form: gl.constexpr = Form(K, W, N, KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT, UP_SHIFT, SAVE, FAST)
+    form: gl.constexpr = Form(K, W, N, KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT, UP_SHIFT,
+                              SAVE, FAST)
     tile: gl.constexpr = Tile(BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, SWIZZLE, ALTERNATING)
     # Two consumers of four warps with 232 registers a thread, one producer warp with 40.
     gl.warp_specialize([

@@ -31,7 +31,8 @@ def _steps(steps_ptr, t, total, EACH: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(ring, staging, out_desc, steps_ptr, total, W: gl.constexpr, K: gl.constexpr, N: gl.constexpr, tile: gl.constexpr):
+def _consumer(ring, staging, out_desc, steps_ptr, total, W: gl.constexpr, K: gl.constexpr, N: gl.constexpr,
+              tile: gl.constexpr):
     """Sums up half the rows of every tile or all of every other one."""
     ALTERNATING: gl.constexpr = tile.ALTERNATING
     STAGES: gl.constexpr = tile.STAGES
@@ -64,14 +65,14 @@ def _consumer(ring, staging, out_desc, steps_ptr, total, W: gl.constexpr, K: gl.
 
 
 @gluon.jit
-def _loader(ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K: gl.constexpr, N: gl.constexpr, tile: gl.constexpr):
+def _loader(ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K: gl.constexpr, N: gl.constexpr,
+            tile: gl.constexpr):
     """Loads the rows of every tile's group, as far ahead as there are stages."""
     BM: gl.constexpr = tile.BM
     BN: gl.constexpr = tile.BN
     BK: gl.constexpr = tile.BK
     COLUMNS: gl.constexpr = (N + BN - 1) // BN
     EACH: gl.constexpr = (K + BM - 1) // BM * COLUMNS
-    full, empty = ring.full, ring.empty
     # Every stage is free at first: its barrier passes for the parity before.
     s, phase = 0, 1
     t = gl.program_id(0)
@@ -83,12 +84,13 @@ def _loader(ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K: gl.constexpr, N
             size = gl.load(spans_ptr + at + 1)
             for k in range((size + BK - 1) // BK):
                 # Both consumers have read what was in this stage.
-                mbarrier.wait(empty.index(s), phase)
-                mbarrier.expect(full.index(s), (BM + BN) * BK * 2)
+                mbarrier.wait(ring.empty.index(s), phase)
+                full = ring.full.index(s)
+                mbarrier.expect(full, (BM + BN) * BK * 2)
                 # Rows past the group's last are 0, whatever is there.
-                first = FAR - size + k * BK
-                tma.async_copy_global_to_shared(lhs_desc, [FAR, start + size, first, row * BM], full.index(s), ring.left.index(s))
-                tma.async_copy_global_to_shared(dz_desc, [FAR, start + size, first, column * BN], full.index(s), ring.right.index(s))
+                end, first = start + size, FAR - size + k * BK
+                tma.async_copy_global_to_shared(lhs_desc, [FAR, end, first, row * BM], full, ring.left.index(s))
+                tma.async_copy_global_to_shared(dz_desc, [FAR, end, first, column * BN], full, ring.right.index(s))
                 s, phase = following(s, phase, tile.STAGES)
         t += gl.num_programs(0)
 
