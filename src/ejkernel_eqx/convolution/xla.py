@@ -9,6 +9,7 @@ from .._shapes import least
 from ..core.arguments import accumulator
 from ..core.platforms import Plain
 from ..parallel.mesh import spec_of
+from ..sequences.tokens import over
 from .spec import as_called, channels_as, ConvArrays, ConvSpec, merged, Places, split_heads
 
 
@@ -109,9 +110,7 @@ def take_rows(x: Array, index: Array) -> Array:
 
 def _add_rows(x: Array, index: Array, rows: Array) -> Array:
     add = lambda x, index, rows: x.at[index].add(rows, mode="drop")
-    for _ in range(x.ndim - 2):
-        add = jax.vmap(add)
-    return add(x, index, rows)
+    return over(x.ndim - 2, add)(x, index, rows)
 
 
 platform = Plain(apply)

@@ -50,9 +50,8 @@ class GroupedArrays(NamedTuple):
     bias: Array | None = None  # [E, W], any float dtype
     up: Array | None = None  # as rhs
     up_bias: Array | None = None  # as bias
-    rows: Array | None = (
-        None  # int32 [*, M], the row of lhs at each row of the result; arbitrary past the last group
-    )
+    # int32 [*, M], the row of lhs at each row of the result; arbitrary past the last group.
+    rows: Array | None = None
     stored: Array | None = None  # as rhs, of int8 or float8: a stored number stands for `scale * number`
     scale: Array | None = None  # float32 [E, W]
     up_stored: Array | None = None

@@ -8,7 +8,7 @@ from jax import Array
 
 from .._broadcast import like
 from ..sequences.packing import chunk_indices, ended
-from ..sequences.tokens import over
+from ..sequences.tokens import over, scattered
 
 Tables = dict[str, Array]
 
@@ -107,12 +107,6 @@ def last_of(segment: Array, count: Any) -> Array:
         return jnp.full((count,), -1, jnp.int32).at[row].max(token, mode="drop")
 
     return over(segment.ndim - 1, row)(jnp.where(segment < 0, count, segment))
-
-
-def scattered(index: Array, values: Array) -> Array:
-    """`values` moved to `index`, a permutation of each row."""
-    put = lambda index, values: jnp.zeros_like(values).at[index].set(values, unique_indices=True)
-    return over(index.ndim - 1, put)(index, values)
 
 
 def before(lengths: Array, length: Any) -> Array:

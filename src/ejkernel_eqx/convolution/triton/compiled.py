@@ -70,11 +70,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
-    tiles = (tuple(_fitted(ConvTile(*size), problem, device) for size in sizes) for sizes in _TILES)
-    fast = device.vendor == "nvidia"
-    forward, backward = tiles
-    pairs = zip(forward, backward, strict=True)
-    return list(dict.fromkeys(TritonConfig(first, second, fast) for first, second in pairs))
+    pairs = ([_fitted(ConvTile(*size), problem, device) for size in sizes] for sizes in zip(*_TILES))
+    return list(dict.fromkeys(TritonConfig(*pair, device.vendor == "nvidia") for pair in pairs))
 
 
 def _fitted(tile: ConvTile, problem: Problem, device: DeviceFacts) -> ConvTile:
