@@ -38,6 +38,11 @@ class GroupedSpec:
         """Returns whether the result is the product itself."""
         return self.activation is None and self.gated is None
 
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The products before the activation, which kernels save for the backward."""
+        return () if self.is_linear else ("gate", "up_z")[: 2 if self.gated else 1]
+
 
 class GroupedArrays(NamedTuple):
     """The arrays of a call; `*` are the leading axes, the same for `lhs`, `sizes` and `rows`. The others have none (or, mapped by `jax.vmap`,
@@ -115,14 +120,10 @@ def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str,
 
 
 def saved_axes(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
-    """The residuals that kernels save for the backward: the products before the activation; nothing if there is none."""
-    if spec.is_linear:
-        return {}
+    """The axes of the residuals that kernels save for the backward."""
     width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
-    column = (
-        f"H{columns(width, spec)}" if spec.gated == INTERLEAVED else "N" if spec.gated == HALVES else "bN"
-    )
-    return {name: ("M", column) for name in ("gate", *(("up_z",) if spec.gated else ()))}
+    split = {HALVES: "N", INTERLEAVED: f"H{columns(width, spec)}"}
+    return dict.fromkeys(spec.saved, ("M", split.get(str(spec.gated), "bN")))
 
 
 def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:

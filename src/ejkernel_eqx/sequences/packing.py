@@ -5,6 +5,7 @@ transformations on request ([`ejkernel_eqx.check_values`][]); otherwise the docs
 """
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -255,6 +256,14 @@ def _check_runs(ids: Array, max_segments: int) -> None:
                 f"max_segments: expected at least the number of runs of equal ids, {runs}, received {max_segments}; "
                 "raise it to the maximum number of sequences per row."
             )
+
+
+def read_axis(axis: Any, x: Array) -> int:
+    """The axis, counted from the front."""
+    axis = operator.index(axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis: expected an axis of x, which has {x.ndim} axes, received {axis}.")
+    return axis % x.ndim
 
 
 def read_count(name: str, value: Any, least: int = 0) -> int:

@@ -148,8 +148,6 @@ def _initial_gradient(arrays: ConvArrays, spec: ConvSpec, dout: Array, dfinal: A
     real = (at < enter_end)[..., None]
 
     def head(x: Array) -> Array:
-        if length == 0:
-            return jnp.zeros(initial.shape, jnp.float32)
         flat = jnp.minimum(at, length - 1).reshape(at.shape[0], -1)
         tokens = flat if places is None else jnp.take_along_axis(places.order, flat, -1)
         return jnp.where(real, take_rows(x, tokens).reshape(initial.shape).astype(jnp.float32), 0.0)

@@ -52,7 +52,6 @@ class Products:
     columns: int
     outputs: dict[str, Any]
     spec: GroupedSpec
-    transposed: bool
     shift: int = 0
     operand: str = ""
 
@@ -65,9 +64,10 @@ def products(label: str, work: Products, groups: Groups, tile: TpuTile, execute:
     across, down = cdiv(work.columns, n), cdiv(inner, k)
     visits, count = row_visits(groups.sizes, groups.rows, m, groups.mapped)
     scratch = SCRATCH[: 1 + _is_gated(given)] if down > 1 or k > CHUNK else ()
-    form = Form((*given, *work.outputs, *scratch), work.spec, work.operand, work.transposed, m, k, inner)
-    at = _index_maps(work.shift // n, work.transposed)
-    matrix = (n, k) if work.transposed else (k, n)
+    form = Form((*given, *work.outputs, *scratch), work.spec, work.operand, m, k, inner)
+    transposed = work.spec.transpose_rhs
+    at = _index_maps(work.shift // n, transposed)
+    matrix = (n, k) if transposed else (k, n)
     shapes = dict.fromkeys(("x", "y"), (m, k)) | dict.fromkeys(("w", "u"), (None, *matrix))
     blocks = {name: (None, 1, k if "row_scale" in name else n) for name in given} | shapes
     specs = [pl.BlockSpec(blocks[name], at[name]) for name in given]

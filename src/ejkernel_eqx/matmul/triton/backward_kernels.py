@@ -62,16 +62,11 @@ def right_kernel(
         e, sizes = sizes_of(sizes_ptr, b, E, BLOCK_E)
         start = tl.sum(tl.where(e < group, sizes, 0), 0)
         end = tl.minimum(start + tl.sum(tl.where(e == group, sizes, 0), 0), M)
-        if BIAS:
-            # The programs of the first rows also sum up the bias's gradient.
-            if pid % (across * DOWN) < across:
-                acc, total = _sums(
-                    acc, total, lhs_ptr, dz_ptr, rows_ptr, start, end, b, M, L, k, n, K, W, GATHERED, MATRIX, True, BLOCK_M, OPERAND,
-                    PRECISION)  # fmt: skip
-            else:
-                acc, total = _sums(
-                    acc, total, lhs_ptr, dz_ptr, rows_ptr, start, end, b, M, L, k, n, K, W, GATHERED, MATRIX, False, BLOCK_M, OPERAND,
-                    PRECISION)  # fmt: skip
+        # The programs of the first rows also sum up the bias's gradient.
+        if BIAS and pid % (across * DOWN) < across:
+            acc, total = _sums(
+                acc, total, lhs_ptr, dz_ptr, rows_ptr, start, end, b, M, L, k, n, K, W, GATHERED, MATRIX, True, BLOCK_M, OPERAND,
+                PRECISION)  # fmt: skip
         else:
             acc, total = _sums(
                 acc, total, lhs_ptr, dz_ptr, rows_ptr, start, end, b, M, L, k, n, K, W, GATHERED, MATRIX, False, BLOCK_M, OPERAND,
@@ -84,9 +79,8 @@ def right_kernel(
             at = k[:, None].to(tl.int64) * W + n[None, :]  # [BLOCK_K, BLOCK_N]
         inside = (k < K)[:, None] & (n < W)[None, :]  # [BLOCK_K, BLOCK_N]
         tl.store(dright_ptr + index * (K * W) + at, acc.to(dright_ptr.dtype.element_ty), mask=inside)
-    if BIAS:
-        if pid % (across * DOWN) < across:
-            tl.store(dbias_ptr + index * W + n, total, mask=n < W)
+    if BIAS and pid % (across * DOWN) < across:
+        tl.store(dbias_ptr + index * W + n, total, mask=n < W)
 
 
 @triton.jit

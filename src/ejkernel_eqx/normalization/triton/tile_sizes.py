@@ -47,19 +47,11 @@ def tile_pairs(problem: Problem, device: DeviceFacts) -> list[tuple[NormTile, No
     sizes = _NARROW if features <= 1024 else _WIDE
     if is_sum and padded(features, 1) == 1024:
         sizes = (_DEEP, *sizes)
-    return [_pair(problem, device, *size) for size in sizes]
+    return [_pair(problem, device, size) for size in sizes]
 
 
-def _pair(
-    problem: Problem,
-    device: DeviceFacts,
-    forward: int,
-    ahead: int,
-    backward: int,
-    each: int,
-    stages: int,
-    programs: int,
-) -> tuple[NormTile, NormTile]:
+def _pair(problem: Problem, device: DeviceFacts, size: tuple[int, ...]) -> tuple[NormTile, NormTile]:
+    forward, ahead, backward, each, stages, programs = size
     width, item = padded(problem.dim("F"), 1), jnp.dtype(problem.dtype("x")).itemsize
     rows = math.prod(dict(problem.dims).values()) // problem.dim("F")
     first, second = (max(1, elements // width) for elements in (forward, backward))
