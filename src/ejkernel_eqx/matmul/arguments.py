@@ -26,8 +26,6 @@ from .spec import (
     STORED_DTYPES,
 )
 
-_OUT_DTYPES = ("bfloat16", "float16", "float32", "float64")
-
 
 def check_options(
     activation: Any, gate_up: Any, alpha: Any, limit: Any, up_shift: Any, transpose_rhs: Any
@@ -50,21 +48,6 @@ def check_options(
     if not is_finite(up_shift):
         raise ValueError(f"up_shift: expected a finite number, received {up_shift!r}.")
     check_flags(transpose_rhs=transpose_rhs)
-
-
-def check_out_dtype(dtype: Any) -> str | None:
-    """The name of the requested dtype of results; `None` for that of the left side."""
-    if dtype is None:
-        return None
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = repr(dtype)
-    if name not in _OUT_DTYPES:
-        raise ValueError(
-            f"preferred_element_type: expected one of {', '.join(_OUT_DTYPES)}, received {name}."
-        )
-    return name
 
 
 class RightSide(NamedTuple):

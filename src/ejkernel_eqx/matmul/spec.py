@@ -108,12 +108,8 @@ def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str,
     plain product."""
     size = sizes_of(arrays, spec)
     # An interleaved pair of columns stays together, as heads that go with others do.
-    split = {
-        None: {"W": "bN", "N": "bN"},
-        PAIR: {"W": "bN", "N": "bN"},
-        HALVES: {},
-        INTERLEAVED: {"W": f"H{size['W']}", "N": f"H{size['N']}"},
-    }[spec.gated]
+    together = {"W": f"H{size['W']}", "N": f"H{size['N']}"}
+    split = {HALVES: {}, INTERLEAVED: together}.get(str(spec.gated), {"W": "bN", "N": "bN"})
     split = split | ({"K": "bK"} if is_partial(arrays, spec) else {})
     letters = letters_of(spec, arrays.rows is not None).by_name
     return {name: tuple(split.get(letter, letter) for letter in axes) for name, axes in letters.items()}

@@ -46,10 +46,8 @@ def collect(rows: Array, index: Array | None, sizes: Array, length: Any) -> Arra
     """The sums `[*, L, K]` of the rows `[*, M, K]` that were taken from each of `length` rows."""
     if index is None:
         return rows
-    past = jnp.sum(sizes, -1, dtype=sizes.dtype, keepdims=True) <= like(
-        jnp.arange(index.shape[-1], dtype=sizes.dtype), sizes
-    )
-    index = jnp.where(past, length, index)
+    row = like(jnp.arange(index.shape[-1], dtype=sizes.dtype), sizes)
+    index = jnp.where(row < jnp.sum(sizes, -1, dtype=sizes.dtype, keepdims=True), index, length)
 
     def add(rows: Array, index: Array) -> Array:
         zeros = match_varying(jnp.zeros((length, rows.shape[-1]), accumulator(rows.dtype)), rows)

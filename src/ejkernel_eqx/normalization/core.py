@@ -1,6 +1,7 @@
 """The family's kinds of calls: their problems and their axes."""
 
 import dataclasses
+from typing import Any
 
 from ..core import Kind
 from ..dispatch import Problem
@@ -11,16 +12,17 @@ from .spec import COPIES, LEARNED, letters_of, NormArrays, NormSpec, SHARED
 def problem_of(operation: str, arrays: NormArrays, spec: NormSpec) -> Problem:
     """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones."""
     dims, has_gate = letters_of(spec).sizes(arrays), arrays.z is not None
-    gated = {
-        "activation": spec.activation if has_gate else None,
-        "norm_before_gate": has_gate and spec.norm_before_gate,
-    }
+    flags: dict[str, Any] = {"weight": arrays.weight is not None}
+    if spec.readers:
+        flags["branch"] = arrays.branch is not None
+    else:
+        flags["activation"] = spec.activation if has_gate else None
+        flags["norm_before_gate"] = has_gate and spec.norm_before_gate
     return Problem.make(
         operation,
         dims=dims,
         dtypes={name: x.dtype for name in ("x", "z") if (x := getattr(arrays, name)) is not None},
-        flags={"weight": arrays.weight is not None}
-        | ({"branch": arrays.branch is not None} if spec.readers else gated),
+        flags=flags,
         lengths={"B", "M"},
         counts={"G"} & dims.keys(),
     )
@@ -35,11 +37,11 @@ NORMALIZE = Kind(
     learned=LEARNED,
     shared=SHARED,
 )
-KINDS = (
-    NORMALIZE,
-    *(
-        dataclasses.replace(NORMALIZE, results=("out", "sum", *COPIES[1:readers]), read=("sum",))
-        for readers in range(1, len(COPIES) + 1)
-    ),
-)
+
+
+def _of_sum(readers: int) -> Kind:
+    return dataclasses.replace(NORMALIZE, results=("out", "sum", *COPIES[1:readers]), read=("sum",))
+
+
+KINDS = (NORMALIZE, *map(_of_sum, range(1, len(COPIES) + 1)))
 """The kinds of calls by the readers of their specs."""

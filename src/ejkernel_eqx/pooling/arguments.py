@@ -101,7 +101,7 @@ def arrays_of(
         most = length // spec.chunk + offsets.shape[-1] - 1 if max_chunks is None else max_chunks
         table = tables.of_chunks(offsets, order, real, length, spec.chunk, most)
     elif offsets is not None:
-        table = tables.of_offsets(offsets, order, real, length)
+        table = tables.of_ranges(offsets[..., :-1], offsets[..., 1:], order, real, length)
     elif real is not None:
         table = tables.of_rows(length, spec.chunk, num_segments(PoolArrays(x), spec), real)
     arrays = PoolArrays(x, **table)
@@ -168,15 +168,10 @@ def _ids(options: Options, segment_ids: Any, shape: tuple[int, ...]) -> tuple[Ar
             )
         count = max(0, int(values.max()) + 1) if values.size else 0
     count = int(count)
-    ids = checked(
-        ids,
-        segment_ids,
-        lambda x: x >= count,
-        lambda found: (
-            f"segment_ids: expected ids below num_segments={count}, received {found}; raise num_segments, or use -1 for padding."
-        ),
-        lambda values: str(values.max()),
+    say = lambda found: (
+        f"segment_ids: expected ids below num_segments={count}, received {found}; raise num_segments, or use -1 for padding."
     )
+    ids = checked(ids, segment_ids, lambda x: x >= count, say, lambda values: str(values.max()))
     return (_sorted(ids, segment_ids) if options.indices_are_sorted else ids), count
 
 
@@ -187,11 +182,7 @@ def _sorted(ids: Array, given: Any) -> Array:
         before = np.maximum.accumulate(x, -1) if isinstance(x, np.ndarray) else lax.cummax(x, x.ndim - 1)
         return (x >= 0) & (x < before)
 
-    return checked(
-        ids,
-        given,
-        falls,
-        lambda found: (
-            f"segment_ids: expected ids that never decrease, with indices_are_sorted=True, received {found}; sort the tokens, or leave it out."
-        ),
+    say = lambda found: (
+        f"segment_ids: expected ids that never decrease, with indices_are_sorted=True, received {found}; sort the tokens, or leave it out."
     )
+    return checked(ids, given, falls, say)

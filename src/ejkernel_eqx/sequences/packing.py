@@ -198,12 +198,8 @@ def ended(ends: Array, total: int) -> Array:
         each = ends[..., None, :]  # [..., 1, N]
         index = like(jnp.arange(total, dtype=ends.dtype)[:, None], each)  # [..., T, 1]
         return jnp.sum(each <= index, axis=-1, dtype=jnp.int32)
-    count = lambda row: jnp.cumsum(_marks(row, total), dtype=jnp.int32)
-    return jnp.vectorize(count, signature="(n)->(t)")(ends)
-
-
-def _marks(places: Array, total: int) -> Array:
-    return jnp.zeros((total,), jnp.int32).at[places].add(1, mode="drop")
+    marks = lambda row: jnp.zeros((total,), jnp.int32).at[row].add(1, mode="drop")
+    return jnp.vectorize(lambda row: jnp.cumsum(marks(row), dtype=jnp.int32), signature="(n)->(t)")(ends)
 
 
 def spans_of_ids(ids: Array) -> Spans:

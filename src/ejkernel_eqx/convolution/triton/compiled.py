@@ -71,7 +71,8 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     pairs = ([_fitted(ConvTile(*size), problem, device) for size in sizes] for sizes in zip(*_TILES))
-    return list(dict.fromkeys(TritonConfig(*pair, device.vendor == "nvidia") for pair in pairs))
+    fast = device.vendor == "nvidia"
+    return list(dict.fromkeys(TritonConfig(*pair, fast_sigmoid=fast) for pair in pairs))
 
 
 def _fitted(tile: ConvTile, problem: Problem, device: DeviceFacts) -> ConvTile:

@@ -30,10 +30,6 @@ class Groups:
     mapped: bool
 
     @property
-    def total(self) -> int:
-        return self.sizes.shape[0] * self.rows
-
-    @property
     def matrices(self) -> int:
         return self.sizes.shape[1] * (self.sizes.shape[0] if self.mapped else 1)
 

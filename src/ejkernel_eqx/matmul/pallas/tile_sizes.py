@@ -99,11 +99,8 @@ def _stored(rows: int, columns: int, size: int) -> int:
 _ROWS = (512, 256, 128, 64, 32, 16)
 _COLUMNS = (1024, 512, 256, 128)
 _INNER = (16384, 8192, 4096, 2048, 1024, 512, 128)
-_SIZES = {
-    "forward": (_ROWS, _COLUMNS, _INNER),
-    "lhs": (_ROWS, _COLUMNS, _INNER),
-    "rhs": ((512, 256, 128), _COLUMNS, _COLUMNS),
-}
+_ALL = _ROWS, _COLUMNS, _INNER
+_SIZES = {"forward": _ALL, "lhs": _ALL, "rhs": ((512, 256, 128), _COLUMNS, _COLUMNS)}
 MOST = 8
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tile import operand, sizes_of
+from .tile import operand, right_offsets, sizes_of
 
 
 @triton.jit
@@ -73,10 +73,7 @@ def right_kernel(
                 PRECISION)  # fmt: skip
         b += 1
     if MATRIX:
-        if TRANSPOSED:
-            at = n[None, :].to(tl.int64) * K + k[:, None]  # [BLOCK_K, BLOCK_N]
-        else:
-            at = k[:, None].to(tl.int64) * W + n[None, :]  # [BLOCK_K, BLOCK_N]
+        at = right_offsets(k, n, K, W, TRANSPOSED)  # [BLOCK_K, BLOCK_N]
         inside = (k < K)[:, None] & (n < W)[None, :]  # [BLOCK_K, BLOCK_N]
         tl.store(dright_ptr + index * (K * W) + at, acc.to(dright_ptr.dtype.element_ty), mask=inside)
     if BIAS and pid % (across * DOWN) < across:

@@ -1,14 +1,15 @@
 """The tiles that each kernel prefers, and what shared memory they take."""
 
 import dataclasses
+from typing import Any
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch.fields import Block, check_fields, Count, Programs, Warps
 from ...launch.sizes import cdiv, padded, shared_memory_of
 from ..spec import HALVES, INTERLEAVED, PAIR
 
-Sizes = tuple[int, ...]
-"""The fields of a tile, the last ones by default."""
+Sizes = tuple[Any, ...]
+"""The fields of a tile up to its stages or its swizzle."""
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
