@@ -106,7 +106,7 @@ def _jvp(
 def _transpose(
     of_second: Callable[..., Array], cotangents: Any, *operands: Any, jaxpr: Any, form: Form
 ) -> list[Any]:
-    """The cotangents of the operands of one product. `of_second`: the other one, which that of the second is."""
+    """The transpose of a product. `of_second`: the product that the cotangent of the second operand is."""
     (cotangent,), (x, y, sizes, index) = cotangents, _split(operands)
     results: list[Any] = [None] * len(operands)
     if isinstance(cotangent, ad.Zero):

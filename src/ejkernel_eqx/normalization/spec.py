@@ -1,8 +1,8 @@
-"""The description of a gated RMS norm, or of the norm of a sum, once every option and layout has been resolved.
+"""The description of a gated RMS norm, or of the norm of a sum, once every option and layout is resolved.
 
 Everything below the public operations (the reference, XLA, Triton) uses only these types. Letters: `B` merged
-leading axes, `M` rows of each, `G` groups per row, an axis that the norm of a sum lacks, `F` features per group.
-"""
+leading axes, `M` rows of each, `G` groups per row, an axis that the norm of a sum lacks, `F` features per
+group."""
 
 import dataclasses
 from typing import NamedTuple
@@ -17,8 +17,9 @@ COPIES = ("out", "out_2", "out_3")
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """The static half of a call. `readers`: 0 for a gated norm, which returns `out`. The norm of a sum returns the
-    `sum` and, as often as it has readers, `out`, as `out`, `out_2` and `out_3`, whose gradients are added."""
+    """The static half of a call. `readers`: 0 for a gated norm, which returns `out`. The norm of a sum
+    returns the `sum` and, as often as it has readers, `out`, as `out`, `out_2` and `out_3`, whose gradients
+    are added."""
 
     activation: str = "silu"
     norm_before_gate: bool = False
@@ -31,8 +32,9 @@ class NormSpec:
 
 
 class NormArrays(NamedTuple):
-    """The arrays of a call; `*` are the leading axes, the same for all except `weight`, which has none (or, mapped by
-    `jax.vmap`, all). A gated norm has no branch, and the norm of a sum has no gate and no axis `G`."""
+    """The arrays of a call; `*` are the leading axes, the same for all except `weight`, which has none (or,
+    mapped by `jax.vmap`, all). A gated norm has no branch, and the norm of a sum has no gate and no axis
+    `G`."""
 
     x: Array  # [*, M, G, F]
     z: Array | None = None  # [*, M, G, F], any float dtype

@@ -54,11 +54,11 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     **Arguments:**
 
-    - `dims`: at least `M` rows and `F` features, those of a group in a gated norm; the leading axes `B` and, in a
-        gated norm, the groups `G` default to 1.
+    - `dims`: at least `M` rows and `F` features, those of a group in a gated norm; the leading axes `B` and,
+        in a gated norm, the groups `G` default to 1.
     - `dtype`: the dtype of the rows, the gate and the branch; the weight is float32 (float64 with float64).
-    - `flags`: `weight` (default true); of a gated norm `activation` (`silu` by default, `sigmoid`, or `none` for no
-        gate) and `norm_before_gate`; of the norm of a sum `branch` (default true).
+    - `flags`: `weight` (default true); of a gated norm `activation` (`silu` by default, `sigmoid`, or `none`
+        for no gate) and `norm_before_gate`; of the norm of a sum `branch` (default true).
 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """

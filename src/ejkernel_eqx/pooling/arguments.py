@@ -95,7 +95,8 @@ def arrays_of(
     order: Array | None,
     max_chunks: int | None,
 ) -> PoolArrays:
-    """The arrays of a call with the `real` tokens (`None`: all), packed between `offsets` of places if there are any."""
+    """The arrays of a call with the `real` tokens (`None`: all), packed between `offsets` of places if there
+    are any."""
     length, table = x.shape[-2], {}
     if offsets is not None and spec.chunk is not None:
         most = length // spec.chunk + offsets.shape[-1] - 1 if max_chunks is None else max_chunks

@@ -68,7 +68,8 @@ def _derivative(spec: PoolSpec, primals: Any, tangents: Any) -> tuple[Array, Arr
 
 
 def normalised(pooled: Array, spec: PoolSpec) -> Array:
-    """`pooled / max(norm, eps)`, with the Euclidean norm over all channels, in the dtype of `pooled`. The gradient of a result of 0 is finite."""
+    """`pooled / max(norm, eps)`, with the Euclidean norm over all channels, in the dtype of `pooled`. The
+    gradient of a result of 0 is finite."""
     if not spec.normalize:
         return pooled
     square = jnp.sum(pooled * pooled, -1, keepdims=True)

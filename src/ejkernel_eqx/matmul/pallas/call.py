@@ -131,8 +131,8 @@ def right_gradient(
 
 
 def _index_maps(shift: int, transposed: bool) -> dict[str, Callable[..., tuple[Any, ...]]]:
-    """The index maps of blocks by name: of a column tile, a visit and a step along the contracted axis, followed by
-    the table of visits."""
+    """The index maps of blocks by name: of a column tile, a visit and a step along the contracted axis,
+    followed by the table of visits."""
     rows = lambda n, v, k, tile, *_: (tile[v], k)
     matrix = lambda n, v, k, tile, own, *_: (own[v], n, k) if transposed else (own[v], k, n)
     row = lambda n, v, k, tile, own, *_: (own[v], 0, k)

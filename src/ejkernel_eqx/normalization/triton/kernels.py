@@ -1,5 +1,5 @@
-"""The Triton kernels of both norms: rows `[BM, BF]` hold all features of one group in registers. In the norm of a
-sum, `G` is 1."""
+"""The Triton kernels of both norms: rows `[BM, BF]` hold all features of one group in registers. In the norm
+of a sum, `G` is 1."""
 
 import triton
 import triton.language as tl
@@ -36,8 +36,8 @@ def forward_kernel(
     x_ptr, branch_ptr, z_ptr, weight_ptr, rows, M,  # [B, M, G, F] thrice, [G, F] or, mapped, [B, G, F]
     out_ptr, sum_ptr,  # [B, M, G, F] twice; no sum without a branch
     G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, BRANCH: tl.constexpr, GATE: tl.constexpr,
-    NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr, MAPPED: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr,
-    BF: tl.constexpr,
+    NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr, MAPPED: tl.constexpr, FAST: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     # out = norm(x) weight gate with `NORM_FIRST`, else norm(x gate) weight; norm(h) = h / sqrt(mean(h^2) + EPS).
     # With `BRANCH`, x is the sum.
@@ -71,11 +71,12 @@ def backward_kernel(
     dout_ptr, dout_2_ptr, dout_3_ptr, dsum_ptr, M,  # as x; dout of each reader
     dx_ptr, dz_ptr, partial_ptr,  # as x, as z
     G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, READERS: tl.constexpr, GATE: tl.constexpr,
-    NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr, MAPPED: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr,
-    BF: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
+    NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr, MAPPED: tl.constexpr, FAST: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`dx`, also the gradient of a branch, `dz`, and these rows' share of the gradient of the weight, `partial [B,
-    chunks, G, F]`. A program processes one group of `BM` rows, `TURNS` times. `READERS`: 0 for a gated norm."""
+    """`dx`, also the gradient of a branch, `dz`, and these rows' share of the gradient of the weight,
+    `partial [B, chunks, G, F]`. A program processes one group of `BM` rows, `TURNS` times. `READERS`: 0 for a
+    gated norm."""
     pid = tl.program_id(0)
     chunks = tl.cdiv(M, BM * TURNS)
     g = pid % G

@@ -37,8 +37,8 @@ _WIDE = (
     (8192, 16, 4096, 32, 2, 4),
 )
 _DEEP = (4096, 32, 512, 16, 3, 4)
-"""Fewer programs with more turns each, and so fewer parts of the weight's gradient to sum: in the norm of a sum 80 µs
-for 84 with 16,384 rows and three readers."""
+"""Fewer programs with more turns each, and so fewer parts of the weight's gradient to sum: in the norm of a
+sum 80 µs for 84 with 16,384 rows and three readers."""
 
 
 def tile_pairs(problem: Problem, device: DeviceFacts) -> list[tuple[NormTile, NormTile]]:

@@ -174,7 +174,8 @@ def _loader(ring, inputs, groups, form: gl.constexpr, tile: gl.constexpr):
                     full, n = ring.full.index(s), column * BN
                     mbarrier.expect(full, BYTES)
                     # Rows of the next group are loaded, not stored.
-                    tma.async_copy_global_to_shared(left, [start + row * BM, k * BK], full, ring.left.index(s))
+                    m = start + row * BM
+                    tma.async_copy_global_to_shared(left, [m, k * BK], full, ring.left.index(s))
                     _load(right, index, k * BK, n, full, ring.right.index(s), form.TRANSPOSED)
                     if KIND == HALVES:
                         _load(right, index, k * BK, N + n, full, ring.other.index(s), form.TRANSPOSED)
@@ -264,8 +265,8 @@ def hopper_products_kernel(
     inputs = Inputs(lhs_desc, right_desc, other_desc, up_desc)
     outputs = Outputs(out_desc, gate_desc, up_z_desc)
     groups = Groups(sizes_ptr, B, M, E, total)
-    form: gl.constexpr = Form(K, W, N, KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT, UP_SHIFT,
-                              SAVE, FAST)
+    form: gl.constexpr = Form(K, W, N, KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT,
+                              UP_SHIFT, SAVE, FAST)
     tile: gl.constexpr = Tile(BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, SWIZZLE, ALTERNATING)
     # Two consumers of four warps with 232 registers a thread, one producer warp with 40.
     gl.warp_specialize([

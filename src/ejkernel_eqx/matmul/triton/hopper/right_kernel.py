@@ -89,8 +89,9 @@ def _loader(ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K: gl.constexpr, N
                 mbarrier.expect(full, (BM + BN) * BK * 2)
                 # Rows past the group's last are 0, whatever is there.
                 end, first = start + size, FAR - size + k * BK
-                tma.async_copy_global_to_shared(lhs_desc, [FAR, end, first, row * BM], full, ring.left.index(s))
-                tma.async_copy_global_to_shared(dz_desc, [FAR, end, first, column * BN], full, ring.right.index(s))
+                left, right = ring.left.index(s), ring.right.index(s)
+                tma.async_copy_global_to_shared(lhs_desc, [FAR, end, first, row * BM], full, left)
+                tma.async_copy_global_to_shared(dz_desc, [FAR, end, first, column * BN], full, right)
                 s, phase = following(s, phase, tile.STAGES)
         t += gl.num_programs(0)
 

@@ -20,7 +20,8 @@ FAR = gl.constexpr(2**30)
 """More rows than any group has: the coordinate of boxes that end with a group (see `ragged`)."""
 PLAIN, RIGHT, LEFT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 """Which operand of a product is stored transposed: neither, `[BN, BK]` on the right, or `[BK, BM]` on the left."""
-# The ring of stages: tiles of the left side, of the right side and of the second one, and what `barriers_of` makes.
+# The ring of stages: tiles of the left side, of the right side and of the second one, and what `barriers_of`
+# makes.
 Ring = namedtuple("Ring", "left right other full empty turns")
 # A tile as it is stored, `BM` rows by `BN` columns, the contracted axis, and how consumers share tiles.
 Tile = namedtuple("Tile", "BM BN BK STAGES SWIZZLE ALTERNATING")
