@@ -106,7 +106,7 @@ FAULTS = (
     Fault("convolution-over-segments", "convolution/xla.py", "_packed", "places.first) >= places.first)[..., None]", "places.first) >= places.first - 1)[..., None]", "convolution"),
     Fault("convolution-initial-state", "convolution/triton/kernels.py", "_taps", "(place + w - first < WIDTH - 1)", "(place + w - first <= WIDTH - 1)", "convolution"),
     Fault("norm-gate-gradient", "normalization/triton/kernels.py", "backward_kernel", "dz = dx * x * slope", "dz = dx * h * slope", "normalization"),
-    Fault("residual-gradient-lost", "normalization/residual/triton/kernels.py", "backward_kernel", "dx = dsum + scale[:, None] *", "dx = scale[:, None] *", "residual"),
+    Fault("residual-gradient-lost", "normalization/triton/kernels.py", "backward_kernel", "dx = dsum + dx", "dx = dx", "residual"),
     Fault("pooling-ties", "pooling/xla.py", "_first_largest", "same & (i < j)", "same & (i > j)", "pooling"),
     Fault("pooling-last-count", "pooling/triton/kernels.py", "write_kernel", "count = tl.minimum(s * L + L, T) - s * L", "count = s * 0 + L", "pooling"),
     Fault("experts-up-bias", "matmul/triton/forward_kernel.py", "grouped_kernel", "bias_ptr, at + N, start, W - N", "bias_ptr, at, start, W - N", "matmul/test_grouped.py"),

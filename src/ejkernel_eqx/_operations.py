@@ -67,7 +67,7 @@ OPERATIONS: dict[str, Family] = {
     "state_space_v1": Family("selective_scan", "selective_scan"),
     "causal_conv1d": Family("convolution", "convolution"),
     "gated_rms_norm": Family("normalization", "normalization"),
-    "residual_rms_norm": Family("residual", "normalization.residual"),
+    "residual_rms_norm": Family("residual", "normalization"),
     "grouped_matmul": Family("matmul", "matmul", _ON_TPU),
     "linear_cross_entropy": Family("losses", "losses", ("xla",)),
     "mean_pooling": Family("pooling", "pooling"),

@@ -10,12 +10,13 @@ import numpy as np
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.core.workload import exact_results, Inputs
-from ejkernel_eqx.normalization.residual.core import NORMALIZE
-from ejkernel_eqx.normalization.residual.spec import ResidualArrays, ResidualSpec
+from ejkernel_eqx.normalization.core import KINDS
+from ejkernel_eqx.normalization.spec import NormArrays, NormSpec
 from tests.attention.dense import quick
 from tests.tolerances import assert_close
 
 Named = dict[str, Any]
+SPEC = NormSpec(readers=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def exact(inputs: Named, cotangents: Any) -> Named:
         rows = {name: wide(x).reshape(-1, shape[-1]) for name, x in inputs.items() if name != "weight"}
         weight = wide(inputs["weight"]) if "weight" in inputs else None
         given = {name: wide(x).reshape(-1, shape[-1]) for name, x in zip(("out", "sum"), cotangents)}
-        found = _reference(ResidualSpec(), Inputs(ResidualArrays(**rows, weight=weight), given))
+        found = _reference(SPEC, Inputs(NormArrays(**rows, weight=weight), given))
         like = {"out": shape, "sum": shape} | {name: x.shape for name, x in inputs.items()}
         return {
             name if name in ("out", "sum") else f"d{name}": np.asarray(x).reshape(like[name])
@@ -69,7 +70,7 @@ def exact(inputs: Named, cotangents: Any) -> Named:
         }
 
 
-_reference = functools.partial(quick, static_argnums=0)(functools.partial(exact_results, NORMALIZE))
+_reference = functools.partial(quick, static_argnums=0)(functools.partial(exact_results, KINDS[SPEC.readers]))
 
 
 def assert_agrees(case: Any, found: Named, expected: Named) -> None:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from ejkernel_eqx.normalization.residual.core import problem_of
-from ejkernel_eqx.normalization.residual.workload import example_problem, make_arrays
+from ejkernel_eqx.normalization.core import problem_of
+from ejkernel_eqx.normalization.workload import example_problem, make_arrays
 from tests.compiled import DEVICES
-from tests.residual.cases import ResidualSpec
+from tests.residual.cases import SPEC
 from tests.workloads import assert_agrees, assert_defaults_fit, BOTH, FORWARD, kernel_registry
 
 OPERATION = "residual_rms_norm"
@@ -19,7 +19,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_inputs_are_of_their_problem(name):
     wanted = KINDS[name]
-    found = problem_of(OPERATION, make_arrays(wanted, 0), ResidualSpec())
+    found = problem_of(OPERATION, make_arrays(wanted, 0), SPEC)
     assert (found, found.key()) == (wanted, wanted.key())
     assert (np.asarray(make_arrays(wanted, 1).x) != np.asarray(make_arrays(wanted, 0).x)).any()
 

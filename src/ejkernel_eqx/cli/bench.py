@@ -72,10 +72,8 @@ class Contender:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     problems.add_arguments(parser)
-    add, only = (
-        parser.add_argument,
-        "only this platform; may be repeated; default: all platforms that the library chooses from",
-    )
+    add = parser.add_argument
+    only = "only this platform; may be repeated; default: all platforms that the library chooses from"
     add("--platform", action="append", default=[], metavar="NAME", help=only)
     add("--samples", type=positive(int), default=5, metavar="N", help="default %(default)s")
     duration = "duration of a sample, default %(default)g"
@@ -113,8 +111,8 @@ def bench(
             progress(f"checking {problem} on {contender.platform}")
             _check(contender, contender.work)
     for direction in (FORWARD, BOTH):
-        right = {c.platform: (c, c.work) for c in contenders if c.state == TIMED and c.work is not None}
-        timed = {name: (c, work) for name, (c, work) in right.items() if direction in work.directions}
+        right = [(c, c.work) for c in contenders if c.state == TIMED and c.work is not None]
+        timed = {c.platform: (c, work) for c, work in right if direction in work.directions}
         if timed:
             progress(f"timing {problem}, {direction}")
         for name, timing in _time(timed, direction, samples, sample_ms).items():
@@ -126,11 +124,10 @@ def _time(
     timed: Mapping[str, tuple[Contender, Bench]], direction: str, samples: int, sample_ms: float
 ) -> dict[str, Timing]:
     def take(runs: Mapping[str, int]) -> dict[str, Timing]:
-        works = {}
-        for name, count in runs.items():
-            contender, work = timed[name]
-            program = work.program(contender.config, work.directions[direction], count)
-            works[name] = JaxWork(program, work.input_sets)
+        works = {
+            name: JaxWork(work.program(c.config, work.directions[direction], runs[name]), work.input_sets)
+            for name, (c, work) in timed.items()
+        }
         return time_in_turn(works, samples, sample_ms)
 
     return time_runs(take, timed, lambda name: timed[name][1].floor())

@@ -133,10 +133,8 @@ def _checked_record(entry: Any) -> Record:
         try:
             _check_fits(record, implementation)
             return record
-        except (
-            ModuleNotFoundError
-        ):  # a requirement is not installed here, but the record may be for another machine
-            continue
+        except ModuleNotFoundError:
+            continue  # a requirement is not installed here, but the record may be for another machine
         except ValueError as error:
             refused.append(error)
     if refused:

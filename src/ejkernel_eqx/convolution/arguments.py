@@ -4,7 +4,6 @@ import dataclasses
 import operator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -13,6 +12,7 @@ from ..core.arguments import array, fitting
 from ..core.frame import frame_of, step_frame_of
 from ..sequences.packing import ended
 from ..sequences.rows import Packing
+from ..sequences.tokens import scattered
 from .spec import ACTIVATIONS, ConvArrays, Places
 
 
@@ -109,7 +109,7 @@ def places_of(packing: Packing, held: int) -> Places:
     total = rank[..., -1:] + 1 if length else jnp.zeros((*real.shape[:-1], 1), jnp.int32)
     # Padding comes last, in its original order: a permutation.
     goes = jnp.where(real, rank, total + tokens - rank - 1)
-    order = _scatter(goes, tokens)
+    order = scattered(goes, tokens)
     is_real = tokens < total
     if packing.offsets is not None:
         offsets = packing.offsets.astype(jnp.int32) - packing.offsets[:1].astype(jnp.int32)
@@ -136,13 +136,6 @@ def places_of(packing: Packing, held: int) -> Places:
         jnp.where(leaves, leave * held + entry, -1),
         spans,
     )
-
-
-def _scatter(index: Array, values: Array) -> Array:
-    put = lambda index, values: jnp.zeros_like(values).at[index].set(values, unique_indices=True)
-    for _ in range(index.ndim - 1):
-        put = jax.vmap(put)
-    return put(index, values)
 
 
 def resolve_step(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..core.arguments import accumulator
+from ..sequences.tokens import over
 from .spec import as_called, ConvArrays, ConvSpec, merged, Places
 
 
@@ -13,9 +14,7 @@ def convolve(arrays: ConvArrays, spec: ConvSpec) -> dict[str, Array]:
     arrays = merged(arrays, spec)
     weight = arrays.weight
     call = lambda x, initial, places: _row(x, initial, places, weight, arrays.bias, spec)
-    for _ in range(arrays.x.ndim - 2):
-        call = jax.vmap(call)
-    out, final = call(arrays.x, arrays.initial_state, arrays.places)
+    out, final = over(arrays.x.ndim - 2, call)(arrays.x, arrays.initial_state, arrays.places)
     return as_called({"out": out, "final_state": final}, spec)
 
 

@@ -6,7 +6,7 @@ Everything below the public operation (the reference, XLA, Triton) uses only the
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -56,38 +56,19 @@ class ConvArrays(NamedTuple):
 
     @property
     def places(self) -> Places | None:
-        if self.order is None:
-            return None
-        assert self.first is not None and self.enter is not None
-        assert self.leave is not None and self.spans is not None
-        return Places(self.order, self.first, self.enter, self.leave, self.spans)
+        return None if self.order is None else Places(*self[4:])  # pyright: ignore[reportArgumentType]
 
 
 PLACES = dict.fromkeys(("order", "first", "enter", "leave"), "T") | {"spans": "N four"}
-LETTERS = Letters.of(
-    {
-        "x": "T C",
-        "weight": "C W",
-        "bias": "C",
-        "initial_state": "N K C",
-        **PLACES,
-        "out": "T C",
-        "final_state": "N K C",
-    },
-    heads="C",
-)
-HEADS = Letters.of(
-    {
-        "x": "T H D",
-        "weight": "H D W",
-        "bias": "H D",
-        "initial_state": "N K H D",
-        **PLACES,
-        "out": "T H D",
-        "final_state": "N K H D",
-    },
-    heads="H",
-)
+
+
+def _letters(channels: str, heads: str) -> Letters:
+    tokens, states = f"T {channels}", f"N K {channels}"
+    axes = {"x": tokens, "weight": f"{channels} W", "bias": channels, "initial_state": states, **PLACES}
+    return Letters.of(axes | {"out": tokens, "final_state": states}, heads)
+
+
+LETTERS, HEADS = _letters("C", "C"), _letters("H D", "H")
 LEARNED = ("x", "weight", "bias", "initial_state")
 SHARED = frozenset({"weight", "bias"})
 RESULTS = ("out", "final_state")  # [*, T, C] and [*, N, K, C], in the dtype of x
@@ -99,26 +80,23 @@ def letters_of(spec: ConvSpec) -> Letters:
 
 def by_head(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
     """The arrays of a call, from those with one axis of channels: a mesh then splits no head that is normalised."""
-    size = spec.norm_size
-    if size is None:
-        return arrays
-    return _reshaped(arrays, lambda name, x: split_heads(x, _channels(name, x), size))
+    return arrays._replace(**as_called(_given(arrays), spec))
 
 
 def merged(arrays: ConvArrays, spec: ConvSpec) -> ConvArrays:
     """The arrays of a call with one axis of channels."""
-    if spec.norm_size is None:
-        return arrays
-    return _reshaped(arrays, lambda name, x: _merge(x, _channels(name, x) - 1))
+    return arrays._replace(**merged_results(_given(arrays), spec))
 
 
 def merged_results(results: Mapping[str, Array], spec: ConvSpec) -> dict[str, Array]:
-    """Results, or their cotangents, with one axis of channels."""
-    return {name: x if spec.norm_size is None else _merge(x, x.ndim - 2) for name, x in results.items()}
+    """Results, their cotangents, or arrays by name, with one axis of channels."""
+    if spec.norm_size is None:
+        return dict(results)
+    return {name: _merge(x, _channels(name, x) - 1) for name, x in results.items()}
 
 
 def as_called(results: Mapping[str, Array], spec: ConvSpec) -> dict[str, Array]:
-    """Results, or gradients of the arrays, with the axes of the call."""
+    """Results, or arrays or their gradients by name, with the axes of the call."""
     size = spec.norm_size
     if size is None:
         return dict(results)
@@ -130,9 +108,9 @@ def _channels(name: str, x: Array) -> int:
     return x.ndim - (2 if name == "weight" else 1)
 
 
-def _reshaped(arrays: ConvArrays, change: Callable[[str, Array], Array]) -> ConvArrays:
-    given = {name: x for name in LEARNED if (x := getattr(arrays, name)) is not None}
-    return arrays._replace(**{name: change(name, x) for name, x in given.items()})
+def _given(arrays: ConvArrays) -> dict[str, Array]:
+    """The arrays with channels by name."""
+    return {name: x for name in LEARNED if (x := getattr(arrays, name)) is not None}
 
 
 def split_heads(x: Array, axis: int, size: int) -> Array:
@@ -147,8 +125,7 @@ def split_heads(x: Array, axis: int, size: int) -> Array:
 
 def split_of(arrays: ConvArrays) -> Any:
     """Over which mesh axes the types split channels: the first array that does so decides, as in calls without a norm."""
-    given = {name: x for name in LEARNED if (x := getattr(arrays, name)) is not None}
-    entries = (spec_of(x)[_channels(name, x)] for name, x in given.items())
+    entries = (spec_of(x)[_channels(name, x)] for name, x in _given(arrays).items())
     return next((entry for entry in entries if entry), None)
 
 

@@ -9,6 +9,7 @@ from .._shapes import least
 from ..core.arguments import accumulator
 from ..core.platforms import Plain
 from ..parallel.mesh import spec_of
+from ..sequences.tokens import over
 from .spec import as_called, channels_as, ConvArrays, ConvSpec, merged, Places, split_heads
 
 
@@ -90,12 +91,8 @@ def final_state(arrays: ConvArrays) -> Array:
         return whole[..., length:, :][..., None, :, :]
     enter_first, enter_end, first, end = (places.spans[..., i : i + 1] for i in range(4))
     at = end - held + like(jnp.arange(held, dtype=jnp.int32), end)  # [*, N, K]
-    flat = jnp.clip(at, 0, max(length - 1, 0)).reshape(*at.shape[:-2], -1)
-    if length:
-        tokens = jnp.take_along_axis(places.order, flat, -1)
-        rows = take_rows(arrays.x, tokens).reshape(before.shape)
-    else:
-        rows = before
+    flat = jnp.clip(at, 0, length - 1).reshape(*at.shape[:-2], -1)
+    rows = take_rows(arrays.x, jnp.take_along_axis(places.order, flat, -1)).reshape(before.shape)
     whole = (enter_first == first) & (enter_end == end)
     old = jnp.take_along_axis(before, jnp.clip(at - first + held, 0, max(held - 1, 0))[..., None], -2)
     old = jnp.where(whole[..., None], old, 0)
@@ -109,9 +106,7 @@ def take_rows(x: Array, index: Array) -> Array:
 
 def _add_rows(x: Array, index: Array, rows: Array) -> Array:
     add = lambda x, index, rows: x.at[index].add(rows, mode="drop")
-    for _ in range(x.ndim - 2):
-        add = jax.vmap(add)
-    return add(x, index, rows)
+    return over(x.ndim - 2, add)(x, index, rows)
 
 
 platform = Plain(apply)

@@ -31,14 +31,19 @@ def is_finite(x: Any) -> bool:
 
 def check_state_dtype(dtype: Any) -> str | None:
     """The name of a state dtype. `None` is kept and means float32, or float64 for float64 operands."""
+    return check_dtype("state_dtype", dtype, STATE_DTYPES)
+
+
+def check_dtype(argument: str, dtype: Any, known: tuple[str, ...] = _DTYPES) -> str | None:
+    """The name of a dtype that an option asks for; `None` is kept."""
     if dtype is None:
         return None
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = repr(dtype)
-    if name not in STATE_DTYPES:
-        raise ValueError(f"state_dtype: expected one of {', '.join(STATE_DTYPES)}, received {name}.")
+    if name not in known:
+        raise ValueError(f"{argument}: expected one of {', '.join(known)}, received {name}.")
     return name
 
 

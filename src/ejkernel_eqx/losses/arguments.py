@@ -42,12 +42,7 @@ class Options:
     @property
     def spec(self) -> LossSpec:
         cap = self.logits_soft_cap
-        return LossSpec(
-            self.reduction,
-            None if cap is None else float(cap),
-            float(self.label_smoothing),
-            float(self.z_loss),
-        )
+        return LossSpec(self.reduction, cap and float(cap), float(self.label_smoothing), float(self.z_loss))
 
 
 def resolve(options: Options, x: Any, labels: Any, weight: Any, bias: Any, token_weights: Any) -> LossArrays:
@@ -85,14 +80,10 @@ def _labels(options: Options, given: Any, lead: tuple[int, ...], size: int) -> A
             f"labels: expected the shape {lead} of x without its features, received {labels.shape}; give each token one."
         )
     ignored = options.ignore_index
-    known = checked(
-        labels.astype(jnp.int32),
-        given,
-        lambda x: (x >= size) & (x != ignored) if ignored is not None else x >= size,
-        lambda found: (
-            f"labels: expected ids below the vocabulary of {size}, received {found}; use a negative one, or ignore_index=, for tokens "
-            "without a label."
-        ),
-        lambda values: str(values.max()),
+    is_wrong = lambda x: (x >= size) & (x != ignored) if ignored is not None else x >= size
+    say = lambda found: (
+        f"labels: expected ids below the vocabulary of {size}, received {found}; use a negative one, or ignore_index=, for tokens "
+        "without a label."
     )
+    known = checked(labels.astype(jnp.int32), given, is_wrong, say, lambda values: str(values.max()))
     return known if ignored is None else jnp.where(known == ignored, -1, known)

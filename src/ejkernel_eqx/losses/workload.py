@@ -1,7 +1,7 @@
 """The tuner's view of a loss: representative work, and problems for the command line."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,12 +27,16 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 def spec_of(problem: Problem) -> LossSpec:
     """The static half of the problem's calls."""
-    given = lambda name, value, other: value if problem.flag(name) else other
+    return _spec(str(problem.flag("reduction")), problem.flag)
+
+
+def _spec(reduction: str, flag: Callable[[str], Any]) -> LossSpec:
+    chosen = lambda name, value, other: value if flag(name) else other
     return LossSpec(
-        str(problem.flag("reduction")),
-        given("soft_cap", _CAP, None),
-        given("label_smoothing", _SMOOTHING, 0.0),
-        given("z_loss", _Z_LOSS, 0.0),
+        reduction,
+        chosen("soft_cap", _CAP, None),
+        chosen("label_smoothing", _SMOOTHING, 0.0),
+        chosen("z_loss", _Z_LOSS, 0.0),
     )
 
 
@@ -75,11 +79,6 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     given = read_flags(flags, {"reduction": REDUCTIONS, **dict.fromkeys(names, SWITCH)})
     dtypes = {"x": dtype, "labels": "int32", "weight": dtype}
     dtypes |= {name: wide_dtype(dtype) for name in ("bias", "token_weights") if given[name]}
-    spec = LossSpec(
-        given["reduction"],
-        _CAP if given["soft_cap"] else None,
-        _SMOOTHING if given["label_smoothing"] else 0.0,
-        _Z_LOSS if given["z_loss"] else 0.0,
-    )
+    spec = _spec(given["reduction"], given.get)
     arrays = LossArrays(**letters_of(spec).shapes(size, dtypes, SHARED))
     return problem_of(operation, arrays, spec)

@@ -1,5 +1,6 @@
 """Checks what a user passes to a grouped matmul and resolves it to `GroupedArrays` and `GroupedSpec`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,11 +21,10 @@ from .spec import (
     GroupedSpec,
     HALVES,
     INTERLEAVED,
+    MATRICES,
     PAIR,
     STORED_DTYPES,
 )
-
-_OUT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_options(
@@ -50,21 +50,6 @@ def check_options(
     check_flags(transpose_rhs=transpose_rhs)
 
 
-def check_out_dtype(dtype: Any) -> str | None:
-    """The name of the requested dtype of results; `None` for that of the left side."""
-    if dtype is None:
-        return None
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = repr(dtype)
-    if name not in _OUT_DTYPES:
-        raise ValueError(
-            f"preferred_element_type: expected one of {', '.join(_OUT_DTYPES)}, received {name}."
-        )
-    return name
-
-
 class RightSide(NamedTuple):
     """A right side as the user gives it."""
 
@@ -86,7 +71,7 @@ def resolve(
     lhs = array("lhs", lhs, "M K" if row_indices is None else "L K")
     lead, inner = lhs.shape[:-2], lhs.shape[-1]
     spec = _completed(spec, up, out_dtype or lhs.dtype.name)
-    weight = _weight("rhs", rhs.weight, lhs, inner, spec, rhs.scale, "rhs_scale")
+    weight = _weight("rhs", rhs, lhs, spec)
     count, width = weight.shape[0], weight.shape[1 if spec.transpose_rhs else 2]
     if spec.gated in (HALVES, INTERLEAVED) and width % 2:
         raise ValueError(
@@ -94,9 +79,9 @@ def resolve(
         )
     rows = None if row_indices is None else _rows(row_indices, lead)
     sizes = _sizes(group_sizes, (*lead, count), lhs.shape[-2] if rows is None else rows.shape[-1])
-    found = _side("", weight, rhs, (count, width))
+    found = _side("rhs", weight, rhs, (count, width))
     if spec.gated == PAIR:
-        other = _weight("up", up.weight, lhs, inner, spec, up.scale, "up_scale")
+        other = _weight("up", up, lhs, spec)
         if other.shape != weight.shape:
             raise ValueError(f"up: expected the shape of rhs, {weight.shape}, received {other.shape}.")
         found |= _side("up", other, up, (count, width))
@@ -108,14 +93,8 @@ def resolve(
 
 def _with_a_zero(arrays: GroupedArrays, spec: GroupedSpec) -> GroupedArrays:
     """Sums of one product, which is 0, instead of none: no kernel needs to know of those."""
-    axis = -1 if spec.transpose_rhs else -2
-    axes = {"lhs": -1} | dict.fromkeys(("rhs", "up", "stored", "up_stored"), axis)
-
-    def one(x: Array, axis: int) -> Array:
-        shape = list(x.shape)
-        shape[axis] = 1
-        return jnp.zeros(shape, x.dtype)
-
+    axes = {"lhs": -1} | dict.fromkeys(MATRICES, -1 if spec.transpose_rhs else -2)
+    one = lambda x, axis: jnp.zeros((*x.shape[:axis], 1, *x.shape[axis:][1:]), x.dtype)
     given = {name: x for name in axes if (x := getattr(arrays, name)) is not None}
     return arrays._replace(**{name: one(x, axes[name]) for name, x in given.items()})
 
@@ -139,21 +118,12 @@ def _completed(spec: GroupedSpec, up: RightSide, out_dtype: str) -> GroupedSpec:
             f"{name}: expected no value for a product without gate, received {value!r}; pass up, or gate_up if rhs has the columns of both."
         )
     assert gated in GATED
-    return GroupedSpec(
-        out_dtype,
-        spec.activation,
-        gated,
-        spec.transpose_rhs,
-        float(spec.alpha),
-        spec.limit,
-        float(spec.up_shift),
-    )
+    return dataclasses.replace(spec, out_dtype=out_dtype, gated=gated)
 
 
-def _weight(
-    name: str, weight: Any, lhs: Array, inner: int, spec: GroupedSpec, scale: Any, scale_name: str
-) -> Array:
+def _weight(name: str, given: RightSide, lhs: Array, spec: GroupedSpec) -> Array:
     """A right side of three axes, in the dtype of the left side or stored in 8 bits."""
+    weight, inner = given.weight, lhs.shape[-1]
     letters = "E N K" if spec.transpose_rhs else "E K N"
     dtype = str(getattr(weight, "dtype", ""))
     if dtype not in STORED_DTYPES:
@@ -163,12 +133,12 @@ def _weight(
                 f"{name}: expected the dtype of lhs, {lhs.dtype}, or {', '.join(STORED_DTYPES)} with scales, received {weight.dtype}; "
                 "cast them to the same dtype."
             )
-        if scale is not None:
+        if given.scale is not None:
             raise ValueError(
-                f"{scale_name}: expected None for a right side in {weight.dtype}, received an array; scales belong to {', '.join(STORED_DTYPES)}."
+                f"{name}_scale: expected None for a right side in {weight.dtype}, received an array; scales belong to {', '.join(STORED_DTYPES)}."
             )
-    elif scale is None:
-        raise ValueError(f"{scale_name}: expected scales [E, N] for a right side in {dtype}, received None.")
+    elif given.scale is None:
+        raise ValueError(f"{name}_scale: expected scales [E, N] for a right side in {dtype}, received None.")
     weight = jnp.asarray(weight)
     axis = 2 if spec.transpose_rhs else 1
     if weight.ndim != 3 or weight.shape[axis] != inner:
@@ -179,20 +149,19 @@ def _weight(
     return weight
 
 
-def _side(prefix: str, weight: Array, given: RightSide, shape: tuple[int, int]) -> dict[str, Array]:
+def _side(name: str, weight: Array, given: RightSide, shape: tuple[int, int]) -> dict[str, Array]:
     """The arrays of a right side by the names of `GroupedArrays`."""
-    name = "rhs" if not prefix else prefix
-    of = lambda kind: f"{prefix}_{kind}" if prefix else kind
-    found = {}
+    prefix = "" if name == "rhs" else f"{name}_"
+    side = {name: weight}
     if weight.dtype.name in STORED_DTYPES:
-        scale = fitting(of("scale") if prefix else "rhs_scale", given.scale, shape, "E N").astype(jnp.float32)
-        found[of("stored")] = _constant(name, weight)
-        found[of("scale")] = _constant(of("scale") if prefix else "rhs_scale", scale)
-    else:
-        found[name] = weight
+        scale = fitting(f"{name}_scale", given.scale, shape, "E N").astype(jnp.float32)
+        side = {
+            f"{prefix}stored": _constant(name, weight),
+            f"{prefix}scale": _constant(f"{name}_scale", scale),
+        }
     if given.bias is not None:
-        found[of("bias")] = fitting(of("bias"), given.bias, shape, "E N")
-    return found
+        side[f"{prefix}bias"] = fitting(f"{prefix}bias", given.bias, shape, "E N")
+    return side
 
 
 def _sizes(given: Any, shape: tuple[int, ...], rows: Any) -> Array:

@@ -31,11 +31,6 @@ def problem_of(operation: str, arrays: GroupedArrays, spec: GroupedSpec) -> Prob
     )
 
 
-def saved_of(platform: Any, arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
-    """The axes of what the platform's forward saves."""
-    return platform.saved_axes(arrays, spec)
-
-
 GROUPED = Kind(
     make=GroupedArrays,
     problem_of=problem_of,
@@ -46,6 +41,6 @@ GROUPED = Kind(
     shared=SHARED,
     one_by_one=True,
     summed=SHARED.intersection(LEARNED),
-    saved_of=saved_of,
+    saved_of=lambda platform, arrays, spec: platform.saved_axes(arrays, spec),
     partial=is_partial,
 )

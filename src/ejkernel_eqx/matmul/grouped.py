@@ -9,9 +9,10 @@ from jax import Array
 
 from .._kernel import Kernel, Plan
 from .._shapes import AnyArray, Float, Int, Numbers
+from ..core.arguments import check_dtype
 from ..core.plans import plan_of
 from ..dispatch import PlatformLike
-from .arguments import check_options, check_out_dtype, resolve, result_shape, RightSide
+from .arguments import check_options, resolve, result_shape, RightSide
 from .core import GROUPED
 from .spec import GroupedSpec
 
@@ -76,7 +77,7 @@ class GroupedMatmul(Kernel):
             these inputs now.
         """
         check_options(activation, gate_up, alpha, limit, up_shift, transpose_rhs)
-        self.preferred_element_type = check_out_dtype(preferred_element_type)
+        self.preferred_element_type = check_dtype("preferred_element_type", preferred_element_type)
         limit = None if limit is None else float(limit)
         self.spec = GroupedSpec(
             "", activation, gate_up, bool(transpose_rhs), float(alpha), limit, float(up_shift)
@@ -114,15 +115,8 @@ class GroupedMatmul(Kernel):
 
         **Raises:** `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
-        arrays, spec = resolve(
-            lhs,
-            RightSide(rhs, bias, rhs_scale),
-            RightSide(up, up_bias, up_scale),
-            group_sizes,
-            row_indices,
-            self.spec,
-            self.preferred_element_type,
-        )
+        sides = RightSide(rhs, bias, rhs_scale), RightSide(up, up_bias, up_scale)
+        arrays, spec = resolve(lhs, *sides, group_sizes, row_indices, self.spec, self.preferred_element_type)
         shape = result_shape(arrays, spec)
         if 0 in (*shape, *arrays.right.shape):  # no rows, columns or groups: nothing to launch
             return jnp.zeros(shape, spec.out_dtype)

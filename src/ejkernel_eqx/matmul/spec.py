@@ -38,6 +38,11 @@ class GroupedSpec:
         """Returns whether the result is the product itself."""
         return self.activation is None and self.gated is None
 
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The products before the activation, which kernels save for the backward."""
+        return () if self.is_linear else ("gate", "up_z")[: 2 if self.gated else 1]
+
 
 class GroupedArrays(NamedTuple):
     """The arrays of a call; `*` are the leading axes, the same for `lhs`, `sizes` and `rows`. The others have none (or, mapped by `jax.vmap`,
@@ -50,9 +55,8 @@ class GroupedArrays(NamedTuple):
     bias: Array | None = None  # [E, W], any float dtype
     up: Array | None = None  # as rhs
     up_bias: Array | None = None  # as bias
-    rows: Array | None = (
-        None  # int32 [*, M], the row of lhs at each row of the result; arbitrary past the last group
-    )
+    # int32 [*, M], the row of lhs at each row of the result; arbitrary past the last group.
+    rows: Array | None = None
     stored: Array | None = None  # as rhs, of int8 or float8: a stored number stands for `scale * number`
     scale: Array | None = None  # float32 [E, W]
     up_stored: Array | None = None
@@ -75,32 +79,17 @@ class GroupedArrays(NamedTuple):
         return self.lhs.shape[-2] if self.rows is None else self.rows.shape[-1]
 
 
+MATRICES, PER_COLUMN = ("rhs", "up", "stored", "up_stored"), ("bias", "up_bias", "scale", "up_scale")
 LEARNED = ("lhs", "rhs", "bias", "up", "up_bias")
-SHARED = frozenset({"rhs", "bias", "up", "up_bias", "stored", "scale", "up_stored", "up_scale"})
+SHARED = frozenset(MATRICES + PER_COLUMN)
 RESULTS = ("out",)  # [*, M, N]
 
 
 def letters_of(spec: GroupedSpec, gathered: bool) -> Letters:
     """The letters of a call's arrays."""
+    own = {"lhs": "L K" if gathered else "M K", "sizes": "E", "rows": "M", "out": "M N"}
     right = "E W K" if spec.transpose_rhs else "E K W"
-    per_column = "E W"
-    rows = "L" if gathered else "M"
-    return Letters.of(
-        {
-            "lhs": f"{rows} K",
-            "rhs": right,
-            "sizes": "E",
-            "bias": per_column,
-            "up": right,
-            "up_bias": per_column,
-            "rows": "M",
-            "stored": right,
-            "scale": per_column,
-            "up_stored": right,
-            "up_scale": per_column,
-            "out": "M N",
-        }
-    )
+    return Letters.of(own | dict.fromkeys(MATRICES, right) | dict.fromkeys(PER_COLUMN, "E W"))
 
 
 def sizes_of(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, int]:
@@ -119,26 +108,18 @@ def axes_of(arrays: GroupedArrays, spec: GroupedSpec) -> Mapping[str, tuple[str,
     plain product."""
     size = sizes_of(arrays, spec)
     # An interleaved pair of columns stays together, as heads that go with others do.
-    split = {
-        None: {"W": "bN", "N": "bN"},
-        PAIR: {"W": "bN", "N": "bN"},
-        HALVES: {},
-        INTERLEAVED: {"W": f"H{size['W']}", "N": f"H{size['N']}"},
-    }[spec.gated]
+    together = {"W": f"H{size['W']}", "N": f"H{size['N']}"}
+    split = {HALVES: {}, INTERLEAVED: together}.get(str(spec.gated), {"W": "bN", "N": "bN"})
     split = split | ({"K": "bK"} if is_partial(arrays, spec) else {})
     letters = letters_of(spec, arrays.rows is not None).by_name
     return {name: tuple(split.get(letter, letter) for letter in axes) for name, axes in letters.items()}
 
 
 def saved_axes(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, tuple[str, ...]]:
-    """The residuals that kernels save for the backward: the products before the activation; nothing if there is none."""
-    if spec.is_linear:
-        return {}
+    """The axes of the residuals that kernels save for the backward."""
     width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
-    column = (
-        f"H{columns(width, spec)}" if spec.gated == INTERLEAVED else "N" if spec.gated == HALVES else "bN"
-    )
-    return {name: ("M", column) for name in ("gate", *(("up_z",) if spec.gated else ()))}
+    split = {HALVES: "N", INTERLEAVED: f"H{columns(width, spec)}"}
+    return dict.fromkeys(spec.saved, ("M", split.get(str(spec.gated), "bN")))
 
 
 def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:
@@ -148,9 +129,8 @@ def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:
 
 def alike(arrays: GroupedArrays) -> GroupedArrays:
     """Right sides, biases and scales, all with a leading axis or all without."""
-    names = ("rhs", "bias", "up", "up_bias", "stored", "scale", "up_stored", "up_scale")
-    given = {name: x for name in names if (x := getattr(arrays, name)) is not None}
-    cores = {name: 3 if name in ("rhs", "up", "stored", "up_stored") else 2 for name in given}
+    given = {name: x for name in (*MATRICES, *PER_COLUMN) if (x := getattr(arrays, name)) is not None}
+    cores = {name: 3 if name in MATRICES else 2 for name in given}
     if all(x.ndim == cores[name] for name, x in given.items()):
         return arrays
     batch = arrays.lhs.shape[0]

@@ -1,5 +1,6 @@
 """The grouped matmul in plain XLA: tiles of rows, each by the matrix of its group. JAX differentiates it; `xla_products.py` has the products."""
 
+import bisect
 import dataclasses
 from typing import Any
 
@@ -42,10 +43,7 @@ def default_config(problem: Problem, device: Any) -> XlaConfig:
 def candidates(problem: Problem, device: Any) -> list[XlaConfig]:
     """Configurations worth timing, the heuristic first: tiles of as many rows as a group has."""
     each = -(-problem.dim("M") // max(problem.dim("E"), 1))
-    near = min(
-        range(len(_BLOCKS)),
-        key=lambda i: (_BLOCKS[i] < each, _BLOCKS[i] if _BLOCKS[i] >= each else -_BLOCKS[i]),
-    )
+    near = min(bisect.bisect_left(_BLOCKS, each), len(_BLOCKS) - 1)
     order = (near, near - 1, near + 1, near - 2, near + 2)
     return [XlaConfig(_BLOCKS[i]) for i in order if 0 <= i < len(_BLOCKS)]
 

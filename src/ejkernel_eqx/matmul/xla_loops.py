@@ -46,25 +46,26 @@ def _of_one(x: Array, w: Array, sizes: Array, index: Array | None, form: Form, m
     block, spare = _block(length, form.block)
     x, index = (_longer(x, spare), None) if index is None else (x, _longer(index, spare))
     starts, ends, tiles = _tiles(sizes, block)
+    over = ((1,), (1 if form.transposed else 0,))
 
     def tile(number: Any, out: Array) -> Array:
         group = jnp.minimum(jnp.sum(tiles <= number, dtype=jnp.int32), sizes.shape[0] - 1)
         before = jnp.where(group > 0, tiles[group - 1], 0)
         start = starts[group] + (number - before) * block
         at = jnp.minimum(start, length + spare - block)
-        product = _dot(
-            _taken(x, index, at, block), w[group], ((1,), (1 if form.transposed else 0,)), form.operand
-        )
+        product = _dot(_taken(x, index, at, block), w[group], over, form.operand)
         row = at + jnp.arange(block, dtype=jnp.int32)
         mine = (row >= start) & (row < ends[group])
         old = lax.dynamic_slice_in_dim(out, at, block)
-        return lax.dynamic_update_slice_in_dim(
-            out, jnp.where(mine[:, None], product.astype(out.dtype), old), at, 0
-        )
+        new = jnp.where(mine[:, None], product.astype(out.dtype), old)
+        return lax.dynamic_update_slice_in_dim(out, new, at, 0)
 
     out = match_varying(jnp.zeros((length + spare, columns), form.dtype), (x, w, sizes))
     # Mapped, a number of tiles that depends on the sizes would have to be agreed on by all rows.
-    bound = tiles[-1] if most is None else _bound(length, block, most)
+    bound = tiles[-1]
+    if most is not None:  # at least as many as any sizes of groups take
+        bound = jnp.asarray(length, jnp.int32)
+        bound = bound // block + jnp.minimum(bound, most)
     return lax.fori_loop(jnp.zeros_like(bound), bound, tile, out)[:length]
 
 
@@ -168,12 +169,6 @@ def _tiles(sizes: Array, block: int) -> tuple[Array, Array, Array]:
     """The start and the end of each group, and the number of tiles up to its own."""
     ends = jnp.cumsum(sizes, dtype=jnp.int32)
     return ends - sizes, ends, jnp.cumsum(-(-sizes // block), dtype=jnp.int32)
-
-
-def _bound(length: Any, block: int, count: int) -> Array:
-    """At least as many tiles as any sizes of groups take."""
-    most = jnp.asarray(length, jnp.int32)
-    return most // block + jnp.minimum(most, count)
 
 
 def _taken(x: Array, index: Array | None, at: Array, block: int) -> Array:

@@ -46,10 +46,8 @@ def collect(rows: Array, index: Array | None, sizes: Array, length: Any) -> Arra
     """The sums `[*, L, K]` of the rows `[*, M, K]` that were taken from each of `length` rows."""
     if index is None:
         return rows
-    past = jnp.sum(sizes, -1, dtype=sizes.dtype, keepdims=True) <= like(
-        jnp.arange(index.shape[-1], dtype=sizes.dtype), sizes
-    )
-    index = jnp.where(past, length, index)
+    row = like(jnp.arange(index.shape[-1], dtype=sizes.dtype), sizes)
+    index = jnp.where(row < jnp.sum(sizes, -1, dtype=sizes.dtype, keepdims=True), index, length)
 
     def add(rows: Array, index: Array) -> Array:
         zeros = match_varying(jnp.zeros((length, rows.shape[-1]), accumulator(rows.dtype)), rows)
@@ -105,45 +103,32 @@ def _jvp(
     return [out], [sum(parts[1:], parts[0]) if parts else ad.Zero(jax.typeof(out).to_tangent_aval())]
 
 
-def _transpose_rows(cotangents: Any, *operands: Any, jaxpr: Any, form: Form) -> list[Any]:
-    (cotangent,), (x, w, sizes, index) = cotangents, _split(operands)
-    found: list[Any] = [None] * len(operands)
-    if isinstance(cotangent, ad.Zero):
-        return found
-    if ad.is_undefined_primal(x):
-        back = dataclasses.replace(form, dtype=x.aval.dtype.name, transposed=not form.transposed)
-        found[0] = collect(rows(cotangent, w, sizes, None, back), index, sizes, x.aval.shape[-2])
-    if ad.is_undefined_primal(w):
-        found[1] = groups(x, cotangent, sizes, index, dataclasses.replace(form, dtype=w.aval.dtype.name))
-    return found
-
-
-def _transpose_groups(cotangents: Any, *operands: Any, jaxpr: Any, form: Form) -> list[Any]:
+def _transpose(
+    of_second: Callable[..., Array], cotangents: Any, *operands: Any, jaxpr: Any, form: Form
+) -> list[Any]:
+    """The transpose of a product. `of_second`: the product that the cotangent of the second operand is."""
     (cotangent,), (x, y, sizes, index) = cotangents, _split(operands)
-    found: list[Any] = [None] * len(operands)
+    results: list[Any] = [None] * len(operands)
     if isinstance(cotangent, ad.Zero):
-        return found
+        return results
     if ad.is_undefined_primal(x):
         back = dataclasses.replace(form, dtype=x.aval.dtype.name, transposed=not form.transposed)
-        found[0] = collect(rows(y, cotangent, sizes, None, back), index, sizes, x.aval.shape[-2])
+        moved, matrices = (cotangent, y) if of_second is groups else (y, cotangent)
+        results[0] = collect(rows(moved, matrices, sizes, None, back), index, sizes, x.aval.shape[-2])
     if ad.is_undefined_primal(y):
-        found[1] = rows(x, cotangent, sizes, index, dataclasses.replace(form, dtype=y.aval.dtype.name))
-    return found
+        results[1] = of_second(x, cotangent, sizes, index, dataclasses.replace(form, dtype=y.aval.dtype.name))
+    return results
 
 
-def _map_rows(operands: Any, axes: Any, *, jaxpr: Any, form: Form) -> tuple[Any, Any]:
-    size = _mapped_size(operands, axes)
+def _map(
+    product: Callable[..., Array], operands: Any, axes: Any, *, jaxpr: Any, form: Form
+) -> tuple[Any, Any]:
+    size, own = _mapped_size(operands, axes), form.own + (product is groups)
     front = [
-        _in_front(x, axis, size, whole=i != 1 or form.own > 0)
+        _in_front(x, axis, size, whole=i != 1 or own > 0)
         for i, (x, axis) in enumerate(zip(operands, axes, strict=True))
     ]
-    return [rows(*_split(front), form)], [0]
-
-
-def _map_groups(operands: Any, axes: Any, *, jaxpr: Any, form: Form) -> tuple[Any, Any]:
-    size = _mapped_size(operands, axes)
-    front = [_in_front(x, axis, size, whole=True) for x, axis in zip(operands, axes, strict=True)]
-    return [groups(*_split(front), dataclasses.replace(form, own=form.own + 1))], [0]
+    return [product(*_split(front), dataclasses.replace(form, own=own))], [0]
 
 
 def _mapped_size(operands: Any, axes: Any) -> int:
@@ -156,9 +141,9 @@ def _in_front(x: Array, axis: int | None, size: int, whole: bool) -> Array:
     return jnp.broadcast_to(x, (size, *x.shape)) if whole else x
 
 
-for _primitive, _product, _transpose, _map, _tpu in (
-    (_rows_p, rows, _transpose_rows, _map_rows, xla_loops.rows_on_tpu),
-    (_groups_p, groups, _transpose_groups, _map_groups, xla_loops.groups_on_tpu),
+for _primitive, _product, _other, _tpu in (
+    (_rows_p, rows, groups, xla_loops.rows_on_tpu),
+    (_groups_p, groups, rows, xla_loops.groups_on_tpu),
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(_run)
@@ -168,5 +153,5 @@ for _primitive, _product, _transpose, _map, _tpu in (
         _primitive, mlir.lower_fun(_run_on_tpu(_tpu), multiple_results=True), platform="tpu"
     )
     ad.primitive_jvps[_primitive] = functools.partial(_jvp, _product)
-    ad.primitive_transposes[_primitive] = _transpose
-    batching.primitive_batchers[_primitive] = _map
+    ad.primitive_transposes[_primitive] = functools.partial(_transpose, _other)
+    batching.primitive_batchers[_primitive] = functools.partial(_map, _product)

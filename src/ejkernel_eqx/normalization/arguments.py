@@ -41,3 +41,17 @@ def resolve(x: Any, z: Any, weight: Any, group_size: int | None) -> NormArrays:
     rows = (*x.shape[:-1], groups, size) if x.ndim > 1 else (1, groups, size)
     split: Any = lambda x: None if x is None else x.reshape(rows)
     return NormArrays(split(x), split(z), weight)
+
+
+def resolve_sum(x: Any, branch: Any, weight: Any) -> NormArrays:
+    x = array("x", x, "features")
+    if x.shape[-1] == 0:
+        raise ValueError(f"x: expected at least one feature, received shape {x.shape}.")
+    if branch is not None:
+        branch = fitting("branch", branch, x.shape, "features")
+        if branch.dtype != x.dtype:
+            raise ValueError(f"branch: expected {x.dtype}, as x, received {branch.dtype}; cast it first.")
+    if weight is not None:
+        weight = fitting("weight", weight, x.shape[-1:], "features")
+    rows: Any = lambda a: a if a is None or a.ndim > 1 else a.reshape(1, -1)
+    return NormArrays(rows(x), None, weight, rows(branch))

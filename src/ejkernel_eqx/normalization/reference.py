@@ -10,9 +10,12 @@ from .spec import NormArrays, NormSpec
 
 
 def normalise(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
-    """`out [*, M, G, F]` in float32 (float64 for float64 inputs)."""
+    """The results, in the shape of `x`, in float32 (float64 for float64 inputs)."""
     wide = accumulator(arrays.x.dtype)
     x, gate = arrays.x.astype(wide), None
+    if arrays.branch is not None:
+        x = x + arrays.branch.astype(wide)
+    total = x
     if arrays.z is not None:
         gate = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}[spec.activation](arrays.z.astype(wide))
     if gate is not None and not spec.norm_before_gate:
@@ -20,4 +23,4 @@ def normalise(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
     out = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + spec.eps)
     if arrays.weight is not None:
         out = out * like(arrays.weight.astype(wide), out)
-    return {"out": out * gate if gate is not None and spec.norm_before_gate else out}
+    return spec.results(out * gate if gate is not None and spec.norm_before_gate else out, total)

@@ -1,6 +1,7 @@
-"""The tuner's view of a gated RMS norm: representative work, and problems for the command line."""
+"""The tuner's view of a norm: representative work, and problems for the command line."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,33 +12,40 @@ from ..core.letters import wide_dtype
 from ..core.words import read_flags, read_sizes, SWITCH
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
-from .core import NORMALIZE, problem_of
-from .spec import ACTIVATIONS, LETTERS, NormArrays, NormSpec, SHARED
+from .core import KINDS, problem_of
+from .spec import ACTIVATIONS, letters_of, NormArrays, NormSpec, SHARED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
-    spec = NormSpec(str(problem.flag("activation") or ACTIVATIONS[0]), bool(problem.flag("norm_before_gate")))
-    flops = 8.0 * problem.dim("B") * problem.dim("M") * problem.dim("G") * problem.dim("F")
-    return workload_of(
-        NORMALIZE, implementation, spec, functools.partial(make_inputs, problem, spec), flops=flops
-    )
+    spec = spec_of(problem)
+    flops = (5.0 if spec.readers else 8.0) * math.prod(dict(problem.dims).values())
+    make = functools.partial(make_inputs, problem, spec)
+    return workload_of(KINDS[spec.readers], implementation, spec, make, flops=flops)
+
+
+def spec_of(problem: Problem) -> NormSpec:
+    """The static half of the problem's calls."""
+    activation = str(problem.flag("activation") or ACTIVATIONS[0])
+    readers = 0 if "G" in dict(problem.dims) else 1
+    return NormSpec(activation, bool(problem.flag("norm_before_gate")), readers=readers)
 
 
 def make_inputs(problem: Problem, spec: NormSpec, seed: int) -> Inputs:
     arrays = make_arrays(problem, seed)
-    return Inputs(arrays, random_cotangents(NORMALIZE, arrays, spec, seed))
+    return Inputs(arrays, random_cotangents(KINDS[spec.readers], arrays, spec, seed))
 
 
 def make_arrays(problem: Problem, seed: int) -> NormArrays:
     """Random values."""
-    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 3)
-    batch, rows, groups, features = (problem.dim(name) for name in "BMGF")
-    shape, dtypes = (batch, rows, groups, features), dict(problem.dtypes)
+    keys, size = jax.random.split(jax.random.key(seed, impl="rbg"), 3), dict(problem.dims)
+    shape, dtypes = tuple(size[name] for name in "BMGF" if name in size), dict(problem.dtypes)
+    normal = lambda key, shape, dtype: jax.random.normal(key, shape, jnp.dtype(dtype))
     return NormArrays(
-        jax.random.normal(keys[0], shape, jnp.dtype(dtypes["x"])),
-        jax.random.normal(keys[1], shape, jnp.dtype(dtypes["z"])) if "z" in dtypes else None,
-        jax.random.normal(keys[2], shape[2:], wide_dtype(dtypes["x"])) if problem.flag("weight") else None,
+        x=normal(keys[0], shape, dtypes["x"]),
+        z=normal(keys[1], shape, dtypes["z"]) if "z" in dtypes else None,
+        branch=normal(keys[1], shape, dtypes["x"]) if problem.flag("branch") else None,
+        weight=normal(keys[2], shape[2:], wide_dtype(dtypes["x"])) if problem.flag("weight") else None,
     )
 
 
@@ -46,17 +54,23 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
 
     **Arguments:**
 
-    - `dims`: at least `M` rows and `F` features per group; the groups `G` and the leading axes `B` default to 1.
-    - `dtype`: the dtype of the rows and the gate; the weight is float32 (float64 with float64).
-    - `flags`: `activation` (`silu` by default, `sigmoid`, or `none` for no gate), `norm_before_gate`, `weight` (default true).
+    - `dims`: at least `M` rows and `F` features, those of a group in a gated norm; the leading axes `B` and,
+        in a gated norm, the groups `G` default to 1.
+    - `dtype`: the dtype of the rows, the gate and the branch; the weight is float32 (float64 with float64).
+    - `flags`: `weight` (default true); of a gated norm `activation` (`silu` by default, `sigmoid`, or `none`
+        for no gate) and `norm_before_gate`; of the norm of a sum `branch` (default true).
 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
-    size = read_sizes(dims, {"B": 1, "M": None, "G": 1, "F": None})
-    choices = {"activation": (*ACTIVATIONS, None), "norm_before_gate": SWITCH, "weight": SWITCH[::-1]}
-    given = read_flags(flags, choices)
-    dtypes = {"x": dtype} | ({"z": dtype} if given["activation"] else {})
-    dtypes |= {"weight": wide_dtype(dtype)} if given["weight"] else {}
-    arrays = NormArrays(**LETTERS.shapes(size, dtypes, SHARED))
-    spec = NormSpec(given["activation"] or ACTIVATIONS[0], given["norm_before_gate"])
-    return problem_of(operation, arrays, spec)
+    is_sum = operation == "residual_rms_norm"
+    gated = {"activation": (*ACTIVATIONS, None), "norm_before_gate": SWITCH}
+    choices = {"weight": SWITCH[::-1]} | ({"branch": SWITCH[::-1]} if is_sum else gated)
+    size = read_sizes(dims, {"B": 1, "M": None, **({} if is_sum else {"G": 1}), "F": None})
+    chosen = read_flags(flags, choices)
+    wanted = {"z": chosen.get("activation"), "branch": chosen.get("branch")}
+    dtypes = {"x": dtype} | {name: dtype for name, is_wanted in wanted.items() if is_wanted}
+    dtypes |= {"weight": wide_dtype(dtype)} if chosen["weight"] else {}
+    spec = NormSpec(
+        chosen.get("activation") or ACTIVATIONS[0], chosen.get("norm_before_gate", False), readers=int(is_sum)
+    )
+    return problem_of(operation, NormArrays(**letters_of(spec).shapes(size, dtypes, SHARED)), spec)

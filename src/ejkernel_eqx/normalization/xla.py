@@ -11,10 +11,11 @@ from .spec import NormArrays, NormSpec
 
 
 def apply(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
-    """`out [*, M, G, F]` in the dtype of `x`."""
+    """The results, in the shape and dtype of `x`."""
     dtype = arrays.x.dtype
     wide = accumulator(dtype)
-    x, gate = arrays.x.astype(wide), None
+    total = arrays.x if arrays.branch is None else arrays.x + arrays.branch
+    x, gate = total.astype(wide), None
     if arrays.z is not None:
         z = arrays.z.astype(wide)
         gate = jax.nn.silu(z) if spec.activation == "silu" else jax.nn.sigmoid(z)
@@ -22,7 +23,7 @@ def apply(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
     out = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + spec.eps)
     out = out if arrays.weight is None else out * like(arrays.weight.astype(wide), out)
     out = out * gate if gate is not None and spec.norm_before_gate else out
-    return {"out": out.astype(dtype)}
+    return spec.results(out.astype(dtype), total)
 
 
 platform = Plain(apply)

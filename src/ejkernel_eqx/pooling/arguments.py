@@ -10,7 +10,7 @@ from jax import Array, lax
 from .._values import check_between, checked, known
 from ..core.arguments import array, check_flags, is_finite
 from ..sequences.packing import read_count
-from ..sequences.rows import Packing, read_packing
+from ..sequences.rows import read_packing
 from . import tables
 from .spec import num_segments, PoolArrays, PoolSpec, REDUCTIONS
 
@@ -79,17 +79,36 @@ def resolve(options: Options, x: Any, mask: Any, lengths: Any, cu_seqlens: Any, 
     real = _real(mask, lengths, lead, length)
     chunk = None if options.chunk_size is None else int(options.chunk_size)
     spec = PoolSpec(options.reduction, chunk, real is not None, bool(options.normalize), float(options.eps))
-    is_packed = cu_seqlens is not None or segment_ids is not None
-    arrays = PoolArrays(x)
-    if is_packed:
-        arrays = PoolArrays(x, **_packed(options, packing, segment_ids, real, length))
+    offsets, order = packing.offsets, None
+    if segment_ids is not None:
+        ids, count = _ids(options, segment_ids, (*lead, length))
+        offsets, order = tables.by_id(ids, count, bool(options.indices_are_sorted))
+    arrays = arrays_of(x, spec, real, offsets, order, options.max_chunks)
+    return Call(arrays, spec, offsets is None and chunk is None)
+
+
+def arrays_of(
+    x: Array,
+    spec: PoolSpec,
+    real: Array | None,
+    offsets: Array | None,
+    order: Array | None,
+    max_chunks: int | None,
+) -> PoolArrays:
+    """The arrays of a call with the `real` tokens (`None`: all), packed between `offsets` of places if there
+    are any."""
+    length, table = x.shape[-2], {}
+    if offsets is not None and spec.chunk is not None:
+        most = length // spec.chunk + offsets.shape[-1] - 1 if max_chunks is None else max_chunks
+        table = tables.of_chunks(offsets, order, real, length, spec.chunk, most)
+    elif offsets is not None:
+        table = tables.of_ranges(offsets[..., :-1], offsets[..., 1:], order, real, length)
     elif real is not None:
-        segments = num_segments(arrays, spec)
-        arrays = PoolArrays(x, **tables.of_rows(length, chunk, segments, real))
-    if spec.reduction == "last" and arrays.segment is not None:
-        last = tables.last_of(arrays.segment, num_segments(arrays, spec))
-        arrays = arrays._replace(last=last)
-    return Call(arrays, spec, not is_packed and chunk is None)
+        table = tables.of_rows(length, spec.chunk, num_segments(PoolArrays(x), spec), real)
+    arrays = PoolArrays(x, **table)
+    if spec.reduction != "last" or arrays.segment is None:
+        return arrays
+    return arrays._replace(last=tables.last_of(arrays.segment, num_segments(arrays, spec)))
 
 
 def _check_packed(options: Options, has_offsets: bool, has_ids: bool) -> None:
@@ -137,22 +156,6 @@ def _over(name: str, x: Array, shape: tuple[int, ...]) -> Array:
         ) from None
 
 
-def _packed(
-    options: Options, packing: Packing, segment_ids: Any, real: Array | None, length: int
-) -> dict[str, Array]:
-    order = None
-    if packing.offsets is not None:
-        offsets, count = packing.offsets, packing.offsets.shape[-1] - 1
-    else:
-        ids, count = _ids(options, segment_ids, (*packing.lead, length))
-        offsets, order = tables.by_id(ids, count, bool(options.indices_are_sorted))
-    if options.chunk_size is None:
-        return tables.of_offsets(offsets, order, real, length)
-    chunk, most = int(options.chunk_size), options.max_chunks
-    most = length // chunk + count if most is None else most
-    return tables.of_chunks(offsets, order, real, length, chunk, most)
-
-
 def _ids(options: Options, segment_ids: Any, shape: tuple[int, ...]) -> tuple[Array, int]:
     """The ids as int32 `[*, T]`, and how many segments there are."""
     ids = jnp.broadcast_to(jnp.asarray(segment_ids).astype(jnp.int32), shape)
@@ -166,15 +169,10 @@ def _ids(options: Options, segment_ids: Any, shape: tuple[int, ...]) -> tuple[Ar
             )
         count = max(0, int(values.max()) + 1) if values.size else 0
     count = int(count)
-    ids = checked(
-        ids,
-        segment_ids,
-        lambda x: x >= count,
-        lambda found: (
-            f"segment_ids: expected ids below num_segments={count}, received {found}; raise num_segments, or use -1 for padding."
-        ),
-        lambda values: str(values.max()),
+    say = lambda found: (
+        f"segment_ids: expected ids below num_segments={count}, received {found}; raise num_segments, or use -1 for padding."
     )
+    ids = checked(ids, segment_ids, lambda x: x >= count, say, lambda values: str(values.max()))
     return (_sorted(ids, segment_ids) if options.indices_are_sorted else ids), count
 
 
@@ -185,11 +183,7 @@ def _sorted(ids: Array, given: Any) -> Array:
         before = np.maximum.accumulate(x, -1) if isinstance(x, np.ndarray) else lax.cummax(x, x.ndim - 1)
         return (x >= 0) & (x < before)
 
-    return checked(
-        ids,
-        given,
-        falls,
-        lambda found: (
-            f"segment_ids: expected ids that never decrease, with indices_are_sorted=True, received {found}; sort the tokens, or leave it out."
-        ),
+    say = lambda found: (
+        f"segment_ids: expected ids that never decrease, with indices_are_sorted=True, received {found}; sort the tokens, or leave it out."
     )
+    return checked(ids, given, falls, say)

@@ -1,7 +1,5 @@
 """The family's only kind of call: its problem and its axes."""
 
-from typing import Any
-
 from ..core import Kind
 from ..dispatch import Problem
 from . import reference
@@ -36,10 +34,6 @@ def _axes(arrays: PoolArrays, spec: PoolSpec) -> dict[str, tuple[str, ...]]:
     return letters_of(spec).axes_of(arrays)
 
 
-def _saved(platform: Any, arrays: PoolArrays, spec: PoolSpec) -> dict[str, tuple[str, ...]]:
-    return {name: axes for name, axes in _axes(arrays, spec).items() if name in ("arg", "pooled")}
-
-
 POOL = Kind(
     make=PoolArrays,
     problem_of=problem_of,
@@ -47,5 +41,5 @@ POOL = Kind(
     reference=reference.pool,
     results=RESULTS,
     learned=LEARNED,
-    saved_of=_saved,
+    saved_of=lambda platform, arrays, spec: {name: _axes(arrays, spec)[name] for name in ("arg", "pooled")},
 )

@@ -44,23 +44,13 @@ class PoolArrays(NamedTuple):
     end: Array | None = None  # [*, S]: one past its last place
     order: Array | None = None  # [*, T]: the token at each place; None: places are tokens
     count: Array | None = None  # [*, S]: tokens of each segment, given with `segment`
-    last: Array | None = (
-        None  # [*, S]: the last token of each segment, -1 for none; given with `segment` for "last"
-    )
+    # [*, S]: the last token of each segment, -1 for none; given with `segment` for "last".
+    last: Array | None = None
 
 
-_AXES = {
-    "x": "T C",
-    "segment": "T",
-    "begin": "S",
-    "end": "S",
-    "order": "T",
-    "count": "S",
-    "last": "S",
-    "out": "S C",
-    "arg": "S C",
-    "pooled": "S C",
-}
+_AXES = {"x": "T C", **dict.fromkeys(("segment", "order"), "T")}
+_AXES |= dict.fromkeys(("begin", "end", "count", "last"), "S")
+_AXES |= dict.fromkeys(("out", "arg", "pooled"), "S C")
 LETTERS = Letters.of(_AXES, heads="C")
 WHOLE_ROWS = Letters.of(_AXES)
 """The same for normalised results, whose channels belong together."""

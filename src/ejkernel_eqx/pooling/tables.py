@@ -8,7 +8,7 @@ from jax import Array
 
 from .._broadcast import like
 from ..sequences.packing import chunk_indices, ended
-from ..sequences.tokens import over
+from ..sequences.tokens import over, scattered
 
 Tables = dict[str, Array]
 
@@ -31,11 +31,6 @@ def of_rows(length: Any, chunk: int | None, segments: Any, real: Array) -> Table
     return {"segment": segment, "count": tally(segment, segments)}
 
 
-def of_offsets(offsets: Array, order: Array | None, real: Array | None, length: Any) -> Tables:
-    """The table of segments between `offsets [*, S + 1]` of places."""
-    return _of_ranges(offsets[..., :-1], offsets[..., 1:], order, real, length)
-
-
 def of_chunks(
     offsets: Array, order: Array | None, real: Array | None, length: Any, chunk: int, most: Any
 ) -> Tables:
@@ -46,10 +41,11 @@ def of_chunks(
     end = jnp.minimum(begin + chunk, jnp.take_along_axis(offsets, number + 1, -1))
     past = offsets[..., -1:]
     begin, end = (jnp.where(is_used, x, past) for x in (begin, end))
-    return _of_ranges(begin, end, order, real, length)
+    return of_ranges(begin, end, order, real, length)
 
 
-def _of_ranges(begin: Array, end: Array, order: Array | None, real: Array | None, length: Any) -> Tables:
+def of_ranges(begin: Array, end: Array, order: Array | None, real: Array | None, length: Any) -> Tables:
+    """The table of segments that are these ranges of places."""
     place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (*begin.shape[:-1], length))
     inside = (place >= begin[..., :1]) & (place < end[..., -1:]) if begin.shape[-1] else place < 0
     segment = jnp.where(inside, ended(end, length), -1)
@@ -107,12 +103,6 @@ def last_of(segment: Array, count: Any) -> Array:
         return jnp.full((count,), -1, jnp.int32).at[row].max(token, mode="drop")
 
     return over(segment.ndim - 1, row)(jnp.where(segment < 0, count, segment))
-
-
-def scattered(index: Array, values: Array) -> Array:
-    """`values` moved to `index`, a permutation of each row."""
-    put = lambda index, values: jnp.zeros_like(values).at[index].set(values, unique_indices=True)
-    return over(index.ndim - 1, put)(index, values)
 
 
 def before(lengths: Array, length: Any) -> Array:

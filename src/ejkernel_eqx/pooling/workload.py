@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from ..core.words import read_flags, read_sizes, SWITCH
 from ..core.workload import Inputs, random_cotangents, workload_of
 from ..dispatch import Implementation, Problem, Workload
-from . import tables
+from .arguments import arrays_of
 from .core import POOL, problem_of
-from .spec import LETTERS, num_segments, PoolArrays, PoolSpec, REDUCTIONS, TABLES
+from .spec import LETTERS, PoolArrays, PoolSpec, REDUCTIONS, TABLES
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -42,18 +43,13 @@ def make_arrays(problem: Problem, spec: PoolSpec, seed: int) -> PoolArrays:
     shape = tuple(size[name] for name in "BTC")
     x = jax.random.normal(jax.random.key(seed, impl="rbg"), shape, jnp.dtype(problem.dtype("x")))
     real = jnp.asarray(rng.random(shape[:2]) < 15 / 16) if spec.holes else None
-    arrays = PoolArrays(x)
+    offsets = order = None
     if problem.flag("packed"):
-        arrays = PoolArrays(x, **_packed(problem, spec, real, rng))
-    elif real is not None:
-        segments = num_segments(arrays, spec)
-        arrays = PoolArrays(x, **tables.of_rows(size["T"], spec.chunk, segments, real))
-    if spec.reduction == "last" and arrays.segment is not None:
-        arrays = arrays._replace(last=tables.last_of(arrays.segment, num_segments(arrays, spec)))
-    return arrays
+        offsets, order = _packed(problem, spec, rng)
+    return arrays_of(x, spec, real, offsets, order, size.get("S"))
 
 
-def _packed(problem: Problem, spec: PoolSpec, real: Any, rng: np.random.Generator) -> dict[str, Any]:
+def _packed(problem: Problem, spec: PoolSpec, rng: np.random.Generator) -> tuple[Array, Array | None]:
     batch, length, segments = (problem.dim(name) for name in "BTS")
     # With chunks there are about as many sequences as chunks that are not whole.
     count = segments if spec.chunk is None else max(1, segments - length // spec.chunk)
@@ -61,12 +57,9 @@ def _packed(problem: Problem, spec: PoolSpec, real: Any, rng: np.random.Generato
     cuts = np.sort(rng.integers(0, end + 1, (batch, count - 1)), -1)
     offsets = np.pad(cuts, [(0, 0), (1, 0)])
     offsets = jnp.asarray(np.concatenate([offsets, np.full((batch, 1), end)], -1), jnp.int32)
-    order = None
-    if problem.flag("ordered"):
-        order = jnp.asarray(rng.permuted(np.tile(np.arange(length), (batch, 1)), axis=-1), jnp.int32)
-    if spec.chunk is None:
-        return tables.of_offsets(offsets, order, real, length)
-    return tables.of_chunks(offsets, order, real, length, spec.chunk, segments)
+    if not problem.flag("ordered"):
+        return offsets, None
+    return offsets, jnp.asarray(rng.permuted(np.tile(np.arange(length), (batch, 1)), axis=-1), jnp.int32)
 
 
 def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: Mapping[str, Any]) -> Problem:

@@ -18,7 +18,6 @@ from .._shapes import as_value, is_symbolic
 from ..core.arguments import accumulator
 from ..core.platforms import Plain
 from ..sequences.tokens import over
-from .normal import normalised
 from .spec import counts, last_tokens, longest, num_segments, PoolArrays, PoolSpec
 from .tables import Pieces, pieces_of
 
@@ -66,6 +65,16 @@ def _derivative(spec: PoolSpec, primals: Any, tangents: Any) -> tuple[Array, Arr
     if spec.reduction == "mean":
         out = out / jnp.maximum(by_segment(counts(arrays, spec)), 1).astype(wide)
     return _pooled(spec, x, tables), out
+
+
+def normalised(pooled: Array, spec: PoolSpec) -> Array:
+    """`pooled / max(norm, eps)`, with the Euclidean norm over all channels, in the dtype of `pooled`. The
+    gradient of a result of 0 is finite."""
+    if not spec.normalize:
+        return pooled
+    square = jnp.sum(pooled * pooled, -1, keepdims=True)
+    is_long = square > spec.eps * spec.eps
+    return pooled * jnp.where(is_long, lax.rsqrt(jnp.where(is_long, square, 1)), 1 / spec.eps)
 
 
 # Tokens of segments, and segments of tokens

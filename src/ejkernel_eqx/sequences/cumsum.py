@@ -1,6 +1,5 @@
 """Cumulative sums that restart at every chunk or sequence, as gated recurrences compute from their log-decays."""
 
-import operator
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jax import Array
 from jaxtyping import Float
 
 from .._broadcast import like
-from .packing import read_count, read_ids, read_offsets, Spans, spans_of_ids, spans_of_offsets
+from .packing import read_axis, read_count, read_ids, read_offsets, Spans, spans_of_ids, spans_of_offsets
 
 
 def chunk_local_cumsum(
@@ -73,10 +72,7 @@ def _check(x: Any, axis: int) -> tuple[Array, int]:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x: expected floats, received dtype {x.dtype}; cast it first.")
-    axis = operator.index(axis)
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis: expected an axis of x, which has {x.ndim} axes, received {axis}.")
-    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), axis % x.ndim
+    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), read_axis(axis, x)
 
 
 def _spans(x: Array, axis: int, cu_seqlens: Any | None, segment_ids: Any | None) -> Spans:

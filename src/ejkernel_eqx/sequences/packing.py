@@ -5,6 +5,7 @@ transformations on request ([`ejkernel_eqx.check_values`][]); otherwise the docs
 """
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -197,12 +198,8 @@ def ended(ends: Array, total: int) -> Array:
         each = ends[..., None, :]  # [..., 1, N]
         index = like(jnp.arange(total, dtype=ends.dtype)[:, None], each)  # [..., T, 1]
         return jnp.sum(each <= index, axis=-1, dtype=jnp.int32)
-    count = lambda row: jnp.cumsum(_marks(row, total), dtype=jnp.int32)
-    return jnp.vectorize(count, signature="(n)->(t)")(ends)
-
-
-def _marks(places: Array, total: int) -> Array:
-    return jnp.zeros((total,), jnp.int32).at[places].add(1, mode="drop")
+    marks = lambda row: jnp.zeros((total,), jnp.int32).at[row].add(1, mode="drop")
+    return jnp.vectorize(lambda row: jnp.cumsum(marks(row), dtype=jnp.int32), signature="(n)->(t)")(ends)
 
 
 def spans_of_ids(ids: Array) -> Spans:
@@ -255,6 +252,14 @@ def _check_runs(ids: Array, max_segments: int) -> None:
                 f"max_segments: expected at least the number of runs of equal ids, {runs}, received {max_segments}; "
                 "raise it to the maximum number of sequences per row."
             )
+
+
+def read_axis(axis: Any, x: Array) -> int:
+    """The axis, counted from the front."""
+    axis = operator.index(axis)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis: expected an axis of x, which has {x.ndim} axes, received {axis}.")
+    return axis % x.ndim
 
 
 def read_count(name: str, value: Any, least: int = 0) -> int:

@@ -41,6 +41,12 @@ def over(lead: int, function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def scattered(index: Array, values: Array) -> Array:
+    """`values` moved to `index`, a permutation of each row."""
+    row = lambda index, values: jnp.zeros_like(values).at[index].set(values, unique_indices=True)
+    return over(index.ndim - 1, row)(index, values)
+
+
 def put(pool: Array, rows: Array, where: Array) -> Array:
     """The pool of states with `rows` written to these slots; slots past the end are dropped."""
     return pool.at[where].set(rows, mode="drop")

@@ -1,6 +1,5 @@
 """Zigzag order: splits the sequence of causal attention so that every device has the same work."""
 
-import operator
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Shaped
 
-from .packing import read_count
+from .packing import read_axis, read_count
 
 
 def reorder_sequence(x: Any, num_shards: int, *, axis: int) -> Shaped[Array, "..."]:
@@ -50,13 +49,10 @@ def _part(x: Array, index: int, axis: int) -> Array:
 def _in_chunks(x: Any, num_shards: int, axis: int) -> tuple[Array, int, tuple[int, ...]]:
     x = jnp.asarray(x)
     read_count("num_shards", num_shards, least=1)
-    axis = operator.index(axis)
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis: expected an axis of x, which has {x.ndim} axes, received {axis}.")
-    length = x.shape[axis]
+    length = x.shape[read_axis(axis, x)]
     if length % (2 * num_shards):
         raise ValueError(
             f"x: expected a length along axis {axis} divisible by 2 * num_shards = {2 * num_shards}, received {length}; "
             f"pad it to {-(-length // (2 * num_shards)) * 2 * num_shards}, with segment id -1 for the padding."
         )
-    return x, axis % x.ndim, x.shape
+    return x, read_axis(axis, x), x.shape

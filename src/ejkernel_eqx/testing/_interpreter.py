@@ -188,12 +188,8 @@ def _call(name, *arguments):
 def _truth(value):
     if not isinstance(value, tl.tensor):
         return bool(value)
-    return bool(
-        _one(
-            value.handle.data.astype(bool),
-            "has no truth value: use `&`, `|` and `tl.where`, not `and`, `or`, `if`",
-        )
-    )
+    words = "has no truth value: use `&`, `|` and `tl.where`, not `and`, `or`, `if`"
+    return bool(_one(value.handle.data.astype(bool), words))
 
 
 def _both(first, second):

@@ -20,26 +20,14 @@ from triton.runtime.interpreter import (
     TensorHandle,
 )
 
-_NUMPY_DTYPES = {
-    tl.int1: np.bool_,
-    tl.int8: np.int8,
-    tl.uint8: np.uint8,
-    tl.int16: np.int16,
-    tl.uint16: np.uint16,
-    tl.int32: np.int32,
-    tl.uint32: np.uint32,
-    tl.int64: np.int64,
-    tl.uint64: np.uint64,
-    tl.float16: np.float16,
-    tl.bfloat16: ml_dtypes.bfloat16,
-    tl.float32: np.float32,
-    tl.float64: np.float64,
-    tl.float8e4nv: ml_dtypes.float8_e4m3fn,
-    tl.float8e4b8: ml_dtypes.float8_e4m3fnuz,
-    tl.float8e5: ml_dtypes.float8_e5m2,
-    tl.float8e5b16: ml_dtypes.float8_e5m2fnuz,
+_OF_ONE_NAME = "int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64"
+_NUMPY_DTYPES = {getattr(tl, name): jnp.dtype(name) for name in _OF_ONE_NAME.split()} | {
+    tl.int1: np.dtype(np.bool_),
+    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
+    tl.float8e4b8: np.dtype(ml_dtypes.float8_e4m3fnuz),
+    tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
+    tl.float8e5b16: np.dtype(ml_dtypes.float8_e5m2fnuz),
 }
-_NUMPY_DTYPES = {dtype: np.dtype(data_type) for dtype, data_type in _NUMPY_DTYPES.items()}
 _TRITON_DTYPES = {data_type: dtype for dtype, data_type in _NUMPY_DTYPES.items()}
 _POINTER_DTYPE = np.dtype(np.uint64)
 
@@ -126,14 +114,16 @@ class Memory:
         return self._views[key], (offset // np.uint64(dtype.itemsize)).astype(np.intp)
 
 
-def _poisoned(shape, dtype):
+def poison(dtype) -> np.generic:
+    """The initial value of outputs: NaN, the largest integer, or True."""
+    dtype = np.dtype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
-        return np.full(shape, np.nan, dtype)
-    return np.full(shape, True if dtype == np.bool_ else np.iinfo(dtype).max, dtype)
+        return dtype.type("nan")
+    return np.bool_(True) if dtype == np.bool_ else dtype.type(np.iinfo(dtype).max)
 
 
-def _cast(builder, source, dtype, *_):
-    return Handle(source.data.astype(numpy_dtype(dtype), copy=False), dtype.scalar)
+def _poisoned(shape, dtype):
+    return np.full(shape, poison(dtype), dtype)
 
 
 def alike(*arrays):
@@ -207,25 +197,6 @@ class _Descriptor(TensorDescHandle):
     def _check_start(self, offset):
         itemsize = self.base.dtype.element_ty.primitive_bitwidth // 8
         assert (offset.data * itemsize % 16 == 0).all(), "block offset start must be 16-byte aligned"
-
-
-def _binary(operation):
-    def create(self, lhs, rhs):
-        data = operation(lhs.data, rhs.data)
-        if data.dtype == np.bool_:
-            return Handle(data, tl.int1)
-        dtype = lhs.dtype.scalar
-        return Handle(data.astype(numpy_dtype(dtype), copy=False), dtype)
-
-    return create
-
-
-def _unary(operation):
-    def create(self, source):
-        dtype = source.dtype.scalar
-        return Handle(operation(source.data).astype(numpy_dtype(dtype), copy=False), dtype)
-
-    return create
 
 
 def _quotient(lhs, rhs):
@@ -395,15 +366,26 @@ class NumpyBuilder(InterpreterBuilder):
             print(line)
         self.lines = []
 
-    # Casts
+    # Casts and arithmetic: Triton's builder computes all of them by these methods, but for a few that follow.
 
-    cast_impl = create_si_to_fp = create_ui_to_fp = create_fp_to_si = create_fp_to_ui = _cast
-    create_fp_ext = create_fp_trunc = create_int_cast = _cast
+    def cast_impl(self, source, dtype):
+        return Handle(source.data.astype(numpy_dtype(dtype), copy=False), dtype.scalar)
+
+    def binary_op(self, lhs, rhs, operation):
+        data = operation(lhs.data, rhs.data)
+        if data.dtype == np.bool_:  # a comparison
+            return Handle(data, tl.int1)
+        dtype = lhs.dtype.scalar
+        return Handle(data.astype(numpy_dtype(dtype), copy=False), dtype)
+
+    def unary_op(self, source, operation):
+        dtype = source.dtype.scalar
+        return Handle(operation(source.data).astype(numpy_dtype(dtype), copy=False), dtype)
 
     def create_fp_to_fp(self, source, dtype, rounding_mode):
         if rounding_mode is not None and rounding_mode.name != "RTNE":
             raise NotImplementedError(f"rounding mode {rounding_mode.name} cannot be interpreted")
-        return _cast(self, source, dtype)
+        return self.cast_impl(source, dtype)
 
     def create_bitcast(self, source, dtype):
         data_type = numpy_dtype(dtype)
@@ -414,43 +396,14 @@ class NumpyBuilder(InterpreterBuilder):
 
     create_int_to_ptr = create_ptr_to_int = create_bitcast
 
-    # Arithmetic. Comparisons come out as int1 by their numpy type.
-
-    create_fadd = create_add = _binary(np.add)
-    create_fsub = create_sub = _binary(np.subtract)
-    create_fmul = create_mul = _binary(np.multiply)
-    create_fdiv = create_precise_divf = _binary(np.divide)
-    create_frem = create_srem = create_urem = _binary(np.fmod)
-    create_sdiv = create_udiv = create_idiv = _binary(_quotient)
-    create_shl = _binary(np.left_shift)
-    create_lshr = create_ashr = _binary(np.right_shift)  # by the type: signed shifts in the sign
-    create_minsi = create_minui = create_minimumf = _binary(np.minimum)
-    create_maxsi = create_maxui = create_maximumf = _binary(np.maximum)
-    create_minnumf = _binary(np.fmin)
-    create_maxnumf = _binary(np.fmax)
-    create_and = _binary(np.bitwise_and)
-    create_or = _binary(np.bitwise_or)
-    create_xor = _binary(np.bitwise_xor)
-    create_umulhi = _binary(_high_product)
-    create_icmpSLE = create_icmpULE = create_fcmpOLE = create_fcmpULE = _binary(np.less_equal)
-    create_icmpSLT = create_icmpULT = create_fcmpOLT = create_fcmpULT = _binary(np.less)
-    create_icmpSGE = create_icmpUGE = create_fcmpOGE = create_fcmpUGE = _binary(np.greater_equal)
-    create_icmpSGT = create_icmpUGT = create_fcmpOGT = create_fcmpUGT = _binary(np.greater)
-    create_icmpEQ = create_fcmpOEQ = create_fcmpUEQ = _binary(np.equal)
-    create_icmpNE = create_fcmpONE = create_fcmpUNE = _binary(np.not_equal)
-
-    create_fabs = create_iabs = _unary(np.abs)
-    create_exp = _unary(np.exp)
-    create_exp2 = _unary(np.exp2)
-    create_log = _unary(np.log)
-    create_log2 = _unary(np.log2)
-    create_sqrt = create_precise_sqrt = _unary(np.sqrt)
-    create_rsqrt = _unary(lambda x: 1 / np.sqrt(x))
-    create_sin = _unary(np.sin)
-    create_cos = _unary(np.cos)
-    create_erf = _unary(special.erf)
-    create_floor = _unary(np.floor)
-    create_ceil = _unary(np.ceil)
+    create_idiv = lambda self, lhs, rhs: self.binary_op(lhs, rhs, _quotient)
+    create_ashr = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.right_shift)
+    create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    create_umulhi = lambda self, lhs, rhs: self.binary_op(lhs, rhs, _high_product)
+    create_fabs = lambda self, source: self.unary_op(source, np.abs)
+    create_rsqrt = lambda self, source: self.unary_op(source, lambda x: 1 / np.sqrt(x))
+    create_erf = lambda self, source: self.unary_op(source, special.erf)
 
     def create_fma(self, x, y, z):
         return Handle(x.data * y.data + z.data, z.dtype.scalar)

@@ -16,20 +16,11 @@ from jax.interpreters import batching, mlir
 from ..launch import Launch
 from ..launch._language_lock import language_lock
 from ._interpreter import run_grid
+from ._numpy_builder import poison as poison
 
 
 class InterpretError(RuntimeError):
     """An interpreted kernel failed; the message names the kernel, the program in the grid and the reason."""
-
-
-def poison(dtype) -> np.generic:
-    """The initial value of outputs: NaN, the largest integer, or True."""
-    dtype = np.dtype(dtype)
-    if jnp.issubdtype(dtype, jnp.floating):
-        return dtype.type("nan")
-    if dtype == np.bool_:
-        return np.bool_(True)
-    return dtype.type(jnp.iinfo(dtype).max)
 
 
 def interpret(launch: Launch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:

@@ -70,11 +70,9 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
-    tiles = (tuple(_fitted(ConvTile(*size), problem, device) for size in sizes) for sizes in _TILES)
+    pairs = ([_fitted(ConvTile(*size), problem, device) for size in sizes] for sizes in zip(*_TILES))
     fast = device.vendor == "nvidia"
-    forward, backward = tiles
-    pairs = zip(forward, backward, strict=True)
-    return list(dict.fromkeys(TritonConfig(first, second, fast) for first, second in pairs))
+    return list(dict.fromkeys(TritonConfig(*pair, fast_sigmoid=fast) for pair in pairs))
 
 
 def _fitted(tile: ConvTile, problem: Problem, device: DeviceFacts) -> ConvTile:
@@ -151,8 +149,6 @@ def _initial_gradient(arrays: ConvArrays, spec: ConvSpec, dout: Array, dfinal: A
     real = (at < enter_end)[..., None]
 
     def head(x: Array) -> Array:
-        if length == 0:
-            return jnp.zeros(initial.shape, jnp.float32)
         flat = jnp.minimum(at, length - 1).reshape(at.shape[0], -1)
         tokens = flat if places is None else jnp.take_along_axis(places.order, flat, -1)
         return jnp.where(real, take_rows(x, tokens).reshape(initial.shape).astype(jnp.float32), 0.0)

@@ -3,9 +3,5 @@
 from ...core.platforms import Interpreted
 from . import compiled
 
-platform = Interpreted(
-    compiled,
-    compiled.TritonConfig(
-        compiled.ConvTile(4, 2, 2, 16, 4), compiled.ConvTile(4, 4, 2, 16, 4), fast_sigmoid=False
-    ),
-)
+_TILES = compiled.ConvTile(4, 2, 2, 16, 4), compiled.ConvTile(4, 4, 2, 16, 4)
+platform = Interpreted(compiled, compiled.TritonConfig(*_TILES, fast_sigmoid=False))

@@ -237,9 +237,7 @@ def backward_kernel(
         for i in tl.static_range(UNROLL):
             place = begin + i  # [LANES]
             first, taps = _taps(window, i, place, initial_ptr, first_ptr, enter_ptr, b, c, T, N, C, WIDTH, INITIAL, PACKED)  # W tiles  # fmt: skip
-            d = _inner(
-                douts[i], taps, weights, bias, first, WIDTH, SILU, NORM, PACKED, FAST
-            )  # [LANES, BLOCK_C]
+            d = _inner(douts[i], taps, weights, bias, first, WIDTH, SILU, NORM, PACKED, FAST)  # as taps
             summed = ()
             for w in tl.static_range(WIDTH):
                 summed = summed + (shares[w] + d * taps[w],)  # [LANES, BLOCK_C]

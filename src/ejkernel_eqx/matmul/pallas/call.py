@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,10 +30,6 @@ class Groups:
     mapped: bool
 
     @property
-    def total(self) -> int:
-        return self.sizes.shape[0] * self.rows
-
-    @property
     def matrices(self) -> int:
         return self.sizes.shape[1] * (self.sizes.shape[0] if self.mapped else 1)
 
@@ -51,7 +48,6 @@ class Products:
     columns: int
     outputs: dict[str, Any]
     spec: GroupedSpec
-    transposed: bool
     shift: int = 0
     operand: str = ""
 
@@ -64,12 +60,13 @@ def products(label: str, work: Products, groups: Groups, tile: TpuTile, execute:
     across, down = cdiv(work.columns, n), cdiv(inner, k)
     visits, count = row_visits(groups.sizes, groups.rows, m, groups.mapped)
     scratch = SCRATCH[: 1 + _is_gated(given)] if down > 1 or k > CHUNK else ()
-    form = Form((*given, *work.outputs, *scratch), work.spec, work.operand, work.transposed, m, k, inner)
-    at = _Places(work.shift // n, work.transposed)
-    matrix = (n, k) if work.transposed else (k, n)
+    form = Form((*given, *work.outputs, *scratch), work.spec, work.operand, m, k, inner)
+    transposed = work.spec.transpose_rhs
+    at = _index_maps(work.shift // n, transposed)
+    matrix = (n, k) if transposed else (k, n)
     shapes = dict.fromkeys(("x", "y"), (m, k)) | dict.fromkeys(("w", "u"), (None, *matrix))
     blocks = {name: (None, 1, k if "row_scale" in name else n) for name in given} | shapes
-    specs = [pl.BlockSpec(blocks[name], getattr(at, name)) for name in given]
+    specs = [pl.BlockSpec(blocks[name], at[name]) for name in given]
     # One row of each group is a block of its own.
     flat = [x[:, None] if x.ndim == 2 and name not in ("x", "y") else x for name, x in given.items()]
     results = [jax.ShapeDtypeStruct((total, work.columns), dtype) for dtype in work.outputs.values()]
@@ -80,7 +77,7 @@ def products(label: str, work: Products, groups: Groups, tile: TpuTile, execute:
         grid=(across, count, down),
         scalars=len(Visits._fields),
         in_specs=specs,
-        out_specs=[pl.BlockSpec((m, n), at.out)] * len(results),
+        out_specs=[pl.BlockSpec((m, n), at["out"])] * len(results),
         outputs=results,
         scratch=[pltpu.VMEM((m, n), jnp.float32)] * len(scratch),
         parallel=(0,),
@@ -133,36 +130,17 @@ def right_gradient(
     return execute(launch, [*visits, x, dz])[0]
 
 
-class _Places:
-    """The index maps of blocks: of a column tile, a visit and a step along the contracted axis, followed by the table of visits."""
-
-    def __init__(self, shift: int, transposed: bool):
-        self._shift, self._transposed = shift, transposed
-        self.y = self.x
-        self.other_row_scale = self.row_scale
-        self.bias = self.scale
-        self.up_bias = self.up_scale
-
-    def x(self, n: Any, v: Any, k: Any, tile: Any, matrix: Any, *rest: Any) -> tuple[Any, ...]:
-        return tile[v], k
-
-    def w(self, n: Any, v: Any, k: Any, tile: Any, matrix: Any, *rest: Any) -> tuple[Any, ...]:
-        return (matrix[v], n, k) if self._transposed else (matrix[v], k, n)
-
-    def u(self, n: Any, *rest: Any) -> tuple[Any, ...]:
-        return self.w(n + self._shift, *rest)
-
-    def row_scale(self, n: Any, v: Any, k: Any, tile: Any, matrix: Any, *rest: Any) -> tuple[Any, ...]:
-        return matrix[v], 0, k
-
-    def scale(self, n: Any, v: Any, k: Any, tile: Any, matrix: Any, *rest: Any) -> tuple[Any, ...]:
-        return matrix[v], 0, n
-
-    def up_scale(self, n: Any, *rest: Any) -> tuple[Any, ...]:
-        return self.scale(n + self._shift, *rest)
-
-    def out(self, n: Any, v: Any, k: Any, tile: Any, *rest: Any) -> tuple[Any, ...]:
-        return tile[v], n
+def _index_maps(shift: int, transposed: bool) -> dict[str, Callable[..., tuple[Any, ...]]]:
+    """The index maps of blocks by name: of a column tile, a visit and a step along the contracted axis,
+    followed by the table of visits."""
+    rows = lambda n, v, k, tile, *_: (tile[v], k)
+    matrix = lambda n, v, k, tile, own, *_: (own[v], n, k) if transposed else (own[v], k, n)
+    row = lambda n, v, k, tile, own, *_: (own[v], 0, k)
+    column = lambda n, v, k, tile, own, *_: (own[v], 0, n)
+    shifted = lambda index_map: lambda n, *rest: index_map(n + shift, *rest)
+    maps = {"x": rows, "y": rows, "w": matrix, "u": shifted(matrix), "row_scale": row, "other_row_scale": row}
+    maps |= {"scale": column, "bias": column, "out": lambda n, v, k, tile, *_: (tile[v], n)}
+    return maps | dict.fromkeys(("up_scale", "up_bias"), shifted(column))
 
 
 MAX_TILES = 8192

@@ -83,15 +83,14 @@ def forward(
     batch, rows = arrays.lhs.shape[0], arrays.num_rows
     width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
     count, dtype = columns(width, spec), arrays.lhs.dtype
-    save = save and not spec.is_linear
-    saved = dict.fromkeys(("gate", "up_z")[: 2 if spec.gated else 1], dtype) if save else {}
+    saved = dict.fromkeys(spec.saved if save else (), dtype)
     given = {"x": _flat(_taken(arrays))} | _side(arrays, "w", ("right", "scale", "bias"))
     shift = 0
     if spec.gated == PAIR:
         given |= _side(arrays, "u", ("up_right", "up_scale", "up_bias"), "up_")
     if _is_apart(spec, config.forward, count):
         linear = GroupedSpec("float32", transpose_rhs=spec.transpose_rhs)
-        work = Products(given, width, {"out": jnp.float32}, linear, spec.transpose_rhs, operand=dtype.name)
+        work = Products(given, width, {"out": jnp.float32}, linear, operand=dtype.name)
         z = products("forward", work, _groups(arrays), config.forward, execute)["out"]
         gate, up = (z[:, :count], z[:, count:]) if spec.gated == HALVES else (z[:, 0::2], z[:, 1::2])
         found = {"out": finished(gate, up, spec).astype(spec.out_dtype)}
@@ -101,7 +100,7 @@ def forward(
             given |= _side(arrays, "u", ("right", "scale", "bias"), "up_")
             shift = count
         outputs = {"out": jnp.dtype(spec.out_dtype)} | saved
-        work = Products(given, count, outputs, spec, spec.transpose_rhs, shift, dtype.name)
+        work = Products(given, count, outputs, spec, shift, dtype.name)
         found = products("forward", work, _groups(arrays), config.forward, execute)
     return {name: x.reshape(batch, rows, count) for name, x in found.items()}
 
@@ -137,8 +136,8 @@ def _left_gradient(
         given |= {"y": _flat(du)} | _side(arrays, "u", ("up_right", "", ""))
         scales |= {"other_row_scale": arrays.up_scale}
     given |= {name: x.reshape(-1, x.shape[-1]) for name, x in scales.items() if x is not None}
-    linear = GroupedSpec(dtype.name)
-    work = Products(given, inner, {"out": dtype}, linear, not spec.transpose_rhs, operand=dtype.name)
+    linear = GroupedSpec(dtype.name, transpose_rhs=not spec.transpose_rhs)
+    work = Products(given, inner, {"out": dtype}, linear, operand=dtype.name)
     taken = products("lhs", work, _groups(arrays), tile, execute)["out"].reshape(batch, rows, inner)
     return collect(taken, arrays.rows, arrays.sizes, length)
 

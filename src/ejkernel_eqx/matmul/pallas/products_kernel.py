@@ -34,7 +34,6 @@ class Form:
     names: tuple[str, ...]
     spec: GroupedSpec
     operand: str
-    transposed: bool
     block_m: int
     block_k: int
     inner: int
@@ -126,7 +125,7 @@ def _products(form: Form, ref: dict[str, Any], chunk: Any, size: int, masked: bo
 
     def matrix(name: str) -> Array:
         w = ref[name]
-        return operand(w[:, part], axis=1) if form.transposed else operand(w[part, :], axis=0)
+        return operand(w[:, part], axis=1) if form.spec.transpose_rhs else operand(w[part, :], axis=0)
 
     x = side("x", "row_scale")
     z = _product(form, x, matrix("w"))
@@ -139,9 +138,9 @@ def _products(form: Form, ref: dict[str, Any], chunk: Any, size: int, masked: bo
 
 def _product(form: Form, x: Array, w: Array) -> Array:
     """`x w` or, transposed, `x w^T`. In bfloat16 the compiler orders the former better as a sum of two products, unless there are several."""
-    alone = "u" not in form.names and not form.transposed
+    alone = "u" not in form.names and not form.spec.transpose_rhs
     if not alone or form.operand == "float32" or x.shape[1] != CHUNK:
-        return dot(x, w, form.transposed)
+        return dot(x, w, form.spec.transpose_rhs)
     return dot(x[:, :_PART], w[:_PART], False) + dot(x[:, _PART:], w[_PART:], False)
 
 

@@ -53,25 +53,16 @@ def product_of(kernel: str, problem: Problem) -> Product:
     inner, columns = problem.dim("K"), problem.dim("N")
     width = columns * (2 if gated in (HALVES, INTERLEAVED) else 1)
     turned = bool(problem.flag("transpose_rhs")) != (kernel == "lhs")
-    if kernel == "forward" and gated == INTERLEAVED:
-        return Product(rows, groups, inner, width, 1, 1, left, right, 4, turned)
-    if kernel == "forward":
-        saved = 0 if problem.flag("activation") is None and gated is None else 1 if gated is None else 2
-        return Product(
-            rows,
-            groups,
-            inner,
-            columns,
-            1 if gated is None else 2,
-            1,
-            left,
-            right,
-            out + saved * left,
-            turned,
-        )
     if kernel == "lhs":
         return Product(rows, groups, width, inner, 1, 2 if gated == PAIR else 1, left, right, left, turned)
-    return Product(rows, groups, inner, width, 1, 1, left, left, left, turned)
+    product = Product(rows, groups, inner, width, 1, 1, left, left, left, turned)
+    if kernel == "rhs":
+        return product
+    if gated == INTERLEAVED:
+        return product._replace(right=right, out=4)
+    sides = 1 if gated is None else 2
+    saved = 0 if problem.flag("activation") is None and gated is None else sides
+    return product._replace(columns=columns, sides=sides, right=right, out=out + saved * left)
 
 
 def vmem(kernel: str, tile: TpuTile, p: Product) -> int:
@@ -105,32 +96,21 @@ def _stored(rows: int, columns: int, size: int) -> int:
     return size * (cdiv(rows, 32 // size) * (32 // size)) * (cdiv(columns, 128) * 128)
 
 
-def capacity(device: DeviceFacts) -> int:
-    return device.vmem or _LEAST_VMEM
-
-
-def fits(kernel: str, tile: TpuTile, problem: Problem, device: DeviceFacts) -> bool:
-    return vmem(kernel, tile, product_of(kernel, problem)) * 5 <= capacity(device) * 4
-
-
 _ROWS = (512, 256, 128, 64, 32, 16)
 _COLUMNS = (1024, 512, 256, 128)
 _INNER = (16384, 8192, 4096, 2048, 1024, 512, 128)
-_SIZES = {
-    "forward": (_ROWS, _COLUMNS, _INNER),
-    "lhs": (_ROWS, _COLUMNS, _INNER),
-    "rhs": ((512, 256, 128), _COLUMNS, _COLUMNS),
-}
+_ALL = _ROWS, _COLUMNS, _INNER
+_SIZES = {"forward": _ALL, "lhs": _ALL, "rhs": ((512, 256, 128), _COLUMNS, _COLUMNS)}
 MOST = 8
 
 
 def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[TpuTile]:
     """Tiles that fit, the quickest by the model first."""
-    p = product_of(kernel, problem)
+    p, room = product_of(kernel, problem), (device.vmem or _LEAST_VMEM) * 4 // 5
     found: dict[TpuTile, float] = {}
     for sizes in itertools.product(*_SIZES[kernel]):
         tile = _within(TpuTile(*sizes), p)
-        if tile not in found and fits(kernel, tile, problem, device):
+        if tile not in found and vmem(kernel, tile, p) <= room:
             found[tile] = seconds(kernel, tile, p)
     return sorted(found, key=lambda tile: found[tile])[:MOST] or [SMALLEST]
 

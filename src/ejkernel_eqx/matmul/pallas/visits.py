@@ -18,10 +18,6 @@ class Visits(NamedTuple):
     end: Array  # int32 [V], the row past its last one
     kind: Array  # int32 [V], the sum of some of the flags below
 
-    @property
-    def most(self) -> int:
-        return self.tile.shape[0]
-
 
 REAL, FIRST, LAST = 1, 2, 4
 """Flags of a visit: it is by a group, not by rows past the last one; it is the first one by a matrix; it is the last one."""
@@ -68,13 +64,11 @@ def _visits(
     segment = jnp.minimum(jnp.searchsorted(upto, number, side="right", method="compare_all"), segments - 1)
     take = lambda x: jnp.take(x, segment, axis=0)
     own = take(matrix)
-    first = jnp.concatenate([jnp.ones(1, bool), own[1:] != own[:-1]])
-    last = jnp.concatenate([own[1:] != own[:-1], jnp.ones(1, bool)]) | (number == total - 1)
+    is_new, edge = own[1:] != own[:-1], jnp.ones(1, bool)
+    first = jnp.concatenate([edge, is_new])
+    last = jnp.concatenate([is_new, edge]) | (number == total - 1)
     tile = take(begin) // block + number - take(upto - tiles)
-    kind = (
-        REAL * take(is_real).astype(jnp.int32)
-        + FIRST * first.astype(jnp.int32)
-        + LAST * last.astype(jnp.int32)
-    )
+    of = lambda flag, holds: flag * holds.astype(jnp.int32)
+    kind = of(REAL, take(is_real)) + of(FIRST, first) + of(LAST, last)
     limit = max(cdiv(rows, block) - 1, 0)
     return Visits(jnp.clip(tile, 0, limit).astype(jnp.int32), own, take(begin), take(end), kind), total

@@ -62,16 +62,7 @@ def _left_gradient(
         N=inner,
         KIND=0 if du is None else _SUM,
         TRANSPOSED=not spec.transpose_rhs,
-        GATHERED=False,
-        BIAS=False,
-        UP_BIAS=False,
-        SCALE=False,
         ROW_SCALE=arrays.stored is not None,
-        ACTIVATION=0,
-        ALPHA=1.0,
-        LIMIT=0.0,
-        UP_SHIFT=0.0,
-        SAVE=False,
         name="left_kernel",
     )
     taken = results["out"]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .tile import operand, sizes_of
+from .tile import operand, right_offsets, sizes_of
 
 
 @triton.jit
@@ -62,31 +62,22 @@ def right_kernel(
         e, sizes = sizes_of(sizes_ptr, b, E, BLOCK_E)
         start = tl.sum(tl.where(e < group, sizes, 0), 0)
         end = tl.minimum(start + tl.sum(tl.where(e == group, sizes, 0), 0), M)
-        if BIAS:
-            # The programs of the first rows also sum up the bias's gradient.
-            if pid % (across * DOWN) < across:
-                acc, total = _sums(
-                    acc, total, lhs_ptr, dz_ptr, rows_ptr, start, end, b, M, L, k, n, K, W, GATHERED, MATRIX, True, BLOCK_M, OPERAND,
-                    PRECISION)  # fmt: skip
-            else:
-                acc, total = _sums(
-                    acc, total, lhs_ptr, dz_ptr, rows_ptr, start, end, b, M, L, k, n, K, W, GATHERED, MATRIX, False, BLOCK_M, OPERAND,
-                    PRECISION)  # fmt: skip
+        # The programs of the first rows also sum up the bias's gradient.
+        if BIAS and pid % (across * DOWN) < across:
+            acc, total = _sums(
+                acc, total, lhs_ptr, dz_ptr, rows_ptr, start, end, b, M, L, k, n, K, W, GATHERED, MATRIX, True, BLOCK_M, OPERAND,
+                PRECISION)  # fmt: skip
         else:
             acc, total = _sums(
                 acc, total, lhs_ptr, dz_ptr, rows_ptr, start, end, b, M, L, k, n, K, W, GATHERED, MATRIX, False, BLOCK_M, OPERAND,
                 PRECISION)  # fmt: skip
         b += 1
     if MATRIX:
-        if TRANSPOSED:
-            at = n[None, :].to(tl.int64) * K + k[:, None]  # [BLOCK_K, BLOCK_N]
-        else:
-            at = k[:, None].to(tl.int64) * W + n[None, :]  # [BLOCK_K, BLOCK_N]
+        at = right_offsets(k, n, K, W, TRANSPOSED)  # [BLOCK_K, BLOCK_N]
         inside = (k < K)[:, None] & (n < W)[None, :]  # [BLOCK_K, BLOCK_N]
         tl.store(dright_ptr + index * (K * W) + at, acc.to(dright_ptr.dtype.element_ty), mask=inside)
-    if BIAS:
-        if pid % (across * DOWN) < across:
-            tl.store(dbias_ptr + index * W + n, total, mask=n < W)
+    if BIAS and pid % (across * DOWN) < across:
+        tl.store(dbias_ptr + index * W + n, total, mask=n < W)
 
 
 @triton.jit

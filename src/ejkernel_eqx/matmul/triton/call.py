@@ -16,6 +16,10 @@ from .tile_sizes import GroupedTile
 
 _OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
+_PLAIN = dict.fromkeys(("GATHERED", "BIAS", "UP_BIAS", "SCALE", "ROW_SCALE", "SAVE"), False)
+_PLAIN |= {"KIND": 0, "ACTIVATION": 0, "ALPHA": 1.0, "LIMIT": 0.0, "UP_SHIFT": 0.0}
+"""The numbers of a product that nothing follows."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TritonConfig:
@@ -35,7 +39,9 @@ class TritonConfig:
 def grouped(
     launch: Launcher, tile: GroupedTile, outputs: dict[str, jax.ShapeDtypeStruct], **numbers: Any
 ) -> dict[str, Array]:
-    """Launches the forward kernel: Hopper's, or Triton's with one program for every tile that there may be."""
+    """Launches the forward kernel: Hopper's, or Triton's with one program for every tile that there may be.
+    `numbers`: the sizes, and what differs from a plain product."""
+    numbers = _PLAIN | numbers
     batch, rows, width = outputs["out"].shape
     if tile.hopper_programs:
         return products(launch, tile, outputs, **numbers)

@@ -63,15 +63,13 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     why not Hopper's kernels."""
     for kernel in KERNELS:
         tile = getattr(config, kernel)
+        needed = shared_memory(kernel, tile, problem, device)
         if tile.hopper_programs:
             reason = hopper.unfit(kernel, problem, device) or hopper.tile_unfit(kernel, tile, problem)
             if reason is not None:
                 return f"{kernel} with hopper_programs={tile.hopper_programs} {reason}"
-        sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
-        if tile.hopper_programs:
             needed = hopper.shared_memory(kernel, tile, problem)
-        else:
-            needed = shared_memory(kernel, tile, problem, device)
+        sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
         reason = too_large(kernel, sizes, tile.num_stages, needed, device)
         if reason is not None and tile != SMALLEST:
             return reason
@@ -106,13 +104,8 @@ def forward(
     batch, inner = arrays.lhs.shape[0], arrays.lhs.shape[-1]
     width = arrays.right.shape[-2 if spec.transpose_rhs else -1]
     out = (batch, arrays.num_rows, columns(width, spec))
-    save = save and not spec.is_linear
-    saved = result(*out, dtype=arrays.lhs.dtype)
-    outputs = {
-        "out": result(*out, dtype=jnp.dtype(spec.out_dtype)),
-        "gate": saved if save else NOTHING,
-        "up_z": saved if save and spec.gated else NOTHING,
-    }
+    saved = dict.fromkeys(spec.saved if save else (), result(*out, dtype=arrays.lhs.dtype))
+    outputs = {"out": result(*out, dtype=jnp.dtype(spec.out_dtype)), "gate": NOTHING, "up_z": NOTHING} | saved
     launch = launcher(arrays, config, execute)
     results = grouped(
         launch,
@@ -127,13 +120,11 @@ def forward(
         BIAS=arrays.bias is not None,
         UP_BIAS=arrays.up_bias is not None,
         SCALE=arrays.stored is not None,
-        ROW_SCALE=False,
         ACTIVATION=_ACTIVATIONS[spec.activation],
         ALPHA=spec.alpha,
         LIMIT=spec.limit or 0.0,
         UP_SHIFT=spec.up_shift,
-        SAVE=save,
+        SAVE=bool(saved),
         name="forward_kernel",
     )
-    kept = ("out", *(("gate",) if save else ()), *(("up_z",) if save and spec.gated else ()))
-    return {name: results[name] for name in kept}
+    return {name: results[name] for name in ("out", *saved)}

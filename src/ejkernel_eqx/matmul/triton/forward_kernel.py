@@ -120,9 +120,7 @@ def grouped_kernel(
         # The backward reads the products before the activation.
         if SAVE:
             tl.store(gate_ptr + out, acc.to(gate_ptr.dtype.element_ty), mask=mine)
-        tl.store(
-            out_ptr + out, activated(acc, ACTIVATION, ALPHA, FAST).to(out_ptr.dtype.element_ty), mask=mine
-        )
+        result = activated(acc, ACTIVATION, ALPHA, FAST)
     else:
         if KIND == INTERLEAVED:
             gate, up_z = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))  # [BLOCK_M, BLOCK_N] twice
@@ -131,9 +129,7 @@ def grouped_kernel(
             up_z = scaled(other, scale_ptr, bias_ptr, at + N, start, W - N, SCALE, BIAS)  # [BLOCK_M, BLOCK_N]
         else:
             gate = acc
-            up_z = scaled(
-                other, up_scale_ptr, up_bias_ptr, at, start, W, SCALE, UP_BIAS
-            )  # [BLOCK_M, BLOCK_N]
+            up_z = scaled(other, up_scale_ptr, up_bias_ptr, at, start, W, SCALE, UP_BIAS)  # as gate
         if SAVE:
             tl.store(gate_ptr + out, rounded(gate, gate_ptr.dtype.element_ty, LIMIT), mask=mine)
             tl.store(up_z_ptr + out, rounded(up_z, up_z_ptr.dtype.element_ty, LIMIT), mask=mine)
@@ -142,4 +138,4 @@ def grouped_kernel(
             gate = tl.where(gate > LIMIT, LIMIT, gate)
             up_z = tl.where(up_z > LIMIT, LIMIT, tl.where(up_z < -LIMIT, -LIMIT, up_z))
         result = activated(gate, ACTIVATION, ALPHA, FAST) * (up_z + UP_SHIFT)
-        tl.store(out_ptr + out, result.to(out_ptr.dtype.element_ty), mask=mine)
+    tl.store(out_ptr + out, result.to(out_ptr.dtype.element_ty), mask=mine)

@@ -93,9 +93,8 @@ def product(
         # In float32, before the operands are rounded.
         if SCALED:
             at_k = turn * BLOCK_K + k  # [BLOCK_K]
-            w = (
-                w.to(tl.float32) * tl.load(scale_ptr + at_k, mask=at_k < K, other=0.0)[:, None]
-            )  # [BLOCK_K, BLOCK_N]
+            w = w.to(tl.float32)  # [BLOCK_K, BLOCK_N]
+            w *= tl.load(scale_ptr + at_k, mask=at_k < K, other=0.0)[:, None]
         acc = tl.dot(operand(x, OPERAND), operand(w, OPERAND), acc, input_precision=PRECISION)
         if TWO:
             other_acc = tl.dot(operand(x, OPERAND), operand(u, OPERAND), other_acc, input_precision=PRECISION)

@@ -1,13 +1,15 @@
 """The tiles that each kernel prefers, and what shared memory they take."""
 
 import dataclasses
+from typing import Any
 
 from ...dispatch import DeviceFacts, Problem
 from ...launch.fields import Block, check_fields, Count, Programs, Warps
 from ...launch.sizes import cdiv, padded, shared_memory_of
 from ..spec import HALVES, INTERLEAVED, PAIR
 
-Sizes = tuple[int, int, int, int, int, int]
+Sizes = tuple[Any, ...]
+"""The fields of a tile up to its stages or its swizzle."""
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
@@ -36,63 +38,19 @@ SMALLEST = GroupedTile(16, 16, 16, 4, 2, 8)
 
 # Rows of a group, from which on the tiles are preferred; best first.
 _ROWS: tuple[tuple[int, tuple[Sizes, ...]], ...] = (
-    (
-        96,
-        (
-            (128, 256, 64, 8, 4, 8),
-            (128, 256, 64, 8, 3, 8),
-            (128, 128, 64, 4, 4, 8),
-            (128, 128, 64, 8, 4, 16),
-            (256, 128, 64, 8, 4, 4),
-            (128, 256, 32, 8, 4, 8),
-            (128, 128, 128, 8, 3, 8),
-            (128, 128, 32, 4, 4, 8),
-        ),
-    ),
-    (
-        40,
-        (
-            (64, 256, 64, 4, 4, 8),
-            (64, 128, 64, 4, 4, 8),
-            (64, 256, 64, 8, 4, 8),
-            (128, 128, 64, 8, 4, 8),
-            (64, 128, 128, 4, 3, 8),
-            (64, 64, 64, 4, 4, 8),
-        ),
-    ),
-    (
-        20,
-        (
-            (32, 128, 128, 4, 4, 8),
-            (32, 256, 64, 4, 4, 8),
-            (64, 128, 64, 4, 4, 8),
-            (32, 64, 128, 4, 4, 8),
-            (32, 128, 64, 4, 4, 8),
-        ),
-    ),
-    (
-        0,
-        (
-            (16, 128, 128, 4, 4, 8),
-            (16, 64, 128, 4, 5, 8),
-            (16, 64, 256, 4, 3, 8),
-            (16, 128, 64, 4, 5, 8),
-            (16, 256, 64, 4, 4, 8),
-            (16, 32, 256, 4, 4, 8),
-            (32, 128, 64, 4, 4, 8),
-        ),
-    ),
-)
+    (96, ((128, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4, 16),
+          (256, 128, 64, 8, 4, 4), (128, 256, 32, 8, 4), (128, 128, 128, 8, 3), (128, 128, 32, 4, 4))),
+    (40, ((64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (64, 256, 64, 8, 4), (128, 128, 64, 8, 4),
+          (64, 128, 128, 4, 3), (64, 64, 64, 4, 4))),
+    (20, ((32, 128, 128, 4, 4), (32, 256, 64, 4, 4), (64, 128, 64, 4, 4), (32, 64, 128, 4, 4),
+          (32, 128, 64, 4, 4))),
+    (0, ((16, 128, 128, 4, 4), (16, 64, 128, 4, 5), (16, 64, 256, 4, 3), (16, 128, 64, 4, 5),
+         (16, 256, 64, 4, 4), (16, 32, 256, 4, 4), (32, 128, 64, 4, 4))),
+)  # fmt: skip
 _RIGHT: tuple[Sizes, ...] = (
-    (64, 256, 128, 8, 3, 8),
-    (64, 256, 128, 8, 4, 8),
-    (64, 128, 128, 8, 4, 8),
-    (64, 128, 128, 4, 4, 8),
-    (64, 128, 256, 8, 3, 8),
-    (32, 256, 128, 8, 4, 8),
-    (32, 128, 128, 4, 4, 8),
-    (32, 64, 64, 4, 3, 8),
-)
+    (64, 256, 128, 8, 3), (64, 256, 128, 8, 4), (64, 128, 128, 8, 4), (64, 128, 128, 4, 4),
+    (64, 128, 256, 8, 3), (32, 256, 128, 8, 4), (32, 128, 128, 4, 4), (32, 64, 64, 4, 3),
+)  # fmt: skip
 
 
 def tiles(problem: Problem, device: DeviceFacts) -> dict[str, list[GroupedTile]]:
@@ -118,23 +76,16 @@ def _fitted(
 def waste(kernel: str, tile: GroupedTile, problem: Problem) -> float:
     """The work of a row of tiles on columns that do not exist, over that on those that do."""
     inner, columns = problem.dim("K"), problem.dim("N")
-    across = _in_blocks(inner if kernel == "lhs" else columns, tile.block_n)
-    down = _in_blocks(inner, tile.block_k) / inner if kernel == "rhs" else 1.0
-    return across / (inner if kernel == "lhs" else columns) * down - 1.0
-
-
-def _in_blocks(length: int, block: int) -> int:
-    """The length in whole blocks."""
-    return cdiv(length, block) * block
+    across = inner if kernel == "lhs" else columns
+    down = cdiv(inner, tile.block_k) * tile.block_k / inner if kernel == "rhs" else 1.0
+    return cdiv(across, tile.block_n) * tile.block_n / across * down - 1.0
 
 
 def _smaller(tile: GroupedTile) -> GroupedTile:
     """The tile with fewer stages, then less of the contracted axis, then smaller sides."""
     if tile.num_stages > 2:
         return dataclasses.replace(tile, num_stages=tile.num_stages - 1)
-    longest = max(
-        ("block_k", "block_n", "block_m"), key=lambda name: (getattr(tile, name) > 16) * getattr(tile, name)
-    )
+    longest = max(("block_k", "block_n", "block_m"), key=lambda name: getattr(tile, name))
     if getattr(tile, longest) == 16:
         return SMALLEST
     return dataclasses.replace(tile, **{longest: getattr(tile, longest) // 2})
@@ -144,23 +95,16 @@ def _within(kernel: str, tile: GroupedTile, problem: Problem) -> GroupedTile:
     """The tile with sides no longer than the arrays' and, in float32, half as much of the contracted axis and half as many columns. A program with
     two products takes half as many columns of each."""
     inner, columns = problem.dim("K"), problem.dim("N")
-    wide = problem.dtype("lhs") == "float32"
-    rows = padded(problem.dim("M"))
-    if kernel == "rhs":
-        return dataclasses.replace(
-            tile,
-            block_m=max(16, min(tile.block_m, rows) // (2 if wide else 1)),
-            block_n=max(16, min(tile.block_n // (2 if wide else 1), padded(columns))),
-            block_k=min(tile.block_k, padded(inner)),
-        )
     if kernel == "lhs":
         inner, columns = columns, inner
-    two = wide or (kernel == "forward" and is_double(problem))
+    wide, is_right = problem.dtype("lhs") == "float32", kernel == "rhs"
+    has_half = wide or (kernel == "forward" and is_double(problem))
+    half = lambda size, is_halved: max(16, size // 2) if is_halved else size
     return dataclasses.replace(
         tile,
-        block_m=min(tile.block_m, rows),
-        block_n=max(16, min(tile.block_n // (2 if two else 1), padded(columns))),
-        block_k=max(16, min(tile.block_k, padded(inner)) // (2 if wide else 1)),
+        block_m=half(min(tile.block_m, padded(problem.dim("M"))), wide and is_right),
+        block_n=min(half(tile.block_n, has_half), padded(columns)),
+        block_k=half(min(tile.block_k, padded(inner)), wide and not is_right),
     )
 
 

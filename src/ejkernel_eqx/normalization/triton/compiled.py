@@ -1,6 +1,7 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward and backward."""
 
 import dataclasses
+import math
 
 from jax import Array
 
@@ -8,7 +9,7 @@ from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, Launcher, NOTHING, Options, result, result_like, run
 from ...launch.sizes import cdiv, padded
-from ..spec import NormArrays, NormSpec
+from ..spec import COPIES, NormArrays, NormSpec
 from . import kernels
 from .tile_sizes import NormTile as NormTile
 from .tile_sizes import tile_pairs
@@ -25,7 +26,7 @@ class TritonConfig:
     forward: NormTile
     backward: NormTile
     fast_sigmoid: bool = True
-    """Whether the gate uses NVIDIA's approximate instructions (error 2e-7)."""
+    """Whether the gate, if there is one, uses NVIDIA's approximate instructions (error 2e-7)."""
 
 
 config_type = TritonConfig
@@ -36,7 +37,8 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if "float64" in dict(problem.dtypes).values():
         return "takes float32, float16 and bfloat16, not float64"
     if problem.dim("F") > MAX_FEATURES:
-        return f"takes groups of up to {MAX_FEATURES} features, not {problem.dim('F')}"
+        groups = "groups of " if "G" in dict(problem.dims) else ""
+        return f"takes {groups}up to {MAX_FEATURES} features, not {problem.dim('F')}"
     return None
 
 
@@ -46,24 +48,26 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
-    rows = problem.dim("B") * problem.dim("M") * problem.dim("G")
-    item = 4 if problem.dtype("x") == "float32" else 2
-    tiles = tile_pairs(device, rows, problem.dim("M"), problem.dim("F"), item)
     fast = device.vendor == "nvidia"
-    return list(dict.fromkeys(TritonConfig(*pair, fast_sigmoid=fast) for pair in tiles))
+    pairs = tile_pairs(problem, device)
+    return list(dict.fromkeys(TritonConfig(*pair, fast_sigmoid=fast) for pair in pairs))
 
 
 def forward(
     arrays: NormArrays, spec: NormSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> dict[str, Array]:
-    """The results; nothing is saved."""
-    tile, (batch, rows, groups, _) = config.forward, arrays.x.shape
-    total = batch * rows * groups
-    launch = _launcher(arrays, spec, config, tile, execute)
-    programs = cdiv(total, tile.block_m)
-    return launch(
-        kernels.forward_kernel, Options(tile.num_warps), {"out": result_like(arrays.x)}, programs, rows=total
+    """The results, of which the backward reads the sum."""
+    tile, like, has_branch = config.forward, result_like(arrays.x), arrays.branch is not None
+    rows = math.prod(arrays.x.shape[:-1])
+    made = _launcher(arrays, spec, config, tile, execute)(
+        kernels.forward_kernel,
+        Options(tile.num_warps),
+        {"out": like, "sum": like if has_branch else NOTHING},
+        cdiv(rows, tile.block_m),
+        rows=rows,
+        BRANCH=has_branch,
     )
+    return spec.results(made["out"], made["sum"] if has_branch else arrays.x)
 
 
 def backward(
@@ -76,45 +80,44 @@ def backward(
     execute: Execute = run,
 ) -> dict[str, Array]:
     """All gradients; that of the weight is per batch row and summed in a fixed order."""
-    tile, (batch, rows, groups, features) = config.backward, arrays.x.shape
+    tile, (batch, rows, *groups, features) = config.backward, arrays.x.shape
     chunks = cdiv(rows, tile.block_m * tile.turns)
     z, weight = arrays.z, arrays.weight
-    results = _launcher(arrays, spec, config, tile, execute)(
+    made = _launcher(arrays._replace(x=saved.get("sum", arrays.x)), spec, config, tile, execute)(
         kernels.backward_kernel,
         Options(tile.num_warps),
         {
             "dx": result_like(arrays.x),
             "dz": NOTHING if z is None else result_like(z),
-            "partial": NOTHING if weight is None else result(batch, chunks, groups, features),
+            "partial": NOTHING if weight is None else result(batch, chunks, *groups, features),
         },
-        groups * chunks * batch,
-        {"dout": cotangents["out"]},
+        math.prod(groups) * chunks * batch,
+        {f"d{name}": cotangents.get(name) for name in (*COPIES, "sum")},
+        READERS=spec.readers,
         TURNS=tile.turns,
         STAGES=tile.num_stages,
     )
-    grads = {"x": results["dx"]}
-    if z is not None:
-        grads["z"] = results["dz"]
-    if weight is not None:
-        grads["weight"] = results["partial"].sum(1)
-    return grads
+    grads = {"x": "dx", "z": "dz", "branch": "dx", "weight": "partial"}
+    grads = {name: made[of] for name, of in grads.items() if getattr(arrays, name) is not None}
+    return grads if weight is None else grads | {"weight": grads["weight"].sum(1)}
 
 
 def _launcher(
     arrays: NormArrays, spec: NormSpec, config: TritonConfig, tile: NormTile, execute: Execute
 ) -> Launcher:
-    rows, groups, features = arrays.x.shape[1:]
+    _, rows, *groups, features = arrays.x.shape
     numbers = {
         "M": rows,
-        "G": groups,
+        "G": math.prod(groups),
         "F": features,
         "EPS": spec.eps,
         "GATE": 0 if arrays.z is None else _GATES[spec.activation],
         "NORM_FIRST": spec.norm_before_gate,
         "WEIGHT": arrays.weight is not None,
-        "MAPPED": arrays.weight is not None and arrays.weight.ndim == 3,
+        "MAPPED": arrays.weight is not None and arrays.weight.ndim == arrays.x.ndim - 1,
         "FAST": config.fast_sigmoid,
         "BM": tile.block_m,
         "BF": padded(features, 1),
     }
-    return Launcher("normalization", arrays._asdict(), numbers, arrays.x, execute)
+    family = "residual" if spec.readers else "normalization"
+    return Launcher(family, arrays._asdict(), numbers, arrays.x, execute)

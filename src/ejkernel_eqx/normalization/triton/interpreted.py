@@ -3,6 +3,5 @@
 from ...core.platforms import Interpreted
 from . import compiled
 
-platform = Interpreted(
-    compiled, compiled.TritonConfig(compiled.NormTile(4, 4), compiled.NormTile(2, 4, 2), fast_sigmoid=False)
-)
+_TILES = compiled.NormTile(4, 4), compiled.NormTile(2, 4, 2)
+platform = Interpreted(compiled, compiled.TritonConfig(*_TILES, fast_sigmoid=False))

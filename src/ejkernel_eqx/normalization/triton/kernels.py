@@ -1,4 +1,5 @@
-"""The Triton kernels of the gated RMS norm: rows `[BM, BF]` hold all features of one group in registers."""
+"""The Triton kernels of both norms: rows `[BM, BF]` hold all features of one group in registers. In the norm
+of a sum, `G` is 1."""
 
 import triton
 import triton.language as tl
@@ -32,17 +33,25 @@ def weight_of(weight_ptr, row, f, M, G: tl.constexpr, F: tl.constexpr, MAPPED: t
 
 @triton.jit
 def forward_kernel(
-    x_ptr, z_ptr, weight_ptr, rows, M,  # [B, M, G, F] twice, [G, F] or, mapped, [B, G, F]
-    out_ptr,  # [B, M, G, F]
-    G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, GATE: tl.constexpr, NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr,
-    MAPPED: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
+    x_ptr, branch_ptr, z_ptr, weight_ptr, rows, M,  # [B, M, G, F] thrice, [G, F] or, mapped, [B, G, F]
+    out_ptr, sum_ptr,  # [B, M, G, F] twice; no sum without a branch
+    G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, BRANCH: tl.constexpr, GATE: tl.constexpr,
+    NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr, MAPPED: tl.constexpr, FAST: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     # out = norm(x) weight gate with `NORM_FIRST`, else norm(x gate) weight; norm(h) = h / sqrt(mean(h^2) + EPS).
+    # With `BRANCH`, x is the sum.
     row = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)  # [BM]
     f = tl.arange(0, BF)  # [BF]
     at = row[:, None] * F + f[None, :]  # [BM, BF]
     inside = (row < rows)[:, None] & (f < F)[None, :]  # [BM, BF]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
+    if BRANCH:
+        total = x + tl.load(branch_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
+        # The backward sees the rounded sum, and so does the norm.
+        stored = total.to(sum_ptr.dtype.element_ty)  # [BM, BF]
+        tl.store(sum_ptr + at, stored, mask=inside)
+        x = stored.to(tl.float32)  # [BM, BF]
     if GATE:
         gate, _ = _gate(tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32), GATE, FAST)  # [BM, BF]
         if not NORM_FIRST:
@@ -58,13 +67,16 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    x_ptr, z_ptr, weight_ptr, dout_ptr, M,  # dout as x; else as in the forward kernel
+    x_ptr, z_ptr, weight_ptr,  # as in the forward kernel; x may be the sum
+    dout_ptr, dout_2_ptr, dout_3_ptr, dsum_ptr, M,  # as x; dout of each reader
     dx_ptr, dz_ptr, partial_ptr,  # as x, as z
-    G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, GATE: tl.constexpr, NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr,
-    MAPPED: tl.constexpr, FAST: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
+    G: tl.constexpr, F: tl.constexpr, EPS: tl.constexpr, READERS: tl.constexpr, GATE: tl.constexpr,
+    NORM_FIRST: tl.constexpr, WEIGHT: tl.constexpr, MAPPED: tl.constexpr, FAST: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`dx`, `dz`, and these rows' share of the gradient of the weight, `partial [B, chunks, G, F]`. A program processes one group of `BM`
-    rows, `TURNS` times."""
+    """`dx`, also the gradient of a branch, `dz`, and these rows' share of the gradient of the weight,
+    `partial [B, chunks, G, F]`. A program processes one group of `BM` rows, `TURNS` times. `READERS`: 0 for a
+    gated norm."""
     pid = tl.program_id(0)
     chunks = tl.cdiv(M, BM * TURNS)
     g = pid % G
@@ -82,6 +94,12 @@ def backward_kernel(
         inside = (m < M)[:, None] & (f < F)[None, :]  # [BM, BF]
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
         dout = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
+        if READERS > 1:
+            dout += tl.load(dout_2_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
+        if READERS > 2:
+            dout += tl.load(dout_3_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
+        if READERS > 0:
+            dsum = tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)  # [BM, BF]
         if GATE:
             gate, slope = _gate(tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32), GATE, FAST)  # [BM, BF]  # fmt: skip
         # The input of the norm, h, and the gradient of its output, dn.
@@ -97,11 +115,15 @@ def backward_kernel(
         scale = tl.rsqrt(tl.sum(h * h, 1) / F + EPS)  # [BM]
         common = scale * scale * (tl.sum(dn * h, 1) / F)  # [BM]
         dx = scale[:, None] * (dn - h * common[:, None])  # [BM, BF], of h
+        if READERS > 0:
+            dx = dsum + dx  # [BM, BF]
         normed = h * scale[:, None]  # [BM, BF]
         # dweight = the sum over rows of the products that the weight multiplies.
         if WEIGHT:
             if GATE and NORM_FIRST:
                 share += dout * gate * normed  # [BM, BF]
+            elif READERS > 0:
+                share += dout * h * scale[:, None]  # [BM, BF]
             else:
                 share += dout * normed  # [BM, BF]
         # Through the gate, which comes after or before the norm.

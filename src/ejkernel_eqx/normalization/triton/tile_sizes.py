@@ -1,8 +1,11 @@
 """The tiles of the norms' kernels, and which are worth timing."""
 
 import dataclasses
+import math
 
-from ...dispatch import DeviceFacts
+import jax.numpy as jnp
+
+from ...dispatch import DeviceFacts, Problem
 from ...launch.fields import check_fields, Count, Power, Warps
 from ...launch.sizes import cdiv, padded, shared_memory_of
 
@@ -33,43 +36,28 @@ _WIDE = (
     (4096, 16, 4096, 16, 3, 4),
     (8192, 16, 4096, 32, 2, 4),
 )
-DEEP = (4096, 32, 512, 16, 3, 4)
-"""Fewer programs with more turns each, and so fewer parts of the weight's gradient to sum: 80 µs for 84 with 16,384 rows and three readers."""
+_DEEP = (4096, 32, 512, 16, 3, 4)
+"""Fewer programs with more turns each, and so fewer parts of the weight's gradient to sum: in the norm of a
+sum 80 µs for 84 with 16,384 rows and three readers."""
 
 
-def tile_pairs(
-    device: DeviceFacts,
-    rows: int,
-    longest: int,
-    features: int,
-    item: int,
-    first: tuple[tuple[int, ...], ...] = (),
-) -> list[tuple[NormTile, NormTile]]:
-    """Tiles of the forward and of the backward, the heuristic's first, for `rows` in all of `features` with `item` bytes each; `longest` of them
-    have the same leading axes, and so a gradient of the weight of their own. `first`: sizes as those below, to be tried before them."""
-    return [
-        _pair(device, rows, longest, features, item, *size)
-        for size in (*first, *(_NARROW if features <= 1024 else _WIDE))
-    ]
+def tile_pairs(problem: Problem, device: DeviceFacts) -> list[tuple[NormTile, NormTile]]:
+    """Tiles of the forward and of the backward, the heuristic's first."""
+    features, is_sum = problem.dim("F"), "G" not in dict(problem.dims)
+    sizes = _NARROW if features <= 1024 else _WIDE
+    if is_sum and padded(features, 1) == 1024:
+        sizes = (_DEEP, *sizes)
+    return [_pair(problem, device, size) for size in sizes]
 
 
-def _pair(
-    device: DeviceFacts,
-    rows: int,
-    longest: int,
-    features: int,
-    item: int,
-    forward: int,
-    ahead: int,
-    backward: int,
-    each: int,
-    stages: int,
-    programs: int,
-) -> tuple[NormTile, NormTile]:
-    width = padded(features, 1)
+def _pair(problem: Problem, device: DeviceFacts, size: tuple[int, ...]) -> tuple[NormTile, NormTile]:
+    forward, ahead, backward, each, stages, programs = size
+    width, item = padded(problem.dim("F"), 1), jnp.dtype(problem.dtype("x")).itemsize
+    rows = math.prod(dict(problem.dims).values()) // problem.dim("F")
     first, second = (max(1, elements // width) for elements in (forward, backward))
     turns = rows // (second * programs * max(device.num_multiprocessors, 1))
-    turns = max(1, min(turns, cdiv(longest, second)))
+    # Rows of other leading axes or groups have a gradient of the weight of their own.
+    turns = max(1, min(turns, cdiv(problem.dim("M"), second)))
     # Data loaded ahead of its turn waits in shared memory, in at most two fifths of it.
     loads = 3 * second * width * item
     ahead_of = min(stages, turns, 1 + 2 * shared_memory_of(device) // (5 * loads))

@@ -12,10 +12,9 @@ from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch import Execute, Launcher, NOTHING, result, result_like, run
 from ...launch.fields import check_fields, Power, Warps
 from ...launch.sizes import cdiv, padded
-from ..normal import normalised
 from ..spec import last_tokens, longest, num_segments, PoolArrays, PoolSpec
 from ..tables import pieces_of
-from ..xla import rows_at
+from ..xla import normalised, rows_at
 from . import kernels
 
 OPAQUE = True
@@ -132,15 +131,15 @@ def forward(
     arrays: PoolArrays, spec: PoolSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> dict[str, Array]:
     """The results; for the gradient of a maximum also the token of each, for that of a norm the results before it."""
-    dtype = arrays.x.dtype
+    needs_tokens = save and spec.reduction == "max"
     if spec.reduction == "last":
-        found = {"out": rows_at(arrays.x, last_tokens(arrays, spec)).astype(jnp.float32)}
+        results = {"out": rows_at(arrays.x, last_tokens(arrays, spec)).astype(jnp.float32)}
     else:
-        found = _reduced(arrays, spec, config.forward, save and spec.reduction == "max", execute)
-    pooled = found.pop("out")
+        results = _reduced(arrays, spec, config.forward, needs_tokens, execute)
+    saved = {"arg": results["arg"]} if needs_tokens else {}
     if spec.normalize and save:
-        found["pooled"] = pooled
-    return {"out": normalised(pooled, spec).astype(dtype), **found}
+        saved["pooled"] = results["out"]
+    return {"out": normalised(results["out"], spec).astype(arrays.x.dtype), **saved}
 
 
 def backward(
@@ -181,9 +180,6 @@ def _reduced(
         arg = result(batch, count, channels, dtype=jnp.int32) if tokens else NOTHING
         return {"out": result(batch, count, channels, dtype=dtype), "arg": arg}
 
-    def given(found: dict[str, Array]) -> dict[str, Array]:
-        return found if tokens else {"out": found["out"]}
-
     if arrays.begin is not None and arrays.end is not None and spec.chunk is None:
         parts = pieces_of(arrays.begin, arrays.end, length, tile.span)._asdict()
         pieces, per, table = parts["owner"].shape[1], 0, _PARTS
@@ -193,13 +189,13 @@ def _reduced(
     launch = launch.knowing(parts, PIECES=pieces, PER=per, TABLE=table)
     is_final, programs = per == 1, batch * pieces * blocks
     dtype = wide if is_final else jnp.float32
-    found = launch(kernels.read_kernel, tile, outputs(pieces, dtype), programs, FINAL=is_final)
+    results = launch(kernels.read_kernel, tile, outputs(pieces, dtype), programs, FINAL=is_final)
     if is_final:
-        return given(found)
-    part = {"part": found["out"], "token": found["arg"]}
+        return results
+    part = {"part": results["out"], "token": results["arg"]}
     combine = _combining(per or cdiv(pieces, segments), channels)
     programs = batch * segments * cdiv(channels, combine.block_c)
-    return given(launch(kernels.combine_kernel, combine, outputs(segments, wide), programs, part))
+    return launch(kernels.combine_kernel, combine, outputs(segments, wide), programs, part)
 
 
 def _combining(parts: int, channels: int) -> WriteTile:

@@ -3,6 +3,5 @@
 from ...core.platforms import Interpreted
 from . import compiled
 
-platform = Interpreted(
-    compiled, compiled.TritonConfig(compiled.ReadTile(2, 16, 4, 4), compiled.WriteTile(4, 16, 4))
-)
+_TILES = compiled.ReadTile(2, 16, 4, 4), compiled.WriteTile(4, 16, 4)
+platform = Interpreted(compiled, compiled.TritonConfig(*_TILES))

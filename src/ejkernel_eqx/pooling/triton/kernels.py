@@ -8,9 +8,8 @@ import triton.language as tl
 MAX = tl.constexpr(2)  # REDUCTION: the largest; 0: sum, 1: mean, 3: the last token
 MEAN = tl.constexpr(1)
 LAST = tl.constexpr(3)
-WHOLE = tl.constexpr(
-    0
-)  # TABLE: rows cut every `L` tokens; 1: ranges of segments; 2: ranges of parts, of any number a segment
+# TABLE: rows cut every `L` tokens; 1: ranges of segments; 2: ranges of parts, of any number a segment.
+WHOLE = tl.constexpr(0)
 PARTS = tl.constexpr(2)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 

@@ -1,5 +1,7 @@
 """Hopper's kernel of the result, and of the gradient of the left side: programs that stay, and go from tile to tile of the groups' rows."""
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -13,12 +15,24 @@ from .tile import (
     following,
     place,
     ragged,
+    Ring,
     rows_of,
     skipped,
     stages_of,
     store,
     summed,
+    Tile,
 )
+
+# Which products, by which right sides, and what follows from them; as the kernel's parameters.
+Form = namedtuple(
+    "Form", "K W N KIND TRANSPOSED MAPPED BIAS UP_BIAS ACTIVATION ALPHA LIMIT UP_SHIFT SAVE FAST"
+)
+# Sizes of groups `[B, E]`, the rows `M` of each batch row, and the number of all tiles.
+Groups = namedtuple("Groups", "sizes_ptr B M E total")
+# Descriptors of what a call reads and writes; one that it does not need is another.
+Inputs = namedtuple("Inputs", "lhs right other up")
+Outputs = namedtuple("Outputs", "out gate up_z")
 
 
 # fmt: off
@@ -47,29 +61,32 @@ def _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM: gl.constexpr
 
 
 @gluon.jit
-def _consumer(ring, staging, out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr, up_bias_ptr, B, M, E, total, W: gl.constexpr,
-              K: gl.constexpr, WIDTH: gl.constexpr, N: gl.constexpr, KIND: gl.constexpr, TRANSPOSED: gl.constexpr, MAPPED: gl.constexpr,
-              BIAS: gl.constexpr, UP_BIAS: gl.constexpr, ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-              UP_SHIFT: gl.constexpr, SAVE: gl.constexpr, FAST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-              STAGES: gl.constexpr, SWIZZLE: gl.constexpr, ALTERNATING: gl.constexpr):
+def _consumer(ring, staging, outputs, groups, bias_ptr, up_bias_ptr, W: gl.constexpr, form: gl.constexpr,
+              tile: gl.constexpr):
     """Multiplies half the rows of every tile or all of every other one, and stores what follows from the products."""
+    ALTERNATING: gl.constexpr = tile.ALTERNATING
+    BM: gl.constexpr = tile.BM
+    BN: gl.constexpr = tile.BN
+    N: gl.constexpr = form.N
+    LIMIT: gl.constexpr = form.LIMIT
     ROWS: gl.constexpr = rows_of(BM, ALTERNATING)
     PART: gl.constexpr = 0 if ALTERNATING else W
     COLUMNS: gl.constexpr = (N + BN - 1) // BN
-    TWO: gl.constexpr = KIND == PAIR or KIND == HALVES
-    STEPS: gl.constexpr = (K + BK - 1) // BK * (2 if KIND == SUM else 1)
+    TWO: gl.constexpr = form.KIND == PAIR or form.KIND == HALVES
+    STEPS: gl.constexpr = (form.K + tile.BK - 1) // tile.BK * (2 if form.KIND == SUM else 1)
+    sizes_ptr, B, M, E = groups.sizes_ptr, groups.B, groups.M, groups.E
     group, first, start, size = -1, 0, 0, 0
     s, phase, turn = 0, 0, 0
     t = gl.program_id(0)
     # The second consumer passes over the stages of the first tile.
     if ALTERNATING and W == 1:
         group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
-        s, phase = ahead(s, phase, gl.where(group % (E + 1) < E, STEPS, 0), STAGES)
+        s, phase = ahead(s, phase, gl.where(group % (E + 1) < E, STEPS, 0), tile.STAGES)
         t += gl.num_programs(0)
-    while t < total:
+    while t < groups.total:
         # Which rows and columns; a second half may be of no rows, and rows past the last group are 0.
         group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
-        row, column = place(t - first, size, BM, COLUMNS, SWIZZLE)
+        row, column = place(t - first, size, BM, COLUMNS, tile.SWIZZLE)
         row = row * BM + PART * ROWS
         e = group % (E + 1)
         # Rows of no group take no steps: their sum stays 0.
@@ -77,87 +94,94 @@ def _consumer(ring, staging, out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr
         # A consumer without rows frees the stages, which the loader fills for both.
         if not ALTERNATING:
             busy = gl.where(row < size, steps, 0)
-            s, phase = skipped(ring, s, phase, steps - busy, STAGES)
+            s, phase = skipped(ring, s, phase, steps - busy, tile.STAGES)
             steps = busy
         # The products, [ROWS, BN] each.
-        acc, other, s, phase = summed(ring, s, phase, steps, turn, TRANSPOSED, TWO, W, ALTERNATING, BM, BN, BK, STAGES)
+        acc, other, s, phase = summed(ring, s, phase, steps, turn, form.TRANSPOSED, TWO, W, tile)
         turn ^= 1
         # The epilogue: scale and bias, the limits, the activation and the gate.
         index = e
-        if MAPPED:
+        if form.MAPPED:
             index += group // (E + 1) * E
         n = column * BN + gl.arange(0, BN, gl.SliceLayout(0, acc.type.layout))  # [BN]
-        n = gl.where(e < E, n, WIDTH)
-        at = index.to(gl.int64) * WIDTH
-        acc = scaled(acc, bias_ptr, bias_ptr, at, n, WIDTH, False, BIAS)
-        if SAVE:
+        n = gl.where(e < E, n, form.W)
+        at = index.to(gl.int64) * form.W
+        acc = scaled(acc, bias_ptr, bias_ptr, at, n, form.W, False, form.BIAS)
+        if form.SAVE:
             gate = acc
         if TWO:
-            if KIND == HALVES:
-                other = scaled(other, bias_ptr, bias_ptr, at + N, n, WIDTH - N, False, BIAS)
+            if form.KIND == HALVES:
+                other = scaled(other, bias_ptr, bias_ptr, at + N, n, form.W - N, False, form.BIAS)
             else:
-                other = scaled(other, up_bias_ptr, up_bias_ptr, at, n, WIDTH, False, UP_BIAS)
+                other = scaled(other, up_bias_ptr, up_bias_ptr, at, n, form.W, False, form.UP_BIAS)
             # The backward reads the products before the activation.
-            if SAVE:
-                store(gate_desc, staging, rounded(gate, gate_desc.dtype, LIMIT), start + size, size, row, column * BN)
-                store(up_z_desc, staging, rounded(other, up_z_desc.dtype, LIMIT), start + size, size, row, column * BN)
+            if form.SAVE:
+                gate = rounded(gate, outputs.gate.dtype, LIMIT)
+                store(outputs.gate, staging, gate, start + size, size, row, column * BN)
+                up_z = rounded(other, outputs.up_z.dtype, LIMIT)
+                store(outputs.up_z, staging, up_z, start + size, size, row, column * BN)
             if LIMIT > 0:
                 # Comparisons keep NaN.
                 acc = gl.where(acc > LIMIT, LIMIT, acc)
                 other = gl.where(other > LIMIT, LIMIT, gl.where(other < -LIMIT, -LIMIT, other))
-            acc = activated(acc, ACTIVATION, ALPHA, FAST) * (other + UP_SHIFT)
+            acc = activated(acc, form.ACTIVATION, form.ALPHA, form.FAST) * (other + form.UP_SHIFT)
         else:
-            if SAVE:
-                store(gate_desc, staging, gate, start + size, size, row, column * BN)
-            acc = activated(acc, ACTIVATION, ALPHA, FAST)
-        store(out_desc, staging, acc, start + size, size, row, column * BN)
+            if form.SAVE:
+                store(outputs.gate, staging, gate, start + size, size, row, column * BN)
+            acc = activated(acc, form.ACTIVATION, form.ALPHA, form.FAST)
+        store(outputs.out, staging, acc, start + size, size, row, column * BN)
         # The next tile of this program; alternating, the one after it, past the stages of the other consumer's.
         t += gl.num_programs(0)
         if ALTERNATING:
             group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
-            s, phase = ahead(s, phase, gl.where(group % (E + 1) < E, STEPS, 0), STAGES)
+            s, phase = ahead(s, phase, gl.where(group % (E + 1) < E, STEPS, 0), tile.STAGES)
             t += gl.num_programs(0)
     # Shared memory is given back when its last copy has left.
     tma.store_wait(0)
 
 
 @gluon.jit
-def _loader(ring, lhs_desc, right_desc, other_desc, up_desc, sizes_ptr, B, M, E, total, K: gl.constexpr, N: gl.constexpr,
-            KIND: gl.constexpr, TRANSPOSED: gl.constexpr, MAPPED: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-            STAGES: gl.constexpr, SWIZZLE: gl.constexpr):
+def _loader(ring, inputs, groups, form: gl.constexpr, tile: gl.constexpr):
     """Loads the operands of every tile, as far ahead as there are stages."""
+    KIND: gl.constexpr = form.KIND
+    N: gl.constexpr = form.N
+    BM: gl.constexpr = tile.BM
+    BN: gl.constexpr = tile.BN
+    BK: gl.constexpr = tile.BK
     COLUMNS: gl.constexpr = (N + BN - 1) // BN
     SUMMANDS: gl.constexpr = 2 if KIND == SUM else 1
     TWO: gl.constexpr = KIND == PAIR or KIND == HALVES
     BYTES: gl.constexpr = (BM + (2 if TWO else 1) * BN) * BK * 2
-    a_s, b_s, c_s, full, empty, _ = ring
+    sizes_ptr, B, M, E = groups.sizes_ptr, groups.B, groups.M, groups.E
     group, first, start, size = -1, 0, 0, 0
     # Every stage is free at first: its barrier passes for the parity before.
     s, phase = 0, 1
     t = gl.program_id(0)
-    while t < total:
+    while t < groups.total:
         group, first, start, size = _group_of(sizes_ptr, t, group, first, start, size, B, M, E, BM, COLUMNS)
-        row, column = place(t - first, size, BM, COLUMNS, SWIZZLE)
+        row, column = place(t - first, size, BM, COLUMNS, tile.SWIZZLE)
         e = group % (E + 1)
         index = e
-        if MAPPED:
+        if form.MAPPED:
             index += group // (E + 1) * E
         if e < E:
             for summand in gl.static_range(SUMMANDS):
-                left = lhs_desc if summand == 0 else other_desc
-                right = right_desc if summand == 0 else up_desc
-                for k in range((K + BK - 1) // BK):
+                left = inputs.lhs if summand == 0 else inputs.other
+                right = inputs.right if summand == 0 else inputs.up
+                for k in range((form.K + BK - 1) // BK):
                     # Both consumers have read what was in this stage.
-                    mbarrier.wait(empty.index(s), phase)
-                    mbarrier.expect(full.index(s), BYTES)
+                    mbarrier.wait(ring.empty.index(s), phase)
+                    full, n = ring.full.index(s), column * BN
+                    mbarrier.expect(full, BYTES)
                     # Rows of the next group are loaded, not stored.
-                    tma.async_copy_global_to_shared(left, [start + row * BM, k * BK], full.index(s), a_s.index(s))
-                    _load(right, index, k * BK, column * BN, full.index(s), b_s.index(s), TRANSPOSED)
+                    m = start + row * BM
+                    tma.async_copy_global_to_shared(left, [m, k * BK], full, ring.left.index(s))
+                    _load(right, index, k * BK, n, full, ring.right.index(s), form.TRANSPOSED)
                     if KIND == HALVES:
-                        _load(right, index, k * BK, N + column * BN, full.index(s), c_s.index(s), TRANSPOSED)
+                        _load(right, index, k * BK, N + n, full, ring.other.index(s), form.TRANSPOSED)
                     elif KIND == PAIR:
-                        _load(up_desc, index, k * BK, column * BN, full.index(s), c_s.index(s), TRANSPOSED)
-                    s, phase = following(s, phase, STAGES)
+                        _load(inputs.up, index, k * BK, n, full, ring.other.index(s), form.TRANSPOSED)
+                    s, phase = following(s, phase, tile.STAGES)
         t += gl.num_programs(0)
 
 
@@ -237,15 +261,16 @@ def hopper_products_kernel(
         c_s = stages_of(dtype, right_shape, NUM_STAGES)
     full, empty, turns = barriers_of(NUM_STAGES, PARTS)
     staging = stages_of(out_ptr.dtype.element_ty, [1, 1, ROWS, STORED], CONSUMERS)
-    ring = (a_s, b_s, c_s, full, empty, turns)
+    ring = Ring(a_s, b_s, c_s, full, empty, turns)
+    inputs = Inputs(lhs_desc, right_desc, other_desc, up_desc)
+    outputs = Outputs(out_desc, gate_desc, up_z_desc)
+    groups = Groups(sizes_ptr, B, M, E, total)
+    form: gl.constexpr = Form(K, W, N, KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT,
+                              UP_SHIFT, SAVE, FAST)
+    tile: gl.constexpr = Tile(BLOCK_M, BLOCK_N, BLOCK_K, NUM_STAGES, SWIZZLE, ALTERNATING)
     # Two consumers of four warps with 232 registers a thread, one producer warp with 40.
     gl.warp_specialize([
-        (_consumer, (ring, staging.index(0), out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr, up_bias_ptr, B, M, E, total, 0, K, W, N,
-                     KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT, UP_SHIFT, SAVE, FAST, BLOCK_M, BLOCK_N, BLOCK_K,
-                     NUM_STAGES, SWIZZLE, ALTERNATING)),
-        (_consumer, (ring, staging.index(1), out_desc, gate_desc, up_z_desc, sizes_ptr, bias_ptr, up_bias_ptr, B, M, E, total, 1, K, W, N,
-                     KIND, TRANSPOSED, MAPPED, BIAS, UP_BIAS, ACTIVATION, ALPHA, LIMIT, UP_SHIFT, SAVE, FAST, BLOCK_M, BLOCK_N, BLOCK_K,
-                     NUM_STAGES, SWIZZLE, ALTERNATING)),
-        (_loader, (ring, lhs_desc, right_desc, other_desc, up_desc, sizes_ptr, B, M, E, total, K, N, KIND, TRANSPOSED, MAPPED, BLOCK_M,
-                   BLOCK_N, BLOCK_K, NUM_STAGES, SWIZZLE)),
+        (_consumer, (ring, staging.index(0), outputs, groups, bias_ptr, up_bias_ptr, 0, form, tile)),
+        (_consumer, (ring, staging.index(1), outputs, groups, bias_ptr, up_bias_ptr, 1, form, tile)),
+        (_loader, (ring, inputs, groups, form, tile)),
     ], [4, 1], [232, 40])

@@ -14,10 +14,12 @@ from .tile import (
     LEFT,
     place,
     ragged,
+    Ring,
     rows_of,
     stages_of,
     store,
     summed,
+    Tile,
 )
 
 
@@ -29,9 +31,13 @@ def _steps(steps_ptr, t, total, EACH: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(ring, staging, out_desc, steps_ptr, total, W: gl.constexpr, K: gl.constexpr, N: gl.constexpr, BM: gl.constexpr,
-              BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, SWIZZLE: gl.constexpr, ALTERNATING: gl.constexpr):
+def _consumer(ring, staging, out_desc, steps_ptr, total, W: gl.constexpr, K: gl.constexpr, N: gl.constexpr,
+              tile: gl.constexpr):
     """Sums up half the rows of every tile or all of every other one."""
+    ALTERNATING: gl.constexpr = tile.ALTERNATING
+    STAGES: gl.constexpr = tile.STAGES
+    BM: gl.constexpr = tile.BM
+    BN: gl.constexpr = tile.BN
     ROWS: gl.constexpr = rows_of(BM, ALTERNATING)
     PART: gl.constexpr = 0 if ALTERNATING else W
     COLUMNS: gl.constexpr = (N + BN - 1) // BN
@@ -46,8 +52,8 @@ def _consumer(ring, staging, out_desc, steps_ptr, total, W: gl.constexpr, K: gl.
         # The largest groups come first, so that the last tiles are short.
         group = gl.load(steps_ptr + t // EACH * 2)
         steps = _steps(steps_ptr, t, total, EACH)
-        row, column = place(t % EACH, K, BM, COLUMNS, SWIZZLE)
-        acc, _, s, phase = summed(ring, s, phase, steps, turn, LEFT, False, W, ALTERNATING, BM, BN, BK, STAGES)  # [ROWS, BN]
+        row, column = place(t % EACH, K, BM, COLUMNS, tile.SWIZZLE)
+        acc, _, s, phase = summed(ring, s, phase, steps, turn, LEFT, False, W, tile)  # [ROWS, BN]
         turn ^= 1
         store(out_desc, staging, acc, group * K + K, K, row * BM + PART * ROWS, column * BN)
         # The next tile of this program; alternating, the one after it.
@@ -59,30 +65,34 @@ def _consumer(ring, staging, out_desc, steps_ptr, total, W: gl.constexpr, K: gl.
 
 
 @gluon.jit
-def _loader(ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K: gl.constexpr, N: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-            BK: gl.constexpr, STAGES: gl.constexpr, SWIZZLE: gl.constexpr):
+def _loader(ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K: gl.constexpr, N: gl.constexpr,
+            tile: gl.constexpr):
     """Loads the rows of every tile's group, as far ahead as there are stages."""
+    BM: gl.constexpr = tile.BM
+    BN: gl.constexpr = tile.BN
+    BK: gl.constexpr = tile.BK
     COLUMNS: gl.constexpr = (N + BN - 1) // BN
     EACH: gl.constexpr = (K + BM - 1) // BM * COLUMNS
-    a_s, b_s, _, full, empty, _ = ring
     # Every stage is free at first: its barrier passes for the parity before.
     s, phase = 0, 1
     t = gl.program_id(0)
     while t < total:
-        row, column = place(t % EACH, K, BM, COLUMNS, SWIZZLE)
+        row, column = place(t % EACH, K, BM, COLUMNS, tile.SWIZZLE)
         for span in range(SPANS):
             at = (t // EACH * SPANS + span) * 2
             start = gl.load(spans_ptr + at)
             size = gl.load(spans_ptr + at + 1)
             for k in range((size + BK - 1) // BK):
                 # Both consumers have read what was in this stage.
-                mbarrier.wait(empty.index(s), phase)
-                mbarrier.expect(full.index(s), (BM + BN) * BK * 2)
+                mbarrier.wait(ring.empty.index(s), phase)
+                full = ring.full.index(s)
+                mbarrier.expect(full, (BM + BN) * BK * 2)
                 # Rows past the group's last are 0, whatever is there.
-                first = FAR - size + k * BK
-                tma.async_copy_global_to_shared(lhs_desc, [FAR, start + size, first, row * BM], full.index(s), a_s.index(s))
-                tma.async_copy_global_to_shared(dz_desc, [FAR, start + size, first, column * BN], full.index(s), b_s.index(s))
-                s, phase = following(s, phase, STAGES)
+                end, first = start + size, FAR - size + k * BK
+                left, right = ring.left.index(s), ring.right.index(s)
+                tma.async_copy_global_to_shared(lhs_desc, [FAR, end, first, row * BM], full, left)
+                tma.async_copy_global_to_shared(dz_desc, [FAR, end, first, column * BN], full, right)
+                s, phase = following(s, phase, tile.STAGES)
         t += gl.num_programs(0)
 
 
@@ -107,12 +117,11 @@ def hopper_right_kernel(
     b_s = stages_of(dtype, [1, 1, BLOCK_M, ACROSS], NUM_STAGES)
     full, empty, turns = barriers_of(NUM_STAGES, PARTS)
     staging = stages_of(dright_ptr.dtype.element_ty, [1, 1, ROWS, STORED], CONSUMERS)
-    ring = (a_s, b_s, b_s, full, empty, turns)
+    ring = Ring(a_s, b_s, b_s, full, empty, turns)
+    tile: gl.constexpr = Tile(DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE, ALTERNATING)
     # Two consumers of four warps with 232 registers a thread, one producer warp with 40.
     gl.warp_specialize([
-        (_consumer, (ring, staging.index(0), out_desc, steps_ptr, total, 0, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE,
-                     ALTERNATING)),
-        (_consumer, (ring, staging.index(1), out_desc, steps_ptr, total, 1, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE,
-                     ALTERNATING)),
-        (_loader, (ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K, N, DOWN, ACROSS, BLOCK_M, NUM_STAGES, SWIZZLE)),
+        (_consumer, (ring, staging.index(0), out_desc, steps_ptr, total, 0, K, N, tile)),
+        (_consumer, (ring, staging.index(1), out_desc, steps_ptr, total, 1, K, N, tile)),
+        (_loader, (ring, lhs_desc, dz_desc, spans_ptr, total, SPANS, K, N, tile)),
     ], [4, 1], [232, 40])

@@ -3,6 +3,8 @@
 A program has one warp that loads and two groups of four warps, the consumers, each with half of a tile's rows or, alternating, with every other
 tile. Memory moves by tensor descriptors (TMA) alone: what a box has past the end of its tensor is loaded as 0 and not stored."""
 
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +20,11 @@ FAR = gl.constexpr(2**30)
 """More rows than any group has: the coordinate of boxes that end with a group (see `ragged`)."""
 PLAIN, RIGHT, LEFT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 """Which operand of a product is stored transposed: neither, `[BN, BK]` on the right, or `[BK, BM]` on the left."""
+# The ring of stages: tiles of the left side, of the right side and of the second one, and what `barriers_of`
+# makes.
+Ring = namedtuple("Ring", "left right other full empty turns")
+# A tile as it is stored, `BM` rows by `BN` columns, the contracted axis, and how consumers share tiles.
+Tile = namedtuple("Tile", "BM BN BK STAGES SWIZZLE ALTERNATING")
 
 
 @gluon.jit
@@ -81,11 +88,12 @@ def ahead(s, phase, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def operands(
-    ring, s, KIND: gl.constexpr, PART: gl.constexpr, ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-):  # fmt: skip
+def operands(ring, s, KIND: gl.constexpr, PART: gl.constexpr, ROWS: gl.constexpr, tile: gl.constexpr):
     """Part `PART` of the left tile in a stage, and the right tiles: `[ROWS, BK]` and `[BK, BN]` twice."""
-    a, b, c = ring[0].index(s), ring[1].index(s), ring[2].index(s)
+    BM: gl.constexpr = tile.BM
+    BN: gl.constexpr = tile.BN
+    BK: gl.constexpr = tile.BK
+    a, b, c = ring.left.index(s), ring.right.index(s), ring.other.index(s)
     # A transposed operand is a view: the tensor cores read shared memory both ways.
     if KIND == LEFT:
         a = a.reshape([BK, BM]).slice(PART * ROWS, ROWS, dim=1).permute((1, 0))
@@ -104,35 +112,37 @@ def operands(
 def skipped(ring, s, phase, steps, STAGES: gl.constexpr):
     """Frees `steps` stages unread."""
     for _ in range(steps):
-        mbarrier.wait(ring[3].index(s), phase)
-        mbarrier.arrive(ring[4].index(s), count=1)
+        mbarrier.wait(ring.full.index(s), phase)
+        mbarrier.arrive(ring.empty.index(s), count=1)
         s, phase = following(s, phase, STAGES)
     return s, phase
 
 
 @gluon.jit
 def summed(
-    ring, s, phase, steps, turn, KIND: gl.constexpr, TWO: gl.constexpr, W: gl.constexpr, ALTERNATING: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    ring, s, phase, steps, turn, KIND: gl.constexpr, TWO: gl.constexpr, W: gl.constexpr, tile: gl.constexpr
+):
     """Sums over `steps` stages of products by the right tile and, if `TWO`, by the second one, `[rows, BN]` each. Returns the next stage, too.
 
     If consumers alternate, one begins when the other has read its last stage: a barrier tells only whether a stage has been loaded an odd or an
     even number of times, so nobody may wait for a stage further ahead. `turn` is the parity of the number of tiles that it had before.
 
     Call it once per tile: a sum that a loop over tiles or a branch carries is spilled."""
+    ALTERNATING: gl.constexpr = tile.ALTERNATING
+    STAGES: gl.constexpr = tile.STAGES
+    BN: gl.constexpr = tile.BN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    ROWS: gl.constexpr = rows_of(BM, ALTERNATING)
+    ROWS: gl.constexpr = rows_of(tile.BM, ALTERNATING)
     PART: gl.constexpr = 0 if ALTERNATING else W
     acc = gl.zeros([ROWS, BN], gl.float32, layout)
     other = gl.zeros([ROWS, BN], gl.float32, layout)
     # One consumer multiplies while the other stores.
     if ALTERNATING:
-        mbarrier.wait(ring[5].index(W), turn ^ (1 - W))
+        mbarrier.wait(ring.turns.index(W), turn ^ (1 - W))
     # The product of a stage is in flight while the next one is waited for.
     for k in range(steps):
-        mbarrier.wait(ring[3].index(s), phase)
-        a, b, c = operands(ring, s, KIND, PART, ROWS, BM, BN, BK)
+        mbarrier.wait(ring.full.index(s), phase)
+        a, b, c = operands(ring, s, KIND, PART, ROWS, tile)
         acc = warpgroup_mma(a, b, acc, is_async=True)
         if TWO:
             other = warpgroup_mma(a, c, other, is_async=True)
@@ -141,16 +151,16 @@ def summed(
             acc = warpgroup_mma_wait(1, deps=[acc])
         # The products of the stage before have ended: it is free. Its number is computed, because a variable set to `s` before the loop and at
         # its end would not be carried: Triton 3.7 takes two names of one value for one when it looks for what a loop carries.
-        mbarrier.arrive(ring[4].index(gl.where(s == 0, STAGES, s) - 1), count=1, pred=k > 0)
+        mbarrier.arrive(ring.empty.index(gl.where(s == 0, STAGES, s) - 1), count=1, pred=k > 0)
         s, phase = following(s, phase, STAGES)
     if ALTERNATING:
-        mbarrier.arrive(ring[5].index(1 - W), count=1)
+        mbarrier.arrive(ring.turns.index(1 - W), count=1)
     # The last stage is free when its products have ended.
     if TWO:
         acc, other = warpgroup_mma_wait(0, deps=[acc, other])
     else:
         acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(ring[4].index(gl.where(s == 0, STAGES, s) - 1), count=1, pred=steps > 0)
+    mbarrier.arrive(ring.empty.index(gl.where(s == 0, STAGES, s) - 1), count=1, pred=steps > 0)
     return acc, other, s, phase
 
 

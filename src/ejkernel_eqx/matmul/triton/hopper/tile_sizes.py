@@ -22,30 +22,21 @@ what it reads from L2 counts more."""
 
 # Rows, columns, contracted axis, stages, swizzle, whether consumers alternate; best first.
 _WIDE: tuple[Sizes, ...] = (
-    (128, 128, 64, 6, 4, True),
-    (128, 256, 64, 4, 16, False),
-    (128, 128, 64, 6, 8, True),
-    (128, 256, 64, 4, 8, False),
-)
+    (128, 128, 64, 6, 4, True), (128, 256, 64, 4, 16, False),
+    (128, 128, 64, 6, 8, True), (128, 256, 64, 4, 8, False),
+)  # fmt: skip
 _PRODUCTS: tuple[Sizes, ...] = (
-    (128, 128, 64, 6, 8, False),
-    (128, 256, 64, 4, 16, False),
-    (128, 128, 64, 6, 16, False),
-    (256, 128, 64, 4, 8, False),
-)
+    (128, 128, 64, 6, 8, False), (128, 256, 64, 4, 16, False),
+    (128, 128, 64, 6, 16, False), (256, 128, 64, 4, 8, False),
+)  # fmt: skip
 _GATED: tuple[Sizes, ...] = (
-    (128, 128, 64, 4, 8, False),
-    (128, 128, 64, 4, 16, False),
-    (128, 64, 64, 6, 8, True),
-    (128, 64, 64, 6, 8, False),
-)
+    (128, 128, 64, 4, 8, False), (128, 128, 64, 4, 16, False),
+    (128, 64, 64, 6, 8, True), (128, 64, 64, 6, 8, False),
+)  # fmt: skip
 _RIGHT: tuple[Sizes, ...] = (
-    (64, 256, 128, 4, 16, False),
-    (64, 128, 256, 4, 16, False),
-    (64, 128, 128, 6, 16, False),
-    (64, 128, 128, 6, 16, True),
-    (64, 256, 128, 4, 8, False),
-)
+    (64, 256, 128, 4, 16, False), (64, 128, 256, 4, 16, False), (64, 128, 128, 6, 16, False),
+    (64, 128, 128, 6, 16, True), (64, 256, 128, 4, 8, False),
+)  # fmt: skip
 
 
 def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[GroupedTile]:

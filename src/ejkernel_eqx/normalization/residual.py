@@ -7,13 +7,14 @@ import equinox as eqx
 import jax
 from jax import Array
 
-from ..._kernel import Kernel, Plan
-from ..._shapes import AnyArray, Float
-from ...core.arguments import array, fitting, is_finite
-from ...core.plans import plan_of
-from ...dispatch import PlatformLike
-from .core import normalize_for
-from .spec import COPIES, ResidualArrays, ResidualSpec
+from .._kernel import Kernel, Plan
+from .._shapes import AnyArray, Float
+from ..core.arguments import is_finite
+from ..core.plans import plan_of
+from ..dispatch import PlatformLike
+from .arguments import resolve_sum
+from .core import KINDS
+from .spec import COPIES, NormSpec
 
 
 class ResidualRMSNorm(Kernel):
@@ -31,7 +32,7 @@ class ResidualRMSNorm(Kernel):
 
     operation: ClassVar[str] = "residual_rms_norm"
 
-    spec: ResidualSpec = eqx.field(static=True)
+    spec: NormSpec = eqx.field(static=True)
     plan: Plan = eqx.field(static=True)
 
     def __init__(
@@ -51,7 +52,7 @@ class ResidualRMSNorm(Kernel):
         """
         if not (is_finite(eps) and eps >= 0):
             raise ValueError(f"eps: expected a finite number >= 0, received {eps!r}.")
-        self.spec = ResidualSpec(float(eps))
+        self.spec = NormSpec(eps=float(eps), readers=1)
         self.plan = plan_of(ResidualRMSNorm, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.ResidualRMSNorm")
@@ -90,20 +91,10 @@ class ResidualRMSNorm(Kernel):
             raise ValueError(
                 f"readers: expected 1 to {len(COPIES)}, received {readers!r}; let others share the last one."
             )
-        x = array("x", x, "features")
-        if x.shape[-1] == 0:
-            raise ValueError(f"x: expected at least one feature, received shape {x.shape}.")
-        if branch is not None:
-            branch = fitting("branch", branch, x.shape, "features")
-            if branch.dtype != x.dtype:
-                raise ValueError(f"branch: expected {x.dtype}, as x, received {branch.dtype}; cast it first.")
-        if weight is not None:
-            weight = fitting("weight", weight, x.shape[-1:], "features")
-        if not x.size:  # nothing to launch
-            return (x,) * readers, x
-        rows: Any = lambda a: None if a is None else a.reshape(-1, a.shape[-1]) if a.ndim == 1 else a
-        arrays = ResidualArrays(rows(x), rows(branch), weight)
+        arrays = resolve_sum(x, branch, weight)
+        if not arrays.x.size:  # nothing to launch
+            return (arrays.x.reshape(x.shape),) * readers, arrays.x.reshape(x.shape)
         spec = dataclasses.replace(self.spec, readers=readers)
-        results = normalize_for(readers).call(self.plan, self.operation, arrays, spec)
+        results = KINDS[readers].call(self.plan, self.operation, arrays, spec)
         outs = tuple(results[name].reshape(x.shape) for name in COPIES[:readers])
         return outs, results["sum"].reshape(x.shape)

@@ -1,1 +1,0 @@
-from .operation import ResidualRMSNorm as ResidualRMSNorm
