@@ -20,25 +20,9 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import report, runner
+from benchmarks import prepare, problems, report, runner
 from benchmarks.peers import attention_backend, TorchPeer
-from benchmarks.prepare import (
-    Arrays,
-    BOTH,
-    directed,
-    DIRECTIONS,
-    fastest,
-    FORWARD,
-    Implementation,
-    Inputs,
-    OURS,
-    PEER,
-    prepare,
-    ratio,
-    Row,
-    selected_platform,
-    UNTUNED,
-)
+from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, FORWARD, Implementation, Inputs, OURS, Row
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
@@ -50,13 +34,12 @@ FIRST_PEERS = ("cudnn", "jax-xla")
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionProblem:
+class AttentionProblem(problems.Problem):
     """Self-attention over `B` rows of `S` tokens.
 
     `packed` splits every row into documents of `document` tokens that do not see each other, given by
     `"segment_ids"` or by `"cu_seqlens"` (then all rows form one); or into as many documents of random lengths as `documents` says, given by
-    segment ids. `baselines` names the plain problems that a
-    problem with options is compared with. `every_platform`: slow platforms are measured on a GPU too.
+    segment ids. `every_platform`: slow platforms are measured on a GPU too.
     """
 
     B: int
@@ -71,25 +54,35 @@ class AttentionProblem:
     packed: str | None = None
     document: int = 1024
     documents: int = 0
-    dtype: str = "bfloat16"
-    baselines: tuple[str, ...] = ()
     every_platform: bool = False
 
     @property
     def kv_heads(self) -> int:
         return self.K or self.H
 
-    @property
-    def name(self) -> str:
+    def words(self) -> list[str]:
         heads = f"H{self.H}" if self.kv_heads == self.H else f"H{self.H} KV{self.K}"
-        words = [f"B{self.B} S{self.S} {heads} D{self.D}", "causal" if self.causal else "full"]
-        words += [f"window {self.window}"] if self.window else []
         random = f"{self.documents} documents of random lengths"
-        words += [random if self.documents else f"{self.packed} {self.document}"] if self.packed else []
-        words += ["sinks"] if self.sinks else []
-        words += [f"soft cap {self.soft_cap:g}"] if self.soft_cap else []
-        words += [] if self.dtype == "bfloat16" else [self.dtype]
-        return " ".join(words)
+        return [
+            f"B{self.B} S{self.S} {heads} D{self.D}",
+            "causal" if self.causal else "full",
+            f"window {self.window}" if self.window else "",
+            (random if self.documents else f"{self.packed} {self.document}") if self.packed else "",
+            "sinks" if self.sinks else "",
+            f"soft cap {self.soft_cap:g}" if self.soft_cap else "",
+        ]
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        """The names of the plain problems that one with options is compared with: of the same rows and, of documents of one length, of rows as
+        long as a document, which touch the same tiles."""
+        if self.is_plain:
+            return ()
+        plain = AttentionProblem(self.B, self.S, self.H, self.D, self.K, self.causal, dtype=self.dtype)
+        if not self.packed or self.documents:
+            return (plain.name,)
+        rows = self.B * self.S // self.document
+        return plain.name, dataclasses.replace(plain, B=rows, S=self.document).name
 
     @property
     def is_plain(self) -> bool:
@@ -138,6 +131,9 @@ class AttentionProblem:
         return start, end
 
 
+PROBLEMS = problems.load("attention", AttentionProblem)
+
+
 def make_inputs(problem: AttentionProblem, seed: int = 0) -> Inputs:
     """Standard normal inputs; different for every seed."""
     rows = (problem.B * problem.S,) if problem.packed == "cu_seqlens" else (problem.B, problem.S)
@@ -166,7 +162,7 @@ def build(
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+@prepare.reference
 def expected_results(problem: AttentionProblem, inputs: Inputs) -> Arrays:
     """Output and gradients of the reference in float32."""
     spec = AttentionSpec(
@@ -187,7 +183,7 @@ def by_key_head(
     groups = problem.H // kv_heads
 
     def split(x: Array, heads: int) -> Array:
-        x = x.astype(jnp.float32).reshape(rows, problem.S, kv_heads, heads, problem.D)
+        x = x.reshape(rows, problem.S, kv_heads, heads, problem.D)
         return jnp.moveaxis(x, 2, 1).reshape(rows * kv_heads, 1, problem.S, heads, problem.D)
 
     def join(x: Array, heads: int, like: Array) -> Array:
@@ -220,77 +216,11 @@ def by_key_head(
     return joined
 
 
-# The implementations
-
-
-def in_jax(forward: Callable[[Arrays, Arrays], Array]) -> Callable[..., Any]:
-    return lambda sets, direction: prepare(directed(forward, direction), sets)
-
-
-def ours(problem: AttentionProblem, platform: str | None) -> Callable[[Arrays, Arrays], Array]:
-    return lambda learned, masking: build(problem, platform)(**learned, **masking)
-
-
 def jax_nn(problem: AttentionProblem, implementation: str) -> Callable[[Arrays, Arrays], Array]:
     options: dict[str, Any] = {"is_causal": problem.causal, "implementation": implementation}
     if problem.window:
         options["local_window_size"] = (problem.window - 1, 0)
     return lambda learned, masking: jax.nn.dot_product_attention(*(learned[n] for n in "qkv"), **options)
-
-
-def torch_peers(problem: AttentionProblem) -> Iterator[TorchPeer]:
-    """PyTorch's attention, by backend; its axes have heads before tokens."""
-
-    def run(backend: str, x: dict[str, Any]) -> Any:
-        from torch.nn.functional import scaled_dot_product_attention
-
-        grouped = {"enable_gqa": True} if problem.kv_heads != problem.H else {}
-        heads_first = (x[name].transpose(1, 2) for name in "qkv")
-        with attention_backend(backend):
-            out = scaled_dot_product_attention(*heads_first, is_causal=problem.causal, **grouped)
-        return out.transpose(1, 2)
-
-    if problem.is_plain:
-        for name, backend in (("torch-fa2", "FLASH_ATTENTION"), ("torch-cudnn", "CUDNN_ATTENTION")):
-            yield TorchPeer(name, "torch", functools.partial(run, backend))
-
-
-def implementations(
-    problem: AttentionProblem, options: argparse.Namespace, direction: str
-) -> Iterator[Implementation]:
-    """The implementations for the problem and a direction, starting with the peer that ratios are relative to."""
-    gpu = jax.default_backend() == "gpu"
-    if problem.is_plain or (problem.window is not None and not problem.packed):
-        name, kind = ("cudnn", "cudnn") if gpu else ("jax-xla", "xla")
-        yield Implementation(name, in_jax(jax_nn(problem, kind)), PEER)
-    resolved = None
-    if "default" in options.platforms:
-        yield Implementation("default", in_jax(ours(problem, None)))
-        inputs = jax.eval_shape(lambda: make_inputs(problem))
-        resolved = selected_platform(directed(ours(problem, None), direction), inputs)
-    for platform in options.platforms:
-        # The same platform gives the same program; the slow one is measured where that tells something.
-        if platform in ("default", resolved) or (platform == "xla" and gpu and not problem.every_platform):
-            continue
-        yield Implementation(platform, in_jax(ours(problem, platform)))
-
-
-def errors(
-    problem: AttentionProblem, inputs: Inputs, row: Row, results: Arrays, expected: Mapping[str, Array]
-) -> runner.Errors:
-    """The relative RMS error of each result; single numbers of peers may be off by more."""
-    bound = TOLERANCES[problem.dtype]["forward" if row.direction == FORWARD else "gradient"].rms
-    row.numbers["bound"] = bound
-    allowed = dict.fromkeys(results, Tolerance(bound, float("inf")))
-    return all_errors(results, {name: expected[name] for name in results}, allowed)
-
-
-def complete(problem: AttentionProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
-    peer = fastest(row for row in rows if row.implementation in FIRST_PEERS)
-    for row in rows:
-        row.numbers["plain"] = problem.is_plain
-        row.numbers["tflops"] = problem.flops(direction == BOTH) / row.ms / 1e9 if row.ms else None
-        row.ratio = ratio(peer, row)
 
 
 # Summing up
@@ -345,16 +275,11 @@ def summarise(rows: Sequence[Row], features: Sequence[dict[str, Any]]) -> dict[s
     return summary
 
 
-def sum_up(rows: Sequence[Row], chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
-    features = compare_features(rows, chosen)
-    return {"features": features, "summary": summarise(rows, features)}
-
-
 # Showing
 
 _FEATURES = ("time", "visible_scores", "visible_tiles", "per_score", "per_tile")
 TABLES = runner.Tables(
-    ("problem", "implementation", "platform", "ms", "spread", "TFLOP/s", "ratio", "error"),
+    (*runner.NAMES, "TFLOP/s", "ratio", "error"),
     "ratio: speed over cuDNN's, or jax.nn's on XLA",
     "Attention, TFLOP/s and the price of the options",
 )
@@ -370,187 +295,134 @@ def _feature_table(content: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequ
     ]
 
 
-def text(content: Mapping[str, Any]) -> str:
-    tables = TABLES.text(content | {"summary": {}})
-    features = report.table(*_feature_table(content)) if content["features"] else ""
-    parts = [tables, features and f"options over plain attention\n{features}"]
-    return "\n\n".join((*filter(None, parts), report.summary_lines(content["summary"])))
+class Attention(runner.Family):
+    name, title, description, lists = "attention", "Attention", __doc__, PROBLEMS
+    groups = ("anchors", "features", "grid")
+    tables, near, once = TABLES, None, True
+    known_platforms, platforms = PLATFORMS, ",".join(PLATFORMS)
+    make_inputs = staticmethod(make_inputs)
+    expected = staticmethod(expected_results)
+
+    def ours(self, problem: AttentionProblem, platform: Any) -> Callable[[Arrays, Arrays], Array]:
+        return lambda learned, masking: build(problem, platform)(**learned, **masking)
+
+    def is_measured(self, problem: AttentionProblem, platform: str) -> bool:
+        """Slow platforms are measured where that tells something."""
+        return platform != "xla" or jax.default_backend() != "gpu" or problem.every_platform
+
+    def implementations(
+        self, problem: AttentionProblem, options: argparse.Namespace, direction: str
+    ) -> Iterator[Implementation]:
+        """Starts with the peer that ratios are relative to."""
+        if problem.is_plain or (problem.window is not None and not problem.packed):
+            name, kind = ("cudnn", "cudnn") if jax.default_backend() == "gpu" else ("jax-xla", "xla")
+            yield self.in_jax(problem, name, jax_nn(problem, kind))
+        yield from super().implementations(problem, options, direction)
+
+    def peers(self, problem: AttentionProblem) -> Iterator[TorchPeer]:
+        """PyTorch's attention, by backend; its axes have heads before tokens."""
+
+        def run(backend: str, x: dict[str, Any]) -> Any:
+            from torch.nn.functional import scaled_dot_product_attention
+
+            grouped = {"enable_gqa": True} if problem.kv_heads != problem.H else {}
+            heads_first = (x[name].transpose(1, 2) for name in "qkv")
+            with attention_backend(backend):
+                out = scaled_dot_product_attention(*heads_first, is_causal=problem.causal, **grouped)
+            return out.transpose(1, 2)
+
+        if problem.is_plain:
+            for name, backend in (("torch-fa2", "FLASH_ATTENTION"), ("torch-cudnn", "CUDNN_ATTENTION")):
+                yield TorchPeer(name, "torch", functools.partial(run, backend))
+
+    def errors(
+        self, problem: AttentionProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
+    ) -> runner.Errors:
+        """The relative RMS error of each result; single numbers of peers may be off by more."""
+        bound = TOLERANCES[problem.dtype]["forward" if row.direction == FORWARD else "gradient"].rms
+        row.numbers["bound"] = bound
+        allowed = dict.fromkeys(results, Tolerance(bound, float("inf")))
+        return all_errors(results, {name: expected[name] for name in results}, allowed)
+
+    def complete(self, problem: AttentionProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
+        peer = prepare.fastest(row for row in rows if row.implementation in FIRST_PEERS)
+        for row in rows:
+            row.numbers["plain"] = problem.is_plain
+            row.numbers["tflops"] = problem.flops(direction == BOTH) / row.ms / 1e9 if row.ms else None
+            row.ratio = prepare.ratio(peer, row)
+
+    def usual(self, options: argparse.Namespace) -> Sequence[AttentionProblem]:
+        if options.quick and jax.default_backend() != "cpu":
+            anchors, features = PROBLEMS["anchors"], PROBLEMS["features"]
+            return anchors[0], anchors[4], features[0], features[4]
+        return super().usual(options)
+
+    def about(self, options: argparse.Namespace, chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
+        """Omits the platforms that this machine cannot use."""
+        known = kernel_registry.list_implementations(ejx.FlashAttention.operation, device_facts())
+        reasons = {implementation.platform.value: reason for implementation, reason in known}
+        unusable = {name: reason for name in options.platforms if (reason := reasons.get(name)) is not None}
+        options.platforms = [name for name in options.platforms if name not in unusable]
+        for platform, reason in unusable.items():
+            print(f"platform {platform} is not usable here: {reason}")
+        return {"unusable": unusable, "peer": "jax.nn on XLA" if jax.default_backend() == "cpu" else "cuDNN"}
+
+    def sum_up(self, rows: Sequence[Row], chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
+        features = compare_features(rows, chosen)
+        return {"features": features, "summary": summarise(rows, features)}
+
+    def text(self, content: Mapping[str, Any]) -> str:
+        tables = TABLES.text(content | {"summary": {}})
+        features = report.table(*_feature_table(content)) if content["features"] else ""
+        parts = [tables, features and f"options over plain attention\n{features}"]
+        return "\n\n".join((*filter(None, parts), report.summary_lines(content["summary"])))
+
+    def markdown(self, content: Mapping[str, Any], picture: str | None) -> str:
+        """TFLOP/s of all implementations, ratios and options, as Markdown for the documentation."""
+        rows = {(r["problem"], r["direction"], r["implementation"]): r for r in content["rows"]}
+        triton = {(r["problem"], r["direction"]): r for r in content["rows"] if r["platform"] == "triton"}
+        names = list(dict.fromkeys(r["implementation"] for r in content["rows"] if r["plain"]))
+
+        def pair(some: Sequence[dict[str, Any] | None], field: str, digits: int) -> str:
+            values = [report.number(row[field], digits) if row else "–" for row in some]
+            return "" if set(values) == {"–"} else " / ".join(values)
+
+        lines = []
+        for problem in dict.fromkeys(r["problem"] for r in content["rows"] if r["plain"]):
+            by_name = lambda name, p=problem: [rows.get((p, d, name)) for d in DIRECTIONS]
+            cells = [pair(by_name(name), "tflops", 0) for name in names]
+            ratios = by_name("default"), [triton.get((problem, d)) for d in DIRECTIONS]
+            lines.append((problem, *cells, *(pair(some, "ratio", 2) for some in ratios)))
+        peer = content["peer"]
+        header = ("problem", *names, f"default over {peer}", f"Triton over {peer}")
+        parts = [report.environment_line(content["environment"])]
+        parts += [] if picture is None else [f"![{TABLES.picture}]({picture})"]
+        parts += ["TFLOP/s, forward / forward+backward:", report.markdown_table(header, lines)]
+        if content["features"]:
+            parts += ["Options relative to plain attention:", report.markdown_table(*_feature_table(content))]
+        return "\n\n".join(parts) + "\n"
+
+    def panels(self, content: Mapping[str, Any]) -> list[runner.Panel]:
+        """The speed of every implementation, and the cost of the options."""
+        rows = [row for row in content["rows"] if row["ms"] is not None and row["plain"]]
+        speed = lambda row: f"{row['implementation']}, {row['tflops']:.0f}"
+        options = [
+            {**f, "implementation": f["direction"]}
+            | {"problem": f"{f['problem']} ({f['platform']})\nagainst {f['baseline']}"}
+            for f in content["features"]
+        ]
+        return [
+            *(
+                runner.Panel(f"{way}, TFLOP/s", [r for r in rows if r["direction"] == way], "tflops", speed)
+                for way in DIRECTIONS
+            ),
+            runner.Panel(
+                "time of an option relative to plain attention, per visible tile of 128 x 128",
+                options,
+                "per_tile",
+                at=1.0,
+            ),
+        ]
 
 
-def markdown(content: Mapping[str, Any], picture: str | None) -> str:
-    """TFLOP/s of all implementations, ratios and options, as Markdown for the documentation."""
-    rows = {(r["problem"], r["direction"], r["implementation"]): r for r in content["rows"]}
-    triton = {(r["problem"], r["direction"]): r for r in content["rows"] if r["platform"] == "triton"}
-    names = list(dict.fromkeys(r["implementation"] for r in content["rows"] if r["plain"]))
-
-    def pair(some: Sequence[dict[str, Any] | None], field: str, digits: int) -> str:
-        values = [report.number(row[field], digits) if row else "–" for row in some]
-        return "" if set(values) == {"–"} else " / ".join(values)
-
-    lines = []
-    for problem in dict.fromkeys(r["problem"] for r in content["rows"] if r["plain"]):
-        by_name = lambda name, p=problem: [rows.get((p, d, name)) for d in DIRECTIONS]
-        cells = [pair(by_name(name), "tflops", 0) for name in names]
-        ratios = by_name("default"), [triton.get((problem, d)) for d in DIRECTIONS]
-        lines.append((problem, *cells, *(pair(some, "ratio", 2) for some in ratios)))
-    peer = content["peer"]
-    header = ("problem", *names, f"default over {peer}", f"Triton over {peer}")
-    parts = [report.environment_line(content["environment"])]
-    parts += [] if picture is None else [f"![{TABLES.picture}]({picture})"]
-    parts += ["TFLOP/s, forward / forward+backward:", report.markdown_table(header, lines)]
-    if content["features"]:
-        parts += ["Options relative to plain attention:", report.markdown_table(*_feature_table(content))]
-    return "\n\n".join(parts) + "\n"
-
-
-def plot(content: Mapping[str, Any], path: str) -> None:
-    """Writes the PNG: the speed of every implementation, and the cost of the options. Requires matplotlib."""
-    plt = report.pyplot()
-    rows = [row for row in content["rows"] if row["ms"] is not None]
-    plain = list(dict.fromkeys(row["problem"] for row in rows if row["plain"]))
-    names = list(dict.fromkeys(row["implementation"] for row in rows if row["plain"]))
-    panels = 2 + bool(content["features"])
-    figure, axes = plt.subplots(panels, 1, figsize=(max(8, 0.62 * len(plain) + 3), 3.4 * panels))
-    for axis, direction in zip(axes, DIRECTIONS):
-        width = 0.85 / max(len(names), 1)
-        for n, name in enumerate(names):
-            mine = [
-                r
-                for r in rows
-                if (r["direction"], r["implementation"], r["plain"]) == (direction, name, True)
-            ]
-            places = [plain.index(r["problem"]) + (n - (len(names) - 1) / 2) * width for r in mine]
-            axis.bar(places, [r["tflops"] for r in mine], width, label=name)
-        labels = [name.replace(" causal", "\ncausal").replace(" full", "\nfull") for name in plain]
-        axis.set_xticks(range(len(plain)), labels, rotation=35, ha="right", fontsize=6)
-        axis.set(title=f"{direction}, TFLOP/s", axisbelow=True)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0].set_ylim(top=1.15 * axes[0].get_ylim()[1])
-    axes[0].legend(ncols=max(len(names), 1), fontsize=7, loc="upper left")
-    if content["features"]:
-        _plot_features(axes[2], content["features"])
-    figure.suptitle(f"Attention on {content['environment']['device']}")
-    figure.tight_layout()
-    report.write_plot(figure, path, bbox_inches="tight")
-
-
-def _plot_features(axis: Any, features: Sequence[Mapping[str, Any]]) -> None:
-    label = lambda f: f"{f['problem']} ({f['platform']})\nagainst {f['baseline']}"
-    labels = list(dict.fromkeys(map(label, features)))
-    for n, direction in enumerate(DIRECTIONS):
-        mine = [f for f in features if f["direction"] == direction]
-        places = [labels.index(label(f)) + (n - 0.5) * 0.38 for f in mine]
-        axis.barh(places, [f["per_tile"] for f in mine], 0.36, label=direction)
-    axis.axvline(1.0, color="#444444", linewidth=0.8)
-    axis.set_yticks(range(len(labels)), labels, fontsize=6)
-    axis.invert_yaxis()
-    axis.set_title("time of an option relative to plain attention, per visible tile of 128 x 128")
-    axis.legend(fontsize=7)
-
-
-# The problems
-
-P = AttentionProblem
-_D128, _D64 = "B4 S4096 H16 D128 causal", "B4 S4096 H32 D64 causal"
-_SHORT = "B16 S1024 H16 D128 causal"
-
-ANCHORS = (
-    P(4, 4096, 16, 128, every_platform=True),
-    P(1, 16384, 16, 128),
-    P(4, 4096, 32, 128, K=8),
-    P(16, 1024, 16, 128),
-    P(4, 4096, 32, 64, every_platform=True),
-    P(4, 4096, 16, 128, causal=False, every_platform=True),
-    P(2, 4096, 16, 256),
-)
-FEATURES = (
-    P(4, 4096, 16, 128, window=1024, baselines=(_D128,)),
-    # Documents of 1024 tokens touch the same tiles as rows of 1024 tokens.
-    P(4, 4096, 16, 128, packed="segment_ids", baselines=(_D128, _SHORT)),
-    P(4, 4096, 16, 128, packed="cu_seqlens", baselines=(_D128, _SHORT)),
-    P(4, 4096, 16, 128, packed="segment_ids", documents=8, baselines=(_D128,)),
-    P(4, 4096, 16, 128, sinks=True, baselines=(_D128,)),
-    P(4, 4096, 16, 128, soft_cap=30.0, baselines=(_D128,)),
-    P(4, 4096, 32, 64, window=1024, baselines=(_D64,)),
-    P(4, 4096, 32, 64, soft_cap=30.0, baselines=(_D64,)),
-)
-_GRID = tuple(
-    P(16384 // length, length, 2048 // dim, dim, causal=causal)
-    for dim in (128, 64)
-    for causal in (True, False)
-    for length in (1024, 2048, 4096, 8192, 16384)
-)
-GRID = tuple(p for p in _GRID if p.name not in {anchor.name for anchor in ANCHORS})
-# Shapes of models, and dtypes and head dims not covered above, for the shipped table.
-MODELS = (
-    P(8, 2048, 16, 64),
-    P(32, 1024, 12, 64, K=4),
-    P(4, 4096, 32, 96, K=8),
-    P(2, 4096, 16, 256, causal=False),
-    P(4, 4096, 32, 64, packed="segment_ids"),
-    P(4, 4096, 16, 128, dtype="float16"),
-    P(4, 2048, 16, 64, dtype="float32"),
-    P(4, 2048, 16, 128, dtype="float32"),
-)
-# Not used when the heuristics were written; they show whether these generalise.
-HELD_OUT = (
-    P(2, 3072, 24, 64, K=8),
-    P(6, 1536, 16, 128, window=256),
-    P(2, 6144, 8, 80),
-    P(1, 8192, 32, 128, K=4, packed="segment_ids", document=512),
-    P(4, 2048, 12, 64, K=12, causal=False, soft_cap=50.0),
-)
-CPU = (
-    P(1, 2048, 8, 64, causal=False, dtype="float32"),
-    P(1, 2048, 8, 64, dtype="float32"),
-)
-_TINY = "B2 S128 H2 D16 causal float32"
-TINY = (
-    P(2, 128, 2, 16, dtype="float32"),
-    P(2, 128, 4, 16, K=2, causal=False),
-    P(2, 128, 2, 16, window=32, dtype="float32", baselines=(_TINY,)),
-    P(2, 128, 2, 16, packed="cu_seqlens", document=32, sinks=True, dtype="float32", baselines=(_TINY,)),
-)
-
-
-def choose(options: argparse.Namespace) -> Sequence[AttentionProblem]:
-    if jax.default_backend() == "cpu":
-        return TINY if options.quick else CPU
-    return (ANCHORS[0], ANCHORS[4], FEATURES[0], FEATURES[4]) if options.quick else ANCHORS + FEATURES + GRID
-
-
-def about(options: argparse.Namespace, chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
-    """Omits the platforms that this machine cannot use."""
-    known = kernel_registry.list_implementations(ejx.FlashAttention.operation, device_facts())
-    reasons = {implementation.platform.value: reason for implementation, reason in known}
-    unusable = {name: reason for name in options.platforms if (reason := reasons.get(name)) is not None}
-    options.platforms = [name for name in options.platforms if name not in unusable]
-    for platform, reason in unusable.items():
-        print(f"platform {platform} is not usable here: {reason}")
-    return {"unusable": unusable, "peer": "jax.nn on XLA" if jax.default_backend() == "cpu" else "cuDNN"}
-
-
-FAMILY = runner.Family(
-    "attention",
-    __doc__,
-    TINY,
-    CPU,
-    ANCHORS + FEATURES + GRID,
-    make_inputs,
-    implementations,
-    expected_results,
-    TABLES,
-    "Attention",
-    peers=torch_peers,
-    errors=errors,
-    near=None,
-    complete=complete,
-    known_platforms=PLATFORMS,
-    platforms=",".join(PLATFORMS),
-    about=about,
-    sum_up=sum_up,
-    choose=choose,
-    text=text,
-    markdown=markdown,
-    plot=plot,
-)
+FAMILY = Attention()

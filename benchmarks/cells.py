@@ -10,7 +10,6 @@ Python's launch overhead, and keep their parameters in cuDNN's layout. Without a
 
 import argparse
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,25 +18,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import ejkernel_eqx as ejx
-from benchmarks import linear, peers, runner
-from benchmarks.prepare import (
-    Arrays,
-    directed,
-    FORWARD,
-    Implementation,
-    Inputs,
-    PEER,
-    prepare,
-    Prepared,
-    UNTUNED,
-)
+from benchmarks import linear, peers, prepare, problems, runner
+from benchmarks.prepare import Arrays, FORWARD, Implementation, Inputs, PEER, Prepared
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 @dataclasses.dataclass(frozen=True)
-class CellProblem:
+class CellProblem(problems.Problem):
     """`B` rows of `T` tokens with `I` inputs, and `H` hidden features, for one kind of cell."""
 
     cell: str
@@ -45,13 +34,13 @@ class CellProblem:
     T: int
     H: int
     I: int
-    dtype: str = "bfloat16"
 
-    @property
-    def name(self) -> str:
-        words = [self.cell, f"B{self.B}", f"T{self.T}", f"H{self.H}"]
-        words += [] if self.I == self.H else [f"I{self.I}"]
-        return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
+    def words(self) -> list[str]:
+        other = "" if self.I == self.H else f"I{self.I}"
+        return [self.cell, f"B{self.B}", f"T{self.T}", f"H{self.H}", other]
+
+
+PROBLEMS = problems.load("cells", CellProblem)
 
 
 def make_inputs(problem: CellProblem, seed: int = 0) -> Inputs:
@@ -70,18 +59,6 @@ def make_inputs(problem: CellProblem, seed: int = 0) -> Inputs:
         drawn = jax.random.uniform(next(keys), shape, minval=-bound, maxval=bound)
         learned[name] = drawn.astype(problem.dtype)
     return Inputs(learned, normal(problem.H), {})
-
-
-def ours(problem: CellProblem, platform: str | None) -> Callable[[Arrays], Array]:
-    """Our operation, with the projection of the inputs."""
-    operation = ejx.Recurrent(problem.cell.lower(), platform=platform)  # pyright: ignore[reportArgumentType]
-    return lambda learned: operation(
-        learned["x"],
-        learned["weight_hh"],
-        learned["bias_hh"],
-        weight_ih=learned["weight_ih"],
-        bias_ih=learned["bias_ih"],
-    )[0]
 
 
 def plain(problem: CellProblem) -> Callable[[Arrays], Array]:
@@ -115,17 +92,11 @@ def _formula(kind: str, x: Array, u: Array, h: Array, c: Array) -> tuple[Array, 
     return sigmoid(o) * jnp.tanh(c), c
 
 
+@prepare.reference
 def expected_results(problem: CellProblem, inputs: Inputs) -> Arrays:
     """Output and gradients of the formulas in float32."""
-    with jax.default_matmul_precision("highest"):
-        return _expected_results(problem, inputs)
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
-def _expected_results(problem: CellProblem, inputs: Inputs) -> Arrays:
-    learned, cotangent = jax.tree.map(lambda x: x.astype(jnp.float32), inputs[:2])
-    out, pull = jax.vjp(plain(problem), learned)
-    return {"out": out, **pull(cotangent)[0]}
+    out, pull = jax.vjp(plain(problem), inputs.learned)
+    return {"out": out, **pull(inputs.cotangent)[0]}
 
 
 # Peers
@@ -175,51 +146,36 @@ def torch_layer(problem: CellProblem, sets: Sequence[Inputs], direction: str) ->
     return peers.prepared(run, sets, tensors)
 
 
-def implementations(
-    problem: CellProblem, options: argparse.Namespace, direction: str
-) -> Iterator[Implementation]:
-    def in_jax(forward: Callable[[Arrays], Array], sets: Sequence[Inputs], direction: str) -> Prepared:
-        return prepare(directed(lambda learned, _: forward(learned), direction), sets)
+class Cells(runner.Family):
+    name, title, description, lists = "cells", "Recurrent cells", __doc__, PROBLEMS
+    tables = linear.TABLES._replace(picture="Speed of recurrent cells over their peers")
+    extremes, platforms = (runner.MEMORY,), "default,xla"
+    make_inputs = staticmethod(make_inputs)
+    expected = staticmethod(expected_results)
+    complete = linear.Linear.complete
 
-    yield from runner.ours(options, lambda platform, *given: in_jax(ours(problem, platform), *given))
-    if jax.default_backend() == "cpu":
-        yield Implementation("lax.scan", functools.partial(in_jax, plain(problem)), PEER)
-        return
-    if options.torch:
-        yield Implementation("PyTorch", functools.partial(torch_layer, problem), PEER)
-    if problem.cell == "LSTM":
-        yield Implementation(
-            "jax.experimental.rnn, float32", functools.partial(in_jax, jax_cudnn(problem)), PEER
-        )
+    def ours(self, problem: CellProblem, platform: Any) -> Callable[..., Array]:
+        """Our operation, with the projection of the inputs."""
+        operation = ejx.Recurrent(problem.cell.lower(), platform=platform)  # pyright: ignore[reportArgumentType]
+
+        def run(learned: Arrays, constants: Arrays) -> Array:
+            x, weight_ih, weight_hh, bias_ih, bias_hh = (learned[name] for name in ("x", *PARAMETERS))
+            return operation(x, weight_hh, bias_hh, weight_ih=weight_ih, bias_ih=bias_ih)[0]
+
+        return run
+
+    def beside(
+        self, problem: CellProblem, options: argparse.Namespace, direction: str
+    ) -> Iterator[Implementation]:
+        alone = lambda run: lambda learned, constants: run(learned)
+        if jax.default_backend() == "cpu":
+            yield self.in_jax(problem, "lax.scan", alone(plain(problem)))
+            return
+        if options.torch:
+            make = lambda sets, direction: torch_layer(problem, sets, direction)
+            yield Implementation("PyTorch", make, PEER)
+        if problem.cell == "LSTM":
+            yield self.in_jax(problem, "jax.experimental.rnn, float32", alone(jax_cudnn(problem)))
 
 
-P = CellProblem
-ANCHORS = (
-    P("LSTM", 64, 512, 1024, 1024),
-    P("GRU", 64, 512, 1024, 1024),
-    P("LSTM", 256, 512, 256, 256),
-    P("GRU", 256, 512, 256, 256),
-    P("RNN", 64, 512, 1024, 1024),
-    P("LSTM", 1024, 128, 128, 128),
-    P("LSTM", 64, 512, 512, 512),
-    P("LSTM", 1, 512, 512, 512),
-    P("LSTM", 64, 512, 1024, 1024, "float32"),
-)
-CPU = (P("LSTM", 8, 256, 128, 128, "float32"), P("GRU", 8, 256, 128, 128, "float32"))
-TINY = tuple(P(cell, 2, 6, 8, 5, "float32") for cell in GATES)
-
-FAMILY = runner.Family(
-    "cells",
-    __doc__,
-    TINY,
-    CPU,
-    ANCHORS,
-    make_inputs,
-    implementations,
-    expected_results,
-    linear.TABLES._replace(picture="Speed of recurrent cells over their peers"),
-    "Recurrent cells",
-    complete=linear.complete,
-    extremes=(runner.MEMORY,),
-    platforms="default,xla",
-)
+FAMILY = Cells()

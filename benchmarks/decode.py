@@ -23,35 +23,11 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import decode_problems as problems
-from benchmarks import report, runner
-from benchmarks.decode_problems import (
-    BARS,
-    DECODE,
-    DecodeProblem,
-    gathered,
-    Inputs,
-    KINDS,
-    LATENT,
-    ours,
-    plain_pages,
-    PREFILL,
-    QUANTISED,
-)  # fmt: skip
+from benchmarks import prepare, report, runner
+from benchmarks.decode_problems import BARS, DecodeProblem, gathered, Inputs, KINDS
 from benchmarks.measure import JaxWork, time_in_turn
 from benchmarks.peers import is_missing
-from benchmarks.prepare import (
-    BASELINE,
-    compiled,
-    FAILURES,
-    fastest,
-    Implementation,
-    OURS,
-    PEER,
-    Prepared,
-    ratio,
-    Row,
-    selected_platform,
-)
+from benchmarks.prepare import BASELINE, FAILURES, fastest, Implementation, OURS, PEER, Prepared, Row
 
 # Peers
 
@@ -96,7 +72,7 @@ def baselines_of(problem: DecodeProblem, gpu: bool) -> Iterator[Peer]:
 
         yield Peer("FlashAttention", dense, attend, True)
     if problem.scales:
-        yield Peer(f"{problem.dtype} pages", plain_pages, ours(problem, None), True)
+        yield Peer(f"{problem.dtype} pages", problems.plain_pages, problems.ours(problem, None), True)
 
 
 def rows(problem: DecodeProblem, q: Array) -> Array:
@@ -205,54 +181,6 @@ def ejkernel(problem: DecodeProblem) -> Peer:
 # Measuring
 
 
-def prepare(run: Callable[[Any], Array], sets: Sequence[Any]) -> Prepared:
-    """Compiles `run` and computes the first of the sets. Several runs take one set of inputs after another, so that none of them are in the cache
-    even in short runs; as in the tuner's `repeated`, barriers separate and order them, and all results are returned."""
-
-    def several(runs: int, sets: Sequence[Any]) -> list[Array]:
-        kept: list[Array] = []
-        for n in range(runs):
-            inputs = sets[n % len(sets)]
-            if kept:
-                inputs, kept[-1] = jax.lax.optimization_barrier((inputs, kept[-1]))
-            kept.append(run(inputs))
-        return kept
-
-    @functools.cache
-    def program(runs: int) -> Any:
-        if runs == 1:
-            return jax.jit(run).lower(sets[0]).compile()
-        return jax.jit(functools.partial(several, runs)).lower(tuple(sets)).compile()
-
-    def make(runs: int) -> JaxWork:
-        return JaxWork(program(runs), [(x,) for x in sets] if runs == 1 else [(tuple(sets),)])
-
-    once, selection, temporary = compiled(program)
-    return Prepared({"out": once(sets[0])}, make, selection, temporary)
-
-
-def prepare_peer(peer: Peer, sets: Sequence[Inputs], direction: str) -> Prepared:
-    convert = jax.jit(peer.convert)
-    return prepare(peer.run, [jax.block_until_ready(convert(inputs)) for inputs in sets])
-
-
-def implementations(
-    problem: DecodeProblem, options: argparse.Namespace, direction: str
-) -> Iterator[Implementation]:
-    resolved = None
-    for name in options.platforms:
-        platform = None if name == "default" else name
-        if name != resolved:  # the same platform gives the same program
-            run = ours(problem, platform)
-            yield Implementation(name, lambda sets, direction, run=run: prepare(run, sets))
-        if name == "default":
-            inputs = jax.eval_shape(lambda: problems.make_inputs(problem))
-            resolved = selected_platform(ours(problem, None), inputs)
-    for peer in peers_of(problem, jax.default_backend() == "gpu") if options.peers else ():
-        role, failures = (BASELINE, FAILURES) if peer.is_baseline else (PEER, (Exception,))
-        yield Implementation(peer.name, functools.partial(prepare_peer, peer), role, failures=failures)
-
-
 def measure_card(options: argparse.Namespace) -> dict[str, float]:
     """TB/s of a copy (read and written) and of a sum (read) of an array that does not fit the cache."""
     count = 2**20 if options.quick else 2**26 if jax.default_backend() == "cpu" else 2**28
@@ -267,65 +195,10 @@ def measure_card(options: argparse.Namespace) -> dict[str, float]:
 _CARD: dict[str, float] = {}
 
 
-def about(options: argparse.Namespace, chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
-    """Measures the bandwidth of the device, with which the problems are compared."""
-    _CARD.update(measure_card(options))
-    entries = {"card": dict(_CARD), "sizes": {p.name: dataclasses.asdict(p) for p in chosen}}
-    print(card_line(entries))
-    return entries
-
-
-def complete(problem: DecodeProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
-    runner.rate(rows, bytes=problem.bytes(), flops=problem.flops())
-    baseline = fastest(rows, BASELINE)
-    for row in rows:
-        speed = row.numbers["tb_per_s"]
-        row.numbers |= {"kind": problem.kind, "of_card": speed / _CARD["copy"] if speed and _CARD else None}
-        row.numbers["over_baseline"] = ratio(baseline, row) if row.role == OURS else None
-
-
-def sum_up(rows: Sequence[Row], chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
-    """The worst problem for each target, by our fastest implementation, and the lowest ratio for each kind of problem."""
-    best: dict[str, Row] = {}
-    for row in sorted((row for row in rows if row.role == OURS and row.ms), key=lambda row: row.ms or 0.0):
-        best.setdefault(row.problem, row)
-    bars = []
-    for bar in BARS:
-        mine = [best[p.name] for p in bar.problems if p.name in best]
-        known = [(row.ms if bar.field == "ms" else row.numbers[bar.field], row.problem) for row in mine]
-        known = [(value, problem) for value, problem in known if value is not None]
-        if known:
-            value, problem = max(known) if bar.at_most else min(known)
-            met = value <= bar.bound if bar.at_most else value >= bar.bound
-            bars.append({"what": bar.what, "bound": bar.bound, "at_most": bar.at_most, "met": met})
-            bars[-1] |= {"value": value, "problem": problem, "measured": len(known), "of": len(bar.problems)}
-    lowest = {}
-    for kind in KINDS:
-        ratios = [
-            (row.ratio, row.problem) for row in best.values() if row.numbers["kind"] == kind and row.ratio
-        ]
-        if ratios:
-            value, problem = min(ratios)
-            lowest[kind] = {"value": value, "problem": problem}
-    return {"summary": {"bars": bars, "lowest ratio": lowest}}
-
-
 # Showing
 
 TABLES = runner.Tables(
-    (
-        "problem",
-        "implementation",
-        "platform",
-        "ms",
-        "spread",
-        "TB/s",
-        "of copy",
-        "TFLOP/s",
-        "ratio",
-        "baseline",
-        "error",
-    ),
+    (*runner.NAMES, "TB/s", "of copy", "TFLOP/s", "ratio", "baseline", "error"),
     "ratio, baseline: speed over the fastest peer's and over the baseline's",
     "Decoding: achieved bandwidth over context and page size",
     KINDS,
@@ -342,56 +215,14 @@ def _bar_cells(bar: Mapping[str, Any]) -> tuple[str, ...]:
     return bar["what"], bound, f"{bar['value']:.4g}", met, bar["problem"] + measured
 
 
+def _bar_table(content: Mapping[str, Any], table: Callable[..., str]) -> list[str]:
+    bars = content["summary"]["bars"]
+    return [table(BAR_HEADER, list(map(_bar_cells, bars)))] if bars else []
+
+
 def card_line(content: Mapping[str, Any]) -> str:
     card = content["card"]
     return f"A copy runs at {card['copy']:.3g} TB/s (read and written), a sum at {card['read']:.3g} TB/s."
-
-
-def text(content: Mapping[str, Any]) -> str:
-    summary = content["summary"]
-    lowest = {f"lowest ratio, {kind}": entry for kind, entry in summary["lowest ratio"].items()}
-    parts = [card_line(content), TABLES.text({**content, "summary": lowest})]
-    parts += [report.table(BAR_HEADER, list(map(_bar_cells, summary["bars"])))] if summary["bars"] else []
-    return "\n\n".join(parts)
-
-
-def markdown(content: Mapping[str, Any], picture: str | None) -> str:
-    """A table for each kind of problem, as Markdown for the documentation."""
-    parts, bars = [TABLES.markdown(content, picture).rstrip(), card_line(content)], content["summary"]["bars"]
-    parts += [report.markdown_table(BAR_HEADER, list(map(_bar_cells, bars)))] if bars else []
-    return "\n\n".join(parts) + "\n"
-
-
-def plot(content: Mapping[str, Any], path: str) -> None:
-    """Writes the PNG: bandwidth over context and page size, and the other measurements. Requires matplotlib."""
-    plt = report.pyplot()
-    rows = [{**row, **content["sizes"][row["problem"]]} for row in content["rows"] if row["ms"] is not None]
-    decodes = [row for row in rows if row["kind"] == DECODE]
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
-    colours = {name: plt.get_cmap("tab10")(n % 10) for n, name in enumerate(names)}
-    counted = [row for row in rows if row["kind"] in (LATENT, PREFILL)]
-    quantised = [row for row in rows if row["kind"] == QUANTISED]
-    flops = "tflop_per_s" if counted and "tflop_per_s" in counted[0] else "tflops"
-    parts = [(_usual(decodes), "tb_per_s", "decode, TB/s"), (quantised, "ms", "8-bit pages, ms")]
-    parts = [part for part in (*parts, (counted, flops, "latents and prefills, TFLOP/s")) if part[0]]
-    heights = [*([3.0] if decodes else []), *(1.7 + 0.2 * len(mine) for mine, *_ in parts)]
-    if not heights:
-        return  # nothing was timed
-    figure, axes = plt.subplots(
-        len(heights),
-        1,
-        figsize=(9, 0.6 + sum(heights)),
-        squeeze=False,
-        gridspec_kw={"height_ratios": heights},
-        layout="constrained",
-    )
-    if decodes:
-        _contexts(axes[0, 0], decodes, content["card"]["copy"])
-    for axis, (mine, field, title) in zip(axes[:, 0][bool(decodes) :], parts, strict=True):
-        runner.bars(axis, mine, field, colours, lambda row: f"{row['implementation']}, {row['ms']:.3f} ms")
-        axis.set_title(title, fontsize=9)
-    figure.suptitle(f"Attention over pages on {content['environment']['device']}")
-    report.write_plot(figure, path)
 
 
 def _usual(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -418,28 +249,114 @@ def _contexts(axis: Any, rows: Sequence[Mapping[str, Any]], copy: float) -> None
     axis.axhline(copy, color="#444444", linewidth=0.8, label="a copy")
     axis.set_xscale("log", base=2)
     axis.set_xlabel("keys of each sequence")
-    page = rows[0]["p"]
-    axis.set_title(f"decode, TB/s, pages of {page}: ours, and dashed the fastest peer", fontsize=9)
     axis.legend(fontsize=7)
 
 
-FAMILY = runner.Family(
-    "decode",
-    __doc__,
-    problems.TINY,
-    problems.CPU,
-    problems.EVERY,
-    problems.make_inputs,
-    implementations,
-    problems.expected_results,
-    TABLES,
-    "Attention over pages",
-    complete=complete,
-    packages=("ejkernel",),
-    platforms="default,xla",
-    about=about,
-    sum_up=sum_up,
-    text=text,
-    markdown=markdown,
-    plot=plot,
-)
+class Decode(runner.Family):
+    name, title, description, lists = "decode", "Attention over pages", __doc__, problems.PROBLEMS
+    groups = tuple(group for group in problems.PROBLEMS if group not in ("cpu", "tiny"))
+    tables, packages, platforms, once = TABLES, ("ejkernel",), "default,xla", True
+    make_inputs = staticmethod(problems.make_inputs)
+    expected = staticmethod(problems.expected_results)
+
+    def __init__(self) -> None:
+        self.card: dict[str, float] = {}
+
+    def ours(self, problem: DecodeProblem, platform: Any) -> Callable[[Inputs], Array]:
+        return problems.ours(problem, platform)
+
+    def directed(self, problem: DecodeProblem, forward: Callable[..., Array], direction: str) -> Any:
+        return lambda inputs: {"out": forward(inputs)}
+
+    def ready(self, problem: DecodeProblem, platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
+        run = self.directed(problem, self.ours(problem, platform), direction)
+        return prepare.ready(run, sets, in_turn=True)
+
+    def beside(
+        self, problem: DecodeProblem, options: argparse.Namespace, direction: str
+    ) -> Iterator[Implementation]:
+        def ready(peer: Peer, sets: Sequence[Inputs], direction: str) -> Prepared:
+            convert = jax.jit(peer.convert)
+            converted = [jax.block_until_ready(convert(inputs)) for inputs in sets]
+            return prepare.ready(self.directed(problem, peer.run, direction), converted, in_turn=True)
+
+        for peer in peers_of(problem, jax.default_backend() == "gpu") if options.peers else ():
+            role, failures = (BASELINE, FAILURES) if peer.is_baseline else (PEER, (Exception,))
+            yield Implementation(peer.name, functools.partial(ready, peer), role, failures=failures)
+
+    def about(self, options: argparse.Namespace, chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
+        """Measures the bandwidth of the device, with which the problems are compared."""
+        self.card = measure_card(options)
+        entries = {"card": dict(self.card), "sizes": {p.name: dataclasses.asdict(p) for p in chosen}}
+        print(card_line(entries))
+        return entries
+
+    def complete(self, problem: DecodeProblem, inputs: Any, direction: str, rows: list[Row]) -> None:
+        runner.rate(rows, bytes=problem.bytes(), flops=problem.flops())
+        baseline = fastest(rows, BASELINE)
+        for row in rows:
+            speed, over = row.numbers["tb_per_s"], prepare.ratio(baseline, row)
+            row.numbers |= {"kind": problem.kind, "over_baseline": over if row.role == OURS else None}
+            row.numbers["of_card"] = speed / self.card["copy"] if speed and self.card else None
+
+    def sum_up(self, rows: Sequence[Row], chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
+        """The worst problem for each target, by our fastest implementation, and the lowest ratio for each kind of problem."""
+        best: dict[str, Row] = {}
+        for row in sorted(
+            (row for row in rows if row.role == OURS and row.ms), key=lambda row: row.ms or 0.0
+        ):
+            best.setdefault(row.problem, row)
+        bars = []
+        for bar in BARS:
+            mine = [best[p.name] for p in bar.problems if p.name in best]
+            known = [(row.ms if bar.field == "ms" else row.numbers[bar.field], row.problem) for row in mine]
+            known = [(value, problem) for value, problem in known if value is not None]
+            if known:
+                value, problem = max(known) if bar.at_most else min(known)
+                met = value <= bar.bound if bar.at_most else value >= bar.bound
+                bars.append({"what": bar.what, "bound": bar.bound, "at_most": bar.at_most, "met": met})
+                bars[-1] |= {
+                    "value": value,
+                    "problem": problem,
+                    "measured": len(known),
+                    "of": len(bar.problems),
+                }
+        lowest = {}
+        for kind in KINDS:
+            ratios = [(r.ratio, r.problem) for r in best.values() if r.numbers["kind"] == kind and r.ratio]
+            if ratios:
+                lowest[kind] = dict(zip(("value", "problem"), min(ratios)))
+        return {"summary": {"bars": bars, "lowest ratio": lowest}}
+
+    def text(self, content: Mapping[str, Any]) -> str:
+        summary = content["summary"]
+        lowest = {f"lowest ratio, {kind}": entry for kind, entry in summary["lowest ratio"].items()}
+        parts = [card_line(content), TABLES.text({**content, "summary": lowest})]
+        return "\n\n".join(parts + _bar_table(content, report.table))
+
+    def markdown(self, content: Mapping[str, Any], picture: str | None) -> str:
+        """A table for each kind of problem, as Markdown for the documentation."""
+        parts = [TABLES.markdown(content, picture).rstrip(), card_line(content)]
+        return "\n\n".join(parts + _bar_table(content, report.markdown_table)) + "\n"
+
+    def panels(self, content: Mapping[str, Any]) -> list[runner.Panel]:
+        """Bandwidth over context and page size, and the other measurements."""
+        every = [row for row in content["rows"] if row["ms"] is not None]
+        rows = [{**row, **content["sizes"][row["problem"]]} for row in every]
+        of = lambda *kinds: [row for row in rows if row["kind"] in kinds]
+        decodes, counted = of(problems.DECODE), of(problems.LATENT, problems.PREFILL)
+        flops = "tflop_per_s" if counted and "tflop_per_s" in counted[0] else "tflops"
+        label = lambda row: f"{row['implementation']}, {row['ms']:.3f} ms"
+        title, draw = "", None
+        if decodes:
+            title = f"decode, TB/s, pages of {decodes[0]['p']}: ours, and dashed the fastest peer"
+            draw = lambda axis: _contexts(axis, decodes, content["card"]["copy"])
+        return [
+            runner.Panel(title, draw=draw),
+            runner.Panel("decode, TB/s", _usual(decodes), "tb_per_s", label),
+            runner.Panel("8-bit pages, ms", of(problems.QUANTISED), "ms", label),
+            runner.Panel("latents and prefills, TFLOP/s", counted, flops, label),
+        ]
+
+
+FAMILY = Decode()

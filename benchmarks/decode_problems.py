@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
+from benchmarks import problems
 from benchmarks.prepare import FORWARD, UNTUNED
 from ejkernel_eqx.paged import reference
 from ejkernel_eqx.paged.cache.quantise import dequantise, LARGEST, quantise
@@ -20,7 +21,7 @@ DECODE, LATENT, QUANTISED, PREFILL = KINDS = ("decode", "latent", "8-bit pages",
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeProblem:
+class DecodeProblem(problems.Problem):
     """`N` sequences of `S` keys in pages of `p`, with one query each or, to `prefill`, a query at every key.
 
     `H` query heads on `K` key heads of `D` channels. With `rope`, the pages hold a latent of `D` channels, one head, and `rope` more
@@ -39,7 +40,6 @@ class DecodeProblem:
     pages: str | None = None
     scales: str | None = None
     ragged: bool = False
-    dtype: str = "bfloat16"
     directions: ClassVar = (FORWARD,)
 
     def __post_init__(self):
@@ -53,16 +53,15 @@ class DecodeProblem:
             return PREFILL
         return QUANTISED if self.scales else LATENT if self.rope else DECODE
 
-    @property
-    def name(self) -> str:
-        words = ["prefill" if self.prefill else "decode", f"N{self.N} S{self.S} p{self.p}"]
-        if self.rope:
-            words += [f"latent H{self.H} D{self.D}+{self.rope}"]
-        else:
-            words += [f"H{self.H} KV{self.K} D{self.D}"]
-        words += ["ragged"] if self.ragged else []
-        words += [f"{self.pages} {self.scales}"] if self.scales else []
-        return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
+    def words(self) -> list[str]:
+        heads = f"H{self.H} KV{self.K} D{self.D}"
+        return [
+            "prefill" if self.prefill else "decode",
+            f"N{self.N} S{self.S} p{self.p}",
+            f"latent H{self.H} D{self.D}+{self.rope}" if self.rope else heads,
+            "ragged" if self.ragged else "",
+            f"{self.pages} {self.scales}" if self.scales else "",
+        ]
 
     @property
     def stored(self) -> Any:
@@ -223,67 +222,15 @@ class Bar(NamedTuple):
     at_most: bool = False
 
 
-P = DecodeProblem
-PAGES = tuple(P(64, 4096, p) for p in (16, 32, 64, 128))
-LONG = (P(1, 131072), P(1, 131072, 64))
-FEW = (P(8, 2048), P(8, 2048, 64))
-LATENTS = tuple(P(N, S, 64, 128, 1, 512, 64) for N, S in ((64, 4096), (8, 8192), (1, 32768)))
-PREFILLS = (P(1, 8192, prefill=True), P(1, 8192, 64, prefill=True), P(4, 2048, prefill=True))
-EIGHT_BITS = (
-    P(64, 4096, pages="int8", scales="token"),
-    P(64, 4096, pages="float8_e4m3fn", scales="token"),
-    P(64, 4096, pages="int8", scales="head"),
-    P(64, 4096, pages="float8_e4m3fn", scales="head"),
-)
-# Heads of a whole model and of one of eight devices.
-LATENT_BYTES = tuple(
-    P(64, 4096, 64, H, 1, 512, 64, pages=pages, scales="token")
-    for H in (16, 128)
-    for pages in ("int8", "float8_e4m3fn")
-)
+PROBLEMS = problems.load("decode", DecodeProblem)
 BARS = (
-    Bar("decode, 64 sequences of 4096 keys: TB/s", PAGES, "tb_per_s", 3.4),
-    Bar("decode, 1 sequence of 128k keys: TB/s", LONG, "tb_per_s", 3.0),
-    Bar("decode, 8 sequences of 2048 keys: ms", FEW, "ms", 0.030, at_most=True),
-    Bar("decode, latent: TFLOP/s", LATENTS[:1], "tflop_per_s", 250.0),
-    Bar("prefill of 8192 tokens: speed over FlashAttention's", PREFILLS[:2], "over_baseline", 0.85),
-    Bar("decode, 8-bit pages: speed over 16-bit pages", EIGHT_BITS, "over_baseline", 1.5),
-    Bar("decode, 8-bit latents: speed over 16-bit latents", LATENT_BYTES, "over_baseline", 1.0),
+    Bar("decode, 64 sequences of 4096 keys: TB/s", PROBLEMS["pages"], "tb_per_s", 3.4),
+    Bar("decode, 1 sequence of 128k keys: TB/s", PROBLEMS["long"], "tb_per_s", 3.0),
+    Bar("decode, 8 sequences of 2048 keys: ms", PROBLEMS["few"], "ms", 0.030, at_most=True),
+    Bar("decode, latent: TFLOP/s", PROBLEMS["latents"][:1], "tflop_per_s", 250.0),
+    Bar(
+        "prefill of 8192 tokens: speed over FlashAttention's", PROBLEMS["prefills"][:2], "over_baseline", 0.85
+    ),
+    Bar("decode, 8-bit pages: speed over 16-bit pages", PROBLEMS["eight_bits"], "over_baseline", 1.5),
+    Bar("decode, 8-bit latents: speed over 16-bit latents", PROBLEMS["latent_bytes"], "over_baseline", 1.0),
 )
-# Batch x context, up to a cache of a million tokens; small and large pages; other heads; sequences of different lengths.
-GRID = tuple(
-    P(N, S)
-    for N in (1, 8, 64, 256)
-    for S in (1024, 4096, 16384, 131072)
-    if N * S <= 2**20 and P(N, S) not in (*PAGES, *LONG)
-)
-OTHERS = (
-    P(64, 4096, 1),
-    P(64, 4096, 8),
-    P(64, 4096, 256),
-    P(64, 4096, ragged=True),
-    P(64, 4096, 64, ragged=True),
-    P(64, 4096, H=64),
-    P(64, 2048, H=32, K=32),
-    P(64, 4096, H=16, K=2, D=64),
-    P(64, 4096, H=16, K=2, D=256),
-    P(64, 4096, 64, 16, 1, 512, 64),
-)
-ANCHORS = PAGES + LONG + FEW + LATENTS + PREFILLS + EIGHT_BITS + LATENT_BYTES
-CPU = (
-    P(8, 2048, 16, 8, 2, 64, dtype="float32"),
-    P(8, 2048, 64, 8, 2, 64, dtype="float32"),
-    P(1, 16384, 16, 8, 2, 64, dtype="float32"),
-    P(8, 2048, 16, 8, 2, 64, pages="int8", scales="token", dtype="float32"),
-    P(4, 1024, 64, 16, 1, 128, 32, dtype="float32"),
-    P(1, 1024, 16, 8, 2, 64, prefill=True, dtype="float32"),
-)
-TINY = (
-    P(2, 40, 4, 4, 2, 16, dtype="float32"),
-    P(3, 40, 8, 4, 2, 16, ragged=True, dtype="float32"),
-    P(2, 40, 8, 4, 2, 16, pages="int8", scales="token", dtype="float32"),
-    P(2, 40, 8, 4, 1, 16, 8, dtype="float32"),
-    P(2, 40, 8, 4, 1, 16, 8, pages="float8_e4m3fn", scales="head", dtype="float32"),
-    P(2, 32, 4, 4, 2, 16, prefill=True, dtype="float32"),
-)
-EVERY = (*ANCHORS, *GRID, *OTHERS)

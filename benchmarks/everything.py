@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import report
 from benchmarks.__main__ import FAMILIES as BENCHMARKS
-from benchmarks.tune_problems import FAMILIES
+from benchmarks.problems import FAMILIES
 from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 
 HEAVY = "past_two or very_many or memory"

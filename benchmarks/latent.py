@@ -14,7 +14,6 @@ either form; `over kernel` is the time of its own choice over the faster one's.
 import argparse
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -26,21 +25,8 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import runner
-from benchmarks.prepare import (
-    Arrays,
-    BASELINE,
-    DIRECTIONS,
-    fastest,
-    FORWARD,
-    Implementation,
-    Inputs,
-    prepare,
-    prepare_in_place,
-    Prepared,
-    Row,
-    UNTUNED,
-)
+from benchmarks import prepare, problems, runner
+from benchmarks.prepare import Arrays, BASELINE, DIRECTIONS, fastest, Implementation, Inputs, Prepared, Row
 
 FLASH, KERNEL = "flash", "kernel"
 FORMS = {"absorbed": False, "expanded": True}
@@ -48,7 +34,7 @@ FLASH_DIM = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class LatentProblem:
+class LatentProblem(problems.Problem):
     """`B` rows of `T` tokens and `H` heads, causal; or, with `E`, a decoding step of a layer of `E` features, for `B` sequences of `T` tokens; or
     the last `chunk` tokens of each at once."""
 
@@ -62,15 +48,13 @@ class LatentProblem:
     V: int = 128
     R: int = 512
     page: int = 64
-    dtype: str = "bfloat16"
 
-    @property
-    def name(self) -> str:
+    def words(self) -> list[str]:
         sizes = f"B{self.B} T{self.T} H{self.H} D{self.nope}+{self.rope} V{self.V}"
         if self.E:
             sizes = f"N{self.B} S{self.T} H{self.H} R{self.R}+{self.rope} E{self.E}"
         kind = f"chunk {self.chunk}" if self.chunk else "decode" if self.E else "train"
-        return f"{kind} {sizes}{'' if self.dtype == 'bfloat16' else f' {self.dtype}'}"
+        return [kind, sizes]
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -92,6 +76,9 @@ class LatentProblem:
         return forward if direction == "forward" else 3.5 * forward
 
 
+PROBLEMS = problems.load("latent", LatentProblem)
+
+
 def random(seed: int, dtype: str, *shapes: tuple[int, ...]) -> list[Array]:
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     return [jax.random.normal(key, shape, jnp.dtype(dtype)) for key, shape in zip(keys, shapes)]
@@ -107,25 +94,19 @@ def make_training(p: LatentProblem, seed: int) -> Inputs:
     return Inputs(arrays, arrays.pop("cotangent"), {})
 
 
-def differentiated(call: Callable[..., Array], direction: str, inputs: Inputs) -> Arrays:
-    if direction == FORWARD:
-        return {"out": call(**inputs.learned)}
-    out, pull = jax.vjp(lambda x: call(**x), inputs.learned)
-    return {"out": out} | pull(inputs.cotangent)[0]
-
-
-def training(platform: Any, direction: str) -> Callable[[Inputs], Arrays]:
+def training(platform: Any) -> Callable[[Arrays, Arrays], Array]:
     operation = ejx.MultiHeadLatentAttention(causal=True, platform=platform)
-    return functools.partial(differentiated, operation, direction)
+    return lambda learned, constants: operation(**learned)
 
 
 def flash(direction: str) -> Callable[[Inputs], Arrays]:
     """Attention on keys as wide as the values."""
+    call = prepare.directed(lambda x, constants: ejx.FlashAttention(causal=True)(**x), direction, True)
 
     def run(inputs: Inputs) -> Arrays:
         x = inputs.cotangent[..., :FLASH_DIM]
         learned = {"q": inputs.learned["q"][..., : x.shape[-1]], "k": inputs.learned["v"], "v": x}
-        return differentiated(ejx.FlashAttention(causal=True), direction, Inputs(learned, x, {}))
+        return call(Inputs(learned, x, {}))
 
     return run
 
@@ -183,12 +164,6 @@ def pages_of(inputs: Any) -> ejx.PagedLatentCache:
     return ejx.PagedLatentCache(inputs["latent"], inputs["rope"])
 
 
-def prepare_decoding(p: LatentProblem, platform: Any, sets: Sequence[Any]) -> Prepared:
-    """Steps in place, as of so many layers: each takes the pages of the last one."""
-    arguments = [{name: inputs[name] for name in ("x", "weights")} for inputs in sets]
-    return prepare_in_place(decoding(p, platform), arguments, pages_of(sets[0]))
-
-
 def kernel(p: LatentProblem) -> Callable[[Any], Arrays]:
     batch, op = batch_of(p), ejx.RaggedPagedAttention(softmax_scale=p.scale)
     how: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": 1}
@@ -220,96 +195,71 @@ def chunked(p: LatentProblem, platform: Any, form: bool | None = None) -> Callab
 # Measuring
 
 
-def make_inputs(p: LatentProblem, seed: int) -> Any:
-    return (make_chunk if p.chunk else make_decoding if p.E else make_training)(p, seed)
-
-
+@prepare.reference
 def expected_results(p: LatentProblem, inputs: Any) -> Arrays:
-    """The results in float32 on XLA; of decoding, with the pages as they are."""
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    with jax.default_matmul_precision("highest" if p.E else None):
-        if p.chunk:
-            return jax.jit(chunked(p, "xla", False), compiler_options=UNTUNED)(wide)
-        if p.E:
-            return jax.jit(decoding(p, "xla"), compiler_options=UNTUNED)(wide, pages_of(wide))[1]
-        return jax.jit(training("xla", p.directions[-1]), compiler_options=UNTUNED)(wide)
-
-
-def implementations(
-    p: LatentProblem, options: argparse.Namespace, direction: str
-) -> Iterator[Implementation]:
-    def ours(platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
-        if p.E and not p.chunk:
-            return prepare_decoding(p, platform, sets)
-        return prepare(chunked(p, platform) if p.chunk else training(platform, direction), sets)
-
-    def beside(name: str, run: Callable[[Any], Arrays], is_checked: bool = False) -> Implementation:
-        return Implementation(name, lambda sets, direction: prepare(run, sets), BASELINE, is_checked)
-
-    yield from runner.ours(options, ours)
+    """The results on XLA; of decoding, with the pages as they are."""
     if p.chunk:
-        for name, form in FORMS.items():
-            yield beside(name, chunked(p, None, form), is_checked=True)
-    else:
-        yield beside(KERNEL, kernel(p)) if p.E else beside(FLASH, flash(direction))
+        return chunked(p, "xla", False)(inputs)
+    if p.E:
+        return decoding(p, "xla")(inputs, pages_of(inputs))[1]
+    return prepare.directed(training("xla"), p.directions[-1], True)(inputs)
 
 
-def complete(p: LatentProblem, inputs: Any, direction: str, rows: list[Row]) -> None:
-    less = p.flops(direction, 2 * min(p.V, FLASH_DIM))
-    other = fastest(rows, BASELINE)
-    for row in rows:
-        is_flash = row.implementation == FLASH
-        runner.rate([row], flops=less if is_flash else p.flops(direction))
-        speed = row.ms and other and row.role != BASELINE
-        row.numbers["of_flash"] = p.flops(direction) / row.ms * other / less if speed and not p.E else None
-        row.numbers["over_kernel"] = row.ms / other if speed and p.E else None
-
-
-def errors(
-    p: LatentProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
-) -> runner.Errors:
-    """Absorbed queries, latents and the last projection are each rounded once more."""
-    return runner.errors_of(p.dtype, results, expected, 3.0 if p.E else 1.0)
-
-
-# The problems
-
-P = LatentProblem
-ANCHORS = (
-    P(1, 4096, 128),
-    P(64, 4096, 128, E=7168),
-    P(4, 4096, 16),
-    P(1, 16384, 16),
-    P(8, 8192, 128, E=7168),
-    P(64, 4096, 16, E=2048),
-)
-# On both sides of where the layer changes its form.
-CHUNKS = tuple(P(B, 8192, 128, 7168, chunk) for B in (1, 8) for chunk in (64, 128, 256, 512, 1024))
-_SMALL: Any = {"nope": 16, "rope": 8, "V": 16, "R": 24, "page": 16, "dtype": "float32"}
-CPU = (P(1, 256, 2, **_SMALL), P(2, 128, 2, E=64, **_SMALL), P(2, 128, 2, E=64, chunk=32, **_SMALL))
-TINY = (P(1, 40, 2, **_SMALL), P(2, 40, 2, E=32, **_SMALL), P(2, 40, 2, E=32, chunk=9, **_SMALL))
-
-FAMILY = runner.Family(
-    "latent",
-    __doc__,
-    TINY,
-    CPU,
-    ANCHORS + CHUNKS,
-    make_inputs,
-    implementations,
-    expected_results,
-    runner.Tables(
+class Latent(runner.Family):
+    name, title, description, lists = "latent", "Latent attention", __doc__, PROBLEMS
+    groups, packages, with_out = ("anchors", "chunks"), (), True
+    tables = runner.Tables(
         ("problem", "implementation", "ms", "spread", "TFLOP/s", "of flash", "over kernel", "error"),
         "of flash: speed over that of attention with 128 channels; over kernel: time over that of attention over latents alone",
         "Speed of latent attention",
-    ),
-    "Latent attention",
-    errors=errors,
-    complete=complete,
-    extremes=(
+    )
+    extremes = (
         runner.Extreme("lowest of flash", runner.entry("of_flash"), min),
         runner.Extreme("most time over the kernel", runner.entry("over_kernel"), max, "decode"),
         runner.Extreme("most time over the faster form", runner.entry("over_kernel"), max, "chunk"),
-    ),
-    packages=(),
-)
+    )
+    expected = staticmethod(expected_results)
+
+    def make_inputs(self, problem: LatentProblem, seed: int = 0) -> Any:
+        return (make_chunk if problem.chunk else make_decoding if problem.E else make_training)(problem, seed)
+
+    def ready(self, problem: LatentProblem, platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
+        """Decoding in place: steps as of so many layers, each on the pages of the last one."""
+        if problem.chunk:
+            return prepare.ready(chunked(problem, platform), sets)
+        if not problem.E:
+            return prepare.ready(self.directed(problem, training(platform), direction), sets)
+        arguments = [{name: inputs[name] for name in ("x", "weights")} for inputs in sets]
+        return prepare.ready_in_place(decoding(problem, platform), arguments, pages_of(sets[0]))
+
+    def beside(
+        self, problem: LatentProblem, options: argparse.Namespace, direction: str
+    ) -> Iterator[Implementation]:
+        if problem.chunk:
+            runs = {name: chunked(problem, None, form) for name, form in FORMS.items()}
+        else:
+            runs = {KERNEL: kernel(problem)} if problem.E else {FLASH: flash(direction)}
+        for name, run in runs.items():
+            make = lambda sets, direction, run=run: prepare.ready(run, sets)
+            yield Implementation(name, make, BASELINE, is_checked=bool(problem.chunk))
+
+    def complete(self, problem: LatentProblem, inputs: Any, direction: str, rows: list[Row]) -> None:
+        p, other = problem, fastest(rows, BASELINE)
+        less = p.flops(direction, 2 * min(p.V, FLASH_DIM))
+        for row in rows:
+            is_flash = row.implementation == FLASH
+            runner.rate([row], flops=less if is_flash else p.flops(direction))
+            speed = row.ms and other and row.role != BASELINE
+            row.numbers["of_flash"] = (
+                p.flops(direction) / row.ms * other / less if speed and not p.E else None
+            )
+            row.numbers["over_kernel"] = row.ms / other if speed and p.E else None
+
+    def errors(
+        self, problem: LatentProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
+    ) -> runner.Errors:
+        """Absorbed queries, latents and the last projection are each rounded once more."""
+        return runner.errors_of(problem.dtype, results, expected, 3.0 if problem.E else 1.0)
+
+
+FAMILY = Latent()

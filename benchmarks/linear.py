@@ -11,30 +11,17 @@ With `--apart` peers tune themselves briefly; with `--compile-peers` several pro
 """
 
 import argparse
-import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax import Array
 
 from benchmarks import linear_problems as problems
-from benchmarks import peers, runner
-from benchmarks.linear_problems import Arrays, LinearProblem, STEP
+from benchmarks import peers, prepare, runner
+from benchmarks.linear_problems import Arrays, LinearProblem, PROBLEMS, STEP
 from benchmarks.peers import SCAN, Tensors, TorchPeer
-from benchmarks.prepare import (
-    BOTH,
-    DIRECTIONS,
-    Implementation,
-    Inputs,
-    nbytes,
-    PEER,
-    prepare,
-    prepare_in_place,
-    Prepared,
-    Row,
-)
+from benchmarks.prepare import BOTH, DIRECTIONS, Implementation, Inputs, nbytes, PEER, Prepared, Row
 
 _USUAL = 4096
 
@@ -86,88 +73,75 @@ PEERS: Mapping[str, tuple[TorchPeer, ...]] = {
 }
 
 
-def torch_peers(problem: LinearProblem) -> Iterator[TorchPeer]:
-    """The installed peers that support many tokens of this member; of longer rows than the anchors', one of each package, the first."""
-    packages: set[str] = set()
-    for peer in peers.installed(*(() if problem.is_step else PEERS[problem.member])):
-        if not (problem.T > _USUAL and peer.package in packages):
-            packages.add(peer.package)
-            yield peer
-
-
-# Ours
-
-
-def ours(problem: LinearProblem, platform: str | None, sets: Sequence[Inputs], direction: str) -> Prepared:
-    function = problems.ours(problem, platform)
-    if not problem.is_step:
-        return prepare(problems.directed(function, direction), sets)
-
-    def step(learned: Arrays, state: Array) -> tuple[Array, Arrays]:
-        out, state = function(learned, state)
-        return state, {"out": out}
-
-    return prepare_in_place(step, [inputs.learned for inputs in sets], sets[0].state)
+TABLES = runner.Tables(
+    (*runner.NAMES, "TB/s", "temporary", "ratio", "error"),
+    "temporary: memory over inputs and results; ratio: speed over the fastest peer's",
+    "Speed of the linear-time family over its peers",
+    (*DIRECTIONS, STEP),
+)
 
 
 def in_place(sets: Sequence[Inputs], direction: str) -> Prepared:
     """Only reads and writes the state."""
     step = lambda learned, state: (0.999 * state, {})
-    return prepare_in_place(step, [inputs.learned for inputs in sets], sets[0].state)
+    return prepare.ready_in_place(step, [inputs.learned for inputs in sets], sets[0].state)
 
 
-def implementations(
-    problem: LinearProblem, options: argparse.Namespace, direction: str
-) -> Iterator[Implementation]:
-    yield from runner.ours(options, functools.partial(ours, problem))
-    if problem.is_step:
-        yield Implementation("in place", in_place, PEER, is_checked=False)
-    elif jax.default_backend() == "cpu":
-        plain = problems.plain(problem)
-        over_time = lambda sets, direction: prepare(problems.directed(plain, direction), sets)
-        yield Implementation("lax.scan", over_time, PEER)
+class Linear(runner.Family):
+    name, title, description, lists = "linear", "The linear-time family", __doc__, PROBLEMS
+    groups = ("anchors", "long", "steps")
+    tables, extremes, packages = TABLES, (runner.MEMORY,), peers.PACKAGES
+    make_inputs = staticmethod(problems.make_inputs)
+    expected = staticmethod(problems.expected_results)
+
+    def ours(self, problem: LinearProblem, platform: Any) -> Callable[..., Any]:
+        return problems.ours(problem, platform)
+
+    def directed(
+        self, problem: LinearProblem, forward: Callable[..., Any], direction: str
+    ) -> Callable[[Inputs], Arrays]:
+        return problems.directed(forward, direction)
+
+    def ready(self, problem: LinearProblem, platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
+        if not problem.is_step:
+            return super().ready(problem, platform, sets, direction)
+        function = self.ours(problem, platform)
+
+        def step(learned: Arrays, state: Any) -> tuple[Any, Arrays]:
+            out, state = function(learned, state)
+            return state, {"out": out}
+
+        return prepare.ready_in_place(step, [inputs.learned for inputs in sets], sets[0].state)
+
+    def beside(
+        self, problem: LinearProblem, options: argparse.Namespace, direction: str
+    ) -> Iterator[Implementation]:
+        if problem.is_step:
+            yield Implementation("in place", in_place, PEER, is_checked=False)
+        elif jax.default_backend() == "cpu":
+            yield self.in_jax(problem, "lax.scan", problems.plain(problem))
+
+    def peers(self, problem: LinearProblem) -> Iterator[TorchPeer]:
+        """The installed peers that support many tokens of this member; of longer rows than the anchors', one of each package, the first."""
+        packages: set[str] = set()
+        for peer in peers.installed(*(() if problem.is_step else PEERS[problem.member])):
+            if not (problem.T > _USUAL and peer.package in packages):
+                packages.add(peer.package)
+                yield peer
+
+    def errors(
+        self, problem: LinearProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Any]
+    ) -> runner.Errors:
+        return runner.errors_of(problem.dtype, problems.of_part(problem, results, expected), expected)
+
+    def complete(self, problem: Any, inputs: Inputs, direction: str, rows: list[Row]) -> None:
+        """Bytes are those of reading every input once and writing every result once."""
+        learned, out = nbytes(inputs.learned), nbytes(inputs.cotangent)
+        more = learned if direction == BOTH else 2 * nbytes(inputs.state)
+        runner.rate(rows, bytes=learned + out + more)
+
+    def apart(self, problem: LinearProblem) -> str:
+        return problem.member
 
 
-# Measuring
-
-
-def least_bytes(inputs: Inputs, direction: str) -> int:
-    """The bytes of reading every input once and writing every result once."""
-    learned, out = nbytes(inputs.learned), nbytes(inputs.cotangent)
-    return 2 * learned + out if direction == BOTH else learned + out + 2 * nbytes(inputs.state)
-
-
-def complete(problem: Any, inputs: Inputs, direction: str, rows: list[Row]) -> None:
-    runner.rate(rows, bytes=least_bytes(inputs, direction))
-
-
-def errors(
-    problem: LinearProblem, inputs: Inputs, row: Row, results: Arrays, expected: Mapping[str, Array]
-) -> runner.Errors:
-    return runner.errors_of(problem.dtype, problems.of_part(problem, results, expected), expected)
-
-
-TABLES = runner.Tables(
-    ("problem", "implementation", "platform", "ms", "spread", "TB/s", "temporary", "ratio", "error"),
-    "temporary: memory over inputs and results; ratio: speed over the fastest peer's",
-    "Speed of the linear-time family over its peers",
-    (*DIRECTIONS, STEP),
-)
-FAMILY = runner.Family(
-    "linear",
-    __doc__,
-    problems.TINY,
-    problems.CPU,
-    problems.ANCHORS + problems.LONG + problems.STEPS,
-    problems.make_inputs,
-    implementations,
-    problems.expected_results,
-    TABLES,
-    "The linear-time family",
-    peers=torch_peers,
-    errors=errors,
-    complete=complete,
-    extremes=(runner.MEMORY,),
-    packages=peers.PACKAGES,
-    apart=lambda problem: problem.member,
-)
+FAMILY = Linear()

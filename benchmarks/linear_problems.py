@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import ejkernel_eqx as ejx
-from benchmarks import processes
-from benchmarks.prepare import BOTH, DIRECTIONS, Inputs, UNTUNED
+from benchmarks import prepare, problems
+from benchmarks.prepare import BOTH, DIRECTIONS, Inputs
 
 Arrays = dict[str, Array]
 STEP = "step"
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearProblem:
+class LinearProblem(problems.Problem):
     """`B` rows of `T` tokens, or one decoding step of `B` rows if `T` is 0, for one member of the family.
 
     `H` heads of `D` key channels (state size of a state space) and `V` values. The selective scan has no heads: `V` counts its channels.
@@ -31,7 +31,6 @@ class LinearProblem:
     H: int
     D: int
     V: int
-    dtype: str = "bfloat16"
 
     @property
     def is_step(self) -> bool:
@@ -41,17 +40,17 @@ class LinearProblem:
     def directions(self) -> tuple[str, ...]:
         return (STEP,) if self.is_step else DIRECTIONS
 
-    @property
-    def name(self) -> str:
-        words = [self.member, *(["step"] if self.is_step else []), f"B{self.B}"]
-        words += [] if self.is_step else [f"T{self.T}"]
-        if self.member == "selective scan":
-            words += [f"I{self.V} N{self.D}"]
-        elif self.member == "SSD":
-            words += [f"H{self.H} P{self.V} N{self.D}"]
-        else:
-            words += [f"H{self.H} D{self.D}", *([] if self.V == self.D else [f"V{self.V}"])]
-        return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
+    def words(self) -> list[str]:
+        size = f"B{self.B}" if self.is_step else f"B{self.B} T{self.T}"
+        heads = f"H{self.H} D{self.D}" + ("" if self.V == self.D else f" V{self.V}")
+        by_member = {
+            "selective scan": f"I{self.V} N{self.D}",
+            "SSD": f"H{self.H} P{self.V} N{self.D}",
+        }
+        return [self.member, "step" if self.is_step else "", size, by_member.get(self.member, heads)]
+
+
+PROBLEMS = problems.load("linear", LinearProblem)
 
 
 class Member(NamedTuple):
@@ -352,18 +351,10 @@ def _part_of(problem: LinearProblem) -> LinearProblem:
     return dataclasses.replace(problem, H=problem.H // _PART)
 
 
+@prepare.reference
 def expected_results(problem: LinearProblem, inputs: Inputs) -> Arrays:
     """The results of the reference in float32. Of more than 16,384 tokens, those of every fourth head, and none that sums over all heads."""
-    with jax.default_matmul_precision("highest"):
-        with processes.released():
-            compiled = _expected_results.lower(problem, inputs).compile()
-        return compiled(inputs)
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
-def _expected_results(problem: LinearProblem, inputs: Inputs) -> Arrays:
-    member, part = MEMBERS[problem.member], _part_of(problem)
-    learned, cotangent, _, state = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    member, part, (learned, cotangent, _, state) = MEMBERS[problem.member], _part_of(problem), inputs
     if problem.is_step:
         tokens = {name: x if name in _WHOLE else x[:, None] for name, x in learned.items()}
         out, state = member.plain(tokens, state, 0)
@@ -380,37 +371,3 @@ def _expected_results(problem: LinearProblem, inputs: Inputs) -> Arrays:
 def of_part(problem: LinearProblem, results: Arrays, expected: Mapping[str, Array]) -> Arrays:
     """The part of results that the reference has."""
     return {name: _part(problem, name, x) for name, x in results.items() if name in expected}
-
-
-P = LinearProblem
-_HEADS = ("GLA", "lightning", "scalar decay", "KDA", "gated delta rule")
-ANCHORS = (
-    *(P(member, 4, 4096, 16, 128, 128) for member in _HEADS),
-    P("SSD", 4, 4096, 64, 128, 64),
-    P("selective scan", 4, 4096, 1, 16, 2048),
-)
-# One long sequence, whose heads are fewer than a device's multiprocessors, and several of as many tokens.
-LONG = tuple(
-    dataclasses.replace(problem, B=rows, T=length)
-    for rows, length in ((1, 65536), (4, 16384), (1, 16384), (1, 32768), (1, 131072))
-    for problem in ANCHORS
-)
-# States of 64 MiB and more, so that a launch does not find its state in the cache.
-STEPS = (
-    P("GLA", 64, 0, 16, 128, 128),
-    P("scalar decay", 128, 0, 16, 128, 128),
-    P("KDA", 128, 0, 16, 128, 128),
-    P("gated delta rule", 256, 0, 16, 128, 128),
-    P("SSD", 64, 0, 64, 128, 64),
-    P("SSD", 256, 0, 64, 128, 64),
-    P("selective scan", 256, 0, 1, 16, 4096),
-)
-CPU = (
-    *(P(member, 1, 2048, 4, 64, 64, "float32") for member in _HEADS),
-    P("SSD", 1, 2048, 4, 64, 32, "float32"),
-    P("selective scan", 1, 2048, 1, 16, 256, "float32"),
-)
-TINY = tuple(
-    P(p.member, 2, 0 if p.is_step else 48, min(p.H, 2), 8, 8, "float32")
-    for p in (*ANCHORS, STEPS[0], STEPS[4])
-)

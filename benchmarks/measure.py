@@ -15,10 +15,9 @@ import jax
 from ejkernel_eqx.tuning.measure import input_set_count as input_set_count
 from ejkernel_eqx.tuning.measure import JaxWork as JaxWork
 from ejkernel_eqx.tuning.measure import launch_floor as launch_floor
-from ejkernel_eqx.tuning.measure import per_run as per_run
 from ejkernel_eqx.tuning.measure import repeated as repeated
-from ejkernel_eqx.tuning.measure import runs_needed as runs_needed
 from ejkernel_eqx.tuning.measure import time_in_turn as time_in_turn
+from ejkernel_eqx.tuning.measure import time_runs
 from ejkernel_eqx.tuning.measure import Timing as Timing
 from ejkernel_eqx.tuning.measure import Work as Work
 
@@ -32,14 +31,12 @@ def time_whole(
 
     A maker takes the number of runs per launch and returns the work to time.
     """
-    works = {name: make(1) for name, make in makers.items()}
-    timings = time_in_turn(works, samples, sample_ms)
-    runs = {name: runs_needed(timing.ms, floor) for name, timing in timings.items()}
-    if all(count == 1 for count in runs.values()):
-        return timings
-    works |= {name: makers[name](count) for name, count in runs.items() if count > 1}
-    timings = time_in_turn(works, samples, sample_ms)
-    return {name: per_run(timing, runs[name]) for name, timing in timings.items()}
+
+    def take(runs: Mapping[K, int]) -> dict[K, Timing]:
+        works = {name: makers[name](count) for name, count in runs.items()}
+        return time_in_turn(works, samples, sample_ms)
+
+    return time_runs(take, makers, lambda name: floor)
 
 
 class StateWork:

@@ -18,7 +18,7 @@ both in one run.
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,23 +27,9 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import peers, runner
+from benchmarks import prepare, problems, runner
 from benchmarks.peers import is_missing, Tensors, TorchPeer
-from benchmarks.prepare import (
-    Arrays,
-    BASELINE,
-    DIRECTIONS,
-    fastest,
-    FORWARD,
-    Implementation,
-    Inputs,
-    prepare,
-    Prepared,
-    ratio,
-    Row,
-    selection_of,
-    UNTUNED,
-)
+from benchmarks.prepare import Arrays, BASELINE, DIRECTIONS, Implementation, Inputs, Row, UNTUNED
 
 BY_BRANCH = "by branch"
 PLATFORMS = ("default", "triton", "xla", BY_BRANCH)
@@ -52,7 +38,7 @@ TRAIN, DECODE, PAGES = "train", "decode", "pages"
 
 
 @dataclasses.dataclass(frozen=True)
-class NativeProblem:
+class NativeProblem(problems.Problem):
     """`B` rows of `T` tokens; or one query of each of `B` sequences over `T` keys, dense or in pages."""
 
     kind: str
@@ -64,12 +50,9 @@ class NativeProblem:
     block: int = 64
     count: int = 16
     window: int = 512
-    dtype: str = "bfloat16"
 
-    @property
-    def name(self) -> str:
-        sizes = f"{self.kind} B{self.B} T{self.T} H{self.H} K{self.K} D{self.D}"
-        return sizes if self.dtype == "bfloat16" else f"{sizes} {self.dtype}"
+    def words(self) -> list[str]:
+        return [f"{self.kind} B{self.B} T{self.T} H{self.H} K{self.K} D{self.D}"]
 
     @property
     def directions(self) -> tuple[str, ...]:
@@ -88,7 +71,10 @@ class NativeProblem:
         return of(self.block, self.count, self.window, platform=platform, **more)
 
 
-def make_inputs(p: NativeProblem, seed: int) -> Inputs:
+PROBLEMS = problems.load("native-sparse", NativeProblem)
+
+
+def make_inputs(p: NativeProblem, seed: int = 0) -> Inputs:
     keys, dtype = jax.random.split(jax.random.key(seed), 5), jnp.dtype(p.dtype)
     queries = p.T if p.kind == TRAIN else 1
     random = lambda key, *shape: jax.random.normal(key, (p.B, *shape), dtype)
@@ -136,54 +122,10 @@ def config_by_branch(p: NativeProblem) -> Any:
     from ejkernel_eqx.native_sparse.triton.steps import BY_BRANCH as off
 
     shapes = jax.eval_shape(lambda: make_inputs(p, 0)).learned
-    config: Any = selection_of(ours(p, "triton"), shapes).config
+    config: Any = prepare.selection_of(ours(p, "triton"), shapes).config
     if p.kind == PAGES:
         return dataclasses.replace(config, step=off)
     return dataclasses.replace(config, few=dataclasses.replace(config.few, step=off))
-
-
-def dense(p: NativeProblem) -> Callable[[Arrays], Array]:
-    op = ejx.FlashAttention(causal=True)
-    return lambda x: op(x["q"], x["k"], x["v"])
-
-
-def computed(call: Callable[[Arrays], Any], direction: str) -> Callable[[Inputs], Arrays]:
-    def run(inputs: Inputs) -> Arrays:
-        if direction == FORWARD:
-            return {"out": call(inputs.learned)}
-        out, pull = jax.vjp(call, inputs.learned)
-        return {"out": out} | pull(inputs.cotangent)[0]
-
-    return run
-
-
-def torch_peers(p: NativeProblem) -> Iterator[TorchPeer]:
-    """`parallel_nsa`, with a window only if flash-attn is installed, which it needs for one."""
-    window = 0 if is_missing("flash_attn") else p.window
-
-    def run(x: Tensors) -> Any:
-        from fla.ops.nsa import parallel_nsa
-
-        gates = dict(zip(("g_cmp", "g_slc", "g_swa"), x["gates"].unbind(-1)))
-        sizes = {"block_counts": p.count, "block_size": p.block, "window_size": window}
-        return parallel_nsa(x["q"], x["k"], x["v"], **gates, **sizes)
-
-    if p.kind == TRAIN:
-        name = "fla" if window else "fla without window"
-        yield from peers.installed(TorchPeer(name, "fla", run, is_checked=False))
-
-
-def implementations(
-    p: NativeProblem, options: argparse.Namespace, direction: str
-) -> Iterator[Implementation]:
-    def ready(platform: Any, sets: Sequence[Inputs], direction: str) -> Prepared:
-        return prepare(computed(dense(p) if platform == DENSE else ours(p, platform), direction), sets)
-
-    for one in runner.ours(options, ready):
-        if one.name != BY_BRANCH or p.kind != TRAIN:
-            yield one
-    if p.kind != PAGES:
-        yield Implementation(DENSE, functools.partial(ready, DENSE), BASELINE, is_checked=False)
 
 
 @functools.lru_cache(maxsize=2)
@@ -192,68 +134,68 @@ def _blocks(p: NativeProblem, platform: str) -> Array:
     return jax.jit(call)(make_inputs(p, 0).learned)[1]
 
 
-def expected_results(p: NativeProblem, blocks: Array, inputs: Inputs, direction: str) -> Arrays:
-    """The results of `xla` in float32 for these blocks."""
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    call = computed(ours(p, "xla", block_indices=blocks), direction)
-    return jax.jit(call).lower(wide).compile(UNTUNED)(wide)
-
-
-def errors(
-    p: NativeProblem, inputs: Inputs, row: Row, results: Arrays, expected: Mapping[str, Array]
-) -> runner.Errors:
-    platform = row.implementation if row.implementation in PLATFORMS else "default"
-    expected = expected_results(p, _blocks(p, platform), inputs, row.direction)
-    return runner.errors_of(p.dtype, results, expected)
-
-
-def complete(p: NativeProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
-    whole = fastest(rows, BASELINE)
-    for row in rows:
-        is_ours = row.role != BASELINE and row.ms is not None
-        row.numbers["over_dense"] = ratio(whole, row) if is_ours else None
-        row.numbers["tb_per_s"] = p.bytes / row.ms / 1e9 if is_ours and row.ms and p.bytes else None
-
-
-# The problems
-
-P = NativeProblem
-ANCHORS = (
-    P(PAGES, 8, 65536),
-    P(PAGES, 64, 65536),
-    P(TRAIN, 1, 8192),
-    P(TRAIN, 1, 65536),
-    P(DECODE, 8, 65536),
-    P(TRAIN, 1, 32768),
-    P(TRAIN, 1, 16384),
-    P(DECODE, 1, 65536),
-)
-_SMALL: Any = {"H": 4, "K": 2, "D": 16, "block": 8, "count": 4, "window": 16, "dtype": "float32"}
-CPU = (P(TRAIN, 1, 256, **_SMALL), P(DECODE, 2, 256, **_SMALL), P(PAGES, 2, 256, **_SMALL))
-TINY = tuple(dataclasses.replace(p, T=48) for p in CPU)
-
-FAMILY = runner.Family(
-    "native-sparse",
-    __doc__,
-    TINY,
-    CPU,
-    ANCHORS,
-    make_inputs,
-    implementations,
-    lambda problem, inputs: {},
-    runner.Tables(
+class NativeSparse(runner.Family):
+    name, title, description, lists = "native-sparse", "Native sparse attention", __doc__, PROBLEMS
+    packages, known_platforms, with_out = ("torch", "fla"), PLATFORMS, True
+    tables = runner.Tables(
         ("problem", "implementation", "ms", "spread", "TB/s", "over dense", "ratio", "error"),
         "over dense: speed over causal FlashAttention; ratio: speed over flash-linear-attention's parallel_nsa",
         "Speed of native sparse attention",
-    ),
-    "Native sparse attention",
-    peers=torch_peers,
-    errors=errors,
-    complete=complete,
-    extremes=(
+    )
+    extremes = (
         runner.Extreme("lowest over dense", runner.entry("over_dense"), min, TRAIN),
         runner.Extreme("lowest TB/s", runner.entry("tb_per_s"), min),
-    ),
-    packages=("torch", "fla"),
-    known_platforms=PLATFORMS,
-)
+    )
+    make_inputs = staticmethod(make_inputs)
+
+    def ours(self, problem: NativeProblem, platform: Any, **more: Any) -> Callable[..., Any]:
+        call = ours(problem, platform, **more)
+        return lambda learned, constants: call(learned)
+
+    def is_measured(self, problem: NativeProblem, platform: str) -> bool:
+        return platform != BY_BRANCH or problem.kind != TRAIN
+
+    def beside(
+        self, problem: NativeProblem, options: argparse.Namespace, direction: str
+    ) -> Iterator[Implementation]:
+        op = ejx.FlashAttention(causal=True)
+        if problem.kind != PAGES:
+            dense = lambda x, constants: op(x["q"], x["k"], x["v"])
+            yield self.in_jax(problem, DENSE, dense, BASELINE, is_checked=False)
+
+    def peers(self, problem: NativeProblem) -> Iterator[TorchPeer]:
+        """`parallel_nsa`, with a window only if flash-attn is installed, which it needs for one."""
+        p, window = problem, 0 if is_missing("flash_attn") else problem.window
+
+        def run(x: Tensors) -> Any:
+            from fla.ops.nsa import parallel_nsa
+
+            gates = dict(zip(("g_cmp", "g_slc", "g_swa"), x["gates"].unbind(-1)))
+            sizes = {"block_counts": p.count, "block_size": p.block, "window_size": window}
+            return parallel_nsa(x["q"], x["k"], x["v"], **gates, **sizes)
+
+        if p.kind == TRAIN:
+            yield TorchPeer("fla" if window else "fla without window", "fla", run, is_checked=False)
+
+    def expected(self, problem: NativeProblem, inputs: Inputs) -> dict[str, Array]:
+        return {}
+
+    def errors(
+        self, problem: NativeProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
+    ) -> runner.Errors:
+        """Compares with `xla` in float32 for the blocks that this implementation has chosen."""
+        platform = row.implementation if row.implementation in PLATFORMS else "default"
+        wide = prepare.wide(inputs)
+        call = self.ours(problem, "xla", block_indices=_blocks(problem, platform))
+        program = jax.jit(self.directed(problem, call, row.direction)).lower(wide).compile(UNTUNED)
+        return runner.errors_of(problem.dtype, results, program(wide))
+
+    def complete(self, problem: NativeProblem, inputs: Any, direction: str, rows: list[Row]) -> None:
+        p, whole = problem, prepare.fastest(rows, BASELINE)
+        for row in rows:
+            is_ours = row.role != BASELINE and row.ms is not None
+            row.numbers["over_dense"] = prepare.ratio(whole, row) if is_ours else None
+            row.numbers["tb_per_s"] = p.bytes / row.ms / 1e9 if is_ours and row.ms and p.bytes else None
+
+
+FAMILY = NativeSparse()

@@ -11,7 +11,7 @@ moved over time.
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,27 +20,15 @@ import numpy as np
 from jax import Array, lax
 
 import ejkernel_eqx as ejx
-from benchmarks import peers, runner
+from benchmarks import prepare, problems, runner
 from benchmarks.peers import Tensors, TorchPeer
-from benchmarks.prepare import (
-    Arrays,
-    BASELINE,
-    BOTH,
-    FORWARD,
-    Implementation,
-    Inputs,
-    nbytes,
-    PEER,
-    prepare,
-    Prepared,
-    Row,
-)
+from benchmarks.prepare import Arrays, BASELINE, BOTH, FORWARD, Implementation, Inputs, nbytes, Prepared, Row
 
 COPY = "copy"
 
 
 @dataclasses.dataclass(frozen=True)
-class PoolProblem:
+class PoolProblem(problems.Problem):
     """`B` rows of `T` tokens of `H` heads of `D` channels. `L`: tokens of a chunk, 0 for none; `N`: packed sequences, which have one row."""
 
     form: str
@@ -51,15 +39,11 @@ class PoolProblem:
     L: int = 0
     N: int = 0
     reduction: str = "mean"
-    dtype: str = "bfloat16"
 
-    @property
-    def name(self) -> str:
+    def words(self) -> list[str]:
         words = [self.form, f"B{self.B}", f"T{self.T}", f"H{self.H}", f"D{self.D}"]
-        words += [f"L{self.L}"] if self.L else []
-        words += [f"N{self.N}"] if self.N else []
-        words += [self.reduction] if self.reduction != "mean" else []
-        return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
+        words += [f"{name}{size}" for name, size in (("L", self.L), ("N", self.N)) if size]
+        return [*words, "" if self.reduction == "mean" else self.reduction]
 
     @property
     def channels(self) -> int:
@@ -68,6 +52,9 @@ class PoolProblem:
     @property
     def lead(self) -> tuple[int, ...]:
         return () if self.N else (self.B,)
+
+
+PROBLEMS = problems.load("pooling", PoolProblem)
 
 
 def tables(problem: PoolProblem) -> dict[str, np.ndarray]:
@@ -94,7 +81,7 @@ def make_inputs(problem: PoolProblem, seed: int = 0) -> Inputs:
     x = normal(keys[0], (*problem.lead, problem.T, problem.channels))
     if problem.reduction == "max":
         x = _distinct(x)
-    shape = jax.eval_shape(ours(problem, "xla"), x).shape
+    shape = jax.eval_shape(ours(problem, "xla"), {"x": x}).shape
     return Inputs({"x": x}, normal(keys[1], shape), {})
 
 
@@ -108,19 +95,20 @@ def _distinct(x: Array) -> Array:
     )
 
 
-def ours(problem: PoolProblem, platform: Any) -> Callable[[Array], Array]:
+def ours(problem: PoolProblem, platform: Any) -> Callable[..., Array]:
     """Our operation as a function of the tokens."""
     most = num_chunks(problem) if problem.L and problem.N else None
     operation = ejx.MeanPooling(problem.reduction, problem.L or None, max_chunks=most, platform=platform)
     arguments = {name: jnp.asarray(table) for name, table in tables(problem).items()}
-    return lambda x: operation(x, **arguments)
+    return lambda learned, constants=None: operation(learned["x"], **arguments)
 
 
-def plain(problem: PoolProblem) -> Callable[[Array], Array]:
+def plain(problem: PoolProblem) -> Callable[[Arrays, Arrays], Array]:
     """The formula as one writes it in `jax.numpy`, in float32."""
 
-    def run(x: Array) -> Array:
-        wide, arguments, length = x.astype(jnp.float32), tables(problem), problem.T
+    def run(learned: Arrays, constants: Arrays) -> Array:
+        x, arguments, length = learned["x"], tables(problem), problem.T
+        wide = x.astype(jnp.float32)
         largest = problem.reduction == "max"
         if problem.N:
             segment, count = _segments(problem)
@@ -153,23 +141,10 @@ def _segments(problem: PoolProblem) -> tuple[np.ndarray, int]:
     return np.repeat(np.arange(len(sizes)), sizes), len(sizes)
 
 
-def directed(forward: Callable[[Array], Array], direction: str) -> Callable[[Inputs], Arrays]:
-    """The measured function: the result, and with the backward pass the gradient of the tokens too."""
-
-    def run(inputs: Inputs) -> Arrays:
-        if direction == FORWARD:
-            return {"out": forward(inputs.learned["x"])}
-        out, pull = jax.vjp(forward, inputs.learned["x"])
-        return {"out": out, "x": pull(inputs.cotangent)[0]}
-
-    return run
-
-
-@functools.partial(jax.jit, static_argnums=0)
+@prepare.reference
 def expected_results(problem: PoolProblem, inputs: Inputs) -> Arrays:
-    """The result and the gradient in float32."""
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    return directed(plain(problem), BOTH)(wide)
+    """The result and the gradient."""
+    return prepare.directed(plain(problem), BOTH, True)(inputs)
 
 
 # Peers
@@ -231,95 +206,46 @@ def _segment_reduce(problem: PoolProblem) -> Callable[[Tensors], Any]:
     return run
 
 
-def torch_peers(problem: PoolProblem) -> Iterator[TorchPeer]:
-    """The installed peers that support the problem."""
-    known = []
-    if problem.L and problem.reduction == "mean":
-        known.append(TorchPeer("fla", "fla", _fla(problem)))
-    if not problem.N:
-        known.append(TorchPeer("torch", "torch", _torch(problem)))
-    elif not problem.L:
-        known.append(TorchPeer("torch", "torch", _segment_reduce(problem)))
-    return peers.installed(*known)
+class Pooling(runner.Family):
+    name, title, description, lists = "pooling", "Pooling", __doc__, PROBLEMS
+    packages, with_out = ("torch", "fla"), True
+    tables = runner.Tables(
+        (*runner.NAMES, "TB/s", "of copy", "temporary", "ratio", "error"),
+        "temporary: memory over bytes to move; ratio: speed over the fastest peer's",
+        "Speed of pooling",
+        digits=4,
+    )
+    extremes = (runner.Extreme("lowest share of a copy's speed", runner.entry("of_copy"), min),)
+    make_inputs = staticmethod(make_inputs)
+    expected = staticmethod(expected_results)
+    ours = staticmethod(ours)
+
+    def peers(self, problem: PoolProblem) -> Iterator[TorchPeer]:
+        if problem.L and problem.reduction == "mean":
+            yield TorchPeer("fla", "fla", _fla(problem))
+        if not problem.N:
+            yield TorchPeer("torch", "torch", _torch(problem))
+        elif not problem.L:
+            yield TorchPeer("torch", "torch", _segment_reduce(problem))
+
+    def beside(
+        self, problem: PoolProblem, options: argparse.Namespace, direction: str
+    ) -> Iterator[Implementation]:
+        def copy(sets: Any, direction: str) -> Prepared:
+            return prepare.ready(lambda inputs: {"x": -inputs.learned["x"]}, sets)
+
+        yield Implementation(COPY, copy, BASELINE, is_checked=False)
+        yield self.in_jax(problem, "jax.numpy", plain(problem))
+
+    def complete(self, problem: PoolProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
+        """Bytes are those of reading the tokens and writing the results once; of the backward, of the same the other way."""
+        copies = [row for row in rows if row.role == BASELINE]
+        runner.rate(rows, bytes=nbytes(inputs[:2]) * (1 if direction == FORWARD else 2))
+        runner.rate(copies, bytes=2 * nbytes(inputs.learned))
+        speed = next((row.numbers["tb_per_s"] for row in copies), None)
+        for row in rows:
+            mine = row.numbers["tb_per_s"]
+            row.numbers["of_copy"] = mine / speed if mine and speed and row.role != BASELINE else None
 
 
-def implementations(
-    problem: PoolProblem, options: argparse.Namespace, direction: str
-) -> Iterator[Implementation]:
-    def in_jax(forward: Callable[[Array], Array], sets: Sequence[Inputs], direction: str) -> Prepared:
-        return prepare(directed(forward, direction), sets)
-
-    def copy(sets: Sequence[Inputs], direction: str) -> Prepared:
-        return prepare(lambda inputs: {"x": -inputs.learned["x"]}, sets)
-
-    yield from runner.ours(options, lambda platform, *given: in_jax(ours(problem, platform), *given))
-    yield Implementation(COPY, copy, BASELINE, is_checked=False)
-    yield Implementation("jax.numpy", functools.partial(in_jax, plain(problem)), PEER)
-
-
-def complete(problem: PoolProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
-    """Bytes are those of reading the tokens and writing the results once; of the backward, of the same the other way."""
-    copies = [row for row in rows if row.role == BASELINE]
-    runner.rate(rows, bytes=nbytes(inputs[:2]) * (1 if direction == FORWARD else 2))
-    runner.rate(copies, bytes=2 * nbytes(inputs.learned))
-    speed = next((row.numbers["tb_per_s"] for row in copies), None)
-    for row in rows:
-        mine = row.numbers["tb_per_s"]
-        row.numbers["of_copy"] = mine / speed if mine and speed and row.role != BASELINE else None
-
-
-TABLES = runner.Tables(
-    (
-        "problem",
-        "implementation",
-        "platform",
-        "ms",
-        "spread",
-        "TB/s",
-        "of copy",
-        "temporary",
-        "ratio",
-        "error",
-    ),
-    "temporary: memory over bytes to move; ratio: speed over the fastest peer's",
-    "Speed of pooling",
-    digits=4,
-)
-
-P = PoolProblem
-ANCHORS = (
-    P("chunks", 4, 4096, 16, 128, L=64),
-    P("masked rows", 64, 512, 8, 128),
-    P("chunks of sequences", 1, 16384, 16, 128, L=64, N=16),
-    P("sequences", 1, 16384, 16, 128, N=16),
-    P("chunks", 4, 4096, 16, 128, L=64, reduction="max"),
-    P("rows", 4, 16384, 16, 128),
-    P("chunks", 4, 4096, 16, 128, L=16),
-    P("masked rows", 64, 512, 8, 128, reduction="max"),
-)
-CPU = (
-    P("chunks", 2, 2048, 4, 64, L=64, dtype="float32"),
-    P("masked rows", 16, 256, 4, 64, dtype="float32"),
-    P("sequences", 1, 4096, 4, 64, N=16, dtype="float32"),
-    P("chunks of sequences", 1, 4096, 4, 64, L=64, N=16, dtype="float32"),
-)
-TINY = tuple(
-    P(p.form, min(p.B, 2), 64, 2, 8, p.L and 8, p.N and 3, p.reduction, "float32") for p in ANCHORS[:6]
-)
-
-FAMILY = runner.Family(
-    "pooling",
-    __doc__,
-    TINY,
-    CPU,
-    ANCHORS,
-    make_inputs,
-    implementations,
-    expected_results,
-    TABLES,
-    "Pooling",
-    peers=torch_peers,
-    complete=complete,
-    extremes=(runner.Extreme("lowest share of a copy's speed", runner.entry("of_copy"), min),),
-    packages=("torch", "fla"),
-)
+FAMILY = Pooling()

@@ -16,16 +16,11 @@ from benchmarks import processes
 from benchmarks.measure import input_set_count, JaxWork, repeated, StateWork, time_whole, Work
 from ejkernel_eqx.dispatch import on_selection, Selection, to_json
 
-try:
-    from triton.errors import TritonError
-except ImportError:  # Triton has no wheels for this machine
-    TritonError = RuntimeError
-
 I = TypeVar("I")
 Arrays = dict[str, Array]
 DIRECTIONS = FORWARD, BOTH = ("forward", "forward+backward")
 OURS, PEER, BASELINE = "ours", "peer", "baseline"
-FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, MemoryError, ejx.EjkernelError, TritonError)  # fmt: skip
+FAILURES = (*processes.FAILURES, ejx.EjkernelError)
 """Errors that an implementation or a candidate of any of the libraries may raise for a problem that it does not support."""
 
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
@@ -121,15 +116,46 @@ def input_sets(make: Callable[[int], I]) -> list[I]:
     return [first, *(make(seed) for seed in range(1, input_set_count(nbytes(first))))]
 
 
-def directed(forward: Callable[[Arrays, Arrays], Array], direction: str) -> Callable[[Inputs], Arrays]:
-    """The measured function, from `forward(learned, constants) -> out`: the output, or the gradients of everything learned."""
-    if direction == FORWARD:
-        return lambda inputs: {"out": forward(inputs.learned, inputs.constants)}
+def directed(
+    forward: Callable[[Arrays, Arrays], Array], direction: str, with_out: bool = False
+) -> Callable[[Inputs], Arrays]:
+    """The measured function, from `forward(learned, constants) -> out`: the output; or the gradients of everything learned, and `with_out`."""
 
-    def gradients(inputs: Inputs) -> Arrays:
-        return jax.vjp(lambda x: forward(x, inputs.constants), inputs.learned)[1](inputs.cotangent)[0]
+    def run(inputs: Inputs) -> Arrays:
+        call = lambda learned: forward(learned, inputs.constants)
+        if direction == FORWARD:
+            return {"out": call(inputs.learned)}
+        out, pull = jax.vjp(call, inputs.learned)
+        return ({"out": out} if with_out else {}) | pull(inputs.cotangent)[0]
 
-    return gradients
+    return run
+
+
+def wide(tree: I) -> I:
+    """Floating-point arrays of 16 bits and more in float32."""
+
+    def cast(x: Array) -> Array:
+        is_wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+        return x.astype(jnp.float32) if is_wide else x
+
+    return jax.tree.map(cast, tree)
+
+
+def reference(function: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """Compiles `function(problem, inputs)`, the reference of a family, for each problem, with exact products. It gets inputs in float32."""
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+    def program(problem: Any, inputs: Any) -> Arrays:
+        return function(problem, wide(inputs))
+
+    @functools.wraps(function)
+    def run(problem: Any, inputs: Any) -> Arrays:
+        with jax.default_matmul_precision("highest"):
+            with processes.released():
+                compiled = program.lower(problem, inputs).compile()
+            return compiled(inputs)
+
+    return run
 
 
 def compiled(program: Callable[[int], Any]) -> tuple[Any, Selection | None, int | None]:
@@ -141,19 +167,34 @@ def compiled(program: Callable[[int], Any]) -> tuple[Any, Selection | None, int 
     return once, selections[0] if selections else None, None if memory is None else memory.temp_size_in_bytes
 
 
-def prepare(function: Callable[[I], Arrays], sets: Sequence[I]) -> Prepared:
-    """Compiles a function of inputs and computes the first of the sets."""
+def ready(function: Callable[[I], Arrays], sets: Sequence[I], in_turn: bool = False) -> Prepared:
+    """Compiles a function of inputs and computes the first of the sets. `in_turn`: several runs of one launch take one set after another, so that
+    none is in the cache even in short runs."""
+
+    def several(sets: Sequence[I], runs: int) -> list[Arrays]:
+        kept: list[Arrays] = []
+        for n in range(runs):
+            inputs = sets[n % len(sets)]
+            if kept:  # barriers separate and order runs, as in `repeated`
+                inputs, kept[-1] = jax.lax.optimization_barrier((inputs, kept[-1]))
+            kept.append(function(inputs))
+        return kept
 
     @functools.cache
     def program(runs: int) -> Any:
+        if in_turn and runs > 1:
+            return jax.jit(functools.partial(several, runs=runs)).lower(tuple(sets)).compile()
         return jax.jit(repeated(function, runs)).lower(sets[0]).compile()
 
+    def make(runs: int) -> JaxWork:
+        arguments = [tuple(sets)] if in_turn and runs > 1 else sets
+        return JaxWork(program(runs), [(inputs,) for inputs in arguments])
+
     once, selection, temporary = compiled(program)
-    make = lambda runs: JaxWork(program(runs), [(inputs,) for inputs in sets])
     return Prepared(once(sets[0]), make, selection, temporary)
 
 
-def prepare_in_place(
+def ready_in_place(
     step: Callable[[Any, Any], tuple[Any, Arrays]], sets: Sequence[Any], state: Any
 ) -> Prepared:
     """Compiles a step `(inputs, state) -> (state, results)` that updates its state in place: each run takes the state of the one before."""

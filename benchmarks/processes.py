@@ -22,9 +22,22 @@ try:
     import fcntl
 except ImportError:  # Windows, where no benchmark shares a device
     fcntl = None
+try:
+    from triton.errors import TritonError
+except ImportError:  # Triton has no wheels for this machine
+    TritonError = RuntimeError
 
 VARIABLE = "BENCHMARK_TURNS"
-_FAILURES = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    AssertionError,
+    MemoryError,
+    TritonError,
+)
+"""Errors that an implementation or a candidate of any library may raise for a problem that it does not support."""
 _MANY = 12
 _EVERY = 1.0  # seconds
 
@@ -120,7 +133,6 @@ def this_command(*arguments: str) -> list[str]:
 
 def compile_only(process: int, processes: int) -> None:
     """Makes this process's Triton compile every `processes`-th configuration, and launch nothing."""
-    from triton.errors import TritonError
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
@@ -143,7 +155,7 @@ def compile_only(process: int, processes: int) -> None:
                 tuning = True
                 try:
                     self.fn.run(*args, **kwargs, **config.all_kwargs())
-                except (*_FAILURES, TritonError):  # a configuration that does not fit, which tuning skips too
+                except FAILURES:  # a configuration that does not fit, which tuning skips too
                     pass
                 finally:
                     tuning = False

@@ -28,24 +28,10 @@ import jax
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import processes, report
+from benchmarks import prepare, processes, report
 from benchmarks.measure import launch_floor, torch_with_cuda
-from benchmarks.peers import implementation, TorchPeer
-from benchmarks.prepare import (
-    Arrays,
-    DIRECTIONS,
-    fastest,
-    finite,
-    Implementation,
-    input_sets,
-    measure_rows,
-    OURS,
-    PEER,
-    Prepared,
-    ratio,
-    reason_of,
-    Row,
-)
+from benchmarks.peers import implementation, installed, TorchPeer
+from benchmarks.prepare import Arrays, DIRECTIONS, Implementation, OURS, PEER, Prepared, Row
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
 from ejkernel_eqx.tuning.check import all_errors
@@ -81,6 +67,10 @@ _NUMBERS = {
     "a tile": ("a_tile",), "over kernel": ("over_kernel",), "of flash": ("of_flash",), "over dense": ("over_dense",),
     "baseline": ("over_baseline",), "ratio": ("ratio",),
 }  # fmt: skip
+
+
+NAMES = ("problem", "implementation", "platform", "ms", "spread")
+"""The first columns of most tables."""
 
 
 class Tables(NamedTuple):
@@ -145,12 +135,19 @@ class Tables(NamedTuple):
 # Families
 
 
-def _nothing(problem: Any, inputs: Any, direction: str, rows: list[Row]) -> None:
-    pass
+class Panel(NamedTuple):
+    """A part of a plot: a bar of the height `field` for each row, by problem, with a text; or what `draw(axis)` draws. `at`: a line."""
 
+    title: str
+    rows: Sequence[Content] = ()
+    field: str = "ms"
+    label: Callable[[Content], str] = lambda row: ""
+    at: float | None = None
+    draw: Callable[[Any], None] | None = None
 
-def _errors(problem: Any, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]) -> Errors:
-    return errors_of(problem.dtype, results, expected)
+    @property
+    def height(self) -> float:
+        return 3.0 if self.draw else 0.7 + 0.2 * len(self.rows)
 
 
 def errors_of(
@@ -163,57 +160,121 @@ def errors_of(
     return all_errors(results, {name: expected[name] for name in results}, allowed)
 
 
-@dataclasses.dataclass(frozen=True)
 class Family:
-    """A benchmark. Problems have a `name` and a `dtype`, and may have `directions`.
+    """A benchmark: a subclass says what differs. Problems are a `problems.Problem`.
 
     - `name`: on the command line, in the JSON, and in the markers of a Markdown page; `description`: of the command.
-    - `tiny`, `cpu`, `anchors`: the problems with `--quick`, on a CPU and on other devices, in order of importance: a time limit omits the last ones.
-    - `implementations(problem, options, direction)`: ours, baselines, and peers in JAX; `peers(problem)`: those in PyTorch.
-    - `expected(problem, inputs)`: all results in float32, by name.
-    - `errors(problem, inputs, row, results, expected)`: as `errors_of`; `near`: the most that a peer, which may round differently, may be off.
-    - `complete(problem, inputs, direction, rows)`: adds numbers to the rows of a direction.
+    - `lists`: the lists of problems; `groups`: those that are measured, in order of importance: a time limit omits the last ones. With
+      `--quick` the list `tiny` is measured, and on a CPU `cpu`.
+    - `near`: the most that a peer, which may round differently, may be off.
+    - `with_out`: whether the output is a result beside the gradients.
+    - `once`: whether a platform is left out that the default resolves to: it gives the same program.
     - `packages`: those that peers need; `needed`: of these, the ones without which no peer is run.
-    - `about`, `sum_up(rows, chosen)`, `choose(options)`, `text`, `markdown`, `plot`: in place of the usual ones.
-    - `apart(problem)`: which process measures a problem, with `--apart`.
     """
 
     name: str
-    description: str | None
-    tiny: Sequence[Any]
-    cpu: Sequence[Any]
-    anchors: Sequence[Any]
-    make_inputs: Callable[[Any, int], Any]
-    implementations: Callable[[Any, argparse.Namespace, str], Iterable[Implementation]]
-    expected: Callable[[Any, Any], Mapping[str, Array]]
-    tables: Tables
     title: str
-    peers: Callable[[Any], Iterable[TorchPeer]] = lambda problem: ()
-    errors: Callable[[Any, Any, Row, Arrays, Mapping[str, Array]], Errors] = _errors
+    description: str | None = None
+    lists: Mapping[str, Sequence[Any]]
+    groups: Sequence[str] = ("anchors",)
+    tables: Tables
     near: float | None = 0.1
-    complete: Callable[[Any, Any, str, list[Row]], None] = _nothing
+    with_out = False
+    once = False
     extremes: Sequence[Extreme] = ()
     packages: Sequence[str] = ("torch",)
     needed: Sequence[str] = ()
     known_platforms: Sequence[str] = ("default", "triton", "xla")
-    platforms: str = "default"
-    apart: Callable[[Any], str] | None = None
-    about: Callable[[argparse.Namespace, Sequence[Any]], dict[str, Any]] = lambda options, chosen: {}
-    sum_up: Callable[[Sequence[Row], Sequence[Any]], dict[str, Any]] | None = None
-    choose: Callable[[argparse.Namespace], Sequence[Any]] | None = None
-    text: Callable[[Content], str] | None = None
-    markdown: Callable[[Content, str | None], str] | None = None
-    plot: Callable[[Content, str], None] | None = None
+    platforms = "default"
+
+    # What a family computes
+
+    def make_inputs(self, problem: Any, seed: int = 0) -> Any:
+        raise NotImplementedError
+
+    def ours(self, problem: Any, platform: Any) -> Callable[[Arrays, Arrays], Any]:
+        """Our operation as a function of what is learned and of constants."""
+        raise NotImplementedError
+
+    def expected(self, problem: Any, inputs: Any) -> Mapping[str, Array]:
+        """All results in float32, by name."""
+        raise NotImplementedError
+
+    def directed(self, problem: Any, forward: Callable[..., Any], direction: str) -> Callable[[Any], Arrays]:
+        """The measured function of inputs."""
+        return prepare.directed(forward, direction, self.with_out)
+
+    def beside(self, problem: Any, options: argparse.Namespace, direction: str) -> Iterable[Implementation]:
+        """Peers in JAX, and baselines."""
+        return ()
+
+    def peers(self, problem: Any) -> Iterable[TorchPeer]:
+        """Peers in PyTorch."""
+        return ()
+
+    def errors(
+        self, problem: Any, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
+    ) -> Errors:
+        return errors_of(problem.dtype, results, expected)
+
+    def complete(self, problem: Any, inputs: Any, direction: str, rows: list[Row]) -> None:
+        """Adds numbers to the rows of a direction."""
+
+    # What it measures
+
+    def ready(self, problem: Any, platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
+        """Ours, prepared."""
+        return prepare.ready(self.directed(problem, self.ours(problem, platform), direction), sets)
+
+    def in_jax(
+        self, problem: Any, name: str, forward: Callable[..., Any], role: str = PEER, is_checked: bool = True
+    ) -> Implementation:
+        """A function in JAX as a peer or a baseline."""
+        make = lambda sets, direction: prepare.ready(self.directed(problem, forward, direction), sets)
+        return Implementation(name, make, role, is_checked)
+
+    def is_measured(self, problem: Any, platform: str) -> bool:
+        return True
+
+    def implementations(
+        self, problem: Any, options: argparse.Namespace, direction: str
+    ) -> Iterator[Implementation]:
+        """Ours on each of the chosen platforms, and what is beside it."""
+        resolved = None
+        if self.once and "default" in options.platforms:
+            inputs = jax.eval_shape(lambda: self.make_inputs(problem))
+            forward = self.directed(problem, self.ours(problem, None), direction)
+            resolved = prepare.selection_of(forward, inputs).platform.value
+        for name in options.platforms:
+            if name != resolved and self.is_measured(problem, name):
+                platform = None if name == "default" else name
+                yield Implementation(name, functools.partial(self.ready, problem, platform))
+        yield from self.beside(problem, options, direction)
 
     def directions(self, problem: Any, options: argparse.Namespace) -> list[str]:
-        every = getattr(problem, "directions", DIRECTIONS)
-        return [way for way in every if way in options.directions or options.directions == [""]]
+        return [way for way in problem.directions if way in options.directions or options.directions == [""]]
+
+    def usual(self, options: argparse.Namespace) -> Sequence[Any]:
+        """The problems that are measured here, before they are chosen by name."""
+        on_cpu = jax.default_backend() == "cpu" and options.process is None  # which only compiles for a GPU
+        groups = ("tiny",) if options.quick else ("cpu",) if on_cpu else self.groups
+        return [problem for group in groups for problem in self.lists[group]]
 
     def chosen(self, options: argparse.Namespace) -> list[Any]:
-        on_cpu = jax.default_backend() == "cpu" and options.process is None  # which only compiles for a GPU
-        usual = self.tiny if options.quick else self.cpu if on_cpu else self.anchors
-        every = self.choose(options) if self.choose else usual
-        return [problem for problem in every if re.search(options.problems, problem.name)]
+        return [one for one in self.usual(options) if re.search(options.problems, one.name)]
+
+    def apart(self, problem: Any) -> str:
+        """Names the process that measures a problem, with `--apart`."""
+        raise SystemExit(f"{self.name} runs in one process")
+
+    # What it says
+
+    def about(self, options: argparse.Namespace, chosen: Sequence[Any]) -> dict[str, Any]:
+        """Entries of the JSON, from before the first problem."""
+        return {}
+
+    def sum_up(self, rows: Sequence[Row], chosen: Sequence[Any]) -> dict[str, Any]:
+        return {"summary": self.summary(rows)}
 
     def summary(self, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         """The extremes of ours in each direction."""
@@ -228,14 +289,26 @@ class Family:
                     result[f"{of.title}, {direction}"] = {"value": value, "problem": problem}
         return result
 
+    def text(self, content: Content) -> str:
+        return self.tables.text(content)
 
-def ours(
-    options: argparse.Namespace, make_ready: Callable[[Any, Sequence[Any], str], Prepared]
-) -> Iterator[Implementation]:
-    """Our implementation on each of the chosen platforms; `make_ready(platform, sets, direction)`."""
-    for name in options.platforms:
-        platform = None if name == "default" else name
-        yield Implementation(name, functools.partial(make_ready, platform))
+    def markdown(self, content: Content, picture: str | None) -> str:
+        return self.tables.markdown(content, picture)
+
+    def panels(self, content: Content) -> list[Panel]:
+        """The parts of the plot. With a peer, bars start at 1, the speed of the peer; otherwise only milliseconds are shown."""
+        rows = [row for row in content["rows"] if row["ms"] is not None]
+        title = "{}: speed over the fastest peer's (milliseconds in the bars)"
+        return [
+            Panel(
+                title.format(direction),
+                [row for row in rows if row["direction"] == direction],
+                "ratio",
+                lambda row: f"{row['ms']:.3f} ms",
+                at=1.0,
+            )
+            for direction in dict.fromkeys(row["direction"] for row in rows)
+        ]
 
 
 def rate(rows: Iterable[Row], **work: float | None) -> None:
@@ -249,9 +322,9 @@ def rate(rows: Iterable[Row], **work: float | None) -> None:
 
 def compare(rows: Sequence[Row]) -> None:
     """Adds the speed of ours and of peers over the fastest peer's."""
-    peer = fastest(rows, PEER)
+    peer = prepare.fastest(rows, PEER)
     for row in rows:
-        row.ratio = ratio(peer, row) if row.role in (OURS, PEER) else None
+        row.ratio = prepare.ratio(peer, row) if row.role in (OURS, PEER) else None
 
 
 # Measuring
@@ -259,11 +332,11 @@ def compare(rows: Sequence[Row]) -> None:
 
 def measure(family: Family, problem: Any, options: argparse.Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction. In turns with other processes that measure on the device."""
-    peers = [*family.peers(problem)] if options.torch and options.peers else []
+    peers = [*installed(*family.peers(problem))] if options.torch and options.peers else []
     for peer in peers:
         peer.load()
     with processes.held():
-        sets = input_sets(functools.partial(family.make_inputs, problem))
+        sets = prepare.input_sets(functools.partial(family.make_inputs, problem))
         check = functools.partial(_check, family, problem, sets[0], family.expected(problem, sets[0]))
         floor = launch_floor(sets[0])
         for direction in family.directions(problem, options):
@@ -274,18 +347,18 @@ def measure(family: Family, problem: Any, options: argparse.Namespace) -> Iterat
                     *family.implementations(problem, options, direction), *map(implementation, peers)
                 )  # fmt: skip
                 competitors = [one for one in competitors if options.peers or one.role == OURS]
-            rows = measure_rows(competitors, problem.name, direction, sets, check, options, floor)
+            rows = prepare.measure_rows(competitors, problem.name, direction, sets, check, options, floor)
             compare(rows)
             family.complete(problem, sets[0], direction, rows)
             if options.candidates:
                 for row in rows:
-                    row.ratio = ratio(rows[0].ms, row)
+                    row.ratio = prepare.ratio(rows[0].ms, row)
             yield rows
 
 
 def _check(family: Family, problem: Any, inputs: Any, expected: Any, row: Row, results: Arrays) -> str | None:
     errors, wrong = family.errors(problem, inputs, row, results, expected)
-    row.errors = finite(errors)
+    row.errors = prepare.finite(errors)
     near = row.role == PEER and family.near is not None and all(x <= family.near for x in errors.values())
     return None if near else wrong
 
@@ -416,8 +489,7 @@ def run(family: Family, chosen: Sequence[Any], options: argparse.Namespace) -> i
 
 
 def _said_of(family: Family, rows: Sequence[Row], chosen: Sequence[Any]) -> dict[str, Any]:
-    said = family.sum_up(rows, chosen) if family.sum_up else {"summary": family.summary(rows)}
-    return {"rows": [row.to_json() for row in rows], **said}
+    return {"rows": [row.to_json() for row in rows], **family.sum_up(rows, chosen)}
 
 
 def _measured(family: Family, problem: Any, options: argparse.Namespace) -> Iterator[list[Row]]:
@@ -429,7 +501,7 @@ def _measured(family: Family, problem: Any, options: argparse.Namespace) -> Iter
             yield rows
     except Exception as error:  # of any type, as running out of memory raises several
         traceback.print_exc()
-        reason = UNMEASURED + reason_of(error)
+        reason = UNMEASURED + prepare.reason_of(error)
         lost = [way for way in family.directions(problem, options) if way not in known]
         yield [Row(problem.name, way, "default", reason=reason) for way in lost]
 
@@ -466,7 +538,7 @@ def compile_peers(family: Family, chosen: Sequence[Any], options: argparse.Names
     processes.compile_only(options.process, options.processes)
     for problem in chosen:
         inputs = jax.eval_shape(lambda p=problem: family.make_inputs(p, 0))
-        for peer in (peer for peer in family.peers(problem) if peer.is_triton):
+        for peer in (peer for peer in installed(*family.peers(problem)) if peer.is_triton):
             for direction in family.directions(problem, options):
                 peer.call_empty(inputs, direction)
     return 0
@@ -476,7 +548,6 @@ def run_apart(
     family: Family, chosen: Sequence[Any], options: argparse.Namespace, given: Sequence[str]
 ) -> int:
     """Runs each part of the problems in a process of its own, and joins the results."""
-    assert family.apart is not None, f"{family.name} runs in one process"
     groups: dict[str, list[str]] = {}
     for problem in chosen:
         groups.setdefault(family.apart(problem), []).append(problem.name)
@@ -511,65 +582,59 @@ def joined(family: Family, chosen: Sequence[Any], parts: Sequence[Content], seco
 
 
 def show(family: Family, content: Content, options: argparse.Namespace) -> None:
-    print("\n" + (family.text or family.tables.text)(content))
+    print("\n" + family.text(content))
     if options.plot:
-        draw = family.plot or functools.partial(plot, title=family.title)
-        draw(content, options.plot)
+        plot(family.panels(content), f"{family.title} on {content['environment']['device']}", options.plot)
     if options.markdown:
         folder = pathlib.Path(options.markdown).resolve().parent
         picture = options.plot and os.path.relpath(options.plot, folder)
-        text = (family.markdown or family.tables.markdown)(content, picture)
+        text = family.markdown(content, picture)
         report.write_markdown(options.markdown, family.name.replace("-", "_"), text)
     for path in filter(None, (options.json, options.plot, options.markdown)):
         print(f"wrote {path}")
 
 
-def plot(content: Content, path: str, title: str) -> None:
-    """Writes the PNG. With a peer, bars start at 1, the speed of the peer; otherwise only milliseconds are shown. Requires matplotlib."""
+def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike) -> None:
+    """Writes the PNG, if anything was timed. Requires matplotlib."""
     plt = report.pyplot()
     from matplotlib.patches import Patch
 
-    rows = [row for row in content["rows"] if row["ms"] is not None]
-    directions = list(dict.fromkeys(row["direction"] for row in rows))
-    counts = [len({row["problem"] for row in rows if row["direction"] == d}) for d in directions]
+    panels = [panel for panel in panels if panel.draw or panel.rows]
+    if not panels:
+        return
+    heights = [panel.height for panel in panels]
     figure, axes = plt.subplots(
-        len(directions),
+        len(panels),
         1,
-        figsize=(9, 1.5 + 0.75 * sum(counts)),
+        figsize=(9, 1.0 + sum(heights)),
         squeeze=False,
-        gridspec_kw={"height_ratios": counts},
+        gridspec_kw={"height_ratios": heights},
         layout="constrained",
     )
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    names = list(dict.fromkeys(row["implementation"] for panel in panels for row in panel.rows))
     colours = {name: plt.get_cmap("tab10")(n % 10) for n, name in enumerate(names)}
-    for axis, direction in zip(axes[:, 0], directions):
-        mine = [row for row in rows if row["direction"] == direction]
-        bars(axis, mine, "ratio", colours, lambda row: f"{row['ms']:.3f} ms")
-        axis.axvline(1.0, color="#444444", linewidth=0.8)
-        axis.set_title(f"{direction}: speed over the fastest peer's (milliseconds in the bars)", fontsize=9)
+    for axis, panel in zip(axes[:, 0], panels):
+        panel.draw(axis) if panel.draw else _bars(axis, panel, colours)
+        if panel.at is not None:
+            axis.axvline(panel.at, color="#444444", linewidth=0.8)
+        axis.set_title(panel.title, fontsize=9)
     used = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=used, ncols=4, fontsize=7, loc="outside lower center")
-    figure.suptitle(f"{title} on {content['environment']['device']}")
+    figure.suptitle(title)
     report.write_plot(figure, path)
 
 
-def bars(
-    axis: Any,
-    rows: Sequence[Content],
-    field: str,
-    colours: Mapping[str, Any],
-    label: Callable[[Content], str],
-) -> None:
+def _bars(axis: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
     """A bar for each row, by problem."""
-    problems = list(dict.fromkeys(row["problem"] for row in rows))
+    problems = list(dict.fromkeys(row["problem"] for row in panel.rows))
     for n, problem in enumerate(problems):
-        mine = [row for row in rows if row["problem"] == problem]
+        mine = [row for row in panel.rows if row["problem"] == problem]
         width = 0.85 / len(mine)
         for i, row in enumerate(mine):
             at = n + (i - (len(mine) - 1) / 2) * width
-            axis.barh(at, row[field] or 1.0, width, color=colours[row["implementation"]])
+            axis.barh(at, row[panel.field] or 1.0, width, color=colours[row["implementation"]])
             place = axis.get_yaxis_transform()  # from the left edge, however long bars are
-            axis.text(0.005, at, label(row), va="center", fontsize=5.5, transform=place)
+            axis.text(0.005, at, panel.label(row), va="center", fontsize=5.5, transform=place)
     axis.set_yticks(range(len(problems)), problems, fontsize=7)
     axis.invert_yaxis()
     axis.grid(axis="x", alpha=0.3)

@@ -12,7 +12,7 @@ much as in dense attention.
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,22 +21,10 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import peers, runner
+from benchmarks import prepare, problems, runner
 from benchmarks.attention import by_key_head
 from benchmarks.peers import Tensors, TorchPeer
-from benchmarks.prepare import (
-    Arrays,
-    BASELINE,
-    BOTH,
-    directed,
-    fastest,
-    Implementation,
-    Inputs,
-    prepare,
-    Prepared,
-    Row,
-    UNTUNED,
-)
+from benchmarks.prepare import Arrays, BASELINE, BOTH, Implementation, Inputs, Row
 from ejkernel_eqx import Mask
 from ejkernel_eqx.attention.spec import AttentionSpec
 
@@ -46,7 +34,7 @@ DENSE = "dense"
 
 
 @dataclasses.dataclass(frozen=True)
-class SparseProblem:
+class SparseProblem(problems.Problem):
     """Self-attention over `B` rows of `S` tokens.
 
     `form`: what is visible. `share` is that of the blocks of a map; `window` the keys of a window.
@@ -60,23 +48,23 @@ class SparseProblem:
     K: int = 0
     share: float = 0.0
     window: int = 1024
-    dtype: str = "bfloat16"
 
     @property
     def kv_heads(self) -> int:
         return self.K or self.H
 
-    @property
-    def name(self) -> str:
+    def words(self) -> list[str]:
         heads = f"H{self.H}" + (f" KV{self.K}" if self.K else "")
         words = [self.form, f"B{self.B} S{self.S} {heads} D{self.D}"]
         words += [f"{self.share:.0%}"] if self.share else []
-        words += [str(self.window)] if self.form in ("window", "local and global") else []
-        return " ".join(words if self.dtype == "bfloat16" else [*words, self.dtype])
+        return [*words, str(self.window) if self.form in ("window", "local and global") else ""]
 
     @property
     def blocks(self) -> int:
         return -(-self.S // BLOCK)
+
+
+PROBLEMS = problems.load("sparse", SparseProblem)
 
 
 class Form(NamedTuple):
@@ -182,21 +170,7 @@ def make_inputs(problem: SparseProblem, seed: int = 0) -> Inputs:
     return Inputs({name: made[name] for name in "qkv"}, made["out"], {})
 
 
-def ours(problem: SparseProblem, platform: Any) -> Callable[[Arrays], Array]:
-    """Our operation as a function of queries, keys and values."""
-    form = FORMS[problem.form]
-    operation: Any = ejx.BlockSparseAttention(form.mask(problem), block_size=BLOCK, platform=platform)
-    arguments = form.arguments(problem)
-    return lambda learned: operation(**learned, **arguments)
-
-
-def dense(problem: SparseProblem, platform: Any) -> Callable[[Arrays], Array]:
-    """Our dense attention, which computes every tile."""
-    operation: Any = ejx.FlashAttention(platform=platform)
-    return lambda learned: operation(**learned)
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+@prepare.reference
 def expected_results(problem: SparseProblem, inputs: Inputs) -> Arrays:
     """Output and gradients of the reference in float32."""
     table, index = table_of(problem), jnp.arange(problem.S)
@@ -238,70 +212,42 @@ def _flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def implementations(
-    problem: SparseProblem, options: argparse.Namespace, direction: str
-) -> Iterator[Implementation]:
-    def ready(make: Any, platform: Any, sets: Sequence[Inputs], direction: str) -> Prepared:
-        call = make(problem, platform)
-        return prepare(directed(lambda learned, _: call(learned), direction), sets)
+class Sparse(runner.Family):
+    name, title, description, lists = "sparse", "Block-sparse attention", __doc__, PROBLEMS
+    tables = runner.Tables(
+        (*runner.NAMES, "TFLOP/s", "a tile", "ratio", "error"),
+        "a tile: time over dense attention's for as many tiles; ratio: speed over the peer's",
+        "Speed of block-sparse attention over PyTorch's flex_attention",
+    )
+    extremes = (runner.Extreme("most time a tile", runner.entry("a_tile"), max),)
+    make_inputs = staticmethod(make_inputs)
+    expected = staticmethod(expected_results)
 
-    yield from runner.ours(options, functools.partial(ready, ours))
-    # On the platform whose kernels run lists.
-    platform = "xla" if jax.default_backend() == "cpu" else "triton"
-    yield Implementation(DENSE, functools.partial(ready, dense, platform), BASELINE, is_checked=False)
+    def ours(self, problem: SparseProblem, platform: Any) -> Callable[[Arrays, Arrays], Array]:
+        form = FORMS[problem.form]
+        operation: Any = ejx.BlockSparseAttention(form.mask(problem), block_size=BLOCK, platform=platform)
+        arguments = form.arguments(problem)
+        return lambda learned, constants: operation(**learned, **arguments)
+
+    def beside(
+        self, problem: SparseProblem, options: argparse.Namespace, direction: str
+    ) -> Iterator[Implementation]:
+        """Our dense attention, which computes every tile, on the platform whose kernels run lists."""
+        platform: Any = "xla" if jax.default_backend() == "cpu" else "triton"
+        dense = lambda learned, constants: ejx.FlashAttention(platform=platform)(**learned)
+        yield self.in_jax(problem, DENSE, dense, BASELINE, is_checked=False)
+
+    def peers(self, problem: SparseProblem) -> Iterator[TorchPeer]:
+        yield TorchPeer("flex_attention", "torch", flex(problem))
+
+    def complete(self, problem: SparseProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
+        share, whole = visible(problem)[1], prepare.fastest(rows, BASELINE)
+        runner.rate((row for row in rows if row.role != BASELINE), flops=flops(problem, direction == BOTH))
+        for row in rows:
+            row.numbers["visible_tiles"] = 1.0 if row.role == BASELINE else share
+            known = row.ms and whole and row.role != BASELINE
+            row.numbers["a_tile"] = row.ms / (share * whole) if known else None
+            row.numbers.setdefault("tflop_per_s", None)
 
 
-def complete(problem: SparseProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
-    share, whole = visible(problem)[1], fastest(rows, BASELINE)
-    runner.rate((row for row in rows if row.role != BASELINE), flops=flops(problem, direction == BOTH))
-    for row in rows:
-        row.numbers["visible_tiles"] = 1.0 if row.role == BASELINE else share
-        known = row.ms and whole and row.role != BASELINE
-        row.numbers["a_tile"] = row.ms / (share * whole) if known else None
-        row.numbers.setdefault("tflop_per_s", None)
-
-
-TABLES = runner.Tables(
-    ("problem", "implementation", "platform", "ms", "spread", "TFLOP/s", "a tile", "ratio", "error"),
-    "a tile: time over dense attention's for as many tiles; ratio: speed over the peer's",
-    "Speed of block-sparse attention over PyTorch's flex_attention",
-)
-
-P = SparseProblem
-_MAPS = tuple(
-    P(form, B, S, H, 128, share=share)
-    for B, S, H in ((2, 8192, 16), (1, 32768, 8))
-    for form in ("map", "map as data")
-    for share in (0.1, 0.25, 0.5)
-)
-_NAMED = ("causal", "window", "documents", "prefix", "prefix, as a function", "local and global")
-ANCHORS = (
-    *(P(form, 2, 8192, 16, 128) for form in _NAMED),
-    *_MAPS,
-    *(P(form, 1, 32768, 8, 128) for form in _NAMED),
-    P("local and global", 2, 8192, 32, 64, K=8),
-)
-CPU = tuple(
-    P(form, 1, 2048, 4, 64, window=256, dtype="float32", share=0.25 * (form == "map"))
-    for form in ("causal", "local and global", "map")
-)
-TINY = (
-    *(P(form, 1, 300, 2, 16, window=40, dtype="float32") for form in _NAMED),
-    *(P(form, 2, 300, 4, 16, K=2, share=0.5, dtype="float32") for form in ("map", "map as data")),
-)
-
-FAMILY = runner.Family(
-    "sparse",
-    __doc__,
-    TINY,
-    CPU,
-    ANCHORS,
-    make_inputs,
-    implementations,
-    expected_results,
-    TABLES,
-    "Block-sparse attention",
-    peers=lambda problem: peers.installed(TorchPeer("flex_attention", "torch", flex(problem))),
-    complete=complete,
-    extremes=(runner.Extreme("most time a tile", runner.entry("a_tile"), max),),
-)
+FAMILY = Sparse()

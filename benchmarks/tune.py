@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.prepare import FAILURES, reason_of
-from benchmarks.tune_problems import FAMILIES, Family, TuneProblem
+from benchmarks.problems import FAMILIES, Family, TuneProblem
 from ejkernel_eqx.cli.bench import bench, Contender, record_of, TIMED
 from ejkernel_eqx.dispatch import (
     BOTH,

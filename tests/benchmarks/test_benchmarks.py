@@ -6,14 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, measure, report, tune, tune_problems
+from benchmarks import attention, measure, problems, report, tune
+from benchmarks.attention import PROBLEMS
 from ejkernel_eqx.dispatch import Backend, device_facts, DeviceFacts, kernel_registry
 from ejkernel_eqx.dispatch.cache_file import parse as parse_table
 from ejkernel_eqx.dispatch.device import shared_memory_limit
 from ejkernel_eqx.dispatch.persistent import CACHE_DIR
 
 
-@pytest.mark.parametrize("problem", [*attention.TINY, *attention.FEATURES], ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", [*PROBLEMS["tiny"], *PROBLEMS["features"]], ids=lambda p: p.name)
 def test_the_visible_scores_are_counted(problem):
     small = attention.AttentionProblem(
         1,
@@ -38,8 +39,8 @@ def test_the_visible_scores_are_counted(problem):
 
 
 def test_documents_touch_the_tiles_of_short_rows():
-    packed = next(p for p in attention.FEATURES if p.packed)
-    short = next(p for p in attention.ANCHORS if p.name == packed.baselines[-1])
+    packed = next(p for p in PROBLEMS["features"] if p.packed)
+    short = next(p for p in PROBLEMS["anchors"] if p.name == packed.baselines[-1])
     assert (
         packed.visible_tiles() == short.visible_tiles() and packed.visible_scores() == short.visible_scores()
     )
@@ -76,7 +77,7 @@ def test_problems_are_tuned_once(monkeypatch, tmp_path, capsys):
     """The winner is in the table for every operation that runs the same kernels; a second run finds it there."""
     monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))
     # Long enough for two ways to cut it.
-    monkeypatch.setattr(attention, "TINY", (attention.AttentionProblem(1, 256, 1, 16, dtype="float32"),))
+    monkeypatch.setitem(PROBLEMS, "tiny", [attention.AttentionProblem(1, 256, 1, 16, dtype="float32")])
     table, written = tmp_path / "attention.json", tmp_path / "report.json"
     arguments = ["--quick", "--platform", "xla", "--output", str(table), "--json", str(written)]
     arguments += ["--candidates", "2", "--samples", "2", "--sample-ms", "0.5", "--commit", "abc"]
@@ -106,7 +107,7 @@ def test_problems_are_tuned_once(monkeypatch, tmp_path, capsys):
 def test_the_table_keeps_other_problems(tmp_path):
     implementation = kernel_registry.get("flash_attention", "xla")
     first, second = (
-        tune_problems.attention_problem(attention.AttentionProblem(1, size, 1, 16), implementation)
+        problems.attention_problem(attention.AttentionProblem(1, size, 1, 16), implementation)
         for size in (64, 128)
     )
     environment = report.environment("abc")
@@ -114,7 +115,7 @@ def test_the_table_keeps_other_problems(tmp_path):
         "flash_attention", "xla", 1, first.key(), first.to_dict(), tune.software(), None, date="2026-01-01"
     )
     table = tune.Table(tmp_path / "table.json")
-    table.add(tune.twins(record, implementation, tune_problems.FAMILIES["attention"]), environment)
+    table.add(tune.twins(record, implementation, problems.FAMILIES["attention"]), environment)
     other = tune.dataclasses.replace(record, problem=second.key(), exact=second.to_dict())
     tune.Table(table.path).add([other], environment)
     old = tune.dataclasses.replace(other, software={"jaxlib": "0"}, date="2026-01-02")
@@ -152,16 +153,16 @@ def test_tuned_for_every_operation_that_asks(family, operations, errors, monkeyp
     assert all(r.config and set(r.errors) == errors for r in records)
 
 
-@pytest.mark.parametrize("family", sorted(tune_problems.FAMILIES.keys() - {"attention"}))
+@pytest.mark.parametrize("family", sorted(problems.FAMILIES.keys() - {"attention"}))
 def test_every_problem_of_a_family_has_kernels(family):
     """No two have one name, and each has candidates on the GPU that tables are shipped for."""
     pytest.importorskip("triton")
     device = DeviceFacts(
         Backend.GPU, "NVIDIA H200", "nvidia", "9.0", 132, shared_memory_limit("nvidia", "9.0")
     )
-    problems = tune_problems.FAMILIES[family].problems() + tune_problems.FAMILIES[family].tiny()
-    assert len({problem.name for problem in problems}) == len(problems)
-    for problem in problems:
+    every = problems.FAMILIES[family].problems() + problems.FAMILIES[family].tiny()
+    assert len({problem.name for problem in every}) == len(every)
+    for problem in every:
         implementation = kernel_registry.get(problem.operation, "triton")
         asked = problem.make(kernel_registry.get(problem.operation, "xla"))
         assert implementation.load().unsupported(asked, device) is None, problem.name

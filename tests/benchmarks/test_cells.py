@@ -10,7 +10,7 @@ def test_parameters_are_those_of_cudnn():
     # cuDNN's LSTM through JAX takes its parameters in one array, which it would refuse at another size.
     from jax.experimental import rnn
 
-    problem = cells.TINY[0]
+    problem = cells.PROBLEMS["tiny"][0]
     learned = cells.make_inputs(problem).learned
     size = sum(learned[name].size for name in cells.PARAMETERS)
     assert size == rnn.get_num_params_in_lstm(problem.I, problem.H, 1, False)

@@ -1,6 +1,7 @@
 """The benchmark of the linear-time family runs, checks before it times, and writes what it says."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import linear, linear_problems, measure, prepare
+from benchmarks.linear_problems import PROBLEMS
+from ejkernel_eqx.tuning import measure as tuning_measure
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("problem", linear_problems.TINY, ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", PROBLEMS["tiny"], ids=lambda p: p.name)
 def test_every_member_is_what_its_recurrence_says(problem):
     """Our operation, called as the benchmark calls it, forward only: that its arguments mean the same."""
     inputs = linear_problems.make_inputs(problem)
@@ -29,18 +32,20 @@ def test_every_member_is_what_its_recurrence_says(problem):
 
 def _errors(problem, results, expected):
     inputs: Any = None  # are not read
-    return linear.errors(problem, inputs, prepare.Row(problem.name, "forward", "default"), results, expected)
+    return linear.FAMILY.errors(
+        problem, inputs, prepare.Row(problem.name, "forward", "default"), results, expected
+    )
 
 
 def test_members_have_peers_and_steps_are_large():
-    assert {p.member for p in linear_problems.ANCHORS} == set(linear_problems.MEMBERS)
+    assert {p.member for p in PROBLEMS["anchors"]} == set(linear_problems.MEMBERS)
     assert set(linear.PEERS) == set(linear_problems.MEMBERS)
-    for problem in linear_problems.STEPS:
+    for problem in PROBLEMS["steps"]:
         assert problem.B >= 64 and 4 * math.prod(linear_problems.state_shape(problem)) >= 64 * 2**20
 
 
 def test_blocks_change_nothing():
-    problem = linear_problems.TINY[3]
+    problem = PROBLEMS["tiny"][3]
     member, inputs = linear_problems.MEMBERS[problem.member], linear_problems.make_inputs(problem)
     start = jnp.ones(linear_problems.state_shape(problem))
     whole, blocks = (member.plain(inputs.learned, start, block) for block in (0, 16))
@@ -48,7 +53,7 @@ def test_blocks_change_nothing():
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("problem", linear_problems.TINY[:7], ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", PROBLEMS["tiny"][:7], ids=lambda p: p.name)
 def test_segments_side_by_side_and_some_heads_are_the_whole(monkeypatch, problem):
     """The reference of long rows."""
     monkeypatch.setattr(linear_problems, "_SEGMENT", 16)
@@ -86,11 +91,11 @@ class _Slow:
 
 
 def test_what_is_shorter_than_a_launch_runs_several_times(monkeypatch):
-    monkeypatch.setattr(measure, "runs_needed", lambda ms, floor: 1 if ms > floor * 10 else 4)
+    monkeypatch.setattr(tuning_measure, "runs_needed", lambda ms, floor: 1 if ms > floor * 10 else 4)
     made = []
 
-    def maker(ms: float):
-        return lambda runs: made.append((ms, runs)) or _Slow(ms * runs)
+    def maker(ms: float):  # as the runner gives it
+        return functools.cache(lambda runs: made.append((ms, runs)) or _Slow(ms * runs))
 
     timings = measure.time_whole({"short": maker(0.05), "long": maker(5.0)}, floor=0.04, samples=2)
     assert timings["short"].ms == pytest.approx(0.05) and timings["long"].ms == pytest.approx(5.0)

@@ -7,12 +7,12 @@ from benchmarks import native_sparse, runner
 
 def test_both_ways_of_decoding_are_in_one_run():
     options = runner.parse(native_sparse.FAMILY, ["--quick", "--platforms", "default,by branch"])
-    for problem in native_sparse.TINY:
-        names = [one.name for one in native_sparse.implementations(problem, options, "forward")]
+    for problem in native_sparse.PROBLEMS["tiny"]:
+        names = [one.name for one in native_sparse.FAMILY.implementations(problem, options, "forward")]
         assert (native_sparse.BY_BRANCH in names) == (problem.kind != native_sparse.TRAIN)
 
 
-@pytest.mark.parametrize("problem", native_sparse.TINY[1:], ids=lambda p: p.kind)
+@pytest.mark.parametrize("problem", native_sparse.PROBLEMS["tiny"][1:], ids=lambda p: p.kind)
 def test_by_branch(monkeypatch, problem):
     """The default configuration but for its step."""
     pytest.importorskip("triton")

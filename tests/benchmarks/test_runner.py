@@ -2,7 +2,7 @@
 leaves its reason, and the others are measured."""
 
 import argparse
-import dataclasses
+import copy
 import json
 import math
 from typing import Any, NamedTuple
@@ -14,10 +14,7 @@ import pytest
 
 from benchmarks import (
     attention,
-    cells,
-    decode_problems,
     latent,
-    linear_problems,
     moe,
     native_sparse,
     pooling,
@@ -169,17 +166,23 @@ def scaled(x: Any) -> Any:
 def test_a_wrong_result_gets_no_time(name):
     """Of ours; others are timed."""
     known = family(name)
-    implementations = lambda *given: [
-        one._replace(make_ready=_scaled(one.make_ready)) if one.role == "ours" else one
-        for one in known.implementations(*given)
-    ]
-    planted = dataclasses.replace(known, implementations=implementations)
+    planted = _planted(known, "ours")
     options = runner.parse(known, [*QUICK, "--platforms", "xla" if name == "cells" else "default"])
     with jax.numpy_dtype_promotion("standard"):
-        rows = next(runner.measure(planted, known.tiny[2 if name == "cells" else 0], options))
+        rows = next(runner.measure(planted, known.lists["tiny"][2 if name == "cells" else 0], options))
     mine = [row for row in rows if row.role == "ours"]
     assert mine and all((row.reason or "").startswith("wrong: ") and row.ms is None for row in mine)
     assert all((row.ms and row.ratio is None) or row.role == "peer" for row in rows if row not in mine)
+
+
+def _planted(known: runner.Family, role: str) -> Any:
+    """The family with wrong results of one role."""
+    result: Any = copy.copy(known)
+    result.implementations = lambda *given: [
+        one._replace(make_ready=_scaled(one.make_ready)) if one.role == role else one
+        for one in known.implementations(*given)
+    ]
+    return result
 
 
 def _scaled(make_ready):
@@ -191,14 +194,10 @@ def _scaled(make_ready):
 
 
 def test_a_wrong_peer_gets_no_time():
-    implementations = lambda *given: [
-        one._replace(make_ready=_scaled(one.make_ready)) if one.role == "peer" else one
-        for one in attention.implementations(*given)
-    ]
-    planted = dataclasses.replace(attention.FAMILY, implementations=implementations)
+    planted = _planted(attention.FAMILY, "peer")
     options = runner.parse(planted, [*QUICK, "--platforms", "default"])
     with jax.numpy_dtype_promotion("standard"):
-        peer, default = next(runner.measure(planted, attention.TINY[0], options))
+        peer, default = next(runner.measure(planted, attention.PROBLEMS["tiny"][0], options))
     assert peer.reason is not None and peer.reason.startswith("wrong") and peer.ms is None
     assert default.reason is None and default.ms is not None and default.ratio is None
 
@@ -215,7 +214,7 @@ def test_candidates_stand_side_by_side(tmp_path):
     assert all(row["ms"] > 0 and row["errors"] and row["config_from"] == "overlay" for row in rows)
 
 
-FORMS = [(module, problem) for module in (pooling, sparse) for problem in module.TINY]
+FORMS = [(module, problem) for module in (pooling, sparse) for problem in module.PROBLEMS["tiny"]]
 
 
 @pytest.mark.few(3)
@@ -225,21 +224,20 @@ def test_every_form_is_what_its_formula_says(module, problem):
     inputs = module.make_inputs(problem)
     expected = module.expected_results(problem, inputs)
     options = runner.parse(module.FAMILY, ["--platforms", "xla"])
-    mine = next(iter(module.implementations(problem, options, "forward+backward")))
+    mine = next(iter(module.FAMILY.implementations(problem, options, "forward+backward")))
     results = mine.make_ready([inputs], "forward+backward").results
     _, wrong = runner.errors_of(problem.dtype, results, expected)
     assert wrong is None and all(jnp.any(x != 0) for x in results.values())
 
 
 def test_names_of_problems_are_unique():
-    lists = ("EVERY", "ANCHORS", "FEATURES", "GRID", "STEPS", "LONG", "CPU")
-    for module in (attention, cells, decode_problems, linear_problems, moe, pooling, sparse):
-        every = {problem for name in lists for problem in getattr(module, name, ())}
-        assert every and len({problem.name for problem in every}) == len(every), module
+    for known in map(family, FAMILIES):
+        every = {problem for group in (*known.groups, "cpu") for problem in known.lists[group]}
+        assert every and len({problem.name for problem in every}) == len(every), known
 
 
 def test_groups_are_of_their_problem():
-    for problem in (*moe.ANCHORS, *moe.CPU, *moe.TINY):
+    for problem in (p for problems in moe.PROBLEMS.values() for p in problems):
         sizes = moe.group_sizes(problem, np.random.default_rng(0))
         assert sizes.sum() == problem.M and (not problem.skewed or sizes[0] == problem.M // 2)
 
@@ -250,7 +248,9 @@ def test_groups_are_of_their_problem():
 @pytest.mark.slow
 def test_inputs_that_do_not_fit_cost_one_problem(tmp_path, capsys):
     known = family("linear")
-    failed = next(p for p in linear_problems.TINY if "step" in p.name)
+    failed = next(p for p in known.lists["tiny"] if "step" in p.name)
+
+    planted = copy.copy(known)
 
     def make_inputs(problem, seed=0):
         if problem == failed:
@@ -259,7 +259,8 @@ def test_inputs_that_do_not_fit_cost_one_problem(tmp_path, capsys):
 
     path = tmp_path / "out.json"
     arguments = [*QUICK, "--problems", "step", "--json", str(path)]
-    assert runner.main(dataclasses.replace(known, make_inputs=make_inputs), arguments) == 1
+    planted.make_inputs = make_inputs
+    assert runner.main(planted, arguments) == 1
     rows = json.loads(path.read_text())["rows"]
     (lost,) = [row for row in rows if row["problem"] == failed.name]
     assert lost["ms"] is None
