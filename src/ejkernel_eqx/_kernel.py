@@ -30,9 +30,9 @@ from .dispatch import (
     traced_anew,
     tuning_allowed,
 )
-from .dispatch.caches import Key
+from .dispatch.known import Key
 from .dispatch.labels import choices_in
-from .dispatch.snapshot import Pins
+from .dispatch.selection import Pins
 
 K = TypeVar("K", bound="Kernel")
 _LOG = logging.getLogger("ejkernel_eqx")

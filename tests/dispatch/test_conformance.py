@@ -138,7 +138,7 @@ def test_it_answers_with_the_parameters_of_the_protocol(implementation):
     for name, function in asked.items():
         _, *parameters = inspect.signature(function).parameters
         assert list(inspect.signature(getattr(hooks, name)).parameters) == parameters, name
-    assert set(dispatch.hooks.REQUIRED) <= set(dir(implementation.load()))
+    assert set(dispatch.registry.REQUIRED) <= set(dir(implementation.load()))
     assert type(hooks.OPAQUE) is bool and type(hooks.NOTE) is str
     assert type(hooks.VERSION) is int and implementation.version == hooks.VERSION >= 1
     assert set(hooks.PARTS) <= {field.name for field in dataclasses.fields(hooks.config_type)}  # pyright: ignore[reportArgumentType]

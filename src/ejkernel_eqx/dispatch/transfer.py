@@ -6,8 +6,8 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 
-from .caches import compared, Known, Table
 from .device import DeviceFacts
+from .known import compared, Known, Table
 from .platform import Platform
 from .problem import Problem
 from .registry import Implementation
@@ -52,8 +52,8 @@ def nearest(
         if away <= MAX_DISTANCE:
             near.append((away, sorted(other.items()), known))
     for away, sizes, known in sorted(near, key=lambda found: found[:2]):
-        config = implementation.adapted(known.config, problem, device)
-        if implementation.config_unsupported(config, problem, device) is None:
+        config = implementation.hooks.adapted(known.config, problem, device)
+        if implementation.hooks.config_unsupported(config, problem, device) is None:
             return Known(config, (), _guess(known, away, _shape(sizes)))
     return None
 
@@ -78,7 +78,7 @@ def nearest_comparison(
             break
         pair = mine[sizes], theirs[sizes]
         runs = (
-            i.config_unsupported(known.config, problem, device) is None
+            i.hooks.config_unsupported(known.config, problem, device) is None
             for i, known in zip(implementations, pair)
         )
         found = compared(*pair, direction)

@@ -242,6 +242,26 @@ def layout_of(axes: Sequence[Axes], out_axes: Sequence[Axes], **options: Any) ->
     )
 
 
+def heads_among(axes: Any) -> tuple[str, ...]:
+    """The names of heads, largest count first. A single head serves any split of the others, so it is not an axis to split."""
+    found = sorted({n for letters in axes for n in letters if n and _is_heads(n)}, key=lambda n: -int(n[1:]))
+    return tuple(name for name in found if name != "H1" or len(found) == 1)
+
+
+def is_whole(letter: str, size: int, heads: tuple[str, ...]) -> bool:
+    """Returns whether an axis has its full size: it is not broadcast, nor a slice of heads."""
+    return size == int(letter[1:]) and letter in heads if _is_heads(letter) else size != 1
+
+
+def is_split(name: str) -> bool:
+    """Returns whether an axis is one that devices split: a leading one, or heads."""
+    return name.startswith("b") or _is_heads(name)
+
+
+def _is_heads(name: str) -> bool:
+    return name[0] == "H" and name[1:].isdigit()
+
+
 def check_split(axis: str, tokens: int, mesh: Mapping[str, int], chunks: int = 1) -> None:
     """Raises `ValueError` if a mesh cannot split so many tokens over its axis, in so many chunks for each device."""
     if axis not in mesh:

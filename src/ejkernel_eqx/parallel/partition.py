@@ -1,7 +1,6 @@
 """Lets the compiler split an opaque kernel over a mesh along named axes, without collectives on its operands."""
 
 import dataclasses
-import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,12 +8,18 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from ..dispatch import Backend, DeviceFacts, Platform
 from .layout import Layout, layout_of
-from .mesh import explicit_mesh, resharded, spec_of
-from .shapes import inside_manual_mesh, no_mesh
+from .mesh import (
+    explicit_mesh,
+    inside_manual_mesh,
+    no_mesh,
+    output_shapes,
+    resharded,
+    spec_of,
+    Split,
+)
 
 
 def refuse_partly_manual() -> None:
@@ -27,33 +32,6 @@ def refuse_partly_manual() -> None:
         )
 
 
-class Split(enum.Enum):
-    """The meshes on which a call is split over devices."""
-
-    NOWHERE = enum.auto()
-    EXPLICIT = enum.auto()
-    """Those whose shardings are part of the types; on others it runs whole."""
-    EXPLICIT_OR_REFUSED = enum.auto()
-    """As `EXPLICIT`, but others are an error."""
-    EVERYWHERE = enum.auto()
-
-
-_SPLIT = {
-    # An interpreted kernel runs on the host through a callback that `custom_partitioning` loses.
-    Platform.TRITON_INTERPRET: Split.EXPLICIT,
-    Platform.PALLAS_INTERPRET: Split.EXPLICIT,
-}
-
-
-def how_split(platform: Platform, device: DeviceFacts) -> Split:
-    """Nothing is needed for one device. On TPU the compiler does not call `custom_partitioning` (jax-ml/jax#38196)."""
-    if device.count == 1:
-        return Split.NOWHERE
-    if platform is Platform.PALLAS and device.backend is Backend.TPU:
-        return Split.EXPLICIT_OR_REFUSED
-    return _SPLIT.get(platform, Split.EVERYWHERE)
-
-
 def refuse_automatic() -> None:
     """A kernel that the compiler cannot split refuses a mesh in the context whose shardings the compiler determines. Without one, they are not
     known while tracing, and JAX raises an error of its own when such a program is lowered for several devices."""
@@ -64,6 +42,32 @@ def refuse_automatic() -> None:
             f"mesh: expected explicit axes around a Pallas kernel on TPU, received {left} whose shardings the compiler determines, which it cannot "
             "do for such kernels; make the mesh with axis_types=AxisType.Explicit, call the layer inside jax.shard_map, or use platform='xla'."
         )
+
+
+def over_explicit_mesh(
+    mesh: Any,
+    function: Callable[[Any], Any],
+    args: Any,
+    axes: Any,
+    out_axes: Callable[[Any], Any],
+    group: tuple[str, ...],
+) -> Any:
+    """`function(args)` for operations that the compiler sees into and splits as on an automatic mesh. Outputs are split like the arguments
+    that share the names of their axes. `axes` has an `Axes` for every array; `out_axes(shapes)` returns the same for the outputs."""
+    flat, treedef = jax.tree.flatten(args)
+    flat_outs, out_treedef = jax.tree.flatten(outs := output_shapes(function, args))
+    every, out_every = jax.tree.leaves(axes), jax.tree.leaves(out_axes(outs))
+    layout = layout_of(every, out_every, split=lambda name: True, group=group)
+    shapes, out_shapes = [x.shape for x in flat], [x.shape for x in flat_outs]
+    specs = layout.seen_specs(mesh.shape, [spec_of(x) for x in flat], shapes, out_shapes)
+
+    def automatic(*flat: Array) -> tuple[Array, ...]:
+        return tuple(jax.tree.leaves(function(jax.tree.unflatten(treedef, flat))))
+
+    flat = [resharded(x, mesh, PartitionSpec(*spec_of(x))) for x in flat]
+    out_sharding = tuple(NamedSharding(mesh, spec) for spec in specs)
+    call: Any = jax.sharding.auto_axes(automatic, axes=mesh.explicit_axes, out_sharding=out_sharding)
+    return jax.tree.unflatten(out_treedef, call(*flat))
 
 
 def partitioned(

@@ -7,10 +7,9 @@ from typing import Any
 import jax
 from jax import Array, lax
 
-from .layout import Layout
+from .layout import heads_among, Layout
 from .leading import Arrays
 from .mesh import spec_of
-from .opaque import heads_among
 from .partition import by_the_compiler, by_types
 
 Letters = Mapping[str, tuple[str | None, ...]]

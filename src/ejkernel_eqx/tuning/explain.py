@@ -28,7 +28,7 @@ from ..dispatch import (
     Selection,
     take_snapshot,
 )
-from ..dispatch.caches import slow_words, slowness
+from ..dispatch.known import slow_words, slowness
 from ..dispatch.labels import label_of
 from .explanation import Choice, Explanation
 from .replace import map_plans, plans_of

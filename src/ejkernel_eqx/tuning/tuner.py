@@ -24,7 +24,7 @@ from ..dispatch import (
     tuning_allowed,
     Workload,
 )
-from ..dispatch.entries import known_of
+from ..dispatch.known import known_of
 from ..dispatch.persistent import lookup, store
 from .bench import MEMORY
 from .here import search_here
