@@ -15,4 +15,4 @@ def test_the_way_to_the_launch_is_short(calls):
         assert len(corridor.files) <= files, (name, sorted(corridor.files))
         assert len(corridor.functions) <= functions, (name, corridor.functions)
         # A call that is not followed to its end would be short, too.
-        assert name == "FlashAttention(...)" or "launch/_run.py" in corridor.files
+        assert name == "FlashAttention(...)" or "launch/by_name.py" in corridor.files

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Plan
-from .._shapes import is_symbolic
 from ..core import Kind, Named
 from ..dispatch import Problem
 from . import reference
@@ -34,7 +33,7 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
     dims = {"B": math.prod(q.shape[:-3]), "T": q.shape[-3], "H": q.shape[-2], "D": q.shape[-1]}
     dims |= {"S": k.shape[-3], "K": k.shape[-2], "V": v.shape[-1]}
     segments = arrays.q_segments is not None
-    symbolic = is_symbolic(dims["T"]) or is_symbolic(dims["S"])
+    symbolic = not (isinstance(dims["T"], int) and isinstance(dims["S"], int))
     flags = {
         "bias": _pattern(bias),
         "mask": _pattern(arrays.mask),

@@ -71,7 +71,7 @@ class Interpreted(PlatformHooks):
     def __init__(self, compiled: Any, config: Any, **portable: Any):
         """`compiled` is the module of the compiled platform, `config` one of its configurations with small tiles. In any configuration, fields
         that a host cannot support are replaced by the `portable` ones."""
-        self._config, self._portable = config, portable
+        self._config, self._portable = dataclasses.replace(config, **portable), portable
         hooks = hooks_of(compiled)
         self.PARTS, self.config_type, self.unsupported = hooks.PARTS, hooks.config_type, hooks.unsupported
         if hasattr(compiled, "saved_axes"):
@@ -85,7 +85,8 @@ class Interpreted(PlatformHooks):
 
         @functools.wraps(function)
         def call(arrays: Any, spec: Any, config: Any, *rest: Any, **how: Any) -> Any:
-            config = dataclasses.replace(config, **self._portable)
+            changes = {name: x for name, x in self._portable.items() if getattr(config, name) != x}
+            config = dataclasses.replace(config, **changes) if changes else config
             return function(arrays, spec, config, *rest, execute=self.execute, **how)
 
         known = inspect.signature(function)

@@ -22,8 +22,7 @@ from ..parallel import explicit_mesh, how_split, output_shapes, Split
 from ..parallel.leading import under_vmap
 from ..parallel.mesh import inside_manual_mesh
 from ..parallel.tokens import TOKENS, TokenSplit
-from .kind import is_float, reversible
-from .reverse_only import reverse_only
+from .kind import is_float, reverse_only, reversible
 
 F = TypeVar("F", bound=Callable[..., Any])
 Named = dict[str, Array]

@@ -72,12 +72,12 @@ def _take(
             override=config,
             overlay=overlay,
             memory=memory_cache.table(operation, {i.platform for i in known}),
-            user=_joined(user_table(i, device) for i in known if jax.process_count() == 1),
-            shipped=_joined(shipped_table(i, device) for i in known),
-            borrowed=_joined(borrowed_table(i, device) for i in known),
+            user=_joined([user_table(i, device) for i in known if jax.process_count() == 1]),
+            shipped=_joined([shipped_table(i, device) for i in known]),
+            borrowed=_joined([borrowed_table(i, device) for i in known]),
         )
 
-    return tuple(_shared(of(device)) for device in devices)
+    return tuple([_shared(of(device)) for device in devices])
 
 
 def _joined(tables: Iterable[Table]) -> Table:
@@ -104,7 +104,7 @@ def _candidates(
     else:
         asked = kernel_registry.of_platform(operation, platform)
         known = [i for i in known if i.platform is asked[0].platform]
-    usable = [i for i in known if any(i.unusable(device) is None for device in devices)]
+    usable = [i for i in known if None in [i.unusable(device) for device in devices]]
     if platform is not None and not usable:
         reasons = (i.unusable(devices[0]) or "" for i in known)
         raise UnsupportedError(operation, dict(zip(names_of(known), reasons)))

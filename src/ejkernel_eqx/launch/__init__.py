@@ -6,7 +6,6 @@ and `constants` for kernel bodies.
 Importing this package needs neither Triton nor jax-triton."""
 
 from ._collector import collector_paused as collector_paused
-from ._run import run as run
 from .by_name import Execute as Execute
 from .by_name import given as given
 from .by_name import Launcher as Launcher
@@ -15,6 +14,7 @@ from .by_name import NOTHING as NOTHING
 from .by_name import Options as Options
 from .by_name import result as result
 from .by_name import result_like as result_like
+from .by_name import run as run
 from .compile import compile_ahead as compile_ahead
 from .compile import CompileReport as CompileReport
 from .compile import interpreter_unavailable as interpreter_unavailable
