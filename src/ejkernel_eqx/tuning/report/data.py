@@ -86,22 +86,20 @@ def entry_of_result(result: TuningResult) -> Entry:
         Candidate(m.part, m.candidate.to_dict(), m.status.value, m.ms, m.spread, m.reason)
         for m in result.measurements
     ]
-    record = result.to_record(device_facts())
-    return _entry(record, result.implementation, result.heuristic, candidates, result.heuristic_ms)
+    known = result.to_record(device_facts()), result.implementation, result.heuristic
+    return _entry(*known, candidates, result.heuristic_ms)
 
 
 def entry_of_record(record: Record) -> Entry:
     """The entry for a record of a table. For an operation that is not registered here, heuristic and cost are unknown."""
     known = record.operation in kernel_registry.list_operations()
     usable = kernel_registry.list_implementations(record.operation) if known else ()
-    same = (i for i, reason in usable if i.platform.value == record.platform and reason is None)
-    implementation = next(same, None)
-    heuristic = implementation and implementation.hooks.default_config(
-        Problem.from_dict(record.exact), device_facts()
-    )
+    same = [i for i, reason in usable if i.platform.value == record.platform and reason is None]
+    problem = Problem.from_dict(record.exact)
+    heuristic = same[0].hooks.default_config(problem, device_facts()) if same else None
     timed = [Candidate(t.part, t.config, Status.TIMED.value, t.ms, t.spread) for t in record.timed]
     denied = [Candidate(d.part, d.config, Status.DENIED.value, reason=d.reason) for d in record.denied]
-    return _entry(record, implementation, heuristic, timed + denied, {})
+    return _entry(record, same[0] if same else None, heuristic, timed + denied, {})
 
 
 def _entry(
@@ -114,22 +112,18 @@ def _entry(
     """The entry. A candidate that was faster than the winner by itself says why it did not win."""
     problem, configs = Problem.from_dict(record.exact), (heuristic, record.config)
     workload = implementation.make_workload(problem) if implementation else None
-    marked = [
-        dataclasses.replace(c, is_heuristic=mine, is_winner=won)
-        for c in candidates
-        for mine, won in [[c.config == _part_of(config, c.part) for config in configs]]
-    ]
+    marked = []
+    for c in candidates:
+        is_heuristic, is_winner = (c.config == _part_of(config, c.part) for config in configs)
+        marked.append(dataclasses.replace(c, is_heuristic=is_heuristic, is_winner=is_winner))
     winners = {c.part: c.ms for c in marked if c.is_winner and c.ms is not None}
     denied = [c.reason for c in marked if not c.part and c.status == Status.DENIED.value]
-
-    def reason(c: Candidate) -> str:
-        if c.reason or c.ms is None or c.ms * MARGIN >= winners.get(c.part, 0.0):
-            return c.reason
-        return f"denied as a part of the whole: {denied[0]}" if c.part and denied else LOST
-
-    explained = tuple(dataclasses.replace(c, reason=reason(c)) for c in marked)
+    for n, c in enumerate(marked):
+        if not c.reason and c.ms is not None and c.ms * MARGIN < winners.get(c.part, 0.0):
+            why = f"denied as a part of the whole: {denied[0]}" if c.part and denied else LOST
+            marked[n] = dataclasses.replace(c, reason=why)
     costs, peaks = workload.costs if workload else {}, device_peaks(device_facts(), matrix_dtype(problem))
-    return Entry(record, problem, explained, heuristic_ms, costs, peaks)
+    return Entry(record, problem, tuple(marked), heuristic_ms, costs, peaks)
 
 
 def _part_of(config: Any, part: str) -> Mapping[str, Any] | None:

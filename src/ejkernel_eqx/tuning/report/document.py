@@ -54,14 +54,12 @@ def tuning_report(
         )
     entries = [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in chosen]
     entries.sort(key=lambda entry: (entry.problem.operation, entry.record.platform, entry.title))
-    if target.suffix.lower() == ".png":
-        if len(entries) > _MOST_IN_ONE_PICTURE:
-            raise ValueError(
-                f"path: expected .html for more than {_MOST_IN_ONE_PICTURE} problems, received {target.name!r} for {len(entries)}; use .html."
-            )
-        content = png(entries, header="\n".join(_header()))
-    else:
-        content = _page(entries).encode()
+    is_picture = target.suffix.lower() == ".png"
+    if is_picture and len(entries) > _MOST_IN_ONE_PICTURE:
+        raise ValueError(
+            f"path: expected .html for more than {_MOST_IN_ONE_PICTURE} problems, received {target.name!r} for {len(entries)}; use .html."
+        )
+    content = png(entries, header="\n".join(_header())) if is_picture else _page(entries).encode()
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target) as file:
         file.write(content)
@@ -82,10 +80,9 @@ h2 { font-size: 1.05rem; margin-top: 2.2rem; border-top: 2px solid #444; padding
 
 
 def _header() -> list[str]:
-    device = device_facts()
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    device, now = device_facts(), datetime.datetime.now(datetime.UTC)
     title = f"Tuning on {device.kind} ({device_fingerprint(device)})"
-    return [title, device.runtime, f"{_pairs(software())}; written {now}"]
+    return [title, device.runtime, f"{_pairs(software())}; written {now:%Y-%m-%d %H:%M UTC}"]
 
 
 def _page(entries: Sequence[Entry]) -> str:
@@ -107,8 +104,8 @@ def _summary(entries: Sequence[Entry]) -> str:
             before, after = (ms.get(direction) for ms in (entry.heuristic_ms, entry.record.ms))
             cost = entry.costs.get(direction)
             bound = roofline(cost, entry.peaks, after).fraction if cost else None
-            times = (_text(before, ".4g"), _text(after, ".4g"), _text(entry.speed_up(direction), ".2fx"))
-            rows.append((link, entry.record.platform, direction, *times, _text(bound, ".0%")))
+            times = (*_times(before, after), _text(bound, ".0%"))
+            rows.append((link, entry.record.platform, direction, *times))
     header = ("problem", "platform", "direction", "heuristic ms", "tuned ms", "speed-up", "of the roofline")
     return _table(header, rows, numeric=4)
 
@@ -118,28 +115,19 @@ def _section(n: int, entry: Entry) -> str:
     rows = []
     for part in entry.parts:
         winner = next((c for c in entry.candidates if c.part == part and c.is_winner and c.ms), None)
-        before, after = (entry.ms_of(part, mark) for mark in ("heuristic", "winner"))
-        faster = before / after if before and after else None
-        times = (_text(before, ".4g"), _text(after, ".4g"), _text(faster, ".2fx"))
+        times = _times(entry.ms_of(part, "heuristic"), entry.ms_of(part, "winner"))
         rows.append((html.escape(part or "whole"), _code(winner.config) if winner else "none", *times))
     errors = ", ".join(f"{name} {error:.2g}" for name, error in entry.record.errors.items())
     facts = f"{entry.record.date} {_pairs(entry.record.software)}"
     facts += f"; relative error of the winner: {errors}" if errors else ""
-    over = [
-        (html.escape(c.part), _code(c.config), c.status, html.escape(c.reason))
-        for c in entry.candidates
-        if c.ms is None or c.reason
-    ]
+    others = [c for c in entry.candidates if c.ms is None or c.reason]
+    over = [(html.escape(c.part), _code(c.config), c.status, html.escape(c.reason)) for c in others]
     details = f"<details open><summary>{len(over)} not timed or passed over</summary>"
     details += f"{_table(('part', 'candidate', 'status', 'reason'), over, numeric=0)}</details>"
-    return "\n".join(
-        (
-            f'<h2 id="p{n}">{html.escape(entry.title)}</h2>',
-            f"<p>{html.escape(facts)}</p>",
-            _table(("part", "winner", "heuristic ms", "winner ms", "speed-up"), rows, numeric=3),
-            f'<img alt="times of the candidates" src="data:image/png;base64,{picture}">',
-            details if over else "",
-        )
+    parts = _table(("part", "winner", "heuristic ms", "winner ms", "speed-up"), rows, numeric=3)
+    return (
+        f'<h2 id="p{n}">{html.escape(entry.title)}</h2>\n<p>{html.escape(facts)}</p>\n{parts}\n'
+        f'<img alt="times of the candidates" src="data:image/png;base64,{picture}">\n{details if over else ""}'
     )
 
 
@@ -159,6 +147,11 @@ def _code(config: Any) -> str:
     return f"<code>{html.escape(describe(config))}</code>"
 
 
+def _times(before: float | None, after: float | None) -> tuple[str, str, str]:
+    """The times of the heuristic and of the winner, and the speed-up; empty where they are unknown."""
+    faster = f"{before / after:.2f}x" if before and after else ""
+    return _text(before, ".4g"), _text(after, ".4g"), faster
+
+
 def _text(value: float | None, form: str) -> str:
-    """A number in a format, which may end in `x`; nothing if it is unknown."""
-    return "" if value is None else f"{value:{form.removesuffix('x')}}{'x' * form.endswith('x')}"
+    return "" if value is None else format(value, form)
