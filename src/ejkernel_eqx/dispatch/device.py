@@ -25,14 +25,7 @@ _VMEM_MIB = {
     "TPU8i": 192,
 }
 
-_OF_THE_DEVICE = (
-    "kind",
-    "backend",
-    "vendor",
-    "compute_capability",
-    "num_multiprocessors",
-    "shared_memory",
-)
+_OF_THE_DEVICE = "kind backend vendor compute_capability num_multiprocessors shared_memory".split()
 
 
 @dataclasses.dataclass(frozen=True)

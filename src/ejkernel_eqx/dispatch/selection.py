@@ -164,8 +164,9 @@ Ask = Callable[[Snapshot, Implementation, Problem], Known | None]
 class Selection:
     """Holds what was chosen for a problem, and why preceding platforms were not.
 
-    `origin` describes where the configuration came from in more detail than `tier`, `ms` holds its measured times by direction, and
-    `device` is the device it was chosen for, and `remarks` are an operation's own. Rejected implementations are named as by `registry.names_of`.
+    `origin` describes where the configuration came from in more detail than `tier`, `ms` holds its measured times by direction,
+    `device` is the device it was chosen for, `remarks` are an operation's own, and `path` is that of the plan. Rejected implementations
+    are named as by `registry.names_of`.
     """
 
     problem: Problem
@@ -177,6 +178,7 @@ class Selection:
     ms: tuple[tuple[str, float], ...] = ()
     device: DeviceFacts | None = None
     remarks: tuple[str, ...] = ()
+    path: str = ""
 
     @property
     def platform(self) -> Platform:
