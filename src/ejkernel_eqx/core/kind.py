@@ -105,22 +105,21 @@ class Kind:
         alone, both = [plan.select(problem, direction=direction) for direction in (FORWARD, BOTH)]
 
         on = functools.partial(self._on, plan, spec, finite)
-        if alone.platform is both.platform or self._has_every_derivative(both):
+        implementation = both.implementation.load()
+        # JAX differentiates what it sees in any mode, and as often as it is asked to.
+        is_seen = self.differentiates(implementation) and not is_opaque(implementation)
+        if alone.platform is both.platform or is_seen:
             return on(both, given)
         given = reverse_only(match_varying(given, given), operation, both.platform, self.remedy)
         return undifferentiated(functools.partial(on, alone), functools.partial(on, both))(given)
-
-    def _has_every_derivative(self, selection: Selection) -> bool:
-        """Returns whether JAX differentiates what it sees, in any mode and as often as it is asked to."""
-        platform = selection.implementation.load()
-        return self.differentiates(platform) and not is_opaque(platform)
 
     def _on(self, plan: Plan, spec: Any, finite: bool, selection: Selection, given: Named) -> Named:
         """The wanted results on the selected platform."""
         platform, operation = selection.implementation.load(), selection.problem.operation
         leading = self.leading(self.axes_of(self.make(**given), spec))
         if self.differentiates(platform):
-            plainly = functools.partial(self._plainly, platform, spec, selection.config)
+            config = selection.config
+            plainly = lambda given: self.by_name(self.plainly(platform, self.make(**given), spec, config))
             with kernel_scope(selection):
                 results = over_mesh(plainly, given, leading)
                 # In the scope, so that the program names the choice even if nothing is computed.
@@ -192,17 +191,8 @@ class Kind:
 
     def leading(self, axes: Letters) -> Leading:
         like = {f"{_GRADIENT}{name}": name for name in self.learned}
-        return Leading(
-            axes=axes,
-            shared=self.shared,
-            broadcast=self.broadcast,
-            kept=self.kept,
-            like=like,
-            one_by_one=self.one_by_one,
-        )
-
-    def _plainly(self, platform: Any, spec: Any, config: Any, given: Named) -> Named:
-        return self.by_name(self.plainly(platform, self.make(**given), spec, config))
+        rows = {"shared": self.shared, "broadcast": self.broadcast, "kept": self.kept}
+        return Leading(axes=axes, like=like, one_by_one=self.one_by_one, **rows)
 
     def by_name(self, results: Any) -> Named:
         named = results if isinstance(results, Mapping) else zip(self.results, results, strict=True)
@@ -228,10 +218,8 @@ class Kind:
             return {f"{_GRADIENT}{name}": x for name, x in grads.items()}
 
         def call_forward(given: Named) -> tuple[Named, Named]:
-            results = {
-                name: checkpoint_name(x, self._name(operation, name))
-                for name, x in launch(functools.partial(forward, self.has_backward(platform)), given).items()
-            }
+            results = launch(functools.partial(forward, self.has_backward(platform)), given)
+            results = {name: checkpoint_name(x, self._name(operation, name)) for name, x in results.items()}
             saved = {name: results.pop(name) for name in list(results) if name not in self.results}
             kept = {name: results[name] for name in self.read}
             if finite:
@@ -353,12 +341,8 @@ def reversible(
     def call_backward(residuals: tuple[Named, Named], cotangents: Named) -> tuple[dict[str, Array | None]]:
         given, saved = residuals
         grads = backward(given, saved, cotangents)
-        return (
-            {
-                name: like(grads[name], x) if name in learned and is_float(x) else None
-                for name, x in given.items()
-            },
-        )
+        live = {name for name in learned & given.keys() if is_float(given[name])}
+        return ({name: like(grads[name], x) if name in live else None for name, x in given.items()},)
 
     call.defvjp(call_forward, call_backward)
     return call

@@ -128,6 +128,11 @@ def fitting(
     return table
 
 
+def joined(tables: Iterable[Table]) -> Table:
+    """The rows of all tables; later ones replace earlier ones."""
+    return {key: known for table in tables for key, known in table.items()}
+
+
 class ConfigCache:
     """Configurations found in this process, by platform and `Problem.key()`."""
 

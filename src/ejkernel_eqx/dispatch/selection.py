@@ -20,7 +20,7 @@ import jax
 from .._errors import UnsupportedError
 from .device import DeviceFacts
 from .known import Key, Known, memory_cache, NOISE, slow_words, slowness, Table
-from .overlay import Policy
+from .overlay import Policy, within
 from .platform import Platform
 from .problem import Problem
 from .registry import Implementation, names_of, of_device
@@ -421,12 +421,8 @@ def _nothing(selection: Selection) -> None:
 def on_selection(listener: Listener, withdrawn: Listener = _nothing) -> Iterator[None]:
     """Inside this context `listener` is called with every choice made, including the tier that answered, and `withdrawn` with those that
     turn out not to be used (the same objects). Cached traces of JAX do not hide choices."""
-    token = _LISTENERS.set((*_LISTENERS.get(), (listener, withdrawn)))
-    try:
-        with traced_anew():
-            yield
-    finally:
-        _LISTENERS.reset(token)
+    with within(_LISTENERS, (*_LISTENERS.get(), (listener, withdrawn))), traced_anew():
+        yield
 
 
 @contextlib.contextmanager
@@ -440,8 +436,5 @@ def replaceable() -> Iterator[Callable[[], None]]:
             for _, withdraw in _LISTENERS.get():
                 withdraw(selection)
 
-    token = _LISTENERS.set((*_LISTENERS.get(), (made.append, _nothing)))
-    try:
+    with within(_LISTENERS, (*_LISTENERS.get(), (made.append, _nothing))):
         yield take_back
-    finally:
-        _LISTENERS.reset(token)

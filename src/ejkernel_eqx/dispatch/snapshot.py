@@ -1,14 +1,13 @@
 """Collects a `Snapshot` when a module is built: everything that the selection chain may answer with on one kind of device."""
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from .._errors import UnsupportedError
 from .device import device_facts, DeviceFacts, other_device_facts, place_of
-from .known import memory_cache, Table
+from .known import joined, memory_cache
 from .overlay import current_policy, overlay_entries, Policy
 from .persistent import user_table
 from .platform import Platform
@@ -72,16 +71,12 @@ def _take(
             override=config,
             overlay=overlay,
             memory=memory_cache.table(operation, {i.platform for i in known}),
-            user=_joined([user_table(i, device) for i in known if jax.process_count() == 1]),
-            shipped=_joined([shipped_table(i, device) for i in known]),
-            borrowed=_joined([borrowed_table(i, device) for i in known]),
+            user=joined([user_table(i, device) for i in known if jax.process_count() == 1]),
+            shipped=joined([shipped_table(i, device) for i in known]),
+            borrowed=joined([borrowed_table(i, device) for i in known]),
         )
 
     return tuple([_shared(of(device)) for device in devices])
-
-
-def _joined(tables: Iterable[Table]) -> Table:
-    return {key: known for table in tables for key, known in table.items()}
 
 
 def _relevant_overlay(operation: str) -> tuple[tuple[str, Any], ...]:

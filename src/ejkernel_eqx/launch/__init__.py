@@ -5,7 +5,7 @@ and `constants` for kernel bodies.
 
 Importing this package needs neither Triton nor jax-triton."""
 
-from ._collector import collector_paused as collector_paused
+from ._while_used import collector_paused as collector_paused
 from .by_name import Execute as Execute
 from .by_name import given as given
 from .by_name import Launcher as Launcher
@@ -21,9 +21,9 @@ from .compile import interpreter_unavailable as interpreter_unavailable
 from .compile import Target as Target
 from .compile import target_for as target_for
 from .compile import TARGETS as TARGETS
-from .gluon_call import gluon_unavailable as gluon_unavailable
 from .launch import Launch as Launch
 from .own_call import expect_launches as expect_launches
+from .own_call import gluon_unavailable as gluon_unavailable
 from .triton_call import limits_registers as limits_registers
 from .triton_call import register_limits_measured as register_limits_measured
 from .triton_call import triton_unavailable as triton_unavailable

@@ -14,9 +14,9 @@ import numpy as np
 from .._errors import not_installed
 from ..dispatch import Backend, DeviceFacts
 from ..dispatch.device import shared_memory_limit
-from ._collector import collector_paused
 from ._disk_cache import through_cache
 from ._language_lock import language_lock
+from ._while_used import collector_paused
 from .launch import Launch
 
 
@@ -143,7 +143,7 @@ def compiled(launch: Launch, target: Target) -> Any:
             },
         )
 
-    with language_lock.shared(), collector_paused():
+    with language_lock.shared(), collector_paused:
         return through_cache(compiling, "ptx" if target.backend == "cuda" else "amdgcn")
 
 

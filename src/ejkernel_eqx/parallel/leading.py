@@ -268,7 +268,7 @@ def opaque(
             meshes=split,
             summed=summed,
             sliced=sliced,
-            pinned=pinned,
+            pinned=pinned or {},
         )
 
     launched = folded if split is Split.NOWHERE else over_devices

@@ -12,14 +12,14 @@ from ..dispatch import (
     current_policy,
     device_fingerprint,
     kernel_registry,
-    Platform,
     Policy,
     stable_json,
     Tier,
 )
+from ..dispatch.known import Key, Known
 from ..dispatch.overlay import POLICY_VARIABLE
 from .options import current_options, TuneOptions
-from .processes import Round, share, Table, taking_part
+from .processes import Round, share, taking_part
 from .recording import Invocation, invocations_of
 from .replace import plans_of, renew_plans
 from .summary import Summary
@@ -28,7 +28,6 @@ from .tuner import answer, has_choice, tuned_results
 
 _LOG = logging.getLogger("ejkernel_eqx")
 _GIVEN = (Tier.OVERRIDE, Tier.OVERLAY)  # the user's own choices
-Question = tuple[Platform, str]
 
 
 def tune(
@@ -146,8 +145,8 @@ class Tuning:
                 f"{together.name}: the policy 'heuristic' forbids tuning; exit policy_override(\"heuristic\") or unset the "
                 f"environment variable {POLICY_VARIABLE}."
             )
-        self.table: Table = {}
-        self._asked: dict[Question, Invocation] = {}
+        self.table: dict[Key, Known] = {}
+        self._asked: dict[Key, Invocation] = {}
         self._together = together
         self._options = options or current_options()
         self._configs = configs
@@ -176,7 +175,7 @@ class Tuning:
 
     def answer(self, calls: Iterable[Invocation]) -> bool:
         """Tunes the new problems of these calls; returns whether there were any."""
-        tunable: dict[Question, Invocation] = {}
+        tunable: dict[Key, Invocation] = {}
         for call in calls:
             is_new = call.tier not in _GIVEN and _question(call) not in self._asked | tunable
             if is_new and call.implementation.make_workload(call.problem):
@@ -194,7 +193,7 @@ class Tuning:
         )
         return True
 
-    def _tune_all(self, calls: Iterable[Invocation]) -> Table:
+    def _tune_all(self, calls: Iterable[Invocation]) -> dict[Key, Known]:
         """The tuner's results for calls that tables do not cover."""
         how = {"configs": self._configs, "options": self._options, "force": self._policy is Policy.FORCE}
         open_calls = [call for call in calls if self._configs is not None or not self._suffices(call)]
@@ -259,7 +258,7 @@ def _keep_overlay(new: Plan, old: Plan) -> Plan:
     return new.changed(lambda known: dataclasses.replace(known, overlay=overlay))
 
 
-def _question(call: Invocation) -> Question:
+def _question(call: Invocation) -> Key:
     return call.platform, call.problem.key()
 
 

@@ -74,7 +74,7 @@ def tune_problem(
     refuse_trace("tuning")
     device, options = device or device_facts(), options or current_options()
     heuristic, stages = _stages(problem, implementation, device, configs, options)
-    if not _is_choice(stages):
+    if all(len(stage.options) < 2 for stage in stages):
         return TuningResult(problem, implementation, heuristic, heuristic, {}, {}, (), 0.0, cached=True)
 
     job = Job(problem, implementation, device, heuristic, stages, (), None, options, options.time_budget)
@@ -97,10 +97,6 @@ def has_choice(
 ) -> bool:
     """Tells whether there is more than one configuration to try for a problem on this device."""
     _, stages = _stages(problem, implementation, device_facts(), configs, options or current_options())
-    return _is_choice(stages)
-
-
-def _is_choice(stages: Sequence[Stage]) -> bool:
     return any(len(stage.options) > 1 for stage in stages)
 
 
