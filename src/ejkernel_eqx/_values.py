@@ -283,10 +283,7 @@ def check_distinct(name: str, array: Array, given: Any, count: int, remedy: str)
         return same & (ordered[..., 1:] >= 0) & (ordered[..., 1:] < count)
 
     return checked(
-        array,
-        given,
-        twice,
-        lambda found: f"{name}: expected distinct numbers, received {found}; {remedy}.",
+        array, given, twice, lambda found: f"{name}: expected distinct numbers, received {found}; {remedy}."
     )
 
 

@@ -59,10 +59,7 @@ def workload_of(
             )
             for field, names in hooks_of(platform).PARTS.items()
         ),
-        costs={
-            FORWARD: Cost(flops, moved),
-            BOTH: Cost((1.0 + backward) * flops, 2 * moved + gradients),
-        },
+        costs={FORWARD: Cost(flops, moved), BOTH: Cost((1.0 + backward) * flops, 2 * moved + gradients)},
         launches=functools.partial(launches_of, run, make_inputs)
         if implementation.platform is Platform.TRITON
         else None,

@@ -92,10 +92,7 @@ def known_of(record: Record, config: Any | None, origin: str) -> Known:
 
 
 def fitting(
-    implementation: Implementation,
-    records: Iterable[Record],
-    name: str,
-    origin: Callable[[Record], str],
+    implementation: Implementation, records: Iterable[Record], name: str, origin: Callable[[Record], str]
 ) -> Table:
     """Returns what the records of an implementation's version say; later records replace earlier ones.
 

@@ -45,12 +45,7 @@ _LOOKED_UP = (Tier.MEMORY, Tier.PERSISTENT, Tier.AUTOTUNE)
 Pins = Mapping[Key, tuple[Known, Tier]]
 """Choices made for a module itself, each with the tier that it came from."""
 
-TABLES = {
-    "tuned": Tier.AUTOTUNE,
-    "memory": Tier.MEMORY,
-    "user": Tier.PERSISTENT,
-    "shipped": Tier.PERSISTENT,
-}
+TABLES = {"tuned": Tier.AUTOTUNE, "memory": Tier.MEMORY, "user": Tier.PERSISTENT, "shipped": Tier.PERSISTENT}
 """The tables that answer for exactly a problem, the most trusted one first, and the tier of each."""
 
 

@@ -119,9 +119,7 @@ def run(launch: TpuLaunch, arrays: Sequence[Array], *, interpret: bool = False) 
             vmem_limit_bytes=_limit(launch.vmem([x.dtype for x in arrays[launch.scalars :]])),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=launch.flops,
-            transcendentals=launch.transcendentals,
-            bytes_accessed=launch.bytes_accessed,
+            flops=launch.flops, transcendentals=launch.transcendentals, bytes_accessed=launch.bytes_accessed
         )
         if launch.flops
         else None,

@@ -13,15 +13,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .layout import Layout, layout_of
-from .mesh import (
-    explicit_mesh,
-    inside_manual_mesh,
-    no_mesh,
-    output_shapes,
-    resharded,
-    spec_of,
-    Split,
-)
+from .mesh import explicit_mesh, inside_manual_mesh, no_mesh, output_shapes, resharded, spec_of, Split
 
 
 def refuse_partly_manual() -> None:

@@ -8,14 +8,7 @@ from typing import Any
 
 from .._errors import TuningError
 from .._kernel import Inputs, make_plan, Plan
-from ..dispatch import (
-    current_policy,
-    device_fingerprint,
-    kernel_registry,
-    Policy,
-    stable_json,
-    Tier,
-)
+from ..dispatch import current_policy, device_fingerprint, kernel_registry, Policy, stable_json, Tier
 from ..dispatch.known import Key, Known
 from ..dispatch.overlay import POLICY_VARIABLE
 from .options import current_options, TuneOptions
@@ -128,11 +121,7 @@ class Tuning:
     """One tuning request, and what it has found so far (`table`)."""
 
     def __init__(
-        self,
-        together: Round,
-        options: TuneOptions | None,
-        force: bool,
-        configs: Sequence[Any] | None = None,
+        self, together: Round, options: TuneOptions | None, force: bool, configs: Sequence[Any] | None = None
     ) -> None:
         refuse_trace(together.name)
         if not isinstance(options, TuneOptions | None):

@@ -182,18 +182,8 @@ def _cached(job: Job) -> TuningResult | None:
 
 
 def _result(job: Job, end: Finished, measurements: tuple[Measurement, ...], **how: Any) -> TuningResult:
-    return TuningResult(
-        job.problem,
-        job.implementation,
-        end.config,
-        job.heuristic,
-        end.ms,
-        end.heuristic_ms,
-        measurements,
-        spread=end.spread,
-        errors=end.errors,
-        **how,
-    )
+    asked = {"problem": job.problem, "implementation": job.implementation, "heuristic": job.heuristic}
+    return TuningResult(**asked, **vars(end), measurements=measurements, **how)
 
 
 def _tune(job: Job) -> TuningResult:
