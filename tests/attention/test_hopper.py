@@ -24,7 +24,7 @@ from tests.attention.hopper import (
 )
 from tests.attention.inner import from_dict, problem_of, RowRanges, run, tile_table, to_dict
 from tests.attention.tritons import forward_call, schedule, tile_sizes
-from tests.compiled import DEVICES
+from tests.compiled import DEVICES, executed
 
 FEW: dict[str, Any] = dict(batch=1, heads=8, kv_heads=8, queries=512, keys=512)
 
@@ -163,7 +163,7 @@ def test_it_is_not_interpreted_and_takes_some_keys():
     arrays = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), arrays)
     interpreted = functools.partial(run, interpret=True)
     with pytest.raises(ValueError, match="interpreted"):
-        triton.forward(arrays, spec, configured(TILE), execute=interpreted)
+        executed(triton.forward, interpreted)(arrays, spec, configured(TILE))
     (launch,) = launches(*call(keys=0), configured(TILE))
     assert not launch.is_gluon
 

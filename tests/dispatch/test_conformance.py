@@ -63,7 +63,7 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
 }
 DECODES = ("paged_attention", "ragged_decode_attention")
 
-# By core: what a call of the family asks of a platform that JAX looks into, and of an opaque one; kernels of Triton and Pallas also take `execute`.
+# By core: what a call of the family asks of a platform that JAX looks into, and of an opaque one.
 CALL, SAVED = ("arrays", "spec", "config"), ("saved", "cotangents")
 APPLY = {"apply": CALL}
 LAUNCH = {"forward": (*CALL, "save"), "backward": (*CALL, *SAVED)}
@@ -214,9 +214,7 @@ def test_it_has_the_kernels_of_its_family(implementation):
         wanted = {"attend": ("arrays", "spec")}
     for name, parameters in wanted.items():
         found = tuple(inspect.signature(getattr(platform, name)).parameters)
-        written = implementation.platform in (Platform.TRITON, Platform.PALLAS)
-        execute = ("execute",) if written and name != "saved_axes" else ()
-        assert found == (*parameters, *execute), name
+        assert found == parameters, name
 
 
 # What kernels are compiled for: not for each length, and in float32 not for products of less than its precision.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.compiled import DEVICES
+from tests.compiled import DEVICES, executed
 from tests.paged import triton_calls as calls
 from tests.paged.cases import assert_agrees, Case, CASES, core, make, PagedArrays, PagedSpec, run_reference
 from tests.paged.triton_calls import attend, attend_by, compiled, CONFIG, config_of, with_axis
@@ -219,7 +219,7 @@ def test_bytes_behind_a_heavy_key(scales, sinks, splits):
     )
     config = dataclasses.replace(CONFIG, split_k=splits)
     spec = PagedSpec(above / 32, max_query_len=1, scales=scales)
-    results = compiled.forward(arrays, spec, config, execute=calls.interpret)
+    results = executed(compiled.forward, calls.interpret)(arrays, spec, config)
     weights = np.exp(np.where(np.arange(keys) == 0, above, 0.0))
     total = weights.sum() + (np.exp(above - 1.0) if sinks else 0.0)
     values = (v * np.broadcast_to(scale, (pages, page, 1))[..., None]).reshape(-1, 32)[:keys]

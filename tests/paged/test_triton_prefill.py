@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.compiled import executed
 from tests.paged import cases
 from tests.paged.cases import assert_agrees, Case, CASES, make, PagedArrays, PagedSpec, with_leading_axis
 from tests.paged.triton_calls import compiled, config_of, folded, interpret, prefill_kernel, with_axis
@@ -132,7 +133,7 @@ def test_beside_the_decode_kernel():
     two = dataclasses.replace(case, q_lens=(1, 17), kv_lens=(5, 20), batch=2)
     for one in (case, two):
         arrays, spec = with_axis(one)
-        call = functools.partial(compiled.forward, spec=spec, config=config_of(*TILE), execute=interpret)
+        call = functools.partial(executed(compiled.forward, interpret), spec=spec, config=config_of(*TILE))
         assert_agrees(one, quick(call)(arrays))
 
 

@@ -137,10 +137,8 @@ class AttentionKind(Kind):
     def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Named:
         return {"out": platform.attend(arrays, spec)}
 
-    def forward(
-        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
-    ) -> Named:
-        return dict(zip(self.results, platform.forward(arrays, spec, config, **execute), strict=True))
+    def forward(self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool) -> Named:
+        return dict(zip(self.results, platform.forward(arrays, spec, config), strict=True))
 
     def backward(
         self,
@@ -150,10 +148,9 @@ class AttentionKind(Kind):
         config: Any,
         saved: Named,
         cotangents: Named,
-        **execute: Any,
     ) -> Named:
         results = (saved["out"], saved["lse"], cotangents["out"], cotangents["lse"])
-        grads = platform.backward(arrays, spec, config, *results, **execute)
+        grads = platform.backward(arrays, spec, config, *results)
         return {name: x for name, x in grads._asdict().items() if x is not None}
 
     def told(self, spec: AttentionSpec, runs: Mapping[str, int], over: tuple[str, ...]) -> AttentionSpec:

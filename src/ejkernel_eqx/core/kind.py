@@ -164,11 +164,9 @@ class Kind:
         """The results on a platform that JAX differentiates."""
         return platform.apply(arrays, spec, config)
 
-    def forward(
-        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
-    ) -> Named:
+    def forward(self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool) -> Named:
         """The results and residuals on a platform that JAX does not differentiate."""
-        return dict(platform.forward(arrays, spec, config, save=save, **execute))
+        return dict(platform.forward(arrays, spec, config, save=save))
 
     def backward(
         self,
@@ -178,9 +176,8 @@ class Kind:
         config: Any,
         saved: Named,
         cotangents: Named,
-        **execute: Any,
     ) -> Named:
-        return platform.backward(arrays, spec, config, saved, cotangents, **execute)
+        return platform.backward(arrays, spec, config, saved, cotangents)
 
     def told(self, spec: Any, runs: Mapping[str, int], over: tuple[str, ...]) -> Any:
         """The spec of one launch, with the number of rows that read each row of a kept array, or the mapped axes that its gradient is summed

@@ -26,10 +26,8 @@ class StepKind(Kind):
     def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Any:
         return platform.step(arrays, spec, config)
 
-    def forward(
-        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
-    ) -> Named:
-        return self.by_name(platform.step(arrays, spec, config, **execute))
+    def forward(self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool) -> Named:
+        return self.by_name(platform.step(arrays, spec, config))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

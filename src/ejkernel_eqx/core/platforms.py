@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 from jax import Array
 
 from ..dispatch import DeviceFacts, hooks_of, PlatformHooks, Problem
-from ..launch import expect_launches, interpreter_unavailable, run, triton_unavailable
+from ..launch import executing, expect_launches, interpreter_unavailable, run, triton_unavailable
 
 Named = dict[str, Array]
 
@@ -81,17 +80,15 @@ class Interpreted(PlatformHooks):
                 setattr(self, name, self._interpreted(getattr(compiled, name)))
 
     def _interpreted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with its launches interpreted; callers of a platform do not specify how they are executed."""
+        """The function with its launches interpreted."""
 
         @functools.wraps(function)
         def call(arrays: Any, spec: Any, config: Any, *rest: Any, **how: Any) -> Any:
             changes = {name: x for name, x in self._portable.items() if getattr(config, name) != x}
             config = dataclasses.replace(config, **changes) if changes else config
-            return function(arrays, spec, config, *rest, execute=self.execute, **how)
+            with executing(self.execute):
+                return function(arrays, spec, config, *rest, **how)
 
-        known = inspect.signature(function)
-        parameters = [p for name, p in known.parameters.items() if name != "execute"]
-        vars(call)["__signature__"] = known.replace(parameters=parameters)
         return call
 
     def unavailable(self, device: DeviceFacts) -> str | None:

@@ -130,13 +130,13 @@ class Work:
         gradients = tuple(map(gradient_name, self.learned))
         return Part("forward", tuple(self.output_shapes)), Part("backward", gradients)
 
-    def record(self, groups: tuple[Arrays, Arrays, Arrays], config: Any, execute: Any) -> None:
-        """Runs forward and backward on inputs, outputs and cotangents, with another `execute`."""
+    def record(self, groups: tuple[Arrays, Arrays, Arrays], config: Any) -> None:
+        """Runs forward and backward on inputs, outputs and cotangents."""
         (arrays, outputs, cotangents), platform = groups, self.implementation.load()
         kind, fields = self.kernel.kind, self.problem.flags
-        kind.forward(platform, arrays, fields, config, False, execute=execute)
+        kind.forward(platform, arrays, fields, config, False)
         if kind.has_backward(platform):
-            kind.backward(platform, arrays, fields, config, outputs, cotangents, execute=execute)
+            kind.backward(platform, arrays, fields, config, outputs, cotangents)
 
     def zeros(self, seed: int) -> tuple[Arrays, Arrays, Arrays]:
         shapes = self.input_shapes, self.output_shapes, self.cotangent_shapes

@@ -6,7 +6,7 @@ and `constants` for kernel bodies.
 Importing this package needs neither Triton nor jax-triton."""
 
 from ._while_used import collector_paused as collector_paused
-from .by_name import Execute as Execute
+from .by_name import executing as executing
 from .by_name import given as given
 from .by_name import Launcher as Launcher
 from .by_name import LOG2E as LOG2E

@@ -3,7 +3,7 @@ by name."""
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,8 +22,9 @@ LOG2E = 1.4426950408889634
 MOST_NATURAL = 2.3e38
 """The largest exponent of `e` that is a finite float32 as one of 2. Kernels take larger finite ones to be this large."""
 
-Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
-"""`run`, or a function that interprets or records launches."""
+executing: Any = jax.make_user_context(None)
+"""`executing(execute)` is a context in which every launch is left to `execute(launch, arrays)`, which interprets or records it. A platform opens it
+round its own host functions, never round a user's code. It holds for one thread, and is part of the key of JAX's caches of traces."""
 
 Arrays = Mapping[str, Any]
 """Arrays by name, without `_ptr`; `None` if a call does not have one."""
@@ -74,7 +75,6 @@ class Launcher:
     arrays: Arrays
     numbers: Mapping[str, Any]
     absent: Any
-    execute: Execute
 
     def knowing(self, arrays: Arrays, **numbers: Any) -> "Launcher":
         """The same launcher with more arrays and numbers for every kernel."""
@@ -102,7 +102,7 @@ class Launcher:
         - `more`: numbers for this launch only; and `aliases`, input to output, and `name`, if the label is not the kernel's name.
         """
         launch, inputs = self.launch(kernel, tile, outputs, programs, arrays, **more)
-        return {name.removesuffix("_ptr"): x for name, x in self.execute(launch, inputs).items()}
+        return {name.removesuffix("_ptr"): x for name, x in run(launch, inputs).items()}
 
     def launch(
         self,
@@ -160,6 +160,8 @@ def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = Fa
 
     There is no `vmap` or autodiff rule here: callers fold batches and define derivatives (`core/kind.py`).
     """
+    if executing.value is not None and not interpret:
+        return executing.value(launch, arrays)
     checked = _checked_arrays(launch, arrays)
     if interpret and launch.is_gluon:
         raise ValueError(

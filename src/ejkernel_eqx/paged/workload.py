@@ -45,8 +45,8 @@ def costs(problem: Problem) -> dict[str, Cost]:
     return {FORWARD: Cost(flops, moved_bytes(problem, spec))}
 
 
-def _run(platform: Any, spec: PagedSpec, arrays: PagedArrays, config: Any, **execute: Any) -> Any:
-    return platform.forward(arrays, spec, config, **execute)
+def _run(platform: Any, spec: PagedSpec, arrays: PagedArrays, config: Any) -> Any:
+    return platform.forward(arrays, spec, config)
 
 
 @functools.partial(jax.jit, static_argnums=0)

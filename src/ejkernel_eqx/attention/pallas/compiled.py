@@ -8,7 +8,6 @@ from jax import Array
 from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch.by_name import LOG2E
 from ...launch.fields import check_fields, Lanes
-from ...launch.pallas import Execute, run
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks.call_lists import without_lists
 from ..spec import AttentionArrays, AttentionGrads, AttentionSpec
@@ -79,11 +78,9 @@ def config_unsupported(config: PallasConfig, problem: Problem, device: DeviceFac
     return None
 
 
-def forward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig, *, execute: Execute = run
-) -> tuple[Array, Array]:
+def forward(arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    return attended(arrays, spec, config, execute=execute)
+    return attended(arrays, spec, config)
 
 
 def attended(
@@ -92,7 +89,6 @@ def attended(
     config: PallasConfig,
     *,
     k_rope: Array | None = None,
-    execute: Execute = run,
 ) -> tuple[Array, Array]:
     """Works as `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     if _is_empty(arrays):
@@ -101,7 +97,7 @@ def attended(
         if arrays.sinks is not None:
             lse = jnp.broadcast_to(arrays.sinks.astype(jnp.float32)[..., None], lse.shape)
         return jnp.zeros((batch, queries, heads, values), arrays.q.dtype), lse
-    return launches.forward(arrays, spec, _sizes(config.forward), execute, k_rope)
+    return launches.forward(arrays, spec, _sizes(config.forward), k_rope)
 
 
 def backward(
@@ -112,11 +108,9 @@ def backward(
     lse: Array,
     dout: Array,
     dlse: Array,
-    *,
-    execute: Execute = run,
 ) -> AttentionGrads:
     """All gradients; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, (out, lse), (dout, dlse), execute=execute)[0]
+    return gradients(arrays, spec, config, (out, lse), (dout, dlse))[0]
 
 
 def gradients(
@@ -127,7 +121,6 @@ def gradients(
     cotangents: tuple[Array, Array],
     *,
     k_rope: Array | None = None,
-    execute: Execute = run,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
     (out, lse), (dout, dlse) = results, cotangents
@@ -146,15 +139,15 @@ def gradients(
         jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
         delta,
     )
-    dk, dv, dk_rope = launches.key_gradient(arrays, spec, _sizes(config.key_gradient), own, execute, k_rope)
-    dq, dslopes = launches.query_gradient(arrays, spec, _sizes(config.query_gradient), own, execute, k_rope)
+    dk, dv, dk_rope = launches.key_gradient(arrays, spec, _sizes(config.key_gradient), own, k_rope)
+    dq, dslopes = launches.query_gradient(arrays, spec, _sizes(config.query_gradient), own, k_rope)
     if dslopes is not None and arrays.alibi_slopes is not None:
         dslopes = sum_batch(dslopes, arrays.alibi_slopes)
     dbias = None
     if arrays.bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
             arrays, spec = without_lists(arrays, spec)
-        dbias = launches.bias_gradient(arrays, spec, _sizes(config.query_gradient), own, execute, k_rope)
+        dbias = launches.bias_gradient(arrays, spec, _sizes(config.query_gradient), own, k_rope)
     return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks), dk_rope
 
 

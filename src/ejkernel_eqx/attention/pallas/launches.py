@@ -11,7 +11,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...launch.pallas import Execute, TpuLaunch
+from ...launch.pallas import run, TpuLaunch
 from ...launch.sizes import cdiv
 from ..spec import AttentionArrays, AttentionSpec
 from . import backward_kernels, forward_kernel
@@ -59,7 +59,6 @@ def forward(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     tile: tuple[int, int],
-    execute: Execute,
     k_rope: Array | None,
 ) -> tuple[Array, Array]:
     call = _Call.of_queries(arrays, spec, tile, k_rope)
@@ -83,7 +82,7 @@ def forward(
         forward_kernel.forward_kernel(form, refs, entry, head, guarded=guarded)
 
     temporaries = forward_kernel.temporaries(*tile, arrays.q.dtype.itemsize)
-    out, lse = call.launch("forward", body, {}, results, scratch, temporaries, execute)
+    out, lse = call.launch("forward", body, {}, results, scratch, temporaries)
     return out[:, :, :queries].swapaxes(1, 2), lse[:, :, 0, :queries]
 
 
@@ -92,7 +91,6 @@ def key_gradient(
     spec: AttentionSpec,
     tile: tuple[int, int],
     rows: Rows,
-    execute: Execute,
     k_rope: Array | None,
 ) -> tuple[Array, Array, Array | None]:
     """`dk`, `dv` and that of `k_rope`. One program has all heads that read a key head, one after the other. Each head has a part of the gradient of
@@ -122,7 +120,7 @@ def key_gradient(
         backward_kernels.key_gradient_kernel(form, refs, entry, head, first, last)
 
     temporaries = backward_kernels.temporaries(*tile, arrays.q.dtype.itemsize)
-    found = call.launch("key_gradient", body, _of_rows(rows, form), results, scratch, temporaries, execute)
+    found = call.launch("key_gradient", body, _of_rows(rows, form), results, scratch, temporaries)
     dk, dv = (x[:, :, :keys].swapaxes(1, 2) for x in found[:2])
     return dk, dv, found[2].sum(1)[:, :, :keys].mT if form.shared else None
 
@@ -132,7 +130,6 @@ def query_gradient(
     spec: AttentionSpec,
     tile: tuple[int, int],
     rows: Rows,
-    execute: Execute,
     k_rope: Array | None,
 ) -> tuple[Array, Array | None]:
     """`dq`, and `[B, H]` of the slopes."""
@@ -157,7 +154,7 @@ def query_gradient(
         backward_kernels.query_gradient_kernel(form, refs, entry, head)
 
     temporaries = backward_kernels.temporaries(*tile, arrays.q.dtype.itemsize)
-    found = call.launch("query_gradient", body, _of_rows(rows, form), results, scratch, temporaries, execute)
+    found = call.launch("query_gradient", body, _of_rows(rows, form), results, scratch, temporaries)
     slopes = found[1][:, :, :, 0, 0].sum(-1) if form.alibi else None
     return found[0][:, :, :queries].swapaxes(1, 2), slopes
 
@@ -167,7 +164,6 @@ def bias_gradient(
     spec: AttentionSpec,
     tile: tuple[int, int],
     rows: Rows,
-    execute: Execute,
     k_rope: Array | None,
 ) -> Array:
     """Along an axis where the bias has size one, the last axis of the grid sums, and within a tile the kernel."""
@@ -209,9 +205,7 @@ def bias_gradient(
         scalars_of(arrays, None),
     )
     temporaries = backward_kernels.temporaries(*tile, arrays.q.dtype.itemsize)
-    (dbias,) = call.launch(
-        "bias_gradient", body, _of_rows(rows, form), {"dbias": result}, {}, temporaries, execute
-    )
+    (dbias,) = call.launch("bias_gradient", body, _of_rows(rows, form), {"dbias": result}, {}, temporaries)
     return dbias[:, :, : sides[0], : sides[1]].astype(bias.dtype)
 
 
@@ -279,7 +273,6 @@ class _Call(NamedTuple):
         results: Mapping[str, Result],
         scratch: Mapping[str, tuple[int, int]],
         temporaries: int,
-        execute: Execute,
     ) -> tuple[Array, ...]:
         """Runs `body(refs, scalars, place, entry)` on the grid."""
         inputs, axes, known = self.inputs | more, len(self.grid), self.scalars
@@ -309,7 +302,7 @@ class _Call(NamedTuple):
             parallel=self.parallel,
             temporaries=temporaries,
         )
-        return execute(launch, [*known.arrays, *(x.array for x in inputs.values())])
+        return run(launch, [*known.arrays, *(x.array for x in inputs.values())])
 
 
 def _inputs(

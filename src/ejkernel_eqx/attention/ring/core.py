@@ -55,12 +55,10 @@ class RingKind(AttentionKind):
             return selection
         return dataclasses.replace(selection, remarks=(method_of(arrays, spec, devices)[1],))
 
-    def forward(
-        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
-    ) -> Named:
+    def forward(self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool) -> Named:
         devices = _devices(spec)
         if devices == 1:
-            return super().forward(platform, arrays, spec.plain(), config, save, **execute)
+            return super().forward(platform, arrays, spec.plain(), config, save)
         form = _FORMS[method_of(arrays, spec, devices)[0]]
         return dict(zip(self.results, form.forward(arrays, spec, config, platform), strict=True))
 
@@ -72,11 +70,10 @@ class RingKind(AttentionKind):
         config: Any,
         saved: Named,
         cotangents: Named,
-        **execute: Any,
     ) -> Named:
         devices = _devices(spec)
         if devices == 1:
-            return super().backward(platform, arrays, spec.plain(), config, saved, cotangents, **execute)
+            return super().backward(platform, arrays, spec.plain(), config, saved, cotangents)
         form = _FORMS[method_of(arrays, spec, devices)[0]]
         results = (saved["out"], saved["lse"], cotangents["out"], cotangents["lse"])
         grads = form.backward(arrays, spec, config, platform, *results)

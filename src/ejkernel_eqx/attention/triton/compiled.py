@@ -9,7 +9,7 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import DeviceFacts, FORWARD, Problem
-from ...launch import Execute, given, Launcher, LOG2E, NOTHING, result, result_like, run
+from ...launch import given, Launcher, LOG2E, NOTHING, result, result_like
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
 from ..core import problem_of
@@ -182,11 +182,9 @@ def _fitting(kernel: str, sizes: Sizes, problem: Problem, device: DeviceFacts) -
     return fitting(tiles, lambda tile: _needed_memory(kernel, problem, tile), device) or [_SMALLEST]
 
 
-def forward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *, execute: Execute = run
-) -> tuple[Array, Array]:
+def forward(arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`."""
-    return attended(arrays, spec, config, execute=execute)
+    return attended(arrays, spec, config)
 
 
 def attended(
@@ -195,7 +193,6 @@ def attended(
     config: TritonConfig,
     *,
     k_rope: Array | None = None,
-    execute: Execute = run,
 ) -> tuple[Array, Array]:
     """Works as `forward`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     tile = config.forward
@@ -204,11 +201,9 @@ def attended(
     arrays, spec = explicit_ranges(arrays, spec)
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
     if tile.hopper_programs and arrays.k.shape[1] > 0:
-        return hopper_call.attended(
-            launcher(arrays, spec, config, execute), arrays, spec, tile, _resident(arrays)
-        )
+        return hopper_call.attended(launcher(arrays, spec, config), arrays, spec, tile, _resident(arrays))
     tiles, numbers = _tiled(arrays, spec, tile)
-    results = launcher(arrays, spec, config, execute, k_rope)(
+    results = launcher(arrays, spec, config, k_rope)(
         forward_kernel.forward_kernel,
         tile,
         {
@@ -231,11 +226,9 @@ def backward(
     lse: Array,
     dout: Array,
     dlse: Array,
-    *,
-    execute: Execute = run,
 ) -> AttentionGrads:
     """All gradients; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, (out, lse), (dout, dlse), execute=execute)[0]
+    return gradients(arrays, spec, config, (out, lse), (dout, dlse))[0]
 
 
 def gradients(
@@ -246,7 +239,6 @@ def gradients(
     cotangents: tuple[Array, Array],
     *,
     k_rope: Array | None = None,
-    execute: Execute = run,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `attended`), in float32."""
     (out, lse), (dout, dlse) = results, cotangents
@@ -262,7 +254,7 @@ def gradients(
         "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
         "delta": delta,
     }
-    launch = launcher(arrays, spec, config, execute, k_rope).knowing(row_inputs)
+    launch = launcher(arrays, spec, config, k_rope).knowing(row_inputs)
     dk_rope = dslopes = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
         rows = row_inputs["do"], row_inputs["lse"], row_inputs["delta"]
@@ -274,7 +266,7 @@ def gradients(
     if bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
             arrays, spec = without_lists(arrays, spec)
-            launch = launcher(arrays, spec, config, execute, k_rope).knowing(row_inputs)
+            launch = launcher(arrays, spec, config, k_rope).knowing(row_inputs)
         dbias = _bias_gradient(launch, bias, arrays, config.query_gradient)
     dsinks = None
     if arrays.sinks is not None:
@@ -335,7 +327,6 @@ def launcher(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: TritonConfig,
-    execute: Execute,
     k_rope: Array | None = None,
 ) -> Launcher:
     """The arguments that all kernels of a call share, without their tiles."""
@@ -378,7 +369,7 @@ def launcher(
         CLEAN=arrays.mask is not None or (arrays.q_segments is not None and not spec.same_segments),
         GROUP=_group(arrays, spec),
     )  # fmt: skip
-    return Launcher("attention", named, numbers, arrays.q, execute)
+    return Launcher("attention", named, numbers, arrays.q)
 
 
 def _tiled(

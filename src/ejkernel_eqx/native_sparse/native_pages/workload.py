@@ -105,10 +105,8 @@ def _cost(problem: Problem) -> tuple[float, float]:
     return 2.0 * pairs * problem.dim("H") * width, float(moved)
 
 
-def _run(
-    platform: Any, spec: PagedNativeSpec, arrays: PagedNativeArrays, config: Any, **execute: Any
-) -> dict[str, Array]:
-    return {"out": platform.forward(arrays, spec, config, **execute)["out"]}
+def _run(platform: Any, spec: PagedNativeSpec, arrays: PagedNativeArrays, config: Any) -> dict[str, Array]:
+    return {"out": platform.forward(arrays, spec, config)["out"]}
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -13,7 +13,7 @@ from ...attention.triton import compiled as attention
 from ...attention.triton import tile_sizes
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Execute, Launcher, limits_registers, LOG2E, register_limits_measured, result, run
+from ...launch import Launcher, limits_registers, LOG2E, register_limits_measured, result
 from ...launch.fields import check_fields, Float32Dot
 from ...launch.sizes import cdiv, padded
 from ...paged.triton import compiled as pages
@@ -171,7 +171,7 @@ def span_for(programs: int, count: int, device: DeviceFacts) -> int:
 
 
 def forward(
-    arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
+    arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, *, save: bool = True
 ) -> dict[str, Array]:
     """The output, the blocks that were chosen, and what the backward needs."""
     if steps.serves(arrays):
@@ -183,12 +183,12 @@ def forward(
             config.few.sliding,
             config.float32_dot,
         )
-        return few.attend(steps.of_rows(arrays, spec), spec, tiles, arrays.q.shape[:2], save, execute=execute)
+        return few.attend(steps.of_rows(arrays, spec), spec, tiles, arrays.q.shape[:2], save)
     found: dict[str, Array] = {}
     for name, branch in _BRANCHES.items():
-        results = attention.forward(*branch(arrays, spec), getattr(config, name), execute=execute)
+        results = attention.forward(*branch(arrays, spec), getattr(config, name))
         found[f"{name}_out"], found[f"{name}_lse"] = results
-    launch = launcher_of(arrays, spec, config.float32_dot, execute)
+    launch = launcher_of(arrays, spec, config.float32_dot)
     indices = arrays.indices
     if indices is None:
         indices = choice.choose(launch, arrays, spec, config.selection, found["compressed_lse"])
@@ -213,8 +213,6 @@ def backward(
     config: TritonConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """The gradients of all float arrays; bitwise repeatable, as every sum has one fixed order."""
     douts, dgates = branches.split(arrays.gates, saved, cotangents["out"].astype(arrays.q.dtype))
@@ -225,9 +223,7 @@ def backward(
         tiles, times = getattr(config, name), 1
         if cdiv(call.k.shape[1], tiles.key_gradient.block_k) * call.k.shape[0] * call.k.shape[2] < _FEW:
             times = arrays.q.shape[2] // arrays.k.shape[2]
-        grads = attention.backward(
-            _copied(call, times), own, tiles, out, lse, dout, jnp.zeros_like(lse), execute=execute
-        )
+        grads = attention.backward(_copied(call, times), own, tiles, out, lse, dout, jnp.zeros_like(lse))
         whole[name] = grads._replace(k=_total(grads.k, times), v=_total(grads.v, times))
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
@@ -237,7 +233,7 @@ def backward(
         "delta": delta,
         "indices": saved["indices"],
     }
-    launch = launcher_of(arrays, spec, config.float32_dot, execute).knowing(own)
+    launch = launcher_of(arrays, spec, config.float32_dot).knowing(own)
     programs = arrays.q.shape[0] * arrays.q.shape[1] * arrays.k.shape[2]
     outputs = {"dq": result(*arrays.q.shape)}
     dq = launch(kernels.query_gradient_kernel, config.query_gradient, outputs, programs)["dq"]
@@ -303,7 +299,7 @@ def _key_gradient(
     return whole(parts["dk"], dim), whole(parts["dv"], values)
 
 
-def launcher_of(arrays: NativeArrays, spec: NativeSpec, float32_dot: str, execute: Execute) -> Launcher:
+def launcher_of(arrays: NativeArrays, spec: NativeSpec, float32_dot: str) -> Launcher:
     """The arguments that the kernels of one call share."""
     begin = None if arrays.begin is None else begins(arrays, spec)
     named = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "position": arrays.position, "begin": begin}
@@ -311,4 +307,4 @@ def launcher_of(arrays: NativeArrays, spec: NativeSpec, float32_dot: str, execut
         T=arrays.q.shape[1], S=arrays.k.shape[1], M=num_blocks(arrays, spec), BLOCK_S=padded(spec.block), offset=spec.offset,
         PLACED=arrays.position is not None, PACKED=begin is not None,
     )  # fmt: skip
-    return Launcher("native_sparse", named, numbers, arrays.q, execute)
+    return Launcher("native_sparse", named, numbers, arrays.q)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...dispatch import Problem
-from ...launch import Execute, Launcher, LOG2E, result, run
+from ...launch import Launcher, LOG2E, result
 from ...launch.sizes import cdiv, padded
 from ...paged.core import problem_of
 from ...paged.spec import PagedArrays, PagedSpec
@@ -43,17 +43,13 @@ def attend(
     tiles: Tiles,
     lead: tuple[int, ...],
     save: bool = False,
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """`out [*lead, H, V]` and the chosen blocks; with `save` also the results of all branches, for a gradient. `lead` are the rows and their
     tokens."""
     if tiles.step.block_k and not (save or step.sizes.reason_against()):
-        found = steps.attend(step, spec, tiles.step, tiles.float32_dot, execute=execute)
+        found = steps.attend(step, spec, tiles.step, tiles.float32_dot)
         return {name: x.reshape(*lead, *x.shape[1:]) for name, x in found.items()}
-    found = {
-        name: x.reshape(*lead, *x.shape[1:]) for name, x in _by_branch(step, spec, tiles, execute).items()
-    }
+    found = {name: x.reshape(*lead, *x.shape[1:]) for name, x in _by_branch(step, spec, tiles).items()}
     found = {name: x.swapaxes(1, 2) if name.endswith("lse") else x for name, x in found.items()}
     indices = found.pop("indices")
     out = branches.combine(step.gates.reshape(*lead, *step.gates.shape[1:]), found, step.q.dtype)
@@ -95,19 +91,19 @@ def _calls(step: Step, spec: NativeSpec) -> dict[str, tuple[PagedArrays, PagedSp
     }
 
 
-def _by_branch(step: Step, spec: NativeSpec, tiles: Tiles, execute: Execute) -> dict[str, Array]:
+def _by_branch(step: Step, spec: NativeSpec, tiles: Tiles) -> dict[str, Array]:
     """`out [T, H, V]` and `lse [T, H]` of each branch, and the blocks `indices [T, K, n]`."""
     found, calls = {}, _calls(step, spec)
     for name, (arrays, own) in calls.items():
         # With a leading axis of one, which pages need not have.
         row = arrays._replace(**{n: x[None] for n, x in arrays.given.items() if n not in ("k", "v")})
-        results = pages.forward(row, own, getattr(tiles, name), execute=execute)
+        results = pages.forward(row, own, getattr(tiles, name))
         found |= {f"{name}_{what}": x[0] for what, x in results.items()}
     each, small = alone(step.main, step.queries), calls["compressed"][0]
     place, numbers = each.kv_len - 1, steps.numbers_of(step.q, step.v, spec, tiles.float32_dot)
     named = {"q": step.q, "k": step.k, "v": step.v, "position": place, "table": each.page_table}
     numbers |= {"T": step.q.shape[0], "BLOCK_S": padded(spec.block)} | _sizes(each)
-    launch = Launcher("paged_native_sparse", named, numbers, step.q, execute)
+    launch = Launcher("paged_native_sparse", named, numbers, step.q)
     indices = step.indices
     if indices is None:
         indices = _chosen(launch, step, small, spec, tiles.weights, place, found["compressed_lse"])

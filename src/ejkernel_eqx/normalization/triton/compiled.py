@@ -6,7 +6,7 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Execute, Launcher, NOTHING, Options, result, result_like, run
+from ...launch import Launcher, NOTHING, Options, result, result_like
 from ...launch.sizes import cdiv, padded
 from ..spec import NormArrays, NormSpec
 from . import kernels
@@ -54,12 +54,12 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def forward(
-    arrays: NormArrays, spec: NormSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
+    arrays: NormArrays, spec: NormSpec, config: TritonConfig, *, save: bool = True
 ) -> dict[str, Array]:
     """The results; nothing is saved."""
     tile, (batch, rows, groups, _) = config.forward, arrays.x.shape
     total = batch * rows * groups
-    launch = _launcher(arrays, spec, config, tile, execute)
+    launch = _launcher(arrays, spec, config, tile)
     programs = cdiv(total, tile.block_m)
     return launch(
         kernels.forward_kernel, Options(tile.num_warps), {"out": result_like(arrays.x)}, programs, rows=total
@@ -72,14 +72,12 @@ def backward(
     config: TritonConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """All gradients; that of the weight is per batch row and summed in a fixed order."""
     tile, (batch, rows, groups, features) = config.backward, arrays.x.shape
     chunks = cdiv(rows, tile.block_m * tile.turns)
     z, weight = arrays.z, arrays.weight
-    results = _launcher(arrays, spec, config, tile, execute)(
+    results = _launcher(arrays, spec, config, tile)(
         kernels.backward_kernel,
         Options(tile.num_warps),
         {
@@ -100,9 +98,7 @@ def backward(
     return grads
 
 
-def _launcher(
-    arrays: NormArrays, spec: NormSpec, config: TritonConfig, tile: NormTile, execute: Execute
-) -> Launcher:
+def _launcher(arrays: NormArrays, spec: NormSpec, config: TritonConfig, tile: NormTile) -> Launcher:
     rows, groups, features = arrays.x.shape[1:]
     numbers = {
         "M": rows,
@@ -117,4 +113,4 @@ def _launcher(
         "BM": tile.block_m,
         "BF": padded(features, 1),
     }
-    return Launcher("normalization", arrays._asdict(), numbers, arrays.x, execute)
+    return Launcher("normalization", arrays._asdict(), numbers, arrays.x)

@@ -3,6 +3,7 @@
 from jax import Array
 
 from ...core.platforms import Interpreted
+from ...launch import executing
 from ..spec import WriteArrays
 from . import compiled
 from .call import TritonConfig
@@ -11,7 +12,8 @@ from .tile_sizes import SMALLEST
 
 class _Interpreted(Interpreted):
     def write(self, arrays: WriteArrays) -> dict[str, Array]:
-        return compiled.write(arrays, execute=self.execute)
+        with executing(self.execute):
+            return compiled.write(arrays)
 
 
 CONFIG = TritonConfig(SMALLEST, SMALLEST, split_k=3, chunk_size=16, **compiled.PORTABLE)

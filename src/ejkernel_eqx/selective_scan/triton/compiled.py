@@ -11,7 +11,6 @@ from jax import Array
 from ...core.platforms import kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch import (
-    Execute,
     given,
     Launcher,
     limits_registers,
@@ -20,7 +19,6 @@ from ...launch import (
     register_limits_measured,
     result,
     result_like,
-    run,
 )
 from ...launch.fields import check_fields, Count, power_of_two, Registers, Warps, whole
 from ...launch.sizes import cdiv, padded
@@ -227,11 +225,9 @@ def _from_chunks(x: Array, chunks: _Chunks, length: int) -> Array:
     return jnp.moveaxis(x, 2, 1)
 
 
-def forward(
-    arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
-) -> Arrays:
+def forward(arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: bool = True) -> Arrays:
     """`out`, `final_state`, and with `save` the `states [B, chunks, N, I]` before every chunk."""
-    call = _Call(arrays, spec, config.chunk_size, config.forward, execute)
+    call = _Call(arrays, spec, config.chunk_size, config.forward)
     x, shape, initial = arrays.x, call.state_shape, call.launch.arrays["initial"]
     slots = call.chunks.batch * call.chunks.count if save else shape[0] * call.splits
     entering = call.entering(forward_kernels.summary_kernel, initial)
@@ -251,11 +247,9 @@ def backward(
     config: TritonConfig,
     saved: Arrays,
     cotangents: Arrays,
-    *,
-    execute: Execute = run,
 ) -> Arrays:
     """The gradient of every float array; bitwise repeatable, as every sum has a fixed order."""
-    call = _Call(arrays, spec, config.chunk_size, config.backward, execute)
+    call = _Call(arrays, spec, config.chunk_size, config.backward)
     x, shape, chunks = arrays.x, call.state_shape, call.chunks
     (batch, length, channels), groups = x.shape, arrays.B.shape[-2]
     dout = {"dout": cotangents["out"]}
@@ -302,7 +296,7 @@ def backward(
 class _Call:
     """One call: how its channels and tokens are distributed, its states in the kernels' layout, and the arguments of all kernels."""
 
-    def __init__(self, arrays: ScanArrays, spec: ScanSpec, size: int, tile: ScanTile, execute: Execute):
+    def __init__(self, arrays: ScanArrays, spec: ScanSpec, size: int, tile: ScanTile):
         self.arrays, self.tile = arrays, tile
         self.options = Options(tile.num_warps, 1, tile.max_registers)
         self.chunks = chunks = _chunks_of(arrays, size)
@@ -337,7 +331,7 @@ class _Call:
             **given(BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z),
             **given(SEGMENTS=arrays.starts, TABLE=chunks.bounds),
         }
-        self.launch = Launcher("selective_scan", named, numbers, arrays.x, execute)
+        self.launch = Launcher("selective_scan", named, numbers, arrays.x)
 
     def states_in(self, x: Array) -> Array:
         """States `[..., I, N]` in the kernels' layout."""
@@ -375,8 +369,6 @@ class _Call:
         return self.launch(kernel, Options(4), outputs, programs, inputs, **numbers)["entering"]
 
 
-def step(
-    arrays: StepArrays, spec: ScanSpec, config: TritonConfig, *, execute: Execute = run
-) -> tuple[Array, Array]:
+def step(arrays: StepArrays, spec: ScanSpec, config: TritonConfig) -> tuple[Array, Array]:
     """`out [*, B, I]` in the dtype of `x` and the states (the whole pool)."""
-    return step_kernel.step(arrays, spec, config.step, execute=execute)
+    return step_kernel.step(arrays, spec, config.step)

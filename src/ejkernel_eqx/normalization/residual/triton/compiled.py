@@ -7,7 +7,7 @@ from jax import Array
 
 from ....core.platforms import kernels_unavailable
 from ....dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ....launch import Execute, Launcher, NOTHING, Options, result, result_like, run
+from ....launch import Launcher, NOTHING, Options, result, result_like
 from ....launch.sizes import cdiv, padded
 from ...triton.tile_sizes import DEEP, NormTile, tile_pairs
 from ..spec import COPIES, ResidualArrays, ResidualSpec
@@ -55,14 +55,13 @@ def forward(
     config: TritonConfig,
     *,
     save: bool = True,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """The results, of which the backward reads the sum."""
     tile, (batch, rows, _) = config.forward, arrays.x.shape
     total = batch * rows
     results = {"out": result_like(arrays.x)}
     results["sum"] = NOTHING if arrays.branch is None else result_like(arrays.x)
-    launch = _launcher(arrays._asdict(), arrays, spec, tile, execute)
+    launch = _launcher(arrays._asdict(), arrays, spec, tile)
     programs, has = cdiv(total, tile.block_m), arrays.branch is not None
     found = launch(kernels.forward_kernel, Options(tile.num_warps), results, programs, rows=total, BRANCH=has)
     outs = dict.fromkeys(COPIES[: spec.readers], found["out"])
@@ -75,14 +74,12 @@ def backward(
     config: TritonConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """All gradients; that of the weight is per batch row and summed in a fixed order."""
     tile, (batch, rows, features) = config.backward, arrays.x.shape
     chunks = cdiv(rows, tile.block_m * tile.turns)
     given = {"sum": saved["sum"], "weight": arrays.weight}
-    results = _launcher(given, arrays, spec, tile, execute)(
+    results = _launcher(given, arrays, spec, tile)(
         kernels.backward_kernel,
         Options(tile.num_warps),
         {
@@ -103,9 +100,7 @@ def backward(
     return grads
 
 
-def _launcher(
-    given: dict[str, Any], arrays: ResidualArrays, spec: ResidualSpec, tile: NormTile, execute: Execute
-) -> Launcher:
+def _launcher(given: dict[str, Any], arrays: ResidualArrays, spec: ResidualSpec, tile: NormTile) -> Launcher:
     _, rows, features = arrays.x.shape
     numbers = {
         "M": rows,
@@ -116,4 +111,4 @@ def _launcher(
         "BM": tile.block_m,
         "BF": padded(features, 1),
     }
-    return Launcher("residual", given, numbers, arrays.x, execute)
+    return Launcher("residual", given, numbers, arrays.x)
