@@ -230,8 +230,9 @@ def test_bounds_in_one_launch(kind, seed):
     arrays, spec = triton.explicit_ranges(arrays, spec)
     block_q, block_k = ((128, 128), (192, 128), (128, 64))[(seed + len(kind)) % 3]
     tile = dataclasses.replace(TILE, block_q=block_q, block_k=block_k)
-    launch = triton.launcher(arrays, spec, configured(tile), functools.partial(run, interpret=True))
-    found = forward_call.bounds(launch, arrays, spec, tile)
+    launch = triton.launcher(arrays, spec, configured(tile))
+    bounds = executed(forward_call.bounds, functools.partial(run, interpret=True))
+    found = bounds(launch, arrays, spec, tile)
     marks = found["marks"][:, :keys]
     # Keys that no range reaches count as padding: the bounds may be tighter.
     marked = arrays if arrays.q_segments is None else arrays._replace(kv_segments=marks)

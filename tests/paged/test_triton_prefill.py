@@ -41,13 +41,13 @@ def prefill(
     arrays: PagedArrays, spec: PagedSpec, *tile: int, least: int = 0, fill: float | None = None
 ) -> dict[str, Any]:
     def run(arrays: PagedArrays) -> dict[str, Any]:
-        call = folded(arrays, spec, config_of(*(tile or TILE[:2]), *TILE[2:]), interpret)
+        call = folded(arrays, spec, config_of(*(tile or TILE[:2]), *TILE[2:]))
         shape = (*call.arrays.q.shape[:2], call.values)
         before = {
             "out": jnp.full(shape, 0 if fill is None else fill, arrays.q.dtype),
             "lse": jnp.full(shape[:2], -jnp.inf if fill is None else fill, jnp.float32),
         }
-        results = prefill_kernel.prefill(call, before, least)
+        results = executed(prefill_kernel.prefill, interpret)(call, before, least)
         return {name: x.reshape(*arrays.q.shape[:2], *x.shape[1:]) for name, x in results.items()}
 
     return quick(run)(arrays)

@@ -1,6 +1,7 @@
 """The Triton kernels of all members that they take, interpreted."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from tests.compiled import executed
 from tests.recurrence.cases import Case, CASES, CLOSED, CONSTANT, EMPTY, KEY, make, NONE, SCALAR, VALUE
 from tests.tolerances import assert_close
 
@@ -202,8 +204,9 @@ def test_one_chunk_of_every_kind():
     arrays, spec = make(case)
     rates = jnp.repeat(jnp.asarray([-0.01, -20.0, -3.0]), 16)
     g = jnp.broadcast_to(rates, jnp.shape(arrays.g))  # pyright: ignore[reportArgumentType]
-    call = make_call(arrays._replace(g=g), spec, config(32), lambda *x: run(*x, interpret=True))
-    _, scores = fold(call, *gates(call), scores=True)
+    call = make_call(arrays._replace(g=g), spec, config(32))
+    of_call = lambda: fold(call, *gates(call), scores=True)
+    _, scores = executed(of_call, functools.partial(run, interpret=True))()
     q, k = (np.asarray(x, np.float64)[0, :, 0] for x in (arrays.q, arrays.k))
     tokens = np.arange(case.T)
     age = (tokens[:, None] - tokens)[..., None]

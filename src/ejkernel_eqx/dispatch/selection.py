@@ -431,5 +431,8 @@ def replaceable() -> Iterator[Callable[[], None]]:
             for _, withdraw in _LISTENERS.get():
                 withdraw(selection)
 
-    with within(_LISTENERS, (*_LISTENERS.get(), (made.append, _nothing))):
+    token = _LISTENERS.set((*_LISTENERS.get(), (made.append, _nothing)))
+    try:
         yield take_back
+    finally:
+        _LISTENERS.reset(token)
