@@ -95,7 +95,7 @@ class _Inputs:
     checks: list[Check] | None = None  # from then on
 
     def place_of(self, given: Any) -> int | None:
-        return next((place for place, x in enumerate(self.traced) if x is given), None)
+        return next(iter([place for place, x in enumerate(self.traced) if x is given]), None)
 
 
 _INPUTS: ContextVar[_Inputs | None] = ContextVar("ejkernel_eqx_inputs", default=None)

@@ -59,7 +59,7 @@ def array(name: str, x: Any, letters: str, rank: int | None = None) -> Array:
 def fitting(name: str, x: Any, shape: tuple[int | None, ...], letters: str) -> Array:
     """`x` as an array of exactly this shape; `None` for a free size."""
     x = array(name, x, letters, rank=0)
-    if x.ndim != len(shape) or any(w is not None and w != s for s, w in zip(x.shape, shape, strict=True)):
+    if x.ndim != len(shape) or any([w is not None and w != s for s, w in zip(x.shape, shape)]):
         own = letters.split()
         names = ["."] * (len(shape) - len(own)) + own
         expected = ", ".join(n if w is None else str(w) for w, n in zip(shape, names, strict=True))

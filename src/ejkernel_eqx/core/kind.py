@@ -169,13 +169,7 @@ class Kind:
         return dict(platform.forward(arrays, spec, config, save=save))
 
     def backward(
-        self,
-        platform: Any,
-        arrays: Any,
-        spec: Any,
-        config: Any,
-        saved: Named,
-        cotangents: Named,
+        self, platform: Any, arrays: Any, spec: Any, config: Any, saved: Named, cotangents: Named
     ) -> Named:
         return platform.backward(arrays, spec, config, saved, cotangents)
 

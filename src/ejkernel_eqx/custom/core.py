@@ -37,12 +37,7 @@ class CustomKind(Kind):
         return mapped(of_rows, self.leading(self.axes_of(arrays, fields)))(arrays)
 
     def forward(
-        self,
-        platform: CustomPlatform,
-        arrays: Arrays,
-        fields: Fields,
-        config: Any,
-        save: bool,
+        self, platform: CustomPlatform, arrays: Arrays, fields: Fields, config: Any, save: bool
     ) -> Arrays:
         outputs = self._invoke("run", platform, fields, config, arrays)
         return check_outputs(self.kernel.declaration, f"run_{platform.written_as.value}", outputs, arrays)
@@ -61,14 +56,7 @@ class CustomKind(Kind):
             self.kernel.declaration, f"grad_{platform.written_as.value}", gradients, arrays
         )
 
-    def _invoke(
-        self,
-        kind: str,
-        platform: CustomPlatform,
-        fields: Fields,
-        config: Any,
-        *args: Arrays,
-    ) -> Any:
+    def _invoke(self, kind: str, platform: CustomPlatform, fields: Fields, config: Any, *args: Arrays) -> Any:
         method = platform.method(kind)
         assert method is not None, "only existing methods are called"
         launcher = TritonLauncher(self.kernel.operation, platform.execute)

@@ -80,8 +80,8 @@ class Record:
             raise ValueError(f"Record: expected values nested at most {_DEEPEST} deep, received deeper ones.")
         _check(data, cls)
         _check_values(data)
-        timed = tuple(_part(Timed, entry) for entry in data.get("timed", ()))
-        denied = tuple(_part(Denied, entry) for entry in data.get("denied", ()))
+        timed = tuple([_part(Timed, entry) for entry in data.get("timed", ())])
+        denied = tuple([_part(Denied, entry) for entry in data.get("denied", ())])
         return cls(**{**data, "platform": str(data["platform"]), "timed": timed, "denied": denied})
 
 
@@ -132,7 +132,7 @@ def _kinds_of(cls: type) -> dict[str, tuple[type, ...]]:
     for name, hint in typing.get_type_hints(cls).items():
         members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         classes = [typing.get_origin(member) or member for member in members]
-        kinds[name] = tuple(kind for cls in classes for kind in _IN_JSON.get(cls, (cls,)))
+        kinds[name] = tuple([kind for cls in classes for kind in _IN_JSON.get(cls, (cls,))])
     return kinds
 
 

@@ -56,13 +56,11 @@ def _take(
     operation: str, devices: tuple[DeviceFacts, ...], platform: "str | Platform | None", config: Any | None
 ) -> tuple[Snapshot, ...]:
     implementations, policy = _candidates(operation, devices, platform, config), current_policy()
-    overlay = _relevant_overlay(operation)
-
-    def of(device: DeviceFacts) -> Snapshot:
-        known = (
-            of_device(implementations, device) if policy is not Policy.HEURISTIC and config is None else ()
-        )
-        return Snapshot(
+    overlay, reads_tables = _relevant_overlay(operation), policy is not Policy.HEURISTIC and config is None
+    snapshots = []
+    for device in devices:
+        known = of_device(implementations, device) if reads_tables else ()
+        snapshot = Snapshot(
             operation=operation,
             implementations=implementations,
             device=device,
@@ -75,8 +73,8 @@ def _take(
             shipped=joined([shipped_table(i, device) for i in known]),
             borrowed=joined([borrowed_table(i, device) for i in known]),
         )
-
-    return tuple([_shared(of(device)) for device in devices])
+        snapshots.append(_shared(snapshot))
+    return tuple(snapshots)
 
 
 def _relevant_overlay(operation: str) -> tuple[tuple[str, Any], ...]:
