@@ -272,7 +272,11 @@ class Kind:
                         return results
                     return {name: checkpoint_name(x, operation) for name, x in results.items()}
 
-            leading = self.leading(self._letters(implementation, self.arrays_of(given), spec))
+            arrays = self.arrays_of(given)
+            axes = self.axes_of(arrays, spec)
+            saved = axes | (self.saved_of(implementation, arrays, spec) if self.saved_of else {})
+            moved = {f"{what}{name}": x for what in (_COTANGENT, _GRADIENT) for name, x in axes.items()}
+            leading = self.leading(axes | {f"{_SAVED}{name}": x for name, x in saved.items()} | moved)
             if not is_launched:
                 return mapped(of_rows, leading, self.kept & set(self.learned))(given)
             if summed:
@@ -287,20 +291,13 @@ class Kind:
                 leading,
                 split=split,
                 whole=rows if summed else frozenset(),
-                summed=summed or (self.partial is not None and self.partial(self.arrays_of(given), spec)),
+                summed=summed or (self.partial is not None and self.partial(arrays, spec)),
                 sliced=self.sliced,
                 pinned=self.pinned(spec),
                 seen=not is_opaque(implementation),
             )(given)
 
         return launch
-
-    def _letters(self, implementation: Any, arrays: Any, spec: Any) -> Letters:
-        """The axes of all arguments and results of a launch."""
-        axes = self.axes_of(arrays, spec)
-        saved = axes | (self.saved_of(implementation, arrays, spec) if self.saved_of else {})
-        moved = {f"{what}{name}": x for what in (_COTANGENT, _GRADIENT) for name, x in axes.items()}
-        return axes | {f"{_SAVED}{name}": x for name, x in saved.items()} | moved
 
 
 def is_opaque(platform: Any) -> bool:

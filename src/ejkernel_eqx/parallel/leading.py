@@ -59,9 +59,6 @@ class Leading:
             assert lead == self.shape(other, x), f"leading axes differ: {name} {lead}, {other} {x.shape}"
         return lead
 
-    def broadcasts_first(self, name: str, x: Any, lead: tuple[int, ...]) -> bool:
-        return name in self.broadcast and x.shape[0] == 1 != lead[0]
-
     def labels(
         self,
         arrays: Mapping[str, Any],
@@ -92,7 +89,9 @@ def merged(function: Callable[..., Arrays], arrays: Arrays, leading: Leading) ->
     `runs`: for each kept array, how many consecutive batch rows read one of its rows.
     """
     lead = leading.lead(arrays)
-    kept = {name: _long_axes(arrays[name], lead) for name in sorted(leading.kept & arrays.keys())}
+    # The leading axes that a kept array does not broadcast.
+    long = lambda x: frozenset([i for i, size in enumerate(lead) if x.shape[i] == size != 1])
+    kept = {name: long(arrays[name]) for name in sorted(leading.kept & arrays.keys())}
     order = _order(lead, *kept.values())
 
     def merge(name: str, x: Array) -> Array:
@@ -118,11 +117,6 @@ def merged(function: Callable[..., Arrays], arrays: Arrays, leading: Leading) ->
     runs = {name: _run(lead, order, own) for name, own in kept.items()}
     results = function({name: merge(name, x) for name, x in arrays.items()}, runs)
     return {name: split(name, x) for name, x in results.items()}
-
-
-def _long_axes(x: Array, lead: tuple[int, ...]) -> frozenset[int]:
-    """The leading axes that an array does not broadcast."""
-    return frozenset(i for i, size in enumerate(lead) if x.shape[i] == size != 1)
 
 
 def _order(lead: tuple[int, ...], *kept: frozenset[int]) -> tuple[int, ...]:
@@ -202,7 +196,8 @@ def mapped(
         if len(lead) == 1:
             return function(arrays, over)
         alone = {name for name, x in arrays.items() if leading.is_alone(name, x)}
-        first = {n for n, x in arrays.items() if n not in alone and leading.broadcasts_first(n, x, lead)}
+        short = {name for name, x in arrays.items() if x.ndim and x.shape[0] == 1 != lead[0]}
+        first = (short & leading.broadcast) - alone
         axes = {name: None if name in alone | first else 0 for name in arrays}
         axis, summed = f"ejkernel_eqx.leading_{len(lead)}", inside & first
 

@@ -73,17 +73,9 @@ def match_sharding(x: Array, like: Array) -> Array:
     return x if mesh is None else resharded(x, mesh, PartitionSpec(*spec_of(like)))
 
 
-def varying_axes(tree: Any) -> frozenset[str]:
-    """The union of the mesh axes that the arrays of a tree vary over; empty outside `shard_map(check_vma=True)`."""
-    axes: frozenset[str] = frozenset()
-    for leaf in jax.tree.leaves(tree):
-        axes |= _varying(leaf)
-    return axes
-
-
 def match_varying(tree: Any, like: Any) -> Any:
     """The same values, marked as varying over every axis that any array of `like` varies over."""
-    wanted = varying_axes(like)
+    wanted = frozenset[str]().union(*map(_varying, jax.tree.leaves(like)))
 
     def mark(leaf: Any) -> Any:
         missing = wanted - _varying(leaf)

@@ -212,7 +212,7 @@ def _of_plan(path: str, plan: Plan) -> list[Choice]:
         Choice(
             path,
             plan.operation,
-            shown_key(key),
+            str(Problem.make(**json.loads(key), lengths=set())),  # the lengths are those of its bucket
             platform.value,
             repr(known.config),
             tier.value,
@@ -244,11 +244,6 @@ def _passed_over(plan: Plan) -> Iterator[tuple[Platform, str, str]]:
             yield platform, key, known.denied
         elif found:
             yield platform, key, slow_words(*found)
-
-
-def shown_key(key: str) -> str:
-    """A `Problem.key()` in readable form; lengths are those of its bucket."""
-    return str(Problem.make(**json.loads(key), lengths=set()))
 
 
 def _device_of(selection: Selection) -> DeviceFacts:

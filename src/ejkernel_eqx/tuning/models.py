@@ -145,7 +145,9 @@ class Tuning:
         self, trees: tuple[Any, ...], invocations: Callable[[Any], list[Invocation]]
     ) -> tuple[Any, ...]:
         """The trees with every problem of the first one tuned. `invocations(tree)` traces a tree."""
-        if not plans_of(trees[0]) and not _builds_its_own(trees[0]):
+        # An operation's function makes its kernel at each call.
+        makes_its_own = getattr(trees[0], "operation", None) in kernel_registry.list_operations()
+        if not plans_of(trees[0]) and not makes_its_own:
             _LOG.warning(
                 "%s: the model contains no kernel and is returned unchanged; kernels captured by a function or held in a "
                 "static field are not part of it.",
@@ -276,11 +278,6 @@ def _call_of(model: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
             "ejx.tune(model, x, call=lambda model, x: ...)."
         )
     return lambda model, *args, **kwargs: model(*args, **kwargs)
-
-
-def _builds_its_own(model: Any) -> bool:
-    """Tells whether it is an operation's function, which makes its kernel at each call."""
-    return getattr(model, "operation", None) in kernel_registry.list_operations()
 
 
 def _check_open(kernel: Any) -> None:

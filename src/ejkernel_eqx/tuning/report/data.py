@@ -1,10 +1,10 @@
 """The contents of a report for one tuned problem, whether it was tuned in this process or read from a table."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ...dispatch import Cost, device_facts, Implementation, kernel_registry, Problem, to_dict
+from ...dispatch import Cost, device_facts, kernel_registry, Problem, to_dict
 from ...dispatch.records import Record
 from ..result import Status, TuningResult
 from ..roofline import device_peaks, matrix_dtype, Peaks
@@ -55,14 +55,14 @@ class Entry:
         """The candidates by part, the fastest first and those without a time last."""
         return sorted(self.candidates, key=lambda c: (self.parts.index(c.part), c.ms is None, c.ms or 0.0))
 
-    def ms_of(self, part: str, mark: str) -> float | None:
-        """The time of a part's `"heuristic"` or `"winner"`."""
-        return next((c.ms for c in self.candidates if c.part == part and mark in c.marks and c.ms), None)
+    def timed(self, part: str, mark: str) -> Candidate | None:
+        """The `"heuristic"` or `"winner"` of a part, if it was timed."""
+        return next((c for c in self.candidates if c.part == part and mark in c.marks and c.ms), None)
 
     def to_heuristic(self, candidate: Candidate) -> float | None:
         """The time of a candidate divided by that of the heuristic's choice for its part."""
-        base = self.ms_of(candidate.part, "heuristic")
-        return candidate.ms / base if base and candidate.ms else None
+        base = self.timed(candidate.part, "heuristic")
+        return candidate.ms / base.ms if base and base.ms and candidate.ms else None
 
     def speed_up(self, direction: str) -> float | None:
         """The time of the heuristic divided by that of the winner."""
@@ -82,10 +82,8 @@ def describe(config: Any) -> str:
 
 def entry_of_result(result: TuningResult) -> Entry:
     """The entry for a result of this process."""
-    candidates = [
-        Candidate(m.part, m.candidate.to_dict(), m.status.value, m.ms, m.spread, m.reason)
-        for m in result.measurements
-    ]
+    of = lambda m: Candidate(m.part, m.candidate.to_dict(), m.status.value, m.ms, m.spread, m.reason)
+    candidates = list(map(of, result.measurements))
     known = result.to_record(device_facts()), result.implementation, result.heuristic
     return _entry(*known, candidates, result.heuristic_ms)
 
@@ -103,13 +101,9 @@ def entry_of_record(record: Record) -> Entry:
 
 
 def _entry(
-    record: Record,
-    implementation: Implementation | None,
-    heuristic: Any,
-    candidates: Iterable[Candidate],
-    heuristic_ms: Mapping[str, float],
+    record: Record, implementation: Any, heuristic: Any, candidates: list[Candidate], ms: Mapping[str, float]
 ) -> Entry:
-    """The entry. A candidate that was faster than the winner by itself says why it did not win."""
+    """The entry, with the times of the heuristic. A candidate that was faster than the winner by itself says why it did not win."""
     problem, configs = Problem.from_dict(record.exact), (heuristic, record.config)
     workload = implementation.make_workload(problem) if implementation else None
     marked = []
@@ -122,8 +116,8 @@ def _entry(
         if not c.reason and c.ms is not None and c.ms * MARGIN < winners.get(c.part, 0.0):
             why = f"denied as a part of the whole: {denied[0]}" if c.part and denied else LOST
             marked[n] = dataclasses.replace(c, reason=why)
-    costs, peaks = workload.costs if workload else {}, device_peaks(device_facts(), matrix_dtype(problem))
-    return Entry(record, problem, tuple(marked), heuristic_ms, costs, peaks)
+    peaks = device_peaks(device_facts(), matrix_dtype(problem))
+    return Entry(record, problem, tuple(marked), ms, workload.costs if workload else {}, peaks)
 
 
 def _part_of(config: Any, part: str) -> Mapping[str, Any] | None:

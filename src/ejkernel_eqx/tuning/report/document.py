@@ -20,7 +20,6 @@ from .data import describe, Entry, entry_of_record, entry_of_result
 from .plot import png
 
 _MOST_IN_ONE_PICTURE = 60
-_SUFFIXES = (".html", ".htm", ".png")
 
 
 def tuning_report(
@@ -42,7 +41,7 @@ def tuning_report(
     The path. Raises `ValueError` for another suffix or without results, and `ImportError` without matplotlib (extra `report`).
     """
     target = pathlib.Path(path)
-    if target.suffix.lower() not in _SUFFIXES:
+    if target.suffix.lower() not in (".html", ".htm", ".png"):
         raise ValueError(
             f"path: expected a file name that ends in .html or .png, received {os.fspath(path)!r}."
         )
@@ -99,13 +98,12 @@ def _summary(entries: Sequence[Entry]) -> str:
     for n, entry in enumerate(entries):
         link = f'<a href="#p{n}">{html.escape(str(entry.problem))}</a>'
         if entry.record.config is None:
-            rows.append((link, entry.record.platform, "every candidate was rejected", "", "", "", ""))
+            rows.append((link, entry.record.platform, "every candidate was rejected", *[""] * 4))
         for direction in (d for d in (FORWARD, BOTH) if d in entry.record.ms):
             before, after = (ms.get(direction) for ms in (entry.heuristic_ms, entry.record.ms))
             cost = entry.costs.get(direction)
-            bound = roofline(cost, entry.peaks, after).fraction if cost else None
-            times = (*_times(before, after), _text(bound, ".0%"))
-            rows.append((link, entry.record.platform, direction, *times))
+            bound = _text(roofline(cost, entry.peaks, after).fraction if cost else None, ".0%")
+            rows.append((link, entry.record.platform, direction, *_times(before, after), bound))
     header = ("problem", "platform", "direction", "heuristic ms", "tuned ms", "speed-up", "of the roofline")
     return _table(header, rows, numeric=4)
 
@@ -114,14 +112,14 @@ def _section(n: int, entry: Entry) -> str:
     picture = base64.b64encode(png([entry])).decode()
     rows = []
     for part in entry.parts:
-        winner = next((c for c in entry.candidates if c.part == part and c.is_winner and c.ms), None)
-        times = _times(entry.ms_of(part, "heuristic"), entry.ms_of(part, "winner"))
+        heuristic, winner = (entry.timed(part, mark) for mark in ("heuristic", "winner"))
+        times = _times(heuristic and heuristic.ms, winner and winner.ms)
         rows.append((html.escape(part or "whole"), _code(winner.config) if winner else "none", *times))
     errors = ", ".join(f"{name} {error:.2g}" for name, error in entry.record.errors.items())
     facts = f"{entry.record.date} {_pairs(entry.record.software)}"
     facts += f"; relative error of the winner: {errors}" if errors else ""
-    others = [c for c in entry.candidates if c.ms is None or c.reason]
-    over = [(html.escape(c.part), _code(c.config), c.status, html.escape(c.reason)) for c in others]
+    row = lambda c: (html.escape(c.part), _code(c.config), c.status, html.escape(c.reason))
+    over = [row(c) for c in entry.candidates if c.ms is None or c.reason]
     details = f"<details open><summary>{len(over)} not timed or passed over</summary>"
     details += f"{_table(('part', 'candidate', 'status', 'reason'), over, numeric=0)}</details>"
     parts = _table(("part", "winner", "heuristic ms", "winner ms", "speed-up"), rows, numeric=3)
@@ -149,8 +147,7 @@ def _code(config: Any) -> str:
 
 def _times(before: float | None, after: float | None) -> tuple[str, str, str]:
     """The times of the heuristic and of the winner, and the speed-up; empty where they are unknown."""
-    faster = f"{before / after:.2f}x" if before and after else ""
-    return _text(before, ".4g"), _text(after, ".4g"), faster
+    return _text(before, ".4g"), _text(after, ".4g"), f"{before / after:.2f}x" if before and after else ""
 
 
 def _text(value: float | None, form: str) -> str:

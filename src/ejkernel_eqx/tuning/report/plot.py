@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._errors import require_matplotlib
-from ...dispatch import BOTH, FORWARD
+from ...dispatch import BOTH
 from ..roofline import Peaks
 from .data import Candidate, describe, Entry
 
 _GREY, _WINNER, _HEURISTIC = "#b8c0c8", "#2a9d5c", "#e39b2d"
-_DIRECTION_MARKS = {FORWARD: "o", BOTH: "s"}
 _MOST_BARS, _MOST_DENIED = 30, 5
 
 
@@ -23,8 +22,8 @@ _STYLE |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "axes.labelsize",
 def _height_of(entry: Entry) -> float:
     """The height in inches."""
     bars = Counter(candidate.part for candidate in entry.candidates if candidate.ms is not None)
-    denied = any(c.reason and c.ms is None for c in entry.candidates)
-    return max(2.6, 1.3 + 0.2 * min(_MOST_BARS, max(bars.values(), default=0))) + 0.9 * denied
+    height = max(2.6, 1.3 + 0.2 * min(_MOST_BARS, max(bars.values(), default=0)))
+    return height + 0.9 * any(c.reason and c.ms is None for c in entry.candidates)
 
 
 def png(entries: Sequence[Entry], header: str = "") -> bytes:
@@ -65,8 +64,8 @@ def _bars(axis: Any, part: str, candidates: Sequence[Candidate]) -> None:
         edge = {"edgecolor": _HEURISTIC, "hatch": "//"} if len(candidate.marks) == 2 else {}
         spread = None if is_cut else ms * candidate.spread / 2
         axis.barh(row, min(ms, longest), xerr=spread, color=colour, error_kw={"elinewidth": 0.8}, **edge)
-        words = (f"{ms:.4g}", *candidate.marks, *["(cut)"] * is_cut)
-        axis.text(0.02 * longest / 4, row, " ".join(words), va="center")
+        words = " ".join((f"{ms:.4g}", *candidate.marks, *["(cut)"] * is_cut))
+        axis.text(0.02 * longest / 4, row, words, va="center")
     axis.set_yticks(range(len(shown)), [_label(c, fields) for c in shown])
     axis.invert_yaxis()
     axis.set_xlabel("ms")
@@ -117,16 +116,15 @@ def _points(entry: Entry) -> list[_Point]:
 
 def _roofline(axis: Any, points: Sequence[_Point], peaks: Peaks) -> None:
     ridge = peaks.flops / peaks.bytes
-    low = min(ridge / 8, *(point.intensity / 4 for point in points))
-    high = max(ridge * 8, *(point.intensity * 4 for point in points))
-    roof = [min(peaks.flops, x * peaks.bytes) / 1e12 for x in (low, ridge, high)]
-    axis.loglog((low, ridge, high), roof, color="#444444", linewidth=1)
+    known = [point.intensity for point in points]
+    shown = (min(ridge / 8, min(known) / 4), ridge, max(ridge * 8, max(known) * 4))
+    roof = [min(peaks.flops, x * peaks.bytes) / 1e12 for x in shown]
+    axis.loglog(shown, roof, color="#444444", linewidth=1)
     for point in points:
         size, style = (36, point.colour) if point.name == "winner" else (81, "none")
         label = f"{point.direction}, {point.name}: {point.speed / 1e12:.3g}"
-        marker = _DIRECTION_MARKS.get(point.direction, "D")
-        look = {"s": size, "marker": marker, "facecolors": style, "edgecolors": point.colour}
-        axis.scatter(point.intensity, point.speed / 1e12, label=label, **look)
+        look = {"s": size, "marker": "s" if point.direction == BOTH else "o", "facecolors": style}
+        axis.scatter(point.intensity, point.speed / 1e12, label=label, edgecolors=point.colour, **look)
     axis.set_xlabel("operations per byte")
     axis.set_title(f"roofline, TFLOP/s (at most {peaks.flops / 1e12:.4g}, {peaks.bytes / 1e12:.3g} TB/s)")
     axis.grid(alpha=0.3, which="both", linewidth=0.4)
