@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from ejkernel_eqx import Backend, DeviceFacts
 from ejkernel_eqx.dispatch.device import shared_memory_limit
+from ejkernel_eqx.launch import executing
 
 DEVICES = {
     "sm_80": DeviceFacts(Backend.GPU, "A100", "nvidia", "8.0", 108, shared_memory_limit("nvidia", "8.0")),
@@ -17,13 +18,23 @@ DEVICES = {
 }
 
 
+def executed(function: Callable[..., Any], execute: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose launches are left to `execute`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with executing(execute):
+            return function(*args, **kwargs)
+
+    return call
+
+
 def launches_of(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """What `function(*args, execute=...)` would launch, by the kernel's name; nothing is run."""
+    """What `function(*args)` would launch, by the kernel's name; nothing is run."""
     found: dict[str, Any] = {}
 
     def record(launch: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         found[launch.function.fn.__name__] = launch
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
-    jax.eval_shape(lambda *args: function(*args, execute=record), *args)
+    jax.eval_shape(executed(function, record), *args)
     return found

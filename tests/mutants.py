@@ -130,7 +130,7 @@ FAULTS = (
     Fault("weights-heads-mixed", "weights/attention.py", "_head_by_head", "rows.reshape(heads, -1, *rows.shape[1:]), [dim, 2 * dim], axis=1", "rows.reshape(-1, heads, *rows.shape[1:]).swapaxes(0, 1), [dim, 2 * dim], axis=1", "weights"),
     # dispatch, tuning, launch
     Fault("key-buckets", "dispatch/problem.py", "Problem.key", "(size - 1).bit_length()", "size.bit_length()", "dispatch/test_problem.py"),
-    Fault("table-of-old-kernels", "dispatch/entries.py", "fitting", "record.version == implementation.version", "record.version <= implementation.version", "dispatch/test_persistent.py dispatch/test_selection.py dispatch/test_shipped.py"),
+    Fault("table-of-old-kernels", "dispatch/known.py", "fitting", "record.version == implementation.version", "record.version <= implementation.version", "dispatch/test_persistent.py dispatch/test_selection.py dispatch/test_shipped.py"),
     Fault("table-of-another-length", "dispatch/selection.py", "_if_it_runs", "known if reason is None else None", "known", "dispatch/test_selection.py dispatch/test_fastest.py dispatch/test_plan.py"),
     Fault("cache-file-overwritten", "dispatch/cache_file.py", "PersistentCache.update", "(*known, *added)", "added", "dispatch/test_cache_file.py"),
     Fault("cache-file-old-read", "dispatch/cache_file.py", "PersistentCache._load", "if known == stamp and", "if known is not None and", "dispatch/test_cache_file.py dispatch/test_persistent.py"),

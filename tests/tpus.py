@@ -8,7 +8,7 @@ import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel_eqx.launch import tpu_ahead
+from ejkernel_eqx.launch import executing, tpu_ahead
 from ejkernel_eqx.launch.pallas import TpuLaunch
 
 GENERATIONS = tuple(tpu_ahead.TOPOLOGIES)
@@ -34,14 +34,15 @@ def compile_ahead(generation: str, function: Callable[..., Any], *arrays: Any) -
 
 
 def launches_of(function: Callable[..., Any], *arrays: Any) -> dict[str, tuple[TpuLaunch, tuple[Any, ...]]]:
-    """What `function(*arrays, execute=...)` would launch, by the launch's name, each with the shapes of its arrays; nothing is run."""
+    """What `function(*arrays)` would launch, by the launch's name, each with the shapes of its arrays; nothing is run."""
     found: dict[str, tuple[TpuLaunch, tuple[Any, ...]]] = {}
 
     def record(launch: TpuLaunch, given: Sequence[Any]) -> tuple[Any, ...]:
         found[launch.name] = launch, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given)
         return tuple(jax.numpy.zeros(x.shape, x.dtype) for x in launch.outputs)
 
-    jax.eval_shape(lambda *arrays: function(*arrays, execute=record), *arrays)
+    with executing(record):
+        jax.eval_shape(lambda *arrays: function(*arrays), *arrays)
     return found
 
 

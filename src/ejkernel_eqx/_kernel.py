@@ -30,9 +30,9 @@ from .dispatch import (
     traced_anew,
     tuning_allowed,
 )
-from .dispatch.caches import Key
+from .dispatch.known import Key
 from .dispatch.labels import choices_in
-from .dispatch.snapshot import Pins
+from .dispatch.selection import Pins
 
 K = TypeVar("K", bound="Kernel")
 _LOG = logging.getLogger("ejkernel_eqx")
@@ -54,11 +54,14 @@ class Plan:
     snapshot: Snapshot
     elsewhere: tuple[Snapshot, ...] = ()
     edition: str = ""
+    path: str = ""
+    """That of its kernel in a model whose choices `explain` places. Plans at different paths share no trace."""
 
     @property
     def _identity(self) -> tuple[Any, ...]:
         pins: frozenset[Any] = frozenset()
-        return self.snapshot.request, pins.union(*[known.pins for known in self._snapshots]), self.edition
+        pins = pins.union(*[known.pins for known in self._snapshots])
+        return self.snapshot.request, pins, self.edition, self.path
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -151,7 +154,8 @@ class Plan:
         `direction`: by whose times platforms are compared.
         """
         known = self.here if platform is None else self._usable(platform)
-        return select(known, problem, platform=platform, direction=direction)
+        choice = select(known, problem, platform=platform, direction=direction)
+        return dataclasses.replace(choice, path=self.path) if self.path else choice
 
     def _usable(self, platform: Platform) -> Snapshot:
         here = self.here

@@ -140,10 +140,7 @@ def _explained_method(name: str, method: F) -> F:
                 {f"{{0}} is an argument of the call: {cls.__name__}(...)(..., {{0}}=...)": cls.__call__},
             )
         elif name == "__call__":
-            called, others = (
-                cls.__name__,
-                {f"{{0}} is an option: {cls.__name__}({{0}}=...)": cls.__init__},
-            )
+            called, others = (cls.__name__, {f"{{0}} is an option: {cls.__name__}({{0}}=...)": cls.__init__})
         full = inspect.signature(method)
         signature = full.replace(parameters=list(full.parameters.values())[1:])
         return refusal(called, signature, args[1:], kwargs, others)

@@ -22,6 +22,7 @@ from jax.custom_batching import custom_vmap
 
 from .dispatch import Backend, place_of_calls
 from .dispatch.environment import declare
+from .dispatch.overlay import within
 
 FAR = 2**29
 """Bound on positions and lengths: sums of a position, a length and a window clipped to `2 * FAR` fit in 32 bits."""
@@ -66,11 +67,8 @@ def check_values(enabled: bool = True) -> Iterator[None]:
     """
     if not isinstance(enabled, bool):
         raise ValueError(f"enabled: expected True or False, received {enabled!r}.")
-    token = _REQUESTED.set(enabled)
-    try:
+    with within(_REQUESTED, enabled):
         yield
-    finally:
-        _REQUESTED.reset(token)
 
 
 def checks_traced() -> bool:
@@ -97,7 +95,7 @@ class _Inputs:
     checks: list[Check] | None = None  # from then on
 
     def place_of(self, given: Any) -> int | None:
-        return next((place for place, x in enumerate(self.traced) if x is given), None)
+        return next(iter([place for place, x in enumerate(self.traced) if x is given]), None)
 
 
 _INPUTS: ContextVar[_Inputs | None] = ContextVar("ejkernel_eqx_inputs", default=None)
@@ -108,12 +106,11 @@ def inputs_of_call(arrays: Sequence[Any]) -> Iterator[_Inputs]:
     """Inside this context a program with these inputs runs, and is traced if it is new: the values of the inputs are known then. The
     checks that were made are those to repeat at calls that do not trace."""
     inputs = _Inputs(arrays)
-    token = _INPUTS.set(inputs)
-    try:
-        yield inputs
-    finally:
-        _INPUTS.reset(token)
-        inputs.arrays = ()
+    with within(_INPUTS, inputs):
+        try:
+            yield inputs
+        finally:
+            inputs.arrays = ()
 
 
 @contextlib.contextmanager
@@ -286,10 +283,7 @@ def check_distinct(name: str, array: Array, given: Any, count: int, remedy: str)
         return same & (ordered[..., 1:] >= 0) & (ordered[..., 1:] < count)
 
     return checked(
-        array,
-        given,
-        twice,
-        lambda found: f"{name}: expected distinct numbers, received {found}; {remedy}.",
+        array, given, twice, lambda found: f"{name}: expected distinct numbers, received {found}; {remedy}."
     )
 
 

@@ -17,7 +17,7 @@ from tests.attention.inner import (
     RowRanges,
 )
 from tests.attention.tritons import compiled as triton
-from tests.compiled import DEVICES
+from tests.compiled import DEVICES, executed
 
 HOPPER = DEVICES["sm_90"]
 _MISSING = gluon_unavailable(HOPPER)
@@ -81,22 +81,22 @@ def _recorded(function: Any, arrays: AttentionArrays) -> list[Any]:
         found.append(launch)
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
-    jax.eval_shape(lambda arrays: function(arrays, record), arrays)
+    jax.eval_shape(executed(function, record), arrays)
     return found
 
 
 def launches(arrays: AttentionArrays, spec: AttentionSpec, config: Any) -> list[Any]:
     """What the forward would launch; nothing is run."""
-    return _recorded(lambda arrays, record: triton.forward(arrays, spec, config, execute=record), arrays)
+    return _recorded(lambda arrays: triton.forward(arrays, spec, config), arrays)
 
 
 def gradient_launches(arrays: AttentionArrays, spec: AttentionSpec, config: Any) -> list[Any]:
     """What the backward would launch."""
 
-    def backward(arrays: Any, record: Any) -> Any:
+    def backward(arrays: Any) -> Any:
         out = jnp.zeros((*arrays.q.shape[:3], arrays.v.shape[-1]), arrays.q.dtype)
         lse = jnp.zeros(out.shape[:3]).swapaxes(1, 2)
-        return triton.backward(arrays, spec, config, out, lse, out, lse, execute=record)
+        return triton.backward(arrays, spec, config, out, lse, out, lse)
 
     return _recorded(backward, arrays)
 

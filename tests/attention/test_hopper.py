@@ -24,7 +24,7 @@ from tests.attention.hopper import (
 )
 from tests.attention.inner import from_dict, problem_of, RowRanges, run, tile_table, to_dict
 from tests.attention.tritons import forward_call, schedule, tile_sizes
-from tests.compiled import DEVICES
+from tests.compiled import DEVICES, executed
 
 FEW: dict[str, Any] = dict(batch=1, heads=8, kv_heads=8, queries=512, keys=512)
 
@@ -163,7 +163,7 @@ def test_it_is_not_interpreted_and_takes_some_keys():
     arrays = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), arrays)
     interpreted = functools.partial(run, interpret=True)
     with pytest.raises(ValueError, match="interpreted"):
-        triton.forward(arrays, spec, configured(TILE), execute=interpreted)
+        executed(triton.forward, interpreted)(arrays, spec, configured(TILE))
     (launch,) = launches(*call(keys=0), configured(TILE))
     assert not launch.is_gluon
 
@@ -230,8 +230,9 @@ def test_bounds_in_one_launch(kind, seed):
     arrays, spec = triton.explicit_ranges(arrays, spec)
     block_q, block_k = ((128, 128), (192, 128), (128, 64))[(seed + len(kind)) % 3]
     tile = dataclasses.replace(TILE, block_q=block_q, block_k=block_k)
-    launch = triton.launcher(arrays, spec, configured(tile), functools.partial(run, interpret=True))
-    found = forward_call.bounds(launch, arrays, spec, tile)
+    launch = triton.launcher(arrays, spec, configured(tile))
+    bounds = executed(forward_call.bounds, functools.partial(run, interpret=True))
+    found = bounds(launch, arrays, spec, tile)
     marks = found["marks"][:, :keys]
     # Keys that no range reaches count as padding: the bounds may be tighter.
     marked = arrays if arrays.q_segments is None else arrays._replace(kv_segments=marks)

@@ -24,6 +24,7 @@ from tests.attention.hopper_emulation import Device
 from tests.attention.inner import padded, problem_of
 from tests.attention.kernels import assert_same, cotangents, run_reference
 from tests.attention.tritons import backward_call, backward_tiles
+from tests.compiled import executed
 from tests.tolerances import assert_close
 
 TILE = triton.TileConfig(64, 128, 4, 2, 0, 1)
@@ -125,7 +126,7 @@ def emulated(case: Case, arrays: Any, spec: Any, *results: Any, at_once: int = 1
     """The gradients, by the kernel's own code, with threads for its warps."""
     pytest.importorskip("ejkernel_eqx.attention.triton.hopper.backward_kernel", exc_type=ImportError)
     config = configured(keys=TILES[padded(case.D, 64)])
-    return triton.backward(arrays, spec, config, *results, execute=Device(at_once=at_once).run)
+    return executed(triton.backward, Device(at_once=at_once).run)(arrays, spec, config, *results)
 
 
 @pytest.mark.parametrize(

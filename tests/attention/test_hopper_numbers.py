@@ -14,6 +14,7 @@ from tests.attention.hopper_emulation import Device
 from tests.attention.inner import MaskInputs, resolve, ScoreInputs, ScoreOptions
 from tests.attention.kernels import assert_same, cotangents, run_reference
 from tests.attention.tritons import tile_sizes
+from tests.compiled import executed
 from tests.tolerances import assert_close
 
 
@@ -29,7 +30,7 @@ def odd(**more: Any) -> Case:
 
 def emulated(arrays: Any, spec: Any, tile: Any) -> Any:
     pytest.importorskip("ejkernel_eqx.attention.triton.hopper.forward_kernel", exc_type=ImportError)
-    return triton.forward(arrays, spec, configured(tile), execute=Device().run)
+    return executed(triton.forward, Device().run)(arrays, spec, configured(tile))
 
 
 def assert_agrees(found: Any, expected: Any, dtype: Any) -> None:

@@ -42,9 +42,9 @@ def call_of(flags: str, T: int = 1024, D: int = 128, V: int = 128, dtype: str = 
 FLAGS = ("off", "scores", "masks", "blocks", "on")
 
 
-def both(spec: AttentionSpec, config: PallasConfig, arrays: AttentionArrays, **execute: Any) -> Any:
-    out, lse = compiled.forward(arrays, spec, config, **execute)
-    return out, compiled.backward(arrays, spec, config, out, lse, out, lse, **execute)
+def both(spec: AttentionSpec, config: PallasConfig, arrays: AttentionArrays) -> Any:
+    out, lse = compiled.forward(arrays, spec, config)
+    return out, compiled.backward(arrays, spec, config, out, lse, out, lse)
 
 
 def default_of(generation: str, call: Call) -> PallasConfig:

@@ -56,9 +56,9 @@ def request(head_dim: int, dtype: str, everything: bool) -> tuple[AttentionArray
 def launches_of(arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig) -> dict[str, Any]:
     """What forward and backward would launch; nothing is run."""
 
-    def both(arrays: AttentionArrays, execute: Any) -> Any:
-        out, lse = triton.forward(arrays, spec, config, execute=execute)
-        return triton.backward(arrays, spec, config, out, lse, out, lse, execute=execute)
+    def both(arrays: AttentionArrays) -> Any:
+        out, lse = triton.forward(arrays, spec, config)
+        return triton.backward(arrays, spec, config, out, lse, out, lse)
 
     found = compiled.launches_of(both, arrays)
     return {name.removeprefix("hopper_"): launch for name, launch in found.items()}

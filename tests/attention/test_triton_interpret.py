@@ -13,6 +13,7 @@ from tests.attention.inner import AttentionArrays, AttentionSpec, tile_table
 from tests.attention.kernels import assert_same, check_kernels, cotangents, oracle
 from tests.attention.tritons import compiled, TileConfig, TritonConfig
 from tests.attention.tritons import interpreted as triton_interpret
+from tests.compiled import executed
 from tests.tolerances import assert_close
 
 
@@ -158,14 +159,14 @@ def test_no_grid_is_too_long():
 
     def backward(*arrays):
         given, (out, lse) = AttentionArrays(*arrays[:4]), arrays[4:]
-        return compiled.backward(given, AttentionSpec(1.0), TILES[0], out, lse, out, lse, execute=execute)
+        return compiled.backward(given, AttentionSpec(1.0), TILES[0], out, lse, out, lse)
 
     for batch, heads, length, bias in (
         (9000, 8, 16, (9000, 8, 16, 16)),
         (1, 1, 2**21 + 64, (1, 1, 1, 2**21 + 64)),
     ):
         q, rows = shape(batch, length, heads, 16), shape(batch, heads, length, dtype=jnp.float32)
-        jax.eval_shape(backward, q, q, q, shape(*bias), q, rows)
+        jax.eval_shape(executed(backward, execute), q, q, q, shape(*bias), q, rows)
     assert {launch.kernel.fn.__name__ for launch in launched} >= {
         "bias_gradient_kernel",
         "key_gradient_kernel",

@@ -8,7 +8,7 @@ import triton.language as tl
 from jax import Array
 
 from ejkernel_eqx import Problem
-from ejkernel_eqx.launch import Launcher, NOTHING, result, result_like, run
+from ejkernel_eqx.launch import Launcher, NOTHING, result, result_like
 
 
 @triton.jit
@@ -63,32 +63,32 @@ class Triton:
         return "takes no float64" if problem.dtype("x") == "float64" else None
 
     def forward(
-        self, arrays: Any, spec: None, config: TritonConfig, *, save: bool = True, execute: Any = run
+        self, arrays: Any, spec: None, config: TritonConfig, *, save: bool = True
     ) -> dict[str, Array]:
-        return _forward(arrays._asdict(), config, save, execute)
+        return _forward(arrays._asdict(), config, save)
 
-    def backward(self, arrays: Any, spec: None, config: Any, saved: Any, cotangents: Any, *, execute: Any):
+    def backward(self, arrays: Any, spec: None, config: Any, saved: Any, cotangents: Any):
         inputs = arrays._asdict() | saved | {f"d{name}": x for name, x in cotangents.items()}
         row = result(*arrays.initial.shape)
         outputs = {"dx": result_like(arrays.x), "ddecay": row, "dinitial": row}
-        grads = _launch(backward_kernel, inputs, outputs, config, execute)
+        grads = _launch(backward_kernel, inputs, outputs, config)
         return {name.removeprefix("d"): x for name, x in grads.items()}
 
-    def step(self, arrays: Any, spec: None, config: TritonConfig, *, execute: Any = run) -> Any:
+    def step(self, arrays: Any, spec: None, config: TritonConfig) -> Any:
         flat = lambda x: x.reshape((-1, x.shape[-1]))
         inputs = {"x": flat(arrays.x)[:, None], "decay": arrays.decay, "initial": flat(arrays.state)}
-        results = _forward(inputs, config, False, execute)
+        results = _forward(inputs, config, False)
         return results["out"].reshape(arrays.x.shape), results["final"].reshape(arrays.state.shape)
 
 
-def _forward(inputs: dict[str, Array], config: TritonConfig, save: bool, execute: Any) -> dict[str, Array]:
+def _forward(inputs: dict[str, Array], config: TritonConfig, save: bool) -> dict[str, Array]:
     outputs = {"out": result_like(inputs["x"]), "final": result_like(inputs["initial"]), "states": NOTHING}
     outputs |= {"states": result(*inputs["x"].shape)} if save else {}
-    results = _launch(forward_kernel, inputs, outputs, config, execute, SAVE=save)
+    results = _launch(forward_kernel, inputs, outputs, config, SAVE=save)
     return {name: x for name, x in results.items() if save or name != "states"}
 
 
-def _launch(kernel: Any, inputs: Any, outputs: Any, config: Any, execute: Any, **constants: Any) -> Any:
+def _launch(kernel: Any, inputs: Any, outputs: Any, config: Any, **constants: Any) -> Any:
     batch, length, channels = inputs["x"].shape
-    launch = Launcher("tests", inputs, {"T": length, "C": channels}, inputs["x"], execute)
+    launch = Launcher("tests", inputs, {"T": length, "C": channels}, inputs["x"])
     return launch(kernel, config, outputs, batch * -(-channels // config.block), **constants)

@@ -63,7 +63,7 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
 }
 DECODES = ("paged_attention", "ragged_decode_attention")
 
-# By core: what a call of the family asks of a platform that JAX looks into, and of an opaque one; kernels of Triton and Pallas also take `execute`.
+# By core: what a call of the family asks of a platform that JAX looks into, and of an opaque one.
 CALL, SAVED = ("arrays", "spec", "config"), ("saved", "cotangents")
 APPLY = {"apply": CALL}
 LAUNCH = {"forward": (*CALL, "save"), "backward": (*CALL, *SAVED)}
@@ -138,7 +138,7 @@ def test_it_answers_with_the_parameters_of_the_protocol(implementation):
     for name, function in asked.items():
         _, *parameters = inspect.signature(function).parameters
         assert list(inspect.signature(getattr(hooks, name)).parameters) == parameters, name
-    assert set(dispatch.hooks.REQUIRED) <= set(dir(implementation.load()))
+    assert set(dispatch.registry.REQUIRED) <= set(dir(implementation.load()))
     assert type(hooks.OPAQUE) is bool and type(hooks.NOTE) is str
     assert type(hooks.VERSION) is int and implementation.version == hooks.VERSION >= 1
     assert set(hooks.PARTS) <= {field.name for field in dataclasses.fields(hooks.config_type)}  # pyright: ignore[reportArgumentType]
@@ -214,9 +214,7 @@ def test_it_has_the_kernels_of_its_family(implementation):
         wanted = {"attend": ("arrays", "spec")}
     for name, parameters in wanted.items():
         found = tuple(inspect.signature(getattr(platform, name)).parameters)
-        written = implementation.platform in (Platform.TRITON, Platform.PALLAS)
-        execute = ("execute",) if written and name != "saved_axes" else ()
-        assert found == (*parameters, *execute), name
+        assert found == parameters, name
 
 
 # What kernels are compiled for: not for each length, and in float32 not for products of less than its precision.

@@ -13,9 +13,9 @@ from tests.tpus import compile_ahead, FACTS, GENERATIONS, launches_of, lower, ne
 compiled = ejx.kernel_registry.get(OPERATION, "pallas").load()
 
 
-def both(spec: Any, config: Any, arrays: Any, **execute: Any) -> Any:
-    out, lse = compiled.forward(arrays, spec, config, **execute)
-    return out, compiled.backward(arrays, spec, config, out, lse, out, lse, **execute)
+def both(spec: Any, config: Any, arrays: Any) -> Any:
+    out, lse = compiled.forward(arrays, spec, config)
+    return out, compiled.backward(arrays, spec, config, out, lse, out, lse)
 
 
 def call_with_default(generation: str, length: int, *flags: str, dims: Any = DEEPSEEK) -> Any:

@@ -44,9 +44,9 @@ def test_kernels_fit(target, dtype, everything):
     config = triton.default_config(problem, device)
     assert triton.config_unsupported(config, problem, device) is None
 
-    def both(arrays: Any, execute: Any) -> Any:
-        out, lse = triton.forward(arrays, spec, config, execute=execute)
-        return triton.backward(arrays, spec, config, out, lse, out, lse, execute=execute)
+    def both(arrays: Any) -> Any:
+        out, lse = triton.forward(arrays, spec, config)
+        return triton.backward(arrays, spec, config, out, lse, out, lse)
 
     launches = launches_of(both, arrays)
     assert set(launches) == KERNELS

@@ -19,7 +19,7 @@ from tests.launch import launches
 from tests.launch.launches import own_call, run, TARGETS
 
 triton_call = importlib.import_module("ejkernel_eqx.launch.triton_call")
-_run = importlib.import_module("ejkernel_eqx.launch._run")
+_run = importlib.import_module("ejkernel_eqx.launch.by_name")
 
 # Stands for jax-triton's, which cannot be imported everywhere: arrays in, arrays out, and nothing known of what is between.
 call_p = Primitive("call_of_a_test")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.dispatch import from_json, to_json
-from ejkernel_eqx.launch import given, Launcher, Options, result_like, run
+from ejkernel_eqx.launch import executing, given, Launcher, Options, result_like, run
 from ejkernel_eqx.launch.fields import (
     Block,
     check_fields,
@@ -35,7 +35,13 @@ def launcher(x, bias, state, **numbers: Any) -> Launcher:
     pytest.importorskip("triton")
     arrays = {"x": x, "bias": bias, "state": state, "unused": x}
     numbers = {"n": x.size, "SCALE": 2.0, "UNUSED": 1, **given(BIAS=bias), **numbers}
-    return Launcher("tests", arrays, numbers, x, functools.partial(run, interpret=True))
+    return Launcher("tests", arrays, numbers, x)
+
+
+@pytest.fixture(autouse=True)
+def interpreted():
+    with executing(functools.partial(run, interpret=True)):
+        yield
 
 
 @pytest.mark.parametrize("biased", (False, True))

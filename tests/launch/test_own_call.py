@@ -23,7 +23,7 @@ from ejkernel_eqx.dispatch import Backend, DeviceFacts
 from tests.launch import kernels
 from tests.launch.launches import added, Launch, one_to_one, own_call, run, S, square, staging, Target
 
-_run = importlib.import_module("ejkernel_eqx.launch._run")
+_run = importlib.import_module("ejkernel_eqx.launch.by_name")
 
 TARGET = Target("sm_90", "cuda", 90, 32, 0)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from ejkernel_eqx.launch import executing
 from tests.launch import kernels
 from tests.launch.launches import (
     added,
@@ -31,6 +33,26 @@ VECTOR = S((8,), jnp.float32)
 
 def squared(x):
     return interpret(square(x.shape[0]), {"x": x})["out"]
+
+
+def test_launches_that_are_left_to_others():
+    """A compiled call is traced anew for each way of execution, and other threads run what they would run anyway."""
+    seen, elsewhere = [], []
+
+    def record(launch, arrays):
+        seen.append(launch.label)
+        return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
+
+    call, x = jax.jit(lambda x: run(square(8), {"x": x})["out"]), jnp.arange(8.0)
+    for _ in range(2):
+        with executing(interpret):
+            np.testing.assert_array_equal(call(x), np.arange(8.0) ** 2)
+        with executing(record):
+            assert not call(x).any()
+            thread = threading.Thread(target=lambda: elsewhere.append(executing.value))
+            thread.start()
+            thread.join()
+    assert seen == ["square_kernel"] and elsewhere == [None, None] and executing.value is None
 
 
 # Rounding of the output to the dtype, against a float64 computation from the same rounded inputs.

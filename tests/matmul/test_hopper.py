@@ -1,6 +1,7 @@
 """Hopper's kernels without a Hopper: when they are chosen, what they are given, and that every tile of theirs compiles without spills."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.dispatch import from_dict, to_dict
-from ejkernel_eqx.launch import compile_ahead, gluon_unavailable, own_call, run
+from ejkernel_eqx.launch import compile_ahead, executing, gluon_unavailable, own_call, run
 from tests.compiled import DEVICES
 from tests.matmul.cases import example_problem, make_inputs, spec_of
 from tests.workloads import launches
@@ -115,9 +116,8 @@ def test_it_is_not_interpreted():
     pytest.importorskip("triton.experimental.gluon")
     arrays = make_inputs(of, spec_of(of), 0).arrays
     with pytest.raises(ValueError, match="interpreted"):
-        triton.forward(
-            arrays, spec_of(of), config, execute=lambda launch, given: run(launch, given, interpret=True)
-        )
+        with executing(functools.partial(run, interpret=True)):
+            triton.forward(arrays, spec_of(of), config)
 
 
 COMPILED = [

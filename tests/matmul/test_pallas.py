@@ -124,10 +124,10 @@ def both(problem: Any, config: Any) -> tuple[Any, Any, Any]:
     """Forward and backward in one program, and its arrays."""
     spec = spec_of(problem)
 
-    def call(arrays: Any, dout: Any, **execute: Any) -> Any:
-        found = compiled.forward(arrays, spec, config, **execute)
+    def call(arrays: Any, dout: Any) -> Any:
+        found = compiled.forward(arrays, spec, config)
         saved = {name: x for name, x in found.items() if name != "out"}
-        return found, compiled.backward(arrays, spec, config, saved, {"out": dout}, **execute)
+        return found, compiled.backward(arrays, spec, config, saved, {"out": dout})
 
     arrays = jax.eval_shape(lambda: make_arrays(problem, spec, 0))
     dout = jax.ShapeDtypeStruct((problem.dim("B"), problem.dim("M"), problem.dim("N")), problem.dtype("out"))

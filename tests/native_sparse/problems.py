@@ -10,7 +10,7 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.native_sparse.native_pages.workload import example_problem as problem_of_pages
 from ejkernel_eqx.native_sparse.problems import problem_of, spec_of
 from ejkernel_eqx.native_sparse.workload import example_problem, make_arrays, make_inputs
-from tests.compiled import DEVICES
+from tests.compiled import DEVICES, executed
 
 __all__ = ["make_arrays", "problem_of", "spec_of"]
 OPERATION, PAGES = "native_sparse_attention", "paged_native_sparse_attention"
@@ -54,9 +54,9 @@ def launches(problem: ejx.Problem, config: Any, save: bool = True) -> list[Any]:
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
     def both(arrays: Any, cotangents: Any) -> Any:
-        saved = triton.forward(arrays, spec, config, save=save, execute=record)
+        saved = triton.forward(arrays, spec, config, save=save)
         saved.pop("out")
-        return triton.backward(arrays, spec, config, saved, cotangents, execute=record) if save else saved
+        return triton.backward(arrays, spec, config, saved, cotangents) if save else saved
 
-    jax.eval_shape(both, *jax.eval_shape(lambda: tuple(make_inputs(problem, spec, 0))))
+    jax.eval_shape(executed(both, record), *jax.eval_shape(lambda: tuple(make_inputs(problem, spec, 0))))
     return found

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.compiled import DEVICES
+from tests.compiled import DEVICES, executed
 from tests.paged import triton_calls as calls
 from tests.paged.cases import assert_agrees, Case, CASES, core, make, PagedArrays, PagedSpec, run_reference
 from tests.paged.triton_calls import attend, attend_by, compiled, CONFIG, config_of, with_axis
@@ -219,7 +219,7 @@ def test_bytes_behind_a_heavy_key(scales, sinks, splits):
     )
     config = dataclasses.replace(CONFIG, split_k=splits)
     spec = PagedSpec(above / 32, max_query_len=1, scales=scales)
-    results = compiled.forward(arrays, spec, config, execute=calls.interpret)
+    results = executed(compiled.forward, calls.interpret)(arrays, spec, config)
     weights = np.exp(np.where(np.arange(keys) == 0, above, 0.0))
     total = weights.sum() + (np.exp(above - 1.0) if sinks else 0.0)
     values = (v * np.broadcast_to(scale, (pages, page, 1))[..., None]).reshape(-1, 32)[:keys]
@@ -243,10 +243,11 @@ def test_sequences_with_more_queries_are_left_alone():
     """Of 17 queries or fewer, two fill the smallest tile; tokens of no sequence are filled."""
     case = Case((17, 2, 3, 1), (20, 9, 11, 30), H=16, K=2, sinks=True, first=1, tail=2)
     arrays, spec = with_axis(case)
-    call = calls.folded(arrays, spec, CONFIG, calls.interpret)
+    call = calls.folded(arrays, spec, CONFIG)
     queries = compiled.decode_queries(spec.max_query_len, call.group)
     assert queries == 2
-    results, expected = calls.decode_kernel.decode(call, queries), run_reference(case)
+    results = executed(calls.decode_kernel.decode, calls.interpret)(call, queries)
+    expected = run_reference(case)
     taken = np.r_[0, 18:20, 23:26]
     for name, x in results.items():
         others = np.delete(np.asarray(x), taken, 0)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.compiled import executed
 from tests.paged import cases
 from tests.paged.cases import assert_agrees, Case, CASES, make, PagedArrays, PagedSpec, with_leading_axis
 from tests.paged.triton_calls import compiled, config_of, folded, interpret, prefill_kernel, with_axis
@@ -40,13 +41,13 @@ def prefill(
     arrays: PagedArrays, spec: PagedSpec, *tile: int, least: int = 0, fill: float | None = None
 ) -> dict[str, Any]:
     def run(arrays: PagedArrays) -> dict[str, Any]:
-        call = folded(arrays, spec, config_of(*(tile or TILE[:2]), *TILE[2:]), interpret)
+        call = folded(arrays, spec, config_of(*(tile or TILE[:2]), *TILE[2:]))
         shape = (*call.arrays.q.shape[:2], call.values)
         before = {
             "out": jnp.full(shape, 0 if fill is None else fill, arrays.q.dtype),
             "lse": jnp.full(shape[:2], -jnp.inf if fill is None else fill, jnp.float32),
         }
-        results = prefill_kernel.prefill(call, before, least)
+        results = executed(prefill_kernel.prefill, interpret)(call, before, least)
         return {name: x.reshape(*arrays.q.shape[:2], *x.shape[1:]) for name, x in results.items()}
 
     return quick(run)(arrays)
@@ -132,7 +133,7 @@ def test_beside_the_decode_kernel():
     two = dataclasses.replace(case, q_lens=(1, 17), kv_lens=(5, 20), batch=2)
     for one in (case, two):
         arrays, spec = with_axis(one)
-        call = functools.partial(compiled.forward, spec=spec, config=config_of(*TILE), execute=interpret)
+        call = functools.partial(executed(compiled.forward, interpret), spec=spec, config=config_of(*TILE))
         assert_agrees(one, quick(call)(arrays))
 
 

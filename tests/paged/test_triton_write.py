@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.compiled import DEVICES
+from tests.compiled import DEVICES, executed
 from tests.paged import writes
 from tests.paged.cases import LARGEST
 from tests.paged.triton_calls import interpret, write_kernel
 from tests.paged.writes import KINDS, LATENT, make, WriteArrays
 from tests.recurrence.quick import quick
 
-write = functools.partial(write_kernel.write, execute=interpret)
+write = executed(write_kernel.write, interpret)
 assert_same = functools.partial(writes.assert_same, write)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.compiled import launches_of
+from tests.compiled import executed, launches_of
 from tests.paged.cases import Case, make, PagedArrays, PagedSpec, with_leading_axis
 
 pytest.importorskip("triton")
@@ -52,10 +52,9 @@ def attend_by(case: Case, config: TritonConfig = CONFIG, **changes: Any) -> tupl
         taken.append(launch.constants)
         return interpret(launch, inputs)
 
-    return compiled.forward(arrays._replace(**changes), spec, config, execute=execute), taken[0]
+    return executed(compiled.forward, execute)(arrays._replace(**changes), spec, config), taken[0]
 
 
 def launches(arrays: PagedArrays, spec: PagedSpec, config: Any) -> dict[str, ejx.launch.Launch]:
     """What a call launches, by the kernel's name; arrays may be shapes."""
-    call = lambda arrays, execute: compiled.forward(arrays, spec, config, execute=execute)
-    return launches_of(call, arrays)
+    return launches_of(lambda arrays: compiled.forward(arrays, spec, config), arrays)

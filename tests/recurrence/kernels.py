@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.compiled import executed
 from tests.recurrence import cases
 from tests.recurrence.cases import problem_of, RecurrenceArrays, RecurrenceSpec
 
@@ -23,8 +24,8 @@ CHUNK = 16
 _interpret = functools.partial(run, interpret=True)
 # What a device is given, interpreted: float16 operands meet as on it.
 ON_DEVICE = types.SimpleNamespace(
-    forward=functools.partial(compiled.forward, execute=_interpret),
-    backward=functools.partial(compiled.backward, execute=_interpret),
+    forward=executed(compiled.forward, _interpret),
+    backward=executed(compiled.backward, _interpret),
 )
 
 
@@ -51,12 +52,12 @@ def launches_of(
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
     def both(arrays):
-        results = dict(compiled.forward(arrays, spec, config, execute=record))
+        results = dict(compiled.forward(arrays, spec, config))
         out, final = results.pop("out"), results.pop("final_state")
         given = {"out": out, "final_state": final}
-        return compiled.backward(arrays, spec, config, results, given, execute=record) if backward else out
+        return compiled.backward(arrays, spec, config, results, given) if backward else out
 
-    jax.eval_shape(both, arrays)
+    jax.eval_shape(executed(both, record), arrays)
     return found
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from ejkernel_eqx.dispatch import from_dict, to_dict
 from tests.attention import hopper_emulation
-from tests.compiled import DEVICES
+from tests.compiled import DEVICES, executed
 from tests.recurrence.cases import (
     Case,
     CONSTANT,
@@ -205,7 +205,7 @@ def test_results(case, block_v, stages, splits, monkeypatch):
     def emulated(launch, inputs):
         return device.run(launch, inputs) if launch.is_gluon else run(launch, inputs, interpret=True)
 
-    actual = triton.forward(arrays, spec, config, execute=emulated)
+    actual = executed(triton.forward, emulated)(arrays, spec, config)
     exact = run_reference(arrays, *cotangents(case), spec)
     assert_close(actual["out"], exact.out, "bfloat16", "forward", name="out")
     assert_close(actual["final_state"], exact.final_state, "bfloat16", "forward", name="final state")

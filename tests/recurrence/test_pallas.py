@@ -71,10 +71,10 @@ def both(problem: Problem, config: PallasConfig) -> tuple[Any, ...]:
     """Forward and backward in one program, and its arrays."""
     spec = samples.spec_of(problem)
 
-    def call(arrays: Any, dout: Any, dstate: Any, **execute: Any) -> Any:
-        found = compiled.forward(arrays, spec, config, **execute)
+    def call(arrays: Any, dout: Any, dstate: Any) -> Any:
+        found = compiled.forward(arrays, spec, config)
         given = {"out": dout, "final_state": dstate}
-        return found, compiled.backward(arrays, spec, config, {"states": found["states"]}, given, **execute)
+        return found, compiled.backward(arrays, spec, config, {"states": found["states"]}, given)
 
     arrays = jax.eval_shape(lambda: samples.make_inputs(problem, 0).arrays)
     found = jax.eval_shape(lambda arrays: compiled.forward(arrays, spec, config), arrays)

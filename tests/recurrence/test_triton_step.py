@@ -13,6 +13,7 @@ import pytest
 
 from ejkernel_eqx.parallel import Leading, opaque, Split
 from ejkernel_eqx.recurrence.triton.step_kernel import default_tile, step, StepTile
+from tests.compiled import executed
 from tests.recurrence.cases import (
     KEY,
     letters_of,
@@ -28,7 +29,7 @@ from tests.recurrence.kernels import report_of, run
 from tests.recurrence.operations import xla
 from tests.tolerances import assert_close
 
-interpreted = functools.partial(step, execute=functools.partial(run, interpret=True))
+interpreted = executed(step, functools.partial(run, interpret=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +227,7 @@ def test_fits_everywhere(target):
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
     config = types.SimpleNamespace(step=default_tile(case.dim, case.values, jnp.dtype(case.state).itemsize))
-    jax.eval_shape(lambda arrays: step(arrays, case.spec, config, execute=record), make(case))
+    jax.eval_shape(executed(lambda arrays: step(arrays, case.spec, config), record), make(case))
     assert report_of(found[0], target).spills == 0
 
 

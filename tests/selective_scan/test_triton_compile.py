@@ -70,6 +70,6 @@ def test_step_fits():
     arrays = jax.tree.map(lead, samples.make_step_inputs(problem, 0))
     arrays = arrays._replace(A=arrays.A[0])
     config = triton.default_config(problem, DEVICES["sm_90"])
-    step = lambda arrays, execute: triton.step(arrays, samples.spec_of(problem), config, execute=execute)
+    step = lambda arrays: triton.step(arrays, samples.spec_of(problem), config)
     (launch,) = compiled.launches_of(step, arrays).values()
     assert compile_ahead(launch, "sm_90").fits

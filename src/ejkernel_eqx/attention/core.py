@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from .._kernel import Plan
-from .._shapes import is_symbolic
 from ..core import Kind, Named
 from ..dispatch import Problem
 from ..parallel import given_of
@@ -34,7 +33,7 @@ def problem_of(operation: str, arrays: AttentionArrays, spec: AttentionSpec) -> 
     dims = {"B": math.prod(q.shape[:-3]), "T": q.shape[-3], "H": q.shape[-2], "D": q.shape[-1]}
     dims |= {"S": k.shape[-3], "K": k.shape[-2], "V": v.shape[-1]}
     segments = arrays.q_segments is not None
-    symbolic = is_symbolic(dims["T"]) or is_symbolic(dims["S"])
+    symbolic = not (isinstance(dims["T"], int) and isinstance(dims["S"], int))
     flags = {
         "bias": _pattern(bias),
         "mask": _pattern(arrays.mask),
@@ -140,10 +139,8 @@ class AttentionKind(Kind):
     def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Named:
         return {"out": platform.attend(arrays, spec)}
 
-    def forward(
-        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
-    ) -> Named:
-        return dict(zip(self.results, platform.forward(arrays, spec, config, **execute), strict=True))
+    def forward(self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool) -> Named:
+        return dict(zip(self.results, platform.forward(arrays, spec, config), strict=True))
 
     def backward(
         self,
@@ -153,10 +150,9 @@ class AttentionKind(Kind):
         config: Any,
         saved: Named,
         cotangents: Named,
-        **execute: Any,
     ) -> Named:
         results = (saved["out"], saved["lse"], cotangents["out"], cotangents["lse"])
-        return given_of(platform.backward(arrays, spec, config, *results, **execute))
+        return given_of(platform.backward(arrays, spec, config, *results))
 
     def told(self, spec: AttentionSpec, runs: Mapping[str, int], over: tuple[str, ...]) -> AttentionSpec:
         own = {f"{name}_run": run for name, run in runs.items()}

@@ -1,5 +1,5 @@
-from .kind import ForwardKind as ForwardKind
 from .kind import is_opaque as is_opaque
 from .kind import Kind as Kind
 from .kind import Named as Named
-from .kind import StepKind as StepKind
+from .kinds import ForwardKind as ForwardKind
+from .kinds import StepKind as StepKind

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..parallel.shapes import inside_manual_mesh
+from ..parallel.mesh import inside_manual_mesh
 from ..sequences.rows import Packing
 
 

@@ -1,4 +1,4 @@
-"""Checks of the arrays that a user passes to an operation, one at a time.
+"""Checks of what a user passes: the arrays of an operation, one at a time, and the sizes, numbers and arrays of a layer.
 
 Errors are raised before anything is computed and name the argument, what was expected, what was received, and the remedy.
 """
@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._shapes import remedy_of_size
 from .._values import checked
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+_KINDS = {"floats": jnp.floating, "integers": jnp.integer, "booleans": jnp.bool_}
 STATE_DTYPES = ("float32", "bfloat16", "float64")
 
 
@@ -64,13 +66,53 @@ def array(name: str, x: Any, letters: str, rank: int | None = None) -> Array:
 def fitting(name: str, x: Any, shape: tuple[int | None, ...], letters: str) -> Array:
     """`x` as an array of exactly this shape; `None` for a free size."""
     x = array(name, x, letters, rank=0)
-    if x.ndim != len(shape) or any(w is not None and w != s for s, w in zip(x.shape, shape, strict=True)):
+    if x.ndim != len(shape) or any([w is not None and w != s for s, w in zip(x.shape, shape)]):
         own = letters.split()
         names = ["."] * (len(shape) - len(own)) + own
         expected = ", ".join(n if w is None else str(w) for w, n in zip(shape, names, strict=True))
         layout = f"[..., {letters}]" if len(shape) > len(own) else f"[{letters}]"
         raise ValueError(f"{name}: expected shape [{expected}], received {x.shape}; the layout is {layout}.")
     return x
+
+
+def check_sizes(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+            raise ValueError(
+                f"{name}: expected a positive integer, received {size!r}; {remedy_of_size(size, 1)}."
+            )
+
+
+def read_sizes(**sizes: Any) -> tuple[int, ...]:
+    """The sizes, checked, as integers of Python: static fields hold no numbers of NumPy."""
+    check_sizes(**sizes)
+    return tuple(map(int, sizes.values()))
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Finite numbers, or `None` for a default."""
+    for name, number in numbers.items():
+        is_number = isinstance(number, int | float | np.number | Array) and not isinstance(number, bool)
+        if number is not None and not (is_number and np.ndim(number) == 0 and math.isfinite(number)):
+            raise ValueError(f"{name}: expected a finite number, received {number!r}; it is static.")
+
+
+def read_array(name: str, value: Any, kind: str, form: str) -> Array:
+    """An array of `kind`: `"floats"`, `"integers"` or `"booleans"`; `form` is the shape as in the docstring."""
+    if not isinstance(value, Array | np.ndarray):
+        raise ValueError(
+            f"{name}: expected an array of {kind} {form}, received {type(value).__name__}; convert it with jnp.asarray."
+        )
+    if not jnp.issubdtype(value.dtype, _KINDS[kind]):
+        remedy = "compare it, as in mask != 0" if kind == "booleans" else "cast it"
+        raise ValueError(
+            f"{name}: expected {kind} {form}, received {value.dtype} of shape {value.shape}; {remedy}."
+        )
+    return jnp.asarray(value)
+
+
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1]))
 
 
 def accumulator(dtype: Any) -> Any:

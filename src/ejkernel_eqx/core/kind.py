@@ -13,17 +13,19 @@ and `step(arrays, spec, config)` for a family with steps. Results of `apply` and
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from .._errors import UnsupportedError
 from .._jitted import jitted
 from .._kernel import Plan
-from ..dispatch import BOTH, FORWARD, Platform, PlatformHooks, Problem, replaceable, Selection
+from ..dispatch import BOTH, FORWARD, PlatformHooks, Problem, replaceable, Selection
 from ..dispatch.labels import kernel_scope
 from ..parallel import (
     given_of,
@@ -37,11 +39,14 @@ from ..parallel import (
     wide,
 )
 from .fold_first import fold_first
-from .reverse_only import FORWARD_MODE, reverse_only
 
+T = TypeVar("T")
 Named = dict[str, Array]
 Letters = dict[str, tuple[str, ...]]
 Call = Callable[[Named], Named]
+
+FORWARD_MODE = "Build it with platform='xla' for forward mode and second derivatives."
+"""The remedy for operations whose XLA platform JAX differentiates itself."""
 
 # Prefixes of the names of arrays that are neither arguments nor results.
 _SAVED, _COTANGENT, _GRADIENT = "saved ", "cotangent ", "gradient "
@@ -100,22 +105,21 @@ class Kind:
         alone, both = [plan.select(problem, direction=direction) for direction in (FORWARD, BOTH)]
 
         on = functools.partial(self._on, plan, spec, finite)
-        if alone.platform is both.platform or self._has_every_derivative(both):
+        implementation = both.implementation.load()
+        # JAX differentiates what it sees in any mode, and as often as it is asked to.
+        is_seen = self.differentiates(implementation) and not is_opaque(implementation)
+        if alone.platform is both.platform or is_seen:
             return on(both, given)
         given = reverse_only(match_varying(given, given), operation, both.platform, self.remedy)
         return undifferentiated(functools.partial(on, alone), functools.partial(on, both))(given)
-
-    def _has_every_derivative(self, selection: Selection) -> bool:
-        """Returns whether JAX differentiates what it sees, in any mode and as often as it is asked to."""
-        platform = selection.implementation.load()
-        return self.differentiates(platform) and not is_opaque(platform)
 
     def _on(self, plan: Plan, spec: Any, finite: bool, selection: Selection, given: Named) -> Named:
         """The wanted results on the selected platform."""
         platform, operation = selection.implementation.load(), selection.problem.operation
         leading = self.leading(self.axes_of(self.make(**given), spec))
         if self.differentiates(platform):
-            plainly = functools.partial(self._plainly, platform, spec, selection.config)
+            config = selection.config
+            plainly = lambda given: self.by_name(self.plainly(platform, self.make(**given), spec, config))
             with kernel_scope(selection):
                 results = over_mesh(plainly, given, leading)
                 # In the scope, so that the program names the choice even if nothing is computed.
@@ -160,23 +164,14 @@ class Kind:
         """The results on a platform that JAX differentiates."""
         return platform.apply(arrays, spec, config)
 
-    def forward(
-        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
-    ) -> Named:
+    def forward(self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool) -> Named:
         """The results and residuals on a platform that JAX does not differentiate."""
-        return dict(platform.forward(arrays, spec, config, save=save, **execute))
+        return dict(platform.forward(arrays, spec, config, save=save))
 
     def backward(
-        self,
-        platform: Any,
-        arrays: Any,
-        spec: Any,
-        config: Any,
-        saved: Named,
-        cotangents: Named,
-        **execute: Any,
+        self, platform: Any, arrays: Any, spec: Any, config: Any, saved: Named, cotangents: Named
     ) -> Named:
-        return platform.backward(arrays, spec, config, saved, cotangents, **execute)
+        return platform.backward(arrays, spec, config, saved, cotangents)
 
     def told(self, spec: Any, runs: Mapping[str, int], over: tuple[str, ...]) -> Any:
         """The spec of one launch, with the number of rows that read each row of a kept array, or the mapped axes that its gradient is summed
@@ -187,17 +182,8 @@ class Kind:
 
     def leading(self, axes: Letters) -> Leading:
         like = {f"{_GRADIENT}{name}": name for name in self.learned}
-        return Leading(
-            axes=axes,
-            shared=self.shared,
-            broadcast=self.broadcast,
-            kept=self.kept,
-            like=like,
-            one_by_one=self.one_by_one,
-        )
-
-    def _plainly(self, platform: Any, spec: Any, config: Any, given: Named) -> Named:
-        return self.by_name(self.plainly(platform, self.make(**given), spec, config))
+        rows = {"shared": self.shared, "broadcast": self.broadcast, "kept": self.kept}
+        return Leading(axes=axes, like=like, one_by_one=self.one_by_one, **rows)
 
     def by_name(self, results: Any) -> Named:
         named = results if isinstance(results, Mapping) else zip(self.results, results, strict=True)
@@ -223,10 +209,8 @@ class Kind:
             return {f"{_GRADIENT}{name}": x for name, x in grads.items()}
 
         def call_forward(given: Named) -> tuple[Named, Named]:
-            results = {
-                name: checkpoint_name(x, self._name(operation, name))
-                for name, x in launch(functools.partial(forward, self.has_backward(platform)), given).items()
-            }
+            results = launch(functools.partial(forward, self.has_backward(platform)), given)
+            results = {name: checkpoint_name(x, self._name(operation, name)) for name, x in results.items()}
             saved = {name: results.pop(name) for name in list(results) if name not in self.results}
             kept = {name: results[name] for name in self.read}
             if finite:
@@ -288,7 +272,11 @@ class Kind:
                         return results
                     return {name: checkpoint_name(x, operation) for name, x in results.items()}
 
-            leading = self.leading(self._letters(implementation, self.arrays_of(given), spec))
+            arrays = self.arrays_of(given)
+            axes = self.axes_of(arrays, spec)
+            saved = axes | (self.saved_of(implementation, arrays, spec) if self.saved_of else {})
+            moved = {f"{what}{name}": x for what in (_COTANGENT, _GRADIENT) for name, x in axes.items()}
+            leading = self.leading(axes | {f"{_SAVED}{name}": x for name, x in saved.items()} | moved)
             if not is_launched:
                 return mapped(of_rows, leading, self.kept & set(self.learned))(given)
             if summed:
@@ -303,75 +291,13 @@ class Kind:
                 leading,
                 split=split,
                 whole=rows if summed else frozenset(),
-                summed=summed or (self.partial is not None and self.partial(self.arrays_of(given), spec)),
+                summed=summed or (self.partial is not None and self.partial(arrays, spec)),
                 sliced=self.sliced,
                 pinned=self.pinned(spec),
                 seen=not is_opaque(implementation),
             )(given)
 
         return launch
-
-    def _letters(self, implementation: Any, arrays: Any, spec: Any) -> Letters:
-        """The axes of all arguments and results of a launch."""
-        axes = self.axes_of(arrays, spec)
-        saved = axes | (self.saved_of(implementation, arrays, spec) if self.saved_of else {})
-        moved = {f"{what}{name}": x for what in (_COTANGENT, _GRADIENT) for name, x in axes.items()}
-        return axes | {f"{_SAVED}{name}": x for name, x in saved.items()} | moved
-
-
-class StepKind(Kind):
-    """A kind whose kernels have no backward: one token per row. Its gradient is that of the reference."""
-
-    def differentiates(self, platform: Any) -> bool:
-        return not is_opaque(platform)
-
-    def has_backward(self, platform: Any) -> bool:
-        return False
-
-    def plainly(self, platform: Any, arrays: Any, spec: Any, config: Any) -> Any:
-        return platform.step(arrays, spec, config)
-
-    def forward(
-        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
-    ) -> Named:
-        return self.by_name(platform.step(arrays, spec, config, **execute))
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class ForwardKind(Kind):
-    """A kind without a gradient, for inference: `forward(arrays, spec, config)` on every platform.
-
-    - `refusal`: why there is none, and the remedy.
-    """
-
-    refusal: tuple[str, str]
-
-    def _on(self, plan: Plan, spec: Any, finite: bool, selection: Selection, given: Named) -> Named:
-        implementation = selection.implementation.load()
-
-        def forward(arrays: Any, spec: Any, config: Any, rest: Named) -> Named:
-            return self.by_name(implementation.forward(arrays, spec, config))
-
-        def plainly(given: Named) -> Named:
-            with kernel_scope(selection):
-                return forward(self.make(**given), spec, selection.config, {})
-
-        call, operation = plainly, selection.problem.operation
-        if is_opaque(implementation):
-            call = functools.partial(self._launcher(plan, selection, spec), forward)
-            given = match_varying(given, given)
-        results = self.refused(operation, selection.platform, call)(given)
-        return {name: results[name] for name in (self.wanted(spec) if self.wanted else self.results)}
-
-    def refused(self, operation: str, platform: Platform, function: Call) -> Call:
-        """The function, with a clear error if it is differentiated."""
-        call, (reason, remedy) = jax.custom_jvp(function), self.refusal
-
-        @call.defjvp
-        def refuse(primals: Any, tangents: Any) -> Any:
-            raise UnsupportedError(operation, {platform: reason}, remedy)
-
-        return call
 
 
 def is_opaque(platform: Any) -> bool:
@@ -403,12 +329,8 @@ def reversible(
     def call_backward(residuals: tuple[Named, Named], cotangents: Named) -> tuple[dict[str, Array | None]]:
         given, saved = residuals
         grads = backward(given, saved, cotangents)
-        return (
-            {
-                name: like(grads[name], x) if name in learned and is_float(x) else None
-                for name, x in given.items()
-            },
-        )
+        live = {name for name in learned & given.keys() if is_float(given[name])}
+        return ({name: like(grads[name], x) if name in live else None for name, x in given.items()},)
 
     call.defvjp(call_forward, call_backward)
     return call
@@ -454,3 +376,49 @@ def like(grad: Array, x: Array) -> Array:
     if ones:
         grad = jnp.sum(wide(grad), ones, keepdims=True)
     return match_sharding(grad.astype(x.dtype), x)
+
+
+# A function with a custom reverse derivative cannot customise the error that JAX raises in forward mode. So the arrays of such a call first pass
+# through a primitive: in reverse mode nothing happens; in forward mode their tangents would have to be computed, which raises.
+
+_mark_p = Primitive("ejkernel_reverse_only")
+_tangent_p = Primitive("ejkernel_reverse_only_tangent")
+
+
+def reverse_only(arrays: T, operation: str, platform: str, remedy: str) -> T:
+    """Returns `arrays` (any pytree); raises `UnsupportedError` with this remedy if they are differentiated in forward mode.
+
+    All arrays of a call pass through together, so that an outer derivative treats an inner gradient as before.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    marked = _mark_p.bind(*leaves, words=(operation, str(platform), remedy))
+    return jax.tree.unflatten(structure, marked)
+
+
+def _mark_jvp(leaves: Any, tangents: Any, *, words: Any) -> tuple[Any, Any]:
+    return list(leaves), [t if isinstance(t, ad.Zero) else _tangent_p.bind(t, words=words) for t in tangents]
+
+
+def _refuse(*_: Any, words: tuple[str, str, str]) -> Any:
+    operation, platform, remedy = words
+    why = "its kernels have reverse-mode derivatives only (jax.grad, jax.vjp), none in forward mode (jax.jvp, jax.jacfwd)"
+    raise UnsupportedError(operation, {platform: why}, remedy)
+
+
+_mark_p.multiple_results = True
+_mark_p.def_impl(lambda *leaves, words: list(leaves))
+_mark_p.def_abstract_eval(lambda *leaves, words: list(leaves))
+mlir.register_lowering(_mark_p, lambda context, *leaves, words: leaves)
+ad.primitive_jvps[_mark_p] = _mark_jvp
+batching.primitive_batchers[_mark_p] = lambda leaves, axes, *, words: (
+    _mark_p.bind(*leaves, words=words),
+    axes,
+)
+
+# In reverse mode, where tangents are transposed, this is never computed.
+_tangent_p.def_impl(_refuse)
+_tangent_p.def_abstract_eval(lambda tangent, *, words: tangent)
+mlir.register_lowering(_tangent_p, _refuse)
+ad.deflinear2(_tangent_p, lambda cotangent, tangent, *, words: [cotangent])
+# Forward mode under `vmap`: otherwise JAX's own error would come first.
+batching.primitive_batchers[_tangent_p] = lambda leaves, axes, *, words: _refuse(words=words)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 from jax import Array
 
 from ..dispatch import DeviceFacts, hooks_of, PlatformHooks, Problem
-from ..launch import expect_launches, interpreter_unavailable, run, triton_unavailable
+from ..launch import executing, expect_launches, interpreter_unavailable, run, triton_unavailable
 
 Named = dict[str, Array]
 
@@ -71,7 +70,7 @@ class Interpreted(PlatformHooks):
     def __init__(self, compiled: Any, config: Any, **portable: Any):
         """`compiled` is the module of the compiled platform, `config` one of its configurations with small tiles. In any configuration, fields
         that a host cannot support are replaced by the `portable` ones."""
-        self._config, self._portable = config, portable
+        self._config, self._portable = dataclasses.replace(config, **portable), portable
         hooks = hooks_of(compiled)
         self.PARTS, self.config_type, self.unsupported = hooks.PARTS, hooks.config_type, hooks.unsupported
         if hasattr(compiled, "saved_axes"):
@@ -80,19 +79,28 @@ class Interpreted(PlatformHooks):
             if hasattr(compiled, name):
                 setattr(self, name, self._interpreted(getattr(compiled, name)))
         if hasattr(compiled, "write"):  # of pages, which no configuration concerns
-            self.write = functools.partial(compiled.write, execute=self.execute)
+            self.write = self._executed(compiled.write)
+
+    def _executed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with its launches interpreted."""
+
+        @functools.wraps(function)
+        def call(*inputs: Any, **how: Any) -> Any:
+            with executing(self.execute):
+                return function(*inputs, **how)
+
+        return call
 
     def _interpreted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function with its launches interpreted; callers of a platform do not specify how they are executed."""
+        """The function with its launches interpreted, and `portable` fields in its configuration."""
+        executed = self._executed(function)
 
         @functools.wraps(function)
         def call(arrays: Any, spec: Any, config: Any, *rest: Any, **how: Any) -> Any:
-            config = dataclasses.replace(config, **self._portable)
-            return function(arrays, spec, config, *rest, execute=self.execute, **how)
+            changes = {name: x for name, x in self._portable.items() if getattr(config, name) != x}
+            config = dataclasses.replace(config, **changes) if changes else config
+            return executed(arrays, spec, config, *rest, **how)
 
-        known = inspect.signature(function)
-        parameters = [p for name, p in known.parameters.items() if name != "execute"]
-        vars(call)["__signature__"] = known.replace(parameters=parameters)
         return call
 
     def unavailable(self, device: DeviceFacts) -> str | None:

@@ -15,15 +15,14 @@ from typing import Annotated, Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.custom_batching import custom_vmap
 
 from .._kernel import replaced
-from ..dispatch import Platform, replaceable
+from ..dispatch import Platform
 from ..parallel import explicit_mesh, how_split, output_shapes, Split
-from ..parallel.shapes import inside_manual_mesh
+from ..parallel.leading import under_vmap
+from ..parallel.mesh import inside_manual_mesh
 from ..parallel.tokens import TOKENS, TokenSplit
-from .kind import is_float, reversible
-from .reverse_only import reverse_only
+from .kind import is_float, reverse_only, reversible
 
 F = TypeVar("F", bound=Callable[..., Any])
 Named = dict[str, Array]
@@ -166,8 +165,12 @@ def _over_devices(plan: Any, split: TokenSplit, function: Any, whole: Any, outs:
     arrays = reverse_only(arrays, plan.operation, platform, _FORWARD_MODE)
     learned = frozenset(name for name, x in arrays.items() if is_float(x))
 
+    def each(whole: Callable[[Any], Named]) -> Callable[[int, Any, Any], Named]:
+        axes = lambda is_mapped: jax.tree.map(lambda mapped: 0 if mapped else None, is_mapped)
+        return lambda size, is_mapped, given: jax.vmap(whole, (axes(is_mapped),), axis_size=size)(given)
+
     def forward(arrays: Named) -> Named:
-        return _mapped(lambda given: split.over_devices(function, whole, given, outs), whole)(arrays)
+        return under_vmap(lambda given: split.over_devices(function, whole, given, outs), each(whole))(arrays)
 
     def backward(arrays: Named, saved: Named, cotangents: Named) -> Named:
         def of_whole(given: Any) -> Named:
@@ -179,28 +182,6 @@ def _over_devices(plan: Any, split: TokenSplit, function: Any, whole: Any, outs:
         def of_parts(given: Any) -> Named:
             return split.gradient(function, whole, given["arrays"], given["cotangents"], learned)
 
-        return _mapped(of_parts, of_whole)({"arrays": arrays, "cotangents": cotangents})
+        return under_vmap(of_parts, each(of_whole))({"arrays": arrays, "cotangents": cotangents})
 
     return reversible(forward, lambda arrays: (forward(arrays), {}), backward, learned)(arrays)
-
-
-def _mapped(function: Callable[[Any], Named], whole: Callable[[Any], Named]) -> Callable[[Any], Named]:
-    """`function`; under `jax.vmap`, `whole`."""
-    undo: list[Callable[[], None]] = []
-
-    @custom_vmap
-    def call(given: Any) -> Named:
-        with replaceable() as take_back:
-            undo.append(take_back)
-            return function(given)
-
-    @call.def_vmap
-    def rule(size: int, in_batched: Any, given: Any) -> Any:
-        # The unmapped call was traced but is never launched.
-        for take_back in undo:
-            take_back()
-        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, in_batched[0])
-        results = jax.vmap(whole, in_axes=(axes,), axis_size=size)(given)
-        return results, jax.tree.map(lambda _: True, results)
-
-    return call

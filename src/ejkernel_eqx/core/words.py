@@ -19,36 +19,22 @@ def read_sizes(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> d
             f"dims: expected sizes for {needed} and optionally {others}, received unknown {unknown} and missing {missing}; "
             f"for example {_example(dims, defaults)}."
         )
-    found = {name: size for name, size in {**defaults, **dims}.items() if size is not None}
-    if any(size < 1 for size in found.values()):
-        raise ValueError(
-            f"dims: expected positive sizes, received {', '.join(f'{n}={s}' for n, s in dims.items())}."
-        )
-    return found
+    sizes = {name: size for name, size in {**defaults, **dims}.items() if size is not None}
+    if any(size < 1 for size in sizes.values()):
+        received = ", ".join(f"{name}={size}" for name, size in dims.items())
+        raise ValueError(f"dims: expected positive sizes, received {received}.")
+    return sizes
 
 
-_USUAL = {
-    "B": 1,
-    "T": 4096,
-    "H": 16,
-    "D": 128,
-    "C": 2048,
-    "I": 2048,
-    "F": 2048,
-    "M": 4096,
-    "N": 8,
-    "P": 64,
-    "V": 128,
-}
+_USUAL = dict(B=1, T=4096, H=16, D=128, C=2048, I=2048, F=2048, M=4096, N=8, P=64, V=128)
 
 
 def _example(dims: Mapping[str, int], defaults: Mapping[str, int | None]) -> str:
     """Returns what was given and can be used, completed."""
     sizes = {name: size for name, size in dims.items() if name in defaults}
     needed = [name for name, default in defaults.items() if default is None]
-    return ",".join(
-        f"{name}={size}" for name, size in ({n: _USUAL.get(n, 64) for n in needed} | sizes).items()
-    )
+    example = {name: _USUAL.get(name, 64) for name in needed} | sizes
+    return ",".join(f"{name}={size}" for name, size in example.items())
 
 
 def read_flags(flags: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -60,9 +46,8 @@ def read_flags(flags: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -
         )
     for name, value in flags.items():
         # `1 in SWITCH` would be true.
-        if not any(
-            value is choice or (isinstance(choice, str) and value == choice) for choice in choices[name]
-        ):
+        known = [value is choice or (isinstance(choice, str) and value == choice) for choice in choices[name]]
+        if not any(known):
             if set(choices[name]) == set(SWITCH):
                 raise ValueError(f"flags: expected true or false for {name}, received {value!r}.")
             words = " or ".join(f"{name}={str(choice).lower()}" for choice in choices[name])

@@ -12,6 +12,7 @@ from jax import Array
 
 from .._tolerances import TOLERANCES
 from ..dispatch import BOTH, Cost, FORWARD, hooks_of, Implementation, Part, Platform, Problem, Workload
+from ..launch import executing
 from .arguments import accumulator
 from .exact import exactly
 from .kind import is_float, is_opaque, Kind, like, Named
@@ -60,10 +61,7 @@ def workload_of(
             )
             for field, names in hooks_of(platform).PARTS.items()
         ),
-        costs={
-            FORWARD: Cost(flops, moved),
-            BOTH: Cost((1.0 + backward) * flops, 2 * moved + gradients),
-        },
+        costs={FORWARD: Cost(flops, moved), BOTH: Cost((1.0 + backward) * flops, 2 * moved + gradients)},
         launches=functools.partial(launches_of, run, make_inputs)
         if implementation.platform is Platform.TRITON
         else None,
@@ -144,14 +142,14 @@ def _learned(kind: Kind, arrays: Any) -> dict[str, Any]:
 
 
 def _run_kernels(
-    kind: Kind, platform: Any, spec: Any, wanted: Sequence[str], inputs: Inputs, config: Any, **execute: Any
+    kind: Kind, platform: Any, spec: Any, wanted: Sequence[str], inputs: Inputs, config: Any
 ) -> Named:
     """Forward and backward by the platform's own functions."""
     arrays, cotangents = inputs
-    saved = kind.forward(platform, arrays, spec, config, True, **execute)
+    saved = kind.forward(platform, arrays, spec, config, True)
     results = {name: saved.pop(name) for name in kind.results}
     saved |= {name: results[name] for name in kind.read}
-    grads = kind.backward(platform, arrays, spec, config, saved, dict(cotangents), **execute)
+    grads = kind.backward(platform, arrays, spec, config, saved, dict(cotangents))
     gradients = {name: like(x, getattr(arrays, name)) for name, x in grads.items()}
     return {name: results[name] for name in wanted} | gradients
 
@@ -197,7 +195,7 @@ def _run_step(kind: Kind, platform: Any, spec: Any, arrays: Any, config: Any) ->
 
 
 def launches_of(run: Callable[..., Any], make_inputs: Callable[[int], Any], config: Any) -> list[Any]:
-    """The launches of `run(inputs, config, execute=)`; nothing is run."""
+    """The launches of `run(inputs, config)`; nothing is run."""
     found: list[Any] = []
 
     def record(launch: Any, arrays: Mapping[str, Array]) -> Named:
@@ -205,7 +203,8 @@ def launches_of(run: Callable[..., Any], make_inputs: Callable[[int], Any], conf
             found.append(launch)
         return {name: jnp.zeros(out.shape, out.dtype) for name, out in launch.outputs.items()}
 
-    jax.eval_shape(lambda: run(make_inputs(0), config, execute=record))
+    with executing(record):
+        jax.eval_shape(lambda: run(make_inputs(0), config))
     return found
 
 

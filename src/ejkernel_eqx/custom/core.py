@@ -10,7 +10,7 @@ from ..core import Kind
 from ..dispatch import Implementation, Platform
 from ..parallel import mapped, match_varying, wide
 from .declaration import Arrays, check_gradients, check_outputs, Declaration, Fields, named_outputs
-from .platforms import CustomPlatform, Execute, TritonLauncher
+from .platforms import CustomPlatform, TritonLauncher
 
 _REMEDY = "Forward mode is available on platform='xla', with run_xla and without grad_xla."
 
@@ -37,15 +37,9 @@ class CustomKind(Kind):
         return mapped(of_rows, self.leading(self.axes_of(arrays, fields)))(arrays)
 
     def forward(
-        self,
-        platform: CustomPlatform,
-        arrays: Arrays,
-        fields: Fields,
-        config: Any,
-        save: bool,
-        **execute: Any,
+        self, platform: CustomPlatform, arrays: Arrays, fields: Fields, config: Any, save: bool
     ) -> Arrays:
-        outputs = self._invoke("run", platform, fields, config, arrays, **execute)
+        outputs = self._invoke("run", platform, fields, config, arrays)
         return check_outputs(self.kernel.declaration, f"run_{platform.written_as.value}", outputs, arrays)
 
     def backward(
@@ -56,26 +50,17 @@ class CustomKind(Kind):
         config: Any,
         saved: Arrays,
         cotangents: Arrays,
-        **execute: Any,
     ) -> Arrays:
-        gradients = self._invoke("grad", platform, fields, config, arrays, saved, cotangents, **execute)
+        gradients = self._invoke("grad", platform, fields, config, arrays, saved, cotangents)
         return check_gradients(
             self.kernel.declaration, f"grad_{platform.written_as.value}", gradients, arrays
         )
 
-    def _invoke(
-        self,
-        kind: str,
-        platform: CustomPlatform,
-        fields: Fields,
-        config: Any,
-        *args: Arrays,
-        execute: Execute | None = None,
-    ) -> Any:
+    def _invoke(self, kind: str, platform: CustomPlatform, fields: Fields, config: Any, *args: Arrays) -> Any:
         method = platform.method(kind)
         assert method is not None, "only existing methods are called"
-        operation, launch = self.kernel.operation, execute or platform.execute
-        rest = (TritonLauncher(operation, launch),) if platform.written_as is Platform.TRITON else ()
+        launcher = TritonLauncher(self.kernel.operation, platform.execute)
+        rest = (launcher,) if platform.written_as is Platform.TRITON else ()
         return method(self.kernel._of_fields(fields), *args, config, *rest)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -172,18 +172,16 @@ def named_outputs(declaration: Declaration, method: str, value: Any) -> dict[str
     """The outputs returned by a method (a mapping, a tuple in order, or a single output), by name."""
     names = [declared.name for declared in declaration.outputs]
     if isinstance(value, Mapping):
-        found = dict(value)
-    elif len(names) == 1 and not isinstance(value, tuple | list):
-        found = {names[0]: value}
+        results = dict(value)
     else:
         values = value if isinstance(value, tuple | list) else (value,)
-        found = dict(zip(names, values, strict=False)) if len(values) == len(names) else {}
-    if set(found) != set(names):
-        received = sorted(found) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+        results = dict(zip(names, values)) if len(values) == len(names) else {}
+    if set(results) != set(names):
+        received = sorted(results) if isinstance(value, Mapping) else f"a {type(value).__name__}"
         raise ValueError(
             f"{declaration.operation}: {method}: expected the outputs {names} as a mapping or a tuple in that order, received {received}."
         )
-    return {name: found[name] for name in names}
+    return {name: results[name] for name in names}
 
 
 def check_outputs(declaration: Declaration, method: str, value: Any, arrays: Arrays) -> Arrays:
@@ -192,10 +190,8 @@ def check_outputs(declaration: Declaration, method: str, value: Any, arrays: Arr
     dims, batch = declaration.dims(arrays), declaration.batch_shape(arrays)
     dtypes = {name: x.dtype for name, x in arrays.items()}
     for declared in declaration.outputs:
-        expected = declared.shape(dims, batch), declaration.output_dtype(declared, dtypes)
-        _check_returned(
-            declaration, method, declared.name, outputs[declared.name], [expected[0]], expected[1]
-        )
+        shape, dtype = declared.shape(dims, batch), declaration.output_dtype(declared, dtypes)
+        _check_returned(declaration, method, declared.name, outputs[declared.name], [shape], dtype)
     return outputs
 
 
@@ -217,9 +213,8 @@ def check_gradients(declaration: Declaration, method: str, value: Any, arrays: A
 
 
 def _check_returned(
-    declaration: Declaration, method: str, name: str, x: Any, shapes: Iterable[tuple[int, ...]], dtype: Any
+    declaration: Declaration, method: str, name: str, x: Any, shapes: list[tuple[int, ...]], dtype: Any
 ) -> None:
-    shapes = list(shapes)
     if getattr(x, "shape", None) in shapes and (dtype is None or x.dtype == dtype):
         return
     expected = " or ".join(map(str, shapes)) + (f" and dtype {dtype}" if dtype is not None else "")

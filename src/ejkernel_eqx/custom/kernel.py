@@ -172,19 +172,14 @@ def _define(cls: type[CustomKernel]) -> None:
         for known in kernel_registry.ordered(cls.operation):
             if isinstance(known.target, CustomPlatform):
                 kernel_registry.remove(known)
-    for platform, backend, priority in _platforms(cls):
-        target = CustomPlatform(cls, platform)
-        kernel_registry.add(
-            Implementation(
-                cls.operation,
-                platform,
-                backend,
-                priority,
-                cls.operation,
-                target,
-                f"{_HERE}.workload:make_workload",
+    backends = {Platform(name): Backend(backend) for name, backend in cls.backends.items()}
+    for platform, (backend, priority) in PLATFORMS.items():
+        target, place = CustomPlatform(cls, platform), (platform, backends.get(platform, backend))
+        if target.method("run") is not None:
+            workload = f"{_HERE}.workload:make_workload"
+            kernel_registry.add(
+                Implementation(cls.operation, *place, priority, cls.operation, target, workload)
             )
-        )
 
 
 def _missing(cls: type) -> list[str]:
@@ -223,7 +218,7 @@ def _wrong_configs(cls: Any) -> list[str]:
         params = getattr(kind, "__dataclass_params__", None)
         if params is None or not params.frozen:
             found.append(f"config_types[{str(name)!r}]: expected a frozen dataclass, received {kind!r}.")
-        if _runs(cls, name) is None:
+        if getattr(cls, f"run_{name!s}", None) is None:
             found.append(f"config_types[{str(name)!r}]: there is no method run_{name!s}.")
     base = CustomKernel
     asked = (cls.default_config is base.default_config) and (cls.candidates is base.candidates)
@@ -232,10 +227,6 @@ def _wrong_configs(cls: Any) -> list[str]:
             "candidates (or default_config) is missing: config_types declares configurations that nothing creates."
         )
     return found
-
-
-def _runs(cls: Any, platform: Any) -> Any:
-    return getattr(cls, f"run_{platform!s}", None)
 
 
 def _declaration(cls: Any) -> tuple[Declaration, list[str]]:
@@ -275,12 +266,3 @@ def _taken(cls: Any) -> list[str]:
                 f"operation: {cls.operation!r} is already used by {owner or implementation.core}; choose another name."
             ]
     return []
-
-
-def _platforms(cls: Any) -> list[tuple[Platform, Backend, int]]:
-    backends = {Platform(name): Backend(backend) for name, backend in cls.backends.items()}
-    return [
-        (platform, backends.get(platform, backend), priority)
-        for platform, (backend, priority) in PLATFORMS.items()
-        if _runs(cls, CustomPlatform(cls, platform).written_as) is not None
-    ]

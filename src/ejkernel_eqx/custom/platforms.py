@@ -84,7 +84,8 @@ class CustomPlatform:
 
     @property
     def config_type(self) -> type:
-        return config_type(self.kernel, self.written_as)
+        declared = {Platform(name): cls for name, cls in self.kernel.config_types.items()}
+        return declared.get(self.written_as, NoConfig)
 
     @property
     def OPAQUE(self) -> bool:
@@ -155,8 +156,3 @@ def source_digest(kernel: type) -> str | None:
     except (KeyError, OSError, TypeError):
         return None
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def config_type(kernel: Any, platform: Platform) -> type:
-    """The configuration class that a kernel class declares for a platform, or `NoConfig`."""
-    return {Platform(name): cls for name, cls in kernel.config_types.items()}.get(platform, NoConfig)

@@ -42,21 +42,21 @@ class Work:
 
     @functools.cached_property
     def input_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        dims = dict(self.problem.dims)
-        return {
-            d.name: jax.ShapeDtypeStruct(d.shape(dims, (dims["B"],)), jnp.dtype(self.problem.dtype(d.name)))
-            for d in self.declaration.inputs
-        }
+        dtypes = dict(self.problem.dtypes)
+        return {d.name: self._shape(d, dtypes[d.name]) for d in self.declaration.inputs}
 
     @functools.cached_property
     def output_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        dims, dtypes = dict(self.problem.dims), dict(self.problem.dtypes)
-        return {
-            d.name: jax.ShapeDtypeStruct(
-                d.shape(dims, (dims["B"],)), self.declaration.output_dtype(d, dtypes)
-            )
-            for d in self.declaration.outputs
-        }
+        of, dtypes = self.declaration, dict(self.problem.dtypes)
+        return {d.name: self._shape(d, of.output_dtype(d, dtypes)) for d in of.outputs}
+
+    @property
+    def cotangent_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: x for name, x in self.output_shapes.items() if is_float(x.dtype)}
+
+    def _shape(self, declared: Declared, dtype: Any) -> jax.ShapeDtypeStruct:
+        dims = dict(self.problem.dims)
+        return jax.ShapeDtypeStruct(declared.shape(dims, (dims["B"],)), jnp.dtype(dtype))
 
     @property
     def learned(self) -> tuple[str, ...]:
@@ -79,8 +79,7 @@ class Work:
             raise TuningError(
                 f"{self.kernel.__name__}.example_inputs: expected inputs of {self.problem}, received inputs of {made}."
             )
-        weights = {name: x for name, x in self.output_shapes.items() if is_float(x.dtype)}
-        return {"arrays": arrays, "cotangents": _normal(weights, key)}
+        return {"arrays": arrays, "cotangents": _normal(self.cotangent_shapes, key)}
 
     def run(self, inputs: Inputs, config: Any) -> dict[str, Array]:
         plan = make_plan(self.problem.operation, platform=self.implementation.platform, config=config)
@@ -118,9 +117,8 @@ class Work:
             return dict(zip((FORWARD, BOTH), told, strict=True))
         read, written = bytes_of(self.input_shapes), bytes_of(self.output_shapes)
         gradients = bytes_of({name: self.input_shapes[name] for name in self.learned})
-        cotangents = bytes_of({name: x for name, x in self.output_shapes.items() if is_float(x.dtype)})
         # The backward reads inputs, outputs and the outputs' cotangents.
-        both = 2 * (read + written) + cotangents + gradients
+        both = 2 * (read + written) + bytes_of(self.cotangent_shapes) + gradients
         return {FORWARD: Cost(0.0, read + written), BOTH: Cost(0.0, both)}
 
     def parts(self) -> tuple[Part, ...]:
@@ -132,19 +130,17 @@ class Work:
         gradients = tuple(map(gradient_name, self.learned))
         return Part("forward", tuple(self.output_shapes)), Part("backward", gradients)
 
-    def record(self, groups: tuple[Arrays, Arrays, Arrays], config: Any, execute: Any) -> None:
-        """Runs forward and backward on inputs, outputs and cotangents, with another `execute`."""
+    def record(self, groups: tuple[Arrays, Arrays, Arrays], config: Any) -> None:
+        """Runs forward and backward on inputs, outputs and cotangents."""
         (arrays, outputs, cotangents), platform = groups, self.implementation.load()
         kind, fields = self.kernel.kind, self.problem.flags
-        kind.forward(platform, arrays, fields, config, False, execute=execute)
+        kind.forward(platform, arrays, fields, config, False)
         if kind.has_backward(platform):
-            kind.backward(platform, arrays, fields, config, outputs, cotangents, execute=execute)
+            kind.backward(platform, arrays, fields, config, outputs, cotangents)
 
     def zeros(self, seed: int) -> tuple[Arrays, Arrays, Arrays]:
-        cotangents = {name: x for name, x in self.output_shapes.items() if is_float(x.dtype)}
-        return jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), (self.input_shapes, self.output_shapes, cotangents)
-        )
+        shapes = self.input_shapes, self.output_shapes, self.cotangent_shapes
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def make_workload(implementation: Implementation, problem: Problem) -> Workload:
@@ -184,12 +180,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
             f"dims: expected sizes for {', '.join(sorted(letters))} and optionally B, received unknown {unknown} and missing {missing}."
         )
     sizes = {"B": 1, **dims}
-    arrays = {
-        declared.name: jax.ShapeDtypeStruct(
-            declared.shape(sizes, (sizes["B"],)), _example_dtype(declared, dtype)
-        )
-        for declared in declaration.inputs
-    }
+    shape = lambda d: jax.ShapeDtypeStruct(d.shape(sizes, (sizes["B"],)), _example_dtype(d, dtype))
+    arrays = {declared.name: shape(declared) for declared in declaration.inputs}
     return declaration.problem(arrays, _example_fields(kernel, flags))
 
 
@@ -230,7 +222,5 @@ def _normal(shapes: Mapping[str, jax.ShapeDtypeStruct], key: Array) -> Arrays:
 def _tolerance(kind: str, dtype: Any, inputs: list[Any]) -> Tolerance:
     if not is_float(dtype):
         return Tolerance(0.0, 0.0)
-    known = [jnp.dtype(x).name for x in (dtype, *inputs)]
-    return max(
-        (TOLERANCES[name][kind] for name in known if name in TOLERANCES), default=TOLERANCES["bfloat16"][kind]
-    )
+    known = TOLERANCES.keys() & {jnp.dtype(x).name for x in (dtype, *inputs)}
+    return max(TOLERANCES[name][kind] for name in known or {"bfloat16"})

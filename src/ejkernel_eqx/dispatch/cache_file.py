@@ -252,12 +252,7 @@ class PersistentCache:
 
     def _ignore(self, why: str, error: OSError) -> Content:
         warn_once(
-            self.path,
-            "broken",
-            "%s %s; it is ignored, but could not be renamed (%s)",
-            self.path,
-            why,
-            error,
+            self.path, "broken", "%s %s; it is ignored, but could not be renamed (%s)", self.path, why, error
         )
         return self._know(self._stamp(), _EMPTY, unread=True)
 

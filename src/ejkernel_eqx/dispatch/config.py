@@ -43,7 +43,7 @@ def from_dict(data: Any, cls: type[C]) -> C:
         raise ValueError(f"config: expected an object with the fields of {cls.__name__}, received {data!r}.")
     types = typing.get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(typing.cast(Any, cls))}
-    unknown, missing = sorted(data.keys() - names), sorted(_required(cls) - data.keys())
+    unknown, missing = sorted(data.keys() - names), sorted(required_fields(cls) - data.keys())
     if unknown or missing:
         raise ValueError(
             f"config: expected the fields {sorted(names)} of {cls.__name__}, received unknown {unknown} and missing {missing}; "
@@ -52,7 +52,8 @@ def from_dict(data: Any, cls: type[C]) -> C:
     return cls(**{name: _convert(name, value, types[name]) for name, value in data.items()})
 
 
-def _required(cls: Any) -> set[str]:
+def required_fields(cls: Any) -> set[str]:
+    """The names of a dataclass's fields without a default."""
     absent = dataclasses.MISSING
     return {f.name for f in dataclasses.fields(cls) if f.default is absent and f.default_factory is absent}
 

@@ -25,14 +25,7 @@ _VMEM_MIB = {
     "TPU8i": 192,
 }
 
-_OF_THE_DEVICE = (
-    "kind",
-    "backend",
-    "vendor",
-    "compute_capability",
-    "num_multiprocessors",
-    "shared_memory",
-)
+_OF_THE_DEVICE = "kind backend vendor compute_capability num_multiprocessors shared_memory".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,30 +133,24 @@ def _backend(platform: str) -> Backend:
 
 @functools.lru_cache(maxsize=64)
 def _facts(device: Device) -> DeviceFacts:
-    backend = _backend(device.platform)
-    if backend is Backend.GPU:
-        return _gpu_facts(device)
-    count = jax.device_count(device.platform)
-    vmem = vmem_capacity(device.device_kind) if backend is Backend.TPU else 0
-    facts = {"memory": _memory(device), "runtime": _runtime(device), "count": count, "vmem": vmem}
-    return DeviceFacts(backend, device.device_kind, **facts)
-
-
-def _gpu_facts(device: Device) -> DeviceFacts:
-    runtime = _runtime(device)
+    backend, runtime = _backend(device.platform), _runtime(device)
+    facts: dict[str, Any] = {"memory": _memory(device), "runtime": runtime}
+    if backend is not Backend.GPU:
+        vmem = vmem_capacity(device.device_kind) if backend is Backend.TPU else 0
+        facts |= {"count": jax.device_count(device.platform), "vmem": vmem}
+        return DeviceFacts(backend, device.device_kind, **facts)
     vendor = "amd" if "rocm" in runtime.lower() or device.platform == "rocm" else "nvidia"
     shared = getattr(device, "shared_memory_per_block_optin", None)
     capability = str(getattr(device, "compute_capability", ""))
     return DeviceFacts(
-        backend=Backend.GPU,
-        kind=device.device_kind,
-        vendor=vendor,
-        compute_capability=capability,
+        backend,
+        device.device_kind,
+        vendor,
+        capability,
         num_multiprocessors=int(getattr(device, "core_count", 0) or 0),
         shared_memory=int(shared or shared_memory_limit(vendor, capability)),
-        memory=_memory(device),
-        runtime=runtime,
         count=jax.device_count(),
+        **facts,
     )
 
 

@@ -8,6 +8,7 @@ contains only characters that name scopes, MLIR locations and HLO metadata prese
 import contextlib
 import dataclasses
 import enum
+import json
 import re
 import types
 import typing
@@ -180,20 +181,10 @@ def _config(values: str, checksum: str, implementation: Implementation) -> Any:
 
 def _parse(text: str) -> Any:
     """Nested lists of the words in a bracketed text."""
-    stack: list[list[Any]] = [[]]
-    for token in re.findall(r"[\[\]]|[^\[\],]+", text):
-        if token == "[":
-            stack.append([])
-        elif token == "]":
-            if len(stack) < 2:
-                raise ValueError("its brackets do not match")
-            done = stack.pop()
-            stack[-1].append(done)
-        else:
-            stack[-1].append(token)
-    if len(stack) != 1 or len(stack[0]) != 1:
-        raise ValueError("its brackets do not match")
-    return stack[0][0]
+    try:
+        return json.loads(re.sub(r"[^\[\],]+", lambda word: json.dumps(word[0]), text))
+    except json.JSONDecodeError:
+        raise ValueError("its brackets do not match") from None
 
 
 def _build(kinds: list[Any], tree: Any) -> Any:

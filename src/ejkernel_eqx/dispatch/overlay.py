@@ -4,7 +4,7 @@ import contextlib
 import enum
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from .config import check_config
 from .environment import declare
@@ -41,9 +41,20 @@ POLICY = declare(
 )
 POLICY_VARIABLE = POLICY.name
 
+T = TypeVar("T")
 _OVERLAY: ContextVar[tuple[tuple[str, Any], ...]] = ContextVar("ejkernel_eqx_overlay", default=())
 _POLICY: ContextVar[Policy | None] = ContextVar("ejkernel_eqx_policy", default=None)
 _TUNING: ContextVar[bool] = ContextVar("ejkernel_eqx_tuning", default=True)
+
+
+@contextlib.contextmanager
+def within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Inside this context a context variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @contextlib.contextmanager
@@ -62,11 +73,8 @@ def overlay_cache(entries: Mapping[str, Any]) -> Iterator[None]:
     **Raises:** `ValueError` for a name that is neither an operation nor a key, or a value that is not a configuration.
     """
     _check(entries)
-    token = _OVERLAY.set(tuple(entries.items()) + _OVERLAY.get())
-    try:
+    with within(_OVERLAY, tuple(entries.items()) + _OVERLAY.get()):
         yield
-    finally:
-        _OVERLAY.reset(token)
 
 
 def _check(entries: Any) -> None:
@@ -95,11 +103,8 @@ def policy_override(policy: "Policy | str") -> Iterator[None]:
         parsed = _parse_policy(policy)
     except ValueError as error:
         raise ValueError(f"policy: {error}") from None
-    token = _POLICY.set(parsed)
-    try:
+    with within(_POLICY, parsed):
         yield
-    finally:
-        _POLICY.reset(token)
 
 
 def current_policy() -> Policy:
@@ -110,11 +115,8 @@ def current_policy() -> Policy:
 @contextlib.contextmanager
 def no_tuning() -> Iterator[None]:
     """Inside this context `tune_for=` tunes nothing, for modules that are built to be filled or inspected."""
-    token = _TUNING.set(False)
-    try:
+    with within(_TUNING, False):
         yield
-    finally:
-        _TUNING.reset(token)
 
 
 def tuning_allowed() -> bool:

@@ -8,15 +8,12 @@ import re
 
 from .cache_file import Content
 from .cache_file import PersistentCache as PersistentCache
-from .caches import memory_cache, Table
 from .device import device_fingerprint, DeviceFacts
-from .entries import config_of, fitting, known_of
 from .environment import declare
+from .known import config_of, fitting, known_of, memory_cache, Table
 from .problem import Problem
-from .records import Denied as Denied
 from .records import Record as Record
 from .records import record_key as record_key
-from .records import Timed as Timed
 from .registry import Implementation
 
 CACHE_DIR = declare(

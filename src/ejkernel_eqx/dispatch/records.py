@@ -3,8 +3,12 @@
 import dataclasses
 import functools
 import json
+import types
+import typing
 from collections.abc import Mapping
 from typing import Any
+
+from .config import required_fields, stable_json
 
 Json = dict[str, Any]
 
@@ -74,23 +78,17 @@ class Record:
         """The inverse of `to_dict`; `ValueError` for anything else."""
         if not is_shallow(data):
             raise ValueError(f"Record: expected values nested at most {_DEEPEST} deep, received deeper ones.")
-        _check(data, cls, _RECORD)
+        _check(data, cls)
         _check_values(data)
-        timed = tuple(_part(Timed, entry, _TIMED) for entry in data.get("timed", ()))
-        denied = tuple(_part(Denied, entry, _DENIED) for entry in data.get("denied", ()))
+        timed = tuple([_part(Timed, entry) for entry in data.get("timed", ())])
+        denied = tuple([_part(Denied, entry) for entry in data.get("denied", ())])
         return cls(**{**data, "platform": str(data["platform"]), "timed": timed, "denied": denied})
 
 
 def record_key(operation: str, platform: str, version: int, problem: str, software: Mapping[str, str]) -> str:
     """Canonical JSON of what a record depends on. The device is not included, since each has its own folder."""
-    body = {
-        "operation": operation,
-        "platform": str(platform),
-        "version": version,
-        "problem": problem,
-        "software": dict(software),
-    }
-    return json.dumps(body, sort_keys=True, separators=(",", ":"))
+    body = {"operation": operation, "platform": str(platform), "version": version, "problem": problem}
+    return stable_json(body | {"software": dict(software)})
 
 
 def is_shallow(value: Any) -> bool:
@@ -107,25 +105,7 @@ def is_shallow(value: Any) -> bool:
 
 _CONTAINERS = frozenset({dict, list, tuple})
 _DEEPEST = 32
-_NUMBER = (int, float)
-_TIMED = {"part": str, "config": dict, "ms": _NUMBER, "spread": _NUMBER}
-_DENIED = {"part": str, "config": dict, "reason": str}
-_RECORD = {
-    "operation": str,
-    "platform": str,
-    "version": int,
-    "problem": str,
-    "exact": dict,
-    "software": dict,
-    "config": (dict, type(None)),
-    "ms": dict,
-    "spread": dict,
-    "samples": int,
-    "errors": dict,
-    "timed": (list, tuple),
-    "denied": (list, tuple),
-    "date": str,
-}
+_IN_JSON = {float: (int, float), tuple: (list, tuple)}
 _NUMBERS = ("ms", "spread", "errors")
 
 
@@ -140,22 +120,31 @@ def _check_values(data: Json) -> None:
         raise ValueError(f"Record.ms: expected times above zero, received {data['ms']!r}.")
 
 
-def _part(cls: Any, data: Any, kinds: Mapping[str, Any]) -> Any:
-    _check(data, cls, kinds)
+def _part(cls: Any, data: Any) -> Any:
+    _check(data, cls)
     return cls(**data)
 
 
-def _check(data: Any, cls: Any, kinds: Mapping[str, Any]) -> None:
+@functools.cache
+def _kinds_of(cls: type) -> dict[str, tuple[type, ...]]:
+    """The classes that each field of a dataclass may have in JSON."""
+    kinds = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        classes = [typing.get_origin(member) or member for member in members]
+        kinds[name] = tuple([kind for cls in classes for kind in _IN_JSON.get(cls, (cls,))])
+    return kinds
+
+
+def _check(data: Any, cls: Any) -> None:
     if not isinstance(data, dict):
         raise ValueError(f"{cls.__name__}: expected an object, received {type(data).__name__}.")
-    absent = dataclasses.MISSING
-    fields = dataclasses.fields(cls)
-    required = {f.name for f in fields if f.default is absent and f.default_factory is absent}
-    unknown, missing = sorted(data.keys() - kinds.keys()), sorted(required - data.keys())
+    kinds = _kinds_of(cls)
+    unknown, missing = sorted(data.keys() - kinds.keys()), sorted(required_fields(cls) - data.keys())
     if unknown or missing:
         raise ValueError(f"{cls.__name__}: received unknown fields {unknown} and missing {missing}.")
     for name, value in data.items():
         if not isinstance(value, kinds[name]) or isinstance(value, bool):
             raise ValueError(f"{cls.__name__}.{name}: received {value!r}.")
-        if cls is Record and name in _NUMBERS and not all(isinstance(x, _NUMBER) for x in value.values()):
+        if cls is Record and name in _NUMBERS and not all(isinstance(x, int | float) for x in value.values()):
             raise ValueError(f"{cls.__name__}.{name}: expected numbers, received {value!r}.")

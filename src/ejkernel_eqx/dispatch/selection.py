@@ -1,29 +1,155 @@
 """The selection chain: tiers in order, of which the first answer wins.
 
-Everything that tiers read is collected in a `Snapshot` when a module is built. Choosing is then a pure function of the
-snapshot and a problem, and happens while a call is traced.
+Everything that tiers read is in a `Snapshot`, which is collected when a module is built (`snapshot.py`). Choosing is then a pure function of
+the snapshot and a problem, and happens while a call is traced.
 """
 
 import contextlib
 import dataclasses
+import enum
+import functools
+import hashlib
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 
 from .._errors import UnsupportedError
-from .caches import Key, Known, memory_cache, NOISE, slow_words, slowness, Table
 from .device import DeviceFacts
-from .overlay import Policy
+from .known import Key, Known, memory_cache, NOISE, slow_words, slowness, Table
+from .overlay import Policy, within
 from .platform import Platform
 from .problem import Problem
-from .registry import Implementation
-from .snapshot import Snapshot, TABLES, Tier
-from .transfer import nearest, nearest_comparison
-from .workload import BOTH
+from .registry import Implementation, names_of, of_device
+from .transfer import Index, make_index, nearest, nearest_comparison
+from .workload import BOTH, FORWARD
+
+
+class Tier(enum.StrEnum):
+    """Holds where a configuration came from, in the order of the tiers."""
+
+    OVERRIDE = "override"
+    OVERLAY = "overlay"
+    MEMORY = "memory"
+    PERSISTENT = "persistent"
+    AUTOTUNE = "autotune"
+    HEURISTIC = "heuristic"
+    ERROR = "error"
+
+
+_LOOKED_UP = (Tier.MEMORY, Tier.PERSISTENT, Tier.AUTOTUNE)
+
+Pins = Mapping[Key, tuple[Known, Tier]]
+"""Choices made for a module itself, each with the tier that it came from."""
+
+TABLES = {"tuned": Tier.AUTOTUNE, "memory": Tier.MEMORY, "user": Tier.PERSISTENT, "shipped": Tier.PERSISTENT}
+"""The tables that answer for exactly a problem, the most trusted one first, and the tier of each."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Everything that the tiers of an operation may answer with, as of when a module was built.
+
+    `requested` is the platform requested by name. `overlay` maps an operation's name or a problem key to a configuration.
+    The tables: `memory` of this process, `user` from the user's files, `shipped` with the package for this kind of device, `borrowed` from
+    another kind. `pinned` holds the choices made for the module itself. Tuned ones take precedence over all tables; the others match what is
+    chosen anyway.
+    """
+
+    operation: str
+    implementations: tuple[Implementation, ...]
+    device: DeviceFacts
+    policy: Policy
+    requested: Platform | None = None
+    override: Any | None = None
+    overlay: tuple[tuple[str, Any], ...] = ()
+    memory: Table = dataclasses.field(default_factory=dict)
+    user: Table = dataclasses.field(default_factory=dict)
+    shipped: Table = dataclasses.field(default_factory=dict)
+    borrowed: Table = dataclasses.field(default_factory=dict)
+    pinned: Pins = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        known = sum(map(len, (self.memory, self.user, self.shipped, self.borrowed, self.tuned)))
+        return f"Snapshot({self.operation} on {self.device.kind}: {known} known, {len(self.pinned)} pinned)"
+
+    def with_pins(self, pinned: Pins) -> "Snapshot":
+        """The same snapshot with other choices made for the module itself."""
+        return dataclasses.replace(self, pinned=dict(pinned))
+
+    @functools.cached_property
+    def tuned(self) -> Table:
+        """The choices made for the module itself by the tuner."""
+        return {key: known for key, (known, tier) in self.pinned.items() if tier is Tier.AUTOTUNE}
+
+    @property
+    def request(self) -> tuple[Any, ...]:
+        """Returns what was requested, independent of tables and device; plans with equal requests and pins are equal."""
+        if self.override is not None:
+            return (self.operation, self.implementations, self.override)
+        return (self.operation, self.implementations, self.overlay, self.policy is Policy.HEURISTIC)
+
+    @functools.cached_property
+    def asked(self) -> tuple[tuple[str, Implementation], ...]:
+        """The implementations that apply on the device, in order, by name: one per platform, if any of its implementations is usable."""
+        known = of_device(self.implementations, self.device)
+        return tuple(zip(names_of(known), known, strict=True))
+
+    @functools.cached_property
+    def pins(self) -> frozenset[Any]:
+        """The pins that a table or the tuner answers exactly, without provenance."""
+        if self.override is not None:
+            return frozenset()
+        looked_up = [(key, known) for key, (known, tier) in self.pinned.items() if tier in _LOOKED_UP]
+        return frozenset([(*key, known.config) for key, known in looked_up if key in self._all])
+
+    @functools.cached_property
+    def answers(self) -> str:
+        """A digest of what decides a choice besides the request, without provenance; the same in every process."""
+        tables = () if self.override is not None else (self._all.items(), self.borrowed.items())
+        known = [
+            sorted([(platform.value, key, repr(known.config)) for (platform, key), known in table])
+            for table in tables
+        ]
+        return hashlib.sha256(repr((self.device, known, self._order())).encode()).hexdigest()[:16]
+
+    def _order(self) -> list[tuple[str, str, str]]:
+        """Returns which platforms are slower than which others, and for what, according to tables: everything that decides by times."""
+        slower = []
+        for table in (self._all, self.borrowed):
+            by_key: dict[str, list[tuple[Platform, Known]]] = {}
+            for (platform, key), known in table.items():
+                by_key.setdefault(key, []).append((platform, known))
+            for key, known in by_key.items():
+                for (one, first), (other, second) in itertools.permutations(known, 2):
+                    directions = [d for d in (BOTH, FORWARD) if slowness(first, second, d)]
+                    slower += [(key, f"{one.value} {direction}", other.value) for direction in directions]
+        return sorted(slower)
+
+    def known_exactly(self, platform: Platform, key: str) -> tuple[Known, Tier] | None:
+        """Returns what is known about exactly this problem, and from which tier."""
+        tables = [(getattr(self, name), tier) for name, tier in TABLES.items()]
+        return next(
+            ((table[platform, key], tier) for table, tier in tables if (platform, key) in table), None
+        )
+
+    @functools.cached_property
+    def _all(self) -> Table:
+        """All exact answers, the most trusted one for each problem."""
+        return {**self.shipped, **self.user, **self.memory, **self.tuned}
+
+    @functools.cached_property
+    def near(self) -> list[Index]:
+        """Returns what is known on this device, then on the most similar other one, for guesses at nearby shapes."""
+        return [make_index(table) for table in (self._all, self.borrowed) if table]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without cached values, because hashes of strings differ between processes."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
 
 Autotuner = Callable[[Problem, Implementation, DeviceFacts], Any | None]
 Ask = Callable[[Snapshot, Implementation, Problem], Known | None]
@@ -33,8 +159,9 @@ Ask = Callable[[Snapshot, Implementation, Problem], Known | None]
 class Selection:
     """Holds what was chosen for a problem, and why preceding platforms were not.
 
-    `origin` describes where the configuration came from in more detail than `tier`, `ms` holds its measured times by direction, and
-    `device` is the device it was chosen for, and `remarks` are an operation's own. Rejected implementations are named as by `registry.names_of`.
+    `origin` describes where the configuration came from in more detail than `tier`, `ms` holds its measured times by direction,
+    `device` is the device it was chosen for, `remarks` are an operation's own, and `path` is that of the plan. Rejected implementations
+    are named as by `registry.names_of`.
     """
 
     problem: Problem
@@ -46,6 +173,7 @@ class Selection:
     ms: tuple[tuple[str, float], ...] = ()
     device: DeviceFacts | None = None
     remarks: tuple[str, ...] = ()
+    path: str = ""
 
     @property
     def platform(self) -> Platform:
@@ -184,7 +312,7 @@ def _if_it_runs(
     """The answer if it applies to exactly this problem, since it may have been measured at another length with the same key."""
     if known.config is None:
         return known
-    reason = implementation.config_unsupported(known.config, problem, snapshot.device)
+    reason = implementation.hooks.config_unsupported(known.config, problem, snapshot.device)
     return known if reason is None else None
 
 
@@ -288,12 +416,8 @@ def _nothing(selection: Selection) -> None:
 def on_selection(listener: Listener, withdrawn: Listener = _nothing) -> Iterator[None]:
     """Inside this context `listener` is called with every choice made, including the tier that answered, and `withdrawn` with those that
     turn out not to be used (the same objects). Cached traces of JAX do not hide choices."""
-    token = _LISTENERS.set((*_LISTENERS.get(), (listener, withdrawn)))
-    try:
-        with traced_anew():
-            yield
-    finally:
-        _LISTENERS.reset(token)
+    with within(_LISTENERS, (*_LISTENERS.get(), (listener, withdrawn))), traced_anew():
+        yield
 
 
 @contextlib.contextmanager

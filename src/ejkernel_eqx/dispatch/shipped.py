@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 
 from .cache_file import BrokenTable, Content, parse, warn_once
-from .caches import Table
 from .device import DeviceFacts
-from .entries import fitting
+from .known import fitting, Table
 from .persistent import software
 from .platform import Backend
 from .records import Record

@@ -6,8 +6,8 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 
-from .caches import compared, Known, Table
 from .device import DeviceFacts
+from .known import compared, Known, Table
 from .platform import Platform
 from .problem import Problem
 from .registry import Implementation
@@ -52,9 +52,11 @@ def nearest(
         if away <= MAX_DISTANCE:
             near.append((away, sorted(other.items()), known))
     for away, sizes, known in sorted(near, key=lambda found: found[:2]):
-        config = implementation.adapted(known.config, problem, device)
-        if implementation.config_unsupported(config, problem, device) is None:
-            return Known(config, (), _guess(known, away, _shape(sizes)))
+        config = implementation.hooks.adapted(known.config, problem, device)
+        if implementation.hooks.config_unsupported(config, problem, device) is None:
+            source = f" ({known.origin})" if known.origin else ""
+            origin = known.origin if away == 0 else f"from the nearest shape: {_shape(sizes)}{source}"
+            return Known(config, (), origin)
     return None
 
 
@@ -78,7 +80,7 @@ def nearest_comparison(
             break
         pair = mine[sizes], theirs[sizes]
         runs = (
-            i.config_unsupported(known.config, problem, device) is None
+            i.hooks.config_unsupported(known.config, problem, device) is None
             for i, known in zip(implementations, pair)
         )
         found = compared(*pair, direction)
@@ -91,23 +93,12 @@ def _shape(sizes: Iterable[tuple[str, int]]) -> str:
     return " ".join(f"{name}{size}" for name, size in sizes)
 
 
-def _guess(known: Known, away: float, shape: str) -> str:
-    source = f" ({known.origin})" if known.origin else ""
-    return known.origin if away == 0 else f"from the nearest shape: {shape}{source}"
-
-
 def distance(problem: Problem, dims: Mapping[str, int], other: Mapping[str, int]) -> float:
     """The distance of sizes from those of a problem, in factors of two: lengths count once, counts twice; infinite if any other size differs."""
-    if dims.keys() != other.keys():
-        return math.inf
-    return sum(_factor(dims[name], other[name], _weight(problem, name)) for name in dims)
-
-
-def _weight(problem: Problem, name: str) -> float:
-    return 2.0 if name in problem.counts else 1.0 if name in problem.lengths else math.inf
-
-
-def _factor(a: int, b: int, weight: float) -> float:
-    if a == b:
-        return 0.0
-    return weight * abs(math.log2(a / b)) if a > 0 and b > 0 else math.inf
+    total = math.inf if dims.keys() != other.keys() else 0.0
+    for name, size in dims.items() if not total else ():
+        if size != other[name]:
+            weight = 2.0 if name in problem.counts else 1.0 if name in problem.lengths else math.inf
+            is_known = size > 0 and other[name] > 0
+            total += weight * abs(math.log2(size / other[name])) if is_known else math.inf
+    return total

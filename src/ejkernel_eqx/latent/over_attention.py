@@ -15,11 +15,9 @@ PARTS = {"forward": FORWARD, "key_gradient": "k k_rope v", "query_gradient": "q 
 def halves(attention: Any) -> tuple[Callable[..., tuple[Array, Array]], Callable[..., LatentGrads]]:
     """`forward` and `backward` of a platform whose kernels are those of a platform of attention."""
 
-    def forward(
-        arrays: LatentArrays, spec: AttentionSpec, config: Any, **execute: Any
-    ) -> tuple[Array, Array]:
+    def forward(arrays: LatentArrays, spec: AttentionSpec, config: Any) -> tuple[Array, Array]:
         """`out [B, T, H, V]`, `lse [B, H, T]`."""
-        return attention.forward(arrays.apart, spec, config, k_rope=arrays.k_rope, **execute)
+        return attention.forward(arrays.apart, spec, config, k_rope=arrays.k_rope)
 
     def backward(
         arrays: LatentArrays,
@@ -29,11 +27,10 @@ def halves(attention: Any) -> tuple[Callable[..., tuple[Array, Array]], Callable
         lse: Array,
         dout: Array,
         dlse: Array,
-        **execute: Any,
     ) -> LatentGrads:
         """Gradients of all arrays; bitwise repeatable, as every sum has one fixed order."""
         call = arrays.apart, spec, config, out, lse, dout, dlse
-        grads, dk_rope = attention.gradients(*call, k_rope=arrays.k_rope, **execute)
+        grads, dk_rope = attention.gradients(*call, k_rope=arrays.k_rope)
         return LatentGrads(k_rope=dk_rope, **grads._asdict())
 
     return forward, backward

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ._while_used import WhileUsed
+
 _LOG = logging.getLogger("ejkernel_eqx")
 # A folder that cannot be written, entries of which a crash left a part, and JSON that is not what Triton expects. What Triton says of a kernel that
 # does not compile is none of these.
@@ -17,28 +19,6 @@ _UNUSABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, Recurs
 _SIZES = {"ptx": ("num_warps", "shared", "global_scratch_size", "profile_scratch_size", "tmem_size")}
 _warned: set[str] = set()
 """Folders."""
-
-
-class _WhileUsed:
-    """A change of Triton's settings, which are global to the process: the first of several threads makes it, the last takes it back."""
-
-    def __init__(self, change: Callable[[contextlib.ExitStack], None]):
-        self._change = change
-        self._lock = threading.Lock()
-        self._users = 0
-        self._changes = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._users == 0:
-                self._change(self._changes)
-            self._users += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._changes.close()
 
 
 def _enabled(changes: contextlib.ExitStack) -> None:
@@ -64,9 +44,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="ejkernel_eqx_triton_")
 
 
-_enabled_cache, _temporary_cache = _WhileUsed(_enabled), _WhileUsed(_temporary)
-
-
+_enabled_cache, _temporary_cache = WhileUsed(_enabled), WhileUsed(_temporary)
 _identified = threading.Lock()
 
 

@@ -1,14 +1,20 @@
-"""Launches of a family's kernels, with arguments matched to parameters by name."""
+"""Launches: `run` performs one, on a GPU or interpreted; `Launcher` describes those of a family's kernels, with arguments matched to parameters
+by name."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..parallel import match_varying
+from .compile import TARGETS
 from .launch import Launch
+from .own_call import own_call, own_target
+from .triton_call import triton_call
 
 LOG2E = 1.4426950408889634
 """Kernels use powers of two: the factor for exponents of `e`."""
@@ -16,8 +22,9 @@ LOG2E = 1.4426950408889634
 MOST_NATURAL = 2.3e38
 """The largest exponent of `e` that is a finite float32 as one of 2. Kernels take larger finite ones to be this large."""
 
-Execute = Callable[[Launch, dict[str, Array]], dict[str, Array]]
-"""`run`, or a function that interprets or records launches."""
+executing: Any = jax.make_user_context(None)
+"""`executing(execute)` is a context in which every launch is left to `execute(launch, arrays)`, which interprets or records it. A platform opens it
+round its own host functions, never round a user's code. It holds for one thread, and is part of the key of JAX's caches of traces."""
 
 Arrays = Mapping[str, Any]
 """Arrays by name, without `_ptr`; `None` if a call does not have one."""
@@ -68,7 +75,6 @@ class Launcher:
     arrays: Arrays
     numbers: Mapping[str, Any]
     absent: Any
-    execute: Execute
 
     def knowing(self, arrays: Arrays, **numbers: Any) -> "Launcher":
         """The same launcher with more arrays and numbers for every kernel."""
@@ -96,7 +102,7 @@ class Launcher:
         - `more`: numbers for this launch only; and `aliases`, input to output, and `name`, if the label is not the kernel's name.
         """
         launch, inputs = self.launch(kernel, tile, outputs, programs, arrays, **more)
-        return {name.removesuffix("_ptr"): x for name, x in self.execute(launch, inputs).items()}
+        return {name.removesuffix("_ptr"): x for name, x in run(launch, inputs).items()}
 
     def launch(
         self,
@@ -136,3 +142,62 @@ class Launcher:
             aliases={f"{x}_ptr": f"{y}_ptr" for x, y in (aliases or {}).items()},
         )
         return launch, inputs
+
+
+def run(launch: Launch, arrays: Mapping[str, jax.Array], *, interpret: bool = False) -> dict[str, jax.Array]:
+    """Launch the kernel on `arrays` and return its outputs by name.
+
+    **Arguments:**
+
+    - `launch`: the description of the launch.
+    - `arrays`: one array per entry of `launch.inputs`. For an optional input that the constants disable, any array that
+        matches `launch.inputs` will do.
+    - `interpret`: run the same kernel on the CPU, slowly, with checked memory accesses. Outputs are then initialised with
+        `poison` values, which reveals elements that the kernel does not write.
+
+    **Returns:** a dictionary from output names to arrays. An empty launch returns zeros, and aliased arrays unchanged. Inside `jax.shard_map`
+    the outputs vary over all mesh axes that any input varies over.
+
+    There is no `vmap` or autodiff rule here: callers fold batches and define derivatives (`core/kind.py`).
+    """
+    if executing.value is not None and not interpret:
+        return executing.value(launch, arrays)
+    checked = _checked_arrays(launch, arrays)
+    if interpret and launch.is_gluon:
+        raise ValueError(
+            f"run of {launch.label}: a kernel in Gluon cannot be interpreted; use a configuration without Hopper's kernels."
+        )
+    if launch.is_empty:
+        given = {result: checked[source] for source, result in launch.aliases.items()}
+        outputs = [
+            given[name]
+            if name in given
+            else jnp.zeros(launch.outputs[name].shape, launch.outputs[name].dtype)
+            for name in launch.results
+        ]
+    elif interpret:
+        # It imports this package, and is of no use to those who launch.
+        outputs = importlib.import_module("ejkernel_eqx.testing.interpret").interpret_call(launch, checked)
+    elif launch.is_gluon:
+        outputs = own_call(launch, checked, TARGETS["sm_90"])
+    elif (target := own_target()) is not None:
+        outputs = own_call(launch, checked, target)
+    else:
+        outputs = triton_call(launch, checked)
+    return match_varying(dict(zip(launch.results, outputs, strict=True)), list(checked.values()))
+
+
+def _checked_arrays(launch: Launch, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    if arrays.keys() != launch.inputs.keys():
+        raise ValueError(
+            f"run of {launch.label}: expected the arrays {sorted(launch.inputs)}, got {sorted(arrays)}."
+        )
+    checked = {name: jnp.asarray(arrays[name]) for name in launch.arguments if name in arrays}
+    for name, array in checked.items():
+        expected = launch.inputs[name]
+        if array.shape != tuple(expected.shape) or array.dtype != expected.dtype:
+            raise ValueError(
+                f"run of {launch.label}: {name!r} must have shape {tuple(expected.shape)} and dtype "
+                f"{expected.dtype}, got {array.shape} and {array.dtype}."
+            )
+    return checked

@@ -14,9 +14,9 @@ import numpy as np
 from .._errors import not_installed
 from ..dispatch import Backend, DeviceFacts
 from ..dispatch.device import shared_memory_limit
-from ._collector import collector_paused
 from ._disk_cache import through_cache
 from ._language_lock import language_lock
+from ._while_used import collector_paused
 from .launch import Launch
 
 
@@ -49,17 +49,8 @@ TARGETS = {
     )
 }
 
-# By compute capability. Architectures not listed are newer or older than those known to compile.
-_CUDA_ARCHITECTURES = {
-    (8, 0): 80,
-    (8, 6): 86,
-    (8, 7): 87,
-    (8, 9): 89,
-    (9, 0): 90,
-    (10, 0): 100,
-    (10, 3): 103,
-    (12, 0): 120,
-}
+# Architectures not listed are newer or older than those known to compile.
+_CUDA_ARCHITECTURES = (80, 86, 87, 89, 90, 100, 103, 120)
 
 TENSOR_MEMORY_LIMIT = 512
 """Columns of a Blackwell multiprocessor's tensor memory. Triton compiles a kernel that needs more to one that traps, and the GPU hangs."""
@@ -69,8 +60,8 @@ def target_for(device: DeviceFacts) -> Target | None:
     """The architecture of a device, with its shared memory; `None` if it is not a GPU or not known to compile."""
     if device.backend is not Backend.GPU:
         return None
-    if device.vendor == "nvidia" and device.capability in _CUDA_ARCHITECTURES:
-        arch = _CUDA_ARCHITECTURES[device.capability]
+    arch = 10 * device.capability[0] + device.capability[1]
+    if device.vendor == "nvidia" and arch in _CUDA_ARCHITECTURES:
         return Target(f"sm_{arch}", "cuda", arch, 32, device.shared_memory)
     known = next((t for t in TARGETS.values() if device.compute_capability.split(":")[0] == t.arch), None)
     return (
@@ -152,7 +143,7 @@ def compiled(launch: Launch, target: Target) -> Any:
             },
         )
 
-    with language_lock.shared(), collector_paused():
+    with language_lock.shared(), collector_paused:
         return through_cache(compiling, "ptx" if target.backend == "cuda" else "amdgcn")
 
 

@@ -13,13 +13,12 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..dispatch import facts_of_calls
+from ..dispatch import DeviceFacts, facts_of_calls
 from ..dispatch.environment import declare
-from ._apart import kept_apart
 from .compile import Target
 from .launch import Launch
 from .staging import begin, FFI_TARGET, get_ready, identity, staged, versions_unfit
-from .triton_call import triton_unavailable
+from .triton_call import kept_apart, triton_unavailable
 
 _WAYS = ("own", "jax-triton")
 
@@ -63,6 +62,16 @@ def _can_stage() -> bool:
         return False
     library: Any = importlib.import_module("jax_triton.triton_lib").triton_kernel_call_lib
     return hasattr(library, "create_tma_descriptor_parameter")  # jaxlib has it with its CUDA plugin only
+
+
+def gluon_unavailable(device: DeviceFacts) -> str | None:
+    """The reason why Gluon kernels cannot be launched on `device` with the installed software, as a clause without its subject; `None` if they
+    can: it is written for one architecture, Hopper, and only `own_call` launches it. (jax-triton 0.4.1 compiles Gluon sources with the passes of
+    Triton's, and launches as many warps as it is told, where a kernel with specialised warps has more.)"""
+    if device.vendor != "nvidia" or device.capability != (9, 0):
+        return f"needs compute capability 9.0, the device has {device.compute_capability or 'none'}"
+    reason = triton_unavailable()
+    return versions_unfit() if reason is None else f"needs Triton and jax-triton: {reason.rstrip('.')}"
 
 
 def own_call(launch: Launch, arrays: dict[str, jax.Array], target: Target) -> list[jax.Array]:

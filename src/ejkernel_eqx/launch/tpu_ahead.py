@@ -14,21 +14,14 @@ from ..dispatch import Backend, DeviceFacts
 from ..dispatch.device import vmem_capacity
 
 TOPOLOGIES = {
-    "v4": "v4:2x2x1",
-    "v5e": "v5e:2x2",
-    "v5p": "v5p:2x2x1",
-    "v6e": "v6e:2x2",
-    "tpu7x": "tpu7x:2x2x1",
+    "v4": ("v4:2x2x1", "TPU v4"),
+    "v5e": ("v5e:2x2", "TPU v5 lite"),
+    "v5p": ("v5p:2x2x1", "TPU v5"),
+    "v6e": ("v6e:2x2", "TPU v6 lite"),
+    "tpu7x": ("tpu7x:2x2x1", "TPU7x"),
 }
-"""A small machine of each generation, by the names that libtpu knows."""
+"""A small machine of each generation, by the name that libtpu knows, and the kind of its devices."""
 
-_KINDS = {
-    "v4": "TPU v4",
-    "v5e": "TPU v5 lite",
-    "v5p": "TPU v5",
-    "v6e": "TPU v6 lite",
-    "tpu7x": "TPU7x",
-}
 # Read when libtpu is loaded: it must not ask a cloud's metadata server for the machine that it is on, and several processes may load it.
 _SETTINGS = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -47,7 +40,7 @@ def libtpu_unavailable() -> str | None:
 
 def facts_of(generation: str) -> DeviceFacts:
     """The facts of one device of a generation, `"v4"` to `"tpu7x"`, as dispatch knows them."""
-    kind = _KINDS[generation]
+    kind = TOPOLOGIES[generation][1]
     return DeviceFacts(Backend.TPU, kind, vmem=vmem_capacity(kind))
 
 
@@ -74,7 +67,7 @@ def compile_for_tpu(
 
 def _as_if_on(generation: str) -> Any:
     """A context in which Pallas asks for the facts of this generation, not for those of the default device."""
-    device = jax.sharding.AbstractDevice(_KINDS[generation], 1, "tpu")
+    device = jax.sharding.AbstractDevice(TOPOLOGIES[generation][1], 1, "tpu")
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
@@ -82,5 +75,5 @@ def _as_if_on(generation: str) -> Any:
 def _device(generation: str) -> Any:
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
-    described = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
+    described = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation][0])
     return described.devices[0]

@@ -13,7 +13,6 @@ import jax
 
 from .._errors import not_installed
 from ..dispatch import DeviceFacts
-from ._apart import kept_apart
 from .launch import Launch
 
 
@@ -60,6 +59,16 @@ def _fit_to_jax() -> None:
     rule = partial_eval.dce_rules.get(primitive)
     if rule is not None and len(inspect.signature(rule).parameters) == 2:
         partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
+
+
+def kept_apart(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Keeps the arrays that a launch writes in place apart from all others: puts a barrier around the arrays of a call that aliases them, at no
+    cost if their buffers are donated or carried.
+
+    Before the call: XLA merges equal values (two empty caches), and copies them for the call only if they are different operands,
+    which the results of a barrier are. On both sides: XLA on GPUs fuses a call with slices that produce an operand or consume
+    a result (layers stacked in a scan), and then passes both as if there were no alias."""
+    return jax.lax.optimization_barrier(arrays) if arrays else {}
 
 
 def triton_call(launch: Launch, arrays: dict[str, jax.Array]) -> list[jax.Array]:

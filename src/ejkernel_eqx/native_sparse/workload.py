@@ -57,10 +57,8 @@ def _compared(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name != "indices")
 
 
-def _run(
-    run: Callable[..., dict[str, Array]], block: int, inputs: Inputs, config: Any, **execute: Any
-) -> Any:
-    found = run(inputs, config, **execute)
+def _run(run: Callable[..., dict[str, Array]], block: int, inputs: Inputs, config: Any) -> Any:
+    found = run(inputs, config)
     return _summed({name: found[name] for name in _compared(found)}, inputs.arrays, block)
 
 

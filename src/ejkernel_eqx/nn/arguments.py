@@ -13,12 +13,12 @@ from jax import Array
 from jax.core import Tracer
 
 from .._values import check_known
+from ..core.arguments import broadcasts as broadcasts
 from ..core.arguments import check_flags as check_flags
-from ..core.options import broadcasts as broadcasts
-from ..core.options import check_numbers as check_numbers
-from ..core.options import check_sizes as check_sizes
-from ..core.options import read_array as read_array
-from ..core.options import read_sizes as read_sizes
+from ..core.arguments import check_numbers as check_numbers
+from ..core.arguments import check_sizes as check_sizes
+from ..core.arguments import read_array as read_array
+from ..core.arguments import read_sizes as read_sizes
 
 
 def check_divides(name: str, part: int, whole_name: str, whole: int) -> None:

@@ -8,7 +8,7 @@ from jax import Array, lax
 from .._broadcast import like
 from .._shapes import AnyArray
 from ..attention import FlashAttention, RingAttention
-from ..parallel.shapes import inside_manual_mesh
+from ..parallel.mesh import inside_manual_mesh
 from .attention_places import Places, places_of, Rope, Rows
 
 

@@ -27,16 +27,13 @@ class FlatCall:
     arrays: PagedArrays
     spec: PagedSpec
     config: Any
-    execute: Any
     row_sequences: int
 
     @classmethod
-    def of(
-        cls: type[F], arrays: PagedArrays, spec: PagedSpec, config: Any, execute: Any, in_parts: bool
-    ) -> F:
+    def of(cls: type[F], arrays: PagedArrays, spec: PagedSpec, config: Any, in_parts: bool) -> F:
         """The call of arrays with one leading axis."""
         merged, row_sequences = merged_rows(arrays, spec, in_parts=in_parts)
-        return cls(merged, spec, config, execute, row_sequences)
+        return cls(merged, spec, config, row_sequences)
 
     @property
     def sequences(self) -> int:

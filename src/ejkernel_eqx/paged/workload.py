@@ -52,8 +52,8 @@ def costs(problem: Problem) -> dict[str, Cost]:
     return {FORWARD: Cost(flops, moved_bytes(problem, spec))}
 
 
-def _run(platform: Any, spec: Any, names: Any, arrays: Any, config: Any, **execute: Any) -> dict[str, Array]:
-    results = platform.forward(arrays, spec, config, **execute)
+def _run(platform: Any, spec: Any, names: Any, arrays: Any, config: Any) -> dict[str, Array]:
+    results = platform.forward(arrays, spec, config)
     return {name: results[name] for name in names}
 
 

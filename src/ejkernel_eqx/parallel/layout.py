@@ -80,9 +80,12 @@ class Layout:
     ) -> dict[str, Any]:
         """Returns what is split over which mesh axes, given the shardings of the arguments; the first that splits an axis decides. `shapes` are those
         of the arguments followed by those of the outputs."""
-        assigned: dict[str, Any] = {name: axis for name, axis in self.pinned.items() if self._named_in(name)}
+        assigned: dict[str, Any] = {}
+        for name, size in self._named(self.axes, shapes):
+            if name in self.pinned:
+                assigned[name] = self.pinned[name]
+                check_split(assigned[name], size, mesh)
         taken = set(assigned.values())
-        self._check_pinned(mesh, shapes)
         for axes, spec in zip(self.axes, known, strict=True):
             for name, entry in zip(axes, spec, strict=False):
                 canonical = self._canonical(name)
@@ -102,15 +105,6 @@ class Layout:
             name not in self.pinned or size % mesh.get(self.pinned[name], size + 1) == 0
             for name, size in self._named(self.axes, shapes)
         )
-
-    def _named_in(self, name: str) -> bool:
-        return any(name in axes for axes in self.axes)
-
-    def _check_pinned(self, mesh: Mapping[str, int], shapes: Sequence[Shape]) -> None:
-        for name, size in self._named(self.axes, shapes):
-            axis = self.pinned.get(name)
-            if axis is not None:
-                check_split(axis, size, mesh)
 
     def _divides(self, name: str, parts: int, shapes: Sequence[Shape]) -> bool:
         def sizes(every: Any, shapes: Any) -> set[int]:
@@ -240,6 +234,26 @@ def layout_of(axes: Sequence[Axes], out_axes: Sequence[Axes], **options: Any) ->
         out_ones=tuple(a.ones for a in out_axes),
         **options,
     )
+
+
+def heads_among(axes: Any) -> tuple[str, ...]:
+    """The names of heads, largest count first. A single head serves any split of the others, so it is not an axis to split."""
+    found = sorted({n for letters in axes for n in letters if n and _is_heads(n)}, key=lambda n: -int(n[1:]))
+    return tuple(name for name in found if name != "H1" or len(found) == 1)
+
+
+def is_whole(letter: str, size: int, heads: tuple[str, ...]) -> bool:
+    """Returns whether an axis has its full size: it is not broadcast, nor a slice of heads."""
+    return size == int(letter[1:]) and letter in heads if _is_heads(letter) else size != 1
+
+
+def is_split(name: str) -> bool:
+    """Returns whether an axis is one that devices split: a leading one, or heads."""
+    return name.startswith("b") or _is_heads(name)
+
+
+def _is_heads(name: str) -> bool:
+    return name[0] == "H" and name[1:].isdigit()
 
 
 def check_split(axis: str, tokens: int, mesh: Mapping[str, int], chunks: int = 1) -> None:

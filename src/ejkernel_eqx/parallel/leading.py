@@ -1,6 +1,8 @@
-"""The leading axes of a call's arrays: which array has which, how they are merged into the one that a kernel sees, and how JAX maps over them."""
+"""The leading axes of a call's arrays: which array has which, how JAX maps over them, and how they are merged into the one that a kernel sees: of
+a kernel that the compiler cannot see into, any number of them is one launch, folded under `vmap` and split over devices."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,6 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_batching import custom_vmap
+
+from ..dispatch import replaceable
+from .layout import Axes, heads_among, is_split, is_whole
+from .mesh import explicit_mesh, inside_manual_mesh, output_shapes, Split
+from .partition import over_explicit_mesh, partitioned, refuse_partly_manual
 
 Arrays = dict[str, Array]
 Letters = Mapping[str, tuple[str, ...]]
@@ -51,8 +59,28 @@ class Leading:
             assert lead == self.shape(other, x), f"leading axes differ: {name} {lead}, {other} {x.shape}"
         return lead
 
-    def broadcasts_first(self, name: str, x: Any, lead: tuple[int, ...]) -> bool:
-        return name in self.broadcast and x.shape[0] == 1 != lead[0]
+    def labels(
+        self,
+        arrays: Mapping[str, Any],
+        heads: tuple[str, ...],
+        lead: tuple[int, ...],
+        pinned: Mapping[str, str] | None = None,
+    ) -> dict[str, Axes]:
+        """The name of every axis; `None` if it is broadcast."""
+
+        def label(name: str, x: Any) -> Axes:
+            own, letters = self.shape(name, x), self.axes[name]
+            first = (f"b{i}" if size == lead[i] else None for i, size in enumerate(own))
+            rest = zip(letters, x.shape[len(own) :], strict=True)
+            # A pinned axis of size one is an axis like any other, unless arrays may broadcast it.
+            always = () if self.like.get(name, name) in self.broadcast else pinned or ()
+            names = (*first, *(n if n in always or is_whole(n, size, heads) else None for n, size in rest))
+            every = (*(f"b{i}" for i in range(len(own))), *letters)
+            return Axes(
+                names, tuple(n if size == 1 else None for n, size in zip(every, x.shape, strict=True))
+            )
+
+        return {name: label(name, x) for name, x in arrays.items()}
 
 
 def merged(function: Callable[..., Arrays], arrays: Arrays, leading: Leading) -> Arrays:
@@ -61,7 +89,9 @@ def merged(function: Callable[..., Arrays], arrays: Arrays, leading: Leading) ->
     `runs`: for each kept array, how many consecutive batch rows read one of its rows.
     """
     lead = leading.lead(arrays)
-    kept = {name: _long_axes(arrays[name], lead) for name in sorted(leading.kept & arrays.keys())}
+    # The leading axes that a kept array does not broadcast.
+    long = lambda x: frozenset([i for i, size in enumerate(lead) if x.shape[i] == size != 1])
+    kept = {name: long(arrays[name]) for name in sorted(leading.kept & arrays.keys())}
     order = _order(lead, *kept.values())
 
     def merge(name: str, x: Array) -> Array:
@@ -87,11 +117,6 @@ def merged(function: Callable[..., Arrays], arrays: Arrays, leading: Leading) ->
     runs = {name: _run(lead, order, own) for name, own in kept.items()}
     results = function({name: merge(name, x) for name, x in arrays.items()}, runs)
     return {name: split(name, x) for name, x in results.items()}
-
-
-def _long_axes(x: Array, lead: tuple[int, ...]) -> frozenset[int]:
-    """The leading axes that an array does not broadcast."""
-    return frozenset(i for i, size in enumerate(lead) if x.shape[i] == size != 1)
 
 
 def _order(lead: tuple[int, ...], *kept: frozenset[int]) -> tuple[int, ...]:
@@ -171,7 +196,8 @@ def mapped(
         if len(lead) == 1:
             return function(arrays, over)
         alone = {name for name, x in arrays.items() if leading.is_alone(name, x)}
-        first = {n for n, x in arrays.items() if n not in alone and leading.broadcasts_first(n, x, lead)}
+        short = {name for name, x in arrays.items() if x.ndim and x.shape[0] == 1 != lead[0]}
+        first = (short & leading.broadcast) - alone
         axes = {name: None if name in alone | first else 0 for name in arrays}
         axis, summed = f"ejkernel_eqx.leading_{len(lead)}", inside & first
 
@@ -195,3 +221,114 @@ def wide(x: Array) -> Array:
     """A float array in float32 or wider; any other array unchanged."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return x.astype(jnp.float32) if narrow else x
+
+
+def opaque(
+    function: Callable[..., Arrays],
+    leading: Leading,
+    *,
+    split: Split,
+    whole: frozenset[str] = frozenset(),
+    summed: bool = False,
+    sliced: bool = True,
+    pinned: Mapping[str, str] | None = None,
+    seen: bool = False,
+) -> Callable[[Arrays], Arrays]:
+    """Extends `function(arrays, runs)`, which takes and returns arrays by name with exactly one leading axis (except as specified in
+    `leading`), to any number of leading axes, including none, and folds every `jax.vmap` into them.
+
+    Equal names denote the same axis. Names `H<n>` are n heads; they are split over devices together if every output has them and all
+    counts divide. `split` determines the meshes on which it is split over devices; `summed`, `sliced` and `pinned` are as in
+    `parallel.partitioned`. `seen`: the compiler sees into the function after all, so it may run where only some axes of a mesh are manual.
+    The `whole` broadcast arrays are materialised when `jax.vmap` maps others, because a gradient is needed for every example.
+    """
+
+    folded = functools.partial(merged, function, leading=leading)
+
+    def over_devices(arrays: Arrays) -> Arrays:
+        if inside_manual_mesh():
+            if not seen:
+                refuse_partly_manual()
+            return folded(arrays)
+        outs, lead = output_shapes(folded, arrays), leading.lead(arrays)
+        heads = heads_among([leading.axes[name] for name in (*arrays, *outs)])
+        return partitioned(
+            folded,
+            (arrays,),
+            (leading.labels(arrays, heads, lead, pinned),),
+            outs,
+            leading.labels(outs, heads, lead, pinned),
+            split=is_split,
+            group=heads,
+            meshes=split,
+            summed=summed,
+            sliced=sliced,
+            pinned=pinned or {},
+        )
+
+    launched = folded if split is Split.NOWHERE else over_devices
+
+    def call(arrays: Arrays) -> Arrays:
+        return under_vmap(launched, rule)(arrays)
+
+    def rule(size: int, is_mapped: Mapping[str, bool], arrays: Arrays) -> Arrays:
+        wide = widened(arrays, is_mapped, size, leading, whole)
+        if leading.one_by_one and not _maps_all(folded, leading, wide, is_mapped):
+            return _one_by_one(call, arrays, is_mapped)
+        return call(wide)
+
+    return call
+
+
+def under_vmap(function: Callable[[Any], Any], rule: Callable[[int, Any, Any], Any]) -> Callable[[Any], Any]:
+    """`function(arrays)`, in whose place `jax.vmap` computes `rule(size, is_mapped, arrays)`, whose results are all mapped. The choices of the
+    unmapped call, which is traced but never launched, are withdrawn."""
+    replaced: list[Callable[[], None]] = []
+
+    @custom_vmap
+    def call(arrays: Any) -> Any:
+        with replaceable() as take_back:
+            replaced.append(take_back)
+            return function(arrays)
+
+    @call.def_vmap
+    def mapped_call(size: int, in_batched: list[Any], arrays: Any) -> tuple[Any, Any]:
+        for take_back in replaced:
+            take_back()
+        results = rule(size, in_batched[0], arrays)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return call
+
+
+def _maps_all(
+    folded: Callable[[Arrays], Arrays], leading: Leading, wide: Arrays, is_mapped: Mapping[str, bool]
+) -> bool:
+    """Returns whether no shared array is mapped, and every result has the leading axes."""
+    if any(is_mapped[name] for name in leading.shared & wide.keys()):
+        return False
+    outs = output_shapes(folded, wide) if leading.like and leading.shared & wide.keys() else {}
+    return not any(leading.is_alone(name, x) for name, x in outs.items())
+
+
+def _one_by_one(call: Callable[[Arrays], Arrays], arrays: Arrays, is_mapped: Mapping[str, bool]) -> Arrays:
+    fixed = {name: x for name, x in arrays.items() if not is_mapped[name]}
+    over = {name: x for name, x in arrays.items() if is_mapped[name]}
+    in_order = lambda mapped: {name: mapped[name] if is_mapped[name] else fixed[name] for name in arrays}
+    return jax.lax.map(lambda mapped: call(in_order(mapped)), over)
+
+
+def given_of(arrays: Any) -> dict[str, Any]:
+    """The arrays present in a NamedTuple of arrays, by name."""
+    return {name: x for name, x in arrays._asdict().items() if x is not None}
+
+
+def over_mesh(function: Callable[[Arrays], Arrays], arrays: Arrays, leading: Leading) -> Arrays:
+    """`function(arrays)` for operations that the compiler sees into; on an explicit mesh, outputs are split by the axes named in
+    `leading`."""
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return function(arrays)
+    heads, lead = heads_among(leading.axes.values()), leading.lead(arrays)
+    labels = lambda arrays: leading.labels(arrays, heads, lead)
+    return over_explicit_mesh(mesh, function, arrays, labels(arrays), labels, heads)

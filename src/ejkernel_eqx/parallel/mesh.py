@@ -1,5 +1,7 @@
-"""Explicit meshes, whose shardings are part of array types, such as those of `jax.make_mesh`."""
+"""What is known of meshes while a call is traced: the mesh around it, the shardings in the types of explicit meshes (such as those of
+`jax.make_mesh`), the mesh axes that values vary over inside `shard_map`, and how a platform is split over devices."""
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -7,8 +9,27 @@ import jax
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .layout import layout_of
-from .shapes import inside_manual_mesh, output_shapes
+from ..dispatch import Backend, DeviceFacts, Platform, replaceable
+
+
+def inside_manual_mesh() -> bool:
+    """Returns whether the code being traced already runs per device (`shard_map`)."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def no_mesh() -> Any:
+    """A context without a mesh, as inside the body of a kernel."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def output_shapes(function: Callable[..., Any], *args: Any) -> Any:
+    """The shapes of a function's outputs, outside any mesh. Choices recorded by it are withdrawn, since nothing is launched."""
+    with no_mesh(), replaceable() as take_back:
+        shapes = jax.eval_shape(
+            function, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        )
+    take_back()
+    return shapes
 
 
 def explicit_mesh(tree: Any) -> Any:
@@ -22,32 +43,6 @@ def explicit_mesh(tree: Any) -> Any:
             return mesh
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if mesh.explicit_axes else None
-
-
-def over_explicit_mesh(
-    mesh: Any,
-    function: Callable[[Any], Any],
-    args: Any,
-    axes: Any,
-    out_axes: Callable[[Any], Any],
-    group: tuple[str, ...],
-) -> Any:
-    """`function(args)` for operations that the compiler sees into and splits as on an automatic mesh. Outputs are split like the arguments
-    that share the names of their axes. `axes` has an `Axes` for every array; `out_axes(shapes)` returns the same for the outputs."""
-    flat, treedef = jax.tree.flatten(args)
-    flat_outs, out_treedef = jax.tree.flatten(outs := output_shapes(function, args))
-    every, out_every = jax.tree.leaves(axes), jax.tree.leaves(out_axes(outs))
-    layout = layout_of(every, out_every, split=lambda name: True, group=group)
-    shapes, out_shapes = [x.shape for x in flat], [x.shape for x in flat_outs]
-    specs = layout.seen_specs(mesh.shape, [spec_of(x) for x in flat], shapes, out_shapes)
-
-    def automatic(*flat: Array) -> tuple[Array, ...]:
-        return tuple(jax.tree.leaves(function(jax.tree.unflatten(treedef, flat))))
-
-    flat = [resharded(x, mesh, PartitionSpec(*spec_of(x))) for x in flat]
-    out_sharding = tuple(NamedSharding(mesh, spec) for spec in specs)
-    call: Any = jax.sharding.auto_axes(automatic, axes=mesh.explicit_axes, out_sharding=out_sharding)
-    return jax.tree.unflatten(out_treedef, call(*flat))
 
 
 def spec_of(x: Any) -> tuple[Any, ...]:
@@ -76,3 +71,41 @@ def match_sharding(x: Array, like: Array) -> Array:
     """`x` with the sharding in the type of `like` on an explicit mesh; `x` itself elsewhere."""
     mesh = explicit_mesh(like)
     return x if mesh is None else resharded(x, mesh, PartitionSpec(*spec_of(like)))
+
+
+def match_varying(tree: Any, like: Any) -> Any:
+    """The same values, marked as varying over every axis that any array of `like` varies over."""
+    wanted = frozenset[str]().union(*map(_varying, jax.tree.leaves(like)))
+
+    def mark(leaf: Any) -> Any:
+        missing = wanted - _varying(leaf)
+        return jax.lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
+
+    return jax.tree.map(mark, tree) if wanted else tree
+
+
+def _varying(leaf: Any) -> frozenset[str]:
+    manual = getattr(jax.typeof(leaf), "manual_axis_type", None)
+    return frozenset(manual.varying) if manual is not None else frozenset()
+
+
+class Split(enum.Enum):
+    """The meshes on which a call is split over devices."""
+
+    NOWHERE = enum.auto()
+    EXPLICIT = enum.auto()
+    """Those whose shardings are part of the types; on others it runs whole."""
+    EXPLICIT_OR_REFUSED = enum.auto()
+    """As `EXPLICIT`, but others are an error."""
+    EVERYWHERE = enum.auto()
+
+
+def how_split(platform: Platform, device: DeviceFacts) -> Split:
+    """Nothing is needed for one device. On TPU the compiler does not call `custom_partitioning` (jax-ml/jax#38196)."""
+    if device.count == 1:
+        return Split.NOWHERE
+    if platform is Platform.PALLAS and device.backend is Backend.TPU:
+        return Split.EXPLICIT_OR_REFUSED
+    # An interpreted kernel runs on the host through a callback that `custom_partitioning` loses.
+    is_interpreted = platform in (Platform.TRITON_INTERPRET, Platform.PALLAS_INTERPRET)
+    return Split.EXPLICIT if is_interpreted else Split.EVERYWHERE

@@ -1,20 +1,19 @@
 """Lets the compiler split an opaque kernel over a mesh along named axes, without collectives on its operands."""
 
 import dataclasses
-import enum
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.core import eval_jaxpr
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from ..dispatch import Backend, DeviceFacts, Platform
 from .layout import Layout, layout_of
-from .mesh import explicit_mesh, resharded, spec_of
-from .shapes import inside_manual_mesh, no_mesh
+from .mesh import explicit_mesh, inside_manual_mesh, no_mesh, output_shapes, resharded, spec_of, Split
 
 
 def refuse_partly_manual() -> None:
@@ -25,33 +24,6 @@ def refuse_partly_manual() -> None:
             f"shard_map: expected all axes of the mesh to be manual around a kernel that the compiler cannot split, received {left} left to the "
             "compiler, which would gather every operand; add them to axis_names, or use platform='xla'."
         )
-
-
-class Split(enum.Enum):
-    """The meshes on which a call is split over devices."""
-
-    NOWHERE = enum.auto()
-    EXPLICIT = enum.auto()
-    """Those whose shardings are part of the types; on others it runs whole."""
-    EXPLICIT_OR_REFUSED = enum.auto()
-    """As `EXPLICIT`, but others are an error."""
-    EVERYWHERE = enum.auto()
-
-
-_SPLIT = {
-    # An interpreted kernel runs on the host through a callback that `custom_partitioning` loses.
-    Platform.TRITON_INTERPRET: Split.EXPLICIT,
-    Platform.PALLAS_INTERPRET: Split.EXPLICIT,
-}
-
-
-def how_split(platform: Platform, device: DeviceFacts) -> Split:
-    """Nothing is needed for one device. On TPU the compiler does not call `custom_partitioning` (jax-ml/jax#38196)."""
-    if device.count == 1:
-        return Split.NOWHERE
-    if platform is Platform.PALLAS and device.backend is Backend.TPU:
-        return Split.EXPLICIT_OR_REFUSED
-    return _SPLIT.get(platform, Split.EVERYWHERE)
 
 
 def refuse_automatic() -> None:
@@ -66,6 +38,32 @@ def refuse_automatic() -> None:
         )
 
 
+def over_explicit_mesh(
+    mesh: Any,
+    function: Callable[[Any], Any],
+    args: Any,
+    axes: Any,
+    out_axes: Callable[[Any], Any],
+    group: tuple[str, ...],
+) -> Any:
+    """`function(args)` for operations that the compiler sees into and splits as on an automatic mesh. Outputs are split like the arguments
+    that share the names of their axes. `axes` has an `Axes` for every array; `out_axes(shapes)` returns the same for the outputs."""
+    flat, treedef = jax.tree.flatten(args)
+    flat_outs, out_treedef = jax.tree.flatten(outs := output_shapes(function, args))
+    every, out_every = jax.tree.leaves(axes), jax.tree.leaves(out_axes(outs))
+    layout = layout_of(every, out_every, split=lambda name: True, group=group)
+    shapes, out_shapes = [x.shape for x in flat], [x.shape for x in flat_outs]
+    specs = layout.seen_specs(mesh.shape, [spec_of(x) for x in flat], shapes, out_shapes)
+
+    def automatic(*flat: Array) -> tuple[Array, ...]:
+        return tuple(jax.tree.leaves(function(jax.tree.unflatten(treedef, flat))))
+
+    flat = [resharded(x, mesh, PartitionSpec(*spec_of(x))) for x in flat]
+    out_sharding = tuple(NamedSharding(mesh, spec) for spec in specs)
+    call: Any = jax.sharding.auto_axes(automatic, axes=mesh.explicit_axes, out_sharding=out_sharding)
+    return jax.tree.unflatten(out_treedef, call(*flat))
+
+
 def partitioned(
     function: Callable[..., Any],
     args: Any,
@@ -73,35 +71,19 @@ def partitioned(
     outs: Any,
     out_axes: Any,
     *,
-    split: Callable[[str], bool],
-    group: tuple[str, ...],
     meshes: Split = Split.EVERYWHERE,
-    summed: bool = False,
-    sliced: bool = True,
-    pinned: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Any:
     """`function(*args)`, split over devices on these `meshes` along every axis for which `split(name)` holds and whose size divides.
 
-    `group` names axes of which each is a multiple of the next and split with it, such as query heads and key heads. With fewer key heads than
-    devices, each device slices out the one that it reads, if `sliced`. An output that lacks a split axis keeps it whole or, if outputs are
-    `summed` (gradients), is summed over the devices. `pinned` names axes that are always split over a mesh axis, by which the function exchanges
-    their parts.
+    `options`: `split`, `group` (query heads and key heads), `summed` (gradients), `sliced` and `pinned`, as in `Layout`.
     """
     if inside_manual_mesh():
         refuse_partly_manual()
         return function(*args)
     flat, treedef = jax.tree.flatten(args)
     flat_outs, out_treedef = jax.tree.flatten(outs)
-    layout = layout_of(
-        jax.tree.leaves(axes),
-        jax.tree.leaves(out_axes),
-        split=split,
-        group=group,
-        summed=summed,
-        sliced=sliced,
-        pinned=pinned or {},
-    )
-
+    layout = layout_of(jax.tree.leaves(axes), jax.tree.leaves(out_axes), **options)
     shapes = [x.shape for x in flat], [x.shape for x in flat_outs]
 
     def call(*flat: jax.Array) -> tuple[jax.Array, ...]:
@@ -129,10 +111,8 @@ def by_the_compiler(
     """For automatic meshes: shardings are known when the program is partitioned, not while it is traced. `exchanging`: what each device runs
     instead, as inside `shard_map`, on meshes that can split the pinned axes."""
 
-    def local(*flat: jax.Array) -> tuple[jax.Array, ...]:
-        with no_mesh():
-            return function(*flat)
-
+    # Without the mesh of a context, which is none of one device's.
+    local = _under(no_mesh, function)
     whole = jax.make_jaxpr(local)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat))
     # Constant arrays, such as the lists of tiles that XLA runs over, must be arguments, though each device's program has its own.
     constants = [jnp.asarray(x) for x in whole.consts]
@@ -147,10 +127,10 @@ def by_the_compiler(
         here, run = layout, local
         if exchanging is not None:
             here = layout if layout.can_pin(mesh.shape, shapes[0]) else dataclasses.replace(layout, pinned={})
-            run = _as_in_shard_map(mesh, exchanging if here.pinned else function)
+            run = _under(functools.partial(_all_manual, mesh), exchanging if here.pinned else function)
         body, ins, outs = here.divide(lambda *given: run(*given[: len(flat)]), mesh.shape, known, *shapes)
         named = lambda specs: tuple(NamedSharding(mesh, spec) for spec in specs)
-        return mesh, _outside_meshes(body), named(outs), named(ins)
+        return mesh, _under(no_mesh, body), named(outs), named(ins)
 
     rule, together = layout.rule(shapes[0])
     call = custom_partitioning(undivided)
@@ -158,27 +138,21 @@ def by_the_compiler(
     return tuple(call(*flat, *constants))
 
 
-def _outside_meshes(body: Call) -> Call:
-    """`body` without the mesh of a context, which is none of one device's."""
+def _under(context: Callable[[], Any], function: Call) -> Call:
+    """The function, computed inside a context."""
 
     def call(*flat: jax.Array) -> tuple[jax.Array, ...]:
-        with no_mesh():
-            return body(*flat)
-
-    return call
-
-
-def _as_in_shard_map(mesh: Any, function: Call) -> Call:
-    """The function of one device, which sees that it is: the axes of the mesh are manual, and nothing in it is split again."""
-    manual = AbstractMesh(
-        tuple(mesh.shape.values()), tuple(mesh.shape), axis_types=(AxisType.Manual,) * len(mesh.shape)
-    )
-
-    def call(*flat: jax.Array) -> tuple[jax.Array, ...]:
-        with jax.sharding.use_abstract_mesh(manual):
+        with context():
             return function(*flat)
 
     return call
+
+
+def _all_manual(mesh: Any) -> Any:
+    """The context of one device's function, as inside `shard_map`: the axes of the mesh are manual, and nothing in it is split again."""
+    manual = (AxisType.Manual,) * len(mesh.shape)
+    sizes, names = tuple(mesh.shape.values()), tuple(mesh.shape)
+    return jax.sharding.use_abstract_mesh(AbstractMesh(sizes, names, axis_types=manual))
 
 
 def by_types(

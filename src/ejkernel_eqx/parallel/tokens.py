@@ -7,10 +7,9 @@ from typing import Any
 import jax
 from jax import Array, lax
 
-from .layout import Layout
+from .layout import heads_among, Layout
 from .leading import Arrays
 from .mesh import spec_of
-from .opaque import heads_among
 from .partition import by_the_compiler, by_types
 
 Letters = Mapping[str, tuple[str | None, ...]]
@@ -20,23 +19,22 @@ TOKENS = "T"
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenSplit:
     """The tokens of a call, split over a mesh axis. `letters` name the axes of its arguments and of its results, in order; `TOKENS` is the one
-    that is split besides leading axes, heads `H<n>`, and `channels`."""
+    that is split besides leading axes, heads `H<n>`, and `channels`. `summed`: as in `Layout`."""
 
     axis: str
     letters: Letters
     results: Letters
     channels: frozenset[str]
+    summed: bool = False
 
-    def layout(self, names: Any, results: Letters, summed: bool) -> Layout:
-        letters = tuple(self.letters[name] for name in names)
-        heads = heads_among((*letters, *results.values()))
+    def layout(self, names: Any) -> Layout:
+        letters, results = tuple(self.letters[name] for name in names), tuple(self.results.values())
+        heads = heads_among((*letters, *results))
 
         def is_split(name: str) -> bool:
             return name in self.channels or name in heads or name.startswith("b")
 
-        return Layout(
-            letters, tuple(results.values()), is_split, heads, summed=summed, pinned={TOKENS: self.axis}
-        )
+        return Layout(letters, results, is_split, heads, summed=self.summed, pinned={TOKENS: self.axis})
 
     def is_split(self, mesh: Any, arrays: Arrays) -> bool:
         """Returns whether the types of arrays on an explicit mesh say that the tokens are split over the axis, which also divides them. An axis of
@@ -57,7 +55,7 @@ class TokenSplit:
         self, mesh: Any, function: Callable[[Arrays], Arrays], arrays: Arrays, outs: Mapping[str, Any]
     ) -> Arrays:
         """`function(arrays)` on an explicit mesh, over its devices. JAX differentiates it."""
-        layout = self.layout(arrays, self.results, False)
+        layout = self.layout(arrays)
         call, shapes = _flat(function, arrays, outs), _shapes(arrays, outs)
         results = by_types(layout, call, shapes, mesh, list(arrays.values()), differentiated=True)
         return dict(zip(outs, results, strict=True))
@@ -71,7 +69,14 @@ class TokenSplit:
     ) -> Arrays:
         """`function(arrays)` over the devices of an automatic mesh, whatever it turns out to be; `whole(arrays)` if the mesh lacks the axis or
         does not divide the tokens. JAX does not differentiate it."""
-        return self._over_devices(function, whole, arrays, outs, self.results, False)
+        flat = by_the_compiler(
+            self.layout(arrays),
+            _flat(whole, arrays, outs),
+            _shapes(arrays, outs),
+            list(arrays.values()),
+            exchanging=_flat(function, arrays, outs),
+        )
+        return dict(zip(outs, flat, strict=True))
 
     def gradient(
         self,
@@ -85,7 +90,6 @@ class TokenSplit:
         rest = {name: x for name, x in arrays.items() if name not in learned}
         moved = {f"cotangent {name}": x for name, x in cotangents.items()}
         of_results = {f"cotangent {name}": self.results[name] for name in cotangents}
-        split = dataclasses.replace(self, letters={**self.letters, **of_results})
 
         def pulled(function: Callable[[Arrays], Arrays], given: Arrays, parts: int) -> Arrays:
             own = {name: given[name] for name in sorted(learned)}
@@ -95,33 +99,10 @@ class TokenSplit:
             return pull({name: given[f"cotangent {name}"] / n for name, n in every.items()})[0]
 
         grads = {name: arrays[name] for name in sorted(learned)}
-        return split._over_devices(
-            lambda given: pulled(function, given, lax.axis_size(self.axis)),
-            lambda given: pulled(whole, given, 1),
-            {**arrays, **moved},
-            grads,
-            {name: self.letters[name] for name in grads},
-            True,
-        )
-
-    def _over_devices(
-        self,
-        function: Callable[[Arrays], Arrays],
-        whole: Callable[[Arrays], Arrays],
-        arrays: Arrays,
-        outs: Mapping[str, Any],
-        results: Letters,
-        summed: bool,
-    ) -> Arrays:
-        layout = self.layout(arrays, results, summed)
-        flat = by_the_compiler(
-            layout,
-            _flat(whole, arrays, outs),
-            _shapes(arrays, outs),
-            list(arrays.values()),
-            exchanging=_flat(function, arrays, outs),
-        )
-        return dict(zip(outs, flat, strict=True))
+        letters, results = {**self.letters, **of_results}, {name: self.letters[name] for name in grads}
+        split = dataclasses.replace(self, letters=letters, results=results, summed=True)
+        of_parts = lambda given: pulled(function, given, lax.axis_size(self.axis))
+        return split.over_devices(of_parts, lambda given: pulled(whole, given, 1), {**arrays, **moved}, grads)
 
 
 def _flat(

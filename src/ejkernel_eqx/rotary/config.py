@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .._entries import Entries, entries_of, FIELDS, shown
 from .._errors import CheckpointError
-from ..core.options import check_numbers
+from ..core.arguments import check_numbers
 from .by_length import DynamicScaling, LongRopeScaling
 from .scaling import LinearScaling, Llama3Scaling, ProportionalScaling, YarnScaling
 

@@ -12,8 +12,7 @@ from .._errors import CheckpointError
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Float, Int
 from .._signatures import Module
-from ..core.arguments import check_flags
-from ..core.options import read_array, read_sizes
+from ..core.arguments import check_flags, read_array, read_sizes
 from .by_length import DynamicScaling, LongRopeScaling
 from .config import read_config, read_scaling
 from .positions import axes_of_pairs, by_pair, check_positions, count_from, longest_of, read_rows

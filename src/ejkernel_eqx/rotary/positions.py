@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ..core.options import broadcasts, read_array
+from ..core.arguments import broadcasts, read_array
 
 
 def check_positions(positions: Any, shape: tuple[int, ...], axes: int | None = None) -> Array:

@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..core.arguments import check_flags
-from ..core.options import check_numbers
+from ..core.arguments import check_flags, check_numbers
 
 
 def check_positive(**numbers: Any) -> None:

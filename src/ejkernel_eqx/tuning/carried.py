@@ -20,7 +20,7 @@ from ..dispatch import (
     Tier,
     to_dict,
 )
-from ..dispatch.entries import config_of, known_of
+from ..dispatch.known import config_of, known_of
 from ..dispatch.persistent import made_with
 from .replace import map_plans, plans_of
 

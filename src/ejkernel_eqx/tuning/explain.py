@@ -28,7 +28,7 @@ from ..dispatch import (
     Selection,
     take_snapshot,
 )
-from ..dispatch.caches import slow_words, slowness
+from ..dispatch.known import slow_words, slowness
 from ..dispatch.labels import label_of
 from .explanation import Choice, Explanation
 from .replace import map_plans, plans_of
@@ -93,37 +93,9 @@ def _nothing_in(target: Any) -> str:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _PlacedSelection(Selection):
-    """A choice with the path of its kernel."""
-
-    path: str = ""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _PlacedPlan(Plan):
-    """A plan whose choices have the path of its kernel. Plans at different paths are unequal, so that they share no trace."""
-
-    path: str = ""
-
-    @property
-    def _identity(self) -> tuple[Any, ...]:
-        return (self.path, *super()._identity)
-
-    def select(self, problem: Problem, platform: Platform | None = None, direction: str = BOTH) -> Selection:
-        plain = super().select(problem, platform, direction)
-        fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(Selection)}
-        return _PlacedSelection(**fields, path=self.path)
-
-
 def _placed(tree: Any, root: str = "") -> Any:
     """The tree with the path of every kernel in its plan."""
-
-    def place(path: str, plan: Plan) -> Plan:
-        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
-        return _PlacedPlan(**fields, path=root + path)
-
-    return map_plans(place, tree)
+    return map_plans(lambda path, plan: dataclasses.replace(plan, path=root + path), tree)
 
 
 def placed_selections(function: Any, call: Inputs) -> list[tuple[str, Selection]]:
@@ -144,36 +116,25 @@ def placed_selections(function: Any, call: Inputs) -> list[tuple[str, Selection]
 
 def _traced(function: Any, call: Inputs) -> list[tuple[str, Selection]]:
     distinct: dict[Any, tuple[str, Selection]] = {}
-    for selection in choices_of(function, call):
-        path = selection.path if isinstance(selection, _PlacedSelection) else ""
-        distinct.setdefault((path, selection.problem, selection.platform), (path, selection))
+    for choice in choices_of(function, call):
+        distinct.setdefault((choice.path, choice.problem, choice.platform), (choice.path, choice))
     return list(distinct.values())
 
 
 def _explanation(device: DeviceFacts, choices: Sequence[Choice], if_none: str = "") -> Explanation:
-    shown = _shown(device)
     dtypes = dict.fromkeys(choice.dtype for choice in choices if choice.dtype)
-    peaks = ((dtype, device_peaks(device, dtype)) for dtype in dtypes)
-    return Explanation(
-        shown,
-        tuple(choices),
-        tuple((dtype, known) for dtype, known in peaks if known is not None),
-        "" if choices else if_none,
-    )
+    every = [(dtype, device_peaks(device, dtype)) for dtype in dtypes]
+    peaks = tuple((dtype, known) for dtype, known in every if known is not None)
+    return Explanation(_shown(device), tuple(choices), peaks, "" if choices else if_none)
 
 
 def _shown(device: DeviceFacts) -> str:
     return f"{device.kind} ({device.backend.value}, {device.runtime})"
 
 
-def _notes(implementation: Implementation) -> tuple[str, ...]:
-    note = implementation.hooks.NOTE
-    return (note,) if note else ()
-
-
-def _remarks(selection: Selection, device: DeviceFacts) -> tuple[str, ...]:
-    remark = selection.implementation.hooks.remark(selection.config, selection.problem, device)
-    return (*((remark,) if remark else ()), *selection.remarks)
+def _said(*notes: str) -> tuple[str, ...]:
+    """The notes that say something."""
+    return tuple(filter(None, notes))
 
 
 def _of_operation(operation: str, args: tuple[Any, ...], words: Mapping[str, Any]) -> Explanation:
@@ -193,17 +154,11 @@ def _of_operation(operation: str, args: tuple[Any, ...], words: Mapping[str, Any
     problem = example_problem_of(operation)(operation, dims, _dtype_name(dtype), flags)
     known = take_snapshot(operation, platform=platform)
     both, alone = (select(known, problem, direction=direction) for direction in (BOTH, FORWARD))
-    rows = [_of_selection("", both)]
-    if alone.platform is not both.platform:
-        rows = [
-            _noted(rows[0], "where gradients are computed, too"),
-            _noted(_of_selection("", alone), "forward alone"),
-        ]
-    return _explanation(device, rows)
-
-
-def _noted(row: Choice, note: str) -> Choice:
-    return dataclasses.replace(row, notes=(note, *row.notes))
+    notes = {both: "where gradients are computed, too", alone: "forward alone"}
+    if alone.platform is both.platform:
+        return _explanation(device, [_of_selection("", both)])
+    rows = [(_of_selection("", selection), note) for selection, note in notes.items()]
+    return _explanation(device, [dataclasses.replace(row, notes=(n, *row.notes)) for row, n in rows])
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -236,13 +191,12 @@ def example_problem_of(operation: str) -> ExampleProblem:
 
 
 def _of_implementation(name: str, implementation: Implementation, reason: str | None) -> Choice:
+    operation = implementation.operation
     if reason is None:
         return Choice(
-            operation=implementation.operation, platform=f"{name} (usable)", notes=_notes(implementation)
+            operation=operation, platform=f"{name} (usable)", notes=_said(implementation.hooks.NOTE)
         )
-    return Choice(
-        operation=implementation.operation, platform=f"{name} (unusable)", rejected=((name, reason),)
-    )
+    return Choice(operation=operation, platform=f"{name} (unusable)", rejected=((name, reason),))
 
 
 def _of_plan(path: str, plan: Plan) -> list[Choice]:
@@ -258,7 +212,7 @@ def _of_plan(path: str, plan: Plan) -> list[Choice]:
         Choice(
             path,
             plan.operation,
-            shown_key(key),
+            str(Problem.make(**json.loads(key), lengths=set())),  # the lengths are those of its bucket
             platform.value,
             repr(known.config),
             tier.value,
@@ -292,20 +246,14 @@ def _passed_over(plan: Plan) -> Iterator[tuple[Platform, str, str]]:
             yield platform, key, slow_words(*found)
 
 
-def shown_key(key: str) -> str:
-    """A `Problem.key()` in readable form; lengths are those of its bucket."""
-    return str(Problem.make(**json.loads(key), lengths=set()))
-
-
 def _device_of(selection: Selection) -> DeviceFacts:
     """The device that a choice was made for."""
     return selection.device or device_facts()
 
 
 def _of_selection(path: str, selection: Selection) -> Choice:
-    device = _device_of(selection)
-    problem = selection.problem
-    dtype = matrix_dtype(problem)
+    device, problem, hooks = _device_of(selection), selection.problem, selection.implementation.hooks
+    remark = hooks.remark(selection.config, problem, device)
     return Choice(
         path,
         problem.operation,
@@ -313,13 +261,13 @@ def _of_selection(path: str, selection: Selection) -> Choice:
         selection.platform.value,
         repr(selection.config),
         selection.tier.value,
-        (*_notes(selection.implementation), *_remarks(selection, device)),
+        _said(hooks.NOTE, remark, *selection.remarks),
         tuple((str(name), reason) for name, reason in selection.rejected),
         key=problem.key(),
         label=label_of(selection),
         origin=selection.origin,
         ms=selection.ms,
-        dtype=dtype,
+        dtype=matrix_dtype(problem),
         rooflines=_rooflines(selection, device),
         device=_shown(device),
     )

@@ -8,18 +8,11 @@ from typing import Any
 
 from .._errors import TuningError
 from .._kernel import Inputs, make_plan, Plan
-from ..dispatch import (
-    current_policy,
-    device_fingerprint,
-    kernel_registry,
-    Platform,
-    Policy,
-    stable_json,
-    Tier,
-)
+from ..dispatch import current_policy, device_fingerprint, kernel_registry, Policy, stable_json, Tier
+from ..dispatch.known import Key, Known
 from ..dispatch.overlay import POLICY_VARIABLE
 from .options import current_options, TuneOptions
-from .processes import Round, share, Table, taking_part
+from .processes import Round, share, taking_part
 from .recording import Invocation, invocations_of
 from .replace import plans_of, renew_plans
 from .summary import Summary
@@ -28,7 +21,6 @@ from .tuner import answer, has_choice, tuned_results
 
 _LOG = logging.getLogger("ejkernel_eqx")
 _GIVEN = (Tier.OVERRIDE, Tier.OVERLAY)  # the user's own choices
-Question = tuple[Platform, str]
 
 
 def tune(
@@ -129,11 +121,7 @@ class Tuning:
     """One tuning request, and what it has found so far (`table`)."""
 
     def __init__(
-        self,
-        together: Round,
-        options: TuneOptions | None,
-        force: bool,
-        configs: Sequence[Any] | None = None,
+        self, together: Round, options: TuneOptions | None, force: bool, configs: Sequence[Any] | None = None
     ) -> None:
         refuse_trace(together.name)
         if not isinstance(options, TuneOptions | None):
@@ -146,8 +134,8 @@ class Tuning:
                 f"{together.name}: the policy 'heuristic' forbids tuning; exit policy_override(\"heuristic\") or unset the "
                 f"environment variable {POLICY_VARIABLE}."
             )
-        self.table: Table = {}
-        self._asked: dict[Question, Invocation] = {}
+        self.table: dict[Key, Known] = {}
+        self._asked: dict[Key, Invocation] = {}
         self._together = together
         self._options = options or current_options()
         self._configs = configs
@@ -157,7 +145,9 @@ class Tuning:
         self, trees: tuple[Any, ...], invocations: Callable[[Any], list[Invocation]]
     ) -> tuple[Any, ...]:
         """The trees with every problem of the first one tuned. `invocations(tree)` traces a tree."""
-        if not plans_of(trees[0]) and not _builds_its_own(trees[0]):
+        # An operation's function makes its kernel at each call.
+        makes_its_own = getattr(trees[0], "operation", None) in kernel_registry.list_operations()
+        if not plans_of(trees[0]) and not makes_its_own:
             _LOG.warning(
                 "%s: the model contains no kernel and is returned unchanged; kernels captured by a function or held in a "
                 "static field are not part of it.",
@@ -176,7 +166,7 @@ class Tuning:
 
     def answer(self, calls: Iterable[Invocation]) -> bool:
         """Tunes the new problems of these calls; returns whether there were any."""
-        tunable: dict[Question, Invocation] = {}
+        tunable: dict[Key, Invocation] = {}
         for call in calls:
             is_new = call.tier not in _GIVEN and _question(call) not in self._asked | tunable
             if is_new and call.implementation.make_workload(call.problem):
@@ -194,7 +184,7 @@ class Tuning:
         )
         return True
 
-    def _tune_all(self, calls: Iterable[Invocation]) -> Table:
+    def _tune_all(self, calls: Iterable[Invocation]) -> dict[Key, Known]:
         """The tuner's results for calls that tables do not cover."""
         how = {"configs": self._configs, "options": self._options, "force": self._policy is Policy.FORCE}
         open_calls = [call for call in calls if self._configs is not None or not self._suffices(call)]
@@ -259,7 +249,7 @@ def _keep_overlay(new: Plan, old: Plan) -> Plan:
     return new.changed(lambda known: dataclasses.replace(known, overlay=overlay))
 
 
-def _question(call: Invocation) -> Question:
+def _question(call: Invocation) -> Key:
     return call.platform, call.problem.key()
 
 
@@ -288,11 +278,6 @@ def _call_of(model: Any, call: Callable[..., Any] | None) -> Callable[..., Any]:
             "ejx.tune(model, x, call=lambda model, x: ...)."
         )
     return lambda model, *args, **kwargs: model(*args, **kwargs)
-
-
-def _builds_its_own(model: Any) -> bool:
-    """Tells whether it is an operation's function, which makes its kernel at each call."""
-    return getattr(model, "operation", None) in kernel_registry.list_operations()
 
 
 def _check_open(kernel: Any) -> None:

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from .._signatures import explained_options
+from ..dispatch.overlay import within
 from ..launch import Target, TARGETS
 
 
@@ -84,8 +85,5 @@ def current_options() -> TuneOptions:
 def tuning_options(**changes: Any) -> Iterator[TuneOptions]:
     """Inside this context, tuning uses the current options with these changes: `with tuning_options(time_budget=10): ...`"""
     options = dataclasses.replace(current_options(), **changes)
-    token = _OPTIONS.set(options)
-    try:
+    with within(_OPTIONS, options):
         yield options
-    finally:
-        _OPTIONS.reset(token)

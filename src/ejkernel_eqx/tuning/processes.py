@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -27,10 +27,8 @@ from ..dispatch import (
     Platform,
     to_dict,
 )
+from ..dispatch.known import joined, Key, Table
 from ..dispatch.persistent import user_table
-
-Table = dict[tuple[Platform, str], Known]
-"""Maps (platform, problem key) to what is known about it."""
 
 PATIENCE = 300.0
 """Seconds that a process waits for the others to reach the same point, not counting the time for tuning."""
@@ -165,10 +163,10 @@ def share(
 
     def encoded() -> str:
         answers = make()
-        return json.dumps([encode(answers), encode(_in_files(names) | _in_memory(names))])
+        return json.dumps([encode(answers), encode({**_in_files(names), **_in_memory(names)})])
 
     answers, known = map(decode, json.loads(together.decide(question, encoded, patience)))
-    _install(known | answers, names)
+    _install({**known, **answers}, names)
     together.agree(digest_of(_in_memory(names)))
     return answers
 
@@ -186,15 +184,11 @@ def _in_files(operations: Iterable[str]) -> Table:
     device = device_facts()
     known = (tuple(kernel_registry.ordered(operation)) for operation in operations)
     implementations = (i for several in known for i in of_device(several, device))
-    return _joined(user_table(implementation, device) for implementation in implementations)
+    return joined(user_table(implementation, device) for implementation in implementations)
 
 
 def _in_memory(operations: Iterable[str]) -> Table:
-    return _joined(memory_cache.table(operation, tuple(Platform)) for operation in operations)
-
-
-def _joined(tables: Iterable[Mapping[tuple[Platform, str], Known]]) -> Table:
-    return {key: known for table in tables for key, known in table.items()}
+    return joined(memory_cache.table(operation, tuple(Platform)) for operation in operations)
 
 
 def _install(table: Table, operations: Iterable[str]) -> None:
@@ -214,7 +208,7 @@ def encode(table: Table) -> str:
 
 def decode(text: str) -> Table:
     """The inverse of `encode`."""
-    table: Table = {}
+    table: dict[Key, Known] = {}
     for name, key, config, ms, origin, denied, sizes in json.loads(text):
         platform = parse_platform(name)
         if config is not None:

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from ..dispatch import Denied, from_dict, Record, Timed
-from ..dispatch.entries import config_of
+from ..dispatch.known import config_of
 from .isolated.events import Finished, Job
 from .result import Measurement, part_of, SPILLS, Status
 

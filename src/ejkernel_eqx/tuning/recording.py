@@ -33,11 +33,7 @@ class Invocation:
     @classmethod
     def of(cls, selection: Selection) -> "Invocation":
         return cls(
-            selection.problem,
-            selection.implementation,
-            selection.config,
-            selection.tier,
-            selection.origin,
+            selection.problem, selection.implementation, selection.config, selection.tier, selection.origin
         )
 
     def __str__(self) -> str:

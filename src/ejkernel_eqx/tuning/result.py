@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import enum
-import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -80,10 +79,6 @@ class Measurement:
         return self.status in (Status.TIMED, Status.PASSED)
 
 
-def _nothing() -> Mapping[str, float]:
-    return types.MappingProxyType({})
-
-
 @dataclasses.dataclass(frozen=True)
 class TuningResult:
     """The winning configuration for a problem, and all measurements.
@@ -101,8 +96,8 @@ class TuningResult:
     measurements: tuple[Measurement, ...]
     seconds: float
     cached: bool
-    spread: Mapping[str, float] = dataclasses.field(default_factory=_nothing)
-    errors: Mapping[str, float] = dataclasses.field(default_factory=_nothing)
+    spread: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    errors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     samples: int = 0
 
     @property

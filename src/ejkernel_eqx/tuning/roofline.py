@@ -93,13 +93,10 @@ def device_peaks(device: DeviceFacts, dtype: str) -> Peaks | None:
 # papers), and of the plain float32 units.
 _TENSOR_FLOPS: Mapping[str, tuple[int, int]] = {
     "8.0": (2048, 128),
-    "8.6": (1024, 256),
     "8.7": (2048, 256),
-    "8.9": (1024, 256),
     "9.0": (4096, 256),
-    "10.0": (8192, 256),
-    "10.3": (8192, 256),
-    "12.0": (1024, 256),
+    **dict.fromkeys(("8.6", "8.9", "12.0"), (1024, 256)),
+    **dict.fromkeys(("10.0", "10.3"), (8192, 256)),
 }
 _FIRST_WITH_FLOAT8 = (8, 9)
 
@@ -160,12 +157,9 @@ def _attribute(driver: Any, ordinal: int, attribute: int) -> int:
 # two TensorCores of a chip.
 _TPU_PEAKS: Mapping[str, tuple[float, float]] = {
     "TPU v4": (275e12, 1.2e12),
-    "TPU v5 lite": (197e12, 819e9),
-    "TPU v5e": (197e12, 819e9),
-    "TPU v5": (459e12, 2765e9),
-    "TPU v5p": (459e12, 2765e9),
-    "TPU v6 lite": (918e12, 1640e9),
-    "TPU v6e": (918e12, 1640e9),
+    **dict.fromkeys(("TPU v5 lite", "TPU v5e"), (197e12, 819e9)),
+    **dict.fromkeys(("TPU v5", "TPU v5p"), (459e12, 2765e9)),
+    **dict.fromkeys(("TPU v6 lite", "TPU v6e"), (918e12, 1640e9)),
     "TPU7x": (2307e12 / 2, 7380e9 / 2),
 }
 _TPU_PASSES = {"bfloat16": 1, "float32": 6}

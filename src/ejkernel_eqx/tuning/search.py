@@ -39,7 +39,10 @@ class _Search:
     def run(self) -> Finished:
         best, ranking = self.job.heuristic, []
         for n, stage in enumerate(self.job.stages):
-            self._measure(stage, best, self._deadline(len(self.job.stages) - n))
+            # Each stage gets its share of the remaining time, after which it starts no new candidates.
+            now = time.monotonic()
+            share = max(0.0, self.end - now) / (len(self.job.stages) - n)
+            self._measure(stage, best, now + share)
             ranking = self._ranking(stage)
             if not ranking:
                 return Finished(None)
@@ -51,11 +54,6 @@ class _Search:
         if previous is not None and ranking[0] == previous.config and previous.ms:
             return previous
         return self._decide(ranking)
-
-    def _deadline(self, stages_left: int) -> float:
-        """Returns when a stage must stop starting new candidates: each stage gets its share of the remaining time."""
-        now = time.monotonic()
-        return now + max(0.0, self.end - now) / stages_left
 
     def _measure(self, stage: Stage, best: Any, deadline: float) -> None:
         """Checks and times the new candidates of a stage: all in short samples, the best and the heuristic in full ones."""

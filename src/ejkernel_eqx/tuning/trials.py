@@ -102,7 +102,7 @@ class Trials:
             with applied(settings), undisturbed():
                 return function(item)
 
-        with collector_paused():
+        with collector_paused:
             first = [function(item) for item in items[:1]]
             return first + in_threads(one, items[1:], self.job.options.workers)
 

@@ -24,7 +24,7 @@ from ..dispatch import (
     tuning_allowed,
     Workload,
 )
-from ..dispatch.entries import known_of
+from ..dispatch.known import known_of
 from ..dispatch.persistent import lookup, store
 from .bench import MEMORY
 from .here import search_here
@@ -74,7 +74,7 @@ def tune_problem(
     refuse_trace("tuning")
     device, options = device or device_facts(), options or current_options()
     heuristic, stages = _stages(problem, implementation, device, configs, options)
-    if not _is_choice(stages):
+    if all(len(stage.options) < 2 for stage in stages):
         return TuningResult(problem, implementation, heuristic, heuristic, {}, {}, (), 0.0, cached=True)
 
     job = Job(problem, implementation, device, heuristic, stages, (), None, options, options.time_budget)
@@ -97,10 +97,6 @@ def has_choice(
 ) -> bool:
     """Tells whether there is more than one configuration to try for a problem on this device."""
     _, stages = _stages(problem, implementation, device_facts(), configs, options or current_options())
-    return _is_choice(stages)
-
-
-def _is_choice(stages: Sequence[Stage]) -> bool:
     return any(len(stage.options) > 1 for stage in stages)
 
 
@@ -186,18 +182,8 @@ def _cached(job: Job) -> TuningResult | None:
 
 
 def _result(job: Job, end: Finished, measurements: tuple[Measurement, ...], **how: Any) -> TuningResult:
-    return TuningResult(
-        job.problem,
-        job.implementation,
-        end.config,
-        job.heuristic,
-        end.ms,
-        end.heuristic_ms,
-        measurements,
-        spread=end.spread,
-        errors=end.errors,
-        **how,
-    )
+    asked = {"problem": job.problem, "implementation": job.implementation, "heuristic": job.heuristic}
+    return TuningResult(**asked, **vars(end), measurements=measurements, **how)
 
 
 def _tune(job: Job) -> TuningResult:

@@ -9,7 +9,6 @@ from jax import Array
 from ...dispatch import DeviceFacts, FORWARD, Problem
 from ...launch.by_name import LOG2E
 from ...launch.fields import check_fields, Lanes
-from ...launch.pallas import Execute, run
 from ...launch.sizes import rows_of
 from ..cotangents import clean_cotangent, row_terms, sinks_gradient, sum_batch
 from ..masks.call_lists import without_lists
@@ -86,7 +85,6 @@ def forward(
     config: PallasConfig,
     *,
     k_rope: Array | None = None,
-    execute: Execute = run,
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     if _is_empty(arrays):  # no grid: sinks alone are in the denominator
@@ -95,14 +93,14 @@ def forward(
         if arrays.sinks is not None:
             lse = jnp.broadcast_to(arrays.sinks.astype(jnp.float32)[..., None], lse.shape)
         return jnp.zeros((batch, queries, heads, values), arrays.q.dtype), lse
-    return launches.forward(Call(arrays, spec, k_rope, execute), _sizes(config.forward))
+    return launches.forward(Call(arrays, spec, k_rope), _sizes(config.forward))
 
 
 def backward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig, *known: Array, execute: Execute = run
+    arrays: AttentionArrays, spec: AttentionSpec, config: PallasConfig, *known: Array
 ) -> AttentionGrads:
     """All gradients, from the results and their cotangents; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, *known, execute=execute)[0]
+    return gradients(arrays, spec, config, *known)[0]
 
 
 def gradients(
@@ -115,7 +113,6 @@ def gradients(
     dlse: Array,
     *,
     k_rope: Array | None = None,
-    execute: Execute = run,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
     delta, empty = row_terms(arrays, out, lse, dout, dlse)
@@ -129,14 +126,14 @@ def gradients(
     # A bias of minus infinity also hides entries, though no mask does.
     do = clean_cotangent(dout, empty).astype(arrays.q.dtype)
     rows = Rows(do, jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), delta)
-    call, query_tile = Call(arrays, spec, k_rope, execute), _sizes(config.query_gradient)
+    call, query_tile = Call(arrays, spec, k_rope), _sizes(config.query_gradient)
     dk, dv, dk_rope = launches.key_gradient(call, _sizes(config.key_gradient), rows)
     dq, dslopes = launches.query_gradient(call, query_tile, rows)
     if dslopes is not None and arrays.alibi_slopes is not None:
         dslopes = sum_batch(dslopes, arrays.alibi_slopes)
     if arrays.bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
-            call = Call(*without_lists(arrays, spec), k_rope, execute)
+            call = Call(*without_lists(arrays, spec), k_rope)
         dbias = launches.bias_gradient(call, query_tile, rows)
     return AttentionGrads(dq, dk, dv, dbias, dslopes, dsinks), dk_rope
 

@@ -11,7 +11,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...launch.pallas import Execute, TpuLaunch
+from ...launch.pallas import run, TpuLaunch
 from ...launch.sizes import cdiv
 from ..spec import AttentionArrays, AttentionSpec
 from . import backward_kernels, forward_kernel
@@ -35,12 +35,11 @@ from .tile import Form, Head, LANES, temporaries
 
 
 class Call(NamedTuple):
-    """A call of attention, the keys that its heads share, `[B, S, R]`, and what executes its launches."""
+    """A call of attention, and the keys that its heads share, `[B, S, R]`."""
 
     arrays: AttentionArrays
     spec: AttentionSpec
     k_rope: Array | None
-    execute: Execute
 
 
 class Result(NamedTuple):
@@ -53,7 +52,7 @@ class Result(NamedTuple):
 
 
 def forward(call: Call, tile: tuple[int, int]) -> tuple[Array, Array]:
-    kernel, (arrays, spec, _, _) = _Kernel.of_tiles(call, tile), call
+    kernel, (arrays, spec, _) = _Kernel.of_tiles(call, tile), call
     form, values = kernel.form, arrays.v.shape[-1]
     (batch, queries, heads, _), length = arrays.q.shape, kernel.inputs["q"].array.shape[2]
     at = lambda p: (p.batch, p.head, 0, p.q_tile)
@@ -125,7 +124,7 @@ def query_gradient(call: Call, tile: tuple[int, int], rows: Rows) -> tuple[Array
 
 def bias_gradient(call: Call, tile: tuple[int, int], rows: Rows) -> Array:
     """Along an axis where the bias has size one, the last axis of the grid sums, and within a tile the kernel."""
-    arrays, spec, k_rope, execute = call
+    arrays, spec, k_rope = call
     bias = arrays.bias
     assert bias is not None
     form = form_of(arrays, spec, tile, bits=False)
@@ -157,7 +156,7 @@ def bias_gradient(call: Call, tile: tuple[int, int], rows: Rows) -> Array:
     shape = (*own[:2], *(n * size for n, size in zip(own[2:], sizes, strict=True)))
     result = Result(shape, jnp.float32, (None, None, *sizes), lambda p: p.ids[:4])
     grid, inputs = (*own, math.prod(sums)), of_call(arrays, form, k_rope)
-    kernel = _Kernel(form, heads, grid, (0, 1, 2, 3), locate, inputs, scalars_of(arrays, None), execute)
+    kernel = _Kernel(form, heads, grid, (0, 1, 2, 3), locate, inputs, scalars_of(arrays, None))
     (dbias,) = kernel.launch("bias_gradient", body, of_rows(rows, form), {"dbias": result}, {})
     return dbias[:, :, : sides[0], : sides[1]].astype(bias.dtype)
 
@@ -172,13 +171,12 @@ class _Kernel(NamedTuple):
     locate: Callable[..., tuple[Place, Any]]
     inputs: Operands
     scalars: dict[str, Array]
-    execute: Execute
 
     @classmethod
     def of_tiles(cls, call: Call, tile: tuple[int, int], by_key: bool = False) -> "_Kernel":
         """One program for each batch row and head; its steps are tiles of keys of one tile of queries after the other. `by_key`: one for each batch
         row and key head; its steps are tiles of queries of one tile of keys after the other, each for all heads that read the key head."""
-        arrays, spec, k_rope, execute = call
+        arrays, spec, k_rope = call
         steps, contents = steps_of(arrays, spec, *tile, by_key)
         form = form_of(arrays, spec, tile, bits=contents is not None, by_key=by_key)
         batch, heads, kv_heads = arrays.q.shape[0], arrays.q.shape[2], arrays.k.shape[2]
@@ -197,7 +195,7 @@ class _Kernel(NamedTuple):
         if by_key:
             grid, locate = (batch, kv_heads, steps.count, 1 if steps.split_heads else group), of_keys
         inputs = of_call(arrays, form, k_rope, contents)
-        return cls(form, heads, grid, (0, 1), locate, inputs, scalars_of(arrays, steps), execute)
+        return cls(form, heads, grid, (0, 1), locate, inputs, scalars_of(arrays, steps))
 
     def launch(
         self,
@@ -236,7 +234,7 @@ class _Kernel(NamedTuple):
             parallel=self.parallel,
             temporaries=temporaries(name, form.block_q, form.block_k, form.dtype.itemsize),
         )
-        return self.execute(launch, [*self.scalars.values(), *(x.array for x in inputs.values())])
+        return run(launch, [*self.scalars.values(), *(x.array for x in inputs.values())])
 
 
 def _by_query(kernel: _Kernel, dtype: Any, width: int) -> Result:

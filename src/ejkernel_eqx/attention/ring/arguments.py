@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding
 
 from ...parallel import explicit_mesh
 from ...parallel.layout import check_split, mesh_axes
-from ...parallel.mesh import spec_of
-from ...parallel.shapes import inside_manual_mesh
+from ...parallel.mesh import inside_manual_mesh, spec_of
 from ..arguments import (
     arranged,
     check_axes,

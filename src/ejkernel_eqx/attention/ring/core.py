@@ -54,15 +54,13 @@ class RingKind(AttentionKind):
             return selection
         return dataclasses.replace(selection, remarks=(method_of(arrays, spec, devices)[1],))
 
-    def forward(
-        self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool, **execute: Any
-    ) -> Named:
+    def forward(self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool) -> Named:
         platform, spec = _form(platform, arrays, spec)
-        return super().forward(platform, arrays, spec, config, save, **execute)
+        return super().forward(platform, arrays, spec, config, save)
 
-    def backward(self, platform: Any, arrays: Any, spec: Any, *others: Any, **execute: Any) -> Named:
+    def backward(self, platform: Any, arrays: Any, spec: Any, *others: Any) -> Named:
         platform, spec = _form(platform, arrays, spec)
-        return super().backward(platform, arrays, spec, *others, **execute)
+        return super().backward(platform, arrays, spec, *others)
 
 
 class _OnDevices(NamedTuple):

@@ -9,7 +9,7 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import DeviceFacts, FORWARD, Problem
-from ...launch import Execute, given, Launcher, LOG2E, NOTHING, result, result_like, run
+from ...launch import given, Launcher, LOG2E, NOTHING, result, result_like
 from ...launch.fields import Block, check_fields, Count, Float32Dot, Programs, Registers, RowBlock, Warps
 from ...launch.sizes import cdiv, fitting, padded, rows_of, too_large
 from ..core import problem_of
@@ -199,13 +199,12 @@ def forward(
     config: TritonConfig,
     *,
     k_rope: Array | None = None,
-    execute: Execute = run,
 ) -> tuple[Array, Array]:
     """`out [B, T, H, V]`, `lse [B, H, T]`. `k_rope [B, S, R]`: keys that all heads share, of the last channels of the queries."""
     tile = config.forward
     _check_hopper("forward", config, arrays, spec, k_rope)
     arrays, spec = explicit_ranges(arrays, spec)
-    launch = launcher(arrays, spec, config, execute, k_rope)
+    launch = launcher(arrays, spec, config, k_rope)
     if tile.hopper_programs and arrays.k.shape[1] > 0:
         return hopper_call.attended(launch, arrays, spec, tile, _resident(arrays))
     (batch, queries, heads, _), values = arrays.q.shape, arrays.v.shape[-1]
@@ -225,10 +224,10 @@ def forward(
 
 
 def backward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *known: Array, execute: Execute = run
+    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *known: Array
 ) -> AttentionGrads:
     """All gradients, from the results and their cotangents; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, *known, execute=execute)[0]
+    return gradients(arrays, spec, config, *known)[0]
 
 
 def gradients(
@@ -241,7 +240,6 @@ def gradients(
     dlse: Array,
     *,
     k_rope: Array | None = None,
-    execute: Execute = run,
 ) -> tuple[AttentionGrads, Array | None]:
     """Works as `backward`, and the gradient of `k_rope` (see `forward`), in float32."""
     _check_hopper("key_gradient", config, arrays, spec, k_rope)
@@ -255,7 +253,7 @@ def gradients(
         "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E),
         "delta": delta,
     }
-    launch = launcher(arrays, spec, config, execute, k_rope).knowing(row_inputs)
+    launch = launcher(arrays, spec, config, k_rope).knowing(row_inputs)
     dk_rope = dslopes = None
     if config.key_gradient.hopper_programs and arrays.k.shape[1] > 0:
         dq, dk, dv = backward_call.gradients(launch, arrays, spec, config.key_gradient, empty)
@@ -266,7 +264,7 @@ def gradients(
     if bias is not None:
         if spec.listed:  # every tile of the bias has a gradient, of hidden ones zero
             arrays, spec = without_lists(arrays, spec)
-            launch = launcher(arrays, spec, config, execute, k_rope).knowing(row_inputs)
+            launch = launcher(arrays, spec, config, k_rope).knowing(row_inputs)
         dbias = _bias_gradient(launch, bias, arrays, config.query_gradient)
     dsinks = None
     if arrays.sinks is not None:
@@ -327,7 +325,6 @@ def launcher(
     arrays: AttentionArrays,
     spec: AttentionSpec,
     config: TritonConfig,
-    execute: Execute,
     k_rope: Array | None = None,
 ) -> Launcher:
     """The arguments that all kernels of a call share, without their tiles."""
@@ -370,7 +367,7 @@ def launcher(
         CLEAN=arrays.mask is not None or (arrays.q_segments is not None and not spec.same_segments),
         GROUP=_group(arrays, spec),
     )  # fmt: skip
-    return Launcher("attention", named, numbers, arrays.q, execute)
+    return Launcher("attention", named, numbers, arrays.q)
 
 
 def _tiled(

@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, device_facts, DeviceFacts, FORWARD, Problem
-from ...launch import Execute, given, Launcher, NOTHING, result, run
+from ...launch import given, Launcher, NOTHING, result
 from ...launch.sizes import cdiv
 from ..spec import CellArrays, CellSpec, GATES
 from . import tile_sizes
@@ -43,11 +43,9 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-def forward(
-    arrays: CellArrays, spec: CellSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
-) -> Named:
+def forward(arrays: CellArrays, spec: CellSpec, config: TritonConfig, *, save: bool = True) -> Named:
     """`out` and the final states; with `save` the `cells [B, T, H]` of an LSTM after every token, and the `states` if they differ from `out`."""
-    call = _Call("forward", arrays, spec, config, execute)
+    call = _Call("forward", arrays, spec, config)
     dtype, (batch, length, _), features = arrays.x.dtype, arrays.x.shape, call.features
     hidden, keeps = call.states(arrays.hidden), save and spec.cell == "lstm"
     narrow, by_token = hidden.astype(dtype), result(batch * length, features, dtype=dtype)
@@ -78,11 +76,9 @@ def backward(
     config: TritonConfig,
     saved: Named,
     cotangents: Named,
-    *,
-    execute: Execute = run,
 ) -> Named:
     """The gradient of every float array. The gates are recomputed by one product over all tokens, and the gradient of the weight is another."""
-    call = _Call("backward", arrays, spec, config, execute)
+    call = _Call("backward", arrays, spec, config)
     x, longest, tokens = arrays.x, call.rows.longest, arrays.x.shape[0] * arrays.x.shape[1]
     flat = lambda a: a.reshape(tokens, a.shape[-1])
     initial = None if arrays.hidden is None else call.states(arrays.hidden)
@@ -131,9 +127,7 @@ def _dot(x: Array, y: Array, axes: tuple[int, int], dtype: Any) -> Array:
 class _Call:
     """One call: its rows, and the arguments that both kernels share."""
 
-    def __init__(
-        self, kernel: str, arrays: CellArrays, spec: CellSpec, config: TritonConfig, execute: Execute
-    ):
+    def __init__(self, kernel: str, arrays: CellArrays, spec: CellSpec, config: TritonConfig):
         tile: CellTile = getattr(config, kernel)
         self.arrays, self.spec, self.tile = arrays, spec, tile
         self.features = arrays.weight.shape[-1]
@@ -165,7 +159,7 @@ class _Call:
         }
         named = {"x": arrays.x, "bias": arrays.bias, "marks": arrays.marks}
         named |= {"weight": weight, "bounds": self.rows.bounds, "step": None}
-        self.launch = Launcher("cells", named, numbers, arrays.x, execute)
+        self.launch = Launcher("cells", named, numbers, arrays.x)
 
     def states(self, x: Array | None) -> Array:
         """States as the kernels see them, `[R, H]` in float32."""

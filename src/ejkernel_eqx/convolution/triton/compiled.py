@@ -8,7 +8,7 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Execute, given, Launcher, result, result_like, run
+from ...launch import given, Launcher, result, result_like
 from ...launch.fields import check_fields, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import as_called, ConvArrays, ConvSpec, merged, merged_results
@@ -91,11 +91,11 @@ def _fitted(tile: ConvTile, problem: Problem, device: DeviceFacts) -> ConvTile:
 
 
 def forward(
-    arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
+    arrays: ConvArrays, spec: ConvSpec, config: TritonConfig, *, save: bool = True
 ) -> dict[str, Array]:
     """The results; nothing is saved."""
     arrays, tile = merged(arrays, spec), _with_heads(config.forward, spec)
-    launch, programs = _launcher(_alike(arrays), spec, tile, config.fast_sigmoid, execute)
+    launch, programs = _launcher(_alike(arrays), spec, tile, config.fast_sigmoid)
     results = launch(kernels.forward_kernel, tile, {"out": result_like(arrays.x)}, programs)
     return as_called(results | {"final_state": final_state(arrays)}, spec)
 
@@ -106,13 +106,11 @@ def backward(
     config: TritonConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """All gradients; those of weight and bias are per batch row and summed in a fixed order."""
     arrays, tile = _alike(merged(arrays, spec)), _with_heads(config.backward, spec)
     cotangents = merged_results(cotangents, spec)
-    launch, programs = _launcher(arrays, spec, tile, config.fast_sigmoid, execute)
+    launch, programs = _launcher(arrays, spec, tile, config.fast_sigmoid)
     batch, length, channels = arrays.x.shape
     width = arrays.weight.shape[-1]
     dout, dfinal = cotangents["out"], cotangents["final_state"]
@@ -181,9 +179,7 @@ def _alike(arrays: ConvArrays) -> ConvArrays:
     return arrays._replace(weight=jnp.broadcast_to(weight, (batch, *weight.shape)))
 
 
-def _launcher(
-    arrays: ConvArrays, spec: ConvSpec, tile: ConvTile, fast: bool, execute: Execute
-) -> tuple[Launcher, int]:
+def _launcher(arrays: ConvArrays, spec: ConvSpec, tile: ConvTile, fast: bool) -> tuple[Launcher, int]:
     """The arguments that the kernels of one call share, and the number of programs of each."""
     batch, length, channels = arrays.x.shape
     numbers = {
@@ -198,7 +194,7 @@ def _launcher(
         **given(BIAS=arrays.bias, INITIAL=arrays.initial_state, PACKED=arrays.order),
     }
     launcher = Launcher(
-        "convolution", arrays._asdict() | {"initial": arrays.initial_state}, numbers, arrays.x, execute
+        "convolution", arrays._asdict() | {"initial": arrays.initial_state}, numbers, arrays.x
     )
     programs = cdiv(channels, tile.block_c) * cdiv(length, tile.lanes * tile.steps) * batch
     return launcher, programs

@@ -11,7 +11,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...launch.pallas import Execute, TpuLaunch
+from ...launch.pallas import run, TpuLaunch
 from ...launch.sizes import cdiv, padded
 from ..spec import GroupedSpec
 from . import products_kernel, right_kernel
@@ -52,7 +52,7 @@ class Products:
     operand: str = ""
 
 
-def products(label: str, work: Products, groups: Groups, tile: TpuTile, execute: Execute) -> dict[str, Array]:
+def products(label: str, work: Products, groups: Groups, tile: TpuTile) -> dict[str, Array]:
     """The results `[B M, N]` by name."""
     given = {name: work.given[name] for name in INPUTS if name in work.given}
     total, inner = given["x"].shape
@@ -85,7 +85,7 @@ def products(label: str, work: Products, groups: Groups, tile: TpuTile, execute:
         flops=2 * total * work.columns * inner * (2 if "u" in given else 1),
         bytes_accessed=_bytes([*flat, *results]),
     )
-    return dict(zip(work.outputs, execute(launch, [*visits, *flat]), strict=True))
+    return dict(zip(work.outputs, run(launch, [*visits, *flat]), strict=True))
 
 
 def right_gradient(
@@ -97,7 +97,6 @@ def right_gradient(
     operand: str,
     transposed: bool,
     dtype: Any,
-    execute: Execute,
 ) -> Array:
     """`x_g^T dz_g [G, K, W]`, or its transpose, of `x [B M, K]` and `dz [B M, W]` for every matrix."""
     (total, inner), width = x.shape, dz.shape[1]
@@ -127,7 +126,7 @@ def right_gradient(
         flops=2 * total * width * inner,
         bytes_accessed=_bytes([x, dz, result]),
     )
-    return execute(launch, [*visits, x, dz])[0]
+    return run(launch, [*visits, x, dz])[0]
 
 
 def _index_maps(shift: int, transposed: bool) -> dict[str, Callable[..., tuple[Any, ...]]]:

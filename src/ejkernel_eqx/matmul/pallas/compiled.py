@@ -7,7 +7,6 @@ from jax import Array
 
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
 from ...launch.fields import check_fields
-from ...launch.pallas import Execute, run
 from ...launch.sizes import rows_of, too_large_for_vmem
 from ..epilogue import before_activation, finished
 from ..spec import alike, columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
@@ -76,7 +75,6 @@ def forward(
     config: PallasConfig,
     *,
     save: bool = True,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """The result and, for an activation, the products before it in the dtype of the left side."""
     arrays = alike(arrays)
@@ -91,7 +89,7 @@ def forward(
     if _is_apart(spec, config.forward, count):
         linear = GroupedSpec("float32", transpose_rhs=spec.transpose_rhs)
         work = Products(given, width, {"out": jnp.float32}, linear, operand=dtype.name)
-        z = products("forward", work, _groups(arrays), config.forward, execute)["out"]
+        z = products("forward", work, _groups(arrays), config.forward)["out"]
         gate, up = (z[:, :count], z[:, count:]) if spec.gated == HALVES else (z[:, 0::2], z[:, 1::2])
         found = {"out": finished(gate, up, spec).astype(spec.out_dtype)}
         found |= {name: rounded(x, dtype, spec.limit).astype(dtype) for name, x in zip(saved, (gate, up))}
@@ -101,7 +99,7 @@ def forward(
             shift = count
         outputs = {"out": jnp.dtype(spec.out_dtype)} | saved
         work = Products(given, count, outputs, spec, shift, dtype.name)
-        found = products("forward", work, _groups(arrays), config.forward, execute)
+        found = products("forward", work, _groups(arrays), config.forward)
     return {name: x.reshape(batch, rows, count) for name, x in found.items()}
 
 
@@ -111,21 +109,19 @@ def backward(
     config: PallasConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """All gradients; those of right sides and biases are summed over all rows, in their order."""
     arrays = alike(arrays)
     dz, du = before_activation(cotangents["out"], saved, spec, arrays.lhs.dtype)
-    grads = {"lhs": _left_gradient(arrays, spec, config.lhs, dz, du, execute)}
+    grads = {"lhs": _left_gradient(arrays, spec, config.lhs, dz, du)}
     for names, d in ((("rhs", "bias"), dz), (("up", "up_bias"), du)):
         if d is not None:
-            grads |= _right_gradients(arrays, spec, config.rhs, d, names, execute)
+            grads |= _right_gradients(arrays, spec, config.rhs, d, names)
     return grads
 
 
 def _left_gradient(
-    arrays: GroupedArrays, spec: GroupedSpec, tile: TpuTile, dz: Array, du: Array | None, execute: Execute
+    arrays: GroupedArrays, spec: GroupedSpec, tile: TpuTile, dz: Array, du: Array | None
 ) -> Array:
     """`dz right^T`, plus that of the up side: the same kernel with the right sides transposed."""
     batch, length, inner = arrays.lhs.shape
@@ -138,7 +134,7 @@ def _left_gradient(
     given |= {name: x.reshape(-1, x.shape[-1]) for name, x in scales.items() if x is not None}
     linear = GroupedSpec(dtype.name, transpose_rhs=not spec.transpose_rhs)
     work = Products(given, inner, {"out": dtype}, linear, operand=dtype.name)
-    taken = products("lhs", work, _groups(arrays), tile, execute)["out"].reshape(batch, rows, inner)
+    taken = products("lhs", work, _groups(arrays), tile)["out"].reshape(batch, rows, inner)
     return collect(taken, arrays.rows, arrays.sizes, length)
 
 
@@ -148,7 +144,6 @@ def _right_gradients(
     tile: TpuTile,
     dz: Array,
     names: tuple[str, str],
-    execute: Execute,
 ) -> dict[str, Array]:
     """The gradients of a right side and its bias, of those that the call has."""
     right, bias = (getattr(arrays, name) for name in names)
@@ -156,12 +151,12 @@ def _right_gradients(
     found = {}
     if right is not None:
         x = _flat(_taken(arrays))
-        made = right_gradient("rhs", x, dz, groups, tile, operand, spec.transpose_rhs, right.dtype, execute)
+        made = right_gradient("rhs", x, dz, groups, tile, operand, spec.transpose_rhs, right.dtype)
         found[names[0]] = made.reshape(right.shape)
     if bias is not None:
         # The product with a column of ones, eight of which a TPU multiplies at once.
         ones = jnp.ones((dz.shape[0], 8), dz.dtype)
-        made = right_gradient("bias", ones, dz, groups, tile, operand, False, jnp.float32, execute)
+        made = right_gradient("bias", ones, dz, groups, tile, operand, False, jnp.float32)
         found[names[1]] = made[:, 0].reshape(bias.shape)
     return found
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ...launch import Execute, NOTHING, Options, result, result_like, run
+from ...launch import NOTHING, Options, result, result_like
 from ...launch.sizes import cdiv, padded
 from ..epilogue import before_activation
 from ..spec import alike, GroupedArrays, GroupedSpec
@@ -26,17 +26,15 @@ def backward(
     config: TritonConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """All gradients; those of right sides and biases are summed over all rows by one program."""
     arrays = alike(arrays)
     check(("lhs", "rhs"), config, arrays, spec)
     dz, du = before_activation(cotangents["out"], saved, spec, arrays.lhs.dtype)
-    grads = {"lhs": _left_gradient(arrays, spec, config, dz, du, execute)}
-    grads |= _right_gradients(arrays, spec, config, dz, ("rhs", "bias"), execute)
+    grads = {"lhs": _left_gradient(arrays, spec, config, dz, du)}
+    grads |= _right_gradients(arrays, spec, config, dz, ("rhs", "bias"))
     if du is not None:
-        grads |= _right_gradients(arrays, spec, config, du, ("up", "up_bias"), execute)
+        grads |= _right_gradients(arrays, spec, config, du, ("up", "up_bias"))
     return grads
 
 
@@ -46,11 +44,10 @@ def _left_gradient(
     config: TritonConfig,
     dz: Array,
     du: Array | None,
-    execute: Execute,
 ) -> Array:
     """`dz right^T`, plus that of the up side: the same kernel with the right sides transposed."""
     batch, length, inner = arrays.lhs.shape
-    launch = launcher(arrays, config, execute).knowing({"lhs": dz, "other_lhs": du}, L=arrays.num_rows)
+    launch = launcher(arrays, config).knowing({"lhs": dz, "other_lhs": du}, L=arrays.num_rows)
     width = dz.shape[-1]
     out = result(batch, arrays.num_rows, inner, dtype=arrays.lhs.dtype)
     results = grouped(
@@ -105,11 +102,10 @@ def _right_gradients(
     config: TritonConfig,
     dz: Array,
     names: tuple[str, str],
-    execute: Execute,
 ) -> dict[str, Array]:
     """The gradients of a right side and its bias, of those that the call has."""
     right, bias = (getattr(arrays, name) for name in names)
-    tile, launch = config.rhs, launcher(arrays, config, execute)
+    tile, launch = config.rhs, launcher(arrays, config)
     found: dict[str, Array] = {}
     if tile.hopper_programs:
         if right is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import Array
 
-from ...launch import Execute, Launcher
+from ...launch import Launcher
 from ...launch.fields import check_fields, Float32Dot
 from ...launch.sizes import cdiv, padded
 from ..spec import GroupedArrays
@@ -52,7 +52,7 @@ def grouped(
     return launch(forward_kernel.grouped_kernel, tile, outputs, programs, TILES=most, **numbers)
 
 
-def launcher(arrays: GroupedArrays, config: TritonConfig, execute: Execute) -> Launcher:
+def launcher(arrays: GroupedArrays, config: TritonConfig) -> Launcher:
     """The facts that the kernels of one call share."""
     count = arrays.sizes.shape[-1]
     numbers = {
@@ -66,4 +66,4 @@ def launcher(arrays: GroupedArrays, config: TritonConfig, execute: Execute) -> L
         "BLOCK_E": padded(count + 1),
     }
     named = arrays._asdict() | {"right": arrays.right, "up": arrays.up_right, "other_lhs": None}
-    return Launcher("matmul", named, numbers, arrays.lhs, execute)
+    return Launcher("matmul", named, numbers, arrays.lhs)

@@ -5,7 +5,7 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Execute, NOTHING, result, run
+from ...launch import NOTHING, result
 from ...launch.sizes import rows_of, too_large
 from ..spec import alike, columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
 from ..spec import saved_axes as saved_axes
@@ -96,7 +96,6 @@ def forward(
     config: TritonConfig,
     *,
     save: bool = True,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """The result and, for an activation, the products before it in the dtype of the left side."""
     arrays = alike(arrays)
@@ -106,7 +105,7 @@ def forward(
     out = (batch, arrays.num_rows, columns(width, spec))
     saved = dict.fromkeys(spec.saved if save else (), result(*out, dtype=arrays.lhs.dtype))
     outputs = {"out": result(*out, dtype=jnp.dtype(spec.out_dtype)), "gate": NOTHING, "up_z": NOTHING} | saved
-    launch = launcher(arrays, config, execute)
+    launch = launcher(arrays, config)
     results = grouped(
         launch,
         config.forward,

@@ -13,7 +13,7 @@ from ...attention.triton import compiled as attention
 from ...attention.triton import tile_sizes
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Execute, Launcher, limits_registers, LOG2E, register_limits_measured, result, run
+from ...launch import Launcher, limits_registers, LOG2E, register_limits_measured, result
 from ...launch.fields import Checked, Float32Dot
 from ...launch.sizes import cdiv, padded, rows_of
 from ...paged.triton import compiled as pages
@@ -152,19 +152,19 @@ def span_for(programs: int, count: int, device: DeviceFacts) -> int:
 
 
 def forward(
-    arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
+    arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, *, save: bool = True
 ) -> dict[str, Array]:
     """The output, the blocks that were chosen, and what the backward needs."""
     if steps.serves(arrays):
         own = config.few
         few_tiles = own.compressed, own.sliding, config.float32_dot
         tiles = few.Tiles(own.step, config.forward, config.selection, *few_tiles)
-        return few.attend(steps.of_rows(arrays, spec), spec, tiles, arrays.q.shape[:2], save, execute=execute)
+        return few.attend(steps.of_rows(arrays, spec), spec, tiles, arrays.q.shape[:2], save)
     found: dict[str, Array] = {}
     for name, branch in branches.SOFTMAX.items():
-        results = attention.forward(*branch(arrays, spec), getattr(config, name), execute=execute)
+        results = attention.forward(*branch(arrays, spec), getattr(config, name))
         found[f"{name}_out"], found[f"{name}_lse"] = results
-    launch = launcher_of(arrays, spec, config.float32_dot, execute)
+    launch = launcher_of(arrays, spec, config.float32_dot)
     indices = arrays.indices
     if indices is None:
         indices = choice.choose(launch, arrays, spec, config.selection, found["compressed_lse"])
@@ -189,8 +189,6 @@ def backward(
     config: TritonConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """The gradients of all float arrays; bitwise repeatable, as every sum has one fixed order."""
     results, dgates = branches.split(arrays.gates, saved, cotangents["out"].astype(arrays.q.dtype))
@@ -200,15 +198,13 @@ def backward(
         tiles, times = getattr(config, name), 1
         if cdiv(call.k.shape[1], tiles.key_gradient.block_k) * call.k.shape[0] * call.k.shape[2] < _FEW:
             times = arrays.q.shape[2] // arrays.k.shape[2]
-        grads = attention.backward(
-            _copied(call, times), own, tiles, out, lse, dout, jnp.zeros_like(lse), execute=execute
-        )
+        grads = attention.backward(_copied(call, times), own, tiles, out, lse, dout, jnp.zeros_like(lse))
         whole[name] = grads._replace(k=_total(grads.k, times), v=_total(grads.v, times))
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
     own = {"do": dout, "lse": jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E), "delta": delta}
     own["indices"] = saved["indices"]
-    launch = launcher_of(arrays, spec, config.float32_dot, execute).knowing(own)
+    launch = launcher_of(arrays, spec, config.float32_dot).knowing(own)
     programs = arrays.q.shape[0] * arrays.q.shape[1] * arrays.k.shape[2]
     outputs = {"dq": result(*arrays.q.shape)}
     dq = launch(kernels.query_gradient_kernel, config.query_gradient, outputs, programs)["dq"]
@@ -255,7 +251,7 @@ def _key_gradient(
     return whole(parts["dk"], dim), whole(parts["dv"], values)
 
 
-def launcher_of(arrays: NativeArrays, spec: NativeSpec, float32_dot: str, execute: Execute) -> Launcher:
+def launcher_of(arrays: NativeArrays, spec: NativeSpec, float32_dot: str) -> Launcher:
     """The arguments that the kernels of one call share."""
     begin = None if arrays.begin is None else begins(arrays, spec)
     named = {"q": arrays.q, "k": arrays.k, "v": arrays.v, "position": arrays.position, "begin": begin}
@@ -263,4 +259,4 @@ def launcher_of(arrays: NativeArrays, spec: NativeSpec, float32_dot: str, execut
         T=arrays.q.shape[1], S=arrays.k.shape[1], M=num_blocks(arrays, spec), BLOCK_S=padded(spec.block), offset=spec.offset,
         PLACED=arrays.position is not None, PACKED=begin is not None,
     )  # fmt: skip
-    return Launcher("native_sparse", named, numbers, arrays.q, execute)
+    return Launcher("native_sparse", named, numbers, arrays.q)

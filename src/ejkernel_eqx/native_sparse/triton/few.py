@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...dispatch import Problem
-from ...launch import Execute, Launcher, LOG2E, result, run
+from ...launch import Launcher, LOG2E, result
 from ...launch.sizes import cdiv, padded
 from ...paged.core import problem_of
 from ...paged.spec import PagedArrays, PagedSpec
@@ -40,15 +40,13 @@ class Tiles(NamedTuple):
     float32_dot: str
 
 
-def attend(
-    step: Step, spec: NativeSpec, tiles: Any, lead: Any, save: bool = False, *, execute: Execute = run
-) -> Named:
+def attend(step: Step, spec: NativeSpec, tiles: Any, lead: Any, save: bool = False) -> Named:
     """`out [*lead, H, V]` and the chosen blocks; with `save` also the results of all branches, for a gradient. `lead` are the rows and their
     tokens."""
     if tiles.step.block_k and not (save or step.reason_against()):
-        found = steps.attend(step, spec, tiles.step, tiles.float32_dot, execute=execute)
+        found = steps.attend(step, spec, tiles.step, tiles.float32_dot)
         return {name: x.reshape(*lead, *x.shape[1:]) for name, x in found.items()}
-    found = _by_branch(step, spec, tiles, execute)
+    found = _by_branch(step, spec, tiles)
     found = {name: x.reshape(*lead, *x.shape[1:]) for name, x in found.items()}
     found = {name: x.swapaxes(1, 2) if name.endswith("lse") else x for name, x in found.items()}
     indices = found.pop("indices")
@@ -82,19 +80,19 @@ def _calls(step: Step, spec: NativeSpec) -> dict[str, tuple[PagedArrays, PagedSp
     return {"compressed": (small, alike), "sliding": (near, dataclasses.replace(alike, **window))}
 
 
-def _by_branch(step: Step, spec: NativeSpec, tiles: Any, execute: Execute) -> Named:
+def _by_branch(step: Step, spec: NativeSpec, tiles: Any) -> Named:
     """`out [T, H, V]` and `lse [T, H]` of each branch, and the blocks `indices [T, K, n]`."""
     found, calls = {}, _calls(step, spec)
     for name, (arrays, own) in calls.items():
         # With a leading axis of one, which pages need not have.
         row = arrays._replace(**{n: x[None] for n, x in arrays.given.items() if n not in ("k", "v")})
-        results = pages.forward(row, own, getattr(tiles, name), execute=execute)
+        results = pages.forward(row, own, getattr(tiles, name))
         found |= {f"{name}_{what}": x[0] for what, x in results.items()}
     each, small = alone(step.main, step.queries), calls["compressed"][0]
     place, numbers = each.kv_len - 1, steps.numbers_of(step.q, step.v, spec, tiles.float32_dot)
     named = {"q": step.q, "k": step.k, "v": step.v, "position": place, "table": each.page_table}
     numbers |= {"T": step.q.shape[0], "BLOCK_S": padded(spec.block)} | _sizes(each)
-    launch = Launcher("paged_native_sparse", named, numbers, step.q, execute)
+    launch = Launcher("paged_native_sparse", named, numbers, step.q)
     indices = step.indices
     if indices is None:
         indices = _chosen(launch, step, small, spec, tiles.weights, place, found["compressed_lse"])

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from ...dispatch import DeviceFacts
-from ...launch import Execute, Launcher, NOTHING, result, run
+from ...launch import Launcher, NOTHING, result
 from ...launch.sizes import cdiv, padded
 from ...paged.flat import part_of
 from ...paged.spec import PagedArrays
@@ -176,9 +176,7 @@ def _in_pages(x: Array) -> tuple[Array, Array]:
     return x.reshape(-1, part, *x.shape[2:]), jnp.asarray(table)
 
 
-def attend(
-    step: Step, spec: NativeSpec, tile: StepTile, float32_dot: str, *, execute: Execute = run
-) -> dict[str, Array]:
+def attend(step: Step, spec: NativeSpec, tile: StepTile, float32_dot: str) -> dict[str, Array]:
     """`out [T, H, V]` and the blocks `indices [T, K, n]`."""
     blocks, block_k = padded(step.blocks, _GROUPS), min(tile.block_k, padded(spec.block))
     alone = tile.split_k == 1
@@ -186,7 +184,7 @@ def attend(
     heads = min(padded(step.group, 1), max(1, (_MANY_NUMBERS if many else _NUMBERS) // blocks))
     numbers = {"CHOOSES": int(step.indices is None), "EACH": cdiv(spec.block, block_k), "BK": block_k}
     numbers |= {"BLOCK_M": blocks, "HEADS": heads}
-    launch = _launcher(step, spec, float32_dot, execute).knowing({"given": step.indices}, **numbers)
+    launch = _launcher(step, spec, float32_dot).knowing({"given": step.indices}, **numbers)
     found = (_in_one if alone else _in_four)(launch, step, spec, tile)
     return {"out": found["out"], "indices": found["indices"] if step.indices is None else step.indices}
 
@@ -252,7 +250,7 @@ def _fills(step: Step) -> int:
     return cdiv(step.q.shape[0], FILLED.value)
 
 
-def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) -> Launcher:
+def _launcher(step: Step, spec: NativeSpec, float32_dot: str) -> Launcher:
     """The arguments that the kernels of a step share."""
     (tokens, _, dim), (pages, page, kv_heads, values) = step.q.shape, step.v.shape
     small_pages, small_page = step.compressed_k.shape[:2]
@@ -265,7 +263,7 @@ def _launcher(step: Step, spec: NativeSpec, float32_dot: str, execute: Execute) 
         WIDTH=cdiv(step.compressed_keys, step_choice.SCORE_ROW.value), FIRST=step.first_slot,
         REACH=spec.span // spec.stride, STRIDE=spec.stride,
     )  # fmt: skip
-    return Launcher("native_sparse_step", named, numbers, step.q, execute)
+    return Launcher("native_sparse_step", named, numbers, step.q)
 
 
 def numbers_of(q: Array, v: Array, spec: NativeSpec, float32_dot: str) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...core.plans import again_for_gradients, has_simulated
 from ...dispatch import Backend
 from ...dispatch.device import place_of_calls
-from ...parallel.mesh import explicit_mesh, resharded, spec_of
-from ...parallel.shapes import inside_manual_mesh
+from ...parallel.mesh import explicit_mesh, inside_manual_mesh, resharded, spec_of
 from ..projection import mesh_axes
 from .dispatch import combined, dispatched, order_of
 from .exchange import Padded, Ragged

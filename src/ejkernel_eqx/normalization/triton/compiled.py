@@ -7,7 +7,7 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Execute, Launcher, NOTHING, Options, result, result_like, run
+from ...launch import Launcher, NOTHING, Options, result, result_like
 from ...launch.sizes import cdiv, padded
 from ..spec import COPIES, NormArrays, NormSpec
 from . import kernels
@@ -54,12 +54,12 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def forward(
-    arrays: NormArrays, spec: NormSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
+    arrays: NormArrays, spec: NormSpec, config: TritonConfig, *, save: bool = True
 ) -> dict[str, Array]:
     """The results, of which the backward reads the sum."""
     tile, like, has_branch = config.forward, result_like(arrays.x), arrays.branch is not None
     rows = math.prod(arrays.x.shape[:-1])
-    made = _launcher(arrays, spec, config, tile, execute)(
+    made = _launcher(arrays, spec, config, tile)(
         kernels.forward_kernel,
         Options(tile.num_warps),
         {"out": like, "sum": like if has_branch else NOTHING},
@@ -76,14 +76,12 @@ def backward(
     config: TritonConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """All gradients; that of the weight is per batch row and summed in a fixed order."""
     tile, (batch, rows, *groups, features) = config.backward, arrays.x.shape
     chunks = cdiv(rows, tile.block_m * tile.turns)
     z, weight = arrays.z, arrays.weight
-    made = _launcher(arrays._replace(x=saved.get("sum", arrays.x)), spec, config, tile, execute)(
+    made = _launcher(arrays._replace(x=saved.get("sum", arrays.x)), spec, config, tile)(
         kernels.backward_kernel,
         Options(tile.num_warps),
         {
@@ -102,9 +100,7 @@ def backward(
     return grads if weight is None else grads | {"weight": grads["weight"].sum(1)}
 
 
-def _launcher(
-    arrays: NormArrays, spec: NormSpec, config: TritonConfig, tile: NormTile, execute: Execute
-) -> Launcher:
+def _launcher(arrays: NormArrays, spec: NormSpec, config: TritonConfig, tile: NormTile) -> Launcher:
     _, rows, *groups, features = arrays.x.shape
     numbers = {
         "M": rows,
@@ -120,4 +116,4 @@ def _launcher(
         "BF": padded(features, 1),
     }
     family = "residual" if spec.readers else "normalization"
-    return Launcher(family, arrays._asdict(), numbers, arrays.x, execute)
+    return Launcher(family, arrays._asdict(), numbers, arrays.x)

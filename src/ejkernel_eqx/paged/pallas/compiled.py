@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...dispatch import DeviceFacts, Problem
-from ...launch.pallas import Execute, run
 from ..cache.quantise import LARGEST
 from ..spec import PagedArrays, PagedSpec
 from . import block_sizes
@@ -92,11 +91,9 @@ def remark(config: PallasConfig, problem: Problem, device: DeviceFacts) -> str:
     return "; ".join(found)
 
 
-def forward(
-    arrays: PagedArrays, spec: PagedSpec, config: PallasConfig, *, execute: Execute = run
-) -> dict[str, Array]:
+def forward(arrays: PagedArrays, spec: PagedSpec, config: PallasConfig) -> dict[str, Array]:
     """`out [B, T, H, V]` and `lse [B, T, H]`, for arrays with one leading axis."""
-    call, lead = Call.of(arrays, spec, config, execute, True), arrays.q.shape[:2]
+    call, lead = Call.of(arrays, spec, config, True), arrays.q.shape[:2]
     tokens, heads = call.arrays.q.shape[:2]
     results = {
         "out": jnp.zeros((tokens, heads, call.values), arrays.q.dtype),

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...launch.pallas import TpuLaunch
+from ...launch.pallas import run, TpuLaunch
 from ...launch.sizes import cdiv
 from ..spec import PagedSpec, PAGES
 from .call import Call, LANES, Ranges
@@ -275,7 +275,7 @@ def over_items(
         aliases={len(given) - 2: 0, len(given) - 1: 1},
         temporaries=method.temporaries(size),
     )
-    out, lse = call.execute(launch, list(given.values()))
+    out, lse = run(launch, list(given.values()))
     return {"out": out[:, : call.heads], "lse": lse[..., : call.heads]}
 
 

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...launch.pallas import Execute, run, TpuLaunch
+from ...launch.pallas import run, TpuLaunch
 from ...launch.sizes import cdiv, tile_bytes
 from ..cache.quantise import quantise
 from ..cache.write import put
@@ -31,7 +31,7 @@ _MOST_TOKENS = 2**16
 """The slots of so many fit in scalar memory."""
 
 
-def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
+def write(arrays: WriteArrays) -> dict[str, Array]:
     """Writes new tokens, as `cache.write.write`: with leading axes on the pages, tokens and slots have these axes too. XLA's scatter writes what
     the kernel does not take, and scales for each token."""
     names = [name for name in PAGES if name in arrays.new and _takes(arrays, name)]
@@ -41,7 +41,7 @@ def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
         kept = {name: x for name, x in results.items() if name.removesuffix("_scale") in others}
         results |= scatter(WriteArrays(kept, others, arrays.slots))
     if names:
-        results |= _written(arrays, names, execute)
+        results |= _written(arrays, names)
     return results
 
 
@@ -53,7 +53,7 @@ def _takes(arrays: WriteArrays, name: str) -> bool:
     return alone and few and dim % LANES == 0
 
 
-def _written(arrays: WriteArrays, names: list[str], execute: Execute) -> dict[str, Array]:
+def _written(arrays: WriteArrays, names: list[str]) -> dict[str, Array]:
     *lead, count, page, _, _ = arrays.pages[names[0]].shape
     sets, room = math.prod(lead), count * page
     slots = arrays.slots.reshape(sets, -1)
@@ -73,7 +73,7 @@ def _written(arrays: WriteArrays, names: list[str], execute: Execute) -> dict[st
             results[f"{name}_scale"] = put(together, own.reshape(slots.size, -1), slots).reshape(scale.shape)
         given[name] = new.reshape(slots.size, *new.shape[2:])
     launch, operands = _launch(arrays, given, slots)
-    found = execute(launch, operands)
+    found = run(launch, operands)
     return results | {name: x.reshape(arrays.pages[name].shape) for name, x in zip(names, found, strict=True)}
 
 

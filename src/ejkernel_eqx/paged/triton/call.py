@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...launch import Execute, given, Launcher, result
+from ...launch import given, Launcher, result
 from ...launch.fields import Block, Checked, Count, Float32Dot, Registers, Warps
 from ...launch.sizes import padded
 from ..flat import FlatCall
@@ -77,9 +77,9 @@ class Call(FlatCall):
         numbers |= {"LEFT": -1 if spec.left is None else min(spec.left, 2**30)}
         numbers |= given(RANGED=arrays.kv_start, SINKS=arrays.sinks, ALIBI=arrays.slopes, QQ=arrays.qq_bias)
         named = arrays._asdict() | {"table": arrays.page_table}
-        return Launcher("paged", named, numbers, arrays.q, self.execute)
+        return Launcher("paged", named, numbers, arrays.q)
 
 
-def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, execute: Execute) -> Call:
+def folded(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig) -> Call:
     """The call of arrays with one leading axis."""
-    return Call.of(arrays, spec, config, execute, in_parts=arrays.kv_start is not None)
+    return Call.of(arrays, spec, config, in_parts=arrays.kv_start is not None)

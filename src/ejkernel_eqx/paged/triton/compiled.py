@@ -13,7 +13,6 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
-from ...launch import Execute, run
 from ...launch.sizes import cdiv, rows_of, too_large
 from ..cache.quantise import LARGEST
 from ..spec import page_dtypes, PagedArrays, PagedSpec
@@ -144,11 +143,9 @@ def adapted(config: TritonConfig, problem: Problem, device: DeviceFacts) -> Trit
     return dataclasses.replace(config, split_k=count, chunk_size=chunk_size)
 
 
-def forward(
-    arrays: PagedArrays, spec: PagedSpec, config: TritonConfig, *, execute: Execute = run
-) -> dict[str, Array]:
+def forward(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig) -> dict[str, Array]:
     """`out [B, T, H, V]` and `lse [B, T, H]`, for arrays with one leading axis."""
-    call = folded(arrays, spec, config, execute)
+    call = folded(arrays, spec, config)
     if call.sequences == 0 or call.arrays.q.shape[0] == 0:
         types = call.result_types
         results = {"out": jnp.zeros_like(types["out"]), "lse": jnp.full_like(types["lse"], -jnp.inf)}

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from ...launch import Execute, Launch, Launcher, Options, result, result_like, run
+from ...launch import Launch, Launcher, Options, result, result_like, run
 from ...launch.sizes import cdiv, padded
 from ..cache.quantise import LARGEST
 from ..spec import WriteArrays
@@ -107,7 +107,7 @@ def write_kernel(
         _store_rows(b, new_b_ptr, b_scale_ptr, new_b_scale_ptr, target, b_scale_at, written, B, BLOCK_B, B_SCALES, B_LARGEST)  # fmt: skip
 
 
-def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
+def write(arrays: WriteArrays) -> dict[str, Array]:
     """Writes new tokens, as `cache.write.write`: with leading axes on the pages, tokens and slots have these axes too."""
     results = dict(arrays.pages)
     # Arrays written in place come first in a launch, and so do pages whose scales are written.
@@ -115,7 +115,7 @@ def write(arrays: WriteArrays, *, execute: Execute = run) -> dict[str, Array]:
     # Two kinds of pages per launch: keys and values, or latents and rotary keys.
     for first in range(0, len(names), 2):
         launch, inputs = write_launch(arrays, names[first : first + 2])
-        written = execute(launch, inputs)
+        written = run(launch, inputs)
         for letter, name in zip("ab", names[first : first + 2]):
             results[name] = written[f"new_{letter}_ptr"]
             if launch.constants[f"{letter.upper()}_SCALES"] == _TOKEN:
@@ -159,6 +159,6 @@ def write_launch(arrays: WriteArrays, names: list[str]) -> tuple[Launch, dict[st
     results = dict.fromkeys(("a", "b", "a_scale", "b_scale"), nothing)
     results |= {name: result_like(inputs[name]) for name in aliased}
     outputs, aliases = ({f"new_{name}": x for name, x in results.items()}, {x: f"new_{x}" for x in aliased})
-    launcher = Launcher("paged.cache", inputs, numbers | {"ROWS": rows, "BLOCK": block}, slots, run)
+    launcher = Launcher("paged.cache", inputs, numbers | {"ROWS": rows, "BLOCK": block}, slots)
     programs = cdiv(rows, block)
     return launcher.launch(write_kernel, Options(4), outputs, programs, aliases=aliases, name="write")

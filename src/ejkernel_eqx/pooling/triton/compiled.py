@@ -9,7 +9,7 @@ from jax import Array
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Execute, Launcher, NOTHING, result, result_like, run
+from ...launch import Launcher, NOTHING, result, result_like
 from ...launch.fields import check_fields, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import last_tokens, longest, num_segments, PoolArrays, PoolSpec
@@ -128,14 +128,14 @@ def _warps(elements: int, each: int, most: int = _WARPS) -> int:
 
 
 def forward(
-    arrays: PoolArrays, spec: PoolSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
+    arrays: PoolArrays, spec: PoolSpec, config: TritonConfig, *, save: bool = True
 ) -> dict[str, Array]:
     """The results; for the gradient of a maximum also the token of each, for that of a norm the results before it."""
     needs_tokens = save and spec.reduction == "max"
     if spec.reduction == "last":
         results = {"out": rows_at(arrays.x, last_tokens(arrays, spec)).astype(jnp.float32)}
     else:
-        results = _reduced(arrays, spec, config.forward, needs_tokens, execute)
+        results = _reduced(arrays, spec, config.forward, needs_tokens)
     saved = {"arg": results["arg"]} if needs_tokens else {}
     if spec.normalize and save:
         saved["pooled"] = results["out"]
@@ -148,8 +148,6 @@ def backward(
     config: TritonConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """The gradient of `x`."""
     dout, tile = cotangents["out"], config.backward
@@ -160,20 +158,18 @@ def backward(
     segments, most = num_segments(arrays, spec), longest(arrays, spec)
     is_shared = arrays.segment is None and most >= tile.block_t
     tiles = segments * cdiv(most, tile.block_t) if is_shared else cdiv(length, tile.block_t)
-    launch = _launcher(arrays, spec, execute).knowing({"dout": dout, "arg": saved.get("arg")})
+    launch = _launcher(arrays, spec).knowing({"dout": dout, "arg": saved.get("arg")})
     programs = batch * tiles * cdiv(channels, tile.block_c)
     outputs = {"dx": result_like(arrays.x)}
     grads = launch(kernels.write_kernel, tile, outputs, programs, TILES=tiles, SHARED=is_shared)
     return {"x": grads["dx"]}
 
 
-def _reduced(
-    arrays: PoolArrays, spec: PoolSpec, tile: ReadTile, tokens: bool, execute: Execute
-) -> dict[str, Array]:
+def _reduced(arrays: PoolArrays, spec: PoolSpec, tile: ReadTile, tokens: bool) -> dict[str, Array]:
     """The results `out [B, S, C]` before any norm and, if wanted, the token of each maximum, `arg`."""
     batch, length, channels = arrays.x.shape
     segments, blocks = num_segments(arrays, spec), cdiv(channels, tile.block_c)
-    launch = _launcher(arrays, spec, execute).knowing({}, ARG=tokens)
+    launch = _launcher(arrays, spec).knowing({}, ARG=tokens)
     wide = jnp.float32 if spec.normalize else arrays.x.dtype
 
     def outputs(count: int, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -205,7 +201,7 @@ def _combining(parts: int, channels: int) -> WriteTile:
     return WriteTile(rows, width, _warps(rows * width, 16))
 
 
-def _launcher(arrays: PoolArrays, spec: PoolSpec, execute: Execute) -> Launcher:
+def _launcher(arrays: PoolArrays, spec: PoolSpec) -> Launcher:
     """The arguments that the kernels of one call share."""
     numbers = {
         "T": arrays.x.shape[1],
@@ -218,4 +214,4 @@ def _launcher(arrays: PoolArrays, spec: PoolSpec, execute: Execute) -> Launcher:
         "COUNTED": arrays.segment is not None,
     }
     absent = dict.fromkeys(("owner", "first", "number"))
-    return Launcher("pooling", arrays._asdict() | absent, numbers, arrays.x, execute)
+    return Launcher("pooling", arrays._asdict() | absent, numbers, arrays.x)

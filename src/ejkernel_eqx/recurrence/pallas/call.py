@@ -10,7 +10,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ...launch.pallas import Execute, TpuLaunch
+from ...launch.pallas import run, TpuLaunch
 from ..spec import CONSTANT, KEY, NONE, RecurrenceArrays, RecurrenceSpec
 from ..xla_chunks import Chunks
 from ..xla_decay import closed
@@ -102,7 +102,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, chunk_size: int) -
     return Call(arrays, spec, Chunks(arrays, spec, chunk_size))
 
 
-def run_forward(call: Call, heads: int, save: bool, execute: Execute) -> Named:
+def run_forward(call: Call, heads: int, save: bool) -> Named:
     """`out [B, R, P, V]`, `final [B, N, HS, D, V]` and, with `save`, `states [B, NC, HS, D, V]`."""
     inputs = call.operands(call.learned())
     if call.arrays.initial_state is not None:
@@ -118,21 +118,17 @@ def run_forward(call: Call, heads: int, save: bool, execute: Execute) -> Named:
     }
     if save:
         outputs["states"] = ((batch, call.chunks.count, state_heads, dim, width), call.arrays.q.dtype)
-    return blocks.launch(forward_kernel, "forward", inputs, outputs, "state", execute)
+    return blocks.launch(forward_kernel, "forward", inputs, outputs, "state")
 
 
-def run_backward(
-    call: Call, heads: int, states: Array, dout: Array, dfinal: Array, execute: Execute
-) -> Named:
+def run_backward(call: Call, heads: int, states: Array, dout: Array, dfinal: Array) -> Named:
     """The gradients of `call.operands`, and `dinitial [B, N, HS, D, V]` in float32; their names begin with `d`."""
     inputs = call.operands(call.learned())
     shapes = {f"d{name}": (x.shape, x.dtype) for name, x in inputs.items()}
     inputs |= {"states": states, "dout": call.chunks.take(dout), "dfinal": call.edges(dfinal)}
     if call.arrays.initial_state is not None:
         shapes["dinitial"] = (inputs["dfinal"].shape, jnp.float32)
-    return _Blocks(call, heads, reverse=True).launch(
-        backward_kernel, "backward", inputs, shapes, "dstate", execute
-    )
+    return _Blocks(call, heads, reverse=True).launch(backward_kernel, "backward", inputs, shapes, "dstate")
 
 
 class _Blocks:
@@ -160,9 +156,7 @@ class _Blocks:
         many = heads * self.call.queries if kind in ("q", "out") else heads
         return pl.BlockSpec((None, many, size, shape[3]), lambda b, h, c, *_: (b, h, chunk(c), 0))
 
-    def launch(
-        self, kernel: Any, label: str, inputs: Named, outputs: dict[str, Any], scratch: str, execute: Execute
-    ) -> Named:
+    def launch(self, kernel: Any, label: str, inputs: Named, outputs: dict[str, Any], scratch: str) -> Named:
         call = self.call
         if call.chunks.starts is not None:
             inputs = inputs | {"starts": call.starts()}
@@ -188,4 +182,4 @@ class _Blocks:
             flops=flops * (3 if self.reverse else 1),
             bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*inputs.values(), *results)),
         )
-        return dict(zip(outputs, execute(launch, [*call.tables(), *inputs.values()]), strict=True))
+        return dict(zip(outputs, run(launch, [*call.tables(), *inputs.values()]), strict=True))

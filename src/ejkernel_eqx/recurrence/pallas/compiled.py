@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch.pallas import Execute, run
 from .. import xla
 from ..spec import FLOATS, heads_of, RecurrenceArrays, RecurrenceSpec, StepArrays, VALUE
 from .call import make_call, run_backward, run_forward
@@ -56,7 +55,6 @@ def forward(
     config: PallasConfig,
     *,
     save: bool = True,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """`out`, `final_state` and, with `save`, the residual, from arrays with one leading axis."""
     call = make_call(arrays, spec, chunk_of(config, arrays.q.shape[1]))
@@ -65,7 +63,7 @@ def forward(
         out, final = xla.apply(arrays, spec, xla.XlaConfig(config.chunk_size))
         states = jnp.zeros((arrays.q.shape[0], call.chunks.count, *call.sizes), arrays.q.dtype)
         return {"out": out, "final_state": final} | ({"states": states} if save else {})
-    outputs = run_forward(call, heads_of_step(config.forward_heads, call.chunks.heads), save, execute)
+    outputs = run_forward(call, heads_of_step(config.forward_heads, call.chunks.heads), save)
     out = call.chunks.give(outputs["out"])
     if arrays.skip is not None:
         out = (out + _skipped(arrays.v, arrays.skip)).astype(arrays.v.dtype)
@@ -79,8 +77,6 @@ def backward(
     config: PallasConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """Gradients of all float arrays of the call; every sum has a fixed order."""
     call = make_call(arrays, spec, chunk_of(config, arrays.q.shape[1]))
@@ -89,7 +85,7 @@ def backward(
         grads = {name: jnp.zeros_like(x) for name in FLOATS if (x := getattr(arrays, name)) is not None}
         return grads | ({} if initial is None else {"initial_state": dfinal})
     heads = heads_of_step(config.backward_heads, call.chunks.heads)
-    outputs = run_backward(call, heads, saved["states"], dout, dfinal, execute)
+    outputs = run_backward(call, heads, saved["states"], dout, dfinal)
     operands, pull = jax.vjp(call.operands, call.learned())
     (grads,) = pull({name: outputs[f"d{name}"] for name in operands})
     if arrays.skip is not None:
@@ -101,9 +97,7 @@ def backward(
     return grads
 
 
-def step(
-    arrays: StepArrays, spec: RecurrenceSpec, config: PallasConfig, *, execute: Execute = run
-) -> tuple[Array, Array]:
+def step(arrays: StepArrays, spec: RecurrenceSpec, config: PallasConfig) -> tuple[Array, Array]:
     """Processes one token per row, in plain XLA."""
     return xla.step(arrays, spec, xla.XlaConfig(config.chunk_size))
 

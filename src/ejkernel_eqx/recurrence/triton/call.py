@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...launch import Execute, given, Launcher, result
+from ...launch import given, Launcher, result
 from ...launch.sizes import cdiv, padded
 from ..spec import CONSTANT, heads_of, KEY, letters_of, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR
 from . import decay_phase, out_phase, single_pass, states_phase
@@ -143,7 +143,7 @@ class Call:
         return self.sequences * (splits or self.splits) * heads * tiles
 
 
-def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute) -> Call:
+def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig) -> Call:
     """A call from arrays with one leading axis, with heads in the form that the kernels expect.
 
     Float16 operands become float32, since states, scores and operands of products may exceed the largest float16. Single-pass products
@@ -174,7 +174,7 @@ def make_call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConf
         **given(BETA=arrays.beta, SKIP=arrays.skip, INITIAL=arrays.initial_state),
         **given(SEGMENTS=arrays.starts, TABLE=arrays.offsets),
     }
-    return Call(arrays, spec, config, Launcher("recurrence", named, numbers, arrays.q, execute))
+    return Call(arrays, spec, config, Launcher("recurrence", named, numbers, arrays.q))
 
 
 def wide(dtype: Any) -> Any:

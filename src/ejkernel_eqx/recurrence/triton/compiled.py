@@ -7,7 +7,6 @@ from jax import Array, lax
 
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Execute, run
 from ..spec import heads_of, KEY, RecurrenceArrays, RecurrenceSpec, VALUE
 from . import delta_host, delta_tile_sizes, key_host, linear_host, step_kernel, tile_sizes
 from .call import Call, first_copies, in_first_copies, make_call, repeated, sum_copies
@@ -80,11 +79,11 @@ def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tupl
     return _member(spec).saved_axes(arrays, spec)
 
 
-def _call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig, execute: Execute) -> Call:
+def _call(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: TritonConfig) -> Call:
     """The call as the kernels see it, with a state head for every query head."""
     if _member(spec) is key_host:
         arrays = key_host.weighted(arrays, spec, config)
-    return make_call(repeated(arrays, spec), spec, config, execute)
+    return make_call(repeated(arrays, spec), spec, config)
 
 
 def forward(
@@ -93,11 +92,10 @@ def forward(
     config: TritonConfig,
     *,
     save: bool = True,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """`out`, `final_state` and the residuals of `saved_axes`, from arrays with one leading axis. Saving costs no time, since one kernel
     passes the residuals to the next anyway."""
-    call = _call(arrays, spec, config, execute)
+    call = _call(arrays, spec, config)
     out, final, saved = _member(spec).forward(call, arrays)
     copies = call.sizes[0] // heads_of(arrays, spec).state
     return {"out": out.astype(arrays.v.dtype), "final_state": first_copies(final, copies), **saved}
@@ -109,13 +107,11 @@ def backward(
     config: TritonConfig,
     saved: dict[str, Array],
     cotangents: dict[str, Array],
-    *,
-    execute: Execute = run,
 ) -> dict[str, Array]:
     """Gradients of all float arrays of the call; bitwise repeatable, as every sum has a fixed order."""
     # States are computed again from the arrays alone. Bound to the cotangents, so that no compiler does so early and holds them until here.
     arrays, saved, cotangents = lax.optimization_barrier((arrays, saved, cotangents))
-    call = _call(arrays, spec, config, execute)
+    call = _call(arrays, spec, config)
     copies = call.sizes[0] // heads_of(arrays, spec).state
     dout = cotangents["out"].astype(call.arrays.q.dtype)
     dfinal = in_first_copies(cotangents["final_state"], copies)

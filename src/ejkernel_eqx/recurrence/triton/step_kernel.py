@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from ...launch import Execute, given, Launcher, result, result_like, run
+from ...launch import given, Launcher, result, result_like
 from ...launch.fields import check_fields, Power, Warps
 from ...launch.sizes import cdiv, padded
 from ..spec import KEY, NONE, RecurrenceSpec, SCALAR, StepArrays, VALUE
@@ -96,9 +96,7 @@ def step_kernel(
 # fmt: on
 
 
-def step(
-    arrays: StepArrays, spec: RecurrenceSpec, config: Any, *, execute: Execute = run
-) -> tuple[Array, Array]:
+def step(arrays: StepArrays, spec: RecurrenceSpec, config: Any) -> tuple[Array, Array]:
     """`out [*, B, R, V]` in the dtype of `v`, and the states (the whole pool), with any leading axes. The tile is
     `config.step`, if set."""
     q, k, v, state = arrays.q, arrays.k, arrays.v, arrays.state
@@ -117,7 +115,7 @@ def step(
         "STRIDE_D": 1 if spec.transposed else values,
         "STRIDE_V": dim if spec.transposed else 1,
     }
-    results = Launcher("recurrence", arrays._asdict(), numbers, q, execute)(
+    results = Launcher("recurrence", arrays._asdict(), numbers, q)(
         step_kernel,
         tile,
         {"new_state": result_like(state), "out": result(*lead, rows, out_heads, values, dtype=v.dtype)},

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from jax import Array
 from ...core.platforms import kernels_unavailable
 from ...dispatch import DeviceFacts, Problem
 from ...launch import (
-    Execute,
     given,
     Launcher,
     limits_registers,
@@ -20,7 +19,6 @@ from ...launch import (
     register_limits_measured,
     result,
     result_like,
-    run,
 )
 from ...launch.fields import check_fields, Count, power_of_two, Registers, Warps, whole
 from ...launch.sizes import cdiv, numbers_of, padded
@@ -171,11 +169,9 @@ class _Chunks:
         return flat.at[self.rows].set(x, mode="drop").reshape((self.batch, self.length, *x.shape[2:]))
 
 
-def forward(
-    arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
-) -> Arrays:
+def forward(arrays: ScanArrays, spec: ScanSpec, config: TritonConfig, *, save: bool = True) -> Arrays:
     """`out`, `final_state`, and with `save` the `states [B, chunks, N, I]` before every chunk."""
-    call = _Call(arrays, spec, config.chunk_size, config.forward, execute)
+    call = _Call(arrays, spec, config.chunk_size, config.forward)
     x, shape = arrays.x, call.state_shape
     slots = call.chunks.batch * call.chunks.count if save else shape[0] * call.splits
     entering = call.entering(call.launch.arrays["initial"])
@@ -193,11 +189,9 @@ def backward(
     config: TritonConfig,
     saved: Arrays,
     cotangents: Arrays,
-    *,
-    execute: Execute = run,
 ) -> Arrays:
     """The gradient of every float array; bitwise repeatable, as every sum has a fixed order."""
-    call = _Call(arrays, spec, config.chunk_size, config.backward, execute)
+    call = _Call(arrays, spec, config.chunk_size, config.backward)
     x, shape, chunks = arrays.x, call.state_shape, call.chunks
     (batch, _, channels), groups = x.shape, arrays.B.shape[-2]
     entering = call.entering(call.states_in(cotangents["final_state"]), cotangents["out"])
@@ -238,7 +232,7 @@ def backward(
 class _Call:
     """One call: how its channels and tokens are distributed, its states in the kernels' layout, and the arguments of all kernels."""
 
-    def __init__(self, arrays: ScanArrays, spec: ScanSpec, size: int, tile: ScanTile, execute: Execute):
+    def __init__(self, arrays: ScanArrays, spec: ScanSpec, size: int, tile: ScanTile):
         self.arrays, self.tile = arrays, tile
         self.options = Options(tile.num_warps, 1, tile.max_registers)
         self.chunks = chunks = _Chunks(arrays, size)
@@ -273,7 +267,7 @@ class _Call:
             **given(BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z),
             **given(SEGMENTS=arrays.starts, TABLE=chunks.bounds),
         }
-        self.launch = Launcher("selective_scan", named, numbers, arrays.x, execute)
+        self.launch = Launcher("selective_scan", named, numbers, arrays.x)
 
     def states_in(self, x: Array) -> Array:
         """States `[..., I, N]` in the kernels' layout."""

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from jax import Array
 
-from ...launch import Execute, given, Launcher, result_like, run
+from ...launch import given, Launcher, result_like
 from ...launch.constants import LOG2E
 from ...launch.fields import check_fields, Power, Warps
 from ...launch.sizes import cdiv, padded
@@ -91,7 +91,7 @@ def strides(**parameters: Array | None) -> dict[str, int]:
     }
 
 
-def step(arrays: StepArrays, spec: ScanSpec, config: Any, *, execute: Execute = run) -> tuple[Array, Array]:
+def step(arrays: StepArrays, spec: ScanSpec, config: Any) -> tuple[Array, Array]:
     """`out [*, B, I]` in the dtype of `x` and the states (the whole pool), from arrays with exactly one leading axis."""
     x, state, tile = arrays.x, arrays.state, config.step
     lead, rows, channels = x.shape
@@ -104,7 +104,7 @@ def step(arrays: StepArrays, spec: ScanSpec, config: Any, *, execute: Execute = 
         **strides(A=arrays.A, BIAS=arrays.dt_bias, D=arrays.D),
         **given(BIAS=arrays.dt_bias, SKIP=arrays.D, GATE=arrays.z, POOL=arrays.indices),
     }
-    results = Launcher("selective_scan", arrays._asdict() | parameters, numbers, x, execute)(
+    results = Launcher("selective_scan", arrays._asdict() | parameters, numbers, x)(
         step_kernel,
         tile,
         {"new_state": result_like(state), "out": result_like(x)},

@@ -1,10 +1,10 @@
 """The contents of a report for one tuned problem, whether it was tuned in this process or read from a table."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ...dispatch import Cost, device_facts, Implementation, kernel_registry, Problem, to_dict
+from ...dispatch import Cost, device_facts, kernel_registry, Problem, to_dict
 from ...dispatch.records import Record
 from ..result import Status, TuningResult
 from ..roofline import device_peaks, matrix_dtype, Peaks
@@ -55,14 +55,14 @@ class Entry:
         """The candidates by part, the fastest first and those without a time last."""
         return sorted(self.candidates, key=lambda c: (self.parts.index(c.part), c.ms is None, c.ms or 0.0))
 
-    def ms_of(self, part: str, mark: str) -> float | None:
-        """The time of a part's `"heuristic"` or `"winner"`."""
-        return next((c.ms for c in self.candidates if c.part == part and mark in c.marks and c.ms), None)
+    def timed(self, part: str, mark: str) -> Candidate | None:
+        """The `"heuristic"` or `"winner"` of a part, if it was timed."""
+        return next((c for c in self.candidates if c.part == part and mark in c.marks and c.ms), None)
 
     def to_heuristic(self, candidate: Candidate) -> float | None:
         """The time of a candidate divided by that of the heuristic's choice for its part."""
-        base = self.ms_of(candidate.part, "heuristic")
-        return candidate.ms / base if base and candidate.ms else None
+        base = self.timed(candidate.part, "heuristic")
+        return candidate.ms / base.ms if base and base.ms and candidate.ms else None
 
     def speed_up(self, direction: str) -> float | None:
         """The time of the heuristic divided by that of the winner."""
@@ -82,54 +82,42 @@ def describe(config: Any) -> str:
 
 def entry_of_result(result: TuningResult) -> Entry:
     """The entry for a result of this process."""
-    candidates = [
-        Candidate(m.part, m.candidate.to_dict(), m.status.value, m.ms, m.spread, m.reason)
-        for m in result.measurements
-    ]
-    record = result.to_record(device_facts())
-    return _entry(record, result.implementation, result.heuristic, candidates, result.heuristic_ms)
+    of = lambda m: Candidate(m.part, m.candidate.to_dict(), m.status.value, m.ms, m.spread, m.reason)
+    candidates = list(map(of, result.measurements))
+    known = result.to_record(device_facts()), result.implementation, result.heuristic
+    return _entry(*known, candidates, result.heuristic_ms)
 
 
 def entry_of_record(record: Record) -> Entry:
     """The entry for a record of a table. For an operation that is not registered here, heuristic and cost are unknown."""
     known = record.operation in kernel_registry.list_operations()
     usable = kernel_registry.list_implementations(record.operation) if known else ()
-    same = (i for i, reason in usable if i.platform.value == record.platform and reason is None)
-    implementation = next(same, None)
-    heuristic = implementation and implementation.hooks.default_config(
-        Problem.from_dict(record.exact), device_facts()
-    )
+    same = [i for i, reason in usable if i.platform.value == record.platform and reason is None]
+    problem = Problem.from_dict(record.exact)
+    heuristic = same[0].hooks.default_config(problem, device_facts()) if same else None
     timed = [Candidate(t.part, t.config, Status.TIMED.value, t.ms, t.spread) for t in record.timed]
     denied = [Candidate(d.part, d.config, Status.DENIED.value, reason=d.reason) for d in record.denied]
-    return _entry(record, implementation, heuristic, timed + denied, {})
+    return _entry(record, same[0] if same else None, heuristic, timed + denied, {})
 
 
 def _entry(
-    record: Record,
-    implementation: Implementation | None,
-    heuristic: Any,
-    candidates: Iterable[Candidate],
-    heuristic_ms: Mapping[str, float],
+    record: Record, implementation: Any, heuristic: Any, candidates: list[Candidate], ms: Mapping[str, float]
 ) -> Entry:
-    """The entry. A candidate that was faster than the winner by itself says why it did not win."""
+    """The entry, with the times of the heuristic. A candidate that was faster than the winner by itself says why it did not win."""
     problem, configs = Problem.from_dict(record.exact), (heuristic, record.config)
     workload = implementation.make_workload(problem) if implementation else None
-    marked = [
-        dataclasses.replace(c, is_heuristic=mine, is_winner=won)
-        for c in candidates
-        for mine, won in [[c.config == _part_of(config, c.part) for config in configs]]
-    ]
+    marked = []
+    for c in candidates:
+        is_heuristic, is_winner = (c.config == _part_of(config, c.part) for config in configs)
+        marked.append(dataclasses.replace(c, is_heuristic=is_heuristic, is_winner=is_winner))
     winners = {c.part: c.ms for c in marked if c.is_winner and c.ms is not None}
     denied = [c.reason for c in marked if not c.part and c.status == Status.DENIED.value]
-
-    def reason(c: Candidate) -> str:
-        if c.reason or c.ms is None or c.ms * MARGIN >= winners.get(c.part, 0.0):
-            return c.reason
-        return f"denied as a part of the whole: {denied[0]}" if c.part and denied else LOST
-
-    explained = tuple(dataclasses.replace(c, reason=reason(c)) for c in marked)
-    costs, peaks = workload.costs if workload else {}, device_peaks(device_facts(), matrix_dtype(problem))
-    return Entry(record, problem, explained, heuristic_ms, costs, peaks)
+    for n, c in enumerate(marked):
+        if not c.reason and c.ms is not None and c.ms * MARGIN < winners.get(c.part, 0.0):
+            why = f"denied as a part of the whole: {denied[0]}" if c.part and denied else LOST
+            marked[n] = dataclasses.replace(c, reason=why)
+    peaks = device_peaks(device_facts(), matrix_dtype(problem))
+    return Entry(record, problem, tuple(marked), ms, workload.costs if workload else {}, peaks)
 
 
 def _part_of(config: Any, part: str) -> Mapping[str, Any] | None:

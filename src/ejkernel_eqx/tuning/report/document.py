@@ -20,7 +20,6 @@ from .data import describe, Entry, entry_of_record, entry_of_result
 from .plot import png
 
 _MOST_IN_ONE_PICTURE = 60
-_SUFFIXES = (".html", ".htm", ".png")
 
 
 def tuning_report(
@@ -42,7 +41,7 @@ def tuning_report(
     The path. Raises `ValueError` for another suffix or without results, and `ImportError` without matplotlib (extra `report`).
     """
     target = pathlib.Path(path)
-    if target.suffix.lower() not in _SUFFIXES:
+    if target.suffix.lower() not in (".html", ".htm", ".png"):
         raise ValueError(
             f"path: expected a file name that ends in .html or .png, received {os.fspath(path)!r}."
         )
@@ -54,14 +53,12 @@ def tuning_report(
         )
     entries = [entry_of_record(x) if isinstance(x, Record) else entry_of_result(x) for x in chosen]
     entries.sort(key=lambda entry: (entry.problem.operation, entry.record.platform, entry.title))
-    if target.suffix.lower() == ".png":
-        if len(entries) > _MOST_IN_ONE_PICTURE:
-            raise ValueError(
-                f"path: expected .html for more than {_MOST_IN_ONE_PICTURE} problems, received {target.name!r} for {len(entries)}; use .html."
-            )
-        content = png(entries, header="\n".join(_header()))
-    else:
-        content = _page(entries).encode()
+    is_picture = target.suffix.lower() == ".png"
+    if is_picture and len(entries) > _MOST_IN_ONE_PICTURE:
+        raise ValueError(
+            f"path: expected .html for more than {_MOST_IN_ONE_PICTURE} problems, received {target.name!r} for {len(entries)}; use .html."
+        )
+    content = png(entries, header="\n".join(_header())) if is_picture else _page(entries).encode()
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target) as file:
         file.write(content)
@@ -82,10 +79,9 @@ h2 { font-size: 1.05rem; margin-top: 2.2rem; border-top: 2px solid #444; padding
 
 
 def _header() -> list[str]:
-    device = device_facts()
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    device, now = device_facts(), datetime.datetime.now(datetime.UTC)
     title = f"Tuning on {device.kind} ({device_fingerprint(device)})"
-    return [title, device.runtime, f"{_pairs(software())}; written {now}"]
+    return [title, device.runtime, f"{_pairs(software())}; written {now:%Y-%m-%d %H:%M UTC}"]
 
 
 def _page(entries: Sequence[Entry]) -> str:
@@ -102,13 +98,12 @@ def _summary(entries: Sequence[Entry]) -> str:
     for n, entry in enumerate(entries):
         link = f'<a href="#p{n}">{html.escape(str(entry.problem))}</a>'
         if entry.record.config is None:
-            rows.append((link, entry.record.platform, "every candidate was rejected", "", "", "", ""))
+            rows.append((link, entry.record.platform, "every candidate was rejected", *[""] * 4))
         for direction in (d for d in (FORWARD, BOTH) if d in entry.record.ms):
             before, after = (ms.get(direction) for ms in (entry.heuristic_ms, entry.record.ms))
             cost = entry.costs.get(direction)
-            bound = roofline(cost, entry.peaks, after).fraction if cost else None
-            times = (_text(before, ".4g"), _text(after, ".4g"), _text(entry.speed_up(direction), ".2fx"))
-            rows.append((link, entry.record.platform, direction, *times, _text(bound, ".0%")))
+            bound = _text(roofline(cost, entry.peaks, after).fraction if cost else None, ".0%")
+            rows.append((link, entry.record.platform, direction, *_times(before, after), bound))
     header = ("problem", "platform", "direction", "heuristic ms", "tuned ms", "speed-up", "of the roofline")
     return _table(header, rows, numeric=4)
 
@@ -117,29 +112,20 @@ def _section(n: int, entry: Entry) -> str:
     picture = base64.b64encode(png([entry])).decode()
     rows = []
     for part in entry.parts:
-        winner = next((c for c in entry.candidates if c.part == part and c.is_winner and c.ms), None)
-        before, after = (entry.ms_of(part, mark) for mark in ("heuristic", "winner"))
-        faster = before / after if before and after else None
-        times = (_text(before, ".4g"), _text(after, ".4g"), _text(faster, ".2fx"))
+        heuristic, winner = (entry.timed(part, mark) for mark in ("heuristic", "winner"))
+        times = _times(heuristic and heuristic.ms, winner and winner.ms)
         rows.append((html.escape(part or "whole"), _code(winner.config) if winner else "none", *times))
     errors = ", ".join(f"{name} {error:.2g}" for name, error in entry.record.errors.items())
     facts = f"{entry.record.date} {_pairs(entry.record.software)}"
     facts += f"; relative error of the winner: {errors}" if errors else ""
-    over = [
-        (html.escape(c.part), _code(c.config), c.status, html.escape(c.reason))
-        for c in entry.candidates
-        if c.ms is None or c.reason
-    ]
+    row = lambda c: (html.escape(c.part), _code(c.config), c.status, html.escape(c.reason))
+    over = [row(c) for c in entry.candidates if c.ms is None or c.reason]
     details = f"<details open><summary>{len(over)} not timed or passed over</summary>"
     details += f"{_table(('part', 'candidate', 'status', 'reason'), over, numeric=0)}</details>"
-    return "\n".join(
-        (
-            f'<h2 id="p{n}">{html.escape(entry.title)}</h2>',
-            f"<p>{html.escape(facts)}</p>",
-            _table(("part", "winner", "heuristic ms", "winner ms", "speed-up"), rows, numeric=3),
-            f'<img alt="times of the candidates" src="data:image/png;base64,{picture}">',
-            details if over else "",
-        )
+    parts = _table(("part", "winner", "heuristic ms", "winner ms", "speed-up"), rows, numeric=3)
+    return (
+        f'<h2 id="p{n}">{html.escape(entry.title)}</h2>\n<p>{html.escape(facts)}</p>\n{parts}\n'
+        f'<img alt="times of the candidates" src="data:image/png;base64,{picture}">\n{details if over else ""}'
     )
 
 
@@ -159,6 +145,10 @@ def _code(config: Any) -> str:
     return f"<code>{html.escape(describe(config))}</code>"
 
 
+def _times(before: float | None, after: float | None) -> tuple[str, str, str]:
+    """The times of the heuristic and of the winner, and the speed-up; empty where they are unknown."""
+    return _text(before, ".4g"), _text(after, ".4g"), f"{before / after:.2f}x" if before and after else ""
+
+
 def _text(value: float | None, form: str) -> str:
-    """A number in a format, which may end in `x`; nothing if it is unknown."""
-    return "" if value is None else f"{value:{form.removesuffix('x')}}{'x' * form.endswith('x')}"
+    return "" if value is None else format(value, form)

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..._errors import require_matplotlib
-from ...dispatch import BOTH, FORWARD
+from ...dispatch import BOTH
 from ..roofline import Peaks
 from .data import Candidate, describe, Entry
 
 _GREY, _WINNER, _HEURISTIC = "#b8c0c8", "#2a9d5c", "#e39b2d"
-_DIRECTION_MARKS = {FORWARD: "o", BOTH: "s"}
-_BAR_INCHES, _COLUMN_INCHES = 0.2, 4.0
 _MOST_BARS, _MOST_DENIED = 30, 5
 
 
@@ -24,40 +22,34 @@ _STYLE |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "axes.labelsize",
 def _height_of(entry: Entry) -> float:
     """The height in inches."""
     bars = Counter(candidate.part for candidate in entry.candidates if candidate.ms is not None)
-    denied = any(c.reason and c.ms is None for c in entry.candidates)
-    return max(2.6, 1.3 + _BAR_INCHES * min(_MOST_BARS, max(bars.values(), default=0))) + 0.9 * denied
+    height = max(2.6, 1.3 + 0.2 * min(_MOST_BARS, max(bars.values(), default=0)))
+    return height + 0.9 * any(c.reason and c.ms is None for c in entry.candidates)
 
 
 def png(entries: Sequence[Entry], header: str = "") -> bytes:
-    """One picture of all entries, from top to bottom."""
+    """One picture of all entries, from top to bottom: a column for each part, and one for the roofline."""
     matplotlib = require_matplotlib("tuning_report")
-    heights = [_height_of(entry) for entry in entries]
-    width = _COLUMN_INCHES * max(len(entry.parts) + bool(_points(entry)) for entry in entries)
-    if header:
-        heights.insert(0, 0.22 * header.count("\n") + 0.45)
+    heights = [0.22 * header.count("\n") + 0.45] * bool(header) + [_height_of(entry) for entry in entries]
+    points = [_points(entry) for entry in entries]
+    columns = [len(entry.parts) + bool(some) for entry, some in zip(entries, points)]
     buffer = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
-        figure = matplotlib.figure.Figure((max(8.0, width), sum(heights)), layout="constrained")
+        size = max(8.0, 4.0 * max(columns)), sum(heights)
+        figure = matplotlib.figure.Figure(size, layout="constrained")
         bands = list(figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
         if header:
             bands.pop(0).text(0.01, 0.5, header, va="center", fontsize=9, family="monospace")
-        for band, entry in zip(bands, entries, strict=True):
-            _draw(band, entry)
+        for band, entry, some, count in zip(bands, entries, points, columns, strict=True):
+            band.suptitle("\n".join(textwrap.wrap(entry.title, 45 * max(count, 2))))
+            axes = band.subplots(1, max(count, 1), squeeze=False)[0]
+            for axis, part in zip(axes, entry.parts):
+                _bars(axis, part, [c for c in entry.candidates if c.part == part])
+            if some and entry.peaks is not None:
+                _roofline(axes[-1], some, entry.peaks)
+            if not count:
+                axes[0].set_axis_off()
         figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
-
-
-def _draw(band: Any, entry: Entry) -> None:
-    points = _points(entry)
-    columns = len(entry.parts) + bool(points)
-    band.suptitle("\n".join(textwrap.wrap(entry.title, 45 * max(columns, 2))))
-    axes = band.subplots(1, max(columns, 1), squeeze=False)[0]
-    for axis, part in zip(axes, entry.parts):
-        _bars(axis, part, [c for c in entry.candidates if c.part == part])
-    if points and entry.peaks is not None:
-        _roofline(axes[-1], points, entry.peaks)
-    if not columns:
-        axes[0].set_axis_off()
 
 
 def _bars(axis: Any, part: str, candidates: Sequence[Candidate]) -> None:
@@ -67,15 +59,13 @@ def _bars(axis: Any, part: str, candidates: Sequence[Candidate]) -> None:
     fields = _varying(shown)
     longest = 4 * (shown[0].ms or 0.0) if shown else 1.0
     for row, candidate in enumerate(shown):
-        ms = candidate.ms or 0.0
+        ms, is_cut = candidate.ms or 0.0, (candidate.ms or 0.0) > longest
         colour = _WINNER if candidate.is_winner else _HEURISTIC if candidate.is_heuristic else _GREY
-        edge = (
-            {"edgecolor": _HEURISTIC, "hatch": "//"} if candidate.is_heuristic and candidate.is_winner else {}
-        )
-        spread = ms * candidate.spread / 2 if ms <= longest else None
+        edge = {"edgecolor": _HEURISTIC, "hatch": "//"} if len(candidate.marks) == 2 else {}
+        spread = None if is_cut else ms * candidate.spread / 2
         axis.barh(row, min(ms, longest), xerr=spread, color=colour, error_kw={"elinewidth": 0.8}, **edge)
-        marks = (*candidate.marks, "(cut)") if ms > longest else candidate.marks
-        axis.text(0.02 * longest / 4, row, " ".join((f"{ms:.4g}", *marks)), va="center")
+        words = " ".join((f"{ms:.4g}", *candidate.marks, *["(cut)"] * is_cut))
+        axis.text(0.02 * longest / 4, row, words, va="center")
     axis.set_yticks(range(len(shown)), [_label(c, fields) for c in shown])
     axis.invert_yaxis()
     axis.set_xlabel("ms")
@@ -83,16 +73,14 @@ def _bars(axis: Any, part: str, candidates: Sequence[Candidate]) -> None:
     denied = [f"{_label(c, fields)}: {c.reason}" for c in candidates if c.ms is None and c.reason]
     if denied:
         lines = [textwrap.shorten(line, 75, placeholder=" ...") for line in denied[:_MOST_DENIED]]
-        more = [f"and {len(denied) - _MOST_DENIED} more"] if len(denied) > _MOST_DENIED else []
-        text = "\n".join([f"{len(denied)} not timed:", *lines, *more])
+        lines += [f"and {len(denied) - _MOST_DENIED} more"] * (len(denied) > _MOST_DENIED)
+        text = "\n".join([f"{len(denied)} not timed:", *lines])
         axis.annotate(text, (0, 0), (0, -30), "axes fraction", textcoords="offset points", va="top")
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
+    inner = lambda name, x: _flat(x, f"{name}.") if isinstance(x, Mapping) else {name: x}
+    return {n: x for name, value in config.items() for n, x in inner(prefix + name, value).items()}
 
 
 def _varying(candidates: Sequence[Candidate]) -> list[str]:
@@ -128,16 +116,15 @@ def _points(entry: Entry) -> list[_Point]:
 
 def _roofline(axis: Any, points: Sequence[_Point], peaks: Peaks) -> None:
     ridge = peaks.flops / peaks.bytes
-    low = min(ridge / 8, *(point.intensity / 4 for point in points))
-    high = max(ridge * 8, *(point.intensity * 4 for point in points))
-    roof = [min(peaks.flops, x * peaks.bytes) / 1e12 for x in (low, ridge, high)]
-    axis.loglog((low, ridge, high), roof, color="#444444", linewidth=1)
+    known = [point.intensity for point in points]
+    shown = (min(ridge / 8, min(known) / 4), ridge, max(ridge * 8, max(known) * 4))
+    roof = [min(peaks.flops, x * peaks.bytes) / 1e12 for x in shown]
+    axis.loglog(shown, roof, color="#444444", linewidth=1)
     for point in points:
-        size, style = (6, "full") if point.name == "winner" else (9, "none")
-        look = {"marker": _DIRECTION_MARKS.get(point.direction, "D"), "markersize": size, "fillstyle": style}
+        size, style = (36, point.colour) if point.name == "winner" else (81, "none")
         label = f"{point.direction}, {point.name}: {point.speed / 1e12:.3g}"
-        at = [point.intensity], [point.speed / 1e12]
-        axis.loglog(*at, linestyle="none", color=point.colour, label=label, **look)
+        look = {"s": size, "marker": "s" if point.direction == BOTH else "o", "facecolors": style}
+        axis.scatter(point.intensity, point.speed / 1e12, label=label, edgecolors=point.colour, **look)
     axis.set_xlabel("operations per byte")
     axis.set_title(f"roofline, TFLOP/s (at most {peaks.flops / 1e12:.4g}, {peaks.bytes / 1e12:.3g} TB/s)")
     axis.grid(alpha=0.3, which="both", linewidth=0.4)

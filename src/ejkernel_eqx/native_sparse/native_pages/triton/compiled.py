@@ -8,7 +8,6 @@ from jax import Array
 
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, Problem
-from ....launch import Execute, run
 from ....launch.fields import Block, Checked, Count, Float32Dot, Warps
 from ....launch.sizes import padded, rows_of
 from ....paged.flat import merged_rows
@@ -100,11 +99,9 @@ def _parts(problem: Problem) -> tuple[Problem, Problem, steps.Step]:
     return few.parts_of(lambda arrays: _step_of(row(arrays), spec), shapes, spec.sparse)
 
 
-def forward(
-    arrays: PagedNativeArrays, spec: PagedNativeSpec, config: TritonConfig, *, execute: Execute = run
-) -> dict[str, Array]:
+def forward(arrays: PagedNativeArrays, spec: PagedNativeSpec, config: TritonConfig) -> dict[str, Array]:
     """`out [B, T, H, V]` and the blocks that were chosen, for arrays with one leading axis."""
-    return few.attend(_step_of(arrays, spec), spec.sparse, config, arrays.q.shape[:2], execute=execute)
+    return few.attend(_step_of(arrays, spec), spec.sparse, config, arrays.q.shape[:2])
 
 
 def _step_of(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> steps.Step:

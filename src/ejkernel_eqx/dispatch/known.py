@@ -1,10 +1,14 @@
-"""Defines what is known about a problem (`Known`), and the table of what this process knows (`ConfigCache`)."""
+"""Defines what is known about a problem (`Known`), from a record or in memory (`ConfigCache`), and compares times."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from .cache_file import warn_once
+from .config import from_dict
 from .platform import Platform
+from .records import Record
+from .registry import Implementation
 from .workload import BOTH, FORWARD
 
 Key = tuple[Platform, str]
@@ -62,6 +66,68 @@ def slow_words(other: str, slowness: tuple[float, str], where: str = "") -> str:
 
 Table = Mapping[Key, Known]
 """What is known, by platform and `Problem.key()`. Tables are shared, and never changed once they are made."""
+
+
+def config_of(record: Record, implementation: Implementation) -> Any | None:
+    """The record's configuration, or `None` if all were denied; `ValueError` if it does not fit the implementation."""
+    if record.config is None:
+        return None
+    try:
+        config = from_dict(record.config, implementation.hooks.config_type)
+        hash(config)
+    except TypeError as error:  # a value of a type that the class does not accept
+        raise ValueError(f"config: {error}") from None
+    return config
+
+
+def known_of(record: Record, config: Any | None, origin: str) -> Known:
+    """Returns what a record says, with its configuration already built."""
+    if config is not None:
+        sizes = tuple(sorted(record.exact.get("dims", {}).items()))
+        return Known(config, tuple(sorted(record.ms.items())), origin, sizes=sizes)
+    reasons = [denied.reason for denied in record.denied]
+    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+    first = reasons[0] if reasons else "no reason"
+    return Known(None, (), origin, f"every configuration was denied, {origin}: {first}{more}")
+
+
+def fitting(
+    implementation: Implementation, records: Iterable[Record], name: str, origin: Callable[[Record], str]
+) -> Table:
+    """Returns what the records of an implementation's version say; later records replace earlier ones.
+
+    Entries of older versions are skipped silently; entries that no version up to this one can have written are skipped with one warning
+    for the file `name`.
+    """
+    wanted = (implementation.operation, implementation.platform.value)
+    ours = [record for record in records if (record.operation, record.platform) == wanted]
+    if not ours:
+        return {}
+    try:
+        implementation.load()
+    except ModuleNotFoundError:  # software that its configurations need is not installed
+        return {}
+    table, refused = {}, []
+    for record in ours:
+        try:
+            if record.version > implementation.version:
+                raise ValueError(
+                    f"is of version {record.version} of the kernels, this package has {implementation.version}"
+                )
+            if record.version == implementation.version:
+                known = known_of(record, config_of(record, implementation), origin(record))
+                table[implementation.platform, record.problem] = known
+        except ValueError as error:
+            refused.append(f"{record.problem}: {error}")
+    if refused:
+        message = "%s: %d entries of %s on %s do not fit this package and are ignored; the first: %s"
+        warn_once(name, f"entries of {' on '.join(wanted)}", message, name, len(refused), *wanted, refused[0])
+    return table
+
+
+def joined(tables: Iterable[Table]) -> Table:
+    """The rows of all tables; later ones replace earlier ones."""
+    return {key: known for table in tables for key, known in table.items()}
 
 
 class ConfigCache:
