@@ -95,9 +95,8 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
     """The first preferred tile of each kernel that fits the device's shared memory, or Hopper's kernel where it is the faster one."""
-    tiles = {
-        kernel: _fitting(kernel, tile_sizes.preferred, problem, device)[0] for kernel in tile_sizes.KERNELS
-    }
+    first = lambda kernel: _fitting(kernel, tile_sizes.preferred, problem, device)[0]
+    tiles = {kernel: first(kernel) for kernel in tile_sizes.KERNELS}
     for kernel, choice in _HOPPER.items():
         if not choice.not_chosen(problem, device):
             tiles[kernel] = _hopper_tiles(kernel, problem, device)[0]
@@ -152,17 +151,16 @@ def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
     reasons = []
-    for kernel, remark in _HOPPER_REMARKS.items():
+    for kernel, words in _HOPPER_REMARKS.items():
         if not getattr(config, kernel).hopper_programs:
             reason = _HOPPER[kernel].not_chosen(problem, device) or "the configuration leaves out"
-            reasons.append(f"{remark}, not Hopper's, which {reason}")
+            reasons.append(f"{words}, not Hopper's, which {reason}")
     return "; ".join(reasons)
 
 
 def _hopper_tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[TileConfig]:
-    return (
-        [TileConfig(*sizes) for sizes in _HOPPER[kernel].tiles(problem, device)] if kernel in _HOPPER else []
-    )
+    sizes = _HOPPER[kernel].tiles(problem, device) if kernel in _HOPPER else []
+    return [TileConfig(*size) for size in sizes]
 
 
 def _needed_memory(kernel: str, problem: Problem, tile: TileConfig) -> int:

@@ -115,18 +115,22 @@ def _begun(sinks_ptr, bh, BLOCK_K: gl.constexpr, BOUNDED: gl.constexpr, SINKS: g
 
 
 @gluon.jit
-def _finish(acc, top, total, staging, out_desc, lse_ptr, b, h, bh, row, rows, T, BOUNDED: gl.constexpr):
-    """out = acc / total, lse = top + log(total); 0 and minus infinity for a row that saw no key. The copy of the output is not awaited."""
+def _log_sums(top, total, BOUNDED: gl.constexpr):
+    """Denominators, which rows saw a key, and lse = top + log(total), `[64]` each; 1 and minus infinity for a row that saw none."""
     total = _row_sum(total, top.type.layout)  # [64]
     some = (total != 0) if BOUNDED else (top > float("-inf"))  # [64]
     total = gl.where(some, total, 1.0)
-    lse = gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
-    gl.store(lse_ptr + gl.to_tensor(bh).to(gl.int64) * T + rows, lse, mask=rows < T)
+    return total, some, gl.where(some, (top + gl.log2(total)) * LN2, float("-inf"))
+
+
+@gluon.jit
+def _store_out(acc, total, some, staging, out_desc, at):
+    """out = acc / total, 0 for a row that saw no key. The copy is not awaited."""
     acc = acc * gl.expand_dims(gl.convert_layout(gl.where(some, 1.0 / total, 0.0), gl.SliceLayout(1, acc.type.layout)), 1)
     tma.store_wait(0)
     staging.reshape([ROWS_EACH, acc.shape[1]]).store(acc.to(staging.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(out_desc, [b, h, row, 0], staging)
+    tma.async_copy_shared_to_global(out_desc, at, staging)
 
 
 @gluon.jit
@@ -249,7 +253,9 @@ def _consumer(queue, buffers, barriers, outputs, sinks_ptr, tiles, row_arrays, l
             upcoming = following.t
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index((done - 1) % NUM_STAGES), count=1)
-        _finish(acc, top, total, buffers.out.index(W), out_desc, lse_ptr, b, h, bh, row, rows, T, BOUNDED)
+        total, some, lse = _log_sums(top, total, BOUNDED)
+        gl.store(lse_ptr + gl.to_tensor(bh).to(gl.int64) * T + rows, lse, mask=rows < T)
+        _store_out(acc, total, some, buffers.out.index(W), out_desc, [b, h, row, 0])
         if IN_PLACE:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(W), count=1)

@@ -13,10 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from .forward_kernel import (
     _begun,
     _described,
-    _finish,
     _load,
+    _log_sums,
     _scores,
     _shared_memory,
+    _store_out,
     _weighted,
     ROWS_EACH,
     Sizes,
@@ -108,11 +109,13 @@ def _begun_tile(sinks_ptr, t, T, sizes: gl.constexpr, BOUNDED: gl.constexpr, SIN
 
 
 @gluon.jit
-def _finish_tile(acc, top, total, t, staging, out_desc, lse_ptr, T, W: gl.constexpr, sizes: gl.constexpr, BOUNDED: gl.constexpr):
+def _finish(acc, top, total, t, staging, out_desc, lse_ptr, T, W: gl.constexpr, sizes: gl.constexpr, BOUNDED: gl.constexpr):
     b, h, row = _origin(t, T, sizes)
     row += W * ROWS_EACH
     rows = row + gl.arange(0, ROWS_EACH, top.type.layout)  # [64]
-    _finish(acc, top, total, staging.index(W), out_desc, lse_ptr, b, h, b * sizes.H + h, row, rows, T, BOUNDED)
+    total, some, lse = _log_sums(top, total, BOUNDED)
+    gl.store(lse_ptr + gl.to_tensor(b * sizes.H + h).to(gl.int64) * T + rows, lse, mask=rows < T)
+    _store_out(acc, total, some, staging.index(W), out_desc, [b, h, row, 0])
 
 
 @gluon.jit
@@ -176,7 +179,7 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
         mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
         p = gl.convert_layout(weights.to(dtype), weights_layout)
         if is_first:
-            _finish_tile(acc, ended_top, ended_total, before, staging, out_desc, lse_ptr, T, W, sizes, BOUNDED)
+            _finish(acc, ended_top, ended_total, before, staging, out_desc, lse_ptr, T, W, sizes, BOUNDED)
             before = record.t + 0
         # Of a new tile, what remains of the last one is not added to.
         if not BOUNDED:
@@ -192,7 +195,7 @@ def _consumer(buffers, barriers, out_desc, lse_ptr, sinks_ptr, lists, lengths, W
     # The last product of the program.
     acc = warpgroup_mma_wait(0, deps=[_weighted(p, vs, v_full, at - 1, acc, more)])
     mbarrier.arrive(v_empty.index((at - 1) % NUM_STAGES), count=1)
-    _finish_tile(acc, top, total, before, staging, out_desc, lse_ptr, T, W, sizes, BOUNDED)
+    _finish(acc, top, total, before, staging, out_desc, lse_ptr, T, W, sizes, BOUNDED)
     tma.store_wait(0)
 
 

@@ -10,7 +10,8 @@ from ....launch.sizes import cdiv, padded
 
 NARROWEST = 64
 """The least channels of a tile; fewer are padded."""
-_LEAST_QUERIES = 128
+LEAST_QUERIES = 128
+"""Queries from which on this kernel is used: fewer do not fill a tile."""
 _MULTIPROCESSORS = 132
 _MOST_SHARED = 232_448
 _MOST_NUMBERS = 2**31 - 1
@@ -124,7 +125,7 @@ def multiprocessors(device: DeviceFacts) -> int:
 
 def too_short(problem: Problem) -> str | None:
     """Says that a call has too few queries, which do not fill a tile."""
-    return f"is for {_LEAST_QUERIES} queries or more" if problem.dim("T") < _LEAST_QUERIES else None
+    return f"is for {LEAST_QUERIES} queries or more" if problem.dim("T") < LEAST_QUERIES else None
 
 
 def unfit(problem: Problem, device: DeviceFacts) -> str | None:
@@ -199,7 +200,9 @@ def rescale_threshold(dim: int, soft_cap: float | None, hides: bool) -> int:
 def shared_memory(tile: Any, problem: Problem) -> int:
     """The bytes that a program takes: queries, stages of keys and values, the output if it has its own place, barriers."""
     width = padded_width(problem)
-    places = 3 if _listed(problem) else 1 if stores_in_place(tile, width) else 2
+    places = 3  # with lists: two tiles of queries, and the output
+    if not _listed(problem):
+        places = 1 if stores_in_place(tile, width) else 2
     return places * tile.block_q * width * 2 + _streamed(tile, width)
 
 
