@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from ...parallel import explicit_mesh
 from ...parallel.layout import check_split, mesh_axes
@@ -107,17 +106,11 @@ class Split:
 
 def _any_mesh(arrays: dict[str, Array]) -> Any:
     """An automatic mesh, as far as it is known: that of the arrays' types or of the context, or of concrete arrays."""
-    for x in arrays.values():
-        typed = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-        if typed is not None and typed.axis_names:
-            return typed
-    context = jax.sharding.get_abstract_mesh()
-    if context.axis_names:
-        return context
-    for x in arrays.values():
-        if not isinstance(x, Tracer) and isinstance(x.sharding, NamedSharding):
-            return x.sharding.mesh
-    return None
+    types = [getattr(jax.typeof(x), "sharding", None) for x in arrays.values()]
+    placed = [getattr(x, "sharding", None) for x in arrays.values() if not isinstance(x, Tracer)]
+    typed, concrete = ([getattr(x, "mesh", None) for x in shardings] for shardings in (types, placed))
+    meshes = *typed, jax.sharding.get_abstract_mesh(), *concrete
+    return next((mesh for mesh in meshes if mesh is not None and mesh.axis_names), None)
 
 
 def resolve(
