@@ -317,7 +317,7 @@ def _lengths(name: str, value: Any, lead: tuple[int, ...], most: int) -> Array |
     return check_between(name, array, value, 0, most, f"there are {most}, including padding")
 
 
-def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
+def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Any:
     if value is None:
         return None
     array = jnp.asarray(value)
@@ -331,7 +331,6 @@ def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
 def _offset(q_offset: Any, lead: tuple[int, ...]) -> Any:
     fixed = isinstance(q_offset, int | np.integer)
     array = jnp.zeros((), jnp.int32) if fixed else _row_scalar("q_offset", q_offset, lead)
-    assert array is not None
     array = check_between("q_offset", array, q_offset, -FAR, FAR, "query positions count from the first key")
     return int(q_offset) if fixed else array
 

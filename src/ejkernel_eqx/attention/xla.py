@@ -435,13 +435,8 @@ def backward(
         dscores = call.fold(dscores.astype(k.dtype))
         dq_tile = call.unfold(call.dot("bkqs,bksd->bkqd", dscores, k))
         dk_tile = call.dot("bkdq,bkqs->bkds", call.fold_last(call.rows(q_transposed, pair, 4)), dscores)
-        return (
-            _add(dq, dq_tile, pair[0], 3),
-            _add(dk, dk_tile, pair[1], 3),
-            _add(dv, dv_tile, pair[1], 3),
-            dbias,
-            dslopes,
-        )
+        dk, dv = _add(dk, dk_tile, pair[1], 3), _add(dv, dv_tile, pair[1], 3)
+        return _add(dq, dq_tile, pair[0], 3), dk, dv, dbias, dslopes
 
     heads = q.shape[:3]
     dq = call.zeros(q.shape)

@@ -13,16 +13,8 @@ from ...parallel import explicit_mesh
 from ...parallel.layout import check_split, mesh_axes
 from ...parallel.mesh import spec_of
 from ...parallel.shapes import inside_manual_mesh
-from ..arguments import (
-    arranged,
-    check_axes,
-    check_qkv,
-    MaskInputs,
-    ScoreInputs,
-    ScoreOptions,
-    segments_of,
-    visible,
-)
+from .. import arguments as attention
+from ..arguments import MaskInputs, ScoreInputs, ScoreOptions
 from ..masks.mask import Mask
 from ..spec import AttentionArrays, AttentionSpec
 from .schedule import Sizes
@@ -117,13 +109,13 @@ def resolve(
     q: Any, k: Any, v: Any, split: Split, options: ScoreOptions, masking: MaskInputs, scoring: ScoreInputs
 ) -> tuple[AttentionArrays, RingSpec]:
     """The resolved call of these arrays: inside `shard_map` those of one device, else all."""
-    qkv = q, k, v = check_qkv(q, k, v)
+    qkv = q, k, v = attention.check_qkv(q, k, v)
     devices = split.over({"q": q, "k": k, "v": v})
     lead, queries, keys = q.shape[:-3], q.shape[-3], k.shape[-3]
     pairs, dense, rest = _by_token(masking, queries, keys)
-    check_axes("mask", dense, lead)
+    attention.check_axes("mask", dense, lead)
     whole = (*lead, queries * devices, *q.shape[-2:])
-    lowered = visible(rest, whole, keys * devices)
+    lowered = attention.visible(rest, whole, keys * devices)
     if any(x is not None for x in (lowered.pattern, lowered.blocks, lowered.dense)):
         raise ValueError(
             "mask: expected a Mask of windows, chunks, prefixes, lengths, segments or packed sequences, or of one dense array, received one that "
@@ -134,7 +126,7 @@ def resolve(
             f"segment_ids: expected one pair of ids, received {len(pairs)}; number the segments that both tell apart."
         )
     lowered = lowered._replace(dense=dense, segments=pairs[0] if pairs else None)
-    arrays, spec = arranged(qkv, options, scoring, lowered, keys * devices)
+    arrays, spec = attention.arranged(qkv, options, scoring, lowered, keys * devices)
     fields = vars(spec) | {
         "axis": split.axis,
         "order": split.order,
@@ -153,7 +145,7 @@ def _by_token(masking: MaskInputs, queries: int, keys: int) -> tuple[list[Any], 
         mask = dataclasses.replace(mask, segments=(), dense=None)
     elif mask is not None:
         dense, mask = Mask.from_dense(mask).dense, None
-    if (pair := segments_of(masking, queries, keys)) is not None:
+    if (pair := attention.segments_of(masking, queries, keys)) is not None:
         pairs.append(pair)
     if masking.cu_seqlens is not None and masking.segment_ids is not None:
         raise ValueError(

@@ -70,17 +70,14 @@ def runs(
     The backward goes the other way round: else a compiler could keep what arrives in the forward, all keys on every device, and not send it
     again.
     """
-    devices = range(sizes.devices)
-    of_step = lambda shift: [
-        _pieces(sizes, reach, r, (r - shift) % len(devices), positional) for r in devices
-    ]
-    steps = [of_step(shift) for shift in devices]
-    shifts = [shift for shift in devices if any(steps[shift])]
+    n = sizes.devices
+    steps = [[_pieces(sizes, reach, r, (r - shift) % n, positional) for r in range(n)] for shift in range(n)]
+    shifts = [shift for shift in range(n) if any(steps[shift])]
     if backward:
         shifts = shifts[:1] + shifts[:0:-1]
     moves = [later - before for before, later in itertools.pairwise([0, *shifts, *shifts[-1:]])]
-    alike = itertools.groupby(range(len(shifts)), lambda n: (n == 0, moves[n], moves[n + 1]))
-    groups = [(key, [shifts[n] for n in group]) for key, group in alike]
+    alike = itertools.groupby(range(len(shifts)), lambda step: (step == 0, moves[step], moves[step + 1]))
+    groups = [(key, [shifts[step] for step in group]) for key, group in alike]
     return tuple(
         _run(sizes, tuple(own), came, following, [steps[shift] for shift in own], fixed)
         for (_, came, following), own in groups
