@@ -246,17 +246,14 @@ def _check_mask(mask: Mask, lead: tuple[int, ...], queries: int, keys: int) -> M
                 "pass both to Mask.from_segments."
             )
     check_axes("mask", mask.dense, lead)
-    sizes = [side for window in mask.windows for side in window]
-    counts = {"prefix_lengths": (mask.prefix_lengths,), "windows": sizes, "chunks": mask.chunks}
-    for name, given in counts.items():
-        for x in given:
+    for name in ("prefix_lengths", "windows", "chunks"):
+        for x in jax.tree.leaves(getattr(mask, name)):
             _row_scalar(f"mask.{name}", x, lead)
     cu_seqlens = mask.cu_seqlens
     if cu_seqlens is not None:
-        sides = (("mask.cu_seqlens", queries), ("mask.kv_cu_seqlens", keys))
-        cu_seqlens = tuple(
-            check_offsets(name, x, x, most) for (name, most), x in zip(sides, cu_seqlens, strict=True)
-        )
+        q, kv = cu_seqlens
+        q = check_offsets("mask.cu_seqlens", q, q, queries)
+        cu_seqlens = q, check_offsets("mask.kv_cu_seqlens", kv, kv, keys)
     inner = lambda masks: tuple(_check_mask(part, lead, queries, keys) for part in masks)
     return dataclasses.replace(
         mask,
@@ -320,7 +317,7 @@ def _lengths(name: str, value: Any, lead: tuple[int, ...], most: int) -> Array |
     return check_between(name, array, value, 0, most, f"there are {most}, including padding")
 
 
-def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
+def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Any:
     if value is None:
         return None
     array = jnp.asarray(value)
@@ -334,7 +331,6 @@ def _row_scalar(name: str, value: Any, lead: tuple[int, ...]) -> Array | None:
 def _offset(q_offset: Any, lead: tuple[int, ...]) -> Any:
     fixed = isinstance(q_offset, int | np.integer)
     array = jnp.zeros((), jnp.int32) if fixed else _row_scalar("q_offset", q_offset, lead)
-    assert array is not None
     array = check_between("q_offset", array, q_offset, -FAR, FAR, "query positions count from the first key")
     return int(q_offset) if fixed else array
 

@@ -143,15 +143,10 @@ class AttentionKind(Kind):
         return dict(zip(self.results, platform.forward(arrays, spec, config), strict=True))
 
     def backward(
-        self,
-        platform: Any,
-        arrays: Any,
-        spec: Any,
-        config: Any,
-        saved: Named,
-        cotangents: Named,
+        self, platform: Any, arrays: Any, spec: Any, config: Any, *states: Named
     ) -> Named:
-        results = (saved["out"], saved["lse"], cotangents["out"], cotangents["lse"])
+        # Saved results, then their cotangents.
+        results = [state[name] for state in states for name in ("out", "lse")]
         return given_of(platform.backward(arrays, spec, config, *results))
 
     def told(self, spec: AttentionSpec, runs: Mapping[str, int], over: tuple[str, ...]) -> AttentionSpec:

@@ -131,14 +131,12 @@ class _Tiles(NamedTuple):
         ]
         if is_symbolic(t) or is_symbolic(s):
             return cls(block_q, block_k, xla_symbols.pairs(q_start, q_fresh, k_start, k_fresh), *overlap)
+        q_last, k_last = q_start + block_q - 1, k_start + block_k - 1
         lowest = q_fresh + spec.offset - (np.inf if spec.left is None else spec.left)
-        highest = q_start + block_q - 1 + spec.offset + (np.inf if spec.right is None else spec.right)
-        seen = (k_start + block_k - 1 >= lowest[:, None]) & (k_fresh <= highest[:, None])
+        highest = q_last + spec.offset + (np.inf if spec.right is None else spec.right)
+        seen = (k_last >= lowest[:, None]) & (k_fresh <= highest[:, None])
         if spec.pattern is not None:
-            queries, keys = (
-                (start, start + size - 1) for start, size in ((q_start, block_q), (k_start, block_k))
-            )
-            seen &= touched(spec.pattern, queries, keys)
+            seen &= touched(spec.pattern, (q_start, q_last), (k_start, k_last))
         a, b = np.nonzero(seen)
         pairs = np.stack([q_start[a], k_start[b], q_fresh[a], k_fresh[b]], axis=1).astype(np.int32)
         return cls(block_q, block_k, pairs, *overlap)
@@ -437,13 +435,8 @@ def backward(
         dscores = call.fold(dscores.astype(k.dtype))
         dq_tile = call.unfold(call.dot("bkqs,bksd->bkqd", dscores, k))
         dk_tile = call.dot("bkdq,bkqs->bkds", call.fold_last(call.rows(q_transposed, pair, 4)), dscores)
-        return (
-            _add(dq, dq_tile, pair[0], 3),
-            _add(dk, dk_tile, pair[1], 3),
-            _add(dv, dv_tile, pair[1], 3),
-            dbias,
-            dslopes,
-        )
+        dk, dv = _add(dk, dk_tile, pair[1], 3), _add(dv, dv_tile, pair[1], 3)
+        return _add(dq, dq_tile, pair[0], 3), dk, dv, dbias, dslopes
 
     heads = q.shape[:3]
     dq = call.zeros(q.shape)

@@ -18,7 +18,7 @@ from ..._shapes import is_symbolic
 from ..._values import FAR
 from ..spec import RowRanges
 from .block_map import BlockMap, check_map
-from .dense import both, by_pair, either, heads_needed, of_positions, same_segment, with_types
+from .dense import both, by_pair, either, of_positions, same_segment, with_types
 from .functions import Chunk, Combined, intersection, is_static, PairFunction, Window
 from .pattern import Pattern
 from .row_ranges import placed, row_ranges, window_ends
@@ -73,9 +73,7 @@ def lower(mask: Any, num_queries: int, num_keys: int, q_offset: Any | None, num_
     lowered = _lower_ranges(rest, num_queries, num_keys, q_offset)
     dense, pattern = lowered.dense, None
     if functions and offset is not None:
-        pattern = Pattern.make(intersection(functions), offset, num_heads or 0)
-        if pattern.heads == 0 and Pattern.make(intersection(functions), offset, 1).heads:
-            heads_needed(num_heads)
+        pattern = Pattern.make(intersection(functions), offset, num_heads)
     else:
         rest = dataclasses.replace(rest, functions=functions + rest.functions)
     if rest.functions:

@@ -234,21 +234,16 @@ class Mask(Module):
         if self.cu_seqlens is not None or other.cu_seqlens is not None:
             return Mask(unions=((self, other),))  # they change what the other conditions mean
         # Conditions with the same arrays hold for the whole, so that kernels take them as they are.
-        shared, parts = {}, [self, other]
+        shared = {}
         for name in _SEVERAL:
             mine, theirs = getattr(self, name), getattr(other, name)
             if both := tuple(x for x in mine if any(_same(x, y) for y in theirs)):
                 shared[name] = both
-                rest = (tuple(x for x in xs if not any(_same(x, y) for y in both)) for xs in (mine, theirs))
-                parts = [
-                    dataclasses.replace(part, **{name: xs}) for part, xs in zip(parts, rest, strict=True)
-                ]
         for name in _SINGLE:
             value = getattr(self, name)
             if value is not None and value is getattr(other, name):
                 shared[name] = value
-                parts = [dataclasses.replace(part, **{name: None}) for part in parts]
-        union = Mask(unions=(tuple(parts),))
+        union = Mask(unions=((_without(self, shared), _without(other, shared)),))
         return Mask(**shared) & union if shared else union
 
     def __invert__(self) -> "Mask":
@@ -341,6 +336,13 @@ _SINGLE = {
     "dense": jnp.logical_and,
 }
 _EVERYTHING = jax.tree.structure(Mask())
+
+
+def _without(mask: Mask, conditions: dict[str, Any]) -> Mask:
+    rest: dict[str, Any] = dict.fromkeys(conditions)
+    for name in conditions.keys() & _SEVERAL:
+        rest[name] = tuple(x for x in getattr(mask, name) if not any(_same(x, y) for y in conditions[name]))
+    return dataclasses.replace(mask, **rest)
 
 
 def _same(a: Any, b: Any) -> bool:

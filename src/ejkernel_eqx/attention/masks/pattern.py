@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from .bounds.evaluate import traced_once
+from .dense import heads_needed
 from .functions import depends_on_head, evaluate, PairFunction
 
 
@@ -19,8 +20,10 @@ class Pattern:
     heads: int = 0
 
     @classmethod
-    def make(cls, function: PairFunction, offset: int, heads: int) -> "Pattern":
-        return cls(function, offset, heads if depends_on_head(traced_once(function).jaxpr) else 0)
+    def make(cls, function: PairFunction, offset: int, heads: int | None) -> "Pattern":
+        return cls(
+            function, offset, heads_needed(heads) if depends_on_head(traced_once(function).jaxpr) else 0
+        )
 
     def seen(self, heads: Array | None, queries: Array, keys: Array) -> Array:
         """Booleans `[n or 1, T, S]` of heads `[n]` (`None` if the pattern is the same for all), of queries `[T]` counted from 0, and of keys."""

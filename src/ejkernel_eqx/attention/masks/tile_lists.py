@@ -49,7 +49,9 @@ def lists_of(pattern: Pattern, shape: Shape) -> PatternLists:
     stacked = np.stack(tiles)
     # One more entry, which the kernels read ahead.
     every = np.concatenate([*entries, np.zeros(1, entries[0].dtype)])
-    order = _longest_first((stacked[..., 2] - stacked[..., 0]).sum(0))
+    lengths = (stacked[..., 2] - stacked[..., 0]).sum(0)
+    # The longest first; of equal ones the last, as causal masks have the most keys there.
+    order = np.lexsort((-np.arange(len(lengths)), -lengths)).astype(np.int32)
     stacked = stacked[:, order]
     tile = np.broadcast_to(order[:, None], (*stacked.shape[:2], 1))
     records = [tile, stacked, every[stacked[..., :2]], np.zeros_like(tile)]
@@ -61,11 +63,6 @@ def lists_of(pattern: Pattern, shape: Shape) -> PatternLists:
         packed_bits(known.bits, shape) if len(known.bits) > 1 else None,
         known.blind,
     )
-
-
-def _longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Orders lists by length, of equal ones the last first, as causal masks have the most keys there."""
-    return np.lexsort((-np.arange(len(lengths)), -lengths)).astype(np.int32)
 
 
 @while_alive

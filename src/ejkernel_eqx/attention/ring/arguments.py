@@ -8,21 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from ...parallel import explicit_mesh
 from ...parallel.layout import check_split, mesh_axes
 from ...parallel.mesh import inside_manual_mesh, spec_of
-from ..arguments import (
-    arranged,
-    check_axes,
-    check_qkv,
-    MaskInputs,
-    ScoreInputs,
-    ScoreOptions,
-    segments_of,
-    visible,
-)
+from .. import arguments as attention
+from ..arguments import MaskInputs, ScoreInputs, ScoreOptions
 from ..masks.mask import Mask
 from ..spec import AttentionArrays, AttentionSpec
 from .schedule import Sizes
@@ -106,30 +97,24 @@ class Split:
 
 def _any_mesh(arrays: dict[str, Array]) -> Any:
     """An automatic mesh, as far as it is known: that of the arrays' types or of the context, or of concrete arrays."""
-    for x in arrays.values():
-        typed = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
-        if typed is not None and typed.axis_names:
-            return typed
-    context = jax.sharding.get_abstract_mesh()
-    if context.axis_names:
-        return context
-    for x in arrays.values():
-        if not isinstance(x, Tracer) and isinstance(x.sharding, NamedSharding):
-            return x.sharding.mesh
-    return None
+    types = [getattr(jax.typeof(x), "sharding", None) for x in arrays.values()]
+    placed = [getattr(x, "sharding", None) for x in arrays.values() if not isinstance(x, Tracer)]
+    typed, concrete = ([getattr(x, "mesh", None) for x in shardings] for shardings in (types, placed))
+    meshes = *typed, jax.sharding.get_abstract_mesh(), *concrete
+    return next((mesh for mesh in meshes if mesh is not None and mesh.axis_names), None)
 
 
 def resolve(
     q: Any, k: Any, v: Any, split: Split, options: ScoreOptions, masking: MaskInputs, scoring: ScoreInputs
 ) -> tuple[AttentionArrays, RingSpec]:
     """The resolved call of these arrays: inside `shard_map` those of one device, else all."""
-    qkv = q, k, v = check_qkv(q, k, v)
+    qkv = q, k, v = attention.check_qkv(q, k, v)
     devices = split.over({"q": q, "k": k, "v": v})
     lead, queries, keys = q.shape[:-3], q.shape[-3], k.shape[-3]
     pairs, dense, rest = _by_token(masking, queries, keys)
-    check_axes("mask", dense, lead)
+    attention.check_axes("mask", dense, lead)
     whole = (*lead, queries * devices, *q.shape[-2:])
-    lowered = visible(rest, whole, keys * devices)
+    lowered = attention.visible(rest, whole, keys * devices)
     if any(x is not None for x in (lowered.pattern, lowered.blocks, lowered.dense)):
         raise ValueError(
             "mask: expected a Mask of windows, chunks, prefixes, lengths, segments or packed sequences, or of one dense array, received one that "
@@ -140,7 +125,7 @@ def resolve(
             f"segment_ids: expected one pair of ids, received {len(pairs)}; number the segments that both tell apart."
         )
     lowered = lowered._replace(dense=dense, segments=pairs[0] if pairs else None)
-    arrays, spec = arranged(qkv, options, scoring, lowered, keys * devices)
+    arrays, spec = attention.arranged(qkv, options, scoring, lowered, keys * devices)
     fields = vars(spec) | {
         "axis": split.axis,
         "order": split.order,
@@ -159,7 +144,7 @@ def _by_token(masking: MaskInputs, queries: int, keys: int) -> tuple[list[Any], 
         mask = dataclasses.replace(mask, segments=(), dense=None)
     elif mask is not None:
         dense, mask = Mask.from_dense(mask).dense, None
-    if (pair := segments_of(masking, queries, keys)) is not None:
+    if (pair := attention.segments_of(masking, queries, keys)) is not None:
         pairs.append(pair)
     if masking.cu_seqlens is not None and masking.segment_ids is not None:
         raise ValueError(

@@ -33,7 +33,8 @@ class Ring:
         self.index = lax.axis_index(spec.axis)
         self.wide = accumulator(arrays.q.dtype)
         self.sizes = Sizes(self.devices, arrays.q.shape[1], arrays.k.shape[1], spec.order)
-        self.runs = runs(self.sizes, spec.reach, arrays.rows is None, spec.positional, backward)
+        positional = spec.dropout_rate > 0 or spec.slopes  # scores depend on positions besides the mask
+        self.runs = runs(self.sizes, spec.reach, arrays.rows is None, positional, backward)
         self.rows = self._own_rows()
 
     def _own_rows(self) -> RowRanges | None:

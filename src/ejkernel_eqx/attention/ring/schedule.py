@@ -5,6 +5,7 @@ zigzag order. A piece is a call of a kernel for some of its queries and keys.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 from .spec import CHUNKS, Order, Reach
@@ -69,26 +70,17 @@ def runs(
     The backward goes the other way round: else a compiler could keep what arrives in the forward, all keys on every device, and not send it
     again.
     """
-    steps = {
-        shift: [
-            _pieces(sizes, reach, r, (r - shift) % sizes.devices, positional) for r in range(sizes.devices)
-        ]
-        for shift in range(sizes.devices)
-    }
-    shifts = [shift for shift, by_device in steps.items() if any(by_device)]
+    n = sizes.devices
+    steps = [[_pieces(sizes, reach, r, (r - shift) % n, positional) for r in range(n)] for shift in range(n)]
+    shifts = [shift for shift in range(n) if any(steps[shift])]
     if backward:
         shifts = shifts[:1] + shifts[:0:-1]
-    found: list[tuple[int, int, list[int]]] = []
-    for n, shift in enumerate(shifts):
-        came = shift - (shifts[n - 1] if n else 0)
-        following = shifts[n + 1] - shift if n + 1 < len(shifts) else 0
-        if n > 1 and found[-1][:2] == (came, following):
-            found[-1][2].append(shift)
-        else:
-            found.append((came, following, [shift]))
+    moves = [later - before for before, later in itertools.pairwise([0, *shifts, *shifts[-1:]])]
+    alike = itertools.groupby(range(len(shifts)), lambda step: (step == 0, moves[step], moves[step + 1]))
+    groups = [(key, [shifts[step] for step in group]) for key, group in alike]
     return tuple(
         _run(sizes, tuple(own), came, following, [steps[shift] for shift in own], fixed)
-        for came, following, own in found
+        for (_, came, following), own in groups
     )
 
 

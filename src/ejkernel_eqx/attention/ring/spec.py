@@ -24,11 +24,6 @@ class RingSpec(AttentionSpec):
     reach: Reach = (None, None, 0)
     """No key outside of it is visible, although `rows` may hide more."""
 
-    @property
-    def positional(self) -> bool:
-        """Returns whether scores depend on positions besides the mask."""
-        return self.dropout_rate > 0 or self.slopes
-
     slopes: bool = False
     """Whether ALiBi slopes are given."""
 

@@ -114,18 +114,13 @@ def _tiles(
 ) -> Tiles:
     """Blocks of `step` by `step` tiles."""
 
-    def edges(block: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        low = np.arange(0, length, block * step, dtype=np.int64)
-        return low, np.minimum(low + block * step, length) - 1
+    def edges(block: int, length: int, axis: int, first: int) -> tuple[np.ndarray, np.ndarray]:
+        low = np.expand_dims(np.arange(0, length, block * step, dtype=np.int64), axis)
+        return low + first, np.minimum(low + block * step, length) - 1 + first
 
-    q, k = edges(shape.block_q, shape.queries), edges(shape.block_k, shape.keys)
-    return Tiles(
-        (q[0][:, None] + pattern.offset, q[1][:, None] + pattern.offset),
-        (k[0][None], k[1][None]),
-        head,
-        (shape.block_q * step, shape.block_k * step),
-        picked,
-    )
+    q = edges(shape.block_q, shape.queries, 1, pattern.offset)
+    k = edges(shape.block_k, shape.keys, 0, 0)
+    return Tiles(q, k, head, (shape.block_q * step, shape.block_k * step), picked)
 
 
 def _numbers_of(which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
