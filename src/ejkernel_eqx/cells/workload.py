@@ -65,7 +65,7 @@ def _random(problem: Problem, seed: Any) -> CellArrays:
 
 def _shapes_of(
     size: Mapping[str, int], flags: Mapping[str, Any], dtypes: Mapping[str, str]
-) -> dict[str, jax.ShapeDtypeStruct]:
+) -> dict[str, Any]:
     """The shapes of the arrays of a call, from the sizes, flags and dtypes of its problem."""
     cell, packed, weight = flags["cell"], flags["packed"], dtypes["weight"]
     given = {"x": dtypes["x"], "weight": weight} | ({"bias": weight} if flags["bias"] else {})
@@ -93,5 +93,5 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     options["bias"] &= options["cell"] == "gru"
     wide = wide_dtype(dtype)
     shapes = _shapes_of(size, options, {"x": dtype, "weight": dtype, "state": wide})
-    spec = CellSpec(*(options[name] for name in CHOICES), wide)
+    spec = CellSpec(options["cell"], options["activation"], options["gate_activation"], wide)
     return problem_of(operation, CellArrays(**shapes), spec)

@@ -1,8 +1,7 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward, backward and step."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -117,10 +116,10 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         is_limited = limits_registers(device) and register_limits_measured(device)
         rows = ", ".join((_LIMITED, _PLAIN) if is_limited else (_PLAIN, _LIMITED)), _BACKWARD
     pairs = zip(*([_tile(row, device) for row in numbers_of(column)] for column in rows), strict=True)
-    return [TritonConfig(16, *pair, _STEP) for pair in dict.fromkeys(pairs)]
+    return [TritonConfig(16, first, second, _STEP) for first, second in dict.fromkeys(pairs)]
 
 
-def _tile(row: Sequence[int], device: DeviceFacts) -> ScanTile:
+def _tile(row: Any, device: DeviceFacts) -> ScanTile:
     warps, programs, *more = row
     lanes, base = 64 if device.vendor == "amd" else _LANES, device.num_multiprocessors or _MULTIPROCESSORS
     tile = ScanTile(lanes * warps, warps, base * programs, *more)
