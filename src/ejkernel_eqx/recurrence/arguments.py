@@ -15,7 +15,7 @@ from ..core.frame import Frame as Frame
 from ..core.frame import frame_of as frame_of
 from ..core.frame import States
 from ..core.frame import step_frame_of as step_frame_of
-from .spec import CONSTANT, head_counts, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays
+from .spec import CONSTANT, NONE, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays
 
 
 def check_scale(scale: float | None) -> float | None:
@@ -94,7 +94,11 @@ def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays
 
 def check_heads(operands: Operands) -> int:
     """The number of state heads. Every head count must divide the largest, and those of the state's operands the state's."""
-    counts = head_counts(operands, operands.decay)
+    counts = {name: getattr(operands, name).shape[-2] for name in ("q", "k", "v")}
+    if operands.g is not None:
+        counts["g"] = operands.g.shape[-1 if operands.decay in (CONSTANT, SCALAR) else -2]
+    if operands.beta is not None:
+        counts["beta"] = operands.beta.shape[-1]
     state = max(n for name, n in counts.items() if name != "q")
     largest = max(state, counts["q"])
     for name, n in reversed(counts.items()):

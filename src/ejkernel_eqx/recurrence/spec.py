@@ -8,7 +8,7 @@ each divide `R` (all except `Hq` divide `HS`); output head `r` reads head `r // 
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax import Array
 
@@ -101,18 +101,13 @@ class Heads(NamedTuple):
     state: int  # HS
 
 
-def head_counts(arrays: Any, decay: str) -> dict[str, int]:
-    """The head counts of the operands of a call or a step, by name."""
-    counts = {name: getattr(arrays, name).shape[-2] for name in ("q", "k", "v")}
-    if arrays.g is not None:
-        counts["g"] = arrays.g.shape[-1 if decay in (CONSTANT, SCALAR) else -2]
-    return counts | ({} if arrays.beta is None else {"beta": arrays.beta.shape[-1]})
-
-
 def heads_of(arrays: "RecurrenceArrays | StepArrays", spec: RecurrenceSpec) -> Heads:
-    counts = head_counts(arrays, spec.decay)
-    queries = counts.pop("q")
-    return Heads(max(queries, *counts.values()), max(counts.values()))
+    counts = [arrays.k.shape[-2], arrays.v.shape[-2]]
+    if arrays.g is not None:
+        counts.append(arrays.g.shape[-1 if spec.decay in (CONSTANT, SCALAR) else -2])
+    if arrays.beta is not None:
+        counts.append(arrays.beta.shape[-1])
+    return Heads(max(arrays.q.shape[-2], *counts), max(counts))
 
 
 class StepArrays(NamedTuple):

@@ -114,3 +114,9 @@ def from_saved(call: Call, saved: dict[str, Array], names: str, again: Callable[
         for name, x in known.items()
         if x is not None
     }
+
+
+def states_of(call: Call, saved: dict[str, Array], dout: Array, dfinal: Array) -> tuple[Array, Array, Array]:
+    """The states at the starts of chunks, the gradients of those at their ends, and that of the initial state."""
+    states, _ = call.states(from_saved(call, saved, "edges", lambda: edges_of(call)))
+    return states, *call.states(edges_of(call, dout, dfinal), dout, dfinal)
