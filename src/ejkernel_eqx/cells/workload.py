@@ -28,10 +28,8 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 def spec_of(problem: Problem) -> CellSpec:
     """The static half of a call of this problem."""
-    gate = problem.flag("gate_activation") or "sigmoid"
-    return CellSpec(
-        str(problem.flag("cell")), str(problem.flag("activation")), str(gate), problem.dtype("state")
-    )
+    cell, activation, gate = (str(problem.flag(name) or "sigmoid") for name in CHOICES)
+    return CellSpec(cell, activation, gate, problem.dtype("state"))
 
 
 def make_inputs(problem: Problem, seed: int) -> Inputs:
@@ -43,9 +41,8 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
     if problem.flag("packed") == "marks":
         marks = np.where(rng.random((batch, length)) < 4 / max(length, 1), STARTS, 0)
         real = rng.integers(length - length // 4, length + 1, (batch, 1))
-        arrays = arrays._replace(
-            marks=jnp.asarray(np.where(np.arange(length) < real, marks, PADDING), jnp.int32)
-        )
+        marks = np.where(np.arange(length) < real, marks, PADDING)
+        arrays = arrays._replace(marks=jnp.asarray(marks, jnp.int32))
     return Inputs(arrays, random_cotangents(KINDS[spec.cell], arrays, spec, seed))
 
 

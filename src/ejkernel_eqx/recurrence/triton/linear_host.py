@@ -47,11 +47,8 @@ def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[s
         results = shared_host.gradients(call, states, dstates, dout, _shared(call), each)
     else:
         results = _separate_gradients(call, states, dstates, dout)
-    grads = {
-        "q": _sum_parts(results["dq"]),
-        "k": _sum_parts(results["dk"]),
-        "v": sum_heads(results["dv"], arrays.v.shape[2]),
-    }
+    grads = {name: _sum_parts(results[f"d{name}"]) for name in "qk"}
+    grads["v"] = sum_heads(results["dv"], arrays.v.shape[2])
     if decay == CONSTANT:
         dg = results["dg"].reshape(batch, call.chunks // batch, heads).sum(1)
         grads["g"] = sum_heads(dg, call.launch.numbers["HG"], axis=1)
