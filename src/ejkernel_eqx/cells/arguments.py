@@ -47,8 +47,8 @@ class Call:
         return {"out": out} | dict(zip(("final_hidden", "final_cell"), finals))
 
     def finish(self, results: dict[str, Array]) -> tuple[Array, Any]:
-        finals = [results["final_hidden"], *([results["final_cell"]] if len(self.states) == 2 else [])]
-        left = tuple(states.leaving(final) for states, final in zip(self.states, finals, strict=True))
+        named = zip(self.states, ("final_hidden", "final_cell"))
+        left = tuple(states.leaving(results[name]) for states, name in named)
         return self.frame.packing.give(results["out"]), left if len(left) == 2 else left[0]
 
 

@@ -28,10 +28,8 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 def spec_of(problem: Problem) -> CellSpec:
     """The static half of a call of this problem."""
-    gate = problem.flag("gate_activation") or "sigmoid"
-    return CellSpec(
-        str(problem.flag("cell")), str(problem.flag("activation")), str(gate), problem.dtype("state")
-    )
+    cell, activation, gate = (str(problem.flag(name) or "sigmoid") for name in CHOICES)
+    return CellSpec(cell, activation, gate, problem.dtype("state"))
 
 
 def make_inputs(problem: Problem, seed: int) -> Inputs:
@@ -43,9 +41,8 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
     if problem.flag("packed") == "marks":
         marks = np.where(rng.random((batch, length)) < 4 / max(length, 1), STARTS, 0)
         real = rng.integers(length - length // 4, length + 1, (batch, 1))
-        arrays = arrays._replace(
-            marks=jnp.asarray(np.where(np.arange(length) < real, marks, PADDING), jnp.int32)
-        )
+        marks = np.where(np.arange(length) < real, marks, PADDING)
+        arrays = arrays._replace(marks=jnp.asarray(marks, jnp.int32))
     return Inputs(arrays, random_cotangents(KINDS[spec.cell], arrays, spec, seed))
 
 
@@ -65,7 +62,7 @@ def _random(problem: Problem, seed: Any) -> CellArrays:
 
 def _shapes_of(
     size: Mapping[str, int], flags: Mapping[str, Any], dtypes: Mapping[str, str]
-) -> dict[str, jax.ShapeDtypeStruct]:
+) -> dict[str, Any]:
     """The shapes of the arrays of a call, from the sizes, flags and dtypes of its problem."""
     cell, packed, weight = flags["cell"], flags["packed"], dtypes["weight"]
     given = {"x": dtypes["x"], "weight": weight} | ({"bias": weight} if flags["bias"] else {})
@@ -93,5 +90,5 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     options["bias"] &= options["cell"] == "gru"
     wide = wide_dtype(dtype)
     shapes = _shapes_of(size, options, {"x": dtype, "weight": dtype, "state": wide})
-    spec = CellSpec(*(options[name] for name in CHOICES), wide)
+    spec = CellSpec(options["cell"], options["activation"], options["gate_activation"], wide)
     return problem_of(operation, CellArrays(**shapes), spec)

@@ -1,5 +1,6 @@
 """Sizes of tiles and grids, and which tiles fit in a device's shared memory or vector memory."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -40,9 +41,10 @@ def too_large(kernel: str, sizes: str, stages: int, needed: int, device: DeviceF
     return f"{kernel} with {sizes} tiles and {stages} stages takes about {needed} bytes of shared memory, the device has {limit}"
 
 
-def numbers_of(rows: str) -> list[tuple[int, ...]]:
+@functools.cache
+def numbers_of(rows: str) -> tuple[tuple[int, ...], ...]:
     """Rows of numbers, written as `"16 32 4, 32 32 8"`: the fields of tiles in order."""
-    return [tuple(map(int, row.split())) for row in rows.split(",")]
+    return tuple(tuple(map(int, row.split())) for row in rows.split(","))
 
 
 def rows_of(columns: list[list[T]]) -> list[tuple[T, ...]]:

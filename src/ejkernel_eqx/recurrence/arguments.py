@@ -94,7 +94,7 @@ def build_step(frame: Frame, operands: Operands, state: Any) -> tuple[StepArrays
 
 def check_heads(operands: Operands) -> int:
     """The number of state heads. Every head count must divide the largest, and those of the state's operands the state's."""
-    counts = {"q": operands.q.shape[-2], "k": operands.k.shape[-2], "v": operands.v.shape[-2]}
+    counts = {name: getattr(operands, name).shape[-2] for name in ("q", "k", "v")}
     if operands.g is not None:
         counts["g"] = operands.g.shape[-1 if operands.decay in (CONSTANT, SCALAR) else -2]
     if operands.beta is not None:

@@ -139,6 +139,7 @@ class LightningAttention(Recurrence):
         **Returns:** `(out, final_state)`: `[..., T, R, V]` in the dtype of `v`, and `[..., H, D, V]` (`[N, H, D, V]` with `cu_seqlens`). Raises the
         errors of [`ejkernel_eqx.GatedLinearAttention`][].
         """
+        assert slopes is not None
         frame = self._frame(q, cu_seqlens, segment_ids, state_indices)
         return self._run(frame, self._operands(frame, q, k, v, slopes), initial_state)
 

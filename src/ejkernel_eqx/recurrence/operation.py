@@ -15,8 +15,9 @@ from ..core.frame import Frame, frame_of
 from ..core.plans import plan_of as plan_of
 from ..dispatch import implementations_of, kernel_registry
 from .along import recur_along
-from .arguments import build, build_step, check_heads, Operands
+from .arguments import build, build_step, Operands
 from .core import recur, step
+from .spec import heads_of, RecurrenceSpec
 
 
 def register(operation: str) -> None:
@@ -36,7 +37,7 @@ def run(
     """Runs sequences. `epilogue` receives the outputs in the kernels' order, zero at padding, and must keep those zeros."""
     arrays, spec, states = build(frame, operands, initial_state, state_dtype)
     if frame.is_empty:
-        out, state = _no_output(arrays, operands), operands.flipped(states.unchanged(spec.state_dtype))
+        out, state = _no_output(arrays, spec), operands.flipped(states.unchanged(spec.state_dtype))
     elif frame.along is not None:
         out, state = recur_along(frame.along, plan, plan.operation, arrays, spec)
     else:
@@ -54,7 +55,7 @@ def run_step(
     """Runs one token per row."""
     arrays, spec = build_step(frame, operands, state)
     if frame.is_empty:
-        out, state = _no_output(arrays, operands), arrays.state
+        out, state = _no_output(arrays, spec), arrays.state
     else:
         out, state = step(plan, plan.operation, arrays, spec)
     out, state = frame.from_rows((out, state))
@@ -89,7 +90,7 @@ class Recurrence(Kernel):
         return run(self.plan, frame, operands, state, self.state_dtype, epilogue)
 
 
-def _no_output(arrays: Any, operands: Operands) -> Array:
+def _no_output(arrays: Any, spec: RecurrenceSpec) -> Array:
     """The output for zero tokens or zero rows."""
-    heads = max(check_heads(operands), arrays.q.shape[-2])
-    return jnp.zeros((*arrays.q.shape[:-2], heads, arrays.v.shape[-1]), arrays.v.dtype)
+    shape = (*arrays.q.shape[:-2], heads_of(arrays, spec).out, arrays.v.shape[-1])
+    return jnp.zeros(shape, arrays.v.dtype)

@@ -104,11 +104,10 @@ class Heads(NamedTuple):
 def heads_of(arrays: "RecurrenceArrays | StepArrays", spec: RecurrenceSpec) -> Heads:
     counts = [arrays.k.shape[-2], arrays.v.shape[-2]]
     if arrays.g is not None:
-        counts.append(arrays.g.shape[-1] if spec.decay in (CONSTANT, SCALAR) else arrays.g.shape[-2])
+        counts.append(arrays.g.shape[-1 if spec.decay in (CONSTANT, SCALAR) else -2])
     if arrays.beta is not None:
         counts.append(arrays.beta.shape[-1])
-    state = max(counts)
-    return Heads(max(state, arrays.q.shape[-2]), state)
+    return Heads(max(arrays.q.shape[-2], *counts), max(counts))
 
 
 class StepArrays(NamedTuple):

@@ -139,21 +139,7 @@ class StateSpaceV2(Recurrence):
         return self._call(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias, norm_weight), state)
 
     def _call(self, frame: Frame, inputs: _Inputs, state: Any) -> tuple[Array, Array]:
-        operands, rates, epilogue = self._operands(frame, inputs)
-
-        def decayed(dt: Array, A: Array, dt_bias: Array | None) -> tuple[Array, Array]:
-            dt = frame.mask(time_step(dt, dt_bias, self.dt_softplus, self.dt_limit))
-            # Masked separately, because the gradient that a kernel leaves at padding must not reach `A`.
-            g = frame.mask(dt * like(finite_rate(A.astype(dt.dtype)), dt))
-            return self._run(frame, dataclasses.replace(operands, g=g, beta=dt), state, epilogue)
-
-        if frame.length is not None:
-            decayed = again_for_gradients(decayed, self, KEPT)
-        return decayed(*rates)
-
-    def _operands(self, frame: Frame, inputs: _Inputs) -> tuple[Operands, tuple[Any, ...], Any]:
-        """The operands of the recurrence, with `B` as key and `x` as value, what determines its decays (`dt`, `A`, `dt_bias`), and the function
-        applied to its output."""
+        """Runs the recurrence with `B` as key and `x` as value."""
         x = frame.main("x", inputs.x, (None, None), "H P")
         heads, channels = x.shape[-2:]
         B = frame.main("B", inputs.B, (None, None), "G N")
@@ -166,16 +152,22 @@ class StateSpaceV2(Recurrence):
         bias = None if inputs.dt_bias is None else fitting("dt_bias", inputs.dt_bias, (heads,), "H")
         raw = frame.operand("dt", inputs.dt, (heads,), "H")
         rates = raw, decaying_rates(fitting("A", inputs.A, (heads,), "H")), bias
-        skip = self._skip(frame, inputs.D, heads, channels)
-        operands = Operands(C, B, x, 1.0, skip=skip, decay=SCALAR, transposed=True)
-        return operands, rates, self._epilogue(frame, inputs, x, groups)
-
-    def _skip(self, frame: Frame, D: Any, heads: int, channels: int) -> Array | None:
-        if D is None:
-            return None
+        D = inputs.D
         if getattr(D, "ndim", 2) == 1:
             D = jnp.broadcast_to(fitting("D", D, (heads,), "H")[:, None], (heads, channels))
-        return frame.shared(fitting("D", D, (heads, channels), "H P"))
+        skip = None if D is None else frame.shared(fitting("D", D, (heads, channels), "H P"))
+        operands = Operands(C, B, x, 1.0, skip=skip, decay=SCALAR, transposed=True)
+        epilogue = self._epilogue(frame, inputs, x, groups)
+
+        def decayed(dt: Array, A: Array, dt_bias: Array | None) -> tuple[Array, Array]:
+            dt = frame.mask(time_step(dt, dt_bias, self.dt_softplus, self.dt_limit))
+            # Masked separately, because the gradient that a kernel leaves at padding must not reach `A`.
+            g = frame.mask(dt * like(finite_rate(A.astype(dt.dtype)), dt))
+            return self._run(frame, dataclasses.replace(operands, g=g, beta=dt), state, epilogue)
+
+        if frame.length is not None:
+            decayed = again_for_gradients(decayed, self, KEPT)
+        return decayed(*rates)
 
     def _epilogue(self, frame: Frame, inputs: _Inputs, x: Array, groups: int) -> Any:
         weight = inputs.norm_weight

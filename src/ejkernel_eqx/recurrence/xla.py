@@ -353,9 +353,8 @@ def step(arrays: StepArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[A
     k, v = spread(arrays.k, -2), spread(arrays.v, -2)
     if arrays.g is not None:
         g = jnp.exp(spread(arrays.g, -1 if spec.decay == SCALAR else -2))
-        state = state * (
-            g[..., None, None] if spec.decay == SCALAR else key(g) if spec.decay == KEY else value(g)
-        )
+        over_channels = {SCALAR: lambda g: g[..., None, None], KEY: key, VALUE: value}[spec.decay]
+        state = state * over_channels(g)
     written = v - (state * key(k)).sum(keys) if spec.delta else v
     if arrays.beta is not None:
         written = written * spread(arrays.beta, -1)[..., None]

@@ -65,10 +65,7 @@ class Chunks:
         tokens = jnp.where(inside, tokens, self.length)  # past the end if there is none
         self.token_of_place = tokens.reshape(self.batch, self.places)
         self.sequence, self.fresh = sequence, used & (chunks == pick(begins, sequence))  # [B, NC]
-        self.empty, self.last = (
-            lengths == 0,
-            jnp.maximum(ends - 1, 0),
-        )  # [B, N]; the last chunk of each sequence
+        self.empty, self.last = lengths == 0, jnp.maximum(ends - 1, 0)  # [B, N]; the last chunk of each
 
         tokens = row(self.length)
         sequence = ended(offsets, self.length) - 1

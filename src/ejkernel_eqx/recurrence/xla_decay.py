@@ -119,14 +119,11 @@ def decayed_scores(xs: tuple[Array, ...], y: Array, decays: Decays, precision: A
 
     def add(scores: list[Array], factors: Array, pairs: Array) -> list[Array]:
         keys = y_blocks * factors
-        return [
-            jnp.where(pairs[None, None], dot(x * factors, keys), s)
-            for x, s in zip(x_blocks, scores, strict=True)
-        ]
+        new = [dot(x * factors, keys) for x in x_blocks]
+        return [jnp.where(pairs[None, None], x, s) for x, s in zip(new, scores, strict=True)]
 
-    scores = _over_halves(
-        add, [jnp.where(own, (x * y_blocks).sum(-1)[..., None], 0) for x in x_blocks], decays
-    )
+    first = [jnp.where(own, (x * y_blocks).sum(-1)[..., None], 0) for x in x_blocks]
+    scores = _over_halves(add, first, decays)
     for late, early in decays.levels:
         step = late.shape[2]
         keys = ends(y, step)[0] * early

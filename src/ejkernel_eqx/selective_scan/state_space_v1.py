@@ -117,9 +117,8 @@ class StateSpaceV1(Kernel):
         if frame.is_empty:
             out, final = operands["x"], states.unchanged(spec.state_dtype)
         else:
-            arrays = ScanArrays(
-                **operands, initial_state=states.entering, starts=packing.starts, offsets=packing.offsets
-            )
+            operands |= {"starts": packing.starts, "offsets": packing.offsets}
+            arrays = ScanArrays(**operands, initial_state=states.entering)
             if frame.along is None:
                 out, final = scan(self.plan, self.operation, arrays, spec)
             else:

@@ -99,10 +99,8 @@ def backward(
         outputs["partial"] = sums if shared > 1 else NOTHING
         launches = 2 if shared > 1 and not call.in_one_launch else 1
     inputs = {"gates": call.gates(flat(x), before), "states": before, "dout": flat(cotangents["out"])}
-    inputs |= {
-        "cells": flat(saved["cells"]) if "cells" in saved else None,
-        "initial": call.cells(arrays.cell),
-    }
+    cells = flat(saved["cells"]) if "cells" in saved else None
+    inputs |= {"cells": cells, "initial": call.cells(arrays.cell)}
     numbers = {"PARTS": 1 if spec.cell == "rnn" else 4, "SHARED": shared, **given(INITIAL=arrays.cell)}
     told = lambda step: jnp.stack([jnp.asarray(longest, jnp.int32), step // launches, step % launches])
     results = call.walk(numbers, inputs, outputs, (longest + 1) * launches, told)
@@ -176,9 +174,8 @@ class _Call:
         if not self.is_persistent:
             return {}
         columns = cdiv(self.features, max(self.tile.block_n, tile_sizes.WIDTH))
-        return {
-            "arrived": jnp.zeros((cdiv(self.rows.count, self.tile.block_m) * (columns + 1), 32), jnp.int32)
-        }
+        count = cdiv(self.rows.count, self.tile.block_m) * (columns + 1)
+        return {"arrived": jnp.zeros((count, 32), jnp.int32)}
 
     def final(self, states: Array) -> Array:
         """Final states in the caller's layout."""

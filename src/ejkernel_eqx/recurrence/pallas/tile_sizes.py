@@ -71,9 +71,8 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
     configs: dict[PallasConfig, None] = {}
     for heads in _HEADS:
         for chunk in chunks:
-            config = PallasConfig(
-                min(chunk, padded(problem.dim("T"))), *(heads_of_step(n, problem.dim("HS")) for n in heads)
-            )
+            forward, backward = (heads_of_step(n, problem.dim("HS")) for n in heads)
+            config = PallasConfig(min(chunk, padded(problem.dim("T"))), forward, backward)
             if config_unsupported(config, problem, device) is None:
                 configs.setdefault(config)
     return list(configs)[:12] or [PallasConfig(16, 1, 1)]

@@ -96,11 +96,9 @@ def _key_scores(call: Call, key_gates: Arrays, *, solving: bool) -> Arrays:
 def _solutions(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
     heads, chunk = call.sizes[0], call.config.chunk_size
     batch, length = call.arrays.q.shape[:2]
+    matrices = dict.fromkeys(("scores", "inverse"), call.rows(heads, chunk))
     factors, scratch = result(batch, heads, 3, length), result(call.chunks, heads, chunk, 32)
-    return dict.fromkeys(("scores", "inverse"), call.rows(heads, chunk)) | {
-        "factors": factors,
-        "scratch": scratch,
-    }
+    return matrices | {"factors": factors, "scratch": scratch}
 
 
 def _gradients(call: Call, inputs: Arrays) -> Arrays:
@@ -149,10 +147,8 @@ def _solving(call: Call) -> str:
 def _serial(call: Call) -> Call:
     """The call as the serial passes see it: their programs hold all key channels, and operands that include their decays are over state heads."""
     heads, dim, _ = call.sizes
-    whole = {
-        name: dataclasses.replace(getattr(call.config, name), block_k=padded(dim))
-        for name in ("out", "states", "dstates")
-    }
+    widened = lambda tile: dataclasses.replace(tile, block_k=padded(dim))
+    whole = {name: widened(getattr(call.config, name)) for name in ("out", "states", "dstates")}
     decayed = call.spec.decay == KEY
     call = call.knowing({}, DECAYED=decayed, **({"HQ": heads, "HK": heads} if decayed else {}))
     return dataclasses.replace(call, config=dataclasses.replace(call.config, **whole))

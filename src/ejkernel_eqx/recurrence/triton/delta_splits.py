@@ -17,17 +17,17 @@ from .call import Call
 from .delta_states import delta_chain_kernel, delta_states_kernel
 from .tile_sizes import Tile
 
-Arrays = dict[str, Array]
+Arrays = dict[str, Any]
 _RESULTS = ("out", "final", "states", "written", "local", "turns")
 # Values of a program that goes from split to split, and channels of a step.
 _CHAIN_ROWS, _CHAIN_CHANNELS = 16, 64
 
 
 def run_states(
-    call: Call, tile: Tile, outputs: dict[str, Any], inputs: Arrays, programs: int = 0, **options: bool
+    call: Call, tile: Tile, outputs: Arrays, inputs: Arrays, programs: int = 0, **options: bool
 ) -> Arrays:
     """A pass over the states of a sequence, or with `REVERSE` over their gradients; results that are not in `outputs` are not written."""
-    numbers: dict[str, Any] = {"OUT": "out" in outputs, "LOCAL": False, "REVERSE": False, **options}
+    numbers: Arrays = {"OUT": "out" in outputs, "LOCAL": False, "REVERSE": False, **options}
     if numbers["REVERSE"]:
         numbers["INITIAL"] = True
     numbers["name"] = f"delta_{'local_' * numbers['LOCAL']}{'d' * numbers['REVERSE']}states_kernel"

@@ -43,13 +43,22 @@ def backward(
 ) -> tuple[dict[str, Array], Array]:
     key_gates = gates(call)
     folded = fold(call, key_gates, scores=False)
-    edges = splits.from_saved(folded, saved, "edges", lambda: splits.edges_of(folded))
-    states, _ = folded.states(edges)
-    dstates, dinitial = folded.states(splits.edges_of(folded, dout, dfinal), dout, dfinal)
+    states, dstates, dinitial = splits.states_of(folded, saved, dout, dfinal)
     inputs = {**key_gates, "do": dout, "scores": saved["scores"]}
     inputs |= {"folded_k": folded.launch.arrays["k"], "states": states, "dstates": dstates}
-    dv, dscores = _value_gradients(call, inputs)
-    grads = _key_gradients(call, inputs | dscores)
+    # Of the values, over the heads of the call, and of the scores, below the diagonal and on it.
+    heads, dim, values = call.sizes
+    outputs = {"dv": call.gradient(call.arrays.v), "down": call.wide_rows(heads)}
+    outputs |= {"dscores": call.rows(*saved["scores"].shape[2:])}
+    programs, tile = call.chunks * heads * cdiv(values, call.config.wy.block_v), call.config.gradients
+    inputs |= call.launch(key_gradients.key_values_kernel, call.config.wy, outputs, programs, inputs)
+    dv = inputs.pop("dv")
+    # Of `q`, `k`, `g`.
+    operands = {name: getattr(call.arrays, name) for name in "qkg"}
+    outputs = {f"d{name}": call.gradient(x) for name, x in operands.items()}
+    programs, sums = call.chunks * heads * cdiv(dim, tile.block_k), _sums_precision(call)
+    results = call.launch(key_gradients.key_gradients_kernel, tile, outputs, programs, inputs, SUMS=sums)
+    grads = {name: sum_heads(results[f"d{name}"], x.shape[2]) for name, x in operands.items()}
     if arrays.beta is not None:
         wide, heads = dv.astype(jnp.float32), dv.shape[2]
         dbeta = jnp.sum(wide * _per_head(arrays.v, heads), -1)
@@ -66,27 +75,6 @@ def backward(
 def _per_head(x: Array, heads: int) -> Array:
     """`x` in float32, with heads repeated to this number."""
     return jnp.repeat(x.astype(jnp.float32), heads // x.shape[2], axis=2)
-
-
-def _value_gradients(call: Call, inputs: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
-    """Gradients of the values, over the heads of the call, and of the scores, below the diagonal and on it."""
-    heads, _, values = call.sizes
-    tile, scores = call.config.wy, call.rows(*inputs["scores"].shape[2:])
-    outputs = {"dv": call.gradient(call.arrays.v), "dscores": scores, "down": call.wide_rows(heads)}
-    programs = call.chunks * heads * cdiv(values, tile.block_v)
-    results = call.launch(key_gradients.key_values_kernel, tile, outputs, programs, inputs)
-    return results.pop("dv"), results
-
-
-def _key_gradients(call: Call, inputs: dict[str, Array]) -> dict[str, Array]:
-    """Gradients of `q`, `k`, `g`."""
-    arrays, tile = call.arrays, call.config.gradients
-    heads, dim, _ = call.sizes
-    operands = {name: getattr(arrays, name) for name in "qkg"}
-    outputs = {f"d{name}": call.gradient(x) for name, x in operands.items()}
-    programs, sums = call.chunks * heads * cdiv(dim, tile.block_k), _sums_precision(call)
-    results = call.launch(key_gradients.key_gradients_kernel, tile, outputs, programs, inputs, SUMS=sums)
-    return {name: sum_heads(results[f"d{name}"], x.shape[2]) for name, x in operands.items()}
 
 
 def _sums_precision(call: Call) -> str:

@@ -6,16 +6,15 @@ from jax import Array
 
 from ...launch import NOTHING, result
 from ...launch.sizes import cdiv
-from ..spec import CONSTANT, NONE, RecurrenceArrays, RecurrenceSpec
+from ..spec import CONSTANT, NONE, RecurrenceArrays
 from . import gradients, shared_host, splits
 from .call import Call, sum_heads
 
 _PARTS = 8  # at most this many partial sums of the gradient of a shared head
 
 
-def saved_axes(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> dict[str, tuple[str, ...]]:
-    """The states before splits; the backward recomputes the states."""
-    return splits.saved_axes(arrays, spec)
+saved_axes = splits.saved_axes
+"""The states before splits; the backward recomputes the states."""
 
 
 def forward(call: Call, arrays: RecurrenceArrays) -> tuple[Array, Array, dict[str, Array]]:
@@ -33,8 +32,7 @@ def backward(
     call: Call, arrays: RecurrenceArrays, saved: dict[str, Array], dout: Array, dfinal: Array
 ) -> tuple[dict[str, Array], Array]:
     call = call.with_decays()
-    states, _ = call.states(splits.from_saved(call, saved, "edges", lambda: splits.edges_of(call)))
-    dstates, dinitial = call.states(splits.edges_of(call, dout, dfinal), dout, dfinal)
+    states, dstates, dinitial = splits.states_of(call, saved, dout, dfinal)
     grads = _gradients(call, states, dstates, dout)
     return grads | {"v": sum_heads(grads["v"], arrays.v.shape[2])}, dinitial
 
@@ -49,11 +47,8 @@ def _gradients(call: Call, states: Array, dstates: Array, dout: Array) -> dict[s
         results = shared_host.gradients(call, states, dstates, dout, _shared(call), each)
     else:
         results = _separate_gradients(call, states, dstates, dout)
-    grads = {
-        "q": _sum_parts(results["dq"]),
-        "k": _sum_parts(results["dk"]),
-        "v": sum_heads(results["dv"], arrays.v.shape[2]),
-    }
+    grads = {name: _sum_parts(results[f"d{name}"]) for name in "qk"}
+    grads["v"] = sum_heads(results["dv"], arrays.v.shape[2])
     if decay == CONSTANT:
         dg = results["dg"].reshape(batch, call.chunks // batch, heads).sum(1)
         grads["g"] = sum_heads(dg, call.launch.numbers["HG"], axis=1)

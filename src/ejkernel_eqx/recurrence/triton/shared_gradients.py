@@ -10,7 +10,7 @@ few tiles, so that all stay in registers:
 
 Rows of pairs are tokens j that were written, columns are tokens i >= j that read.
 """
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -33,7 +33,7 @@ def shared_products_kernel(
     `[B, T, GROUPS, C]`, zero where a token would see a later one."""
     index = tl.program_id(0)
     group = index % GROUPS
-    first, count, _seq = chunk_of(index // GROUPS, chunks_ptr, T, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    first, count, _seq = chunk_of(index // GROUPS, chunks_ptr, T, CHUNK, TABLE)
     q_base = q_ptr + first * (HQ * D) + group // (GROUPS // HQ) * D
     k_base = k_ptr + first * (HK * D) + group // (GROUPS // HK) * D
     if MASKED:
@@ -64,7 +64,7 @@ def shared_pairs_kernel(
     outs: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
     # A program: a chunk, `HEADS` heads, a side (fastest).
     side, index = tl.program_id(0) % 2, tl.program_id(0) // 2
-    chunk, slice, _tile, _start, place = chunk_tile(index, chunks_ptr, T, slices, 1, 1, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    chunk, slice, _tile, _start, place = chunk_tile(index, chunks_ptr, T, slices, 1, 1, CHUNK, TABLE)
     h0 = slice * HEADS
     first, count = place.first, place.count
     r = tl.arange(0, CHUNK)  # [C]
@@ -148,7 +148,7 @@ def shared_channels_kernel(
     kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
     values: tl.constexpr = Operand(HS, HV, V, CHUNK, BLOCK_V, EVEN)
     outs: tl.constexpr = Operand(HS, HS, V, CHUNK, BLOCK_V, EVEN)
-    chunk, slice, tile, d0, place = chunk_tile(tl.program_id(0), chunks_ptr, T, slices, D, BLOCK_K, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    chunk, slice, tile, d0, place = chunk_tile(tl.program_id(0), chunks_ptr, T, slices, D, BLOCK_K, CHUNK, TABLE)
     h0 = slice * HEADS
     chunks = tl.num_programs(0) // (tiles * slices)
     first, count = place.first, place.count
@@ -219,7 +219,7 @@ def _written(written_ptr, gates, r, h, chunk, start, kind, TILES: tl.constexpr):
     """Products of what rows `r [C, 1]` write to the states of heads `h [1, BV]` with its gradient, without write strength."""
     known = (r >= 0) & (r < chunk.count) & (h < kind.HS)  # [C, BV]
     total = tl.load(written_ptr + (chunk.first + r) * kind.HS + h, mask=known, other=0.0)  # [C, BV]
-    for n in tl.static_range(1, TILES):  # pyright: ignore[reportGeneralTypeIssues]
+    for n in tl.static_range(1, TILES):
         total += tl.load(written_ptr + (n * gates.TOKENS.to(tl.int64) + chunk.first + r) * kind.HS + h, mask=known, other=0.0)  # [C, BV]
     # e^{G_C - G_j}, for rows of the segment that is open at the end of the chunk.
     if kind.DECAY == SCALAR:
@@ -242,7 +242,7 @@ def shared_decays_kernel(
 ):
     """`dg [.., HS]`, or `[chunks, HS]` of a constant, and `dbeta [.., HS]`, for one chunk and `BLOCK_V` state heads."""
     kind: tl.constexpr = Decay(HS, HG, CHUNK, DECAY, EVEN, EXACT)
-    chunk, _, _tile, h0, place = chunk_tile(tl.program_id(0), chunks_ptr, T, 1, HS, BLOCK_V, CHUNK, TABLE)  # pyright: ignore[reportGeneralTypeIssues]
+    chunk, _, _tile, h0, place = chunk_tile(tl.program_id(0), chunks_ptr, T, 1, HS, BLOCK_V, CHUNK, TABLE)
     first, count = place.first, place.count
     chunks = tl.num_programs(0) // tl.cdiv(HS, BLOCK_V)
     r = tl.arange(0, CHUNK)[:, None]  # [C, 1]

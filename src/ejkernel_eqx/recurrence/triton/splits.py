@@ -106,11 +106,13 @@ def from_saved(call: Call, saved: dict[str, Array], names: str, again: Callable[
     """The inverse of `to_saved`; `again()` if this call has other splits, as a pullback that is mapped may have."""
     batch = call.arrays.q.shape[0]
     known = {name: saved.get(f"{name}{call.config.chunk_size}") for name in names.split()}
-    lead = (batch, call.sequences // batch * call.splits)
+    lead, shape = (batch, call.sequences // batch * call.splits), (call.sequences, call.splits)
     if any(x is None or x.shape[:2] != lead for x in known.values()):
         return again()
-    return {
-        name: x.reshape(call.sequences, call.splits, *x.shape[2:])
-        for name, x in known.items()
-        if x is not None
-    }
+    return {name: x.reshape(*shape, *x.shape[2:]) for name, x in known.items() if x is not None}
+
+
+def states_of(call: Call, saved: dict[str, Array], dout: Array, dfinal: Array) -> tuple[Array, Array, Array]:
+    """The states at the starts of chunks, the gradients of those at their ends, and that of the initial state."""
+    states, _ = call.states(from_saved(call, saved, "edges", lambda: edges_of(call)))
+    return states, *call.states(edges_of(call, dout, dfinal), dout, dfinal)

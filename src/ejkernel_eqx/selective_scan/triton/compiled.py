@@ -1,7 +1,7 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward, backward and step."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -103,22 +103,26 @@ _TURNS = (
 
 
 def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
-    return candidates(problem, device)[0]
+    return next(_configs(problem, device))
 
 
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first. They vary how many warps run side by side, and how long each waits for memory."""
+    return list(dict.fromkeys(_configs(problem, device)))
+
+
+def _configs(problem: Problem, device: DeviceFacts) -> Iterator[TritonConfig]:
     states = problem.dim("N")
     turn, other = (1, 2) if states % 2 else (2, 1)
     rows = tuple(column.replace("t", str(turn)).replace("o", str(other)) for column in _TURNS)
     if states <= _KEPT:
         is_limited = limits_registers(device) and register_limits_measured(device)
         rows = ", ".join((_LIMITED, _PLAIN) if is_limited else (_PLAIN, _LIMITED)), _BACKWARD
-    pairs = zip(*([_tile(row, device) for row in numbers_of(column)] for column in rows), strict=True)
-    return [TritonConfig(16, *pair, _STEP) for pair in dict.fromkeys(pairs)]
+    for first, second in zip(*map(numbers_of, rows), strict=True):
+        yield TritonConfig(16, _tile(first, device), _tile(second, device), _STEP)
 
 
-def _tile(row: Sequence[int], device: DeviceFacts) -> ScanTile:
+def _tile(row: Any, device: DeviceFacts) -> ScanTile:
     warps, programs, *more = row
     lanes, base = 64 if device.vendor == "amd" else _LANES, device.num_multiprocessors or _MULTIPROCESSORS
     tile = ScanTile(lanes * warps, warps, base * programs, *more)

@@ -1,4 +1,5 @@
 """The effect of each split of a sequence on the state that passes through it, or on that state's gradient, and the passage from split to split."""
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 
 import triton
 import triton.language as tl

@@ -24,11 +24,8 @@ Sizes = tuple[int, int]
 
 def tiles(problem: Problem, splits: int, device: DeviceFacts) -> list[Sizes]:
     """Value channels of a program and stages, best first; none if the kernel cannot run the problem."""
-    results = [
-        sizes
-        for sizes in ((2 * WIDTH, 3), (WIDTH, 4), (WIDTH, 2))
-        if unfit(sizes[0], splits, problem, device) is None
-    ]
+    fits = lambda sizes: unfit(sizes[0], splits, problem, device) is None
+    results = list(filter(fits, ((2 * WIDTH, 3), (WIDTH, 4), (WIDTH, 2))))
     programs = splits * problem.dim("B") * problem.dim("R") * problem.dim("V") // (2 * WIDTH)
     if 2 * programs <= (device.num_multiprocessors or _MULTIPROCESSORS):
         results.sort(key=lambda sizes: sizes[0])
