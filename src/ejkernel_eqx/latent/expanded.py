@@ -157,9 +157,7 @@ class MultiHeadLatentAttention(Kernel):
         )
         inference = bool(self.inference) if inference is None else inference
         scoring = ScoreInputs(bias, sinks, alibi_slopes, key, inference)
-        default, dense = (
-            Mask(is_causal=self.causal, window=self.window),
-            (inputs["q"], inputs["k"], inputs["v"]),
-        )
+        default = Mask(is_causal=self.causal, window=self.window)
+        dense = inputs["q"], inputs["k"], inputs["v"]
         whole, spec = described(*dense, self.options, default, masking, scoring, return_lse=return_lse)
         return attend(self.plan, self.operation, LatentArrays(**{**whole._asdict(), **inputs}), spec)

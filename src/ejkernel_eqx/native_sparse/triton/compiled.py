@@ -13,7 +13,16 @@ from ...attention.triton import compiled as attention
 from ...attention.triton import tile_sizes
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Execute, Launcher, limits_registers, LOG2E, register_limits_measured, result, run
+from ...launch import (
+    Execute,
+    Launcher,
+    limits_registers,
+    LOG2E,
+    Options,
+    register_limits_measured,
+    result,
+    run,
+)
 from ...launch.fields import Checked, Float32Dot
 from ...launch.sizes import cdiv, padded, rows_of
 from ...paged.triton import compiled as pages
@@ -22,7 +31,7 @@ from ..lists import by_key, lists_of
 from ..problems import of_branch, shapes_of, spec_of
 from ..spec import begins, NativeArrays, NativeSpec, num_blocks
 from . import by_blocks, choice, few, kernels, steps
-from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
+from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "selection": FORWARD, "query_gradient": "q", "key_gradient": "k v"}
@@ -249,7 +258,7 @@ def _key_gradient(
         programs = batch * heads * blocks * cdiv(size, block)
         outputs = {"whole": result(batch, heads, blocks, spec.block, channels)}
         numbers = {"SIZE": size, "BLOCK": block}
-        found = launch(kernels.combine_kernel, Warped(4), outputs, programs, {"part": x}, **numbers)
+        found = launch(kernels.combine_kernel, Options(4, 1), outputs, programs, {"part": x}, **numbers)
         return by_key(found["whole"], arrays)
 
     return whole(parts["dk"], dim), whole(parts["dv"], values)

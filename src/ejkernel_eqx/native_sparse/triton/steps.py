@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from ...dispatch import DeviceFacts
-from ...launch import Execute, Launcher, NOTHING, result, run
+from ...launch import Execute, Launcher, NOTHING, Options, result, run
 from ...launch.sizes import cdiv, padded
 from ...paged.flat import part_of
 from ...paged.spec import PagedArrays
@@ -21,7 +21,7 @@ from ...paged.triton.tile import FILLED
 from ..spec import most_blocks, NativeArrays, NativeSpec, positions
 from . import step_choice, step_kernels, whole_step
 from .choice_kernels import GROUPS
-from .tiles import StepTile, Warped
+from .tiles import StepTile
 
 BY_BRANCH = StepTile(0, 1, 4, 1)
 MOST_QUERIES = 8
@@ -226,7 +226,7 @@ def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> 
     results = {"compressed": compressed, "selected": selected, "sliding": sliding}
     combined = {f"{name}_part": x["part"] for name, x in results.items()}
     combined |= {f"{name}_lse": x["part_lse"] for name, x in results.items()}
-    warps = Warped(min(4, max(1, padded(max(small, chosen, near), 1) * padded(values) // 512)))
+    warps = Options(min(4, max(1, padded(max(small, chosen, near), 1) * padded(values) // 512)), 1)
     numbers = {"CHOSEN_PARTS": chosen, "BLOCK_CHOSEN": padded(chosen, 1)}
     numbers |= {"NEAR_PARTS": near, "BLOCK_NEAR": padded(near, 1)}
     outputs = {"out": result(tokens, heads, values, dtype=step.q.dtype)}

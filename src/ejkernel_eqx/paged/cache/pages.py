@@ -77,9 +77,10 @@ class Pages(Module):
 
     @classmethod
     def _empty(
-        cls: type[C], room: tuple[int, int], widths: Any, batch_shape: Any, dtype: Any, scales: Any
+        cls: type[C], num_pages: Any, page_size: Any, widths: Any, batch_shape: Any, dtype: Any, scales: Any
     ) -> C:
-        """`room`: the number of pages and of tokens per page; `widths`: the axes of a token in both arrays."""
+        """`widths`: the axes of a token in both arrays."""
+        room = read_sizes(num_pages=num_pages, page_size=page_size)
         dtypes, scales = read_page_dtypes(dtype, scales)
         check_room(*room)
         lead = read_batch_shape(batch_shape)
