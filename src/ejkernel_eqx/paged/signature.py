@@ -1,6 +1,6 @@
 """Types that calls over pages share, for type checkers: their arguments by name, and their results."""
 
-from typing import Required, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 from jax import Array
 
@@ -20,10 +20,13 @@ class DecodeInputs(TypedDict, total=False):
     sinks: Float[Numbers, " H *n"] | None
 
 
-class PackedInputs(DecodeInputs, total=False):
+class _Offsets(TypedDict):
+    query_start_loc: Int[Numbers, " N+1"]
+
+
+class PackedInputs(_Offsets, DecodeInputs, total=False):
     """The arguments by name of [`ejkernel_eqx.PrefillPagedAttention`][]."""
 
-    query_start_loc: Required[Int[Numbers, " N+1"]]
     max_query_len: int | None
 
 
