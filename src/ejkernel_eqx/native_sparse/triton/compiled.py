@@ -164,7 +164,7 @@ def forward(
     arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, *, save: bool = True, execute: Execute = run
 ) -> dict[str, Array]:
     """The output, the blocks that were chosen, and what the backward needs."""
-    if steps.serves(arrays):
+    if arrays.begin is None and arrays.q.shape[1] <= steps.MOST_QUERIES:
         own = config.few
         few_tiles = own.compressed, own.sliding, config.float32_dot
         tiles = few.Tiles(own.step, config.forward, config.selection, *few_tiles)

@@ -150,11 +150,6 @@ def tiles_for(branch: list[pages.TritonConfig], step: Step, device: DeviceFacts)
     return list(dict.fromkeys([*found, BY_BRANCH]))
 
 
-def serves(arrays: NativeArrays) -> bool:
-    """Returns whether dense keys have few queries."""
-    return arrays.begin is None and arrays.q.shape[1] <= MOST_QUERIES
-
-
 def of_rows(arrays: NativeArrays, spec: NativeSpec) -> Step:
     """Few queries over dense keys: each row is a sequence, and parts of it are pages, their table a constant."""
     (batch, length), flat = arrays.q.shape[:2], lambda x: x.reshape(-1, *x.shape[2:])
