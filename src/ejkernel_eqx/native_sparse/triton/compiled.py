@@ -125,7 +125,9 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         # Of the merge: a thread has 128 numbers in 64 registers, and with 80 three programs share a multiprocessor.
         numbers = count * group * padded(problem.dim("V"))
         registers = 80 if numbers == 8 * 4096 and device.capability < (10, 0) else 0
-        by_block = [ForwardTile(max(1, rows // group), 256, *how, registers) for rows, *how in _BLOCKS]
+        by_block = [
+            ForwardTile(max(1, rows // group), 256, *how, merge_registers=registers) for rows, *how in _BLOCKS
+        ]
         forwards = [*by_block, *forwards[:3]]
     queries = [RowTile(warps, 1 if sparing else stages) for warps, stages in _QUERIES]
     # On an H200 four warps take half of the time of eight, although they spill 32 bytes a thread.

@@ -6,6 +6,7 @@ Each key is read once for all heads of a group. What does not fit goes branch by
 import dataclasses
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,10 +37,6 @@ _GROUPS = GROUPS.value
 _NUMBERS, _MANY_NUMBERS = (4096, 8192)  # of scores at a time, as many as no kernel spills
 
 
-def _static(**default: int) -> Any:
-    return dataclasses.field(metadata={"static": True}, **default)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -57,11 +54,11 @@ class Step:
     q_start: Array  # int32 [N]
     q_len: Array  # int32 [N]
     kv_len: Array  # int32 [N]
-    queries: int = _static()
+    queries: int = eqx.field(static=True)
     """The most of a sequence."""
-    blocks: int = _static()
+    blocks: int = eqx.field(static=True)
     """The most that a sequence may have."""
-    first_slot: int = _static(default=0)
+    first_slot: int = eqx.field(default=0, static=True)
     """Where compressed key 0 is."""
     indices: Array | None = None  # int32 [T, K, n]
 
