@@ -140,11 +140,9 @@ def split_pages(page_size: int, block_k: int) -> tuple[int, int]:
     if block_k >= page_size:
         return block_k // page_size * page_size, page_size
     chunk = math.gcd(page_size, block_k)
-    return (block_k, chunk) if chunk >= 8 or block_k < 8 else _even(page_size, block_k)
-
-
-def _even(page_size: int, block_k: int) -> tuple[int, int]:
-    """The largest part of a page that fits a block; a single token if no part is worthwhile."""
+    if chunk >= 8 or block_k < 8:
+        return block_k, chunk
+    # The largest part of a page that fits a block; a single token if no part is worthwhile.
     part = max(size for size in range(1, block_k + 1) if page_size % size == 0)
     return (block_k // part * part, part) if part >= 8 else (block_k, 1)
 

@@ -210,10 +210,12 @@ def backward(
         (call, own), (out, lse, dout) = branch(arrays, spec), results[name]
         tiles, times = getattr(config, name), 1
         if cdiv(call.k.shape[1], tiles.key_gradient.block_k) * call.k.shape[0] * call.k.shape[2] < _FEW:
+            # Keys and values of every head, so that more programs sum their gradients: compressed keys are few, and each program would have all
+            # queries of a group.
             times = arrays.q.shape[2] // arrays.k.shape[2]
-        grads = attention.backward(
-            _copied(call, times), own, tiles, out, lse, dout, jnp.zeros_like(lse), execute=execute
-        )
+            call = call._replace(k=jnp.repeat(call.k, times, 2), v=jnp.repeat(call.v, times, 2))
+        rest = out, lse, dout, jnp.zeros_like(lse)
+        grads = attention.backward(call, own, tiles, *rest, execute=execute)
         whole[name] = grads._replace(k=_total(grads.k, times), v=_total(grads.v, times))
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
@@ -225,13 +227,6 @@ def backward(
     dq = launch(kernels.query_gradient_kernel, config.query_gradient, outputs, programs)["dq"]
     dk, dv = _key_gradient(launch, arrays, spec, config.key_gradient, saved["indices"])
     return branches.combined_gradients(dq, dk, dv, whole, dgates)
-
-
-def _copied(call: AttentionArrays, times: int) -> AttentionArrays:
-    """With keys and values for that many times as many heads, so that more programs sum their gradients: compressed keys are few, and each program
-    would have all queries of a group."""
-    copies = lambda x: x if times == 1 else jnp.repeat(x, times, 2)
-    return call._replace(k=copies(call.k), v=copies(call.v))
 
 
 def _total(gradient: Array, times: int) -> Array:
