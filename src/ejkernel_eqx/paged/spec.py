@@ -96,9 +96,7 @@ _AXES = {"q": "T H D", "k": "P p K Dk", "v": "P p K V", "rope": "P p K Dr", "pag
 _AXES |= dict.fromkeys(("q_start", "q_len", "kv_len", "kv_start"), "N")
 _AXES |= {"sinks": "H", "slopes": "H", "qq_bias": "Q Q2", "out": "T H V", "lse": "T H"}
 _SCALES = {"token": "P p K", "head": "K", None: "K"}
-LETTERS = {
-    kind: Letters.of(_AXES | dict.fromkeys(SCALES, axes), heads="H K") for kind, axes in _SCALES.items()
-}
+LETTERS = {kind: Letters.of(_AXES | dict.fromkeys(SCALES, x), heads="H K") for kind, x in _SCALES.items()}
 """The axes after the leading ones of every possible array and of both results, by the kind of scales."""
 
 

@@ -195,10 +195,8 @@ def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> 
     rows, pairs, chooses = step.rows, step.rows * kv_heads, step.indices is None
     # Programs that share the keys of a branch, each with two tiles at least.
     shared = lambda count: max(1, min(tile.split_k, cdiv(count, 2 * tile.block_k)))
-    small, near = (
-        shared(step.compressed_keys),
-        shared(min(spec.window, step.table.shape[1] * step.k.shape[1])),
-    )
+    small, room = shared(step.compressed_keys), step.table.shape[1] * step.k.shape[1]
+    near = shared(min(spec.window, room))
     span = cdiv(spec.count, shared(spec.count * spec.block))
     chosen, writes = cdiv(spec.count, span), _choice(launch, step)
 
