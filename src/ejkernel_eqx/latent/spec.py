@@ -35,4 +35,4 @@ LEARNED = ("q", "k", "k_rope", "v", "bias", "alibi_slopes", "sinks")
 
 
 LatentGrads = namedtuple("LatentGrads", (*AttentionGrads._fields, "k_rope"))
-"""Cotangents of the differentiable arrays, `None` for absent ones; that of the rotary keys is at least float32."""
+"""Cotangents of the differentiable arrays, `None` for absent ones. That of rotary keys is at least float32."""

@@ -210,8 +210,8 @@ def backward(
         (call, own), (out, lse, dout) = branch(arrays, spec), results[name]
         tiles, times = getattr(config, name), 1
         if cdiv(call.k.shape[1], tiles.key_gradient.block_k) * call.k.shape[0] * call.k.shape[2] < _FEW:
-            # Keys and values of every head, so that more programs sum their gradients: compressed keys are few, and each program would have all
-            # queries of a group.
+            # Keys and values of every head, so that more programs sum their gradients. Compressed keys are few:
+            # each program would have all queries of a group.
             times = arrays.q.shape[2] // arrays.k.shape[2]
             call = call._replace(k=jnp.repeat(call.k, times, 2), v=jnp.repeat(call.v, times, 2))
         rest = out, lse, dout, jnp.zeros_like(lse)

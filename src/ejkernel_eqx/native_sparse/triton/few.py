@@ -57,7 +57,7 @@ def attend(
 
 
 def parts_of(step_of: Callable[[Any], Step], shapes: Any, spec: NativeSpec) -> tuple[Problem, Problem, Step]:
-    """The problems of the compressed and of the sliding branch, and the shapes of a step, from those of a call."""
+    """The problems of the compressed and the sliding branch, and the shapes of a step, from those of a call."""
     problems: list[Problem] = []
 
     def look(step: Step) -> None:
