@@ -29,7 +29,8 @@ from ejkernel_eqx.matmul.pallas.tile_sizes import TpuTile
 from ejkernel_eqx.matmul.spec import GroupedArrays, GroupedSpec, PAIR
 from ejkernel_eqx.paged.example import example_problem
 from ejkernel_eqx.paged.pallas import compiled as paged_kernels
-from ejkernel_eqx.paged.pallas.block_sizes import decode_tile, prefill_tile
+from ejkernel_eqx.paged.pallas.block_sizes import page_of
+from ejkernel_eqx.paged.pallas.call import block_pages
 from ejkernel_eqx.paged.samples import make_arrays, spec_of
 from ejkernel_eqx.recurrence.core import problem_of as recurrence_problem
 from ejkernel_eqx.recurrence.pallas import compiled as recurrence_kernels
@@ -268,7 +269,8 @@ def _decode(
     peer_name: str = "",
 ) -> Case:
     problem, config, call, arrays = _program(generation, dims, flags)
-    units = decode_tile(problem, config).keys / _KEYS
+    page = page_of(problem)
+    units = block_pages(page, page * problem.dim("K"), config.decode_keys) * page / _KEYS
     ours = Program(call, (arrays,), "paged.decode", units, others=BODIES, turn=True)
     size = {name: problem.dim(name) for name in "HKDV"}
     arguments = (x for x in (arrays.k, arrays.v, arrays.rope) if x is not None)
@@ -279,15 +281,16 @@ def _decode(
 
 def _prompts(generation: str) -> Case:
     problem, config, call, arrays = _program(generation, _PROMPTS, {})
-    block = prefill_tile(problem, config)
-    units = block.keys * block.queries / _KEYS**2
+    page, queries = page_of(problem), config.block_q
+    keys = block_pages(page, page, config.block_k) * page
+    units = keys * queries / _KEYS**2
     ours = Program(call, (arrays,), "paged.prefill", units, others=BODIES, turn=True)
     flops = 4.0 * _KEYS**2 * _PROMPTS["H"] * _PROMPTS["D"]
-    moved = 2.0 * 2 * _KEYS * _PROMPTS["K"] * _PROMPTS["D"] * _KEYS / block.queries
+    moved = 2.0 * 2 * _KEYS * _PROMPTS["K"] * _PROMPTS["D"] * _KEYS / queries
     memory = facts_of(generation).vmem
     assert memory is not None
     # By itself it has 16 MiB, which is not enough on all of them.
-    peer = _ragged(_PROMPTS, block.queries, block.keys, _KEYS**2, memory * 4 // 5)
+    peer = _ragged(_PROMPTS, queries, keys, _KEYS**2, memory * 4 // 5)
     unit = f"{_KEYS} queries x {_KEYS} keys"
     return Case("prompts bfloat16", unit, ours, peer, "ragged_paged_attention", flops, moved)
 

@@ -4,31 +4,18 @@ The static half of a call is an `AttentionSpec`. Letters: `B` batch, `T` queries
 and with a rotation, `V` value dim.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import jax.numpy as jnp
-from jax import Array
 
-from ..attention.spec import AttentionArrays, RowRanges
+from ..attention.spec import AttentionArrays, AttentionGrads
+
+_FIELDS = ("q", "k", "k_rope", *AttentionArrays._fields[2:])
 
 
-class LatentArrays(NamedTuple):
-    """The arrays of a call; what is visible is described as in `AttentionArrays`."""
-
-    q: Array  # [B, T, H, Dn + Dr]
-    k: Array  # [B, S, H, Dn]
-    k_rope: Array  # [B, S, Dr], of all heads
-    v: Array  # [B, S, H, V]
-    bias: Array | None = None  # [B or its divisor, H or 1, T or 1, S or 1], any float dtype
-    alibi_slopes: Array | None = None  # [B or 1, H] float32
-    sinks: Array | None = None  # [B or 1, H] float32
-    mask: Array | None = None  # bool [B or its divisor, H or 1, T or 1, S or 1]
-    q_segments: Array | None = None  # int32 [B or 1, T]
-    kv_segments: Array | None = None  # int32 [B or 1, S]
-    rows: RowRanges | None = None
-    seeds: Array | None = None  # uint32 [B, H, 2]; given iff dropout_rate > 0
-    blocks: Array | None = None  # bool [B or 1, H or 1, blocks of queries, blocks of keys]
-    heads: Array | None = None  # int32 [1, H], the number of each head
+class LatentArrays(namedtuple("LatentArrays", _FIELDS, defaults=AttentionArrays._field_defaults.values())):
+    """The arrays of a call: those of attention, whose `K` is `H`, with keys in two parts. `q [B, T, H, Dn + Dr]`, `k [B, S, H, Dn]`, `k_rope
+    [B, S, Dr]` of all heads, `v [B, S, H, V]`; the others, `None` if absent, are described at `AttentionArrays`."""
 
     @property
     def apart(self) -> AttentionArrays:
@@ -47,13 +34,5 @@ LEARNED = ("q", "k", "k_rope", "v", "bias", "alibi_slopes", "sinks")
 """The arrays that have gradients."""
 
 
-class LatentGrads(NamedTuple):
-    """Cotangents of the differentiable arrays; that of the rotary keys is at least float32."""
-
-    q: Array
-    k: Array
-    k_rope: Array
-    v: Array
-    bias: Array | None = None
-    alibi_slopes: Array | None = None
-    sinks: Array | None = None
+LatentGrads = namedtuple("LatentGrads", (*AttentionGrads._fields, "k_rope"))
+"""Cotangents of the differentiable arrays, `None` for absent ones. That of rotary keys is at least float32."""

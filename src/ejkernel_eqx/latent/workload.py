@@ -31,8 +31,7 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
     inputs, own = attention_inputs(problem, seed), problem.dim("D") - problem.dim("Dr")
     given: dict[str, Any] = inputs.arrays._asdict()
     k = given.pop("k")
-    seen = {name: x for name, x in given.items() if name in LatentArrays._fields}
-    return Inputs(LatentArrays(k=k[..., :own], k_rope=k[..., 0, own:], **seen), inputs.cotangents)
+    return Inputs(LatentArrays(k=k[..., :own], k_rope=k[..., 0, own:], **given), inputs.cotangents)
 
 
 def _reference(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:

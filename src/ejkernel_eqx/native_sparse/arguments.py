@@ -61,11 +61,7 @@ def resolve(
     k = fitting("k", k, (*lead, None, None, dim), "S K D")
     keys, kv_heads = k.shape[-3:-1]
     v = fitting("v", v, (*lead, keys, kv_heads, None), "S K V")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(
-                f"{name}: expected the dtype of q, {q.dtype}, received {x.dtype}; cast them to the same dtype."
-            )
+    _check_dtypes("q", q.dtype, "cast them to the same dtype", k=k, v=v)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
             f"k: expected a number of heads that divides the {heads} heads of q, received {kv_heads}."
@@ -88,6 +84,12 @@ def resolve(
         spec = dataclasses.replace(spec, given=True, count=indices.shape[-1])
         arrays = arrays._replace(indices=indices)
     return arrays, spec
+
+
+def _check_dtypes(of: str, dtype: Any, remedy: str, **arrays: Array) -> None:
+    for name, x in arrays.items():
+        if x.dtype != dtype:
+            raise ValueError(f"{name}: expected the dtype of {of}, {dtype}, received {x.dtype}; {remedy}.")
 
 
 def _gathered(x: Any, axis: int) -> Any:
@@ -154,11 +156,8 @@ def _compressed(
     compressed_k = fitting("compressed_k", given[0], shape, "C K D")
     shape = (*v.shape[:-3], compressed_k.shape[-3], *v.shape[-2:])
     compressed_v = fitting("compressed_v", given[1], shape, "C K V")
+    _check_dtypes("k", k.dtype, "cast it first", compressed_k=compressed_k, compressed_v=compressed_v)
     for name, x in (("compressed_k", compressed_k), ("compressed_v", compressed_v)):
-        if x.dtype != k.dtype:
-            raise ValueError(
-                f"{name}: expected the dtype of k, {k.dtype}, received {x.dtype}; cast it first."
-            )
         if x.shape[-3] == 0:
             raise ValueError(
                 f"{name}: expected at least one compressed key, received {x.shape}; one that no query sees may hold anything."

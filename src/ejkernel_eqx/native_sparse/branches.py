@@ -61,7 +61,7 @@ SOFTMAX = {"compressed": compressed, "sliding": sliding}
 def combined_gradients(
     dq: Array, dk: Array, dv: Array, softmax: dict[str, AttentionGrads], dgates: Array
 ) -> dict[str, Array]:
-    """The gradients of all float arrays, from those of the selected branch, which have the accumulator's dtype, and of the others."""
+    """The gradients of all float arrays. Those of the selected branch have the accumulator's dtype."""
     others, near = softmax["compressed"], softmax["sliding"]
     wide = lambda x: x.astype(dq.dtype)
     sums = {"q": dq + wide(others.q) + wide(near.q), "k": dk + wide(near.k), "v": dv + wide(near.v)}

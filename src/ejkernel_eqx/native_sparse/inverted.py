@@ -31,15 +31,13 @@ def key_gradient(
     terms = (jnp.moveaxis(x, 1, 2)[..., None] for x in (lse, delta))
     rows = tuple(map(heads, (arrays.q, dout, *terms)))
 
-    def of_chunk(start: Array) -> tuple[Array, Array]:
-        return _of_pieces(arrays, spec, lists, rows, start, size, span)
-
     def whole(parts: Array) -> Array:
         """`[B, S, K, C]` from `[chunks, B, K, size, block, C]`, of which the last chunk overlaps the one before."""
         last = parts[-1][:, :, size * len(starts) - pieces :]
         rest = jnp.moveaxis(parts[:-1], 0, 2).reshape(batch, kv_heads, -1, *parts.shape[4:])
         return by_key(_sums(jnp.concatenate([rest, last], 2), lists), arrays)
 
+    of_chunk = lambda start: _of_pieces(arrays, spec, lists, rows, start, size, span)
     dk, dv = lax.map(of_chunk, jnp.asarray(starts, jnp.int32))
     return whole(dk), whole(dv)
 

@@ -1,6 +1,6 @@
 """`NativeSparseAttention`: each query attends compressed keys, a few chosen blocks of keys, and a window."""
 
-from typing import ClassVar, Literal, overload, TYPE_CHECKING, Unpack
+from typing import ClassVar, Literal, overload, TYPE_CHECKING, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,18 @@ from .._shapes import AnyArray, Float, Int, Numbers
 from .arguments import resolve
 from .core import ATTEND
 from .operation import results_of, SparseOperation
-from .signature import NativeInputs
+
+
+class NativeInputs(TypedDict, total=False):
+    """The arguments by name of [`ejkernel_eqx.NativeSparseAttention`][] but for `return_indices`, which decides what comes back."""
+
+    compressed_k: Float[AnyArray, "*B C K D"] | None
+    compressed_v: Float[AnyArray, "*B C K V"] | None
+    block_indices: Int[Numbers, "*B T K n"] | None
+    cu_seqlens: Int[Numbers, " N+1"] | None
+    segment_ids: Int[Numbers, "*S T"] | None
+    max_segments: int | None
+    q_offset: int | Int[Numbers, "*B"] | None
 
 
 class NativeSparseAttention(SparseOperation):

@@ -53,7 +53,7 @@ class SparseOperation(Kernel):
 
 
 def results_of(operation: SparseOperation, kind: Any, arrays: Any, spec: Any, count: int) -> dict[str, Array]:
-    """`out` and the chosen blocks `indices`, of which each query has `count`; zeros and none where there is nothing to launch."""
+    """`out` and the chosen blocks `indices`, `count` for each query; zeros and none if there is nothing to launch."""
     lead, kv_heads = arrays.q.shape[:-1], arrays.k.shape[-2]
     if any(x.size == 0 for x in jax.tree.leaves(arrays)):
         out = jnp.zeros((*lead, arrays.v.shape[-1]), arrays.q.dtype)

@@ -23,7 +23,9 @@ def attend(
     results["compressed_out"], results["compressed_lse"] = found
     indices = arrays.indices
     if indices is None:
-        importance = _of_groups(jax.lax.stop_gradient(weights), arrays.k.shape[2])
+        # Summed over the heads of a group, `[B, T, K, C]`.
+        grouped = weights.reshape(weights.shape[0], -1, group, *weights.shape[2:]).sum(2)
+        importance = jax.lax.stop_gradient(grouped).swapaxes(1, 2)
         indices = selection.choose(importance, arrays, spec)
     mask = jnp.repeat(visibility(arrays._replace(indices=indices), spec), group, 1)
     mask = mask if keys is None else mask & keys
@@ -31,12 +33,6 @@ def attend(
     results["selected_out"], results["selected_lse"] = attention.attend(call, AttentionSpec(spec.scale))
     results["sliding_out"], results["sliding_lse"] = attention.attend(near, window)
     return branches.combine(arrays.gates, results, results["selected_out"].dtype), indices
-
-
-def _of_groups(weights: Array, kv_heads: int) -> Array:
-    """The weights of compressed keys summed over the heads of a group, `[B, T, K, C]`."""
-    batch, heads, queries, keys = weights.shape
-    return weights.reshape(batch, kv_heads, heads // kv_heads, queries, keys).sum(2).swapaxes(1, 2)
 
 
 def visibility(arrays: NativeArrays, spec: NativeSpec) -> Array:

@@ -104,11 +104,9 @@ def _by_group(spec: NativeSpec, inputs: Inputs) -> dict[str, Array]:
         x = jnp.moveaxis(x.reshape(batch, kv_heads, *x.shape[2:]), 1, 2)
         return x.reshape(batch, x.shape[1], -1, x.shape[-1])
 
-    each = {
-        name: jnp.repeat(x, kv_heads, 0)[:, None] if name in _INTS else apart(x)
-        for name, x in arrays._asdict().items()
-        if x is not None
-    }
+    rows = lambda x: jnp.repeat(x, kv_heads, 0)[:, None]
+    present = {name: x for name, x in arrays._asdict().items() if x is not None}
+    each = {name: rows(x) if name in _INTS else apart(x) for name, x in present.items()}
     one = lambda pair: exact_results(ATTEND, spec, Inputs(NativeArrays(**pair[0]), {"out": pair[1]}))
     return {name: joined(x) for name, x in lax.map(one, (each, apart(dout))).items()}
 
@@ -122,10 +120,8 @@ def make_arrays(problem: Problem, spec: NativeSpec, seed: int) -> NativeArrays:
     """Random values, packed sequences of various lengths followed by padding, and random blocks before each query."""
     shapes = shapes_of(problem)
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), 7)
-    values = {
-        name: jax.random.normal(key, getattr(shapes, name).shape, jnp.dtype(getattr(shapes, name).dtype))
-        for key, name in zip(keys, LEARNED)
-    }
+    random = lambda key, x: jax.random.normal(key, x.shape, x.dtype)
+    values = {name: random(key, getattr(shapes, name)) for key, name in zip(keys, LEARNED)}
     arrays = NativeArrays(**{**values, "gates": jax.nn.sigmoid(values["gates"])})
     batch, length = arrays.q.shape[:2]
     if shapes.begin is not None:
@@ -146,10 +142,8 @@ def _packed(problem: Problem, spec: NativeSpec, rng: np.random.Generator) -> dic
     end = length - length // 16
     cuts = np.sort(rng.integers(0, end + 1, (batch, count - 1)), -1)
     offsets = np.concatenate([np.zeros((batch, 1), int), cuts, np.full((batch, 1), end)], -1)
-    of_row = functools.partial(
-        blocks.of_offsets, length=length, block=spec.block, span=spec.span, stride=spec.stride
-    )
-    tables = [of_row(jnp.asarray(row, jnp.int32))._asdict() for row in offsets]
+    sizes, rows = (length, spec.block, spec.span, spec.stride), jnp.asarray(offsets, jnp.int32)
+    tables = [blocks.of_offsets(row, *sizes)._asdict() for row in rows]
     return {name: jnp.stack([table[name] for table in tables]) for name in _INTS}
 
 

@@ -1,6 +1,5 @@
 """The kind of call shared by the family, its problem and its axes, and how platforms write new tokens into pages."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from ..dispatch import Implementation, Problem
 from ..parallel import how_split, Leading, match_varying, opaque, Split
 from . import reference
 from .cache.write import write, Writer
-from .spec import axes_of, PagedArrays, PagedSpec, PAGES, RESULTS, SHARED, WriteArrays
+from .spec import axes_of, LETTERS, PagedArrays, PagedSpec, PAGES, RESULTS, SHARED, WriteArrays
 
 Named = dict[str, Array]
 _NEW = "new_"
@@ -22,10 +21,9 @@ _NEW = "new_"
 
 def problem_of(operation: str, arrays: PagedArrays, spec: PagedSpec) -> Problem:
     """The host metadata of a call. Shapes are those visible here, which inside a partitioned body are the local ones."""
-    q, k = arrays.q, arrays.k
-    dims = {"N": math.prod(arrays.q_start.shape), "T": math.prod(q.shape[:-2]), "Q": spec.max_query_len}
-    dims |= {"H": q.shape[-2], "K": k.shape[-2], "D": q.shape[-1], "V": arrays.value_channels}
-    dims |= {"p": k.shape[-3], "M": arrays.page_table.shape[-1]}
+    q, k, size = arrays.q, arrays.k, LETTERS[spec.scales].sizes(arrays)
+    dims = {letter: size[letter] for letter in "HKDpM"} | {name: size["B"] * size[name] for name in "NT"}
+    dims |= {"Q": spec.max_query_len, "V": arrays.value_channels}
     present = {"ranged": arrays.kv_start, "window": spec.left, "soft_cap": spec.logits_soft_cap}
     present |= {"sinks": arrays.sinks, "alibi_slopes": arrays.slopes, "qq_bias": arrays.qq_bias}
     flags: dict[str, Any] = {name: x is not None for name, x in present.items()}

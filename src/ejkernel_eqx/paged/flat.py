@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from .spec import PagedArrays, PagedSpec, PAGES, SCALES
+from .spec import axes_of, PagedArrays, PagedSpec, PAGES, SCALES, SHARED
 
 _LARGEST_PART = 256
 Named = dict[str, Array]
@@ -84,28 +84,25 @@ def merged_rows(arrays: PagedArrays, spec: PagedSpec, *, in_parts: bool) -> tupl
     given = arrays.given
     table = given["page_table"]
 
-    paged = [*PAGES, *(SCALES if spec.scales == "token" else ())]
-    own = {"k": 4, "v": 4, "rope": 4, **dict.fromkeys(SCALES, 3 if spec.scales == "token" else 1)}
-    pages = {name: given[name] for name in paged if name in given}
-    if any(x.ndim > own[name] for name, x in pages.items()):
+    axes = axes_of(arrays, spec)
+    is_mapped = lambda name: given[name].ndim > len(axes[name])
+    pages = {name: given[name] for name in (*PAGES, *SCALES) if name in given and axes[name][0] == "P"}
+    if any(map(is_mapped, pages)):
         count = given["k"].shape[-4]
         first = (jnp.arange(batch, dtype=jnp.int32) * count)[:, None, None]
         table = jnp.where((table >= 0) & (table < count), table + first, -1)
         for name, x in pages.items():
-            every = x if x.ndim > own[name] else jnp.broadcast_to(x, (batch, *x.shape))
+            every = x if is_mapped(name) else jnp.broadcast_to(x, (batch, *x.shape))
             given[name] = every.reshape((-1, *every.shape[2:]))
     given["page_table"] = table.reshape((-1, table.shape[-1]))
     if table.shape[-1] == 1 and in_parts:
         given |= _in_parts({name: given[name] for name in ("page_table", *pages)})
 
-    small = {**dict.fromkeys(("sinks", "slopes"), 1), "qq_bias": 2}
-    if spec.scales == "head":
-        small |= dict.fromkeys(SCALES, 1)
-    small = {name: ndim for name, ndim in small.items() if name in given}
-    mapped = any(given[name].ndim > ndim for name, ndim in small.items())
-    for name, ndim in small.items():
+    small = [name for name in given if name in SHARED and name not in pages]
+    mapped = any(map(is_mapped, small))
+    for name in small:
         x = given[name]
-        given[name] = x if x.ndim > ndim else jnp.broadcast_to(x, (batch if mapped else 1, *x.shape))
+        given[name] = x if is_mapped(name) else jnp.broadcast_to(x, (batch if mapped else 1, *x.shape))
 
     given["q"] = given["q"].reshape((-1, *given["q"].shape[2:]))
     first = (jnp.arange(batch, dtype=jnp.int32) * tokens)[:, None]
@@ -140,11 +137,9 @@ def split_pages(page_size: int, block_k: int) -> tuple[int, int]:
     if block_k >= page_size:
         return block_k // page_size * page_size, page_size
     chunk = math.gcd(page_size, block_k)
-    return (block_k, chunk) if chunk >= 8 or block_k < 8 else _even(page_size, block_k)
-
-
-def _even(page_size: int, block_k: int) -> tuple[int, int]:
-    """The largest part of a page that fits a block; a single token if no part is worthwhile."""
+    if chunk >= 8 or block_k < 8:
+        return block_k, chunk
+    # The largest part of a page that fits a block; a single token if no part is worthwhile.
     part = max(size for size in range(1, block_k + 1) if page_size % size == 0)
     return (block_k // part * part, part) if part >= 8 else (block_k, 1)
 

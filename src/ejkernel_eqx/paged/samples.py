@@ -14,7 +14,7 @@ from ..core.arguments import accumulator
 from ..core.workload import bytes_of
 from ..dispatch import Problem
 from .cache.quantise import LARGEST
-from .spec import page_dtypes, PagedArrays, PagedSpec, PAGES, SCALES
+from .spec import LETTERS, page_dtypes, PagedArrays, PagedSpec, PAGES, SCALES
 
 SOFT_CAP = 30.0
 WINDOW = 4  # the longest sequence spans this many windows
@@ -108,19 +108,17 @@ def shapes_from(
 ) -> PagedArrays:
     """The shapes of a call's arrays without leading axes, from sizes by letter, the dtypes of queries and of both kinds of pages, and the flags
     of a problem."""
-    size, wide = {**size, "P": pages, "R": size["D"] - size["V"]}, accumulator(jnp.dtype(dtype))
-    stored = {"k": "PpKV", "rope": "PpKR"} if flags.get("latent") else {"k": "PpKD", "v": "PpKV"}
-    scale = {None: None, "token": "PpK", "head": "K"}[flags.get("scales")]
-    axes = {"q": ("THD", dtype), "page_table": ("NM", "int32")}
-    axes |= dict.fromkeys(("q_start", "q_len", "kv_len"), ("N", "int32"))
-    for (name, letters), of_pages in zip(stored.items(), kv, strict=True):
-        axes[name] = letters, of_pages
-        axes |= {f"{name}_scale": (scale, "float32")} if str(of_pages) in LARGEST else {}
-    optional = {"kv_start": ("ranged", "N", "int32"), "sinks": ("sinks", "H", wide)}
-    optional |= {"slopes": ("alibi_slopes", "H", wide), "qq_bias": ("qq_bias", "QQ", wide)}
-    axes |= {name: how for name, (flag, *how) in optional.items() if flags.get(flag)}
-    shape = lambda letters, dtype: jax.ShapeDtypeStruct([size[axis] for axis in letters], jnp.dtype(dtype))
-    return PagedArrays.of({name: shape(*which) for name, which in axes.items() if which[0] is not None})
+    is_latent, wide = bool(flags.get("latent")), accumulator(jnp.dtype(dtype))
+    size = {**size, "P": pages, "Q2": size["Q"], "Dk": size["V" if is_latent else "D"]}
+    size["Dr"] = size["D"] - size["V"]
+    dtypes = {"q": dtype, **dict.fromkeys(("page_table", "q_start", "q_len", "kv_len"), "int32")}
+    for name, of_pages in zip(("k", "rope" if is_latent else "v"), kv, strict=True):
+        dtypes[name] = of_pages
+        dtypes |= {f"{name}_scale": "float32"} if str(of_pages) in LARGEST else {}
+    optional = {"kv_start": ("ranged", "int32"), "sinks": ("sinks", wide)}
+    optional |= {"slopes": ("alibi_slopes", wide), "qq_bias": ("qq_bias", wide)}
+    dtypes |= {name: own for name, (flag, own) in optional.items() if flags.get(flag)}
+    return PagedArrays.of(LETTERS[flags.get("scales")].shapes(size, dtypes, lead=""))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

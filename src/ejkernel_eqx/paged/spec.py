@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from ..core.letters import Letters
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedSpec:
@@ -90,15 +92,17 @@ SHARED = frozenset({*PAGES, *SCALES, "sinks", "slopes", "qq_bias"})
 RESULTS = ("out", "lse")
 
 
+_AXES = {"q": "T H D", "k": "P p K Dk", "v": "P p K V", "rope": "P p K Dr", "page_table": "N M"}
+_AXES |= dict.fromkeys(("q_start", "q_len", "kv_len", "kv_start"), "N")
+_AXES |= {"sinks": "H", "slopes": "H", "qq_bias": "Q Q2", "out": "T H V", "lse": "T H"}
+_SCALES = {"token": "P p K", "head": "K", None: "K"}
+LETTERS = {kind: Letters.of(_AXES | dict.fromkeys(SCALES, x), heads="H K") for kind, x in _SCALES.items()}
+"""The axes after the leading ones of every possible array and of both results, by the kind of scales."""
+
+
 def axes_of(arrays: PagedArrays, spec: PagedSpec) -> dict[str, tuple[str, ...]]:
-    """The axes after the leading ones of every possible array and of both results; `H<n>` stands for n heads."""
-    heads, kv_heads = f"H{arrays.q.shape[-2]}", f"H{arrays.k.shape[-2]}"
-    page = ("P", "p", kv_heads)
-    axes = {"q": ("T", heads, "D"), "k": (*page, "Dk"), "v": (*page, "V"), "rope": (*page, "Dr")}
-    axes |= {"page_table": ("N", "M"), "sinks": (heads,), "slopes": (heads,), "qq_bias": ("Q", "Q2")}
-    axes |= dict.fromkeys(("q_start", "q_len", "kv_len", "kv_start"), ("N",))
-    axes |= dict.fromkeys(SCALES, page if spec.scales == "token" else (kv_heads,))
-    return axes | {"out": ("T", heads, "V"), "lse": ("T", heads)}
+    """The axes of a call; `H<n>` stands for n heads."""
+    return LETTERS[spec.scales].axes_of(arrays)
 
 
 def page_dtypes(problem: Any) -> tuple[str, str]:

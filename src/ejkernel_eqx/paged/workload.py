@@ -33,9 +33,8 @@ def work_of(
     run = functools.partial(_run, implementation.load(), spec, results)
     launches = functools.partial(launches_of, run, make)
     more = {"costs": costs, "launches": launches if implementation.platform is Platform.TRITON else None}
-    return Workload(
-        make, run, functools.partial(_reference, attend, spec, results), tolerances, results, **more
-    )
+    reference = functools.partial(_reference, attend, spec, results)
+    return Workload(make, run, reference, tolerances, results, **more)
 
 
 def checked_dtype(problem: Problem) -> str:

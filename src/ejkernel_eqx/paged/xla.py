@@ -78,7 +78,7 @@ def forward(arrays: PagedArrays, spec: PagedSpec, config: XlaConfig) -> Named:
 def over_rows(
     attend: Callable[[Named], Named], given: Named, leading: Leading, alone: Callable[[Named], frozenset[str]]
 ) -> Named:
-    """`attend`, which takes arrays without leading axes, on arrays with any number of them; `alone` tells which ones all rows share."""
+    """`attend`, which takes arrays without leading axes, on arrays with some. `alone`: those that all rows share."""
 
     def folded(given: Named, runs: Any) -> Named:
         return flatten_rows(attend, given, leading.shared, alone(given))

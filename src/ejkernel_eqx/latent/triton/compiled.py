@@ -1,5 +1,7 @@
 """Platform `triton`: configurations and support. The kernels are those of attention, with keys that have a second part."""
 
+import functools
+
 from ...attention.triton import compiled as attention
 from ...attention.triton.compiled import TileConfig, TritonConfig
 from ...core.platforms import kernels_unavailable
@@ -36,7 +38,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     columns = []
     for kernel in tile_sizes.KERNELS:
         tiles = [TileConfig(*tile) for tile in tile_sizes.choices(kernel, problem, device)]
-        needed = lambda tile, kernel=kernel: _needed_memory(kernel, problem, device, tile)
+        needed = functools.partial(tile_sizes.shared_memory, kernel, problem, device)
         columns.append(fitting(tiles, needed, device) or [_SMALLEST])
     how = {} if device.vendor == "nvidia" else {"fast_tanh": False, "float32_dot": "ieee"}
     return [TritonConfig(*tiles, **how) for tiles in rows_of(columns)]
@@ -46,15 +48,12 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     """The reason why tiles cannot fit the device's shared memory, by an upper estimate; the smallest tiles are left to the compiler."""
     for kernel in tile_sizes.KERNELS:
         tile = getattr(config, kernel)
-        needed, sizes = _needed_memory(kernel, problem, device, tile), f"{tile.block_q}x{tile.block_k}"
+        needed = tile_sizes.shared_memory(kernel, problem, device, tile)
+        sizes = f"{tile.block_q}x{tile.block_k}"
         reason = too_large(kernel, sizes, tile.num_stages, needed, device)
         if reason is not None and tile != _SMALLEST:
             return reason
     return None
-
-
-def _needed_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: TileConfig) -> int:
-    return tile_sizes.shared_memory(kernel, problem, device, tile.block_q, tile.block_k, tile.num_stages)
 
 
 forward, backward = halves(attention)

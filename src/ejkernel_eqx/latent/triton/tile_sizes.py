@@ -1,5 +1,7 @@
 """Preferred tiles of the Triton kernels and the shared memory they take."""
 
+from typing import Any
+
 from ...dispatch import DeviceFacts, Problem
 from ...launch.sizes import padded
 
@@ -50,11 +52,10 @@ def _is_ragged(problem: Problem) -> bool:
     return any(problem.flag(name) for name in ("rows", "segments", "bias", "mask", "tiles"))
 
 
-def shared_memory(
-    kernel: str, problem: Problem, device: DeviceFacts, block_q: int, block_k: int, num_stages: int
-) -> int:
+def shared_memory(kernel: str, problem: Problem, device: DeviceFacts, tile: Any) -> int:
     """An upper estimate for one program, in bytes: the tiles it keeps, and the streamed ones once per stage."""
-    nope, rope, values = (padded(size) for size in dims(problem))
+    block_q, block_k, num_stages = tile.block_q, tile.block_k, tile.num_stages
+    nope, rope, values = map(padded, dims(problem))
     is_float32 = problem.dtype("qkv") == "float32"
     size, keys = 4 if is_float32 else 2, nope + rope
     resident, streamed = {

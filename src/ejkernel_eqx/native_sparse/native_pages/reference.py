@@ -39,10 +39,8 @@ def _row(arrays: PagedNativeArrays, spec: PagedNativeSpec) -> dict[str, Array]:
             return rows[:, skipped:], exist[:, skipped:]
 
         (k, is_key), (v, _) = gathered(arrays.k), gathered(arrays.v)
-        (small_k, is_small), (small_v, _) = (
-            gathered(arrays.compressed_k, first),
-            gathered(arrays.compressed_v, first),
-        )
+        small = arrays.compressed_k, arrays.compressed_v
+        (small_k, is_small), (small_v, _) = (gathered(x, first) for x in small)
         own = {name: x[None, None] for name, x in token.items() if name in ("q", "gates", "indices")}
         own["q"] = own["q"].astype(dtype)
         call = NativeArrays(

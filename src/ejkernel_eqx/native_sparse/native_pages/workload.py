@@ -134,7 +134,6 @@ def shapes_of(problem: Problem) -> PagedNativeArrays:
 def _shapes(size: dict[str, int], dtype: str, spec: PagedNativeSpec) -> PagedNativeArrays:
     size |= {"c": size["p"] // spec.sparse.stride, "three": 3}
     ints = (*INTS, "indices") if spec.sparse.given else INTS
-    dtypes = (
-        dict.fromkeys(("q", *_PAGES), dtype) | {"gates": wide_dtype(dtype)} | dict.fromkeys(ints, "int32")
-    )
+    dtypes: dict[str, str] = dict.fromkeys(("q", *_PAGES), dtype)
+    dtypes |= {"gates": wide_dtype(dtype), **dict.fromkeys(ints, "int32")}
     return PagedNativeArrays(**LETTERS.shapes(size, dtypes, lead=""))

@@ -1,6 +1,6 @@
 """Platform `xla`: the sliding and the compressed branch are attention over pages; the blocks of the third are gathered one after the other."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from ...paged.xla import Call, Queries, Span, XlaConfig
 from ...parallel import Leading, match_varying
 from .. import branches
 from ..selection import best_blocks
-from ..spec import BRANCHES
+from ..spec import BRANCHES, NativeSpec
 from .spec import LETTERS, most_blocks, PagedNativeArrays, PagedNativeSpec, SHARED, unmapped
 
 Named = dict[str, Array]
@@ -38,52 +38,42 @@ def forward(arrays: PagedNativeArrays, spec: PagedNativeSpec, config: XlaConfig)
     return pages.over_rows(attend, arrays.given, leading, lambda given: unmapped(PagedNativeArrays(**given)))
 
 
-class _Calls(NamedTuple):
-    """Attention to the keys and to the compressed keys."""
-
-    arrays: PagedNativeArrays
-    spec: PagedNativeSpec
-    main: Call
-    compressed: Call
-
-
 def _attend(arrays: PagedNativeArrays, spec: PagedNativeSpec, config: XlaConfig) -> Named:
     main, compressed = Call(arrays.main, spec.sliding, config), Call(arrays.compressed, spec.whole, config)
-    calls = _Calls(arrays, spec, main, compressed)
     # Made from the queries, so that their type carries the sharding over heads and devices.
     lse = match_varying(jnp.zeros_like(main.q[..., 0], main.lse_dtype) - jnp.inf, arrays)
     out = jnp.broadcast_to(jnp.zeros_like(lse, main.q.dtype)[..., None], (*lse.shape, main.value_dim))
     none = jnp.zeros_like(lse[..., 0], jnp.int32)[..., None] - 1
     empty = {f"{name}_{what}": x for name in BRANCHES for what, x in (("out", out), ("lse", lse))}
     empty["indices"] = jnp.broadcast_to(none, (*none.shape[:-1], spec.sparse.count))
-    found = pages.in_passes(main, lambda queries: _of_queries(calls, queries), empty)
+    found = pages.in_passes(main, lambda queries: _of_queries(arrays, spec, main, compressed, queries), empty)
     indices = found.pop("indices")
     flat = {name: x.reshape(main.tokens, main.heads, *x.shape[3:])[None] for name, x in found.items()}
     flat = {name: x.swapaxes(1, 2) if name.endswith("lse") else x for name, x in flat.items()}
     return {"out": branches.combine(arrays.gates[None], flat, main.q.dtype)[0], "indices": indices}
 
 
-def _of_queries(calls: _Calls, queries: Queries) -> Named:
+def _of_queries(
+    arrays: PagedNativeArrays, spec: PagedNativeSpec, main: Call, small: Call, queries: Queries
+) -> Named:
     """The results of all branches, `[n, Q, K, G, V]` and `[n, Q, K, G]`, and the blocks `[n, Q, K, blocks]`."""
-    arrays, own = calls.arrays, calls.spec.sparse
-    span = pages.span_of(calls.main, queries)
+    own, span = spec.sparse, pages.span_of(main, queries)
     last = (span.i + 1) // own.stride - 1  # the slot of the last compressed key that a query sees
-    start = jnp.full_like(last, calls.spec.first_slot)
+    start = jnp.full_like(last, spec.first_slot)
     # The weights of all blocks of slots are computed, those of the unused first slots too.
-    seen = pages.span_between(calls.compressed, queries, span.own, jnp.zeros_like(last), last)
+    seen = pages.span_between(small, queries, span.own, jnp.zeros_like(last), last)
     seen = seen._replace(lowest=start)
     found = {}
-    found["sliding_out"], found["sliding_lse"] = pages.softmax(calls.main, queries, span)
-    found["compressed_out"], lse = pages.softmax(calls.compressed, queries, seen)
-    found["compressed_lse"] = lse
+    found["sliding_out"], found["sliding_lse"] = pages.softmax(main, queries, span)
+    found["compressed_out"], found["compressed_lse"] = pages.softmax(small, queries, seen)
     if arrays.indices is None:
-        importance = _importance(calls.compressed, queries, seen, lse)
+        importance = _importance(small, queries, seen, found["compressed_lse"])
         place = jnp.where(queries.real, span.i, -1)
-        indices = best_blocks(importance, place, start, last + 1, most_blocks(arrays, calls.spec), own)
+        indices = best_blocks(importance, place, start, last + 1, most_blocks(arrays, spec), own)
     else:
         token = arrays.q_start[queries.sequence][:, None] + queries.index
         indices = arrays.indices.at[token].get(mode="clip")
-    found["selected_out"], found["selected_lse"] = _selected(calls, queries, span.i, indices)
+    found["selected_out"], found["selected_lse"] = _selected(arrays, own, main, queries, span.i, indices)
     return found | {"indices": indices}
 
 
@@ -105,17 +95,17 @@ def _importance(call: Call, queries: Queries, span: Span, lse: Array) -> Array:
     return lax.fori_loop(jnp.zeros_like(span.blocks), span.blocks, block, whole)
 
 
-def _selected(calls: _Calls, queries: Queries, i: Array, indices: Array) -> tuple[Array, Array]:
+def _selected(
+    arrays: PagedNativeArrays, own: NativeSpec, call: Call, queries: Queries, i: Array, indices: Array
+) -> tuple[Array, Array]:
     """The branch of chosen blocks, one of each query at a time."""
-    call, arrays, own = calls.main, calls.arrays, calls.spec.sparse
     table, (count, size) = arrays.page_table[queries.sequence], arrays.k.shape[:2]
 
     def block(number: Array, carry: Any) -> Any:
         index = lax.dynamic_index_in_dim(indices, number, 3)  # [n, Q, K, 1]
         j = index * own.block + like(jnp.arange(own.block, dtype=jnp.int32), index)  # [n, Q, K, S]
-        page = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=-1))(
-            table, jnp.maximum(j, 0) // size
-        )
+        numbers = lambda row, at: row.at[at].get(mode="fill", fill_value=-1)
+        page = jax.vmap(numbers)(table, jnp.maximum(j, 0) // size)
         seen = (index >= 0) & (j <= i[..., None, None]) & queries.real[..., None, None]
         seen &= (page >= 0) & (page < count)
         page, place = jnp.where(seen, page, 0), jnp.where(seen, j % size, 0)

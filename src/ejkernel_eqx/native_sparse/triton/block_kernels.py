@@ -38,9 +38,8 @@ def block_forward_kernel(
         safe = tl.maximum(tl.minimum(j, latest), 0)
         k = rows_of(k_ptr + (b * S * K + kv) * D, safe, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         v = rows_of(v_ptr + (b * S * K + kv) * V, safe, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
-        whole = (query_position(oldest, position_ptr, b, T, offset, PLACED) >= begin + BS - 1) & (
-            begin + BS <= S
-        )
+        first = query_position(oldest, position_ptr, b, T, offset, PLACED)
+        whole = (first >= begin + BS - 1) & (begin + BS <= S)
         r = tl.arange(0, TOKENS * GP)  # [R], tokens by heads
         head = kv * G + tl.minimum(r % GP, G - 1)
         c = tl.arange(0, BLOCK_V)[None, :]
@@ -118,11 +117,8 @@ def merge_blocks_kernel(
     total = tl.sum(weight, axis=0)  # [GP]
     some = total > 0
     weight = weight * (1.0 / tl.where(some, total, 1.0))[None, :]
-    part = tl.load(
-        part_ptr + at[:, :, None] * V + c[None, None, :],
-        mask=there[:, :, None] & (c < V)[None, None, :],
-        other=0.0,
-    )
+    inside = there[:, :, None] & (c < V)[None, None, :]  # [NB, GP, BLOCK_V]
+    part = tl.load(part_ptr + at[:, :, None] * V + c[None, None, :], mask=inside, other=0.0)
     out = tl.sum(part.to(tl.float32) * weight[:, :, None], axis=0)  # [GP, BLOCK_V]
     real = (g < G) & (t < T)
     of_query = (b * T + t) * H + kv * G + g  # [GP]

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ...launch import Launcher, NOTHING, result
+from ...launch import Launcher, NOTHING, Options, result
 from ...launch.sizes import cdiv, padded
 from ..branches import SOFTMAX
 from ..lists import Lists, lists_of
 from ..spec import NativeArrays, NativeSpec, num_blocks
 from . import block_kernels
-from .tiles import ForwardTile, Warped
+from .tiles import ForwardTile
 
 Named = dict[str, Array]
 _BYTES = 2**31  # of results of single blocks at a time
@@ -79,7 +79,7 @@ def merged(launch: Launcher, parts: Named, shape: tuple[int, ...], which: Part, 
     if gated := "gates" in parts:
         outputs["lse"] = NOTHING
     numbers = padded(which.slots, 1) * padded(group) * padded(values)  # of a program
-    tile = Warped(min(8, max(1, numbers // 4096)), max_registers=which.registers)
+    tile = Options(min(8, max(1, numbers // 4096)), 1, which.registers)
     absent = dict.fromkeys(("gates", *(f"{name}_{what}" for name in SOFTMAX for what in ("out", "lse"))))
     known = which.before or {}
     before = {"before": known.get("out"), "before_lse": known.get("lse")}

@@ -13,7 +13,14 @@ from ...attention.triton import compiled as attention
 from ...attention.triton import tile_sizes
 from ...core.platforms import kernels_unavailable
 from ...dispatch import BOTH, DeviceFacts, FORWARD, Problem
-from ...launch import Launcher, limits_registers, LOG2E, register_limits_measured, result
+from ...launch import (
+    Launcher,
+    limits_registers,
+    LOG2E,
+    Options,
+    register_limits_measured,
+    result,
+)
 from ...launch.fields import Checked, Float32Dot
 from ...launch.sizes import cdiv, padded, rows_of
 from ...paged.triton import compiled as pages
@@ -22,7 +29,7 @@ from ..lists import by_key, lists_of
 from ..problems import of_branch, shapes_of, spec_of
 from ..spec import begins, NativeArrays, NativeSpec, num_blocks
 from . import by_blocks, choice, few, kernels, steps
-from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile, Warped
+from .tiles import FewTiles, ForwardTile, KeyTile, RowTile, SelectionTile
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "selection": FORWARD, "query_gradient": "q", "key_gradient": "k v"}
@@ -116,7 +123,9 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
         # Of the merge: a thread has 128 numbers in 64 registers, and with 80 three programs share a multiprocessor.
         numbers = count * group * padded(problem.dim("V"))
         registers = 80 if numbers == 8 * 4096 and device.capability < (10, 0) else 0
-        by_block = [ForwardTile(max(1, rows // group), 256, *how, registers) for rows, *how in _BLOCKS]
+        by_block = [
+            ForwardTile(max(1, rows // group), 256, *how, merge_registers=registers) for rows, *how in _BLOCKS
+        ]
         forwards = [*by_block, *forwards[:3]]
     queries = [RowTile(warps, 1 if sparing else stages) for warps, stages in _QUERIES]
     # On an H200 four warps take half of the time of eight, although they spill 32 bytes a thread.
@@ -155,7 +164,7 @@ def forward(
     arrays: NativeArrays, spec: NativeSpec, config: TritonConfig, *, save: bool = True
 ) -> dict[str, Array]:
     """The output, the blocks that were chosen, and what the backward needs."""
-    if steps.serves(arrays):
+    if arrays.begin is None and arrays.q.shape[1] <= steps.MOST_QUERIES:
         own = config.few
         few_tiles = own.compressed, own.sliding, config.float32_dot
         tiles = few.Tiles(own.step, config.forward, config.selection, *few_tiles)
@@ -197,8 +206,12 @@ def backward(
         (call, own), (out, lse, dout) = branch(arrays, spec), results[name]
         tiles, times = getattr(config, name), 1
         if cdiv(call.k.shape[1], tiles.key_gradient.block_k) * call.k.shape[0] * call.k.shape[2] < _FEW:
+            # Keys and values of every head, so that more programs sum their gradients. Compressed keys are few:
+            # each program would have all queries of a group.
             times = arrays.q.shape[2] // arrays.k.shape[2]
-        grads = attention.backward(_copied(call, times), own, tiles, out, lse, dout, jnp.zeros_like(lse))
+            call = call._replace(k=jnp.repeat(call.k, times, 2), v=jnp.repeat(call.v, times, 2))
+        rest = out, lse, dout, jnp.zeros_like(lse)
+        grads = attention.backward(call, own, tiles, *rest)
         whole[name] = grads._replace(k=_total(grads.k, times), v=_total(grads.v, times))
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
@@ -210,13 +223,6 @@ def backward(
     dq = launch(kernels.query_gradient_kernel, config.query_gradient, outputs, programs)["dq"]
     dk, dv = _key_gradient(launch, arrays, spec, config.key_gradient, saved["indices"])
     return branches.combined_gradients(dq, dk, dv, whole, dgates)
-
-
-def _copied(call: AttentionArrays, times: int) -> AttentionArrays:
-    """With keys and values for that many times as many heads, so that more programs sum their gradients: compressed keys are few, and each program
-    would have all queries of a group."""
-    copies = lambda x: x if times == 1 else jnp.repeat(x, times, 2)
-    return call._replace(k=copies(call.k), v=copies(call.v))
 
 
 def _total(gradient: Array, times: int) -> Array:
@@ -245,7 +251,7 @@ def _key_gradient(
         programs = batch * heads * blocks * cdiv(size, block)
         outputs = {"whole": result(batch, heads, blocks, spec.block, channels)}
         numbers = {"SIZE": size, "BLOCK": block}
-        found = launch(kernels.combine_kernel, Warped(4), outputs, programs, {"part": x}, **numbers)
+        found = launch(kernels.combine_kernel, Options(4, 1), outputs, programs, {"part": x}, **numbers)
         return by_key(found["whole"], arrays)
 
     return whole(parts["dk"], dim), whole(parts["dv"], values)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from ...dispatch import Problem
-from ...launch import Launcher, LOG2E, result
-from ...launch.sizes import cdiv, padded
+from ...launch import Launcher, LOG2E
+from ...launch.sizes import padded
 from ...paged.core import problem_of
 from ...paged.spec import PagedArrays, PagedSpec
 from ...paged.tokens import alone
@@ -55,7 +55,7 @@ def attend(step: Step, spec: NativeSpec, tiles: Any, lead: Any, save: bool = Fal
 
 
 def parts_of(step_of: Callable[[Any], Step], shapes: Any, spec: NativeSpec) -> tuple[Problem, Problem, Step]:
-    """The problems of the compressed and of the sliding branch, and the shapes of a step, from those of a call."""
+    """The problems of the compressed and the sliding branch, and the shapes of a step, from those of a call."""
     problems: list[Problem] = []
 
     def look(step: Step) -> None:
@@ -119,10 +119,5 @@ def _chosen(
     tables = {"start": row(step.first_slot), "end": small.kv_len[None], "place": place[None], "base": row(0)}
     own = {"k": small.k, "table": small.page_table, "lse": lse.T * LOG2E}
     launch = launch.knowing(own | tables, C=keys, **sizes)
-
-    def weights(chunk: int, count: int) -> Array:
-        programs, kernel = cdiv(keys, tile.block_k) * heads * count, kernels.page_importance_kernel
-        outputs = {"importance": result(1, heads, count, keys)}
-        return launch(kernel, tile, outputs, programs, chunk=chunk, length=count)["importance"]
-
-    return chosen_by(weights, launch, (1, tokens, heads, keys, step.blocks), spec, 64)[0]
+    whole = 1, tokens, heads, keys, step.blocks
+    return chosen_by(kernels.page_importance_kernel, tile, launch, whole, spec, 1)[0]

@@ -129,9 +129,8 @@ def forward_kernel(
     total = tl.zeros([GP], tl.float32)  # [GP]
     top = tl.full([GP], float("-inf"), tl.float32)  # [GP]
     for n in tl.range(split * SPAN, tl.minimum(split * SPAN + SPAN, N)):
-        j, seen = _block(
-            indices_ptr, begin_ptr, (row * K + kv) * N + n, b, last, S, M, BS, BLOCK_S, PACKED
-        )  # [BLOCK_S]
+        at = (row * K + kv) * N + n
+        j, seen = _block(indices_ptr, begin_ptr, at, b, last, S, M, BS, BLOCK_S, PACKED)  # [BLOCK_S]
         k = rows_of(k_base, j, K * D, D, BLOCK_D)  # [BLOCK_S, BLOCK_D]
         v = rows_of(v_base, j, K * V, V, BLOCK_V)  # [BLOCK_S, BLOCK_V]
         acc, total, top = _with_keys(acc, total, top, q, k, v, seen, SCALE, PRECISION)

@@ -87,9 +87,8 @@ def _choose(score, keys_ptr, to, last, BLOCKS, N: tl.constexpr, BS: tl.constexpr
 def choose_blocks(scores_ptr, lse_ptr, keys_ptr, to, row, count, last, BLOCKS, WIDTH, choice):
     """Stores the blocks at `to`, for a query and key head that see `count` compressed keys; this program may read them afterwards."""
     score = tl.zeros([choice.BLOCK_M], tl.float32)  # [BM]
-    if (
-        choice.G <= 2 * choice.HEADS and choice.REACH == 1 and choice.BS == choice.STRIDE
-    ):  # all loads are in flight together
+    few: tl.constexpr = choice.G <= 2 * choice.HEADS and choice.REACH == 1 and choice.BS == choice.STRIDE
+    if few:  # all loads are in flight together
         for g in tl.static_range(0, choice.G, choice.HEADS):
             score += _block_scores(scores_ptr, lse_ptr, g, row, count, WIDTH, choice)
     else:

@@ -270,9 +270,8 @@ def selected_step_kernel(
     chosen = indices_ptr + (tl.maximum(token, 0).to(tl.int64) * K + kv) * N
     lo = split * SPAN
     pages = Pages(k_ptr, v_ptr, table_ptr + n * M, P, kv)
-    acc, total, top = attend_blocks(
-        q, pages, chosen, last, lo, tl.minimum(lo + SPAN, N), M, heads, scoring, BS, PAGE, EACH, BK
-    )
+    hi = tl.minimum(lo + SPAN, N)
+    acc, total, top = attend_blocks(q, pages, chosen, last, lo, hi, M, heads, scoring, BS, PAGE, EACH, BK)
     _store_part(part_ptr, part_lse_ptr, acc, total, top, r, kv, split, heads, SPLITS)
 
 

@@ -6,13 +6,14 @@ Each key is read once for all heads of a group. What does not fit goes branch by
 import dataclasses
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from ...dispatch import DeviceFacts
-from ...launch import Launcher, NOTHING, result
+from ...launch import Launcher, NOTHING, Options, result
 from ...launch.sizes import cdiv, padded
 from ...paged.flat import part_of
 from ...paged.spec import PagedArrays
@@ -21,7 +22,7 @@ from ...paged.triton.tile import FILLED
 from ..spec import most_blocks, NativeArrays, NativeSpec, positions
 from . import step_choice, step_kernels, whole_step
 from .choice_kernels import GROUPS
-from .tiles import StepTile, Warped
+from .tiles import StepTile
 
 BY_BRANCH = StepTile(0, 1, 4, 1)
 MOST_QUERIES = 8
@@ -34,10 +35,6 @@ _MANY_BYTES = 2**13
 _SCORE_BYTES = 2**28
 _GROUPS = GROUPS.value
 _NUMBERS, _MANY_NUMBERS = (4096, 8192)  # of scores at a time, as many as no kernel spills
-
-
-def _static(**default: int) -> Any:
-    return dataclasses.field(metadata={"static": True}, **default)
 
 
 @jax.tree_util.register_dataclass
@@ -57,11 +54,11 @@ class Step:
     q_start: Array  # int32 [N]
     q_len: Array  # int32 [N]
     kv_len: Array  # int32 [N]
-    queries: int = _static()
+    queries: int = eqx.field(static=True)
     """The most of a sequence."""
-    blocks: int = _static()
+    blocks: int = eqx.field(static=True)
     """The most that a sequence may have."""
-    first_slot: int = _static(default=0)
+    first_slot: int = eqx.field(default=0, static=True)
     """Where compressed key 0 is."""
     indices: Array | None = None  # int32 [T, K, n]
 
@@ -150,11 +147,6 @@ def tiles_for(branch: list[pages.TritonConfig], step: Step, device: DeviceFacts)
     return list(dict.fromkeys([*found, BY_BRANCH]))
 
 
-def serves(arrays: NativeArrays) -> bool:
-    """Returns whether dense keys have few queries."""
-    return arrays.begin is None and arrays.q.shape[1] <= MOST_QUERIES
-
-
 def of_rows(arrays: NativeArrays, spec: NativeSpec) -> Step:
     """Few queries over dense keys: each row is a sequence, and parts of it are pages, their table a constant."""
     (batch, length), flat = arrays.q.shape[:2], lambda x: x.reshape(-1, *x.shape[2:])
@@ -201,10 +193,8 @@ def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> 
     rows, pairs, chooses = step.rows, step.rows * kv_heads, step.indices is None
     # Programs that share the keys of a branch, each with two tiles at least.
     shared = lambda count: max(1, min(tile.split_k, cdiv(count, 2 * tile.block_k)))
-    small, near = (
-        shared(step.compressed_keys),
-        shared(min(spec.window, step.table.shape[1] * step.k.shape[1])),
-    )
+    small, room = shared(step.compressed_keys), step.table.shape[1] * step.k.shape[1]
+    near = shared(min(spec.window, room))
     span = cdiv(spec.count, shared(spec.count * spec.block))
     chosen, writes = cdiv(spec.count, span), _choice(launch, step)
 
@@ -224,7 +214,7 @@ def _in_four(launch: Launcher, step: Step, spec: NativeSpec, tile: StepTile) -> 
     results = {"compressed": compressed, "selected": selected, "sliding": sliding}
     combined = {f"{name}_part": x["part"] for name, x in results.items()}
     combined |= {f"{name}_lse": x["part_lse"] for name, x in results.items()}
-    warps = Warped(min(4, max(1, padded(max(small, chosen, near), 1) * padded(values) // 512)))
+    warps = Options(min(4, max(1, padded(max(small, chosen, near), 1) * padded(values) // 512)), 1)
     numbers = {"CHOSEN_PARTS": chosen, "BLOCK_CHOSEN": padded(chosen, 1)}
     numbers |= {"NEAR_PARTS": near, "BLOCK_NEAR": padded(near, 1)}
     outputs = {"out": result(tokens, heads, values, dtype=step.q.dtype)}

@@ -63,15 +63,6 @@ class SelectionTile(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class Warped:
-    """A kernel without a choice of its own."""
-
-    num_warps: int
-    num_stages: int = 1
-    max_registers: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class StepTile(Checked):
     """A step of decoding: a program has the heads of one group at one query, and of a branch's keys `block_k` at a time. With `split_k` 1 it has all
     branches, in one launch; else up to so many programs share the keys of each, in four. With `block_k` 0, each branch has kernels of its own."""

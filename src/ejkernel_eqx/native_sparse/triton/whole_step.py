@@ -65,16 +65,14 @@ def whole_step_kernel(
             chosen = given_ptr + at
             if CHOOSES:
                 chosen = indices_ptr + at
-                lse = tl.where(
-                    total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf")
-                )  # [GP]
+                safe = tl.where(total > 0, total, 1.0)
+                lse = tl.where(total > 0, top + tl.log2(safe), float("-inf"))  # [GP]
                 tl.store(lse_ptr + row * G + g, lse, mask=real)
                 tl.debug_barrier()
                 choose_blocks(scores_ptr, lse_ptr, keys_ptr + row * (BLOCK_M + GROUPS), chosen, row, count, last, BLOCKS, WIDTH,
                               Choice(N, BS, BLOCK_M, REACH, STRIDE, G, HEADS, 1, 1))  # fmt: skip
             acc, total, top = step.attend_blocks(
-                q, pages, chosen, last, 0, N, M, heads, scoring, BS, PAGE, EACH, BK
-            )
+                q, pages, chosen, last, 0, N, M, heads, scoring, BS, PAGE, EACH, BK)  # fmt: skip
             out += _gated(acc, total, gates_ptr + own * 3 + 1, real)
         else:
             first = tl.maximum(last - (WINDOW - 1), 0)

@@ -75,12 +75,10 @@ class PagedKVCache(Pages):
 
         **Raises:** `ValueError` for sizes below 1, more than 2**30 tokens, an unsupported dtype, or scales that do not match it.
         """
-        num_pages, page_size, heads, dim = read_sizes(
-            num_pages=num_pages, page_size=page_size, num_kv_heads=num_kv_heads, head_dim=head_dim
-        )
-        (v_dim,) = read_sizes(v_head_dim=dim if v_head_dim is None else v_head_dim)
-        widths = ((heads, dim), (heads, v_dim))
-        return cls._empty((num_pages, page_size), widths, batch_shape, dtype, scales)
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        heads, *dims = read_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+        widths = [(heads, dim) for dim in dims]
+        return cls._empty(num_pages, page_size, widths, batch_shape, dtype, scales)
 
     @property
     def num_kv_heads(self) -> int:
@@ -175,11 +173,8 @@ class PagedLatentCache(Pages):
 
         **Raises:** `ValueError` for sizes below 1, more than 2**30 tokens, an unsupported dtype, or scales that do not match it.
         """
-        num_pages, page_size, latent_dim, rope_dim = read_sizes(
-            num_pages=num_pages, page_size=page_size, latent_dim=latent_dim, rope_dim=rope_dim
-        )
-        widths = ((latent_dim,), (rope_dim,))
-        return cls._empty((num_pages, page_size), widths, batch_shape, dtype, scales)
+        widths = [(dim,) for dim in read_sizes(latent_dim=latent_dim, rope_dim=rope_dim)]
+        return cls._empty(num_pages, page_size, widths, batch_shape, dtype, scales)
 
     @property
     def latent_dim(self) -> int:

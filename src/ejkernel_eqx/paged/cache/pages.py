@@ -77,9 +77,10 @@ class Pages(Module):
 
     @classmethod
     def _empty(
-        cls: type[C], room: tuple[int, int], widths: Any, batch_shape: Any, dtype: Any, scales: Any
+        cls: type[C], num_pages: Any, page_size: Any, widths: Any, batch_shape: Any, dtype: Any, scales: Any
     ) -> C:
-        """`room`: the number of pages and of tokens per page; `widths`: the axes of a token in both arrays."""
+        """`widths`: the axes of a token in both arrays."""
+        room = read_sizes(num_pages=num_pages, page_size=page_size)
         dtypes, scales = read_page_dtypes(dtype, scales)
         check_room(*room)
         lead = read_batch_shape(batch_shape)
@@ -236,7 +237,13 @@ def write_arrays(pages: Pages, given: tuple[Any, Any], slots: Any) -> WriteArray
     """The arguments of a platform's write: the new tokens of both arrays, with their slots."""
     lead, new, tokens = pages.batch_shape, {}, None
     for kernel_name, (name, old, _), x in zip(pages._kernel_names, pages._pairs, given):
-        x = read_new(name, x, lead, old.shape[len(lead) + 2 :], tokens)
+        inner = old.shape[len(lead) + 2 :]
+        words = ", ".join(map(str, (*lead, "T" if tokens is None else tokens, *inner)))
+        expected, remedy = (
+            f"floats [{words}] as in the cache",
+            "; pack the tokens of all sequences along one axis",
+        )
+        x = read_array(name, x, ((*lead, tokens, *inner),), expected, remedy)
         tokens = x.shape[len(lead)]
         new[kernel_name] = x if pages._rank == 4 else x[..., None, :]
     slots = read_slots(slots, lead, tokens, pages.num_pages * pages.page_size)
@@ -382,13 +389,6 @@ def read_array(name: str, given: Any, shapes: Any, expected: str, remedy: str = 
     if not fits or not jnp.issubdtype(x.dtype, kind):
         raise ValueError(f"{name}: expected {expected}, received {x.dtype} of shape {x.shape}{remedy}.")
     return x
-
-
-def read_new(name: str, new: Any, lead: tuple[int, ...], inner: tuple[int, ...], tokens: int | None) -> Array:
-    """New tokens `[*lead, T, *inner]`; `tokens` is `T` if known."""
-    words = ", ".join(map(str, (*lead, "T" if tokens is None else tokens, *inner)))
-    remedy = "; pack the tokens of all sequences along one axis"
-    return read_array(name, new, ((*lead, tokens, *inner),), f"floats [{words}] as in the cache", remedy)
 
 
 def read_slots(given: Any, lead: tuple[int, ...], tokens: int | None, room: int) -> Array:

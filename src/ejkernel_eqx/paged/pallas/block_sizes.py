@@ -1,7 +1,7 @@
 """The choice of blocks of pages and tiles of queries, by their bytes of vector memory."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -129,25 +129,6 @@ def too_large(problem: Problem, config: PallasConfig, device: DeviceFacts) -> st
         for name, (queries, keys, needed) in kernels.items()
     )
     return next(filter(None, reasons), None)
-
-
-class Tile(NamedTuple):
-    """Queries of an item and keys of a block."""
-
-    queries: int
-    keys: int
-
-
-def decode_tile(problem: Problem, config: PallasConfig) -> Tile:
-    """The tile of a configuration in the kernel for few queries."""
-    queries = min(config.decode_queries, problem.dim("Q"))
-    return Tile(queries, _columns(problem, config.decode_keys) // problem.dim("K"))
-
-
-def prefill_tile(problem: Problem, config: PallasConfig) -> Tile:
-    """The tile of a configuration in the kernel for many queries."""
-    page = page_of(problem)
-    return Tile(config.block_q, block_pages(page, page, config.block_k) * page)
 
 
 def decode_bytes(problem: Problem, queries: int, keys: int) -> int:

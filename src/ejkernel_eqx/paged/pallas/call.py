@@ -101,9 +101,8 @@ def _ranges(call: Call, order: Array, row: Array, start: Array, queries: Array, 
     end = jnp.clip(position + queries, 0, width * call.page)
     page = jnp.clip(first // call.page, 0, width - 1) // align * align
     pages = jnp.maximum((end + call.page - 1) // call.page - page, 1)
-    table = jnp.where(
-        (arrays.page_table >= 0) & (arrays.page_table < arrays.k.shape[0]), arrays.page_table, -1
-    )
+    table = arrays.page_table
+    table = jnp.where((table >= 0) & (table < arrays.k.shape[0]), table, -1)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     used = (index >= page[:, None]) & (index < (page + pages)[:, None])
     holes = jnp.any(used & (table[row] < 0), axis=1).astype(jnp.int32)

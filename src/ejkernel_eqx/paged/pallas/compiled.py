@@ -95,10 +95,8 @@ def forward(arrays: PagedArrays, spec: PagedSpec, config: PallasConfig) -> dict[
     """`out [B, T, H, V]` and `lse [B, T, H]`, for arrays with one leading axis."""
     call, lead = Call.of(arrays, spec, config, True), arrays.q.shape[:2]
     tokens, heads = call.arrays.q.shape[:2]
-    results = {
-        "out": jnp.zeros((tokens, heads, call.values), arrays.q.dtype),
-        "lse": jnp.full((tokens, 1, heads), -jnp.inf, jnp.float32),
-    }
+    results = {"out": jnp.zeros((tokens, heads, call.values), arrays.q.dtype)}
+    results["lse"] = jnp.full((tokens, 1, heads), -jnp.inf, jnp.float32)
     if call.sequences and tokens:
         few = min(config.decode_queries, spec.max_query_len)
         size, align = _sizes(call, TOGETHER, few, config.decode_keys)
@@ -108,10 +106,8 @@ def forward(arrays: PagedArrays, spec: PagedSpec, config: PallasConfig) -> dict[
             size, align = _sizes(call, method, config.block_q, config.block_k)
             tiles = tiles_of_queries(call, few, config.block_q, align)
             results = over_items(call, "prefill", method, size, tiles, results)
-    return {
-        "out": results["out"].reshape(*lead, heads, call.values),
-        "lse": results["lse"].reshape(*lead, heads),
-    }
+    shapes = {"out": (heads, call.values), "lse": (heads,)}
+    return {name: results[name].reshape(*lead, *shape) for name, shape in shapes.items()}
 
 
 def _sizes(call: Call, method: Method, queries: int, keys: int) -> tuple[Sizes, int]:

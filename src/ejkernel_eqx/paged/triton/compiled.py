@@ -47,10 +47,9 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     if problem.flag("latent"):
         if values > MAX_LATENT_DIM or dim - values > MAX_HEAD_DIM:
             return f"takes latent pages of up to {MAX_LATENT_DIM} channels and {MAX_HEAD_DIM} of rope, not {values} and {dim - values}"
-        if tile_sizes.dot_bytes(problem) == 4 and values > MAX_FLOAT32_LATENT_DIM:
-            return (
-                f"multiplies latent pages of up to {MAX_FLOAT32_LATENT_DIM} channels in float32, not {values}"
-            )
+        most = MAX_FLOAT32_LATENT_DIM
+        if tile_sizes.dot_bytes(problem) == 4 and values > most:
+            return f"multiplies latent pages of up to {most} channels in float32, not {values}"
     elif max(dim, values) > MAX_HEAD_DIM:
         return f"takes head dims up to {MAX_HEAD_DIM}, not D {dim} and V {values}"
     if "float8_e4m3fn" in pages and device.vendor == "nvidia" and device.capability < (8, 9):
@@ -58,10 +57,9 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
             f"takes float8_e4m3fn pages from compute capability 8.9 on, the device has {device.compute_capability or 'none'}; float8_e5m2 and int8 "
             "it has"
         )
-    if problem.dim("M") * problem.dim("p") >= 2**31:
-        return (
-            f"takes page tables of fewer than 2**31 keys, not {problem.dim('M')} pages of {problem.dim('p')}"
-        )
+    count, page = problem.dim("M"), problem.dim("p")
+    if count * page >= 2**31:
+        return f"takes page tables of fewer than 2**31 keys, not {count} pages of {page}"
     return None
 
 

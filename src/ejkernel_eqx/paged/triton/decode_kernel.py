@@ -289,9 +289,8 @@ def decode(call: Call, queries: int) -> dict[str, Array]:
     merge = dataclasses.replace(launch, absent=call.arrays.q_len)
     step = min(block_s, max(2, MOST_MERGED // padded(call.values)))
     numbers = step * padded(call.values)
-    options = Options(
-        1 if numbers <= 512 else 2 if numbers < MOST_MERGED else 4
-    )  # one warp needs no barriers
+    warps = 2 if numbers < MOST_MERGED else 4
+    options = Options(1 if numbers <= 512 else warps)  # one warp needs no barriers
     parts = {"parts": results["out"], "part_lse": results["lse"]}
     programs = call.heads * queries * call.sequences + _fills(call)
     return merge(merge_kernel, options, types, programs, parts, BLOCK_S=block_s, STEP=step)
