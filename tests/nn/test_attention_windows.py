@@ -86,7 +86,9 @@ def test_pages(alibi, platform):
     layers, x = _stacked(alibi=alibi, platform=platform, rope=None), _x(TOKENS)
     caches, tables = PagedKVCache.init(8, 4, 1, 8, batch_shape=len(WINDOWS)), [[5, 2], [0, 6]]
     step = eqx.filter_jit(lambda layers, x, caches, batch: _scan(layers, x, caches, batch=batch))
-    batch = lambda *counts, **options: RaggedBatch.build(*counts, tables, page_size=4, **options)
+    batch = lambda counts, lengths, **options: RaggedBatch.build(
+        counts, lengths, tables, page_size=4, **options
+    )
     first = jnp.concatenate([x[:7], x[:3], jnp.full((2, EMBED), jnp.nan)])
     chunks = batch([7, 3], [7, 3], buckets=Buckets((12,), (2,), (2,), (7,)))
     first, caches = step(layers, first, caches, chunks)
