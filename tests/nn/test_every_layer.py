@@ -95,9 +95,8 @@ def test_static_fields_and_platforms(name):
 
 def test_layers_of_a_stack_know_their_place():
     """Each lightning layer has its own slopes, though they are stacked; its place is no parameter."""
-    make = lambda i: ejx.nn.LightningAttention(
-        24, num_heads=4, layer_index=i, num_layers=3, key=jax.random.key(0)
-    )
+    sizes: Any = {"num_heads": 4, "num_layers": 3, "key": jax.random.key(0)}
+    make = lambda i: ejx.nn.LightningAttention(24, layer_index=i, **sizes)
     slopes = [ejx.lightning_slopes("minimax", 4, index, 3) for index in range(3)]
     layers = eqx.filter_jit(eqx.filter_vmap(make))(jnp.arange(3))
     np.testing.assert_allclose(eqx.filter_vmap(lambda layer: layer.slopes())(layers), slopes, rtol=1e-6)

@@ -104,9 +104,8 @@ def test_the_choice_of_experts(name, options):
 def test_experts_of_other_groups_whose_corrected_scores_are_all_negative():
     """No expert of another group is chosen, though 0, which `transformers` puts in the place of its score, would be the largest."""
     layer, x = build("deepseek_v3"), inputs(40)
-    layer = eqx.tree_at(
-        lambda layer: layer.gate.e_score_correction_bias, layer, replace_fn=lambda bias: bias - 3
-    )
+    where = lambda layer: layer.gate.e_score_correction_bias
+    layer = eqx.tree_at(where, layer, replace_fn=lambda bias: bias - 3)
     routing, (_, indices) = layer.route(x), chosen(layer, x)
     np.testing.assert_array_equal(routing.indices, indices)
     assert np.all([len(set(row // 2)) <= 2 for row in np.asarray(routing.indices)])

@@ -173,11 +173,8 @@ def test_rows_of_different_lengths(name):
     cache = unwritten(layer, TOKENS)
     step = quick(lambda x, cache, mask: layer(x, cache, padding_mask=mask))
     done = [0] * SEQUENCES
-    counts_of, first_of = (
-        ((5, 3, 0), (1, 4, 3), (4, 3, 5), (0, 0, 2)),
-        ((0, 1, 0), (3, 0, 1), (1, 2, 0), (0, 0, 3)),
-    )
-    for counts, first in zip(counts_of, first_of):
+    counts_of = ((5, 3, 0), (1, 4, 3), (4, 3, 5), (0, 0, 2))
+    for counts, first in zip(counts_of, ((0, 1, 0), (3, 0, 1), (1, 2, 0), (0, 0, 3))):
         chunk, real = np.full((SEQUENCES, 5, EMBED), np.nan, np.float32), np.zeros((SEQUENCES, 5), bool)
         for n, (count, start) in enumerate(zip(counts, first)):
             chunk[n, start : start + count] = x[n, done[n] : done[n] + count]

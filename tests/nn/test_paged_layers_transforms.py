@@ -41,9 +41,8 @@ def assert_same_caches(ours, theirs):
 def test_layers_are_mapped(kind):
     """Caches in, caches out, one for each; and with one cache for all, each its own afterwards."""
     if "pages" in kind:
-        layer = small.attention(
-            "norm, sinks, window", platform="triton-interpret" if "interpreted" in kind else None
-        )
+        platform = "triton-interpret" if "interpreted" in kind else None
+        layer = small.attention("norm, sinks, window", platform=platform)
         given = layer.init_paged_cache(small.PAGES, small.PAGE, dtype=jnp.int8 if "int8" in kind else None)
     else:
         layer = recurrent_layers.build(kind)

@@ -1,5 +1,7 @@
 """Positions along several axes: images and videos."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,9 +23,8 @@ AXES = {
 @pytest.mark.parametrize("name, interleaved", [("blocks", False), ("by turns", True)])
 def test_each_pair_turns_by_its_axis(enable_x64, name, interleaved):
     section, turns, axes = AXES[name]
-    rope = RotaryEmbedding(
-        20, rotary_dim=16, mrope_section=section, mrope_interleaved=turns, interleaved=interleaved
-    )
+    sections: Any = {"mrope_section": section, "mrope_interleaved": turns}
+    rope = RotaryEmbedding(20, rotary_dim=16, **sections, interleaved=interleaved)
     x = jax.random.normal(jax.random.key(0), (5, 2, 20), jnp.float64)
     rotate = published.rotate_neighbours if interleaved else published.rotate_halves
     frequencies = published.inverse_frequencies(16, 10000.0)
@@ -50,9 +51,8 @@ def test_text_and_rows():
 
 @pytest.mark.slow
 def test_in_the_layer():
-    layer = MultiHeadAttention(
-        16, num_heads=2, rope=RotaryEmbedding(8, mrope_section=(2, 1, 1)), key=jax.random.key(0)
-    )
+    rope = RotaryEmbedding(8, mrope_section=(2, 1, 1))
+    layer = MultiHeadAttention(16, num_heads=2, rope=rope, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (2, 5, 16))
     positions = jnp.asarray(POSITIONS[:, None] + np.array([[0], [3]]))
     y = layer(x, positions=positions)

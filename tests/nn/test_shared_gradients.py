@@ -73,9 +73,8 @@ def test_frequent_tokens_of_a_decoder():
     def gradient(model):
         arrays, static = eqx.partition(model, eqx.is_inexact_array)
         # Only the way through the table: the logits of features that differ in the row alone.
-        loss = lambda arrays: jnp.mean(
-            eqx.combine(arrays, static).features(tokens)[..., 0].astype(jnp.float32)
-        )
+        features = lambda arrays: eqx.combine(arrays, static).features(tokens)[..., 0]
+        loss = lambda arrays: jnp.mean(features(arrays).astype(jnp.float32))
         return jax.grad(loss)(arrays).embedding
 
     wide = jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, model)
@@ -92,9 +91,8 @@ def _gradients(layer, x):
 
 def test_places_and_biases_of_compressed_blocks():
     layer = nn.BlockCompression(1, 4, size=4, stride=1, hidden_dim=4, dtype=BF16, key=jax.random.key(0))
-    layer = jax.tree.map(
-        lambda x: abs(x) if eqx.is_array(x) else x, layer
-    )  # nothing is near the bend of its activation
+    # Nothing is near the bend of its activation.
+    layer = jax.tree.map(lambda x: abs(x) if eqx.is_array(x) else x, layer)
     x = jnp.asarray(1 + np.random.default_rng(0).standard_normal((1500, 1, 4)) / 8, BF16)
     found = _gradients(layer, x)
     with jax.enable_x64(True):

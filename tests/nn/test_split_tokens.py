@@ -16,13 +16,12 @@ from tests.nn.checks import needs_triton
 from tests.tolerances import assert_close
 
 AXIS = "sequence"
+DIMS: Any = {"head_dim": 4, "v_head_dim": 4}
 LAYERS: dict[str, Any] = {
     "gla": functools.partial(ejx.nn.GatedLinearAttention, 8, num_heads=2, use_short_conv=True),
     "lightning": functools.partial(ejx.nn.LightningAttention, 8, num_heads=2, head_dim=4),
     "kimi": functools.partial(ejx.nn.KimiDeltaAttention, 8, num_heads=2, head_dim=4),
-    "gated delta": functools.partial(
-        ejx.nn.GatedDeltaNet, 8, num_k_heads=1, num_v_heads=2, head_dim=4, v_head_dim=4
-    ),
+    "gated delta": functools.partial(ejx.nn.GatedDeltaNet, 8, num_k_heads=1, num_v_heads=2, **DIMS),
     "mamba1": functools.partial(ejx.nn.Mamba1Mixer, 8, state_size=4),
     "mamba2": functools.partial(ejx.nn.Mamba2Mixer, 8, state_size=4, head_dim=4),
 }

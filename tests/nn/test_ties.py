@@ -52,9 +52,8 @@ def test_a_bias_that_makes_scores_equal():
 def test_tokens():
     """Greedy, and drawn from the one that is likeliest by `top_k=1`."""
     logits = _few_values(40, 21)
-    rows = SamplingArrays.of(
-        [(Sampling(temperature, top_k=1, seed=5), 3) for temperature in [0.0, 1.0] * 20], 40
-    )
+    pairs = [(Sampling(temperature, top_k=1, seed=5), 3) for temperature in [0.0, 1.0] * 20]
+    rows = SamplingArrays.of(pairs, 40)
     expected = _ranks(logits)[:, 0]
     for found in (quick(greedy)(logits), quick(draw)(logits, rows)):
         np.testing.assert_array_equal(found, expected)
