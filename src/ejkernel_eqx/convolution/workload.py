@@ -27,8 +27,8 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 
 def spec_of(problem: Problem) -> ConvSpec:
-    activation, size = problem.flag("activation"), problem.flag("norm_size")
-    return ConvSpec(None if activation is None else str(activation), size if isinstance(size, int) else None)
+    flag: Any = problem.flag
+    return ConvSpec(flag("activation"), flag("norm_size"))
 
 
 def make_inputs(problem: Problem, spec: ConvSpec, seed: int) -> Inputs:
@@ -93,13 +93,8 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     size = read_sizes(dims, {"B": 1, "T": None, "C": None, "W": 4, "N": 1})
-    choices = {
-        "activation": ACTIVATIONS[::-1],
-        "bias": SWITCH[::-1],
-        "initial_state": SWITCH,
-        "packed": SWITCH,
-        "norm_size": (None, 32, 64, 128),
-    }
+    choices: dict[str, Any] = {"activation": ACTIVATIONS[::-1], "norm_size": (None, 32, 64, 128)}
+    choices |= {"bias": SWITCH[::-1], **dict.fromkeys(("initial_state", "packed"), SWITCH)}
     given = read_flags(flags, choices)
     check_heads(given["norm_size"], size["C"])
     wide = wide_dtype(dtype)

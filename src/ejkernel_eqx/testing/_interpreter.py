@@ -261,11 +261,8 @@ def _rewritten(function):
     factory.body[0].body.insert(0, definition)
     ast.fix_missing_locations(factory)
     namespace = {}
-    exec(
-        compile(factory, function.__code__.co_filename, "exec", dont_inherit=True),
-        function.__globals__,
-        namespace,
-    )
+    code = compile(factory, function.__code__.co_filename, "exec", dont_inherit=True)
+    exec(code, function.__globals__, namespace)
     rewritten = namespace["_factory"](**captured)
     rewritten.__defaults__ = tuple(map(_plain, function.__defaults__ or ())) or None
     return rewritten
