@@ -122,13 +122,13 @@ def _list_row(row: Row) -> tuple[str, ...]:
 
 def run_show(options: argparse.Namespace) -> Outcome:
     every = rows()
-    found = [row for row in every if options.key == row.record.key or row.digest.startswith(options.key)]
-    if len(found) != 1:
-        received = f"received {options.key!r}, which matches {len(found) or 'none'} of {len(every)}"
-        which = f": {', '.join(row.digest for row in found[:5])}" if found else ""
+    matches = [row for row in every if options.key == row.record.key or row.digest.startswith(options.key)]
+    if len(matches) != 1:
+        received = f"received {options.key!r}, which matches {len(matches) or 'none'} of {len(every)}"
+        which = f": {', '.join(row.digest for row in matches[:5])}" if matches else ""
         raise UsageError(f"KEY: expected the prefix of exactly one key, {received}{which}; see `cache list`.")
-    document = {**found[0].to_dict(), "key": found[0].record.key, "file": str(found[0].cache.path)}
-    return Outcome(document, lambda: _show_text(found[0]))
+    document = {**matches[0].to_dict(), "key": matches[0].record.key, "file": str(matches[0].cache.path)}
+    return Outcome(document, lambda: _show_text(matches[0]))
 
 
 def _show_text(row: Row) -> str:
@@ -164,10 +164,10 @@ def _show_text(row: Row) -> str:
 
 
 def run_export(options: argparse.Namespace) -> Outcome:
-    found = rows(options.operation, options.device)
-    exchange.write(options.file, [(row.cache, row.record) for row in found])
-    document = {"file": options.file, "records": len(found)}
-    return Outcome(document, lambda: f"{count(len(found), 'record')} written to {options.file}")
+    matches = rows(options.operation, options.device)
+    exchange.write(options.file, [(row.cache, row.record) for row in matches])
+    document = {"file": options.file, "records": len(matches)}
+    return Outcome(document, lambda: f"{count(len(matches), 'record')} written to {options.file}")
 
 
 def run_import(options: argparse.Namespace) -> Outcome:
@@ -183,16 +183,16 @@ def run_import(options: argparse.Namespace) -> Outcome:
 
 
 def run_clear(options: argparse.Namespace) -> Outcome:
-    found = rows(options.operation, options.device)
-    if found and not options.yes:
-        _confirm(count(len(found), "record"), as_json=options.json)
-    by_path = {row.cache.path: row.cache for row in found}
+    matches = rows(options.operation, options.device)
+    if matches and not options.yes:
+        _confirm(count(len(matches), "record"), as_json=options.json)
+    by_path = {row.cache.path: row.cache for row in matches}
     for path, cache in by_path.items():
-        keys = [row.record.key for row in found if row.cache.path == path]
+        keys = [row.record.key for row in matches if row.cache.path == path]
         cache.remove(keys)
         exchange.check_written(cache, keys, there=False)
-    document = {"removed": len(found), "folder": str(cache_dir())}
-    return Outcome(document, lambda: f"{count(len(found), 'record')} removed from {cache_dir()}")
+    document = {"removed": len(matches), "folder": str(cache_dir())}
+    return Outcome(document, lambda: f"{count(len(matches), 'record')} removed from {cache_dir()}")
 
 
 def _confirm(number_of: str, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from .xla import entering, final_state
 
 def with_entering(along: Along, arrays: ConvArrays) -> tuple[ConvArrays, Array]:
     """The call with the inputs before this device's first token as initial state, and the last inputs of all devices, `[*, 1, K, C]`."""
-    own, held = final_state(arrays._replace(initial_state=None)), arrays.weight.shape[-1] - 1
+    local, held = final_state(arrays._replace(initial_state=None)), arrays.weight.shape[-1] - 1
 
     def step(part: tuple[Array, Array], state: Array) -> Array:
         last, count = part
@@ -21,7 +21,7 @@ def with_entering(along: Along, arrays: ConvArrays) -> tuple[ConvArrays, Array]:
         moved = jnp.take_along_axis(state, jnp.minimum(at, max(held - 1, 0))[..., None], -2)
         return last + jnp.where((at < held)[..., None], moved, 0)
 
-    first, final = along.carry(step, (own, _kept(arrays, held)), entering(arrays))
+    first, final = along.carry(step, (local, _kept(arrays, held)), entering(arrays))
     return arrays._replace(initial_state=first), along.last(final)
 
 

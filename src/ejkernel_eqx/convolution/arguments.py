@@ -129,13 +129,9 @@ def places_of(packing: Packing, held: int) -> Places:
         spans = jnp.concatenate([jnp.zeros_like(total), first_end, last, total], -1)[..., None, :]
     entry = held - (end - tokens)  # counted from the end, as the last token is the newest
     leaves = is_real & (leave >= 0) & (entry >= 0)
-    return Places(
-        order,
-        jnp.where(is_real, first, -1),
-        jnp.where(is_real, enter, -1),
-        jnp.where(leaves, leave * held + entry, -1),
-        spans,
-    )
+    known = lambda x: jnp.where(is_real, x, -1)
+    leave = jnp.where(leaves, leave * held + entry, -1)
+    return Places(order, known(first), known(enter), leave, spans)
 
 
 def resolve_step(

@@ -106,8 +106,8 @@ class CausalConv1d(Kernel):
         if call.along is not None:
             arrays, final = with_entering(call.along, arrays)
         spec = ConvSpec(self.activation, self.norm_size if fits_kernels(self.norm_size) else None)
-        given = by_head(arrays, spec)
-        results = merged_results(CONVOLVE.call(self.plan, self.operation, given, spec), spec)
+        inputs = by_head(arrays, spec)
+        results = merged_results(CONVOLVE.call(self.plan, self.operation, inputs, spec), spec)
         if self.norm_size != spec.norm_size:
             assert self.norm_size is not None
             out = results["out"]

@@ -27,8 +27,8 @@ def workload(implementation: Implementation, problem: Problem) -> Workload:
 
 
 def spec_of(problem: Problem) -> ConvSpec:
-    activation, size = problem.flag("activation"), problem.flag("norm_size")
-    return ConvSpec(None if activation is None else str(activation), size if isinstance(size, int) else None)
+    flag: Any = problem.flag
+    return ConvSpec(flag("activation"), flag("norm_size"))
 
 
 def make_inputs(problem: Problem, spec: ConvSpec, seed: int) -> Inputs:
@@ -93,20 +93,15 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     Raises `ValueError` for an unknown name, a missing size, or sizes that do not fit together.
     """
     size = read_sizes(dims, {"B": 1, "T": None, "C": None, "W": 4, "N": 1})
-    choices = {
-        "activation": ACTIVATIONS[::-1],
-        "bias": SWITCH[::-1],
-        "initial_state": SWITCH,
-        "packed": SWITCH,
-        "norm_size": (None, 32, 64, 128),
-    }
-    given = read_flags(flags, choices)
-    check_heads(given["norm_size"], size["C"])
+    choices: dict[str, Any] = {"activation": ACTIVATIONS[::-1], "norm_size": (None, 32, 64, 128)}
+    choices |= {"bias": SWITCH[::-1], **dict.fromkeys(("initial_state", "packed"), SWITCH)}
+    options = read_flags(flags, choices)
+    check_heads(options["norm_size"], size["C"])
     wide = wide_dtype(dtype)
-    dtypes = {"x": dtype, "weight": wide} | ({"bias": wide} if given["bias"] else {})
-    dtypes |= {"initial_state": dtype} if given["initial_state"] else {}
-    dtypes |= dict.fromkeys(PLACES, "int32") if given["packed"] else {}
-    spec = ConvSpec(given["activation"], given["norm_size"])
+    dtypes = {"x": dtype, "weight": wide} | ({"bias": wide} if options["bias"] else {})
+    dtypes |= {"initial_state": dtype} if options["initial_state"] else {}
+    dtypes |= dict.fromkeys(PLACES, "int32") if options["packed"] else {}
+    spec = ConvSpec(options["activation"], options["norm_size"])
     head = spec.norm_size or size["C"]
     more = {"K": size["W"] - 1, "four": 4, "H": size["C"] // head, "D": head}
     arrays = ConvArrays(**letters_of(spec).shapes({**size, **more}, dtypes, SHARED))

@@ -81,8 +81,8 @@ def _labels(options: Options, given: Any, lead: tuple[int, ...], size: int) -> A
         )
     ignored = options.ignore_index
     is_wrong = lambda x: (x >= size) & (x != ignored) if ignored is not None else x >= size
-    say = lambda found: (
-        f"labels: expected ids below the vocabulary of {size}, received {found}; use a negative one, or ignore_index=, for tokens "
+    say = lambda value: (
+        f"labels: expected ids below the vocabulary of {size}, received {value}; use a negative one, or ignore_index=, for tokens "
         "without a label."
     )
     known = checked(labels.astype(jnp.int32), given, is_wrong, say, lambda values: str(values.max()))

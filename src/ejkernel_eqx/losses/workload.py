@@ -31,12 +31,12 @@ def spec_of(problem: Problem) -> LossSpec:
 
 
 def _spec(reduction: str, flag: Callable[[str], Any]) -> LossSpec:
-    chosen = lambda name, value, other: value if flag(name) else other
+    value_of = lambda name, value, other: value if flag(name) else other
     return LossSpec(
         reduction,
-        chosen("soft_cap", _CAP, None),
-        chosen("label_smoothing", _SMOOTHING, 0.0),
-        chosen("z_loss", _Z_LOSS, 0.0),
+        value_of("soft_cap", _CAP, None),
+        value_of("label_smoothing", _SMOOTHING, 0.0),
+        value_of("z_loss", _Z_LOSS, 0.0),
     )
 
 
@@ -76,9 +76,9 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     """
     size = read_sizes(dims, {"B": 1, "M": 1, "N": None, "E": None, "V": None})
     names = ("soft_cap", "label_smoothing", "z_loss", "bias", "token_weights")
-    given = read_flags(flags, {"reduction": REDUCTIONS, **dict.fromkeys(names, SWITCH)})
+    options = read_flags(flags, {"reduction": REDUCTIONS, **dict.fromkeys(names, SWITCH)})
     dtypes = {"x": dtype, "labels": "int32", "weight": dtype}
-    dtypes |= {name: wide_dtype(dtype) for name in ("bias", "token_weights") if given[name]}
-    spec = _spec(given["reduction"], given.get)
+    dtypes |= {name: wide_dtype(dtype) for name in ("bias", "token_weights") if options[name]}
+    spec = _spec(options["reduction"], options.get)
     arrays = LossArrays(**letters_of(spec).shapes(size, dtypes, SHARED))
     return problem_of(operation, arrays, spec)

@@ -55,17 +55,17 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[XlaConfig]:
 def forward(arrays: LossArrays, spec: LossSpec, config: XlaConfig, *, save: bool = True) -> Named:
     """`out`, and what the backward needs of a reduced loss of one row of the call."""
     weights = _weights_of(arrays)
-    found = _over_chunks(arrays, spec, config, weights if save and _is_kept(arrays, spec) else None)
-    out = weights * found.losses
+    result = _over_chunks(arrays, spec, config, weights if save and _is_kept(arrays, spec) else None)
+    out = weights * result.losses
     if spec.reduction != "none":
         out = jnp.sum(out, (1, 2))
     if spec.reduction == "mean":
         out = out * _inverse(weights)
-    if found.dx is None:
+    if result.dx is None:
         return {"out": out}
-    of_row = {"dweight": found.dweight, "dbias": found.dbias}
+    of_row = {"dweight": result.dweight, "dbias": result.dbias}
     saved = {name: x[None] for name, x in of_row.items() if x is not None}
-    return {"out": out, "losses": found.losses, "dx": found.dx, **saved}
+    return {"out": out, "losses": result.losses, "dx": result.dx, **saved}
 
 
 def backward(arrays: LossArrays, spec: LossSpec, config: XlaConfig, saved: Named, cotangents: Named) -> Named:
@@ -79,8 +79,8 @@ def backward(arrays: LossArrays, spec: LossSpec, config: XlaConfig, saved: Named
         grads |= {} if arrays.bias is None else {"bias": saved["dbias"][0] * factor[0]}
         losses = saved["losses"]
     else:
-        losses, *found = _over_chunks(arrays, spec, config, weights * each)
-        grads = {name: x for name, x in zip(("x", "weight", "bias"), found) if x is not None}
+        losses, *result = _over_chunks(arrays, spec, config, weights * each)
+        grads = {name: x for name, x in zip(("x", "weight", "bias"), result) if x is not None}
     if arrays.token_weights is not None:
         slope = losses
         if spec.reduction == "mean":  # a larger weight also adds to the sum that all are divided by
@@ -107,7 +107,7 @@ def _inverse(weights: Array) -> Array:
     return jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
 
 
-class _Found(NamedTuple):
+class _Losses(NamedTuple):
     """The losses `[B, M, N]` of tokens before they are weighted, and the gradients of a sum of them."""
 
     losses: Array
@@ -116,7 +116,7 @@ class _Found(NamedTuple):
     dbias: Array | None = None  # [V], wide
 
 
-def _over_chunks(arrays: LossArrays, spec: LossSpec, config: XlaConfig, factors: Array | None) -> _Found:
+def _over_chunks(arrays: LossArrays, spec: LossSpec, config: XlaConfig, factors: Array | None) -> _Losses:
     """The losses of all tokens; with `factors [B, M, N]` also the gradients of the sum of losses times factors."""
     lead = arrays.labels.shape
     tokens = tuple(x.reshape(-1, *x.shape[3:]) for x in (arrays.x, arrays.labels, factors) if x is not None)
@@ -132,21 +132,21 @@ def _over_chunks(arrays: LossArrays, spec: LossSpec, config: XlaConfig, factors:
             x = jnp.pad(x, [(0, -count % chunks)] + [(0, 0)] * (x.ndim - 1), constant_values=fill)
             return jnp.moveaxis(x.reshape(-1, chunks, *x.shape[1:]), 1, 0)
 
-        def body(sums: Any, own: Any) -> Any:
-            found = chunk(*own)
-            return jax.tree.map(jnp.add, sums, (found.dweight, found.dbias)), (found.losses, found.dx)
+        def body(sums: Any, inputs: Any) -> Any:
+            result = chunk(*inputs)
+            return jax.tree.map(jnp.add, sums, (result.dweight, result.dbias)), (result.losses, result.dx)
 
         dtype = accumulator(arrays.x.dtype)
         zeros = lambda x: None if factors is None or x is None else jnp.zeros(x.shape, dtype)
         parts = tuple(split(x, fill) for x, fill in zip(tokens, (0, -1, 0)))
-        sums, found = lax.scan(body, (zeros(arrays.weight), zeros(arrays.bias)), parts)
+        sums, result = lax.scan(body, (zeros(arrays.weight), zeros(arrays.bias)), parts)
         whole = lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])[:count]
-        (dweight, dbias), (losses, dx) = sums, jax.tree.map(whole, found)
+        (dweight, dbias), (losses, dx) = sums, jax.tree.map(whole, result)
     losses, dx = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), (losses, dx))
-    return _Found(losses, dx, dweight, dbias)
+    return _Losses(losses, dx, dweight, dbias)
 
 
-def _chunk(arrays: LossArrays, spec: LossSpec, factors: Array | None) -> _Found:
+def _chunk(arrays: LossArrays, spec: LossSpec, factors: Array | None) -> _Losses:
     """Does what `_over_chunks` does for tokens along one axis, with all logits at once; the weight is in the dtype of x."""
     x, labels, weight = arrays.x, arrays.labels, arrays.weight
     dtype, size = accumulator(x.dtype), arrays.weight.shape[0]
@@ -172,7 +172,7 @@ def _chunk(arrays: LossArrays, spec: LossSpec, factors: Array | None) -> _Found:
         losses += spec.z_loss * lse**2
     losses = jnp.where(real, jnp.where(labels < size, losses, jnp.nan), 0)
     if factors is None:
-        return _Found(losses)
+        return _Losses(losses)
     slope = jnp.exp(logits - lse[:, None])
     if spec.z_loss:
         slope *= (1 + 2 * spec.z_loss * lse)[:, None]
@@ -185,7 +185,7 @@ def _chunk(arrays: LossArrays, spec: LossSpec, factors: Array | None) -> _Found:
     narrow = slope.astype(x.dtype)
     dx = _product(narrow, weight, ((1,), (0,)), dtype).astype(x.dtype)
     dweight = _product(narrow, x, ((0,), (0,)), dtype)
-    return _Found(losses, dx, dweight, None if arrays.bias is None else jnp.sum(slope, 0))
+    return _Losses(losses, dx, dweight, None if arrays.bias is None else jnp.sum(slope, 0))
 
 
 def _product(a: Array, b: Array, axes: Any, dtype: Any) -> Array:

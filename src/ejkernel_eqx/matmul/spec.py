@@ -129,10 +129,10 @@ def is_partial(arrays: GroupedArrays, spec: GroupedSpec) -> bool:
 
 def alike(arrays: GroupedArrays) -> GroupedArrays:
     """Right sides, biases and scales, all with a leading axis or all without."""
-    given = {name: x for name in (*MATRICES, *PER_COLUMN) if (x := getattr(arrays, name)) is not None}
-    cores = {name: 3 if name in MATRICES else 2 for name in given}
-    if all(x.ndim == cores[name] for name, x in given.items()):
+    named = {name: x for name in (*MATRICES, *PER_COLUMN) if (x := getattr(arrays, name)) is not None}
+    cores = {name: 3 if name in MATRICES else 2 for name in named}
+    if all(x.ndim == cores[name] for name, x in named.items()):
         return arrays
     batch = arrays.lhs.shape[0]
-    whole = {n: x if x.ndim > cores[n] else jnp.broadcast_to(x, (batch, *x.shape)) for n, x in given.items()}
+    whole = {n: x if x.ndim > cores[n] else jnp.broadcast_to(x, (batch, *x.shape)) for n, x in named.items()}
     return arrays._replace(**whole)

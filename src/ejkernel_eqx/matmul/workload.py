@@ -71,10 +71,10 @@ def make_arrays(problem: Problem, spec: GroupedSpec, seed: int) -> GroupedArrays
 def _group_sizes(rows: int, count: int, rng: np.random.Generator) -> np.ndarray:
     """Sizes of groups. With few rows, one for each of as many groups; with many, around the mean as of a trained router. All rows are in a group."""
     if rows <= 4 * count:
-        found = np.bincount(rng.permutation(np.arange(rows) % count), minlength=count)
+        sizes = np.bincount(rng.permutation(np.arange(rows) % count), minlength=count)
     else:
-        found = rng.multinomial(rows, rng.dirichlet(np.full(count, 8.0)))
-    return found.astype(np.int32)
+        sizes = rng.multinomial(rows, rng.dirichlet(np.full(count, 8.0)))
+    return sizes.astype(np.int32)
 
 
 def _shapes(problem: Problem, spec: GroupedSpec) -> dict[str, Any]:
@@ -113,20 +113,20 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     )
     switches = dict.fromkeys(("clipped", "transpose_rhs", "bias", "gathered"), SWITCH)
     choices = {"activation": ACTIVATIONS, "gated": GATED, "stored": (None, *STORED_DTYPES), **switches}
-    given = read_flags(flags, choices)
-    if given["clipped"] and given["gated"] is None:
+    options = read_flags(flags, choices)
+    if options["clipped"] and options["gated"] is None:
         raise ValueError(
             "flags: expected gated with clipped=true, received none; clipped limits gate and up."
         )
-    if "L" in dims and not given["gathered"]:
+    if "L" in dims and not options["gathered"]:
         raise ValueError("dims: expected no L without gathered=true; the left side has M rows.")
     names = ("activation", "gated", "transpose_rhs", "bias", "gathered")
     problem = Problem.make(
         operation,
-        dims={name: size[name] for name in ("BMLKNE" if given["gathered"] else "BMKNE")},
-        dtypes={"lhs": dtype, "rhs": given["stored"] or dtype, "out": dtype},
-        flags={name: given[name] for name in names}
-        | {"limit": given["clipped"], "up_shift": given["clipped"]},
+        dims={name: size[name] for name in ("BMLKNE" if options["gathered"] else "BMKNE")},
+        dtypes={"lhs": dtype, "rhs": options["stored"] or dtype, "out": dtype},
+        flags={name: options[name] for name in names}
+        | {"limit": options["clipped"], "up_shift": options["clipped"]},
         lengths=set(),
     )
     spec = spec_of(problem)

@@ -62,9 +62,8 @@ def _of_one(x: Array, w: Array, sizes: Array, index: Array | None, form: Form, m
 
     out = match_varying(jnp.zeros((length + spare, columns), form.dtype), (x, w, sizes))
     # Mapped, a number of tiles that depends on the sizes would have to be agreed on by all rows.
-    bound = tiles[-1]
+    bound = tiles[-1] if most is None else jnp.asarray(length, jnp.int32)
     if most is not None:  # at least as many as any sizes of groups take
-        bound = jnp.asarray(length, jnp.int32)
         bound = bound // block + jnp.minimum(bound, most)
     return lax.fori_loop(jnp.zeros_like(bound), bound, tile, out)[:length]
 

@@ -66,11 +66,13 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     gated = {"activation": (*ACTIVATIONS, None), "norm_before_gate": SWITCH}
     choices = {"weight": SWITCH[::-1]} | ({"branch": SWITCH[::-1]} if is_sum else gated)
     size = read_sizes(dims, {"B": 1, "M": None, **({} if is_sum else {"G": 1}), "F": None})
-    chosen = read_flags(flags, choices)
-    wanted = {"z": chosen.get("activation"), "branch": chosen.get("branch")}
+    options = read_flags(flags, choices)
+    wanted = {"z": options.get("activation"), "branch": options.get("branch")}
     dtypes = {"x": dtype} | {name: dtype for name, is_wanted in wanted.items() if is_wanted}
-    dtypes |= {"weight": wide_dtype(dtype)} if chosen["weight"] else {}
+    dtypes |= {"weight": wide_dtype(dtype)} if options["weight"] else {}
     spec = NormSpec(
-        chosen.get("activation") or ACTIVATIONS[0], chosen.get("norm_before_gate", False), readers=int(is_sum)
+        options.get("activation") or ACTIVATIONS[0],
+        options.get("norm_before_gate", False),
+        readers=int(is_sum),
     )
     return problem_of(operation, NormArrays(**letters_of(spec).shapes(size, dtypes, SHARED)), spec)

@@ -169,8 +169,8 @@ def _ids(options: Options, segment_ids: Any, shape: tuple[int, ...]) -> tuple[Ar
             )
         count = max(0, int(values.max()) + 1) if values.size else 0
     count = int(count)
-    say = lambda found: (
-        f"segment_ids: expected ids below num_segments={count}, received {found}; raise num_segments, or use -1 for padding."
+    say = lambda value: (
+        f"segment_ids: expected ids below num_segments={count}, received {value}; raise num_segments, or use -1 for padding."
     )
     ids = checked(ids, segment_ids, lambda x: x >= count, say, lambda values: str(values.max()))
     return (_sorted(ids, segment_ids) if options.indices_are_sorted else ids), count
@@ -183,7 +183,7 @@ def _sorted(ids: Array, given: Any) -> Array:
         before = np.maximum.accumulate(x, -1) if isinstance(x, np.ndarray) else lax.cummax(x, x.ndim - 1)
         return (x >= 0) & (x < before)
 
-    say = lambda found: (
-        f"segment_ids: expected ids that never decrease, with indices_are_sorted=True, received {found}; sort the tokens, or leave it out."
+    say = lambda value: (
+        f"segment_ids: expected ids that never decrease, with indices_are_sorted=True, received {value}; sort the tokens, or leave it out."
     )
     return checked(ids, given, falls, say)

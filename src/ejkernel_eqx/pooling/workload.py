@@ -76,17 +76,17 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     """
     size = read_sizes(dims, {"B": 1, "T": None, "C": None, "L": 1, "S": 1})
     choices = {"reduction": REDUCTIONS, **dict.fromkeys(("normalize", "masked", "packed", "ordered"), SWITCH)}
-    given = read_flags(flags, choices)
-    is_packed = given["packed"] or given["ordered"]
+    options = read_flags(flags, choices)
+    is_packed = options["packed"] or options["ordered"]
     if is_packed != ("S" in dims):
         raise ValueError(
             f"dims: expected S segments with packed=true or ordered=true, and only then, received S={dims.get('S')}."
         )
     chunk = size["L"] if "L" in dims else None
     size["S"] = size["S"] if is_packed else 1 if chunk is None else -(-size["T"] // chunk)
-    names = TABLES if is_packed else ("segment", "count") if given["masked"] else ()
-    names += ("order",) if given["ordered"] else ()
-    names += ("last",) if given["reduction"] == "last" and names else ()
-    spec = PoolSpec(given["reduction"], chunk, given["masked"], given["normalize"])
+    names = TABLES if is_packed else ("segment", "count") if options["masked"] else ()
+    names += ("order",) if options["ordered"] else ()
+    names += ("last",) if options["reduction"] == "last" and names else ()
+    spec = PoolSpec(options["reduction"], chunk, options["masked"], options["normalize"])
     arrays = LETTERS.shapes(size, {"x": dtype, **dict.fromkeys(names, "int32")})
     return problem_of(operation, PoolArrays(**arrays), spec)

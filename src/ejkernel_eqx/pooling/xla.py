@@ -195,8 +195,8 @@ def _packed(reduction: _Reduction, leaves: Leaves, arrays: PoolArrays, spec: Poo
         parts = lax.fori_loop(1, -(-size // _TILE), add, parts)
     parts = _up_to(reduction, parts, pieces, as_value(-(-length // size)))
     last = jnp.maximum(pieces.first + pieces.number - 1, 0)
-    is_empty, found = (pieces.number == 0)[:, None], zip(parts, nothing, strict=True)
-    return tuple(jnp.where(is_empty, identity.astype(x.dtype), x[last]) for x, identity in found)
+    is_empty, pairs = (pieces.number == 0)[:, None], zip(parts, nothing, strict=True)
+    return tuple(jnp.where(is_empty, identity.astype(x.dtype), x[last]) for x, identity in pairs)
 
 
 def _up_to(reduction: _Reduction, parts: Leaves, pieces: Pieces, most: Any) -> Leaves:

@@ -261,11 +261,8 @@ def _rewritten(function):
     factory.body[0].body.insert(0, definition)
     ast.fix_missing_locations(factory)
     namespace = {}
-    exec(
-        compile(factory, function.__code__.co_filename, "exec", dont_inherit=True),
-        function.__globals__,
-        namespace,
-    )
+    code = compile(factory, function.__code__.co_filename, "exec", dont_inherit=True)
+    exec(code, function.__globals__, namespace)
     rewritten = namespace["_factory"](**captured)
     rewritten.__defaults__ = tuple(map(_plain, function.__defaults__ or ())) or None
     return rewritten
@@ -301,38 +298,38 @@ _ABSENT = object()
 @functools.cache
 def _replacements():
     """All (owner, attribute, replacement) triples, found once."""
-    found = {}
+    table = {}
     for owner in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         for name, member in inspect.getmembers(owner):
             if tl.core.is_builtin(member):
-                found[owner, name] = _bound(member)
+                table[owner, name] = _bound(member)
             elif owner is tl.tensor and isinstance(member, jit.JITFunction):
-                found[owner, name] = _method(member)
+                table[owner, name] = _method(member)
     for owner in (tl, tl.core):
-        found[owner, "reduce"] = _reduce
-        found[owner, "associative_scan"] = _scan
-        found[owner, "range"] = _loop
-        found[owner, "static_range"] = _static_range
-        found[owner, "static_assert"] = _static_assert
-        found[owner, "static_print"] = print
+        table[owner, "reduce"] = _reduce
+        table[owner, "associative_scan"] = _scan
+        table[owner, "range"] = _loop
+        table[owner, "static_range"] = _static_range
+        table[owner, "static_assert"] = _static_assert
+        table[owner, "static_print"] = print
         for name in ("multiple_of", "max_contiguous", "max_constancy"):
-            found[owner, name] = _hint
-    found[tl.tensor, "reduce"] = _reduce
-    found[tl.tensor, "associative_scan"] = _scan
-    found[tl.tensor, "__index__"] = _index
-    found[tl.tensor, "__int__"] = _index
-    found[tl.tensor, "__repr__"] = found[tl.tensor, "__str__"] = lambda self: repr(self.handle.data)
-    found[tl.tensor, "T"] = property(lambda self: SEMANTIC.permute(self, (1, 0)))  # pyright: ignore[reportArgumentType]
+            table[owner, name] = _hint
+    table[tl.tensor, "reduce"] = _reduce
+    table[tl.tensor, "associative_scan"] = _scan
+    table[tl.tensor, "__index__"] = _index
+    table[tl.tensor, "__int__"] = _index
+    table[tl.tensor, "__repr__"] = table[tl.tensor, "__str__"] = lambda self: repr(self.handle.data)
+    table[tl.tensor, "T"] = property(lambda self: SEMANTIC.permute(self, (1, 0)))  # pyright: ignore[reportArgumentType]
     # The builder uses the language's own types, which distinguish signed from unsigned; the compiler's do not.
-    found[tl.dtype, "to_ir"] = lambda self, builder: self
-    found[tl.block_type, "__init__"] = _block_type_init
-    found[tl.tensor, "__init__"] = _tensor_init
-    found[jit.JITFunction, "__call__"] = _call_device_function
+    table[tl.dtype, "to_ir"] = lambda self, builder: self
+    table[tl.block_type, "__init__"] = _block_type_init
+    table[tl.tensor, "__init__"] = _tensor_init
+    table[jit.JITFunction, "__call__"] = _call_device_function
     if hasattr(jit, "ConstexprFunction"):
-        found[jit.ConstexprFunction, "__call__"] = _call_constexpr_function
+        table[jit.ConstexprFunction, "__call__"] = _call_constexpr_function
     # Inherited methods of Triton's builder look this up by name; bfloat16 is a real type here, not raw bits.
-    found[triton_interpreter, "_get_np_dtype"] = numpy_dtype
-    return tuple((owner, name, replacement) for (owner, name), replacement in found.items())
+    table[triton_interpreter, "_get_np_dtype"] = numpy_dtype
+    return tuple((owner, name, replacement) for (owner, name), replacement in table.items())
 
 
 _BUILTIN_WRAPPER = tl.core.builtin(lambda: None).__code__

@@ -330,9 +330,9 @@ class NumpyBuilder(InterpreterBuilder):
         shape = np.broadcast_shapes(
             (len(self.programs), *[1] * (pointers.data.ndim - 1)), *(x.shape for x in parts)
         )
-        addresses, values, given = (np.broadcast_to(x, shape) for x in parts)
+        addresses, values, is_active = (np.broadcast_to(x, shape) for x in parts)
         before = np.zeros(shape, data_type)
-        for at in zip(*np.nonzero(given), strict=True):
+        for at in zip(*np.nonzero(is_active), strict=True):
             place = addresses[at].reshape(1)
             before[at] = self.memory.load(place, data_type)[0]
             self.memory.store(place, (before[at] + values[at]).astype(data_type).reshape(1))

@@ -78,15 +78,9 @@ def _interpret_types(*avals, host, out_types):
 
 
 def _interpret_lowering(ctx, *operands, host, out_types):
+    types = ctx.avals_in, ctx.avals_out
     results, _, _ = mlir.emit_python_callback(
-        ctx,
-        host,
-        None,
-        list(operands),
-        ctx.avals_in,
-        ctx.avals_out,
-        has_side_effect=False,
-        returns_token=False,
+        ctx, host, None, list(operands), *types, has_side_effect=False, returns_token=False
     )
     return results
 

@@ -38,13 +38,13 @@ class Groups:
 class Products:
     """One launch of the kernel of products, on `B M` rows.
 
-    - `given`: its arrays by the names of `products_kernel.INPUTS`: `x` and `y [B M, K]`, `w` and `u` `[G, K, W]` or, transposed, `[G, W, K]`, and per
-      column `[G, W]`, per contracted row `[G, K]`.
+    - `operands`: its arrays by the names of `products_kernel.INPUTS`: `x` and `y [B M, K]`, `w` and `u` `[G,
+        K, W]` or, transposed, `[G, W, K]`, and per column `[G, W]`, per contracted row `[G, K]`.
     - `columns`: those of the result, `N`; `shift`: where those of the up side begin in its matrix.
     - `outputs`: the dtypes of the results by the names of `OUTPUTS`.
     """
 
-    given: dict[str, Array]
+    operands: dict[str, Array]
     columns: int
     outputs: dict[str, Any]
     spec: GroupedSpec
@@ -54,23 +54,23 @@ class Products:
 
 def products(label: str, work: Products, groups: Groups, tile: TpuTile) -> dict[str, Array]:
     """The results `[B M, N]` by name."""
-    given = {name: work.given[name] for name in INPUTS if name in work.given}
-    total, inner = given["x"].shape
+    operands = {name: work.operands[name] for name in INPUTS if name in work.operands}
+    total, inner = operands["x"].shape
     m, n, k = _within(tile, total, work.columns, inner)
     across, down = cdiv(work.columns, n), cdiv(inner, k)
     visits, count = row_visits(groups.sizes, groups.rows, m, groups.mapped)
-    scratch = SCRATCH[: 1 + _is_gated(given)] if down > 1 or k > CHUNK else ()
-    form = Form((*given, *work.outputs, *scratch), work.spec, work.operand, m, k, inner)
+    scratch = SCRATCH[: 1 + _is_gated(operands)] if down > 1 or k > CHUNK else ()
+    form = Form((*operands, *work.outputs, *scratch), work.spec, work.operand, m, k, inner)
     transposed = work.spec.transpose_rhs
     at = _index_maps(work.shift // n, transposed)
     matrix = (n, k) if transposed else (k, n)
     shapes = dict.fromkeys(("x", "y"), (m, k)) | dict.fromkeys(("w", "u"), (None, *matrix))
-    blocks = {name: (None, 1, k if "row_scale" in name else n) for name in given} | shapes
-    specs = [pl.BlockSpec(blocks[name], at[name]) for name in given]
+    blocks = {name: (None, 1, k if "row_scale" in name else n) for name in operands} | shapes
+    specs = [pl.BlockSpec(blocks[name], at[name]) for name in operands]
     # One row of each group is a block of its own.
-    flat = [x[:, None] if x.ndim == 2 and name not in ("x", "y") else x for name, x in given.items()]
+    flat = [x[:, None] if x.ndim == 2 and name not in ("x", "y") else x for name, x in operands.items()]
     results = [jax.ShapeDtypeStruct((total, work.columns), dtype) for dtype in work.outputs.values()]
-    itemsizes = (given[name].dtype.itemsize for name in ("x", "w"))
+    itemsizes = (operands[name].dtype.itemsize for name in ("x", "w"))
     launch = TpuLaunch(
         kernel=functools.partial(products_kernel.kernel, form),
         name=f"matmul.{label}",
@@ -81,8 +81,8 @@ def products(label: str, work: Products, groups: Groups, tile: TpuTile) -> dict[
         outputs=results,
         scratch=[pltpu.VMEM((m, n), jnp.float32)] * len(scratch),
         parallel=(0,),
-        temporaries=values(m, n, k, 1 + _is_gated(given), 1 + ("y" in given), *itemsizes),
-        flops=2 * total * work.columns * inner * (2 if "u" in given else 1),
+        temporaries=values(m, n, k, 1 + _is_gated(operands), 1 + ("y" in operands), *itemsizes),
+        flops=2 * total * work.columns * inner * (2 if "u" in operands else 1),
         bytes_accessed=_bytes([*flat, *results]),
     )
     return dict(zip(work.outputs, run(launch, [*visits, *flat]), strict=True))
@@ -152,9 +152,9 @@ def _within(tile: TpuTile, rows: int, columns: int, inner: int) -> tuple[int, in
     return min(block, rows), min(tile.block_n, columns), min(tile.block_k, inner)
 
 
-def _is_gated(given: dict[str, Array]) -> bool:
+def _is_gated(operands: dict[str, Array]) -> bool:
     """Returns whether a step has two products that are kept apart."""
-    return "u" in given and "y" not in given
+    return "u" in operands and "y" not in operands
 
 
 def _bytes(arrays: Any) -> int:

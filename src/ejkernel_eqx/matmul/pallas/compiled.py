@@ -91,16 +91,16 @@ def forward(
         work = Products(given, width, {"out": jnp.float32}, linear, operand=dtype.name)
         z = products("forward", work, _groups(arrays), config.forward)["out"]
         gate, up = (z[:, :count], z[:, count:]) if spec.gated == HALVES else (z[:, 0::2], z[:, 1::2])
-        found = {"out": finished(gate, up, spec).astype(spec.out_dtype)}
-        found |= {name: rounded(x, dtype, spec.limit).astype(dtype) for name, x in zip(saved, (gate, up))}
+        results = {"out": finished(gate, up, spec).astype(spec.out_dtype)}
+        results |= {name: rounded(x, dtype, spec.limit).astype(dtype) for name, x in zip(saved, (gate, up))}
     else:
         if spec.gated == HALVES:
             given |= _side(arrays, "u", ("right", "scale", "bias"), "up_")
             shift = count
         outputs = {"out": jnp.dtype(spec.out_dtype)} | saved
         work = Products(given, count, outputs, spec, shift, dtype.name)
-        found = products("forward", work, _groups(arrays), config.forward)
-    return {name: x.reshape(batch, rows, count) for name, x in found.items()}
+        results = products("forward", work, _groups(arrays), config.forward)
+    return {name: x.reshape(batch, rows, count) for name, x in results.items()}
 
 
 def backward(
@@ -148,17 +148,17 @@ def _right_gradients(
     """The gradients of a right side and its bias, of those that the call has."""
     right, bias = (getattr(arrays, name) for name in names)
     groups, operand, dz = _groups(arrays), arrays.lhs.dtype.name, _flat(dz)
-    found = {}
+    results = {}
     if right is not None:
         x = _flat(_taken(arrays))
         made = right_gradient("rhs", x, dz, groups, tile, operand, spec.transpose_rhs, right.dtype)
-        found[names[0]] = made.reshape(right.shape)
+        results[names[0]] = made.reshape(right.shape)
     if bias is not None:
         # The product with a column of ones, eight of which a TPU multiplies at once.
         ones = jnp.ones((dz.shape[0], 8), dz.dtype)
         made = right_gradient("bias", ones, dz, groups, tile, operand, False, jnp.float32)
-        found[names[1]] = made[:, 0].reshape(bias.shape)
-    return found
+        results[names[1]] = made[:, 0].reshape(bias.shape)
+    return results
 
 
 def _taken(arrays: GroupedArrays) -> Array:
@@ -183,11 +183,11 @@ def _side(
     """A right side, its scales and its bias, by the kernel's names, for all matrices `[G, ...]`."""
     matrix, scale, bias = (getattr(arrays, field) if field else None for field in fields)
     assert matrix is not None
-    found = {name: matrix.reshape(-1, *matrix.shape[-2:])}
+    results = {name: matrix.reshape(-1, *matrix.shape[-2:])}
     for kind, x in (("scale", scale), ("bias", bias)):
         if x is not None:
-            found[f"{prefix}{kind}"] = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    return found
+            results[f"{prefix}{kind}"] = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    return results
 
 
 def _is_apart(spec: GroupedSpec, tile: TpuTile, count: int) -> bool:

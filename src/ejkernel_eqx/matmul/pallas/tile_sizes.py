@@ -107,12 +107,12 @@ MOST = 8
 def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[TpuTile]:
     """Tiles that fit, the quickest by the model first."""
     p, room = product_of(kernel, problem), (device.vmem or _LEAST_VMEM) * 4 // 5
-    found: dict[TpuTile, float] = {}
+    times: dict[TpuTile, float] = {}
     for sizes in itertools.product(*_SIZES[kernel]):
         tile = _within(TpuTile(*sizes), p)
-        if tile not in found and vmem(kernel, tile, p) <= room:
-            found[tile] = seconds(kernel, tile, p)
-    return sorted(found, key=lambda tile: found[tile])[:MOST] or [SMALLEST]
+        if tile not in times and vmem(kernel, tile, p) <= room:
+            times[tile] = seconds(kernel, tile, p)
+    return sorted(times, key=lambda tile: times[tile])[:MOST] or [SMALLEST]
 
 
 def _within(tile: TpuTile, p: Product) -> TpuTile:

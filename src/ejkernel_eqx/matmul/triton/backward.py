@@ -106,13 +106,13 @@ def _right_gradients(
     """The gradients of a right side and its bias, of those that the call has."""
     right, bias = (getattr(arrays, name) for name in names)
     tile, launch = config.rhs, launcher(arrays, config)
-    found: dict[str, Array] = {}
+    grads: dict[str, Array] = {}
     if tile.hopper_programs:
         if right is not None:
-            found = {names[0]: right_gradient(launch, tile, arrays, dz, right, spec.transpose_rhs)}
+            grads = {names[0]: right_gradient(launch, tile, arrays, dz, right, spec.transpose_rhs)}
         right, tile = None, _BIAS_TILE
     if right is None and bias is None:
-        return found
+        return grads
     batch, count = arrays.sizes.shape
     mapped = arrays.right.ndim == 4
     inner, width = arrays.lhs.shape[-1], dz.shape[-1]
@@ -138,4 +138,4 @@ def _right_gradients(
         BIAS=bias is not None,
     )
     made = {names[0]: (right, "dright"), names[1]: (bias, "dbias")}
-    return found | {name: results[of] for name, (x, of) in made.items() if x is not None}
+    return grads | {name: results[of] for name, (x, of) in made.items() if x is not None}

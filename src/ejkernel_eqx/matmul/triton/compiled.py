@@ -51,9 +51,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     nvidia = device.vendor == "nvidia"
     precision = "tf32x3" if nvidia else "ieee"
-    columns = [
-        hopper.tiles(kernel, problem, device) + found for kernel, found in tiles(problem, device).items()
-    ]
+    columns = [hopper.tiles(kernel, problem, device) + row for kernel, row in tiles(problem, device).items()]
     rows = rows_of(columns)
     return [TritonConfig(forward, lhs, rhs, precision, nvidia) for forward, lhs, rhs in rows]
 

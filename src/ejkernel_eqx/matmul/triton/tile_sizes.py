@@ -64,13 +64,13 @@ def tiles(problem: Problem, device: DeviceFacts) -> dict[str, list[GroupedTile]]
 def _fitted(
     kernel: str, sizes: tuple[Sizes, ...], problem: Problem, device: DeviceFacts
 ) -> list[GroupedTile]:
-    found = {}
+    distinct = {}
     for size in sizes:
         tile = _within(kernel, GroupedTile(*size), problem)
         while shared_memory(kernel, tile, problem, device) > shared_memory_of(device) and tile != SMALLEST:
             tile = _smaller(tile)
-        found.setdefault(tile, None)
-    return sorted(found, key=lambda tile: int(8 * waste(kernel, tile, problem)))
+        distinct.setdefault(tile, None)
+    return sorted(distinct, key=lambda tile: int(8 * waste(kernel, tile, problem)))
 
 
 def waste(kernel: str, tile: GroupedTile, problem: Problem) -> float:

@@ -47,11 +47,11 @@ def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[GroupedTil
     if sizes is _PRODUCTS and problem.dim("M") >= _MANY_ROWS * problem.dim("E"):
         sizes = tuple(dict.fromkeys(_WIDE + _PRODUCTS))
     programs = device.num_multiprocessors or _MULTIPROCESSORS
-    found = [
+    fitting = [
         GroupedTile(m, n, k, 4, stages, swizzle, programs, each) for m, n, k, stages, swizzle, each in sizes
     ]
-    found = [tile for tile in found if tile_unfit(kernel, tile, problem) is None]
-    return sorted(found, key=lambda tile: int(16 * waste(kernel, tile, problem)))
+    fitting = [tile for tile in fitting if tile_unfit(kernel, tile, problem) is None]
+    return sorted(fitting, key=lambda tile: int(16 * waste(kernel, tile, problem)))
 
 
 def not_chosen(kernel: str, problem: Problem, device: DeviceFacts) -> str:
