@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import tempfile
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -37,6 +38,15 @@ def time_whole(
         return time_in_turn(works, samples, sample_ms)
 
     return time_runs(take, makers, lambda name: floor)
+
+
+def host_ms(call: Callable[[], Any], calls: int) -> float:
+    """Milliseconds of one of many calls in a row, whose last results are waited for."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        results = call()
+    jax.block_until_ready(results)
+    return 1e3 * (time.perf_counter() - start) / calls
 
 
 class StateWork:

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -104,6 +105,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
 
 
+def table_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A table of rows by name: by the title of each column what it shows, as `NAME` or `NAME:FORMAT`; nothing where a row has none."""
+
+    def cell(row: Mapping[str, Any], column: str) -> str:
+        name, _, form = column.partition(":")
+        return "" if row.get(name) is None else format(row[name], form)
+
+    return table([*columns], [[cell(row, column) for column in columns.values()] for row in rows])
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
@@ -126,6 +137,20 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}%"
+
+
+def times_of(samples: Sequence[float]) -> dict[str, float]:
+    """The median of samples in milliseconds, and their spread."""
+    ms = statistics.median(samples)
+    return {"ms": ms, "spread": (max(samples) - min(samples)) / ms}
+
+
+def bytes_of(memory: Any) -> int | None:
+    """Bytes that a compiled program needs in all, by its analysis of memory; donated arguments are counted once."""
+    if memory is None:
+        return None
+    sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return sizes + memory.temp_size_in_bytes
 
 
 def summary_lines(summary: Mapping[str, Mapping[str, Any]]) -> str:

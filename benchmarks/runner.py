@@ -187,18 +187,14 @@ class Family:
     known_platforms: Sequence[str] = ("default", "triton", "xla")
     platforms = "default"
 
+    make_inputs: Callable[..., Any]
+    """`make_inputs(problem, seed)`."""
+    expected: Callable[[Any, Any], Mapping[str, Array]]
+    """`expected(problem, inputs)`: all results in float32, by name."""
+    ours: Callable[[Any, Any], Callable[..., Any]]
+    """`ours(problem, platform)`: our operation as a function of what is learned and of constants."""
+
     # What a family computes
-
-    def make_inputs(self, problem: Any, seed: int = 0) -> Any:
-        raise NotImplementedError
-
-    def ours(self, problem: Any, platform: Any) -> Callable[[Arrays, Arrays], Any]:
-        """Our operation as a function of what is learned and of constants."""
-        raise NotImplementedError
-
-    def expected(self, problem: Any, inputs: Any) -> Mapping[str, Array]:
-        """All results in float32, by name."""
-        raise NotImplementedError
 
     def directed(self, problem: Any, forward: Callable[..., Any], direction: str) -> Callable[[Any], Arrays]:
         """The measured function of inputs."""
