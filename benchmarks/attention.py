@@ -240,10 +240,11 @@ def compare_features(rows: Sequence[Row], chosen: Sequence[AttentionProblem]) ->
                 continue
             scores = problem.visible_scores() / plain.visible_scores()
             tiles = problem.visible_tiles() / plain.visible_tiles()
-            names = {"problem": problem.name, "baseline": baseline, "direction": direction}
-            shares = {"time": ms / plain_ms, "visible_scores": scores, "visible_tiles": tiles}
-            shares |= {"per_score": ms / plain_ms / scores, "per_tile": ms / plain_ms / tiles}
-            features.append(names | {"platform": platform, "ms": ms, "baseline_ms": plain_ms} | shares)
+            entry = {"problem": problem.name, "baseline": baseline, "direction": direction}
+            entry |= {"platform": platform, "ms": ms, "baseline_ms": plain_ms, "time": ms / plain_ms}
+            entry |= {"visible_scores": scores, "visible_tiles": tiles}
+            entry |= {"per_score": ms / plain_ms / scores, "per_tile": ms / plain_ms / tiles}
+            features.append(entry)
     return features
 
 
@@ -285,14 +286,14 @@ TABLES = runner.Tables(
 )
 
 
-def _feature_table(content: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequence[str]]]:
+def _feature_table(content: Mapping[str, Any], table: Callable[..., str]) -> str:
     words = (name.removeprefix("visible_").replace("_", " ") for name in _FEATURES)
-    header = ("problem", "against", "platform", "direction", "ms", *words)
     names = ("problem", "baseline", "platform", "direction")
-    return header, [
+    rows = [
         (*(f[name] for name in names), report.number(f["ms"], 3), *(report.number(f[x]) for x in _FEATURES))
         for f in content["features"]
     ]
+    return table(("problem", "against", "platform", "direction", "ms", *words), rows)
 
 
 class Attention(runner.Family):
@@ -373,7 +374,7 @@ class Attention(runner.Family):
 
     def text(self, content: Mapping[str, Any]) -> str:
         tables = TABLES.text(content | {"summary": {}})
-        features = report.table(*_feature_table(content)) if content["features"] else ""
+        features = _feature_table(content, report.table) if content["features"] else ""
         parts = [tables, features and f"options over plain attention\n{features}"]
         return "\n\n".join((*filter(None, parts), report.summary_lines(content["summary"])))
 
@@ -399,7 +400,7 @@ class Attention(runner.Family):
         parts += [] if picture is None else [f"![{TABLES.picture}]({picture})"]
         parts += ["TFLOP/s, forward / forward+backward:", report.markdown_table(header, lines)]
         if content["features"]:
-            parts += ["Options relative to plain attention:", report.markdown_table(*_feature_table(content))]
+            parts += ["Options relative to plain attention:", _feature_table(content, report.markdown_table)]
         return "\n\n".join(parts) + "\n"
 
     def panels(self, content: Mapping[str, Any]) -> list[runner.Panel]:
