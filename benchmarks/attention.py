@@ -7,10 +7,10 @@
 Options are compared with plain attention, by visible scores and by visible tiles.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +22,8 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import prepare, problems, report, runner
 from benchmarks.peers import attention_backend, TorchPeer
-from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, FORWARD, Implementation, Inputs, OURS, Row
+from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, FORWARD, Inputs, Others, OURS, Row
+from benchmarks.runner import Errors
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
@@ -153,13 +154,9 @@ def make_inputs(problem: AttentionProblem, seed: int = 0) -> Inputs:
     return Inputs(learned, jax.random.normal(keys[4], learned["q"].shape, problem.dtype), masking)
 
 
-def build(
-    problem: AttentionProblem, platform: str | None = None, config: Any | None = None
-) -> ejx.FlashAttention:
+def build(problem: AttentionProblem, platform: str | None) -> ejx.FlashAttention:
     """Our operation for the problem."""
-    return ejx.FlashAttention(
-        problem.causal, problem.window, problem.soft_cap, platform=platform, config=config
-    )
+    return ejx.FlashAttention(problem.causal, problem.window, problem.soft_cap, platform=platform)
 
 
 @prepare.reference
@@ -311,9 +308,7 @@ class Attention(runner.Family):
         """Slow platforms are measured where that tells something."""
         return platform != "xla" or jax.default_backend() != "gpu" or problem.every_platform
 
-    def implementations(
-        self, problem: AttentionProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def implementations(self, problem: AttentionProblem, options: Namespace, direction: str) -> Others:
         """Starts with the peer that ratios are relative to."""
         if problem.is_plain or (problem.window is not None and not problem.packed):
             name, kind = ("cudnn", "cudnn") if jax.default_backend() == "gpu" else ("jax-xla", "xla")
@@ -337,8 +332,8 @@ class Attention(runner.Family):
                 yield TorchPeer(name, "torch", functools.partial(run, backend))
 
     def errors(
-        self, problem: AttentionProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
-    ) -> runner.Errors:
+        self, problem: AttentionProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
+    ) -> Errors:
         """The relative RMS error of each result; single numbers of peers may be off by more."""
         bound = TOLERANCES[problem.dtype]["forward" if row.direction == FORWARD else "gradient"].rms
         row.numbers["bound"] = bound
@@ -352,13 +347,13 @@ class Attention(runner.Family):
             row.numbers["tflops"] = problem.flops(direction == BOTH) / row.ms / 1e9 if row.ms else None
             row.ratio = prepare.ratio(peer, row)
 
-    def usual(self, options: argparse.Namespace) -> Sequence[AttentionProblem]:
+    def usual(self, options: Namespace) -> Sequence[AttentionProblem]:
         if options.quick and jax.default_backend() != "cpu":
             anchors, features = PROBLEMS["anchors"], PROBLEMS["features"]
             return anchors[0], anchors[4], features[0], features[4]
         return super().usual(options)
 
-    def about(self, options: argparse.Namespace, chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
+    def about(self, options: Namespace, chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
         """Omits the platforms that this machine cannot use."""
         known = kernel_registry.list_implementations(ejx.FlashAttention.operation, device_facts())
         reasons = {implementation.platform.value: reason for implementation, reason in known}
@@ -412,18 +407,10 @@ class Attention(runner.Family):
             | {"problem": f"{f['problem']} ({f['platform']})\nagainst {f['baseline']}"}
             for f in content["features"]
         ]
-        return [
-            *(
-                runner.Panel(f"{way}, TFLOP/s", [r for r in rows if r["direction"] == way], "tflops", speed)
-                for way in DIRECTIONS
-            ),
-            runner.Panel(
-                "time of an option relative to plain attention, per visible tile of 128 x 128",
-                options,
-                "per_tile",
-                at=1.0,
-            ),
-        ]
+        title = "time of an option relative to plain attention, per visible tile of 128 x 128"
+        speeds = ((way, [row for row in rows if row["direction"] == way]) for way in DIRECTIONS)
+        panels = [runner.Panel(f"{way}, TFLOP/s", mine, "tflops", speed) for way, mine in speeds]
+        return [*panels, runner.Panel(title, options, "per_tile", at=1.0)]
 
 
 FAMILY = Attention()

@@ -13,14 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from ejkernel_eqx.tuning.measure import input_set_count as input_set_count
-from ejkernel_eqx.tuning.measure import JaxWork as JaxWork
-from ejkernel_eqx.tuning.measure import launch_floor as launch_floor
-from ejkernel_eqx.tuning.measure import repeated as repeated
-from ejkernel_eqx.tuning.measure import time_in_turn as time_in_turn
-from ejkernel_eqx.tuning.measure import time_runs
-from ejkernel_eqx.tuning.measure import Timing as Timing
-from ejkernel_eqx.tuning.measure import Work as Work
+from ejkernel_eqx.tuning.measure import JaxWork, time_in_turn, time_runs, Timing, Work
 
 K = TypeVar("K", bound=Hashable)
 

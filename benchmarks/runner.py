@@ -21,6 +21,7 @@ import re
 import sys
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,12 +30,13 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import prepare, processes, report
-from benchmarks.measure import launch_floor, torch_with_cuda
+from benchmarks.measure import torch_with_cuda
 from benchmarks.peers import implementation, installed, TorchPeer
-from benchmarks.prepare import Arrays, DIRECTIONS, Implementation, OURS, PEER, Prepared, Row
+from benchmarks.prepare import Arrays, DIRECTIONS, Implementation, Others, OURS, PEER, Prepared, Row
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
 from ejkernel_eqx.tuning.check import all_errors
+from ejkernel_eqx.tuning.measure import launch_floor
 from ejkernel_eqx.tuning.report.data import describe
 
 UNMEASURED = "not measured: "
@@ -200,7 +202,7 @@ class Family:
         """The measured function of inputs."""
         return prepare.directed(forward, direction, self.with_out)
 
-    def beside(self, problem: Any, options: argparse.Namespace, direction: str) -> Iterable[Implementation]:
+    def beside(self, problem: Any, options: Namespace, direction: str) -> Others:
         """Peers in JAX, and baselines."""
         return ()
 
@@ -208,9 +210,7 @@ class Family:
         """Peers in PyTorch."""
         return ()
 
-    def errors(
-        self, problem: Any, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
-    ) -> Errors:
+    def errors(self, problem: Any, inputs: Any, row: Row, results: Arrays, expected: Arrays) -> Errors:
         return errors_of(problem.dtype, results, expected)
 
     def complete(self, problem: Any, inputs: Any, direction: str, rows: list[Row]) -> None:
@@ -232,9 +232,7 @@ class Family:
     def is_measured(self, problem: Any, platform: str) -> bool:
         return True
 
-    def implementations(
-        self, problem: Any, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def implementations(self, problem: Any, options: Namespace, direction: str) -> Others:
         """Ours on each of the chosen platforms, and what is beside it."""
         resolved = None
         if self.once and "default" in options.platforms:
@@ -247,16 +245,16 @@ class Family:
                 yield Implementation(name, functools.partial(self.ready, problem, platform))
         yield from self.beside(problem, options, direction)
 
-    def directions(self, problem: Any, options: argparse.Namespace) -> list[str]:
+    def directions(self, problem: Any, options: Namespace) -> list[str]:
         return [way for way in problem.directions if way in options.directions or options.directions == [""]]
 
-    def usual(self, options: argparse.Namespace) -> Sequence[Any]:
+    def usual(self, options: Namespace) -> Sequence[Any]:
         """The problems that are measured here, before they are chosen by name."""
         on_cpu = jax.default_backend() == "cpu" and options.process is None  # which only compiles for a GPU
         groups = ("tiny",) if options.quick else ("cpu",) if on_cpu else self.groups
         return [problem for group in groups for problem in self.lists[group]]
 
-    def chosen(self, options: argparse.Namespace) -> list[Any]:
+    def chosen(self, options: Namespace) -> list[Any]:
         return [one for one in self.usual(options) if re.search(options.problems, one.name)]
 
     def apart(self, problem: Any) -> str:
@@ -265,7 +263,7 @@ class Family:
 
     # What it says
 
-    def about(self, options: argparse.Namespace, chosen: Sequence[Any]) -> dict[str, Any]:
+    def about(self, options: Namespace, chosen: Sequence[Any]) -> dict[str, Any]:
         """Entries of the JSON, from before the first problem."""
         return {}
 
@@ -295,16 +293,12 @@ class Family:
         """The parts of the plot. With a peer, bars start at 1, the speed of the peer; otherwise only milliseconds are shown."""
         rows = [row for row in content["rows"] if row["ms"] is not None]
         title = "{}: speed over the fastest peer's (milliseconds in the bars)"
-        return [
-            Panel(
-                title.format(direction),
-                [row for row in rows if row["direction"] == direction],
-                "ratio",
-                lambda row: f"{row['ms']:.3f} ms",
-                at=1.0,
-            )
-            for direction in dict.fromkeys(row["direction"] for row in rows)
-        ]
+        label = lambda row: f"{row['ms']:.3f} ms"
+        each = {
+            way: [r for r in rows if r["direction"] == way]
+            for way in dict.fromkeys(r["direction"] for r in rows)
+        }
+        return [Panel(title.format(way), mine, "ratio", label, at=1.0) for way, mine in each.items()]
 
 
 def rate(rows: Iterable[Row], **work: float | None) -> None:
@@ -326,7 +320,7 @@ def compare(rows: Sequence[Row]) -> None:
 # Measuring
 
 
-def measure(family: Family, problem: Any, options: argparse.Namespace) -> Iterator[list[Row]]:
+def measure(family: Family, problem: Any, options: Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction. In turns with other processes that measure on the device."""
     peers = [*installed(*family.peers(problem))] if options.torch and options.peers else []
     for peer in peers:
@@ -339,9 +333,8 @@ def measure(family: Family, problem: Any, options: argparse.Namespace) -> Iterat
             if options.candidates:
                 competitors = candidates(family, problem, direction, sets, options)
             else:
-                competitors = (
-                    *family.implementations(problem, options, direction), *map(implementation, peers)
-                )  # fmt: skip
+                competitors = [*family.implementations(problem, options, direction)]
+                competitors += map(implementation, peers)
                 competitors = [one for one in competitors if options.peers or one.role == OURS]
             rows = prepare.measure_rows(competitors, problem.name, direction, sets, check, options, floor)
             compare(rows)
@@ -360,7 +353,7 @@ def _check(family: Family, problem: Any, inputs: Any, expected: Any, row: Row, r
 
 
 def candidates(
-    family: Family, problem: Any, direction: str, sets: Sequence[Any], options: argparse.Namespace
+    family: Family, problem: Any, direction: str, sets: Sequence[Any], options: Namespace
 ) -> list[Implementation]:
     """Ours with each of the tuner's first candidates, the heuristic's choice first; ratios are over its speed."""
 
@@ -393,12 +386,8 @@ def parser(family: Family) -> argparse.ArgumentParser:
     add("--no-torch", dest="torch", action="store_false", help="omit the peers in PyTorch")
     add("--no-peers", dest="peers", action="store_false", help="ours alone")
     add("--candidates", type=int, metavar="N", help="the tuner's first N configurations of ours")
-    add(
-        "--compile-peers",
-        type=int,
-        metavar="N",
-        help="compile what peers in Triton tune in N processes first",
-    )
+    first = "compile what peers in Triton tune in N processes first"
+    add("--compile-peers", type=int, metavar="N", help=first)
     add("--apart", action="store_true", help="in several processes, which compile at once")
     add("--samples", type=int, default=5, help="samples of each time (default: %(default)s)")
     add("--sample-ms", type=float, help="length of a sample (default: 30; quick on a CPU 2)")
@@ -412,7 +401,7 @@ def parser(family: Family) -> argparse.ArgumentParser:
     return result
 
 
-def parse(family: Family, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(family: Family, arguments: Sequence[str] | None) -> Namespace:
     made = parser(family)
     options = made.parse_args(arguments)
     options.platforms, options.directions = options.platforms.split(","), options.directions.split(",")
@@ -437,9 +426,8 @@ def main(family: Family, arguments: Sequence[str] | None = None) -> int:
     if options.apart:  # the memory of the device is the others'
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if options.compile_peers and options.process is None:  # before this process takes memory of the device
-        processes.compile_apart(
-            processes.this_command(*given), options.compile_peers, {"JAX_PLATFORMS": "cpu"}
-        )
+        command = processes.this_command(*given)
+        processes.compile_apart(command, options.compile_peers, {"JAX_PLATFORMS": "cpu"})
     chosen = family.chosen(options)
     if not chosen:
         print(f"no problem matches {options.problems!r}", file=sys.stderr)
@@ -453,7 +441,7 @@ def main(family: Family, arguments: Sequence[str] | None = None) -> int:
     return run(family, chosen, options)
 
 
-def run(family: Family, chosen: Sequence[Any], options: argparse.Namespace) -> int:
+def run(family: Family, chosen: Sequence[Any], options: Namespace) -> int:
     """Measures the problems, writes results after each, and shows all of them. Nonzero if one of ours is wrong or was not measured."""
     start = time.monotonic()
     content: dict[str, Any] = {"schema": 1, "benchmark": family.name.replace("-", "_")}
@@ -488,7 +476,7 @@ def _said_of(family: Family, rows: Sequence[Row], chosen: Sequence[Any]) -> dict
     return {"rows": [row.to_json() for row in rows], **family.sum_up(rows, chosen)}
 
 
-def _measured(family: Family, problem: Any, options: argparse.Namespace) -> Iterator[list[Row]]:
+def _measured(family: Family, problem: Any, options: Namespace) -> Iterator[list[Row]]:
     """The rows of a problem. If its inputs or its reference cannot be made, other problems can still be measured."""
     known = set()
     try:
@@ -527,7 +515,7 @@ def is_installed(package: str) -> bool:
 # Several processes
 
 
-def compile_peers(family: Family, chosen: Sequence[Any], options: argparse.Namespace) -> int:
+def compile_peers(family: Family, chosen: Sequence[Any], options: Namespace) -> int:
     """Calls the peers in Triton on memory without contents, and compiles this process's share of their kernels."""
     if processes.are_shared():
         processes.tune_briefly()
@@ -540,9 +528,7 @@ def compile_peers(family: Family, chosen: Sequence[Any], options: argparse.Names
     return 0
 
 
-def run_apart(
-    family: Family, chosen: Sequence[Any], options: argparse.Namespace, given: Sequence[str]
-) -> int:
+def run_apart(family: Family, chosen: Sequence[Any], options: Namespace, given: Sequence[str]) -> int:
     """Runs each part of the problems in a process of its own, and joins the results."""
     groups: dict[str, list[str]] = {}
     for problem in chosen:
@@ -577,7 +563,7 @@ def joined(family: Family, chosen: Sequence[Any], parts: Sequence[Content], seco
 # Showing
 
 
-def show(family: Family, content: Content, options: argparse.Namespace) -> None:
+def show(family: Family, content: Content, options: Namespace) -> None:
     print("\n" + family.text(content))
     if options.plot:
         plot(family.panels(content), f"{family.title} on {content['environment']['device']}", options.plot)
@@ -599,14 +585,8 @@ def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike) -> None:
     if not panels:
         return
     heights = [panel.height for panel in panels]
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        figsize=(9, 1.0 + sum(heights)),
-        squeeze=False,
-        gridspec_kw={"height_ratios": heights},
-        layout="constrained",
-    )
+    grid: Any = {"gridspec_kw": {"height_ratios": heights}, "layout": "constrained", "squeeze": False}
+    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 1.0 + sum(heights)), **grid)
     names = list(dict.fromkeys(row["implementation"] for panel in panels for row in panel.rows))
     colours = {name: plt.get_cmap("tab10")(n % 10) for n, name in enumerate(names)}
     for axis, panel in zip(axes[:, 0], panels):

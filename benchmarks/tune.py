@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.prepare import FAILURES, reason_of
 from benchmarks.problems import FAMILIES, Family, TuneProblem
+from ejkernel_eqx import dispatch
 from ejkernel_eqx.cli.bench import bench, Contender, record_of, TIMED
 from ejkernel_eqx.dispatch import (
     BOTH,
@@ -34,8 +35,6 @@ from ejkernel_eqx.dispatch import (
     kernel_registry,
     Platform,
     Problem,
-    stable_json,
-    to_dict,
 )
 from ejkernel_eqx.dispatch.cache_file import parse as parse_table
 from ejkernel_eqx.dispatch.cache_file import render
@@ -91,8 +90,8 @@ def row_of(problem: TuneProblem, result: TuningResult, environment: Mapping[str,
         "problem": problem.name,
         "key": result.problem.key(),
         "platform": result.platform.value,
-        "heuristic": to_dict(result.heuristic),
-        "tuned": to_dict(result.config),
+        "heuristic": dispatch.to_dict(result.heuristic),
+        "tuned": dispatch.to_dict(result.config),
         "ms": dict(result.ms),
         "heuristic_ms": dict(result.heuristic_ms),
         "ratio": {
@@ -265,7 +264,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "tune") -> int:
         table.add(twins(result.to_record(device_facts()), implementation, family), environment)
         rows[problem.name] = row_of(problem, result, environment)
         write()
-        print(f"  {stable_json(result.config)}", flush=True)
+        print(f"  {dispatch.stable_json(result.config)}", flush=True)
     shown = [rows[problem.name] for problem in chosen if problem.name in rows]
     print(text_table(shown))
     known = summary(shown)
