@@ -32,7 +32,7 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import report
+from benchmarks import problems, report
 from benchmarks.measure import gpu_spans, host_ms, read_trace
 from ejkernel_eqx._tolerances import errors, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
@@ -44,7 +44,7 @@ BOUNDS = {"N1 S1024": 9.0, "N8 S2048": 22.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(problems.Problem):
     N: int
     S: int
     layers: int = 28
@@ -52,7 +52,6 @@ class Problem:
     K: int = 8
     D: int = 128
     p: int = 16
-    dtype: str = "bfloat16"
     append: bool = False
     tokens: int = 1
     """Tokens of each sequence in a call, one after the other."""
@@ -62,8 +61,7 @@ class Problem:
         return f"N{self.N} S{self.S}" + (", appending" if self.append else "")
 
 
-FULL = tuple(Problem(N, S, append=append) for N, S in ((1, 1024), (8, 2048)) for append in (False, True))
-QUICK = (Problem(2, 40, layers=2, H=4, K=2, D=16, p=4, dtype="float32", append=True),)
+PROBLEMS = problems.load("decode-gaps", Problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,12 +356,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    problems = [p for p in (QUICK if options.quick else FULL) if options.problems.search(p.name)]
-    programs = {
-        problem: Programs(problem, options.platform, chosen_ways(problem, options)) for problem in problems
-    }
+    chosen = [p for p in PROBLEMS["tiny" if options.quick else "anchors"] if options.problems.search(p.name)]
+    programs = {p: Programs(p, options.platform, chosen_ways(p, options)) for p in chosen}
     rows = []
-    for problem in problems:
+    for problem in chosen:
         for row in measure(problem, programs[problem], options):
             said = row.reason or f"{row.us_per_layer:.2f} us a layer"
             print(f"{row.problem}, {row.way}: {said}", flush=True)

@@ -246,8 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             began = time.monotonic() - start
             head = f"[{began:5.0f} s, {n + 1}/{len(chosen)}] {name}"
             if part.skipped is not None:
-                result = {"exit_code": None, "failed": False, "reason": f"skipped: {part.skipped}"}
-                result |= {"seconds": 0.0, "said": []}
+                reason = f"skipped: {part.skipped}"
+                result = {"exit_code": None, "failed": False, "reason": reason, "seconds": 0.0, "said": []}
             else:
                 share = (options.time_limit - began) / (len(waiting) - waiting.index(name))
                 print(head if math.isinf(share) else f"{head}, {max(share, 0):.0f} s at most", flush=True)

@@ -180,9 +180,10 @@ def hidden(events: Iterable[Mapping[str, Any]]) -> float | None:
     for event in _on_streams(list(events)):
         kinds = spans.setdefault(event["pid"], {True: [], False: []})
         kinds[bool(_SENDS.search(event["name"]))].append(_span(event))
-    sent = sum(_length(_merged(kinds[True])) for kinds in spans.values())
-    both = sum(_length(_common(_merged(kinds[True]), _merged(kinds[False]))) for kinds in spans.values())
-    return both / sent if sent else None
+    sent = sum(_length(kinds[True]) for kinds in spans.values())
+    ran = sum(_length(kinds[False]) for kinds in spans.values())
+    either = sum(_length(kinds[True] + kinds[False]) for kinds in spans.values())
+    return (sent + ran - either) / sent if sent else None
 
 
 def gpu_spans(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
@@ -213,20 +214,10 @@ def _names(events: Sequence[Mapping[str, Any]], what: str) -> dict[tuple[Any, An
     }
 
 
-def _merged(spans: Iterable[Span]) -> list[Span]:
-    results: list[Span] = []
-    for begin, end in sorted(spans):
-        if results and begin <= results[-1][1]:
-            results[-1] = results[-1][0], max(end, results[-1][1])
-        else:
-            results.append((begin, end))
-    return results
-
-
-def _common(ours: Sequence[Span], theirs: Sequence[Span]) -> list[Span]:
-    pairs = ((max(a, c), min(b, d)) for a, b in ours for c, d in theirs)
-    return [(begin, end) for begin, end in pairs if begin < end]
-
-
 def _length(spans: Iterable[Span]) -> float:
-    return sum(end - begin for begin, end in spans)
+    """The time in which any of the spans runs."""
+    total, last = 0.0, -float("inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return total

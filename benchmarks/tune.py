@@ -136,9 +136,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> None:
     """Plots how far the heuristics are from the tuned configurations, by problem."""
     figure, axes = report.pyplot().subplots(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
-    for offset, direction, colour in ((-0.2, FORWARD, "tab:blue"), (0.2, BOTH, "tab:orange")):
+    for offset, direction in ((-0.2, FORWARD), (0.2, BOTH)):
         ratios = [row["ratio"].get(direction, 1.0) for row in rows]
-        axes.barh([n + offset for n in range(len(rows))], ratios, 0.38, color=colour, label=direction)
+        axes.barh([n + offset for n in range(len(rows))], ratios, 0.38, label=direction)
     axes.axvline(BAR, color="black", linestyle="--", linewidth=1, label=f"bar {BAR:.2f}")
     axes.set(yticks=range(len(rows)), yticklabels=[row["problem"] for row in rows], xlim=(0.9, 1.2))
     axes.set(xlabel="time of the heuristic over time of the tuned configuration", title=title)
