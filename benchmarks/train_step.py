@@ -299,7 +299,8 @@ def measure(
         )
         for row in rows:
             row["time_of_torch"] = row["ms"] / rows[-1]["ms"]
-            row["bytes_of_torch"] = row["bytes"] / rows[-1]["bytes"]
+            if row["bytes"] and rows[-1]["bytes"]:  # which PyTorch counts on GPUs alone
+                row["bytes_of_torch"] = row["bytes"] / rows[-1]["bytes"]
     for before, after in itertools.pairwise(rows):
         if after["variant"].endswith(", tuned"):
             after["speed_over_heuristics"] = before["ms"] / after["ms"]
