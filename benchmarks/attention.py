@@ -187,25 +187,21 @@ def by_key_head(
         x = x.reshape(rows, kv_heads, problem.S, heads, problem.D)
         return jnp.moveaxis(x, 1, 2).reshape(like.shape)
 
-    def one(parts: Arrays) -> Arrays:
-        cotangent, segments = parts.pop("cotangent"), parts.pop("ids", None)
-
-        def forward(learned: dict[str, Any]) -> Array:
-            arrays = AttentionArrays(**learned, mask=mask, q_segments=segments, kv_segments=segments)
-            return reference.attend(arrays, spec)[0]
-
-        out, pull = jax.vjp(forward, parts)
-        return {"out": out, **pull(cotangent)[0]}
+    def forward(learned: Arrays, segments: Arrays) -> Array:
+        return reference.attend(AttentionArrays(**learned, **segments, mask=mask), spec)[0]
 
     heads = {"q": groups, "k": 1, "v": 1, "out": groups}
     parts = {name: split(learned[name], heads[name]) for name in "qkv"}
-    parts["cotangent"] = split(inputs.cotangent, groups)
+    segments = {}
     if ids is not None:
-        parts["ids"] = jnp.repeat(ids, kv_heads, axis=0)[:, None]  # [B K, 1, S]
+        ids = jnp.repeat(ids, kv_heads, axis=0)[:, None]  # [B K, 1, S]
+        segments = {"q_segments": ids, "kv_segments": ids}
     if "sinks" in learned:
         sinks = learned["sinks"].reshape(1, kv_heads, 1, groups)
         parts["sinks"] = jnp.broadcast_to(sinks, (rows, kv_heads, 1, groups)).reshape(-1, 1, groups)
-    results = jax.lax.map(one, parts)
+    results = jax.lax.map(
+        prepare.directed(forward, BOTH, True), Inputs(parts, split(inputs.cotangent, groups), segments)
+    )
     like = {**learned, "out": learned["q"]}
     joined = {name: join(results[name], n, like[name]) for name, n in heads.items()}
     if "sinks" in learned:

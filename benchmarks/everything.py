@@ -97,19 +97,15 @@ def _tests() -> list[list[str]]:
 
 
 def _script(
-    options: argparse.Namespace,
-    script: str,
-    *written: tuple[str, str],
-    more: Sequence[str] = (),
-    skipped: str | None = None,
-    is_limited: bool = False,
+    options: argparse.Namespace, script: str, *written: tuple[str, str], more: Sequence[str] = (), **how: Any
 ) -> Part:
+    """A command of this package, and what it writes; `how`: fields of the part."""
     command = [sys.executable, "-m", "benchmarks", script, *more]
     for option, name in written:
         command += [f"--{option}", str(options.output / name)]
     command += ["--commit", options.commit] if options.commit else []
     command += ["--quick"] if options.quick else []
-    return Part([command], [name for _, name in written], skipped, is_limited)
+    return Part([command], [name for _, name in written], **how)
 
 
 # Running

@@ -26,7 +26,7 @@ from jax import Array, lax
 import ejkernel_eqx as ejx
 from benchmarks import peers, prepare, problems, runner
 from benchmarks.peers import Tensors, TorchPeer
-from benchmarks.prepare import Arrays, BASELINE, DIRECTIONS, FORWARD, Inputs, nbytes, Others, PEER, Row
+from benchmarks.prepare import Arrays, BASELINE, BOTH, DIRECTIONS, FORWARD, Inputs, nbytes, Others, Row
 from benchmarks.runner import Errors
 from ejkernel_eqx._tolerances import TOLERANCES
 from ejkernel_eqx.matmul import reference
@@ -125,23 +125,15 @@ def ragged_dot(learned: Arrays, constants: Arrays) -> Array:
 def expected_results(problem: MoeProblem, inputs: Inputs) -> Arrays:
     """The results of the reference in float32."""
     spec = GroupedSpec("float32", "silu" if problem.gated else None, PAIR if problem.gated else None)
-    constants = inputs.constants
-    arrays = GroupedArrays(
-        inputs.learned["lhs"],
-        constants["group_sizes"],
-        rows=constants.get("row_indices"),
-        stored=constants.get("rhs"),
-        scale=constants.get("rhs_scale"),
-        up_stored=constants.get("up"),
-        up_scale=constants.get("up_scale"),
-    )
+    names = {"row_indices": "rows", "rhs": "stored", "rhs_scale": "scale", "up": "up_stored"}
 
-    def forward(learned: Arrays) -> Array:
-        return reference.multiply(arrays._replace(**learned), spec)["out"]
+    def forward(learned: Arrays, constants: Arrays) -> Array:
+        constant = {names.get(name, name): x for name, x in constants.items() if name != "group_sizes"}
+        arrays: Any = GroupedArrays(sizes=constants["group_sizes"], **learned, **constant)
+        return reference.multiply(arrays, spec)["out"]
 
-    out, pull = jax.vjp(forward, inputs.learned)
-    gradients = pull(inputs.cotangent)[0] if len(problem.directions) > 1 else {}
-    return {"out": out, **gradients}
+    direction = BOTH if len(problem.directions) > 1 else FORWARD
+    return prepare.directed(forward, direction, with_out=True)(inputs)
 
 
 def grouped_mm() -> TorchPeer:
@@ -361,7 +353,7 @@ class Layer(runner.Family):
         yield prepare.Implementation(ALONE, matmuls, BASELINE, is_checked=False)
         if options.torch:
             make = functools.partial(in_transformers, problem)
-            yield prepare.Implementation("transformers, grouped_mm", make, PEER)
+            yield prepare.Implementation("transformers, grouped_mm", make, prepare.PEER)
 
     def complete(self, problem: LayerProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
         lower = prepare.fastest(rows, BASELINE)
@@ -375,7 +367,7 @@ class Layer(runner.Family):
     ) -> Errors:
         """The router of the peer works in the dtype of the tokens, so a few tokens go to other experts: they are left out, unless they are more
         than one in ten."""
-        if row.role == PEER:
+        if row.role == prepare.PEER:
             distance = jnp.linalg.norm(results["out"].astype(jnp.float32) - expected["out"], axis=-1)
             bound = 8 * TOLERANCES[problem.dtype]["forward"].rms
             near = distance <= bound * jnp.linalg.norm(expected["out"], axis=-1)
