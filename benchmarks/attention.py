@@ -394,7 +394,7 @@ class Attention(runner.Family):
             parts += ["Options relative to plain attention:", _feature_table(content, report.markdown_table)]
         return "\n\n".join(parts) + "\n"
 
-    def panels(self, content: Mapping[str, Any]) -> list[runner.Panel]:
+    def panels(self, content: Mapping[str, Any]) -> list[report.Panel]:
         """The speed of every implementation, and the cost of the options."""
         rows = [row for row in content["rows"] if row["ms"] is not None and row["plain"]]
         speed = lambda row: f"{row['implementation']}, {row['tflops']:.0f}"
@@ -405,8 +405,8 @@ class Attention(runner.Family):
         ]
         title = "time of an option relative to plain attention, per visible tile of 128 x 128"
         speeds = ((way, [row for row in rows if row["direction"] == way]) for way in DIRECTIONS)
-        panels = [runner.Panel(f"{way}, TFLOP/s", mine, "tflops", speed) for way, mine in speeds]
-        return [*panels, runner.Panel(title, options, "per_tile", at=1.0)]
+        panels = [report.Panel(f"{way}, TFLOP/s", mine, "tflops", speed) for way, mine in speeds]
+        return [*panels, report.Panel(title, options, "per_tile", at=1.0)]
 
 
 FAMILY = Attention()

@@ -337,7 +337,7 @@ class Decode(runner.Family):
         parts = [TABLES.markdown(content, picture).rstrip(), card_line(content)]
         return "\n\n".join(parts + _bar_table(content, report.markdown_table)) + "\n"
 
-    def panels(self, content: Mapping[str, Any]) -> list[runner.Panel]:
+    def panels(self, content: Mapping[str, Any]) -> list[report.Panel]:
         """Bandwidth over context and page size, and the other measurements."""
         every = [row for row in content["rows"] if row["ms"] is not None]
         rows = [{**row, **content["sizes"][row["problem"]]} for row in every]
@@ -350,10 +350,10 @@ class Decode(runner.Family):
             title = f"decode, TB/s, pages of {decodes[0]['p']}: ours, and dashed the fastest peer"
             draw = lambda axis: _contexts(axis, decodes, content["card"]["copy"])
         return [
-            runner.Panel(title, draw=draw),
-            runner.Panel("decode, TB/s", _usual(decodes), "tb_per_s", label),
-            runner.Panel("8-bit pages, ms", of(problems.QUANTISED), "ms", label),
-            runner.Panel("latents and prefills, TFLOP/s", counted, flops, label),
+            report.Panel(title, draw=draw),
+            report.Panel("decode, TB/s", _usual(decodes), "tb_per_s", label),
+            report.Panel("8-bit pages, ms", of(problems.QUANTISED), "ms", label),
+            report.Panel("latents and prefills, TFLOP/s", counted, flops, label),
         ]
 
 

@@ -137,21 +137,6 @@ class Tables(NamedTuple):
 # Families
 
 
-class Panel(NamedTuple):
-    """A part of a plot: a bar of the height `field` for each row, by problem, with a text; or what `draw(axis)` draws. `at`: a line."""
-
-    title: str
-    rows: Sequence[Content] = ()
-    field: str = "ms"
-    label: Callable[[Content], str] = lambda row: ""
-    at: float | None = None
-    draw: Callable[[Any], None] | None = None
-
-    @property
-    def height(self) -> float:
-        return 3.0 if self.draw else 0.7 + 0.2 * len(self.rows)
-
-
 def errors_of(
     dtype: str, results: Mapping[str, Any], expected: Mapping[str, Array], factor: float = 1.0
 ) -> Errors:
@@ -289,7 +274,7 @@ class Family:
     def markdown(self, content: Content, picture: str | None) -> str:
         return self.tables.markdown(content, picture)
 
-    def panels(self, content: Content) -> list[Panel]:
+    def panels(self, content: Content) -> list[report.Panel]:
         """The parts of the plot. With a peer, bars start at 1, the speed of the peer; otherwise only milliseconds are shown."""
         rows = [row for row in content["rows"] if row["ms"] is not None]
         title = "{}: speed over the fastest peer's (milliseconds in the bars)"
@@ -298,7 +283,7 @@ class Family:
             way: [r for r in rows if r["direction"] == way]
             for way in dict.fromkeys(r["direction"] for r in rows)
         }
-        return [Panel(title.format(way), mine, "ratio", label, at=1.0) for way, mine in each.items()]
+        return [report.Panel(title.format(way), mine, "ratio", label, at=1.0) for way, mine in each.items()]
 
 
 def rate(rows: Iterable[Row], **work: float | None) -> None:
@@ -566,7 +551,9 @@ def joined(family: Family, chosen: Sequence[Any], parts: Sequence[Content], seco
 def show(family: Family, content: Content, options: Namespace) -> None:
     print("\n" + family.text(content))
     if options.plot:
-        plot(family.panels(content), f"{family.title} on {content['environment']['device']}", options.plot)
+        report.plot(
+            family.panels(content), f"{family.title} on {content['environment']['device']}", options.plot
+        )
     if options.markdown:
         folder = pathlib.Path(options.markdown).resolve().parent
         picture = options.plot and os.path.relpath(options.plot, folder)
@@ -574,44 +561,3 @@ def show(family: Family, content: Content, options: Namespace) -> None:
         report.write_markdown(options.markdown, family.name.replace("-", "_"), text)
     for path in filter(None, (options.json, options.plot, options.markdown)):
         print(f"wrote {path}")
-
-
-def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike) -> None:
-    """Writes the PNG, if anything was timed. Requires matplotlib."""
-    plt = report.pyplot()
-    from matplotlib.patches import Patch
-
-    panels = [panel for panel in panels if panel.draw or panel.rows]
-    if not panels:
-        return
-    heights = [panel.height for panel in panels]
-    grid: Any = {"gridspec_kw": {"height_ratios": heights}, "layout": "constrained", "squeeze": False}
-    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 1.0 + sum(heights)), **grid)
-    names = list(dict.fromkeys(row["implementation"] for panel in panels for row in panel.rows))
-    colours = {name: plt.get_cmap("tab10")(n % 10) for n, name in enumerate(names)}
-    for axis, panel in zip(axes[:, 0], panels):
-        panel.draw(axis) if panel.draw else _bars(axis, panel, colours)
-        if panel.at is not None:
-            axis.axvline(panel.at, color="#444444", linewidth=0.8)
-        axis.set_title(panel.title, fontsize=9)
-    used = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=used, ncols=4, fontsize=7, loc="outside lower center")
-    figure.suptitle(title)
-    report.write_plot(figure, path)
-
-
-def _bars(axis: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
-    """A bar for each row, by problem."""
-    problems = list(dict.fromkeys(row["problem"] for row in panel.rows))
-    for n, problem in enumerate(problems):
-        mine = [row for row in panel.rows if row["problem"] == problem]
-        width = 0.85 / len(mine)
-        for i, row in enumerate(mine):
-            at = n + (i - (len(mine) - 1) / 2) * width
-            axis.barh(at, row[panel.field] or 1.0, width, color=colours[row["implementation"]])
-            place = axis.get_yaxis_transform()  # from the left edge, however long bars are
-            axis.text(0.005, at, panel.label(row), va="center", fontsize=5.5, transform=place)
-    axis.set_yticks(range(len(problems)), problems, fontsize=7)
-    axis.invert_yaxis()
-    axis.grid(axis="x", alpha=0.3)
-    axis.set_axisbelow(True)
