@@ -176,18 +176,20 @@ def write_plot(figure: Any, path: str | os.PathLike, **options: Any) -> None:
 
 
 class Panel(NamedTuple):
-    """A part of a plot: a bar of the height `field` for each row, by problem, with a text; or what `draw(axis)` draws. `at`: a line."""
+    """A part of a plot: a bar of the height `field` for each row, by problem, with a text; or what `draw(axis)` draws. `at`: a line.
+    `inches`: of a bar."""
 
     title: str
     rows: Sequence[Mapping[str, Any]] = ()
     field: str = "ms"
     label: Callable[[Mapping[str, Any]], str] = lambda row: ""
     at: float | None = None
+    inches: float = 0.2
     draw: Callable[[Any], None] | None = None
 
     @property
     def height(self) -> float:
-        return 3.0 if self.draw else 0.7 + 0.2 * len(self.rows)
+        return 3.0 if self.draw else 0.7 + self.inches * len(self.rows)
 
 
 def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike) -> None:
