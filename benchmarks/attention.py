@@ -7,10 +7,10 @@
 Options are compared with plain attention, by visible scores and by visible tiles.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +22,8 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import prepare, problems, report, runner
 from benchmarks.peers import attention_backend, TorchPeer
-from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, FORWARD, Implementation, Inputs, OURS, Row
+from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, FORWARD, Inputs, Others, OURS, Row
+from benchmarks.runner import Errors
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
@@ -153,13 +154,9 @@ def make_inputs(problem: AttentionProblem, seed: int = 0) -> Inputs:
     return Inputs(learned, jax.random.normal(keys[4], learned["q"].shape, problem.dtype), masking)
 
 
-def build(
-    problem: AttentionProblem, platform: str | None = None, config: Any | None = None
-) -> ejx.FlashAttention:
+def build(problem: AttentionProblem, platform: str | None) -> ejx.FlashAttention:
     """Our operation for the problem."""
-    return ejx.FlashAttention(
-        problem.causal, problem.window, problem.soft_cap, platform=platform, config=config
-    )
+    return ejx.FlashAttention(problem.causal, problem.window, problem.soft_cap, platform=platform)
 
 
 @prepare.reference
@@ -190,25 +187,21 @@ def by_key_head(
         x = x.reshape(rows, kv_heads, problem.S, heads, problem.D)
         return jnp.moveaxis(x, 1, 2).reshape(like.shape)
 
-    def one(parts: Arrays) -> Arrays:
-        cotangent, segments = parts.pop("cotangent"), parts.pop("ids", None)
-
-        def forward(learned: dict[str, Any]) -> Array:
-            arrays = AttentionArrays(**learned, mask=mask, q_segments=segments, kv_segments=segments)
-            return reference.attend(arrays, spec)[0]
-
-        out, pull = jax.vjp(forward, parts)
-        return {"out": out, **pull(cotangent)[0]}
+    def forward(learned: Arrays, segments: Arrays) -> Array:
+        return reference.attend(AttentionArrays(**learned, **segments, mask=mask), spec)[0]
 
     heads = {"q": groups, "k": 1, "v": 1, "out": groups}
     parts = {name: split(learned[name], heads[name]) for name in "qkv"}
-    parts["cotangent"] = split(inputs.cotangent, groups)
+    segments = {}
     if ids is not None:
-        parts["ids"] = jnp.repeat(ids, kv_heads, axis=0)[:, None]  # [B K, 1, S]
+        ids = jnp.repeat(ids, kv_heads, axis=0)[:, None]  # [B K, 1, S]
+        segments = {"q_segments": ids, "kv_segments": ids}
     if "sinks" in learned:
         sinks = learned["sinks"].reshape(1, kv_heads, 1, groups)
         parts["sinks"] = jnp.broadcast_to(sinks, (rows, kv_heads, 1, groups)).reshape(-1, 1, groups)
-    results = jax.lax.map(one, parts)
+    results = jax.lax.map(
+        prepare.directed(forward, BOTH, True), Inputs(parts, split(inputs.cotangent, groups), segments)
+    )
     like = {**learned, "out": learned["q"]}
     joined = {name: join(results[name], n, like[name]) for name, n in heads.items()}
     if "sinks" in learned:
@@ -240,10 +233,11 @@ def compare_features(rows: Sequence[Row], chosen: Sequence[AttentionProblem]) ->
                 continue
             scores = problem.visible_scores() / plain.visible_scores()
             tiles = problem.visible_tiles() / plain.visible_tiles()
-            names = {"problem": problem.name, "baseline": baseline, "direction": direction}
-            shares = {"time": ms / plain_ms, "visible_scores": scores, "visible_tiles": tiles}
-            shares |= {"per_score": ms / plain_ms / scores, "per_tile": ms / plain_ms / tiles}
-            features.append(names | {"platform": platform, "ms": ms, "baseline_ms": plain_ms} | shares)
+            entry = {"problem": problem.name, "baseline": baseline, "direction": direction}
+            entry |= {"platform": platform, "ms": ms, "baseline_ms": plain_ms, "time": ms / plain_ms}
+            entry |= {"visible_scores": scores, "visible_tiles": tiles}
+            entry |= {"per_score": ms / plain_ms / scores, "per_tile": ms / plain_ms / tiles}
+            features.append(entry)
     return features
 
 
@@ -285,14 +279,14 @@ TABLES = runner.Tables(
 )
 
 
-def _feature_table(content: Mapping[str, Any]) -> tuple[Sequence[str], list[Sequence[str]]]:
+def _feature_table(content: Mapping[str, Any], table: Callable[..., str]) -> str:
     words = (name.removeprefix("visible_").replace("_", " ") for name in _FEATURES)
-    header = ("problem", "against", "platform", "direction", "ms", *words)
     names = ("problem", "baseline", "platform", "direction")
-    return header, [
+    rows = [
         (*(f[name] for name in names), report.number(f["ms"], 3), *(report.number(f[x]) for x in _FEATURES))
         for f in content["features"]
     ]
+    return table(("problem", "against", "platform", "direction", "ms", *words), rows)
 
 
 class Attention(runner.Family):
@@ -310,9 +304,7 @@ class Attention(runner.Family):
         """Slow platforms are measured where that tells something."""
         return platform != "xla" or jax.default_backend() != "gpu" or problem.every_platform
 
-    def implementations(
-        self, problem: AttentionProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def implementations(self, problem: AttentionProblem, options: Namespace, direction: str) -> Others:
         """Starts with the peer that ratios are relative to."""
         if problem.is_plain or (problem.window is not None and not problem.packed):
             name, kind = ("cudnn", "cudnn") if jax.default_backend() == "gpu" else ("jax-xla", "xla")
@@ -336,8 +328,8 @@ class Attention(runner.Family):
                 yield TorchPeer(name, "torch", functools.partial(run, backend))
 
     def errors(
-        self, problem: AttentionProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
-    ) -> runner.Errors:
+        self, problem: AttentionProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
+    ) -> Errors:
         """The relative RMS error of each result; single numbers of peers may be off by more."""
         bound = TOLERANCES[problem.dtype]["forward" if row.direction == FORWARD else "gradient"].rms
         row.numbers["bound"] = bound
@@ -351,13 +343,13 @@ class Attention(runner.Family):
             row.numbers["tflops"] = problem.flops(direction == BOTH) / row.ms / 1e9 if row.ms else None
             row.ratio = prepare.ratio(peer, row)
 
-    def usual(self, options: argparse.Namespace) -> Sequence[AttentionProblem]:
+    def usual(self, options: Namespace) -> Sequence[AttentionProblem]:
         if options.quick and jax.default_backend() != "cpu":
             anchors, features = PROBLEMS["anchors"], PROBLEMS["features"]
             return anchors[0], anchors[4], features[0], features[4]
         return super().usual(options)
 
-    def about(self, options: argparse.Namespace, chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
+    def about(self, options: Namespace, chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
         """Omits the platforms that this machine cannot use."""
         known = kernel_registry.list_implementations(ejx.FlashAttention.operation, device_facts())
         reasons = {implementation.platform.value: reason for implementation, reason in known}
@@ -373,7 +365,7 @@ class Attention(runner.Family):
 
     def text(self, content: Mapping[str, Any]) -> str:
         tables = TABLES.text(content | {"summary": {}})
-        features = report.table(*_feature_table(content)) if content["features"] else ""
+        features = _feature_table(content, report.table) if content["features"] else ""
         parts = [tables, features and f"options over plain attention\n{features}"]
         return "\n\n".join((*filter(None, parts), report.summary_lines(content["summary"])))
 
@@ -399,30 +391,21 @@ class Attention(runner.Family):
         parts += [] if picture is None else [f"![{TABLES.picture}]({picture})"]
         parts += ["TFLOP/s, forward / forward+backward:", report.markdown_table(header, lines)]
         if content["features"]:
-            parts += ["Options relative to plain attention:", report.markdown_table(*_feature_table(content))]
+            parts += ["Options relative to plain attention:", _feature_table(content, report.markdown_table)]
         return "\n\n".join(parts) + "\n"
 
-    def panels(self, content: Mapping[str, Any]) -> list[runner.Panel]:
+    def panels(self, content: Mapping[str, Any]) -> list[report.Panel]:
         """The speed of every implementation, and the cost of the options."""
         rows = [row for row in content["rows"] if row["ms"] is not None and row["plain"]]
-        speed = lambda row: f"{row['implementation']}, {row['tflops']:.0f}"
         options = [
             {**f, "implementation": f["direction"]}
             | {"problem": f"{f['problem']} ({f['platform']})\nagainst {f['baseline']}"}
             for f in content["features"]
         ]
-        return [
-            *(
-                runner.Panel(f"{way}, TFLOP/s", [r for r in rows if r["direction"] == way], "tflops", speed)
-                for way in DIRECTIONS
-            ),
-            runner.Panel(
-                "time of an option relative to plain attention, per visible tile of 128 x 128",
-                options,
-                "per_tile",
-                at=1.0,
-            ),
-        ]
+        title = "time of an option relative to plain attention, per visible tile of 128 x 128"
+        speeds = ((way, [row for row in rows if row["direction"] == way]) for way in DIRECTIONS)
+        panels = [report.Panel(f"{way}, TFLOP/s", mine, "tflops", inches=0.06) for way, mine in speeds]
+        return [*panels, report.Panel(title, options, "per_tile", at=1.0)]
 
 
 FAMILY = Attention()

@@ -8,9 +8,9 @@ The reference is a `lax.scan` of the formulas. Each time includes the projection
 Python's launch overhead, and keep their parameters in cuDNN's layout. Without a GPU, the peer is the `lax.scan`.
 """
 
-import argparse
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax import Array, lax
 
 import ejkernel_eqx as ejx
 from benchmarks import linear, peers, prepare, problems, runner
-from benchmarks.prepare import Arrays, FORWARD, Implementation, Inputs, PEER, Prepared
+from benchmarks.prepare import Arrays, FORWARD, Implementation, Inputs, Others, PEER, Prepared
 
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
@@ -95,8 +95,8 @@ def _formula(kind: str, x: Array, u: Array, h: Array, c: Array) -> tuple[Array, 
 @prepare.reference
 def expected_results(problem: CellProblem, inputs: Inputs) -> Arrays:
     """Output and gradients of the formulas in float32."""
-    out, pull = jax.vjp(plain(problem), inputs.learned)
-    return {"out": out, **pull(inputs.cotangent)[0]}
+    forward = lambda learned, constants: plain(problem)(learned)
+    return prepare.directed(forward, prepare.BOTH, with_out=True)(inputs)
 
 
 # Peers
@@ -164,9 +164,7 @@ class Cells(runner.Family):
 
         return run
 
-    def beside(
-        self, problem: CellProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def beside(self, problem: CellProblem, options: Namespace, direction: str) -> Others:
         alone = lambda run: lambda learned, constants: run(learned)
         if jax.default_backend() == "cpu":
             yield self.in_jax(problem, "lax.scan", alone(plain(problem)))

@@ -10,10 +10,10 @@ tables, regardless of what else an implementation moves; the memory bandwidth is
 dense keys, and our 16-bit pages for 8-bit ones.
 """
 
-import argparse
 import dataclasses
 import functools
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from benchmarks import prepare, report, runner
 from benchmarks.decode_problems import BARS, DecodeProblem, gathered, Inputs, KINDS
 from benchmarks.measure import JaxWork, time_in_turn
 from benchmarks.peers import is_missing
-from benchmarks.prepare import BASELINE, FAILURES, fastest, Implementation, OURS, PEER, Prepared, Row
+from benchmarks.prepare import BASELINE, FAILURES, fastest, Implementation, Others, OURS, PEER, Prepared, Row
 
 # Peers
 
@@ -181,7 +181,7 @@ def ejkernel(problem: DecodeProblem) -> Peer:
 # Measuring
 
 
-def measure_card(options: argparse.Namespace) -> dict[str, float]:
+def measure_card(options: Namespace) -> dict[str, float]:
     """TB/s of a copy (read and written) and of a sum (read) of an array that does not fit the cache."""
     count = 2**20 if options.quick else 2**26 if jax.default_backend() == "cpu" else 2**28
     x = jnp.arange(count, dtype=jnp.int32)
@@ -272,9 +272,7 @@ class Decode(runner.Family):
         run = self.directed(problem, self.ours(problem, platform), direction)
         return prepare.ready(run, sets, in_turn=True)
 
-    def beside(
-        self, problem: DecodeProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def beside(self, problem: DecodeProblem, options: Namespace, direction: str) -> Others:
         def ready(peer: Peer, sets: Sequence[Inputs], direction: str) -> Prepared:
             convert = jax.jit(peer.convert)
             converted = [jax.block_until_ready(convert(inputs)) for inputs in sets]
@@ -284,7 +282,7 @@ class Decode(runner.Family):
             role, failures = (BASELINE, FAILURES) if peer.is_baseline else (PEER, (Exception,))
             yield Implementation(peer.name, functools.partial(ready, peer), role, failures=failures)
 
-    def about(self, options: argparse.Namespace, chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
+    def about(self, options: Namespace, chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
         """Measures the bandwidth of the device, with which the problems are compared."""
         self.card = measure_card(options)
         entries = {"card": dict(self.card), "sizes": {p.name: dataclasses.asdict(p) for p in chosen}}
@@ -339,7 +337,7 @@ class Decode(runner.Family):
         parts = [TABLES.markdown(content, picture).rstrip(), card_line(content)]
         return "\n\n".join(parts + _bar_table(content, report.markdown_table)) + "\n"
 
-    def panels(self, content: Mapping[str, Any]) -> list[runner.Panel]:
+    def panels(self, content: Mapping[str, Any]) -> list[report.Panel]:
         """Bandwidth over context and page size, and the other measurements."""
         every = [row for row in content["rows"] if row["ms"] is not None]
         rows = [{**row, **content["sizes"][row["problem"]]} for row in every]
@@ -352,10 +350,10 @@ class Decode(runner.Family):
             title = f"decode, TB/s, pages of {decodes[0]['p']}: ours, and dashed the fastest peer"
             draw = lambda axis: _contexts(axis, decodes, content["card"]["copy"])
         return [
-            runner.Panel(title, draw=draw),
-            runner.Panel("decode, TB/s", _usual(decodes), "tb_per_s", label),
-            runner.Panel("8-bit pages, ms", of(problems.QUANTISED), "ms", label),
-            runner.Panel("latents and prefills, TFLOP/s", counted, flops, label),
+            report.Panel(title, draw=draw),
+            report.Panel("decode, TB/s", _usual(decodes), "tb_per_s", label),
+            report.Panel("8-bit pages, ms", of(problems.QUANTISED), "ms", label),
+            report.Panel("latents and prefills, TFLOP/s", counted, flops, label),
         ]
 
 

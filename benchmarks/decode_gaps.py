@@ -23,7 +23,6 @@ import pathlib
 import re
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +32,8 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import report
-from benchmarks.measure import gpu_spans, read_trace
+from benchmarks import problems, report
+from benchmarks.measure import gpu_spans, host_ms, read_trace
 from ejkernel_eqx._tolerances import errors, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
 
@@ -45,7 +44,7 @@ BOUNDS = {"N1 S1024": 9.0, "N8 S2048": 22.0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(problems.Problem):
     N: int
     S: int
     layers: int = 28
@@ -53,7 +52,6 @@ class Problem:
     K: int = 8
     D: int = 128
     p: int = 16
-    dtype: str = "bfloat16"
     append: bool = False
     tokens: int = 1
     """Tokens of each sequence in a call, one after the other."""
@@ -63,8 +61,7 @@ class Problem:
         return f"N{self.N} S{self.S}" + (", appending" if self.append else "")
 
 
-FULL = tuple(Problem(N, S, append=append) for N, S in ((1, 1024), (8, 2048)) for append in (False, True))
-QUICK = (Problem(2, 40, layers=2, H=4, K=2, D=16, p=4, dtype="float32", append=True),)
+PROBLEMS = problems.load("decode-gaps", Problem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,32 +218,24 @@ class Steps:
         return out
 
 
-def time_call(calls: int) -> Callable[[Callable[[], Any]], float]:
-    """Microseconds of one of many calls in a row."""
-
-    def timed(call: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = call()
-        jax.block_until_ready(out)
-        return 1e6 * (time.perf_counter() - start) / calls
-
-    return timed
+def time_call(call: Callable[[], Any], samples: int, calls: int) -> float:
+    """The median of the microseconds of one of many calls in a row."""
+    return statistics.median(1e3 * host_ms(call, calls) for _ in range(samples))
 
 
 def call_alone(problem: Problem, samples: int, calls: int) -> float:
     """Times a program with the same arguments that returns queries and caches."""
     shapes = jax.eval_shape(lambda: make_inputs(problem))
     function = jax.jit(lambda q, new, caches, *rest: (q, caches), donate_argnums=(0, 2))
-    steps = Steps(function.lower(*shapes).compile(), problem, Way(None, in_place=True))
-    return statistics.median(map(time_call(calls), [steps] * samples))
+    return time_call(
+        Steps(function.lower(*shapes).compile(), problem, Way(None, in_place=True)), samples, calls
+    )
 
 
 def time_layer(steps: Steps, problem: Problem, samples: int, calls: int) -> float:
     for _ in range(3):  # graphs are made in the second call
         jax.block_until_ready(steps())
-    result = map(time_call(calls), [steps] * samples)
-    return statistics.median(result) / problem.layers / problem.tokens
+    return time_call(steps, samples, calls) / problem.layers / problem.tokens
 
 
 def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
@@ -337,17 +326,17 @@ def measure(problem: Problem, programs: Programs, options: argparse.Namespace) -
 
 
 def show(rows: Sequence[Row]) -> str:
-    names = ("kernels_per_layer", "busy_us_per_layer", "median_gap_us")
-    times = ("us a layer", "bar", "call alone", "launches")
-    header = ("problem", "way", *times, "kernels a layer", "their us", "gap, one by one", "gap, graphs")
-    cells = []
+    shown = []
     for row in rows:
         one, graphs = row.traces.get("one by one", {}), row.traces.get("graphs", {})
-        times = [row.reason or report.number(row.us_per_layer), report.number(row.bound)]
-        times += [report.number(row.call_alone_us), str(row.launches)]
-        traced = [report.number(x) for x in (*map(one.get, names), graphs.get("median_gap_us"))]
-        cells.append([row.problem, row.way, *times, *traced])
-    return report.table(header, cells)
+        times = report.number(row.us_per_layer) if row.reason is None else row.reason
+        shown.append(dataclasses.asdict(row) | one | {"time": times, "gap": graphs.get("median_gap_us")})
+    columns = {"problem": "problem", "way": "way", "us a layer": "time", "bar": "bound:.2f"}
+    columns |= {"call alone": "call_alone_us:.2f", "launches": "launches"}
+    columns |= {"kernels a layer": "kernels_per_layer:.2f", "their us": "busy_us_per_layer:.2f"}
+    return report.table_of(
+        shown, columns | {"gap, one by one": "median_gap_us:.2f", "gap, graphs": "gap:.2f"}
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -367,16 +356,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    problems = [p for p in (QUICK if options.quick else FULL) if options.problems.search(p.name)]
-    programs = {
-        problem: Programs(problem, options.platform, chosen_ways(problem, options)) for problem in problems
-    }
+    chosen = [p for p in PROBLEMS["tiny" if options.quick else "anchors"] if options.problems.search(p.name)]
+    programs = {p: Programs(p, options.platform, chosen_ways(p, options)) for p in chosen}
     rows = []
-    for problem in problems:
+    for problem in chosen:
         for row in measure(problem, programs[problem], options):
-            print(
-                f"{row.problem}, {row.way}: {row.reason or f'{row.us_per_layer:.2f} us a layer'}", flush=True
-            )
+            said = row.reason or f"{row.us_per_layer:.2f} us a layer"
+            print(f"{row.problem}, {row.way}: {said}", flush=True)
             rows.append(row)
             # After every row: what was measured is kept if the rest is not.
             report.save(options, bounds=BOUNDS, rows=[dataclasses.asdict(row) for row in rows])

@@ -172,13 +172,9 @@ def gathered(problem: DecodeProblem, inputs: Inputs) -> tuple[Array, Array]:
 def plain_pages(inputs: Inputs) -> Inputs:
     """Converts pages to the queries' dtype."""
     cache, dtype = inputs.cache, inputs.q.dtype
-    tables = (cache.page_table, cache.lengths)
-    if isinstance(cache, ejx.PagedLatentCache):
-        latent = dequantise(cache.latent, cache.latent_scale, dtype)
-        rope = dequantise(cache.rope, cache.rope_scale, dtype)
-        return inputs._replace(cache=ejx.PagedLatentCache(latent, rope, *tables))
-    k, v = dequantise(cache.k, cache.k_scale, dtype), dequantise(cache.v, cache.v_scale, dtype)
-    return inputs._replace(cache=ejx.PagedKVCache(k, v, *tables))
+    names = ("latent", "rope") if isinstance(cache, ejx.PagedLatentCache) else ("k", "v")
+    pages = (dequantise(getattr(cache, name), getattr(cache, f"{name}_scale"), dtype) for name in names)
+    return inputs._replace(cache=type(cache)(*pages, cache.page_table, cache.lengths))
 
 
 def expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array]:

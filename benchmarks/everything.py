@@ -97,19 +97,15 @@ def _tests() -> list[list[str]]:
 
 
 def _script(
-    options: argparse.Namespace,
-    script: str,
-    *written: tuple[str, str],
-    more: Sequence[str] = (),
-    skipped: str | None = None,
-    is_limited: bool = False,
+    options: argparse.Namespace, script: str, *written: tuple[str, str], more: Sequence[str] = (), **how: Any
 ) -> Part:
+    """A command of this package, and what it writes; `how`: fields of the part."""
     command = [sys.executable, "-m", "benchmarks", script, *more]
     for option, name in written:
         command += [f"--{option}", str(options.output / name)]
     command += ["--commit", options.commit] if options.commit else []
     command += ["--quick"] if options.quick else []
-    return Part([command], [name for _, name in written], skipped, is_limited)
+    return Part([command], [name for _, name in written], **how)
 
 
 # Running
@@ -129,15 +125,8 @@ def run_command(command: Sequence[str], log: pathlib.Path, seconds: float, env: 
         output.write(f"\n$ {' '.join(command)}\n".encode())
         output.flush()
         start = output.tell()
-        process = subprocess.Popen(
-            command,
-            cwd=report.ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=report.ROOT, env=env, **pipes, start_new_session=True)
         stopped = False
         try:
             process.wait(None if math.isinf(seconds) else seconds)
@@ -197,20 +186,12 @@ def run_part(part: Part, log: pathlib.Path, seconds: float, env: Mapping[str, st
 
 def environment(commit: str | None) -> dict[str, Any]:
     """Runs in a separate process, because a process that has used a GPU holds its memory."""
-    code = (
-        "import json, sys; from benchmarks import report; print(json.dumps(report.environment(sys.argv[1])))"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code, commit or ""],
-        cwd=report.ROOT,
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if found.returncode:
-        raise SystemExit(f"the device cannot be queried:\n{found.stderr}")
-    return json.loads(found.stdout.splitlines()[-1])
+    code = "import json, sys; from benchmarks.report import environment; print(json.dumps(environment(sys.argv[1])))"
+    command, env = [sys.executable, "-c", code, commit or ""], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    result = subprocess.run(command, cwd=report.ROOT, env=os.environ | env, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"the device cannot be queried:\n{result.stderr}")
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 # The command
@@ -234,12 +215,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    rows = []
-    for name, result in results.items():
-        code = "–" if result["exit_code"] is None else str(result["exit_code"])
-        files = " ".join(result["files"])
-        rows.append((name, code, f"{result['seconds']:.0f}", files, result["reason"] or ""))
-    return report.table(("part", "exit code", "seconds", "files", ""), rows)
+    rows = [
+        {"part": name} | result | {"files": " ".join(result["files"])} for name, result in results.items()
+    ]
+    columns = {"part": "part", "exit code": "exit_code", "seconds": "seconds:.0f", "files": "files"}
+    return report.table_of(rows, columns | {"": "reason"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -262,8 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             began = time.monotonic() - start
             head = f"[{began:5.0f} s, {n + 1}/{len(chosen)}] {name}"
             if part.skipped is not None:
-                result = {"exit_code": None, "failed": False, "reason": f"skipped: {part.skipped}"}
-                result |= {"seconds": 0.0, "said": []}
+                reason = f"skipped: {part.skipped}"
+                result = {"exit_code": None, "failed": False, "reason": reason, "seconds": 0.0, "said": []}
             else:
                 share = (options.time_limit - began) / (len(waiting) - waiting.index(name))
                 print(head if math.isinf(share) else f"{head}, {max(share, 0):.0f} s at most", flush=True)

@@ -69,9 +69,9 @@ def eager_us(attend: Callable[..., Array], x: Array, samples: int, calls: int = 
 def call_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     samples = 1 if options.quick else options.samples
     x = jnp.asarray(jax.random.normal(jax.random.key(0), (1, 64, 4, 64)), jnp.bfloat16)
+    platforms: Sequence[Any] = options.platforms.split(",")
     calls: dict[str, Callable[..., Array]] = {
-        platform: ejx.FlashAttention(causal=True, platform=platform)
-        for platform in options.platforms.split(",")
+        name: ejx.FlashAttention(causal=True, platform=name) for name in platforms
     }
     calls["jax.nn"] = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
     rows = []

@@ -11,10 +11,10 @@ What is above it are the projections, whose weights a step reads. Of a chunk of 
 either form; `over kernel` is the time of its own choice over the faster one's.
 """
 
-import argparse
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -26,7 +26,8 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import prepare, problems, runner
-from benchmarks.prepare import Arrays, BASELINE, DIRECTIONS, fastest, Implementation, Inputs, Prepared, Row
+from benchmarks.prepare import Arrays, BASELINE, DIRECTIONS, fastest, Inputs, Others, Prepared, Row
+from benchmarks.runner import Errors
 
 FLASH, KERNEL = "flash", "kernel"
 FORMS = {"absorbed": False, "expanded": True}
@@ -232,16 +233,14 @@ class Latent(runner.Family):
         arguments = [{name: inputs[name] for name in ("x", "weights")} for inputs in sets]
         return prepare.ready_in_place(decoding(problem, platform), arguments, pages_of(sets[0]))
 
-    def beside(
-        self, problem: LatentProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def beside(self, problem: LatentProblem, options: Namespace, direction: str) -> Others:
         if problem.chunk:
             runs = {name: chunked(problem, None, form) for name, form in FORMS.items()}
         else:
             runs = {KERNEL: kernel(problem)} if problem.E else {FLASH: flash(direction)}
         for name, run in runs.items():
             make = lambda sets, direction, run=run: prepare.ready(run, sets)
-            yield Implementation(name, make, BASELINE, is_checked=bool(problem.chunk))
+            yield prepare.Implementation(name, make, BASELINE, is_checked=bool(problem.chunk))
 
     def complete(self, problem: LatentProblem, inputs: Any, direction: str, rows: list[Row]) -> None:
         p, other = problem, fastest(rows, BASELINE)
@@ -256,8 +255,8 @@ class Latent(runner.Family):
             row.numbers["over_kernel"] = row.ms / other if speed and p.E else None
 
     def errors(
-        self, problem: LatentProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
-    ) -> runner.Errors:
+        self, problem: LatentProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
+    ) -> Errors:
         """Absorbed queries, latents and the last projection are each rounded once more."""
         return runner.errors_of(problem.dtype, results, expected, 3.0 if problem.E else 1.0)
 

@@ -10,8 +10,8 @@ place and are compared with an XLA pass that reads and writes a state of that si
 With `--apart` peers tune themselves briefly; with `--compile-peers` several processes compile what they tune before.
 """
 
-import argparse
 import importlib
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +21,8 @@ from benchmarks import linear_problems as problems
 from benchmarks import peers, prepare, runner
 from benchmarks.linear_problems import Arrays, LinearProblem, PROBLEMS, STEP
 from benchmarks.peers import SCAN, Tensors, TorchPeer
-from benchmarks.prepare import BOTH, DIRECTIONS, Implementation, Inputs, nbytes, PEER, Prepared, Row
+from benchmarks.prepare import BOTH, DIRECTIONS, Implementation, Inputs, nbytes, Others, PEER, Prepared, Row
+from benchmarks.runner import Errors
 
 _USUAL = 4096
 
@@ -113,9 +114,7 @@ class Linear(runner.Family):
 
         return prepare.ready_in_place(step, [inputs.learned for inputs in sets], sets[0].state)
 
-    def beside(
-        self, problem: LinearProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def beside(self, problem: LinearProblem, options: Namespace, direction: str) -> Others:
         if problem.is_step:
             yield Implementation("in place", in_place, PEER, is_checked=False)
         elif jax.default_backend() == "cpu":
@@ -130,8 +129,8 @@ class Linear(runner.Family):
                 yield peer
 
     def errors(
-        self, problem: LinearProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Any]
-    ) -> runner.Errors:
+        self, problem: LinearProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
+    ) -> Errors:
         return runner.errors_of(problem.dtype, problems.of_part(problem, results, expected), expected)
 
     def complete(self, problem: Any, inputs: Inputs, direction: str, rows: list[Row]) -> None:

@@ -7,19 +7,13 @@ import json
 import pathlib
 import re
 import tempfile
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
-from ejkernel_eqx.tuning.measure import input_set_count as input_set_count
-from ejkernel_eqx.tuning.measure import JaxWork as JaxWork
-from ejkernel_eqx.tuning.measure import launch_floor as launch_floor
-from ejkernel_eqx.tuning.measure import repeated as repeated
-from ejkernel_eqx.tuning.measure import time_in_turn as time_in_turn
-from ejkernel_eqx.tuning.measure import time_runs
-from ejkernel_eqx.tuning.measure import Timing as Timing
-from ejkernel_eqx.tuning.measure import Work as Work
+from ejkernel_eqx.tuning.measure import JaxWork, time_in_turn, time_runs, Timing, Work
 
 K = TypeVar("K", bound=Hashable)
 
@@ -37,6 +31,15 @@ def time_whole(
         return time_in_turn(works, samples, sample_ms)
 
     return time_runs(take, makers, lambda name: floor)
+
+
+def host_ms(call: Callable[[], Any], calls: int) -> float:
+    """Milliseconds of one of many calls in a row, whose last results are waited for."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        results = call()
+    jax.block_until_ready(results)
+    return 1e3 * (time.perf_counter() - start) / calls
 
 
 class StateWork:
@@ -177,9 +180,10 @@ def hidden(events: Iterable[Mapping[str, Any]]) -> float | None:
     for event in _on_streams(list(events)):
         kinds = spans.setdefault(event["pid"], {True: [], False: []})
         kinds[bool(_SENDS.search(event["name"]))].append(_span(event))
-    sent = sum(_length(_merged(kinds[True])) for kinds in spans.values())
-    both = sum(_length(_common(_merged(kinds[True]), _merged(kinds[False]))) for kinds in spans.values())
-    return both / sent if sent else None
+    sent = sum(_length(kinds[True]) for kinds in spans.values())
+    ran = sum(_length(kinds[False]) for kinds in spans.values())
+    either = sum(_length(kinds[True] + kinds[False]) for kinds in spans.values())
+    return (sent + ran - either) / sent if sent else None
 
 
 def gpu_spans(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
@@ -210,20 +214,10 @@ def _names(events: Sequence[Mapping[str, Any]], what: str) -> dict[tuple[Any, An
     }
 
 
-def _merged(spans: Iterable[Span]) -> list[Span]:
-    results: list[Span] = []
-    for begin, end in sorted(spans):
-        if results and begin <= results[-1][1]:
-            results[-1] = results[-1][0], max(end, results[-1][1])
-        else:
-            results.append((begin, end))
-    return results
-
-
-def _common(ours: Sequence[Span], theirs: Sequence[Span]) -> list[Span]:
-    pairs = ((max(a, c), min(b, d)) for a, b in ours for c, d in theirs)
-    return [(begin, end) for begin, end in pairs if begin < end]
-
-
 def _length(spans: Iterable[Span]) -> float:
-    return sum(end - begin for begin, end in spans)
+    """The time in which any of the spans runs."""
+    total, last = 0.0, -float("inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return total

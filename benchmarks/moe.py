@@ -11,10 +11,10 @@ rows that are sorted already: what is above their time is routing, sorting, movi
 can be captured.
 """
 
-import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -26,19 +26,8 @@ from jax import Array, lax
 import ejkernel_eqx as ejx
 from benchmarks import peers, prepare, problems, runner
 from benchmarks.peers import Tensors, TorchPeer
-from benchmarks.prepare import (
-    Arrays,
-    BASELINE,
-    DIRECTIONS,
-    FORWARD,
-    Implementation,
-    Inputs,
-    nbytes,
-    OURS,
-    PEER,
-    Prepared,
-    Row,
-)
+from benchmarks.prepare import Arrays, BASELINE, BOTH, DIRECTIONS, FORWARD, Inputs, nbytes, Others, Row
+from benchmarks.runner import Errors
 from ejkernel_eqx._tolerances import TOLERANCES
 from ejkernel_eqx.matmul import reference
 from ejkernel_eqx.matmul.spec import GroupedArrays, GroupedSpec, PAIR
@@ -136,23 +125,15 @@ def ragged_dot(learned: Arrays, constants: Arrays) -> Array:
 def expected_results(problem: MoeProblem, inputs: Inputs) -> Arrays:
     """The results of the reference in float32."""
     spec = GroupedSpec("float32", "silu" if problem.gated else None, PAIR if problem.gated else None)
-    constants = inputs.constants
-    arrays = GroupedArrays(
-        inputs.learned["lhs"],
-        constants["group_sizes"],
-        rows=constants.get("row_indices"),
-        stored=constants.get("rhs"),
-        scale=constants.get("rhs_scale"),
-        up_stored=constants.get("up"),
-        up_scale=constants.get("up_scale"),
-    )
+    names = {"row_indices": "rows", "rhs": "stored", "rhs_scale": "scale", "up": "up_stored"}
 
-    def forward(learned: Arrays) -> Array:
-        return reference.multiply(arrays._replace(**learned), spec)["out"]
+    def forward(learned: Arrays, constants: Arrays) -> Array:
+        constant = {names.get(name, name): x for name, x in constants.items() if name != "group_sizes"}
+        arrays: Any = GroupedArrays(sizes=constants["group_sizes"], **learned, **constant)
+        return reference.multiply(arrays, spec)["out"]
 
-    out, pull = jax.vjp(forward, inputs.learned)
-    gradients = pull(inputs.cotangent)[0] if len(problem.directions) > 1 else {}
-    return {"out": out, **gradients}
+    direction = BOTH if len(problem.directions) > 1 else FORWARD
+    return prepare.directed(forward, direction, with_out=True)(inputs)
 
 
 def grouped_mm() -> TorchPeer:
@@ -193,7 +174,7 @@ class Moe(runner.Family):
         operation = ejx.GroupedMatmul("silu" if problem.gated else None, platform=platform)
         return lambda learned, constants: operation(**learned, **constants)
 
-    def directed(self, problem: MoeProblem, forward: Forward, direction: str) -> Callable[[Inputs], Arrays]:
+    def directed(self, problem: MoeProblem, forward: Any, direction: str) -> Callable[[Any], Arrays]:
         """The output, or the gradient of one side alone."""
 
         def run(inputs: Inputs) -> Arrays:
@@ -204,9 +185,7 @@ class Moe(runner.Family):
 
         return run
 
-    def beside(
-        self, problem: MoeProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def beside(self, problem: MoeProblem, options: Namespace, direction: str) -> Others:
         if problem.is_plain:
             yield self.in_jax(problem, "lax.ragged_dot", ragged_dot)
 
@@ -228,7 +207,7 @@ class Moe(runner.Family):
         even = {(row.problem, row.direction, row.implementation): row.ms for row in rows if row.ms}
         for row in rows:
             other = even.get((row.problem.replace(" skewed", ""), row.direction, row.implementation))
-            if " skewed" in row.problem and row.ms and other and row.role == OURS:
+            if " skewed" in row.problem and row.ms and other and row.role == prepare.OURS:
                 key = f"time over that of even groups, {row.direction}"
                 value = {"value": row.ms / other, "problem": row.problem}
                 summary[key] = max(summary.get(key, value), value, key=lambda entry: entry["value"])
@@ -322,7 +301,7 @@ def expected_layer(problem: LayerProblem, inputs: Inputs) -> Arrays:
     return results_of(layer(wide, "xla"), problem.directions[-1])(inputs)
 
 
-def in_transformers(problem: LayerProblem, sets: Sequence[Inputs], direction: str) -> Prepared:
+def in_transformers(problem: LayerProblem, sets: Sequence[Inputs], direction: str) -> prepare.Prepared:
     """Mixtral's layer in transformers."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import MixtralConfig  # pyright: ignore[reportMissingImports]
@@ -366,17 +345,15 @@ class Layer(runner.Family):
     expected = staticmethod(expected_layer)
     ours = staticmethod(layer)
 
-    def directed(self, problem: LayerProblem, forward: Forward, direction: str) -> Callable[[Inputs], Arrays]:
+    def directed(self, problem: LayerProblem, forward: Any, direction: str) -> Callable[[Any], Arrays]:
         return results_of(forward, direction)
 
-    def beside(
-        self, problem: LayerProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def beside(self, problem: LayerProblem, options: Namespace, direction: str) -> Others:
         matmuls = lambda sets, direction: prepare.ready(alone(problem, direction), sets)
-        yield Implementation(ALONE, matmuls, BASELINE, is_checked=False)
+        yield prepare.Implementation(ALONE, matmuls, BASELINE, is_checked=False)
         if options.torch:
             make = functools.partial(in_transformers, problem)
-            yield Implementation("transformers, grouped_mm", make, PEER)
+            yield prepare.Implementation("transformers, grouped_mm", make, prepare.PEER)
 
     def complete(self, problem: LayerProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:
         lower = prepare.fastest(rows, BASELINE)
@@ -386,11 +363,11 @@ class Layer(runner.Family):
             row.numbers["over_alone"] = row.ms / lower if known else None
 
     def errors(
-        self, problem: LayerProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
-    ) -> runner.Errors:
+        self, problem: LayerProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
+    ) -> Errors:
         """The router of the peer works in the dtype of the tokens, so a few tokens go to other experts: they are left out, unless they are more
         than one in ten."""
-        if row.role == PEER:
+        if row.role == prepare.PEER:
             distance = jnp.linalg.norm(results["out"].astype(jnp.float32) - expected["out"], axis=-1)
             bound = 8 * TOLERANCES[problem.dtype]["forward"].rms
             near = distance <= bound * jnp.linalg.norm(expected["out"], axis=-1)

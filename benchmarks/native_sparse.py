@@ -15,10 +15,10 @@ both in one run.
 `--compile-peers` several processes compile them before.
 """
 
-import argparse
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -29,7 +29,8 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import prepare, problems, runner
 from benchmarks.peers import is_missing, Tensors, TorchPeer
-from benchmarks.prepare import Arrays, BASELINE, DIRECTIONS, Implementation, Inputs, Row, UNTUNED
+from benchmarks.prepare import Arrays, BASELINE, DIRECTIONS, Inputs, Others, Row, UNTUNED
+from benchmarks.runner import Errors
 
 BY_BRANCH = "by branch"
 PLATFORMS = ("default", "triton", "xla", BY_BRANCH)
@@ -155,9 +156,7 @@ class NativeSparse(runner.Family):
     def is_measured(self, problem: NativeProblem, platform: str) -> bool:
         return platform != BY_BRANCH or problem.kind != TRAIN
 
-    def beside(
-        self, problem: NativeProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def beside(self, problem: NativeProblem, options: Namespace, direction: str) -> Others:
         op = ejx.FlashAttention(causal=True)
         if problem.kind != PAGES:
             dense = lambda x, constants: op(x["q"], x["k"], x["v"])
@@ -181,8 +180,8 @@ class NativeSparse(runner.Family):
         return {}
 
     def errors(
-        self, problem: NativeProblem, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
-    ) -> runner.Errors:
+        self, problem: NativeProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
+    ) -> Errors:
         """Compares with `xla` in float32 for the blocks that this implementation has chosen."""
         platform = row.implementation if row.implementation in PLATFORMS else "default"
         wide = prepare.wide(inputs)

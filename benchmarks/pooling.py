@@ -8,9 +8,9 @@ The reference is the formula. Peers are timed as CUDA graphs where they can be. 
 moved over time.
 """
 
-import argparse
 import dataclasses
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +22,7 @@ from jax import Array, lax
 import ejkernel_eqx as ejx
 from benchmarks import prepare, problems, runner
 from benchmarks.peers import Tensors, TorchPeer
-from benchmarks.prepare import Arrays, BASELINE, BOTH, FORWARD, Implementation, Inputs, nbytes, Prepared, Row
+from benchmarks.prepare import Arrays, BASELINE, BOTH, FORWARD, Inputs, nbytes, Others, Prepared, Row
 
 COPY = "copy"
 
@@ -228,13 +228,11 @@ class Pooling(runner.Family):
         elif not problem.L:
             yield TorchPeer("torch", "torch", _segment_reduce(problem))
 
-    def beside(
-        self, problem: PoolProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def beside(self, problem: PoolProblem, options: Namespace, direction: str) -> Others:
         def copy(sets: Any, direction: str) -> Prepared:
             return prepare.ready(lambda inputs: {"x": -inputs.learned["x"]}, sets)
 
-        yield Implementation(COPY, copy, BASELINE, is_checked=False)
+        yield prepare.Implementation(COPY, copy, BASELINE, is_checked=False)
         yield self.in_jax(problem, "jax.numpy", plain(problem))
 
     def complete(self, problem: PoolProblem, inputs: Inputs, direction: str, rows: list[Row]) -> None:

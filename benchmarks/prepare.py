@@ -13,8 +13,9 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import processes
-from benchmarks.measure import input_set_count, JaxWork, repeated, StateWork, time_whole, Work
+from benchmarks.measure import StateWork, time_whole
 from ejkernel_eqx.dispatch import on_selection, Selection, to_json
+from ejkernel_eqx.tuning.measure import input_set_count, JaxWork, repeated, Work
 
 I = TypeVar("I")
 Arrays = dict[str, Array]
@@ -102,6 +103,8 @@ class Implementation(NamedTuple):
     is_checked: bool = True
     failures: tuple[type[Exception], ...] = FAILURES
 
+
+Others = Iterable[Implementation]
 
 # Preparing
 

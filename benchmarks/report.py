@@ -6,10 +6,11 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import tomllib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -104,6 +105,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
 
 
+def table_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A table of rows by name: by the title of each column what it shows, as `NAME` or `NAME:FORMAT`; nothing where a row has none."""
+
+    def cell(row: Mapping[str, Any], column: str) -> str:
+        name, _, form = column.partition(":")
+        return "" if row.get(name) is None else format(row[name], form)
+
+    return table([*columns], [[cell(row, column) for column in columns.values()] for row in rows])
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in lines)
@@ -128,6 +139,20 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}%"
 
 
+def times_of(samples: Sequence[float]) -> dict[str, float]:
+    """The median of samples in milliseconds, and their spread."""
+    ms = statistics.median(samples)
+    return {"ms": ms, "spread": (max(samples) - min(samples)) / ms}
+
+
+def bytes_of(memory: Any) -> int | None:
+    """Bytes that a compiled program needs in all, by its analysis of memory; donated arguments are counted once."""
+    if memory is None:
+        return None
+    sizes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return sizes + memory.temp_size_in_bytes
+
+
 def summary_lines(summary: Mapping[str, Mapping[str, Any]]) -> str:
     """One line per name: the value, and its problem."""
     return "\n".join(f"{name}: {entry['value']:.3f} ({entry['problem']})" for name, entry in summary.items())
@@ -148,6 +173,64 @@ def write_plot(figure: Any, path: str | os.PathLike, **options: Any) -> None:
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, **{"format": "png", "dpi": 110} | options)
     pyplot().close(figure)
+
+
+class Panel(NamedTuple):
+    """A part of a plot: a bar of the height `field` for each row, by problem, with a text; or what `draw(axis)` draws. `at`: a line.
+    `inches`: of a bar."""
+
+    title: str
+    rows: Sequence[Mapping[str, Any]] = ()
+    field: str = "ms"
+    label: Callable[[Mapping[str, Any]], str] = lambda row: ""
+    at: float | None = None
+    inches: float = 0.2
+    draw: Callable[[Any], None] | None = None
+
+    @property
+    def height(self) -> float:
+        return 3.0 if self.draw else 0.7 + self.inches * len(self.rows)
+
+
+def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike) -> None:
+    """Writes the PNG, if anything was timed. Requires matplotlib."""
+    plt = pyplot()
+    from matplotlib.patches import Patch
+
+    panels = [panel for panel in panels if panel.draw or panel.rows]
+    if not panels:
+        return
+    heights = [panel.height for panel in panels]
+    grid: Any = {"gridspec_kw": {"height_ratios": heights}, "layout": "constrained", "squeeze": False}
+    figure, axes = plt.subplots(len(panels), 1, figsize=(9, 1.0 + sum(heights)), **grid)
+    names = list(dict.fromkeys(row["implementation"] for panel in panels for row in panel.rows))
+    colours = {name: plt.get_cmap("tab10")(n % 10) for n, name in enumerate(names)}
+    for axis, panel in zip(axes[:, 0], panels):
+        panel.draw(axis) if panel.draw else _bars(axis, panel, colours)
+        if panel.at is not None:
+            axis.axvline(panel.at, color="#444444", linewidth=0.8)
+        axis.set_title(panel.title, fontsize=9)
+    used = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=used, ncols=4, fontsize=7, loc="outside lower center")
+    figure.suptitle(title)
+    write_plot(figure, path)
+
+
+def _bars(axis: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
+    """A bar for each row, by problem."""
+    problems = list(dict.fromkeys(row["problem"] for row in panel.rows))
+    for n, problem in enumerate(problems):
+        mine = [row for row in panel.rows if row["problem"] == problem]
+        width = 0.85 / len(mine)
+        for i, row in enumerate(mine):
+            at = n + (i - (len(mine) - 1) / 2) * width
+            axis.barh(at, row[panel.field] or 1.0, width, color=colours[row["implementation"]])
+            place = axis.get_yaxis_transform()  # from the left edge, however long bars are
+            axis.text(0.005, at, panel.label(row), va="center", fontsize=5.5, transform=place)
+    axis.set_yticks(range(len(problems)), problems, fontsize=7)
+    axis.invert_yaxis()
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_axisbelow(True)
 
 
 def environment_line(env: Mapping[str, Any]) -> str:

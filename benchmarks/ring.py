@@ -13,9 +13,8 @@ each as one device needs alone. Off two GPUs they are shown, but none is missed.
 """
 
 import argparse
+import functools
 import pathlib
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,14 +43,9 @@ def operation(name: str, platform: Any) -> Callable[..., Any]:
         return ejx.FlashAttention(causal=True, platform=platform)
     if name == "jax.nn":
         return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    order, method = ("zigzag", "ring") if name == "zigzag" else ("contiguous", "ring")
-    return ejx.RingAttention(
-        AXIS,
-        causal=True,
-        order=order,
-        method="all_to_all" if name == "all_to_all" else method,
-        platform=platform,
-    )
+    order: Any = "zigzag" if name == "zigzag" else "contiguous"
+    method: Any = "all_to_all" if name == "all_to_all" else "ring"
+    return ejx.RingAttention(AXIS, causal=True, order=order, method=method, platform=platform)
 
 
 def gradient(name: str, options: argparse.Namespace) -> Callable[..., Any]:
@@ -75,11 +69,10 @@ def layout(name: str, options: argparse.Namespace) -> Any:
 
 def inputs(name: str, tokens: int, options: argparse.Namespace) -> list[Any]:
     """Made on the host, in the order of tokens that the variant takes."""
-    random = np.random.default_rng(0)
-    shape = (1, tokens, options.heads, options.head_dim)
-    made = []
+    random, made = np.random.default_rng(0), []
     for heads in (options.heads, options.kv_heads, options.kv_heads, options.heads):
-        x = random.standard_normal((*shape[:2], heads, shape[3]), np.float32).astype(jnp.dtype(options.dtype))
+        x = random.standard_normal((1, tokens, heads, options.head_dim), np.float32)
+        x = x.astype(jnp.dtype(options.dtype))
         if name == "zigzag":
             x = np.asarray(ejx.sequences.reorder_sequence(x, options.devices, axis=1))
         made.append(jax.device_put(x, layout(name, options)))
@@ -91,55 +84,38 @@ def worst_error(name: str, options: argparse.Namespace) -> float:
 
     def results(name: str) -> list[np.ndarray]:
         result = jax.device_get(gradient(name, options)(*inputs(name, options.check, options)))
-        restore = lambda x: (
-            ejx.sequences.restore_sequence(x, options.devices, axis=1) if name == "zigzag" else x
-        )
-        return [np.asarray(restore(x)).astype(np.float32) for x in jax.tree.leaves(result)]
+        restore = lambda x: ejx.sequences.restore_sequence(x, options.devices, axis=1)
+        arrays = map(restore if name == "zigzag" else lambda x: x, jax.tree.leaves(result))
+        return [np.asarray(x).astype(np.float32) for x in arrays]
 
     pairs = zip(results(name), results("flash"), strict=True)
     return max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs)
 
 
-def sample(program: Any, arrays: Sequence[Any], calls: int) -> float:
-    """Milliseconds a call."""
-    start = time.perf_counter()
-    results = [program(*arrays) for _ in range(calls)][-1]
-    jax.block_until_ready(results)
-    return 1e3 * (time.perf_counter() - start) / calls
-
-
 def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "variant": name,
-        "tokens": tokens,
-        "devices": 1 if name == "flash" else options.devices,
-    }
+    devices = 1 if name == "flash" else options.devices
+    row: dict[str, Any] = {"variant": name, "tokens": tokens, "devices": devices}
     try:
         row["error"] = worst_error(name, options)
         if not row["error"] <= _ALLOWED:
             return row | {"reason": f"wrong: relative error {row['error']:.2g}"}
         arrays = inputs(name, tokens, options)
         program = gradient(name, options).lower(*arrays).compile()
-        memory = program.memory_analysis()
-        row["memory_bytes"] = (
-            None
-            if memory is None
-            else memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-        )
-        sample(program, arrays, 2)
-        samples = [sample(program, arrays, options.calls) for _ in range(options.samples)]
+        row["memory_bytes"] = report.bytes_of(program.memory_analysis())
+        sample = functools.partial(traces.host_ms, lambda: program(*arrays))
+        sample(2)
+        samples = [sample(options.calls) for _ in range(options.samples)]
         if options.profile:
             folder = options.profile / f"{name}-{tokens}"
             with jax.profiler.trace(str(folder)):
-                sample(program, arrays, 1)
+                sample(1)
             row["hidden"] = traces.hidden(traces.read_trace(folder))
     except (RuntimeError, ValueError) as error:  # out of memory, among others
         return row | {"reason": str(error).splitlines()[0][:160]}
-    ms = statistics.median(samples)
     # Two products forward and five backward, over half of the scores.
     flops = 3.5 * 2 * tokens * tokens * options.heads * options.head_dim
-    tflops = flops / ms / 1e9
-    return row | {"ms": ms, "spread": (max(samples) - min(samples)) / ms, "tflops": tflops}
+    times = report.times_of(samples)
+    return row | times | {"tflops": flops / times["ms"] / 1e9}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -175,16 +151,12 @@ def goals(rows: Sequence[dict[str, Any]], options: argparse.Namespace, on_gpus: 
     judged = options.devices == 2 and on_gpus
     result = []
     for tokens, wanted in GOALS.items() if not options.quick else ((n, 1.0) for n in options.tokens):
-        mine = [
-            row for row in rows if row["tokens"] == tokens and row["variant"] in OURS and "speedup" in row
-        ]
+        mine = [r for r in rows if r["tokens"] == tokens and r["variant"] in OURS and "speedup" in r]
         best = max(mine, key=lambda row: row["speedup"], default=None)
-        what = f"{tokens} tokens, times as fast as one device"
-        value = best["speedup"] if best else None
+        what, value = f"{tokens} tokens, times as fast as one device", best and best["speedup"]
         met = value >= wanted if judged and value is not None else None
-        result.append(
-            {"goal": what, "wanted": wanted, "found": value, "by": best and best["variant"], "met": met}
-        )
+        entry = {"goal": what, "wanted": wanted, "found": value}
+        result.append(entry | {"by": best and best["variant"], "met": met})
     longest = max(options.tokens)
     needs = {(row["variant"], row["tokens"]): row.get("memory_bytes") for row in rows}
     one, all_of_them = needs.get(("flash", longest)), needs.get(("zigzag", longest * options.devices))
@@ -196,39 +168,31 @@ def goals(rows: Sequence[dict[str, Any]], options: argparse.Namespace, on_gpus: 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, rows = parse(arguments), []
-    for tokens in options.tokens:
-        one: float | None = None
-        for name in options.variants:
-            row = measure(name, tokens, options)
-            one = row.get("ms") if name == "flash" else one
-            if one is not None and "ms" in row:
-                row["speedup"] = one / row["ms"]
-            rows.append(row)
-            print(f"{tokens} {name}: {row.get('reason') or report.number(row['ms']) + ' ms'}", flush=True)
+    asked = [(tokens, name) for tokens in options.tokens for name in options.variants]
     if {"flash", "zigzag"} <= set(options.variants):
-        tokens = max(options.tokens) * options.devices
-        rows.append(measure("zigzag", tokens, options))
-        print(
-            f"{tokens} zigzag: {rows[-1].get('reason') or report.number(rows[-1]['ms']) + ' ms'}", flush=True
-        )
-    cells = [
-        [str(row["tokens"]), row["variant"], report.number(row.get("ms")), report.number(row.get("speedup"))]
-        + [report.number(row.get("tflops"), 0), report.number((row.get("memory_bytes") or 0) / 1e9)]
-        + [report.number(row.get("hidden")), row.get("reason", "")]
-        for row in rows
-    ]
-    reached = goals(rows, options, jax.default_backend() == "gpu")
-    print(
-        f"forward and backward, causal, H{options.heads} K{options.kv_heads} D{options.head_dim}, {options.dtype}, {options.devices} devices"
+        asked.append((max(options.tokens) * options.devices, "zigzag"))
+    one: dict[int, float | None] = {}
+    for tokens, name in asked:
+        row = measure(name, tokens, options)
+        if name == "flash":
+            one[tokens] = row.get("ms")
+        if one.get(tokens) and "ms" in row:
+            row["speedup"] = one[tokens] / row["ms"]
+        rows.append(row)
+        print(f"{tokens} {name}: {row.get('reason') or report.number(row['ms']) + ' ms'}", flush=True)
+    sizes = f"H{options.heads} K{options.kv_heads} D{options.head_dim}, {options.dtype}"
+    print(f"forward and backward, causal, {sizes}, {options.devices} devices")
+    shown = [row | {"gb": (row.get("memory_bytes") or 0) / 1e9} for row in rows]
+    columns = {"tokens": "tokens", "variant": "variant", "ms": "ms:.2f", "speedup": "speedup:.2f"}
+    columns |= {"TFLOP/s": "tflops:.0f", "memory GB": "gb:.2f", "hidden": "hidden:.2f", "": "reason"}
+    print(report.table_of(shown, columns))
+    reached, says = (
+        goals(rows, options, jax.default_backend() == "gpu"),
+        {True: "yes", False: "no", None: "-"},
     )
-    print(report.table(["tokens", "variant", "ms", "speedup", "TFLOP/s", "memory GB", "hidden", ""], cells))
-    says = {True: "yes", False: "no", None: "-"}
-    cells = [
-        [goal["goal"], report.number(goal["wanted"]), report.number(goal["found"]), says[goal["met"]]]
-        for goal in reached
-    ]
-    print(report.table(["goal", "wanted", "found", "met"], cells))
+    shown = [goal | {"met": says[goal["met"]]} for goal in reached]
+    columns = {"goal": "goal", "wanted": "wanted:.2f", "found": "found:.2f", "met": "met"}
+    print(report.table_of(shown, columns))
     names = ("devices", "heads", "kv_heads", "head_dim", "dtype")
     report.save(options, size={name: getattr(options, name) for name in names}, rows=rows, goals=reached)
-    wrong = [row for row in rows if row.get("reason", "").startswith("wrong")]
-    return 1 if wrong else 0
+    return int(any(row.get("reason", "").startswith("wrong") for row in rows))

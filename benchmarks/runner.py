@@ -21,6 +21,7 @@ import re
 import sys
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,12 +30,13 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import prepare, processes, report
-from benchmarks.measure import launch_floor, torch_with_cuda
+from benchmarks.measure import torch_with_cuda
 from benchmarks.peers import implementation, installed, TorchPeer
-from benchmarks.prepare import Arrays, DIRECTIONS, Implementation, OURS, PEER, Prepared, Row
+from benchmarks.prepare import Arrays, DIRECTIONS, Implementation, Others, OURS, PEER, Prepared, Row
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
 from ejkernel_eqx.tuning.check import all_errors
+from ejkernel_eqx.tuning.measure import launch_floor
 from ejkernel_eqx.tuning.report.data import describe
 
 UNMEASURED = "not measured: "
@@ -135,21 +137,6 @@ class Tables(NamedTuple):
 # Families
 
 
-class Panel(NamedTuple):
-    """A part of a plot: a bar of the height `field` for each row, by problem, with a text; or what `draw(axis)` draws. `at`: a line."""
-
-    title: str
-    rows: Sequence[Content] = ()
-    field: str = "ms"
-    label: Callable[[Content], str] = lambda row: ""
-    at: float | None = None
-    draw: Callable[[Any], None] | None = None
-
-    @property
-    def height(self) -> float:
-        return 3.0 if self.draw else 0.7 + 0.2 * len(self.rows)
-
-
 def errors_of(
     dtype: str, results: Mapping[str, Any], expected: Mapping[str, Array], factor: float = 1.0
 ) -> Errors:
@@ -187,24 +174,20 @@ class Family:
     known_platforms: Sequence[str] = ("default", "triton", "xla")
     platforms = "default"
 
+    make_inputs: Callable[..., Any]
+    """`make_inputs(problem, seed)`."""
+    expected: Callable[[Any, Any], Mapping[str, Array]]
+    """`expected(problem, inputs)`: all results in float32, by name."""
+    ours: Callable[[Any, Any], Callable[..., Any]]
+    """`ours(problem, platform)`: our operation as a function of what is learned and of constants."""
+
     # What a family computes
-
-    def make_inputs(self, problem: Any, seed: int = 0) -> Any:
-        raise NotImplementedError
-
-    def ours(self, problem: Any, platform: Any) -> Callable[[Arrays, Arrays], Any]:
-        """Our operation as a function of what is learned and of constants."""
-        raise NotImplementedError
-
-    def expected(self, problem: Any, inputs: Any) -> Mapping[str, Array]:
-        """All results in float32, by name."""
-        raise NotImplementedError
 
     def directed(self, problem: Any, forward: Callable[..., Any], direction: str) -> Callable[[Any], Arrays]:
         """The measured function of inputs."""
         return prepare.directed(forward, direction, self.with_out)
 
-    def beside(self, problem: Any, options: argparse.Namespace, direction: str) -> Iterable[Implementation]:
+    def beside(self, problem: Any, options: Namespace, direction: str) -> Others:
         """Peers in JAX, and baselines."""
         return ()
 
@@ -212,9 +195,7 @@ class Family:
         """Peers in PyTorch."""
         return ()
 
-    def errors(
-        self, problem: Any, inputs: Any, row: Row, results: Arrays, expected: Mapping[str, Array]
-    ) -> Errors:
+    def errors(self, problem: Any, inputs: Any, row: Row, results: Arrays, expected: Arrays) -> Errors:
         return errors_of(problem.dtype, results, expected)
 
     def complete(self, problem: Any, inputs: Any, direction: str, rows: list[Row]) -> None:
@@ -236,9 +217,7 @@ class Family:
     def is_measured(self, problem: Any, platform: str) -> bool:
         return True
 
-    def implementations(
-        self, problem: Any, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def implementations(self, problem: Any, options: Namespace, direction: str) -> Others:
         """Ours on each of the chosen platforms, and what is beside it."""
         resolved = None
         if self.once and "default" in options.platforms:
@@ -251,16 +230,16 @@ class Family:
                 yield Implementation(name, functools.partial(self.ready, problem, platform))
         yield from self.beside(problem, options, direction)
 
-    def directions(self, problem: Any, options: argparse.Namespace) -> list[str]:
+    def directions(self, problem: Any, options: Namespace) -> list[str]:
         return [way for way in problem.directions if way in options.directions or options.directions == [""]]
 
-    def usual(self, options: argparse.Namespace) -> Sequence[Any]:
+    def usual(self, options: Namespace) -> Sequence[Any]:
         """The problems that are measured here, before they are chosen by name."""
         on_cpu = jax.default_backend() == "cpu" and options.process is None  # which only compiles for a GPU
         groups = ("tiny",) if options.quick else ("cpu",) if on_cpu else self.groups
         return [problem for group in groups for problem in self.lists[group]]
 
-    def chosen(self, options: argparse.Namespace) -> list[Any]:
+    def chosen(self, options: Namespace) -> list[Any]:
         return [one for one in self.usual(options) if re.search(options.problems, one.name)]
 
     def apart(self, problem: Any) -> str:
@@ -269,7 +248,7 @@ class Family:
 
     # What it says
 
-    def about(self, options: argparse.Namespace, chosen: Sequence[Any]) -> dict[str, Any]:
+    def about(self, options: Namespace, chosen: Sequence[Any]) -> dict[str, Any]:
         """Entries of the JSON, from before the first problem."""
         return {}
 
@@ -295,20 +274,16 @@ class Family:
     def markdown(self, content: Content, picture: str | None) -> str:
         return self.tables.markdown(content, picture)
 
-    def panels(self, content: Content) -> list[Panel]:
+    def panels(self, content: Content) -> list[report.Panel]:
         """The parts of the plot. With a peer, bars start at 1, the speed of the peer; otherwise only milliseconds are shown."""
         rows = [row for row in content["rows"] if row["ms"] is not None]
         title = "{}: speed over the fastest peer's (milliseconds in the bars)"
-        return [
-            Panel(
-                title.format(direction),
-                [row for row in rows if row["direction"] == direction],
-                "ratio",
-                lambda row: f"{row['ms']:.3f} ms",
-                at=1.0,
-            )
-            for direction in dict.fromkeys(row["direction"] for row in rows)
-        ]
+        label = lambda row: f"{row['ms']:.3f} ms"
+        each = {
+            way: [r for r in rows if r["direction"] == way]
+            for way in dict.fromkeys(r["direction"] for r in rows)
+        }
+        return [report.Panel(title.format(way), mine, "ratio", label, at=1.0) for way, mine in each.items()]
 
 
 def rate(rows: Iterable[Row], **work: float | None) -> None:
@@ -330,7 +305,7 @@ def compare(rows: Sequence[Row]) -> None:
 # Measuring
 
 
-def measure(family: Family, problem: Any, options: argparse.Namespace) -> Iterator[list[Row]]:
+def measure(family: Family, problem: Any, options: Namespace) -> Iterator[list[Row]]:
     """The rows of a problem, by direction. In turns with other processes that measure on the device."""
     peers = [*installed(*family.peers(problem))] if options.torch and options.peers else []
     for peer in peers:
@@ -343,9 +318,8 @@ def measure(family: Family, problem: Any, options: argparse.Namespace) -> Iterat
             if options.candidates:
                 competitors = candidates(family, problem, direction, sets, options)
             else:
-                competitors = (
-                    *family.implementations(problem, options, direction), *map(implementation, peers)
-                )  # fmt: skip
+                competitors = [*family.implementations(problem, options, direction)]
+                competitors += map(implementation, peers)
                 competitors = [one for one in competitors if options.peers or one.role == OURS]
             rows = prepare.measure_rows(competitors, problem.name, direction, sets, check, options, floor)
             compare(rows)
@@ -364,7 +338,7 @@ def _check(family: Family, problem: Any, inputs: Any, expected: Any, row: Row, r
 
 
 def candidates(
-    family: Family, problem: Any, direction: str, sets: Sequence[Any], options: argparse.Namespace
+    family: Family, problem: Any, direction: str, sets: Sequence[Any], options: Namespace
 ) -> list[Implementation]:
     """Ours with each of the tuner's first candidates, the heuristic's choice first; ratios are over its speed."""
 
@@ -397,12 +371,8 @@ def parser(family: Family) -> argparse.ArgumentParser:
     add("--no-torch", dest="torch", action="store_false", help="omit the peers in PyTorch")
     add("--no-peers", dest="peers", action="store_false", help="ours alone")
     add("--candidates", type=int, metavar="N", help="the tuner's first N configurations of ours")
-    add(
-        "--compile-peers",
-        type=int,
-        metavar="N",
-        help="compile what peers in Triton tune in N processes first",
-    )
+    first = "compile what peers in Triton tune in N processes first"
+    add("--compile-peers", type=int, metavar="N", help=first)
     add("--apart", action="store_true", help="in several processes, which compile at once")
     add("--samples", type=int, default=5, help="samples of each time (default: %(default)s)")
     add("--sample-ms", type=float, help="length of a sample (default: 30; quick on a CPU 2)")
@@ -416,7 +386,7 @@ def parser(family: Family) -> argparse.ArgumentParser:
     return result
 
 
-def parse(family: Family, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(family: Family, arguments: Sequence[str] | None) -> Namespace:
     made = parser(family)
     options = made.parse_args(arguments)
     options.platforms, options.directions = options.platforms.split(","), options.directions.split(",")
@@ -441,9 +411,8 @@ def main(family: Family, arguments: Sequence[str] | None = None) -> int:
     if options.apart:  # the memory of the device is the others'
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     if options.compile_peers and options.process is None:  # before this process takes memory of the device
-        processes.compile_apart(
-            processes.this_command(*given), options.compile_peers, {"JAX_PLATFORMS": "cpu"}
-        )
+        command = processes.this_command(*given)
+        processes.compile_apart(command, options.compile_peers, {"JAX_PLATFORMS": "cpu"})
     chosen = family.chosen(options)
     if not chosen:
         print(f"no problem matches {options.problems!r}", file=sys.stderr)
@@ -457,7 +426,7 @@ def main(family: Family, arguments: Sequence[str] | None = None) -> int:
     return run(family, chosen, options)
 
 
-def run(family: Family, chosen: Sequence[Any], options: argparse.Namespace) -> int:
+def run(family: Family, chosen: Sequence[Any], options: Namespace) -> int:
     """Measures the problems, writes results after each, and shows all of them. Nonzero if one of ours is wrong or was not measured."""
     start = time.monotonic()
     content: dict[str, Any] = {"schema": 1, "benchmark": family.name.replace("-", "_")}
@@ -492,7 +461,7 @@ def _said_of(family: Family, rows: Sequence[Row], chosen: Sequence[Any]) -> dict
     return {"rows": [row.to_json() for row in rows], **family.sum_up(rows, chosen)}
 
 
-def _measured(family: Family, problem: Any, options: argparse.Namespace) -> Iterator[list[Row]]:
+def _measured(family: Family, problem: Any, options: Namespace) -> Iterator[list[Row]]:
     """The rows of a problem. If its inputs or its reference cannot be made, other problems can still be measured."""
     known = set()
     try:
@@ -531,7 +500,7 @@ def is_installed(package: str) -> bool:
 # Several processes
 
 
-def compile_peers(family: Family, chosen: Sequence[Any], options: argparse.Namespace) -> int:
+def compile_peers(family: Family, chosen: Sequence[Any], options: Namespace) -> int:
     """Calls the peers in Triton on memory without contents, and compiles this process's share of their kernels."""
     if processes.are_shared():
         processes.tune_briefly()
@@ -544,9 +513,7 @@ def compile_peers(family: Family, chosen: Sequence[Any], options: argparse.Names
     return 0
 
 
-def run_apart(
-    family: Family, chosen: Sequence[Any], options: argparse.Namespace, given: Sequence[str]
-) -> int:
+def run_apart(family: Family, chosen: Sequence[Any], options: Namespace, given: Sequence[str]) -> int:
     """Runs each part of the problems in a process of its own, and joins the results."""
     groups: dict[str, list[str]] = {}
     for problem in chosen:
@@ -581,10 +548,12 @@ def joined(family: Family, chosen: Sequence[Any], parts: Sequence[Content], seco
 # Showing
 
 
-def show(family: Family, content: Content, options: argparse.Namespace) -> None:
+def show(family: Family, content: Content, options: Namespace) -> None:
     print("\n" + family.text(content))
     if options.plot:
-        plot(family.panels(content), f"{family.title} on {content['environment']['device']}", options.plot)
+        report.plot(
+            family.panels(content), f"{family.title} on {content['environment']['device']}", options.plot
+        )
     if options.markdown:
         folder = pathlib.Path(options.markdown).resolve().parent
         picture = options.plot and os.path.relpath(options.plot, folder)
@@ -592,50 +561,3 @@ def show(family: Family, content: Content, options: argparse.Namespace) -> None:
         report.write_markdown(options.markdown, family.name.replace("-", "_"), text)
     for path in filter(None, (options.json, options.plot, options.markdown)):
         print(f"wrote {path}")
-
-
-def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike) -> None:
-    """Writes the PNG, if anything was timed. Requires matplotlib."""
-    plt = report.pyplot()
-    from matplotlib.patches import Patch
-
-    panels = [panel for panel in panels if panel.draw or panel.rows]
-    if not panels:
-        return
-    heights = [panel.height for panel in panels]
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        figsize=(9, 1.0 + sum(heights)),
-        squeeze=False,
-        gridspec_kw={"height_ratios": heights},
-        layout="constrained",
-    )
-    names = list(dict.fromkeys(row["implementation"] for panel in panels for row in panel.rows))
-    colours = {name: plt.get_cmap("tab10")(n % 10) for n, name in enumerate(names)}
-    for axis, panel in zip(axes[:, 0], panels):
-        panel.draw(axis) if panel.draw else _bars(axis, panel, colours)
-        if panel.at is not None:
-            axis.axvline(panel.at, color="#444444", linewidth=0.8)
-        axis.set_title(panel.title, fontsize=9)
-    used = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    figure.legend(handles=used, ncols=4, fontsize=7, loc="outside lower center")
-    figure.suptitle(title)
-    report.write_plot(figure, path)
-
-
-def _bars(axis: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
-    """A bar for each row, by problem."""
-    problems = list(dict.fromkeys(row["problem"] for row in panel.rows))
-    for n, problem in enumerate(problems):
-        mine = [row for row in panel.rows if row["problem"] == problem]
-        width = 0.85 / len(mine)
-        for i, row in enumerate(mine):
-            at = n + (i - (len(mine) - 1) / 2) * width
-            axis.barh(at, row[panel.field] or 1.0, width, color=colours[row["implementation"]])
-            place = axis.get_yaxis_transform()  # from the left edge, however long bars are
-            axis.text(0.005, at, panel.label(row), va="center", fontsize=5.5, transform=place)
-    axis.set_yticks(range(len(problems)), problems, fontsize=7)
-    axis.invert_yaxis()
-    axis.grid(axis="x", alpha=0.3)
-    axis.set_axisbelow(True)

@@ -28,6 +28,8 @@ import equinox as eqx
 import numpy as np
 
 from benchmarks import report
+from benchmarks.measure import host_ms
+from benchmarks.processes import this_command
 from examples import train_lm  # also puts the folder of the examples on the path
 
 SIZES = {
@@ -70,13 +72,11 @@ def fill(engine: Any, options: argparse.Namespace) -> None:
 
 def time_steps(engine: Any, steps: int) -> list[float]:
     """Milliseconds per step of each of four groups of steps."""
-    samples = []
-    for _ in range(4):
-        start = time.perf_counter()
-        for _ in range(steps // 4):
-            assert len(engine.step()) == engine.max_batch
-        samples.append(4e3 * (time.perf_counter() - start) / steps)
-    return samples
+
+    def step() -> None:
+        assert len(engine.step()) == engine.max_batch
+
+    return [host_ms(step, steps // 4) for _ in range(4)]
 
 
 def time_device(engine: Any, steps: int) -> list[float]:
@@ -85,15 +85,13 @@ def time_device(engine: Any, steps: int) -> list[float]:
     plan = dict.fromkeys(engine._running, 1)
     sizes, program = engine.programs[engine._program(plan)]
     data = jax.device_put(sizes.pack(engine._batch(plan), engine._sampling))
-    samples = []
-    for _ in range(5):
-        jax.block_until_ready(engine._state)
-        start = time.perf_counter()
-        for _ in range(steps // 4):
-            _, engine._state = program(engine._weights, engine._state, data)
-        jax.block_until_ready(engine._state)
-        samples.append(4e3 * (time.perf_counter() - start) / steps)
-    return samples[1:]
+
+    def step() -> Any:
+        _, engine._state = program(engine._weights, engine._state, data)
+        return engine._state
+
+    jax.block_until_ready(engine._state)
+    return [host_ms(step, steps // 4) for _ in range(5)][1:]
 
 
 def measure(options: argparse.Namespace, batch: int) -> dict[str, Any]:
@@ -143,14 +141,7 @@ def time_starts(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         settings = {"JAX_COMPILATION_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
         settings |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks",
-            "serving-steps",
-            "--start",
-            *(["--quick"] if options.quick else []),
-        ]
+        command = this_command("serving-steps", "--start", *(["--quick"] if options.quick else []))
         for caches in ("empty", "full", "full"):
             start = time.perf_counter()
             process = subprocess.Popen(command, env=os.environ | settings, stdout=subprocess.PIPE, text=True)
@@ -194,14 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     starts = [] if options.no_starts else time_starts(options)  # before this process takes the device
     options.dtype = dtype_here()
     rows = [measure(options, batch) for batch in options.batches]
-    names = ("step_ms", "device_ms", "ratio", "step_ms_without_overlap")
-    cells = [
-        [str(row["batch"]), *(f"{row[name]:.3f}" for name in names)]
-        + [f"{row['tokens_per_second']:,.0f}", str(row["programs"])]
-        for row in rows
-    ]
-    times = ("ms a step", "device ms", f"ratio (bar {BOUND})", "without overlap")
-    print(report.table(("batch", *times, "tokens/s", "programs"), cells))
+    columns = {"batch": "batch", "ms a step": "step_ms:.3f", "device ms": "device_ms:.3f"}
+    columns |= {f"ratio (bar {BOUND})": "ratio:.3f", "without overlap": "step_ms_without_overlap:.3f"}
+    columns |= {"tokens/s": "tokens_per_second:,.0f", "programs": "programs"}
+    print(report.table_of(rows, columns))
     bars = {"ratio": BOUND, "programs": MOST_PROGRAMS, "first_token_seconds": COLD}
     size = {name: getattr(options, name) for name in SIZES["full"]}
     report.save(options, size=size, dtype=options.dtype, bars=bars, rows=rows, starts=starts)

@@ -9,9 +9,9 @@ that of dense attention on the same platform, divided by the visible share of ti
 much as in dense attention.
 """
 
-import argparse
 import dataclasses
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ import ejkernel_eqx as ejx
 from benchmarks import prepare, problems, runner
 from benchmarks.attention import by_key_head
 from benchmarks.peers import Tensors, TorchPeer
-from benchmarks.prepare import Arrays, BASELINE, BOTH, Implementation, Inputs, Row
+from benchmarks.prepare import Arrays, BASELINE, BOTH, Inputs, Others, Row
 from ejkernel_eqx import Mask
 from ejkernel_eqx.attention.spec import AttentionSpec
 
@@ -229,9 +229,7 @@ class Sparse(runner.Family):
         arguments = form.arguments(problem)
         return lambda learned, constants: operation(**learned, **arguments)
 
-    def beside(
-        self, problem: SparseProblem, options: argparse.Namespace, direction: str
-    ) -> Iterator[Implementation]:
+    def beside(self, problem: SparseProblem, options: Namespace, direction: str) -> Others:
         """Our dense attention, which computes every tile, on the platform whose kernels run lists."""
         platform: Any = "xla" if jax.default_backend() == "cpu" else "triton"
         dense = lambda learned, constants: ejx.FlashAttention(platform=platform)(**learned)

@@ -53,61 +53,42 @@ _SPLASH = {"forward": "mha_fwd", "key_gradient": "mha_dkv", "query_gradient": "m
 
 
 def attention(generation: str) -> list[Case]:
-    return [
-        case
-        for dim, values, dtype, peer in (
-            *((dim, dim, jnp.bfloat16, True) for dim in (64, 128, 256)),
-            (192, 128, jnp.bfloat16, False),
-            (128, 128, jnp.float32, True),
-        )
-        for case in _attention(generation, dim, values, dtype, peer)
-    ]
-
-
-def _attention(generation: str, dim: int, values: int, dtype: Any, peer: bool) -> list[Case]:
-    """A causal call's kernels with the heuristic's tiles."""
-    wide = lambda width: shape((1, _TOKENS, _HEADS, width), dtype)
-    arrays, spec = AttentionArrays(wide(dim), wide(dim), wide(values)), AttentionSpec(dim**-0.5, right=0)
-    config = attention_kernels.default_config(
-        attention_problem("flash_attention", arrays, spec), facts_of(generation)
-    )
-    name = f"{f'D{dim}' if dim == values else f'D{dim} V{values}'} {jnp.dtype(dtype).name}"
-    return _softmax(attention_kernels, arrays, spec, config, name, dim, values, dtype, peer)
+    """Causal calls' kernels."""
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    sizes = ((64, 64, bf16), (128, 128, bf16), (256, 256, bf16), (192, 128, bf16), (128, 128, f32))
+    cases = []
+    for dim, values, dtype in sizes:
+        wide = lambda width, dtype=dtype: shape((1, _TOKENS, _HEADS, width), dtype)
+        arrays = AttentionArrays(wide(dim), wide(dim), wide(values))
+        name = f"{f'D{dim}' if dim == values else f'D{dim} V{values}'} {jnp.dtype(dtype).name}"
+        spec = AttentionSpec(dim**-0.5, right=0)
+        problem = attention_problem("flash_attention", arrays, spec)
+        cases += _softmax(generation, attention_kernels, problem, arrays, spec, name, peer=dim == values)
+    return cases
 
 
 def latent(generation: str) -> list[Case]:
     nope, rope, values = 128, 64, 128
     of = lambda *sizes: shape((1, _TOKENS, *sizes), jnp.bfloat16)
     arrays = LatentArrays(of(_HEADS, nope + rope), of(_HEADS, nope), of(rope), of(_HEADS, values))
-    spec = AttentionSpec((nope + rope) ** -0.5, right=0)
+    spec, name = AttentionSpec((nope + rope) ** -0.5, right=0), f"{nope} and {rope} V{values}"
     problem = latent_problem("multi_head_latent_attention", arrays, spec)
-    config = latent_kernels.default_config(problem, facts_of(generation))
-    name = f"{nope} and {rope} V{values}"
-    return _softmax(latent_kernels, arrays, spec, config, name, nope + rope, values, jnp.bfloat16, False)
+    return _softmax(generation, latent_kernels, problem, arrays, spec, name, peer=False)
 
 
 def _softmax(
-    kernels: Any,
-    arrays: Any,
-    spec: Any,
-    config: Any,
-    name: str,
-    dim: int,
-    values: int,
-    dtype: Any,
-    peer: bool,
+    generation: str, kernels: Any, problem: Any, arrays: Any, spec: Any, name: str, peer: bool
 ) -> list[Case]:
+    """The kernels of both directions with the heuristic's tiles."""
+    config = kernels.default_config(problem, facts_of(generation))
+    dim, values, dtype = arrays.q.shape[-1], arrays.v.shape[-1], arrays.q.dtype
     out, lse = shape((1, _TOKENS, _HEADS, values), dtype), shape((1, _HEADS, _TOKENS), jnp.float32)
     forward = functools.partial(_forward, kernels, spec, config), (arrays,)
     backward = functools.partial(_backward, kernels, spec, config), (arrays, out, lse, out, lse)
     theirs, inputs = _splash(config) if peer else {}, (shape((_HEADS, _TOKENS, dim), dtype),) * 3
-    products = {
-        "forward": dim + values,
-        "key_gradient": 2 * (dim + values),
-        "query_gradient": 2 * dim + values,
-    }
+    products = (dim + values, 2 * (dim + values), 2 * dim + values)
     size, cases = jnp.dtype(dtype).itemsize, []
-    for kernel, flops in products.items():
+    for (kernel, their_kernel), flops in zip(_SPLASH.items(), products):
         tile, direction = getattr(config, kernel), "forward" if kernel == "forward" else "backward"
         units = tile.block_q * tile.block_k / _SCORES
         streamed = tile.block_q if kernel == "key_gradient" else tile.block_k
@@ -117,7 +98,7 @@ def _softmax(
                 f"{kernel} {name}",
                 "512x512 scores",
                 Program(*ours, f"attention.{kernel}", units, others=BODIES),
-                Program(theirs[direction], inputs, _SPLASH[kernel], units) if peer else None,
+                Program(theirs[direction], inputs, their_kernel, units) if peer else None,
                 "splash" if peer else "",
                 2.0 * _SCORES * flops * PASSES[size],
                 streamed * (dim + values) * size / units,
@@ -241,14 +222,15 @@ _KEYS = 128
 
 
 def paged(generation: str) -> list[Case]:
-    return [
-        _decode(generation, "decode bfloat16", _DECODE, {}, _paged, "paged_attention"),
-        _decode(generation, "decode bfloat16, beside ragged", _DECODE, {}, _ragged, "ragged_paged_attention"),
-        _decode(generation, "decode D256 K4", _DECODE | dict(D=256, K=4), {}, _paged, "paged_attention"),
-        _decode(generation, "decode int8", _DECODE, dict(kv="int8", scales="token")),
-        _decode(generation, "decode latent", _LATENT, dict(latent=True)),
-        _prompts(generation),
-    ]
+    wide = _DECODE | dict(D=256, K=4)
+    decodes = (
+        ("decode bfloat16", _DECODE, {}, _paged, "paged_attention"),
+        ("decode bfloat16, beside ragged", _DECODE, {}, _ragged, "ragged_paged_attention"),
+        ("decode D256 K4", wide, {}, _paged, "paged_attention"),
+        ("decode int8", _DECODE, dict(kv="int8", scales="token"), None, ""),
+        ("decode latent", _LATENT, dict(latent=True), None, ""),
+    )
+    return [*(_decode(generation, *decode) for decode in decodes), _prompts(generation)]
 
 
 def _program(generation: str, dims: Mapping[str, int], flags: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -261,12 +243,7 @@ def _program(generation: str, dims: Mapping[str, int], flags: Mapping[str, Any])
 
 
 def _decode(
-    generation: str,
-    name: str,
-    dims: Mapping[str, int],
-    flags: Mapping[str, Any],
-    peer: Any = None,
-    peer_name: str = "",
+    generation: str, name: str, dims: Mapping[str, int], flags: Mapping[str, Any], peer: Any, peer_name: str
 ) -> Case:
     problem, config, call, arrays = _program(generation, dims, flags)
     page = page_of(problem)
@@ -344,17 +321,10 @@ def recurrence(generation: str) -> list[Case]:
     return [case for name, member in _MEMBERS.items() for case in _recurrence(generation, name, **member)]
 
 
-def _recurrence(
-    generation: str,
-    name: str,
-    decay: Any,
-    beta: bool = False,
-    delta: bool = False,
-    heads: int = 16,
-    shared: bool = False,
-    width: int = _DIM,
-) -> list[Case]:
+def _recurrence(generation: str, name: str, decay: Any, **member: Any) -> list[Case]:
     """Both directions with the heuristic's chunks."""
+    beta, delta, shared = (member.get(flag, False) for flag in ("beta", "delta", "shared"))
+    heads, width = member.get("heads", 16), member.get("width", _DIM)
     of = lambda *sizes, dtype=jnp.bfloat16: shape((1, _LENGTH, *sizes), dtype)
     keys, wide = of(1 if shared else heads, _DIM), jnp.float32
     logs = {"none": None, "scalar": of(heads, dtype=wide), "key": of(heads, _DIM, dtype=wide)}
@@ -369,12 +339,11 @@ def _recurrence(
         results = {name: saved[name] for name in ("out", "final_state")}
         return recurrence_kernels.backward(arrays, spec, config, {"states": saved["states"]}, results)
 
-    ours = {
-        "forward": (forward, (arrays,)),
-        "backward": (backward, (arrays, jax.eval_shape(forward, arrays))),
-    }
-    cases = []
-    for kernel, (function, shapes) in ours.items():
+    saved, cases = jax.eval_shape(forward, arrays), []
+    for kernel, function, shapes in (
+        ("forward", forward, (arrays,)),
+        ("backward", backward, (arrays, saved)),
+    ):
         many, chunk = getattr(config, f"{kernel}_heads"), config.chunk_size
         once = 2 if kernel == "forward" else 6
         operands = 2 * (2 * _DIM + 2 * width) + 4 * (_DIM if decay == "key" else 1)

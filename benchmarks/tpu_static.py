@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import glob
 import importlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -84,12 +85,8 @@ def prepare() -> pathlib.Path:
     """Makes libtpu write its schedules into a new folder, and JAX leave a TPU alone."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="ejkernel_eqx-tpu-"))
     os.environ["JAX_PLATFORMS"] = "cpu"
-    flags = (
-        os.environ.get("LIBTPU_INIT_ARGS", ""),
-        f"--xla_jf_dump_to={folder}",
-        "--xla_jf_dump_llo_html=false",
-    )
-    os.environ["LIBTPU_INIT_ARGS"] = " ".join(filter(None, flags))
+    flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={folder} --xla_jf_dump_llo_html=false"
+    os.environ["LIBTPU_INIT_ARGS"] = flags.strip()
     return folder
 
 
@@ -114,11 +111,8 @@ def schedules(folder: pathlib.Path, compile_it: Callable[[], Any]) -> tuple[Sche
 
 
 def _read(kernel: str, text: str, utilization: str, original: str) -> Schedule:
-    rows = [
-        tuple(map(int, line.split())) for line in utilization.splitlines() if re.fullmatch(r"[\d\s]+", line)
-    ]
-    rows = [row for row in rows if len(row) == len(SLOTS)]
-    capacity, used = rows[0], rows[1:]
+    numbers = (line.split() for line in utilization.splitlines() if re.fullmatch(r"[\d\s]+", line))
+    capacity, *used = (tuple(map(int, row)) for row in numbers if len(row) == len(SLOTS))
     starts: dict[str, int] = {}
     branches, last = [], 0
     for line in text.splitlines():
@@ -208,12 +202,12 @@ def measured(program: Program, generation: str, folder: pathlib.Path) -> dict[st
         if key not in _COMPILED:
             call = lambda: compile_for_tpu(generation, program.function, *program.arrays)
             _COMPILED[key] = schedules(folder, call)
-        found = _COMPILED[key]
+        known = _COMPILED[key]
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
         return {"error": str(error).strip().splitlines()[0][:300]}
-    mine = [x for x in found if program.kernel in x.kernel]
+    mine = [x for x in known if program.kernel in x.kernel]
     if len(mine) != 1 or len(mine[0].regions) <= program.step:
-        return {"error": f"the kernel {program.kernel!r} was not found among {[x.kernel for x in found]}"}
+        return {"error": f"the kernel {program.kernel!r} was not found among {[x.kernel for x in known]}"}
     (schedule,) = mine
     region = schedule.regions[program.step]
     region = schedule.turn(region) if program.turn else region
@@ -229,9 +223,7 @@ def measured(program: Program, generation: str, folder: pathlib.Path) -> dict[st
         "busiest": slot,
         "bound_per_unit": per(bound),
         "others": {
-            name: per(schedule.regions[n].bundles)
-            for n, name in program.others.items()
-            if n < len(schedule.regions)
+            name: per(x.bundles) for n, x in enumerate(schedule.regions) if (name := program.others.get(n))
         },
     }
 
@@ -344,31 +336,23 @@ def guide_with(text: str, family: str, rows: list[dict[str, Any]]) -> str:
     return text
 
 
-def _save(rows: list[dict[str, Any]], families: Sequence[str]) -> None:
-    for family in families:
-        local = [row for row in rows if row["family"] == family]
-        _write(RESULTS / f"tpu_static_{family}.json", local)
-        GUIDE.write_text(guide_with(GUIDE.read_text(), family, local))
-
-
 def _write(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
     import jax
 
-    versions = {"jax": jax.__version__, "libtpu": _libtpu_version()}
+    versions = {"jax": jax.__version__, "libtpu": importlib.metadata.version("libtpu")}
     path.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--generations", default=GENERATIONS)
-    parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--only", default="", help="cases whose name has this part")
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--markdown", type=pathlib.Path)
-    parser.add_argument(
-        "--save", action="store_true", help="as the project's results, and their tables in the guide"
-    )
-    parser.add_argument("--render", type=pathlib.Path, help="shows the results of an earlier run")
+    add, saved = parser.add_argument, "as the project's results, and their tables in the guide"
+    add("--generations", default=GENERATIONS)
+    add("--families", default=",".join(FAMILIES))
+    add("--only", default="", help="cases whose name has this part")
+    add("--json", type=pathlib.Path)
+    add("--markdown", type=pathlib.Path)
+    add("--save", action="store_true", help=saved)
+    add("--render", type=pathlib.Path, help="shows the results of an earlier run")
     inputs = parser.parse_args(arguments)
     if inputs.save and (inputs.only or inputs.render or inputs.generations != GENERATIONS):
         parser.error("--save takes whole families: neither --only, --render nor --generations")
@@ -379,15 +363,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = run(inputs.generations.split(","), inputs.families.split(","), inputs.only, folder)
     if inputs.json:
         _write(inputs.json, rows)
-    if inputs.save:
-        _save(rows, list(dict.fromkeys(row["family"] for row in rows)))
+    for family in dict.fromkeys(row["family"] for row in rows) if inputs.save else ():
+        mine = [row for row in rows if row["family"] == family]
+        _write(RESULTS / f"tpu_static_{family}.json", mine)
+        GUIDE.write_text(guide_with(GUIDE.read_text(), family, mine))
     if inputs.markdown:
         inputs.markdown.write_text(table_of(rows) + "\n")
     print(summary_of(rows))
     return int(any("error" in row["ours"] for row in rows))
-
-
-def _libtpu_version() -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version("libtpu")

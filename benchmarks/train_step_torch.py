@@ -80,48 +80,55 @@ def _step_bias(size: int) -> nn.Parameter:
     return nn.Parameter(steps + torch.log(-torch.expm1(-steps)))
 
 
-class GatedDeltaNet(nn.Module):
+class _Delta(nn.Module):
+    """What the delta rules share: queries, keys and values, each with a convolution; a gated norm; and the last projection."""
+
     def __init__(self, features: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.q, self.k, self.v, self.z, self.o = (Linear(features, features) for _ in range(5))
-        self.a, self.b = Linear(features, heads), Linear(features, heads)
+        self.q, self.k, self.v, self.o = (Linear(features, features) for _ in range(4))
         self.convolutions = nn.ModuleList(Convolution(features) for _ in range(3))
-        self.A_log, self.dt_bias = _log_rates(heads, 1e-4), nn.Parameter(torch.ones(heads))
         self.norm = nn.Parameter(torch.ones(features // heads))
 
-    def forward(self, x: Tensor) -> Tensor:
-        by_head = lambda a: a.unflatten(-1, (self.heads, -1))
-        q, k, v = (by_head(c(p(x))) for c, p in zip(self.convolutions, (self.q, self.k, self.v), strict=True))
+    def by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1))
+
+    def mixed(self, x: Tensor, name: str, *gates: Tensor) -> Tensor:
+        pairs = zip(self.convolutions, (self.q, self.k, self.v), strict=True)
+        q, k, v = (self.by_head(c(p(x))) for c, p in pairs)
         arguments = {"A_log": self.A_log, "dt_bias": self.dt_bias, **IN_KERNELS}
-        out = kernel(
-            "fla.ops.gated_delta_rule.chunk_gated_delta_rule", q, k, v, self.a(x), self.b(x), **arguments
-        )[0]
-        out = kernel(NORM, out, by_head(self.z(x)), self.norm, None, activation="swish")
+        return kernel(name, q, k, v, *gates, **arguments)[0]
+
+    def normed(self, out: Tensor, gate: Tensor, **options: Any) -> Tensor:
+        out = kernel(NORM, out, self.by_head(gate), self.norm, None, **options)
         return self.o(out.flatten(-2))
 
 
-class KimiDeltaAttention(nn.Module):
+class GatedDeltaNet(_Delta):
     def __init__(self, features: int, heads: int):
-        super().__init__()
-        self.heads, dim = heads, features // heads
-        self.q, self.k, self.v, self.o = (Linear(features, features) for _ in range(4))
-        self.convolutions = nn.ModuleList(Convolution(features) for _ in range(3))
+        super().__init__(features, heads)
+        self.z = Linear(features, features)
+        self.a, self.b = Linear(features, heads), Linear(features, heads)
+        self.A_log, self.dt_bias = _log_rates(heads, 1e-4), nn.Parameter(torch.ones(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.mixed(x, "fla.ops.gated_delta_rule.chunk_gated_delta_rule", self.a(x), self.b(x))
+        return self.normed(out, self.z(x), activation="swish")
+
+
+class KimiDeltaAttention(_Delta):
+    def __init__(self, features: int, heads: int):
+        super().__init__(features, heads)
+        dim = features // heads
         self.f_a, self.f_b = Linear(features, dim), Linear(dim, features)
         self.g_a, self.g_b = Linear(features, dim), Linear(dim, features)
         self.b = Linear(features, heads)
         self.A_log, self.dt_bias = _log_rates(heads), _step_bias(features)
-        self.norm = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        by_head = lambda a: a.unflatten(-1, (self.heads, -1))
-        q, k, v = (by_head(c(p(x))) for c, p in zip(self.convolutions, (self.q, self.k, self.v), strict=True))
-        arguments = {"A_log": self.A_log, "dt_bias": self.dt_bias, **IN_KERNELS}
-        decay = by_head(self.f_b(self.f_a(x)))
-        out = kernel("fla.ops.kda.chunk_kda", q, k, v, decay, self.b(x), **arguments)[0]
-        gate = by_head(self.g_b(self.g_a(x)))
-        out = kernel(NORM, out, gate, self.norm, None, activation="sigmoid", eps=1e-5)
-        return self.o(out.flatten(-2))
+        decay = self.by_head(self.f_b(self.f_a(x)))
+        out = self.mixed(x, "fla.ops.kda.chunk_kda", decay, self.b(x))
+        return self.normed(out, self.g_b(self.g_a(x)), activation="sigmoid", eps=1e-5)
 
 
 class Mamba2(nn.Module):
@@ -141,12 +148,8 @@ class Mamba2(nn.Module):
         z, mixed, dt = self.inputs(x).split([self.inner, self.inner + 2 * self.state, self.heads], -1)
         x, B, C = self.convolution(mixed).split([self.inner, self.state, self.state], -1)
         B, C = B.unsqueeze(-2), C.unsqueeze(-2)
-        arguments: dict[str, Any] = {
-            "chunk_size": 256,
-            "D": self.D,
-            "dt_bias": self.dt_bias,
-            "dt_softplus": True,
-        }
+        arguments: dict[str, Any] = {"chunk_size": 256, "dt_softplus": True}
+        arguments |= {"D": self.D, "dt_bias": self.dt_bias}
         x, A = x.unflatten(-1, (self.heads, self.dim)), -self.A_log.exp()
         y = kernel("mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined", x, dt, A, B, C, **arguments)
         norm = "mamba_ssm.ops.triton.layernorm_gated.rmsnorm_fn"
@@ -278,14 +281,9 @@ class Steps:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.on_gpu = device.type == "cuda"
         self.model = Model(sizes).to(device)
-        self.optimiser = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=1e-4,
-            betas=(0.9, 0.98),
-            weight_decay=0.01,
-            fused=True,
-            capturable=self.on_gpu,
-        )
+        options: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.98), "weight_decay": 0.01}
+        options |= {"fused": True, "capturable": self.on_gpu}
+        self.optimiser = torch.optim.AdamW(self.model.parameters(), **options)
         self.compiled = torch.compile(self.model, dynamic=False) if self.on_gpu else self.model
         random = np.random.default_rng(0)
         tokens = random.integers(0, sizes.vocabulary, (4, sizes.batch, sizes.seq + 1))

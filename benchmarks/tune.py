@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.prepare import FAILURES, reason_of
 from benchmarks.problems import FAMILIES, Family, TuneProblem
+from ejkernel_eqx import dispatch
 from ejkernel_eqx.cli.bench import bench, Contender, record_of, TIMED
 from ejkernel_eqx.dispatch import (
     BOTH,
@@ -34,8 +35,6 @@ from ejkernel_eqx.dispatch import (
     kernel_registry,
     Platform,
     Problem,
-    stable_json,
-    to_dict,
 )
 from ejkernel_eqx.dispatch.cache_file import parse as parse_table
 from ejkernel_eqx.dispatch.cache_file import render
@@ -50,20 +49,14 @@ BAR = 1.10
 def twins(record: Record, implementation: Implementation, family: Family) -> list[Record]:
     """The record for every operation that runs the same kernels on this problem, with only the winner."""
 
-    def runs(other: Implementation) -> tuple[Any, ...]:
-        return other.platform, other.target, other.workload
-
+    runs = lambda other: (other.platform, other.target, other.workload)
     results = []
     for operation in kernel_registry.list_operations():
         same = any(runs(other) == runs(implementation) for other in kernel_registry.ordered(operation))
         exact = {**record.exact, "operation": operation}
         if same and (operation == record.operation or family.also(operation, Problem.from_dict(exact))):
-            key = Problem.from_dict(exact).key()
-            results.append(
-                dataclasses.replace(
-                    record, operation=operation, problem=key, exact=exact, timed=(), denied=()
-                )
-            )
+            named = {"operation": operation, "problem": Problem.from_dict(exact).key(), "exact": exact}
+            results.append(dataclasses.replace(record, **named, timed=(), denied=()))
     return results
 
 
@@ -97,14 +90,12 @@ def row_of(problem: TuneProblem, result: TuningResult, environment: Mapping[str,
         "problem": problem.name,
         "key": result.problem.key(),
         "platform": result.platform.value,
-        "heuristic": to_dict(result.heuristic),
-        "tuned": to_dict(result.config),
+        "heuristic": dispatch.to_dict(result.heuristic),
+        "tuned": dispatch.to_dict(result.config),
         "ms": dict(result.ms),
         "heuristic_ms": dict(result.heuristic_ms),
         "ratio": {
-            name: result.heuristic_ms[name] / ms
-            for name, ms in result.ms.items()
-            if name in result.heuristic_ms
+            name: ms / result.ms[name] for name, ms in result.heuristic_ms.items() if name in result.ms
         },
         "errors": dict(result.errors),
         "seconds": result.seconds,
@@ -121,12 +112,13 @@ def known_rows(path: pathlib.Path | None) -> dict[str, dict[str, Any]]:
 
 
 def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = []
-    for row in rows:
-        for direction, ms in row["ms"].items():
-            ratio = row["ratio"].get(direction)
-            lines.append((row["problem"], direction, report.number(ms, 3), report.number(ratio, 3)))
-    return report.table(("problem", "direction", "tuned ms", "heuristic / tuned"), lines)
+    lines = [
+        {"problem": row["problem"], "direction": way, "ms": ms, "ratio": row["ratio"].get(way)}
+        for row in rows
+        for way, ms in row["ms"].items()
+    ]
+    columns = {"problem": "problem", "direction": "direction", "tuned ms": "ms:.3f"}
+    return report.table_of(lines, columns | {"heuristic / tuned": "ratio:.3f"})
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -144,9 +136,9 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> None:
     """Plots how far the heuristics are from the tuned configurations, by problem."""
     figure, axes = report.pyplot().subplots(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
-    for offset, direction, colour in ((-0.2, FORWARD, "tab:blue"), (0.2, BOTH, "tab:orange")):
+    for offset, direction in ((-0.2, FORWARD), (0.2, BOTH)):
         ratios = [row["ratio"].get(direction, 1.0) for row in rows]
-        axes.barh([n + offset for n in range(len(rows))], ratios, 0.38, color=colour, label=direction)
+        axes.barh([n + offset for n in range(len(rows))], ratios, 0.38, label=direction)
     axes.axvline(BAR, color="black", linestyle="--", linewidth=1, label=f"bar {BAR:.2f}")
     axes.set(yticks=range(len(rows)), yticklabels=[row["problem"] for row in rows], xlim=(0.9, 1.2))
     axes.set(xlabel="time of the heuristic over time of the tuned configuration", title=title)
@@ -195,6 +187,22 @@ def chosen_problems(options: argparse.Namespace) -> list[TuneProblem]:
     return [problem for problem in every if re.search(options.problems, problem.name)]
 
 
+class Limit:
+    """Time for problems. A problem that is started is finished, so none is started that would exceed the limit if it took as long as the
+    longest."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.start, self.longest, self.began = seconds, time.monotonic(), 0.0, 0.0
+
+    def is_over(self) -> bool:
+        """Tells whether there is no time for another one, which else begins."""
+        self.began = time.monotonic()
+        return self.began - self.start + self.longest > self.seconds
+
+    def end(self) -> None:
+        self.longest = max(self.longest, time.monotonic() - self.began)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     made = parser(5, 30.0)
     add = made.add_argument
@@ -225,34 +233,26 @@ def main(arguments: Sequence[str] | None = None, name: str = "tune") -> int:
     environment = report.environment(options.commit)
     table, rows = Table(options.output), known_rows(options.json)
     failed: dict[str, str] = {}
-    start, longest = time.monotonic(), 0.0
+    limit, isolate = Limit(options.time_limit), False if options.in_process else None
+    sampling = (options.budget, options.candidates, options.samples, options.sample_ms)
+    effort = TuneOptions(*sampling, isolate=isolate, jobs=options.jobs)
 
     def write() -> None:
         if options.json is not None:
-            found = [*rows.values()]
-            content = {"environment": environment, "summary": summary(found), "rows": found}
+            known = [*rows.values()]
+            content = {"environment": environment, "summary": summary(known), "rows": known}
             report.write_json(options.json, content | ({"failed": failed} if failed else {}))
 
     for n, problem in enumerate(chosen):
-        began = time.monotonic()
         implementation = kernel_registry.get(problem.operation, Platform(options.platform))
         asked = problem.make(implementation)
         done = table.knows(asked, implementation) and (options.json is None or problem.name in rows)
         if done and not options.force:
             continue
-        # A problem that is started is finished, so none is started that would exceed the limit.
-        if began - start + longest > options.time_limit:
+        if limit.is_over():
             print(f"time limit: {len(chosen) - n} of {len(chosen)} problems omitted")
             break
-        print(f"[{began - start:.0f} s, {n + 1}/{len(chosen)}] {problem.name}", flush=True)
-        effort = TuneOptions(
-            options.budget,
-            options.candidates,
-            options.samples,
-            options.sample_ms,
-            isolate=False if options.in_process else None,
-            jobs=options.jobs,
-        )
+        print(f"[{limit.began - limit.start:.0f} s, {n + 1}/{len(chosen)}] {problem.name}", flush=True)
         try:
             result = tune_problem(asked, implementation, options=effort, force=options.force)
         except FAILURES as error:  # also if the inputs of a search could not be made
@@ -260,37 +260,28 @@ def main(arguments: Sequence[str] | None = None, name: str = "tune") -> int:
             print(f"  not tuned: {failed[problem.name]}", flush=True)
             write()
             continue
-        longest = max(longest, time.monotonic() - began)
+        limit.end()
         table.add(twins(result.to_record(device_facts()), implementation, family), environment)
         rows[problem.name] = row_of(problem, result, environment)
         write()
-        print(f"  {stable_json(result.config)}", flush=True)
+        print(f"  {dispatch.stable_json(result.config)}", flush=True)
     shown = [rows[problem.name] for problem in chosen if problem.name in rows]
     print(text_table(shown))
-    found = summary(shown)
+    known = summary(shown)
     if options.plot is not None:
         plot(shown, options.plot, environment["device"])
-    print(
-        f"heuristics within {BAR:.2f}x of the tuned: {found['within']} of {found['problems']}; table: {options.output}"
-    )
+    within = f"{known['within']} of {known['problems']}"
+    print(f"heuristics within {BAR:.2f}x of the tuned: {within}; table: {options.output}")
     return 0
 
 
 # Times of platforms
 
 
-def asked_of(problem: TuneProblem) -> Problem:
-    """The problem for the platforms: the same for all, taken from the one that runs anything."""
-    return problem.make(kernel_registry.get(problem.operation, Platform.XLA))
-
-
 def is_known(asked: Problem, table: Table, platforms: Sequence[str]) -> bool:
     """Tells whether a single run has timed all of them."""
-    results = [
-        r
-        for r in table.records.values()
-        if (r.operation, r.problem) == (asked.operation, asked.key()) and r.platform in platforms
-    ]
+    same = lambda r: (r.operation, r.problem) == (asked.operation, asked.key())
+    results = [r for r in table.records.values() if same(r) and r.platform in platforms]
     return len(results) == len(platforms) and len({r.date[:10] for r in results}) == 1
 
 
@@ -333,12 +324,13 @@ def parse_times(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main_times(arguments: Sequence[str] | None = None) -> int:
     options = parse_times(arguments)
     family, environment = FAMILIES[options.family], report.environment(options.commit)
-    table, start, longest, rows = Table(options.output), time.monotonic(), 0.0, []
+    table, limit, rows = Table(options.output), Limit(options.time_limit), []
     for problem in chosen_problems(options):
-        asked, began = asked_of(problem), time.monotonic()
+        # The same for all platforms, taken from the one that runs anything.
+        asked = problem.make(kernel_registry.get(problem.operation, Platform.XLA))
         if is_known(asked, table, options.platform) and not options.force:
             continue
-        if began - start + longest > options.time_limit:
+        if limit.is_over():
             print("time limit: the rest is omitted; run again to continue")
             break
         try:
@@ -349,7 +341,7 @@ def main_times(arguments: Sequence[str] | None = None) -> int:
             print(f"{problem.name}: omitted, {contenders}", flush=True)
             continue
         keep_times(asked, contenders, table, family, environment)
-        longest = max(longest, time.monotonic() - began)
+        limit.end()
         best = min(contenders, key=lambda c: (c.timings.get(BOTH) or next(iter(c.timings.values()))).ms)
         for one in contenders:
             for direction, timing in one.timings.items():

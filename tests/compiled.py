@@ -1,5 +1,7 @@
 """Compiling what a platform launches ahead of time, for devices that need not be there."""
 
+import re
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -38,3 +40,16 @@ def launches_of(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
 
     jax.eval_shape(executed(function, record), *args)
     return found
+
+
+def waits(launch: Any) -> list[str]:
+    """Warnings of NVIDIA's assembler that products run one after the other."""
+    from triton import knobs
+
+    from ejkernel_eqx.launch.compile import compiled, TARGETS
+
+    ptx = compiled(launch, TARGETS["sm_90"]).asm["ptx"]
+    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "/dev/stdin", "-o", "/dev/null"]
+    assembled = subprocess.run(command, input=ptx, text=True, capture_output=True)
+    assert assembled.returncode == 0, assembled.stderr
+    return re.findall(r"C75\d\d", assembled.stderr + assembled.stdout)

@@ -1,7 +1,5 @@
 """Hopper's kernels without a Hopper: shapes of calls, what they would launch, and what the kernels are given."""
 
-import re
-import subprocess
 from typing import Any
 
 import jax
@@ -17,7 +15,7 @@ from tests.attention.inner import (
     RowRanges,
 )
 from tests.attention.tritons import compiled as triton
-from tests.compiled import DEVICES, executed
+from tests.compiled import DEVICES, executed, waits
 
 HOPPER = DEVICES["sm_90"]
 _MISSING = gluon_unavailable(HOPPER)
@@ -105,18 +103,5 @@ def check_compiled(launch: Any, spills: int) -> Any:
     """Without more spills, and without products that wait for one another."""
     report = compile_ahead(launch, "sm_90")
     assert launch.is_gluon and report.fits and report.spills <= spills and report.registers <= 168, report
-    assert not _waits(launch)
+    assert not waits(launch)
     return report
-
-
-def _waits(launch: Any) -> list[str]:
-    """Warnings of NVIDIA's assembler that products run one after the other."""
-    from triton import knobs
-
-    from ejkernel_eqx.launch.compile import compiled, TARGETS
-
-    ptx = compiled(launch, TARGETS["sm_90"]).asm["ptx"]
-    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "/dev/stdin", "-o", "/dev/null"]
-    assembled = subprocess.run(command, input=ptx, text=True, capture_output=True)
-    assert assembled.returncode == 0, assembled.stderr
-    return re.findall(r"C75\d\d", assembled.stderr + assembled.stdout)

@@ -59,10 +59,40 @@ def test_a_peer_with_another_loss_is_not_timed(monkeypatch):
     variant = train_step.Variant("unrolled", lambda state, tokens: (state, (5.7, 1.0)), 0.0)
     peer = object.__new__(train_step.Torch)
     peer.ready = {"compile_seconds": 1.0}
-    monkeypatch.setattr(peer, "begin", lambda: peer.ready.update(loss=5.9))
+    monkeypatch.setattr(peer, "begin", lambda: peer.ready.update(loss=6.5))
     monkeypatch.setattr(train_step, "make_state", lambda options: jnp.zeros(2))
-    with pytest.raises(SystemExit, match=r"first loss 5.700, PyTorch's 5.900"):
+    with pytest.raises(SystemExit, match=r"first loss 5.700, PyTorch's 6.500"):
         train_step.measure(options, [variant], peer)
+
+
+class _Program:
+    """A step that changes nothing."""
+
+    def __call__(self, state, tokens):
+        return state, (5.7, 1.0)
+
+    def memory_analysis(self):
+        return None
+
+
+def test_a_peer_on_a_cpu_has_times_alone(monkeypatch):
+    """It counts no bytes there."""
+    options = train_step.parse(["--quick", "--peers", "--samples", "2"]).problems[0]
+    peer = object.__new__(train_step.Torch)
+    peer.ready = {"compile_seconds": 1.0, "loss": 5.8, "parameters": 2, "graph": False}
+    monkeypatch.setattr(peer, "begin", lambda: None)
+    monkeypatch.setattr(peer, "run", lambda steps: {"ms": 2.0, "bytes": 0})
+    monkeypatch.setattr(train_step, "make_state", lambda options: ([jnp.zeros(2)], None))
+    ours, torch = train_step.measure(options, [train_step.Variant("unrolled", _Program(), 0.0)], peer)
+    assert ours["time_of_torch"] == ours["ms"] / 2.0 and torch["time_of_torch"] == 1.0
+    assert "bytes_of_torch" not in ours and "torch.compile" in train_step.text_of(
+        [{"problem": "a"} | row for row in (ours, torch)]
+    )
+
+
+def test_the_bound_follows_the_number_of_tokens():
+    """Means of few tokens differ by more; of a full batch the bound is the systematic one."""
+    assert train_step.peer_bound(8 * 2048) == 0.05 and 0.4 < train_step.peer_bound(2 * 64) < 0.5
 
 
 def test_only_problems_that_there_are(capsys):

@@ -14,24 +14,12 @@ from hypothesis import strategies as st
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.cells.spec import ACTIVATIONS, GATE_ACTIVATIONS, GATES
+from tests.agreement import assert_agrees, assert_same, platforms
 from tests.attention.dense import INTERPRET, quick
 from tests.cells.cases import called, Case, CASES, exact, make, plain, poison, results
 from tests.tolerances import assert_close
 
-
-@pytest.fixture(params=["xla", INTERPRET])
-def platform(request):
-    if request.param == INTERPRET:
-        pytest.importorskip("triton")
-    return request.param
-
-
-def assert_agrees(case: Case, found, expected) -> None:
-    assert set(found) == set(expected)
-    for name, x in found.items():
-        assert_close(
-            x, expected[name], case.dtype, "gradient" if name.startswith("d_") else "forward", name=name
-        )
+platform = platforms()
 
 
 def check(case: Case, platform: str, **options) -> None:
@@ -46,8 +34,7 @@ def check(case: Case, platform: str, **options) -> None:
     assert not np.asarray(found["out"])[~case.real].any()
     if not case.real.all():
         again = results(op, poison(case, arrays), case.packing, cotangents)
-        for name in found:
-            np.testing.assert_array_equal(np.asarray(again[name]), np.asarray(found[name]), err_msg=name)
+        assert_same(again, found)
 
 
 QUICK = {("offsets", "xla"), ("bfloat16", "xla"), ("resets", INTERPRET), ("lengths in reverse", INTERPRET)}

@@ -11,17 +11,12 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from tests.agreement import assert_agrees, assert_same, platforms
 from tests.attention.dense import INTERPRET, quick
 from tests.convolution.cases import Case, CASES, exact, make, poison, results
-from tests.residual.cases import assert_agrees
 from tests.tolerances import assert_close
 
-
-@pytest.fixture(params=["xla", INTERPRET])
-def platform(request):
-    if request.param == INTERPRET:
-        pytest.importorskip("triton")
-    return request.param
+platform = platforms()
 
 
 DEFAULT = {("offsets", INTERPRET), ("short segments", "xla")}
@@ -45,8 +40,7 @@ def test_agrees_with_the_reference(name, platform):
     assert not np.asarray(found["out"])[~case.real].any()
     if not case.real.all():
         again = results(op, poison(case, inputs), case.packing, cotangents)
-        for n in found:
-            np.testing.assert_array_equal(np.asarray(again[n]), np.asarray(found[n]), err_msg=n)
+        assert_same(again, found)
 
 
 def test_heads_are_normalised(platform):

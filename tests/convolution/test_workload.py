@@ -6,7 +6,15 @@ import pytest
 from ejkernel_eqx.convolution.core import problem_of
 from ejkernel_eqx.convolution.workload import example_problem, make_arrays, spec_of
 from tests.compiled import DEVICES
-from tests.workloads import assert_agrees, assert_defaults_fit, BOTH, FORWARD, kernel_registry, work_of
+from tests.workloads import (
+    assert_agrees,
+    assert_defaults_fit,
+    BOTH,
+    FORWARD,
+    kernel_registry,
+    refusals,
+    work_of,
+)
 
 OPERATION = "causal_conv1d"
 KINDS = {
@@ -40,8 +48,7 @@ def test_inputs_are_of_their_problem(name):
     [("xla", "plain"), ("xla", "segments"), ("triton-interpret", "offsets"), ("triton-interpret", "heads")],
 )
 def test_agrees_with_the_reference(platform, name):
-    work, reference = assert_agrees(OPERATION, platform, KINDS[name])
-    assert set(reference) == set(work.tolerances)
+    _, reference = assert_agrees(OPERATION, platform, KINDS[name])
     assert all(np.asarray(x).any() for x in reference.values())
 
 
@@ -52,8 +59,9 @@ def test_costs_are_the_arrays_once():
     assert work.costs[BOTH].bytes == 2 * work.costs[FORWARD].bytes + x + weight + bias
 
 
-@pytest.mark.parametrize(
-    "dims, flags, word",
+test_words_that_do_not_fit = refusals(
+    OPERATION,
+    example_problem,
     [
         (dict(T=4), {}, "C"),
         (dict(T=4, C=0), {}, "C=0"),
@@ -62,9 +70,6 @@ def test_costs_are_the_arrays_once():
         (dict(T=4, C=48), dict(norm_size=32), "norm_size=32"),
     ],
 )
-def test_words_that_do_not_fit(dims, flags, word):
-    with pytest.raises(ValueError, match=word):
-        example_problem(OPERATION, dims, "float32", flags)
 
 
 TARGETS = {

@@ -8,18 +8,15 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.attention.dense import causal, INTERPRET, normal, quick
+from tests.agreement import platforms
+from tests.attention.dense import causal, normal, quick
 from tests.latent.cases import exact_absorbed, LATENT, latents_of, NOPE, ROPE
 from tests.tolerances import assert_close
 
 SCALE = (NOPE + ROPE) ** -0.5
 
 
-@pytest.fixture(params=["xla", INTERPRET])
-def platform(request):
-    if request.param == INTERPRET:
-        pytest.importorskip("triton")
-    return request.param
+platform = platforms()
 
 
 def assert_agrees(found, expected, dtype="float32"):

@@ -10,22 +10,12 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.matmul import xla_loops
+from tests.agreement import assert_agrees, platforms
 from tests.attention.dense import INTERPRET, quick
 from tests.matmul.cases import Case, CASES, exact, formula, learned, make, reference_of, results
 from tests.tolerances import assert_close
 
-
-@pytest.fixture(params=["xla", INTERPRET])
-def platform(request):
-    if request.param == INTERPRET:
-        pytest.importorskip("triton")
-    return request.param
-
-
-def assert_agrees(case: Case, found, expected) -> None:
-    assert set(found) == set(expected)
-    for name, x in found.items():
-        assert_close(x, expected[name], case.dtype, "forward" if name == "out" else "gradient", name=name)
+platform = platforms()
 
 
 # By default every way to gate, biases of both right sides, stored, gathered and transposed right sides, and leading axes.

@@ -10,7 +10,7 @@ from ejkernel_eqx.launch import compile_ahead
 from ejkernel_eqx.matmul.core import problem_of
 from tests.compiled import DEVICES
 from tests.matmul.cases import example_problem, make_arrays, spec_of
-from tests.workloads import assert_agrees, launches
+from tests.workloads import assert_agrees, configs_of, launches, refusals
 
 pytest.importorskip("triton")
 from ejkernel_eqx.matmul.triton import compiled as triton
@@ -50,8 +50,7 @@ def test_inputs_are_of_their_problem(name):
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 @pytest.mark.parametrize("name", KINDS)
 def test_agrees_with_the_reference(platform, name):
-    work, reference = assert_agrees(OPERATION, platform, KINDS[name])
-    assert set(reference) == set(work.tolerances)
+    work, _ = assert_agrees(OPERATION, platform, KINDS[name])
     assert work.costs[BOTH].bytes > work.costs[FORWARD].bytes > 0
 
 
@@ -63,8 +62,9 @@ def test_costs_are_the_arrays_once():
     assert work.costs[BOTH].bytes == 3 * (lhs + rhs) + 2 * (out + sizes)
 
 
-@pytest.mark.parametrize(
-    "dims, flags, word",
+test_words_that_do_not_fit = refusals(
+    OPERATION,
+    example_problem,
     [
         (dict(M=4, K=4, N=4), {}, "missing"),
         (SMALL | dict(X=2), {}, "X"),
@@ -73,9 +73,6 @@ def test_costs_are_the_arrays_once():
         (SMALL | dict(L=4), {}, "gathered"),
     ],
 )
-def test_words_that_do_not_fit(dims, flags, word):
-    with pytest.raises(ValueError, match=word):
-        example_problem(OPERATION, dims, "float32", flags)
 
 
 MANY, DECODE = dict(M=16384, K=4096, N=14336, E=8), dict(M=64, K=2048, N=1408, E=64)
@@ -99,9 +96,7 @@ def test_defaults_fit(case):
     """The default tiles compile, fit in shared memory, and do not spill to speak of."""
     target, sizes, dtype, flags, kernels = case
     problem, device = example_problem(OPERATION, sizes, dtype, flags), DEVICES[target]
-    assert triton.unsupported(problem, device) is None
-    configs = triton.candidates(problem, device)
-    assert configs[0] == triton.default_config(problem, device) and len(set(configs)) == len(configs) > 1
+    configs = configs_of(OPERATION, problem, target)
     assert all(triton.config_unsupported(config, problem, device) is None for config in configs)
     assert configs[0].fast_sigmoid == (target != "gfx942")
     for launch in launches(OPERATION, problem, configs[0]):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from tests.agreement import assert_same
 from tests.attention.dense import INTERPRET, normal, quick
 from tests.native_sparse.cases import by_hand, Case, CASES, importance, LEARNED, make, results
 from tests.native_sparse.problems import OPERATION, platform_of
@@ -56,8 +57,7 @@ def test_agrees_with_numpy(platform, name):
             for n, x in arrays.items()
         }
         again = results(op, poisoned, others, jnp.where(padding[..., None, None], jnp.nan, dout))
-        for n, x in found.items():
-            np.testing.assert_array_equal(np.asarray(again[n]), np.asarray(x), err_msg=n)
+        assert_same(again, found)
         assert not np.asarray(found["out"])[padding].any() and not np.asarray(found["k"])[unseen].any()
 
 

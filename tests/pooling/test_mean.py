@@ -11,26 +11,12 @@ import ejkernel_eqx as ejx
 from ejkernel_eqx.core.workload import exact_results, Inputs
 from ejkernel_eqx.pooling.arguments import resolve
 from ejkernel_eqx.pooling.core import POOL
+from tests.agreement import assert_agrees, assert_same, platforms
 from tests.attention.dense import INTERPRET, quick
 from tests.pooling.cases import by_hand, Case, CASES, make, result_shape, results
 from tests.tolerances import assert_close
 
-
-@pytest.fixture(params=["xla", INTERPRET])
-def platform(request):
-    if request.param == INTERPRET:
-        pytest.importorskip("triton")
-    return request.param
-
-
-def assert_agrees(case: Case, found, expected) -> None:
-    assert_close(found["out"], expected["out"], case.dtype, name="out")
-    assert_close(found["x"], expected["x"], case.dtype, "gradient", name="x")
-
-
-def assert_same(found, expected) -> None:
-    for name, x in expected.items():
-        np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(x), err_msg=name)
+platform = platforms()
 
 
 # One of each form, of each reduction, and with chunks that end a row early, by default.

@@ -8,7 +8,7 @@ from ejkernel_eqx.launch import compile_ahead
 from ejkernel_eqx.pooling.core import problem_of
 from ejkernel_eqx.pooling.workload import example_problem, make_arrays, spec_of
 from tests.compiled import DEVICES
-from tests.workloads import assert_agrees, launches
+from tests.workloads import assert_agrees, configs_of, launches, refusals
 
 pytest.importorskip("triton")
 from ejkernel_eqx.pooling.triton import compiled as triton
@@ -42,8 +42,7 @@ def test_inputs_are_of_their_problem(name):
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("platform", ["xla", "triton-interpret"])
 def test_agrees_with_the_reference(platform, name):
-    work, reference = assert_agrees(OPERATION, platform, KINDS[name])
-    assert set(reference) == set(work.tolerances)
+    _, reference = assert_agrees(OPERATION, platform, KINDS[name])
     assert all(np.asarray(x).any() for x in reference.values())
 
 
@@ -55,8 +54,9 @@ def test_costs_are_the_arrays_once():
     assert work.costs[BOTH].bytes == 2 * (x + out) + x
 
 
-@pytest.mark.parametrize(
-    "dims, flags, word",
+test_words_that_do_not_fit = refusals(
+    OPERATION,
+    example_problem,
     [
         (dict(T=4, C=4, D=2), {}, "D"),
         (dict(T=4, C=4, S=2), {}, "packed=true"),
@@ -64,9 +64,6 @@ def test_costs_are_the_arrays_once():
         (dict(T=4, C=4), dict(reduction="min"), "min"),
     ],
 )
-def test_words_that_do_not_fit(dims, flags, word):
-    with pytest.raises(ValueError, match=word):
-        example_problem(OPERATION, dims, "float32", flags)
 
 
 READ, COMBINE, WRITE = "read_kernel", "combine_kernel", "write_kernel"
@@ -94,11 +91,8 @@ COMPILED = {
 def test_defaults_fit(target, name):
     """Without spills."""
     *of, expected = COMPILED[name]
-    problem, device = example_problem(OPERATION, *of), DEVICES[target]
-    assert triton.unsupported(problem, device) is None
-    configs = triton.candidates(problem, device)
-    assert configs[0] == triton.default_config(problem, device) and len(set(configs)) == len(configs) > 1
-    found = launches(OPERATION, problem, configs[0])
+    problem = example_problem(OPERATION, *of)
+    found = launches(OPERATION, problem, configs_of(OPERATION, problem, target)[0])
     assert [launch.function.fn.__name__ for launch in found] == list(expected)
     for launch in found:
         report = compile_ahead(launch, target)

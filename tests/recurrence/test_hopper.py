@@ -3,8 +3,6 @@ one another."""
 
 import dataclasses
 import importlib
-import re
-import subprocess
 from typing import Any
 
 import jax
@@ -13,7 +11,7 @@ import pytest
 
 from ejkernel_eqx.dispatch import from_dict, to_dict
 from tests.attention import hopper_emulation
-from tests.compiled import DEVICES, executed
+from tests.compiled import DEVICES, executed, waits
 from tests.recurrence.cases import (
     Case,
     CONSTANT,
@@ -233,18 +231,5 @@ def test_tiles_compile(of, block_v, splits, spills):
     launch, products = single_of(of, config)
     assert launch.is_gluon
     assert report_of(launch, "sm_90").spills <= spills
-    assert not _waits(launch)
+    assert not waits(launch)
     assert products is None or not report_of(products, "sm_90").spills
-
-
-def _waits(launch):
-    """Notes of NVIDIA's assembler that products run one after the other."""
-    from triton import knobs
-
-    from ejkernel_eqx.launch.compile import compiled, TARGETS
-
-    ptx = compiled(launch, TARGETS["sm_90"]).asm["ptx"]
-    command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", "/dev/stdin", "-o", "/dev/null"]
-    assembled = subprocess.run(command, input=ptx, text=True, capture_output=True)
-    assert assembled.returncode == 0, assembled.stderr
-    return re.findall(r"C75\d\d", assembled.stderr + assembled.stdout)

@@ -202,8 +202,9 @@ def test_one_chunk_of_every_kind():
     arrays, spec = make(case)
     rates = jnp.repeat(jnp.asarray([-0.01, -20.0, -3.0]), 16)
     g = jnp.broadcast_to(rates, jnp.shape(arrays.g))  # pyright: ignore[reportArgumentType]
-    call = make_call(arrays._replace(g=g), spec, config(32), lambda *x: run(*x, interpret=True))
-    scores = fold(call, gates(call), scores=True).launch.arrays["scores"]
+    call = make_call(arrays._replace(g=g), spec, config(32))
+    of_call = lambda: fold(call, gates(call), scores=True).launch.arrays["scores"]
+    scores = executed(of_call, functools.partial(run, interpret=True))()
     q, k = (np.asarray(x, np.float64)[0, :, 0] for x in (arrays.q, arrays.k))
     tokens = np.arange(case.T)
     age = (tokens[:, None] - tokens)[..., None]

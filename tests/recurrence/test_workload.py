@@ -68,8 +68,7 @@ def test_step_inputs_are_of_their_problem(operation, slots):
 )
 def test_xla_agrees_with_the_reference(operation, flags):
     of = problem(operation, flags)
-    made, reference = workloads.assert_agrees(operation, "xla", of)
-    assert set(reference) == set(made.tolerances)
+    _, reference = workloads.assert_agrees(operation, "xla", of)
     assert ("g" in reference) == (operation != "delta_rule" and not flags.get("step"))
     assert all(np.asarray(x).any() for x in reference.values())
 
@@ -111,8 +110,9 @@ def test_costs_are_those_of_the_arrays_and_products():
     assert step.costs[workloads.FORWARD].bytes > 2 * state
 
 
-@pytest.mark.parametrize(
-    "dims, flags, word",
+test_what_does_not_fit_is_told = workloads.refusals(
+    "linear_attention",
+    example_problem,
     [
         (dict(H=4, D=8), {}, "T"),
         (dict(T=4, H=4, D=8, X=1), {}, "X"),
@@ -123,6 +123,3 @@ def test_costs_are_those_of_the_arrays_and_products():
         (dict(T=4, H=4, D=8), {"beta": 1}, "beta"),
     ],
 )
-def test_what_does_not_fit_is_told(dims, flags, word):
-    with pytest.raises(ValueError, match=word):
-        example_problem("linear_attention", dims, "float32", flags)

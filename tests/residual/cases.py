@@ -13,7 +13,6 @@ from ejkernel_eqx.core.workload import exact_results, Inputs
 from ejkernel_eqx.normalization.core import KINDS
 from ejkernel_eqx.normalization.spec import NormArrays, NormSpec
 from tests.attention.dense import quick
-from tests.tolerances import assert_close
 
 Named = dict[str, Any]
 SPEC = NormSpec(readers=1)
@@ -71,11 +70,3 @@ def exact(inputs: Named, cotangents: Any) -> Named:
 
 
 _reference = functools.partial(quick, static_argnums=0)(functools.partial(exact_results, KINDS[SPEC.readers]))
-
-
-def assert_agrees(case: Any, found: Named, expected: Named) -> None:
-    """Results and gradients by name; of other rooms' cases, too."""
-    assert set(found) == set(expected)
-    for name, x in found.items():
-        kind = "forward" if name in ("out", "sum", "final_state") else "gradient"
-        assert_close(x, expected[name], case.dtype, kind, name=name)

@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
-from tests.attention.dense import INTERPRET, quick
-from tests.residual.cases import assert_agrees, Case, CASES, exact, make, results
+from tests.agreement import assert_agrees, platforms
+from tests.attention.dense import quick
+from tests.residual.cases import Case, CASES, exact, make, results
 from tests.tolerances import assert_close
 
-
-@pytest.fixture(params=["xla", INTERPRET])
-def platform(request):
-    if request.param == INTERPRET:
-        pytest.importorskip("triton")
-    return request.param
+platform = platforms()
 
 
 @pytest.mark.few(3)

@@ -26,8 +26,7 @@ def test_inputs_are_of_their_problem(name):
 
 @pytest.mark.parametrize("platform, name", [("xla", "whole"), ("xla", "bare"), ("triton-interpret", "whole")])
 def test_agrees_with_the_reference(platform, name):
-    work, reference = assert_agrees(OPERATION, platform, KINDS[name])
-    assert set(reference) == set(work.tolerances)
+    work, _ = assert_agrees(OPERATION, platform, KINDS[name])
     assert work.costs[BOTH].bytes > work.costs[FORWARD].bytes > 0
 
 

@@ -142,9 +142,7 @@ class AttentionKind(Kind):
     def forward(self, platform: Any, arrays: Any, spec: Any, config: Any, save: bool) -> Named:
         return dict(zip(self.results, platform.forward(arrays, spec, config), strict=True))
 
-    def backward(
-        self, platform: Any, arrays: Any, spec: Any, config: Any, *states: Named
-    ) -> Named:
+    def backward(self, platform: Any, arrays: Any, spec: Any, config: Any, *states: Named) -> Named:
         # Saved results, then their cotangents.
         results = [state[name] for state in states for name in ("out", "lse")]
         return given_of(platform.backward(arrays, spec, config, *results))

@@ -1,7 +1,7 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward, backward and step."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import jax
