@@ -111,7 +111,7 @@ def test_programs_that_wait_for_each_other(name, tiles, dtype):
     config = TritonConfig(forward, backward, concurrent_programs=device.num_multiprocessors)
     implementation = kernel_registry.get("recurrent", "triton")
     of = example_problem("recurrent", dict(B=64, T=8, H=64), dtype, dict(cell="lstm"))
-    reason = implementation.hooks.config_unsupported(config, of, device)
+    reason = implementation.config_unsupported(config, of, device)
     if reason is not None:
         pytest.skip(reason)
     case = dataclasses.replace(LARGER[name], dtype=dtype)

@@ -82,9 +82,8 @@ class _Call:
             of_results[:] = [treedef]
             return {str(n): x for n, x in enumerate(flat)}
 
-        function, whole = (
-            functools.partial(by_name, o) for o in (operation, replaced(operation, sequence_axis=None))
-        )
+        function = functools.partial(by_name, operation)
+        whole = functools.partial(by_name, replaced(operation, sequence_axis=None))
         outs = output_shapes(whole, arrays)  # raises the errors of invalid arguments
         main = next(iter(given))
         lead = arrays[main].ndim - len(self.letters[main][0].split()) + 1
@@ -100,19 +99,12 @@ class _Call:
             for name, x in arrays.items()
         )
         spell = functools.partial(self._axes, lead, grouped)
-        split = TokenSplit(
-            operation.sequence_axis,
-            {name: spell(of_arguments[name], x.shape) for name, x in arrays.items()},
-            {
-                name: spell(letters, x.shape)
-                for (name, x), letters in zip(outs.items(), self.letters["return"])
-            },
-            _CHANNELS,
-        )
-        found = jax.jit(functools.partial(_over_devices, operation.plan, split, function, whole, outs))(
-            arrays
-        )
-        return jax.tree.unflatten(of_results[0], list(found.values()))
+        axes = {name: spell(of_arguments[name], x.shape) for name, x in arrays.items()}
+        returned = zip(outs.items(), self.letters["return"])
+        result_axes = {name: spell(letters, x.shape) for (name, x), letters in returned}
+        split = TokenSplit(operation.sequence_axis, axes, result_axes, _CHANNELS)
+        call = functools.partial(_over_devices, operation.plan, split, function, whole, outs)
+        return jax.tree.unflatten(of_results[0], list(jax.jit(call)(arrays).values()))
 
     def _arrays(self, given: dict[str, Any]) -> tuple[Named, dict[str, Sequence[str]]]:
         """The arrays by name, and the names of those of each argument."""
@@ -174,9 +166,8 @@ def _over_devices(plan: Any, split: TokenSplit, function: Any, whole: Any, outs:
 
     def backward(arrays: Named, saved: Named, cotangents: Named) -> Named:
         def of_whole(given: Any) -> Named:
-            _, pull = jax.vjp(
-                lambda own: whole(given["arrays"] | own), {n: given["arrays"][n] for n in learned}
-            )
+            inputs = {name: given["arrays"][name] for name in learned}
+            _, pull = jax.vjp(lambda inputs: whole(given["arrays"] | inputs), inputs)
             return pull(given["cotangents"])[0]
 
         def of_parts(given: Any) -> Named:

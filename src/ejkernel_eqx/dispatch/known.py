@@ -80,8 +80,9 @@ def config_of(record: Record, implementation: Implementation) -> Any | None:
     return config
 
 
-def known_of(record: Record, config: Any | None, origin: str) -> Known:
-    """Returns what a record says, with its configuration already built."""
+def known_of(record: Record, implementation: Implementation, origin: str) -> Known:
+    """Returns what a record says; `ValueError` if its configuration does not fit the implementation."""
+    config = config_of(record, implementation)
     if config is not None:
         sizes = tuple(sorted(record.exact.get("dims", {}).items()))
         return Known(config, tuple(sorted(record.ms.items())), origin, sizes=sizes)
@@ -115,8 +116,8 @@ def fitting(
                     f"is of version {record.version} of the kernels, this package has {implementation.version}"
                 )
             if record.version == implementation.version:
-                known = known_of(record, config_of(record, implementation), origin(record))
-                table[implementation.platform, record.problem] = known
+                place = implementation.platform, record.problem
+                table[place] = known_of(record, implementation, origin(record))
         except ValueError as error:
             refused.append(f"{record.problem}: {error}")
     if refused:

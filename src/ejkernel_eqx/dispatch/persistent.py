@@ -10,7 +10,7 @@ from .cache_file import Content
 from .cache_file import PersistentCache as PersistentCache
 from .device import device_fingerprint, DeviceFacts
 from .environment import declare
-from .known import config_of, fitting, known_of, memory_cache, Table
+from .known import fitting, known_of, memory_cache, Table
 from .problem import Problem
 from .records import Record as Record
 from .records import record_key as record_key
@@ -94,7 +94,7 @@ def lookup(implementation: Implementation, problem: Problem, device: DeviceFacts
 
 def store(implementation: Implementation, record: Record, device: DeviceFacts) -> None:
     """Adds a record to this process's memory and to the user's table."""
-    known = known_of(record, config_of(record, implementation), _origin(record))
+    known = known_of(record, implementation, _origin(record))
     memory_cache.put(implementation.platform, record.problem, known)
     user_cache(device, implementation.core).put(record)
 

@@ -138,6 +138,14 @@ class Implementation:
         make = _load(self.workload) if isinstance(self.workload, str) else self.workload
         return make(self, problem) if make is not None else None
 
+    def config_unsupported(self, config: Any, problem: Problem, device: DeviceFacts) -> str | None:
+        """The reason why a configuration cannot run, as far as can be told without compiling; `None` if no reason is known."""
+        return self.hooks.config_unsupported(config, problem, device)
+
+    def adapted(self, config: Any, problem: Problem, device: DeviceFacts) -> Any:
+        """A configuration measured at another shape or on another device, adapted to this one."""
+        return self.hooks.adapted(config, problem, device)
+
     def unusable(self, device: DeviceFacts) -> str | None:
         """The reason why this platform cannot run on the device; `None` if it can."""
         if self.backend is not Backend.ANY and self.backend is not device.backend:

@@ -312,7 +312,7 @@ def _if_it_runs(
     """The answer if it applies to exactly this problem, since it may have been measured at another length with the same key."""
     if known.config is None:
         return known
-    reason = implementation.hooks.config_unsupported(known.config, problem, snapshot.device)
+    reason = implementation.config_unsupported(known.config, problem, snapshot.device)
     return known if reason is None else None
 
 

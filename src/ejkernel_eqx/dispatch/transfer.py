@@ -52,8 +52,8 @@ def nearest(
         if away <= MAX_DISTANCE:
             near.append((away, sorted(other.items()), known))
     for away, sizes, known in sorted(near, key=lambda found: found[:2]):
-        config = implementation.hooks.adapted(known.config, problem, device)
-        if implementation.hooks.config_unsupported(config, problem, device) is None:
+        config = implementation.adapted(known.config, problem, device)
+        if implementation.config_unsupported(config, problem, device) is None:
             source = f" ({known.origin})" if known.origin else ""
             origin = known.origin if away == 0 else f"from the nearest shape: {_shape(sizes)}{source}"
             return Known(config, (), origin)
@@ -80,7 +80,7 @@ def nearest_comparison(
             break
         pair = mine[sizes], theirs[sizes]
         runs = (
-            i.hooks.config_unsupported(known.config, problem, device) is None
+            i.config_unsupported(known.config, problem, device) is None
             for i, known in zip(implementations, pair)
         )
         found = compared(*pair, direction)

@@ -239,7 +239,7 @@ def opaque(
 
     Equal names denote the same axis. Names `H<n>` are n heads; they are split over devices together if every output has them and all
     counts divide. `split` determines the meshes on which it is split over devices; `summed`, `sliced` and `pinned` are as in
-    `parallel.partitioned`. `seen`: the compiler sees into the function after all, so it may run where only some axes of a mesh are manual.
+    `Layout`. `seen`: the compiler sees into the function after all, so it may run where only some axes of a mesh are manual.
     The `whole` broadcast arrays are materialised when `jax.vmap` maps others, because a gradient is needed for every example.
     """
 

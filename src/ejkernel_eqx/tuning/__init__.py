@@ -2,7 +2,6 @@
 
 from .measure import benchmark as benchmark
 from .measure import Timing as Timing
-from .options import current_options as current_options
 from .options import TuneOptions as TuneOptions
 from .options import tuning_options as tuning_options
 from .result import Measurement as Measurement

@@ -20,7 +20,7 @@ from ..dispatch import (
     Tier,
     to_dict,
 )
-from ..dispatch.known import config_of, known_of
+from ..dispatch.known import known_of
 from ..dispatch.persistent import made_with
 from .replace import map_plans, plans_of
 
@@ -135,9 +135,8 @@ def _known(snapshot: Snapshot, record: Record) -> tuple[Platform, Known]:
         raise ValueError(f"is a kernel of {snapshot.operation}, the choice is one of {record.operation}")
     if f'"operation":"{record.operation}"' not in record.problem:
         raise ValueError(f"its problem is none of {record.operation}: {record.problem!r}")
-    platform = next((p for p in Platform if p.value == record.platform), None)
-    implementation = None if platform is None else _implementation(snapshot, platform)
-    if platform is None or implementation is None:
+    implementation = _implementation(snapshot, record.platform)
+    if implementation is None:
         raise ValueError(f"the kernel does not run on {record.platform!r} here")
     reason = implementation.unusable(snapshot.device)
     if reason is not None:
@@ -149,12 +148,12 @@ def _known(snapshot: Snapshot, record: Record) -> tuple[Platform, Known]:
         )
     origin = f"{record.date}{_FROM_FILE}"
     if record.config is None and record.denied:
-        return platform, Known(None, (), origin, record.denied[0].reason)
-    return platform, known_of(record, config_of(record, implementation), origin)
+        return implementation.platform, Known(None, (), origin, record.denied[0].reason)
+    return implementation.platform, known_of(record, implementation, origin)
 
 
-def _implementation(snapshot: Snapshot, platform: Platform) -> Implementation | None:
-    return next((i for _, i in snapshot.asked if i.platform is platform), None)
+def _implementation(snapshot: Snapshot, platform: str) -> Implementation | None:
+    return next((i for _, i in snapshot.asked if i.platform == platform), None)
 
 
 def _read(tables: Any, refused: list[str]) -> Iterator[tuple[str, tuple[DeviceFacts, tuple[_Entry, ...]]]]:

@@ -21,7 +21,7 @@ def refusal(candidate: Candidate, config: Any, job: Job, workload: Any) -> Refus
     Its Triton launches are compiled for the device's architecture. None may take more shared memory than is available, and many
     register spills mean a slow kernel. Launches that the heuristic also makes do not count against a candidate.
     """
-    reason = job.implementation.hooks.config_unsupported(config, job.problem, job.device)
+    reason = job.implementation.config_unsupported(config, job.problem, job.device)
     if reason is not None:
         return Status.DENIED, reason
     target = job.options.target if job.options.target is not None else target_for(job.device)

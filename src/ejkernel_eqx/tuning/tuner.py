@@ -280,6 +280,6 @@ def answer(
         record = lookup(implementation, problem, device or device_facts()) if result.measurements else None
         known = Known(result.config, origin="the only candidate")
         if record is not None:
-            known = known_of(record, result.config, "tuned before")
+            known = known_of(record, implementation, "tuned before")
         memory_cache.put(*place, known)
     return known
