@@ -1,6 +1,7 @@
 """The Triton kernels of all members that they take, interpreted."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from tests.compiled import executed
 from tests.recurrence.cases import Case, CASES, CLOSED, CONSTANT, EMPTY, KEY, make, NONE, SCALAR, VALUE
 from tests.tolerances import assert_close
 
