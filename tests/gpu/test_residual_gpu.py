@@ -11,6 +11,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models.vocabulary import embed
+from tests.agreement import assert_agrees
 from tests.gpu.host import candidates, example_problem, on_host
 from tests.losses import cases as losses
 from tests.residual import cases
@@ -35,7 +36,7 @@ def test_norm_of_a_sum(name):
     inputs, cotangents = cases.make(case)
     op = ejx.ResidualRMSNorm(platform="triton")
     found = cases.results(op, inputs, cotangents)
-    cases.assert_agrees(case, found, on_host(cases.exact, inputs, cotangents))
+    assert_agrees(case, found, on_host(cases.exact, inputs, cotangents))
     for name, x in cases.results(op, inputs, cotangents).items():
         np.testing.assert_array_equal(np.asarray(x), np.asarray(found[name]), err_msg=name)
 
@@ -46,9 +47,7 @@ def test_every_candidate():
     expected = on_host(cases.exact, inputs, cotangents)
     problem = example_problem(NEEDS, dict(B=2, M=700, F=1024), case.dtype, {})
     for config in candidates(NEEDS, problem):
-        cases.assert_agrees(
-            case, cases.results(ejx.ResidualRMSNorm(config=config), inputs, cotangents), expected
-        )
+        assert_agrees(case, cases.results(ejx.ResidualRMSNorm(config=config), inputs, cotangents), expected)
 
 
 @pytest.mark.parametrize("name", losses.CASES)

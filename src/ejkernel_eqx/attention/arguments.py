@@ -130,7 +130,7 @@ def arranged(
         left=lowered.left,
         right=lowered.right,
         offset=lowered.offset,
-        dropout_rate=0.0 if scoring.inference else float(options.dropout_rate),
+        dropout_rate=0.0 if options.dropout_rate == 0 or scoring.inference else float(options.dropout_rate),
         deterministic=options.deterministic,
         return_lse=scoring.return_lse,
         same_segments=aligned and q_segments is not None and q_segments is kv_segments,

@@ -402,13 +402,21 @@ def forward(arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig) -> 
 
 
 def backward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: XlaConfig, *results: Any, key_dtype: Any = None
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: XlaConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array | None,
+    *,
+    key_dtype: Any = None,
 ) -> AttentionGrads:
     """Cotangents of the differentiable arrays, from the results of `forward` and their cotangents: `out`, `lse`, `dout` and `dlse`, which may be
     `None`. That of the keys may have a dtype of its own."""
     call = _Call(arrays, spec, config.backward)
     given, arrays = arrays, call.arrays
-    out, lse, dout, dlse = xla_symbols.whole_rows(*results, tile=config.backward)
+    out, lse, dout, dlse = xla_symbols.whole_rows(out, lse, dout, dlse, tile=config.backward)
     given_lse, (by_row, empty) = lse, row_terms(arrays, out, lse, dout, dlse)
     q, do = _cleaned(call, empty, dout)
     lse, delta = call.per_head(lse), call.per_head(by_row)

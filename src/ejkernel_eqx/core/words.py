@@ -44,6 +44,8 @@ def read_flags(flags: Mapping[str, Any], choices: Mapping[str, Sequence[Any]]) -
         raise ValueError(
             f"flags: expected some of {', '.join(sorted(choices))}, received {', '.join(unknown)}{nearest(unknown[0], choices)}"
         )
+    # The command line reads the word `none` as None.
+    flags = {name: "none" if x is None and "none" in choices[name] else x for name, x in flags.items()}
     for name, value in flags.items():
         # `1 in SWITCH` would be true.
         known = [value is choice or (isinstance(choice, str) and value == choice) for choice in choices[name]]

@@ -222,10 +222,16 @@ def forward(
 
 
 def backward(
-    arrays: AttentionArrays, spec: AttentionSpec, config: TritonConfig, *known: Array
+    arrays: AttentionArrays,
+    spec: AttentionSpec,
+    config: TritonConfig,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array,
 ) -> AttentionGrads:
     """All gradients, from the results and their cotangents; bitwise repeatable, as every sum has one fixed order."""
-    return gradients(arrays, spec, config, *known)[0]
+    return gradients(arrays, spec, config, out, lse, dout, dlse)[0]
 
 
 def gradients(
