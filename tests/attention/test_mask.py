@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Mask
+from tests.arrays import normal
 from tests.attention.dense import cotangents, exact
 from tests.attention.patterns import PATTERNS
 from tests.attention.patterns import S as KEYS
@@ -230,7 +231,7 @@ def test_in_jit_and_vmap():
         traces.append(mask)
         return ejx.FlashAttention()(x, x, x, mask=mask)
 
-    x = jax.random.normal(jax.random.key(0), (2, 6, 2, 8))
+    x = normal(0, (2, 6, 2, 8))
     for ids in (IDS[0], IDS[0][::-1]):
         mask = Mask.causal() & Mask.from_segments(ids)
         dense = np.broadcast_to(mask.as_array(6, 6), (2, 2, 6, 6))
@@ -243,7 +244,7 @@ def test_in_jit_and_vmap():
 @pytest.mark.slow
 def test_traced_sizes():
     """A scan over layers with local and global windows, and sizes mapped over: as the same numbers written in."""
-    x = jax.random.normal(jax.random.key(0), (2, 9, 2, 8))
+    x = normal(0, (2, 9, 2, 8))
     attention = ejx.FlashAttention(causal=True)
     windows, chunks = jnp.array([2, 2**31 - 1, 0]), jnp.array([4, 3, 2**30])
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
+from tests.arrays import normal
 from tests.attention.cases import Case, EVERYTHING
 from tests.attention.dense import quick
 from tests.attention.kernels import check_kernels
@@ -70,10 +71,7 @@ def test_agrees_with_reference(name):
 # Operations
 
 
-GIVEN = [
-    jax.random.normal(n, (2, 150, heads, 16))
-    for n, heads in zip(jax.random.split(jax.random.key(0), 3), (4, 2, 2), strict=True)
-]
+INPUTS = [normal(n, (2, 150, heads, 16)) for n, heads in enumerate((4, 2, 2))]
 
 
 def agrees(ours: Any, theirs: Any, *given: Any) -> None:
@@ -111,7 +109,7 @@ def test_block_sparse_attention(case):
         mapped = lambda *given: module(*given, return_lse=True)
         return jax.vmap(mapped) if case == "crossed" else mapped
 
-    agrees(call("pallas-interpret"), call("xla"), *GIVEN)
+    agrees(call("pallas-interpret"), call("xla"), *INPUTS)
 
 
 @pytest.mark.slow
@@ -128,7 +126,7 @@ def test_over_devices(kind):
     ours, theirs = calls.values()
     if kind == "shard_map":
         ours = jax.shard_map(ours, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec, spec))
-    agrees(ours, theirs, *(jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in GIVEN))
+    agrees(ours, theirs, *(jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in INPUTS))
 
 
 def test_what_it_does_not_take():

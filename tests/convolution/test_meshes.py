@@ -9,17 +9,13 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from tests import meshes
+from tests.arrays import normal
 from tests.meshes import HEADS, ROWS
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
-
 
 TOKENS = P(ROWS, None, HEADS)
 SPECS = {"x": TOKENS, "weight": P(HEADS, None), "bias": P(HEADS), "initial_state": TOKENS}
 SIZES = {"x": (2, 9, 32), "weight": (32, 3), "bias": (32,), "initial_state": (2, 2, 32)}
-INPUTS = {name: normal(n, *size) for n, (name, size) in enumerate(SIZES.items())}
+INPUTS = {name: normal(n, size) for n, (name, size) in enumerate(SIZES.items())}
 
 
 @pytest.mark.few(1)

@@ -12,6 +12,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
+from tests.arrays import normal
 
 ROPE = ejx.nn.RotaryEmbedding(8)
 FULL = LayerConfig("attention", {"num_heads": 4, "num_kv_heads": 2, "rope": ROPE}, MLPConfig(40))
@@ -74,7 +75,7 @@ def test_layers_of_a_stack_differ():
 def test_scales_of_residual_and_branch():
     """Each is of the normed features, which are the residual too."""
     layer: Any = Decoder(DecoderConfig(50, 32, (LIGHTNING,)), key=jax.random.key(3)).layer(0)
-    x = jax.random.normal(jax.random.key(1), (1, 4, 32))
+    x = normal(1, (1, 4, 32))
     normed = lambda norm, x: jax.vmap(jax.vmap(norm))(x)
     x_normed = normed(layer.mixer_norm, x)
     y = 2.0 * x_normed + 0.5 * layer.mixer(x_normed)

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import ejkernel_eqx as ejx
 from ejkernel_eqx import models
 from tests import meshes
+from tests.arrays import normal
 
 reorder_sequence = ejx.sequences.reorder_sequence
 ROOT = pathlib.Path(__file__).parents[2]
@@ -243,7 +244,7 @@ BY_LENGTH = ejx.nn.DynamicScaling(2.0, 16)
 def test_positions_of_tokens_that_are_split(kind, order, scaling, platform):
     """Rows with padding on the left and on the right, whose first real token has position 0."""
     devices, rope = 4, ejx.nn.RotaryEmbedding(8, scaling=scaling)
-    x = jax.random.normal(jax.random.key(2), (2, TOKENS, WIDTH))
+    x = normal(2, (2, TOKENS, WIDTH))
     at = np.arange(TOKENS)
     real = np.stack([at >= 7, at < 33])
     build = lambda **options: eqx.tree_at(lambda layer: layer.rope, layer_of(**options), rope)
@@ -268,7 +269,7 @@ def test_positions_of_tokens_that_are_split(kind, order, scaling, platform):
 def test_a_cache_is_not_split():
     layer, plain = layer_of(sequence_axis="sequence"), layer_of()
     mesh = jax.make_mesh((4,), ("sequence",), devices=jax.devices()[:4])
-    x = jax.random.normal(jax.random.key(2), (2, 6, WIDTH))
+    x = normal(2, (2, 6, WIDTH))
     placed = jax.device_put(x, NamedSharding(mesh, P()))
 
     @eqx.filter_jit

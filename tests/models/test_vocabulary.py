@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel_eqx.models import vocabulary
 from tests import meshes
+from tests.arrays import normal
 from tests.meshes import HEADS, ROWS
 
 
@@ -39,7 +40,7 @@ def test_rows_of_a_small_vocabulary(on_gpu):
 @meshes.everywhere
 def test_embedding_and_logits(kind, layout):
     mesh = meshes.mesh_of(kind)
-    table = jax.random.normal(jax.random.key(0), (12, 8))
+    table = normal(0, (12, 8))
     ids = jnp.arange(20).reshape(4, 5) % 12
 
     def everything(table, ids):

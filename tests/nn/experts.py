@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel_eqx import nn
+from tests.arrays import normal
 
 EMBED, HIDDEN = 12, 20
 
@@ -32,7 +33,7 @@ def build(name: str, **options: Any) -> nn.MixtureOfExperts:
     new: dict[str, Any] = {"weight": 3 * gate.weight}
     for i, kind in enumerate(("bias", "e_score_correction_bias")):
         if (bias := getattr(gate, kind)) is not None:
-            new[kind] = 0.3 * jax.random.normal(jax.random.key(i), bias.shape, bias.dtype)
+            new[kind] = 0.3 * normal(i, bias.shape, bias.dtype)
     gate = _with(gate, new)
     # Activations are clamped, and results are as small as those of the others: the loss is not steep.
     large = {"gate_proj": 8 * experts.gate_proj, "down_proj": experts.down_proj / 8}
@@ -47,7 +48,7 @@ def _with(module: Any, new: dict[str, Any]) -> Any:
 
 
 def inputs(*lead: int, dtype: Any = jnp.float32) -> Any:
-    return jax.random.normal(jax.random.key(11), (*lead, EMBED)).astype(dtype)
+    return normal(11, (*lead, EMBED)).astype(dtype)
 
 
 def chosen(layer: nn.MixtureOfExperts, x: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ import pytest
 
 from ejkernel_eqx import RaggedBatch
 from ejkernel_eqx.nn import alibi_slopes, MultiHeadAttention
+from tests.arrays import normal
 from tests.nn import published
 from tests.nn.checks import needs_triton, refuses
 from tests.tolerances import assert_close
@@ -28,7 +29,7 @@ def _call(layer, x, cache=None, **given):
 
 
 def _x(*shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(1), shape, dtype)
+    return normal(1, shape, dtype)
 
 
 def _expected(layer, x, slopes):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import LinearScaling, MultiHeadAttention, RotaryEmbedding, YarnScaling
+from tests.arrays import normal
 from tests.nn.checks import in_pieces
 from tests.tolerances import assert_close
 
@@ -35,7 +36,7 @@ def _layer(name, **changes):
 
 
 def _x(tokens=TOKENS, rows=ROWS):
-    return jax.random.normal(jax.random.key(1), (rows, tokens, EMBED))
+    return normal(1, (rows, tokens, EMBED))
 
 
 @eqx.filter_jit
@@ -93,7 +94,7 @@ def test_padded_prompts_then_rows_at_different_positions(name, side):
 
 def test_mask_and_bias_with_a_cache_span_its_slots():
     layer, x = _layer("plain"), _x()
-    bias = jax.random.normal(jax.random.key(4), (4, TOKENS, TOKENS))
+    bias = normal(4, (4, TOKENS, TOKENS))
     mask = jax.random.bernoulli(jax.random.key(5), 0.7, (TOKENS, TOKENS)) | jnp.eye(TOKENS, dtype=bool)
     cache, pieces = layer.init_cache(ROWS, TOKENS), []
     for t in range(0, TOKENS, 2):

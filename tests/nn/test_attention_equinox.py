@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import MultiHeadAttention
+from tests.arrays import normal
 from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
@@ -78,7 +79,7 @@ def test_under_vmap_as_a_batch_and_with_padded_keys(enable_x64):
 @pytest.mark.slow
 def test_dropout_and_its_flag_come_along():
     theirs, ours = _pair("one size", dropout_p=0.5)
-    x = jax.random.normal(jax.random.key(1), (6, 12))
+    x = normal(1, (6, 12))
     call = lambda m, **how: m(x, kv_input=x, **how)
     assert not np.array_equal(call(ours, key=jax.random.key(0)), call(ours, inference=True))
     still = MultiHeadAttention.from_equinox(eqx.nn.inference_mode(theirs))

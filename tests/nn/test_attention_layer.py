@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import MultiHeadAttention, RotaryEmbedding
+from tests.arrays import normal
 from tests.tolerances import assert_close
 
 
@@ -16,7 +17,7 @@ def _layer(seed=0, **changes):
 
 
 def _x(shape=(3, 11, 32)):
-    return jax.random.normal(jax.random.key(1), shape)
+    return normal(1, shape)
 
 
 @eqx.filter_jit
@@ -43,7 +44,7 @@ def test_jit_traces_once():
 
 def test_cross_attention():
     layer = MultiHeadAttention(32, num_heads=4, kv_embed_dim=20, causal=False, key=jax.random.key(0))
-    x, memory = _x(), jax.random.normal(jax.random.key(2), (3, 7, 20))
+    x, memory = _x(), normal(2, (3, 7, 20))
     y = _call(layer, x, kv_input=memory)
     real = jnp.arange(7)[None] < jnp.array([7, 2, 5])[:, None]
     poisoned = jnp.where(real[..., None], memory, jnp.nan)

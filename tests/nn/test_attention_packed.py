@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import DynamicScaling, MultiHeadAttention, RotaryEmbedding
+from tests.arrays import normal
 from tests.nn.checks import refuses
 from tests.tolerances import assert_close
 
@@ -29,7 +30,7 @@ def _layer(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_sequence_is_alone(name):
     layer = _layer(name)
-    x = jax.random.normal(jax.random.key(1), (17, EMBED)).at[13:].set(jnp.nan)
+    x = normal(1, (17, EMBED)).at[13:].set(jnp.nan)
     offsets = jnp.asarray(OFFSETS)
 
     @eqx.filter_jit
@@ -51,7 +52,7 @@ def test_each_sequence_is_alone(name):
 @pytest.mark.slow
 def test_given_positions_replace_those_of_the_sequences():
     layer, parts = _layer("by length"), [slice(0, 5), slice(5, 12), slice(12, 13)]
-    x = jax.random.normal(jax.random.key(1), (13, EMBED))
+    x = normal(1, (13, EMBED))
     positions = jnp.asarray(np.concatenate([np.arange(5), 9 + np.arange(7), [3]]))
     y = layer(x, cu_seqlens=jnp.asarray(OFFSETS), positions=positions)
     assert_close(y, jnp.concatenate([layer(x[part], positions=positions[part]) for part in parts]))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel_eqx.nn import Llama3Scaling, MultiHeadAttention, RotaryEmbedding, YarnScaling
+from tests.arrays import normal
 from tests.nn import published
 from tests.tolerances import assert_close
 
@@ -98,7 +99,7 @@ def loaded(name, dtype=jnp.float64, scale=3.0):
     values = {key: jnp.asarray(value, dtype) for key, value in weights.items()}
     if name == "qwen3-next":
         values |= {key: 1 + values[key] for key in ("q_norm.weight", "k_norm.weight")}
-    x = jax.random.normal(jax.random.key(8), (2, case.tokens, case.embed_dim), jnp.float64)
+    x = normal(8, (2, case.tokens, case.embed_dim), jnp.float64)
     return by_name(layer, values), weights, x, jax.vmap(case.formulas, in_axes=(None, 0))
 
 
@@ -106,7 +107,7 @@ def loaded(name, dtype=jnp.float64, scale=3.0):
 @pytest.mark.parametrize("name", CASES)
 def test_output_and_every_gradient(enable_x64, name):
     layer, weights, x, formulas = loaded(name)
-    cotangent = jax.random.normal(jax.random.key(9), x.shape, x.dtype)
+    cotangent = normal(9, x.shape, x.dtype)
 
     @eqx.filter_jit
     def ours(layer, x):

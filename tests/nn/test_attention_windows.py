@@ -8,6 +8,7 @@ import pytest
 
 from ejkernel_eqx import Buckets, Mask, PagedKVCache, RaggedBatch, RaggedPagedAttention, UnifiedAttention
 from ejkernel_eqx.nn import LinearScaling, MultiHeadAttention, RotaryChoice, RotaryEmbedding
+from tests.arrays import normal
 from tests.nn.checks import needs_triton, refuses
 from tests.tolerances import assert_close
 
@@ -30,7 +31,7 @@ def _written_out(**options):
 
 
 def _x(*shape):
-    return jax.random.normal(jax.random.key(1), (*shape, EMBED))
+    return normal(1, (*shape, EMBED))
 
 
 def _scan(layers, x, caches=None, **given):

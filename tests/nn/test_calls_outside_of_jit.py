@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.nn import MultiHeadAttention
+from tests.arrays import normal
 from tests.nn.recurrent_layers import build, inputs
 from tests.tolerances import assert_close
 
@@ -38,7 +39,7 @@ def counted(calls) -> MultiHeadAttention:
 
 
 LAYER = MultiHeadAttention(16, num_heads=2, key=jax.random.key(0))
-X = jax.random.normal(jax.random.key(1), (2, 5, 16))
+X = normal(1, (2, 5, 16))
 
 
 def test_python_runs_once_for_a_shape():

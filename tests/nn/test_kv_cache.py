@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import KVCache
+from tests.arrays import normal
 
 
 def _new(tokens, batch=(3,), heads=2, dim=4, seed=0):
@@ -128,7 +129,7 @@ def test_a_cache_inside_shard_map_is_checked():
 
 def test_gradient_passes_through():
     k, v = _new(3)
-    weight = jax.random.normal(jax.random.key(5), (3, 5, 2, 4))
+    weight = normal(5, (3, 5, 2, 4))
 
     def loss(k):
         cache = KVCache.init((3,), 5, 2, 4).append(k, v, new_lengths=jnp.array([3, 1, 0]))

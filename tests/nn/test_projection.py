@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.nn.projection import project, project_apart, project_parts, project_together
+from tests.arrays import normal
 from tests.meshes import COLLECTIVE
 from tests.nn.checks import refuses
 from tests.recurrence.quick import quick
@@ -166,7 +167,7 @@ def test_a_bias_has_a_gradient_summed_in_float32(dtype):
 )
 def test_parts_of_a_projection(tokens, biased, mapped):
     linear = eqx.nn.Linear(IN, 3 * 8, use_bias=biased, key=jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (2, tokens, IN))
+    x = normal(1, (2, tokens, IN))
     layer = eqx.nn.Lambda(linear) if mapped else linear
     whole = project("in_proj", linear, x, 24).reshape(2, tokens, 3, 8)
     expected = [part.reshape(2, tokens, -1) for part in jnp.split(whole, [1, 5], axis=-1)]
@@ -186,7 +187,7 @@ def test_narrow_projections_together(tokens, other):
         narrow["b"] = eqx.nn.Linear(IN, 4, use_bias=False, dtype=jnp.bfloat16, key=jax.random.key(1))
     if other == "mapped":
         narrow["b"] = eqx.nn.Lambda(narrow["b"])
-    x = jax.random.normal(jax.random.key(1), (2, tokens, IN))
+    x = normal(1, (2, tokens, IN))
     for name, part in zip(narrow, project_together(narrow, x, (4, 4)), strict=True):
         assert_close(part, np.asarray(project(name, narrow[name], x, 4), np.float64))
 
@@ -198,7 +199,7 @@ def test_parts_of_any_number_of_tokens():
     of_any = jax.ShapeDtypeStruct(export.symbolic_shape(f"b, t, {IN}"), jnp.float32)
     program = export.export(jax.jit(call))(of_any)
     for shape in ((1, 1, IN), (2, 30, IN)):
-        x = jax.random.normal(jax.random.key(2), shape)
+        x = normal(2, shape)
         for part, expected in zip(program.call(x), call(x), strict=True):
             assert_close(part, expected)
 
@@ -228,7 +229,7 @@ class Multiplied(eqx.Module):
 def test_a_kernel_in_the_place_of_a_projection_whose_input_is_computed_again():
     layer = ejx.nn.GatedDeltaNet(IN, num_k_heads=1, head_dim=16, key=jax.random.key(0))
     product = Multiplied(layer.out_proj.weight.T, ejx.GroupedMatmul(platform="pallas-interpret"))
-    x = jax.random.normal(jax.random.key(1), (3, IN))
+    x = normal(1, (3, IN))
     gradient = jax.jit(jax.grad(lambda x, layer: jnp.sum(jnp.sin(layer(x)))))
     found = gradient(x, eqx.tree_at(lambda m: m.out_proj, layer, product))
     assert_close(found, np.asarray(gradient(x, layer), np.float64), kind="gradient")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import KVCache, MultiHeadAttention, RollingKVCache, RotaryEmbedding
+from tests.arrays import normal
 from tests.nn.checks import in_pieces, refuses
 from tests.recurrence.quick import quick
 from tests.tolerances import assert_close
@@ -31,7 +32,7 @@ def _layer(name="rope", **changes):
 
 
 def _x(tokens, rows=ROWS):
-    return jax.random.normal(jax.random.key(1), (rows, tokens, EMBED))
+    return normal(1, (rows, tokens, EMBED))
 
 
 @eqx.filter_jit

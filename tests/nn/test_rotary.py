@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import RotaryEmbedding, YarnScaling
+from tests.arrays import normal
 from tests.nn import published
 from tests.tolerances import assert_close
 
@@ -12,7 +13,7 @@ FAR = np.array([0, 1, 2, 999, 1000, 40000])
 
 
 def _x(shape=(6, 3, 64), dtype=jnp.float64):
-    return jax.random.normal(jax.random.key(0), shape, dtype)
+    return normal(0, shape, dtype)
 
 
 def test_a_magnitude_that_is_given(enable_x64):

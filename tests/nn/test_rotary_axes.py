@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.nn import MultiHeadAttention, RotaryEmbedding
+from tests.arrays import normal
 from tests.nn import published
 from tests.nn.checks import refuses
 from tests.tolerances import assert_close
@@ -25,7 +26,7 @@ def test_each_pair_turns_by_its_axis(enable_x64, name, interleaved):
     section, turns, axes = AXES[name]
     sections: Any = {"mrope_section": section, "mrope_interleaved": turns}
     rope = RotaryEmbedding(20, rotary_dim=16, **sections, interleaved=interleaved)
-    x = jax.random.normal(jax.random.key(0), (5, 2, 20), jnp.float64)
+    x = normal(0, (5, 2, 20), jnp.float64)
     rotate = published.rotate_neighbours if interleaved else published.rotate_halves
     frequencies = published.inverse_frequencies(16, 10000.0)
     along = [rotate(x[..., :16], frequencies, positions) for positions in POSITIONS]
@@ -39,7 +40,7 @@ def test_each_pair_turns_by_its_axis(enable_x64, name, interleaved):
 
 def test_text_and_rows():
     rope, plain = RotaryEmbedding(16, mrope_section=(2, 3, 3)), RotaryEmbedding(16)
-    x = jax.random.normal(jax.random.key(0), (3, 5, 2, 16))
+    x = normal(0, (3, 5, 2, 16))
     assert np.array_equal(rope(x, offset=7), plain(x, offset=7))
     assert np.array_equal(rope(x, jnp.arange(5)), plain(x))
     rows = jnp.asarray(POSITIONS[:, None] + np.array([[0], [10], [20]]))  # [3, B, T]
@@ -53,7 +54,7 @@ def test_text_and_rows():
 def test_in_the_layer():
     rope = RotaryEmbedding(8, mrope_section=(2, 1, 1))
     layer = MultiHeadAttention(16, num_heads=2, rope=rope, key=jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (2, 5, 16))
+    x = normal(1, (2, 5, 16))
     positions = jnp.asarray(POSITIONS[:, None] + np.array([[0], [3]]))
     y = layer(x, positions=positions)
     assert_close(y[1], layer(x[1], positions=positions[:, 1]))

@@ -7,6 +7,7 @@ import pytest
 
 from ejkernel_eqx import RaggedBatch
 from ejkernel_eqx.nn import DynamicScaling, LongRopeScaling, MultiHeadAttention, RotaryEmbedding
+from tests.arrays import normal
 from tests.nn import published
 from tests.tolerances import assert_close
 
@@ -35,7 +36,7 @@ def _expected(name, x, positions):
 @pytest.mark.parametrize("name, tokens", [*((name, 6) for name in SCALINGS), ("dynamic", 23)])
 def test_lengths_are_those_of_the_rows(enable_x64, name, tokens):
     rope = RotaryEmbedding(8, scaling=SCALINGS[name])
-    x = jax.random.normal(jax.random.key(0), (2, tokens, 2, 8), jnp.float64)
+    x = normal(0, (2, tokens, 2, 8), jnp.float64)
     expected = jnp.stack([_expected(name, x[i], np.arange(tokens) + i) for i in range(2)])
     offset = jnp.arange(2)
     assert_close(rope(x, offset=offset), expected, name=name)
@@ -51,7 +52,7 @@ def test_each_row_of_a_step_has_the_factors_of_its_length(enable_x64, name):
     """One token for each row, before, at and after the length from which the other list counts; one row's does not reach the others."""
     rope = RotaryEmbedding(8, scaling=SCALINGS[name])
     places = np.array([0, 4, 5, 6, 100])
-    x = jax.random.normal(jax.random.key(0), (5, 1, 2, 8), jnp.float64)
+    x = normal(0, (5, 1, 2, 8), jnp.float64)
     expected = jnp.stack([_expected(name, x[i], np.array([place])) for i, place in enumerate(places)])
     assert_close(rope(x, offset=jnp.asarray(places)), expected, name=name)
     # The last row of a text that goes on: its earlier tokens are rotated anew by what it has become.
@@ -68,12 +69,12 @@ def _layer(name):
 @pytest.mark.parametrize("name", ["dynamic", "longrope, magnitude by length"])
 def test_padding_makes_no_row_longer(name):
     layer = _layer(name)
-    x = jax.random.normal(jax.random.key(1), (3, 9, 12))
+    x = normal(1, (3, 9, 12))
     real = jnp.asarray([[0] * 3 + [1] * 6, [1] * 5 + [0] * 4, [0] + [1] * 7 + [0]], bool)
     poisoned = jnp.where(real[..., None], x, jnp.nan)
     y = layer(poisoned, padding_mask=real)
     padded, cache = layer(poisoned, layer.init_cache(3, 12), padding_mask=real)
-    token = jax.random.normal(jax.random.key(2), (3, 1, 12))
+    token = normal(2, (3, 1, 12))
     last, _ = layer(token, cache)
     for row in range(3):
         alone, filled = layer(x[row][real[row]], layer.init_cache((), 12))
@@ -88,7 +89,7 @@ def test_padding_makes_no_row_longer(name):
 @pytest.mark.parametrize("name", ["dynamic", "longrope, magnitude by length"])
 def test_sequences_of_a_batch_have_their_own_lengths(name):
     layer = _layer(name)
-    x = jax.random.normal(jax.random.key(1), (11, 12))
+    x = normal(1, (11, 12))
     batch = RaggedBatch.build([8, 3], [8, 3], [[5, 2], [0]], page_size=4)
     y, _ = layer(x, layer.init_paged_cache(8, 4), batch=batch)
     assert_close(y[:8], layer(x[:8]))  # the longer list, the shorter one below

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx import nn
+from tests.arrays import normal
 
 LAYERS = {
     "attention": lambda key: nn.MultiHeadAttention(8, num_heads=2, key=key),
@@ -18,7 +19,7 @@ LAYERS = {
 )
 def test_padding_among_unsigned_ids(name, dtype):
     """The padding that a mask marks is no segment of its own number, which such ids cannot say by a negative one."""
-    layer, x = LAYERS[name](jax.random.key(0)), jax.random.normal(jax.random.key(1), (6, 8))
+    layer, x = LAYERS[name](jax.random.key(0)), normal(1, (6, 8))
     real, ids = np.array([0, 1, 1, 1, 1, 0], bool), np.array([0, 0, 0, 1, 1, 1])
     expected = layer(x, segment_ids=np.where(real, ids, -1))
     found = layer(x, padding_mask=real, segment_ids=ids.astype(dtype))

@@ -12,6 +12,7 @@ from ejkernel_eqx.core.workload import exact_results, Inputs
 from ejkernel_eqx.pooling.arguments import resolve
 from ejkernel_eqx.pooling.core import POOL
 from tests.agreement import assert_agrees, assert_same, platforms
+from tests.arrays import normal
 from tests.attention.dense import INTERPRET, quick
 from tests.pooling.cases import by_hand, Case, CASES, make, result_shape, results
 from tests.tolerances import assert_close
@@ -111,7 +112,7 @@ def test_composes(name, platform):
 
 
 def test_any_leading_axes():
-    x = jax.random.normal(jax.random.key(0), (6, 7, 4))
+    x = normal(0, (6, 7, 4))
     op, mask = ejx.MeanPooling(chunk_size=3, platform="xla"), jnp.arange(7) % 3 > 0
     out = op(x, mask=mask)
     np.testing.assert_array_equal(op(x.reshape(2, 3, 7, 4), mask=mask).reshape(out.shape), out)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ejkernel_eqx.recurrence import gates
+from tests.arrays import normal
 from tests.tolerances import assert_close
 
 EXTREMES = jnp.array([-1e4, -100.0, -20.0, -1e-6, 0.0, 1e-6, 20.0, 100.0, 1e4])
@@ -62,8 +63,8 @@ def test_gates_of_sixteen_bits_are_computed_in_float32():
 
 
 def test_derivatives_of_l2norm():
-    x = jax.random.normal(jax.random.key(0), (4, 5)) * jnp.array([[1.0], [1e-3], [30.0], [0.0]])
-    weight = jax.random.normal(jax.random.key(1), (4, 5))
+    x = normal(0, (4, 5)) * jnp.array([[1.0], [1e-3], [30.0], [0.0]])
+    weight = normal(1, (4, 5))
     plain = lambda x: x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
     of = lambda norm: lambda x: jnp.sum(weight * norm(x))
     squared = lambda norm: lambda x: jnp.sum(jax.grad(of(norm))(x) ** 2)

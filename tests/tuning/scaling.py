@@ -14,6 +14,7 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Plan, Problem, TuneOptions
+from tests.arrays import normal
 from tests.tuning.parts import kernel_scope, make_plan, TOLERANCES, Workload
 
 OPERATION = "tests.scaling"
@@ -43,7 +44,7 @@ def scaled(x: Array, config: ScaleConfig) -> Array:
 def workload(implementation: Any, problem: Problem) -> Workload:
     size, dtype = problem.dim("N"), problem.dtype("x")
     return Workload(
-        make_inputs=lambda seed: jax.random.normal(jax.random.key(seed), (size,), dtype),
+        make_inputs=lambda seed: normal(seed, (size,), dtype),
         run=lambda x, config: {"y": scaled(x, config)},
         reference=lambda x: {"y": 2 * x},
         tolerances={"y": TOLERANCES[dtype]["forward"]},

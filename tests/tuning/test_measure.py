@@ -11,6 +11,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx import TuneOptions, TuningError
 from ejkernel_eqx.tuning import inside_trace
+from tests.arrays import normal
 from tests.tuning.parts import measure
 
 FEW = {"samples": 3, "sample_ms": 0.5}
@@ -52,7 +53,7 @@ def test_launches_rotate_through_the_input_sets(monkeypatch):
 @pytest.mark.gpu
 def test_repeated_runs_are_neither_merged_nor_dropped():
     """A product of matrices stands in the program as often as it is run; on a GPU in the optimised one, too."""
-    x = jax.random.normal(jax.random.key(0), (64, 64))
+    x = normal(0, (64, 64))
     lowered = jax.jit(measure.repeated(lambda x: {"y": jnp.dot(x, x)}, 5)).lower(x)
     assert lowered.as_text().count("dot_general") == 5
     assert lowered.as_text().count("optimization_barrier") == 4

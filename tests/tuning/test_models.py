@@ -13,6 +13,7 @@ import pytest
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx import Platform
+from tests.arrays import normal
 from tests.tolerances import assert_close
 from tests.tuning.parts import memory_cache, plans_of, settle, Tier, tuner
 from tests.tuning.scaling import (
@@ -218,7 +219,7 @@ def test_tune_for_takes_the_same_path(tuned):
 
 
 def test_gradients_ask_for_no_problem_of_their_own(tuned):
-    q = jax.random.normal(jax.random.key(0), (16, 2, 8))
+    q = normal(0, (16, 2, 8))
     loss = lambda model, q: jnp.sum(model(q, q, q) ** 2)
     new = ejx.tune(
         ejx.FlashAttention(), q, call=eqx.filter_value_and_grad(lambda m, q: loss(m, q)), options=QUICK
