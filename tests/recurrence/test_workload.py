@@ -123,3 +123,12 @@ test_what_does_not_fit_is_told = workloads.refusals(
         (dict(T=4, H=4, D=8), {"beta": 1}, "beta"),
     ],
 )
+
+
+def test_none_is_a_word_of_the_command_line():
+    """It reads `--flag decay=none` as None."""
+    sizes = {"B": 1, "T": 8, "H": 2, "D": 16}
+    named = [example_problem("linear_attention", sizes, "float32", {"decay": x}) for x in ("none", None)]
+    assert named[0] == named[1] and dict(named[0].flags)["decay"] == "none"
+    with pytest.raises(ValueError, match="expected decay=none or decay=constant"):
+        example_problem("linear_attention", sizes, "float32", {"decay": False})

@@ -31,6 +31,7 @@ def advance(spec: CellSpec, x: Array, recurrent: Array, hidden: Array, cell: Arr
     if spec.cell == "gru":
         (xr, xz, xn), (ur, uz, un) = jnp.split(x, 3, -1), jnp.split(recurrent, 3, -1)
         r, z = gate(xr + ur), gate(xz + uz)
+        # The reset gate multiplies the product together with its bias, as in PyTorch.
         n = act(xn + r * un)
         return n + z * (hidden - n), cell
     i, f, g, o = jnp.split(x + recurrent, 4, -1)

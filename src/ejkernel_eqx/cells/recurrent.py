@@ -157,6 +157,7 @@ class Recurrent(Kernel):
         **Returns:** `(out, state)`: `[..., H]` in the dtype of `inputs`, and the new state (with `state_indices`, the whole pool).
         """
         inputs = array("inputs", inputs, "I")
+        # [*, I] to [*, 1, I]: a step is a call of one token.
         row = jnp.expand_dims(inputs, inputs.ndim - 1)
         parameters = Parameters(weight_hh, bias_hh, weight_ih, bias_ih)
         tokens = Tokens(state_indices=state_indices)

@@ -61,4 +61,5 @@ def _packed(arrays: CellArrays, spec: CellSpec) -> Named:
         return _row(arrays._replace(x=x, marks=marks, hidden=hidden, cell=cell, offsets=None), spec)
 
     results = jax.vmap(one)(jnp.arange(offsets.shape[0] - 1), arrays.hidden, arrays.cell)
+    # Every token is real in at most one sequence, so the sum selects its output.
     return results | {"out": results["out"].sum(0)}

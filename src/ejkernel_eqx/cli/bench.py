@@ -96,6 +96,7 @@ def run(options: argparse.Namespace) -> Outcome:
         for problem, several in zip(every, contenders)
     ]
     states = {contender.state for several in contenders for contender in several}
+    # Unsupported platforms are no failure, unless no platform at all was timed.
     failed = TIMED not in states or states & {WRONG, BROKEN}
     text = functools.partial(_text, [str(problem) for problem in every], results)
     return Outcome({"device": device_facts().kind, "results": results}, text, FAILED if failed else OK)
@@ -158,6 +159,7 @@ def _is_settled(snapshot: Snapshot, selection: Selection) -> bool:
     problem, hooks = selection.problem, selection.implementation.hooks
     known = snapshot.known_exactly(selection.platform, problem.key())
     is_known = known is not None and known[0].config == selection.config
+    # A single candidate leaves nothing to tune: it is final without a record.
     return is_known or set(hooks.candidates(problem, snapshot.device)) == {selection.config}
 
 
@@ -174,6 +176,7 @@ def record_of(problem: Problem, contender: Contender, known: Record | None = Non
         samples=min(len(timing.samples) for timing in timings.values()),
         errors=dict(contender.errors),
     )
+    # The tuner's times and rejections stay only with the configuration that they led to.
     if known is None or known.config != record.config:
         return record
     return dataclasses.replace(record, timed=known.timed, denied=known.denied)
@@ -184,10 +187,12 @@ def _kept(problem: Problem, contenders: Sequence[Contender]) -> dict[str, Any]:
     device, kept = device_facts(), []
     for contender in contenders:
         implementation = contender.implementation
+        # A configuration that is only a guess for this problem must not decide between platforms.
         if contender.state == TIMED and contender.settled and implementation is not None:
             record = record_of(problem, contender, lookup(implementation, problem, device))
             store(implementation, record, device)
             kept.append(contender.platform)
+    # The snapshot follows all stores, so that the choice shown is that of modules built later.
     taken = select(take_snapshot(problem.operation), problem)
     return {"kept": kept, "taken": taken.platform.value, "why": dict(taken.rejected)}
 
@@ -216,6 +221,7 @@ def _to_dict(problem: Problem, contender: Contender, others: Sequence[Contender]
     timings = {}
     for direction, timing in contender.timings.items():
         cost = contender.work.workload.costs.get(direction) if contender.work else None
+        # The platform is one of the others itself, so there is always a best time.
         best = min(other.timings[direction].ms for other in others if direction in other.timings)
         timings[direction] = {
             "ms": timing.ms,

@@ -53,6 +53,7 @@ class Row:
 
     @property
     def digest(self) -> str:
+        # The device is part of the hash, since records of several devices may have the same key.
         return hashlib.sha256(f"{self.device}/{self.record.key}".encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,16 +187,19 @@ def run_clear(options: argparse.Namespace) -> Outcome:
     matches = rows(options.operation, options.device)
     if matches and not options.yes:
         _confirm(count(len(matches), "record"), as_json=options.json)
+    # Each file is rewritten once, however many of its records go.
     by_path = {row.cache.path: row.cache for row in matches}
     for path, cache in by_path.items():
         keys = [row.record.key for row in matches if row.cache.path == path]
         cache.remove(keys)
+        # Removal in memory alone is no success, so the file is read back.
         exchange.check_written(cache, keys, there=False)
     document = {"removed": len(matches), "folder": str(cache_dir())}
     return Outcome(document, lambda: f"{count(len(matches), 'record')} removed from {cache_dir()}")
 
 
 def _confirm(number_of: str, as_json: bool) -> None:
+    # Nobody answers a question on a pipe, and `--json` promises one document only.
     if as_json or not sys.stdin.isatty():
         raise UsageError(
             f"clear would remove {number_of}: expected --yes, as standard input is not interactive; pass --yes to confirm."

@@ -40,6 +40,7 @@ _TABLES = ("tuned", "shipped", "borrowed")
 
 def run(options: argparse.Namespace) -> Outcome:
     problems: list[str] = []
+    # The other sections are reported also without a device: they help to find out why.
     device = None
     try:
         device = this_device()
@@ -145,6 +146,7 @@ def _cache(problems: list[str]) -> dict[str, Any]:
 
 def _writable(folder: pathlib.Path) -> bool:
     """Tells whether files can be created in the folder or else in its nearest existing parent."""
+    # The root is its own parent, which ends the search.
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
@@ -159,6 +161,7 @@ def _environment(problems: list[str]) -> list[dict[str, Any]]:
     rows = []
     for variable in env():
         row = {"name": variable.name, "text": variable.text, "description": variable.description}
+        # An invalid value stays None and becomes a problem; the other variables are still read.
         results = {"value": None, "default": variable.default}
         try:
             results["value"] = variable.read()

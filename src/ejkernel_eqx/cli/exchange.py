@@ -40,6 +40,7 @@ def write(path: str, records: Sequence[tuple[PersistentCache, Record]]) -> None:
     try:
         with replacing(path) as file:
             file.write((json.dumps(content, indent=1) + "\n").encode())
+    # Only a wrong path is an error of the command line; a full disk stays an `OSError`.
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise UsageError(
             f"FILE: expected a file name in an existing folder, received {path!r} ({error.strerror})."
@@ -51,6 +52,7 @@ def take(path: str, folder: pathlib.Path) -> tuple[dict[str, int], list[tuple[st
     the reason for each rejected record. Raises `UsageError` if `cache export` did not write the file."""
     counts = {"new": 0, "replaced": 0, "kept": 0}
     refused: list[tuple[str, str]] = []
+    # A bad table or entry is reported and skipped; the rest of the file is still taken.
     for n, table in enumerate(_read(path)):
         try:
             device, core = _place_of(table)
@@ -66,6 +68,7 @@ def take(path: str, folder: pathlib.Path) -> tuple[dict[str, int], list[tuple[st
                 refused.append((f"{device}/{core} entry {i}", str(error)))
                 continue
             known = cache.get(record.key)
+            # A record of the same date stays, so that a second import of a file changes nothing.
             fate = "new" if known is None else "kept" if known.date >= record.date else "replaced"
             counts[fate] += 1
             if fate != "kept":
@@ -110,6 +113,7 @@ def _place_of(table: Any) -> tuple[str, str]:
     """The device and the core of a table; `ValueError` if it is not a valid table."""
     is_table = isinstance(table, Mapping) and isinstance(table.get("entries"), list)
     place = (str(table.get("device")), str(table.get("core"))) if is_table else ("", "")
+    # Both names become parts of a path: they hold no separator and do not begin with a dot.
     if not all(_NAME.fullmatch(name) for name in place):
         raise ValueError(f"is not a table with a device, a core and entries: {place!r}")
     if not isinstance(table.get("header", {}), Mapping):
@@ -126,6 +130,7 @@ def _checked_record(entry: Any) -> Record:
         raise ValueError(f"its problem cannot be read: {error!r}") from None
     if problem.key() != record.problem or problem.operation != record.operation:
         raise ValueError("its key does not match its problem")
+    # Records of operations that are not registered here cannot be checked further, and pass.
     known = kernel_registry.list_operations()
     same = kernel_registry.ordered(record.operation) if record.operation in known else ()
     refused = []

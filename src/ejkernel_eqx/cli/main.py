@@ -40,6 +40,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Its result goes to standard output, everything else to standard error."""
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    # The flag is read before parsing, because errors of the parser are documents too.
     as_json = "--json" in typed
     try:
         options = parser().parse_args(typed)

@@ -71,6 +71,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Collectio
     # Break lines between words while that suffices.
     for narrowest in (words, [min(_NARROWEST, word) for word in words]):
         while sum(widths) > most and any(w > n for w, n in zip(widths, narrowest)):
+            # The widest column that can still shrink gives up one character.
             spare = [w if w > n else 0 for w, n in zip(widths, narrowest)]
             widths[spare.index(max(spare))] -= 1
     lines = [_line(header, header, widths, right), "  ".join("-" * width for width in widths)]
@@ -114,6 +115,7 @@ def number(value: float | None, digits: int = 4) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     whole = len(str(int(abs(value))))
+    # Zeros right behind the point are not significant digits.
     first = whole if abs(value) >= 1 or value == 0 else 1 + math.floor(math.log10(abs(value)))
     return f"{value:.{max(0, digits - first)}f}"
 

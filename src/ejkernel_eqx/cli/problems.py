@@ -82,6 +82,7 @@ def parse_flags(texts: Sequence[str]) -> dict[str, Any]:
 def _value(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
+    # Int goes first, because float would read whole numbers too.
     for kind in (int, float):
         try:
             return kind(text)
@@ -131,5 +132,6 @@ def implementations(operation: str, platforms: Sequence[str]) -> list[Implementa
     with user_input():
         if platforms:
             return [kernel_registry.get(operation, platform) for platform in dict.fromkeys(platforms)]
+        # Platforms of negative priority are used only by name.
         known = tuple(i for i in kernel_registry.ordered(operation) if i.priority >= 0)
         return list(of_device(known, device_facts()))

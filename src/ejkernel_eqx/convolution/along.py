@@ -32,4 +32,5 @@ def _kept(arrays: ConvArrays, held: int) -> Array:
         return jnp.full((*lead, 1), length, jnp.int32)
     enter_first, enter_end, first, end = (arrays.places.spans[..., i] for i in range(4))
     whole = (enter_first == first) & (enter_end == end)
+    # Where a segment begins on this device, nothing of the entering state is left after it.
     return jnp.where(whole, end - first, like(jnp.int32(held), end))

@@ -94,6 +94,7 @@ def resolve(
     if state is None:
         return Call(arrays, x.dtype, packing, frame.along)
     entering = state.astype(x.dtype)
+    # A row without offsets has one sequence: [*, K, C] to [*, 1, K, C].
     entering = entering if packing.offsets is not None else jnp.expand_dims(entering, -3)
     return Call(arrays._replace(initial_state=entering), state.dtype, packing, frame.along)
 
@@ -112,8 +113,10 @@ def places_of(packing: Packing, held: int) -> Places:
     order = scattered(goes, tokens)
     is_real = tokens < total
     if packing.offsets is not None:
+        # Places count real tokens, so padding before the first sequence is subtracted.
         offsets = packing.offsets.astype(jnp.int32) - packing.offsets[:1].astype(jnp.int32)
         ends = offsets[1:]
+        # Padding belongs to no sequence, but the last one keeps its indices valid.
         number = jnp.minimum(ended(ends, length), ends.shape[0] - 1)
         spans = jnp.stack([offsets[:-1], ends] * 2, -1)
         first, end = offsets[number], ends[number]
@@ -122,8 +125,10 @@ def places_of(packing: Packing, held: int) -> Places:
         assert packing.starts is not None
         taken = jnp.take_along_axis(packing.starts, order, axis)
         first = jnp.where(taken < 0, 0, jnp.take_along_axis(rank, jnp.maximum(taken, 0), axis))
+        # The final state is that of the last segment, which begins at the largest start.
         last = jnp.where(is_real, first, 0).max(axis, keepdims=True, initial=0)
         end = jnp.broadcast_to(total, real.shape)
+        # The initial state enters the first segment alone, and only the last one leaves a state.
         enter, leave = jnp.where(first == 0, 0, -1), jnp.where(first == last, 0, -1)
         first_end = jnp.where(is_real & (first == 0), tokens + 1, 0).max(axis, keepdims=True, initial=0)
         spans = jnp.concatenate([jnp.zeros_like(total), first_end, last, total], -1)[..., None, :]

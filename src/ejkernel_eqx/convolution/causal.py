@@ -105,6 +105,7 @@ class CausalConv1d(Kernel):
         arrays, final = call.arrays, None
         if call.along is not None:
             arrays, final = with_entering(call.along, arrays)
+        # A head that does not fit a program is normalised after the call instead.
         spec = ConvSpec(self.activation, self.norm_size if fits_kernels(self.norm_size) else None)
         inputs = by_head(arrays, spec)
         results = merged_results(CONVOLVE.call(self.plan, self.operation, inputs, spec), spec)

@@ -46,6 +46,7 @@ def _row(
             heads = y.reshape(-1, spec.norm_size)
             y = (heads / jnp.sqrt(jnp.sum(heads**2, -1, keepdims=True) + 1e-6)).reshape(channels)
         real = first >= 0
+        # Padding leaves the state as it is, and its output is 0.
         return jnp.where(real, window[1:], state), (jnp.where(real, y, 0.0), window[1:])
 
     along = (x[places.order].astype(wide), jnp.arange(length, dtype=jnp.int32), places.first, places.enter)

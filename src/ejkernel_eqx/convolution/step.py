@@ -13,9 +13,11 @@ def advance(
 ) -> tuple[Array, Array]:
     """`out [..., C]` and the new states, from the rows' own `state [..., K, C]` or from a pool of them."""
     wide = accumulator(x.dtype)
+    # Rows without a slot (-1) read slot 0; their results are dropped below.
     rows = state if indices is None else state[jnp.maximum(indices, 0)]
     window = jnp.concatenate([rows.astype(x.dtype), x[..., None, :]], -2)
     out = valid(window, weight.astype(wide), None if bias is None else bias.astype(wide), spec)
+    # The new state is the window without its oldest input.
     out, new = out[..., 0, :].astype(x.dtype), window[..., 1:, :].astype(state.dtype)
     if indices is None:
         return out, new

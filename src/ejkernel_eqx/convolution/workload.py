@@ -67,6 +67,7 @@ def _random(problem: Problem, size: dict[str, int], seed: int) -> ConvArrays:
 
 def _places(x: Any, weight: Any, size: dict[str, int], rng: np.random.Generator) -> dict[str, Any]:
     length = size["T"]
+    # Each row ends with some padding, as packed rows usually do.
     real = length - length // 16
     if size["N"] > 1:
         cuts = np.sort(rng.integers(0, real + 1, size["N"] - 1))

@@ -185,6 +185,7 @@ class AbsorbedLatentAttention(Kernel):
             dense = read_latents(latent, k_rope, q.shape[:-3])
             sizes = dense[0].shape[-1], dense[1].shape[-1]
         w_uk, w_uv = read_weights(w_uk, w_uv, q, sizes)
+        # With the weight in the queries, scores are products with the latents: `[..., T, H, R + Dr]`.
         if w_uk is not None:
             q = absorbed(q, w_uk)
         scoring = Scoring(return_lse, sinks)
@@ -194,6 +195,7 @@ class AbsorbedLatentAttention(Kernel):
             tokens = self._over_rows(q, dense[0], **rows)
             arrays, spec = pages.resolve_rows(q, dense, self.options, tokens, scoring)
         results: Any = finish(self.plan, arrays, spec)
+        # Only outputs are expanded: the weight of the values does not change the log-sum-exp.
         out, *lse = results if return_lse else (results,)
         out = out if w_uv is None else expanded(out, w_uv)
         return (out, *lse) if return_lse else out
@@ -215,6 +217,7 @@ class AbsorbedLatentAttention(Kernel):
             raise ValueError(
                 f"q: expected [tokens, heads, channels] with causal=False, received shape {q.shape}; use jax.vmap over leading axes."
             )
+        # As a sequence of its own, a query sees all keys of its sequence.
         return alone(arrays, causal=False), dataclasses.replace(spec, max_query_len=1)
 
     def _over_rows(
@@ -232,9 +235,12 @@ class AbsorbedLatentAttention(Kernel):
         start, lengths = read("q_starts", q_starts, 0, queries), read("kv_lengths", kv_lengths, keys, keys)
         count = read("q_lengths", q_lengths, queries, queries)
         if q_starts is not None:
+            # The default count includes queries before the start, which are not real.
             count = jnp.minimum(count, queries - start)
         if self.causal:
+            # Each row is one sequence: `[*B]` becomes `[*B, 1]`.
             return Tokens(start[..., None], count[..., None], max(queries, 1)), lengths[..., None]
+        # Each query is a sequence, `[*B, T]`, empty if it is not real.
         token = jnp.broadcast_to(jnp.arange(queries, dtype=jnp.int32), (*lead, queries))
         real = (token >= start[..., None]) & (token < (start + count)[..., None])
         every = jnp.broadcast_to(lengths[..., None], real.shape)

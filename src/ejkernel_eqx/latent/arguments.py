@@ -13,6 +13,7 @@ def read_expanded(q: Any, k: Any, k_rope: Any, v: Any) -> dict[str, Array]:
     q, k, v = array("q", q, "T H D"), array("k", k, "S H Dn"), array("v", v, "S H V")
     k_rope = array("k_rope", k_rope, "S Dr")
     _check_dtypes(q=q, k=k, k_rope=k_rope, v=v)
+    # Queries hold both parts, so their width less that of the rotary keys is that of the keys.
     lead, heads, nope = q.shape[:-3], q.shape[-2], q.shape[-1] - k_rope.shape[-1]
     if nope < 1 or k_rope.shape[-1] < 1:
         raise ValueError(
@@ -47,6 +48,7 @@ def read_latents(latent: Any, k_rope: Any, lead: tuple[int, ...]) -> tuple[Array
 def read_weights(w_uk: Any, w_uv: Any, q: Array, sizes: tuple[int, int]) -> tuple[Array | None, Array | None]:
     """The weights that a query and an output are multiplied by; `sizes`: those of a latent and of a rotary key."""
     heads, (latent, rope) = q.shape[-2], sizes
+    # Without the weight, queries are absorbed already and are as wide as a latent.
     nope = latent if w_uk is None else q.shape[-1] - rope
     if q.shape[-1] != nope + rope or nope < 1:
         raise ValueError(

@@ -25,6 +25,7 @@ def problem_of(operation: str, arrays: LatentArrays, spec: AttentionSpec) -> Pro
 def axes_of(arrays: LatentArrays, spec: AttentionSpec | None = None) -> dict[str, tuple[str, ...]]:
     """The axes after the leading ones, for every possible array and for the results."""
     axes = attention.axes_of(arrays.apart, spec)
+    # Keys have the heads of the values, and only the channels that heads do not share.
     return axes | {"k": ("S", axes["v"][1], "Dn"), "k_rope": ("S", "Dr")}
 
 

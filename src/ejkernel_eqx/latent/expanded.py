@@ -151,6 +151,7 @@ class MultiHeadLatentAttention(Kernel):
         platform, or not the requested one, supports the call.
         """
         inputs = read_expanded(q, k, k_rope, v)
+        # The module's own options are one more condition beside what the call hides.
         own = Mask(is_causal=self.causal, window=self.window)
         masking = MaskInputs(
             mask, segment_ids, kv_segment_ids, cu_seqlens, kv_cu_seqlens, q_lengths, kv_lengths, q_offset, own

@@ -26,6 +26,7 @@ class LatentArrays(namedtuple("LatentArrays", _FIELDS, defaults=AttentionArrays.
     def whole(self) -> AttentionArrays:
         """The arrays with the rotary keys repeated for every head, as dense attention takes them."""
         shape = (*self.k.shape[:-1], self.k_rope.shape[-1])
+        # Dense attention knows one width of keys, so the shared part is repeated: `[B, S, H, Dr]`.
         rope = jnp.broadcast_to(self.k_rope[..., None, :], shape)
         return self.apart._replace(k=jnp.concatenate([self.k, rope], axis=-1))
 

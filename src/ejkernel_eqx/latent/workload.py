@@ -30,6 +30,7 @@ def make_inputs(problem: Problem, seed: int) -> Inputs:
     """New inputs for every seed: those of attention, with the rotary keys of one head."""
     inputs, own = attention_inputs(problem, seed), problem.dim("D") - problem.dim("Dr")
     given: dict[str, Any] = inputs.arrays._asdict()
+    # The rotary part of the first head serves all heads.
     k = given.pop("k")
     return Inputs(LatentArrays(k=k[..., :own], k_rope=k[..., 0, own:], **given), inputs.cotangents)
 
@@ -38,6 +39,7 @@ def _reference(spec: AttentionSpec, inputs: Inputs) -> dict[str, Array]:
     """Results of the reference, in float32 or wider."""
     results = attention.by_row_and_head(spec, Inputs(inputs.arrays.whole, inputs.cotangents))
     dk, own = results.pop("k"), inputs.arrays.k.shape[-1]
+    # The shared part has a copy in every head, so its gradient is their sum.
     return results | {"k": dk[..., :own], "k_rope": dk[..., own:].sum(-2)}
 
 

@@ -193,6 +193,7 @@ def _checked_rows(rows: Array, given: Any, length: Any, sizes: Array, given_size
     """Indices are checked and arbitrary ones past the last group replaced."""
     place = jnp.arange(rows.shape[-1], dtype=jnp.int32)
     real = jax.lax.expand_dims(place, range(rows.ndim - 1)) < sizes.sum(-1, keepdims=True, dtype=jnp.int32)
+    # Indices past the last group may be anything, so they become row 0.
     rows = jnp.where(real, rows, 0)
     # Where some values are traced it is unknown which indices count.
     values, total = known(given), known(given_sizes)

@@ -18,6 +18,7 @@ def multiply(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, Array]:
     lhs = arrays.lhs
     if arrays.rows is not None:
         lhs = jnp.take_along_axis(lhs, jnp.where(real, arrays.rows[..., None], 0), -2)
+    # Rows past the last group may hold NaN, which a product with 0 would keep.
     lhs = jnp.where(real, lhs.astype(wide), 0)
 
     def total(right: Array, scale: Array | None, bias: Array | None) -> Array:

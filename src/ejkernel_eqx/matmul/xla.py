@@ -43,6 +43,7 @@ def default_config(problem: Problem, device: Any) -> XlaConfig:
 def candidates(problem: Problem, device: Any) -> list[XlaConfig]:
     """Configurations worth timing, the heuristic first: tiles of as many rows as a group has."""
     each = -(-problem.dim("M") // max(problem.dim("E"), 1))
+    # The smallest tile that holds an average group, or else the largest tile.
     near = min(bisect.bisect_left(_BLOCKS, each), len(_BLOCKS) - 1)
     order = (near, near - 1, near + 1, near - 2, near + 2)
     return [XlaConfig(_BLOCKS[i]) for i in order if 0 <= i < len(_BLOCKS)]

@@ -47,9 +47,11 @@ def collect(rows: Array, index: Array | None, sizes: Array, length: Any) -> Arra
     if index is None:
         return rows
     row = like(jnp.arange(index.shape[-1], dtype=sizes.dtype), sizes)
+    # Rows past the last group are sent past the end, where the sum drops them.
     index = jnp.where(row < jnp.sum(sizes, -1, dtype=sizes.dtype, keepdims=True), index, length)
 
     def add(rows: Array, index: Array) -> Array:
+        # The sum is in the wide dtype and rounded once, as many rows may take the same one.
         zeros = match_varying(jnp.zeros((length, rows.shape[-1]), accumulator(rows.dtype)), rows)
         return zeros.at[index].add(rows.astype(zeros.dtype), mode="drop").astype(rows.dtype)
 
@@ -109,9 +111,11 @@ def _transpose(
     """The transpose of a product. `of_second`: the product that the cotangent of the second operand is."""
     (cotangent,), (x, y, sizes, index) = cotangents, _split(operands)
     results: list[Any] = [None] * len(operands)
+    # A result that nothing reads costs no product.
     if isinstance(cotangent, ad.Zero):
         return results
     if ad.is_undefined_primal(x):
+        # A cotangent has the dtype of its operand, whatever that of the result.
         back = dataclasses.replace(form, dtype=x.aval.dtype.name, transposed=not form.transposed)
         moved, matrices = (cotangent, y) if of_second is groups else (y, cotangent)
         results[0] = collect(rows(moved, matrices, sizes, None, back), index, sizes, x.aval.shape[-2])

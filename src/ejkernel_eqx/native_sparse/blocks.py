@@ -25,6 +25,7 @@ class Tables(NamedTuple):
 
 def of_offsets(offsets: Array, length: int, block: int, span: int, stride: int) -> Tables:
     """`offsets [N + 1]`; tokens outside of them are padding."""
+    # Tokens past the last sequence read its entries, and `spans.real` hides what they find.
     sequence = jnp.minimum(ended(offsets[1:], length), max(offsets.shape[0] - 2, 0))
     spans = spans_of_offsets(offsets, length)
     return _of_sequences(offsets[:-1], offsets[1:], sequence, spans, block, span, stride)
@@ -35,8 +36,10 @@ def of_ids(ids: Array, most: int, block: int, span: int, stride: int) -> Tables:
     if ids.ndim > 1:
         return jax.vmap(lambda row: of_ids(row, most, block, span, stride))(ids)
     length, spans = ids.shape[0], spans_of_ids(ids)
+    # The count rises at the first token of each sequence, so all its tokens have one number.
     number = jnp.cumsum(spans.real & (spans.start == jnp.arange(length, dtype=jnp.int32)), dtype=jnp.int32)
     real = spans.real & (number <= most)
+    # Tokens of no sequence point past the end, where their writes are dropped.
     at = jnp.where(real, number - 1, most)
     starts = jnp.full(most, length, jnp.int32).at[at].set(spans.start, mode="drop")
     ends = jnp.full(most, length, jnp.int32).at[at].set(spans.end, mode="drop")
@@ -50,6 +53,7 @@ def _of_sequences(
     """The first token and the end of each sequence, `[N]`, and the sequence of each token, `[T]`."""
     (count,), (length,), sizes = starts.shape, sequence.shape, ends - starts
     base, begin = _placed(starts, -(-sizes // block), length // block + count, block, length)
+    # A compressed key needs a whole span, so a shorter sequence has none.
     compressed = jnp.maximum((sizes - span) // stride + 1, 0)
     most = num_compressed(length, span, stride, True)
     seen, compressed_begin = _placed(starts, compressed, most, stride, length)
@@ -67,6 +71,7 @@ def _placed(starts: Array, counts: Array, most: int, step: int, length: int) -> 
     sequence = ended(ends, most)
     is_used = sequence < counts.shape[0]
     sequence = jnp.minimum(sequence, max(counts.shape[0] - 1, 0))
+    # Without sequences there is no entry to read.
     if not counts.shape[0]:
         return before, jnp.full(most, length, jnp.int32)
     begin = starts[sequence] + (number - before[sequence]) * step
@@ -75,6 +80,7 @@ def _placed(starts: Array, counts: Array, most: int, step: int, length: int) -> 
 
 def num_compressed(length: int, span: int, stride: int, packed: bool) -> int:
     """The size of the axis of compressed keys, at least 1."""
+    # In a packed row the number is data, so the axis has room for the most that there can be.
     return max(1, length // stride if packed else (length - span) // stride + 1)
 
 
@@ -91,6 +97,7 @@ def tokens_of(x: Array, span: int, stride: int, begin: Array | None = None) -> A
     count = num_compressed(length, span, stride, begin is not None)
     if length == 0:
         return jnp.zeros((*lead, count, span, *x.shape[-2:]), x.dtype)
+    # Spans side by side are a reshape, which reads nothing twice.
     if begin is None and span == stride and length >= span:
         return x[..., : count * span, :, :].reshape(*lead, count, span, *x.shape[-2:])
     if begin is None:

@@ -25,6 +25,7 @@ def sliding(arrays: NativeArrays, spec: NativeSpec) -> tuple[AttentionArrays, At
     if arrays.position is None:
         return call, dataclasses.replace(own, left=spec.window - 1, right=0, offset=spec.offset)
     last = arrays.position
+    # The window must not reach into the sequence before.
     start = jnp.maximum(of_sequence(arrays.first), last - (spec.window - 1))
     return call._replace(rows=RowRanges(start, last + 1, last)), own
 
@@ -32,6 +33,7 @@ def sliding(arrays: NativeArrays, spec: NativeSpec) -> tuple[AttentionArrays, At
 def combine(gates: Array, results: dict[str, Array], dtype: Any) -> Array:
     """The sum of the branches' outputs under their gates. A branch in which a row sees nothing gives 0, whatever its gate."""
     wide = accumulator(dtype)
+    # The sum is kept in the accumulator's dtype and rounded once, at the end.
     total = jnp.zeros((), wide)
     for n, name in enumerate(BRANCHES):
         total += results[f"{name}_out"].astype(wide) * _gate(gates, results, n, wide)[..., None]
@@ -47,6 +49,7 @@ def split(
     for n, name in enumerate(BRANCHES):
         sees = _sees(saved, name)
         out, lse = saved[f"{name}_out"], saved[f"{name}_lse"]
+        # A row that sees nothing passes no gradient on, even if its cotangent is NaN.
         cotangent = jnp.where(sees[..., None], dout, 0).astype(wide)
         gated = (cotangent * _gate(gates, saved, n, wide)[..., None]).astype(dout.dtype)
         results[name] = out, lse, gated

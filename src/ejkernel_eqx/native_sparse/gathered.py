@@ -32,8 +32,10 @@ def forward(arrays: NativeArrays, spec: NativeSpec, chunk: int) -> tuple[Array, 
         part = _gather(arrays, spec, start, size)
         scores = _scores(part, spec)  # [B, c, K, G, J]
         top = scores.max(-1, keepdims=True, initial=-jnp.inf)
+        # A query that sees nothing has a maximum of -inf, and -inf minus -inf would be NaN.
         weights = jnp.exp(scores - jnp.where(top == -jnp.inf, 0, top))
         total = weights.sum(-1, keepdims=True)
+        # Division by 1 where nothing is seen, so that the output is 0.
         share = jnp.where(total > 0, total, 1)
         out = jnp.einsum("bckgj,bckjv->bckgv", weights, part.v, precision="highest") / share
         lse = jnp.where(total > 0, jnp.log(share) + top, -jnp.inf)[..., 0]
@@ -72,6 +74,7 @@ def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> 
     keys, kv_heads = arrays.k.shape[1:3]
     wide = accumulator(arrays.q.dtype)
 
+    # An axis that is not that of the queries is shared by all of them and stays whole.
     cut = lambda x: lax.dynamic_slice_in_dim(x, start, size, 1) if x.shape[1] == length else x
     last, first = (cut(x)[..., None, None] for x in (positions(arrays, spec), of_sequence(arrays.first)))
     index = cut(arrays.indices)  # [B, c, K, n]
@@ -81,7 +84,9 @@ def _gather(arrays: NativeArrays, spec: NativeSpec, start: Array, size: int) -> 
     at = begin + like(jnp.arange(spec.block, dtype=jnp.int32), begin)  # [B, c, K, n, block]
     at = at.reshape(*index.shape[:-1], -1)
     seen = jnp.repeat(index >= 0, spec.block, -1) & (first <= at) & (at <= last) & (at < keys)
+    # Unseen keys may lie past the end, so key 0 is read in their place.
     at = jnp.where(seen, at, 0)
+    # Zeros in place of unseen keys, which may hold NaN.
     take = lambda x: jnp.where(seen[..., None], _taken(x, at), 0).astype(wide)
     q = cut(arrays.q).astype(wide).reshape(batch, size, kv_heads, heads // kv_heads, dim)
     return _Gathered(q, take(arrays.k), take(arrays.v), at, seen)

@@ -26,6 +26,7 @@ def key_gradient(
     pieces = lists.owner.shape[-1]
     row = arrays.q.shape[-1] + arrays.v.shape[-1] + 2 * spec.block
     size = max(1, min(pieces, most // max(1, 4 * batch * kv_heads * span * group * row)))
+    # The last chunk starts earlier, so that all have one size.
     starts = [min(start, pieces - size) for start in range(0, pieces, size)]
     heads = lambda x: jnp.moveaxis(x.reshape(batch, length, kv_heads, group, -1), 2, 1)  # [B, K, T, G, C]
     terms = (jnp.moveaxis(x, 1, 2)[..., None] for x in (lse, delta))
@@ -63,7 +64,9 @@ def _of_pieces(
     seen = real[..., None] & (first <= key) & (key <= last) & (key < keys)  # [B, K, size, span, block]
     known = seen.any(-2)[..., None]
     of_key = lambda x: _taken(jnp.moveaxis(x, 2, 1), jnp.clip(j, 0, keys - 1))
+    # A key that no query sees may hold NaN, which a weight of 0 would not remove.
     k, v = (jnp.where(known, of_key(x), 0).astype(wide) for x in (arrays.k, arrays.v))
+    # Places behind the end of a piece read queries of another one, so they are set to 0.
     zeroed = lambda x: jnp.where(real[..., None, None], x, 0).astype(wide)
     q, do = zeroed(q), zeroed(do)
     dot: Any = lambda pattern, x, y: jnp.einsum(pattern, x, y, precision="highest")

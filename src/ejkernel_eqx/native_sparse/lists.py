@@ -24,10 +24,13 @@ def lists_of(indices: Array, blocks: int, span: int, *, together: bool = False) 
     """The lists of `indices [B, T, K, n]`, cut into pieces of up to `span` queries. `together`: sorted as one list, which is faster on a GPU, but
     where devices share rows or heads exchanges them."""
     batch, length, heads, count = indices.shape
+    # A bound that is known while tracing: each block adds at most one piece that is not full.
     most = blocks + length * count // span
     by_row = jnp.moveaxis(indices, 2, 1).reshape(batch, heads, length * count)
+    # Slots without a block sort behind all blocks.
     block = jnp.where(by_row < 0, blocks, by_row)
     pair = jnp.broadcast_to(like(jnp.arange(length * count, dtype=jnp.int32), block), block.shape)
+    # The keys of all lists have to fit int32.
     if together and batch * heads * (blocks + 1) < 2**31:
         row = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads, 1) * (blocks + 1)
         key, pairs = lax.sort(((block + row).reshape(-1), pair.reshape(-1)), num_keys=1, is_stable=True)
@@ -40,6 +43,7 @@ def lists_of(indices: Array, blocks: int, span: int, *, together: bool = False) 
     piece = jnp.concatenate([jnp.zeros_like(pieces[..., :1]), pieces], -1)
     owner = ended(pieces, most)
     is_used = owner < blocks
+    # Unused pieces read the last block's entries, and `is_used` leaves them empty.
     owner = jnp.minimum(owner, blocks - 1)
     take = lambda x: jnp.take_along_axis(x, owner, -1)
     number = like(jnp.arange(most, dtype=jnp.int32), owner)

@@ -24,6 +24,7 @@ def choose(importance: Array, arrays: NativeArrays, spec: NativeSpec) -> Array:
     """The blocks of each query, `[B, T, K, n]`, from the weights of compressed keys `importance [B, T, K, C]`."""
     ranges = compressed_ranges(arrays, spec)
     chosen = best_blocks(importance, places(arrays, spec), *ranges, most_blocks(arrays, spec), spec)
+    # Blocks are chosen within a sequence and numbered over the whole row.
     return jnp.where(chosen >= 0, chosen + of_sequence(arrays.base)[..., None, None], -1)
 
 
@@ -43,14 +44,17 @@ def best_blocks(
         found = jnp.take_along_axis(importance, at, -1) if keys else jnp.zeros_like(score)
         score += jnp.where(inside, share * found, 0)
     own = place // spec.block
+    # The first block comes before all weights, but behind the query's own.
     score = jnp.where(block == 0, float(jnp.finfo(score.dtype).max), score)
     score = jnp.where(block == own, jnp.inf, score)
+    # Weights are never negative, so a block after the query's own sorts behind all others.
     score = jnp.where(block > own, -1, score)
     # Sorted whole, because XLA's search for the largest ones gathers what devices share.
     numbers = jnp.broadcast_to(block, score.shape)
     best, chosen = lax.sort((-score, numbers), is_stable=True, num_keys=1)
     best, chosen = -best[..., : spec.count], chosen[..., : spec.count]
     chosen = jnp.where((best >= 0) & (place >= 0), chosen, -1)
+    # A sequence may have fewer blocks than a query chooses.
     more = spec.count - chosen.shape[-1]
     return jnp.pad(chosen, [(0, 0)] * 3 + [(0, more)], constant_values=-1)
 
@@ -74,6 +78,7 @@ def select(arrays: NativeArrays, spec: NativeSpec, lse: Array) -> Array:
         top = cut(lse, axis=2).reshape(batch, kv_heads, -1, size, 1)
         place = like(jnp.arange(keys, dtype=jnp.int32), first)
         seen = (first <= place) & (place < last)
+        # The inner choice keeps a score that is not seen, which may be NaN, from the exponential.
         weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores * spec.scale - top, 0)), 0)
         return choose(weights.sum(2).swapaxes(1, 2), chunk, spec)
 

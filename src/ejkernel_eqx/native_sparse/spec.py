@@ -97,8 +97,10 @@ def of_sequence(x: Array | None) -> Array:
 def compressed_ranges(arrays: NativeArrays, spec: NativeSpec) -> tuple[Array, Array]:
     """The compressed keys that each query sees, `start <= c < end`, `[B or 1, T]` both: those of tokens up to its own."""
     place = places(arrays, spec)
+    # A compressed key is seen once its last token is, so a query never sees a later token.
     whole = jnp.maximum((place + 1 - spec.span) // spec.stride + 1, 0)
     start = of_sequence(arrays.seen)
+    # Bounded by the axis, whose size is static, while positions may be data.
     end = jnp.minimum(start + jnp.where(place < 0, 0, whole), arrays.compressed_k.shape[-3])
     return jnp.broadcast_to(start, end.shape), end
 

@@ -38,8 +38,10 @@ PARTS = {"queries": BOTH, "compressed": BOTH, "sliding": BOTH}
 
 def default_config(problem: Problem, device: Any) -> XlaConfig:
     each = 4 * problem.dim("B") * problem.dim("K") * problem.dim("n") * int(str(problem.flag("block")))
+    # The gathered keys and values of one chunk of queries stay within a fixed size.
     rows = _BYTES // max(1, each * (problem.dim("D") + problem.dim("V")))
     own = [attention.default_config(of_branch(problem, name), device) for name in branches.SOFTMAX]
+    # A power of two, so that the configurations around it are whole numbers too.
     return XlaConfig(1 << max(min(rows, 256).bit_length() - 1, 0), *own)
 
 
@@ -57,6 +59,7 @@ def forward(arrays: NativeArrays, spec: NativeSpec, config: XlaConfig, *, save: 
         results = attention.forward(*branch(arrays, spec), getattr(config, name))
         found[f"{name}_out"], found[f"{name}_lse"] = results
     if indices is None:
+        # The choice needs the normalised weights, so the compressed branch comes first.
         indices = selection.select(arrays, spec, found["compressed_lse"])
     chosen = arrays._replace(indices=indices)
     found["selected_out"], found["selected_lse"] = gathered.forward(chosen, spec, config.queries)
@@ -75,6 +78,7 @@ def backward(
         grads[name] = attention.backward(*call, tiles, *results[name], jnp.zeros_like(results[name][1]))
     out, lse, dout = results["selected"]
     delta, _ = row_terms(AttentionArrays(arrays.q, arrays.k, arrays.v), out, lse, dout, None)
+    # The backward takes the forward's blocks: choosing again might round to others.
     chosen = arrays._replace(indices=saved["indices"])
     dq = gathered.query_gradient(chosen, spec, config.queries, lse, delta, dout)
     dk, dv = inverted.key_gradient(chosen, spec, _BYTES, lse, delta, dout)

@@ -242,6 +242,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         rows = locate(x, cache, given)
         x = clear(x.astype(compute_dtype_of(self.compute_dtype, self, x)), rows.real)
         q, latent, k_rope = self._parts(x, places_of(self.rope, positions, rows))
+        # With a cache, latents are not expanded before it is known which form takes less work.
         if cache is not None:
             return self._after(q, latent, k_rope, cache, rows)
         k, v = self._expanded(latent)
@@ -261,6 +262,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         if not expands(math.prod(q.shape[:-2]), q.shape[-3], self._sizes):
             out = self.absorbed_attention(q, new.latent, new.rope, kv_lengths=new.lengths, **real)
             return self._finish(out), new
+        # Padding among the new tokens has a negative id, which hides it from every query.
         ids = None if rows.real is None else jnp.where(jnp.asarray(rows.real), jnp.int32(0), -1)
         k, v = self._expanded(latent)
         own = self.attention(q, k, k_rope, v, segment_ids=ids, return_lse=True)
@@ -277,12 +279,14 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         starts = batch.query_start_loc
         sizes: Any = {"query_start_loc": starts, "max_query_len": batch.max_query_len}
         if not expands(q.shape[0], batch.max_query_len, self._sizes):
+            # One call writes the new latents and attends to all of them.
             out, new = self.paged_attention(absorbed(q, w_uk), bound, latent, k_rope, **sizes)
             out = expanded(out, w_uv)
         else:
             new = bound.append(latent, k_rope, batch.slots)
             k, v = self._expanded(latent)
             own = self.attention(q, k, k_rope, v, cu_seqlens=starts, return_lse=True)
+            # Only the tokens before count here, as the new ones are attended to in the expanded form.
             before = new.bind(batch.page_table, batch.lengths - (starts[1:] - starts[:-1]))
             past = self.past_attention(q, before, w_uk=w_uk, w_uv=w_uv, return_lse=True, **sizes)
             out = merge_attention(past, own, return_lse=False)
@@ -291,6 +295,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
     def _parts(self, x: Array, places: Places) -> tuple[Array, Array, Array]:
         """Queries `[..., T, H, Dn + Dr]`, latents `[..., T, R]` and rotary keys `[..., T, Dr]`."""
         width = self.num_heads * (self.qk_nope_head_dim + self.qk_rope_head_dim)
+        # Smaller models compute queries by one product, without a low rank.
         if self.q_lora_rank is None:
             q = project("q_proj", self.q_proj, x, width)
         else:
@@ -304,6 +309,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
         latent, k_rope = jnp.split(both, [self.kv_lora_rank], axis=-1)
         latent = project("kv_a_layernorm", self.kv_a_layernorm, latent, self.kv_lora_rank)
         q = jnp.concatenate([q, places.turn(self.rope, q_rope)], axis=-1)
+        # The rotation takes an axis of heads, which the shared key has not.
         return q, latent, places.turn(self.rope, k_rope[..., None, :])[..., 0, :]
 
     def _expanded(self, latent: Array) -> tuple[Array, Array]:

@@ -42,6 +42,7 @@ class LatentCache(Module):
         - `latent_dim`, `rope_dim`: `R` and `Dr`.
         - `dtype`: floating dtype of the stored numbers; new ones are cast to it.
         """
+        # One head, with the latent as its key and the rotary key as its value.
         return cls._of(KVCache.init(batch_shape, max_length, 1, latent_dim, rope_dim, dtype))
 
     @property

@@ -259,6 +259,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         x = check_rows(self.embed_dim, (SparseKVCache, PagedSparseCache), x, cache, given)
         assert not isinstance(cache, PagedSparseCache)
         x = x.astype(compute_dtype_of(self.compute_dtype, self, x))
+        # Without tokens nothing is computed, and the cache stays as it is.
         if 0 in x.shape:
             return x if cache is None else (x, cache)
         if cache is not None:
@@ -291,12 +292,14 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         offsets = jnp.asarray(rows.cu_seqlens)
         sizes = self.attention.options.block_size, self._size, self._stride
         begin = blocks.of_offsets(offsets, length, *sizes).compressed_begin
+        # A compressed key that does not exist begins past the end, and any position serves it.
         starts = jnp.asarray(places.positions)[jnp.minimum(begin, length - 1)]
         return self._attend(heads, places, Places(starts), begin=begin, cu_seqlens=offsets)
 
     def _segmented(self, x: Array, ids: Array | None) -> Array:
         assert ids is not None
         length, options = x.shape[-2], self.attention.options
+        # A row has no more sequences than tokens.
         most = min(self.max_segments or length, length)
         heads = self._heads(clear(x, ids >= 0))
         begin = blocks.of_ids(ids, most, options.block_size, self._size, self._stride).compressed_begin
@@ -329,6 +332,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
             real = token >= (tokens - count)[..., None]
         heads, places = self._heads(x), Places(offset=offset)
         q, k = places.turn(self.rope, heads.q), places.turn(self.rope, heads.k)
+        # Tokens are cached first, as the blocks that they complete contain them.
         new = self._completed(cache.append(k, heads.v, mask=real), cache.lengths, tokens)
         k, v, *compressed = (x.astype(q.dtype) for x in (new.k, new.v, new.compressed_k, new.compressed_v))
         how: Any = {"compressed_k": compressed[0], "compressed_v": compressed[1], "q_offset": offset}
@@ -338,6 +342,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
     def _completed(self, cache: SparseKVCache, before: Array, tokens: int) -> SparseKVCache:
         """The cache with the compressed keys of blocks that have become complete since there were `before` tokens, at most `tokens` ago."""
         first, end = self._complete(before), self._complete(cache.lengths)
+        # A bound for all rows, since their lengths are data: each stride completes one key at most.
         most = min(-(-tokens // self._stride), cache.compressed_k.shape[-3])
         width = (most - 1) * self._stride + self._size
         at = jax.lax.broadcasted_iota(jnp.int32, (*first.shape, width), first.ndim)
@@ -371,6 +376,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         number = jnp.arange(most, dtype=jnp.int32)
         sequence = jnp.searchsorted(ends, number, side="right").astype(jnp.int32)
         is_used = sequence < counts.shape[0]
+        # Unused numbers read the last sequence's entries, and `is_used` keeps them from being written.
         sequence = jnp.minimum(sequence, counts.shape[0] - 1)
         c = first[sequence] + number - (ends - counts)[sequence]  # which compressed key of its sequence
         token = jnp.arange(size, dtype=jnp.int32)
@@ -386,6 +392,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
     def _compressed(self, k: Array, v: Array, at: Array) -> tuple[Array, Array]:
         """The compressed keys and values of cached ones `[..., N, K, D]` at the positions `at [..., N]`."""
         sizes = self._size, self._stride
+        # Means are those of rotated keys, so there is no rotation to undo.
         if self.k_compression is None or self.v_compression is None:
             return blocks.means(k, *sizes, None), blocks.means(v, *sizes, None)
         dtype = compute_dtype_of(self.compute_dtype, self)
@@ -422,6 +429,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
 
 def rolled(x: Array, by: Array) -> Array:
     """Rows `[..., T, E]`, each turned: `x[..., t + by, :]` at `t`, around the end."""
+    # A row of one token is the same however it is turned.
     if x.shape[-2] == 1:
         return x
 
@@ -465,6 +473,7 @@ def unrotated(rope: RotaryEmbedding | None, k: Array, positions: Array) -> Array
     k = k.astype(accumulator(k.dtype))
     if rope is None:
         return k
+    # The opposite rotation undoes the first; the magnitude, then applied twice, is divided out.
     k = rope(k, -positions)
     magnitude = 1.0 if rope.scaling is None else rope.scaling.magnitude  # pyright: ignore
     if magnitude == 1:

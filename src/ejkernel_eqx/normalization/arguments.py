@@ -37,7 +37,9 @@ def resolve(x: Any, z: Any, weight: Any, group_size: int | None) -> NormArrays:
             raise ValueError(
                 f"weight: expected shape ({features},){f' or ({size},)' if groups > 1 else ''}, received {weight.shape}."
             )
+        # Kernels read a weight for every feature, also where groups share them.
         weight = jnp.broadcast_to(weight.reshape(-1, size), (groups, size))
+    # [*, C] to [*, G, size]; a single vector gets a leading axis for the kernels.
     rows = (*x.shape[:-1], groups, size) if x.ndim > 1 else (1, groups, size)
     split: Any = lambda x: None if x is None else x.reshape(rows)
     return NormArrays(split(x), split(z), weight)

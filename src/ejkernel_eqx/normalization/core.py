@@ -16,6 +16,7 @@ def problem_of(operation: str, arrays: NormArrays, spec: NormSpec) -> Problem:
     if spec.readers:
         flags["branch"] = arrays.branch is not None
     else:
+        # Options of the gate mean nothing without one, so one problem serves them all.
         flags["activation"] = spec.activation if has_gate else None
         flags["norm_before_gate"] = has_gate and spec.norm_before_gate
     return Problem.make(

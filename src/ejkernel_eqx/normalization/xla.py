@@ -14,6 +14,7 @@ def apply(arrays: NormArrays, spec: NormSpec) -> dict[str, Array]:
     """The results, in the shape and dtype of `x`."""
     dtype = arrays.x.dtype
     wide = accumulator(dtype)
+    # The norm is that of the rounded sum, which is also the one returned.
     total = arrays.x if arrays.branch is None else arrays.x + arrays.branch
     x, gate = total.astype(wide), None
     if arrays.z is not None:

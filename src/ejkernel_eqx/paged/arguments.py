@@ -38,6 +38,7 @@ class PagedOptions:
         ScoreOptions(logits_soft_cap, softmax_scale)  # raises what is wrong with them
         cap, scale = (None if x is None else float(x) for x in (logits_soft_cap, softmax_scale))
         left = parse_window(sliding_window, True)[0]
+        # Bounded, so that a position minus the window fits int32; no cache holds more tokens.
         return cls(None if left is None else min(left, 2**30), cap, scale)
 
 
@@ -180,8 +181,10 @@ def write_slots(arrays: PagedArrays) -> Array:
             f"q: expected [tokens, heads, head_dim] with append=True, received shape {arrays.q.shape}; use jax.vmap over the leading axes."
         )
     tokens, ends = jnp.arange(arrays.q.shape[0], dtype=jnp.int32), arrays.q_start + arrays.q_len
+    # Without sequences no token has a slot.
     if ends.shape[0] == 0:
         return jnp.full_like(tokens, -1)
+    # Tokens outside all sequences are padding, which is not written.
     real = (tokens >= arrays.q_start[0]) & (tokens < ends[-1])
     ids = jnp.where(real, ended(ends, tokens.shape[0]), -1)
     positions = positions_of(ids, ends, arrays.kv_len)
@@ -238,6 +241,7 @@ def resolve_dense(
         x = check_between(name, x.astype(jnp.int32), value, 0, k.shape[-3], "it indexes the row's keys")
         ranges[name] = jnp.broadcast_to(x, lead)[..., None]
     start, count = jnp.zeros((*lead, 1), jnp.int32), jnp.ones((*lead, 1), jnp.int32)
+    # Each row becomes a sequence of one query `[*, 1, H, D]` on one page `[*, 1, S, K, D]`.
     q, k, v = q[..., None, :, :], k[..., None, :, :, :], v[..., None, :, :, :]
     arrays = PagedArrays(q, k, v, start[..., None], start, count, ranges["end"], ranges["start"])
     return _with_options(arrays, options, scoring)

@@ -55,6 +55,7 @@ ATTEND = ForwardKind(
 
 def finish(plan: Plan, arrays: PagedArrays, spec: PagedSpec) -> Array | tuple[Array, Array]:
     """`out`, and `lse` if requested, on the platform that the plan chooses; zeros and minus infinity where no token belongs to a sequence."""
+    # Nothing is launched without tokens: every result is that of a query that sees no key.
     if is_empty(arrays):
         shape = arrays.q.shape[:-1]
         out = jnp.zeros((*shape, arrays.value_channels), arrays.q.dtype)
@@ -73,6 +74,7 @@ def writer(plan: Plan, arrays: PagedArrays, spec: PagedSpec) -> Writer:
     """The function by which the platform chosen for this call writes new tokens into pages: its own kernel, or XLA's scatter."""
     selection = plan.select(problem_of(plan.operation, arrays, spec))
     platform = selection.implementation.load()
+    # XLA's scatter writes for the platforms that have no kernel of their own for it.
     if not is_opaque(platform) or not hasattr(platform, "write"):
         return write
     names = tuple((name, letters) for name, letters in axes_of(arrays, spec).items())

@@ -62,12 +62,15 @@ def flatten_rows(
     """`attend`, which takes arrays without leading axes, on arrays with one. `shared` are those that rows may share, and `alone` those that they
     do: then the sequences of all rows are computed at once, else row by row, which leaves pages that are sharded over devices in place."""
     given, (rows, tokens) = dict(given), given["q"].shape[:2]
+    # A single row needs no merging; its arrays only lose their leading axis.
     if rows == 1:
         results = attend({name: x if name in alone else x[0] for name, x in given.items()})
         return {name: x[None] for name, x in results.items()}
+    # Pages that differ from row to row are not merged, so those sharded over devices stay in place.
     if len(alone) < len(shared):
         axes = {name: None if name in alone else 0 for name in given}
         return jax.vmap(attend, in_axes=(axes,))(given)
+    # The tokens of a row follow those of the rows before it once `[B, T]` becomes `[B * T]`.
     given["q_start"] += jnp.arange(rows, dtype=jnp.int32)[:, None] * tokens
     merged = lambda x: x.reshape(rows * x.shape[1], *x.shape[2:])
     results = attend({name: x if name in alone else merged(x) for name, x in given.items()})
@@ -90,11 +93,14 @@ def merged_rows(arrays: PagedArrays, spec: PagedSpec, *, in_parts: bool) -> tupl
     if any(map(is_mapped, pages)):
         count = given["k"].shape[-4]
         first = (jnp.arange(batch, dtype=jnp.int32) * count)[:, None, None]
+        # A number outside a row's own pages would name a page of another row, so it becomes -1.
         table = jnp.where((table >= 0) & (table < count), table + first, -1)
         for name, x in pages.items():
+            # One table numbers the pages of all arrays, so those that rows share are repeated here.
             every = x if is_mapped(name) else jnp.broadcast_to(x, (batch, *x.shape))
             given[name] = every.reshape((-1, *every.shape[2:]))
     given["page_table"] = table.reshape((-1, table.shape[-1]))
+    # Keys in one page per sequence are dense, and each length would be another page size.
     if table.shape[-1] == 1 and in_parts:
         given |= _in_parts({name: given[name] for name in ("page_table", *pages)})
 
@@ -102,6 +108,7 @@ def merged_rows(arrays: PagedArrays, spec: PagedSpec, *, in_parts: bool) -> tupl
     mapped = any(map(is_mapped, small))
     for name in small:
         x = given[name]
+        # If no small array is mapped, the axis has size 1 and every sequence reads row 0.
         given[name] = x if is_mapped(name) else jnp.broadcast_to(x, (batch if mapped else 1, *x.shape))
 
     given["q"] = given["q"].reshape((-1, *given["q"].shape[2:]))
@@ -134,9 +141,11 @@ def part_of(page_size: int) -> int:
 
 def split_pages(page_size: int, block_k: int) -> tuple[int, int]:
     """The number of keys in a block, and in the chunks from which it is gathered: whole pages, or equal parts of one."""
+    # Rounded down to whole pages, so that no block ends inside one.
     if block_k >= page_size:
         return block_k // page_size * page_size, page_size
     chunk = math.gcd(page_size, block_k)
+    # Chunks of 8 keys or more are worthwhile; else a smaller block may allow larger chunks.
     if chunk >= 8 or block_k < 8:
         return block_k, chunk
     # The largest part of a page that fits a block; a single token if no part is worthwhile.
@@ -153,6 +162,7 @@ def gather_chunks(pages: Named, table: Array, start: Array, block_k: int, chunk:
     number = place // parts
     page = jnp.take_along_axis(table, jnp.clip(number, 0, max(table.shape[1] - 1, 0)), 1)
     there = (page >= 0) & (page < count) & (number < table.shape[1])
+    # The reads promise indices in bounds, so page 0 stands in where there is none.
     page = jnp.where(there, page, 0)
 
     def load(x: Array) -> Array:

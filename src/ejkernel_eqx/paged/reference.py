@@ -26,6 +26,7 @@ def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
     groups, longest = heads // kv_heads, spec.max_query_len
     out = jnp.zeros((tokens, heads, width), dtype)
     lse = jnp.full((tokens, heads), -jnp.inf, dtype)
+    # Without sequences every token is padding and keeps the empty result.
     if arrays.page_table.shape[0] == 0:
         return {"out": out, "lse": lse}
     grouped = arrays.q.reshape(tokens, kv_heads, groups, -1).astype(dtype)
@@ -37,6 +38,7 @@ def _row(arrays: PagedArrays, spec: PagedSpec) -> dict[str, Array]:
         seen, chunk = _visible(arrays, spec, n)
 
         def head(kv_head: Array) -> tuple[Array, Array]:
+            # Slots that no query sees may hold NaN, which a weight of 0 would not remove.
             hidden = ~seen.any(0)[:, None]
             k, v = (jnp.where(hidden, 0, x) for x in _keys(arrays, n, kv_head, dtype))
             return _dense(arrays, spec, q[:, kv_head], (k, v), (seen, chunk), kv_head)
@@ -65,6 +67,7 @@ def _visible(arrays: PagedArrays, spec: PagedSpec, n: Array) -> tuple[Array, Arr
 
 def _keys(arrays: PagedArrays, n: Array, kv_head: Array, dtype: Any) -> tuple[Array, Array]:
     """The dequantised keys `[S, D]` and values `[S, V]` of one head of sequence `n`."""
+    # A missing page reads keys of another, which `_visible` hides.
     pages = jnp.clip(arrays.page_table[n], 0, arrays.k.shape[-4] - 1)
 
     def gather(stored: Array, scale: Array | None) -> Array:

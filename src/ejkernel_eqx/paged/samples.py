@@ -81,6 +81,7 @@ def make_batch(problem: Problem, seed: int) -> Batch:
     low = np.maximum(q_len, keys // 2)
     kv_len = rng.integers(low, keys + 1)
     if count:
+        # One sequence has the full length, so that the whole width of the table is in use.
         kv_len[rng.integers(count)] = keys
     kv_start = rng.integers(0, keys // 4 + 1, count) if problem.flag("ranged") else np.zeros(count)
     q_start = np.cumsum(q_len) - q_len

@@ -23,14 +23,17 @@ def finish_within(plan: Plan, arrays: PagedArrays, spec: PagedSpec, window: Any)
         return finish(plan, arrays, spec)
     window = _read(window, arrays, spec)
     value = known(window)
+    # A window whose value is known is an ordinary static one.
     if value is not None:
         left = None if value < 0 else min(int(value), 2**30) - 1
         return finish(plan, arrays, dataclasses.replace(spec, left=left))
     if is_empty(arrays):
         return finish(plan, arrays, spec)
+    # With one query per sequence, the first key of its window is that of the sequence.
     if spec.max_query_len == 1:
         return finish(plan, _from(arrays, window), spec)
     each, one = _from(alone(arrays), window), dataclasses.replace(spec, max_query_len=1)
+    # A window that hides no key of any sequence leaves the call as it is.
     whole = (window < 0) | (window >= arrays.kv_len.max())
     return lax.cond(whole, lambda: finish(plan, arrays, spec), lambda: finish(plan, each, one))
 

@@ -46,6 +46,7 @@ def checked_dtype(problem: Problem) -> str:
 def costs(problem: Problem) -> dict[str, Cost]:
     """The operations of the matrix products over visible pairs, and the bytes with each sequence's visible keys read once."""
     spec = spec_of(problem)
+    # Lengths do not depend on the seed, so the cost is that of every sample.
     pairs = make_batch(problem, 0).pairs(spec)
     flops = 2.0 * pairs * problem.dim("H") * (problem.dim("D") + problem.dim("V"))
     return {FORWARD: Cost(flops, moved_bytes(problem, spec))}

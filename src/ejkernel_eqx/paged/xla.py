@@ -98,15 +98,18 @@ class Call:
         self.q = arrays.q.reshape(self.tokens, self.kv_heads, self.groups, -1)
         self.operand = _operand_dtype(arrays, spec)
         self.accum, self.lse_dtype = accumulator(self.operand), accumulator(arrays.q.dtype)
+        # A table without columns still gives blocks of a positive size.
         keys = max(arrays.page_table.shape[-1], 1) * self.page_size
         self.block_k, self.chunk = split_pages(self.page_size, min(config.block_k, keys))
         self.block_q = min(config.block_q, spec.max_query_len, self.tokens)
         self.few = min(config.decode_queries, spec.max_query_len)
         stored = {name: x for name, x in arrays.given.items() if name in (*PAGES, *SCALES)}
+        # Scales per head are the same for every page, so they are not gathered with them.
         self.per_head = {name: x for name, x in stored.items() if x.ndim == 1}
         self.pages = {name: x for name, x in stored.items() if x.ndim > 1}
 
     def dot(self, pattern: str, x: Array, y: Array) -> Array:
+        # A device may otherwise round float32 operands on their way into the product.
         precision = lax.Precision.HIGHEST if self.operand == jnp.float32 else None
         x, y = x.astype(self.operand), y.astype(self.operand)
         return jnp.einsum(pattern, x, y, precision=precision, preferred_element_type=self.accum)
@@ -157,7 +160,9 @@ def _decodes(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
     arrays, index = call.arrays, jnp.arange(call.few, dtype=jnp.int32)
     real = index[None] < arrays.q_len[:, None]
     if call.spec.max_query_len > call.few:
+        # Longer sequences are left to the tiles, which compute all of their queries.
         real &= (arrays.q_len <= call.few)[:, None]
+    # Past the end where no query is real: reads give zeros there, and writes are dropped.
     token = jnp.where(real, arrays.q_start[:, None] + index[None], call.tokens)
     q = call.q.at[token].get(mode="fill", fill_value=0)
     sequence = jnp.arange(real.shape[0], dtype=jnp.int32)
@@ -168,11 +173,13 @@ def _decodes(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
 def _tiles(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
     """Computes the other sequences, in tiles of queries. The loop ends at the last tile with queries."""
     arrays, size = call.arrays, call.block_q
+    # Lengths are data and might exceed the static maximum; further queries are not computed.
     length = jnp.minimum(arrays.q_len, call.spec.max_query_len)
     tiles = jnp.where(length > call.few, (length + size - 1) // size, 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
 
     def tile(number: Array, results: R) -> R:
+        # The sequence's index is the number of sequences whose tiles all come before this one.
         n = jnp.sum(ends <= number, dtype=jnp.int32)
         start = arrays.q_start[n] + (number - ends[n] + tiles[n]) * size
         begin = jnp.clip(start, 0, call.tokens - size)  # the last tile, moved back so that it fits
@@ -183,6 +190,7 @@ def _tiles(call: Call, of_queries: Callable[[Queries], R], results: R) -> R:
         new = of_queries(Queries(n[None], index[None], real[None], q[None]))
 
         def put(x: Array, y: Array) -> Array:
+            # A tile may overlap queries of other sequences, whose results must survive.
             old = lax.dynamic_slice_in_dim(x, begin, size)
             keep = real.reshape(size, *(1,) * (x.ndim - 1))
             return lax.dynamic_update_slice_in_dim(x, jnp.where(keep, y[0], old), begin, 0)
@@ -216,6 +224,7 @@ def span_of(call: Call, queries: Queries) -> Span:
 def span_between(call: Call, queries: Queries, own: Array, lowest: Array, i: Array) -> Span:
     """The keys from `lowest` to `i`."""
     held = call.arrays.page_table.shape[-1] * call.page_size
+    # Queries that are not real must not widen the span, so each bound is neutral for them.
     end = jnp.where(queries.real, jnp.minimum(i + 1, held), 0).max(1)
     begin = jnp.where(queries.real, lowest, held).min(1) // call.chunk * call.chunk
     blocks = jnp.maximum((end - begin + call.block_k - 1) // call.block_k, 0).max()
@@ -238,6 +247,7 @@ def with_keys(carry: Carry, scores: Array, values: Callable[[Array], Array]) -> 
     """The state after further keys of these scores `[n, K, G, Q, S]`; `values` returns the sum of their values under the given weights."""
     largest, total, acc = carry
     top = jnp.maximum(largest, scores.max(-1))
+    # Before the first visible key the maximum is -inf, and -inf minus -inf would be NaN.
     shift = jnp.where(top > -jnp.inf, top, 0)
     weights, fade = jnp.exp(scores - shift[..., None]), jnp.exp(largest - shift)
     return top, total * fade + weights.sum(-1), acc * fade[..., None] + values(weights)
@@ -246,6 +256,7 @@ def with_keys(carry: Carry, scores: Array, values: Callable[[Array], Array]) -> 
 def finished(call: Call, carry: Carry) -> tuple[Array, Array]:
     """`[n, Q, K, G, V]` and `[n, Q, K, G]`."""
     largest, total, acc = carry
+    # A query without a visible key or a sink gives 0 and a log-sum-exp of -inf.
     some = total != 0
     out = acc / jnp.where(some, total, 1)[..., None]
     lse = jnp.where(some, jnp.log(jnp.where(some, total, 1)) + largest, -jnp.inf)
@@ -273,6 +284,7 @@ def start_of(call: Call, queries: Queries) -> Carry:
     largest = zeros - jnp.inf
     if call.arrays.sinks is not None:
         largest = zeros + call.of_heads(call.arrays.sinks)[None]
+    # A sink's weight relative to itself is 1; a sink of -inf counts as none.
     total = jnp.where(largest > -jnp.inf, zeros + 1, 0)
     return largest, total, jnp.broadcast_to(zeros[..., None], (*zeros.shape, call.value_dim))
 
@@ -293,6 +305,7 @@ def _scores(call: Call, queries: Queries, loaded: Named, i: Array, j: Array, own
         scores += call.of_heads(arrays.slopes)[None, ..., None] * distance[:, None, None]
     if arrays.qq_bias is not None:
         place = (j - own[:, None])[:, None]
+        # Clipped for the lookup only: keys before the new tokens get no bias.
         clipped = (jnp.clip(x, 0, arrays.qq_bias.shape[-1] - 1) for x in (queries.index[..., None], place))
         bias = arrays.qq_bias[tuple(clipped)].astype(call.accum)
         scores += jnp.where(place >= 0, bias, 0)[:, None, None]
@@ -304,8 +317,10 @@ def _values(call: Call, weights: Array, loaded: Named, seen: Array) -> Array:
     name = "k" if call.spec.latent else "v"
     scale = loaded.get(f"{name}_scale")
     if scale is not None and scale.ndim > 1:
+        # The weights take the scale per token; that of an unseen slot may be NaN and counts as 0.
         weights = _scaled(weights, jnp.where(seen[..., None], scale, 0))
         scale = None
+    # Unseen slots may hold NaN, which a weight of 0 would not remove.
     values = jnp.where(seen[..., None, None], loaded[name], jnp.zeros((), loaded[name].dtype))
     result = call.dot("nkgqs,nskv->nkgqv", weights, values)
     return result if scale is None else result * scale[None, :, None, None, None].astype(result.dtype)

@@ -85,6 +85,7 @@ class Layout:
             if name in self.pinned:
                 assigned[name] = self.pinned[name]
                 check_split(assigned[name], size, mesh)
+        # Pinned axes come first: no argument may take their mesh axes.
         taken = set(assigned.values())
         for axes, spec in zip(self.axes, known, strict=True):
             for name, entry in zip(axes, spec, strict=False):
@@ -111,6 +112,7 @@ class Layout:
             return {size for other, size in self._named(every, shapes) if self._canonical(other) == name}
 
         given, made = sizes(self.axes, shapes), sizes(self.out_axes, shapes[len(self.axes) :])
+        # Axes of these sizes can only stay whole, with each device taking what it needs of them.
         few = {size for size in given if size % parts}
         if few and (not self.sliced or name not in self.group or max(given) % parts):
             return False
@@ -202,12 +204,15 @@ class Layout:
             own = {self._canonical(name) for name in axes}
             mine = {axis for name in own & assigned.keys() for axis in _ordered(assigned[name])}
             over = [axis for name, e in assigned.items() if name not in own for axis in _ordered(e)]
+            # A mesh axis counts once, and none that splits this output is summed over.
             over = [axis for axis in dict.fromkeys(over) if axis not in mine]
             axis = few(axes, shape)
+            # The sum over devices is rounded once, at the end.
             wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
             if axis is not None:
                 over += _ordered(entry)
                 start = _device(entry, mesh) * shape[axis] // parts
+                # Each device fills in its own heads, and the sum over devices joins them.
                 whole = jnp.zeros((*x.shape[:axis], shape[axis], *x.shape[axis + 1 :]), wide.dtype)
                 wide = jax.lax.dynamic_update_slice_in_dim(whole, wide, start, axis)
             return jax.lax.psum(wide, tuple(over)).astype(x.dtype) if over else x

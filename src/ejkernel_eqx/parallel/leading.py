@@ -189,6 +189,7 @@ def mapped(
     def call(arrays: Arrays, over: tuple[str, ...] = ()) -> Arrays:
         lead = leading.lead(arrays)
         if not lead:
+            # Kernels expect one leading axis, so a call without any gets one of size 1.
             rows = {name: x if leading.is_alone(name, x) else x[None] for name, x in arrays.items()}
             return {
                 name: x if leading.is_alone(name, x) else x[0] for name, x in function(rows, over).items()
@@ -206,11 +207,13 @@ def mapped(
             sums = {name: results.pop(name) for name in list(results) if leading.like.get(name) in summed}
             return results, sums
 
+        # A broadcast axis of size 1 is dropped, as `vmap` does not map over it.
         given = {name: x[0] if name in first else x for name, x in arrays.items()}
         results, sums = jax.vmap(one, in_axes=(axes,), out_axes=(0, None), axis_name=axis)(given)
         for name in results:
             source = leading.like.get(name)
             if source in alone | first:
+                # An array that rows share has the sum of their gradients.
                 results[name] = jnp.sum(wide(results[name]), axis=0, keepdims=source in first)
         return results | {name: x[None] for name, x in sums.items()}
 

@@ -169,6 +169,7 @@ def by_types(
     known = [spec_of(x) for x in flat]
     body, ins, outs = layout.divide(function, mesh.shape, known, *shapes)
     seen = layout.seen_specs(mesh.shape, known, *shapes)
+    # Arguments move to the shardings that the kernel can be split over.
     flat = [resharded(x, mesh, spec) for x, spec in zip(flat, ins, strict=True)]
     call = jax.shard_map(
         body, mesh=mesh, in_specs=tuple(ins), out_specs=tuple(outs), check_vma=differentiated

@@ -99,6 +99,7 @@ def arrays_of(
     are any."""
     length, table = x.shape[-2], {}
     if offsets is not None and spec.chunk is not None:
+        # Each sequence adds at most one short chunk, so this bound holds for any offsets.
         most = length // spec.chunk + offsets.shape[-1] - 1 if max_chunks is None else max_chunks
         table = tables.of_chunks(offsets, order, real, length, spec.chunk, most)
     elif offsets is not None:
@@ -167,6 +168,7 @@ def _ids(options: Options, segment_ids: Any, shape: tuple[int, ...]) -> tuple[Ar
                 "num_segments: expected the number of segments, as the ids are traced and it is a size of the result, received None; "
                 "pass MeanPooling(num_segments=...)."
             )
+        # All ids may be padding, which leaves no segment.
         count = max(0, int(values.max()) + 1) if values.size else 0
     count = int(count)
     say = lambda value: (
@@ -181,6 +183,7 @@ def _sorted(ids: Array, given: Any) -> Array:
         if x.shape[-1] == 0:
             return x < 0
         before = np.maximum.accumulate(x, -1) if isinstance(x, np.ndarray) else lax.cummax(x, x.ndim - 1)
+        # Padding may stand anywhere: its negative ids are no decrease.
         return (x >= 0) & (x < before)
 
     say = lambda value: (

@@ -23,6 +23,7 @@ def pool(arrays: PoolArrays, spec: PoolSpec) -> dict[str, Array]:
     if spec.normalize:
         square = jnp.sum(out**2, -1, keepdims=True)
         is_long = square > spec.eps**2
+        # The root is taken of 1 where the norm is short, as its gradient at 0 is infinite.
         norm = jnp.where(is_long, jnp.sqrt(jnp.where(is_long, square, 1)), spec.eps)
         out = out / norm
     return {"out": out}
@@ -40,7 +41,9 @@ def _row(spec: PoolSpec, count: int, x: Array, segment: Array) -> Array:
     if spec.reduction == "last":
         chosen = jnp.broadcast_to(jax.ops.segment_max(token, where, count), (count, x.shape[1]))
     else:
+        # The gradient goes to the first token with the largest value, not through the maximum.
         largest = jax.ops.segment_max(jax.lax.stop_gradient(x), where, count)
+        # NaN equals nothing, but counts as the largest, so that it is not lost.
         has_it = (x == largest[segment]) | jnp.isnan(x)
         chosen = jax.ops.segment_min(jnp.where(has_it, token, x.shape[0]), where, count)
     taken = jnp.take_along_axis(x, jnp.clip(chosen, 0, x.shape[0] - 1), 0)

@@ -39,6 +39,7 @@ def of_chunks(
     is_used, number = number >= 0, jnp.maximum(number, 0)
     begin = jnp.take_along_axis(offsets, number, -1) + piece * chunk
     end = jnp.minimum(begin + chunk, jnp.take_along_axis(offsets, number + 1, -1))
+    # An unused chunk is the empty range at the end, which keeps ends in order.
     past = offsets[..., -1:]
     begin, end = (jnp.where(is_used, x, past) for x in (begin, end))
     return of_ranges(begin, end, order, real, length)
@@ -70,6 +71,7 @@ def pieces_of(begin: Array, end: Array, length: Any, size: int) -> Pieces:
     rank = like(jnp.arange(count, dtype=jnp.int32), owner) - of_owner(ends - number)
     start = of_owner(begin) + rank * size
     stop = jnp.minimum(start + size, of_owner(end))
+    # An unused piece is the empty range at 0.
     start, stop = (jnp.where(is_used, x, 0) for x in (start, stop))
     return Pieces(owner, start, stop, ends - number, number)
 
@@ -84,6 +86,7 @@ def by_id(ids: Array, count: int, are_sorted: bool) -> tuple[Array, Array]:
     if not are_sorted:
         return offsets, jnp.argsort(key, -1, stable=True).astype(jnp.int32)
     token = jnp.broadcast_to(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids.shape)
+    # Sorted ids need no sort: members keep their order, and the others move behind them.
     rank = jnp.cumsum(is_member, -1, dtype=jnp.int32)
     place = jnp.where(is_member, rank - 1, ends[..., -1:] + token - rank)
     return offsets, scattered(place, token)

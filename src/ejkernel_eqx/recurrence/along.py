@@ -25,7 +25,9 @@ def recur_along(
 ) -> tuple[Array, Array]:
     """Runs `core.recur`: this device's outputs, and the state after the last token of all devices."""
     wide, heads = accumulator(arrays.q.dtype), heads_of(arrays, spec)
+    # States stay wide between devices; only the last one is rounded to the spec's dtype.
     inner = dataclasses.replace(spec, state_dtype=jnp.dtype(wide).name)
+    # The initial state enters with the other devices' states, since outputs are linear in it.
     local = arrays._replace(initial_state=None)
     out, local_state = recur(plan, operation, local, inner)
     state = jnp.zeros_like(local_state) if arrays.initial_state is None else arrays.initial_state.astype(wide)
@@ -50,6 +52,7 @@ def _of_identity(
     """Computes what the tokens read from a state, `[*, T, R, D]`, and what they leave of it, `[*, HS, D, D]`."""
     *lead, _, _, dim = arrays.q.shape
     identity = jnp.broadcast_to(jnp.eye(dim, dtype=spec.state_dtype), (*lead, heads, dim, dim))
+    # Values have the channels of the identity, and as zeros they write nothing of their own.
     values = jnp.zeros((*arrays.v.shape[:-1], dim), arrays.v.dtype)
     return recur(plan, operation, arrays._replace(v=values, skip=None, initial_state=identity), spec)
 
@@ -68,6 +71,7 @@ def _of_decays(
         assert arrays.g is not None
         g = closed(arrays.g.astype(wide))
         if spec.decay == CONSTANT:
+            # A token reads the state after its own decay, so the first one counts 1.
             tokens = jnp.arange(1, length + 1, dtype=wide)
             sums = jnp.expand_dims(g, -2) * tokens.reshape(*(1,) * (g.ndim - 1), length, 1)
         else:
@@ -80,6 +84,7 @@ def _of_decays(
         passed = repeat_heads(lax.index_in_dim(decay, length - 1, len(lead), keepdims=False), -2, state_heads)
         passed = passed[..., None, :] if spec.decay == VALUE else passed[..., None]
     reached = first_tokens(arrays.starts, read)
+    # Tokens of later segments do not see the entering state.
     read = read if reached is None else jnp.where(reached, read, 0)
     return read, passed_on(passed, arrays.starts), after
 

@@ -50,6 +50,7 @@ def delta_operands(
     if options.use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     beta = frame.operand("beta", beta, (None,), "H")
+    # Masked after the sigmoid, which makes the zeros of padding one half.
     beta = frame.mask(write_strength(beta, options.beta_sigmoid, options.allow_neg_eigval))
     return Operands(q, k, v, scale, beta=beta, delta=True)
 

@@ -46,6 +46,7 @@ def log_decay(
     gate: str, lower_bound: float | None, raw: Array, A_log: Array | None, dt_bias: Array | None
 ) -> Array:
     """Log-decays in the shape of `raw`; `A_log` and `dt_bias` broadcast to it."""
+    # The log-decay is given as it is, in its own dtype.
     if gate == LOG:
         return raw
     assert A_log is not None
@@ -55,6 +56,7 @@ def log_decay(
     if gate == SOFTPLUS:
         return -rate * softplus(x)
     assert lower_bound is not None
+    # The sigmoid is below 1, so no decay is stronger than the bound.
     return lower_bound * jax.nn.sigmoid(rate * x)
 
 
@@ -99,5 +101,6 @@ def rms_norm(x: Array, weight: Array | None, groups: int, eps: float) -> Array:
     *lead, heads, channels = x.shape
     grouped = x.reshape(*lead, groups, heads // groups, channels)
     mean = jnp.mean(grouped * grouped, axis=(-2, -1), keepdims=True)
+    # `eps` keeps a group of zeros, such as padding, from a division by 0.
     x = (grouped * lax.rsqrt(mean + eps)).reshape(x.shape)
     return x if weight is None else x * like(weight.astype(x.dtype), x)

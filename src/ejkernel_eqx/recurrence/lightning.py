@@ -49,6 +49,7 @@ def lightning_slopes(
         raise ValueError(
             f"layer_index: expected 0 <= layer_index < num_layers, received {layer_index} of {num_layers}; layers count from 0."
         )
+    # float64 on the host, so that the slopes are rounded once, when they become an array.
     heads = np.arange(num_heads, dtype=np.float64)
     if rule == "minimax":
         rate = 1.0 - layer_index / (num_layers - 1 + 1e-5) + 1e-5
@@ -170,6 +171,7 @@ class LightningAttention(Recurrence):
 
     def _slopes(self, q: AnyArray, k: AnyArray, v: AnyArray, slopes: AnyArray | None) -> AnyArray:
         """Slopes that were passed, or those of the rule for as many heads."""
+        # Slopes come from exactly one source: the rule or the call.
         if (slopes is None) != (self.slopes is not None):
             expected = "an array [H]" if self.slopes is None else "None"
             raise ValueError(
@@ -179,6 +181,7 @@ class LightningAttention(Recurrence):
         if self.slopes is None:
             assert slopes is not None
             return slopes
+        # The rule depends on the number of heads, which is that of the operand with the most.
         heads = max(array(name, x, "H D").shape[-2] for name, x in (("q", q), ("k", k), ("v", v)))
         rule: Any = self.slopes
         known = lightning_slopes(rule, heads, self.layer_index, self.num_layers)

@@ -127,8 +127,10 @@ class LinearAttention(Recurrence):
             return self._run(frame, operands, state)
         values, weights = _pair(name, state, operands.k)
         out, values = self._run(frame, operands, values)
+        # The sum of the keys is the same recurrence on values of 1; padding adds nothing to it.
         ones = frame.mask(jnp.ones((*frame.over_tokens, 1, 1), operands.v.dtype))
         weight, weights = self._run(frame, dataclasses.replace(operands, v=ones), weights)
+        # The sum has the heads of `q` and `k`, which may be fewer than those of the output.
         divisor = repeat_heads(wide(weight), -2, out.shape[-2]) + 1e-10
         return (wide(out) / divisor).astype(frame.dtype), (values, weights[..., 0])
 
@@ -171,6 +173,7 @@ def _decay(
         raise ValueError(
             f"gk: expected a head count that divides that of g or vice versa, received {key.shape[-2]} and {scalar.shape[-1]}."
         )
+    # Widened before they are added, so that the sum is not rounded to a narrow dtype.
     scalar, key = repeat_heads(wide(scalar), -1, many), repeat_heads(wide(key), -2, many)
     return KEY, key + scalar[..., None].astype(key.dtype)
 

@@ -37,6 +37,7 @@ def run(
     """Runs sequences. `epilogue` receives the outputs in the kernels' order, zero at padding, and must keep those zeros."""
     arrays, spec, states = build(frame, operands, initial_state, state_dtype)
     if frame.is_empty:
+        # Without tokens nothing is launched, and each final state is its initial one, by default zero.
         out, state = _no_output(arrays, spec), operands.flipped(states.unchanged(spec.state_dtype))
     elif frame.along is not None:
         out, state = recur_along(frame.along, plan, plan.operation, arrays, spec)
@@ -55,6 +56,7 @@ def run_step(
     """Runs one token per row."""
     arrays, spec = build_step(frame, operands, state)
     if frame.is_empty:
+        # Without rows nothing is launched, and the states stay as they are.
         out, state = _no_output(arrays, spec), arrays.state
     else:
         out, state = step(plan, plan.operation, arrays, spec)
@@ -85,6 +87,7 @@ class Recurrence(Kernel):
         self, frame: Frame, operands: Operands, state: Any, epilogue: Callable[[Array], Array] | None = None
     ) -> tuple[Array, Array]:
         """Runs a sequence call, or a step if the frame is that of a step."""
+        # Only the frame of a step has no axis of tokens.
         if frame.length is None:
             return run_step(self.plan, frame, operands, state, epilogue)
         return run(self.plan, frame, operands, state, self.state_dtype, epilogue)

@@ -64,11 +64,13 @@ def _packed(arrays: RecurrenceArrays, spec: RecurrenceSpec) -> tuple[Array, Arra
         spec = dataclasses.replace(spec, decay=SCALAR)
 
     def one(n: Array, initial: Array | None) -> tuple[Array, Array]:
+        # Masked tokens leave the state as it is: no decay, no key and no value.
         mine = (tokens >= offsets[n]) & (tokens < offsets[n + 1])
         kept = {name: masked(x, mine) for name in _BY_TOKEN if (x := getattr(arrays, name)) is not None}
         return _row(arrays._replace(**kept, initial_state=initial, offsets=None), spec)
 
     outs, states = jax.vmap(one)(jnp.arange(count, dtype=jnp.int32), arrays.initial_state)
+    # Every token has an output other than 0 in one sequence at most, so the sum selects it.
     return outs.sum(0), states
 
 
@@ -91,6 +93,7 @@ def step(arrays: StepArrays, spec: RecurrenceSpec) -> tuple[Array, Array]:
     rows = from_slots(state, arrays.indices, lead)
     rows = jnp.swapaxes(rows, -1, -2) if spec.transposed else rows
     initial = rows.astype(accumulator(arrays.q.dtype))
+    # One token per row: `[*, B, ...]` becomes `[*, B, 1, ...]`.
     token: Any = lambda x: None if x is None else jnp.expand_dims(x, lead + 1)
     skip = None
     if arrays.skip is not None:

@@ -133,6 +133,7 @@ def letters_of(arrays: RecurrenceArrays | StepArrays, spec: RecurrenceSpec) -> L
     """The axes of a call. In a step, rows with their own states are split over devices like leading axes; a pool of states is replicated."""
     if isinstance(arrays, RecurrenceArrays):
         return letters(spec.decay, None if arrays.offsets is None else "offsets")
+    # Without indices, a row's state is its own, so both have the same axis.
     rows, slots = ("b", "b") if arrays.indices is None else ("rows", "slots")
     return step_letters(rows, slots, spec.decay, spec.transposed)
 

@@ -153,9 +153,11 @@ class StateSpaceV2(Recurrence):
         raw = frame.operand("dt", inputs.dt, (heads,), "H")
         rates = raw, decaying_rates(fitting("A", inputs.A, (heads,), "H")), bias
         D = inputs.D
+        # One number per head is repeated for its channels, as the recurrence takes `[H, P]`.
         if getattr(D, "ndim", 2) == 1:
             D = jnp.broadcast_to(fitting("D", D, (heads,), "H")[:, None], (heads, channels))
         skip = None if D is None else frame.shared(fitting("D", D, (heads, channels), "H P"))
+        # `C` stands for queries, `B` for keys, `x` for values; their state `[N, P]` is kept transposed.
         operands = Operands(C, B, x, 1.0, skip=skip, decay=SCALAR, transposed=True)
         epilogue = self._epilogue(frame, inputs, x, groups)
 
@@ -178,10 +180,12 @@ class StateSpaceV2(Recurrence):
                 )
             weight = fitting("norm_weight", weight, x.shape[-2:], "H P")
         z = None if inputs.z is None else frame.operand("z", inputs.z, x.shape[-2:], "H P")
+        # Without a gate or a norm, outputs are final as the kernel writes them.
         if z is None and self.norm is None:
             return None
 
         def epilogue(y: Array) -> Array:
+            # The norm is that of the gated output, so the gate comes first.
             gated = wide(y) if z is None else silu_gated(y, z)
             if self.norm is not None:
                 gated = rms_norm(gated, weight, groups if self.norm == "group" else 1, self.norm_eps)

@@ -81,6 +81,7 @@ def _apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) ->
     else:
         out, state = call.by_token() if spec.delta and spec.decay == VALUE else call.by_chunk()
     if arrays.skip is not None:
+        # Added before the cast, so that the output is rounded once.
         out = out + arrays.skip.astype(call.wide)[:, None] * arrays.v.astype(call.wide)
     return out.astype(arrays.v.dtype), state.astype(spec.state_dtype)
 
@@ -102,6 +103,7 @@ class _Local:
         if g is not None:
             self.decays = channel_decays(g) if self.kind in (KEY, VALUE) else scalar_decays(g)
             self.head, self.tail = self.decays.head, self.decays.tail
+            # The factor lies along values for a decay of values, else along keys, of states `[.., D, V]`.
             self.total = jnp.expand_dims(self.decays.total, -2 if self.kind == VALUE else -1)
         if self.chunks.starts is not None:
             cut = self.chunks.cut
@@ -122,6 +124,7 @@ class _Local:
 
     def mixed(self, q: Array, k: Array) -> Array:
         """`[B, M, C, C]`: the weights of values for each query, without decays of values."""
+        # Decays of values differ by channel, so they enter in `mix` and not in the scores.
         return self._seen(self._products(q, k)) if self.kind == VALUE else self.scores((q,), k)[0]
 
     def mix(self, scores: Array, v: Array) -> Array:
@@ -139,6 +142,7 @@ class _Local:
     def read(self, q: Array, states: Array) -> Array:
         """`[B, M, C, V]`: what queries read from the states `[B, M, D, V]` at the starts of their chunks."""
         if self.kind == KEY:
+            # A decay of key channels scales the queries before those channels are summed.
             return self.dot("...rd,...dv->...rv", _times(q, self.head), states)
         return _times(self.dot("...rd,...dv->...rv", q, states), self.head)
 
@@ -199,10 +203,12 @@ class _Call:
             return new if state is None else _times(state, kept) + new, written
 
         if self.spec.delta:
+            # With one query head per state head, keys and queries share the work on their decays.
             alone = self.heads.out == self.heads.state
             reads = jax.checkpoint(self._delta_reads)(self.chunks.cut(q) if alone else None, k, g, beta)
             xs = jax.checkpoint(self._delta_writes)(reads[0], k, v, g, beta)
             states, written, final = self._scan(delta, xs, zeros)
+            # The written values include beta already.
             values, beta = self.chunks.back(written), None
         else:
             reads = (None, None)
@@ -222,6 +228,7 @@ class _Call:
         """`function` of queries `[B, HS, P, D]`, for each of the `R / HS` query heads of a state head."""
         if self.heads.out == self.heads.state:
             return function(q)
+        # One group after another, so that only one has its scores in memory.
         out = lax.map(function, jnp.moveaxis(split(q, 1, self.heads.state), 2, 0))
         return merge(jnp.moveaxis(out, 0, 2), 1)
 
@@ -235,6 +242,7 @@ class _Call:
     ) -> tuple[Array, Array | None]:
         """The scores of each key with the keys before it and, with the same decays, those of the queries, if given."""
         keys, *queries = _Local(self, g).scores((_times(k, beta), *(() if q is None else (q,))), k)
+        # Strictly below the diagonal, as a key meets only the keys before it.
         return jnp.tril(keys, -1), queries[0] if queries else None
 
     def _delta_writes(self, reads: Array, k: Array, v: Array, g: Array | None, beta: Array | None) -> Any:
@@ -322,11 +330,13 @@ class _Call:
                 new, others = chunk(state, x)
                 return new, (state, others)
 
+            # The sum gives the initial state the sharding of the zeros, which the scan's carry must keep.
             final, (states, others) = lax.scan(body, zeros if initial is None else zeros + initial, xs)
             return states, others, final
 
         def packed(state: Array, x: Any) -> tuple[Array, Any]:
             x, fresh, initial = x
+            # A chunk that begins a sequence continues its own initial state, not the chunk before.
             state = jnp.where(fresh, 0 if initial is None else initial, state)
             new, others = chunk(state, x)
             return new, (state, others, new)
@@ -355,6 +365,7 @@ def step(arrays: StepArrays, spec: RecurrenceSpec, config: XlaConfig) -> tuple[A
         g = jnp.exp(spread(arrays.g, -1 if spec.decay == SCALAR else -2))
         over_channels = {SCALAR: lambda g: g[..., None, None], KEY: key, VALUE: value}[spec.decay]
         state = state * over_channels(g)
+    # The delta rule reads the state after its decay.
     written = v - (state * key(k)).sum(keys) if spec.delta else v
     if arrays.beta is not None:
         written = written * spread(arrays.beta, -1)[..., None]

@@ -31,9 +31,11 @@ class Chunks:
         if offsets is None:
             self.count = -(-self.length // size)
             if arrays.starts is not None and self.count != 0:
+                # Places past the last token continue its segment, so no segment starts there.
                 self.starts = jnp.pad(arrays.starts, ((0, 0), (0, self.places - self.length)), mode="edge")
         else:
             assert self.sequences is not None
+            # A bound that holds for all offsets: every sequence adds at most one partial chunk.
             self.count = self.length // size + least(self.sequences, self.length)
             if self.count != 0 and self.sequences:
                 self._pack(offsets, self.sequences)
@@ -58,6 +60,7 @@ class Chunks:
         chunks = row(self.count)
         sequence = ended(ends, self.count)
         used = sequence < sequences
+        # Unused chunks read the entries of the last sequence, and `used` hides what they find.
         sequence = jnp.minimum(sequence, sequences - 1)
         first = pick(offsets, sequence) + (chunks - pick(begins, sequence)) * size
         tokens = first[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
@@ -72,6 +75,7 @@ class Chunks:
         inside = (sequence >= 0) & (sequence < sequences)
         sequence = jnp.clip(sequence, 0, sequences - 1)
         places = pick(begins, sequence) * size + tokens - pick(offsets, sequence)
+        # Past the end for tokens of no sequence, so that their outputs are zeros.
         self.place_of_token = jnp.where(inside, places, self.places)
 
     def take(self, x: Array) -> Array:
@@ -83,6 +87,7 @@ class Chunks:
         x = jnp.moveaxis(x, 1, 2)
         if x.shape[1] >= self.heads:
             return x
+        # Places and channels become one axis, so that operands of both ranks are repeated alike.
         flat = (merge(x, 2) if x.ndim == 4 else x)[:, :, None]
         flat = jnp.broadcast_to(flat, (*x.shape[:2], self.heads // x.shape[1], flat.shape[-1]))
         repeated = merge(flat, 1)
@@ -116,11 +121,13 @@ class Chunks:
     def final_states(self, after: Array, initial: Array | None) -> Array:
         """The states after the sequences `[B, N, ...]`, from those after the chunks `[NC, B, ...]`."""
         final = _gather(jnp.moveaxis(after, 0, 1), self.last)
+        # An empty sequence has no chunk of its own, so its initial state passes through.
         return jnp.where(self.empty[..., None, None, None], 0 if initial is None else initial, final)
 
     @property
     def positions(self) -> Any:
         """`[P]`, for rows that are not packed."""
+        # NumPy makes them a constant of the program; a symbolic size needs JAX.
         return (jnp if is_symbolic(self.places) else np).arange(self.places, dtype=np.int32)
 
     def over_heads(self, x: Array) -> Array:

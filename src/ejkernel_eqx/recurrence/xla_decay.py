@@ -50,6 +50,7 @@ def scalar_decays(g: Array) -> Decays:
     size = g.shape[-1]
     i, j, t = (lax.broadcasted_iota(jnp.int32, (size, size, size), axis) for axis in range(3))
     total = lambda pattern, chosen: jnp.einsum(pattern, g, chosen.astype(g.dtype), precision=_EXACT)
+    # The sum from `j` to `i` excludes the decay of `j`, which applies before its key is written.
     pairs = total("...t,ijt->...ij", (j < t) & (t <= i))
     head = total("...t,it->...i", (t <= i)[:, 0])
     tail = total("...t,it->...i", (t > i)[:, 0])
@@ -70,6 +71,7 @@ def channel_decays(g: Array) -> Decays:
         early_tail, late_tail = halves(tail)
         early_total, late_total = halves(total)
         levels.append((jnp.exp(late_head), jnp.exp(early_tail)))
+        # The later half's sums continue those of the whole earlier half.
         head = jnp.concatenate([early_head, late_head + early_total], 2)
         tail = jnp.concatenate([early_tail + late_total, late_tail], 2)
         total = early_total + late_total
@@ -104,6 +106,7 @@ def _over_halves(add: Callable[[Any, Array, Array], Any], first: Any, decays: De
 def _halves_within(size: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Masks for blocks of `2 * step` tokens: which log-decays lie between token `i` and the middle, `[i, t]`; and whether `i` is in the later half
     of the block whose earlier half contains `j`, `[i, j]`."""
+    # In NumPy, as the masks depend on static sizes only.
     i, t = np.arange(size)[:, None], np.arange(size)
     middle = i // (2 * step) * (2 * step) + step
     late = i >= middle
@@ -118,6 +121,7 @@ def decayed_scores(xs: tuple[Array, ...], y: Array, decays: Decays, precision: A
     own = np.eye(y_blocks.shape[2], dtype=bool)[None, None]
 
     def add(scores: list[Array], factors: Array, pairs: Array) -> list[Array]:
+        # A factor is at most 1 on either side of the middle, so products of two cannot overflow.
         keys = y_blocks * factors
         new = [dot(x * factors, keys) for x in x_blocks]
         return [jnp.where(pairs[None, None], x, s) for x, s in zip(new, scores, strict=True)]
@@ -126,6 +130,7 @@ def decayed_scores(xs: tuple[Array, ...], y: Array, decays: Decays, precision: A
     scores = _over_halves(add, first, decays)
     for late, early in decays.levels:
         step = late.shape[2]
+        # Keys decay to the middle of the block, and queries from there.
         keys = ends(y, step)[0] * early
         scores = [joined(s, dot(ends(x, step)[1] * late, keys)) for x, s in zip(xs, scores, strict=True)]
     return tuple(scores)

@@ -25,11 +25,14 @@ def chunk_table(offsets: Array, length: int, size: int) -> ChunkTable:
     count = (end - begin + size - 1) // size
     ends = jnp.cumsum(count, dtype=jnp.int32)
     first = ends - count
+    # Each sequence adds at most one partial chunk, which bounds their number for any offsets.
     chunk = jnp.arange(length // size + sequences, dtype=jnp.int32)
     sequence = ended(ends, length // size + sequences)
     is_used = sequence < sequences
+    # Unused chunks name the last sequence, so that indices stay inside of the tables.
     sequence = jnp.minimum(sequence, sequences - 1)
     start = begin[sequence] + (chunk - first[sequence]) * size
     rows = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    # The length is past the end of the row: reads give 0 there and writes are dropped.
     rows = jnp.where(is_used[:, None] & (rows < end[sequence, None]), rows, length)
     return ChunkTable(first, count, sequence, chunk == first[sequence], rows)

@@ -15,6 +15,7 @@ from .spec import NO_TIME, ScanArrays, ScanSpec, SHARED, StepArrays
 def time_step(dt: Array, bias: Array | None, softplus: bool, wide: Any) -> Array:
     """The time step `[..., T, I]`: 0 where `dt` is at most `NO_TIME`, with no gradient there."""
     real = dt > NO_TIME
+    # The sentinel is replaced before the softplus too, so that no gradient passes through it.
     step = jnp.where(real, dt, jnp.zeros((), dt.dtype)).astype(wide)
     step = step if bias is None else step + like(bias.astype(wide), step)
     step = jnp.logaddexp(step, jnp.zeros((), wide)) if softplus else step
@@ -51,6 +52,7 @@ def _row(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
     def token(state: Array, at: tuple[Array, ...]) -> tuple[Array, Array]:
         x, dt, B, C, fresh = at
         B, C = (jnp.repeat(x, channels // x.shape[0], axis=0) for x in (B, C))
+        # A decay of 0 forgets the sequence before.
         decay = jnp.where(fresh, jnp.zeros((), wide), jnp.exp(dt[:, None] * A))
         state = decay * state + (dt * x)[:, None] * B
         return state, jnp.sum(state * C, axis=-1)
@@ -75,6 +77,7 @@ def _packed(arrays: ScanArrays, spec: ScanSpec) -> tuple[Array, Array]:
         return masked(out, mine), state
 
     outs, states = jax.vmap(one)(jnp.arange(offsets.shape[0] - 1), arrays.initial_state)
+    # Every token is real in at most one sequence, so the sum selects its output.
     return outs.sum(0), states
 
 

@@ -110,6 +110,7 @@ class StateSpaceV1(Kernel):
         )
         operands, packing = self._operands(frame, _Inputs(x, dt, A, B, C, D, z, dt_bias)), frame.packing
         if packing.real is not None:
+            # A `dt` of 0 would still be a time step after the bias and the softplus.
             padding = jnp.asarray(NO_TIME, operands["dt"].dtype)
             operands["dt"] = jnp.where(packing.real[..., None], operands["dt"], padding)
         spec = ScanSpec(self.dt_softplus, frame.state_dtype(self.state_dtype))
@@ -169,6 +170,7 @@ class StateSpaceV1(Kernel):
 
         def projection(name: str, x: Any) -> Array:
             if groups == 1 and getattr(x, "ndim", 0) == len(frame.over_tokens) + 1:
+                # A single group needs no axis in the call, but kernels see [*, T, 1, N].
                 return jnp.expand_dims(frame.operand(name, x, (states,), "N"), -2)
             return frame.operand(name, x, (groups, states), "G N")
 

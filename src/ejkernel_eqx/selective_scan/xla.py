@@ -108,6 +108,7 @@ def _chunked(tokens: Tokens, A: Array, state: Array, fresh: Array | None, size: 
     size = least(size, length)
     chunks = -(-length // size)
     cut = lambda x: _pad(x, chunks * size - length).reshape((chunks, size, *x.shape[1:]))
+    # The gradient keeps the state before each chunk and recomputes its tokens.
     chunk = jax.checkpoint(lambda state, tokens: lax.scan(functools.partial(_token, A), state, tokens))
     state, y = lax.scan(chunk, match_varying(state, (tokens, A)), tuple(map(cut, tokens)))
     return y.reshape((chunks * size, *y.shape[2:]))[:length], state
@@ -136,6 +137,7 @@ def _packed(tokens: Tokens, A: Array, states: Array, offsets: Array, size: int) 
     _, (y, ends) = lax.scan(chunk, first, (table.begins, table.sequence, tuple(map(take, tokens))))
     out = jnp.zeros((length, *y.shape[2:]), y.dtype).at[table.rows].set(y, mode="drop")
     last = ends[jnp.maximum(table.first + table.count - 1, 0)]
+    # A sequence without tokens has no chunk: its final state is its initial one.
     is_empty = (table.count == 0).reshape((-1, *(1,) * (states.ndim - 1)))
     return out, jnp.where(is_empty, states, last)
 
@@ -143,6 +145,7 @@ def _packed(tokens: Tokens, A: Array, states: Array, offsets: Array, size: int) 
 def _token(A: Array, state: Array, at: Tokens) -> tuple[Array, Array]:
     dt, write, B, C, *fresh = at
     one = functools.partial(_group, fresh[0] if fresh else None)
+    # A single group avoids the batched products of `vmap`.
     if state.shape[0] == 1:
         state, y = one(A[0], state[0], dt[0], write[0], B[0], C[0])
         return state[None], y[None]

@@ -39,6 +39,7 @@ def chunk_local_cumsum(
     **Raises:** `ValueError` for invalid arguments.
     """
     x, axis = _check(x, axis)
+    # A chunk ends with the row at the latest, and a row without tokens still needs a divisor.
     size = min(read_count("chunk_size", chunk_size, least=1), max(x.shape[axis], 1))
     spans = _spans(x, axis, cu_seqlens, segment_ids)
     index = like(jnp.arange(x.shape[axis], dtype=jnp.int32), spans.start)
@@ -115,6 +116,7 @@ def _within(x: Array, axis: int, spans: Spans, longest: int, reverse: bool) -> A
     index = like(jnp.arange(length, dtype=jnp.int32), spans.start)
     before = spans.end - 1 - index if reverse else index - spans.start
     before, real = (like(y.reshape(y.shape + (1,) * (x.ndim - axis - 1)), x) for y in (before, spans.real))
+    # Padding is cleared before the first sum, so that NaN in it reaches no token.
     total = jnp.where(real, x, jnp.zeros_like(x))
     shift = 1
     while shift < min(longest, length):

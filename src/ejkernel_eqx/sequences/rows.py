@@ -68,8 +68,10 @@ def read_packing(
         if offsets.ndim != 1:
             raise ValueError(f"cu_seqlens: expected offsets [N + 1], received shape {offsets.shape}.")
         if reverse:
+            # In a flipped row the last sequence comes first.
             offsets = length - jnp.flip(offsets)
         tokens = jnp.arange(length, dtype=jnp.int32)
+        # Offsets need not cover the row: tokens outside are padding.
         real = (tokens >= offsets[0]) & (tokens < offsets[-1])
         return Packing(lead, length, reverse, real, None, offsets)
     if segment_ids is None:
@@ -92,6 +94,7 @@ def _starts(ids: Array) -> Array:
     axis = ids.ndim - 1
     tokens = like(jnp.arange(ids.shape[-1], dtype=jnp.int32), ids)
     latest = lax.cummax(jnp.where(ids >= 0, tokens, -1), axis)
+    # The last real token before each one, so that padding in between hides no change.
     before = jnp.concatenate([jnp.full((*ids.shape[:-1], 1), -1, jnp.int32), latest[..., :-1]], axis)
     other = jnp.take_along_axis(ids, jnp.maximum(before, 0), axis) != ids
     begins = (ids >= 0) & (before >= 0) & other

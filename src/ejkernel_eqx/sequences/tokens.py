@@ -18,6 +18,7 @@ def scan_tokens(
     head = tuple(x[: blocks * _BLOCK].reshape((blocks, _BLOCK, *x.shape[1:])) for x in xs)
     tail = tuple(x[blocks * _BLOCK :] for x in xs)
     state, out = lax.scan(jax.checkpoint(lambda state, block: lax.scan(token, state, block)), state, head)
+    # The tail is shorter than a block, so keeping all of its states costs little.
     state, rest = lax.scan(token, state, tail)
     return state, jnp.concatenate([out.reshape((blocks * _BLOCK, *out.shape[2:])), rest])
 
@@ -57,6 +58,7 @@ def from_slots(pool: Array, slots: Array | None, lead: int) -> Array:
     if slots is None:
         return pool
     take = lambda pool, at: pool.at[at].get(mode="fill", fill_value=0)
+    # A negative index would count from the end; one past the end reads zeros.
     return over(lead, take)(pool, jnp.where(slots < 0, pool.shape[lead], slots))
 
 

@@ -27,6 +27,7 @@ def reorder_sequence(x: Any, num_shards: int, *, axis: int) -> Shaped[Array, "..
     """
     x, axis, shape = _in_chunks(x, num_shards, axis)
     x = x.reshape((*shape[:axis], 2, num_shards, shape[axis] // (2 * num_shards), *shape[axis + 1 :]))
+    # The late half is reversed, so that shard i gets chunk 2n - 1 - i.
     early, late = _part(x, 0, axis), jnp.flip(_part(x, 1, axis), axis)
     return jnp.stack([early, late], axis=axis + 1).reshape(shape)
 

@@ -32,6 +32,7 @@ _Split = Callable[[Array], list[Array]]
 def multi_head_attention(layer: Any, weights: Weights) -> Any:
     """A `MultiHeadAttention` filled from any of the forms above."""
     taken, renamed = _query_key_value(layer, weights)
+    # GPT-2 publishes its matrices as [in, out].
     if weights.has("c_proj.weight"):
         taken["o_proj"] = _transposed(layer.o_proj, weights, "c_proj")
     else:
@@ -43,6 +44,7 @@ def _query_key_value(layer: Any, weights: Weights) -> tuple[dict[str, Any], dict
     """The projections as far as they are published in one, and the names of others."""
     if (fused := next((name for name in _FUSED if weights.has(name)), None)) is not None:
         by_head, transposed = fused.startswith("query_key_value"), fused.startswith("c_attn")
+        # GPT-NeoX and GPT-2 publish their causal masks as buffers beside the parameters.
         if by_head or transposed:
             weights.skip(*_MASKS)
         split = _head_by_head(layer, weights) if by_head else _one_after_another(layer)
@@ -100,6 +102,7 @@ def _with_bias(
 
 def _one_after_another(layer: Any) -> _Split:
     def split(rows: Array) -> list[Array]:
+        # Sizes come from the arrays, as keys and values may have fewer heads than queries.
         q, k = layer.q_proj.weight.shape[0], layer.k_proj.weight.shape[0]
         return jnp.split(rows, [q, q + k])
 
@@ -116,6 +119,7 @@ def _head_by_head(layer: Any, weights: Weights) -> _Split:
         )
 
     def split(rows: Array) -> list[Array]:
+        # [3 H D, ...] to [H, 3 D, ...]: the rows of a head are its query, key and value.
         parts = jnp.split(rows.reshape(heads, -1, *rows.shape[1:]), [dim, 2 * dim], axis=1)
         return [part.reshape(-1, *rows.shape[1:]) for part in parts]
 

@@ -37,8 +37,10 @@ def attention_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
         "sliding_window": _window(config, found),
     }
     options["use_qkv_bias"], options["use_output_bias"] = _biases(config)
+    # Options of the type come after the general ones, which they may replace.
     if kind in _OTHERS:
         options |= _OTHERS[kind](config, layer_index)
+    # GPT-2 learns its positions as embeddings and rotates nothing.
     if kind != "gpt2":
         options["rope"] = RotaryEmbedding.from_config(config, layer_type=found)
     return options
@@ -67,6 +69,7 @@ def default_type(config: Config, index: int) -> str:
 
 def _window(config: Config, found: str) -> int | None:
     kind, window = config["model_type"], config.get("sliding_window")
+    # Qwen publishes a window also where it is switched off.
     if kind.startswith("qwen") and not config.get("use_sliding_window", False):
         return None
     if kind in ("mistral", "mixtral", "phi3", "minimax", "qwen3_moe"):  # all layers alike

@@ -63,6 +63,7 @@ def _no_experts(config: Config, layer_index: int) -> str | None:
         return f"first_k_dense_replace is {first}"
     if layer_index in (config.get("mlp_only_layers") or ()):
         return f"mlp_only_layers has {layer_index}"
+    # This entry counts layers from 1, unlike the next one.
     if (layer_index + 1) % (step := config.get("decoder_sparse_step") or 1):
         return f"decoder_sparse_step is {step}"
     if layer_index % (often := config.get("moe_layer_freq") or 1):  # as DeepSeek's own code has it

@@ -50,6 +50,7 @@ def experts(module: Any, weights: Weights) -> Any:
     if weights.has("gate_up_proj"):
         count, inner, outer = module.gate_proj.shape
         both = weights.take("gate_up_proj", (count, 2 * inner, outer), module.gate_proj.dtype)
+        # All gates come before all ups: [N, 2 F, E] to two arrays [N, F, E].
         gate, up = jnp.split(both, 2, axis=1)
         return fill_fields(
             replaced(module, {"gate_proj": gate, "up_proj": up}), weights, skip=("gate_proj", "up_proj")
@@ -64,6 +65,7 @@ def _transposed(module: Any, weights: Weights) -> Any:
     dtype = module.gate_proj.dtype
     both = weights.take("gate_up_proj", (count, outer, 2 * inner), dtype)
     down = weights.take("down_proj", (count, inner, outer), dtype)
+    # Gate and up alternate along the last axis, and all three are published transposed.
     parts = {"gate_proj": both[..., 0::2], "up_proj": both[..., 1::2], "down_proj": down}
     new = {name: part.swapaxes(1, 2) for name, part in parts.items()}
     if module.gate_proj_bias is not None:

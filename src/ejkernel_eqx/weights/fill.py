@@ -18,6 +18,7 @@ def fill(module: Any, weights: Weights) -> Any:
     A module with a method `_published(self, weights)` says itself how. Otherwise fields are taken by name and items of tuples, lists and
     dictionaries by index or key. Static fields, integers and functions stay.
     """
+    # Placement comes last, so that a method `_published` need not know of shardings.
     return _placed(_filled(module, weights), module)
 
 
@@ -30,6 +31,7 @@ def _filled(module: Any, weights: Weights) -> Any:
         return {key: _entry(value, str(key), weights) for key, value in module.items()}
     if isinstance(module, tuple | list):
         items = [_entry(value, str(i), weights) for i, value in enumerate(module)]
+        # Named tuples take their items one by one, other sequences as one argument.
         return type(module)(*items) if hasattr(module, "_fields") else type(module)(items)
     return module
 
@@ -44,6 +46,7 @@ def fill_fields(
         if field.metadata.get("static", False) or field.name in skip:
             continue
         name, value = renamed.get(field.name, field.name), getattr(module, field.name)
+        # Only this norm may be published as weight - 1; gated norms never are.
         if isinstance(module, eqx.nn.RMSNorm) and field.name == "weight" and value is not None:
             new[field.name] = weights.take_norm(name, value.shape, value.dtype)
         else:
@@ -70,6 +73,7 @@ def replaced(module: Any, new: dict[str, Any]) -> Any:
     if not names:
         return module
     where = lambda m: [getattr(m, name) for name in names]
+    # None counts as a leaf, so that an empty field can be replaced too.
     return eqx.tree_at(where, module, [new[name] for name in names], is_leaf=lambda leaf: leaf is None)
 
 

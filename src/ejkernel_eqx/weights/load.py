@@ -86,6 +86,7 @@ def _as_dtype(like: Any, dtype: Any) -> Any:
     def cast(leaf: Any) -> Any:
         if not is_parameter(leaf):
             return leaf
+        # A shape suffices, as values of `like` are never used; an explicit sharding stays.
         return jax.ShapeDtypeStruct(leaf.shape, found, sharding=sharding_of(leaf))
 
     return jax.tree.map(cast, like)
@@ -100,6 +101,7 @@ def _check_filled(filled: Any, like: Any) -> None:
                 f"{name}: expected an array, received only the shape of one, and no published array gives its values; build the layer outside of "
                 "equinox.filter_eval_shape."
             )
+        # The same object means that nothing was taken for it.
         if is_parameter(new) and new is old:
             raise CheckpointError(
                 f"{name}: expected a published array, received the one of like; the method _published of its module has to take it."

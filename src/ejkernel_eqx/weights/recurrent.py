@@ -50,6 +50,7 @@ def kimi_delta_attention(layer: Any, weights: Weights) -> Any:
 def _take_rates(rates: Any, weights: Weights) -> Array:
     """`A_log` `[H]`, also where it is published with axes to broadcast by."""
     shape = weights.shape("A_log") if weights.has("A_log") else rates.shape
+    # A reshape keeps the order of values if only the axis of the heads is longer than 1.
     spread = math.prod(shape) == max(shape, default=0) == rates.shape[0]
     return weights.take("A_log", shape if spread else rates.shape, rates.dtype).reshape(rates.shape)
 

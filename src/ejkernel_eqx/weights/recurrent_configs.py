@@ -15,6 +15,7 @@ def mamba1_options(config: Config, layer_index: int = 0) -> dict[str, Any]:
     config = _read(config, layer_index, "Mamba1Mixer")
     options = taken(config, "embed_dim=hidden_size dt_rank=time_step_rank state_size conv_width=conv_kernel")
     width = options["embed_dim"]
+    # Mamba's published code computes this rank for "auto".
     if options["dt_rank"] == "auto":
         options["dt_rank"] = math.ceil(width / 16)
     options["inner_dim"] = config.get("intermediate_size") or _expanded(config, width)

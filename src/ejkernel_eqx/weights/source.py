@@ -94,6 +94,7 @@ class FileSource(Source):
 
     def read(self, name: str) -> np.ndarray:
         path, kind = self._files[name], self._slice(name).get_dtype()
+        # BF16 does not begin with F; what is left are floats of 8 bits and less.
         if kind[0] == "F" and kind not in ("F64", "F32", "F16"):
             raise CheckpointError(
                 f"{str(path)!r} holds {name!r} as {kind}: numbers of 8 bits and less have scales of their own, which are not applied here. "
@@ -157,6 +158,7 @@ def open_source(state_dict: Any) -> Source:
 
 def _in_folder(folder: pathlib.Path) -> pathlib.Path:
     """The one file that says all."""
+    # The standard names go first, as a folder may hold other weights beside them.
     for name in (_SINGLE, _INDEX):
         if (folder / name).is_file():
             return folder / name
@@ -173,6 +175,7 @@ def _in_folder(folder: pathlib.Path) -> pathlib.Path:
 def read_json(path: pathlib.Path, most_bytes: int) -> Any:
     """The content of a file of JSON, which is not read if it is larger."""
     try:
+        # The size is checked before reading, so that a wrong path cannot fill the memory.
         if path.stat().st_size > most_bytes:
             raise CheckpointError(
                 f"{str(path)!r}: expected a file of at most {most_bytes:,} bytes, received {path.stat().st_size:,}; it is none of a published model. "
@@ -180,6 +183,7 @@ def read_json(path: pathlib.Path, most_bytes: int) -> Any:
             )
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        # `CheckpointError` is a `ValueError` itself, and its own message says more.
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
@@ -197,6 +201,7 @@ def _sharded(index: pathlib.Path) -> Source:
             f"{str(index)!r} is not the index of a sharded safetensors checkpoint: it has no table 'weight_map' of names and files. Download it "
             "again."
         )
+    # An index is not trusted: its entries must not reach files outside of its folder.
     for name, file in files.items():
         if not _is_beside(file):
             raise CheckpointError(
@@ -209,4 +214,5 @@ def _sharded(index: pathlib.Path) -> Source:
 def _is_beside(file: Any) -> bool:
     """Returns whether this is a bare file name on every system. What the file links to is not looked at: caches of downloads link elsewhere."""
     is_name = isinstance(file, str) and 0 < len(file) <= 255 and "\0" not in file
+    # Windows paths know both separators and drives, so theirs is the stricter test.
     return is_name and file != ".." and pathlib.PureWindowsPath(file).name == file

@@ -29,9 +29,11 @@ class Rows(NamedTuple):
         """The state before every token, from those after the tokens `[tokens, H]` and the initial ones `[R, H]`; zeros outside of rows."""
         features = out.shape[-1]
         first = jnp.zeros((self.count, features), out.dtype) if initial is None else initial.astype(out.dtype)
+        # Rows of equal length are shifted by one token: [R T, H] to [R, T, H] and back.
         if self.inside is None:
             by_row = out.reshape(self.count, -1, features)
             return jnp.concatenate([first[:, None], by_row[:, :-1]], 1).reshape(out.shape)
+        # The first entry only fills the place: a first state or a zero replaces it.
         before = jnp.concatenate([out[:1], out[:-1]])
         begin, length = self.bounds[:, 0], self.bounds[:, 1]
         begin = jnp.where(length > 0, begin, out.shape[0])  # past the end: dropped
@@ -53,6 +55,7 @@ def rows_of(arrays: CellArrays) -> Rows:
     if arrays.marks is None:
         return Rows(jnp.stack([base, jnp.full_like(base, length)], -1), length)
     real = arrays.marks != PADDING
+    # A row runs from its first real token to its last: padding at its ends costs no steps.
     begin = jnp.min(jnp.where(real, time, length), 1)
     end = jnp.max(jnp.where(real, time + 1, 0), 1)
     size = jnp.maximum(end - begin, 0)

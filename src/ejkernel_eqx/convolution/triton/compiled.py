@@ -85,6 +85,7 @@ def _fitted(tile: ConvTile, problem: Problem, device: DeviceFacts) -> ConvTile:
         return problem.dim("B") * runs * cdiv(problem.dim("C"), tile.block_c)
 
     steps = tile.steps
+    # Shorter runs give more programs, but one may not be shorter than what it loads at once.
     while steps > max(tile.unroll, 8) and programs(steps) < 4 * device.num_multiprocessors:
         steps //= 2
     return dataclasses.replace(tile, steps=steps)
@@ -114,6 +115,7 @@ def backward(
     batch, length, channels = arrays.x.shape
     width = arrays.weight.shape[-1]
     dout, dfinal = cotangents["out"], cotangents["final_state"]
+    # Each program writes sums of its own, so that gradients need no atomics and repeat exactly.
     runs = cdiv(length, tile.lanes * tile.steps)
     outputs = {"dx": result_like(arrays.x), "partial": result(batch, runs, width + 1, channels)}
     results = launch(kernels.backward_kernel, tile, outputs, programs, {"dout": dout, "dfinal": dfinal})

@@ -39,6 +39,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     for kernel in tile_sizes.KERNELS:
         tiles = [TileConfig(*tile) for tile in tile_sizes.choices(kernel, problem, device)]
         needed = functools.partial(tile_sizes.shared_memory, kernel, problem, device)
+        # The estimate is an upper one, so the smallest tile stays even if it seems too large.
         columns.append(fitting(tiles, needed, device) or [_SMALLEST])
     how = {} if device.vendor == "nvidia" else {"fast_tanh": False, "float32_dot": "ieee"}
     return [TritonConfig(*tiles, **how) for tiles in rows_of(columns)]

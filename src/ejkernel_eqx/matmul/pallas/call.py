@@ -59,6 +59,7 @@ def products(label: str, work: Products, groups: Groups, tile: TpuTile) -> dict[
     m, n, k = _within(tile, total, work.columns, inner)
     across, down = cdiv(work.columns, n), cdiv(inner, k)
     visits, count = row_visits(groups.sizes, groups.rows, m, groups.mapped)
+    # Sums are kept in scratch only if they are made in several steps.
     scratch = SCRATCH[: 1 + _is_gated(operands)] if down > 1 or k > CHUNK else ()
     form = Form((*operands, *work.outputs, *scratch), work.spec, work.operand, m, k, inner)
     transposed = work.spec.transpose_rhs

@@ -94,6 +94,7 @@ def forward(
         results = {"out": finished(gate, up, spec).astype(spec.out_dtype)}
         results |= {name: rounded(x, dtype, spec.limit).astype(dtype) for name, x in zip(saved, (gate, up))}
     else:
+        # Gate and up are halves of one matrix, given twice; the index maps shift the second.
         if spec.gated == HALVES:
             given |= _side(arrays, "u", ("right", "scale", "bias"), "up_")
             shift = count

@@ -47,6 +47,7 @@ def _left_gradient(
 ) -> Array:
     """`dz right^T`, plus that of the up side: the same kernel with the right sides transposed."""
     batch, length, inner = arrays.lhs.shape
+    # The left sides are the cotangents: they have a row for each row of the result, gathered or not.
     launch = launcher(arrays, config).knowing({"lhs": dz, "other_lhs": du}, L=arrays.num_rows)
     width = dz.shape[-1]
     out = result(batch, arrays.num_rows, inner, dtype=arrays.lhs.dtype)
@@ -88,7 +89,9 @@ def _taken_by(arrays: GroupedArrays, length: int) -> tuple[Array, Array]:
     assert arrays.rows is not None
     place = jnp.arange(arrays.num_rows, dtype=jnp.int32)[None]
     real = place < arrays.sizes.sum(-1, keepdims=True, dtype=jnp.int32)
+    # Rows past the last group take a row past the end, and so sort behind all others.
     taken = jnp.where(real, jnp.clip(arrays.rows, 0, length - 1), length)
+    # A stable sort keeps the rows of a sum in their order, so that it is the same in every run.
     order = jnp.argsort(taken, -1, stable=True)
     ordered = jnp.take_along_axis(taken, order, -1)
     every = jnp.arange(length + 1, dtype=jnp.int32)
@@ -110,6 +113,7 @@ def _right_gradients(
     if tile.hopper_programs:
         if right is not None:
             grads = {names[0]: right_gradient(launch, tile, arrays, dz, right, spec.transpose_rhs)}
+        # Hopper's kernel has no bias: what is left for Triton's is the bias alone.
         right, tile = None, _BIAS_TILE
     if right is None and bias is None:
         return grads
@@ -117,6 +121,7 @@ def _right_gradients(
     mapped = arrays.right.ndim == 4
     inner, width = arrays.lhs.shape[-1], dz.shape[-1]
     lead = (batch,) if mapped else ()
+    # Matrices that leading axes share have the rows of all of them.
     most = arrays.sizes if mapped else arrays.sizes.sum(0)
     down = 1 if right is None else cdiv(inner, tile.block_k)
     results = launch(

@@ -69,6 +69,7 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
             needed = hopper.shared_memory(kernel, tile, problem)
         sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
         reason = too_large(kernel, sizes, tile.num_stages, needed, device)
+        # An estimate must not rule out the smallest tile, or no configuration might be left.
         if reason is not None and tile != SMALLEST:
             return reason
     return None
@@ -76,6 +77,7 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
 
 def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
     """The parts that run in Triton's kernels on Hopper, and why."""
+    # Only a device that could run Hopper's kernels needs to know why they are not used.
     if device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
     reasons: dict[str, list[str]] = {}

@@ -70,6 +70,7 @@ def _blocks(problem: Problem, arrays: PagedNativeArrays, seed: int) -> Array:
     """Random blocks, no two of a query alike; those after it count for nothing."""
     blocks = -(-problem.dim("M") * problem.dim("p") // int(str(problem.flag("block"))))
     shape = (1, problem.dim("T"), problem.dim("K"), max(blocks, problem.dim("n")))
+    # Sorting random numbers gives distinct blocks, as a query counts none twice.
     order = np.random.default_rng(seed).random(shape).argsort(-1)[..., : problem.dim("n")]
     return jnp.asarray(np.where(order < blocks, order, -1), jnp.int32)
 
@@ -116,10 +117,12 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
         raise ValueError(f"dims: expected H to be a multiple of K, received H={size['H']}, K={size['K']}.")
     if size["Q"] > size["T"]:
         raise ValueError(f"dims: expected Q to be at most T={size['T']}, received {size['Q']}.")
+    # A page of compressed keys holds those of one page of tokens, so the stride divides it.
     if size["p"] % ints["stride"]:
         raise ValueError(
             f"dims: expected p to be a multiple of stride={ints['stride']}, received {size['p']}."
         )
+    # Pages for the longest sequence, the last of them perhaps not full.
     size |= {"M": -(-size["S"] // size["p"])}
     sparse = NativeSpec(size["D"] ** -0.5, count=size["n"], given=bool(given["given"]), **ints)
     spec = PagedNativeSpec(sparse, size["Q"])

@@ -68,10 +68,12 @@ def _of_queries(
     found["compressed_out"], found["compressed_lse"] = pages.softmax(small, queries, seen)
     if arrays.indices is None:
         importance = _importance(small, queries, seen, found["compressed_lse"])
+        # A query that is not real has position -1, as padding has over dense keys.
         place = jnp.where(queries.real, span.i, -1)
         indices = best_blocks(importance, place, start, last + 1, most_blocks(arrays, spec), own)
     else:
         token = arrays.q_start[queries.sequence][:, None] + queries.index
+        # Queries that are not real may point past the end; their results are dropped.
         indices = arrays.indices.at[token].get(mode="clip")
     found["selected_out"], found["selected_lse"] = _selected(arrays, own, main, queries, span.i, indices)
     return found | {"indices": indices}
@@ -81,6 +83,7 @@ def _importance(call: Call, queries: Queries, span: Span, lse: Array) -> Array:
     """The weights of compressed keys by slot, summed over the heads of a group, `[n, Q, K, C]`."""
     table = call.arrays.page_table[queries.sequence]
     keys = table.shape[-1] * call.page_size
+    # Whole blocks, as an update past the end would be moved back onto earlier slots.
     room = -(-keys // call.block_k) * call.block_k
     shift = jnp.moveaxis(jnp.where(lse > -jnp.inf, lse, 0), 1, 3)[..., None]  # [n, K, G, Q, 1]
     empty = jnp.zeros_like(lse[..., 0])[..., None]
@@ -104,10 +107,12 @@ def _selected(
     def block(number: Array, carry: Any) -> Any:
         index = lax.dynamic_index_in_dim(indices, number, 3)  # [n, Q, K, 1]
         j = index * own.block + like(jnp.arange(own.block, dtype=jnp.int32), index)  # [n, Q, K, S]
+        # A key past the end of the table has no page, as if its entry were -1.
         numbers = lambda row, at: row.at[at].get(mode="fill", fill_value=-1)
         page = jax.vmap(numbers)(table, jnp.maximum(j, 0) // size)
         seen = (index >= 0) & (j <= i[..., None, None]) & queries.real[..., None, None]
         seen &= (page >= 0) & (page < count)
+        # The reads promise indices in bounds, so a hidden key reads the first slot.
         page, place = jnp.where(seen, page, 0), jnp.where(seen, j % size, 0)
         k, v = (jnp.where(seen[..., None], _taken(x, page, place), 0) for x in (arrays.k, arrays.v))
         scores = call.dot("nqkgd,nqksd->nkgqs", queries.q, k) * own.scale

@@ -37,6 +37,7 @@ def attended(
     (kv_heads, values), dtype = arrays.v.shape[2:], arrays.q.dtype
     size = max(1, _BYTES // (batch * heads * spec.count * values * dtype.itemsize))
     chunks = cdiv(length, size)
+    # Chunks of about one size, so that the last one is not much smaller.
     size = cdiv(length, chunks)
     # The lists of all chunks are sorted at once.
     apart = jnp.pad(indices, [(0, 0), (0, chunks * size - length), (0, 0), (0, 0)], constant_values=-1)
@@ -98,11 +99,13 @@ def by_queries(launch: Launcher, kernel: Any, tile: Any, shape: tuple[int, ...])
     kv_heads, splits = launch.numbers["K"], cdiv(launch.numbers["N"], tile.span)
     programs = batch * length * kv_heads * splits
     numbers: Any = {"SPLITS": splits, "SPAN": tile.span}
+    # A program with all blocks of a query writes its result, and nothing is merged.
     if splits == 1:
         outputs = {"out": result(*shape, dtype=dtype), "lse": result(batch, heads, length)}
         name = f"native_{kernel.fn.__name__.removesuffix('_kernel')}"
         return launch(kernel, tile, outputs, programs, name=name, **numbers)
     pairs = (batch, kv_heads, length * splits, heads // kv_heads)
+    # Parts stay in float32 until they are merged.
     outputs = {"out": result(*pairs, values), "lse": result(*pairs)}
     found = launch(kernel, tile, outputs, programs, **numbers)
     parts = {"part": found["out"], "part_lse": found["lse"]}

@@ -43,6 +43,7 @@ class Tiles(NamedTuple):
 def attend(step: Step, spec: NativeSpec, tiles: Any, lead: Any, save: bool = False) -> Named:
     """`out [*lead, H, V]` and the chosen blocks; with `save` also the results of all branches, for a gradient. `lead` are the rows and their
     tokens."""
+    # The kernels of a step keep no results of single branches, which a gradient needs.
     if tiles.step.block_k and not (save or step.reason_against()):
         found = steps.attend(step, spec, tiles.step, tiles.float32_dot)
         return {name: x.reshape(*lead, *x.shape[1:]) for name, x in found.items()}
@@ -61,6 +62,7 @@ def parts_of(step_of: Callable[[Any], Step], shapes: Any, spec: NativeSpec) -> t
     def look(step: Step) -> None:
         problems.extend(problem_of("ragged_paged_attention", *call) for call in _calls(step, spec).values())
 
+    # Only shapes are needed, so nothing is computed.
     step = jax.eval_shape(step_of, shapes)
     jax.eval_shape(look, step)
     return problems[0], problems[1], step
@@ -75,6 +77,7 @@ def _calls(step: Step, spec: NativeSpec) -> dict[str, tuple[PagedArrays, PagedSp
     small = small._replace(kv_len=jnp.minimum(end, room(small)), kv_start=start)
     alike = PagedSpec(spec.scale, return_lse=True)
     near, window = each._replace(kv_len=jnp.clip(each.kv_len, 0, room(each))), {"left": spec.window - 1}
+    # With many queries, tiles share the keys of the window, so sequences stay whole.
     if step.queries > steps.MOST_QUERIES:
         near, window = step.main, window | {"max_query_len": step.queries}
     return {"compressed": (small, alike), "sliding": (near, dataclasses.replace(alike, **window))}

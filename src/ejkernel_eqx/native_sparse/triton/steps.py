@@ -43,24 +43,26 @@ class Step:
     """The arrays of a call over pages, or their shapes, without leading axes: tokens, and the sequences of a batch with their tables. Over dense
     keys, a row is a sequence, and parts of it are pages."""
 
-    q: Array  # [T, H, D]
-    gates: Array  # [T, H, 3]
-    k: Array  # [P, PAGE, K, D]
-    v: Array
-    compressed_k: Array  # [P', PAGE', K, D]
-    compressed_v: Array
-    table: Array  # int32 [N, M]
-    small_table: Array  # int32 [N, M']
-    q_start: Array  # int32 [N]
-    q_len: Array  # int32 [N]
-    kv_len: Array  # int32 [N]
+    # A pytree is also made of other leaves than arrays, so their type is open.
+
+    q: Any  # [T, H, D]
+    gates: Any  # [T, H, 3]
+    k: Any  # [P, PAGE, K, D]
+    v: Any
+    compressed_k: Any  # [P', PAGE', K, D]
+    compressed_v: Any
+    table: Any  # int32 [N, M]
+    small_table: Any  # int32 [N, M']
+    q_start: Any  # int32 [N]
+    q_len: Any  # int32 [N]
+    kv_len: Any  # int32 [N]
     queries: int = eqx.field(static=True)
     """The most of a sequence."""
     blocks: int = eqx.field(static=True)
     """The most that a sequence may have."""
     first_slot: int = eqx.field(default=0, static=True)
     """Where compressed key 0 is."""
-    indices: Array | None = None  # int32 [T, K, n]
+    indices: Any = None  # int32 [T, K, n]
 
     @property
     def rows(self) -> int:
@@ -138,6 +140,7 @@ def tiles_for(branch: list[pages.TritonConfig], step: Step, device: DeviceFacts)
     most = 32 if step.bytes >= _MANY_BYTES else 256
     if device.vendor != "nvidia":  # whose compiler keeps loads in flight in registers
         most = min(most, 64) // 2
+    # Several configurations may have one tile for decoding; it is kept once, in their order.
     first, *others = dict.fromkeys(config.decode for config in branch)
     found = []
     for tile, factor in ((first, 1.0), (first, 2.0), (first, 0.5), *((tile, 1.0) for tile in others[:2])):

@@ -67,6 +67,7 @@ def forward(
         rows=rows,
         BRANCH=has_branch,
     )
+    # Without a branch the sum is x itself, which is not copied.
     return spec.results(made["out"], made["sum"] if has_branch else arrays.x)
 
 
@@ -79,6 +80,7 @@ def backward(
 ) -> dict[str, Array]:
     """All gradients; that of the weight is per batch row and summed in a fixed order."""
     tile, (batch, rows, *groups, features) = config.backward, arrays.x.shape
+    # Each program writes a sum of its own for the weight, so that results need no atomics.
     chunks = cdiv(rows, tile.block_m * tile.turns)
     z, weight = arrays.z, arrays.weight
     made = _launcher(arrays._replace(x=saved.get("sum", arrays.x)), spec, config, tile)(
@@ -95,6 +97,7 @@ def backward(
         TURNS=tile.turns,
         STAGES=tile.num_stages,
     )
+    # A sum passes its gradient on to both of its terms, so x and the branch share one array.
     grads = {"x": "dx", "z": "dz", "branch": "dx", "weight": "partial"}
     grads = {name: made[of] for name, of in grads.items() if getattr(arrays, name) is not None}
     return grads if weight is None else grads | {"weight": grads["weight"].sum(1)}

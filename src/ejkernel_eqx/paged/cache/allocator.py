@@ -83,6 +83,7 @@ class PageTable:
         check_room(self.num_pages, self.page_size)
         self.max_pages = None if max_pages is None else read_count("max_pages", max_pages, least=1)
         self.window = None if window is None else read_count("window", window, least=1)
+        # Reversed, because pages are taken from the end: the lowest numbers go first.
         self._free = list(range(self.num_pages))[::-1]
         self._users = [0] * self.num_pages
         self._sequences: dict[Hashable, _Sequence] = {}
@@ -130,8 +131,10 @@ class PageTable:
                 f"num_tokens: expected at most {self.max_pages * self.page_size - own.length} more tokens for sequence {sequence!r} of "
                 f"length {own.length}, received {count}; build the PageTable with a larger max_pages."
             )
+        # New tokens enter no earlier page than a partial last one, so only that one may need a copy.
         shared = count > 0 and own.length % self.page_size > 0 and self._users[own.pages[-1]] > 1
         wanted = pages - len(own.pages) + shared
+        # Nothing was changed so far, so an error leaves the table as it was.
         if wanted > len(self._free):
             raise OutOfPagesError(sequence, wanted, len(self._free))
         self._sequences[sequence] = own
@@ -139,6 +142,7 @@ class PageTable:
         if shared:
             copies.append(PageCopy(own.pages[-1], self._take()))
             self._release(own.pages[-1])
+            # The shared page stays with the other sequences; this one continues in its copy.
             own.pages[-1] = copies[0].target
         own.pages.extend(self._take() for _ in range(pages - len(own.pages)))
         own.length = length
@@ -161,6 +165,7 @@ class PageTable:
         positions = np.arange(start, stop, dtype=np.int32)
         pages = np.array(own.pages, np.int32)[positions // self.page_size]
         slots = pages * np.int32(self.page_size) + positions % self.page_size
+        # The number -1 of a freed page would give slots from -p to -1; each of them becomes -1.
         return np.where(pages < 0, np.int32(-1), slots)
 
     def row(self, sequence: Hashable) -> np.ndarray:
@@ -181,6 +186,7 @@ class PageTable:
         own = self._known(sequence)
         for page in own.pages[own.freed :]:
             self._release(page)
+        # The leading pages that are -1 were freed before and are not released twice.
         del self._sequences[sequence]
 
     def fork(self, parent: Hashable, child: Hashable, num_tokens: int | None = None) -> None:
@@ -200,6 +206,7 @@ class PageTable:
         pages = own.pages[: self._pages_of(count)]
         for page in pages[own.freed :]:
             self._users[page] += 1
+        # The child lacks the same leading pages, so the same limit protects its queries.
         self._sequences[child] = _Sequence(pages, count, own.freed, own.look_back)
 
     def truncate(self, sequence: Hashable, length: int) -> None:
@@ -212,6 +219,7 @@ class PageTable:
         length = read_count("length", length)
         self._check_kept("length", sequence, own, length)
         kept = self._pages_of(length)
+        # The kept pages include all freed ones (`_check_kept`), so none of these is -1.
         for page in own.pages[kept:]:
             self._release(page)
         del own.pages[kept:]
@@ -245,10 +253,13 @@ class PageTable:
                 "keys must not be visible."
             )
         look_back = own.length - position if self.window is None else self.window - 1
+        # The smallest distance holds: each call promises that no later query sees keys before its position.
         own.look_back = look_back if own.look_back is None else min(own.look_back, look_back)
+        # Only pages entirely before the position are freed; the one that contains it is still visible.
         for place in range(own.freed, position // self.page_size):
             self._release(own.pages[place])
             own.pages[place] = -1
+        # An earlier call may have freed further, so the number of freed pages never falls.
         own.freed = max(own.freed, position // self.page_size)
 
     def check(self) -> None:
@@ -272,6 +283,7 @@ class PageTable:
                 users[page] += 1
         if users != self._users:
             raise AssertionError(f"pages are counted {self._users} times and used {users} times")
+        # The lists are compared, not sets, so a page that is listed twice is found as well.
         if sorted(self._free) != [page for page, count in enumerate(users) if count == 0]:
             raise AssertionError(f"pages {self._free} are listed as free, and used {users} times")
 

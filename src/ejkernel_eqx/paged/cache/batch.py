@@ -21,6 +21,7 @@ def to_int32(x: Any) -> Any:
     """Integers of any width as int32. Numbers that do not fit stay out of every range; other dtypes are unchanged."""
     if not isinstance(x, Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.integer):
         return x
+    # Clipped before the cast, which would wrap around to a number that might be valid.
     if x.dtype.itemsize >= 4 and x.dtype != jnp.int32:
         clip = np.clip if isinstance(x, np.ndarray) else jnp.clip
         x = clip(x, max(-1, int(jnp.iinfo(x.dtype).min)), 2**31 - 1)
@@ -66,6 +67,7 @@ class RaggedBatch(Module):
         arrays = {name: x for name in names if (x := getattr(self, name)) is not None}
         if not all(hasattr(x, "shape") for x in arrays.values()):
             return  # leaves that are not arrays, such as the axes for jax.vmap
+        # The size exists for any rank; a wrong rank is reported below.
         count = self.lengths.size
         shapes = {"query_start_loc": (count + 1,), "page_table": (count, *self.page_table.shape[-1:])}
         letters = {"query_start_loc": "[N + 1]", "page_table": "[N, M]"}
@@ -129,6 +131,7 @@ class RaggedBatch(Module):
                 )
         _check_written(rows, queries, totals, page_size)
         if states is not None:
+            # A sequence without new tokens does not write its state, so it may share one.
             given, times = np.unique(states[(states >= 0) & (queries > 0)], return_counts=True)
             if np.any(times > 1):
                 raise ValueError(
@@ -148,7 +151,9 @@ class RaggedBatch(Module):
             sizes = buckets.pick(total, count, needed, longest)
         table = np.full((sizes.sequences, sizes.pages), -1, np.int32)
         for n, row in enumerate(rows):
+            # A row is cut only where it holds no tokens, as the width covers the longest sequence.
             table[n, : len(row)] = row[: sizes.pages]
+        # Padding sequences start and end at the last real token's end, so they have no tokens.
         starts = np.full(sizes.sequences + 1, total, np.int32)
         starts[: count + 1] = np.concatenate([[0], np.cumsum(queries)])
         arrays = starts, _padded(totals, sizes.sequences, 0), table
@@ -195,6 +200,7 @@ class RaggedBatch(Module):
 
 def positions_of(ids: Array, ends: Array, lengths: Array) -> Array:
     """The position `[T]` of each token in its sequence, given by `ids [T]`; `ends [N]`: one past the last token of each sequence."""
+    # Without sequences there is no length to read, and every token is padding.
     if lengths.shape[0] == 0:
         return jnp.zeros_like(ids)
     # A sequence's last token has position lengths - 1 and comes right before the next sequence's first token.
@@ -204,6 +210,7 @@ def positions_of(ids: Array, ends: Array, lengths: Array) -> Array:
 
 def slots_of(ids: Array, positions: Array, page_table: Array, page_size: int) -> Array:
     """The slot of each token, `[T]`; -1 for tokens without a sequence or a page."""
+    # A table without rows or columns cannot be read, and no token has a page.
     if 0 in page_table.shape:
         return jnp.full_like(ids, -1)
     column, width = positions // page_size, page_table.shape[1]
@@ -211,6 +218,7 @@ def slots_of(ids: Array, positions: Array, page_table: Array, page_size: int) ->
     # No cache has a page number so large that its slots exceed int32.
     largest = (2**31 - page_size) // page_size
     there = (ids >= 0) & (positions >= 0) & (column < width) & (page >= 0) & (page <= largest)
+    # The inner choice keeps the product of an invalid page number from overflowing.
     return jnp.where(there, jnp.where(there, page, 0) * page_size + positions % page_size, -1)
 
 
@@ -228,6 +236,7 @@ def _host(name: str, values: Any, least: int, rank: int = 1) -> np.ndarray:
     wrong = array[(array < least) | (array >= 2**31)]
     if wrong.size:
         raise ValueError(f"{name}: expected ints from {least} to 2**31 - 1, received {wrong.tolist()}.")
+    # int64, so that sums and products on the host do not overflow.
     return array.astype(np.int64)
 
 
@@ -236,8 +245,10 @@ def _check_written(rows: list[np.ndarray], queries: np.ndarray, totals: np.ndarr
     used, written = [np.zeros(0, int)], [np.zeros(0, int)]
     for row, query_len, length in zip(rows, queries, totals, strict=True):
         if query_len:
+            # A row may list pages behind the sequence's length; nothing is written to them.
             own = np.asarray(row[: -(-length // page_size)], int)
             used.append(own)
+            # The first written page may hold earlier tokens too, so the division rounds down.
             written.append(own[(length - query_len) // page_size :])
     pages, targets = np.concatenate(used), np.concatenate(written)
     hit, times = np.unique(pages[(pages >= 0) & np.isin(pages, targets)], return_counts=True)

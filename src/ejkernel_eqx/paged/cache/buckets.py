@@ -40,12 +40,14 @@ class Buckets:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             given = getattr(self, field.name)
+            # A string would be read by its characters, with a message about a single one.
             several = isinstance(given, Iterable) and not isinstance(given, str)
             sizes = tuple(read_count(field.name, size, least=1) for size in given) if several else ()
             if not sizes or list(sizes) != sorted(set(sizes)):
                 raise ValueError(
                     f"{field.name}: expected a tuple of ascending sizes such as (1, 2, 4), received {given!r}; pass a single size as a tuple too."
                 )
+            # The dataclass is frozen, so only this call can store the normalised tuple.
             object.__setattr__(self, field.name, sizes)
 
     @classmethod
@@ -81,4 +83,5 @@ class Buckets:
 
 
 def _powers(largest: int) -> tuple[int, ...]:
+    # The powers stay below the largest size, so that it comes last and only once.
     return (*(2**n for n in range((largest - 1).bit_length())), largest)

@@ -64,6 +64,7 @@ class Pages(Module):
         check_room(*x.shape[x.ndim - self._rank :][:2])
         kind = kind_of_scale(f"{name}_scale", x, scale, self._rank)
         other_kind = kind_of_scale(f"{other}_scale", y, other_scale, self._rank)
+        # One of the two may not be quantised and then has no kind to compare.
         if kind != other_kind and None not in (kind, other_kind):
             raise ValueError(
                 f"{other}_scale: expected the kind of {name}_scale, {kind!r}, received {other_kind!r}; use the same kind for both."
@@ -87,6 +88,7 @@ class Pages(Module):
         # Each array is separate, because all may be donated.
         kinds = list(zip(widths, dtypes, strict=True))
         arrays = [jnp.zeros((*lead, *room, *width), dtype) for width, dtype in kinds]
+        # Scales per token lie in pages of their own, `[P, p, K]`; those per head are `[K]`.
         rows = room if scales == TOKEN else ()
         scale = lambda width: jnp.ones((*lead, *rows, *width[:-1]), jnp.float32)
         arrays += [scale(width) if dtype.name in LARGEST else None for width, dtype in kinds]
@@ -193,6 +195,7 @@ class Pages(Module):
         if dtype is None:
             kept = {x.dtype for x in self._arrays[:2]}
             dtype = kept.pop() if len(kept) == 1 else jnp.dtype(jnp.float32)
+            # 8-bit numbers mean nothing without their scales, so their products have a wider dtype.
             if dtype.name in LARGEST:
                 dtype = jnp.float32
         dtype = jnp.dtype(dtype)
@@ -212,6 +215,7 @@ class Pages(Module):
         """
         with jax.named_scope(f"ejx.{type(self).__name__}.copy_pages"):
             source, target = read_copies(source, target)
+            # Scales per token move with their pages; scales per head belong to no page.
             lead, names = len(self.batch_shape), self._names[: 4 if self.scales == TOKEN else 2]
             there = {name: x for name in names if (x := getattr(self, name)) is not None}
             copied = {name: copy(x, source, target, lead) for name, x in there.items()}
@@ -228,6 +232,7 @@ def operands_of(pages: Pages) -> dict[str, Array]:
 
 def holding(pages: C, operands: dict[str, Array]) -> C:
     """The cache with these pages and scales, given in the names and shapes of the kernels."""
+    # The inverse of `operands_of`: only the axis that it added is removed.
     names, at = dict(zip(pages._kernel_names, pages._names, strict=True)), len(pages.batch_shape) + 2
     without_head = lambda x: x if pages._rank == 4 else jnp.squeeze(x, min(x.ndim - 1, at))
     return dataclasses.replace(pages, **{names[name]: without_head(x) for name, x in operands.items()})
@@ -244,6 +249,7 @@ def write_arrays(pages: Pages, given: tuple[Any, Any], slots: Any) -> WriteArray
             "; pack the tokens of all sequences along one axis",
         )
         x = read_array(name, x, ((*lead, tokens, *inner),), expected, remedy)
+        # The first array fixes the number of tokens, which the second must have.
         tokens = x.shape[len(lead)]
         new[kernel_name] = x if pages._rank == 4 else x[..., None, :]
     slots = read_slots(slots, lead, tokens, pages.num_pages * pages.page_size)
@@ -273,6 +279,7 @@ def read_page_dtypes(dtype: PageDType, scales: str | None) -> tuple[tuple[Any, A
         raise ValueError(
             f"scales: expected None for pages of {names}, received {scales!r}; use dtype {', '.join(LARGEST)} to quantise."
         )
+    # Scales per token are the default, as they need no sample of the data in advance.
     return (first, second), scales or (None if plain else TOKEN)
 
 
@@ -317,6 +324,7 @@ def kind_of_scale(name: str, pages: Array, scale: Array | None, rank: int) -> st
             )
         return None
     lead, place = pages.shape[: pages.ndim - rank], pages.shape[pages.ndim - rank + 2 : -1]
+    # The two kinds differ in rank, so the shape alone tells them apart.
     kinds = {TOKEN: pages.shape[:-1], HEAD: (*lead, *place)}
     for kind, shape in kinds.items():
         if scale.shape == shape and quantised:

@@ -48,6 +48,7 @@ def quantise(
     # A scale of zero would compute 0 / 0. The result does not matter, since everything then reads as zero.
     ratio = x / jnp.where(scale > 0, scale, 1.0)[..., None]
     if dtype == jnp.int8:
+        # int8 has no NaN; the scale, not finite then, still makes the vector read as NaN.
         ratio = jnp.where(jnp.isnan(ratio), 0.0, jnp.round(ratio))
     return jnp.clip(ratio, -largest, largest).astype(dtype), scale
 

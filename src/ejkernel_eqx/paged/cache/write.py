@@ -57,6 +57,7 @@ def _over_leading_axes(arrays: WriteArrays) -> dict[str, Array]:
     lead = _leading(arrays)
     if lead == 0:
         return _write(arrays)
+    # Scales per head may lack the leading axes; then all entries share them.
     pages: Any = {name: 0 if name in PAGES or x.ndim > lead else None for name, x in arrays.pages.items()}
     new: Any = dict.fromkeys(arrays.new, 0)
     slots: Any = 0

@@ -51,6 +51,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[PallasConfig]:
     prefill = [tile for tile in _tiles(problem) if _fits(prefill_bytes(problem, *tile), device)]
     if not decode or not prefill:
         return [smallest(problem, device)]
+    # The second kernel is not launched then, so one of its tiles is enough.
     if problem.dim("Q") <= most:
         prefill = prefill[:1]
     columns: list[list[Any]] = [decode, prefill]

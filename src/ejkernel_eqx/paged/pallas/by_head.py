@@ -59,6 +59,7 @@ def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
     seen = there = None
     if block.bits is not None:
         there = jnp.where((j >= block.first) & (j <= block.last), (block.bits >> r["columns"][...]) & 1, 0)
+        # A key that is not there gets the last position of all, which no query sees.
         j = jnp.where(there == 1, j, jnp.iinfo(jnp.int32).max)
         seen = j <= i
         if spec.left is not None:
@@ -78,6 +79,7 @@ def _attend(r: Any, size: Sizes, spec: PagedSpec, block: Block) -> None:
 
         def values(weights: Any) -> Any:
             if "v_scales" in r:
+                # The weights take the scales, which may be NaN where no key is seen.
                 scales = r["v_scales_buffer"][block.slot, h]  # [1, C]
                 weights *= scales if there is None else jnp.where(there == 1, scales, 0.0)
             return product(weights.astype(size.operand), r["v_heads"][h])
@@ -98,6 +100,7 @@ def _sort_pairs(x: Any, words: Any, heads: Any, size: Sizes) -> None:
         for pair in range(pairs):
             word = words[pl.ds(pair, size.keys, stride=pairs), lanes]
             for half, bits in enumerate((word << 16, word & jnp.uint32(0xFFFF0000))):
+                # Exact, as the lower half of each number is zero.
                 of_head = pltpu.bitcast(bits, jnp.float32).astype(jnp.bfloat16)
                 heads[2 * pair + half, :, pl.ds(at, part.shape[1])] = of_head
 
@@ -110,6 +113,7 @@ def _finish(r: Any, size: Sizes, slot: Any) -> None:
     found = [none] * cdiv(size.heads, LANES)
     for h in range(heads):
         share, lse = finished(r["top"][h], r["total"][h])
+        # A scale per head is the same for all values, so it is applied once, to their sum.
         out = r["acc"][h] / wide(share, r["acc"].shape[-1])
         r["acc"][h] = out * r["v_scale"][0, h] if "v_scale" in r else out
         for g in range(group):
@@ -118,6 +122,7 @@ def _finish(r: Any, size: Sizes, slot: Any) -> None:
     lse = jnp.concatenate(found, 1)[:, : size.heads]
     r["lse_buffer"][slot] = lse.reshape(queries, 1, size.heads)
     out = r["acc"][...].astype(r["out"].dtype).reshape(heads * group, queries, -1)
+    # Heads are padded to whole tiles of memory, and the rows behind are written as zeros.
     more = size.heads - heads * group
     if more:
         out = jnp.concatenate([out, jnp.zeros((more, *out.shape[1:]), out.dtype)], 0)

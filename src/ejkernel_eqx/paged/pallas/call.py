@@ -73,7 +73,9 @@ def few_queries(call: Call, most: int, align: int) -> Ranges:
     """An item for every sequence with up to `most` queries. First pages are multiples of `align`."""
     row = jnp.arange(call.sequences, dtype=jnp.int32)
     queries = jnp.minimum(call.arrays.q_len, call.spec.max_query_len)
+    # Longer sequences belong to the other kernel and have no queries here.
     queries = jnp.where(queries <= most, queries, 0)
+    # Stable, so that items keep the order of their sequences; those without queries come last.
     order = jnp.argsort(queries <= 0, stable=True).astype(jnp.int32)
     return _ranges(call, order, row, jnp.zeros_like(row), queries, align)
 
@@ -85,6 +87,7 @@ def tiles_of_queries(call: Call, more: int, size: int, align: int) -> Ranges:
     tiles = (length + size - 1) // size
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
     tokens = call.arrays.q.shape[0]
+    # A bound for all lengths: each sequence has at most one tile that is not full.
     item = jnp.arange(tokens // size + min(call.sequences, tokens // (more + 1)), dtype=jnp.int32)
     row = jnp.minimum(jnp.sum(ends[None] <= item[:, None], axis=1, dtype=jnp.int32), call.sequences - 1)
     start = (item - ends[row] + tiles[row]) * size
@@ -98,10 +101,12 @@ def _ranges(call: Call, order: Array, row: Array, start: Array, queries: Array, 
     position = (arrays.kv_len - arrays.q_len)[row] + start
     first = jnp.zeros_like(position) if arrays.kv_start is None else jnp.maximum(arrays.kv_start[row], 0)
     first = first if left is None else jnp.maximum(first, position - left)
+    # Lengths are data and may exceed the table, past which there is no page.
     end = jnp.clip(position + queries, 0, width * call.page)
     page = jnp.clip(first // call.page, 0, width - 1) // align * align
     pages = jnp.maximum((end + call.page - 1) // call.page - page, 1)
     table = arrays.page_table
+    # One mark for all missing pages, so that the kernel compares with 0 only.
     table = jnp.where((table >= 0) & (table < arrays.k.shape[0]), table, -1)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     used = (index >= page[:, None]) & (index < (page + pages)[:, None])

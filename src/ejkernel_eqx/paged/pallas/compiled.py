@@ -101,7 +101,9 @@ def forward(arrays: PagedArrays, spec: PagedSpec, config: PallasConfig) -> dict[
         few = min(config.decode_queries, spec.max_query_len)
         size, align = _sizes(call, TOGETHER, few, config.decode_keys)
         results = over_items(call, "decode", TOGETHER, size, few_queries(call, few, align), results)
+        # Without a sequence of more queries the second kernel has no items.
         if spec.max_query_len > few and tokens > few:
+            # A single key head has nothing to sort apart.
             method = TOGETHER if call.kv_heads == 1 else BY_HEAD
             size, align = _sizes(call, method, config.block_q, config.block_k)
             tiles = tiles_of_queries(call, few, config.block_q, align)

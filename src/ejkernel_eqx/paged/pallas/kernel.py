@@ -77,6 +77,7 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
     ranges = Ranges(*(r[name] for name in Ranges._fields))
     core, step = pl.program_id(0), pl.program_id(1)
     place = step * size.cores + core
+    # Items alternate between two buffers of queries and results.
     mine = lax.rem(step, 2)
 
     def pages_copy(n: Any, block: Any, slot: Any, begin: bool) -> None:
@@ -86,6 +87,7 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
         kinds = [name for name in PAGES if name in r]
 
         def one(i: Any, _: Any) -> None:
+            # Page 0 stands in for a missing one and is hidden later; a wait needs only the size.
             page = jnp.maximum(ranges.table[first + i], 0) if begin else 0
             for name in kinds:
                 buffer = r[f"{name}_buffer"].at[slot, i]
@@ -117,6 +119,7 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
                 copy.start() if begin else copy.wait()
 
     def queries_copy(n: Any, slot: Any) -> Any:
+        # A copy has a fixed size, so the last queries come with some before them.
         token = jnp.clip(ranges.token[n], 0, size.tokens - size.queries)
         source = r["q"].at[pl.ds(token, size.queries)]
         return pltpu.make_async_copy(source, r["q_buffer"].at[slot], r["q_done"].at[slot])
@@ -137,6 +140,7 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
     def _():
         n = ranges.order[place]
         token, position, queries = ranges.token[n], ranges.position[n], ranges.queries[n]
+        # The place of the item's first query in that copy.
         offset = token - jnp.clip(token, 0, size.tokens - size.queries)
         blocks = lax.div(ranges.pages[n] + size.pages - 1, size.pages)
         queries_copy(n, mine).wait()
@@ -146,6 +150,7 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
             slot = r["slot"][0]
 
             is_last = b + 1 == blocks
+            # Clamped for this read only: nothing is copied if no item follows.
             following = ranges.order[jnp.minimum(place + size.cores, ranges.order.shape[0] - 1)]
 
             @pl.when(jnp.logical_not(is_last) | (place + size.cores < ranges.count[0]))
@@ -176,6 +181,7 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
             r["slot"][0] = 1 - slot
 
         lax.fori_loop(0, blocks, block, None)
+        # Results of two items ago may still be on their way from this buffer.
         _results_wait(r, mine, size)
         method.finish(r, size, mine)
         _results_copy(r, mine, queries, size, token, offset)
@@ -183,6 +189,7 @@ def _kernel(*refs: Any, names: Any, size: Sizes, spec: PagedSpec, method: Method
 
     @pl.when(step == pl.num_programs(1) - 1)
     def _():
+        # The kernel must not end before its last results have arrived.
         _results_wait(r, 0, size)
         _results_wait(r, 1, size)
 

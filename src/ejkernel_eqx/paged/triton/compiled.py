@@ -79,6 +79,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     queries = decode_queries(problem.dim("Q"), problem.dim("H") // problem.dim("K"))
     decode = tile_sizes.decode_tiles(problem, device, queries)
     prefill = tile_sizes.prefill_tiles(problem, device)
+    # The prefill kernel is not launched then, so one of its tiles is enough.
     if problem.dim("Q") <= queries:
         prefill = prefill[:1]
     keys = problem.dim("M") * problem.dim("p")
@@ -99,6 +100,7 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 def _together(config: TritonConfig, keys: int, device: DeviceFacts) -> list[TritonConfig]:
     """The configuration in one launch, also with smaller splits, whose merge then costs less than a launch. Only NVIDIA's devices have run it."""
+    # Without splits there is nothing to merge.
     if config.split_k == 1 or device.vendor != "nvidia":
         return []
     block, one = config.decode.block_k, dataclasses.replace(config, together=True)
@@ -149,6 +151,7 @@ def forward(arrays: PagedArrays, spec: PagedSpec, config: TritonConfig) -> dict[
         results = {"out": jnp.zeros_like(types["out"]), "lse": jnp.full_like(types["lse"], -jnp.inf)}
     else:
         most = decode_queries(spec.max_query_len, call.group)
+        # The decode kernel comes first, as it also fills the tokens of no sequence.
         results = decode_kernel.decode(call, most)
         if spec.max_query_len > most:
             results = prefill_kernel.prefill(call, results, most)

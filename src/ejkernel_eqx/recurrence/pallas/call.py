@@ -55,6 +55,7 @@ class Call:
             if name in inputs:
                 x = inputs[name].astype(jnp.float32)
                 if name == "g" and self.spec.decay == CONSTANT:
+                    # One number per token, so that places without a token do not decay.
                     x = jnp.broadcast_to(x[:, None], (x.shape[0], length, x.shape[-1]))
                 x = chunks.take(closed(x) if name == "g" else x)
                 result[name] = x if x.ndim == 4 else x.reshape(*x.shape[:2], chunks.count, 1, chunks.size)
@@ -74,6 +75,7 @@ class Call:
             first, last = place == 0, place == chunks.count - 1
             flags = FRESH * first.astype(jnp.int32) + ENDS * last.astype(jnp.int32)
             return jnp.zeros_like(flags), flags
+        # The last chunk of an empty sequence belongs to another one and must not end it.
         ends = ((chunks.last[..., None] == place[None, None]) & ~chunks.empty[..., None]).any(1)
         flags = FRESH * chunks.fresh.astype(jnp.int32) + ENDS * ends.astype(jnp.int32)
         return chunks.sequence.reshape(-1).astype(jnp.int32), flags.reshape(-1)
@@ -139,6 +141,7 @@ class _Blocks:
         self.count = call.chunks.count
 
     def _chunk(self, c: Any) -> Any:
+        # The backward carries the state's gradient from the last chunk to the first.
         return self.count - 1 - c if self.reverse else c
 
     def spec(self, name: str, shape: tuple[int, ...], launched: Launched) -> Any:

@@ -60,6 +60,7 @@ class Form:
     def _exactly(self, multiply: Callable[[Callable[..., Array], Array], Array], x: Array) -> Array:
         if self.operand == "float32":
             return multiply(self.dot, x)
+        # What rounding takes from `x` is multiplied too and added back.
         rest = lax.stop_gradient(x - x.astype(self.operand).astype(jnp.float32))
         return multiply(self.dot, x) + multiply(self.plain, rest)
 

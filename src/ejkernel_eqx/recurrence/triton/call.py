@@ -184,8 +184,10 @@ def wide(dtype: Any) -> Any:
 
 def precision_of(arrays: RecurrenceArrays, config: TritonConfig) -> str:
     """The precision in which operands are multiplied."""
+    # The option concerns float32 operands; bfloat16 ones are multiplied as they are.
     if arrays.q.dtype == jnp.bfloat16:
         return "ieee"
+    # Operands that were float16 have no more digits than one tf32 product keeps.
     single = arrays.q.dtype == jnp.float16
     return config.float32_dot.replace("tf32x3", "tf32") if single else config.float32_dot
 
@@ -224,5 +226,6 @@ def sum_copies(states: Array, copies: int) -> Array:
 def in_first_copies(states: Array, copies: int) -> Array:
     """The transpose of `first_copies`: the other copies are zero."""
     padding = [(0, 0, 0)] * states.ndim
+    # Interior padding puts the zeros between heads; as many follow the last one.
     padding[-3] = (0, copies - 1, copies - 1)
     return lax.pad(states, jnp.zeros((), states.dtype), padding)

@@ -97,6 +97,7 @@ def _solutions(call: Call) -> dict[str, jax.ShapeDtypeStruct]:
     heads, chunk = call.sizes[0], call.config.chunk_size
     batch, length = call.arrays.q.shape[:2]
     matrices = dict.fromkeys(("scores", "inverse"), call.rows(heads, chunk))
+    # The scratch is for the solver alone and is not kept for the backward.
     factors, scratch = result(batch, heads, 3, length), result(call.chunks, heads, chunk, 32)
     return matrices | {"factors": factors, "scratch": scratch}
 
@@ -119,6 +120,7 @@ def _gradients(call: Call, inputs: Arrays) -> Arrays:
     kernel = delta_key_gradients_kernel if keyed else delta_gradients_kernel
     programs = call.chunks * (heads // each) * tiles
     results = call.knowing({}, HEADS=each).launch(kernel, tile, outputs, programs, inputs)
+    # Each kernel has a part of the gradient, the second one for every tile of key channels.
     results["dbeta"] = pairs["dbeta"] + results["dbeta"].sum(2)
     if gated and not keyed:
         results["dg"] = results["dg"].sum(2)
@@ -158,6 +160,7 @@ def _sum_tokens(x: Array, offsets: Array | None) -> Array:
     """`[B, T, HS]` summed over tokens, for packed sequences over those of each."""
     if offsets is not None:
         token = jnp.arange(x.shape[1])[None]
+        # Gradients outside all sequences are not written and may hold anything.
         inside = (token >= offsets[:, :1]) & (token < offsets[:, -1:])
         x = jnp.where(inside[..., None], x, 0.0)
     return x.sum(1)

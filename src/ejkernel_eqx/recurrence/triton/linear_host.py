@@ -34,6 +34,7 @@ def backward(
     call = call.with_decays()
     states, dstates, dinitial = splits.states_of(call, saved, dout, dfinal)
     grads = _gradients(call, states, dstates, dout)
+    # The call may hold repeated values, whose gradients belong to one head of the operand.
     return grads | {"v": sum_heads(grads["v"], arrays.v.shape[2])}, dinitial
 
 
@@ -89,6 +90,7 @@ def _shared(call: Call) -> int:
 def _heads_each(call: Call) -> int:
     """The number of state heads that one program processes: they share a query and a key head."""
     shared, each = _shared(call), 1
+    # Heads are joined until few enough partial sums of a shared head's gradient are left.
     while shared % (2 * each) == 0 and shared // each > _PARTS:
         each *= 2
     return each

@@ -26,6 +26,7 @@ MOST_PIECES, LEAST_PIECE = 8, 32  # of a split; chunks
 
 def edges_of(call: Call, dout: Array | None = None, dfinal: Array | None = None) -> Edges:
     """The state before every split or, with the gradients of outputs and final state, the gradient of the state after it."""
+    # A whole sequence begins with its initial state, so no state before a split is needed.
     if call.splits == 1:
         return {}
     pieces, forward = pieces_of(call), dout is None

@@ -58,10 +58,12 @@ def work_of(sizes: Array, rows: int, block: int, mapped: bool) -> tuple[Array, A
     the first row and the number of rows of each of its spans. A matrix that leading axes share has a span in each of their `rows`; if they are
     `mapped`, each has matrices of its own."""
     batch, count = sizes.shape
+    # Invalid sizes are clipped, so that no span leaves the rows.
     ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0), -1), rows)  # [B, E]
     starts = jnp.pad(ends, ((0, 0), (1, 0)))[:, :-1]
     spans = jnp.stack([starts + rows * jnp.arange(batch)[:, None], ends - starts], -1)  # [B, E, 2]
     spans = spans.reshape(batch * count, 1, 2) if mapped else spans.swapaxes(0, 1)
     steps = ((spans[..., 1] + block - 1) // block).sum(-1)  # [G]
+    # The longest sums begin first, so that no program ends long after the others.
     order = jnp.argsort(-steps, stable=True)
     return jnp.stack([order, steps[order]], -1).astype(jnp.int32), spans[order].astype(jnp.int32)

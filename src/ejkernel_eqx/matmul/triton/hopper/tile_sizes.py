@@ -51,6 +51,7 @@ def tiles(kernel: str, problem: Problem, device: DeviceFacts) -> list[GroupedTil
         GroupedTile(m, n, k, 4, stages, swizzle, programs, each) for m, n, k, stages, swizzle, each in sizes
     ]
     fitting = [tile for tile in fitting if tile_unfit(kernel, tile, problem) is None]
+    # Waste counts in coarse steps, so tiles of similar waste keep their order.
     return sorted(fitting, key=lambda tile: int(16 * waste(kernel, tile, problem)))
 
 
