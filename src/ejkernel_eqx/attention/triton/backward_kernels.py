@@ -72,13 +72,16 @@ def _score_gradients(
     PRECISION: tl.constexpr = scoring.PRECISION
     keys, ok = tile.key_columns(first, key_rows, S, BK, CHECK, MASKED and masking.SEGMENTS)
     k = tile.load_rows(key_rows.k, first, sizes.K * sizes.D, ok, S, sizes.D, BK, sizes.BLOCK_D, BOUND, CHECK)  # [BK, BLOCK_D]
-    v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]
+    if sizes.R == 0:
+        v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]
     # The weights again, from the scores.
     qk = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BQ, BK]
     rope = k
     if sizes.R > 0:
         rope = tile.load_rows(key_rows.rope, first, sizes.R, ok, S, sizes.R, BK, sizes.BLOCK_R, BOUND, CHECK)  # [BK, BLOCK_R]
         qk = tl.dot(q_rope, tl.trans(rope), qk, input_precision=PRECISION)  # [BQ, BK]
+        # In this order fewer registers are spilled.
+        v = tile.load_rows(key_rows.v, first, sizes.K * sizes.V, ok, S, sizes.V, BK, sizes.BLOCK_V, BOUND, CHECK)  # [BK, BLOCK_V]
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BQ, BK]
     bits = True
     if MASKED and masking.BITS:
