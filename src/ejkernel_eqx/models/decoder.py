@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from .._jitted import compiled_call
 from .._signatures import Module
+from .._values import stops_programs
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_tokens, read_array
@@ -21,6 +22,7 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
+from .rows_as_pages import PagedRows
 from .split import split_options
 from .vocabulary import embed, in_vocabulary, logits_of
 
@@ -259,7 +261,18 @@ class Decoder(Module):
             return (
                 (x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)) if return_statistics else x
             )
-        run = self._serve if "batch" in rows else self._decode
+        if "batch" in rows:
+            return self._through(self._serve, x, cache, rows)
+        paged = PagedRows.of(self.stacks, x, cache, rows)
+        if paged is not None or not stops_programs():
+            cache.check_room(x.shape[-2], rows.get("padding_mask"))
+        if paged is None:
+            return self._through(self._decode, x, cache, rows)
+        flat = x.reshape(-1, x.shape[-1])
+        return paged.results(*self._through(self._serve, flat, paged.pages, {"batch": paged.batch}), x.shape)
+
+    def _through(self, run: Any, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
+        """The input of the head and the new cache, by `_decode` or `_serve`."""
         caches = []
         for stack, repeats, own in zip(self.stacks, self._repeats(), cache.stacks):
             x, own = run(stack, repeats, x, own, rows)
