@@ -22,7 +22,7 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
-from .rows_as_pages import PagedRows
+from .rows_as_pages import as_differentiated, have_pages, PagedRows
 from .split import split_options
 from .vocabulary import embed, in_vocabulary, logits_of
 
@@ -263,13 +263,18 @@ class Decoder(Module):
             )
         if "batch" in rows:
             return self._through(self._serve, x, cache, rows)
-        paged = PagedRows.of(self.stacks, x, cache, rows)
-        if paged is not None or not stops_programs():
+        is_paged = have_pages(self.stacks, x, cache, rows)
+        if is_paged or not stops_programs():
             cache.check_room(x.shape[-2], rows.get("padding_mask"))
-        if paged is None:
-            return self._through(self._decode, x, cache, rows)
-        flat = x.reshape(-1, x.shape[-1])
-        return paged.results(*self._through(self._serve, flat, paged.pages, {"batch": paged.batch}), x.shape)
+        over_rows = lambda model, *given: model._through(model._decode, *given)
+        call = as_differentiated(Decoder._over_pages, over_rows) if is_paged else over_rows
+        return call(self, x, cache, rows)
+
+    def _over_pages(self, x: Array, cache: DecoderCache, rows: dict[str, Any]) -> tuple[Array, DecoderCache]:
+        """A call with few tokens a row."""
+        paged = PagedRows.of(x.shape, cache, rows)
+        batch = {"batch": paged.batch}
+        return paged.results(*self._through(self._serve, paged.tokens(x), paged.pages, batch))
 
     def _through(self, run: Any, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
         """The input of the head and the new cache, by `_decode` or `_serve`."""

@@ -6,8 +6,10 @@ again, these arrays would be copied in every step.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,71 +40,109 @@ class PagedRows(NamedTuple):
     pages: ServingCache
     batch: RaggedBatch
     count: Array
-    """Int32 `[N]`: how many tokens each row gets."""
+    """Int32 `[...]`: how many tokens each row gets."""
     refused: Array
-    """Bool `[N]`: rows that are full."""
+    """Bool `[...]`: rows that are full."""
+    place: Array | None
+    """Int32 `[N * T]`: the number of each token among those of the batch; `None` if it is the same."""
 
     @classmethod
-    def of(cls, stacks: Any, x: Array, cache: DecoderCache, rows: dict[str, Any]) -> "PagedRows | None":
-        """The call over rows with the input `x [..., T, E]` of the layers, if it can be one over pages and is faster as such; else `None`."""
-        lead, tokens = x.shape[:-2], x.shape[-2]
-        few = tokens == 1 or (tokens <= MOST_TOKENS and "padding_mask" not in rows)
-        if not few or 0 in x.shape or "segment_ids" in rows or not _on_one_device((stacks, x, cache)):
-            return None
-        layers = [layer for stack in stacks for layer in stack]
-        caches = [one for stack in cache.stacks for one in stack]
-        bounded = [one for one in caches if isinstance(one, KVCache | LatentCache)]
-        if len({one.max_length for one in bounded}) > 1:
-            return None
-        if not all(_has_pages(layer.mixer, one, lead) for layer, one in zip(layers, caches, strict=True)):
-            return None
-        count = jnp.full(lead, tokens, jnp.int32)
-        if (real := rows.get("padding_mask")) is not None:
-            count = jnp.where(jnp.reshape(real, lead), count, 0)
-        size = math.prod(lead)
-        lengths, refused, page = count, jnp.zeros(size, bool), 1
+    def of(cls, shape: tuple[int, ...], cache: DecoderCache, rows: dict[str, Any]) -> "PagedRows":
+        """The call over rows with an input `[..., T, E]` of this shape."""
+        lead, tokens, bounded = shape[:-2], shape[-2], _bounded(cache)
+        size, real = math.prod(lead), rows.get("padding_mask")
+        count = jnp.full(lead, tokens, jnp.int32) if real is None else jnp.sum(real, axis=-1, dtype=jnp.int32)
+        before, refused, page = jnp.ones(lead, jnp.int32), jnp.zeros(lead, bool), 1
         table = np.zeros((size, 1), np.int32)
         if bounded:
             one = jax.tree.map(lambda x: x[0], bounded[0])
-            refused = refused_rows(one, count)
-            before = one.lengths
+            before, refused, page = one.lengths, refused_rows(one, count), _page_size(one.max_length)
             if checks_traced():
                 before = stopped(before, refused, full_message(one.max_length))
             count = jnp.where(refused, 0, count)
-            lengths, refused = jnp.where(count > 0, before + count, 0), refused.reshape(size)
-            page = _page_size(one.max_length)
             table = np.arange(size * one.max_length // page, dtype=np.int32).reshape(size, -1)
-        count = count.reshape(size)
+        starts, place = jnp.arange(size + 1, dtype=jnp.int32) * tokens, None
+        of_rows = tokens == 1 or real is None
+        if not of_rows:
+            # Only the real tokens, one sequence after the other.
+            there = jnp.asarray(real) & ~refused[..., None]
+            place = jnp.where(
+                there.reshape(-1), jnp.cumsum(there.reshape(-1), dtype=jnp.int32) - 1, size * tokens
+            )
+            starts = jnp.concatenate([starts[:1], jnp.cumsum(count.reshape(-1), dtype=jnp.int32)])
         batch = RaggedBatch(
-            jnp.arange(size + 1, dtype=jnp.int32) * tokens,
-            lengths.reshape(size),
+            starts,
+            jnp.where(count > 0, before + count, 0).reshape(-1),
             jnp.asarray(table),
-            jnp.where(count > 0, jnp.arange(size, dtype=jnp.int32), -1),
+            jnp.where(count.reshape(-1) > 0, jnp.arange(size, dtype=jnp.int32), -1),
             page_size=page,
             max_query_len=tokens,
             num_tokens=size * tokens,
-            of_rows=True,
+            of_rows=of_rows,
         )
         view = lambda stack: CacheState(tuple(_as_pages(one, page, len(lead)) for one in stack), 1)
-        return cls(cache, ServingCache(tuple(map(view, cache.stacks))), batch, count, refused)
+        return cls(cache, ServingCache(tuple(map(view, cache.stacks))), batch, count, refused, place)
 
-    def results(self, x: Array, pages: ServingCache, shape: tuple[int, ...]) -> tuple[Array, DecoderCache]:
-        """The features, of this shape, and the cache after the call."""
-        lead = shape[:-2]
-        count, refused = self.count.reshape(lead), self.refused.reshape(lead)
-        x = jnp.where(refused[..., None, None], jnp.asarray(jnp.nan, x.dtype), x.reshape(shape))
+    def tokens(self, x: Array) -> Array:
+        """The tokens `[..., T, E]` of the rows as those of the batch."""
+        x = x.reshape(-1, x.shape[-1])
+        if self.place is None:
+            return x
+        return jnp.zeros_like(x).at[self.place].set(x, mode="drop")
+
+    def results(self, x: Array, pages: ServingCache) -> tuple[Array, DecoderCache]:
+        """The features `[..., T, E]` of tokens of the batch, and the cache after the call."""
+        if self.place is not None:
+            x = x.at[self.place].get(mode="clip")
+        x = x.reshape(*self.count.shape, -1, x.shape[-1])
+        x = jnp.where(self.refused[..., None, None], jnp.asarray(jnp.nan, x.dtype), x)
 
         def as_rows(old: Any, new: Any) -> Any:
             if isinstance(old, RecurrentState):
                 return jax.tree.map(lambda old, new: new.reshape(old.shape), old, new)
             names = ("k", "v") if isinstance(old, KVCache) else ("latent", "rope")
             stored = {name: getattr(new, name).reshape(getattr(old, name).shape) for name in names}
-            lengths = old.lengths + like(count, old.lengths)
-            closed = old.overflowed | like(refused, old.overflowed)
+            lengths = old.lengths + like(self.count, old.lengths)
+            closed = old.overflowed | like(self.refused, old.overflowed)
             return dataclasses.replace(old, **stored, lengths=lengths, overflowed=closed)
 
         both = zip(self.rows.stacks, pages.stacks, strict=True)
         return x, DecoderCache(tuple(tuple(map(as_rows, old, new.layers)) for old, new in both))
+
+
+def have_pages(stacks: Any, x: Array, cache: DecoderCache, rows: dict[str, Any]) -> bool:
+    """Returns whether a call over rows with the input `x [..., T, E]` of these layers can be one over pages, and is faster as such."""
+    lead, tokens = x.shape[:-2], x.shape[-2]
+    if (
+        tokens > MOST_TOKENS
+        or 0 in x.shape
+        or "segment_ids" in rows
+        or not _on_one_device((stacks, x, cache))
+    ):
+        return False
+    layers = [layer for stack in stacks for layer in stack]
+    caches = [one for stack in cache.stacks for one in stack]
+    alike = len({one.max_length for one in _bounded(cache)}) < 2
+    return alike and all(
+        _has_pages(layer.mixer, one, lead) for layer, one in zip(layers, caches, strict=True)
+    )
+
+
+def as_differentiated(call: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, whose derivative is that of `other`: a function with the same results."""
+
+    def run(*args: Any) -> Any:
+        arrays, static = eqx.partition(args, eqx.is_array)
+        result = jax.custom_jvp(lambda arrays: call(*eqx.combine(arrays, static)))
+        of_other = lambda arrays: other(*eqx.combine(arrays, static))
+        result.defjvp(lambda primals, tangents: jax.jvp(of_other, primals, tangents))
+        return result(arrays)
+
+    return run
+
+
+def _bounded(cache: DecoderCache) -> list[Any]:
+    return [one for stack in cache.stacks for one in stack if isinstance(one, KVCache | LatentCache)]
 
 
 def _page_size(max_length: int) -> int:

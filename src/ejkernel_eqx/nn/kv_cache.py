@@ -126,8 +126,8 @@ class KVCache(Module):
             start, overflowed = lengths - count, self.overflowed
         else:
             refused = refused_rows(self, count)
-            # Nothing is written behind the end, from where refused rows start.
-            start = jnp.where(refused, self.max_length, self.lengths)
+            # Nothing is written behind the end, and refused rows start behind that of the padding.
+            start = jnp.where(refused, self.max_length + rows[-1], self.lengths)
             lengths = self.lengths + jnp.where(refused, 0, count)
             overflowed = self.overflowed | refused
         k, v = (self.write(store, new, start, mask) for store, new in ((self.k, k_new), (self.v, v_new)))
@@ -144,7 +144,7 @@ class KVCache(Module):
     def _put(self, store: Array, new: Array, start: Array, mask: Array | None = None) -> Array:
         new = new.astype(store.dtype)
         if start.ndim == 0 and mask is None:
-            if not stops_programs():  # a refused row starts at the end, and the slice is clamped
+            if not stops_programs():  # a refused row starts behind the end, and the slice is clamped
                 old = jax.lax.dynamic_slice_in_dim(store, start, new.shape[0], axis=0)
                 new = jnp.where(start + new.shape[0] <= self.max_length, new, old)
             return jax.lax.dynamic_update_slice_in_dim(store, new, start, axis=0)
@@ -212,7 +212,10 @@ def marked(out: Array, cache: Any) -> Array:
     """The output `[..., T, E]` of a call, NaN in rows of the new cache that are closed."""
     if stops_programs() or not hasattr(cache, "overflowed"):
         return out
-    return jnp.where(cache.overflowed[..., None, None], jnp.asarray(jnp.nan, out.dtype), out)
+    nan = jnp.asarray(jnp.nan, out.dtype)
+    mark = lambda given: {"out": jnp.where(given["closed"][..., None, None], nan, given["out"])}
+    axes: Any = {"out": ("T", "E"), "closed": ()}
+    return over_mesh(mark, {"out": out, "closed": cache.overflowed}, Leading(axes=axes))["out"]
 
 
 def check_new(cache: Any, k_new: Any, v_new: Any) -> None:
