@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from .._jitted import compiled_call
 from .._signatures import Module
+from .._values import stops_programs
 from ..dispatch import Backend, place_of_calls
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
@@ -24,6 +25,7 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
+from .rows_as_pages import as_differentiated, have_pages, PagedRows
 from .split import split_options
 from .vocabulary import embed, in_vocabulary, logits_of
 
@@ -262,7 +264,23 @@ class Decoder(Module):
             return (
                 (x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)) if return_statistics else x
             )
-        run = self._serve if "batch" in rows else self._decode
+        if "batch" in rows:
+            return self._through(self._serve, x, cache, rows)
+        is_paged = have_pages(self.stacks, x, cache, rows)
+        if is_paged or not stops_programs():
+            cache.check_room(x.shape[-2], rows.get("padding_mask"))
+        over_rows = lambda model, *given: model._through(model._decode, *given)
+        call = as_differentiated(Decoder._over_pages, over_rows) if is_paged else over_rows
+        return call(self, x, cache, rows)
+
+    def _over_pages(self, x: Array, cache: DecoderCache, rows: dict[str, Any]) -> tuple[Array, DecoderCache]:
+        """A call with few tokens a row."""
+        paged = PagedRows.of(x.shape, cache, rows)
+        batch = {"batch": paged.batch}
+        return paged.results(*self._through(self._serve, paged.tokens(x), paged.pages, batch))
+
+    def _through(self, run: Any, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
+        """The input of the head and the new cache, by `_decode` or `_serve`."""
         caches = []
         for stack, repeats, own in zip(self.stacks, self._repeats(), cache.stacks):
             x, own = run(stack, repeats, x, own, rows)

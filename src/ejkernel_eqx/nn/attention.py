@@ -37,9 +37,9 @@ from .attention_inputs import (
 )
 from .attention_places import keys_of, locate, Places, places_over_pages
 from .equinox_attention import options_of
-from .few_rows import added, Block, check_block, projected, with_residual
+from .few_rows import added, Block, check_block, plain_norms, projected, with_residual
 from .few_rows import normed as normed_input
-from .kv_cache import KVCache
+from .kv_cache import KVCache, marked
 from .paged_layer import over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
@@ -486,7 +486,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     def _results(self, out: Any, gate: Array | None, cache: Any, return_lse: bool) -> Any:
         """The results of a call, from the output of the operation (and its `lse`)."""
         out, *lse = out if return_lse else (out,)
-        y = self._finish(out, gate)
+        y = marked(self._finish(out, gate), cache)
         results = (y, *([] if cache is None else [cache]), *lse)
         return results if len(results) > 1 else y
 
