@@ -13,6 +13,7 @@ from ..nn.arguments import is_known
 from .decoder import Decoder
 from .programs import read_call, run, warn_of_rows
 from .sampling import Sampling
+from .speculative import Speculation
 
 
 class Generated(NamedTuple):
@@ -32,7 +33,7 @@ class Generated(NamedTuple):
         return [row[:n].tolist() for row, n in zip(tokens.reshape(lengths.size, -1), lengths)]
 
 
-@explained(sampling=Sampling)
+@explained(sampling=Sampling, speculate=Speculation)
 def generate(
     model: Decoder,
     prompts: Array | np.ndarray | Sequence[Sequence[int] | Array | np.ndarray],
@@ -44,6 +45,7 @@ def generate(
     cache_dtype: DTypeLike | None = None,
     key: Array | None = None,
     progress: Callable[[int, int], Any] | None = None,
+    speculate: Speculation | None = None,
 ) -> Generated:
     """Continues prompts: each is read in one pass, then written to token by token from the caches, until it emits a stop token or
     `max_new_tokens` are reached. [`stream`][ejkernel_eqx.models.stream] gives out tokens as they come.
@@ -64,13 +66,15 @@ def generate(
     - `key`: a PRNG key, in place of the seed; only with a temperature above 0.
     - `progress`: called on the host as `progress(tokens, max_new_tokens)`, with how many tokens the longest row has so far: after the prompt, then
         after every 16 steps, and at the end. The device goes on meanwhile. Not inside `jit`.
+    - `speculate`: a [`Speculation`][ejkernel_eqx.models.Speculation], whose drafts make steps of several tokens; without one, a step is one token.
+        The tokens are the same.
 
     **Returns:** a `Generated`, the tokens and how many there are in each row. A row whose logits are not finite ends there and is reported: in
     `finite`, and outside `jit` by a `RuntimeWarning`.
 
     **Raises:** `ValueError` for an empty prompt, tokens that the model does not have, or arguments that do not fit.
     """
-    call = read_call(model, prompts, max_new_tokens, padding_mask, sampling, stop_tokens, key)
+    call = read_call(model, prompts, max_new_tokens, padding_mask, sampling, stop_tokens, key, speculate)
     _check_progress(progress, call.is_known)
     told = None if progress is None else lambda count: progress(count, max_new_tokens)
     new, lengths, finite = run(call, cache_dtype, told, _TURNS)

@@ -17,10 +17,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..nn.arguments import check_key, check_sizes, is_known
 from ..nn.projection import mesh_of
-from . import steps
+from . import speculative, steps
 from .decoder import Decoder
 from .prompts import capacity_of, read_prompts, read_stop, rounded, widened
 from .sampling import Sampling, SamplingArrays
+from .speculative import check_speculation, Speculation
 from .steps import Prompts, Rules, State
 
 # So many calls the device has been given when the host waits for the first of them.
@@ -32,6 +33,7 @@ class Job(NamedTuple):
 
     model: Decoder
     rules: Rules
+    speculation: Speculation | None
 
 
 class Call(NamedTuple):
@@ -56,6 +58,7 @@ def read_call(
     sampling: Any,
     stop_tokens: Any,
     key: Any,
+    speculate: Any = None,
 ) -> Call:
     """Checks the arguments that `generate` and `stream` share."""
     if not isinstance(model, Decoder):
@@ -81,8 +84,10 @@ def read_call(
     stop = model.config.stop_tokens if stop_tokens is None else stop_tokens
     most = jnp.asarray(max_new_tokens, jnp.int32)
     rules = Rules(jax.tree.map(jnp.asarray, rows), read_stop(stop, model.config.vocab_size), most)
-    capacity = capacity_of(tokens.shape[1] + rounded(max_new_tokens))
-    return Call(Job(model, rules), Prompts(tokens, mask), lead, capacity, max_new_tokens)
+    check_speculation(speculate, model.config.vocab_size)
+    drafts = 0 if speculate is None else speculate.num_draft_tokens
+    capacity = capacity_of(tokens.shape[1] + rounded(max_new_tokens) + drafts)
+    return Call(Job(model, rules, speculate), Prompts(tokens, mask), lead, capacity, max_new_tokens)
 
 
 def _seeds(seed: int, key: Array | None, count: int) -> Array:
@@ -102,15 +107,24 @@ def _report(state: State, tokens: Array) -> Array:
 
 
 def _begin(job: Job, prompts: Prompts, capacity: int, dtype: Any) -> tuple[State, Array]:
-    state, tokens = steps.begin(*job, prompts, capacity, dtype)
+    if job.speculation is None:
+        state, tokens = steps.begin(job.model, job.rules, prompts, capacity, dtype)
+    else:
+        state, tokens = speculative.begin(job.model, job.rules, job.speculation, prompts, capacity, dtype)
     return state, _report(state, tokens)
+
+
+def _step(job: Job, state: State) -> tuple[State, Array]:
+    if job.speculation is None:
+        return steps.step(job.model, job.rules, state)
+    return speculative.step(job.model, job.rules, job.speculation, state)
 
 
 def _go_on(job: Job, state: State, turns: Array) -> tuple[State, Array]:
     """Takes steps until all rows have ended, at most `turns`."""
 
     def body(carry: tuple[Array, State]) -> tuple[Array, State]:
-        return carry[0] + 1, steps.step(*job, carry[1])[0]
+        return carry[0] + 1, _step(job, carry[1])[0]
 
     goes_on = lambda carry: (carry[0] < turns) & ~jnp.all(carry[1].done)
     _, state = jax.lax.while_loop(goes_on, body, (jnp.int32(0), state))
@@ -179,7 +193,7 @@ def _advance(
     """Takes `count` steps, written out. Arrays go in and out flat, because a model's tree takes the host longer than the rest of the call."""
     job, state, new = job_of.whole(weights), state_of.whole(arrays), []
     for _ in range(count):
-        state, tokens = steps.step(*job, state)
+        state, tokens = _step(job, state)
         new.append(tokens)
     return _arrays(state), _report(state, jnp.concatenate(new, axis=1))
 

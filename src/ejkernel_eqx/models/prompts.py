@@ -52,7 +52,8 @@ def read_stop(stop: Any, vocabulary: int) -> Array:
                 f"stop_tokens: expected tokens from 0 to {vocabulary - 1}, received {token!r}; () stops at none."
             )
     # -1 is no token, so it ends no row.
-    return jnp.asarray([*stop, *[-1] * (-len(stop) % _STOPS)], jnp.int32)
+    padding = -len(stop) % _STOPS if stop else _STOPS
+    return jnp.asarray([*stop, *[-1] * padding], jnp.int32)
 
 
 def read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Array, Array]:
