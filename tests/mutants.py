@@ -122,7 +122,7 @@ FAULTS = (
     Fault("rolling-cache-oldest", "nn/rolling_cache.py", "RollingKVCache.append", "rank >= (count - self.window)", "rank >= (count - self.window + 2)", "nn/test_rolling_cache.py"),
     # models and published weights
     Fault("residual-scales-swapped", "models/layer.py", "_added", "zip((residual, branch), scales)", "zip((residual, branch), scales[::-1])", "models/test_decoder.py models/test_published.py"),
-    Fault("generate-last-token", "models/generate.py", "_continued", "last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)", "last = jnp.full(rows, width - 1)", "models/test_generate.py"),
+    Fault("generate-last-token", "models/steps.py", "begin", "last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)", "last = jnp.full(rows, width - 1)", "models/test_generate.py"),
     Fault("sampling-top-p", "models/sampling.py", "candidates", "jnp.cumsum(mass) - mass", "jnp.cumsum(mass)", "models/test_sampling.py models/test_generate.py"),
     Fault("vocabulary-negative", "models/vocabulary.py", "_embed_few", "tokens + words, tokens)", "tokens, tokens)", "models/test_vocabulary.py"),
     Fault("config-sliding-layers", "weights/attention_configs.py", "default_type", '"gemma2": index % 2 == 0', '"gemma2": index % 2 == 1', "weights"),
