@@ -10,7 +10,6 @@ and copies are those of the same difference in a trace. The floor reads the weig
 head as it is published; an embedding that is not the head is not read. Of experts it reads those that random tokens reach.
 """
 
-import argparse
 import dataclasses
 import functools
 import time
@@ -29,7 +28,13 @@ from benchmarks.measure import kernel_times, torch_with_cuda
 BYTES_PER_SECOND = 4.2e12
 """What an H200's memory gives to a kernel that only reads."""
 
-_QWEN3 = {"model_type": "qwen3", "head_dim": 128, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "vocab_size": 151_936}
+_QWEN3 = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151_936,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "tiny": _QWEN3
     | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -188,7 +193,9 @@ def peer_ms(problem: Problem, repeats: int) -> float | None:
 
     def call(count: int) -> None:
         more = {"do_sample": False, "cache_implementation": "static", "eos_token_id": None, "pad_token_id": 0}
-        model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count, **more)
+        model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=count, min_new_tokens=count, **more
+        )
         torch.cuda.synchronize()
 
     times = {}
@@ -207,12 +214,10 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks generate", description=__doc__)
+    parser = report.parser(__doc__, prog="python -m benchmarks generate")
     parser.add_argument("--only", nargs="*", default=None, help="names of problems")
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--peers", action="store_true", help="also transformers")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", default=None)
     options = parser.parse_args(arguments)
     problems = QUICK if options.quick else PROBLEMS
     rows: list[Row] = []
@@ -232,6 +237,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(row)
         shown = {name: x for name, x in dataclasses.asdict(row).items() if x not in (None, {})}
         print({name: round(x, 3) if isinstance(x, float) else x for name, x in shown.items()}, flush=True)
-        if options.json:
-            report.write(options.json, [dataclasses.asdict(row) for row in rows])
+        report.save(options, rows=[dataclasses.asdict(row) for row in rows])
     return 0

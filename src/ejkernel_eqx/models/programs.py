@@ -83,7 +83,8 @@ def read_call(
     rows = rows._replace(seed=_seeds(sampling.seed, key, tokens.shape[0]))
     stop = model.config.stop_tokens if stop_tokens is None else stop_tokens
     most = jnp.asarray(max_new_tokens, jnp.int32)
-    rules = Rules(jax.tree.map(jnp.asarray, rows), read_stop(stop, model.config.vocab_size), most)
+    stop = read_stop(stop, model.config.vocab_size)
+    rules = Rules(jax.tree.map(jnp.asarray, rows), stop, most, sampling.temperature > 0)
     check_speculation(speculate, model.config.vocab_size)
     drafts = 0 if speculate is None else speculate.num_draft_tokens
     capacity = capacity_of(tokens.shape[1] + rounded(max_new_tokens) + drafts)

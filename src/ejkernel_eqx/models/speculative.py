@@ -14,7 +14,7 @@ from ..nn.arguments import check_sizes
 from ..paged import RaggedBatch
 from .caches import ServingCache
 from .decoder import Decoder
-from .sampling import sample
+from .sampling import draw, greedy
 from .steps import Prompts, Rules, State, take
 
 _PAGE_SIZE = 64
@@ -152,7 +152,8 @@ def _drafted(draft: Decoder, rules: Rules, count: int, state: State) -> tuple[Ar
     goes_on = (~state.done).astype(jnp.int32)
 
     def choose(x: Array, ahead: Array) -> Array:
-        return sample(draft.logits(x), rules.sampling._replace(position=state.count + ahead))
+        logits, sampling = draft.logits(x), rules.sampling._replace(position=state.count + ahead)
+        return draw(logits, sampling) if rules.draws else greedy(logits)
 
     def one(carry: tuple[Array, ServingCache], ahead: Array) -> tuple[tuple[Array, ServingCache], Array]:
         token, cache = carry

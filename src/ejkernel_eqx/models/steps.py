@@ -7,7 +7,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from .decoder import Decoder
-from .sampling import sample, SamplingArrays
+from .sampling import draw, greedy, SamplingArrays
 
 
 class Prompts(NamedTuple):
@@ -23,6 +23,9 @@ class Rules(NamedTuple):
     sampling: SamplingArrays
     stop: Array  # int32 [...], -1 for none
     most: Array  # int32 []: the maximum number of new tokens
+    draws: bool = (
+        True  # whether any row may draw; static. If not, no sorting of the vocabulary is in the program
+    )
 
 
 class State(NamedTuple):
@@ -57,7 +60,8 @@ def take(state: State, logits: Array, drafts: Array, rules: Rules) -> tuple[Stat
     place = jnp.arange(width, dtype=jnp.int32)[None]
     position = state.count[:, None] + place
     each = SamplingArrays(*(jnp.repeat(jnp.asarray(x), width) for x in rules.sampling))
-    token = sample(logits.reshape(-1, vocabulary), each._replace(position=position.reshape(-1)))
+    flat = logits.reshape(-1, vocabulary)
+    token = draw(flat, each._replace(position=position.reshape(-1))) if rules.draws else greedy(flat)
     token = token.reshape(rows, width)
     broken = ~jnp.all(jnp.isfinite(logits), axis=-1)
     ends = broken | jnp.any(token[..., None] == rules.stop[None, None], axis=-1)
