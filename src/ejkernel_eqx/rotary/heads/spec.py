@@ -30,9 +30,9 @@ class HeadsArrays(NamedTuple):
 
 LETTERS = Letters.of(
     {"q": "T Hq D", "k": "T Hk D", "cos": "T R", "sin": "T R", "q_norm": "D", "k_norm": "D"}
-    | {"q_out": "T Hq D", "k_out": "T Hk D"},
+    | {"out": "T Hq D", "k_out": "T Hk D"},
     heads="Hq Hk",
 )
 LEARNED = ("q", "k", "cos", "sin", "q_norm", "k_norm")
 SHARED = frozenset({"q_norm", "k_norm"})
-RESULTS = ("q_out", "k_out")
+RESULTS = ("out", "k_out")

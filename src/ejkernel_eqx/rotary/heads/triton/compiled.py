@@ -83,7 +83,7 @@ def _forward(arrays: HeadsArrays, spec: HeadsSpec, config: TritonConfig) -> dict
     }
     launch = Launcher("rotary", arrays._asdict(), numbers, arrays.q)
     groups = cdiv(queries, config.tile.block_h) + cdiv(keys, config.tile.block_h)
-    outputs = {"q_out": result_like(arrays.q), "k_out": result_like(arrays.k)}
+    outputs = {"out": result_like(arrays.q), "k_out": result_like(arrays.k)}
     return launch(kernel.heads_kernel, config.tile, outputs, batch * tokens * groups)
 
 

@@ -54,7 +54,7 @@ def _heads(
 @triton.jit
 def heads_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, T,  # [T, HQ, D], [T, HK, D], [T, R] twice, [D] twice
-    q_out_ptr, k_out_ptr,  # as q, as k
+    out_ptr, k_out_ptr,  # as q, as k
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
     Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, EPS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -68,7 +68,7 @@ def heads_kernel(
     cos = tl.load(cos_ptr + token * R + r, mask=r < R, other=0.0).to(tl.float32)  # [BLOCK_R]
     sin = tl.load(sin_ptr + token * R + r, mask=r < R, other=0.0).to(tl.float32)  # [BLOCK_R]
     if group < of_q:
-        _heads(q_ptr, q_norm_ptr, q_out_ptr, cos, sin, token, group, HQ, D, R, INTERLEAVED, NORM, Q_WEIGHT, EPS, BLOCK_H,
+        _heads(q_ptr, q_norm_ptr, out_ptr, cos, sin, token, group, HQ, D, R, INTERLEAVED, NORM, Q_WEIGHT, EPS, BLOCK_H,
                BLOCK_R, BLOCK_P)  # fmt: skip
     else:
         _heads(k_ptr, k_norm_ptr, k_out_ptr, cos, sin, token, group - of_q, HK, D, R, INTERLEAVED, NORM, K_WEIGHT, EPS,
