@@ -33,9 +33,9 @@ CONFIGS = {
     "states": DecoderConfig(40, 32, (MAMBA,) * 2),
 }
 ROWS = 3
-PROMPTS = np.random.default_rng(0).integers(0, 40, (ROWS, 4)).astype(np.int32)
+PROMPTS = jnp.asarray(np.random.default_rng(0).integers(0, 40, (ROWS, 4)))
 REAL = np.array([[True] * 4, [False, False, True, True], [False, True, True, True]])
-STEPS = np.random.default_rng(1).integers(0, 40, (3, ROWS, 1)).astype(np.int32)
+STEPS = jnp.asarray(np.random.default_rng(1).integers(0, 40, (3, ROWS, 1)))
 GOES_ON = np.array([[True, True, True], [True, True, False], [True, True, False]])[..., None]
 
 
@@ -116,7 +116,7 @@ def test_several_tokens_a_row(name, length):
 @pytest.mark.parametrize("lead", [(), (2, 1)])
 def test_any_leading_axes(lead):
     def call(model: Decoder) -> Any:
-        tokens = jnp.broadcast_to(jnp.asarray(STEPS[0, :1, 0]), (*lead, 1))
+        tokens = jnp.broadcast_to(STEPS[0, :1, 0], (*lead, 1))
         return model(tokens, model(tokens, model.init_cache(lead, 32))[1])
 
     close(*(eqx.filter_jit(call)(model_of("hybrid", platform)) for platform in (INTERPRET, "xla")))
@@ -125,7 +125,7 @@ def test_any_leading_axes(lead):
 def test_examples_of_vmap_have_caches_of_their_own():
     def call(model: Decoder) -> Any:
         cache = jax.vmap(lambda _: model.init_cache((), 32))(jnp.arange(ROWS))
-        return eqx.filter_vmap(lambda *given: model(*given))(jnp.asarray(STEPS[0]), cache)
+        return eqx.filter_vmap(lambda *given: model(*given))(STEPS[0], cache)
 
     close(*(eqx.filter_jit(call)(model_of("hybrid", platform)) for platform in (INTERPRET, "xla")))
 
@@ -180,14 +180,14 @@ def test_a_full_row_is_closed_and_others_are_exact(name, tokens):
         """Caches with rows of these lengths."""
         cache = model.init_cache(ROWS, length)
         real = np.arange(length)[None] < np.asarray(lengths)[:, None]
-        prompts = np.random.default_rng(2).integers(0, 40, (ROWS, length)).astype(np.int32)
+        prompts = jnp.asarray(np.random.default_rng(2).integers(0, 40, (ROWS, length)))
         for at in range(0, length, 8):
             part = slice(at, at + 8)
             _, cache = eqx.filter_jit(model)(prompts[:, part], cache, padding_mask=jnp.asarray(real[:, part]))
         return cache
 
     cache, other = filled([5, length, length - tokens]), filled([5, length - tokens, length - tokens])
-    new = np.random.default_rng(3).integers(0, 40, (ROWS, tokens)).astype(np.int32)
+    new = jnp.asarray(np.random.default_rng(3).integers(0, 40, (ROWS, tokens)))
     with pytest.raises(ValueError, match="KVCache is full: max_length=16"):
         model(new, cache)
     logits, after = call(model, new, cache)

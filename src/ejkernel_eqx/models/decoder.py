@@ -20,6 +20,7 @@ from ..nn.arguments import check_flags, check_tokens, read_array
 from ..nn.few_rows import are_few
 from ..nn.initial import keys_of, normal
 from ..nn.parts import Parts
+from ..nn.projection import mesh_of
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
@@ -403,7 +404,18 @@ class Decoder(Module):
                 new.append(cache)
             return x, tuple(new)
 
-        return jax.lax.scan(period, x, (arrays, caches))
+        if not jax.sharding.get_abstract_mesh().empty or mesh_of((x, arrays, caches)) is not None:
+            # A call may lay out its cache in another way, which what a loop carries keeps.
+            return jax.lax.scan(period, x, (arrays, caches))
+
+        def carried(carry: Any, own: Any) -> tuple[Any, None]:
+            (x, caches), (index, arrays) = carry, own
+            one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, 0, False), caches)
+            x, new = period(x, (arrays, one))
+            put = lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, index, 0)
+            return (x, jax.tree.map(put, caches, new)), None
+
+        return jax.lax.scan(carried, (x, caches), (jnp.arange(repeats, dtype=jnp.int32), arrays))[0]
 
     def _serve(
         self, stack: Any, repeats: int, x: Array, state: Any, rows: dict[str, Any]

@@ -61,7 +61,7 @@ class PagedRows(NamedTuple):
                 before = stopped(before, refused, full_message(one.max_length))
             count = jnp.where(refused, 0, count)
             table = np.arange(size * one.max_length // page, dtype=np.int32).reshape(size, -1)
-        starts, place = jnp.arange(size + 1, dtype=jnp.int32) * tokens, None
+        starts, place = np.arange(size + 1, dtype=np.int32) * tokens, None
         of_rows = tokens == 1 or real is None
         if not of_rows:
             # Only the real tokens, one sequence after the other.

@@ -133,9 +133,9 @@ class KVCache(Module):
         k, v = (self.write(store, new, start, mask) for store, new in ((self.k, k_new), (self.v, v_new)))
         return KVCache(k, v, lengths, overflowed)
 
-    def write(self, store: Array, new: Array, start: Array, mask: Array | None) -> Array:
+    def write(self, store: Array, new: AnyArray, start: Array, mask: AnyArray | None) -> Array:
         """One of the arrays with new tokens from `start` on in each row."""
-        given = {"store": store, "new": new, "start": start} | ({} if mask is None else {"mask": mask})
+        given: Any = {"store": store, "new": new, "start": start} | ({} if mask is None else {"mask": mask})
         heads = f"H{store.shape[-2]}"
         axes = {"store": ("S", heads, "D"), "new": ("T", heads, "D"), "start": (), "mask": ("T",)}
         put = lambda given: {"store": self._put(**given)}

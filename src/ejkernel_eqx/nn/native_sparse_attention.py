@@ -12,6 +12,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
+from .._values import stops_programs
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
 from ..native_sparse import blocks, PagedNativeSparseAttention
@@ -24,7 +25,7 @@ from .arguments import check_flags, check_numbers, check_sizes, read_dtype
 from .attention_inputs import CallInputs, check_heads, check_rows, head_dim_of
 from .attention_places import locate, Places, places_of, places_over_pages
 from .block_compression import BlockCompression, Compression
-from .kv_cache import marked
+from .kv_cache import check_room, marked
 from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
@@ -324,6 +325,8 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         tokens, real, behind = x.shape[-2], None, None
         offset = cache.lengths  # the position of the first token
         if padding_mask is not None:
+            if not stops_programs():
+                check_room(cache, tokens, padding_mask)  # as given, since only inputs have known values
             # Rows that end with their last real token: padding before sees no more than tokens that are in the cache.
             given = jnp.asarray(padding_mask)
             count = jnp.sum(given, axis=-1, dtype=jnp.int32)
