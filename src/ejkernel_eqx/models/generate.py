@@ -51,7 +51,7 @@ def generate(
     `max_new_tokens` are reached. [`stream`][ejkernel_eqx.models.stream] gives out tokens as they come.
 
     Few lengths are compiled. Prompts are padded to a power of two or a multiple of 64 tokens, which one program reads. Another writes, the same for
-    all prompts and numbers of new tokens that fit in caches of one size: 256 tokens, 512, 768, 1,024, 1,536 and so on.
+    all prompts and numbers of new tokens that fit in caches of one size: 256 tokens, 512, 768, 1,024, 1,536 and so on, and on a CPU multiples of 64.
 
     **Arguments:**
 

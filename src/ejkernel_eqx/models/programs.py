@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..dispatch import place_of_calls
 from ..nn.arguments import check_key, check_sizes, is_known
 from ..nn.projection import mesh_of
 from . import speculative, steps
@@ -87,7 +88,7 @@ def read_call(
     rules = Rules(jax.tree.map(jnp.asarray, rows), stop, most, sampling.temperature > 0)
     check_speculation(speculate, model.config.vocab_size)
     drafts = 0 if speculate is None else speculate.num_draft_tokens
-    capacity = capacity_of(tokens.shape[1] + rounded(max_new_tokens) + drafts)
+    capacity = capacity_of(tokens.shape[1] + rounded(max_new_tokens) + drafts, place_of_calls()[0])
     return Call(Job(model, rules, speculate), Prompts(tokens, mask), lead, capacity, max_new_tokens)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ..dispatch import Backend
 from ..nn.arguments import check_tokens, is_known, read_array
 
 # To a multiple of these, prompts and tokens that end a row are padded, so that few shapes are compiled.
@@ -19,12 +20,14 @@ def rounded(count: int) -> int:
     return -(-count // _ROUNDING) * _ROUNDING
 
 
-def capacity_of(count: int) -> int:
+def capacity_of(count: int, backend: Backend) -> int:
     """The number of tokens that a cache for `count` has room for.
 
     Each capacity is a program, so there are few: two for each doubling, from 256 on, and multiples of 4,096 for long texts. The price is memory: up
-    to half as much again from 512 tokens on.
+    to half as much again from 512 tokens on. On a CPU a step reads all the room, so it is a multiple of 64 there.
     """
+    if backend is Backend.CPU:
+        return rounded(count)
     step = min(max(256, (1 << (count - 1).bit_length()) // 4), 4096)
     return -(-count // step) * step
 

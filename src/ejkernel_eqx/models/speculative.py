@@ -27,7 +27,7 @@ class Speculation(Module):
 
     Every token is the one that the model chooses at its place, with the same seed, so texts are those without speculation, drawn ones too, up to the
     rounding of logits. Drafts are drawn with the noise of their place, which makes them agree with the model's draw as often as
-    Gumbel sampling allows (Daliri et al. 2024, arXiv:2408.07978).
+    Gumbel sampling allows (Daliri et al. 2024, arXiv:2408.07978). Where the weights hold NaN, a draft may end a row that would not have read it.
 
     **Arguments:**
 

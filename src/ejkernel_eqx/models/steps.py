@@ -66,15 +66,17 @@ def take(state: State, logits: Array, drafts: Array, rules: Rules) -> tuple[Stat
     broken = ~jnp.all(jnp.isfinite(logits), axis=-1)
     ends = broken | jnp.any(token[..., None] == rules.stop[None, None], axis=-1)
     # The logits of a place are those of the text if all drafts before it are, and the row goes on until there.
-    goes_on = (drafts == token[:, :-1]) & ~ends[:, :-1]
-    goes_on = jnp.concatenate([~state.done[:, None], goes_on], axis=1)
-    reached = (jnp.cumprod(goes_on.astype(jnp.int32), axis=1) > 0) & (position < rules.most)
+    reached = ~state.done[:, None]
+    if width > 1:
+        goes_on = jnp.concatenate([reached, (drafts == token[:, :-1]) & ~ends[:, :-1]], axis=1)
+        reached = (jnp.cumprod(goes_on.astype(jnp.int32), axis=1) > 0) & (position < rules.most)
     new = reached & ~broken
     added = jnp.sum(new, axis=1, dtype=jnp.int32)
     count = state.count + added
     row = jnp.arange(rows)[:, None]
     written = state.written.at[row, jnp.where(new, position, state.written.shape[1])].set(token, mode="drop")
-    last = jnp.where(added > 0, token[row[:, 0], jnp.maximum(added - 1, 0)], state.last)
+    newest = jnp.sum(jnp.where(place == added[:, None] - 1, token, 0), axis=1)
+    last = jnp.where(added > 0, newest, state.last)
     finite = state.finite & ~jnp.any(reached & broken, axis=1)
     done = state.done | jnp.any(reached & ends, axis=1) | (count >= rules.most)
     return State(state.cache, last, written, count, done, finite), jnp.where(new, token, -1)
