@@ -17,10 +17,9 @@ from ..dispatch import Backend, place_of_calls
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_tokens, read_array
-from ..nn.few_rows import are_few
 from ..nn.initial import keys_of, normal
 from ..nn.parts import Parts
-from ..nn.projection import mesh_of
+from ..nn.projection import are_few, mesh_of
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig

@@ -15,11 +15,11 @@ from ..dispatch import PlatformLike
 from ..matmul import Matmul
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
 from ..nn.activations import gated, matmul_options
-from ..nn.few_rows import added, are_few, normed, projected
+from ..nn.few_rows import added, normed, projected
 from ..nn.few_rows import gated as gated_rows
 from ..nn.initial import keys_of
 from ..nn.parts import Parts
-from ..nn.projection import project
+from ..nn.projection import are_few, multiplied_by, project
 from ..normalization import ResidualRMSNorm
 from .config import LayerConfig, MLPConfig, MoEConfig
 from .filling import filled_mlp
@@ -96,6 +96,7 @@ class DecoderLayer(Module):
     mlp: MLP | MixtureOfExperts | None
     mlp_out_norm: eqx.nn.RMSNorm | None
     residual_norm: ResidualRMSNorm
+    matmul: Matmul  # of few tokens
     config: LayerConfig = eqx.field(static=True)
 
     def __init__(
@@ -126,14 +127,22 @@ class DecoderLayer(Module):
         has_mlp = config.mlp is not None
         self.mlp = _mlp(embed_dim, config.mlp, expert_parallel, dtype=dtype, key=mlp_key, **options)
         self.mlp_norm, self.mlp_out_norm = norm(before and has_mlp), norm(behind and has_mlp)
-        platform = options.get("platform")
-        self.residual_norm = ResidualRMSNorm(norm_eps, platform=None if platform == "cuda" else platform)
+        platform = None if options.get("platform") == "cuda" else options.get("platform")
+        self.residual_norm = ResidualRMSNorm(norm_eps, platform=platform)
+        self.matmul = Matmul(platform=platform)
         self.config = config
 
     @compiled_call()
     def __call__(self, x: Array, cache: Any = None, **rows: Any) -> tuple[Array, Any]:
         """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache."""
-        return self._through(x, cache, rows, False)[:2]
+        if "batch" not in rows or not are_few(x):
+            return self._through(x, cache, rows, False)[:2]
+        with multiplied_by(self.matmul):
+            return (
+                self._of_few(x, cache, rows)
+                if self._takes_block()
+                else self._through(x, cache, rows, False)[:2]
+            )
 
     @compiled_call()
     def with_statistics(self, x: Array, **rows: Any) -> tuple[Array, RouterStatistics | None]:
@@ -144,9 +153,6 @@ class DecoderLayer(Module):
     def _through(
         self, x: Array, cache: Any, rows: dict[str, Any], return_statistics: bool
     ) -> tuple[Array, Any, RouterStatistics | None]:
-        few = "batch" in rows and type(self.mixer) is MultiHeadAttention and are_few(x)
-        if few and self.config.norms != "residual":
-            return *self._of_few(x, cache, rows), None
         apart = cache is None and type(self.mixer) is MultiHeadAttention
         (h, *copies), x = self._into_branch(self.mixer_norm, x, readers=3 if apart else 1)
         residual = h if self.config.norms == "residual" else x
@@ -169,6 +175,10 @@ class DecoderLayer(Module):
             y = self.mlp(h, padding_mask=real_of(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
         return x, cache, statistics
+
+    def _takes_block(self) -> bool:
+        """Returns whether the mixer computes the norm and the residual around it."""
+        return type(self.mixer) is MultiHeadAttention and self.config.norms != "residual"
 
     def _of_few(self, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
         """A step of few tokens: norms and residuals are parts of the projections beside them."""

@@ -1,6 +1,5 @@
 """Projections of few rows together with what surrounds them in a block: its norm before them, its residual behind. One launch each on GPUs."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,7 +8,6 @@ import jax
 from jax import Array
 
 from ..matmul import Matmul
-from ..matmul.dense.spec import FEW_ROWS
 from .arguments import read_array
 from .projection import mesh_of, project
 
@@ -56,11 +54,6 @@ def with_residual(residual: Array | None, results: Any) -> Any:
     if not isinstance(results, tuple):
         return residual + results.astype(residual.dtype)
     return residual + results[0].astype(residual.dtype), *results[1:]
-
-
-def are_few(x: Array) -> bool:
-    """Returns whether the time of a projection of these rows is that of reading its weights."""
-    return math.prod(x.shape[:-1]) <= FEW_ROWS
 
 
 def normed(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:
