@@ -90,6 +90,7 @@ class Row:
     bound_ms: float | None
     step_ms: float | None = None
     own_loop_ms: float | None = None
+    stream_ms: float | None = None
     device_ms: float | None = None
     launches: int | None = None
     copies: int | None = None
@@ -164,6 +165,10 @@ def measure(model: ejx.models.Decoder, problem: Problem, repeats: int, traces: b
     row.step_ms = 1e3 * (times[many] - times[few]) / (many - few)
     row.prefill_ms = 1e3 * times[1]
     row.own_loop_ms = 1e3 * own_loop(model, prompts, many)
+    tokens = lambda n: list(ejx.models.stream(model, prompts, max_new_tokens=n, stop_tokens=()))
+    tokens(few)
+    streamed = {n: timed(lambda n=n: tokens(n), repeats) for n in (few, many)}
+    row.stream_ms = 1e3 * (streamed[many] - streamed[few]) / (many - few)
     if traces:
         found = {n: kernel_times(lambda n=n: call(n), 1) for n in (few, many)}
         none = (0.0, 0)

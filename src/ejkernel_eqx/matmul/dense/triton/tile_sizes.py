@@ -37,7 +37,7 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
 
 
 _ONE = ((1024, 2, 1024, 4, 1), (4096, 4, 512, 2, 1), (28672, 8, 512, 4, 2), (1024, 1, 1024, 2, 1))
-_FEW = ((1024, 8, 512, 2, 3), (4096, 32, 128, 4, 5), (6144, 32, 256, 4, 3), (2048, 16, 256, 2, 4))
+_FEW = ((1024, 16, 256, 2, 4), (4096, 32, 128, 4, 5), (768, 8, 512, 2, 3), (28672, 32, 256, 4, 3))
 _MANY = ((1024, 16, 256, 4, 3), (4096, 32, 128, 4, 4), (28672, 64, 128, 8, 3), (4096, 32, 64, 4, 6))
 """Columns for which a tile was the best on an H200, then rows of the weights, features, warps and stages; for up to 2, 16 and 64 rows."""
 
