@@ -170,7 +170,8 @@ class Decoder(Module):
     ) -> DecoderCache:
         """An empty cache for decoding: keys and values of up to `max_length` tokens for each row of its attention layers, by default in
         the dtype the layers compute in, and the states of the recurrent ones. With `rolling`, layers with a sliding window keep no more
-        tokens than the window has ([`ejkernel_eqx.nn.RollingKVCache`][])."""
+        tokens than the window has ([`ejkernel_eqx.nn.RollingKVCache`][]). On a GPU, decoding is fastest if 64 divides `max_length` and without
+        `rolling`: calls of up to 8 tokens a row then run over the cache by the kernels of serving, which write into it in place."""
         check_flags(rolling=rolling)
         return DecoderCache.init(self.stacks, self._repeats(), batch_shape, max_length, dtype, rolling)
 
