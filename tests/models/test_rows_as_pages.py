@@ -67,8 +67,11 @@ def run(name: str, platform: str, length: int = 48) -> Any:
     return eqx.filter_jit(decoded)(model_of(name, platform), PROMPTS, STEPS, length)
 
 
+def is_program(x: Any) -> bool:
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
-    is_program = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
     for eqn in jaxpr.eqns:
         yield eqn
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
@@ -150,11 +153,16 @@ def test_caches_are_carried_and_the_host_is_not_asked():
         loops = [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "scan"]
         assert loops
         for loop in loops:
-            first = loop.params["num_consts"] + loop.params["num_carry"]
-            scanned = [*loop.invars[first:], *loop.outvars[loop.params["num_carry"] :]]
-            rows = [
-                x for x in scanned if ROWS in x.aval.shape or 48 in x.aval.shape or ROWS * 3 in x.aval.shape
+            body = next(x for x in jax.tree.leaves(loop.params, is_leaf=is_program) if is_program(x))
+            body = getattr(body, "jaxpr", body)
+            # What is scanned over has an axis less inside.
+            pairs = [
+                *zip(loop.invars, body.invars, strict=True),
+                *zip(loop.outvars, body.outvars, strict=True),
             ]
+            scanned = [x.aval.shape for x, inner in pairs if x.aval.shape != inner.aval.shape]
+            assert scanned
+            rows = [shape for shape in scanned if {ROWS, 48, ROWS * 3} & {*shape}]
             assert not rows
 
 
