@@ -17,13 +17,12 @@ from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_tokens, read_array
 from ..nn.initial import keys_of, normal
 from ..nn.parts import Parts
-from ..nn.projection import mesh_of
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
-from .rows_as_pages import as_differentiated, have_pages, PagedRows
+from .rows_as_pages import as_differentiated, have_pages, meshes_of, PagedRows
 from .split import split_options
 from .vocabulary import embed, in_vocabulary, logits_of
 
@@ -402,7 +401,7 @@ class Decoder(Module):
                 new.append(cache)
             return x, tuple(new)
 
-        if not jax.sharding.get_abstract_mesh().empty or mesh_of((x, arrays, caches)) is not None:
+        if meshes_of((x, arrays, caches)):
             # A call may lay out its cache in another way, which what a loop carries keeps.
             return jax.lax.scan(period, x, (arrays, caches))
 
