@@ -1,5 +1,6 @@
 """One decoder for all the published ones: described by data, its layers in stacks."""
 
+import dataclasses
 from typing import Any, Literal, overload
 
 import equinox as eqx
@@ -12,11 +13,13 @@ from jax.typing import DTypeLike
 from .._jitted import compiled_call
 from .._signatures import Module
 from .._values import stops_programs
+from ..dispatch import Backend, place_of_calls
 from ..losses import LinearCrossEntropy
 from ..nn import CacheState, ExpertParallel, RouterStatistics
 from ..nn.arguments import check_flags, check_tokens, read_array
 from ..nn.initial import keys_of, normal
 from ..nn.parts import Parts
+from ..nn.projection import are_few
 from ..paged import RaggedBatch
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
@@ -419,18 +422,21 @@ class Decoder(Module):
     ) -> tuple[Array, Any]:
         """The caches are part of the carry and written in place; as part of what is scanned over they would be copied."""
         arrays, static = eqx.partition(stack, eqx.is_array)
+        batch: RaggedBatch = rows["batch"]
 
         def period(carry: Any, own: Any) -> tuple[Any, None]:
-            (x, state), (index, arrays) = carry, own
-            caches, numbered = state.of_layer(index, rows["batch"])
+            (x, state), (index, numbers, arrays) = carry, own
+            numbered = dataclasses.replace(batch, **numbers)
             new = []
-            for layer, cache in zip(eqx.combine(arrays, static), caches):
+            for layer, cache in zip(eqx.combine(arrays, static), state.pools(index)):
                 x, cache = layer(x, cache, batch=numbered)
                 new.append(cache)
             return (x, state.with_layers(new)), None
 
-        indices = jnp.arange(repeats, dtype=jnp.int32)
-        return jax.lax.scan(period, (x, state), (indices, arrays))[0]
+        each = jnp.arange(repeats, dtype=jnp.int32), state.numbers(batch), arrays
+        # A loop is launched turn by turn by the host. Written out, few tokens are one CUDA graph.
+        unroll = repeats if are_few(x) and place_of_calls()[0] is Backend.GPU else 1
+        return jax.lax.scan(period, (x, state), each, unroll=unroll)[0]
 
     # Published weights
 
