@@ -67,8 +67,11 @@ def run(name: str, platform: str, length: int = 48) -> Any:
     return eqx.filter_jit(decoded)(model_of(name, platform), PROMPTS, STEPS, length)
 
 
+def is_program(x: Any) -> bool:
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
-    is_program = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
     for eqn in jaxpr.eqns:
         yield eqn
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
@@ -150,14 +153,17 @@ def test_caches_are_carried_and_the_host_is_not_asked():
         loops = [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == "scan"]
         assert loops
         for loop in loops:
-            body = loop.params["jaxpr"].jaxpr
-            pairs = [*zip(loop.invars, body.invars), *zip(loop.outvars, body.outvars)]
-            scanned = [whole for whole, one in pairs if whole.aval.shape != one.aval.shape]
-            # Weights and tables of pages are scanned over; nothing of a cache's size is.
-            of_rows = lambda shape: ROWS in shape or 48 in shape or ROWS * 3 in shape
-            rows = [
-                x for x in scanned if jnp.issubdtype(x.aval.dtype, jnp.floating) and of_rows(x.aval.shape)
+            body = next(x for x in jax.tree.leaves(loop.params, is_leaf=is_program) if is_program(x))
+            body = getattr(body, "jaxpr", body)
+            pairs = [
+                *zip(loop.invars, body.invars, strict=True),
+                *zip(loop.outvars, body.outvars, strict=True),
             ]
+            scanned = [whole.aval for whole, one in pairs if whole.aval.shape != one.aval.shape]
+            assert scanned
+            # Weights and tables of pages are scanned over; nothing of a cache's size is.
+            floats = [x.shape for x in scanned if jnp.issubdtype(x.dtype, jnp.floating)]
+            rows = [shape for shape in floats if {ROWS, 48, ROWS * 3} & {*shape}]
             assert not rows
 
 
@@ -228,5 +234,18 @@ def test_what_has_no_pages_runs_over_rows():
         cache, x = model.init_cache(ROWS, 16, **options), jnp.zeros((ROWS, tokens, 32))
         assert not have_pages(model.stacks, x, cache, {})
     assert have_pages(model.stacks, jnp.zeros((ROWS, 1, 32)), model.init_cache(ROWS, 16), {})
+    # Arrays on several devices, also where the compiler splits them.
+    mesh = jax.make_mesh((2,), ("rows",), (jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(
+        jnp.zeros((2, 1, 32)), jax.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    )
+    paged = lambda x: jnp.asarray(have_pages(model.stacks, x, model.init_cache(2, 16), {}))
+    assert not jax.jit(paged)(spread) and jax.jit(paged)(jnp.zeros((2, 1, 32)))
     plain = model_of("window", "xla")
     assert not have_pages(plain.stacks, jnp.zeros((ROWS, 1, 32)), plain.init_cache(ROWS, 16), {})
+
+
+def test_states_have_no_capacity():
+    for name, lead, shape in (("states", (2, 3), ()), ("hybrid", (2, 3), (2, 3)), ("hybrid", (), ())):
+        overflowed = model_of(name, "xla").init_cache(lead, 16).overflowed
+        assert overflowed.shape == shape and not np.any(overflowed)

@@ -14,14 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from .._broadcast import like
 from .._values import checks_traced, stopped
 from ..dispatch import Backend, place_of_calls, Platform
 from ..nn import KVCache, LatentCache, MultiHeadAttention, MultiHeadLatentAttention
 from ..nn.kv_cache import full_message, refused_rows
-from ..nn.projection import mesh_of
 from ..nn.recurrent import RecurrentLayer, RecurrentState
 from ..paged import PagedKVCache, PagedLatentCache, RaggedBatch
 from .caches import CacheState, DecoderCache, ServingCache
@@ -190,11 +188,14 @@ def _is_compiled(kernel: Any) -> bool:
     return platforms[:1] in ([Platform.TRITON], [Platform.TRITON_INTERPRET])
 
 
+def meshes_of(tree: Any) -> list[Any]:
+    """The meshes of the context and in the types of arrays, also of automatic ones."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, Array)]
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays)]
+    return [mesh for mesh in dict.fromkeys(meshes) if not mesh.empty]
+
+
 def _on_one_device(tree: Any) -> bool:
-    """Returns whether arrays are on one device, as far as that is known while tracing. Over several, the rows of a cache are split by the axes of
-    its arrays, and the pages of a pool are not."""
-    meshes = [jax.sharding.get_abstract_mesh(), mesh_of(tree)]
-    if any(mesh is not None and not mesh.empty and mesh.size > 1 for mesh in meshes):
-        return False
-    known = (x for x in jax.tree.leaves(tree) if isinstance(x, Array) and not isinstance(x, Tracer))
-    return all(len(x.sharding.device_set) == 1 for x in known)
+    """Returns whether no array is split. Over several devices, the rows of a cache are split by the axes of its arrays, and the pages of a pool
+    are not."""
+    return all(mesh.size == 1 and len(mesh.auto_axes) == len(mesh.axis_names) for mesh in meshes_of(tree))
