@@ -114,7 +114,7 @@ FAULTS = (
     Fault("z-loss-gradient", "losses/xla.py", "_chunk", "(1 + 2 * spec.z_loss * lse)", "(1 + spec.z_loss * lse)", "losses"),
     Fault("token-weights-of-a-mean", "losses/xla.py", "backward", "slope = losses - mean[:, None, None]", "slope = losses", "losses"),
     # layers
-    Fault("rotary-sign", "rotary/embedding.py", "_turn_neighbours", "b * cos + a * sin", "b * cos - a * sin", "nn/test_rotary.py nn/test_rotary_axes.py nn/test_rotary_config.py nn/test_rotary_lengths.py"),
+    Fault("rotary-sign", "rotary/embedding.py", "turn_neighbours", "b * cos + a * sin", "b * cos - a * sin", "nn/test_rotary.py nn/test_rotary_axes.py nn/test_rotary_config.py nn/test_rotary_lengths.py"),
     Fault("yarn-ramp", "rotary/scaling.py", "YarnScaling.frequencies", "math.floor(low), math.ceil(high)", "math.ceil(low), math.floor(high)", "nn/test_rotary_config.py nn/test_rotary.py"),
     Fault("router-correction-bias", "nn/moe/routing.py", "choose", "jnp.take_along_axis(scores, indices", "jnp.take_along_axis(ranked, indices", "nn/test_experts.py nn/test_router_statistics.py"),
     Fault("expert-exchange-rows", "nn/moe/exchange.py", "Padded._places", "place < self.counts[:, None]", "place <= self.counts[:, None]", "nn/test_expert_parallel.py"),

@@ -110,7 +110,9 @@ def test_rows_with_nan_end_and_are_reported():
 def test_a_whole_generation_may_be_jitted():
     model, prompt = model_of("attention"), jnp.asarray([3, 1, 4])
     speculate = Speculation(model, num_draft_tokens=1)
-    inside = eqx.filter_jit(lambda *args: generate(*args, max_new_tokens=9, speculate=speculate).tokens)
+    inside = eqx.filter_jit(
+        lambda model, prompt: generate(model, prompt, max_new_tokens=9, speculate=speculate).tokens
+    )
     assert inside(model, prompt).tolist() == generate(model, prompt, max_new_tokens=9).tokens.tolist()
 
 

@@ -194,9 +194,9 @@ class DecoderLayer(Module):
         x, cache = with_residual(mixer, self.mixer_out_norm, self.config.mixer_scales)
         if self.mlp is None:
             return x, cache
-        if isinstance(self.mlp, MLP):
-            mlp = lambda **more: (self.mlp(x, norm=self.mlp_norm, **more),)
-            return with_residual(mlp, self.mlp_out_norm, self.config.mlp_scales)[0], cache
+        if isinstance(mlp := self.mlp, MLP):
+            branch = lambda **more: (mlp(x, norm=self.mlp_norm, **more),)
+            return with_residual(branch, self.mlp_out_norm, self.config.mlp_scales)[0], cache
         (h,), x = self._into_branch(self.mlp_norm, x)
         y = self.mlp(h, padding_mask=real_of(rows))
         return _added(x, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales), cache

@@ -498,7 +498,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys and values, `[..., H or K, D or V]`, and the gate `[..., H * V]`."""
         sources = zip(self._projections().items(), (x, source, values), self._widths())
-        return self._split(*(project(name, layer, of, n) for (name, layer), of, n in sources), places)
+        q, k, v = (project(name, layer, of, n) for (name, layer), of, n in sources)
+        return self._split(q, k, v, places)
 
     def _projections(self) -> dict[str, Any]:
         return {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}

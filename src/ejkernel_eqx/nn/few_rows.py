@@ -47,7 +47,7 @@ def check_block(layer: Any, block: Block, x: Any, kv_input: Any) -> None:
             )
 
 
-def with_residual(residual: Array | None, results: Any) -> Any:
+def with_residual(residual: Any, results: Any) -> Any:
     """The results of a layer, with the residual added to the first."""
     if residual is None:
         return results
@@ -56,7 +56,7 @@ def with_residual(residual: Array | None, results: Any) -> Any:
     return residual + results[0].astype(residual.dtype), *results[1:]
 
 
-def normed(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:
+def normed(norm: eqx.nn.RMSNorm | None, x: Any) -> Any:
     """The norm over the last axis, in the dtype of `x`; without one, `x`."""
     if norm is None:
         return x

@@ -68,7 +68,7 @@ def call(op: ejx.Matmul, case: Case, given: Named) -> tuple[Any, ...]:
     """The results of a call."""
     rights = [given[name] for name in RIGHTS if name in given]
     biases = [given.get(name) for name in BIASES[: len(rights)]]
-    norm = True if case.norm is None else given.get("norm")
+    norm = True if case.norm is None else given.get("norm", False)
     outs = op(given["x"], *rights, biases=biases, norm=norm, residual=given.get("residual"))
     return outs if isinstance(outs, tuple) else (outs,)
 

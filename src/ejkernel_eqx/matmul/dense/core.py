@@ -34,5 +34,5 @@ def _with_results(count: int) -> Kind:
     )
 
 
-KINDS = (None, *map(_with_results, range(1, len(RESULTS) + 1)))
+KINDS = {count: _with_results(count) for count in range(1, len(RESULTS) + 1)}
 """The kinds of calls by their number of results."""

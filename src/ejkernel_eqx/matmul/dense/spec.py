@@ -14,8 +14,8 @@ from ...core.letters import Letters
 ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
 FEW_ROWS = 64
 """The largest number of rows for which the time of a call is that of reading the weights."""
-RIGHTS = ("right", "right_1", "right_2")
-BIASES = ("bias", "bias_1", "bias_2")
+RIGHTS: tuple[str, ...] = ("right", "right_1", "right_2")
+BIASES: tuple[str, ...] = ("bias", "bias_1", "bias_2")
 RESULTS = ("out", "out_1", "out_2")
 LEARNED = ("x", *RIGHTS, *BIASES, "norm", "residual")
 SHARED = frozenset({*RIGHTS, *BIASES, "norm"})

@@ -1,5 +1,7 @@
 """The family's only kind of call: its problem and its axes."""
 
+from typing import Any
+
 from ...core import Kind
 from ...dispatch import Problem
 from . import reference
@@ -8,7 +10,7 @@ from .spec import HeadsArrays, HeadsSpec, LEARNED, LETTERS, RESULTS, SHARED
 
 def problem_of(operation: str, arrays: HeadsArrays, spec: HeadsSpec) -> Problem:
     """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones."""
-    flags = {
+    flags: dict[str, Any] = {
         "interleaved": spec.interleaved,
         "norm": spec.eps is not None,
         "weight": arrays.q_norm is not None or arrays.k_norm is not None,

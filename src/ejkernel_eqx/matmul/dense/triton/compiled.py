@@ -23,7 +23,7 @@ from .tile_sizes import RowsTile as RowsTile
 
 OPAQUE = True
 PARTS = {"tile": FORWARD}
-_RANKS = dict.fromkeys(RIGHTS, 2) | dict.fromkeys((*BIASES, "norm"), 1)
+_RANKS: dict[str, int] = dict.fromkeys(RIGHTS, 2) | dict.fromkeys((*BIASES, "norm"), 1)
 """Of the arrays that all rows share."""
 
 
@@ -86,7 +86,7 @@ def forward(
 def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> dict[str, Array]:
     batch, rows, features = arrays.x.shape
     if spec.eps is not None and config.norm_apart:
-        norm = norms.TritonConfig(*[norms.NormTile(1, 4)] * 2)
+        norm = norms.TritonConfig(norms.NormTile(1, 4), norms.NormTile(1, 4))
         normed = norms.forward(
             NormArrays(arrays.x, weight=arrays.norm), NormSpec(eps=spec.eps, readers=1), norm
         )

@@ -62,7 +62,7 @@ def rows_kernel(
     # out_i = act(norm(x) right_i^T + bias_i), or one out = act(gate) (up + UP_SHIFT); plus the residual. N1 and N2 are 0 where no program computes
     # another result.
     few: tl.constexpr = BLOCK_M < 16
-    which, tile = columns_of(tl.program_id(0), N0, N1, N2, BLOCK_N)
+    which, tile = columns_of(tl.program_id(0), N0, N1, N2, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
     N = N0
     if N1 > 0:
         N = tl.where(which == 1, N1, N)
