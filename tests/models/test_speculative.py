@@ -115,8 +115,17 @@ def test_rows_with_nan_end_and_are_reported():
 def test_a_whole_generation_may_be_jitted():
     model, prompt = model_of("attention"), jnp.asarray([3, 1, 4])
     speculate = Speculation(model, num_draft_tokens=1)
-    inside = eqx.filter_jit(lambda *args: generate(*args, max_new_tokens=9, speculate=speculate).tokens)
-    assert inside(model, prompt).tolist() == generate(model, prompt, max_new_tokens=9).tokens.tolist()
+    run = lambda model, prompt: generate(model, prompt, max_new_tokens=9, speculate=speculate).tokens
+    expected = generate(model, prompt, max_new_tokens=9).tokens
+    assert eqx.filter_jit(run)(model, prompt).tolist() == expected.tolist()
+
+
+def test_no_rows_have_no_tokens():
+    prompts, speculate = jnp.zeros((0, 3), int), Speculation()
+    assert generate(model_of("attention"), prompts, max_new_tokens=3, speculate=speculate).tokens.shape == (
+        0,
+        3,
+    )
 
 
 def by_hand(text: list[int], count: int, most: int) -> list[int]:

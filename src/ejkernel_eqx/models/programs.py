@@ -86,6 +86,8 @@ def read_call(
     most = jnp.asarray(max_new_tokens, jnp.int32)
     rules = Rules(jax.tree.map(jnp.asarray, rows), read_stop(stop, model.config.vocab_size), most)
     check_speculation(speculate, model.config.vocab_size)
+    if tokens.shape[0] == 0:
+        speculate = None  # pools have rows
     drafts = 0 if speculate is None else speculate.num_draft_tokens
     capacity = capacity_of(tokens.shape[1] + rounded(max_new_tokens) + drafts, place_of_calls()[0])
     return Call(Job(model, rules, speculate), Prompts(tokens, mask), lead, capacity, max_new_tokens)
