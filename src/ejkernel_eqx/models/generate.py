@@ -79,7 +79,7 @@ def generate(
     told = None if progress is None else lambda count: progress(count, max_new_tokens)
     new, lengths, finite = run(call, cache_dtype, told, _TURNS)
     if is_known(finite):
-        warn_of_rows("generate", np.asarray(finite))
+        warn_of_rows("generate", np.asarray(finite), callers=3)
     new, lead = _first(new, max_new_tokens), call.lead
     return Generated(new.reshape(*lead, max_new_tokens), lengths.reshape(lead), finite.reshape(lead))
 

@@ -288,12 +288,12 @@ def _explicit_mesh(tree: Any) -> Mesh:
     return next(x.sharding.mesh for x in jax.tree.leaves(tree) if mesh_of(x) is not None)
 
 
-def warn_of_rows(name: str, finite: np.ndarray) -> None:
-    """Warns, as function `name`, of rows whose logits are not finite."""
+def warn_of_rows(name: str, finite: np.ndarray, callers: int) -> None:
+    """Warns, as function `name`, of rows whose logits are not finite. The user's line is so many `callers` above."""
     if not np.all(finite):
         warnings.warn(
             f"{name}: the logits of rows {np.flatnonzero(~finite.astype(bool)).tolist()} are not finite, so these rows ended early; look for "
             "NaN in the weights.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=callers + 1,
         )

@@ -63,4 +63,4 @@ def _tokens(call: Call, dtype: Any, steps_per_call: int) -> Generator[np.ndarray
             # All rows have ended before the last step of a call.
             if np.any(tokens >= 0):
                 yield tokens.reshape(call.lead)
-    warn_of_rows("stream", report[-1] & 2)
+    warn_of_rows("stream", report[-1] & 2, callers=2)
