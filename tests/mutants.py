@@ -123,6 +123,8 @@ FAULTS = (
     # models and published weights
     Fault("residual-scales-swapped", "models/layer.py", "_added", "zip((residual, branch), scales)", "zip((residual, branch), scales[::-1])", "models/test_decoder.py models/test_published.py"),
     Fault("generate-last-token", "models/steps.py", "begin", "last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)", "last = jnp.full(rows, width - 1)", "models/test_generate.py"),
+    Fault("drafts-after-the-end", "models/steps.py", "take", "(drafts == token[:, :-1]) & ~ends[:, :-1]", "drafts == token[:, :-1]", "models/test_speculative.py"),
+    Fault("drafts-in-the-state", "models/speculative.py", "_taken_back", 'new if hasattr(new, "copy_pages") else old', "new", "models/test_speculative.py"),
     Fault("sampling-top-p", "models/sampling.py", "candidates", "jnp.cumsum(mass) - mass", "jnp.cumsum(mass)", "models/test_sampling.py models/test_generate.py"),
     Fault("vocabulary-negative", "models/vocabulary.py", "_embed_few", "tokens + words, tokens)", "tokens, tokens)", "models/test_vocabulary.py"),
     Fault("config-sliding-layers", "weights/attention_configs.py", "default_type", '"gemma2": index % 2 == 0', '"gemma2": index % 2 == 1', "weights"),

@@ -88,6 +88,18 @@ def test_a_published_model_runs_on_a_mesh(kind, name, platform, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind, name", [("automatic", "qwen2"), ("explicit without context", "mamba2")])
+def test_drafts_on_a_mesh(kind, name, tmp_path):
+    mesh, folder = meshes.mesh_of(kind), folder_of(name, tmp_path)
+    load = lambda **options: ejx.models.from_pretrained(folder, dtype="float32", platform="xla", **options)
+    continued = lambda *given, **more: ejx.models.generate(*given, max_new_tokens=12, stop_tokens=(), **more)
+    ids = meshes.place(mesh, jnp.asarray(tokens()), P(ROWS, None))
+    model = load(sharding=tensor_parallel(mesh))
+    found = continued(model, ids, speculate=ejx.models.Speculation())
+    np.testing.assert_array_equal(found.tokens, continued(load(), tokens()).tokens)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, platform", [("automatic", "xla"), ("explicit", "triton-interpret")])
 def test_gradients_on_a_mesh(kind, platform):
     if platform != "xla":

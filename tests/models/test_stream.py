@@ -1,5 +1,6 @@
 """Tokens given out as they come are those of `generate`, and the device runs ahead of who reads them."""
 
+import gc
 from typing import Any
 
 import equinox as eqx
@@ -52,6 +53,7 @@ def test_a_step_is_compiled_once(model):
 
 def test_closing_frees_the_caches(model):
     def held() -> int:
+        gc.collect()
         return sum(x.nbytes for x in jax.live_arrays() if not x.is_deleted())
 
     options: dict[str, Any] = {"max_new_tokens": 2000}
@@ -72,8 +74,9 @@ def test_closing_frees_the_caches(model):
 def test_rows_with_nan_end_and_are_reported(model):
     broken = eqx.tree_at(lambda m: m.embedding, model, model.embedding.at[7].set(jnp.nan))
     tokens = stream(broken, [[1, 2, 3], [1, 7, 3]], max_new_tokens=3, stop_tokens=())
-    with pytest.warns(RuntimeWarning, match=r"stream: the logits of rows \[1\] are not finite"):
+    with pytest.warns(RuntimeWarning, match=r"stream: the logits of rows \[1\] are not finite") as warned:
         steps = np.stack(list(tokens))
+    assert warned[0].filename == __file__
     assert steps[:, 1].tolist() == [-1] * 3 and np.all(steps[:, 0] >= 0)
 
 
@@ -113,6 +116,7 @@ GENERATE: Any = generate
         ({"prompts": [[]]}, "prompts: expected at least one token in each"),
         ({"max_new_tokens": 0}, "max_new_tokens: .* integer, received 0; pass 1 or more"),
         ({"steps_per_call": 0}, "steps_per_call: .* integer, received 0; pass 1 or more"),
+        ({"cache_dtype": "int8"}, "dtype: expected a floating dtype, received 'int8'"),
         ({"sampling": 0.7}, "sampling: expected a Sampling, received float"),
         ({"model": 3}, r"model: expected an ejx\.models\.Decoder, received int"),
     ],

@@ -76,10 +76,10 @@ def generate(
     """
     call = read_call(model, prompts, max_new_tokens, padding_mask, sampling, stop_tokens, key, speculate)
     _check_progress(progress, call.is_known)
-    told = None if progress is None else lambda count: progress(count, max_new_tokens)
-    new, lengths, finite = run(call, cache_dtype, told, _TURNS)
+    tell = None if progress is None else lambda count: progress(count, max_new_tokens)
+    new, lengths, finite = run(call, cache_dtype, tell, _TURNS)
     if is_known(finite):
-        warn_of_rows("generate", np.asarray(finite))
+        warn_of_rows("generate", np.asarray(finite), callers=3)
     new, lead = _first(new, max_new_tokens), call.lead
     return Generated(new.reshape(*lead, max_new_tokens), lengths.reshape(lead), finite.reshape(lead))
 

@@ -87,6 +87,8 @@ def read_call(
     stop = read_stop(stop, model.config.vocab_size)
     rules = Rules(jax.tree.map(jnp.asarray, rows), stop, most, sampling.temperature > 0)
     check_speculation(speculate, model.config.vocab_size)
+    if tokens.shape[0] == 0:
+        speculate = None  # pools have rows
     drafts = 0 if speculate is None else speculate.num_draft_tokens
     capacity = capacity_of(tokens.shape[1] + rounded(max_new_tokens) + drafts, place_of_calls()[0])
     return Call(Job(model, rules, speculate), Prompts(tokens, mask), lead, capacity, max_new_tokens)
@@ -287,12 +289,12 @@ def _explicit_mesh(tree: Any) -> Mesh:
     return next(x.sharding.mesh for x in jax.tree.leaves(tree) if mesh_of(x) is not None)
 
 
-def warn_of_rows(name: str, finite: np.ndarray) -> None:
-    """Warns, as function `name`, of rows whose logits are not finite."""
+def warn_of_rows(name: str, finite: np.ndarray, callers: int) -> None:
+    """Warns, as function `name`, of rows whose logits are not finite. The user's line is so many `callers` above."""
     if not np.all(finite):
         warnings.warn(
             f"{name}: the logits of rows {np.flatnonzero(~finite.astype(bool)).tolist()} are not finite, so these rows ended early; look for "
             "NaN in the weights.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=callers + 1,
         )

@@ -3,6 +3,7 @@
 from collections.abc import Generator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
@@ -53,6 +54,8 @@ def stream(
         raise ValueError(
             "stream: expected arrays that the host can read, received traced ones, or some of other processes; use generate with these."
         )
+    # A wrong dtype is an error now, and not at the first `next`.
+    jax.eval_shape(lambda: model.init_cache(call.prompts.tokens.shape[0], call.capacity, cache_dtype))
     return _tokens(call, cache_dtype, steps_per_call)
 
 
@@ -63,4 +66,4 @@ def _tokens(call: Call, dtype: Any, steps_per_call: int) -> Generator[np.ndarray
             # All rows have ended before the last step of a call.
             if np.any(tokens >= 0):
                 yield tokens.reshape(call.lead)
-    warn_of_rows("stream", report[-1] & 2)
+    warn_of_rows("stream", report[-1] & 2, callers=2)
