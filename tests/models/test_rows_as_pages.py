@@ -141,21 +141,6 @@ def test_the_gradient_is_that_over_rows():
     close(*(eqx.filter_grad(loss)(model_of("attention", platform)) for platform in (INTERPRET, "xla")))
 
 
-@pytest.mark.parametrize("name", ["attention", "hybrid"])
-def test_prompts_of_few_tokens_in_all(name):
-    """Rows of unequal lengths, which are padded, after others."""
-    prompts = jnp.asarray(np.random.default_rng(2).integers(0, 40, (ROWS, 19)))
-    real = np.arange(19) >= np.array([[3], [0], [12]])
-
-    def logits(platform):
-        model = model_of(name, platform)
-        _, cache = model(PROMPTS, model.init_cache(ROWS, 48), padding_mask=jnp.asarray(REAL))
-        found, cache = model(prompts, cache, padding_mask=jnp.asarray(real))
-        return jnp.where(real[..., None], found, 0), cache.stacks[0][0].k, model(STEPS[0], cache)[0]
-
-    close(*(logits(platform) for platform in (INTERPRET, "xla")))
-
-
 def test_caches_are_carried_and_the_host_is_not_asked():
     """In the program of a step a loop over layers carries the caches, and nothing asks the host."""
     for name in ("hybrid", "latent"):
@@ -243,10 +228,10 @@ def test_what_has_no_pages_runs_over_rows():
     cases = {
         "rolling": ({"rolling": True}, 1),
         "bytes": ({"dtype": jnp.float8_e4m3fn}, 1),
-        "many tokens": ({}, 90),
+        "many tokens": ({}, 9),
     }
     for options, tokens in cases.values():
-        cache, x = model.init_cache(ROWS, 96, **options), jnp.zeros((ROWS, tokens, 32))
+        cache, x = model.init_cache(ROWS, 16, **options), jnp.zeros((ROWS, tokens, 32))
         assert not have_pages(model.stacks, x, cache, {})
     assert have_pages(model.stacks, jnp.zeros((ROWS, 1, 32)), model.init_cache(ROWS, 16), {})
     # Arrays on several devices, also where the compiler splits them.

@@ -20,13 +20,12 @@ from .._values import checks_traced, stopped
 from ..dispatch import Backend, place_of_calls, Platform
 from ..nn import KVCache, LatentCache, MultiHeadAttention, MultiHeadLatentAttention
 from ..nn.kv_cache import full_message, refused_rows
-from ..nn.projection import are_few
 from ..nn.recurrent import RecurrentLayer, RecurrentState
 from ..paged import PagedKVCache, PagedLatentCache, RaggedBatch
 from .caches import CacheState, DecoderCache, ServingCache
 
 MOST_TOKENS = 8
-"""Of a row, for any number of rows. With more, reading all keys of a row once for many queries is worth a copy, unless all tokens are few."""
+"""Of a row. With more, reading all keys of a row once for many queries is worth a copy."""
 _LARGEST_PAGE, _SMALLEST_PAGE = 64, 16
 _STORED = ("bfloat16", "float16", "float32")
 
@@ -113,7 +112,7 @@ def have_pages(stacks: Any, x: Array, cache: DecoderCache, rows: dict[str, Any])
     """Returns whether a call over rows with the input `x [..., T, E]` of these layers can be one over pages, and is faster as such."""
     lead, tokens = x.shape[:-2], x.shape[-2]
     if (
-        (tokens > MOST_TOKENS and not _are_few_in_all(x, cache))
+        tokens > MOST_TOKENS
         or 0 in x.shape
         or "segment_ids" in rows
         or not _on_one_device((stacks, x, cache))
@@ -125,12 +124,6 @@ def have_pages(stacks: Any, x: Array, cache: DecoderCache, rows: dict[str, Any])
     return alike and all(
         _has_pages(layer.mixer, one, lead) for layer, one in zip(layers, caches, strict=True)
     )
-
-
-def _are_few_in_all(x: Array, cache: DecoderCache) -> bool:
-    """Returns whether all tokens together, a prompt say, are so few that a layer's time is that of its launches. Chunks of latents are not taken:
-    over pages, each query would expand them anew."""
-    return are_few(x) and not any(isinstance(one, LatentCache) for one in _bounded(cache))
 
 
 def as_differentiated(call: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

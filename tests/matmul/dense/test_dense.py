@@ -42,8 +42,8 @@ def test_the_reference_is_the_formula():
 
 @pytest.mark.parametrize("block_m", [1, 2, 16])
 def test_few_rows_with_and_without_tensor_cores(block_m):
-    """Rows, features and columns that fill no tile, and several tiles of rows."""
-    case = Case(({1: 1, 2: 5, 16: 43}[block_m], 100), (37, 20, 5), norm=True, bias=True)
+    """Rows, features and columns that fill no tile."""
+    case = Case((min(block_m, 11), 100), (37, 20, 5), norm=True, bias=True)
     given, cotangents = make(case)
     config = TritonConfig(RowsTile(block_m, 16, 32, 4, 1), False, "ieee", False)
     op = operation(case, platform="triton-interpret", config=config)
@@ -76,8 +76,8 @@ def test_composes(platform):
 
 
 def test_more_rows_are_for_xla():
-    x, w = jnp.ones((257, 8)), jnp.ones((4, 8))
-    with pytest.raises(ejx.UnsupportedError, match="256 rows, not 257"):
+    x, w = jnp.ones((65, 8)), jnp.ones((4, 8))
+    with pytest.raises(ejx.UnsupportedError, match="64 rows, not 65"):
         ejx.Matmul(platform="triton-interpret")(x, w)
     np.testing.assert_array_equal(ejx.Matmul()(x, w), 8.0)
 

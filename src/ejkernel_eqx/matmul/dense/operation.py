@@ -30,7 +30,7 @@ class Matmul(Kernel):
 
     Norm, bias, activation and residual are optional. Sums are in float32 (float64 for float64), in a fixed order, and rounded once.
 
-    It is for few rows, as in decoding, where the time is that of reading the weights: up to 256 rows are one launch of Triton's kernel on GPUs. More
+    It is for few rows, as in decoding, where the time is that of reading the weights: up to 64 rows are one launch of Triton's kernel on GPUs. More
     rows are XLA's, with the same results. Weights are `[out, in]`, as in `equinox.nn.Linear`.
 
     Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in all float arrays;

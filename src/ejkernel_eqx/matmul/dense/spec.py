@@ -12,8 +12,8 @@ from jax import Array
 from ...core.letters import Letters
 
 ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
-FEW_ROWS = 256
-"""The largest number of rows of Triton's kernel. The time of so many is about that of reading the weights, and of the launches of a program."""
+FEW_ROWS = 64
+"""The largest number of rows for which the time of a call is that of reading the weights."""
 RIGHTS: tuple[str, ...] = ("right", "right_1", "right_2")
 BIASES: tuple[str, ...] = ("bias", "bias_1", "bias_2")
 RESULTS = ("out", "out_1", "out_2")

@@ -68,8 +68,10 @@ def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """The reason why the tile cannot fit the device's shared memory, by an estimate."""
-    tile = config.tile
+    """The reason why the tile does not hold all rows, or cannot fit the device's shared memory, by an estimate."""
+    tile, rows = config.tile, problem.dim("B") * problem.dim("M")
+    if tile.block_m < rows:
+        return f"tile.block_m={tile.block_m} must be at least the {rows} rows of the call"
     sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
     return too_large("tile", sizes, tile.num_stages, shared_memory(tile, problem), device)
 
@@ -115,7 +117,7 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
         kernel.rows_kernel,
         config.tile,
         dict.fromkeys(RESULTS, NOTHING) | outputs,
-        programs_of(batch * rows, columns, config.tile),
+        programs_of(columns, config.tile),
     )
     return {name: made[name] for name in outputs}
 

@@ -11,8 +11,8 @@ from ....launch.sizes import cdiv, padded, shared_memory_of
 
 @dataclasses.dataclass(frozen=True)
 class RowsTile:
-    """A program multiplies `block_m` rows by `block_n` rows of the weights, `block_k` features at a time. With less than 16 rows it multiplies
-    without tensor cores."""
+    """A program multiplies `block_m` rows, all there are, by `block_n` rows of the weights, `block_k` features at a time. With less than 16 rows it
+    multiplies without tensor cores."""
 
     block_m: Power
     block_n: Power
@@ -26,10 +26,10 @@ class RowsTile:
 def tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     """The heuristic's first."""
     rows, columns = problem.dim("B") * problem.dim("M"), _columns(problem)
-    shapes = _ONE if rows <= 2 else _FEW if rows <= 16 else _MANY if rows <= 64 else _MOST
+    shapes = _ONE if rows <= 2 else _FEW if rows <= 16 else _MANY
     # As many programs as keep the memory busy: with few columns, each has fewer of them.
     by_size = sorted(shapes, key=lambda shape: abs(columns - shape[0]))
-    block_m = min(padded(rows, 1 if rows <= 2 else 16), 128)
+    block_m = padded(rows, 1 if rows <= 2 else 16)
     width = 1 << (problem.dim("K").bit_length() - 1)
     made = [RowsTile(block_m, n, min(k, max(width, 16)), warps, stages) for _, n, k, warps, stages in by_size]
     fits = [tile for tile in made if shared_memory(tile, problem) <= shared_memory_of(device)]
@@ -39,8 +39,7 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
 _ONE = ((1024, 2, 1024, 4, 1), (4096, 4, 512, 2, 1), (28672, 8, 512, 4, 2), (1024, 1, 1024, 2, 1))
 _FEW = ((1024, 16, 256, 2, 4), (4096, 32, 128, 4, 5), (768, 8, 512, 2, 3), (28672, 32, 256, 4, 3))
 _MANY = ((1024, 16, 256, 4, 3), (4096, 32, 128, 4, 4), (28672, 64, 128, 8, 3), (4096, 32, 64, 4, 6))
-_MOST = ((1024, 32, 64, 4, 4), (4096, 64, 64, 8, 4), (28672, 128, 64, 8, 4), (4096, 64, 128, 8, 3))
-"""Columns for which a tile was the best on an H200, then rows of the weights, features, warps and stages; for up to 2, 16 and 64 rows, and more."""
+"""Columns for which a tile was the best on an H200, then rows of the weights, features, warps and stages; for up to 2, 16 and 64 rows."""
 
 
 def _columns(problem: Problem) -> int:
@@ -56,5 +55,5 @@ def shared_memory(tile: RowsTile, problem: Problem) -> int:
     return each * max(1, tile.num_stages - 1)
 
 
-def programs_of(rows: int, columns: list[int], tile: RowsTile) -> int:
-    return cdiv(rows, tile.block_m) * sum(cdiv(n, tile.block_n) for n in columns)
+def programs_of(columns: list[int], tile: RowsTile) -> int:
+    return sum(cdiv(n, tile.block_n) for n in columns)
