@@ -13,7 +13,7 @@ import ejkernel_eqx as ejx
 from tests.agreement import assert_agrees
 from tests.gpu.host import candidates, example_problem, on_host
 from tests.matmul.dense import cases as rows
-from tests.models.test_rows_as_pages import model_of
+from tests.models.test_rows_as_pages import close, model_of
 from tests.rotary_heads import test_rotary_heads as heads
 from tests.tolerances import assert_close
 
@@ -70,7 +70,7 @@ def test_rotary_heads(name):
 @pytest.mark.parametrize("name", ["attention", "window", "hybrid", "latent"])
 def test_steps_in_one_program_are_those_of_xla(name):
     """A cache made inside the compiled function, several steps, rows that end at different times; run twice."""
-    prompt = jax.random.randint(jax.random.key(1), (3, 7), 0, 16)
+    prompt = np.random.default_rng(1).integers(0, 40, (3, 7), np.int32)
 
     @eqx.filter_jit
     def run(model):
@@ -89,11 +89,12 @@ def test_steps_in_one_program_are_those_of_xla(name):
 
     tokens, logits = run(model_of(name, "triton"))
     again = run(model_of(name, "triton"))
-    wanted = run(model_of(name, "xla"))
+    # On the host, as XLA rounds operands of float32 products on a GPU.
+    wanted = on_host(lambda: run(model_of(name, "xla")))
     np.testing.assert_array_equal(np.asarray(tokens), np.asarray(again[0]))
     np.testing.assert_array_equal(np.asarray(logits), np.asarray(again[1]))
     np.testing.assert_array_equal(np.asarray(tokens), np.asarray(wanted[0]))
-    assert_close(logits, np.asarray(wanted[1], np.float64))
+    close(logits, wanted[1])
 
 
 @pytest.mark.parametrize("name", ["attention", "hybrid"])

@@ -436,8 +436,10 @@ class Decoder(Module):
         # Made once, before the first layer. Behind the barrier a layer's part is a place in these arrays; without it, it would be a launch.
         numbers = jax.lax.optimization_barrier(state.numbers(batch))
         each = jnp.arange(repeats, dtype=jnp.int32), numbers, arrays
-        # A loop is launched turn by turn by the host. Written out, few tokens are one CUDA graph.
-        unroll = repeats if are_few(x) and place_of_calls()[0] is Backend.GPU else 1
+        # A loop is launched turn by turn by the host. Written out, few tokens are one CUDA graph. A prompt has more operations, which would take
+        # long to compile.
+        is_step = are_few(x) and batch.max_query_len <= MOST_TOKENS
+        unroll = repeats if is_step and place_of_calls()[0] is Backend.GPU else 1
         return jax.lax.scan(period, (x, state), each, unroll=unroll)[0]
 
     # Published weights
