@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -124,3 +125,12 @@ def test_an_interrupt_before_serving_is_quiet(examples, checkpoint, tmp_path, ca
     options = ["--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out.jsonl")]
     assert examples.serve_lm.main(["--checkpoint", str(checkpoint), *options]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_requests_share_a_prefix(examples, capsys):
+    """And the last one is cancelled."""
+    examples.serving.main([])
+    *texts, cancelled, summary = (lines := capsys.readouterr().out.splitlines())
+    assert "request 4: cancelled" in lines and len(texts) == 4 and cancelled
+    numbers = [int(word) for word in re.findall(r"\d+", summary)]
+    assert numbers[0] >= 64 and numbers[2] < numbers[3]
