@@ -153,7 +153,9 @@ def test_what_templates_may_call():
 HOSTILE = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "lists": "{% set x = 'abcdefghij' %}" + "{% for a in x %}" * 12 + "{% endfor %}" * 12,
-    "long range": "{{ range(10**15) | list | length }}",
+    "long range": "{{ range(10**9) | list | length }}",
+    "ranges": "{% for a in range(9999) %}{{ range(99999) | list | length }}{% endfor %}",
+    "items": "{% set x = {'a': 1, 'b': messages * 9999} %}{% for a in range(99999) %}{% set y = x.values() | list %}{% endfor %}",
     "output": "{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}",
     "a block": "{% set x %}{% for a in range(99999) %}" + "x" * 9999 + "{% endfor %}{% endset %}",
     "concatenation": "{% set n = namespace(x='ab') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",

@@ -90,9 +90,8 @@ class _Server:
             raise _Error("too many requests wait; try again later", 429)
         pieces = self.pieces(call)
         if not call.stream:
-            collected = await _unless_gone(request, _collect(pieces))
-            text, finish = "".join(text for text, _ in collected), collected[-1][1]
-            return responses.JSONResponse(call.body(call.choice(text, finish, False), usage=True))
+            texts, ends = zip(*await _unless_gone(request, _collect(pieces)))
+            return responses.JSONResponse(call.body(call.choice("".join(texts), ends[-1], False), usage=True))
         first = await _unless_gone(request, anext(pieces))  # an error up to here has a status of its own
         return responses.StreamingResponse(_events(call, first, pieces), media_type="text/event-stream")
 
@@ -102,41 +101,35 @@ class _Server:
             raise _Error(f"model: expected {self.name!r}, received {body['model']!r}", 404, "model_not_found")
         for name, known in _ONLY.items():
             if body.get(name) not in (None, known):
-                raise _Error(
-                    f"{name}: expected {known!r}, received {body[name]!r}; nothing else is supported."
-                )
+                raise _Error(f"{name}: expected {known!r}, received {body[name]!r}; omit it.")
         get = lambda name, default: default if body.get(name) is None else body[name]
-        numbers = {name: get(name, default) for name, default in {"temperature": 1.0, "top_p": 1.0}.items()}
-        numbers |= {"top_k": get("top_k", 0), "min_p": get("min_p", 0.0)}
+        defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        numbers = {name: get(name, default) for name, default in defaults.items()}
         seed = read_integer("seed", get("seed", secrets.randbits(32)), -(2**63), 2**64) % 2**32
         stop = [get("stop", [])] if isinstance(get("stop", []), str) else get("stop", [])
         short = isinstance(stop, list) and all(isinstance(s, str) and 0 < len(s) <= _MOST_STOP for s in stop)
         if not short or len(stop) > _MOST_STOPS:
-            raise _Error(
-                f"stop: expected up to {_MOST_STOPS} texts of 1 to {_MOST_STOP} characters; shorten it."
-            )
+            raise _Error(f"stop: expected up to {_MOST_STOPS} texts of 1 to {_MOST_STOP} characters.")
         options = get("stream_options", {})
         usage = isinstance(options, dict) and bool(options.get("include_usage"))
         prompt = self.chat_prompt(body.get("messages")) if chat else self.prompt(body.get("prompt"))
         limit = get("max_completion_tokens", get("max_tokens", None))
         if limit is None:
             limit = max(1, self.engine.max_length - len(prompt)) if chat else 16
-        limit = read_integer("max_tokens", limit, 1)
-        sampling = Sampling(**numbers, seed=seed)
+        limit, sampling = read_integer("max_tokens", limit, 1), Sampling(**numbers, seed=seed)
         return _Call(chat, self.name, prompt, limit, sampling, stop, get("stream", False) is True, usage)
 
     def prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             (prompt,) = prompt
-        if isinstance(prompt, list) and all(
-            isinstance(token, int) and 0 <= token < 2**31 for token in prompt
-        ):
-            return prompt  # the engine knows the vocabulary
-        if not isinstance(prompt, str):
-            raise _Error(
-                f"prompt: expected one text or one list of tokens, received {type(prompt).__name__}."
-            )
-        return self.tokenizer.encode(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        is_token = lambda token: (
+            isinstance(token, int) and 0 <= token < 2**31
+        )  # the engine knows the vocabulary
+        if not isinstance(prompt, list) or not all(map(is_token, prompt)):
+            raise _Error("prompt: expected one text or one list of tokens, received something else.")
+        return prompt
 
     def chat_prompt(self, messages: Any) -> list[int]:
         if self.template is None:
@@ -187,14 +180,11 @@ def _message(message: Any) -> dict[str, Any]:
         raise _Error("messages: expected objects with a role and a content.")
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(str(part.get("text")) if _is_text(part) else "\0" for part in content)
-    if not isinstance(content, str | None) or "\0" in (content or ""):
+        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
+    if not isinstance(content, str | None):
         raise _Error("messages: expected a content of text; other parts are not supported.")
     return message | {"content": content or ""}
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 async def _collect(pieces: AsyncIterator[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ import json
 import os
 import pathlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..._errors import require
@@ -26,6 +26,10 @@ rpartition rsplit rstrip split splitlines startswith strip title upper""".split(
 _CHEAP = """boolean count d default defined false first float integer iterable last length mapping none number sequence string true
 undefined""".split()
 
+_FIELDS = {"Filter": "node", "Test": "node", "Compare": "expr", "Operand": "expr"}
+_FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_FAILURES += (RecursionError, MemoryError, SyntaxError)
+
 
 class ChatTemplateError(ValueError):
     """A chat template that cannot be read, or that refuses these messages."""
@@ -44,46 +48,23 @@ class _Generation(ext.Extension):
 class _Counting(visitor.NodeTransformer):
     """Hands what is iterated, compared, filtered or built to `_Sandbox`, which counts it."""
 
-    def _call(self, name: str, node: Any, *more: Any) -> Any:
-        return nodes.Call(nodes.EnvironmentAttribute(name), [node, *more], [], None, None)
-
-    def visit_For(self, node: Any) -> Any:
-        if node.recursive:
-            raise jinja2.TemplateSyntaxError("recursive loops are not supported", node.lineno)
-        text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+    def visit(self, node: Any) -> Any:
+        call = lambda name, *values: nodes.Call(nodes.EnvironmentAttribute(name), [*values], [], None, None)
+        kind, field = type(node), _FIELDS.get(type(node).__name__)
+        if kind is nodes.For:
+            if node.recursive:
+                raise jinja2.TemplateSyntaxError("recursive loops are not supported", node.lineno)
+            text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+            node.iter = call("counted", node.iter, nodes.Const(1 + text // 64))
         self.generic_visit(node)
-        node.iter = self._call("counted", node.iter, nodes.Const(1 + text // 64))
-        return node
-
-    def visit_Concat(self, node: Any) -> Any:
-        self.generic_visit(node)
-        return self._call("joined", nodes.List(node.nodes))
-
-    def visit_List(self, node: Any) -> Any:
-        self.generic_visit(node)
-        return node if getattr(node, "ctx", "load") == "store" else self._call("sized", node)
-
-    visit_Dict = visit_Tuple = visit_List
-
-    def visit_Filter(self, node: Any) -> Any:
-        self.generic_visit(node)
-        if node.node is not None and node.name not in _CHEAP:
-            node.node = self._call("sized", node.node)
-        return node
-
-    visit_Test = visit_Filter
-
-    def visit_Operand(self, node: Any) -> Any:
-        self.generic_visit(node)
-        node.expr = self._call("sized", node.expr)
-        return node
-
-    visit_Compare = visit_Operand
-
-    def visit_Getitem(self, node: Any) -> Any:
-        self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):
-            node.node = self._call("sized", node.node)
+        if kind is nodes.Concat:
+            return call("joined", nodes.List(node.nodes))
+        if kind in (nodes.List, nodes.Tuple, nodes.Dict):
+            return node if getattr(node, "ctx", "load") == "store" else call("sized", node)
+        if kind is nodes.Getitem and isinstance(node.arg, nodes.Slice):
+            field = "node"
+        if field and getattr(node, field) is not None and getattr(node, "name", None) not in _CHEAP:
+            setattr(node, field, call("sized", getattr(node, field)))
         return node
 
 
@@ -96,30 +77,23 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
         super().__init__(**options, extensions=["jinja2.ext.loopcontrols", _Generation])
         self.left = _MOST_WORK
         self.filters = {name: self.filters[name] for name in _FILTERS}
-        self.filters |= {
-            "tojson": self._json,
-            "join": self._join,
-            "replace": self._replace,
-            "indent": self._indent,
-        }
-        self.globals = {"range": range, "namespace": self.globals["namespace"]}
+        self.filters |= {"tojson": _json, "join": self._join, "replace": self._replace}
+        self.filters["indent"] = self._indent
+        self.globals = {
+            name: self.globals[name] for name in ("range", "namespace")
+        }  # at most 100,000 numbers
         self.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
 
     def spend(self, work: int) -> None:
         self.left -= work
         if self.left < 0:
-            raise ChatTemplateError(
-                f"chat_template: expected at most {_MOST_WORK:,} units of work, and it has more"
-            )
+            raise ChatTemplateError("chat_template: it does too much work; check its loops.")
 
     def sized(self, value: Any) -> Any:
         """The value, whose size is counted."""
         self.spend(1 + (len(value) // 64 if isinstance(value, str) else 0))
-        if isinstance(value, Mapping):
-            for both in value.items():
-                self.sized(both[0]), self.sized(both[1])
-        elif isinstance(value, list | tuple):
-            for part in value:
+        if isinstance(value, Collection) and not isinstance(value, str):
+            for part in value.items() if isinstance(value, Mapping) else value:
                 self.sized(part)
         return value
 
@@ -158,9 +132,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
             size = len(right if isinstance(left, int) else left)
             self.spend(1 + max(0, times) * (1 + size) // 64)
         else:
-            raise ChatTemplateError(
-                f"chat_template: expected numbers for {operator}, received a {type(left).__name__}"
-            )
+            raise ChatTemplateError(f"chat_template: expected numbers for {operator}, received others.")
         return super().call_binop(context, operator, left, right)
 
     def _join(self, values: Any, between: str = "", attribute: str | None = None) -> str:
@@ -178,10 +150,11 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
         some = [line if not (line or blank) else indent + line for line in lines]
         return self.joined([lines[0] if not first else some[0], *some[1:]], "\n")
 
-    def _json(self, value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        """JSON as published templates expect it: nothing escaped for HTML."""
-        options = {name: options.get(name) for name in ("separators", "sort_keys")}
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent and min(indent, 16), **options)
+
+def _json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """JSON as published templates expect it: nothing escaped for HTML."""
+    options = {name: options.get(name) for name in ("separators", "sort_keys")}
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent and min(indent, 16), **options)
 
 
 def _refuse(message: str) -> None:
@@ -214,18 +187,16 @@ class ChatTemplate:
         self._environment, self._variables, self._lock = _Sandbox(), variables, threading.Lock()
         environment = self._environment
         try:
-            tree = _Counting().visit(environment.parse(source))
-            program = environment.compile(tree)
+            program = environment.compile(_Counting().visit(environment.parse(source)))
             self._template = jinja2.Template.from_code(environment, program, environment.make_globals(None))
-        except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
+        except _FAILURES as error:
             raise ChatTemplateError(f"chat_template: it cannot be read ({error}).") from error
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str]) -> "ChatTemplate | None":
         """The template of a published model: `chat_template.jinja`, or that in `tokenizer_config.json`; `None` if it has none."""
-        path, alone = (
-            pathlib.Path(folder) / name for name in ("tokenizer_config.json", "chat_template.jinja")
-        )
+        names = ("tokenizer_config.json", "chat_template.jinja")
+        path, alone = (pathlib.Path(folder) / name for name in names)
         try:
             config = json.loads(_read(path)) if path.is_file() else {}
             source = _read(alone) if alone.is_file() else config.get("chat_template")
@@ -255,20 +226,13 @@ class ChatTemplate:
                 for piece in self._template.generate(variables):
                     size += len(piece)
                     if size > _MOST_OUTPUT:
-                        raise ChatTemplateError(
-                            f"chat_template: expected at most {_MOST_OUTPUT:,} characters"
-                        )
+                        raise ChatTemplateError("chat_template: its output is too long; check its loops.")
                     pieces.append(piece)
             except ChatTemplateError:
                 raise
-            except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError) + (
-                TypeError,
-                ValueError,
-                RecursionError,
-                MemoryError,
-            ) as error:
+            except _FAILURES as error:
                 raise ChatTemplateError(
-                    f"messages: the model's chat template cannot render them ({error})."
+                    f"messages: the chat template cannot render them ({error})."
                 ) from error
         return "".join(pieces)
 
