@@ -43,7 +43,7 @@ def model_of(mixer: str, layers: int | None = None, platform: str | None = None)
 
 
 def make_engine(mixer: str, layers: int | None = None, platform: str | None = None, **options: Any) -> Engine:
-    sizes = {"num_pages": 14, "page_size": 4, "max_batch": 4, "step_tokens": 8}
+    sizes: dict[str, Any] = {"num_pages": 14, "page_size": 4, "max_batch": 4, "step_tokens": 8}
     return Engine(model_of(mixer, layers, platform), **(sizes | options))
 
 

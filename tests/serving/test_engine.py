@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -316,7 +317,8 @@ def test_sizes_are_checked():
     for name in ("max_batch", "max_length", "page_size", "num_pages", "step_tokens"):
         for wrong in (0, 2.0, True):
             with pytest.raises(ValueError, match=f"{name}: expected an integer .*1.*, received {wrong}"):
-                make_engine("attention", **{name: wrong})
+                options: Any = {name: wrong}
+                make_engine("attention", **options)
     assert make_engine("attention", max_length=10**15).max_length == 14 * 4
     assert make_engine("gla", max_length=10**15).max_length == 2**30
 

@@ -1,6 +1,7 @@
 """The prefix cache: shared first tokens are computed once, and no token changes."""
 
 import random
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +13,7 @@ from ejkernel_eqx.serving.pages import Pages
 from .engines import alone, check, check_empty, check_whole, HYBRID, make_engine, serve
 
 MIXERS = (HYBRID, "attention", pytest.param("gla", marks=pytest.mark.slow))
-SIZES = {"num_pages": 64, "page_size": 4, "max_batch": 4, "step_tokens": 16}
+SIZES: dict[str, Any] = {"num_pages": 64, "page_size": 4, "max_batch": 4, "step_tokens": 16}
 SYSTEM = bytes(range(100, 122))  # five pages and two tokens
 
 
@@ -115,19 +116,18 @@ def test_any_order_gives_the_same_tokens(mixer):
     rng = random.Random(5)
     starts = [bytes(rng.randrange(256) for _ in range(18)) for _ in range(2)]
     requests = [
-        (rng.choice(starts)[: rng.randint(3, 18)] + bytes(rng.choices(range(3), k=3)), rng.randint(1, 24))
-        for _ in range(16)
+        (rng.choice(starts)[: rng.randint(3, 18)] + bytes(rng.choices(range(3), k=3)), rng.randint(1, 18))
+        for _ in range(12)
     ]
     expected = serve(plain, requests)
-    for seed in (1, 2):
-        for cancel in ({}, {1: 0, 4: 2, 7: 5, 11: 1}):
-            texts = serve(cached, requests, seed, cancel)
-            for index, text in enumerate(texts):
-                assert text == expected[index][: len(text)]
-                assert len(text) == len(expected[index]) or index in cancel
-            check_empty(cached)
+    for seed, cancel in ((1, {}), (2, {1: 0, 4: 2, 7: 5, 11: 1})):
+        texts = serve(cached, requests, seed, cancel)
+        for index, text in enumerate(texts):
+            assert text == expected[index][: len(text)]
+            assert len(text) == len(expected[index]) or index in cancel
+        check_empty(cached)
     assert mixer == "gla" or cached.preemptions > 0
-    assert cached.tokens_computed < 4 * plain.tokens_computed
+    assert cached.tokens_computed < 1.5 * plain.tokens_computed
 
 
 def test_draws_are_the_same(pair):
@@ -207,7 +207,8 @@ def test_without_checkpoints_or_with_windows_nothing_is_shared():
 
 def test_a_decoding_request_never_waits_for_a_prompt():
     """Counted in steps: a token in each, however long the prompts are that come, and also when one waits for another's prefix."""
-    engine = make_engine("attention", 1, **SIZES | {"num_pages": 256, "max_batch": 8})
+    sizes: dict[str, Any] = {**SIZES, "num_pages": 256, "max_batch": 8}
+    engine = make_engine("attention", 1, **sizes)
     running = engine.submit(b"a", 60)
     while not engine.step():
         pass

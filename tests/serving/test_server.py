@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from .byte_tokenizer import byte_tokenizer  # noqa: E402
 from .engines import check_empty, make_engine  # noqa: E402
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'x' %}{{ raise_exception('no x') }}{% endif %}{{ m.content }}{% endfor %}"
-SIZES = {"num_pages": 64, "page_size": 4, "max_batch": 2, "step_tokens": 16}
+SIZES: dict[str, Any] = {"num_pages": 64, "page_size": 4, "max_batch": 2, "step_tokens": 16}
 
 
 @contextlib.contextmanager

@@ -21,9 +21,13 @@ requests, responses = (require(f"starlette.{name}", _WHO, "server") for name in 
 applications, routing = (require(f"starlette.{name}", _WHO, "server") for name in ("applications", "routing"))
 
 _MOST_BODY, _MOST_STOPS, _MOST_STOP = 2**22, 16, 256
-_ONLY: dict[str, Any] = dict.fromkeys(("n", "best_of"), 1) | dict.fromkeys(("echo", "logprobs"), False)
-_ONLY |= dict.fromkeys(("presence_penalty", "frequency_penalty"), 0) | {"suffix": "", "logit_bias": {}}
-_ONLY |= {"tools": [], "response_format": {"type": "text"}}
+_ONLY: dict[str, Any] = {"n": 1, "best_of": 1, "echo": False, "logprobs": False, "suffix": "", "tools": []}
+_ONLY |= {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "response_format": {"type": "text"},
+}
 """The values of parameters that have no others here, and null stands for."""
 
 
@@ -56,7 +60,7 @@ class _Call:
 
     def body(self, *choices: dict[str, Any], usage: bool = False, chunk: bool = False) -> dict[str, Any]:
         kind = "chat.completion" + ".chunk" * chunk if self.chat else "text_completion"
-        body = {"id": ("chatcmpl-" if self.chat else "cmpl-") + self.identity, "object": kind}
+        body: dict[str, Any] = {"id": ("chatcmpl-" if self.chat else "cmpl-") + self.identity, "object": kind}
         body |= {"created": self.created, "model": self.model, "choices": list(choices)}
         if usage:
             prompt, new = len(self.prompt), self.generated
@@ -180,7 +184,7 @@ def _message(message: Any) -> dict[str, Any]:
         raise _Error("messages: expected objects with a role and a content.")
     content = message.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        parts: Any = [part.get("text") if isinstance(part, dict) else None for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else content
     if not isinstance(content, str | None):
         raise _Error("messages: expected a content of text; other parts are not supported.")
