@@ -93,6 +93,14 @@ def test_a_prompt_that_is_known_whole(pair):
         assert texts == expected and some == (length + 3) - (length - 1) // 4 * 4
 
 
+def test_equal_pages_behind_other_tokens_are_not_shared(pair):
+    cached, plain = pair
+    _forget(cached)
+    first, second, page = bytes([1] * 4), bytes([2] * 4), bytes([3, 4, 5, 6])
+    requests = [(first + page + b"xyz", 6), (second + second + b"xyz", 6), (second + page + b"xyz", 6)]
+    assert alone(cached, requests) == alone(plain, requests)
+
+
 def test_a_conversation_continues():
     """Pages of an answer are kept, too."""
     cached, plain = engines("attention", 1)
@@ -127,7 +135,7 @@ def test_any_order_gives_the_same_tokens(mixer):
             assert len(text) == len(expected[index]) or index in cancel
         check_empty(cached)
     assert mixer == "gla" or cached.preemptions > 0
-    assert cached.tokens_computed < 1.5 * plain.tokens_computed
+    assert cached.tokens_computed < 2 * plain.tokens_computed  # of one run
 
 
 def test_draws_are_the_same(pair):
