@@ -98,7 +98,10 @@ def test_equal_pages_behind_other_tokens_are_not_shared(pair):
     _forget(cached)
     first, second, page = bytes([1] * 4), bytes([2] * 4), bytes([3, 4, 5, 6])
     requests = [(first + page + b"xyz", 6), (second + second + b"xyz", 6), (second + page + b"xyz", 6)]
-    assert alone(cached, requests) == alone(plain, requests)
+    expected = alone(plain, requests)
+    assert alone(cached, requests[:2]) == expected[:2]
+    count, texts = computed(cached, requests[2:])
+    assert texts == expected[2:] and count >= 11 + 5 - 4
 
 
 def test_a_conversation_continues():
@@ -146,21 +149,24 @@ def test_draws_are_the_same(pair):
 
 
 def test_another_model_shares_nothing(pair):
-    """Neither what was kept nor what running requests have computed."""
+    """Neither what was kept nor what running requests have computed, now or when they end."""
     cached, plain = pair
     old, new = cached.model, jax.tree.map(lambda x: -x if eqx.is_array(x) else x, cached.model)
-    request = (SYSTEM, 6)
-    for engine in (cached, plain):
-        alone(engine, [request])
-        engine.submit(*request)
-        while engine.num_waiting or not engine.scheduler.running[0].computed:
-            engine.step()
-        engine.model = new
-        list(engine.run())
-    assert alone(cached, [request]) == alone(plain, [request])
-    for engine in (cached, plain):
-        engine.model = old
-    assert alone(cached, [request]) == alone(plain, [request])
+    alone(cached, [(SYSTEM, 6)])
+    cached.submit(SYSTEM, 16)
+    mixed = [event.token for _ in range(9) for event in cached.step()]
+    cached.model = plain.model = new
+    mixed += [event.token for event in cached.run()]
+    before = cached.tokens_computed
+    assert alone(cached, [(SYSTEM, 6)]) == alone(plain, [(SYSTEM, 6)])
+    assert cached.tokens_computed - before == 22 + 5
+    prompt = bytes([*SYSTEM, *mixed])
+    assert len(prompt) == 22 + 16
+    count, texts = computed(cached, [(prompt, 6)])
+    assert texts == alone(plain, [(prompt, 6)])
+    assert count >= 22 + 16 + 5 - 24  # not more than the prompt, and a page of it
+    cached.model = plain.model = old
+    assert alone(cached, [(SYSTEM, 6)]) == alone(plain, [(SYSTEM, 6)])
 
 
 def test_a_cancelled_request_lets_others_go_on(pair):
