@@ -1,7 +1,9 @@
 """Small untrained models, engines of them, and texts served by them."""
 
+import collections
 import functools
 import random
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ import numpy as np
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, MoEConfig
 from ejkernel_eqx.serving import Engine
+from ejkernel_eqx.serving.pages import Pages
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2}
 ROPE = ejx.nn.RotaryEmbedding(8)
@@ -47,9 +50,19 @@ def make_engine(mixer: str, layers: int | None = None, platform: str | None = No
     return Engine(model_of(mixer, layers, platform), **(sizes | options))
 
 
+def check_pages(pages: Pages, held: Iterable[Sequence[int]]) -> None:
+    """Compares the counts of users with the pages that each request holds."""
+    users = collections.Counter(page for own in held for page in own if page >= 0)
+    assert pages._users == [users[page] for page in range(pages.num_pages)]
+    unused = [page for page, count in enumerate(pages._users) if not count]
+    assert sorted([*pages._empty, *pages._idle]) == unused
+    assert all(pages._digests[page] is None for page in pages._empty)
+    assert {digest: page for page, digest in enumerate(pages._digests) if digest} == pages._known
+
+
 def check(engine: Engine) -> None:
     if engine.pages is not None:
-        engine.pages.check(request.pages for request in engine.scheduler.running)
+        check_pages(engine.pages, [request.pages for request in engine.scheduler.running])
 
 
 def check_empty(engine: Engine) -> None:

@@ -109,24 +109,16 @@ class Engine:
         if keeps and (checkpoints or not recurrent):
             slots = range(max_batch, max_batch + checkpoints)
             self.prefixes = Prefixes(page_size, self.pages, slots)
-        self._new_caches = functools.partial(
-            model.init_serving_cache,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_slots=max_batch + checkpoints,
-            dtype=kv_dtype,
-        )
+        sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": max_batch + checkpoints}
+        self._new_caches = functools.partial(model.init_serving_cache, **sizes, dtype=kv_dtype)
         self.num_pages = num_pages if attention else 0
         # Without attention there are no pages; a single missing page of any length stands for that.
         self.page_size = page_size if attention else 2**30
         held = self.num_pages * self.page_size if attention else 2**30
         # A row of the page table has an entry for every page, including freed ones behind a window.
         room = held if self.window is None else max(held, min(2**20 * self.page_size, 2**30))
-        self.max_length = (
-            held
-            if max_length is None
-            else min(room, read_integer("max_length", max_length, 1, error=ValueError))
-        )
+        most = held if max_length is None else read_integer("max_length", max_length, 1, error=ValueError)
+        self.max_length = min(room, most)
         self.compiled: collections.Counter[str] = collections.Counter()
         self.steps = self.tokens_computed = self.tokens_written = self.peak_pages = 0
         self._events: collections.deque[Event] = collections.deque()  # not yet returned to the caller
@@ -135,9 +127,8 @@ class Engine:
         self._starter = concurrent.futures.ThreadPoolExecutor(1, "ejkernel_eqx.serving")
         self._count = 0
         self._max_copies = min(_MOST_COPIES, checkpoints, max_batch)
-        self._max_entries = (
-            0 if self.prefixes is None else min(_MOST_ENTRIES, -(-self.max_length // page_size))
-        )
+        longest = -(-self.max_length // page_size)
+        self._max_entries = 0 if self.prefixes is None else min(_MOST_ENTRIES, longest)
         self.scheduler = Scheduler(
             max_batch=max_batch,
             step_tokens=step_tokens,

@@ -81,15 +81,6 @@ class Pages:
         self._empty += self._idle
         self._idle.clear()
 
-    def check(self, held: Iterable[Sequence[int]]) -> None:
-        """Verifies the counts against the pages that each request holds. Raises `AssertionError` for a bug in this class or its caller."""
-        users = collections.Counter(page for pages in held for page in pages if page >= 0)
-        assert self._users == [users[page] for page in range(self.num_pages)], "wrong counts of users"
-        unused = [page for page, count in enumerate(self._users) if not count]
-        assert sorted([*self._empty, *self._idle]) == unused, "unused pages are lost or listed twice"
-        assert all(self._digests[page] is None for page in self._empty), "an empty page has content"
-        assert all(self._digests[page] == digest for digest, page in self._known.items()), "wrong content"
-
     def _forget(self, page: int) -> None:
         digest, self._digests[page] = self._digests[page], None
         if digest is not None:

@@ -12,8 +12,9 @@ from ..._errors import require
 
 _WHO = "ejkernel_eqx.serving.text"
 jinja2 = require("jinja2", _WHO, "text")
-nodes, sandbox = require("jinja2.nodes", _WHO, "text"), require("jinja2.sandbox", _WHO, "text")
-ext, visitor = require("jinja2.ext", _WHO, "text"), require("jinja2.visitor", _WHO, "text")
+nodes, sandbox, ext, visitor = (
+    require(f"jinja2.{name}", _WHO, "text") for name in ("nodes", "sandbox", "ext", "visitor")
+)
 
 _MOST_SOURCE, _MOST_OUTPUT, _MOST_FILE = 2**18, 2**22, 2**26
 _MOST_WORK = 2**20
