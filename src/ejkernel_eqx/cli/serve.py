@@ -3,8 +3,6 @@
 import argparse
 import pathlib
 
-from .. import models
-from ..serving import Engine
 from .output import Outcome, progress, UsageError, user_input
 
 HELP = """The folder holds config.json, safetensors, tokenizer.json and, for chats, a chat template. The server has OpenAI's form:
@@ -32,8 +30,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Outcome:
-    try:
-        from ..serving import server, text
+    try:  # other commands start without all this
+        from .. import models
+        from ..serving import Engine, server, text
     except ImportError as error:
         raise UsageError(str(error)) from error
     folder = options.folder
