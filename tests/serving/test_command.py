@@ -1,10 +1,12 @@
 """The command `serve`: a published model's folder as an application."""
 
 import json
+import sys
 
 import pytest
 from safetensors.numpy import save_file
 
+from ejkernel_eqx import serving
 from ejkernel_eqx.cli.main import main
 from tests.models.cases import GOLDEN
 from tests.models.test_published import weights_of
@@ -65,3 +67,17 @@ def test_wrong_folders_and_sizes(folder, tmp_path, capsys):
     )
     (folder / "chat_template.jinja").write_text("{% for %}")
     assert "chat_template: it cannot be read" in error(folder)
+
+
+def test_without_the_extra(folder, monkeypatch, capsys):
+    """The message names what is missing and the extra."""
+    for module in [name for name in sys.modules if name.startswith("ejkernel_eqx.serving.")]:
+        if module.split(".")[2] in ("text", "server"):
+            monkeypatch.delitem(sys.modules, module)
+    for name in ("text", "server"):
+        monkeypatch.delattr(serving, name, raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert main(["serve", str(folder)]) == 2
+    found = capsys.readouterr().err
+    assert "ejkernel_eqx.serving.text needs jinja2, which is not installed" in found
+    assert "pip install 'ejkernel-eqx[text]'" in found

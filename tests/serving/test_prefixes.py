@@ -256,3 +256,22 @@ def test_pages_that_were_left_first_go_first():
     pages.clear()
     assert pages.find(b"a") is None and pages.num_free == 1
     check_pages(pages, [[second[0]], [second[1]], [first[1]]])
+
+
+OTHERS = ("nsa", "mla", "attention moe", "kda,attention", "mamba1", "attention int8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", OTHERS)
+def test_every_mixer_shares_prefixes(mixer):
+    mixer, quantised, _ = mixer.partition(" int8")
+    sizes: dict[str, Any] = {"kv_dtype": "int8" if quantised else None} | (
+        {"page_size": 16} if mixer == "nsa" else {}
+    )
+    cached, plain = engines(mixer, 2, **sizes)
+    start = bytes(range(100, 137))
+    requests = [(start[: 18 + 3 * n % 19] + bytes([n, n, 7]), 8) for n in range(8)]
+    expected = serve(plain, requests)
+    assert serve(cached, requests, 1) == serve(cached, requests, 2) == expected
+    assert cached.tokens_computed < 2 * plain.tokens_computed  # of one run
+    check_empty(cached)
