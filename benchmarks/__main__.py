@@ -19,7 +19,7 @@ FAMILIES = {
     "native-sparse": ("native_sparse", "FAMILY"),
 }
 """The benchmarks of `runner.py`: where their data is."""
-_OWN = ("decode-gaps", "everything", "ring", "serving-steps", "tpu-static", "train-step")
+_OWN = ("decode-gaps", "everything", "generate", "ring", "serving-steps", "tpu-static", "train-step")
 SCRIPTS = {
     **{name: name.replace("-", "_") for name in _OWN},
     **dict.fromkeys(("host-cost", "mask-construction"), "host"),

@@ -63,6 +63,8 @@ CALLS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]] = {
         (normal(1, 6, 2, 8), normal(2, 6, 2, 5), normal(3, 6, 3), normal(4, 6, 2, 4)),
         dict(return_lse=True),
     ),
+    "matmul": (dict(activation="silu"), (x, normal(1, 3, 4)), dict(norm=True)),
+    "rotary_heads": (dict(interleaved=True), (q, k, normal(1, 6, 2), normal(2, 6, 2)), {}),
     "residual_rms_norm": (dict(eps=1e-3), (x, dt, normal(1, 4)), {}),
     "ring_attention": (
         dict(axis_name="sequence", causal=True, order="zigzag"),

@@ -234,7 +234,7 @@ def test_results_of_layers_have_types():
         assert isinstance(both[1], nn.KVCache)
         found = assert_type(layer(x, rolling), tuple[Array, nn.RollingKVCache])
         assert isinstance(found[1], nn.RollingKVCache)
-        tables = {"page_table": jnp.array([[0, 1]]), "lengths": jnp.array([6])}
+        tables: Any = {"page_table": jnp.array([[0, 1]]), "lengths": jnp.array([6])}
         batch = ejx.RaggedBatch(jnp.array([0, 6]), **tables, page_size=4, max_query_len=6, num_tokens=6)
         pages = layer.init_paged_cache(2, 4)
         assert_type(layer(x[0], pages, batch=batch), tuple[Array, ejx.PagedKVCache])

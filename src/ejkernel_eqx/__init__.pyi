@@ -62,6 +62,7 @@ from .functional import kernel_delta_attention as kernel_delta_attention
 from .functional import lightning_attention as lightning_attention
 from .functional import linear_attention as linear_attention
 from .functional import linear_cross_entropy as linear_cross_entropy
+from .functional import matmul as matmul
 from .functional import mean_pooling as mean_pooling
 from .functional import multi_head_latent_attention as multi_head_latent_attention
 from .functional import native_sparse_attention as native_sparse_attention
@@ -73,6 +74,7 @@ from .functional import ragged_paged_attention as ragged_paged_attention
 from .functional import recurrent as recurrent
 from .functional import residual_rms_norm as residual_rms_norm
 from .functional import ring_attention as ring_attention
+from .functional import rotary_heads as rotary_heads
 from .functional import scaled_dot_product_attention as scaled_dot_product_attention
 from .functional import state_space_v1 as state_space_v1
 from .functional import state_space_v2 as state_space_v2
@@ -81,6 +83,7 @@ from .latent import AbsorbedLatentAttention as AbsorbedLatentAttention
 from .latent import MultiHeadLatentAttention as MultiHeadLatentAttention
 from .losses import LinearCrossEntropy as LinearCrossEntropy
 from .matmul import GroupedMatmul as GroupedMatmul
+from .matmul import Matmul as Matmul
 from .native_sparse import NativeSparseAttention as NativeSparseAttention
 from .native_sparse import PagedNativeSparseAttention as PagedNativeSparseAttention
 from .normalization import GatedRMSNorm as GatedRMSNorm
@@ -107,6 +110,7 @@ from .recurrence import lightning_slopes as lightning_slopes
 from .recurrence import LightningAttention as LightningAttention
 from .recurrence import LinearAttention as LinearAttention
 from .recurrence import StateSpaceV2 as StateSpaceV2
+from .rotary.heads import RotaryHeads as RotaryHeads
 from .selective_scan import StateSpaceV1 as StateSpaceV1
 from .serialisation import load as load
 from .serialisation import save as save

@@ -69,9 +69,11 @@ OPERATIONS: dict[str, Family] = {
     "gated_rms_norm": Family("normalization", "normalization"),
     "residual_rms_norm": Family("residual", "normalization"),
     "grouped_matmul": Family("matmul", "matmul", _ON_TPU),
+    "matmul": Family("dense_matmul", "matmul.dense"),
     "linear_cross_entropy": Family("losses", "losses", ("xla",)),
     "mean_pooling": Family("pooling", "pooling"),
     "recurrent": Family("cells", "cells"),
+    "rotary_heads": Family("rotary_heads", "rotary.heads"),
 }
 
 CLASSES: dict[str, str] = {
@@ -85,9 +87,11 @@ CLASSES: dict[str, str] = {
     "gated_rms_norm": "normalization:GatedRMSNorm",
     "grouped_matmul": "matmul:GroupedMatmul",
     "linear_cross_entropy": "losses:LinearCrossEntropy",
+    "matmul": "matmul:Matmul",
     "mean_pooling": "pooling:MeanPooling",
     "recurrent": "cells:Recurrent",
     "residual_rms_norm": "normalization:ResidualRMSNorm",
+    "rotary_heads": "rotary.heads:RotaryHeads",
     "paged_attention": "paged:PagedAttention",
     "paged_native_sparse_attention": "native_sparse:PagedNativeSparseAttention",
     "prefill_paged_attention": "paged:PrefillPagedAttention",

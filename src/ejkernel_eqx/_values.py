@@ -176,6 +176,12 @@ def checked(
     return array
 
 
+def stops_programs() -> bool:
+    """Returns whether a program compiled here stops with an error where data do not fit. On a GPU that takes a conditional and a copy to the
+    host in every call, so there it is done on request only."""
+    return checks_traced() or place_of_calls()[0] is not Backend.GPU
+
+
 def refused_if(wrong: Any, array: Array, message: str) -> Array:
     """`array`; a `ValueError` where `wrong` is known to be true, and an error while the program runs where it is traced."""
     values = known(wrong)

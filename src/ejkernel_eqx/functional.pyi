@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import overload
 
 from ._kernel import Kernel
+from collections.abc import Sequence
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
@@ -519,6 +520,22 @@ def linear_cross_entropy(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> Float[Array, '...']: ...
+
+def matmul(
+    x: Float[AnyArray, '*B K'],
+    *,
+    biases: Sequence[Float[AnyArray, ' N'] | None] = (),
+    norm: Float[AnyArray, ' K'] | bool = False,
+    norm_eps: float = 1e-06,
+    residual: Float[AnyArray, '*B N'] | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    alpha: float = 1.0,
+    limit: float | None = None,
+    up_shift: float = 0.0,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Any: ...
 
 def mean_pooling(
     x: Float[AnyArray, '*B T C'],
@@ -1071,6 +1088,20 @@ def ring_attention(
     platform: PlatformLike | None = None,
     config: Any | None = None,
 ) -> Output | WithLse: ...
+
+def rotary_heads(
+    q: Float[AnyArray, '*B T H D'],
+    k: Float[AnyArray, '*B T K D'],
+    cos: Float[AnyArray, '*B T R'],
+    sin: Float[AnyArray, '*B T R'],
+    *,
+    q_norm: Float[AnyArray, ' D'] | None = None,
+    k_norm: Float[AnyArray, ' D'] | None = None,
+    norm_eps: float | None = None,
+    interleaved: bool = False,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> tuple[Float[Array, '*B T H D'], Float[Array, '*B T K D']]: ...
 
 @overload
 def scaled_dot_product_attention(

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.dispatch import Backend
 from ejkernel_eqx.models import Decoder, DecoderConfig, LayerConfig, MLPConfig, Sampling
+from ejkernel_eqx.models.prompts import capacity_of
 from tests.compilations import compilations
 
 generate = ejx.models.generate
@@ -73,8 +75,23 @@ def test_prompts_of_near_lengths_are_one_program(model):
         generate(model, jnp.asarray([3, 1, 4, 1, 5, 9]), max_new_tokens=2)
     with compilations() as later:
         found = [generate(model, jnp.asarray(row), max_new_tokens=2).tokens.tolist() for row in rows]
-    assert not any("_run" in name for name in later)
+    assert not any("_begin" in name or "_continued" in name for name in later)
     assert found == [greedy(model, row, 2) for row in rows]
+
+
+def test_caches_of_few_sizes():
+    """Each of which is a program."""
+    sizes = lambda backend, most: sorted({capacity_of(count, backend) for count in range(1, most)})
+    assert sizes(Backend.GPU, 4097) == [256, 512, 768, 1024, 1536, 2048, 3072, 4096]
+    assert sizes(Backend.GPU, 40000)[8:] == [
+        6144,
+        8192,
+        *range(12288, 16385, 4096),
+        *range(20480, 40961, 4096),
+    ]
+    assert sizes(Backend.CPU, 300) == [64, 128, 192, 256, 320]
+    for count in range(1, 9000):
+        assert count <= capacity_of(count, Backend.GPU) <= max(512, 1.5 * count)
 
 
 def test_rows_end_by_themselves(model):
@@ -102,8 +119,9 @@ def test_equal_seeds_draw_equally(model):
 def test_rows_with_nan_end_and_are_reported(model):
     """The token 7 has a broken embedding: a row that reads it ends, and the others go on."""
     broken = eqx.tree_at(lambda m: m.embedding, model, model.embedding.at[7].set(jnp.nan))
-    with pytest.warns(RuntimeWarning, match=r"the logits of rows \[1\] are not finite"):
+    with pytest.warns(RuntimeWarning, match=r"the logits of rows \[1\] are not finite") as warned:
         found = generate(broken, [[1, 2, 3], [1, 7, 3]], max_new_tokens=3, stop_tokens=())
+    assert warned[0].filename == __file__
     assert found.texts() == [greedy(model, [1, 2, 3], 3), []]
     assert found.finite.tolist() == [True, False] and found.tokens[1].tolist() == [-1] * 3
 

@@ -69,17 +69,34 @@ def test_a_published_model_runs_on_a_mesh(kind, name, platform, tmp_path):
         pytest.importorskip("triton")
     mesh, folder = meshes.mesh_of(kind), folder_of(name, tmp_path)
     load = lambda **options: ejx.models.from_pretrained(folder, dtype="float32", **options)
-    continued = lambda *given: ejx.models.generate(*given, max_new_tokens=3, stop_tokens=())
+    continued = lambda *given, **more: ejx.models.generate(*given, max_new_tokens=3, stop_tokens=(), **more)
+    counts: list[tuple[int, int]] = []
     alone = continued(load(), tokens())
     ids = meshes.place(mesh, jnp.asarray(tokens()), P(ROWS, None))
     with meshes.context(kind, mesh):
         model = load(platform=platform, sharding=tensor_parallel(mesh))
         logits = eqx.filter_jit(model)(ids)
         texts = continued(model, ids)
+        steps = list(ejx.models.stream(model, ids, max_new_tokens=3, stop_tokens=()))
+        told = continued(model, ids, progress=lambda *count: counts.append(count))
     assert error_of(logits, GOLDEN[name]) < 1e-5
-    np.testing.assert_array_equal(texts.tokens, alone.tokens)
+    for found in (texts.tokens, np.stack(steps, axis=-1), told.tokens):
+        np.testing.assert_array_equal(found, alone.tokens)
+    assert counts == [(1, 3), (3, 3)]
     if kind != "automatic":
         assert meshes.lies(logits, mesh, P(ROWS, None, None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, name", [("automatic", "qwen2"), ("explicit without context", "mamba2")])
+def test_drafts_on_a_mesh(kind, name, tmp_path):
+    mesh, folder = meshes.mesh_of(kind), folder_of(name, tmp_path)
+    load = lambda **options: ejx.models.from_pretrained(folder, dtype="float32", platform="xla", **options)
+    continued = lambda *given, **more: ejx.models.generate(*given, max_new_tokens=12, stop_tokens=(), **more)
+    ids = meshes.place(mesh, jnp.asarray(tokens()), P(ROWS, None))
+    model = load(sharding=tensor_parallel(mesh))
+    found = continued(model, ids, speculate=ejx.models.Speculation())
+    np.testing.assert_array_equal(found.tokens, continued(load(), tokens()).tokens)
 
 
 @pytest.mark.slow

@@ -165,6 +165,33 @@ CASES = {
         {"x": (ROWS,), "branch": (ROWS,)},
         ((ROWS,), (ROWS,)),
     ),
+    "rows by weights": Case(
+        lambda platform: (
+            lambda x, gate, up, norm, residual: ejx.Matmul("silu", gated=True, platform=platform)(
+                x, gate, up, norm=norm, residual=residual
+            )
+        ),
+        {
+            "x": normal(0, 4, 6, 8),
+            "gate": normal(1, 4, 8) / 3,
+            "up": normal(2, 4, 8) / 3,
+            "norm": normal(3, 8),
+            "residual": normal(4, 4, 6, 4),
+        },
+        {"x": (ROWS,), "gate": (HEADS,), "up": (HEADS,), "residual": _GATE},
+        (_GATE,),
+    ),
+    "rotary heads": Case(
+        called(ejx.RotaryHeads, norm_eps=1e-5),
+        {
+            **{name: x for name, x in qkv().items() if name != "v"},
+            "cos": normal(3, 4, 6, 3),
+            "sin": normal(4, 4, 6, 3),
+        }
+        | {"q_norm": normal(5, 8), "k_norm": normal(6, 8)},
+        {"q": QKV, "k": QKV, "cos": (ROWS,), "sin": (ROWS,)},
+        (QKV, QKV),
+    ),
     "pooling": Case(
         called(partial(ejx.MeanPooling, "max", chunk_size=4), mask=IDS >= 0),
         {"x": normal(0, 4, 6, 8)},

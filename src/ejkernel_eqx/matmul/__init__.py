@@ -1,1 +1,2 @@
+from .dense import Matmul as Matmul
 from .grouped import GroupedMatmul as GroupedMatmul

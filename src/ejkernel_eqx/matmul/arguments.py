@@ -30,13 +30,19 @@ from .spec import (
 def check_options(
     activation: Any, gate_up: Any, alpha: Any, limit: Any, up_shift: Any, transpose_rhs: Any
 ) -> None:
-    if activation not in ACTIVATIONS:
-        names = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"activation: expected one of {names}, received {activation!r}.")
     if gate_up not in (None, HALVES, INTERLEAVED):
         raise ValueError(
             f"gate_up: expected None, {HALVES!r} or {INTERLEAVED!r}, received {gate_up!r}; a second right side is the argument up of the call."
         )
+    check_epilogue(activation, alpha, limit, up_shift)
+    check_flags(transpose_rhs=transpose_rhs)
+
+
+def check_epilogue(activation: Any, alpha: Any, limit: Any, up_shift: Any) -> None:
+    """The options of an activation and of what it multiplies."""
+    if activation not in ACTIVATIONS:
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activation: expected one of {names}, received {activation!r}.")
     if not is_finite(alpha):
         raise ValueError(f"alpha: expected a finite number, received {alpha!r}.")
     if alpha != 1.0 and activation != "silu":
@@ -47,7 +53,6 @@ def check_options(
         raise ValueError(f"limit: expected a positive number or None, received {limit!r}.")
     if not is_finite(up_shift):
         raise ValueError(f"up_shift: expected a finite number, received {up_shift!r}.")
-    check_flags(transpose_rhs=transpose_rhs)
 
 
 class RightSide(NamedTuple):

@@ -1,6 +1,6 @@
 """The epilogue of the products, and its gradient: the activation, the gate and its limits, in plain XLA."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,20 @@ from ..core.arguments import accumulator
 from .spec import GroupedSpec, HALVES, INTERLEAVED
 
 
-def finished(gate: Array, up: Array | None, spec: GroupedSpec) -> Array:
+class Epilogue(Protocol):
+    """The options of an activation and of what it multiplies."""
+
+    @property
+    def activation(self) -> str | None: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def limit(self) -> float | None: ...
+    @property
+    def up_shift(self) -> float: ...
+
+
+def finished(gate: Array, up: Array | None, spec: Epilogue) -> Array:
     """The result from the products, in their dtype."""
     if up is None:
         return activated(gate, spec)
@@ -20,7 +33,7 @@ def finished(gate: Array, up: Array | None, spec: GroupedSpec) -> Array:
     return activated(gate, spec) * (up + spec.up_shift)
 
 
-def activated(z: Array, spec: GroupedSpec) -> Array:
+def activated(z: Array, spec: Epilogue) -> Array:
     if spec.activation == "silu":
         return z * jax.nn.sigmoid(spec.alpha * z)
     if spec.activation == "gelu":

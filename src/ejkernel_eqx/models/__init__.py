@@ -17,3 +17,5 @@ from .pretrained import from_pretrained as from_pretrained
 from .published import decoder_config as decoder_config
 from .published import FAMILIES as FAMILIES
 from .sampling import Sampling as Sampling
+from .speculative import Speculation as Speculation
+from .stream import stream as stream

@@ -1,14 +1,18 @@
 """The caches of a decoder: rows of keys, values and states, or the pages and slots of a server."""
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from .._shapes import Int, Numbers
 from .._signatures import Module
 from ..nn import CacheState, MultiHeadAttention
 from ..nn.arguments import read_batch_shape
+from ..nn.kv_cache import check_room
 from ..paged import RaggedBatch
 
 
@@ -42,6 +46,22 @@ class DecoderCache(Module):
 
         each = lambda stack, count: tuple(empty(layer.mixer, count) for layer in stack)
         return cls(tuple(map(each, stacks, repeats)))
+
+    @property
+    def overflowed(self) -> Array:
+        """Rows that were full in any layer, bool `[...]`: see [`ejkernel_eqx.nn.KVCache`][]. A single False if no layer has a capacity."""
+        flags = [jnp.any(cache.overflowed, axis=0) for cache in self._bounded]
+        return functools.reduce(jnp.logical_or, flags) if flags else jnp.zeros((), bool)
+
+    @property
+    def _bounded(self) -> list[Any]:
+        """The caches with a capacity."""
+        return [cache for stack in self.stacks for cache in stack if hasattr(cache, "overflowed")]
+
+    def check_room(self, tokens: int, padding_mask: Any) -> None:
+        """Raises if a row is known to have no room for so many tokens."""
+        for cache in self._bounded:
+            check_room(cache, tokens, padding_mask)
 
     @property
     def nbytes(self) -> int:

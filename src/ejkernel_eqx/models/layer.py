@@ -1,6 +1,7 @@
 """One layer of a decoder: a mixer and an MLP between norms."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -10,11 +11,15 @@ from jax import Array
 
 from .._jitted import compiled_call
 from .._signatures import Module
+from ..dispatch import PlatformLike
+from ..matmul import Matmul
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
-from ..nn.activations import gated
+from ..nn.activations import gated, matmul_options
+from ..nn.few_rows import added, normed, projected
+from ..nn.few_rows import gated as gated_rows
 from ..nn.initial import keys_of
 from ..nn.parts import Parts
-from ..nn.projection import project
+from ..nn.projection import are_few, multiplied_by, project
 from ..normalization import ResidualRMSNorm
 from .config import LayerConfig, MLPConfig, MoEConfig
 from .filling import filled_mlp
@@ -27,34 +32,58 @@ class MLP(Module):
     gate_proj: eqx.nn.Linear  # [F, E]
     up_proj: eqx.nn.Linear  # [F, E]
     down_proj: eqx.nn.Linear  # [E, F]
+    gate_matmul: Matmul
+    matmul: Matmul
     config: MLPConfig = eqx.field(static=True)
 
-    def __init__(self, embed_dim: int, config: MLPConfig, *, dtype: Any = None, key: Array):
+    def __init__(
+        self,
+        embed_dim: int,
+        config: MLPConfig,
+        *,
+        platform: PlatformLike | None = None,
+        dtype: Any = None,
+        key: Array,
+    ):
         parts, width, biased = Parts(key, 3, dtype, None), config.hidden_dim, config.use_bias
         self.gate_proj = parts.linear(embed_dim, width, biased)
         self.up_proj = parts.linear(embed_dim, width, biased)
         self.down_proj = parts.linear(width, embed_dim, biased)
+        platform = None if platform == "cuda" else platform
+        self.gate_matmul = Matmul(**matmul_options(config.activation), gated=True, platform=platform)
+        self.matmul = Matmul(platform=platform)
         self.config = config
 
     @compiled_call("ejx.models.MLP")
-    def __call__(self, x: Array, again: Array | None = None) -> Array:
+    def __call__(
+        self,
+        x: Array,
+        again: Array | None = None,
+        *,
+        norm: eqx.nn.RMSNorm | None = None,
+        residual: Array | None = None,
+    ) -> Array:
         """`x`: `[..., E]`, any number of leading axes; `again`: the same, for the second projection, from
-        [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. **Returns:** an array of its shape and dtype."""
+        [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. With `norm`, that of the block, the input is the norm of `x`; `residual`, of its
+        shape, is added to the output. Few rows are then two launches on GPUs ([`ejkernel_eqx.Matmul`][]). **Returns:** an array of its shape
+        and dtype."""
+        if norm is not None or residual is not None:
+            return self._in_block(x, norm, residual)
         gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
         up = project("up_proj", self.up_proj, x if again is None else again, self.config.hidden_dim)
         return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
+    def _in_block(self, x: Array, norm: eqx.nn.RMSNorm | None, residual: Array | None) -> Array:
+        layers = {"gate_proj": self.gate_proj, "up_proj": self.up_proj}
+        h = gated_rows(self.gate_matmul, x, norm, layers)
+        if h is None:
+            y = self(normed(norm, x))
+            return y if residual is None else residual + y
+        if residual is None:
+            return projected(self.matmul, h, None, {"down_proj": self.down_proj}, (x.shape[-1],))[0]
+        return added(self.matmul, "down_proj", self.down_proj, h, residual)
+
     _published = filled_mlp
-
-
-def normed(norm: eqx.nn.RMSNorm | None, x: Array) -> Array:
-    """The norm over the last axis, in the dtype of `x`; without one, `x`."""
-    if norm is None:
-        return x
-    over_last = norm
-    for _ in x.shape[:-1]:
-        over_last = jax.vmap(over_last)
-    return over_last(x)
 
 
 class DecoderLayer(Module):
@@ -67,6 +96,7 @@ class DecoderLayer(Module):
     mlp: MLP | MixtureOfExperts | None
     mlp_out_norm: eqx.nn.RMSNorm | None
     residual_norm: ResidualRMSNorm
+    matmul: Matmul  # of few tokens
     config: LayerConfig = eqx.field(static=True)
 
     def __init__(
@@ -97,14 +127,22 @@ class DecoderLayer(Module):
         has_mlp = config.mlp is not None
         self.mlp = _mlp(embed_dim, config.mlp, expert_parallel, dtype=dtype, key=mlp_key, **options)
         self.mlp_norm, self.mlp_out_norm = norm(before and has_mlp), norm(behind and has_mlp)
-        platform = options.get("platform")
-        self.residual_norm = ResidualRMSNorm(norm_eps, platform=None if platform == "cuda" else platform)
+        platform = None if options.get("platform") == "cuda" else options.get("platform")
+        self.residual_norm = ResidualRMSNorm(norm_eps, platform=platform)
+        self.matmul = Matmul(platform=platform)
         self.config = config
 
     @compiled_call()
     def __call__(self, x: Array, cache: Any = None, **rows: Any) -> tuple[Array, Any]:
         """`x`: `[..., T, E]`; with `batch=`, `[T, E]`. `rows` is what the mixer takes besides. **Returns:** the tokens and the new cache."""
-        return self._through(x, cache, rows, False)[:2]
+        if "batch" not in rows or not are_few(x):
+            return self._through(x, cache, rows, False)[:2]
+        with multiplied_by(self.matmul):
+            return (
+                self._of_few(x, cache, rows)
+                if self._takes_block()
+                else self._through(x, cache, rows, False)[:2]
+            )
 
     @compiled_call()
     def with_statistics(self, x: Array, **rows: Any) -> tuple[Array, RouterStatistics | None]:
@@ -137,6 +175,31 @@ class DecoderLayer(Module):
             y = self.mlp(h, padding_mask=real_of(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
         return x, cache, statistics
+
+    def _takes_block(self) -> bool:
+        """Returns whether the mixer computes the norm and the residual around it."""
+        return type(self.mixer) is MultiHeadAttention and self.config.norms != "residual"
+
+    def _of_few(self, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
+        """A step of few tokens: norms and residuals are parts of the projections beside them."""
+
+        def with_residual(branch: Callable[..., Any], out_norm: Any, scales: tuple[float, float]) -> Any:
+            """The sum of `x` and a branch, and what the branch returns besides."""
+            if out_norm is None and scales == (1, 1):
+                return branch(residual=x)
+            out, *more = branch()
+            return _added(x, normed(out_norm, out.astype(x.dtype)), scales), *more
+
+        mixer = functools.partial(self.mixer, x, cache, **rows, norm=self.mixer_norm)
+        x, cache = with_residual(mixer, self.mixer_out_norm, self.config.mixer_scales)
+        if self.mlp is None:
+            return x, cache
+        if isinstance(mlp := self.mlp, MLP):
+            branch = lambda **more: (mlp(x, norm=self.mlp_norm, **more),)
+            return with_residual(branch, self.mlp_out_norm, self.config.mlp_scales)[0], cache
+        (h,), x = self._into_branch(self.mlp_norm, x)
+        y = self.mlp(h, padding_mask=real_of(rows))
+        return _added(x, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales), cache
 
     def _into_branch(
         self, norm: eqx.nn.RMSNorm | None, residual: Array, out: Array | None = None, readers: int = 1
@@ -171,7 +234,7 @@ def _mlp(
     if config is None:
         return None
     if isinstance(config, MLPConfig):
-        return MLP(embed_dim, config, dtype=dtype, key=key)
+        return MLP(embed_dim, config, platform=options.get("platform"), dtype=dtype, key=key)
     options |= dict(config.options) | ({} if parallel is None else {"parallel": parallel})
     return MixtureOfExperts(embed_dim, **options, dtype=dtype, key=key)
 

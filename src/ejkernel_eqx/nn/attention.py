@@ -16,9 +16,11 @@ from .._shapes import AnyArray, Bool, Float, Int
 from ..attention import FlashAttention, Mask, RingAttention
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
+from ..matmul import Matmul
 from ..paged import PagedKVCache, RaggedBatch, RaggedPagedAttention, UnifiedAttention
 from ..paged.cache.pages import filled_dtype
 from ..rotary import RotaryChoice, RotaryEmbedding
+from ..rotary.heads import RotaryHeads
 from ..weights.attention import multi_head_attention
 from ..weights.attention_configs import attention_options
 from .alibi import read_alibi
@@ -35,7 +37,9 @@ from .attention_inputs import (
 )
 from .attention_places import keys_of, locate, Places, places_over_pages
 from .equinox_attention import options_of
-from .kv_cache import KVCache
+from .few_rows import added, Block, check_block, plain_norms, projected, with_residual
+from .few_rows import normed as normed_input
+from .kv_cache import KVCache, marked
 from .paged_layer import over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
@@ -72,6 +76,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
     rope: RotaryEmbedding | RotaryChoice | None
     attention: FlashAttention | RingAttention  # the latter for tokens that are split over a mesh axis
     paged_attention: RaggedPagedAttention | UnifiedAttention
+    matmul: Matmul  # of few tokens in a block
+    rotary_heads: RotaryHeads | None  # as `matmul`; None without a rotation
     embed_dim: int = eqx.field(static=True)
     num_heads: int = eqx.field(static=True)
     num_kv_heads: int = eqx.field(static=True)
@@ -191,6 +197,9 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         kernel: Any = {"deterministic": deterministic, "platform": platform, "config": config}
         self.attention = attention_over(sequence_axis, token_order, causal, *limits, dropout_rate, **kernel)
         paged_platform = None if platform == "cuda" else platform
+        self.matmul = Matmul(platform=paged_platform)
+        turns = isinstance(rope, RotaryEmbedding)
+        self.rotary_heads = RotaryHeads(rope.interleaved, platform=paged_platform) if turns else None
         if self.alibi is None:
             self.paged_attention = RaggedPagedAttention(*limits, append=True, platform=paged_platform)
         else:
@@ -344,6 +353,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
         batch: RaggedBatch | None = None,
+        norm: eqx.nn.RMSNorm | None = None,
+        residual: Float[AnyArray, "*B T O"] | None = None,
         return_lse: bool = False,
     ) -> Output | tuple[Output, Cache] | tuple[Output, Lse] | tuple[Output, Cache, Lse]:
         """**Arguments:**
@@ -371,6 +382,9 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             into whose pages the new keys and values are written before attention reads them. The cache may be bound to the tables of the
             batch or not, and is returned in the same state. Padding may hold NaN; outputs at padding positions are undefined.
             Donate the cache for writing in place. `positions` are accepted only if the rotation has `mrope_section`.
+        - `norm`, `residual`: those of the block around the layer: the input is the norm of `x`, and the residual, of the shape of the output,
+            is added to the output. With a batch of few tokens they are computed in the launches of the projections
+            ([`ejkernel_eqx.Matmul`][]). Not with `kv_input`.
         - `return_lse`: also return the log-sum-exp of the scores, `[..., T, H]`, as in [`ejkernel_eqx.FlashAttention`][].
 
         **Returns:** `y`, of shape `[..., T, O]` (`O = E` by default), in the dtype of the computation. With a cache: `(y, cache)`. With
@@ -380,11 +394,14 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         """
         rows = positions, padding_mask, kv_padding_mask, segment_ids, cu_seqlens
         given = CallInputs(kv_input, v_input, *rows, mask, bias, key, inference)
+        block = Block(norm, residual)
+        check_block(self, block, x, kv_input)
         check_flags(return_lse=return_lse)
         check_scalar(self.sliding_window)
         if batch is not None:
             x, cache = check_pages(self, x, cache, batch, given)
-            return self._over_pages(x, cache, batch, positions, return_lse)
+            return self._over_pages(x, cache, batch, positions, block, return_lse)
+        x = normed_input(norm, x)
         given, x = check_call(self, x, cache, given)
         assert not isinstance(cache, PagedKVCache)  # those need a batch
         rows = locate(x, cache, given)
@@ -393,7 +410,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         x = clear(x.astype(dtype), rows.real)
         source = x if given.kv_input is None else clear(given.kv_input.astype(dtype), kv_padding_mask)
         values = source if given.v_input is None else clear(given.v_input.astype(dtype), kv_padding_mask)
-        return self._attend((x, source, values), cache, given, rows, return_lse)
+        return with_residual(residual, self._attend((x, source, values), cache, given, rows, return_lse))
 
     def apart(self, x: Array, keys: Array, values: Array, **given: Any) -> Array:
         """`layer(x, padding_mask=..., segment_ids=...)`, whose input comes three times, for queries, keys and values:
@@ -429,7 +446,13 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         return self._results(out, gate, cache, return_lse)
 
     def _over_pages(
-        self, x: Array, cache: PagedKVCache, batch: RaggedBatch, positions: AnyArray | None, return_lse: bool
+        self,
+        x: Array,
+        cache: PagedKVCache,
+        batch: RaggedBatch,
+        positions: AnyArray | None,
+        block: Block,
+        return_lse: bool,
     ) -> Any:
         """A call with a batch: keys and values are written to their pages first."""
         given: Any = {"query_start_loc": batch.query_start_loc, "max_query_len": batch.max_query_len}
@@ -440,22 +463,30 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             return jnp.zeros((x.shape[0], self.output_size), x.dtype), *((lse,) if return_lse else ())
 
         def call(x: Array, bound: PagedKVCache) -> tuple[tuple[Array, ...], PagedKVCache]:
-            q, k, v, gate = self._heads(x, x, x, places_over_pages(self.rope, batch, positions))
+            places = places_over_pages(self.rope, batch, positions)
+            if block.is_alone:
+                q, k, v, gate = self._heads(x, x, x, places)
+            else:
+                q, k, v, gate = self._heads_of_few(x, block.norm, places)
             if isinstance(self.paged_attention, UnifiedAttention):
                 new = bound.append(k, v, batch.slots)
                 out: Any = self.paged_attention(q, new, **given, alibi_slopes=self._slopes(q))
                 out = out if return_lse else (out,)
             else:
                 *out, new = self.paged_attention(q, bound, k, v, **given)
-            return (self._finish(out[0], gate), *out[1:]), new
+            y = merge_heads(out[0]) if gate is None else merge_heads(out[0]) * jax.nn.sigmoid(gate)
+            if block.residual is None:
+                return (project("o_proj", self.o_proj, y, self.output_size), *out[1:]), new
+            return (added(self.matmul, "o_proj", self.o_proj, y, block.residual), *out[1:]), new
 
-        (y, *lse), new = over_pages(self, x, cache, batch, call, empty)
+        # Few tokens of padding are computed like others: what they hold reaches no other token.
+        (y, *lse), new = over_pages(self, x, cache, batch, call, empty, clears=block.is_alone)
         return y, new, *lse
 
     def _results(self, out: Any, gate: Array | None, cache: Any, return_lse: bool) -> Any:
         """The results of a call, from the output of the operation (and its `lse`)."""
         out, *lse = out if return_lse else (out,)
-        y = self._finish(out, gate)
+        y = marked(self._finish(out, gate), cache)
         results = (y, *([] if cache is None else [cache]), *lse)
         return results if len(results) > 1 else y
 
@@ -466,11 +497,41 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         self, x: Array, source: Array, values: Array, places: Places
     ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys and values, `[..., H or K, D or V]`, and the gate `[..., H * V]`."""
+        sources = zip(self._projections().items(), (x, source, values), self._widths())
+        q, k, v = (project(name, layer, of, n) for (name, layer), of, n in sources)
+        return self._split(q, k, v, places)
+
+    def _projections(self) -> dict[str, Any]:
+        return {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
+
+    def _widths(self) -> tuple[int, int, int]:
         width = self.head_dim + self.v_head_dim if self.output_gate else self.head_dim
-        q = split_heads(project("q_proj", self.q_proj, x, self.num_heads * width), self.num_heads)
+        return self.num_heads * width, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
+
+    def _heads_of_few(
+        self, x: Array, norm: eqx.nn.RMSNorm | None, places: Places
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """The results of `_heads` for the norm of few tokens."""
+        q, k, v = projected(self.matmul, x, norm, self._projections(), self._widths())
+        norms = plain_norms(self.q_norm, self.k_norm, self.norm_over_all)
+        if (
+            self.rotary_heads is None
+            or norms is None
+            or not isinstance(self.rope, RotaryEmbedding)
+            or self.output_gate
+        ):
+            return self._split(q, k, v, places)
+        q, k = split_heads(q, self.num_heads), split_heads(k, self.num_kv_heads)
+        cos, sin = places.tables(self.rope, q)
+        q, k = self.rotary_heads(q, k, cos, sin, **norms)
+        return q, k, split_heads(v, self.num_kv_heads), None
+
+    def _split(
+        self, q: Array, k: Array, v: Array, places: Places
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """The results of `_heads`, from projections."""
+        q = split_heads(q, self.num_heads)
         q, gate = jnp.split(q, [self.head_dim], axis=-1) if self.output_gate else (q, None)
-        k = project("k_proj", self.k_proj, source, self.num_kv_heads * self.head_dim)
-        v = project("v_proj", self.v_proj, values, self.num_kv_heads * self.v_head_dim)
         k, v = split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
         q, k = (
             normed(f"{name}_norm", norm, x, self.norm_over_all)

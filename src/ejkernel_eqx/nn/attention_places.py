@@ -43,6 +43,13 @@ class Places(NamedTuple):
             return x
         return rope(x, self.positions, offset=self.offset, lengths=self.lengths)
 
+    def tables(self, rope: RotaryEmbedding, x: Array) -> tuple[Array, Array]:
+        """Cosines and sines for `x [..., T, H, D]`, `[..., T, R / 2]`."""
+        shape = x.shape[:-2]
+        tables = rope.tables(shape, self.positions, offset=self.offset, lengths=self.lengths)
+        cos, sin = (jnp.broadcast_to(a, (*shape, a.shape[-1])) for a in tables)
+        return cos, sin
+
 
 def places_of(rope: Rope | None, positions: AnyArray | None, rows: Rows) -> Places:
     """The positions of a call without pages. Padding does not count towards the length that a rotation may depend on."""

@@ -149,14 +149,26 @@ class CacheState(Module):
             raise ValueError(
                 f"of_layer: expected caches with one leading axis, received {self.batch_ndim}; build them with a batch_shape such as (layers,)."
             )
-        pages, slots = (self._count(paged) for paged in (True, False))
         index = self._read_index(index)
-        states = None if batch.state_indices is None else _numbered(batch.state_indices, index, slots)
-        batch = dataclasses.replace(
-            batch, page_table=_numbered(batch.page_table, index, pages), state_indices=states
-        )
+        return self.pools(index), dataclasses.replace(batch, **self._numbers(batch, index))
+
+    def numbers(self, batch: RaggedBatch) -> dict[str, Array]:
+        """The fields of the batches that `of_layer` returns which differ between layers, for all of them at once: with a leading axis."""
+        count = jax.tree.leaves(self.layers)[0].shape[0]
+        return self._numbers(batch, jnp.arange(count, dtype=jnp.int32))
+
+    def _numbers(self, batch: RaggedBatch, index: Array) -> dict[str, Array]:
+        numbers = {"page_table": (batch.page_table, True), "state_indices": (batch.state_indices, False)}
+        return {
+            name: _numbered(x, index, self._count(paged))
+            for name, (x, paged) in numbers.items()
+            if x is not None
+        }
+
+    def pools(self, index: Array) -> tuple[Any, ...]:
+        """The caches that `of_layer` returns."""
         one = lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if x.ndim > 2 else x[index]
-        return jax.tree.map(one, self.layers), batch  # arrays with at most two axes are scales per head
+        return jax.tree.map(one, self.layers)  # arrays with at most two axes are scales per head
 
     def _count(self, paged: bool) -> int:
         """The number of pages, or of slots, of a layer."""
@@ -265,6 +277,10 @@ def _described(layer: Any) -> str:
 
 
 def _numbered(numbers: Array, index: Array, count: int) -> Array:
-    """Numbers below `count`, renumbered for the `index`-th of several concatenated pools; -1 for all others."""
+    """Numbers below `count`, renumbered for the `index`-th of several concatenated pools, or for each of several; -1 for all others."""
     there = (numbers >= 0) & (numbers < count)
-    return jnp.where(there, numbers.astype(jnp.int32) + index * count, -1)
+    first = (index * count).reshape(*index.shape, *[1] * numbers.ndim)
+    there, numbers = (
+        jnp.broadcast_to(x, (*index.shape, *x.shape)) for x in (there, numbers.astype(jnp.int32))
+    )
+    return jnp.where(there, numbers + first, -1)

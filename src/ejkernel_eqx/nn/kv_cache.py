@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from .._broadcast import like
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
-from .._values import refused_if
+from .._values import check_known, refused_if, stops_programs
 from ..parallel import Leading, over_mesh
 from .arguments import broadcasts, is_known, named_dtype, read_array, read_batch_shape, read_sizes
 
@@ -24,13 +24,25 @@ class KVCache(Module):
     leaves have the same leading axes, so a cache with batch shape `(layers, B)` can be scanned over
     together with stacked layers.
 
+    A row that would exceed the capacity is an error, outside `jit` and inside. Only a program for a GPU goes on, unless
+    `ejkernel_eqx.check_values` is on: there the row is closed. Nothing is written to it from then on, its length stays, the outputs of
+    the layer for it are NaN, and `overflowed` says so. Other rows are as without it.
+
+    A cache has these four arrays and no more, as each one takes time where a compiled function begins:
+
     - `k`: `[..., S, K, D]`, `v`: `[..., S, K, V]`, with `S` the capacity in tokens.
     - `lengths`: int32 `[...]`, the number of tokens in each row; slots beyond are never read.
+    - `overflowed`: bool `[...]`, True for rows that are closed; default False.
     """
 
     k: Float[Array, "*B S K D"]
     v: Float[Array, "*B S K V"]
     lengths: Int[Array, "*B"]
+    overflowed: Bool[Array, "*B"]
+
+    def __init__(self, k: Any, v: Any, lengths: Any, overflowed: Any = None):
+        self.k, self.v, self.lengths = k, v, lengths
+        self.overflowed = none_overflowed(lengths) if overflowed is None else overflowed
 
     @classmethod
     def init(
@@ -83,7 +95,7 @@ class KVCache(Module):
             rows without any are unchanged.
 
         **Returns:** the new cache. Raises `ValueError` for invalid arguments, and if a row would exceed
-        `max_length`; inside `jit`, an error of the program whose last line says so.
+        `max_length`; inside `jit`, an error of the program whose last line says so, or on a GPU the row is closed, as described above.
         """
         check_new(self, k_new, v_new)
         if new_lengths is None and mask is None and k_new.shape[-3] > self.max_length:
@@ -96,30 +108,34 @@ class KVCache(Module):
                 "new_lengths, mask: expected at most one of the two, received both; "
                 "combine the lengths with the mask."
             )
-        rows = k_new.shape[:-2]
+        rows, real = k_new.shape[:-2], (mask, new_lengths)
         new_lengths = read_rows("new_lengths", new_lengths, "integers", "[...]", rows[:-1])
         mask = read_rows("mask", mask, "booleans", "[..., T]", rows)
         if new_lengths is not None:
             _check_lengths(new_lengths, rows[-1])
             token = jax.lax.broadcasted_iota(jnp.int32, rows, len(rows) - 1)
             mask = token < new_lengths.astype(jnp.int32)[..., None]
+        if not stops_programs():
+            check_room(self, rows[-1], *real)
         count = k_new.shape[-3] if mask is None else jnp.sum(mask, axis=-1, dtype=jnp.int32)
         k_new, v_new = jnp.asarray(k_new), jnp.asarray(v_new)
-        lengths = self.lengths + count
-        lengths = refused_if(
-            lengths > self.max_length,
-            lengths,
-            f"KVCache is full: max_length={self.max_length} tokens would be exceeded by this append; "
-            "build the cache with a larger max_length.",
-        )
-        # Starting from the checked lengths keeps the error from being dropped as dead code.
-        start = lengths - count
-        return KVCache(
-            self._write(self.k, k_new, start, mask), self._write(self.v, v_new, start, mask), lengths
-        )
+        if stops_programs():
+            lengths = self.lengths + count
+            lengths = refused_if(lengths > self.max_length, lengths, full_message(self.max_length))
+            # Starting from the checked lengths keeps the error from being dropped as dead code.
+            start, overflowed = lengths - count, self.overflowed
+        else:
+            refused = refused_rows(self, count)
+            # Nothing is written behind the end, and refused rows start behind that of the padding.
+            start = jnp.where(refused, self.max_length + rows[-1], self.lengths)
+            lengths = self.lengths + jnp.where(refused, 0, count)
+            overflowed = self.overflowed | refused
+        k, v = (self.write(store, new, start, mask) for store, new in ((self.k, k_new), (self.v, v_new)))
+        return KVCache(k, v, lengths, overflowed)
 
-    def _write(self, store: Array, new: Array, start: Array, mask: Array | None) -> Array:
-        given = {"store": store, "new": new, "start": start} | ({} if mask is None else {"mask": mask})
+    def write(self, store: Array, new: AnyArray, start: Array, mask: AnyArray | None) -> Array:
+        """One of the arrays with new tokens from `start` on in each row."""
+        given: Any = {"store": store, "new": new, "start": start} | ({} if mask is None else {"mask": mask})
         heads = f"H{store.shape[-2]}"
         axes = {"store": ("S", heads, "D"), "new": ("T", heads, "D"), "start": (), "mask": ("T",)}
         put = lambda given: {"store": self._put(**given)}
@@ -128,6 +144,9 @@ class KVCache(Module):
     def _put(self, store: Array, new: Array, start: Array, mask: Array | None = None) -> Array:
         new = new.astype(store.dtype)
         if start.ndim == 0 and mask is None:
+            if not stops_programs():  # a refused row starts behind the end, and the slice is clamped
+                old = jax.lax.dynamic_slice_in_dim(store, start, new.shape[0], axis=0)
+                new = jnp.where(start + new.shape[0] <= self.max_length, new, old)
             return jax.lax.dynamic_update_slice_in_dim(store, new, start, axis=0)
         tokens, start = new.shape[-3], start[..., None]
         token = like(jnp.arange(tokens, dtype=jnp.int32), start)
@@ -155,6 +174,48 @@ def empty_rows(
     check_stored(dtype)
     k, v = (jnp.zeros((*batch, *rows, width), dtype) for width in (dim, v_dim))
     return {"k": k, "v": v, "lengths": jnp.zeros(batch, jnp.int32)}
+
+
+def none_overflowed(lengths: Any) -> Any:
+    """False for each row; for what is no array, such as a sharding or an axis, the same."""
+    return jnp.zeros_like(lengths, bool) if hasattr(lengths, "dtype") else lengths
+
+
+def full_message(max_length: int) -> str:
+    return (
+        f"KVCache is full: max_length={max_length} tokens would be exceeded by this append; "
+        "build the cache with a larger max_length."
+    )
+
+
+def check_room(cache: Any, tokens: int, mask: Any, new_lengths: Any = None) -> None:
+    """Raises if a row of known length would exceed the capacity by so many tokens, of which those in `mask`, or the first `new_lengths`, are
+    real. Caches of several layers may have leading axes more than the rows."""
+
+    def check(values: Any) -> None:
+        lengths, mask, count = values
+        if mask is not None:
+            count = np.sum(np.broadcast_to(mask, (*np.shape(mask)[:-1], tokens)), axis=-1)
+        if np.any(np.asarray(lengths) + np.asarray(tokens if count is None else count) > cache.max_length):
+            raise ValueError(full_message(cache.max_length))
+
+    check_known((cache.lengths, mask, new_lengths), check)
+
+
+def refused_rows(cache: Any, count: Array | int) -> Array:
+    """Rows that get none of `count` new tokens, because these do not fit or earlier ones did not; bool `[...]`."""
+    is_full = (cache.lengths + count > cache.max_length) | cache.overflowed
+    return is_full & (jnp.asarray(count) > 0)
+
+
+def marked(out: Array, cache: Any) -> Array:
+    """The output `[..., T, E]` of a call, NaN in rows of the new cache that are closed."""
+    if stops_programs() or not hasattr(cache, "overflowed"):
+        return out
+    nan = jnp.asarray(jnp.nan, out.dtype)
+    mark = lambda given: {"out": jnp.where(given["closed"][..., None, None], nan, given["out"])}
+    axes: Any = {"out": ("T", "E"), "closed": ()}
+    return over_mesh(mark, {"out": out, "closed": cache.overflowed}, Leading(axes=axes))["out"]
 
 
 def check_new(cache: Any, k_new: Any, v_new: Any) -> None:

@@ -25,6 +25,7 @@ from ..weights.latent_configs import latent_attention_options
 from .arguments import check_eps, check_flags, check_numbers, read_sizes
 from .attention_inputs import CallInputs, check_rows
 from .attention_places import locate, Places, places_of, places_over_pages, Rows
+from .kv_cache import marked
 from .latent_cache import LatentCache
 from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
 from .parts import Parts
@@ -261,14 +262,14 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
             real |= {"q_starts": cache.lengths - rows.offset, "q_lengths": new.lengths - cache.lengths}
         if not expands(math.prod(q.shape[:-2]), q.shape[-3], self._sizes):
             out = self.absorbed_attention(q, new.latent, new.rope, kv_lengths=new.lengths, **real)
-            return self._finish(out), new
+            return marked(self._finish(out), new), new
         # Padding among the new tokens has a negative id, which hides it from every query.
         ids = None if rows.real is None else jnp.where(jnp.asarray(rows.real), jnp.int32(0), -1)
         k, v = self._expanded(latent)
         own = self.attention(q, k, k_rope, v, segment_ids=ids, return_lse=True)
         # The rows after the write, of which only the old part is read, so that a donated cache is written in place.
         past = self.past_attention(q, new.latent, new.rope, kv_lengths=cache.lengths, return_lse=True, **real)
-        return self._finish(merge_attention(past, own, return_lse=False)), new
+        return marked(self._finish(merge_attention(past, own, return_lse=False)), new), new
 
     def _over_pages(
         self, batch: RaggedBatch, x: Array, bound: PagedLatentCache

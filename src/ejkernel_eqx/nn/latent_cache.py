@@ -1,5 +1,7 @@
 """`LatentCache`: the dense cache of multi-head latent attention."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -7,7 +9,7 @@ from jax.typing import DTypeLike
 
 from .._shapes import AnyArray, Bool, Float, Int
 from .._signatures import Module
-from .kv_cache import KVCache
+from .kv_cache import KVCache, none_overflowed
 
 
 class LatentCache(Module):
@@ -18,11 +20,17 @@ class LatentCache(Module):
 
     - `latent`: `[..., S, R]`, `rope`: `[..., S, Dr]`, with `S` the capacity in tokens.
     - `lengths`: int32 `[...]`, the number of tokens in each row; slots beyond are never read.
+    - `overflowed`: bool `[...]`, True for rows that were full, as in `KVCache`.
     """
 
     latent: Float[Array, "*B S R"]
     rope: Float[Array, "*B S Dr"]
     lengths: Int[Array, "*B"]
+    overflowed: Bool[Array, "*B"]
+
+    def __init__(self, latent: Any, rope: Any, lengths: Any, overflowed: Any = None):
+        self.latent, self.rope, self.lengths = latent, rope, lengths
+        self.overflowed = none_overflowed(lengths) if overflowed is None else overflowed
 
     @classmethod
     def init(
@@ -65,10 +73,10 @@ class LatentCache(Module):
     ) -> "LatentCache":
         """Appends up to `T` tokens to each row, as [`ejkernel_eqx.nn.KVCache.append`][] does, with the same errors."""
         # A latent is a key and a rotary key a value of a single head.
-        rows = KVCache(self.latent[..., None, :], self.rope[..., None, :], self.lengths)
+        rows = KVCache(self.latent[..., None, :], self.rope[..., None, :], self.lengths, self.overflowed)
         new = (jnp.asarray(x)[..., None, :] for x in (latent_new, rope_new))
         return self._of(rows.append(*new, new_lengths=new_lengths, mask=mask))
 
     @classmethod
     def _of(cls, rows: KVCache) -> "LatentCache":
-        return cls(rows.k[..., 0, :], rows.v[..., 0, :], rows.lengths)
+        return cls(rows.k[..., 0, :], rows.v[..., 0, :], rows.lengths, rows.overflowed)

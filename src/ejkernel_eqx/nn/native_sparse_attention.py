@@ -12,6 +12,7 @@ from jaxtyping import PRNGKeyArray
 
 from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
+from .._values import stops_programs
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
 from ..native_sparse import blocks, PagedNativeSparseAttention
@@ -24,6 +25,7 @@ from .arguments import check_flags, check_numbers, check_sizes, read_dtype
 from .attention_inputs import CallInputs, check_heads, check_rows, head_dim_of
 from .attention_places import locate, Places, places_of, places_over_pages
 from .block_compression import BlockCompression, Compression
+from .kv_cache import check_room, marked
 from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
@@ -323,6 +325,8 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         tokens, real, behind = x.shape[-2], None, None
         offset = cache.lengths  # the position of the first token
         if padding_mask is not None:
+            if not stops_programs():
+                check_room(cache, tokens, padding_mask)  # as given, since only inputs have known values
             # Rows that end with their last real token: padding before sees no more than tokens that are in the cache.
             given = jnp.asarray(padding_mask)
             count = jnp.sum(given, axis=-1, dtype=jnp.int32)
@@ -336,7 +340,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
         new = self._completed(cache.append(k, heads.v, mask=real), cache.lengths, tokens)
         k, v, *compressed = (x.astype(q.dtype) for x in (new.k, new.v, new.compressed_k, new.compressed_v))
         how: Any = {"compressed_k": compressed[0], "compressed_v": compressed[1], "q_offset": offset}
-        y = self._finish(self.attention(q, k, v, heads.gates, **how))
+        y = marked(self._finish(self.attention(q, k, v, heads.gates, **how)), new)
         return (y if behind is None else rolled(y, behind)), new
 
     def _completed(self, cache: SparseKVCache, before: Array, tokens: int) -> SparseKVCache:

@@ -42,15 +42,21 @@ class PagedLayer(Module, Generic[C]):
 
 
 def over_pages(
-    layer: Any, x: Array, cache: Any, batch: RaggedBatch, call: Callable[[Array, Any], Any], empty: Any
+    layer: Any,
+    x: Array,
+    cache: Any,
+    batch: RaggedBatch,
+    call: Callable[[Array, Any], Any],
+    empty: Any,
+    clears: bool = True,
 ) -> tuple[Any, Any]:
-    """The results of a call with a batch, and the cache, which is bound to tables if it was. `call(x, cache)` has tokens without padding and a bound
-    cache, and returns the results and the new one; `empty(x)` returns the results of no tokens."""
+    """The results of a call with a batch, and the cache, which is bound to tables if it was. `call(x, cache)` has tokens, by default with zeros for
+    padding, and a bound cache, and returns the results and the new one; `empty(x)` returns the results of no tokens."""
     bound = cache.bind(batch)
     x = x.astype(compute_dtype_of(layer.compute_dtype, layer, x))
     if 0 in (x.shape[0], batch.lengths.shape[0]):
         return empty(x), bound if cache.is_bound else cache
-    results, new = call(clear(x, batch.is_real), bound)
+    results, new = call(clear(x, batch.is_real) if clears else x, bound)
     return results, new if cache.is_bound else new.unbind()
 
 

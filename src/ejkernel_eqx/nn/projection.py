@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
+from ..matmul.dense.spec import FEW_ROWS
 
 
 def project(name: str, layer: Any, x: Array, features: int) -> Array:
@@ -110,9 +111,23 @@ def project_apart(name: str, layer: Any, x: Array, features: int) -> tuple[Array
     return project(name, bare, x, features), layer.bias
 
 
+multiplied_by: Any = jax.make_user_context(None)
+"""`multiplied_by(matmul)` is a context in which a [`Matmul`][ejkernel_eqx.Matmul] multiplies few rows. A model opens it round a layer in a step of
+few tokens: there the time is that of reading the weights."""
+
+
+def are_few(x: Array) -> bool:
+    """Returns whether the time of a projection of these rows is that of reading its weights."""
+    count = math.prod(x.shape[:-1])
+    return not is_symbolic(count) and count <= FEW_ROWS
+
+
 def product(x: Array, weight: Array, bias: Array | None = None, dtype: Any = None) -> Array:
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
+    matmul = multiplied_by.value
+    if matmul is not None and dtype is None and are_few(x) and mesh_of((x, weight)) is None:
+        return matmul(x, weight.astype(x.dtype), biases=(bias,))
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
     mesh = mesh_of(operands)
     return _product(dtype, None, *operands) if mesh is None else _over_mesh(mesh, dtype, *operands)

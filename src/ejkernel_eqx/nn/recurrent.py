@@ -262,7 +262,7 @@ class RecurrentLayer(Published):
         x, slots = clear(x, batch.is_real), batch.state_indices
         new = new_tokens(batch)
         there = (new > 0) & (slots >= 0) & (slots < pool.recurrent.shape[0])
-        starts = batch.lengths <= new
+        starts = jnp.zeros_like(there) if batch.of_rows else batch.lengths <= new
         # The slot of each sequence, the one to read from, and the one to clear first; -1 for none.
         kept, entering, starting = (
             jnp.where(which, slots, -1).astype(jnp.int32)
@@ -270,9 +270,11 @@ class RecurrentLayer(Published):
         )
         if batch.is_decode and pool.drafts is None:
             # On the pool itself, after clearing the slots of sequences that start.
-            pool = jax.tree.map(lambda x: _put(x, starting, jnp.zeros((), x.dtype)), pool)
-            ids = batch.sequence_ids
-            rows = Rows(1, pool, step=True, slots=jnp.where(ids >= 0, kept[jnp.maximum(ids, 0)], -1))
+            if not batch.of_rows:
+                pool = jax.tree.map(lambda x: _put(x, starting, jnp.zeros((), x.dtype)), pool)
+                ids = batch.sequence_ids
+                kept = jnp.where(ids >= 0, kept[jnp.maximum(ids, 0)], -1)
+            rows = Rows(1, pool, step=True, slots=kept)
             return self._mix(x[:, None], rows)[:, 0], rows.left
         states = jax.tree.map(lambda x: _take(x, entering), pool)
         rows = Rows(0, states, cu_seqlens=batch.query_start_loc)

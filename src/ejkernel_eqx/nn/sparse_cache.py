@@ -1,5 +1,6 @@
 """The caches of native sparse attention: keys and values, and the compressed ones of their blocks, dense and in pages."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from .._shapes import AnyArray, Bool, Float, Int, Numbers
 from .._signatures import Module
 from ..paged import PagedKVCache
 from .arguments import check_divides
-from .kv_cache import KVCache
+from .kv_cache import KVCache, none_overflowed
 
 
 class SparseKVCache(Module):
@@ -24,6 +25,7 @@ class SparseKVCache(Module):
     - `k`: `[..., S, K, D]`, rotated, `v`: `[..., S, K, V]`, with `S` the capacity in tokens.
     - `compressed_k`: `[..., C, K, D]`, `compressed_v`: `[..., C, K, V]`: number `c` stands for the tokens from `c * compression_stride` on.
     - `lengths`: int32 `[...]`, the number of tokens in each row; slots beyond are never read, nor are compressed keys of incomplete blocks.
+    - `overflowed`: bool `[...]`, True for rows that were full, as in `KVCache`.
     """
 
     k: Float[Array, "*B S K D"]
@@ -31,6 +33,14 @@ class SparseKVCache(Module):
     compressed_k: Float[Array, "*B C K D"]
     compressed_v: Float[Array, "*B C K V"]
     lengths: Int[Array, "*B"]
+    overflowed: Bool[Array, "*B"]
+
+    def __init__(
+        self, k: Any, v: Any, compressed_k: Any, compressed_v: Any, lengths: Any, overflowed: Any = None
+    ):
+        self.k, self.v, self.compressed_k, self.compressed_v = k, v, compressed_k, compressed_v
+        self.lengths = lengths
+        self.overflowed = none_overflowed(lengths) if overflowed is None else overflowed
 
     @classmethod
     def init(
@@ -74,8 +84,9 @@ class SparseKVCache(Module):
         mask: Bool[AnyArray, "#*B #T"] | None = None,
     ) -> "SparseKVCache":
         """Appends keys and values, as [`ejkernel_eqx.nn.KVCache.append`][] does, with the same errors; compressed ones stay as they are."""
-        rows = KVCache(self.k, self.v, self.lengths).append(k_new, v_new, mask=mask)
-        return SparseKVCache(rows.k, rows.v, self.compressed_k, self.compressed_v, rows.lengths)
+        rows = KVCache(self.k, self.v, self.lengths, self.overflowed).append(k_new, v_new, mask=mask)
+        new = {"k": rows.k, "v": rows.v, "lengths": rows.lengths, "overflowed": rows.overflowed}
+        return dataclasses.replace(self, **new)
 
     def complete(
         self,
@@ -87,9 +98,12 @@ class SparseKVCache(Module):
         """Writes the compressed keys and values `first <= c < end` of each row, the first ones of those given."""
         number = first[..., None] + jax.lax.broadcasted_iota(jnp.int32, compressed_k.shape[:-2], first.ndim)
         before = jnp.minimum(first, self.compressed_k.shape[-3])
-        rows = KVCache(self.compressed_k, self.compressed_v, before)
-        rows = rows.append(compressed_k, compressed_v, mask=number < end[..., None])
-        return SparseKVCache(self.k, self.v, rows.k, rows.v, self.lengths)
+        rows, complete = KVCache(self.compressed_k, self.compressed_v, before), number < end[..., None]
+        k, v = (
+            rows.write(store, new, before, complete)
+            for store, new in ((rows.k, compressed_k), (rows.v, compressed_v))
+        )
+        return dataclasses.replace(self, compressed_k=k, compressed_v=v)
 
 
 class PagedSparseCache(Module):

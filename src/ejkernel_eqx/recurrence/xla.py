@@ -19,9 +19,10 @@ from ..parallel import match_varying
 from ..sequences.tokens import from_slots, over, to_slots
 from .heads import repeat_heads
 from .spec import CONSTANT, heads_of, KEY, RecurrenceArrays, RecurrenceSpec, SCALAR, StepArrays, VALUE
-from .xla_chunks import Chunks, merge, split
+from .xla_chunks import Chunks, front, merge, split
 from .xla_decay import channel_decays, closed, decayed_mix, decayed_scores, scalar_decays
-from .xla_solve import solve
+from .xla_solve import INVERSE, solve
+from .xla_states import advance, over_chunks, over_writes, times, Writes
 
 _CHUNKS = (64, 32, 128, 16)
 
@@ -86,10 +87,6 @@ def _apply(arrays: RecurrenceArrays, spec: RecurrenceSpec, config: XlaConfig) ->
     return out.astype(arrays.v.dtype), state.astype(spec.state_dtype)
 
 
-def _times(x: Array, factor: Array | None) -> Array:
-    return x if factor is None else x * factor
-
-
 class _Local:
     """Computations inside the chunks, for all chunks at once: products of keys, queries and values `[B, M, C, ...]` with their decays.
 
@@ -120,7 +117,7 @@ class _Local:
         if self.kind == KEY:
             return tuple(map(self._seen, decayed_scores(xs, y, self.decays, self.precision)))
         pairs = None if self.decays is None else self.decays.pairs
-        return tuple(self._seen(_times(self._products(x, y), pairs)) for x in xs)
+        return tuple(self._seen(times(self._products(x, y), pairs)) for x in xs)
 
     def mixed(self, q: Array, k: Array) -> Array:
         """`[B, M, C, C]`: the weights of values for each query, without decays of values."""
@@ -143,15 +140,15 @@ class _Local:
         """`[B, M, C, V]`: what queries read from the states `[B, M, D, V]` at the starts of their chunks."""
         if self.kind == KEY:
             # A decay of key channels scales the queries before those channels are summed.
-            return self.dot("...rd,...dv->...rv", _times(q, self.head), states)
-        return _times(self.dot("...rd,...dv->...rv", q, states), self.head)
+            return self.dot("...rd,...dv->...rv", times(q, self.head), states)
+        return times(self.dot("...rd,...dv->...rv", q, states), self.head)
 
     def write(self, k: Array, v: Array) -> Array:
         """`[B, M, D, V]`: what keys and values add to the states at the ends of their chunks."""
         if self.kind == KEY:
-            k = _times(k, self.tail)
+            k = times(k, self.tail)
         else:
-            v = _times(v, self.tail)
+            v = times(v, self.tail)
         return self.dot("...sd,...sv->...dv", k, v)
 
 
@@ -189,33 +186,21 @@ class _Call:
     def by_chunk(self) -> tuple[Array, Array]:
         """All chunks at once, except for the scan over their states."""
         q, k, v, g, beta = self.operands()
-        dot = functools.partial(jnp.einsum, precision=self.precision)
         zeros = self._zeros(k, v)
-
-        def linear(state: Array | None, x: Any) -> tuple[Array, None]:
-            new, kept = x
-            return new if state is None else _times(state, kept) + new, None
-
-        def delta(state: Array | None, x: Any) -> tuple[Array, Array]:
-            own, gained, put, kept = x
-            written = own if state is None else own - dot("...rd,...dv->...rv", gained, state)
-            new = dot("...sd,...sv->...dv", put, written)
-            return new if state is None else _times(state, kept) + new, written
-
         if self.spec.delta:
             # With one query head per state head, keys and queries share the work on their decays.
             alone = self.heads.out == self.heads.state
-            reads = jax.checkpoint(self._delta_reads)(self.chunks.cut(q) if alone else None, k, g, beta)
-            xs = jax.checkpoint(self._delta_writes)(reads[0], k, v, g, beta)
-            states, written, final = self._scan(delta, xs, zeros)
+            reads = jax.checkpoint(self._delta_reads)(self.chunks.cut(q) if alone else None, k, g)
+            inverses = jax.checkpoint_policies.save_only_these_names(INVERSE)
+            xs = jax.checkpoint(self._delta_writes, policy=inverses)(reads[0], k, v, g, beta)
+            states, written, final = self._over_writes(xs, zeros)
             # The written values include beta already.
-            values, beta = self.chunks.back(written), None
+            values, beta = written, None
         else:
             reads = (None, None)
             xs = jax.checkpoint(self._linear_writes)(k, v, g, beta)
-            states, _, final = self._scan(linear, xs, zeros)
+            states, _, final = self._over_writes(xs, zeros)
             values = v
-        states = None if states is None else self.chunks.back(states)
         scores, read = jax.checkpoint(self._scores), jax.checkpoint(self._read)
 
         def over_queries(q: Array) -> Array:
@@ -235,13 +220,11 @@ class _Call:
     def _linear_writes(self, k: Array, v: Array, g: Array | None, beta: Array | None) -> Any:
         """Computes what each chunk adds to the state, and the factor of the incoming state."""
         local = _Local(self, g)
-        return self._front(local.write(k, _times(v, beta)), local.total)
+        return Writes(local.write(k, times(v, beta)), kept=local.total)
 
-    def _delta_reads(
-        self, q: Array | None, k: Array, g: Array | None, beta: Array | None
-    ) -> tuple[Array, Array | None]:
+    def _delta_reads(self, q: Array | None, k: Array, g: Array | None) -> tuple[Array, Array | None]:
         """The scores of each key with the keys before it and, with the same decays, those of the queries, if given."""
-        keys, *queries = _Local(self, g).scores((_times(k, beta), *(() if q is None else (q,))), k)
+        keys, *queries = _Local(self, g).scores((k, *(() if q is None else (q,))), k)
         # Strictly below the diagonal, as a key meets only the keys before it.
         return jnp.tril(keys, -1), queries[0] if queries else None
 
@@ -252,12 +235,9 @@ class _Call:
         decayed from the start of the chunk.
         """
         local = _Local(self, g)
-        known = _times(v, beta), _times(_times(k, local.head), beta)
-        own, gained = solve(reads, known)
-        return self._front(own, gained, _times(k, local.tail), local.total)
-
-    def _front(self, *parts: Array | None) -> tuple[Array | None, ...]:
-        return tuple(None if x is None else self.chunks.front(x) for x in parts)
+        known = times(v, beta), times(times(k, local.head), beta)
+        own, gained = solve(times(reads, beta), known)
+        return Writes(None, own, gained, times(k, local.tail), local.total)
 
     def _scores(self, q: Array, k: Array, g: Array | None) -> Array:
         return _Local(self, g).mixed(self.chunks.cut(q), k)
@@ -273,7 +253,7 @@ class _Call:
     ) -> Array:
         """The outputs of all chunks, from the states at their starts and the values written inside them."""
         local, q = _Local(self, g), self.chunks.cut(q)
-        out = local.mix(scores, _times(values, beta))
+        out = local.mix(scores, times(values, beta))
         return self.chunks.join(out if states is None else local.read(q, states) + out)
 
     def by_token(self) -> tuple[Array, Array]:
@@ -288,7 +268,7 @@ class _Call:
             if begins is not None:
                 state = jnp.where(begins[..., None], 0, state)
             state = state * jnp.exp(g)[..., None, :]
-            error = _times(v - (state * k[..., None]).sum(-2), beta)
+            error = times(v - (state * k[..., None]).sum(-2), beta)
             state = state + k[..., None] * error[..., None, :]
             q = split(q, 2, q.shape[-1] // k.shape[-1])
             return state, jnp.einsum("...gd,...dv->...gv", q, state, precision=self.precision)
@@ -299,51 +279,49 @@ class _Call:
         def chunk(state: Array | None, x: Any) -> tuple[Array, Array]:
             return lax.scan(token, zeros if state is None else state, x)
 
-        tokens_first = lambda x: jnp.moveaxis(self.chunks.front(x), 3, 1)  # [NC, C, B, HS, ...]
+        tokens_first = lambda x: jnp.moveaxis(front(x, self.heads.state), 3, 1)  # [NC, C, B, HS, ...]
         xs = jax.tree.map(tokens_first, (q, k, v, g, beta, begins))
-        _, out, final = self._scan(chunk, xs, zeros)  # [NC, C, B, HS, R / HS, V]
+
+        def alone() -> tuple[Array, Array]:
+            state, out = chunk(None, jax.tree.map(lambda x: x[0], xs))
+            return state, out[None]
+
+        # The outputs are [NC, C, B, HS, R / HS, V].
+        _, out, final = self._scan(alone, functools.partial(over_chunks, chunk, xs), zeros)
         return self.chunks.give(merge(jnp.moveaxis(merge(out, 0), 0, 3), 1)), final
 
     def _zeros(self, k: Array, v: Array) -> Array:
         """A zero state `[B, HS, D, V]` with the sharding and varying axes of what will be added to it."""
-        first = lambda x: jnp.zeros_like(self.chunks.front(x)[0, :, :, 0])
+        first = lambda x: jnp.zeros_like(front(x, self.heads.state)[0, :, :, 0])
         zeros = match_varying((first(k), first(v)), self.arrays)
         return zeros[0][..., None] + zeros[1][..., None, :]
 
+    def _over_writes(self, xs: Writes, zeros: Array) -> tuple[Array | None, Array | None, Array]:
+        alone = functools.partial(advance, self.precision, None, xs)
+        return self._scan(alone, functools.partial(over_writes, self.precision, xs), zeros)
+
     def _scan(
-        self, chunk: Callable[[Any, Any], tuple[Array, Any]], xs: Any, zeros: Array
+        self,
+        alone: Callable[[], tuple[Array, Any]],
+        scan: Callable[..., tuple[Array, Any, Array]],
+        zeros: Array,
     ) -> tuple[Array | None, Any, Array]:
-        """States at the starts of chunks, what `chunk` returns besides the new state, and the final states `[B, HS, D, V]` or
-        `[B, N, HS, D, V]`. A single chunk without an initial state receives `None` instead of zeros, since JAX 0.10 multiplies by such
+        """States at the starts of chunks, what else `scan(first, fresh, entering)` returns, and the final states `[B, HS, D, V]` or
+        `[B, N, HS, D, V]`. A single chunk without an initial state is `alone`, without zeros before it, since JAX 0.10 multiplies by such
         constant zeros wrongly on a CPU.
         """
         chunks, initial = self.chunks, self.arrays.initial_state
         if chunks.count == 1 and initial is None:
-            new, others = chunk(None, jax.tree.map(lambda x: x[0], xs))
-            final = chunks.final_states(new[None], None) if chunks.packed else new
-            return None, jax.tree.map(lambda x: x[None], others), final
+            new, others = alone()
+            return None, others, chunks.final_states(new[None], None) if chunks.packed else new
         if initial is not None:
             initial = initial.astype(self.wide)
         if not chunks.packed:
-
-            def body(state: Array, x: Any) -> tuple[Array, Any]:
-                new, others = chunk(state, x)
-                return new, (state, others)
-
             # The sum gives the initial state the sharding of the zeros, which the scan's carry must keep.
-            final, (states, others) = lax.scan(body, zeros if initial is None else zeros + initial, xs)
-            return states, others, final
-
-        def packed(state: Array, x: Any) -> tuple[Array, Any]:
-            x, fresh, initial = x
-            # A chunk that begins a sequence continues its own initial state, not the chunk before.
-            state = jnp.where(fresh, 0 if initial is None else initial, state)
-            new, others = chunk(state, x)
-            return new, (state, others, new)
-
+            return scan(zeros if initial is None else zeros + initial, None, None)
         fresh = chunks.fresh.T[..., None, None, None]
         entering = None if initial is None else chunks.states_of_chunks(initial)
-        _, (states, others, after) = lax.scan(packed, zeros, (xs, fresh, entering))
+        states, others, after = scan(zeros, fresh, entering)
         return states, others, chunks.final_states(after, initial)
 
 

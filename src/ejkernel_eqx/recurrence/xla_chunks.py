@@ -106,14 +106,6 @@ class Chunks:
         """The inverse of `cut`."""
         return merge(split(x, 1, self.heads), 2)
 
-    def front(self, x: Array) -> Array:
-        """`[B, HS * NC, ...]` to `[NC, B, HS, ...]`, to scan over."""
-        return jnp.moveaxis(split(x, 1, self.heads), 2, 0)
-
-    def back(self, x: Array) -> Array:
-        """The inverse of `front`."""
-        return merge(jnp.moveaxis(x, 0, 2), 1)
-
     def states_of_chunks(self, initial: Array) -> Array:
         """`[B, N, HS, D, V]` of the sequences to `[NC, B, HS, D, V]`."""
         return jnp.moveaxis(_gather(initial, self.sequence), 1, 0)
@@ -164,6 +156,16 @@ class Chunks:
 def _gather(x: Array, index: Array) -> Array:
     """`x [B, T, ...]` at `index [B, ...]`, zero where that is past the end."""
     return jax.vmap(lambda x, index: x.at[index].get(mode="fill", fill_value=0))(x, index)
+
+
+def front(x: Array, heads: int) -> Array:
+    """`[B, HS * NC, ...]` to `[NC, B, HS, ...]`, to scan over."""
+    return jnp.moveaxis(split(x, 1, heads), 2, 0)
+
+
+def back(x: Array) -> Array:
+    """The inverse of `front`."""
+    return merge(jnp.moveaxis(x, 0, 2), 1)
 
 
 def split(x: Array, axis: int, count: int) -> Array:

@@ -117,7 +117,9 @@ def _halves_within(size: int, step: int) -> tuple[np.ndarray, np.ndarray]:
 def decayed_scores(xs: tuple[Array, ...], y: Array, decays: Decays, precision: Any) -> tuple[Array, ...]:
     """`[B, M, C, C]` for each of `xs`: sums over channels of `x_i y_j` decayed from `j` to `i`, zero where j > i."""
     dot = lambda x, y: jnp.einsum("...rd,...sd->...rs", x, y, precision=precision)
-    x_blocks, y_blocks = [blocks_of(x) for x in xs], blocks_of(y)
+    y_blocks = blocks_of(y)
+    # One array where `y` itself is among `xs`, as its gradient is then one, too.
+    x_blocks = [y_blocks if x is y else blocks_of(x) for x in xs]
     own = np.eye(y_blocks.shape[2], dtype=bool)[None, None]
 
     def add(scores: list[Array], factors: Array, pairs: Array) -> list[Array]:

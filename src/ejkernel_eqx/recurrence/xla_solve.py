@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from .xla_chunks import BLOCK, halves, joined, squares
+
+INVERSE = "ejkernel_eqx.recurrence.inverse"
+"""The name of the inverses for policies of `jax.checkpoint`: of all that is here, only they need many steps."""
 
 
 @jax.custom_jvp
@@ -21,7 +25,7 @@ def solve(below: Array, known: tuple[Array, ...]) -> tuple[Array, ...]:
 def _(primals: Any, tangents: Any) -> Any:
     below, known = primals
     change, changes = tangents
-    inverse = _inverse(below)
+    inverse = checkpoint_name(_inverse(below), INVERSE)
     solved = tuple(_apply(inverse, x) for x in known)
     return solved, tuple(_apply(inverse, d - _apply(change, x)) for d, x in zip(changes, solved, strict=True))
 

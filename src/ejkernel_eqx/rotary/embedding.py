@@ -7,6 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from .._errors import CheckpointError
 from .._jitted import compiled_call
@@ -168,30 +169,42 @@ class RotaryEmbedding(Module):
                 f"x: expected [..., T, H, D] with D = {self.head_dim}, received shape {x.shape}; "
                 "split the features into heads before the rotation."
             )
-        if positions is None:
-            positions = count_from(offset, x.shape[:-3], x.shape[-3])
-        else:
-            positions = check_positions(positions, x.shape[:-2], self.num_axes)
         dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+        cos, sin = self.tables(x.shape[:-2], positions, offset=offset, lengths=lengths, dtype=dtype)
+        cos, sin = (lax.expand_dims(a, (-2,)) for a in (cos, sin))  # [..., T, 1, R / 2]
+        turned, passed = x[..., : self.rotary_dim].astype(dtype), x[..., self.rotary_dim :]
+        turned = (turn_neighbours if self.interleaved else turn_halves)(turned, cos, sin).astype(x.dtype)
+        return jnp.concatenate([turned, passed], axis=-1) if passed.shape[-1] else turned
+
+    def tables(
+        self,
+        shape: tuple[int, ...],
+        positions: Any = None,
+        *,
+        offset: Any = 0,
+        lengths: Any = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> tuple[Array, Array]:
+        """Cosines and sines of the angles of tokens of this shape, `[..., T]`: two arrays that broadcast to `[..., T, R / 2]`. The other arguments
+        are those of a call."""
+        if positions is None:
+            positions = count_from(offset, shape[:-1], shape[-1])
+        else:
+            positions = check_positions(positions, shape, self.num_axes)
         if lengths is not None:
-            lengths = read_rows("lengths", lengths, x.shape[:-2], "token", "[..., 1] is one for each row")
+            lengths = read_rows("lengths", lengths, shape, "token", "[..., 1] is one for each row")
         elif self.by_length:
             lengths = longest_of(positions, self.num_axes)
         at = None if lengths is None else lengths[..., None].astype(dtype)
-        over_heads = lambda a: lax.expand_dims(a, (*range(x.ndim - 1 - a.ndim), -2))  # [..., T, 1, R / 2]
+        whole = lambda a: lax.expand_dims(a, range(len(shape) + 1 - a.ndim))  # [..., T, R / 2]
         found, magnitude = self._turning(at, jnp)
-        found = jnp.asarray(found, dtype)
-        frequencies = over_heads(found) if found.ndim > 1 else lax.expand_dims(found, range(x.ndim - 1))
         pairs = (
             None if self.mrope_section is None else axes_of_pairs(self.mrope_section, self.mrope_interleaved)
         )
-        angles = over_heads(by_pair(positions, pairs)).astype(dtype) * frequencies
+        angles = whole(by_pair(positions, pairs)).astype(dtype) * whole(jnp.asarray(found, dtype))
         if isinstance(magnitude, Array):
-            magnitude = over_heads(magnitude)
-        cos, sin = magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
-        turned, passed = x[..., : self.rotary_dim].astype(dtype), x[..., self.rotary_dim :]
-        turned = (_turn_neighbours if self.interleaved else _turn_halves)(turned, cos, sin).astype(x.dtype)
-        return jnp.concatenate([turned, passed], axis=-1) if passed.shape[-1] else turned
+            magnitude = whole(magnitude)
+        return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
 
 
 def _known(scaling: Any, rotary_dim: int) -> RotaryScaling | None:
@@ -238,11 +251,11 @@ def _read_section(section: Any, interleaved: bool, rotary_dim: int) -> tuple[int
     return tuple(int(n) for n in numbers)
 
 
-def _turn_halves(x: Array, cos: Array, sin: Array) -> Array:
+def turn_halves(x: Array, cos: Array, sin: Array) -> Array:
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _turn_neighbours(x: Array, cos: Array, sin: Array) -> Array:
+def turn_neighbours(x: Array, cos: Array, sin: Array) -> Array:
     a, b = x[..., 0::2], x[..., 1::2]
     return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)

@@ -14,7 +14,8 @@ from . import forward_kernel
 from .hopper.call import products
 from .tile_sizes import GroupedTile
 
-_OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 
 _PLAIN = dict.fromkeys(("GATHERED", "BIAS", "UP_BIAS", "SCALE", "ROW_SCALE", "SAVE"), False)
 _PLAIN |= {"KIND": 0, "ACTIVATION": 0, "ALPHA": 1.0, "LIMIT": 0.0, "UP_SHIFT": 0.0}
@@ -61,7 +62,7 @@ def launcher(arrays: GroupedArrays, config: TritonConfig) -> Launcher:
         "E": count,
         "MAPPED": arrays.right.ndim == 4,
         "FAST": config.fast_sigmoid,
-        "OPERAND": _OPERANDS[arrays.lhs.dtype.name],
+        "OPERAND": OPERANDS[arrays.lhs.dtype.name],
         "PRECISION": config.float32_dot,
         "BLOCK_E": padded(count + 1),
     }

@@ -10,7 +10,7 @@ from ...launch.sizes import rows_of, too_large
 from ..spec import alike, columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
 from ..spec import saved_axes as saved_axes
 from .backward import backward as backward
-from .call import grouped, launcher
+from .call import ACTIVATIONS, grouped, launcher
 from .call import TritonConfig as TritonConfig
 from .hopper import tile_sizes as hopper
 from .tile_sizes import GroupedTile as GroupedTile
@@ -22,7 +22,6 @@ PARTS = {"forward": FORWARD, "lhs": "lhs", "rhs": BOTH}
 KERNELS = tuple(PARTS)
 MAX_GROUPS = 1023
 _KINDS = {None: 0, PAIR: 1, HALVES: 2, INTERLEAVED: 3}
-_ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 
 
 config_type = TritonConfig
@@ -119,7 +118,7 @@ def forward(
         BIAS=arrays.bias is not None,
         UP_BIAS=arrays.up_bias is not None,
         SCALE=arrays.stored is not None,
-        ACTIVATION=_ACTIVATIONS[spec.activation],
+        ACTIVATION=ACTIVATIONS[spec.activation],
         ALPHA=spec.alpha,
         LIMIT=spec.limit or 0.0,
         UP_SHIFT=spec.up_shift,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -48,6 +49,8 @@ class RaggedBatch(Module):
     - `page_size`: tokens per page, $p$; static.
     - `max_query_len`: the maximum number of new tokens per sequence; static.
     - `num_tokens`: `T`, including padding; static.
+    - `of_rows`: whether the sequences are the rows of a dense cache: each has `max_query_len` tokens, or is padding if its length is 0, and
+        begins with the state in its slot; static.
 
     **Raises:** `ValueError` for invalid shapes.
     """
@@ -59,6 +62,7 @@ class RaggedBatch(Module):
     page_size: int = eqx.field(static=True, kw_only=True)
     max_query_len: int = eqx.field(static=True, kw_only=True)
     num_tokens: int = eqx.field(static=True, kw_only=True)
+    of_rows: bool = eqx.field(static=True, kw_only=True, default=False)
 
     def __check_init__(self):
         for name, least in (("page_size", 1), ("max_query_len", 1), ("num_tokens", 0)):
@@ -170,6 +174,9 @@ class RaggedBatch(Module):
     @property
     def sequence_ids(self) -> Int[Array, "T"]:
         """The index of each token's sequence, int32 `[T]`; -1 for padding."""
+        if self.of_rows:
+            rows = jax.lax.broadcasted_iota(jnp.int32, (self.lengths.shape[0], self.max_query_len), 0)
+            return jnp.where(self.lengths[:, None] > 0, rows, -1).reshape(-1)
         return cu_seqlens_to_segment_ids(self.query_start_loc, self.num_tokens)
 
     @property

@@ -1,0 +1,24 @@
+"""Launches of kernels that know arrays without leading axes only as such, where `jax.vmap` maps these arrays."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+
+def by_example(
+    forward: Callable[[Any], dict[str, Array]], arrays: Any, ranks: Mapping[str, int]
+) -> dict[str, Array]:
+    """`forward(arrays)`, whose results have exactly one leading axis, as the arrays have that are not in `ranks`. Those in it have these ranks, or
+    one more where each example of the leading axis has its own: then `forward` is called for one example after the other."""
+    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    if all(x.ndim == ranks.get(name, x.ndim) for name, x in given.items()):
+        return forward(arrays)
+
+    def example(b: int) -> dict[str, Array]:
+        one = lambda name, x: x[b : b + 1] if name not in ranks else x[b] if x.ndim > ranks[name] else x
+        return forward(arrays._replace(**{name: one(name, x) for name, x in given.items()}))
+
+    each = [example(b) for b in range(next(iter(given.values())).shape[0])]
+    return {name: jnp.concatenate([results[name] for results in each]) for name in each[0]}

@@ -1,0 +1,38 @@
+"""The family's kinds of calls: their problem and their axes."""
+
+from ...core import Kind
+from ...dispatch import Problem
+from . import reference
+from .spec import axes_of, is_partial, LEARNED, MatmulArrays, MatmulSpec, RESULTS, SHARED, sizes_of
+
+
+def problem_of(operation: str, arrays: MatmulArrays, spec: MatmulSpec) -> Problem:
+    """The host metadata of a call. Shapes are those seen here: inside a partitioned body, the local ones."""
+    flags = {
+        "activation": spec.activation,
+        "gated": spec.gated,
+        "norm": spec.eps is not None,
+        "bias": any(bias is not None for bias in arrays.biases),
+        "residual": arrays.residual is not None,
+    }
+    dtypes = {"x": arrays.x.dtype}
+    return Problem.make(operation, dims=sizes_of(arrays), dtypes=dtypes, flags=flags, lengths={"B", "M"})
+
+
+def _with_results(count: int) -> Kind:
+    return Kind(
+        make=MatmulArrays,
+        problem_of=problem_of,
+        axes_of=axes_of,
+        reference=reference.multiply,
+        results=RESULTS[:count],
+        learned=LEARNED,
+        shared=SHARED,
+        one_by_one=True,
+        summed=SHARED,
+        partial=is_partial,
+    )
+
+
+KINDS = {count: _with_results(count) for count in range(1, len(RESULTS) + 1)}
+"""The kinds of calls by their number of results."""

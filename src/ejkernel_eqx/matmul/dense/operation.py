@@ -1,0 +1,162 @@
+"""`Matmul`: rows by the weights of linear layers, with a norm before and a bias, an activation, a gate and a residual behind."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ..._kernel import Kernel, Plan
+from ..._shapes import AnyArray, Float
+from ...core.arguments import array, check_flags, fitting, is_finite
+from ...core.plans import plan_of
+from ...dispatch import PlatformLike
+from ..arguments import check_epilogue
+from .core import KINDS
+from .spec import BIASES, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
+
+
+class Matmul(Kernel):
+    r"""Multiplies rows by the weights of one to three linear layers, with all that surrounds the products in a block of a decoder:
+
+    $$h = \frac{x}{\sqrt{\mathrm{mean}(x^2) + \epsilon}} \odot n, \qquad
+      \mathrm{out}_i = \mathrm{act}(h W_i^\top + b_i) + \mathrm{residual}$$
+
+    and with `gated`, which takes two weights, of a gate and of what it multiplies,
+
+    $$\mathrm{out} = \mathrm{act}(h W_0^\top + b_0) \odot (h W_1^\top + b_1 + s) + \mathrm{residual}.$$
+
+    Norm, bias, activation and residual are optional. Sums are in float32 (float64 for float64), in a fixed order, and rounded once.
+
+    It is for few rows, as in decoding, where the time is that of reading the weights: up to 256 rows are one launch of Triton's kernel on GPUs. More
+    rows are XLA's, with the same results. Weights are `[out, in]`, as in `equinox.nn.Linear`.
+
+    Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in all float arrays;
+    `platform="xla"` also supports forward mode and second derivatives.
+    """
+
+    operation: ClassVar[str] = "matmul"
+
+    spec: MatmulSpec = eqx.field(static=True)
+    plan: Plan = eqx.field(static=True)
+
+    def __init__(
+        self,
+        activation: str | None = None,
+        *,
+        gated: bool = False,
+        alpha: float = 1.0,
+        limit: float | None = None,
+        up_shift: float = 0.0,
+        platform: PlatformLike | None = None,
+        config: Any | None = None,
+        tune_for: Any | None = None,
+    ):
+        """**Arguments:**
+
+        - `activation`: of the product, or of the gate: `None`, `"silu"`, `"gelu"` (exact), `"gelu_tanh"` or `"relu"`.
+        - `gated`: whether calls take two weights, of the gate and of what it multiplies.
+        - `alpha`, `limit`, `up_shift`: as in [`ejkernel_eqx.GroupedMatmul`][].
+        - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
+        - `tune_for`: `(x, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
+        """
+        check_epilogue(activation, alpha, limit, up_shift)
+        check_flags(gated=gated)
+        if not gated and (limit is not None or up_shift):
+            name, value = ("limit", limit) if limit is not None else ("up_shift", up_shift)
+            raise ValueError(
+                f"{name}: expected no value with gated=False, received {value!r}; it belongs to a gate."
+            )
+        limit = None if limit is None else float(limit)
+        self.spec = MatmulSpec(activation, bool(gated), float(alpha), limit, float(up_shift))
+        self.plan = plan_of(Matmul, self, platform, config, tune_for)
+
+    @jax.named_scope("ejkernel_eqx.Matmul")
+    def __call__(
+        self,
+        x: Float[AnyArray, "*B K"],
+        *weights: Float[AnyArray, "N K"],
+        biases: Sequence[Float[AnyArray, " N"] | None] = (),
+        norm: Float[AnyArray, " K"] | bool = False,
+        norm_eps: float = 1e-6,
+        residual: Float[AnyArray, "*B N"] | None = None,
+    ) -> Any:
+        """**Arguments:**
+
+        - `x`: `[..., K]` with any number of leading axes, the rows; bf16, f16, f32 (f64 on XLA).
+        - `weights`: one to three, `[N, K]` each, of any `N`, in the dtype of `x`; with `gated` two of equal shape.
+        - `biases`: for each weight a vector `[N]` of any float dtype, or `None`; default none.
+        - `norm`: whether rows are normalised first: `True`, or the weight of the norm, `[K]`.
+        - `norm_eps`: added to the mean square, with a norm.
+        - `residual`: `[..., N]` in the dtype of `x`, added to the only result.
+
+        **Returns:** `[..., N]` in the dtype of `x`; for several weights without `gated`, a tuple of them.
+
+        **Raises:** `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
+        """
+        arrays, spec = self._resolved(x, weights, biases, norm, norm_eps, residual)
+        lead = x.shape[:-1]
+        shapes = [(*lead, right.shape[0]) for right in arrays.rights[: spec.count]]
+        if 0 in lead:  # no rows: nothing to launch
+            outs = [jnp.zeros(shape, arrays.x.dtype) for shape in shapes]
+        else:
+            results = KINDS[spec.count].call(self.plan, self.operation, arrays, spec)
+            outs = [results[name].reshape(shape) for name, shape in zip(RESULTS, shapes)]
+        return outs[0] if len(outs) == 1 else tuple(outs)
+
+    def _resolved(
+        self, x: Any, weights: Any, biases: Any, norm: Any, norm_eps: Any, residual: Any
+    ) -> tuple[MatmulArrays, MatmulSpec]:
+        x, gated = array("x", x, "features"), self.spec.gated
+        if x.shape[-1] == 0:
+            raise ValueError(f"x: expected at least one feature, received shape {x.shape}.")
+        if (gated and len(weights) != 2) or not 1 <= len(weights) <= len(RIGHTS):
+            expected = "two, of gate and up," if gated else f"one to {len(RIGHTS)}"
+            raise ValueError(f"weights: expected {expected} with gated={gated}, received {len(weights)}.")
+        biases = tuple(biases) or (None,) * len(weights)
+        if len(biases) != len(weights):
+            raise ValueError(
+                f"biases: expected {len(weights)}, one for each weight, received {len(biases)}; None stands for none."
+            )
+        named: dict[str, Any] = {}
+        for i, (weight, bias) in enumerate(zip(weights, biases)):
+            weight = array(f"weights[{i}]", weight, "N K")
+            if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
+                raise ValueError(
+                    f"weights[{i}]: expected [N, {x.shape[-1]}] in {x.dtype}, the features and the dtype of x, received {weight.dtype} of shape "
+                    f"{weight.shape}; weights are [out, in], as in equinox.nn.Linear."
+                )
+            if 0 in weight.shape:
+                raise ValueError(f"weights[{i}]: expected at least one row, received shape {weight.shape}.")
+            named[RIGHTS[i]] = weight
+            if bias is not None:
+                named[BIASES[i]] = fitting(f"biases[{i}]", bias, weight.shape[:1], "N")
+        if gated and weights[0].shape != weights[1].shape:
+            raise ValueError(
+                f"weights: expected two of equal shape with gated=True, received {weights[0].shape} and {weights[1].shape}."
+            )
+        count = 1 if gated else len(weights)
+        eps = None
+        if norm is not False and norm is not None:
+            if not (is_finite(norm_eps) and norm_eps >= 0):
+                raise ValueError(f"norm_eps: expected a finite number >= 0, received {norm_eps!r}.")
+            eps = float(norm_eps)
+            if norm is not True:
+                named["norm"] = fitting("norm", norm, x.shape[-1:], "features")
+        spec = dataclasses.replace(self.spec, count=count, eps=eps)
+        rows = lambda a: a if a.ndim > 1 else a.reshape(1, -1)
+        if residual is not None:
+            if count > 1:
+                raise ValueError(
+                    f"residual: expected None with {count} results, received an array; it is added to an only result."
+                )
+            shape = (*x.shape[:-1], weights[0].shape[0])
+            residual = fitting("residual", residual, shape, "features")
+            if residual.dtype != x.dtype:
+                raise ValueError(
+                    f"residual: expected {x.dtype}, as x, received {residual.dtype}; cast it first."
+                )
+            named["residual"] = rows(residual)
+        return MatmulArrays(rows(x), **named), spec

@@ -1,0 +1,50 @@
+"""The matmul as in its equation: the oracle of every test, in float64 for float64 inputs."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ...core.arguments import accumulator
+from .spec import MatmulArrays, MatmulSpec, RESULTS
+
+
+def multiply(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, Array]:
+    """The results, in float32 (float64 for float64 inputs)."""
+    wide = accumulator(arrays.x.dtype)
+    x = arrays.x.astype(wide)
+    if spec.eps is not None:
+        x = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + spec.eps)
+    if arrays.norm is not None:
+        x = x * _of_rows(arrays.norm.astype(wide))
+    products = [x @ jnp.swapaxes(right.astype(wide), -1, -2) for right in arrays.rights]
+    products = [
+        z if bias is None else z + _of_rows(bias.astype(wide)) for z, bias in zip(products, arrays.biases)
+    ]
+    if spec.gated:
+        gate, up = products
+        if spec.limit is not None:
+            gate, up = jnp.minimum(gate, spec.limit), jnp.clip(up, -spec.limit, spec.limit)
+        products = [activation(gate, spec) * (up + spec.up_shift)]
+    else:
+        products = [activation(z, spec) for z in products]
+    if arrays.residual is not None:
+        products[0] = products[0] + arrays.residual.astype(wide)
+    return dict(zip(RESULTS, products))
+
+
+def _of_rows(x: Array) -> Array:
+    """`[..., N]` as `[..., 1, N]`, which every row has."""
+    return x[..., None, :]
+
+
+def activation(z: Array, spec: MatmulSpec) -> Array:
+    if spec.activation is None:
+        return z
+    if spec.activation == "silu":
+        return z * jax.nn.sigmoid(spec.alpha * z)
+    functions = {
+        "gelu": lambda z: jax.nn.gelu(z, approximate=False),
+        "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
+        "relu": jax.nn.relu,
+    }
+    return functions[spec.activation](z)

@@ -1,0 +1,134 @@
+"""Platform `triton`: the host side. Configurations, support, and the launch."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+
+from ....core.by_example import by_example
+from ....core.platforms import kernels_unavailable
+from ....dispatch import DeviceFacts, FORWARD, Problem
+from ....launch import Launcher, NOTHING, result
+from ....launch.fields import check_fields, Float32Dot
+from ....launch.sizes import too_large
+from ....normalization.spec import NormArrays, NormSpec
+from ....normalization.triton import compiled as norms
+from ...triton.call import ACTIVATIONS, OPERANDS
+from .. import xla
+from ..spec import BIASES, FEW_ROWS, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
+from . import kernel
+from .tile_sizes import programs_of, shared_memory, tiles
+from .tile_sizes import RowsTile as RowsTile
+
+OPAQUE = True
+PARTS = {"tile": FORWARD}
+_RANKS: dict[str, int] = dict.fromkeys(RIGHTS, 2) | dict.fromkeys((*BIASES, "norm"), 1)
+"""Of the arrays that all rows share."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    tile: RowsTile
+    norm_apart: bool = False
+    """Whether the norm is a launch of its own, rather than computed by every program for itself."""
+    float32_dot: Float32Dot = "tf32x3"
+    fast_sigmoid: bool = True
+    """Whether the activation uses NVIDIA's approximate instructions (error 2e-7)."""
+
+    __post_init__ = check_fields
+
+
+config_type = TritonConfig
+unavailable = kernels_unavailable
+
+
+def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
+    dtype, rows = problem.dtype("x"), problem.dim("B") * problem.dim("M")
+    if dtype == "float64":
+        return "takes float32, float16 and bfloat16, not float64"
+    if dtype == "float16" and problem.flag("norm"):
+        return "takes float32 and bfloat16 with a norm, whose unscaled rows may be too large for float16"
+    if rows > FEW_ROWS:
+        return f"takes up to {FEW_ROWS} rows, not {rows}"
+    return None
+
+
+def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
+    """Configurations worth timing, the heuristic first."""
+    nvidia = device.vendor == "nvidia"
+    # With one row, a program's norm costs less than a launch.
+    apart = bool(problem.flag("norm")) and problem.dim("B") * problem.dim("M") > 2
+    precision = "tf32x3" if nvidia else "ieee"
+    return [TritonConfig(tile, apart, precision, nvidia) for tile in tiles(problem, device)]
+
+
+def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
+    """The reason why the tile cannot fit the device's shared memory, by an estimate."""
+    tile = config.tile
+    sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
+    return too_large("tile", sizes, tile.num_stages, shared_memory(tile, problem), device)
+
+
+def forward(
+    arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig, *, save: bool = True
+) -> dict[str, Array]:
+    """The results. The backward needs the arguments only."""
+    return by_example(lambda arrays: _forward(arrays, spec, config), arrays, _RANKS)
+
+
+def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> dict[str, Array]:
+    batch, rows, features = arrays.x.shape
+    if spec.eps is not None and config.norm_apart:
+        norm = norms.TritonConfig(norms.NormTile(1, 4), norms.NormTile(1, 4))
+        normed = norms.forward(
+            NormArrays(arrays.x, weight=arrays.norm), NormSpec(eps=spec.eps, readers=1), norm
+        )
+        arrays, spec = arrays._replace(x=normed["out"], norm=None), dataclasses.replace(spec, eps=None)
+    columns = [right.shape[0] for right in arrays.rights][: spec.count]
+    numbers: dict[str, Any] = {
+        "M": batch * rows,
+        "K": features,
+        "GATED": spec.gated,
+        "NORM": spec.eps is not None,
+        "NORM_WEIGHT": arrays.norm is not None,
+        "EPS": spec.eps or 0.0,
+        "RESIDUAL": arrays.residual is not None,
+        "ACTIVATION": ACTIVATIONS[spec.activation],
+        "ALPHA": spec.alpha,
+        "LIMIT": spec.limit or 0.0,
+        "UP_SHIFT": spec.up_shift,
+        "FAST": config.fast_sigmoid,
+        "OPERAND": OPERANDS[arrays.x.dtype.name],
+        "PRECISION": config.float32_dot,
+        "STAGES": config.tile.num_stages,
+    }
+    numbers |= {f"N{i}": n for i, n in enumerate((*columns, 0, 0)[:3])}
+    numbers |= {name.upper(): getattr(arrays, name) is not None for name in BIASES}
+    outputs = {name: result(batch, rows, n, dtype=arrays.x.dtype) for name, n in zip(RESULTS, columns)}
+    launch = Launcher("matmul", arrays._asdict(), numbers, arrays.x)
+    made = launch(
+        kernel.rows_kernel,
+        config.tile,
+        dict.fromkeys(RESULTS, NOTHING) | outputs,
+        programs_of(batch * rows, columns, config.tile),
+    )
+    return {name: made[name] for name in outputs}
+
+
+def backward(
+    arrays: MatmulArrays,
+    spec: MatmulSpec,
+    config: TritonConfig,
+    saved: dict[str, Array],
+    cotangents: dict[str, Array],
+) -> dict[str, Array]:
+    """The gradients, by XLA: few rows are for decoding, which has none."""
+    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    results, pull = jax.vjp(lambda given: xla.apply(MatmulArrays(**given), spec), given)
+    (grads,) = pull({name: cotangents[name].astype(x.dtype) for name, x in results.items()})
+    return grads

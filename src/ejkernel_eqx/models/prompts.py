@@ -1,0 +1,136 @@
+"""The prompts of a call and the tokens that end a row, read and checked."""
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ..dispatch import Backend
+from ..nn.arguments import check_tokens, is_known, read_array
+
+# To a multiple of these, prompts and tokens that end a row are padded, so that few shapes are compiled.
+_ROUNDING, _STOPS = 64, 8
+
+
+def rounded(count: int) -> int:
+    return -(-count // _ROUNDING) * _ROUNDING
+
+
+def capacity_of(count: int, backend: Backend) -> int:
+    """The number of tokens that a cache for `count` has room for.
+
+    Each capacity is a program, so there are few: two for each doubling, from 256 on, and multiples of 4,096 for long texts. The price is memory: up
+    to half as much again from 512 tokens on. On a CPU a step reads all the room, so it is a multiple of 64 there.
+    """
+    if backend is Backend.CPU:
+        return rounded(count)
+    step = min(max(256, (1 << (count - 1).bit_length()) // 4), 4096)
+    return -(-count // step) * step
+
+
+def widened(*rows: Array) -> tuple[Array, ...]:
+    """Tokens `[N, T]` and their mask, with padding on the left up to a power of two or a multiple of 64. Where they are traced or on several
+    devices, as they are."""
+    if not all(is_known(x) and len(x.sharding.device_set) == 1 for x in rows):
+        return rows
+    length = rows[0].shape[1]
+    before = min(1 << (length - 1).bit_length(), rounded(length)) - length
+    return tuple(jax.device_put(np.pad(np.asarray(x), ((0, 0), (before, 0))), x.sharding) for x in rows)
+
+
+def read_stop(stop: Any, vocabulary: int) -> Array:
+    """Int32 `[...]`, some of them -1, which is no token."""
+    if not isinstance(stop, Sequence | np.ndarray | Array):
+        raise ValueError(
+            f"stop_tokens: expected a sequence of tokens, received {stop!r}; (2,) is one, and () stops at none."
+        )
+    stop = tuple(stop if isinstance(stop, Sequence) else np.asarray(stop).reshape(-1))
+    for token in stop:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocabulary:
+            raise ValueError(
+                f"stop_tokens: expected tokens from 0 to {vocabulary - 1}, received {token!r}; () stops at none."
+            )
+    # -1 is no token, so it ends no row.
+    padding = -len(stop) % _STOPS if stop else _STOPS
+    return jnp.asarray([*stop, *[-1] * padding], jnp.int32)
+
+
+def read_prompts(prompts: Any, padding_mask: Any, vocabulary: int) -> tuple[Array, Array]:
+    """Tokens and whether each is real, `[..., T]`."""
+    if isinstance(prompts, Array | np.ndarray):
+        tokens = read_array("prompts", prompts, "integers", "[..., T]")
+        if tokens.ndim < 1 or tokens.shape[-1] == 0:
+            raise ValueError(
+                f"prompts: expected at least one token [..., T], received shape {tokens.shape}; give it some text."
+            )
+        check_tokens("padding_mask", padding_mask, "booleans", "prompts", tokens[..., None])
+        mask = jnp.ones(tokens.shape, bool) if padding_mask is None else jnp.asarray(padding_mask)
+    else:
+        if padding_mask is not None:
+            raise ValueError(
+                "padding_mask: expected None with lists of tokens, received one; their lengths say it."
+            )
+        tokens, mask = _padded(prompts)
+    if is_known(tokens) and is_known(mask):
+        _check_values(np.asarray(tokens), np.asarray(mask), vocabulary)
+    return tokens.astype(jnp.int32), mask
+
+
+def _padded(prompts: Any) -> tuple[Array, Array]:
+    rows = _rows_of(prompts)
+    width = rounded(max(map(len, rows))) or 1
+    tokens = np.zeros((len(rows), width), np.int64)
+    mask = np.zeros((len(rows), width), bool)
+    for i, row in enumerate(rows):
+        tokens[i, width - len(row) :], mask[i, width - len(row) :] = row, True
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(mask)
+
+
+def _rows_of(prompts: Any) -> list[list[int]]:
+    """The tokens of each prompt, from lists or arrays of them."""
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str | bytes)
+    if is_list and any(isinstance(row, int | np.integer) for row in prompts):
+        raise ValueError(
+            "prompts: expected a list of tokens for each prompt, received one list of integers; put it into a list, [[1, 2, 3]]."
+        )
+    if not is_list or not prompts:
+        raise _not_tokens(prompts, "")
+    rows: list[Any] = [
+        row.tolist() if isinstance(row, Array | np.ndarray) and row.ndim else row for row in prompts
+    ]
+    for i, row in enumerate(rows):
+        if not isinstance(row, Sequence) or isinstance(row, str | bytes):
+            raise _not_tokens(row, f" as prompts[{i}]")
+        for token in row:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise _not_tokens(token, f" in prompts[{i}]")
+    return [list(row) for row in rows]
+
+
+def _not_tokens(value: Any, where: str) -> ValueError:
+    is_text = isinstance(value, str | bytes)
+    remedy = "a tokenizer makes tokens of texts" if is_text else "tokens are integers, such as [[1, 2, 3]]"
+    return ValueError(
+        f"prompts: expected integers [..., T] or lists of tokens, received {type(value).__name__} {reprlib.repr(value)}{where}; {remedy}."
+    )
+
+
+def _check_values(tokens: np.ndarray, mask: np.ndarray, vocabulary: int) -> None:
+    if not np.all(mask.any(axis=-1)):
+        raise ValueError(
+            "prompts: expected at least one token in each, received an empty one; give it some text, or the model's first token."
+        )
+    begins = np.diff(mask.astype(np.int8), axis=-1, prepend=0) > 0
+    if np.any(begins.sum(axis=-1) > 1):
+        raise ValueError(
+            "padding_mask: expected the real tokens of each row side by side, received padding between them; take it out of the row."
+        )
+    wrong = tokens[mask & ((tokens < 0) | (tokens >= vocabulary))]
+    if wrong.size:
+        raise ValueError(
+            f"prompts: expected tokens from 0 to {vocabulary - 1}, received {int(wrong[0])}; use the tokenizer of this model."
+        )

@@ -1,0 +1,106 @@
+"""Steps of decoding: which tokens a step adds to each row, and the step of one token."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from .decoder import Decoder
+from .sampling import draw, greedy, SamplingArrays
+
+
+class Prompts(NamedTuple):
+    """The prompts of a call, padded."""
+
+    tokens: Array  # int32 [N, T]
+    mask: Array  # bool [N, T], True for real tokens, side by side in each row
+
+
+class Rules(NamedTuple):
+    """How tokens are chosen, and when a row ends."""
+
+    sampling: SamplingArrays
+    stop: Array  # int32 [...], -1 for none
+    most: Array  # int32 []: the maximum number of new tokens
+    draws: bool = (
+        True  # whether any row may draw; static. If not, no sorting of the vocabulary is in the program
+    )
+
+
+class State(NamedTuple):
+    """What the device keeps between steps."""
+
+    cache: Any
+    """What was before `last`."""
+    last: Array  # int32 [N]: the last token of each row
+    written: Array  # int32 [N, S]: the new tokens of each row, -1 behind them
+    count: Array  # int32 [N]: how many there are
+    done: Array  # bool [N]: the row has ended
+    finite: Array  # bool [N]: all logits of the row were
+
+    @classmethod
+    def empty(cls, cache: Any, rows: int, room: int) -> "State":
+        none = jnp.zeros(rows, jnp.int32)
+        written = jnp.full((rows, room), -1, jnp.int32)
+        return cls(cache, none, written, none, jnp.zeros(rows, bool), jnp.ones(rows, bool))
+
+
+def take(state: State, logits: Array, drafts: Array, rules: Rules) -> tuple[State, Array]:
+    """Adds tokens to each row: one, and one more for each draft that is what the model chooses.
+
+    **Arguments:**
+
+    - `logits`: float32 `[N, 1 + D, V]`, after the last token and after each draft.
+    - `drafts`: int32 `[N, D]`, proposed for the next places.
+
+    **Returns:** the state, and the new tokens, int32 `[N, 1 + D]`, -1 behind them.
+    """
+    rows, width, vocabulary = logits.shape
+    place = jnp.arange(width, dtype=jnp.int32)[None]
+    position = state.count[:, None] + place
+    each = SamplingArrays(*(jnp.repeat(jnp.asarray(x), width) for x in rules.sampling))
+    flat = logits.reshape(-1, vocabulary)
+    token = draw(flat, each._replace(position=position.reshape(-1))) if rules.draws else greedy(flat)
+    token = token.reshape(rows, width)
+    broken = ~jnp.all(jnp.isfinite(logits), axis=-1)
+    ends = broken | jnp.any(token[..., None] == rules.stop[None, None], axis=-1)
+    # The logits of a place are those of the text if all drafts before it are, and the row goes on until there.
+    reached = ~state.done[:, None]
+    if width > 1:
+        goes_on = jnp.concatenate([reached, (drafts == token[:, :-1]) & ~ends[:, :-1]], axis=1)
+        reached = (jnp.cumprod(goes_on.astype(jnp.int32), axis=1) > 0) & (position < rules.most)
+    new = reached & ~broken
+    added = jnp.sum(new, axis=1, dtype=jnp.int32)
+    count = state.count + added
+    row = jnp.arange(rows)[:, None]
+    written = state.written.at[row, jnp.where(new, position, state.written.shape[1])].set(token, mode="drop")
+    newest = jnp.sum(jnp.where(place == added[:, None] - 1, token, 0), axis=1)
+    last = jnp.where(added > 0, newest, state.last)
+    finite = state.finite & ~jnp.any(reached & broken, axis=1)
+    done = state.done | jnp.any(reached & ends, axis=1) | (count >= rules.most)
+    return State(state.cache, last, written, count, done, finite), jnp.where(new, token, -1)
+
+
+def begin(
+    model: Decoder, rules: Rules, prompts: Prompts, capacity: int, dtype: DTypeLike | None
+) -> tuple[State, Array]:
+    """Reads the prompts in one pass and takes the first token of each row."""
+    tokens, mask = prompts
+    rows, width = tokens.shape
+    cache = model.init_cache(rows, capacity, dtype)
+    x, cache = model.features(jnp.where(mask, tokens, 0), cache, padding_mask=mask)
+    last = width - 1 - jnp.argmax(mask[:, ::-1], axis=-1)
+    x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    return _take_one(model, rules, State.empty(cache, rows, capacity), x)
+
+
+def step(model: Decoder, rules: Rules, state: State) -> tuple[State, Array]:
+    """Takes one more token of each row. Rows that have ended stand still."""
+    x, cache = model.features(state.last[:, None], state.cache, padding_mask=~state.done[:, None])
+    return _take_one(model, rules, state._replace(cache=cache), x[:, 0])
+
+
+def _take_one(model: Decoder, rules: Rules, state: State, x: Array) -> tuple[State, Array]:
+    logits = model.logits(x)[:, None]
+    return take(state, logits, jnp.zeros((logits.shape[0], 0), jnp.int32), rules)

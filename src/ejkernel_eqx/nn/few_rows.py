@@ -1,0 +1,131 @@
+"""Projections of few rows together with what surrounds them in a block: its norm before them, its residual behind. One launch each on GPUs."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jax import Array
+
+from ..matmul import Matmul
+from .arguments import read_array
+from .projection import mesh_of, project
+
+
+class Block(NamedTuple):
+    """The norm before a layer and the residual that is added behind it, where the layer computes them too."""
+
+    norm: eqx.nn.RMSNorm | None = None
+    residual: Any = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Returns whether the layer has neither."""
+        return self.norm is None and self.residual is None
+
+
+def check_block(layer: Any, block: Block, x: Any, kv_input: Any) -> None:
+    """The norm and the residual of a call of an attention layer."""
+    if block.is_alone:
+        return
+    if block.norm is not None and not callable(block.norm):
+        raise ValueError(
+            f"norm: expected an equinox.nn.RMSNorm or None, received {type(block.norm).__name__}."
+        )
+    if kv_input is not None:
+        raise ValueError(
+            "kv_input: expected None with norm or residual, received an array; they are for self attention in a block."
+        )
+    if block.residual is not None:
+        residual, expected = (
+            read_array("residual", block.residual, "floats", "[..., T, O]"),
+            (*x.shape[:-1], layer.output_size),
+        )
+        if residual.shape != expected:
+            raise ValueError(
+                f"residual: expected the shape of the output, {expected}, received {residual.shape}."
+            )
+
+
+def with_residual(residual: Any, results: Any) -> Any:
+    """The results of a layer, with the residual added to the first."""
+    if residual is None:
+        return results
+    if not isinstance(results, tuple):
+        return residual + results.astype(residual.dtype)
+    return residual + results[0].astype(residual.dtype), *results[1:]
+
+
+def normed(norm: eqx.nn.RMSNorm | None, x: Any) -> Any:
+    """The norm over the last axis, in the dtype of `x`; without one, `x`."""
+    if norm is None:
+        return x
+    over_last = norm
+    for _ in x.shape[:-1]:
+        over_last = jax.vmap(over_last)
+    return over_last(x)
+
+
+def projected(
+    matmul: Matmul, x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], widths: tuple[int, ...]
+) -> tuple[Array, ...]:
+    """Projections by name, of these widths, of the norm of `x`: `project` of each."""
+    if not _is_plain(norm) or not _are_linear(x, layers.values()):
+        h = normed(norm, x)
+        return tuple(project(name, layer, h, width) for (name, layer), width in zip(layers.items(), widths))
+    outs = matmul(x, *_weights(x, layers), biases=_biases(layers), **_options(norm))
+    return outs if isinstance(outs, tuple) else (outs,)
+
+
+def gated(matmul: Matmul, x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any]) -> Array | None:
+    """The gate of two projections of the norm of `x`; `None` if they cannot be computed together."""
+    if not _is_plain(norm) or not _are_linear(x, layers.values()):
+        return None
+    return matmul(x, *_weights(x, layers), biases=_biases(layers), **_options(norm))
+
+
+def added(matmul: Matmul, name: str, layer: Any, x: Array, residual: Array) -> Array:
+    """The residual and the projection of `x` to its features."""
+    if not _are_linear(x, [layer]) or residual.dtype != x.dtype:
+        return residual + project(name, layer, x, residual.shape[-1]).astype(residual.dtype)
+    layers = {name: layer}
+    if jax.device_count() == 1:
+        return matmul(x, *_weights(x, layers), biases=_biases(layers), residual=residual)
+    # A mesh may split the contracted axis of a plain product, which is then a sum over devices.
+    return residual + matmul(x, *_weights(x, layers), biases=_biases(layers))
+
+
+def plain_norms(q_norm: Any, k_norm: Any, over_all: bool) -> dict[str, Any] | None:
+    """The norms of the heads as options of `RotaryHeads`; `None` if it does not compute them."""
+    norms = (q_norm, k_norm)
+    if norms == (None, None):
+        return {}
+    plain = not over_all and all(norm is not None and _is_plain(norm) for norm in norms)
+    if not plain or q_norm.eps != k_norm.eps:
+        return None
+    return {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "norm_eps": q_norm.eps}
+
+
+def _is_plain(norm: Any) -> bool:
+    """Returns whether `Matmul` computes this norm; a user may have put another one in its place."""
+    return norm is None or (type(norm) is eqx.nn.RMSNorm and norm.bias is None)
+
+
+def _options(norm: eqx.nn.RMSNorm | None) -> dict[str, Any]:
+    if norm is None:
+        return {}
+    return {"norm": True if norm.weight is None else norm.weight, "norm_eps": norm.eps}
+
+
+def _are_linear(x: Array, layers: Any) -> bool:
+    layers = list(layers)
+    is_linear = all(type(layer) is eqx.nn.Linear and layer.weight.ndim == 2 for layer in layers)
+    return is_linear and mesh_of((x, [layer.weight for layer in layers])) is None
+
+
+def _weights(x: Array, layers: Mapping[str, Any]) -> list[Array]:
+    return [layer.weight.astype(x.dtype) for layer in layers.values()]
+
+
+def _biases(layers: Mapping[str, Any]) -> list[Array | None]:
+    return [layer.bias for layer in layers.values()]
