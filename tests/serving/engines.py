@@ -106,7 +106,8 @@ def alone(engine: Engine, requests: Any, **options: Any) -> list[list[int]]:
 
 def check_whole(mixer: str, requests: Any, layers: int | None = None) -> None:
     """Compares greedy tokens with those of the whole sequence at once, without any cache."""
-    call = jax.jit(lambda tokens: jnp.argmax(model_of(mixer, layers)(tokens), axis=-1))
+    model = model_of(mixer, layers, None)
+    call = jax.jit(lambda tokens: jnp.argmax(model(tokens), axis=-1))
     for (prompt, _), text in requests:
         tokens = np.zeros((1, 64), np.int32)
         tokens[0, : len(prompt) + len(text)] = [*prompt, *text]
