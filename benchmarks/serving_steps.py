@@ -1,4 +1,4 @@
-"""Steps of `examples/serving.py` beside the device's time for them, and how long a server takes to start.
+"""Steps of `ejkernel_eqx.serving` beside the device's time for them, and how long a server takes to start.
 
     python -m benchmarks serving-steps --json out.json         # 12 layers of 768, bf16, 64 and 256 texts at once; needs a GPU
     python -m benchmarks serving-steps --quick                 # a tiny model, anywhere
@@ -44,7 +44,7 @@ PHASES = ("imports", "device", "model", "programs", "token")
 
 
 def make_engine(options: argparse.Namespace, batch: int) -> Any:
-    from serving import Engine
+    from ejkernel_eqx.serving import Engine
 
     names = ("embed_dim", "num_layers", "num_heads", "num_kv_heads")
     arch = train_lm.Architecture(*(getattr(options, name) for name in names))
@@ -66,7 +66,9 @@ def fill(engine: Any, options: argparse.Namespace) -> None:
         prompt = rng.integers(0, train_lm.VOCABULARY, rng.integers(PROMPT // 2, PROMPT + 1))
         sampling = Sampling(options.temperature, seed=seed)
         engine.submit(prompt.tolist(), 4 * options.steps, sampling=sampling, stop=())
-    while engine.num_waiting or any(request.ready - request.computed > 1 for request in engine._running):
+    while engine.num_waiting or any(
+        request.ready - request.computed > 1 for request in engine.scheduler.running
+    ):
         engine.step()
 
 
@@ -82,9 +84,9 @@ def time_steps(engine: Any, steps: int) -> list[float]:
 def time_device(engine: Any, steps: int) -> list[float]:
     """Times the same program with the same inputs, again and again."""
     engine._wait()
-    plan = dict.fromkeys(engine._running, 1)
+    plan = dict.fromkeys(engine.scheduler.running, 1)
     sizes, program = engine.programs[engine._program(plan)]
-    data = jax.device_put(sizes.pack(engine._batch(plan), engine._sampling))
+    data = jax.device_put(sizes.pack(engine._batch(plan), engine.scheduler.sampling))
 
     def step() -> Any:
         _, engine._state = program(engine._weights, engine._state, data)

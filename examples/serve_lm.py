@@ -8,7 +8,7 @@
     python examples/serve_lm.py --model Qwen3-0.6B               # the published model in this folder
 
 Texts are streamed to standard output in the order of their prompts; statistics go to standard error, and progress too if it is a terminal. Input
-is read as fast as it is served. The engine, with its scheduler and sampling, is in `serving.py` next to this file.
+is read as fast as it is served. The engine is `ejkernel_eqx.serving.Engine`; `python -m ejkernel_eqx serve` is an HTTP server around it.
 """
 
 import argparse
@@ -39,7 +39,6 @@ if __name__ == "__main__":
 
 import numpy as np
 from lora import merge_lora
-from serving import Engine, RequestError
 from tqdm import tqdm
 from train_lm import cast, drop_output, interruptible, make_state, SIZES, UsageError
 from train_lm import parse as parse_train
@@ -47,6 +46,7 @@ from vocabulary import Bytes, Vocabulary, vocabulary_of
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Sampling
+from ejkernel_eqx.serving import Engine, RequestError
 
 KV_DTYPES = ["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
 ESCAPES = {"\\n": 10, "\\r": 13, "\\t": 9, "\\0": 0, "\\\\": 92}

@@ -151,6 +151,10 @@ FAULTS = (
     Fault("custom-source", "custom/platforms.py", "CustomPlatform.SOURCE", "return source_digest(self.kernel)", "return None", "custom"),
     Fault("clear-every-device", "cli/cache.py", "rows", 'row.device.startswith(device or "")', "row.device", "cli/test_cache.py"),
     Fault("import-old-records", "cli/exchange.py", "take", "known.date >= record.date", "known.date <= record.date", "cli/test_cache.py"),
+    Fault("prefix-of-one-page", "serving/prefixes.py", "Prefixes.digest", "before + page.tobytes()", "page.tobytes()", "serving/test_prefixes.py"),
+    Fault("prefix-other-state", "serving/scheduler.py", "Scheduler._begin", "self.prefixes.state(digests[count - 1]), request.slot", "request.slot, request.slot", "serving/test_prefixes.py"),
+    Fault("newest-content-goes-first", "serving/pages.py", "Pages.take", "popitem(last=False)", "popitem()", "serving/test_prefixes.py"),
+    Fault("stop-string-not-held", "serving/text/tokenizer.py", "TextStream._before_stop", "max(begun, default=0)", "0", "serving/test_text.py"),
 )
 # fmt: on
 

@@ -5,6 +5,7 @@ from . import launch as launch
 from . import models as models
 from . import nn as nn
 from . import sequences as sequences
+from . import serving as serving
 from ._errors import CheckpointError as CheckpointError
 from ._errors import EjkernelError as EjkernelError
 from ._errors import TuningError as TuningError

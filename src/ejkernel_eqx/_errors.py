@@ -2,6 +2,7 @@
 
 Invalid arguments raise `ValueError`; the exceptions cover everything else."""
 
+import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -66,6 +67,16 @@ def not_installed(package: str | None) -> str:
     if sys.platform != "linux":
         return f"{package} is not installed (it is published for Linux only)"
     return f"{package} is not installed (pip install 'ejkernel-eqx[{extra}]')"
+
+
+def require(module: str, what: str, extra: str) -> Any:
+    """A module of an extra of ours, or an `ImportError` that says what needs it and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"{what} needs {error.name}, which is not installed; run: pip install 'ejkernel-eqx[{extra}]'"
+        ) from error
 
 
 def require_matplotlib(what: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-MODULES = ("lora", "vocabulary", "train_lm", "serving_step", "serving", "serve_lm")
+MODULES = ("lora", "vocabulary", "train_lm", "serve_lm", "serving")
 SMALL = "--batch-size 8 --seq-len 32 --embed-dim 32 --num-layers 2 --num-heads 4 --num-kv-heads 2".split()
 SMALL += "--validate-every 10 --checkpoint-every 10 --sample-length 20 --learning-rate 1e-2".split()
 
@@ -19,9 +19,8 @@ class Examples(NamedTuple):
     lora: Any
     vocabulary: Any
     train_lm: Any
-    serving_step: Any
-    serving: Any
     serve_lm: Any
+    serving: Any
 
     def train(self, *options: object) -> int:
         with jax.numpy_dtype_promotion("standard"):  # optax counts in integers

@@ -7,13 +7,15 @@ import sys
 
 import pytest
 
+from tests.serving.engines import check_empty, make_engine
+
 from .test_examples import environment, programs, ROOT
-from .test_serve import _check_empty, _engine, SIZES
+from .test_serve import SIZES
 
 
 @pytest.fixture(scope="module")
-def engine(examples):
-    return _engine(examples, "attention", 1)
+def engine():
+    return make_engine("attention", 1)
 
 
 def lines_of(examples, pieces, most):
@@ -125,7 +127,7 @@ def test_endless_prompts_are_admitted_as_they_are_served(examples, engine, capsy
     assert texts.out.count("--- request") == 40
     # Without a terminal there is no progress, which would stand among the texts.
     assert "\r" not in texts.err and texts.err.startswith("40 requests, 0 refused, 120 tokens")
-    _check_empty(engine)
+    check_empty(engine)
 
 
 def test_texts_that_wait_for_an_earlier_one_are_bounded(examples, engine):
@@ -145,23 +147,7 @@ def test_a_line_that_is_too_long_is_refused(examples, engine, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.startswith("--- request 0 ---\n[prompt: expected a line of at most 1,048,576 bytes, received")
     assert "--- request 1 ---\nab" in out
-    _check_empty(engine)
-
-
-def test_a_long_prompt_shares_the_steps(engine):
-    """A running text has a token in every step, and a short prompt that came later is read first."""
-    running = engine.submit(b"a", 20)
-    engine.step()
-    long, short = engine.submit(bytes(range(30)), 2), engine.submit(b"bcd", 2)
-    steps = []
-    while engine.num_running:
-        steps.append([event.request for event in engine.step()])
-    first = lambda number: next(place for place, step in enumerate(steps) if number in step)
-    assert first(short) < first(long)
-    assert all(running in step for step in steps[: first(long)])
-    # Of 8 tokens of a step, the long prompt has those that the others leave: 4, 4 and then 7, 6 and 6.
-    assert first(long) == first(short) + 4
-    _check_empty(engine)
+    check_empty(engine)
 
 
 class Full(io.StringIO):

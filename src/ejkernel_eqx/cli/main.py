@@ -12,10 +12,10 @@ import jax
 
 from .. import __version__
 from .._errors import EjkernelError
-from . import bench, cache, doctor, report, tune
+from . import bench, cache, doctor, report, serve, tune
 from .output import FAILED, OK, Outcome, USAGE, UsageError, write_json
 
-_DESCRIPTION = """Shows which kernels this machine supports, tunes them, and times them.
+_DESCRIPTION = """Shows which kernels this machine supports, tunes them, times them, and serves models with them.
 
 examples:
   python -m ejkernel_eqx doctor
@@ -23,6 +23,7 @@ examples:
   python -m ejkernel_eqx bench flash_attention --shape B=4,T=4096,H=16,D=128 --flag causal
   python -m ejkernel_eqx cache list
   python -m ejkernel_eqx report tuning.html
+  python -m ejkernel_eqx serve path/to/Qwen3-0.6B
 
 exit codes: 0 success, 1 something is wrong or failed, 2 invalid command line
 """
@@ -100,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_arguments(add("bench", bench.run, "check and time every usable platform", bench.HELP))
     report.add_arguments(add("report", report.run, "write a page about all tuned problems", report.HELP))
+    serve.add_arguments(add("serve", serve.run, "serve a published model over HTTP", serve.HELP))
     kept = commands.add_parser("cache", help="manage tuned configurations: list, show, export, import, clear")
     cache.add_commands(_adder(kept.add_subparsers(metavar="COMMAND", required=True)))
     return top

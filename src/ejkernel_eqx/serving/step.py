@@ -1,7 +1,7 @@
 """A step of serving: what the host sends for it, in one array, and the programs that the device runs.
 
 The device keeps what later steps need: the caches, the table of pages by slot, and the token that each slot chose last. So a step can start
-before the host knows what the one before it chose. `serving.py`, next to this file, schedules the steps.
+before the host knows what the one before it chose.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import ejkernel_eqx as ejx
-from ejkernel_eqx.models import Decoder, ServingCache
-from ejkernel_eqx.models.sampling import draw, greedy, SamplingArrays
+from ..models import Decoder, ServingCache
+from ..models.sampling import draw, greedy, SamplingArrays
+from ..paged import RaggedBatch
 
 
 def last_logits(
-    model: Decoder, tokens: Array, cache: ServingCache, batch: ejx.RaggedBatch
+    model: Decoder, tokens: Array, cache: ServingCache, batch: RaggedBatch
 ) -> tuple[Array, ServingCache]:
     """Runs the model on packed `tokens [T]`. Returns float32 logits `[N, vocabulary]` after each sequence's last new token."""
     x, cache = model.features(tokens, cache, batch=batch)
@@ -36,10 +36,12 @@ class Batch(NamedTuple):
     lengths: list[int]  # including new ones
     slots: list[int]
     pages: Sequence[tuple[int, int, int]]  # new entries of the table: slot, column and page
+    restores: Sequence[tuple[int, int]] = ()  # states copied before the step: from slot, to slot
+    saves: Sequence[tuple[int, int]] = ()  # and behind it
 
 
 def last_of(slot: int) -> int:
-    """Stands for the token that the slot chose last, which only the device may know."""
+    """A number for the token that the slot chose last, which only the device may know."""
     return -1 - slot
 
 
@@ -50,6 +52,7 @@ class Sizes:
     - `tokens`, `sequences`, `query_len`: as in `ejx.Buckets`.
     - `pages`: new entries of the table.
     - `slots`: of the engine; a sequence or an entry of padding has this number as its slot.
+    - `copies`: states copied before a step, and as many behind it.
     """
 
     tokens: int
@@ -57,16 +60,18 @@ class Sizes:
     query_len: int
     pages: int
     slots: int
+    copies: int = 0
 
     @functools.cached_property
     def ends(self) -> list[int]:
-        """Where each part of the array ends: tokens; counts, lengths, slots and sampling of sequences; entries of the table."""
-        sizes = [self.tokens, *[self.sequences] * 8, *[self.pages] * 3]
+        """The end of each part of the array: tokens; counts, lengths, slots and sampling of sequences; entries of the table; copies."""
+        sizes = [self.tokens, *[self.sequences] * 8, *[self.pages] * 3, *[self.copies] * 4]
         return np.cumsum(sizes).tolist()
 
-    def holds(self, counts: Sequence[int]) -> bool:
-        """Whether sequences with so many new tokens fit."""
-        return len(counts) <= self.sequences and sum(counts) <= self.tokens and max(counts) <= self.query_len
+    def holds(self, counts: Sequence[int], pages: int = 0, copies: int = 0) -> bool:
+        """Whether sequences with so many new tokens fit, with so many new entries of the table and copies of states."""
+        few = pages <= self.pages and copies <= self.copies and len(counts) <= self.sequences
+        return few and sum(counts) <= self.tokens and max(counts) <= self.query_len
 
     def pack(self, batch: Batch, sampling: SamplingArrays) -> np.ndarray:
         """All of a batch in one int32 array; `sampling` has a row for each slot."""
@@ -80,18 +85,22 @@ class Sizes:
         for row, column in zip(rows, sampling):
             row[:count] = column[slots[:count]].view(np.int32)
         parts[9][:] = self.slots
-        if batch.pages:
-            for part, column in zip(parts[9:], zip(*batch.pages)):
+        for part in parts[12:]:
+            part[:] = -1
+        for first, entries in ((9, batch.pages), (12, batch.restores), (14, batch.saves)):
+            for part, column in zip(parts[first:], zip(*entries)):
                 part[: len(column)] = column
         return data
 
-    def unpack(self, data: Array) -> tuple[Array, Array, Array, Array, SamplingArrays, list[Array]]:
-        """The inverse, on the device: tokens, counts, lengths, slots, sampling and entries of the table."""
+    def unpack(
+        self, data: Array
+    ) -> tuple[Array, Array, Array, Array, SamplingArrays, list[Array], list[Array]]:
+        """The inverse, on the device: tokens, counts, lengths, slots, sampling, entries of the table and copies."""
         tokens, counts, lengths, slots, *rest = jnp.split(data, self.ends[:-1])
-        rows, pages = rest[:5], rest[5:]
+        rows, pages, copies = rest[:5], rest[5:8], rest[8:]
         dtypes = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.uint32)
         columns = (jax.lax.bitcast_convert_type(row, dtype) for row, dtype in zip(rows, dtypes))
-        return tokens, counts, lengths, slots, SamplingArrays(*columns, position=lengths), pages
+        return tokens, counts, lengths, slots, SamplingArrays(*columns, position=lengths), pages, copies
 
 
 class State(NamedTuple):
@@ -127,11 +136,12 @@ def make_program(
         traced()
         model = eqx.combine(jax.tree.unflatten(model_structure, weights), rest)
         state: State = jax.tree.unflatten(structure, leaves)
-        tokens, counts, lengths, slots, sampling, (rows, columns, pages) = sizes.unpack(data)
+        tokens, counts, lengths, slots, sampling, (rows, columns, pages), copies = sizes.unpack(data)
+        caches = state.caches.copy_states(*copies[:2]) if sizes.copies else state.caches
         table = state.table.at[rows, columns].set(pages, mode="drop")
         # A sequence whose logits were not finite has ended, but the next step may have started before the host knew: its token is -1.
         tokens = jnp.where(tokens < 0, jnp.maximum(state.last[-1 - tokens], 0), tokens)
-        batch = ejx.RaggedBatch(
+        batch = RaggedBatch(
             jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)]),
             lengths,
             table.at[slots].get(mode="fill", fill_value=-1),
@@ -140,7 +150,9 @@ def make_program(
             max_query_len=sizes.query_len,
             num_tokens=sizes.tokens,
         )
-        logits, caches = last_logits(model, tokens, state.caches, batch)
+        logits, caches = last_logits(model, tokens, caches, batch)
+        if sizes.copies:
+            caches = caches.copy_states(*copies[2:])
         chosen = draw(logits, sampling) if drawn else greedy(logits)
         chosen = jnp.where(jnp.isfinite(logits).all(axis=-1), chosen, -1)
         state = State(caches, table, state.last.at[slots].set(chosen, mode="drop"))

@@ -1,0 +1,51 @@
+"""The command `serve`: an HTTP server of a published model."""
+
+import argparse
+import pathlib
+
+from .output import Outcome, progress, UsageError, user_input
+
+HELP = """The folder holds config.json, safetensors, tokenizer.json and, for chats, a chat template. The server has OpenAI's form:
+/v1/models, /v1/completions and /v1/chat/completions. It has no authentication: let others reach it through a proxy that has.
+"""
+_SIZES = {"num_pages": 4096, "page_size": 16, "max_batch": 64, "step_tokens": 512, "max_length": None}
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("folder", type=pathlib.Path, help="of a published model")
+    add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port (default: %(default)s)")
+    add("--name", help="name of the model in requests (default: that of the folder)")
+    for name, default in _SIZES.items():
+        add(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            default=default,
+            help="as in Engine (default: %(default)s)",
+        )
+    add("--dtype", help="of the computation (default: that of the file)")
+    add("--kv-dtype", help="of the pages (default: that of the model)")
+    add("--platform", help="kernel platform (default: chosen by device)")
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    try:  # other commands start without all this
+        from .. import models
+        from ..serving import Engine, server, text
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    folder = options.folder
+    with user_input():
+        tokenizer = text.Tokenizer(folder / "tokenizer.json")
+        template = text.ChatTemplate.from_folder(folder)
+        model = models.from_pretrained(folder, dtype=options.dtype, platform=options.platform)
+        engine = Engine(model, kv_dtype=options.kv_dtype, **{name: getattr(options, name) for name in _SIZES})
+    engine.warm_up()
+    name = options.name or folder.resolve().name
+    progress(f"{name} at http://{options.host}:{options.port}/v1; Ctrl-C ends")
+    server.run(server.make_app(engine, tokenizer, template, name=name), options.host, options.port)
+    return Outcome(
+        {"tokens": engine.tokens_written, "steps": engine.steps},
+        lambda: f"{engine.tokens_written:,} tokens in {engine.steps:,} steps",
+    )

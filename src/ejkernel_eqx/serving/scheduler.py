@@ -1,0 +1,279 @@
+"""The scheduler of an engine: which tokens the next step processes, and which slots and pages requests have. It knows nothing of the device."""
+
+import collections
+
+from ..models.sampling import SamplingArrays
+from ..paged import OutOfPagesError
+from .pages import Pages
+from .prefixes import Prefixes
+from .requests import Request
+
+Plan = dict[Request, int]
+"""The number of tokens of each request in a step."""
+
+
+class Scheduler:
+    """Plans steps of at most `step_tokens` tokens.
+
+    A plan reserves pages and slots. It ends with `started`, or with `take_back`, which restores what was before.
+
+    **Arguments:**
+
+    - `page_size`: tokens per page; for models without attention, which have no `pages`, more than a request has.
+    - `window`: the number of keys that any query sees; `None` for all.
+    - `prefixes`: the prefix cache, if there is one.
+    - `max_copies`, `max_entries`: the most copies of states and new entries of the table that reused prefixes may need in a step.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        step_tokens: int,
+        page_size: int,
+        pages: Pages | None,
+        window: int | None,
+        prefixes: Prefixes | None,
+        max_copies: int,
+        max_entries: int,
+    ):
+        self.step_tokens, self.page_size, self.window = step_tokens, page_size, window
+        self.pages, self.prefixes = pages, prefixes
+        self.max_copies, self.max_entries = max_copies, max_entries
+        self.waiting: collections.deque[Request] = collections.deque()
+        self.running: list[Request] = []  # in order of admission
+        self.slots = list(range(max_batch))[::-1]
+        self.sampling = SamplingArrays.of([], max_batch)  # by slot
+        self.preemptions = 0
+        # Of the plan that has not started:
+        self.entries: list[tuple[int, int, int]] = []  # new ones of the table: slot, column, page
+        self.restores: list[tuple[int, int]] = []  # copies of states: a checkpoint and the slot of a request
+        self.saves: list[
+            tuple[Request, bytes, int]
+        ] = []  # requests, with the digest and slot of a checkpoint
+        self._reading: list[Request] = []
+        self._reused: list[Request] = []
+
+    def plan(self, under_way: bool) -> Plan | None:
+        """The next step. `None` if pages run out while steps are under way: the tokens of a request must be known before it is put back, and
+        requests that have ended may have enough pages."""
+        plan: Plan = {}
+        before = self.preemptions
+        for request in [request for request in self.running if request.remaining == 1 and request.computed]:
+            if not self._grant(request, 1, plan, under_way):
+                return None
+        while self.slots and self.waiting and self.preemptions == before and self._fits(self.waiting[0]):
+            self._admit()
+        # Shorter prompts first: what they leave of their shares is for the longer ones.
+        reading = [r for r in self.running if r.remaining and r not in plan and self._begin(r)]
+        reading.sort(key=lambda request: request.remaining)
+        for place, request in enumerate(reading):
+            left = self.step_tokens - sum(plan.values())
+            share = min(request.remaining, -(-left // (len(reading) - place)))
+            count = self._chunk(request, share)
+            if count > 0 and not self._grant(request, count, plan, under_way):
+                return None
+            if request in plan:
+                self._reading.append(request)
+                self._keep_state(request, request.computed + count)
+        return plan
+
+    def started(self, plan: Plan) -> list[tuple[int, Request]]:
+        """The step of this plan is under way. Returns the requests that it chooses a token for, with their places."""
+        writing = []
+        for place, (request, count) in enumerate(plan.items()):
+            request.computed += count
+            if request.computed == request.ready:  # not in the middle of its prompt
+                request.wait()
+                writing.append((place, request))
+        if self.prefixes is not None:
+            for request in self._reading:
+                self.prefixes.enter(request, request.computed)
+        if self.window is not None:
+            self._free_behind(plan, self.window)
+        self._end_plan()
+        return writing
+
+    def take_back(self) -> None:
+        """Frees what was reserved for a step that does not start."""
+        for request in self._reused:
+            request.computed = 0
+        if self.prefixes is not None:
+            for _, digest, _ in self.saves:
+                self.prefixes.drop_state(digest)
+        self._end_plan()
+        if self.pages is not None:
+            for request in self.running:
+                kept = -(-request.computed // self.page_size)
+                self.pages.release(request.pages[kept:])
+                del request.pages[kept:]
+                request.room = kept * self.page_size
+
+    def _end_plan(self) -> None:
+        self.entries, self.restores, self.saves, self._reading, self._reused = [], [], [], [], []
+
+    def put_back(self, request: Request) -> None:
+        """Moves a request from the batch to the front of the queue, to be recomputed."""
+        self.release(request)
+        self.waiting.appendleft(request)
+        request.restart()
+
+    def release(self, request: Request, shares: bool = True) -> None:
+        """Removes the request from queue and batch, and frees its pages and slot; with `shares`, the cache keeps their content."""
+        if request.slot < 0:
+            self.waiting.remove(request)
+            return
+        self.running.remove(request)
+        self.slots.append(request.slot)
+        slot, request.slot = request.slot, -1
+        self.entries = [entry for entry in self.entries if entry[0] != slot]
+        self.restores = [copy for copy in self.restores if copy[1] != slot]
+        if self.prefixes is not None:
+            for save in [save for save in self.saves if save[0] is request]:
+                self.saves.remove(save)
+                self.prefixes.drop_state(save[1])
+            for requests in (self._reading, self._reused):
+                if request in requests:
+                    requests.remove(request)
+            if shares and self.pages is not None and not self.prefixes.stateful:
+                self.prefixes.enter(request, request.computed)
+            self.prefixes.end(request)
+        if self.pages is not None:
+            self.pages.release(request.pages)
+        request.pages, request.freed, request.room = [], 0, 0
+
+    def most_pages(self, length: int) -> int:
+        """The maximum number of pages that a sequence of this length holds at a time."""
+        if self.pages is None:
+            return 0
+        pages = -(-length // self.page_size)
+        if self.window is None:
+            return pages
+        return min(pages, -(-(self.window - 1 + self.step_tokens) // self.page_size) + 1)
+
+    def _grant(self, request: Request, count: int, plan: Plan, under_way: bool) -> bool:
+        """Enters so many tokens of a request in the plan, unless it was put back; False if pages run out while steps are under way."""
+        if request.slot < 0:
+            return True
+        if request.computed + count > request.room:
+            if (fits := self._allocate(request, count, plan, under_way)) is None:
+                return False
+            if not fits:
+                return True
+        plan[request] = count
+        return True
+
+    def _admit(self) -> None:
+        """Gives the next request a slot, and no pages yet."""
+        request = self.waiting.popleft()
+        request.room = self.page_size if self.pages is None else 0
+        request.slot = self.slots.pop()
+        self.running.append(request)
+        for column, (value,) in zip(self.sampling, SamplingArrays.of([(request.sampling, 0)], 1)):
+            column[request.slot] = value
+
+    def _begin(self, request: Request) -> bool:
+        """Gives a request that begins what the cache has of its first tokens. Returns False if it must wait: for a request that computes
+        more of them now, or for a step with room for the copies."""
+        if request.computed or self.prefixes is None:
+            return True
+        if request.awaits is not None:
+            other, length = request.awaits
+            if other.slot >= 0 and other.computed < length:
+                return False
+            request.awaits = None
+        unit, digests = self.prefixes.unit, self.prefixes.prompt_digests(request)
+        pages, count = self.prefixes.find(digests[: self.max_entries])
+        for place in range(len(digests), count, -1):
+            other = self.prefixes.computing.get(digests[place - 1])
+            if other is not None and other is not request:
+                request.awaits = other, place * unit
+                other.boundaries.add(place * unit)
+                return False
+        entries = len(pages) + sum(len(other.pages) for other in self._reused)
+        if entries > self.max_entries or (
+            count and self.prefixes.stateful and len(self.restores) == self.max_copies
+        ):
+            return False
+        if self.prefixes.stateful:
+            request.boundaries |= {place * unit for place in (self.prefixes.seen(digests), len(digests))}
+        if count:
+            if self.pages is not None:
+                self.pages.share(pages)
+                request.pages, request.room = pages, len(pages) * self.page_size
+                self.entries += [(request.slot, place, page) for place, page in enumerate(pages)]
+            if self.prefixes.stateful:
+                self.restores.append((self.prefixes.state(digests[count - 1]), request.slot))
+            request.computed = count * unit
+            self._reused.append(request)
+        self.prefixes.begin(request, digests, count)
+        return True
+
+    def _chunk(self, request: Request, count: int) -> int:
+        """The number of tokens of a prompt's next chunk, at most `count`: it ends where a checkpoint is wanted, and a long one with a page."""
+        if self.prefixes is None or not self.prefixes.stateful:
+            return count
+        first, unit = request.computed, self.prefixes.unit
+        end = min([first + count, *(place for place in request.boundaries if place > first)])
+        # Only of long chunks, so that a step is nearly full.
+        return end - first - (end % unit if end < request.ready and count >= 8 * unit else 0)
+
+    def _keep_state(self, request: Request, end: int) -> None:
+        """Reserves a checkpoint of the state behind a chunk that ends with a page, if there is room for it in the step."""
+        if self.prefixes is None or not self.prefixes.stateful or not request.shares:
+            return
+        if end % self.prefixes.unit == 0 and end < len(request.tokens) and len(self.saves) < self.max_copies:
+            digest = self.prefixes.digest(request, end)[-1]
+            if (slot := self.prefixes.keep_state(digest)) is not None:
+                self.saves.append((request, digest, slot))
+
+    def _allocate(self, request: Request, count: int, plan: Plan, under_way: bool) -> bool | None:
+        """Allocates pages for more tokens, preempting the newest requests if necessary; False if it preempted this one, and `None` if pages
+        run out while steps are under way."""
+        while True:
+            try:
+                self._give_pages(request, count)
+                return True
+            except OutOfPagesError:
+                if under_way:
+                    return None
+                youngest = self.running[-1]
+                plan.pop(youngest, None)
+                self.put_back(youngest)
+                self.preemptions += 1
+                if youngest is request:
+                    return False
+
+    def _give_pages(self, request: Request, count: int) -> None:
+        """Pages for more tokens."""
+        if self.pages is None:
+            return
+        held, wanted = len(request.pages), -(-(request.computed + count) // self.page_size)
+        pages = self.pages.take(request.number, wanted - held)
+        self.entries += [(request.slot, place, page) for place, page in enumerate(pages, held)]
+        request.pages += pages
+        request.room = wanted * self.page_size
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there are pages for all its tokens, besides those that other prompts still need and one more for each of them."""
+        if self.pages is None:
+            return True
+        wanted = self.most_pages(len(request.tokens))
+        if self.prefixes is not None:
+            shared, _ = self.prefixes.find(self.prefixes.prompt_digests(request))
+            wanted -= sum(map(self.pages.is_used, shared))
+        for other in self.running:
+            held = len(other.pages) - other.freed
+            if other.awaits is not None:
+                held = other.awaits[1] // self.page_size
+            wanted += max(1, self.most_pages(len(other.tokens) + other.awaited) - held)
+        return wanted <= self.pages.num_free
+
+    def _free_behind(self, plan: Plan, window: int) -> None:
+        """Frees pages that no later step reads. One under way still reads them, before a later one writes them."""
+        for request in plan:
+            if self.pages is not None:
+                first = max(0, request.computed - window + 1) // self.page_size
+                self.pages.release(request.pages[request.freed : first])
+                request.pages[request.freed : first] = [-1] * (first - request.freed)
+                request.freed = max(first, request.freed)

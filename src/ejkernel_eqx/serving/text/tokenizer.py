@@ -1,0 +1,108 @@
+"""Conversion between text and tokens by a `tokenizer.json`, whole or as tokens are generated."""
+
+import os
+from collections.abc import Callable, Sequence
+
+from ..._errors import require
+
+tokenizers = require("tokenizers", "ejkernel_eqx.serving.text", "text")
+
+_CONTEXT = 8
+"""The number of tokens of a prompt that are decoded with the first generated ones, which may depend on them."""
+_MOST_PENDING = 16
+"""The number of tokens after which bytes that are no character are shown as U+FFFD."""
+
+
+class Tokenizer:
+    """The tokenizer of a published model.
+
+    **Arguments:** `path`: its `tokenizer.json`.
+
+    **Raises:** `ValueError` if the file cannot be read or is no tokenizer.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(os.fspath(path))
+        except Exception as error:  # the library raises nothing more specific
+            raise ValueError(
+                f"path: expected a tokenizer.json, but {os.fspath(path)!r} is none ({error}); download it again."
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, added ones included."""
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The tokens of a text; with `special`, between those that the tokenizer puts around a text, if any."""
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones. Bytes that are no character become U+FFFD."""
+        return self._tokenizer.decode(list(tokens))
+
+    def stream(self, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> "TextStream":
+        """The text of tokens that are generated one after the other behind a prompt, up to the first stop string."""
+        return TextStream(self.decode, prompt, stop)
+
+
+class TextStream:
+    """Text of tokens as they come. No piece ends within a character or within what may become a stop string.
+
+    The text ends before the stop string that is complete first. The pieces together do not depend on how the text is divided into tokens.
+
+    **Arguments:**
+
+    - `decode`: the text of tokens, with U+FFFD for incomplete characters.
+    - `prompt`: the tokens before.
+    - `stop`: stop strings, not empty.
+    """
+
+    stopped: bool
+    """Whether a stop string has been generated."""
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stop: Sequence[str] = ()
+    ):
+        if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(
+                f"stop: expected texts that are not empty, received {stop!r}; pass a list of them."
+            )
+        self.stopped, self._decode, self._stop, self._held = False, decode, tuple(stop), ""
+        self._tokens = list(prompt[-_CONTEXT:])
+        self._context, self._shown = len(self._tokens), len(decode(self._tokens).rstrip("\ufffd"))
+
+    def push(self, token: int) -> str:
+        """Adds a token and returns the text that is certain now, which may be empty."""
+        if self.stopped:
+            return ""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        # An incomplete character ends in U+FFFD.
+        certain = text.rstrip("\ufffd") if len(self._tokens) <= self._context + _MOST_PENDING else text
+        piece, self._shown = certain[self._shown :], max(self._shown, len(certain))
+        if certain == text:
+            # All are shown, and the next are decoded behind the latest of them.
+            del self._tokens[: self._context]
+            self._context, self._shown = len(self._tokens), len(self._decode(self._tokens))
+        return self._before_stop(piece)
+
+    def end(self) -> str:
+        """The rest of the text, if no token follows."""
+        if self.stopped:
+            return ""
+        text = self._before_stop(self._decode(self._tokens)[self._shown :])
+        rest, self._held, self.stopped = self._held, "", True
+        return text + rest
+
+    def _before_stop(self, piece: str) -> str:
+        text = self._held + piece
+        complete = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stop if stop in text]
+        if complete:
+            self.stopped, self._held = True, ""
+            return text[: min(complete)[1]]
+        begun = [n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        certain = len(text) - max(begun, default=0)
+        self._held = text[certain:]
+        return text[:certain]

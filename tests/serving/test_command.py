@@ -1,0 +1,83 @@
+"""The command `serve`: a published model's folder as an application."""
+
+import json
+import sys
+
+import pytest
+from safetensors.numpy import save_file
+
+from ejkernel_eqx import serving
+from ejkernel_eqx.cli.main import main
+from tests.models.cases import GOLDEN
+from tests.models.test_published import weights_of
+
+for name, extra in {
+    "tokenizers": "text",
+    "jinja2": "text",
+    "starlette": "server",
+    "uvicorn": "server",
+}.items():
+    pytest.importorskip(name, reason=f"needs the extra {extra}")
+testclient = pytest.importorskip("starlette.testclient", reason="needs httpx")
+
+from ejkernel_eqx.serving import server  # noqa: E402
+
+from .byte_tokenizer import byte_tokenizer  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A random Llama. Its vocabulary is smaller than that of its tokenizer."""
+    config = GOLDEN["llama"]["config"] | {"eos_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(weights_of("llama"), tmp_path / "model.safetensors")
+    byte_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    return tmp_path
+
+
+SIZES = "--num-pages 16 --page-size 4 --max-batch 2 --step-tokens 8 --dtype float32".split()
+
+
+def test_a_folder_is_served(folder, monkeypatch, capsys):
+    answers = []
+
+    def run(app, host, port):
+        assert (host, port) == ("127.0.0.1", 8123)
+        with testclient.TestClient(app) as client:
+            answers.append(client.get("/v1/models").json()["data"][0]["id"])
+            body = {"messages": [{"role": "user", "content": "!!!"}], "max_tokens": 5}
+            answers.append(client.post("/v1/chat/completions", json=body).json()["usage"])
+
+    monkeypatch.setattr(server, "run", run)
+    assert main(["serve", str(folder), "--port", "8123", "--name", "tiny", *SIZES]) == 0
+    assert answers == ["tiny", {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}]
+    out, err = capsys.readouterr()
+    assert out.startswith("5 tokens in ") and "tiny at http://127.0.0.1:8123/v1" in err
+
+
+def test_wrong_folders_and_sizes(folder, tmp_path, capsys):
+    def error(*options):
+        assert main(["serve", *map(str, options)]) == 2
+        return capsys.readouterr().err
+
+    assert "path: expected a tokenizer.json" in error(tmp_path / "none")
+    assert "step_tokens: expected at least max_batch=2, received 1" in error(
+        folder, *SIZES, "--step-tokens", 1
+    )
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    assert "chat_template: it cannot be read" in error(folder)
+
+
+def test_without_the_extra(folder, monkeypatch, capsys):
+    """The message names what is missing and the extra."""
+    for module in [name for name in sys.modules if name.startswith("ejkernel_eqx.serving.")]:
+        if module.split(".")[2] in ("text", "server"):
+            monkeypatch.delitem(sys.modules, module)
+    for name in ("text", "server"):
+        monkeypatch.delattr(serving, name, raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert main(["serve", str(folder)]) == 2
+    found = capsys.readouterr().err
+    assert "ejkernel_eqx.serving.text needs jinja2, which is not installed" in found
+    assert "pip install 'ejkernel-eqx[text]'" in found
