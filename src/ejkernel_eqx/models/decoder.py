@@ -25,7 +25,7 @@ from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
 from .layer import DecoderLayer, normed
-from .rows_as_pages import as_differentiated, have_pages, meshes_of, PagedRows
+from .rows_as_pages import as_differentiated, have_pages, meshes_of, MOST_TOKENS, PagedRows
 from .split import split_options
 from .vocabulary import embed, in_vocabulary, logits_of
 
