@@ -535,7 +535,7 @@ def matmul(
     up_shift: float = 0.0,
     platform: PlatformLike | None = None,
     config: Any | None = None,
-) -> Any: ...
+) -> Float[Array, '*B N']: ...
 
 def mean_pooling(
     x: Float[AnyArray, '*B T C'],

@@ -73,8 +73,7 @@ def projected(
     if not _is_plain(norm) or not _are_linear(x, layers.values()):
         h = normed(norm, x)
         return tuple(project(name, layer, h, width) for (name, layer), width in zip(layers.items(), widths))
-    outs = matmul(x, *_weights(x, layers), biases=_biases(layers), **_options(norm))
-    return outs if isinstance(outs, tuple) else (outs,)
+    return matmul.together(x, *_weights(x, layers), biases=_biases(layers), **_options(norm))
 
 
 def gated(matmul: Matmul, x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any]) -> Array | None:
@@ -89,10 +88,10 @@ def added(matmul: Matmul, name: str, layer: Any, x: Array, residual: Array) -> A
     if not _are_linear(x, [layer]) or residual.dtype != x.dtype:
         return residual + project(name, layer, x, residual.shape[-1]).astype(residual.dtype)
     layers = {name: layer}
-    if jax.device_count() == 1:
-        return matmul(x, *_weights(x, layers), biases=_biases(layers), residual=residual)
-    # A mesh may split the contracted axis of a plain product, which is then a sum over devices.
-    return residual + matmul(x, *_weights(x, layers), biases=_biases(layers))
+    # On several devices apart: a mesh may split the contracted axis of a plain product, which is then a sum over devices.
+    within = residual if jax.device_count() == 1 else None
+    result = matmul(x, *_weights(x, layers), biases=_biases(layers), residual=within)
+    return result if within is not None else residual + result
 
 
 def plain_norms(q_norm: Any, k_norm: Any, over_all: bool) -> dict[str, Any] | None:

@@ -125,7 +125,7 @@ def are_few(x: Array) -> bool:
 def product(x: Array, weight: Array, bias: Array | None = None, dtype: Any = None) -> Array:
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
-    matmul = multiplied_by.value
+    matmul: Any = multiplied_by.value
     if matmul is not None and dtype is None and are_few(x) and mesh_of((x, weight)) is None:
         return matmul(x, weight.astype(x.dtype), biases=(bias,))
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]

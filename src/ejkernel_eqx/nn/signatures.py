@@ -2,6 +2,7 @@
 
 from typing import TypedDict, TypeVar
 
+import equinox as eqx
 from jax import Array
 from jaxtyping import PRNGKeyArray
 
@@ -49,7 +50,14 @@ class CellInputs(TokenInputs, total=False):
     inference: bool | None
 
 
-class Inputs(LatentInputs, total=False):
+class BlockInputs(TypedDict, total=False):
+    """The norm and the residual of the block around a layer."""
+
+    norm: eqx.nn.RMSNorm | None
+    residual: Float[AnyArray, "*B T O"] | None
+
+
+class Inputs(LatentInputs, BlockInputs, total=False):
     """Those of `MultiHeadAttention`, but for `return_lse`, which decides what is returned."""
 
     kv_input: Float[AnyArray, "*B S C"] | None
@@ -60,7 +68,7 @@ class Inputs(LatentInputs, total=False):
     inference: bool | None
 
 
-class BatchInputs(TypedDict, total=False):
+class BatchInputs(BlockInputs, total=False):
     """The arguments by name of a call of `MultiHeadAttention` with a batch, but for `batch` and `return_lse`."""
 
     positions: Int[AnyArray, "... T"] | None

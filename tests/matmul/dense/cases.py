@@ -69,8 +69,9 @@ def call(op: ejx.Matmul, case: Case, given: Named) -> tuple[Any, ...]:
     rights = [given[name] for name in RIGHTS if name in given]
     biases = [given.get(name) for name in BIASES[: len(rights)]]
     norm = True if case.norm is None else given.get("norm", False)
-    outs = op(given["x"], *rights, biases=biases, norm=norm, residual=given.get("residual"))
-    return outs if isinstance(outs, tuple) else (outs,)
+    if len(rights) > 1 and not case.gated:
+        return op.together(given["x"], *rights, biases=biases, norm=norm)
+    return (op(given["x"], *rights, biases=biases, norm=norm, residual=given.get("residual")),)
 
 
 @functools.partial(quick, static_argnums=(0, 1))

@@ -83,7 +83,9 @@ def test_more_rows_are_for_xla():
 
 
 def test_what_an_empty_call_gives(platform):
-    out, more = ejx.Matmul(platform=platform)(jnp.ones((0, 4)), jnp.ones((3, 4)), jnp.ones((2, 4)))
+    op = ejx.Matmul(platform=platform)
+    out, more = op.together(jnp.ones((0, 4)), jnp.ones((3, 4)), jnp.ones((2, 4)))
+    assert op(jnp.ones((2, 0, 4)), jnp.ones((3, 4))).shape == (2, 0, 3)
     assert (out.shape, more.shape) == ((0, 3), (0, 2))
 
 
@@ -93,7 +95,7 @@ X, W = jnp.ones((5, 8)), jnp.ones((4, 8))
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: ejx.Matmul()(X), ["weights", "one to 3", "received 0"]),
+        (lambda: ejx.Matmul()(X), ["weights", "one", "received 0"]),
         (lambda: ejx.Matmul(gated=True)(X, W), ["weights", "two", "received 1"]),
         (lambda: ejx.Matmul(gated=True)(X, W, W[:3]), ["equal shape", "(3, 8)"]),
         (lambda: ejx.Matmul()(X, W.T), ["weights[0]", "[N, 8]", "(8, 4)"]),
@@ -103,7 +105,9 @@ X, W = jnp.ones((5, 8)), jnp.ones((4, 8))
         (lambda: ejx.Matmul()(X, W, biases=[jnp.ones(3)]), ["biases[0]", "(3,)"]),
         (lambda: ejx.Matmul()(X, W, norm=jnp.ones(4)), ["norm", "(4,)"]),
         (lambda: ejx.Matmul()(X, W, residual=X), ["residual", "(5, 8)"]),
-        (lambda: ejx.Matmul()(X, W, W, residual=jnp.ones((5, 4))), ["residual", "2 results"]),
+        (lambda: ejx.Matmul()(X, W, W), ["weights", "one", "received 2", "together"]),
+        (lambda: ejx.Matmul().together(X), ["weights", "one to 3", "received 0"]),
+        (lambda: ejx.Matmul(gated=True).together(X, W, W), ["weights", "gated=True"]),
         (lambda: ejx.Matmul()(X, W, residual=jnp.ones((5, 4), jnp.bfloat16)), ["residual", "bfloat16"]),
         (lambda: ejx.Matmul("swish"), ["activation", "swish"]),
         (lambda: ejx.Matmul(limit=7.0), ["limit", "gated=False"]),

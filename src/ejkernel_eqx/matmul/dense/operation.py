@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from ..._kernel import Kernel, Plan
 from ..._shapes import AnyArray, Float
@@ -82,29 +83,57 @@ class Matmul(Kernel):
         norm: Float[AnyArray, " K"] | bool = False,
         norm_eps: float = 1e-6,
         residual: Float[AnyArray, "*B N"] | None = None,
-    ) -> Any:
+    ) -> Float[Array, "*B N"]:
         """**Arguments:**
 
         - `x`: `[..., K]` with any number of leading axes, the rows; bf16, f16, f32 (f64 on XLA).
-        - `weights`: one to three, `[N, K]` each, of any `N`, in the dtype of `x`; with `gated` two of equal shape.
+        - `weights`: one, `[N, K]`, in the dtype of `x`; with `gated` two of equal shape, of the gate and of what it multiplies.
         - `biases`: for each weight a vector `[N]` of any float dtype, or `None`; default none.
         - `norm`: whether rows are normalised first: `True`, or the weight of the norm, `[K]`.
         - `norm_eps`: added to the mean square, with a norm.
-        - `residual`: `[..., N]` in the dtype of `x`, added to the only result.
+        - `residual`: `[..., N]` in the dtype of `x`, added to the result.
 
-        **Returns:** `[..., N]` in the dtype of `x`; for several weights without `gated`, a tuple of them.
+        **Returns:** `[..., N]` in the dtype of `x`.
 
         **Raises:** `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
-        arrays, spec = self._resolved(x, weights, biases, norm, norm_eps, residual)
+        expected = 2 if self.spec.gated else 1
+        if len(weights) != expected:
+            words = "two, of gate and up," if self.spec.gated else "one"
+            raise ValueError(
+                f"weights: expected {words} with gated={self.spec.gated}, received {len(weights)}; `together` multiplies by several."
+            )
+        return self._results(x, weights, biases, norm, norm_eps, residual)[0]
+
+    @jax.named_scope("ejkernel_eqx.Matmul")
+    def together(
+        self,
+        x: Float[AnyArray, "*B K"],
+        *weights: Float[AnyArray, "N K"],
+        biases: Sequence[Float[AnyArray, " N"] | None] = (),
+        norm: Float[AnyArray, " K"] | bool = False,
+        norm_eps: float = 1e-6,
+    ) -> tuple[Float[Array, "*B N"], ...]:
+        """Multiplies rows by one to three weights of any numbers of rows, such as those of queries, keys and values, in one launch. Not with `gated`.
+
+        **Arguments:** those of a call.
+
+        **Returns:** a result for each weight.
+        """
+        if self.spec.gated or not 1 <= len(weights) <= len(RIGHTS):
+            raise ValueError(
+                f"weights: expected one to {len(RIGHTS)} and gated=False, received {len(weights)} and gated={self.spec.gated}."
+            )
+        return self._results(x, weights, biases, norm, norm_eps, None)
+
+    def _results(self, x: Any, *given: Any) -> tuple[Array, ...]:
+        arrays, spec = self._resolved(x, *given)
         lead = x.shape[:-1]
         shapes = [(*lead, right.shape[0]) for right in arrays.rights[: spec.count]]
         if 0 in lead:  # no rows: nothing to launch
-            outs = [jnp.zeros(shape, arrays.x.dtype) for shape in shapes]
-        else:
-            results = KINDS[spec.count].call(self.plan, self.operation, arrays, spec)
-            outs = [results[name].reshape(shape) for name, shape in zip(RESULTS, shapes)]
-        return outs[0] if len(outs) == 1 else tuple(outs)
+            return tuple(jnp.zeros(shape, arrays.x.dtype) for shape in shapes)
+        results = KINDS[spec.count].call(self.plan, self.operation, arrays, spec)
+        return tuple(results[name].reshape(shape) for name, shape in zip(RESULTS, shapes))
 
     def _resolved(
         self, x: Any, weights: Any, biases: Any, norm: Any, norm_eps: Any, residual: Any
@@ -148,10 +177,6 @@ class Matmul(Kernel):
         spec = dataclasses.replace(self.spec, count=count, eps=eps)
         rows = lambda a: a if a.ndim > 1 else a.reshape(1, -1)
         if residual is not None:
-            if count > 1:
-                raise ValueError(
-                    f"residual: expected None with {count} results, received an array; it is added to an only result."
-                )
             shape = (*x.shape[:-1], weights[0].shape[0])
             residual = fitting("residual", residual, shape, "features")
             if residual.dtype != x.dtype:
