@@ -40,6 +40,16 @@ PROBLEMS: dict[str, Sequence[tuple[dict[str, int], Mapping[str, object]]]] = {
         ),
         ({"M": 512, "K": 256, "N": 128, "E": 8}, {"stored": "int8"}),
     ],
+    "dense_matmul": [
+        ({"M": 1, "K": 256, "N": 128}, {"norm": True}),
+        ({"M": 8, "K": 256, "N": 128, "N1": 64}, {"bias": True}),
+        ({"B": 4, "M": 16, "K": 4096, "N": 6000}, {"gated": True, "activation": "silu", "norm": True}),
+        ({"M": 64, "K": 300, "N": 1024}, {"residual": True}),
+    ],
+    "rotary_heads": [
+        ({"T": 4, "Hq": 8, "Hk": 2, "D": 64}, {"norm": True}),
+        ({"B": 2, "T": 512, "Hq": 3, "Hk": 1, "D": 96, "R": 16}, {"interleaved": True}),
+    ],
     "losses": [
         ({"N": 512, "E": 64, "V": 1000}, {}),
         ({"M": 2, "N": 64, "E": 64, "V": 50}, {"reduction": "none", "bias": True}),
@@ -81,6 +91,8 @@ KERNELS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]
     "paged": ({"forward": CALL}, {"forward": CALL, "write": ("arrays",)}),
     "matmul": (APPLY, LAUNCH),
     "pooling": (APPLY, LAUNCH),
+    "dense_matmul": (APPLY, LAUNCH),
+    "rotary_heads": (APPLY, LAUNCH),
     "losses": (LAUNCH, LAUNCH),
     "native_sparse": (LAUNCH, LAUNCH),
     "native_pages": ({"forward": CALL}, {"forward": CALL}),

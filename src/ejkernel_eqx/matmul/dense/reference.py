@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..._broadcast import like
 from ...core.arguments import accumulator
 from .spec import MatmulArrays, MatmulSpec, RESULTS
 
@@ -15,10 +16,10 @@ def multiply(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, Array]:
     if spec.eps is not None:
         x = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + spec.eps)
     if arrays.norm is not None:
-        x = x * _of_rows(arrays.norm.astype(wide))
+        x = x * _of_rows(arrays.norm.astype(wide), x)
     products = [x @ jnp.swapaxes(right.astype(wide), -1, -2) for right in arrays.rights]
     products = [
-        z if bias is None else z + _of_rows(bias.astype(wide)) for z, bias in zip(products, arrays.biases)
+        z if bias is None else z + _of_rows(bias.astype(wide), z) for z, bias in zip(products, arrays.biases)
     ]
     if spec.gated:
         gate, up = products
@@ -32,9 +33,9 @@ def multiply(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, Array]:
     return dict(zip(RESULTS, products))
 
 
-def _of_rows(x: Array) -> Array:
+def _of_rows(x: Array, rows: Array) -> Array:
     """`[..., N]` as `[..., 1, N]`, which every row has."""
-    return x[..., None, :]
+    return like(x[..., None, :], rows)
 
 
 def activation(z: Array, spec: MatmulSpec) -> Array:
