@@ -116,6 +116,7 @@ def test_several_tokens_a_row(name, length):
     close(*(eqx.filter_jit(call)(model_of(name, platform)) for platform in (INTERPRET, "xla")))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lead", [(), (2, 1)])
 def test_any_leading_axes(lead):
     def call(model: Decoder) -> Any:
@@ -133,6 +134,7 @@ def test_examples_of_vmap_have_caches_of_their_own():
     close(*(eqx.filter_jit(call)(model_of("hybrid", platform)) for platform in (INTERPRET, "xla")))
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_over_rows():
     def loss(model: Decoder) -> Any:
         logits, cache = model(STEPS[0], model.init_cache(ROWS, 32))
@@ -176,6 +178,7 @@ def test_donated_caches_are_written_in_place(optimised):
     assert memory is not None and memory.alias_size_in_bytes >= cache.nbytes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["window", "hybrid", "latent"])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_full_row_is_closed_and_others_are_exact(name, tokens):

@@ -58,7 +58,7 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "kind", ["delta", *(pytest.param(kind, marks=slow) for kind in ("attention", "mamba"))]
+    "kind", ["attention", *(pytest.param(kind, marks=slow) for kind in ("delta", "mamba"))]
 )
 def test_a_draft_model_changes_no_token(kind):
     """The model itself, all of whose drafts are right, and one that knows nothing; rows that end in the middle of a step; drawn tokens."""

@@ -59,6 +59,7 @@ def _forget(*engines):
 def test_a_shared_prefix_is_computed_once(mixer, pair):
     """By requests that come one after the other."""
     cached, plain = pair
+    _forget(cached)
     requests = [(SYSTEM + bytes([n, n + 1, n + 2]), 3) for n in (1, 30, 60)]
     total, expected = computed(plain, requests)
     assert total == 3 * (25 + 2)  # the last token of a text is not processed
