@@ -93,7 +93,7 @@ def test_is_the_rotation_of_a_rotary_embedding(interleaved):
         12, rotary_dim=8, interleaved=interleaved, scaling=ejx.nn.DynamicScaling(2.0, 2)
     )
     offset = jnp.array([3, 1000])
-    cos, sin = (jnp.broadcast_to(x, (2, 3, 4)) for x in rope.tables((2, 3), offset=offset))
+    cos, sin = rope.tables((2, 3), offset=offset)
     q, k = ejx.RotaryHeads(interleaved)(given["q"], given["k"], cos, sin)
     assert_close(q, rope(given["q"], offset=offset))
     assert_close(k, rope(given["k"], offset=offset))
@@ -129,7 +129,9 @@ Q = jnp.ones((3, 2, 8))
         (dict(k=Q[:2]), ["k", "(2, 2, 8)"]),
         (dict(k=Q.astype(jnp.bfloat16)), ["k", "bfloat16"]),
         (dict(cos=jnp.ones((3, 5))), ["cos", "at most 4", "received 5"]),
-        (dict(sin=jnp.ones((3, 3))), ["sin", "(3, 3)"]),
+        (dict(sin=jnp.ones((3, 3))), ["sin", "expected the pairs of cos, 4", "received 3"]),
+        (dict(sin=jnp.ones((2, 4))), ["sin", "(3, 4)", "(2, 4)"]),
+        (dict(k=Q[:, :0]), ["q, k", "at least one head"]),
         (dict(q_norm=jnp.ones(8)), ["q_norm", "norm_eps"]),
         (dict(k_norm=jnp.ones(7), norm_eps=1e-5), ["k_norm", "(7,)"]),
         (dict(norm_eps=-1.0), ["norm_eps", "-1.0"]),

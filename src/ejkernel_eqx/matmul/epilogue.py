@@ -1,6 +1,6 @@
 """The epilogue of the products, and its gradient: the activation, the gate and its limits, in plain XLA."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +10,8 @@ from ..core.arguments import accumulator
 from .spec import GroupedSpec, HALVES, INTERLEAVED
 
 
-class Epilogue(Protocol):
-    """The options of an activation and of what it multiplies."""
-
-    @property
-    def activation(self) -> str | None: ...
-    @property
-    def alpha(self) -> float: ...
-    @property
-    def limit(self) -> float | None: ...
-    @property
-    def up_shift(self) -> float: ...
-
-
-def finished(gate: Array, up: Array | None, spec: Epilogue) -> Array:
-    """The result from the products, in their dtype."""
+def finished(gate: Array, up: Array | None, spec: Any) -> Array:
+    """The result from the products, in their dtype. `spec` has an activation, its `alpha`, a `limit` and an `up_shift`."""
     if up is None:
         return activated(gate, spec)
     if spec.limit is not None:
@@ -33,7 +20,7 @@ def finished(gate: Array, up: Array | None, spec: Epilogue) -> Array:
     return activated(gate, spec) * (up + spec.up_shift)
 
 
-def activated(z: Array, spec: Epilogue) -> Array:
+def activated(z: Array, spec: Any) -> Array:
     if spec.activation == "silu":
         return z * jax.nn.sigmoid(spec.alpha * z)
     if spec.activation == "gelu":

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,7 +14,7 @@ from ..dispatch import PlatformLike
 from ..matmul import Matmul
 from ..nn import ExpertParallel, MixtureOfExperts, MultiHeadAttention, RouterStatistics
 from ..nn.activations import gated, matmul_options
-from ..nn.few_rows import added, normed, projected
+from ..nn.few_rows import added, Block, check_block, laid_out_as, normed, projected, with_residual
 from ..nn.few_rows import gated as gated_rows
 from ..nn.initial import keys_of
 from ..nn.parts import Parts
@@ -65,23 +64,28 @@ class MLP(Module):
     ) -> Array:
         """`x`: `[..., E]`, any number of leading axes; `again`: the same, for the second projection, from
         [`ejkernel_eqx.ResidualRMSNorm`][]`.for_readers`. With `norm`, that of the block, the input is the norm of `x`; `residual`, of its
-        shape, is added to the output. Few rows are then two launches on GPUs ([`ejkernel_eqx.Matmul`][]). **Returns:** an array of its shape
-        and dtype."""
-        if norm is not None or residual is not None:
-            return self._in_block(x, norm, residual)
+        shape, is added to the output, in the dtype of the residual. Few rows are then two launches on GPUs ([`ejkernel_eqx.Matmul`][]).
+        **Returns:** an array of its shape and dtype."""
+        block = Block(norm, residual)
+        if not block.is_alone:
+            if again is not None:
+                raise ValueError(
+                    "again: expected None with norm or residual, received an array; it is the norm for the second projection."
+                )
+            check_block(block, x, x.shape[-1])
+            return self._in_block(x, block)
         gate = project("gate_proj", self.gate_proj, x, self.config.hidden_dim)
         up = project("up_proj", self.up_proj, x if again is None else again, self.config.hidden_dim)
         return project("down_proj", self.down_proj, gated(self.config.activation, gate, up), x.shape[-1])
 
-    def _in_block(self, x: Array, norm: eqx.nn.RMSNorm | None, residual: Array | None) -> Array:
+    def _in_block(self, x: Array, block: Block) -> Array:
         layers = {"gate_proj": self.gate_proj, "up_proj": self.up_proj}
-        h = gated_rows(self.gate_matmul, x, norm, layers)
+        h = gated_rows(self.gate_matmul, x, block.norm, layers, self.config.hidden_dim)
         if h is None:
-            y = self(normed(norm, x))
-            return y if residual is None else residual + y
-        if residual is None:
+            return with_residual(block.residual, self(normed(block.norm, x)))
+        if block.residual is None:
             return projected(self.matmul, h, None, {"down_proj": self.down_proj}, (x.shape[-1],))[0]
-        return added(self.matmul, "down_proj", self.down_proj, h, residual)
+        return added(self.matmul, "down_proj", self.down_proj, h, block.residual)
 
     _published = filled_mlp
 
@@ -183,7 +187,7 @@ class DecoderLayer(Module):
     def _of_few(self, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
         """A step of few tokens: norms and residuals are parts of the projections beside them."""
 
-        def with_residual(branch: Callable[..., Any], out_norm: Any, scales: tuple[float, float]) -> Any:
+        def in_block(branch: Callable[..., Any], out_norm: Any, scales: tuple[float, float]) -> Any:
             """The sum of `x` and a branch, and what the branch returns besides."""
             if out_norm is None and scales == (1, 1):
                 return branch(residual=x)
@@ -191,12 +195,12 @@ class DecoderLayer(Module):
             return _added(x, normed(out_norm, out.astype(x.dtype)), scales), *more
 
         mixer = functools.partial(self.mixer, x, cache, **rows, norm=self.mixer_norm)
-        x, cache = with_residual(mixer, self.mixer_out_norm, self.config.mixer_scales)
+        x, cache = in_block(mixer, self.mixer_out_norm, self.config.mixer_scales)
         if self.mlp is None:
             return x, cache
         if isinstance(mlp := self.mlp, MLP):
             branch = lambda **more: (mlp(x, norm=self.mlp_norm, **more),)
-            return with_residual(branch, self.mlp_out_norm, self.config.mlp_scales)[0], cache
+            return in_block(branch, self.mlp_out_norm, self.config.mlp_scales)[0], cache
         (h,), x = self._into_branch(self.mlp_norm, x)
         y = self.mlp(h, padding_mask=real_of(rows))
         return _added(x, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales), cache
@@ -211,7 +215,7 @@ class DecoderLayer(Module):
             if out is None:
                 return give(readers, residual, None, norm.weight)
             if scales == (1, 1):
-                return give(readers, residual, _laid_out_as(residual, out), norm.weight)
+                return give(readers, residual, laid_out_as(residual, out), norm.weight)
         x = residual if out is None else _added(residual, out, scales)
         return (normed(norm, x),), x
 
@@ -253,10 +257,4 @@ def _added(residual: Array, branch: Array, scales: tuple[float, float]) -> Array
     scaled = [
         x if scale == 1 else x * jnp.asarray(scale, x.dtype) for x, scale in zip((residual, branch), scales)
     ]
-    return scaled[0] + _laid_out_as(residual, scaled[1])
-
-
-def _laid_out_as(residual: Array, branch: Array) -> Array:
-    """The branch as the residual lies on an explicit mesh, whatever way the rows of its last projection are split."""
-    sharding = jax.typeof(residual).sharding
-    return jax.sharding.reshard(branch, sharding) if sharding.mesh.explicit_axes else branch
+    return scaled[0] + laid_out_as(residual, scaled[1])

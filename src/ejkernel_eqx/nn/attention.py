@@ -383,7 +383,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             batch or not, and is returned in the same state. Padding may hold NaN; outputs at padding positions are undefined.
             Donate the cache for writing in place. `positions` are accepted only if the rotation has `mrope_section`.
         - `norm`, `residual`: those of the block around the layer: the input is the norm of `x`, and the residual, of the shape of the output,
-            is added to the output. With a batch of few tokens they are computed in the launches of the projections
+            is added to the output, in the dtype of the residual. With a batch of few tokens they are computed in the launches of the projections
             ([`ejkernel_eqx.Matmul`][]). Not with `kv_input`.
         - `return_lse`: also return the log-sum-exp of the scores, `[..., T, H]`, as in [`ejkernel_eqx.FlashAttention`][].
 
@@ -395,19 +395,25 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         rows = positions, padding_mask, kv_padding_mask, segment_ids, cu_seqlens
         given = CallInputs(kv_input, v_input, *rows, mask, bias, key, inference)
         block = Block(norm, residual)
-        check_block(self, block, x, kv_input)
         check_flags(return_lse=return_lse)
         check_scalar(self.sliding_window)
         if batch is not None:
             x, cache = check_pages(self, x, cache, batch, given)
+            check_block(block, x, self.output_size, kv_input)
+            if norm is not None and x.dtype != compute_dtype_of(self.compute_dtype, self, x):
+                x, block = normed_input(norm, x), Block(None, residual)  # in the wider dtype
             return self._over_pages(x, cache, batch, positions, block, return_lse)
-        x = normed_input(norm, x)
         given, x = check_call(self, x, cache, given)
+        check_block(block, x, self.output_size, kv_input)
         assert not isinstance(cache, PagedKVCache)  # those need a batch
         rows = locate(x, cache, given)
         inputs = [a for a in (x, given.kv_input, given.v_input) if a is not None]
         dtype = compute_dtype_of(self.compute_dtype, self, *inputs)
-        x = clear(x.astype(dtype), rows.real)
+        x = (
+            clear(x.astype(dtype), rows.real)
+            if norm is None
+            else normed_input(norm, clear(x, rows.real)).astype(dtype)
+        )
         source = x if given.kv_input is None else clear(given.kv_input.astype(dtype), kv_padding_mask)
         values = source if given.v_input is None else clear(given.v_input.astype(dtype), kv_padding_mask)
         return with_residual(residual, self._attend((x, source, values), cache, given, rows, return_lse))
@@ -460,7 +466,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
 
         def empty(x: Array) -> tuple[Array, ...]:
             lse = jnp.full((x.shape[0], self.num_heads), -jnp.inf, accumulator(x.dtype))
-            return jnp.zeros((x.shape[0], self.output_size), x.dtype), *((lse,) if return_lse else ())
+            dtype = x.dtype if block.residual is None else block.residual.dtype
+            return jnp.zeros((x.shape[0], self.output_size), dtype), *((lse,) if return_lse else ())
 
         def call(x: Array, bound: PagedKVCache) -> tuple[tuple[Array, ...], PagedKVCache]:
             places = places_over_pages(self.rope, batch, positions)
@@ -514,16 +521,16 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         """The results of `_heads` for the norm of few tokens."""
         q, k, v = projected(self.matmul, x, norm, self._projections(), self._widths())
         norms = plain_norms(self.q_norm, self.k_norm, self.norm_over_all)
+        rope, rotary_heads = self.rope, self.rotary_heads
+        if rotary_heads is None or norms is None or not isinstance(rope, RotaryEmbedding) or self.output_gate:
+            return self._split(q, k, v, places)
         if (
-            self.rotary_heads is None
-            or norms is None
-            or not isinstance(self.rope, RotaryEmbedding)
-            or self.output_gate
-        ):
+            rope.interleaved != rotary_heads.spec.interleaved
+        ):  # another rotation was put in the place of the first
             return self._split(q, k, v, places)
         q, k = split_heads(q, self.num_heads), split_heads(k, self.num_kv_heads)
-        cos, sin = places.tables(self.rope, q)
-        q, k = self.rotary_heads(q, k, cos, sin, **norms)
+        cos, sin = places.tables(rope, q)
+        q, k = rotary_heads(q, k, cos, sin, **norms)
         return q, k, split_heads(v, self.num_kv_heads), None
 
     def _split(

@@ -8,6 +8,7 @@ from jax import Array
 
 from .._broadcast import like
 from .._shapes import AnyArray
+from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..rotary import RotaryChoice, RotaryEmbedding
 from ..sequences import cu_seqlens_to_segment_ids, positions_from_cu_seqlens
@@ -46,7 +47,8 @@ class Places(NamedTuple):
     def tables(self, rope: RotaryEmbedding, x: Array) -> tuple[Array, Array]:
         """Cosines and sines for `x [..., T, H, D]`, `[..., T, R / 2]`."""
         shape = x.shape[:-2]
-        tables = rope.tables(shape, self.positions, offset=self.offset, lengths=self.lengths)
+        places = {"offset": self.offset, "lengths": self.lengths, "dtype": accumulator(x.dtype)}
+        tables = rope.tables(shape, self.positions, **places)
         cos, sin = (jnp.broadcast_to(a, (*shape, a.shape[-1])) for a in tables)
         return cos, sin
 

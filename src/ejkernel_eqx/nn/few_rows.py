@@ -9,7 +9,7 @@ from jax import Array
 
 from ..matmul import Matmul
 from .arguments import read_array
-from .projection import mesh_of, project
+from .projection import check_linear, mesh_of, project
 
 
 class Block(NamedTuple):
@@ -24,23 +24,19 @@ class Block(NamedTuple):
         return self.norm is None and self.residual is None
 
 
-def check_block(layer: Any, block: Block, x: Any, kv_input: Any) -> None:
-    """The norm and the residual of a call of an attention layer."""
+def check_block(block: Block, x: Array, features: int, kv_input: Any = None) -> None:
+    """The norm and the residual of a call of a layer with so many features in its output."""
     if block.is_alone:
         return
-    if block.norm is not None and not callable(block.norm):
-        raise ValueError(
-            f"norm: expected an equinox.nn.RMSNorm or None, received {type(block.norm).__name__}."
-        )
+    if block.norm is not None and (isinstance(block.norm, type) or not callable(block.norm)):
+        raise ValueError(f"norm: expected an equinox.nn.RMSNorm or None, received {block.norm!r}.")
     if kv_input is not None:
         raise ValueError(
             "kv_input: expected None with norm or residual, received an array; they are for self attention in a block."
         )
     if block.residual is not None:
-        residual, expected = (
-            read_array("residual", block.residual, "floats", "[..., T, O]"),
-            (*x.shape[:-1], layer.output_size),
-        )
+        residual = read_array("residual", block.residual, "floats", "[..., T, O]")
+        expected = (*x.shape[:-1], features)
         if residual.shape != expected:
             raise ValueError(
                 f"residual: expected the shape of the output, {expected}, received {residual.shape}."
@@ -52,8 +48,14 @@ def with_residual(residual: Any, results: Any) -> Any:
     if residual is None:
         return results
     if not isinstance(results, tuple):
-        return residual + results.astype(residual.dtype)
-    return residual + results[0].astype(residual.dtype), *results[1:]
+        return residual + laid_out_as(residual, results.astype(residual.dtype))
+    return residual + laid_out_as(residual, results[0].astype(residual.dtype)), *results[1:]
+
+
+def laid_out_as(residual: Array, branch: Array) -> Array:
+    """The branch as the residual lies on an explicit mesh, whatever way the rows of its last projection are split."""
+    sharding = jax.typeof(residual).sharding
+    return jax.sharding.reshard(branch, sharding) if sharding.mesh.explicit_axes else branch
 
 
 def normed(norm: eqx.nn.RMSNorm | None, x: Any) -> Any:
@@ -73,20 +75,27 @@ def projected(
     if not _is_plain(norm) or not _are_linear(x, layers.values()):
         h = normed(norm, x)
         return tuple(project(name, layer, h, width) for (name, layer), width in zip(layers.items(), widths))
+    for (name, layer), width in zip(layers.items(), widths):
+        check_linear(name, layer, x, width)
     return matmul.together(x, *_weights(x, layers), biases=_biases(layers), **_options(norm))
 
 
-def gated(matmul: Matmul, x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any]) -> Array | None:
-    """The gate of two projections of the norm of `x`; `None` if they cannot be computed together."""
+def gated(
+    matmul: Matmul, x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], width: int
+) -> Array | None:
+    """The gate of two projections of this width of the norm of `x`; `None` if they cannot be computed together."""
     if not _is_plain(norm) or not _are_linear(x, layers.values()):
         return None
+    for name, layer in layers.items():
+        check_linear(name, layer, x, width)
     return matmul(x, *_weights(x, layers), biases=_biases(layers), **_options(norm))
 
 
 def added(matmul: Matmul, name: str, layer: Any, x: Array, residual: Array) -> Array:
     """The residual and the projection of `x` to its features."""
     if not _are_linear(x, [layer]) or residual.dtype != x.dtype:
-        return residual + project(name, layer, x, residual.shape[-1]).astype(residual.dtype)
+        return with_residual(residual, project(name, layer, x, residual.shape[-1]))
+    check_linear(name, layer, x, residual.shape[-1])
     layers = {name: layer}
     # On several devices apart: a mesh may split the contracted axis of a plain product, which is then a sum over devices.
     within = residual if jax.device_count() == 1 else None

@@ -25,7 +25,7 @@ def project(name: str, layer: Any, x: Array, features: int) -> Array:
     the layer has cast to its compute dtype.
     """
     if type(layer) is eqx.nn.Linear:
-        _check_linear(name, layer, x, features)
+        check_linear(name, layer, x, features)
         return product(x, layer.weight, layer.bias)
     if not callable(layer):
         raise ValueError(
@@ -55,7 +55,7 @@ def project_parts(
     """
     features, ends = groups * sum(widths), [*itertools.accumulate(widths)][:-1]
     if type(layer) is eqx.nn.Linear and _more_tokens(x, features) and mesh_of((x, layer.weight)) is None:
-        _check_linear(name, layer, x, features)
+        check_linear(name, layer, x, features)
         apart = lambda a: _parts_of(a, ends, groups, 0)
         weights = apart(layer.weight)
         biases = [None for _ in widths] if layer.bias is None else apart(layer.bias)
@@ -71,7 +71,7 @@ def project_together(layers: Mapping[str, Any], x: Array, widths: Sequence[int])
     weights = [layer.weight for layer in layers.values()] if plain else []
     if plain and _more_tokens(x, sum(widths)) and mesh_of((x, weights)) is None:
         for (name, layer), width in zip(layers.items(), widths, strict=True):
-            _check_linear(name, layer, x, width)
+            check_linear(name, layer, x, width)
         ends = [*itertools.accumulate(widths)][:-1]
         return tuple(
             jnp.split(product(x, jnp.concatenate([w.astype(x.dtype) for w in weights])), ends, axis=-1)
@@ -95,7 +95,7 @@ def _parts_of(x: Array, ends: Sequence[int], groups: int, axis: int) -> list[Arr
     return [part.reshape(*lead, groups * part.shape[axis + 1], *rest) for part in parts]
 
 
-def _check_linear(name: str, layer: eqx.nn.Linear, x: Array, features: int) -> None:
+def check_linear(name: str, layer: eqx.nn.Linear, x: Array, features: int) -> None:
     if layer.weight.shape != (features, x.shape[-1]):
         raise ValueError(
             f"{name}: expected an equinox.nn.Linear from [{x.shape[-1]}] to [{features}], received one with a weight of shape "

@@ -40,6 +40,7 @@ CASES = {
         (("alpha", 1.702), ("limit", 1.0), ("up_shift", 1.0)),
     ),
     "activation": Case((1, 64), (32,), "float16", "gelu", bias=True),
+    "half": Case((3, 40), (8,), "float16", norm=True),
     "one row": Case((37,), (5, 6), norm=True),
     "tanh": Case((4, 4, 16), (8,), activation="gelu_tanh", norm=True, residual=True),
 }  # fmt: skip

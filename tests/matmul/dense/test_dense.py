@@ -42,8 +42,8 @@ def test_the_reference_is_the_formula():
 
 @pytest.mark.parametrize("block_m", [1, 2, 16])
 def test_few_rows_with_and_without_tensor_cores(block_m):
-    """Rows, features and columns that fill no tile."""
-    case = Case((min(block_m, 11), 100), (37, 20, 5), norm=True, bias=True)
+    """Rows, features and columns that fill no tile, and several tiles of rows."""
+    case = Case(({1: 1, 2: 5, 16: 43}[block_m], 100), (37, 20, 5), norm=True, bias=True)
     given, cotangents = make(case)
     config = TritonConfig(RowsTile(block_m, 16, 32, 4, 1), False, "ieee", False)
     op = operation(case, platform="triton-interpret", config=config)
@@ -75,11 +75,21 @@ def test_composes(platform):
     assert_close(poisoned[keep], wanted[keep])
 
 
-def test_more_rows_are_for_xla():
-    x, w = jnp.ones((65, 8)), jnp.ones((4, 8))
-    with pytest.raises(ejx.UnsupportedError, match="64 rows, not 65"):
-        ejx.Matmul(platform="triton-interpret")(x, w)
-    np.testing.assert_array_equal(ejx.Matmul()(x, w), 8.0)
+def test_many_rows(platform):
+    """More than a tile, also of mapped rows."""
+    case = Case((130, 24), (20,), norm=True)
+    given, cotangents = make(case)
+    op, wanted = operation(case, platform=platform), exact(case, given, cotangents)["out"]
+    assert_close(call(op, case, given)[0], wanted)
+    one = lambda x: op(x, given["right"], norm=given["norm"])
+    assert_close(quick(jax.vmap(one))(given["x"][:, None])[:, 0], wanted)
+
+
+def test_the_default_of_many_rows_is_xla():
+    w = jnp.ones((4, 8))
+    plans = {rows: ejx.Matmul()._plan_for((rows,)).snapshot.requested for rows in (64, 65)}
+    assert [getattr(plan, "value", plan) for plan in plans.values()] == [None, "xla"]
+    np.testing.assert_array_equal(ejx.Matmul()(jnp.ones((65, 8)), w), 8.0)
 
 
 def test_what_an_empty_call_gives(platform):

@@ -1,22 +1,24 @@
 """`Matmul`: rows by the weights of linear layers, with a norm before and a bias, an activation, a gate and a residual behind."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from ..._kernel import Kernel, Plan
-from ..._shapes import AnyArray, Float
+from ..._kernel import Kernel, make_plan, Plan
+from ..._shapes import AnyArray, Float, is_symbolic
 from ...core.arguments import array, check_flags, fitting, is_finite
 from ...core.plans import plan_of
 from ...dispatch import PlatformLike
 from ..arguments import check_epilogue
 from .core import KINDS
-from .spec import BIASES, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
+from .spec import BIASES, FEW_ROWS, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
 
 
 class Matmul(Kernel):
@@ -29,10 +31,11 @@ class Matmul(Kernel):
 
     $$\mathrm{out} = \mathrm{act}(h W_0^\top + b_0) \odot (h W_1^\top + b_1 + s) + \mathrm{residual}.$$
 
-    Norm, bias, activation and residual are optional. Sums are in float32 (float64 for float64), in a fixed order, and rounded once.
+    Norm, bias, activation and residual are optional. Sums are in float32 (float64 for float64), in a fixed order. Triton's kernel rounds the result
+    once; XLA rounds the norm, each product and the result, as separate layers do.
 
-    It is for few rows, as in decoding, where the time is that of reading the weights: up to 64 rows are one launch of Triton's kernel on GPUs. More
-    rows are XLA's, with the same results. Weights are `[out, in]`, as in `equinox.nn.Linear`.
+    It is for few rows, as in decoding, where the time is that of reading the weights: up to 64 rows are by default one launch of Triton's kernel on
+    GPUs, and more rows XLA's. Weights are `[out, in]`, as in `equinox.nn.Linear`.
 
     Platforms: Triton (`"triton"`, `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode in all float arrays;
     `platform="xla"` also supports forward mode and second derivatives.
@@ -132,8 +135,16 @@ class Matmul(Kernel):
         shapes = [(*lead, right.shape[0]) for right in arrays.rights[: spec.count]]
         if 0 in lead:  # no rows: nothing to launch
             return tuple(jnp.zeros(shape, arrays.x.dtype) for shape in shapes)
-        results = KINDS[spec.count].call(self.plan, self.operation, arrays, spec)
+        results = KINDS[spec.count].call(self._plan_for(lead), self.operation, arrays, spec)
         return tuple(results[name].reshape(shape) for name, shape in zip(RESULTS, shapes))
+
+    def _plan_for(self, lead: tuple[Any, ...]) -> Plan:
+        """The plan of a call with rows of these axes: many are for XLA, unless a platform or a configuration was asked for."""
+        rows, snapshot = math.prod(lead), self.plan.snapshot
+        asked = snapshot.requested is not None or snapshot.override is not None
+        if asked or (not is_symbolic(rows) and rows <= FEW_ROWS):
+            return self.plan
+        return dataclasses.replace(make_plan(self.operation, platform="xla"), path=self.plan.path)
 
     def _resolved(
         self, x: Any, weights: Any, biases: Any, norm: Any, norm_eps: Any, residual: Any
@@ -144,7 +155,7 @@ class Matmul(Kernel):
         if (gated and len(weights) != 2) or not 1 <= len(weights) <= len(RIGHTS):
             expected = "two, of gate and up," if gated else f"one to {len(RIGHTS)}"
             raise ValueError(f"weights: expected {expected} with gated={gated}, received {len(weights)}.")
-        biases = tuple(biases) or (None,) * len(weights)
+        biases = tuple(biases or ()) or (None,) * len(weights)
         if len(biases) != len(weights):
             raise ValueError(
                 f"biases: expected {len(weights)}, one for each weight, received {len(biases)}; None stands for none."
@@ -168,10 +179,14 @@ class Matmul(Kernel):
             )
         count = 1 if gated else len(weights)
         eps = None
+        if isinstance(norm, np.bool_):
+            norm = bool(norm)
         if norm is not False and norm is not None:
             if not (is_finite(norm_eps) and norm_eps >= 0):
                 raise ValueError(f"norm_eps: expected a finite number >= 0, received {norm_eps!r}.")
             eps = float(norm_eps)
+            if norm is not True and not isinstance(norm, Array | np.ndarray):
+                raise ValueError(f"norm: expected True, False or the weight of the norm, received {norm!r}.")
             if norm is not True:
                 named["norm"] = fitting("norm", norm, x.shape[-1:], "features")
         spec = dataclasses.replace(self.spec, count=count, eps=eps)

@@ -5,11 +5,12 @@ from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from ..._kernel import Kernel, Plan
 from ..._shapes import AnyArray, Float
-from ...core.arguments import accumulator, array, check_flags, fitting, is_finite
+from ...core.arguments import accumulator, array, broadcasts, check_flags, fitting, is_finite
 from ...core.plans import plan_of
 from ...dispatch import PlatformLike
 from .core import HEADS
@@ -69,8 +70,8 @@ class RotaryHeads(Kernel):
         """**Arguments:**
 
         - `q`, `k`: `[..., T, H, D]` and `[..., T, K, D]` with any number of leading axes, in one dtype: bf16, f16, f32 (f64 on XLA).
-        - `cos`, `sin`: `[..., T, R]`, of the angle of each pair, with `2 R` features rotated: [`RotaryEmbedding`][ejkernel_eqx.nn.RotaryEmbedding]
-            makes them in `tables`.
+        - `cos`, `sin`: arrays that broadcast to `[..., T, R]`, of the angle of each pair, with `2 R` features rotated:
+            [`RotaryEmbedding`][ejkernel_eqx.nn.RotaryEmbedding] makes them in `tables`.
         - `norm_eps`: added to the mean square of a head; default no norm.
         - `q_norm`, `k_norm`: weights of the norms, `[D]`, any float dtype; default ones.
 
@@ -82,13 +83,18 @@ class RotaryHeads(Kernel):
                 f"k: expected {q.dtype} of shape {(*q.shape[:-2], 'K', q.shape[-1])}, as q, received {k.dtype} of shape {k.shape}."
             )
         wide = accumulator(q.dtype)
-        cos = array("cos", cos, "T R")
-        cos = fitting("cos", cos, (*q.shape[:-2], cos.shape[-1]), "T R").astype(wide)
+        if 0 in (q.shape[-2], k.shape[-2]):
+            raise ValueError(
+                f"q, k: expected at least one head each, received shapes {q.shape} and {k.shape}."
+            )
+        cos = _table("cos", cos, q).astype(wide)
         if not 0 < 2 * cos.shape[-1] <= q.shape[-1]:
             raise ValueError(
                 f"cos: expected at least one pair and at most {q.shape[-1] // 2}, half of the features, received {cos.shape[-1]}."
             )
-        sin = fitting("sin", sin, cos.shape, "T R").astype(wide)
+        sin = _table("sin", sin, q).astype(wide)
+        if sin.shape != cos.shape:
+            raise ValueError(f"sin: expected the pairs of cos, {cos.shape[-1]}, received {sin.shape[-1]}.")
         named: dict[str, Any] = {"q": q, "k": k, "cos": cos, "sin": sin}
         for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
             if weight is not None:
@@ -99,9 +105,20 @@ class RotaryHeads(Kernel):
                 named[name] = fitting(name, weight, q.shape[-1:], "D")
         if norm_eps is not None and not (is_finite(norm_eps) and norm_eps >= 0):
             raise ValueError(f"norm_eps: expected a finite number >= 0 or None, received {norm_eps!r}.")
-        if 0 in (q.size, k.size):  # nothing to launch
+        if q.size == 0:  # no tokens: nothing to launch
             return q, k
         spec = dataclasses.replace(self.spec, eps=None if norm_eps is None else float(norm_eps))
         results = HEADS.call(self.plan, self.operation, HeadsArrays(**named), spec)
         q_out, k_out = (results[name] for name in RESULTS)
         return q_out, k_out
+
+
+def _table(name: str, x: Any, q: Array) -> Array:
+    """Cosines or sines, for every token."""
+    x = array(name, x, "T R")
+    shape = (*q.shape[:-2], x.shape[-1])
+    if not broadcasts(x.shape, shape):
+        raise ValueError(
+            f"{name}: expected [..., T, R] that broadcasts to {shape}, received shape {x.shape}."
+        )
+    return jnp.broadcast_to(x, shape)

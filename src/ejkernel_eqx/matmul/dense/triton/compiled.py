@@ -16,7 +16,7 @@ from ....normalization.spec import NormArrays, NormSpec
 from ....normalization.triton import compiled as norms
 from ...triton.call import ACTIVATIONS, OPERANDS
 from .. import xla
-from ..spec import BIASES, FEW_ROWS, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
+from ..spec import BIASES, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
 from . import kernel
 from .tile_sizes import programs_of, shared_memory, tiles
 from .tile_sizes import RowsTile as RowsTile
@@ -44,13 +44,8 @@ unavailable = kernels_unavailable
 
 
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
-    dtype, rows = problem.dtype("x"), problem.dim("B") * problem.dim("M")
-    if dtype == "float64":
+    if problem.dtype("x") == "float64":
         return "takes float32, float16 and bfloat16, not float64"
-    if dtype == "float16" and problem.flag("norm"):
-        return "takes float32 and bfloat16 with a norm, whose unscaled rows may be too large for float16"
-    if rows > FEW_ROWS:
-        return f"takes up to {FEW_ROWS} rows, not {rows}"
     return None
 
 
@@ -61,17 +56,18 @@ def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
 def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
     """Configurations worth timing, the heuristic first."""
     nvidia = device.vendor == "nvidia"
-    # With one row, a program's norm costs less than a launch.
-    apart = bool(problem.flag("norm")) and problem.dim("B") * problem.dim("M") > 2
+    # With one row, a program's norm costs less than a launch. It leaves rows unscaled, which float16 may not hold.
+    few = problem.dim("B") * problem.dim("M") <= 2 and problem.dtype("x") != "float16"
+    apart = bool(problem.flag("norm")) and not few
     precision = "tf32x3" if nvidia else "ieee"
     return [TritonConfig(tile, apart, precision, nvidia) for tile in tiles(problem, device)]
 
 
 def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
-    """The reason why the tile does not hold all rows, or cannot fit the device's shared memory, by an estimate."""
-    tile, rows = config.tile, problem.dim("B") * problem.dim("M")
-    if tile.block_m < rows:
-        return f"tile.block_m={tile.block_m} must be at least the {rows} rows of the call"
+    """The reason why rows are not normalised before they are rounded, or the tile cannot fit the device's shared memory, by an estimate."""
+    tile = config.tile
+    if problem.flag("norm") and problem.dtype("x") == "float16" and not config.norm_apart:
+        return "norm_apart=False leaves rows unscaled, which may be too large for float16"
     sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
     return too_large("tile", sizes, tile.num_stages, shared_memory(tile, problem), device)
 
@@ -117,7 +113,7 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
         kernel.rows_kernel,
         config.tile,
         dict.fromkeys(RESULTS, NOTHING) | outputs,
-        programs_of(columns, config.tile),
+        programs_of(batch * rows, columns, config.tile),
     )
     return {name: made[name] for name in outputs}
 

@@ -1,4 +1,4 @@
-"""The kernel of few rows: all of them by some rows of the weights a program. Its time is that of reading the weights, each once."""
+"""The kernel of few rows: a tile of them by some rows of the weights a program. With one tile its time is that of reading the weights, each once."""
 
 import triton
 import triton.language as tl
@@ -62,19 +62,21 @@ def rows_kernel(
     # out_i = act(norm(x) right_i^T + bias_i), or one out = act(gate) (up + UP_SHIFT); plus the residual. N1 and N2 are 0 where no program computes
     # another result.
     few: tl.constexpr = BLOCK_M < 16
-    which, tile = columns_of(tl.program_id(0), N0, N1, N2, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
+    pid = tl.program_id(0)
+    tiles = tl.cdiv(M, BLOCK_M)
+    which, tile = columns_of(pid // tiles, N0, N1, N2, BLOCK_N)  # pyright: ignore[reportGeneralTypeIssues]
     N = N0
     if N1 > 0:
         N = tl.where(which == 1, N1, N)
     if N2 > 0:
         N = tl.where(which == 2, N2, N)
     right = one_of(which, right_ptr, right_1_ptr, right_2_ptr, N1, N2)
-    m = tl.arange(0, BLOCK_M)  # [BLOCK_M]
+    m = pid % tiles * BLOCK_M + tl.arange(0, BLOCK_M)  # [BLOCK_M]
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [BLOCK_N]
     k = tl.arange(0, BLOCK_K)  # [BLOCK_K]
     # Rows past the last are read as the last, and not stored.
     row = tl.minimum(m, M - 1)  # [BLOCK_M]
-    x_at = x_ptr + row[:, None] * K + k[None, :]  # [BLOCK_M, BLOCK_K]
+    x_at = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_M, BLOCK_K]
     w_at = tl.minimum(n, N - 1).to(tl.int64)[:, None] * K + k[None, :]  # [BLOCK_N, BLOCK_K]
     whole: tl.constexpr = K % BLOCK_K == 0
     if few:
@@ -150,7 +152,7 @@ def rows_kernel(
         result = activated(acc, ACTIVATION, ALPHA, FAST) * (up + UP_SHIFT)  # [BLOCK_M, BLOCK_N]
     else:
         result = activated(acc, ACTIVATION, ALPHA, FAST)
-    at = m[:, None] * N + n[None, :]  # [BLOCK_M, BLOCK_N]
+    at = m.to(tl.int64)[:, None] * N + n[None, :]  # [BLOCK_M, BLOCK_N]
     mine = (m < M)[:, None] & (n < N)[None, :]  # [BLOCK_M, BLOCK_N]
     if RESIDUAL:
         result += tl.load(residual_ptr + at, mask=mine, other=0.0).to(tl.float32)

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 from ....dispatch import DeviceFacts, Problem
 from ....launch.fields import check_fields, Count, Power, Warps
 from ....launch.sizes import cdiv, padded, shared_memory_of
+from ..spec import FEW_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsTile:
-    """A program multiplies `block_m` rows, all there are, by `block_n` rows of the weights, `block_k` features at a time. With less than 16 rows it
-    multiplies without tensor cores."""
+    """A program multiplies `block_m` rows by `block_n` rows of the weights, `block_k` features at a time. With less than 16 rows it multiplies
+    without tensor cores."""
 
     block_m: Power
     block_n: Power
@@ -29,7 +30,7 @@ def tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     shapes = _ONE if rows <= 2 else _FEW if rows <= 16 else _MANY
     # As many programs as keep the memory busy: with few columns, each has fewer of them.
     by_size = sorted(shapes, key=lambda shape: abs(columns - shape[0]))
-    block_m = padded(rows, 1 if rows <= 2 else 16)
+    block_m = min(padded(rows, 1 if rows <= 2 else 16), FEW_ROWS)
     width = 1 << (problem.dim("K").bit_length() - 1)
     made = [RowsTile(block_m, n, min(k, max(width, 16)), warps, stages) for _, n, k, warps, stages in by_size]
     fits = [tile for tile in made if shared_memory(tile, problem) <= shared_memory_of(device)]
@@ -55,5 +56,5 @@ def shared_memory(tile: RowsTile, problem: Problem) -> int:
     return each * max(1, tile.num_stages - 1)
 
 
-def programs_of(columns: list[int], tile: RowsTile) -> int:
-    return sum(cdiv(n, tile.block_n) for n in columns)
+def programs_of(rows: int, columns: list[int], tile: RowsTile) -> int:
+    return cdiv(rows, tile.block_m) * sum(cdiv(n, tile.block_n) for n in columns)
