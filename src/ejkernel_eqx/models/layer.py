@@ -249,8 +249,8 @@ def real_of(rows: dict[str, Any]) -> Array | None:
         return rows["batch"].is_real
     real, ids = rows.get("padding_mask"), rows.get("segment_ids")
     if ids is None:
-        return real
-    return jnp.asarray(ids) >= 0 if real is None else real & (jnp.asarray(ids) >= 0)
+        return None if real is None else jnp.asarray(real)
+    return jnp.asarray(ids) >= 0 if real is None else jnp.asarray(real) & (jnp.asarray(ids) >= 0)
 
 
 def _added(residual: Array, branch: Array, scales: tuple[float, float]) -> Array:
