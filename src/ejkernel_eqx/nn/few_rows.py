@@ -58,11 +58,11 @@ def laid_out_as(residual: Array, branch: Array) -> Array:
     return jax.sharding.reshard(branch, sharding) if sharding.mesh.explicit_axes else branch
 
 
-def normed(norm: eqx.nn.RMSNorm | None, x: Any) -> Any:
+def normed(norm: eqx.nn.RMSNorm | None, x: Any) -> Array:
     """The norm over the last axis, in the dtype of `x`; without one, `x`."""
     if norm is None:
         return x
-    over_last = norm
+    over_last: Any = norm
     for _ in x.shape[:-1]:
         over_last = jax.vmap(over_last)
     return over_last(x)
