@@ -1,8 +1,10 @@
-"""Launches of kernels that know arrays without leading axes only as such, where `jax.vmap` maps these arrays."""
+"""What platforms share whose kernels have a forward only: launches where `jax.vmap` maps arrays that a kernel knows without leading axes, and
+gradients by XLA."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -22,3 +24,12 @@ def by_example(
 
     each = [example(b) for b in range(next(iter(given.values())).shape[0])]
     return {name: jnp.concatenate([results[name] for results in each]) for name in each[0]}
+
+
+def gradients_of(
+    apply: Callable[[Any, Any], dict[str, Array]], arrays: Any, spec: Any, cotangents: Mapping[str, Array]
+) -> dict[str, Array]:
+    """The gradients of all arrays of a call, those of `apply(arrays, spec)`."""
+    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    results, pull = jax.vjp(lambda given: apply(arrays._replace(**given), spec), given)
+    return pull({name: cotangents[name].astype(x.dtype) for name, x in results.items()})[0]

@@ -152,9 +152,6 @@ class Matmul(Kernel):
         x, gated = array("x", x, "features"), self.spec.gated
         if x.shape[-1] == 0:
             raise ValueError(f"x: expected at least one feature, received shape {x.shape}.")
-        if (gated and len(weights) != 2) or not 1 <= len(weights) <= len(RIGHTS):
-            expected = "two, of gate and up," if gated else f"one to {len(RIGHTS)}"
-            raise ValueError(f"weights: expected {expected} with gated={gated}, received {len(weights)}.")
         biases = tuple(biases or ()) or (None,) * len(weights)
         if len(biases) != len(weights):
             raise ValueError(

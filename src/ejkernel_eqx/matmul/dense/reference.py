@@ -1,11 +1,11 @@
 """The matmul as in its equation: the oracle of every test, in float64 for float64 inputs."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from ..._broadcast import like
 from ...core.arguments import accumulator
+from ..reference import activation
 from .spec import MatmulArrays, MatmulSpec, RESULTS
 
 
@@ -36,16 +36,3 @@ def multiply(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, Array]:
 def _of_rows(x: Array, rows: Array) -> Array:
     """`[..., N]` as `[..., 1, N]`, which every row has."""
     return like(x[..., None, :], rows)
-
-
-def activation(z: Array, spec: MatmulSpec) -> Array:
-    if spec.activation is None:
-        return z
-    if spec.activation == "silu":
-        return z * jax.nn.sigmoid(spec.alpha * z)
-    functions = {
-        "gelu": lambda z: jax.nn.gelu(z, approximate=False),
-        "gelu_tanh": lambda z: jax.nn.gelu(z, approximate=True),
-        "relu": jax.nn.relu,
-    }
-    return functions[spec.activation](z)

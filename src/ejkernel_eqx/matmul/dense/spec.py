@@ -11,7 +11,6 @@ from jax import Array
 
 from ...core.letters import Letters
 
-ACTIVATIONS = (None, "silu", "gelu", "gelu_tanh", "relu")
 FEW_ROWS = 64
 """The largest number of rows for which the time of a call is that of reading the weights."""
 RIGHTS: tuple[str, ...] = ("right", "right_1", "right_2")

@@ -10,8 +10,9 @@ from ...core.letters import wide_dtype
 from ...core.words import read_flags, read_sizes, SWITCH
 from ...core.workload import Inputs, random_cotangents, workload_of
 from ...dispatch import Implementation, Problem, Workload
+from ..spec import ACTIVATIONS
 from .core import KINDS, problem_of
-from .spec import ACTIVATIONS, BIASES, letters_of, MatmulArrays, MatmulSpec, RIGHTS, SHARED
+from .spec import BIASES, letters_of, MatmulArrays, MatmulSpec, RIGHTS, SHARED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:

@@ -3,10 +3,9 @@
 import dataclasses
 from typing import Any
 
-import jax
 from jax import Array
 
-from ....core.by_example import by_example
+from ....core.by_example import by_example, gradients_of
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import Launcher, NOTHING, result
@@ -126,7 +125,4 @@ def backward(
     cotangents: dict[str, Array],
 ) -> dict[str, Array]:
     """The gradients, by XLA: few rows are for decoding, which has none."""
-    given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    results, pull = jax.vjp(lambda given: xla.apply(MatmulArrays(**given), spec), given)
-    (grads,) = pull({name: cotangents[name].astype(x.dtype) for name, x in results.items()})
-    return grads
+    return gradients_of(xla.apply, arrays, spec, cotangents)

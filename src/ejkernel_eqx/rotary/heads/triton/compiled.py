@@ -2,17 +2,16 @@
 
 import dataclasses
 
-import jax
 from jax import Array
 
-from ....core.by_example import by_example
+from ....core.by_example import by_example, gradients_of
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import Launcher, result_like
 from ....launch.fields import check_fields, Power, Warps
 from ....launch.sizes import cdiv, padded
 from .. import xla
-from ..spec import HeadsArrays, HeadsSpec, RESULTS
+from ..spec import HeadsArrays, HeadsSpec
 from . import kernel
 
 OPAQUE = True
@@ -95,6 +94,4 @@ def backward(
     cotangents: dict[str, Array],
 ) -> dict[str, Array]:
     """The gradients, by XLA."""
-    given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    results, pull = jax.vjp(lambda given: xla.apply(HeadsArrays(**given), spec), given)
-    return pull({name: cotangents[name].astype(results[name].dtype) for name in RESULTS})[0]
+    return gradients_of(xla.apply, arrays, spec, cotangents)
