@@ -3,8 +3,8 @@
 import concurrent.futures
 import dataclasses
 import functools
+import importlib
 import inspect
-import sys
 from typing import Any
 
 import jax
@@ -140,11 +140,15 @@ def test_the_stub_is_that_of_the_classes():
     assert functional_stub.STUB.read_text(encoding="utf-8") == expected, "run python -m tests.functional_stub"
 
 
-def test_the_package_of_attention_is_called_as_its_function():
-    package: Any = ejx.attention
-    assert package is sys.modules["ejkernel_eqx.attention"] and package.Mask is ejx.Mask
-    assert inspect.signature(package) == inspect.signature(functional.attention)
-    same(jax.jit(package)(q, k, v), functional.attention(q, k, v))
+@pytest.mark.parametrize("name, part", [("attention", "Mask"), ("matmul", "Matmul")])
+def test_a_package_with_the_name_of_an_operation_is_called_as_its_function(name, part):
+    package: Any = importlib.import_module(f"ejkernel_eqx.{name}")
+    assert getattr(ejx, name) is package and getattr(package, part) is getattr(ejx, part)
+    function = getattr(functional, name)
+    assert inspect.signature(package) == inspect.signature(function)
+    options, args, others = CALLS[name]
+    call = functools.partial(package, **options, **others)
+    same(jax.jit(call)(*args), function(*args, **others, **options))
 
 
 def test_transformations():

@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         module = importlib.import_module(f"{__name__}.{_MODULES[name] or name}")
-        # The import has bound modules by now, also the package `attention`, which has the name of a function.
+        # The import has bound modules by now, also packages like `attention`, which have the name of a function.
         return globals().setdefault(name, getattr(module, name, module))
     if name == "__version__":
         return _version()
@@ -68,10 +68,10 @@ class _Callable(types.ModuleType):
 
 
 class _Package(types.ModuleType):
-    """This package. Its subpackage `attention` has the name of an operation, and can be called like it."""
+    """This package. Subpackages that have the name of an operation, `attention` and `matmul`, can be called like it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "attention":
+        if _MODULES.get(name) == "functional" and isinstance(value, types.ModuleType):
             value.__class__ = _Callable
         super().__setattr__(name, value)
 

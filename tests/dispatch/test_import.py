@@ -105,7 +105,7 @@ import importlib, inspect, pickle
 import ejkernel_eqx.weights  # of the rooms that import one another's parts, the one that is imported first
 import ejkernel_eqx.nn
 import jax.numpy as jnp
-from ejkernel_eqx import attention as room, Mask, nn
+from ejkernel_eqx import attention as room, Mask, matmul, nn
 assert ejkernel_eqx.nn is nn and Mask is importlib.import_module("ejkernel_eqx.attention").Mask
 from ejkernel_eqx import *
 import ejkernel_eqx as ejx
@@ -122,7 +122,9 @@ for name in ("nonsense", "_nonsense", "TYPE_CHECKING"):
     else:
         raise AssertionError(name)
 x = jnp.ones((3, 2, 8))
-# The package of this name is called as the function.
+# The packages of these names are called as the functions.
+assert matmul is ejx.matmul is importlib.import_module("ejkernel_eqx.matmul")
+assert jnp.array_equal(matmul(jnp.ones(8), x[0]), jnp.array([8.0, 8.0]))
 assert room is ejx.attention is importlib.import_module("ejkernel_eqx.attention")
 assert jnp.allclose(room(x, x, x)[0], ejx.functional.attention(x, x, x)[0])
 assert "sliding_window" in inspect.signature(room).parameters and "**Options:**" in room.__doc__
