@@ -19,10 +19,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import pathlib
 import re
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +31,7 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import problems, report
-from benchmarks.measure import gpu_spans, host_ms, read_trace
+from benchmarks.measure import gpu_spans, host_ms, traced
 from ejkernel_eqx._tolerances import errors, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
 
@@ -240,12 +238,9 @@ def time_layer(steps: Steps, problem: Problem, samples: int, calls: int) -> floa
 
 def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
     """Kernels a layer, their microseconds by name, and the gaps between those that follow one another within a call."""
-    jax.block_until_ready(steps())
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(calls):
-                jax.block_until_ready(steps())
-        spans = gpu_spans(read_trace(pathlib.Path(folder)))
+    call = lambda: jax.block_until_ready(steps())
+    call()
+    spans = gpu_spans(traced(lambda: [call() for _ in range(calls)][-1]))
     if not spans:
         return {}
     gaps = [later[1] - earlier[2] for earlier, later in itertools.pairwise(spans)]

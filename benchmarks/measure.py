@@ -1,6 +1,7 @@
 """Device time of asynchronous work, measured as in the package's tuner, also for PyTorch; and what traces of `jax.profiler` say."""
 
 import collections
+import contextlib
 import gzip
 import itertools
 import json
@@ -133,23 +134,12 @@ KINDS = (
 
 def kernel_times(run: Callable[[], Any], runs: int) -> dict[str, tuple[float, int]]:
     """Milliseconds and launches per run of each kernel, longest first; `run` must return arrays to wait for."""
-    with tempfile.TemporaryDirectory() as folder:
-        jax.block_until_ready(run())
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([run() for _ in range(runs)])
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(path))
+    jax.block_until_ready(run())
     times: dict[str, float] = collections.defaultdict(float)
     counts: collections.Counter[str] = collections.Counter()
-    for plane in data.planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                times[event.name] += event.duration_ns / 1e6 / runs
-                counts[event.name] += 1
+    for name, begin, end in gpu_spans(traced(lambda: [run() for _ in range(runs)])):
+        times[name] += (end - begin) / 1e3 / runs
+        counts[name] += 1
     return {name: (times[name], counts[name] // runs) for name in sorted(times, key=lambda n: -times[n])}
 
 
@@ -165,13 +155,17 @@ _SENDS = re.compile(r"nccl|sendrecv|collective.?permute|all.?to.?all", re.IGNORE
 Span = tuple[float, float]
 
 
-def read_trace(folder: pathlib.Path) -> list[Mapping[str, Any]]:
-    """The events of the newest trace in a folder."""
-    files = sorted(folder.rglob("*.trace.json.gz"), key=lambda file: file.stat().st_mtime)
-    if not files:
-        return []
-    with gzip.open(files[-1], "rt", encoding="utf-8") as file:
-        return json.load(file)["traceEvents"]
+def traced(run: Callable[[], Any], folder: pathlib.Path | None = None) -> list[Mapping[str, Any]]:
+    """The events of a trace of `run`, whose results are waited for. The trace stays in a folder, if there is one."""
+    with contextlib.ExitStack() as stack:
+        folder = folder or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with jax.profiler.trace(str(folder)):
+            jax.block_until_ready(run())
+        files = sorted(folder.rglob("*.trace.json.gz"), key=lambda file: file.stat().st_mtime)
+        if not files:
+            return []
+        with gzip.open(files[-1], "rt", encoding="utf-8") as file:
+            return json.load(file)["traceEvents"]
 
 
 def hidden(events: Iterable[Mapping[str, Any]]) -> float | None:

@@ -86,7 +86,7 @@ def expanded(line: str) -> list[str]:
 
 
 @functools.cache
-def _tables() -> dict[str, dict[str, str]]:
+def _tables() -> dict[str, dict[str, Any]]:
     return tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -99,6 +99,10 @@ def lines(table: str, name: str) -> list[str]:
 def load(family: str, kind: type[P]) -> dict[str, tuple[P, ...]]:
     """The lists of a benchmark's problems by name."""
     return {name: tuple(_make(kind, line) for line in lines(family, name)) for name in _tables()[family]}
+
+
+def model_config(name: str) -> dict[str, Any]:
+    return dict(_tables()["models"][name])
 
 
 def _make(kind: type[P], line: str) -> P:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import linear, linear_problems, measure, prepare
-from benchmarks.linear_problems import PROBLEMS
+from benchmarks import linear, measure, prepare
+from benchmarks.linear import PROBLEMS
 from ejkernel_eqx.tuning import measure as tuning_measure
 
 
@@ -18,13 +18,13 @@ from ejkernel_eqx.tuning import measure as tuning_measure
 @pytest.mark.parametrize("problem", PROBLEMS["tiny"], ids=lambda p: p.name)
 def test_every_member_is_what_its_recurrence_says(problem):
     """Our operation, called as the benchmark calls it, forward only: that its arguments mean the same."""
-    inputs = linear_problems.make_inputs(problem)
+    inputs = linear.make_inputs(problem)
     state = [] if inputs.state is None else [inputs.state]
-    out, state = jax.jit(linear_problems.ours(problem, "xla"))(inputs.learned, *state)
+    out, state = jax.jit(linear.ours(problem, "xla"))(inputs.learned, *state)
     if problem.is_step:
-        expected = linear_problems.expected_results(problem, inputs)
+        expected = linear.expected_results(problem, inputs)
     else:
-        first, last = linear_problems.plain(problem)(inputs.learned)
+        first, last = linear.plain(problem)(inputs.learned)
         expected = {"out": first, "state": last}
     _, wrong = _errors(problem, {"out": out, "state": state}, expected)
     assert wrong is None
@@ -38,16 +38,16 @@ def _errors(problem, results, expected):
 
 
 def test_members_have_peers_and_steps_are_large():
-    assert {p.member for p in PROBLEMS["anchors"]} == set(linear_problems.MEMBERS)
-    assert set(linear.PEERS) == set(linear_problems.MEMBERS)
+    assert {p.member for p in PROBLEMS["anchors"]} == set(linear.MEMBERS)
+    assert set(linear.PEERS) == set(linear.MEMBERS)
     for problem in PROBLEMS["steps"]:
-        assert problem.B >= 64 and 4 * math.prod(linear_problems.state_shape(problem)) >= 64 * 2**20
+        assert problem.B >= 64 and 4 * math.prod(linear.state_shape(problem)) >= 64 * 2**20
 
 
 def test_blocks_change_nothing():
     problem = PROBLEMS["tiny"][3]
-    member, inputs = linear_problems.MEMBERS[problem.member], linear_problems.make_inputs(problem)
-    start = jnp.ones(linear_problems.state_shape(problem))
+    member, inputs = linear.MEMBERS[problem.member], linear.make_inputs(problem)
+    start = jnp.ones(linear.state_shape(problem))
     whole, blocks = (member.plain(inputs.learned, start, block) for block in (0, 16))
     assert all(jnp.array_equal(a, b) for a, b in zip(whole, blocks))
 
@@ -56,13 +56,13 @@ def test_blocks_change_nothing():
 @pytest.mark.parametrize("problem", PROBLEMS["tiny"][:7], ids=lambda p: p.name)
 def test_segments_side_by_side_and_some_heads_are_the_whole(monkeypatch, problem):
     """The reference of long rows."""
-    monkeypatch.setattr(linear_problems, "_SEGMENT", 16)
-    monkeypatch.setattr(linear_problems, "_PART", 2)
-    monkeypatch.setattr(linear_problems, "_MOST_WHOLE", 0)
+    monkeypatch.setattr(linear, "_SEGMENT", 16)
+    monkeypatch.setattr(linear, "_PART", 2)
+    monkeypatch.setattr(linear, "_MOST_WHOLE", 0)
     problem = dataclasses.replace(problem, T=64)  # one that no other test has traced
-    inputs = linear_problems.make_inputs(problem)
-    out, state = linear_problems.plain(problem)(inputs.learned)
-    expected = linear_problems.expected_results(problem, inputs)
+    inputs = linear.make_inputs(problem)
+    out, state = linear.plain(problem)(inputs.learned)
+    expected = linear.expected_results(problem, inputs)
     assert expected["out"].size == out.size // 2
     _, wrong = _errors(problem, {"out": out, "state": state}, expected)
     assert wrong is None
