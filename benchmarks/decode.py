@@ -192,9 +192,6 @@ def measure_card(options: Namespace) -> dict[str, float]:
     return {name: moved[name] / timing.ms / 1e9 for name, timing in timings.items()}
 
 
-_CARD: dict[str, float] = {}
-
-
 # Showing
 
 TABLES = runner.Tables(
