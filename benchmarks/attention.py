@@ -271,28 +271,11 @@ def summarise(rows: Sequence[Row], features: Sequence[dict[str, Any]]) -> dict[s
 
 # Showing
 
-_FEATURES = ("time", "visible_scores", "visible_tiles", "per_score", "per_tile")
-TABLES = runner.Tables(
-    (*runner.NAMES, "TFLOP/s", "ratio", "error"),
-    "ratio: speed over cuDNN's, or jax.nn's on XLA",
-    "Attention, TFLOP/s and the price of the options",
-)
-
-
-def _feature_table(content: Mapping[str, Any], table: Callable[..., str]) -> str:
-    words = (name.removeprefix("visible_").replace("_", " ") for name in _FEATURES)
-    names = ("problem", "baseline", "platform", "direction")
-    rows = [
-        (*(f[name] for name in names), report.number(f["ms"], 3), *(report.number(f[x]) for x in _FEATURES))
-        for f in content["features"]
-    ]
-    return table(("problem", "against", "platform", "direction", "ms", *words), rows)
-
 
 class Attention(runner.Family):
     name, title, description, lists = "attention", "Attention", __doc__, PROBLEMS
     groups = ("anchors", "features", "grid")
-    tables, near, once = TABLES, None, True
+    near, once = None, True
     known_platforms, platforms = PLATFORMS, ",".join(PLATFORMS)
     make_inputs = staticmethod(make_inputs)
     expected = staticmethod(expected_results)
@@ -364,8 +347,8 @@ class Attention(runner.Family):
         return {"features": features, "summary": summarise(rows, features)}
 
     def text(self, content: Mapping[str, Any]) -> str:
-        tables = TABLES.text(content | {"summary": {}})
-        features = _feature_table(content, report.table) if content["features"] else ""
+        tables = self.tables.text(content | {"summary": {}})
+        features = report.table_of("features", content["features"]) if content["features"] else ""
         parts = [tables, features and f"options over plain attention\n{features}"]
         return "\n\n".join((*filter(None, parts), report.summary_lines(content["summary"])))
 
@@ -388,10 +371,11 @@ class Attention(runner.Family):
         peer = content["peer"]
         header = ("problem", *names, f"default over {peer}", f"Triton over {peer}")
         parts = [report.environment_line(content["environment"])]
-        parts += [] if picture is None else [f"![{TABLES.picture}]({picture})"]
+        parts += [] if picture is None else [f"![{self.tables.picture}]({picture})"]
         parts += ["TFLOP/s, forward / forward+backward:", report.markdown_table(header, lines)]
         if content["features"]:
-            parts += ["Options relative to plain attention:", _feature_table(content, report.markdown_table)]
+            table = report.table_of("features", content["features"], report.markdown_table)
+            parts += ["Options relative to plain attention:", table]
         return "\n\n".join(parts) + "\n"
 
     def panels(self, content: Mapping[str, Any]) -> list[report.Panel]:

@@ -148,7 +148,6 @@ def torch_layer(problem: CellProblem, sets: Sequence[Inputs], direction: str) ->
 
 class Cells(runner.Family):
     name, title, description, lists = "cells", "Recurrent cells", __doc__, PROBLEMS
-    tables = linear.TABLES._replace(picture="Speed of recurrent cells over their peers")
     extremes, platforms = (runner.MEMORY,), "default,xla"
     make_inputs = staticmethod(make_inputs)
     expected = staticmethod(expected_results)

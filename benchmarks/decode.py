@@ -194,14 +194,6 @@ def measure_card(options: Namespace) -> dict[str, float]:
 
 # Showing
 
-TABLES = runner.Tables(
-    (*runner.NAMES, "TB/s", "of copy", "TFLOP/s", "ratio", "baseline", "error"),
-    "ratio, baseline: speed over the fastest peer's and over the baseline's",
-    "Decoding: achieved bandwidth over context and page size",
-    KINDS,
-    by="kind",
-    digits=4,
-)
 BAR_HEADER = ("on one H200", "bar", "worst", "met", "problem")
 
 
@@ -252,7 +244,7 @@ def _contexts(axis: Any, rows: Sequence[Mapping[str, Any]], copy: float) -> None
 class Decode(runner.Family):
     name, title, description, lists = "decode", "Attention over pages", __doc__, problems.PROBLEMS
     groups = tuple(group for group in problems.PROBLEMS if group not in ("cpu", "tiny"))
-    tables, packages, platforms, once = TABLES, ("ejkernel",), "default,xla", True
+    packages, platforms, once = ("ejkernel",), "default,xla", True
     make_inputs = staticmethod(problems.make_inputs)
     expected = staticmethod(problems.expected_results)
 
@@ -326,12 +318,12 @@ class Decode(runner.Family):
     def text(self, content: Mapping[str, Any]) -> str:
         summary = content["summary"]
         lowest = {f"lowest ratio, {kind}": entry for kind, entry in summary["lowest ratio"].items()}
-        parts = [card_line(content), TABLES.text({**content, "summary": lowest})]
+        parts = [card_line(content), self.tables.text({**content, "summary": lowest})]
         return "\n\n".join(parts + _bar_table(content, report.table))
 
     def markdown(self, content: Mapping[str, Any], picture: str | None) -> str:
         """A table for each kind of problem, as Markdown for the documentation."""
-        parts = [TABLES.markdown(content, picture).rstrip(), card_line(content)]
+        parts = [self.tables.markdown(content, picture).rstrip(), card_line(content)]
         return "\n\n".join(parts + _bar_table(content, report.markdown_table)) + "\n"
 
     def panels(self, content: Mapping[str, Any]) -> list[report.Panel]:

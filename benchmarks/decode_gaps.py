@@ -326,12 +326,7 @@ def show(rows: Sequence[Row]) -> str:
         one, graphs = row.traces.get("one by one", {}), row.traces.get("graphs", {})
         times = report.number(row.us_per_layer) if row.reason is None else row.reason
         shown.append(dataclasses.asdict(row) | one | {"time": times, "gap": graphs.get("median_gap_us")})
-    columns = {"problem": "problem", "way": "way", "us a layer": "time", "bar": "bound:.2f"}
-    columns |= {"call alone": "call_alone_us:.2f", "launches": "launches"}
-    columns |= {"kernels a layer": "kernels_per_layer:.2f", "their us": "busy_us_per_layer:.2f"}
-    return report.table_of(
-        shown, columns | {"gap, one by one": "median_gap_us:.2f", "gap, graphs": "gap:.2f"}
-    )
+    return report.table_of("decode-gaps", shown)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

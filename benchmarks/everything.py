@@ -218,8 +218,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
         {"part": name} | result | {"files": " ".join(result["files"])} for name, result in results.items()
     ]
-    columns = {"part": "part", "exit code": "exit_code", "seconds": "seconds:.0f", "files": "files"}
-    return report.table_of(rows, columns | {"": "reason"})
+    return report.table_of("everything", rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -209,11 +209,6 @@ def expected_results(p: LatentProblem, inputs: Any) -> Arrays:
 class Latent(runner.Family):
     name, title, description, lists = "latent", "Latent attention", __doc__, PROBLEMS
     groups, packages, with_out = ("anchors", "chunks"), (), True
-    tables = runner.Tables(
-        ("problem", "implementation", "ms", "spread", "TFLOP/s", "of flash", "over kernel", "error"),
-        "of flash: speed over that of attention with 128 channels; over kernel: time over that of attention over latents alone",
-        "Speed of latent attention",
-    )
     extremes = (
         runner.Extreme("lowest of flash", runner.entry("of_flash"), min),
         runner.Extreme("most time over the kernel", runner.entry("over_kernel"), max, "decode"),

@@ -436,14 +436,6 @@ PEERS: Mapping[str, tuple[TorchPeer, ...]] = {
 }
 
 
-TABLES = runner.Tables(
-    (*runner.NAMES, "TB/s", "temporary", "ratio", "error"),
-    "temporary: memory over inputs and results; ratio: speed over the fastest peer's",
-    "Speed of the linear-time family over its peers",
-    (*DIRECTIONS, STEP),
-)
-
-
 def in_place(sets: Sequence[Inputs], direction: str) -> Prepared:
     """Only reads and writes the state."""
     step = lambda learned, state: (0.999 * state, {})
@@ -453,7 +445,7 @@ def in_place(sets: Sequence[Inputs], direction: str) -> Prepared:
 class Linear(runner.Family):
     name, title, description, lists = "linear", "The linear-time family", __doc__, PROBLEMS
     groups = ("anchors", "long", "steps")
-    tables, extremes, packages = TABLES, (runner.MEMORY,), peers.PACKAGES
+    extremes, packages = (runner.MEMORY,), peers.PACKAGES
     make_inputs = staticmethod(make_inputs)
     expected = staticmethod(expected_results)
     ours = staticmethod(ours)

@@ -160,12 +160,6 @@ def grouped_mm() -> TorchPeer:
 
 class Moe(runner.Family):
     name, title, description, lists = "moe", "Grouped matmuls", __doc__, PROBLEMS
-    tables = runner.Tables(
-        (*runner.NAMES, "TFLOP/s", "TB/s", "temporary", "ratio", "error"),
-        "temporary: memory over inputs and results; ratio: speed over the fastest peer's",
-        "Speed of grouped matmuls over their peers",
-        SIDES,
-    )
     near, extremes = None, (runner.MEMORY,)
     make_inputs = staticmethod(make_inputs)
     expected = staticmethod(expected_results)
@@ -334,11 +328,6 @@ def in_transformers(problem: LayerProblem, sets: Sequence[Inputs], direction: st
 class Layer(runner.Family):
     name, title, description = "moe-layer", "Mixtures of experts", __doc__
     lists = problems.load("moe-layer", LayerProblem)
-    tables = runner.Tables(
-        ("problem", "implementation", "ms", "spread", "TFLOP/s", "over matmuls", "ratio", "error"),
-        "over matmuls: time over that of the grouped matmuls alone; ratio: speed over the peer's",
-        "Speed of mixtures of experts over their peer",
-    )
     near, packages, needed = None, ("torch", "transformers"), ("transformers",)
     extremes = (runner.Extreme("most time over that of its matmuls", runner.entry("over_alone"), max),)
     make_inputs = staticmethod(make_layer_inputs)

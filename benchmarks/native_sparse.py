@@ -138,11 +138,6 @@ def _blocks(p: NativeProblem, platform: str) -> Array:
 class NativeSparse(runner.Family):
     name, title, description, lists = "native-sparse", "Native sparse attention", __doc__, PROBLEMS
     packages, known_platforms, with_out = ("torch", "fla"), PLATFORMS, True
-    tables = runner.Tables(
-        ("problem", "implementation", "ms", "spread", "TB/s", "over dense", "ratio", "error"),
-        "over dense: speed over causal FlashAttention; ratio: speed over flash-linear-attention's parallel_nsa",
-        "Speed of native sparse attention",
-    )
     extremes = (
         runner.Extreme("lowest over dense", runner.entry("over_dense"), min, TRAIN),
         runner.Extreme("lowest TB/s", runner.entry("tb_per_s"), min),

@@ -209,12 +209,6 @@ def _segment_reduce(problem: PoolProblem) -> Callable[[Tensors], Any]:
 class Pooling(runner.Family):
     name, title, description, lists = "pooling", "Pooling", __doc__, PROBLEMS
     packages, with_out = ("torch", "fla"), True
-    tables = runner.Tables(
-        (*runner.NAMES, "TB/s", "of copy", "temporary", "ratio", "error"),
-        "temporary: memory over bytes to move; ratio: speed over the fastest peer's",
-        "Speed of pooling",
-        digits=4,
-    )
     extremes = (runner.Extreme("lowest share of a copy's speed", runner.entry("of_copy"), min),)
     make_inputs = staticmethod(make_inputs)
     expected = staticmethod(expected_results)

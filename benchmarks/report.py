@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -94,6 +95,12 @@ def parser(
     return result
 
 
+@functools.cache
+def shown() -> dict[str, Any]:
+    """What tables show, by name: the content of `tables.toml`."""
+    return tomllib.loads(pathlib.Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns, the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
@@ -105,14 +112,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """A table of rows by name: by the title of each column what it shows, as `NAME` or `NAME:FORMAT`; nothing where a row has none."""
+def table_of(name: str, rows: Sequence[Mapping[str, Any]], make: Callable[..., str] = table) -> str:
+    """A table of `tables.toml`, of rows by name; nothing is shown where a row has none."""
+    columns = shown()["columns"][name]
 
     def cell(row: Mapping[str, Any], column: str) -> str:
         name, _, form = column.partition(":")
         return "" if row.get(name) is None else format(row[name], form)
 
-    return table([*columns], [[cell(row, column) for column in columns.values()] for row in rows])
+    return make([*columns], [[cell(row, column) for column in columns.values()] for row in rows])
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

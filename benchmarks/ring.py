@@ -181,16 +181,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = f"H{options.heads} K{options.kv_heads} D{options.head_dim}, {options.dtype}"
     print(f"forward and backward, causal, {sizes}, {options.devices} devices")
     shown = [row | {"gb": (row.get("memory_bytes") or 0) / 1e9} for row in rows]
-    columns = {"tokens": "tokens", "variant": "variant", "ms": "ms:.2f", "speedup": "speedup:.2f"}
-    columns |= {"TFLOP/s": "tflops:.0f", "memory GB": "gb:.2f", "hidden": "hidden:.2f", "": "reason"}
-    print(report.table_of(shown, columns))
+    print(report.table_of("ring", shown))
     reached, says = (
         goals(rows, options, jax.default_backend() == "gpu"),
         {True: "yes", False: "no", None: "-"},
     )
     shown = [goal | {"met": says[goal["met"]]} for goal in reached]
-    columns = {"goal": "goal", "wanted": "wanted:.2f", "found": "found:.2f", "met": "met"}
-    print(report.table_of(shown, columns))
+    print(report.table_of("goals", shown))
     names = ("devices", "heads", "kv_heads", "head_dim", "dtype")
     report.save(options, size={name: getattr(options, name) for name in names}, rows=rows, goals=reached)
     return int(any(row.get("reason", "").startswith("wrong") for row in rows))

@@ -64,15 +64,6 @@ MEMORY = Extreme("most temporary memory", lambda row: row.memory, max)
 # Tables
 
 _NAMES = ("problem", "implementation", "platform", "direction")
-_NUMBERS = {
-    "TFLOP/s": ("tflop_per_s", "tflops"), "TB/s": ("tb_per_s",), "of copy": ("of_copy", "of_card"), "over matmuls": ("over_alone",),
-    "a tile": ("a_tile",), "over kernel": ("over_kernel",), "of flash": ("of_flash",), "over dense": ("over_dense",),
-    "baseline": ("over_baseline",), "ratio": ("ratio",),
-}  # fmt: skip
-
-
-NAMES = ("problem", "implementation", "platform", "ms", "spread")
-"""The first columns of most tables."""
 
 
 class Tables(NamedTuple):
@@ -114,7 +105,7 @@ class Tables(NamedTuple):
             errors = row["errors"].values() if "errors" in row else [row["error"]]
             known = [error for error in errors if error is not None]
             return f"{max(known):.1e}" if known else ""
-        number = next((row[name] for name in _NUMBERS[title] if name in row), None)
+        number = next((row[name] for name in report.shown()["numbers"][title] if name in row), None)
         return report.number(number, 1 if title == "TFLOP/s" and (number or 0) > 1 else 2)
 
     def each(self, content: Content, table: Callable[..., str]) -> Iterator[tuple[str, str]]:
@@ -164,7 +155,6 @@ class Family:
     description: str | None = None
     lists: Mapping[str, Sequence[Any]]
     groups: Sequence[str] = ("anchors",)
-    tables: Tables
     near: float | None = 0.1
     with_out = False
     once = False
@@ -173,6 +163,10 @@ class Family:
     needed: Sequence[str] = ()
     known_platforms: Sequence[str] = ("default", "triton", "xla")
     platforms = "default"
+
+    @property
+    def tables(self) -> Tables:
+        return Tables(**report.shown()[self.name])
 
     make_inputs: Callable[..., Any]
     """`make_inputs(problem, seed)`."""

@@ -187,10 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     starts = [] if options.no_starts else time_starts(options)  # before this process takes the device
     options.dtype = dtype_here()
     rows = [measure(options, batch) for batch in options.batches]
-    columns = {"batch": "batch", "ms a step": "step_ms:.3f", "device ms": "device_ms:.3f"}
-    columns |= {f"ratio (bar {BOUND})": "ratio:.3f", "without overlap": "step_ms_without_overlap:.3f"}
-    columns |= {"tokens/s": "tokens_per_second:,.0f", "programs": "programs"}
-    print(report.table_of(rows, columns))
+    print(report.table_of("serving-steps", rows))
     bars = {"ratio": BOUND, "programs": MOST_PROGRAMS, "first_token_seconds": COLD}
     size = {name: getattr(options, name) for name in SIZES["full"]}
     report.save(options, size=size, dtype=options.dtype, bars=bars, rows=rows, starts=starts)

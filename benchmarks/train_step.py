@@ -414,8 +414,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def text_of(rows: Sequence[dict[str, Any]]) -> str:
-    columns = {"problem": "problem", "variant": "variant", "ms a step": "ms:.2f", "spread": "spread:.1%"}
-    columns |= {"over heuristics": "speed_over_heuristics:.3f", "time of torch": "time_of_torch:.3f"}
-    columns |= {"GB": "gb:.2f", "bytes of torch": "bytes_of_torch:.3f", "compiled s": "compile_seconds:.1f"}
     shown = [row | {"gb": (row["bytes"] or 0) / 1e9} for row in rows]
-    return report.table_of(shown, columns | {"first loss": "first_loss:.4f"})
+    return report.table_of("train-step", shown)

@@ -117,8 +117,7 @@ def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
         for way, ms in row["ms"].items()
     ]
-    columns = {"problem": "problem", "direction": "direction", "tuned ms": "ms:.3f"}
-    return report.table_of(lines, columns | {"heuristic / tuned": "ratio:.3f"})
+    return report.table_of("tune", lines)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -345,11 +344,11 @@ def main_times(arguments: Sequence[str] | None = None) -> int:
         best = min(contenders, key=lambda c: (c.timings.get(BOTH) or next(iter(c.timings.values()))).ms)
         for one in contenders:
             for direction, timing in one.timings.items():
-                times = (direction, one.platform, report.number(timing.ms, 4))
-                rows.append((problem.name, *times, "fastest" if one is best else ""))
+                row = {"problem": problem.name, "direction": direction, "platform": one.platform}
+                row |= {"ms": report.number(timing.ms, 4), "fastest": "fastest" if one is best else ""}
+                rows.append(row)
         print(f"{problem.name}: {best.platform}", flush=True)
-    header = ("problem", "direction", "platform", "ms", "fastest")
-    print(report.table(header, rows))
-    report.save(options, rows=[dict(zip(header, row)) for row in rows])
+    print(report.table_of("platform-times", rows))
+    report.save(options, rows=rows)
     print(f"table: {options.output}")
     return 0
