@@ -22,8 +22,8 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import prepare, problems, report, runner
 from benchmarks.peers import attention_backend, TorchPeer
-from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, FORWARD, Inputs, Others, OURS, Row
-from benchmarks.runner import Errors
+from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, FORWARD, Inputs, Others, Row
+from benchmarks.runner import Errors, Extreme, RATIO
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
@@ -241,35 +241,21 @@ def compare_features(rows: Sequence[Row], chosen: Sequence[AttentionProblem]) ->
     return features
 
 
-def summarise(rows: Sequence[Row], features: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The worst case of each kind: the ratios of the default and of Triton to the peer, and the times of the options."""
+def most_time(features: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The worst option of each kind, on Triton if it was measured there."""
     summary: dict[str, dict[str, Any]] = {}
-    for direction in DIRECTIONS:
-        mine = [r for r in rows if r.role == OURS and r.direction == direction and r.ratio]
-        triton = [r for r in mine if r.platform == "triton"]
-        groups = {
-            "default": [r for r in mine if r.implementation == "default"],
-            "triton": triton,
-            "triton, D 64 and 128": [r for r in triton if " D256" not in r.problem],
-        }
-        for name, group in groups.items():
-            if lowest := min(group, key=lambda r: r.ratio or 0.0, default=None):
-                value = {"value": lowest.ratio, "problem": lowest.problem}
-                summary[f"lowest ratio, {name}, {direction}"] = value
-        for kind, capped in itertools.product(("per_score", "per_tile"), (False, True)):
-            same = [
-                f for f in features if f["direction"] == direction and capped == ("soft cap" in f["problem"])
-            ]
-            if group := [f for f in same if f["platform"] == "triton"] or same:
-                highest = max(group, key=lambda f: f[kind])
-                what = "soft cap" if capped else "window, segments, sinks"
-                label = f"{highest['problem']} against {highest['baseline']}"
-                value = {"value": highest[kind], "problem": label}
-                summary[f"highest time {kind}, {what}, {direction}"] = value
+    for direction, kind, capped in itertools.product(DIRECTIONS, ("per_score", "per_tile"), (False, True)):
+        same = [f for f in features if f["direction"] == direction and capped == ("soft cap" in f["problem"])]
+        if group := [f for f in same if f["platform"] == "triton"] or same:
+            highest = max(group, key=lambda f: f[kind])
+            what = "soft cap" if capped else "window, segments, sinks"
+            label = f"{highest['problem']} against {highest['baseline']}"
+            summary[f"highest time {kind}, {what}, {direction}"] = {"value": highest[kind], "problem": label}
     return summary
 
 
-# Showing
+def _is_narrow(row: Row) -> bool:
+    return row.platform == "triton" and " D256" not in row.problem
 
 
 class Attention(runner.Family):
@@ -277,6 +263,11 @@ class Attention(runner.Family):
     groups = ("anchors", "features", "grid")
     near, once = None, True
     known_platforms, platforms = PLATFORMS, ",".join(PLATFORMS)
+    extremes = (
+        Extreme("lowest ratio, default", RATIO.number, min, lambda row: row.implementation == "default"),
+        Extreme("lowest ratio, triton", RATIO.number, min, lambda row: row.platform == "triton"),
+        Extreme("lowest ratio, triton, D 64 and 128", RATIO.number, min, _is_narrow),
+    )
     make_inputs = staticmethod(make_inputs)
     expected = staticmethod(expected_results)
 
@@ -344,7 +335,7 @@ class Attention(runner.Family):
 
     def sum_up(self, rows: Sequence[Row], chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
         features = compare_features(rows, chosen)
-        return {"features": features, "summary": summarise(rows, features)}
+        return {"features": features, "summary": self.summary(rows) | most_time(features)}
 
     def text(self, content: Mapping[str, Any]) -> str:
         tables = self.tables.text(content | {"summary": {}})

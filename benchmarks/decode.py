@@ -12,6 +12,7 @@ dense keys, and our 16-bit pages for 8-bit ones.
 
 import dataclasses
 import functools
+import importlib
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,11 +170,8 @@ def ejkernel(problem: DecodeProblem) -> Peer:
         return inputs.q, *pages, cache.lengths, jnp.maximum(cache.page_table, 0)
 
     def run(x: tuple[Any, ...]) -> Array:
-        from ejkernel.kernels._triton.page_attention import (  # pyright: ignore[reportMissingImports]
-            page_attention,
-        )
-
-        return page_attention(*x, attn_scale=problem.scale, max_context_len=problem.S)
+        module = importlib.import_module("ejkernel.kernels._triton.page_attention")
+        return module.page_attention(*x, attn_scale=problem.scale, max_context_len=problem.S)
 
     return Peer("ejKernel", convert, run)
 
@@ -289,9 +287,8 @@ class Decode(runner.Family):
     def sum_up(self, rows: Sequence[Row], chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
         """The worst problem for each target, by our fastest implementation, and the lowest ratio for each kind of problem."""
         best: dict[str, Row] = {}
-        for row in sorted(
-            (row for row in rows if row.role == OURS and row.ms), key=lambda row: row.ms or 0.0
-        ):
+        timed = [row for row in rows if row.role == OURS and row.ms]
+        for row in sorted(timed, key=lambda row: row.ms or 0.0):
             best.setdefault(row.problem, row)
         bars = []
         for bar in BARS:
@@ -301,13 +298,9 @@ class Decode(runner.Family):
             if known:
                 value, problem = max(known) if bar.at_most else min(known)
                 met = value <= bar.bound if bar.at_most else value >= bar.bound
-                bars.append({"what": bar.what, "bound": bar.bound, "at_most": bar.at_most, "met": met})
-                bars[-1] |= {
-                    "value": value,
-                    "problem": problem,
-                    "measured": len(known),
-                    "of": len(bar.problems),
-                }
+                entry = {"what": bar.what, "bound": bar.bound, "at_most": bar.at_most, "met": met}
+                entry |= {"value": value, "problem": problem}
+                bars.append(entry | {"measured": len(known), "of": len(bar.problems)})
         lowest = {}
         for kind in KINDS:
             ratios = [(r.ratio, r.problem) for r in best.values() if r.numbers["kind"] == kind and r.ratio]

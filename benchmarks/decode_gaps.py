@@ -37,7 +37,7 @@ from ejkernel_eqx.dispatch import device_facts
 
 WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 TRACED_WITH_GRAPHS = {"xla_enable_command_buffers_during_profiling": True}
-BOUNDS = {"N1 S1024": 9.0, "N8 S2048": 22.0}
+BOUNDS = report.shown()["bars"]["decode-gaps"]
 """Microseconds a layer."""
 
 

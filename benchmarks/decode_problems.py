@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import problems
-from benchmarks.prepare import FORWARD, UNTUNED
+from benchmarks import prepare, problems, report
+from benchmarks.prepare import FORWARD
 from ejkernel_eqx.paged import reference
 from ejkernel_eqx.paged.cache.quantise import dequantise, LARGEST, quantise
 from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
@@ -177,14 +177,9 @@ def plain_pages(inputs: Inputs) -> Inputs:
     return inputs._replace(cache=type(cache)(*pages, cache.page_table, cache.lengths))
 
 
+@prepare.reference
 def expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array]:
     """The result of the reference, in float32."""
-    with jax.default_matmul_precision("highest"):
-        return _expected_results(problem, inputs)
-
-
-@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
-def _expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array]:
     cache, start = inputs.cache, inputs.query_start_loc
     assert cache.page_table is not None and cache.lengths is not None
     if isinstance(cache, ejx.PagedLatentCache):
@@ -194,7 +189,7 @@ def _expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array
     else:
         pages = {"k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
     arrays = PagedArrays(
-        q=inputs.q.astype(jnp.float32),
+        q=inputs.q,
         page_table=cache.page_table,
         q_start=start[:-1],
         q_len=jnp.diff(start),
@@ -209,24 +204,19 @@ def _expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array
 
 
 class Bar(NamedTuple):
-    """The target for `field` of our rows on one H200: a minimum or, with `at_most`, a maximum."""
+    """The target for `field` of our rows on one H200: a minimum or, with `at_most`, a maximum. `first`: so many problems of the group."""
 
     what: str
-    problems: tuple[DecodeProblem, ...]
+    group: str
     field: str
     bound: float
     at_most: bool = False
+    first: int | None = None
+
+    @property
+    def problems(self) -> tuple[DecodeProblem, ...]:
+        return PROBLEMS[self.group][: self.first]
 
 
 PROBLEMS = problems.load("decode", DecodeProblem)
-BARS = (
-    Bar("decode, 64 sequences of 4096 keys: TB/s", PROBLEMS["pages"], "tb_per_s", 3.4),
-    Bar("decode, 1 sequence of 128k keys: TB/s", PROBLEMS["long"], "tb_per_s", 3.0),
-    Bar("decode, 8 sequences of 2048 keys: ms", PROBLEMS["few"], "ms", 0.030, at_most=True),
-    Bar("decode, latent: TFLOP/s", PROBLEMS["latents"][:1], "tflop_per_s", 250.0),
-    Bar(
-        "prefill of 8192 tokens: speed over FlashAttention's", PROBLEMS["prefills"][:2], "over_baseline", 0.85
-    ),
-    Bar("decode, 8-bit pages: speed over 16-bit pages", PROBLEMS["eight_bits"], "over_baseline", 1.5),
-    Bar("decode, 8-bit latents: speed over 16-bit latents", PROBLEMS["latent_bytes"], "over_baseline", 1.0),
-)
+BARS = [Bar(**entries) for entries in report.shown()["bars"]["decode"]]

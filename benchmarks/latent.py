@@ -211,8 +211,12 @@ class Latent(runner.Family):
     groups, packages, with_out = ("anchors", "chunks"), (), True
     extremes = (
         runner.Extreme("lowest of flash", runner.entry("of_flash"), min),
-        runner.Extreme("most time over the kernel", runner.entry("over_kernel"), max, "decode"),
-        runner.Extreme("most time over the faster form", runner.entry("over_kernel"), max, "chunk"),
+        runner.Extreme(
+            "most time over the kernel", runner.entry("over_kernel"), max, runner.of_kind("decode")
+        ),
+        runner.Extreme(
+            "most time over the faster form", runner.entry("over_kernel"), max, runner.of_kind("chunk")
+        ),
     )
     expected = staticmethod(expected_results)
 

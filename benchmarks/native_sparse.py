@@ -139,7 +139,7 @@ class NativeSparse(runner.Family):
     name, title, description, lists = "native-sparse", "Native sparse attention", __doc__, PROBLEMS
     packages, known_platforms, with_out = ("torch", "fla"), PLATFORMS, True
     extremes = (
-        runner.Extreme("lowest over dense", runner.entry("over_dense"), min, TRAIN),
+        runner.Extreme("lowest over dense", runner.entry("over_dense"), min, runner.of_kind(TRAIN)),
         runner.Extreme("lowest TB/s", runner.entry("tb_per_s"), min),
     )
     make_inputs = staticmethod(make_inputs)

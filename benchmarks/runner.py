@@ -45,16 +45,21 @@ Content = Mapping[str, Any]
 
 
 class Extreme(NamedTuple):
-    """A number of rows, of which the most or the least is picked. `kind`: of the problems whose name begins so."""
+    """A number of our rows, or of those that `among` holds for, of which the most or the least is picked."""
 
     title: str
     number: Callable[[Row], float | None]
     pick: Callable[..., Any]
-    kind: str = ""
+    among: Callable[[Row], bool] = lambda row: True
 
 
 def entry(name: str) -> Callable[[Row], float | None]:
     return lambda row: row.numbers.get(name)
+
+
+def of_kind(kind: str) -> Callable[[Row], bool]:
+    """Holds for the problems whose name begins so."""
+    return lambda row: row.problem.startswith(kind)
 
 
 RATIO = Extreme("lowest ratio", lambda row: row.ratio, min)
@@ -255,7 +260,7 @@ class Family:
         mine = [row for row in rows if row.role == OURS]
         for direction in dict.fromkeys(row.direction for row in mine):
             for of in (RATIO, *self.extremes):
-                same = [row for row in mine if row.direction == direction and row.problem.startswith(of.kind)]
+                same = [row for row in mine if row.direction == direction and of.among(row)]
                 known = [(value, row.problem) for row in same if (value := of.number(row)) is not None]
                 if known:
                     value, problem = of.pick(known, key=lambda pair: pair[0])

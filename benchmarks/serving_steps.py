@@ -38,8 +38,6 @@ SIZES = {
 }
 BATCHES = {"full": (64, 256), "quick": (4,)}
 PROMPT, PAGE = 100, 16
-BOUND, MOST_PROGRAMS, COLD = 1.3, 3, 10.0
-"""Bars: what a step may take of the device's time, programs, and seconds of a start with full caches."""
 PHASES = ("imports", "device", "model", "programs", "token")
 
 
@@ -188,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.dtype = dtype_here()
     rows = [measure(options, batch) for batch in options.batches]
     print(report.table_of("serving-steps", rows))
-    bars = {"ratio": BOUND, "programs": MOST_PROGRAMS, "first_token_seconds": COLD}
+    bars = report.shown()["bars"]["serving-steps"]
     size = {name: getattr(options, name) for name in SIZES["full"]}
     report.save(options, size=size, dtype=options.dtype, bars=bars, rows=rows, starts=starts)
     return 0
