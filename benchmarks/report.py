@@ -166,26 +166,9 @@ def summary_lines(summary: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(f"{name}: {entry['value']:.3f} ({entry['problem']})" for name, entry in summary.items())
 
 
-def pyplot() -> Any:
-    """Matplotlib without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def write_plot(figure: Any, path: str | os.PathLike, **options: Any) -> None:
-    """Saves a PNG, regardless of the file name, unless `options` say otherwise."""
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, **{"format": "png", "dpi": 110} | options)
-    pyplot().close(figure)
-
-
 class Panel(NamedTuple):
     """A part of a plot: a bar of the height `field` for each row, by problem, with a text; or what `draw(axis)` draws. `at`: a line.
-    `inches`: of a bar."""
+    `inches`: of a bar. `limits`: of the axis."""
 
     title: str
     rows: Sequence[Mapping[str, Any]] = ()
@@ -193,6 +176,7 @@ class Panel(NamedTuple):
     label: Callable[[Mapping[str, Any]], str] = lambda row: ""
     at: float | None = None
     inches: float = 0.2
+    limits: tuple[float | None, float | None] = (None, None)
     draw: Callable[[Any], None] | None = None
 
     @property
@@ -200,9 +184,12 @@ class Panel(NamedTuple):
         return 3.0 if self.draw else 0.7 + self.inches * len(self.rows)
 
 
-def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike) -> None:
-    """Writes the PNG, if anything was timed. Requires matplotlib."""
-    plt = pyplot()
+def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike, **options: Any) -> None:
+    """Writes the plot, if anything was timed: a PNG, unless `options` say otherwise. Requires matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # without a display
+    import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
     panels = [panel for panel in panels if panel.draw or panel.rows]
@@ -217,11 +204,14 @@ def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike) -> None:
         panel.draw(axis) if panel.draw else _bars(axis, panel, colours)
         if panel.at is not None:
             axis.axvline(panel.at, color="#444444", linewidth=0.8)
+        axis.set_xlim(panel.limits)
         axis.set_title(panel.title, fontsize=9)
     used = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=used, ncols=4, fontsize=7, loc="outside lower center")
     figure.suptitle(title)
-    write_plot(figure, path)
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, **{"format": "png", "dpi": 110} | options)
+    plt.close(figure)
 
 
 def _bars(axis: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
