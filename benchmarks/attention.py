@@ -268,8 +268,6 @@ class Attention(runner.Family):
         Extreme("lowest ratio, triton", RATIO.number, min, lambda row: row.platform == "triton"),
         Extreme("lowest ratio, triton, D 64 and 128", RATIO.number, min, _is_narrow),
     )
-    make_inputs = staticmethod(make_inputs)
-    expected = staticmethod(expected_results)
 
     def ours(self, problem: AttentionProblem, platform: Any) -> Callable[[Arrays, Arrays], Array]:
         return lambda learned, masking: build(problem, platform)(**learned, **masking)
@@ -301,9 +299,7 @@ class Attention(runner.Family):
             for name, backend in (("torch-fa2", "FLASH_ATTENTION"), ("torch-cudnn", "CUDNN_ATTENTION")):
                 yield TorchPeer(name, "torch", functools.partial(run, backend))
 
-    def errors(
-        self, problem: AttentionProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
-    ) -> Errors:
+    def errors(self, problem: AttentionProblem, row: Row, results: Arrays, expected: Arrays) -> Errors:
         """The relative RMS error of each result; single numbers of peers may be off by more."""
         bound = TOLERANCES[problem.dtype]["forward" if row.direction == FORWARD else "gradient"].rms
         row.numbers["bound"] = bound
@@ -383,4 +379,4 @@ class Attention(runner.Family):
         return [*panels, report.Panel(title, options, "per_tile", at=1.0)]
 
 
-FAMILY = Attention()
+FAMILY = Attention(make_inputs=make_inputs, expected=expected_results)

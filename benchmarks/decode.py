@@ -242,15 +242,8 @@ def _contexts(axis: Any, rows: Sequence[Mapping[str, Any]], copy: float) -> None
 class Decode(runner.Family):
     name, title, description, lists = "decode", "Attention over pages", __doc__, problems.PROBLEMS
     groups = tuple(group for group in problems.PROBLEMS if group not in ("cpu", "tiny"))
+    card: Mapping[str, float] = {}
     packages, platforms, once = ("ejkernel",), "default,xla", True
-    make_inputs = staticmethod(problems.make_inputs)
-    expected = staticmethod(problems.expected_results)
-
-    def __init__(self) -> None:
-        self.card: dict[str, float] = {}
-
-    def ours(self, problem: DecodeProblem, platform: Any) -> Callable[[Inputs], Array]:
-        return problems.ours(problem, platform)
 
     def directed(self, problem: DecodeProblem, forward: Callable[..., Array], direction: str) -> Any:
         return lambda inputs: {"out": forward(inputs)}
@@ -339,4 +332,4 @@ class Decode(runner.Family):
         ]
 
 
-FAMILY = Decode()
+FAMILY = Decode(make_inputs=problems.make_inputs, expected=problems.expected_results, ours=problems.ours)

@@ -218,7 +218,6 @@ class Latent(runner.Family):
             "most time over the faster form", runner.entry("over_kernel"), max, runner.of_kind("chunk")
         ),
     )
-    expected = staticmethod(expected_results)
 
     def make_inputs(self, problem: LatentProblem, seed: int = 0) -> Any:
         return (make_chunk if problem.chunk else make_decoding if problem.E else make_training)(problem, seed)
@@ -253,11 +252,9 @@ class Latent(runner.Family):
             )
             row.numbers["over_kernel"] = row.ms / other if speed and p.E else None
 
-    def errors(
-        self, problem: LatentProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
-    ) -> Errors:
+    def errors(self, problem: LatentProblem, row: Row, results: Arrays, expected: Arrays) -> Errors:
         """Absorbed queries, latents and the last projection are each rounded once more."""
         return runner.errors_of(problem.dtype, results, expected, 3.0 if problem.E else 1.0)
 
 
-FAMILY = Latent()
+FAMILY = Latent(expected=expected_results)

@@ -446,13 +446,8 @@ class Linear(runner.Family):
     name, title, description, lists = "linear", "The linear-time family", __doc__, PROBLEMS
     groups = ("anchors", "long", "steps")
     extremes, packages = (runner.MEMORY,), peers.PACKAGES
-    make_inputs = staticmethod(make_inputs)
-    expected = staticmethod(expected_results)
-    ours = staticmethod(ours)
 
-    def directed(
-        self, problem: LinearProblem, forward: Callable[..., Any], direction: str
-    ) -> Callable[[Inputs], Arrays]:
+    def directed(self, problem: LinearProblem, forward: Any, direction: str) -> Callable[[Inputs], Arrays]:
         return directed(forward, direction)
 
     def ready(self, problem: LinearProblem, platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
@@ -480,9 +475,7 @@ class Linear(runner.Family):
                 packages.add(peer.package)
                 yield peer
 
-    def errors(
-        self, problem: LinearProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
-    ) -> Errors:
+    def errors(self, problem: LinearProblem, row: Row, results: Arrays, expected: Arrays) -> Errors:
         return runner.errors_of(problem.dtype, of_part(problem, results, expected), expected)
 
     def complete(self, problem: Any, inputs: Inputs, direction: str, rows: list[Row]) -> None:
@@ -495,4 +488,4 @@ class Linear(runner.Family):
         return problem.member
 
 
-FAMILY = Linear()
+FAMILY = Linear(make_inputs=make_inputs, expected=expected_results, ours=ours)

@@ -142,7 +142,6 @@ class NativeSparse(runner.Family):
         runner.Extreme("lowest over dense", runner.entry("over_dense"), min, runner.of_kind(TRAIN)),
         runner.Extreme("lowest TB/s", runner.entry("tb_per_s"), min),
     )
-    make_inputs = staticmethod(make_inputs)
 
     def ours(self, problem: NativeProblem, platform: Any, **more: Any) -> Callable[..., Any]:
         call = ours(problem, platform, **more)
@@ -171,15 +170,10 @@ class NativeSparse(runner.Family):
         if p.kind == TRAIN:
             yield TorchPeer("fla" if window else "fla without window", "fla", run, is_checked=False)
 
-    def expected(self, problem: NativeProblem, inputs: Inputs) -> dict[str, Array]:
-        return {}
-
-    def errors(
-        self, problem: NativeProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
-    ) -> Errors:
+    def errors(self, problem: NativeProblem, row: Row, results: Arrays, expected: Arrays) -> Errors:
         """Compares with `xla` in float32 for the blocks that this implementation has chosen."""
         platform = row.implementation if row.implementation in PLATFORMS else "default"
-        wide = prepare.wide(inputs)
+        wide = prepare.wide(make_inputs(problem))
         call = self.ours(problem, "xla", block_indices=_blocks(problem, platform))
         program = jax.jit(self.directed(problem, call, row.direction)).lower(wide).compile(UNTUNED)
         return runner.errors_of(problem.dtype, results, program(wide))
@@ -192,4 +186,4 @@ class NativeSparse(runner.Family):
             row.numbers["tb_per_s"] = p.bytes / row.ms / 1e9 if is_ours and row.ms and p.bytes else None
 
 
-FAMILY = NativeSparse()
+FAMILY = NativeSparse(make_inputs=make_inputs, expected=lambda problem, inputs: {})

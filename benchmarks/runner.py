@@ -180,6 +180,10 @@ class Family:
     ours: Callable[[Any, Any], Callable[..., Any]]
     """`ours(problem, platform)`: our operation as a function of what is learned and of constants."""
 
+    def __init__(self, **functions: Callable[..., Any]):
+        """`functions`: some of these three, which are no methods."""
+        vars(self).update(functions)
+
     # What a family computes
 
     def directed(self, problem: Any, forward: Callable[..., Any], direction: str) -> Callable[[Any], Arrays]:
@@ -194,7 +198,7 @@ class Family:
         """Peers in PyTorch."""
         return ()
 
-    def errors(self, problem: Any, inputs: Any, row: Row, results: Arrays, expected: Arrays) -> Errors:
+    def errors(self, problem: Any, row: Row, results: Arrays, expected: Arrays) -> Errors:
         return errors_of(problem.dtype, results, expected)
 
     def complete(self, problem: Any, inputs: Any, direction: str, rows: list[Row]) -> None:
@@ -311,7 +315,7 @@ def measure(family: Family, problem: Any, options: Namespace) -> Iterator[list[R
         peer.load()
     with processes.held():
         sets = prepare.input_sets(functools.partial(family.make_inputs, problem))
-        check = functools.partial(_check, family, problem, sets[0], family.expected(problem, sets[0]))
+        check = functools.partial(_check, family, problem, family.expected(problem, sets[0]))
         floor = launch_floor(sets[0])
         for direction in family.directions(problem, options):
             if options.candidates:
@@ -329,8 +333,8 @@ def measure(family: Family, problem: Any, options: Namespace) -> Iterator[list[R
             yield rows
 
 
-def _check(family: Family, problem: Any, inputs: Any, expected: Any, row: Row, results: Arrays) -> str | None:
-    errors, wrong = family.errors(problem, inputs, row, results, expected)
+def _check(family: Family, problem: Any, expected: Any, row: Row, results: Arrays) -> str | None:
+    errors, wrong = family.errors(problem, row, results, expected)
     row.errors = prepare.finite(errors)
     near = row.role == PEER and family.near is not None and all(x <= family.near for x in errors.values())
     return None if near else wrong

@@ -215,8 +215,6 @@ def _flex_attention() -> Callable[..., Any]:
 class Sparse(runner.Family):
     name, title, description, lists = "sparse", "Block-sparse attention", __doc__, PROBLEMS
     extremes = (runner.Extreme("most time a tile", runner.entry("a_tile"), max),)
-    make_inputs = staticmethod(make_inputs)
-    expected = staticmethod(expected_results)
 
     def ours(self, problem: SparseProblem, platform: Any) -> Callable[[Arrays, Arrays], Array]:
         form = FORMS[problem.form]
@@ -243,4 +241,4 @@ class Sparse(runner.Family):
             row.numbers.setdefault("tflop_per_s", None)
 
 
-FAMILY = Sparse()
+FAMILY = Sparse(make_inputs=make_inputs, expected=expected_results)

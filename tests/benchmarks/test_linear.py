@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +30,8 @@ def test_every_member_is_what_its_recurrence_says(problem):
 
 
 def _errors(problem, results, expected):
-    inputs: Any = None  # are not read
-    return linear.FAMILY.errors(
-        problem, inputs, prepare.Row(problem.name, "forward", "default"), results, expected
-    )
+    row = prepare.Row(problem.name, "forward", "default")
+    return linear.FAMILY.errors(problem, row, results, expected)
 
 
 def test_members_have_peers_and_steps_are_large():
