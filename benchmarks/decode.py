@@ -450,14 +450,10 @@ class Decode(runner.Family):
     name, title, description, lists = "decode", "Attention over pages", __doc__, PROBLEMS
     groups = tuple(group for group in PROBLEMS if group not in ("cpu", "tiny"))
     card: Mapping[str, float] = {}
-    packages, platforms, once = ("ejkernel",), "default,xla", True
+    packages, platforms, once, in_turn = ("ejkernel",), "default,xla", True, True
 
     def directed(self, problem: DecodeProblem, forward: Callable[..., Array], direction: str) -> Any:
         return lambda inputs: {"out": forward(inputs)}
-
-    def ready(self, problem: DecodeProblem, platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
-        run = self.directed(problem, self.ours(problem, platform), direction)
-        return prepare.ready(run, sets, in_turn=True)
 
     def beside(self, problem: DecodeProblem, options: Namespace, direction: str) -> Others:
         def ready(peer: Peer, sets: Sequence[Inputs], direction: str) -> Prepared:

@@ -12,7 +12,6 @@ With the same folder, tuning continues where it stopped. No part uses the tables
 
 import argparse
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -251,17 +250,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if result["failed"] and log.is_file():
                     print("\n".join(_since(log, printed).splitlines()[-20:]), flush=True)
             result["files"] = [x for x in part.files if (options.output / x).is_file()]
-            result |= {"device": about["device"], "commit": about["commit"], "date": _now()}
+            result |= {"device": about["device"], "commit": about["commit"], "date": report.now()}
             results[name] = result
             print(f"{head}: {_in_words(result)}", flush=True)
             content = {"schema": 1, "environment": about, "seconds": time.monotonic() - start}
             report.write_json(summary, content | {"parts": earlier | results})
     print(f"\n{table(results)}\nwrote {summary}")
     return 1 if any(result["failed"] for result in results.values()) else 0
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _in_words(result: Mapping[str, Any]) -> str:

@@ -187,25 +187,18 @@ def gpu_spans(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, float, flo
 
 
 def _on_streams(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    of_process, of_thread = _names(events, "process_name"), _names(events, "thread_name")
+    named = lambda what: [e for e in events if e.get("ph") == "M" and e.get("name") == what]
+    devices = {e.get("pid"): e["args"]["name"] for e in named("process_name")}
+    streams = {(e.get("pid"), e.get("tid")): e["args"]["name"] for e in named("thread_name")}
     for event in events:
-        device = event.get("pid")
-        stream = of_thread.get((device, event.get("tid")), "")
-        if event.get("ph") == "X" and "GPU" in of_process.get((device, None), "") and "Stream" in stream:
+        device, stream = event.get("pid"), streams.get((event.get("pid"), event.get("tid")), "")
+        if event.get("ph") == "X" and "GPU" in devices.get(device, "") and "Stream" in stream:
             yield event
 
 
 def _span(event: Mapping[str, Any]) -> Span:
     begin, time = float(event["ts"]), float(event.get("dur", 0))
     return begin, begin + time
-
-
-def _names(events: Sequence[Mapping[str, Any]], what: str) -> dict[tuple[Any, Any], str]:
-    return {
-        (event.get("pid"), None if what == "process_name" else event.get("tid")): event["args"]["name"]
-        for event in events
-        if event.get("ph") == "M" and event.get("name") == what
-    }
 
 
 def _length(spans: Iterable[Span]) -> float:

@@ -29,8 +29,12 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "runtime": " ".join(str(device.client.platform_version).split()),
         "versions": versions(),
         "commit": commit or _commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
     }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str | None]:

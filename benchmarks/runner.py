@@ -13,7 +13,6 @@ agree. Peers receive the same data in the same run. All implementations are time
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import pathlib
@@ -31,7 +30,7 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import prepare, processes, report
 from benchmarks.measure import torch_with_cuda
-from benchmarks.peers import implementation, installed, TorchPeer
+from benchmarks.peers import implementation, installed, is_missing, TorchPeer
 from benchmarks.prepare import Arrays, DIRECTIONS, Implementation, Others, OURS, PEER, Prepared, Row
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
@@ -152,6 +151,7 @@ class Family:
     - `near`: the most that a peer, which may round differently, may be off.
     - `with_out`: whether the output is a result beside the gradients.
     - `once`: whether a platform is left out that the default resolves to: it gives the same program.
+    - `in_turn`: whether several runs of one launch of ours take one set of inputs after another.
     - `packages`: those that peers need; `needed`: of these, the ones without which no peer is run.
     """
 
@@ -163,6 +163,7 @@ class Family:
     near: float | None = 0.1
     with_out = False
     once = False
+    in_turn = False
     extremes: Sequence[Extreme] = ()
     packages: Sequence[str] = ("torch",)
     needed: Sequence[str] = ()
@@ -208,7 +209,8 @@ class Family:
 
     def ready(self, problem: Any, platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
         """Ours, prepared."""
-        return prepare.ready(self.directed(problem, self.ours(problem, platform), direction), sets)
+        run = self.directed(problem, self.ours(problem, platform), direction)
+        return prepare.ready(run, sets, self.in_turn)
 
     def in_jax(
         self, problem: Any, name: str, forward: Callable[..., Any], role: str = PEER, is_checked: bool = True
@@ -424,7 +426,7 @@ def main(family: Family, arguments: Sequence[str] | None = None) -> int:
         return compile_peers(family, chosen, options)
     if options.apart:
         return run_apart(family, chosen, options, given)
-    options.torch = options.torch and torch_with_cuda() and all(map(is_installed, family.needed))
+    options.torch = options.torch and torch_with_cuda() and not any(map(is_missing, family.needed))
     options.torch = options.torch and bool(family.packages) and jax.default_backend() != "cpu"
     return run(family, chosen, options)
 
@@ -436,7 +438,7 @@ def run(family: Family, chosen: Sequence[Any], options: Namespace) -> int:
     content["environment"] = report.environment(options.commit)
     print(report.environment_line(content["environment"]))
     on_gpu = jax.default_backend() != "cpu"
-    content["missing"] = [name for name in family.packages if on_gpu and not is_installed(name)]
+    content["missing"] = [name for name in family.packages if on_gpu and is_missing(name)]
     for package in content["missing"]:
         print(f"peer omitted: {package} is not installed")
     content |= family.about(options, chosen)
@@ -494,10 +496,6 @@ def _verdict(rows: Sequence[Row]) -> int:
     for row in unmeasured:
         print(f"{row.label}: {row.reason}", file=sys.stderr)
     return 1 if unmeasured or any(row.role == OURS for row in wrong) else 0
-
-
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 # Several processes

@@ -40,7 +40,7 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import processes, report
 from benchmarks.measure import by_kind, kernel_times
-from benchmarks.runner import is_installed
+from benchmarks.peers import is_missing
 from ejkernel_eqx.models import Decoder
 from examples import train_lm
 
@@ -379,7 +379,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _has_peer(mixer: str) -> bool:
-    return is_installed("fla") and (mixer != "mamba2" or is_installed("mamba_ssm"))
+    return not is_missing("fla") and not (mixer == "mamba2" and is_missing("mamba_ssm"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
