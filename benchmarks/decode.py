@@ -234,7 +234,7 @@ class Bar(NamedTuple):
 
 
 PROBLEMS = problems.load("decode", DecodeProblem)
-BARS = [Bar(**entries) for entries in report.shown()["bars"]["decode"]]
+BARS = [Bar(**entries) for entries in report.data("tables")["bars"]["decode"]]
 
 
 # Peers

@@ -19,7 +19,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,7 +36,7 @@ from ejkernel_eqx.dispatch import device_facts
 
 WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 TRACED_WITH_GRAPHS = {"xla_enable_command_buffers_during_profiling": True}
-BOUNDS = report.shown()["bars"]["decode-gaps"]
+BOUNDS = report.data("tables")["bars"]["decode-gaps"]
 """Microseconds a layer."""
 
 
@@ -330,14 +329,7 @@ def show(rows: Sequence[Row]) -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = report.parser(__doc__, "a tiny model")
-    add = parser.add_argument
-    add("--platform", help="of the kernels (default: triton on a GPU, else xla)")
-    add("--problems", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these")
-    add("--ways", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these")
-    add("--samples", type=int, default=7)
-    add("--calls", type=int, default=50, help="in a sample (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    options = report.parser("decode-gaps", __doc__).parse_args(arguments)
     options.platform = options.platform or ("triton" if jax.default_backend() == "gpu" else "xla")
     if options.quick:
         options.samples, options.calls = 2, 2

@@ -197,13 +197,9 @@ def environment(commit: str | None) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = report.parser(__doc__, json_results=False)
-    add = parser.add_argument
-    add("--output", type=pathlib.Path, required=True, metavar="FOLDER")
+    parser = report.parser("everything", __doc__)
     names = ", ".join(("tests", *BENCHMARKS, *STEPS, "tune-FAMILY"))
-    add("--parts", help=f"comma-separated, of {names} (default: all)")
-    limit = "of all parts together"
-    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
+    parser.add_argument("--parts", help=f"comma-separated, of {names} (default: all)")
     options = parser.parse_args(arguments)
     options.output = options.output.resolve()
     known = list(parts(options, gpu=True))

@@ -169,11 +169,7 @@ def peer_ms(problem: Problem, repeats: int) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = report.parser(__doc__, prog="python -m benchmarks generate")
-    parser.add_argument("--only", nargs="*", default=None, help="names of problems")
-    parser.add_argument("--peers", action="store_true", help="also transformers")
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args(arguments)
+    options = report.parser("generate", __doc__).parse_args(arguments)
     rows: list[Row] = []
     models: dict[str, Any] = {}
     for problem in PROBLEMS["tiny" if options.quick else "anchors"]:

@@ -3,15 +3,14 @@
 import ast
 import dataclasses
 import functools
-import pathlib
 import re
-import tomllib
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 
 import ejkernel_eqx as ejx
+from benchmarks import report
 from benchmarks.prepare import DIRECTIONS
 from ejkernel_eqx._kernel import selections_of
 from ejkernel_eqx.cli.problems import DTYPES
@@ -85,9 +84,8 @@ def expanded(line: str) -> list[str]:
     return [each for word in match[1].split("|") for each in expanded(f"{before}{word}{after}")]
 
 
-@functools.cache
 def _tables() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    return report.data("problems")
 
 
 def lines(table: str, name: str) -> list[str]:

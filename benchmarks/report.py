@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import tomllib
@@ -86,23 +87,28 @@ def save(options: argparse.Namespace, **content: Any) -> None:
         write_json(options.json, {"environment": environment(options.commit), **content})
 
 
-def parser(
-    description: str | None, quick: str = "tiny problems", json_results: bool = True, **more: Any
-) -> argparse.ArgumentParser:
-    """A parser with the options of every command."""
-    layout = argparse.RawDescriptionHelpFormatter
-    result = argparse.ArgumentParser(description=description, formatter_class=layout, **more)
-    result.add_argument("--quick", action="store_true", help=quick)
-    result.add_argument("--commit", help="version of the code in the result (default: from git)")
-    if json_results:
-        result.add_argument("--json", type=pathlib.Path, metavar="PATH", help="results")
-    return result
-
-
 @functools.cache
-def shown() -> dict[str, Any]:
-    """What tables show, by name: the content of `tables.toml`."""
-    return tomllib.loads(pathlib.Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+def data(name: str) -> dict[str, Any]:
+    """The content of a file of TOML that stands beside."""
+    return tomllib.loads((ROOT / "benchmarks" / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+_TYPES = {"str": str, "int": int, "float": float, "path": pathlib.Path, "regex": re.compile}
+
+
+def parser(
+    command: str, description: str | None, options: str = "", **defaults: Any
+) -> argparse.ArgumentParser:
+    """A parser with the options of every command and those of `options`, by default the command itself, as in `options.toml`."""
+    program, layout = f"python -m benchmarks {command}", argparse.RawDescriptionHelpFormatter
+    result = argparse.ArgumentParser(program, description=description, formatter_class=layout)
+    for name, how in (data("options")["every"] | data("options")[options or command]).items():
+        if how and "action" not in how:
+            how = how | {"type": _TYPES[how.get("type", type(how.get("default", "")).__name__)]}
+        if how:
+            result.add_argument(f"--{name}", **how)
+    result.set_defaults(**defaults)
+    return result
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -118,7 +124,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def table_of(name: str, rows: Sequence[Mapping[str, Any]], make: Callable[..., str] = table) -> str:
     """A table of `tables.toml`, of rows by name; nothing is shown where a row has none."""
-    columns = shown()["columns"][name]
+    columns = data("tables")["columns"][name]
 
     def cell(row: Mapping[str, Any], column: str) -> str:
         name, _, form = column.partition(":")

@@ -15,7 +15,6 @@ each as one device needs alone. Off two GPUs they are shown, but none is missed.
 import argparse
 import functools
 import operator
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,19 +117,7 @@ def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, An
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = report.parser(__doc__, "tiny problems, anywhere")
-    add = parser.add_argument
-    add("--tokens", default="32768,131072", help="comma-separated (default: %(default)s)")
-    add("--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)")
-    add("--devices", type=int, default=jax.device_count())
-    add("--heads", type=int, default=16)
-    add("--kv-heads", type=int, default=16)
-    add("--head-dim", type=int, default=128)
-    add("--dtype", default="bfloat16")
-    add("--platform", help="of the kernels (default: chosen by device)")
-    add("--samples", type=int, default=5)
-    add("--calls", type=int, default=3, help="calls per sample")
-    add("--profile", type=pathlib.Path, metavar="FOLDER")
+    parser = report.parser("ring", __doc__, variants=",".join(VARIANTS), devices=jax.device_count())
     options = parser.parse_args(arguments)
     options.variants = options.variants.split(",")
     if unknown := sorted(set(options.variants) - set(VARIANTS)):

@@ -109,7 +109,7 @@ class Tables(NamedTuple):
             errors = row["errors"].values() if "errors" in row else [row["error"]]
             known = [error for error in errors if error is not None]
             return f"{max(known):.1e}" if known else ""
-        number = next((row[name] for name in report.shown()["numbers"][title] if name in row), None)
+        number = next((row[name] for name in report.data("tables")["numbers"][title] if name in row), None)
         return report.number(number, 1 if title == "TFLOP/s" and (number or 0) > 1 else 2)
 
     def each(self, content: Content, table: Callable[..., str]) -> Iterator[tuple[str, str]]:
@@ -172,7 +172,7 @@ class Family:
 
     @property
     def tables(self) -> Tables:
-        return Tables(**report.shown()[self.name])
+        return Tables(**report.data("tables")[self.name])
 
     make_inputs: Callable[..., Any]
     """`make_inputs(problem, seed)`."""
@@ -367,27 +367,9 @@ def candidates(
 
 
 def parser(family: Family) -> argparse.ArgumentParser:
-    result = report.parser(family.description, prog=f"python -m benchmarks {family.name}")
-    add = result.add_argument
-    add("--problems", default="", metavar="REGEX", help="only problems whose name matches")
-    add("--directions", default="", help="comma-separated (default: all)")
-    known = ", ".join(family.known_platforms)
-    add("--platforms", default=family.platforms, help=f"comma-separated, of {known} (default: %(default)s)")
-    add("--no-torch", dest="torch", action="store_false", help="omit the peers in PyTorch")
-    add("--no-peers", dest="peers", action="store_false", help="ours alone")
-    add("--candidates", type=int, metavar="N", help="the tuner's first N configurations of ours")
-    first = "compile what peers in Triton tune in N processes first"
-    add("--compile-peers", type=int, metavar="N", help=first)
-    add("--apart", action="store_true", help="in several processes, which compile at once")
-    add("--samples", type=int, default=5, help="samples of each time (default: %(default)s)")
-    add("--sample-ms", type=float, help="length of a sample (default: 30; quick on a CPU 2)")
-    limit = "start no problem after this time"
-    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
-    add("--render", metavar="JSON", help="show an earlier run instead of measuring")
-    for name in ("plot", "markdown"):
-        add(f"--{name}", metavar="PATH")
-    for name in ("process", "processes"):
-        add(f"--{name}", type=int, help=argparse.SUPPRESS)
+    result = report.parser(family.name, family.description, "family")
+    platforms = f"comma-separated, of {', '.join(family.known_platforms)} (default: %(default)s)"
+    result.add_argument("--platforms", default=family.platforms, help=platforms)
     return result
 
 

@@ -164,13 +164,7 @@ def dtype_here() -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = report.parser(__doc__, "a tiny model")
-    add = parser.add_argument
-    add("--start", action="store_true", help="only start a server")
-    add("--no-starts", action="store_true", help="without timing starts")
-    add("--temperature", type=float, default=0.0)
-    add("--platform", help="of the kernels (default: chosen by device)")
-    options = parser.parse_args(arguments)
+    options = report.parser("serving-steps", __doc__).parse_args(arguments)
     size = "quick" if options.quick else "full"
     vars(options).update(SIZES[size])
     options.batches = BATCHES[size]
@@ -186,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.dtype = dtype_here()
     rows = [measure(options, batch) for batch in options.batches]
     print(report.table_of("serving-steps", rows))
-    bars = report.shown()["bars"]["serving-steps"]
+    bars = report.data("tables")["bars"]["serving-steps"]
     size = {name: getattr(options, name) for name in SIZES["full"]}
     report.save(options, size=size, dtype=options.dtype, bars=bars, rows=rows, starts=starts)
     return 0

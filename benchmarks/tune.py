@@ -150,28 +150,9 @@ def render_report(path: pathlib.Path, picture: pathlib.Path | None) -> int:
 
 
 def parse(arguments: Sequence[str] | None, name: str = "tune") -> argparse.Namespace:
-    made = report.parser(__doc__)
-    add = made.add_argument
-    add("--family", choices=sorted(FAMILIES), default="attention", help="default: %(default)s")
-    add("--problems", default="", metavar="REGEX", help="only problems whose name matches")
-    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
-    add("--samples", type=int, default=5 if name == "tune" else 9)
-    add("--sample-ms", type=float, default=30.0 if name == "tune" else 50.0)
-    add("--force", action="store_true", help="also measure problems in the table or the user's cache")
-    add("--output", type=pathlib.Path, metavar="PATH", help="table to extend (default: the shipped table)")
-    platforms = "the platform to tune (default: triton)" if name == "tune" else "default: cuda and triton"
-    add("--platform", action="append", metavar="NAME", help=platforms)
-    if name == "tune":
-        add("--budget", type=float, default=60.0, metavar="SECONDS", help="for each problem")
-        add("--candidates", type=int, default=12, help="for each part of the configuration")
-        in_process = "run candidates in this process: seconds faster, but a crash ends it"
-        add("--in-process", action="store_true", help=in_process)
-        add("--jobs", type=int, help="concurrent compilations (default: one per processor, up to 8)")
-        plots = "plot of heuristics against tuned configurations"
-        add("--plot", type=pathlib.Path, metavar="PATH", help=plots)
-        add("--render", type=pathlib.Path, metavar="JSON", help="show an earlier report instead of tuning")
+    made = report.parser(name, __doc__)
+    made.add_argument("--family", choices=sorted(FAMILIES), default="attention", help="default: %(default)s")
     options = made.parse_args(arguments)
-    options.platform = options.platform or (["triton"] if name == "tune" else ["cuda", "triton"])
     folder = report.ROOT / "src" / "ejkernel_eqx" / "data" / device_facts().slug
     options.output = options.output or folder / f"{options.family}.json"
     return options
@@ -205,7 +186,7 @@ def main(arguments: Sequence[str] | None = None, name: str = "tune") -> int:
     options = parse(arguments)
     if options.render is not None:
         return render_report(options.render, options.plot)
-    family, chosen, platform = FAMILIES[options.family], chosen_problems(options), options.platform[-1]
+    family, chosen, platform = FAMILIES[options.family], chosen_problems(options), options.platform
     implementation_of = lambda problem: kernel_registry.get(problem.operation, Platform(platform))
     for problem in {problem.operation: problem for problem in chosen}.values():
         reason = implementation_of(problem).unusable(device_facts())
@@ -289,6 +270,7 @@ def keep_times(
 
 def main_times(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments, "platform-times")
+    options.platform = options.platform or ["cuda", "triton"]
     family, environment = FAMILIES[options.family], report.environment(options.commit)
     table, rows = Table(options.output), []
     # The same for all platforms, taken from the one that runs anything.
