@@ -39,14 +39,7 @@ GRACE = 15.0
 _OWN_SHARE = 0.8  # fraction of a part's time after which a script starts no further problem
 _NO_TESTS = 5  # pytest's exit code if no test is selected
 
-
-STEPS = {
-    "tuned-model": ("train-step", "--tuned"),
-    "host-cost": ("host-cost",),
-    "train-step": ("train-step",),
-    "train-step-peers": ("train-step", "--peers"),
-    "serving-steps": ("serving-steps",),
-}
+STEPS = report.data("options")["steps"]
 """Other commands, by the name of their part."""
 
 

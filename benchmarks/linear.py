@@ -12,7 +12,6 @@ With `--apart` peers tune themselves briefly; with `--compile-peers` several pro
 
 import dataclasses
 import functools
-import importlib
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from jax import Array, lax
 
 import ejkernel_eqx as ejx
 from benchmarks import peers, prepare, problems, runner
-from benchmarks.peers import SCAN, Tensors, TorchPeer
+from benchmarks.peers import TorchPeer
 from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, Implementation, Inputs, Others, Prepared, Row
 from benchmarks.runner import Errors
 
@@ -389,51 +388,7 @@ def of_part(problem: LinearProblem, results: Arrays, expected: Mapping[str, Arra
 _USUAL = 4096
 
 
-# Peers
-
-
-def _first(name: str, **options: Any) -> Callable[[Tensors], Any]:
-    """The first result of a package's function of tensors by name."""
-    module, function = name.rsplit(".", 1)
-    return lambda x: getattr(importlib.import_module(module), function)(**x, **options)[0]
-
-
-def _ssd(chunk_size: int) -> Callable[[Tensors], Any]:
-    def run(x: Tensors) -> Any:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-        return mamba_chunk_scan_combined(**x, chunk_size=chunk_size, dt_softplus=True)
-
-    return run
-
-
-def _scan(x: Tensors) -> Any:
-    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-
-    named = {"u": x["x"], "delta": x["dt"], "delta_bias": x["dt_bias"]}
-    return selective_scan_fn(**named, **{name: x[name] for name in "ABCDz"}, delta_softplus=True)
-
-
-# Of several, the first is the fastest forward at the anchors.
-PEERS: Mapping[str, tuple[TorchPeer, ...]] = {
-    "GLA": (TorchPeer("fla", "fla", _first("fla.ops.gla.chunk_gla")),),
-    "lightning": (
-        TorchPeer(
-            "fla", "fla", _first("fla.ops.lightning_attn.chunk_lightning_attn", layer_idx=0, num_layers=24)
-        ),
-    ),
-    "scalar decay": (TorchPeer("fla", "fla", _first("fla.ops.simple_gla.chunk_simple_gla")),),
-    "KDA": (
-        TorchPeer("fla, g >= -5", "fla", _first("fla.ops.kda.chunk_kda", safe_gate=True)),
-        TorchPeer("fla", "fla", _first("fla.ops.kda.chunk_kda")),
-    ),
-    "gated delta rule": (TorchPeer("fla", "fla", _first("fla.ops.gated_delta_rule.chunk_gated_delta_rule")),),
-    "SSD": (
-        TorchPeer("mamba_ssm, chunk 256", "mamba_ssm", _ssd(256)),
-        TorchPeer("mamba_ssm, chunk 128", "mamba_ssm", _ssd(128)),
-    ),
-    "selective scan": (TorchPeer("mamba_ssm", SCAN, _scan, ("x", "dt", "B", "C", "z")),),
-}
+PEERS = peers.listed("linear")
 
 
 def in_place(sets: Sequence[Inputs], direction: str) -> Prepared:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from benchmarks import report
 from ejkernel_eqx.tuning.measure import JaxWork, time_in_turn, time_runs, Timing, Work
 
 K = TypeVar("K", bound=Hashable)
@@ -123,13 +124,8 @@ def torch_work(
 
 # Traces
 
-KINDS = (
-    ("attention", r"attention|fmha|flash|_fprop_|_bprop_|sdpa|dot_do_o|convert_dq"),
-    ("matmul", r"gemm|nvjet|cutlass|wgmma|matmul|splitK|cublas"),
-    ("copy", r"memcpy|memset|copy|concatenate|dynamic.update|dynamic.slice|transpose|slice"),
-    ("reduction", r"reduce|norm|softmax"),
-    ("elementwise", r"fusion|loop_|convert|add|multiply|broadcast|select|wrapped"),
-)
+KINDS = report.data("tables")["kinds"]
+"""Kinds of kernels by their names: the first whose pattern occurs in one."""
 
 
 def kernel_times(run: Callable[[], Any], runs: int) -> dict[str, tuple[float, int]]:
@@ -147,7 +143,9 @@ def by_kind(times: Mapping[str, tuple[float, int]]) -> dict[str, float]:
     """Milliseconds per run of each kind of kernel."""
     result: dict[str, float] = collections.defaultdict(float)
     for name, (ms, _) in times.items():
-        result[next((kind for kind, words in KINDS if re.search(words, name, re.IGNORECASE)), "other")] += ms
+        result[
+            next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), "other")
+        ] += ms
     return dict(sorted(result.items(), key=lambda entry: -entry[1]))
 
 
