@@ -30,7 +30,7 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import problems, report
-from benchmarks.measure import gpu_spans, host_ms, traced
+from benchmarks.measure import host_ms, traced
 from ejkernel_eqx._tolerances import errors, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
 
@@ -239,18 +239,18 @@ def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
     """Kernels a layer, their microseconds by name, and the gaps between those that follow one another within a call."""
     call = lambda: jax.block_until_ready(steps())
     call()
-    spans = gpu_spans(traced(lambda: [call() for _ in range(calls)][-1]))
+    spans = traced(lambda: [call() for _ in range(calls)][-1])
     if not spans:
         return {}
-    gaps = [later[1] - earlier[2] for earlier, later in itertools.pairwise(spans)]
+    gaps = [later.begin - earlier.end for earlier, later in itertools.pairwise(spans)]
     within = sorted(gap for gap in gaps if gap < 50.0)  # not those between calls
     times: dict[str, list[float]] = {}
-    for name, begin, end in spans:
-        times.setdefault(name, []).append(end - begin)
+    for span in spans:
+        times.setdefault(span.name, []).append(span.end - span.begin)
     each = calls * problem.layers * problem.tokens
     return {
         "kernels_per_layer": len(spans) / each,
-        "busy_us_per_layer": sum(end - begin for _, begin, end in spans) / each,
+        "busy_us_per_layer": sum(map(sum, times.values())) / each,
         "median_gap_us": statistics.median(within) if within else None,
         "us_by_kernel": {
             name: {"per_layer": len(result) / each, "median_us": statistics.median(result)}

@@ -106,8 +106,8 @@ def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, An
         sample(2)
         samples = [sample(options.calls) for _ in range(options.samples)]
         if options.profile:
-            events = traces.traced(lambda: sample(1), options.profile / f"{name}-{tokens}")
-            row["hidden"] = traces.hidden(events)
+            spans = traces.traced(lambda: sample(1), options.profile / f"{name}-{tokens}")
+            row["hidden"] = traces.hidden(spans)
     except (RuntimeError, ValueError) as error:  # out of memory, among others
         return row | {"reason": str(error).splitlines()[0][:160]}
     # Two products forward and five backward, over half of the scores.
