@@ -89,7 +89,7 @@ def save(options: argparse.Namespace, **content: Any) -> None:
 
 @functools.cache
 def data(name: str) -> dict[str, Any]:
-    """The content of a file of TOML that stands beside."""
+    """The content of a TOML file of this folder."""
     return tomllib.loads((ROOT / "benchmarks" / f"{name}.toml").read_text(encoding="utf-8"))
 
 
@@ -103,10 +103,10 @@ def parser(
     program, layout = f"python -m benchmarks {command}", argparse.RawDescriptionHelpFormatter
     result = argparse.ArgumentParser(program, description=description, formatter_class=layout)
     for name, how in (data("options")["every"] | data("options")[options or command]).items():
-        if how and "action" not in how:
-            how = how | {"type": _TYPES[how.get("type", type(how.get("default", "")).__name__)]}
-        if how:
-            result.add_argument(f"--{name}", **how)
+        if how:  # otherwise the command has no option of this name
+            kind = how.get("type", type(how.get("default", "")).__name__)
+            typed = {} if "action" in how else {"type": _TYPES[kind]}
+            result.add_argument(f"--{name}", **how | typed)
     result.set_defaults(**defaults)
     return result
 

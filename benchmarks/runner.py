@@ -170,10 +170,6 @@ class Family:
     known_platforms: Sequence[str] = ("default", "triton", "xla")
     platforms = "default"
 
-    @property
-    def tables(self) -> Tables:
-        return Tables(**report.data("tables")[self.name])
-
     make_inputs: Callable[..., Any]
     """`make_inputs(problem, seed)`."""
     expected: Callable[[Any, Any], Mapping[str, Array]]
@@ -252,6 +248,10 @@ class Family:
         raise SystemExit(f"{self.name} runs in one process")
 
     # What it says
+
+    @property
+    def tables(self) -> Tables:
+        return Tables(**report.data("tables")[self.name])
 
     def about(self, options: Namespace, chosen: Sequence[Any]) -> dict[str, Any]:
         """Entries of the JSON, from before the first problem."""

@@ -131,10 +131,9 @@ def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> N
         for row in rows
         for direction, ratio in row["ratio"].items()
     ]
-    what = "time of the heuristic over time of the tuned configuration"
-    report.plot(
-        [report.Panel(what, bars, "ratio", at=BAR, inches=0.14, limits=(0.9, 1.2))], title, path, format=None
-    )
+    what = "time of the heuristic over time of the tuned configuration; the line is the bar"
+    panel = report.Panel(what, bars, "ratio", at=BAR, inches=0.14, limits=(0.9, 1.2))
+    report.plot([panel], title, path, format=None)
 
 
 def render_report(path: pathlib.Path, picture: pathlib.Path | None) -> int:

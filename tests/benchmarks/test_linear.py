@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import math
+import sys
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +35,31 @@ def test_every_member_is_what_its_recurrence_says(problem):
 def _errors(problem, results, expected):
     row = prepare.Row(problem.name, "forward", "default")
     return linear.FAMILY.errors(problem, row, results, expected)
+
+
+@pytest.mark.parametrize("member", ["lightning", "SSD", "selective scan"])
+def test_peers_are_given_their_own_names(member, monkeypatch):
+    """Stand-ins of packages whose functions return one result, or several."""
+    calls: list[dict[str, Any]] = []
+
+    def function(**given):
+        calls.append(given)
+        return ("out", "state") if member == "lightning" else "out"
+
+    for peer in linear.PEERS[member]:
+        module, name = peer.run.args[0].rsplit(".", 1)  # pyright: ignore[reportFunctionMemberAccess]
+        stand_in = types.ModuleType(module)
+        setattr(stand_in, name, function)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+        problem = next(p for p in PROBLEMS["tiny"] if p.member == member and not p.is_step)
+        learned = jax.eval_shape(lambda problem=problem: linear.make_inputs(problem, 0)).learned
+        assert peer.run(dict.fromkeys(learned, 1.0)) == "out"
+    names = {
+        "lightning": [{"q", "k", "v", "layer_idx", "num_layers"}],
+        "SSD": [{*"xABCD", "dt", "dt_bias", "chunk_size", "dt_softplus"}] * 2,
+        "selective scan": [{*"uABCDz", "delta", "delta_bias", "delta_softplus"}],
+    }
+    assert [set(given) for given in calls] == names[member]
 
 
 def test_members_have_peers_and_steps_are_large():
