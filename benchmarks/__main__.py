@@ -6,32 +6,22 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-FAMILIES = {
-    "attention": ("attention", "FAMILY"),
-    "linear": ("linear", "FAMILY"),
-    "cells": ("cells", "FAMILY"),
-    "decode": ("decode", "FAMILY"),
-    "sparse": ("sparse", "FAMILY"),
-    "pooling": ("pooling", "FAMILY"),
-    "moe": ("moe", "FAMILY"),
-    "moe-layer": ("moe", "LAYER"),
-    "latent": ("latent", "FAMILY"),
-    "native-sparse": ("native_sparse", "FAMILY"),
-}
-"""The benchmarks of `runner.py`: where their data is."""
-_OWN = ("decode-gaps", "everything", "generate", "ring", "serving-steps", "tpu-static", "train-step")
-SCRIPTS = {
-    **{name: name.replace("-", "_") for name in _OWN},
-    **dict.fromkeys(("host-cost", "mask-construction"), "host"),
-    **dict.fromkeys(("platform-times", "tune"), "tune"),
-}
-"""The modules of the other commands, each with a `main`."""
+FAMILIES = "attention linear cells decode sparse pooling moe moe-layer latent native-sparse".split()
+"""The benchmarks of `runner.py`."""
+SCRIPTS = "decode-gaps everything generate host-cost mask-construction platform-times ring".split()
+SCRIPTS += "serving-steps tpu-static train-step tune".split()
+"""The other commands."""
+_SHARED = {"moe-layer": "moe", "host-cost": "host", "mask-construction": "host", "platform-times": "tune"}
+"""The modules that are not of the name."""
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(f"benchmarks.{_SHARED.get(name, name).replace('-', '_')}")
 
 
 def family(name: str) -> Any:
     """The `runner.Family` of a benchmark."""
-    module, attribute = FAMILIES[name]
-    return getattr(importlib.import_module(f"benchmarks.{module}"), attribute)
+    return module(name).LAYER if name == "moe-layer" else module(name).FAMILY
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6" if name != "decode" else "0.8")
         return importlib.import_module("benchmarks.runner").main(family(name), rest)
     if name in SCRIPTS:
-        module = importlib.import_module(f"benchmarks.{SCRIPTS[name]}")
-        return module.main(rest, name) if SCRIPTS[name] in ("host", "tune") else module.main(rest)
+        several = module(name).__name__ in ("benchmarks.host", "benchmarks.tune")
+        return module(name).main(rest, name) if several else module(name).main(rest)
     print(
         f"usage: python -m benchmarks NAME ..., NAME one of {', '.join((*FAMILIES, *SCRIPTS))}",
         file=sys.stderr,

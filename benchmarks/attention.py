@@ -22,8 +22,8 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import prepare, problems, report, runner
 from benchmarks.peers import attention_backend, TorchPeer
-from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, FORWARD, Inputs, Others, OURS, Row
-from benchmarks.runner import Errors
+from benchmarks.prepare import Arrays, BOTH, DIRECTIONS, FORWARD, Inputs, Others, Row
+from benchmarks.runner import Errors, Extreme, RATIO
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.attention import reference
 from ejkernel_eqx.attention.spec import AttentionArrays, AttentionSpec
@@ -241,61 +241,33 @@ def compare_features(rows: Sequence[Row], chosen: Sequence[AttentionProblem]) ->
     return features
 
 
-def summarise(rows: Sequence[Row], features: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The worst case of each kind: the ratios of the default and of Triton to the peer, and the times of the options."""
+def most_time(features: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The worst option of each kind, on Triton if it was measured there."""
     summary: dict[str, dict[str, Any]] = {}
-    for direction in DIRECTIONS:
-        mine = [r for r in rows if r.role == OURS and r.direction == direction and r.ratio]
-        triton = [r for r in mine if r.platform == "triton"]
-        groups = {
-            "default": [r for r in mine if r.implementation == "default"],
-            "triton": triton,
-            "triton, D 64 and 128": [r for r in triton if " D256" not in r.problem],
-        }
-        for name, group in groups.items():
-            if lowest := min(group, key=lambda r: r.ratio or 0.0, default=None):
-                value = {"value": lowest.ratio, "problem": lowest.problem}
-                summary[f"lowest ratio, {name}, {direction}"] = value
-        for kind, capped in itertools.product(("per_score", "per_tile"), (False, True)):
-            same = [
-                f for f in features if f["direction"] == direction and capped == ("soft cap" in f["problem"])
-            ]
-            if group := [f for f in same if f["platform"] == "triton"] or same:
-                highest = max(group, key=lambda f: f[kind])
-                what = "soft cap" if capped else "window, segments, sinks"
-                label = f"{highest['problem']} against {highest['baseline']}"
-                value = {"value": highest[kind], "problem": label}
-                summary[f"highest time {kind}, {what}, {direction}"] = value
+    for direction, kind, capped in itertools.product(DIRECTIONS, ("per_score", "per_tile"), (False, True)):
+        same = [f for f in features if f["direction"] == direction and capped == ("soft cap" in f["problem"])]
+        if group := [f for f in same if f["platform"] == "triton"] or same:
+            highest = max(group, key=lambda f: f[kind])
+            what = "soft cap" if capped else "window, segments, sinks"
+            label = f"{highest['problem']} against {highest['baseline']}"
+            summary[f"highest time {kind}, {what}, {direction}"] = {"value": highest[kind], "problem": label}
     return summary
 
 
-# Showing
-
-_FEATURES = ("time", "visible_scores", "visible_tiles", "per_score", "per_tile")
-TABLES = runner.Tables(
-    (*runner.NAMES, "TFLOP/s", "ratio", "error"),
-    "ratio: speed over cuDNN's, or jax.nn's on XLA",
-    "Attention, TFLOP/s and the price of the options",
-)
-
-
-def _feature_table(content: Mapping[str, Any], table: Callable[..., str]) -> str:
-    words = (name.removeprefix("visible_").replace("_", " ") for name in _FEATURES)
-    names = ("problem", "baseline", "platform", "direction")
-    rows = [
-        (*(f[name] for name in names), report.number(f["ms"], 3), *(report.number(f[x]) for x in _FEATURES))
-        for f in content["features"]
-    ]
-    return table(("problem", "against", "platform", "direction", "ms", *words), rows)
+def _is_narrow(row: Row) -> bool:
+    return row.platform == "triton" and " D256" not in row.problem
 
 
 class Attention(runner.Family):
     name, title, description, lists = "attention", "Attention", __doc__, PROBLEMS
     groups = ("anchors", "features", "grid")
-    tables, near, once = TABLES, None, True
+    near, once = None, True
     known_platforms, platforms = PLATFORMS, ",".join(PLATFORMS)
-    make_inputs = staticmethod(make_inputs)
-    expected = staticmethod(expected_results)
+    extremes = (
+        Extreme("lowest ratio, default", RATIO.number, min, lambda row: row.implementation == "default"),
+        Extreme("lowest ratio, triton", RATIO.number, min, lambda row: row.platform == "triton"),
+        Extreme("lowest ratio, triton, D 64 and 128", RATIO.number, min, _is_narrow),
+    )
 
     def ours(self, problem: AttentionProblem, platform: Any) -> Callable[[Arrays, Arrays], Array]:
         return lambda learned, masking: build(problem, platform)(**learned, **masking)
@@ -327,9 +299,7 @@ class Attention(runner.Family):
             for name, backend in (("torch-fa2", "FLASH_ATTENTION"), ("torch-cudnn", "CUDNN_ATTENTION")):
                 yield TorchPeer(name, "torch", functools.partial(run, backend))
 
-    def errors(
-        self, problem: AttentionProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
-    ) -> Errors:
+    def errors(self, problem: AttentionProblem, row: Row, results: Arrays, expected: Arrays) -> Errors:
         """The relative RMS error of each result; single numbers of peers may be off by more."""
         bound = TOLERANCES[problem.dtype]["forward" if row.direction == FORWARD else "gradient"].rms
         row.numbers["bound"] = bound
@@ -361,11 +331,11 @@ class Attention(runner.Family):
 
     def sum_up(self, rows: Sequence[Row], chosen: Sequence[AttentionProblem]) -> dict[str, Any]:
         features = compare_features(rows, chosen)
-        return {"features": features, "summary": summarise(rows, features)}
+        return {"features": features, "summary": self.summary(rows) | most_time(features)}
 
     def text(self, content: Mapping[str, Any]) -> str:
-        tables = TABLES.text(content | {"summary": {}})
-        features = _feature_table(content, report.table) if content["features"] else ""
+        tables = self.tables.text(content | {"summary": {}})
+        features = report.table_of("features", content["features"]) if content["features"] else ""
         parts = [tables, features and f"options over plain attention\n{features}"]
         return "\n\n".join((*filter(None, parts), report.summary_lines(content["summary"])))
 
@@ -388,10 +358,11 @@ class Attention(runner.Family):
         peer = content["peer"]
         header = ("problem", *names, f"default over {peer}", f"Triton over {peer}")
         parts = [report.environment_line(content["environment"])]
-        parts += [] if picture is None else [f"![{TABLES.picture}]({picture})"]
+        parts += [] if picture is None else [f"![{self.tables.picture}]({picture})"]
         parts += ["TFLOP/s, forward / forward+backward:", report.markdown_table(header, lines)]
         if content["features"]:
-            parts += ["Options relative to plain attention:", _feature_table(content, report.markdown_table)]
+            table = report.table_of("features", content["features"], report.markdown_table)
+            parts += ["Options relative to plain attention:", table]
         return "\n\n".join(parts) + "\n"
 
     def panels(self, content: Mapping[str, Any]) -> list[report.Panel]:
@@ -408,4 +379,4 @@ class Attention(runner.Family):
         return [*panels, report.Panel(title, options, "per_tile", at=1.0)]
 
 
-FAMILY = Attention()
+FAMILY = Attention(make_inputs=make_inputs, expected=expected_results)

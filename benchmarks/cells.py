@@ -148,10 +148,7 @@ def torch_layer(problem: CellProblem, sets: Sequence[Inputs], direction: str) ->
 
 class Cells(runner.Family):
     name, title, description, lists = "cells", "Recurrent cells", __doc__, PROBLEMS
-    tables = linear.TABLES._replace(picture="Speed of recurrent cells over their peers")
     extremes, platforms = (runner.MEMORY,), "default,xla"
-    make_inputs = staticmethod(make_inputs)
-    expected = staticmethod(expected_results)
     complete = linear.Linear.complete
 
     def ours(self, problem: CellProblem, platform: Any) -> Callable[..., Array]:
@@ -176,4 +173,4 @@ class Cells(runner.Family):
             yield self.in_jax(problem, "jax.experimental.rnn, float32", alone(jax_cudnn(problem)))
 
 
-FAMILY = Cells()
+FAMILY = Cells(make_inputs=make_inputs, expected=expected_results)

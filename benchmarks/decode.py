@@ -12,22 +12,230 @@ dense keys, and our 16-bit pages for 8-bit ones.
 
 import dataclasses
 import functools
+import importlib
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 import ejkernel_eqx as ejx
-from benchmarks import decode_problems as problems
-from benchmarks import prepare, report, runner
-from benchmarks.decode_problems import BARS, DecodeProblem, gathered, Inputs, KINDS
+from benchmarks import prepare, problems, report, runner
 from benchmarks.measure import JaxWork, time_in_turn
 from benchmarks.peers import is_missing
-from benchmarks.prepare import BASELINE, FAILURES, fastest, Implementation, Others, OURS, PEER, Prepared, Row
+from benchmarks.prepare import BASELINE, FAILURES, FORWARD, Implementation, Others, OURS, PEER, Prepared, Row
+from ejkernel_eqx.paged import reference
+from ejkernel_eqx.paged.cache.quantise import dequantise, LARGEST, quantise
+from ejkernel_eqx.paged.spec import PagedArrays, PagedSpec
+
+DECODE, LATENT, QUANTISED, PREFILL = KINDS = ("decode", "latent", "8-bit pages", "prefill")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeProblem(problems.Problem):
+    """`N` sequences of `S` keys in pages of `p`, with one query each or, to `prefill`, a query at every key.
+
+    `H` query heads on `K` key heads of `D` channels. With `rope`, the pages hold a latent of `D` channels, one head, and `rope` more
+    channels for the scores. `pages`: their dtype if it differs from that of the queries, with a scale for each `"token"` and head, or for
+    each `"head"`. `ragged`: lengths from a quarter of `S` keys to `S`.
+    """
+
+    N: int
+    S: int
+    p: int = 16
+    H: int = 32
+    K: int = 8
+    D: int = 128
+    rope: int = 0
+    prefill: bool = False
+    pages: str | None = None
+    scales: str | None = None
+    ragged: bool = False
+    directions: ClassVar = (FORWARD,)
+
+    def __post_init__(self):
+        assert self.K == 1 or not self.rope, "a latent is one head"
+        assert (self.pages in LARGEST) == (self.scales is not None)
+        assert not (self.prefill and (self.ragged or self.rope or self.scales))
+
+    @property
+    def kind(self) -> str:
+        if self.prefill:
+            return PREFILL
+        return QUANTISED if self.scales else LATENT if self.rope else DECODE
+
+    def words(self) -> list[str]:
+        heads = f"H{self.H} KV{self.K} D{self.D}"
+        return [
+            "prefill" if self.prefill else "decode",
+            f"N{self.N} S{self.S} p{self.p}",
+            f"latent H{self.H} D{self.D}+{self.rope}" if self.rope else heads,
+            "ragged" if self.ragged else "",
+            f"{self.pages} {self.scales}" if self.scales else "",
+        ]
+
+    @property
+    def stored(self) -> Any:
+        return jnp.dtype(self.pages or self.dtype)
+
+    @property
+    def scale(self) -> float:
+        return (self.D + self.rope) ** -0.5
+
+    @property
+    def tokens(self) -> int:
+        """The number of queries of all sequences."""
+        return self.N * (self.S if self.prefill else 1)
+
+    def lengths(self) -> np.ndarray:
+        """int32 `[N]`."""
+        if not self.ragged:
+            return np.full(self.N, self.S, np.int32)
+        result = np.random.default_rng(0).integers(self.S // 4, self.S + 1, self.N)
+        result[0] = self.S
+        return result.astype(np.int32)
+
+    def flops(self) -> float:
+        """The operations of both products, over pairs of a query and a visible key."""
+        lengths = self.lengths().astype(np.int64)
+        pairs = int((lengths * (lengths + 1) // 2 if self.prefill else lengths).sum())
+        return 2.0 * pairs * self.H * (2 * self.D + self.rope)
+
+    def bytes(self) -> int:
+        """The minimum bytes read and written: visible keys and values with their scales, queries, results and tables."""
+        size, keys = jnp.dtype(self.dtype).itemsize, int(self.lengths().sum())
+        a_key = (self.D + self.rope if self.rope else 2 * self.K * self.D) * self.stored.itemsize
+        a_key += 8 * self.K if self.scales == "token" else 0
+        tables = 4 * (int((-(-self.lengths() // self.p)).sum()) + self.N)
+        return keys * a_key + self.tokens * self.H * (2 * self.D + self.rope) * size + tables
+
+
+class Inputs(NamedTuple):
+    """Queries `[tokens, H, D]` (`D + rope` for a latent), the bound cache, and where each sequence's queries begin and end."""
+
+    q: Array
+    cache: ejx.PagedKVCache | ejx.PagedLatentCache
+    query_start_loc: Array
+
+
+def make_inputs(problem: DecodeProblem, seed: int = 0) -> Inputs:
+    """Standard normal inputs, with pages in random order; different for every seed."""
+    lengths = problem.lengths()
+    need = -(-lengths // problem.p)
+    numbers = np.random.default_rng(seed).permutation(int(need.sum())).astype(np.int32)
+    table = np.full((problem.N, int(need.max())), -1, np.int32)
+    for row, mine in zip(table, np.split(numbers, np.cumsum(need)[:-1]), strict=True):
+        row[: len(mine)] = mine
+    key = jax.random.key(seed, impl="rbg")
+    q, first, second, first_scale, second_scale = _random(problem, len(numbers), key)
+    kind = ejx.PagedLatentCache if problem.rope else ejx.PagedKVCache
+    cache = kind(first, second, jnp.asarray(table), jnp.asarray(lengths), first_scale, second_scale)
+    each = problem.S if problem.prefill else 1
+    return Inputs(q, cache, each * jnp.arange(problem.N + 1, dtype=jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _random(problem: DecodeProblem, pages: int, key: Array) -> tuple[Array | None, ...]:
+    """Queries, then both kinds of pages, then their scales."""
+    keys = jax.random.split(key, 3)
+    heads, width = () if problem.rope else (problem.K,), problem.D + problem.rope
+    widths = (problem.D, problem.rope) if problem.rope else (problem.D, problem.D)
+    made = [
+        _stored(problem, jax.random.normal(key, (pages, problem.p, *heads, width), jnp.float32))
+        for key, width in zip(keys[1:], widths)
+    ]
+    q = jax.random.normal(keys[0], (problem.tokens, problem.H, width), problem.dtype)
+    return q, *(stored for stored, _ in made), *(scale for _, scale in made)
+
+
+def _stored(problem: DecodeProblem, x: Array) -> tuple[Array, Array | None]:
+    if problem.scales is None:
+        return x.astype(problem.stored), None
+    if problem.scales == "token":
+        return quantise(x, problem.stored)
+    scale = jnp.max(jnp.abs(x), (0, 1, x.ndim - 1)) / LARGEST[problem.stored.name]
+    return quantise(x, problem.stored, scale)[0], scale
+
+
+def ours(problem: DecodeProblem, platform: str | None) -> Callable[[Inputs], Array]:
+    """Our operation on such inputs. The call builds it, and raises if the platform does not support this device."""
+    options: dict[str, Any] = {"softmax_scale": problem.scale, "platform": platform}
+
+    def decode(inputs: Inputs) -> Array:
+        return ejx.PagedAttention(**options)(inputs.q, inputs.cache)
+
+    def prefill(inputs: Inputs) -> Array:
+        attend = ejx.PrefillPagedAttention(**options)
+        start = inputs.query_start_loc
+        return attend(inputs.q, inputs.cache, query_start_loc=start, max_query_len=problem.S)
+
+    return prefill if problem.prefill else decode
+
+
+def gathered(problem: DecodeProblem, inputs: Inputs) -> tuple[Array, Array]:
+    """Each sequence's dense keys and values, `[N, S, K, D]` (for a latent: with its rotary part, and alone), in the queries' dtype."""
+    first, second = inputs.cache.gather(problem.S, dtype=inputs.q.dtype)
+    if problem.rope:
+        first, second = jnp.concatenate([first, second], -1)[:, :, None], first[:, :, None]
+    return first, second
+
+
+def plain_pages(inputs: Inputs) -> Inputs:
+    """Converts pages to the queries' dtype."""
+    cache, dtype = inputs.cache, inputs.q.dtype
+    names = ("latent", "rope") if isinstance(cache, ejx.PagedLatentCache) else ("k", "v")
+    pages = (dequantise(getattr(cache, name), getattr(cache, f"{name}_scale"), dtype) for name in names)
+    return inputs._replace(cache=type(cache)(*pages, cache.page_table, cache.lengths))
+
+
+@prepare.reference
+def expected_results(problem: DecodeProblem, inputs: Inputs) -> dict[str, Array]:
+    """The result of the reference, in float32."""
+    cache, start = inputs.cache, inputs.query_start_loc
+    assert cache.page_table is not None and cache.lengths is not None
+    if isinstance(cache, ejx.PagedLatentCache):
+        scales = {"k_scale": cache.latent_scale, "rope_scale": cache.rope_scale}
+        pages: dict[str, Any] = {"k": cache.latent[:, :, None], "v": None, "rope": cache.rope[:, :, None]}
+        pages |= {name: None if x is None else x[..., None] for name, x in scales.items()}
+    else:
+        pages = {"k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    arrays = PagedArrays(
+        q=inputs.q,
+        page_table=cache.page_table,
+        q_start=start[:-1],
+        q_len=jnp.diff(start),
+        kv_len=cache.lengths,
+        **pages,
+    )
+    longest = problem.S if problem.prefill else 1
+    spec = PagedSpec(
+        problem.scale, max_query_len=longest, latent=problem.rope > 0, scales=problem.scales, return_lse=True
+    )
+    return {"out": reference.attend(arrays, spec)["out"]}
+
+
+class Bar(NamedTuple):
+    """The target for `field` of our rows on one H200: a minimum or, with `at_most`, a maximum. `first`: so many problems of the group."""
+
+    what: str
+    group: str
+    field: str
+    bound: float
+    at_most: bool = False
+    first: int | None = None
+
+    @property
+    def problems(self) -> tuple[DecodeProblem, ...]:
+        return PROBLEMS[self.group][: self.first]
+
+
+PROBLEMS = problems.load("decode", DecodeProblem)
+BARS = [Bar(**entries) for entries in report.data("tables")["bars"]["decode"]]
+
 
 # Peers
 
@@ -72,7 +280,7 @@ def baselines_of(problem: DecodeProblem, gpu: bool) -> Iterator[Peer]:
 
         yield Peer("FlashAttention", dense, attend, True)
     if problem.scales:
-        yield Peer(f"{problem.dtype} pages", problems.plain_pages, problems.ours(problem, None), True)
+        yield Peer(f"{problem.dtype} pages", plain_pages, ours(problem, None), True)
 
 
 def rows(problem: DecodeProblem, q: Array) -> Array:
@@ -169,11 +377,8 @@ def ejkernel(problem: DecodeProblem) -> Peer:
         return inputs.q, *pages, cache.lengths, jnp.maximum(cache.page_table, 0)
 
     def run(x: tuple[Any, ...]) -> Array:
-        from ejkernel.kernels._triton.page_attention import (  # pyright: ignore[reportMissingImports]
-            page_attention,
-        )
-
-        return page_attention(*x, attn_scale=problem.scale, max_context_len=problem.S)
+        module = importlib.import_module("ejkernel.kernels._triton.page_attention")
+        return module.page_attention(*x, attn_scale=problem.scale, max_context_len=problem.S)
 
     return Peer("ejKernel", convert, run)
 
@@ -192,19 +397,8 @@ def measure_card(options: Namespace) -> dict[str, float]:
     return {name: moved[name] / timing.ms / 1e9 for name, timing in timings.items()}
 
 
-_CARD: dict[str, float] = {}
-
-
 # Showing
 
-TABLES = runner.Tables(
-    (*runner.NAMES, "TB/s", "of copy", "TFLOP/s", "ratio", "baseline", "error"),
-    "ratio, baseline: speed over the fastest peer's and over the baseline's",
-    "Decoding: achieved bandwidth over context and page size",
-    KINDS,
-    by="kind",
-    digits=4,
-)
 BAR_HEADER = ("on one H200", "bar", "worst", "met", "problem")
 
 
@@ -253,24 +447,13 @@ def _contexts(axis: Any, rows: Sequence[Mapping[str, Any]], copy: float) -> None
 
 
 class Decode(runner.Family):
-    name, title, description, lists = "decode", "Attention over pages", __doc__, problems.PROBLEMS
-    groups = tuple(group for group in problems.PROBLEMS if group not in ("cpu", "tiny"))
-    tables, packages, platforms, once = TABLES, ("ejkernel",), "default,xla", True
-    make_inputs = staticmethod(problems.make_inputs)
-    expected = staticmethod(problems.expected_results)
-
-    def __init__(self) -> None:
-        self.card: dict[str, float] = {}
-
-    def ours(self, problem: DecodeProblem, platform: Any) -> Callable[[Inputs], Array]:
-        return problems.ours(problem, platform)
+    name, title, description, lists = "decode", "Attention over pages", __doc__, PROBLEMS
+    groups = tuple(group for group in PROBLEMS if group not in ("cpu", "tiny"))
+    card: Mapping[str, float] = {}
+    packages, platforms, once, in_turn = ("ejkernel",), "default,xla", True, True
 
     def directed(self, problem: DecodeProblem, forward: Callable[..., Array], direction: str) -> Any:
         return lambda inputs: {"out": forward(inputs)}
-
-    def ready(self, problem: DecodeProblem, platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
-        run = self.directed(problem, self.ours(problem, platform), direction)
-        return prepare.ready(run, sets, in_turn=True)
 
     def beside(self, problem: DecodeProblem, options: Namespace, direction: str) -> Others:
         def ready(peer: Peer, sets: Sequence[Inputs], direction: str) -> Prepared:
@@ -291,7 +474,7 @@ class Decode(runner.Family):
 
     def complete(self, problem: DecodeProblem, inputs: Any, direction: str, rows: list[Row]) -> None:
         runner.rate(rows, bytes=problem.bytes(), flops=problem.flops())
-        baseline = fastest(rows, BASELINE)
+        baseline = prepare.fastest(rows, BASELINE)
         for row in rows:
             speed, over = row.numbers["tb_per_s"], prepare.ratio(baseline, row)
             row.numbers |= {"kind": problem.kind, "over_baseline": over if row.role == OURS else None}
@@ -300,9 +483,8 @@ class Decode(runner.Family):
     def sum_up(self, rows: Sequence[Row], chosen: Sequence[DecodeProblem]) -> dict[str, Any]:
         """The worst problem for each target, by our fastest implementation, and the lowest ratio for each kind of problem."""
         best: dict[str, Row] = {}
-        for row in sorted(
-            (row for row in rows if row.role == OURS and row.ms), key=lambda row: row.ms or 0.0
-        ):
+        timed = [row for row in rows if row.role == OURS and row.ms]
+        for row in sorted(timed, key=lambda row: row.ms or 0.0):
             best.setdefault(row.problem, row)
         bars = []
         for bar in BARS:
@@ -312,13 +494,9 @@ class Decode(runner.Family):
             if known:
                 value, problem = max(known) if bar.at_most else min(known)
                 met = value <= bar.bound if bar.at_most else value >= bar.bound
-                bars.append({"what": bar.what, "bound": bar.bound, "at_most": bar.at_most, "met": met})
-                bars[-1] |= {
-                    "value": value,
-                    "problem": problem,
-                    "measured": len(known),
-                    "of": len(bar.problems),
-                }
+                entry = {"what": bar.what, "bound": bar.bound, "at_most": bar.at_most, "met": met}
+                entry |= {"value": value, "problem": problem}
+                bars.append(entry | {"measured": len(known), "of": len(bar.problems)})
         lowest = {}
         for kind in KINDS:
             ratios = [(r.ratio, r.problem) for r in best.values() if r.numbers["kind"] == kind and r.ratio]
@@ -329,12 +507,12 @@ class Decode(runner.Family):
     def text(self, content: Mapping[str, Any]) -> str:
         summary = content["summary"]
         lowest = {f"lowest ratio, {kind}": entry for kind, entry in summary["lowest ratio"].items()}
-        parts = [card_line(content), TABLES.text({**content, "summary": lowest})]
+        parts = [card_line(content), self.tables.text({**content, "summary": lowest})]
         return "\n\n".join(parts + _bar_table(content, report.table))
 
     def markdown(self, content: Mapping[str, Any], picture: str | None) -> str:
         """A table for each kind of problem, as Markdown for the documentation."""
-        parts = [TABLES.markdown(content, picture).rstrip(), card_line(content)]
+        parts = [self.tables.markdown(content, picture).rstrip(), card_line(content)]
         return "\n\n".join(parts + _bar_table(content, report.markdown_table)) + "\n"
 
     def panels(self, content: Mapping[str, Any]) -> list[report.Panel]:
@@ -342,7 +520,7 @@ class Decode(runner.Family):
         every = [row for row in content["rows"] if row["ms"] is not None]
         rows = [{**row, **content["sizes"][row["problem"]]} for row in every]
         of = lambda *kinds: [row for row in rows if row["kind"] in kinds]
-        decodes, counted = of(problems.DECODE), of(problems.LATENT, problems.PREFILL)
+        decodes, counted = of(DECODE), of(LATENT, PREFILL)
         flops = "tflop_per_s" if counted and "tflop_per_s" in counted[0] else "tflops"
         label = lambda row: f"{row['implementation']}, {row['ms']:.3f} ms"
         title, draw = "", None
@@ -352,9 +530,9 @@ class Decode(runner.Family):
         return [
             report.Panel(title, draw=draw),
             report.Panel("decode, TB/s", _usual(decodes), "tb_per_s", label),
-            report.Panel("8-bit pages, ms", of(problems.QUANTISED), "ms", label),
+            report.Panel("8-bit pages, ms", of(QUANTISED), "ms", label),
             report.Panel("latents and prefills, TFLOP/s", counted, flops, label),
         ]
 
 
-FAMILY = Decode()
+FAMILY = Decode(make_inputs=make_inputs, expected=expected_results, ours=ours)

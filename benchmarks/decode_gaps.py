@@ -19,10 +19,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import pathlib
-import re
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,13 +30,13 @@ from jax import Array
 
 import ejkernel_eqx as ejx
 from benchmarks import problems, report
-from benchmarks.measure import gpu_spans, host_ms, read_trace
+from benchmarks.measure import host_ms, traced
 from ejkernel_eqx._tolerances import errors, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
 
 WITHOUT_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
 TRACED_WITH_GRAPHS = {"xla_enable_command_buffers_during_profiling": True}
-BOUNDS = {"N1 S1024": 9.0, "N8 S2048": 22.0}
+BOUNDS = report.data("tables")["bars"]["decode-gaps"]
 """Microseconds a layer."""
 
 
@@ -240,23 +237,20 @@ def time_layer(steps: Steps, problem: Problem, samples: int, calls: int) -> floa
 
 def trace(steps: Steps, problem: Problem, calls: int = 5) -> dict[str, Any]:
     """Kernels a layer, their microseconds by name, and the gaps between those that follow one another within a call."""
-    jax.block_until_ready(steps())
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(calls):
-                jax.block_until_ready(steps())
-        spans = gpu_spans(read_trace(pathlib.Path(folder)))
+    call = lambda: jax.block_until_ready(steps())
+    call()
+    spans = traced(lambda: [call() for _ in range(calls)][-1])
     if not spans:
         return {}
-    gaps = [later[1] - earlier[2] for earlier, later in itertools.pairwise(spans)]
+    gaps = [later.begin - earlier.end for earlier, later in itertools.pairwise(spans)]
     within = sorted(gap for gap in gaps if gap < 50.0)  # not those between calls
     times: dict[str, list[float]] = {}
-    for name, begin, end in spans:
-        times.setdefault(name, []).append(end - begin)
+    for span in spans:
+        times.setdefault(span.name, []).append(span.end - span.begin)
     each = calls * problem.layers * problem.tokens
     return {
         "kernels_per_layer": len(spans) / each,
-        "busy_us_per_layer": sum(end - begin for _, begin, end in spans) / each,
+        "busy_us_per_layer": sum(map(sum, times.values())) / each,
         "median_gap_us": statistics.median(within) if within else None,
         "us_by_kernel": {
             name: {"per_layer": len(result) / each, "median_us": statistics.median(result)}
@@ -331,23 +325,11 @@ def show(rows: Sequence[Row]) -> str:
         one, graphs = row.traces.get("one by one", {}), row.traces.get("graphs", {})
         times = report.number(row.us_per_layer) if row.reason is None else row.reason
         shown.append(dataclasses.asdict(row) | one | {"time": times, "gap": graphs.get("median_gap_us")})
-    columns = {"problem": "problem", "way": "way", "us a layer": "time", "bar": "bound:.2f"}
-    columns |= {"call alone": "call_alone_us:.2f", "launches": "launches"}
-    columns |= {"kernels a layer": "kernels_per_layer:.2f", "their us": "busy_us_per_layer:.2f"}
-    return report.table_of(
-        shown, columns | {"gap, one by one": "median_gap_us:.2f", "gap, graphs": "gap:.2f"}
-    )
+    return report.table_of("decode-gaps", shown)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = report.parser(__doc__, "a tiny model")
-    add = parser.add_argument
-    add("--platform", help="of the kernels (default: triton on a GPU, else xla)")
-    add("--problems", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these")
-    add("--ways", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these")
-    add("--samples", type=int, default=7)
-    add("--calls", type=int, default=50, help="in a sample (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    options = report.parser("decode-gaps", __doc__).parse_args(arguments)
     options.platform = options.platform or ("triton" if jax.default_backend() == "gpu" else "xla")
     if options.quick:
         options.samples, options.calls = 2, 2

@@ -12,7 +12,6 @@ With the same folder, tuning continues where it stopped. No part uses the tables
 
 import argparse
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -40,14 +39,7 @@ GRACE = 15.0
 _OWN_SHARE = 0.8  # fraction of a part's time after which a script starts no further problem
 _NO_TESTS = 5  # pytest's exit code if no test is selected
 
-
-STEPS = {
-    "tuned-model": ("train-step", "--tuned"),
-    "host-cost": ("host-cost",),
-    "train-step": ("train-step",),
-    "train-step-peers": ("train-step", "--peers"),
-    "serving-steps": ("serving-steps",),
-}
+STEPS = report.data("options")["steps"]
 """Other commands, by the name of their part."""
 
 
@@ -198,13 +190,9 @@ def environment(commit: str | None) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = report.parser(__doc__, json_results=False)
-    add = parser.add_argument
-    add("--output", type=pathlib.Path, required=True, metavar="FOLDER")
+    parser = report.parser("everything", __doc__)
     names = ", ".join(("tests", *BENCHMARKS, *STEPS, "tune-FAMILY"))
-    add("--parts", help=f"comma-separated, of {names} (default: all)")
-    limit = "of all parts together"
-    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
+    parser.add_argument("--parts", help=f"comma-separated, of {names} (default: all)")
     options = parser.parse_args(arguments)
     options.output = options.output.resolve()
     known = list(parts(options, gpu=True))
@@ -218,8 +206,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> str:
     rows = [
         {"part": name} | result | {"files": " ".join(result["files"])} for name, result in results.items()
     ]
-    columns = {"part": "part", "exit code": "exit_code", "seconds": "seconds:.0f", "files": "files"}
-    return report.table_of(rows, columns | {"": "reason"})
+    return report.table_of("everything", rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -252,17 +239,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if result["failed"] and log.is_file():
                     print("\n".join(_since(log, printed).splitlines()[-20:]), flush=True)
             result["files"] = [x for x in part.files if (options.output / x).is_file()]
-            result |= {"device": about["device"], "commit": about["commit"], "date": _now()}
+            result |= {"device": about["device"], "commit": about["commit"], "date": report.now()}
             results[name] = result
             print(f"{head}: {_in_words(result)}", flush=True)
             content = {"schema": 1, "environment": about, "seconds": time.monotonic() - start}
             report.write_json(summary, content | {"parts": earlier | results})
     print(f"\n{table(results)}\nwrote {summary}")
     return 1 if any(result["failed"] for result in results.values()) else 0
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _in_words(result: Mapping[str, Any]) -> str:

@@ -161,12 +161,8 @@ def _say(row: Mapping[str, Any]) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None, name: str = "host-cost") -> argparse.Namespace:
-    parser = report.parser(__doc__, "one sample; short sequences")
-    add = parser.add_argument
-    default = "triton,xla" if jax.default_backend() == "gpu" else "xla"
-    add("--platforms", default=default, help="of calls, comma-separated (default: %(default)s)")
-    add("--samples", type=int, default=5 if name == "host-cost" else 7)
-    return parser.parse_args(arguments)
+    platforms = "triton,xla" if jax.default_backend() == "gpu" else "xla"
+    return report.parser(name, __doc__, platforms=platforms).parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "host-cost") -> int:

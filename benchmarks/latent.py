@@ -209,17 +209,15 @@ def expected_results(p: LatentProblem, inputs: Any) -> Arrays:
 class Latent(runner.Family):
     name, title, description, lists = "latent", "Latent attention", __doc__, PROBLEMS
     groups, packages, with_out = ("anchors", "chunks"), (), True
-    tables = runner.Tables(
-        ("problem", "implementation", "ms", "spread", "TFLOP/s", "of flash", "over kernel", "error"),
-        "of flash: speed over that of attention with 128 channels; over kernel: time over that of attention over latents alone",
-        "Speed of latent attention",
-    )
     extremes = (
         runner.Extreme("lowest of flash", runner.entry("of_flash"), min),
-        runner.Extreme("most time over the kernel", runner.entry("over_kernel"), max, "decode"),
-        runner.Extreme("most time over the faster form", runner.entry("over_kernel"), max, "chunk"),
+        runner.Extreme(
+            "most time over the kernel", runner.entry("over_kernel"), max, runner.of_kind("decode")
+        ),
+        runner.Extreme(
+            "most time over the faster form", runner.entry("over_kernel"), max, runner.of_kind("chunk")
+        ),
     )
-    expected = staticmethod(expected_results)
 
     def make_inputs(self, problem: LatentProblem, seed: int = 0) -> Any:
         return (make_chunk if problem.chunk else make_decoding if problem.E else make_training)(problem, seed)
@@ -254,11 +252,9 @@ class Latent(runner.Family):
             )
             row.numbers["over_kernel"] = row.ms / other if speed and p.E else None
 
-    def errors(
-        self, problem: LatentProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
-    ) -> Errors:
+    def errors(self, problem: LatentProblem, row: Row, results: Arrays, expected: Arrays) -> Errors:
         """Absorbed queries, latents and the last projection are each rounded once more."""
         return runner.errors_of(problem.dtype, results, expected, 3.0 if problem.E else 1.0)
 
 
-FAMILY = Latent()
+FAMILY = Latent(expected=expected_results)

@@ -1,18 +1,18 @@
 """Device time of asynchronous work, measured as in the package's tuner, also for PyTorch; and what traces of `jax.profiler` say."""
 
 import collections
-import gzip
+import contextlib
 import itertools
-import json
 import pathlib
 import re
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from benchmarks import report
 from ejkernel_eqx.tuning.measure import JaxWork, time_in_turn, time_runs, Timing, Work
 
 K = TypeVar("K", bound=Hashable)
@@ -122,34 +122,50 @@ def torch_work(
 
 # Traces
 
-KINDS = (
-    ("attention", r"attention|fmha|flash|_fprop_|_bprop_|sdpa|dot_do_o|convert_dq"),
-    ("matmul", r"gemm|nvjet|cutlass|wgmma|matmul|splitK|cublas"),
-    ("copy", r"memcpy|memset|copy|concatenate|dynamic.update|dynamic.slice|transpose|slice"),
-    ("reduction", r"reduce|norm|softmax"),
-    ("elementwise", r"fusion|loop_|convert|add|multiply|broadcast|select|wrapped"),
-)
+KINDS = report.data("tables")["kinds"]
+"""Kinds of kernels by their names: the first whose pattern occurs in one."""
+
+
+class Span(NamedTuple):
+    """What a stream of a GPU ran, in microseconds."""
+
+    device: str
+    name: str
+    begin: float
+    end: float
+
+
+def traced(run: Callable[[], Any], folder: pathlib.Path | None = None) -> list[Span]:
+    """What ran on GPUs in a trace of `run`, whose results are waited for. The trace stays in a folder, if there is one."""
+    with contextlib.ExitStack() as stack:
+        folder = folder or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with jax.profiler.trace(str(folder)):
+            jax.block_until_ready(run())
+        newest = max(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+        return gpu_spans(jax.profiler.ProfileData.from_file(str(newest)))
+
+
+def gpu_spans(data: jax.profiler.ProfileData) -> list[Span]:
+    """What the streams of all GPUs ran, in order."""
+    results = [
+        Span(plane.name, event.name, event.start_ns / 1e3, event.end_ns / 1e3)
+        for plane in data.planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+    return sorted(results, key=lambda span: span.begin)
 
 
 def kernel_times(run: Callable[[], Any], runs: int) -> dict[str, tuple[float, int]]:
     """Milliseconds and launches per run of each kernel, longest first; `run` must return arrays to wait for."""
-    with tempfile.TemporaryDirectory() as folder:
-        jax.block_until_ready(run())
-        with jax.profiler.trace(folder):
-            jax.block_until_ready([run() for _ in range(runs)])
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(path))
+    jax.block_until_ready(run())
     times: dict[str, float] = collections.defaultdict(float)
     counts: collections.Counter[str] = collections.Counter()
-    for plane in data.planes:
-        if not plane.name.startswith("/device:GPU"):
-            continue
-        for line in plane.lines:
-            if not line.name.startswith("Stream"):
-                continue
-            for event in line.events:
-                times[event.name] += event.duration_ns / 1e6 / runs
-                counts[event.name] += 1
+    for span in traced(lambda: [run() for _ in range(runs)]):
+        times[span.name] += (span.end - span.begin) / 1e3 / runs
+        counts[span.name] += 1
     return {name: (times[name], counts[name] // runs) for name in sorted(times, key=lambda n: -times[n])}
 
 
@@ -157,67 +173,30 @@ def by_kind(times: Mapping[str, tuple[float, int]]) -> dict[str, float]:
     """Milliseconds per run of each kind of kernel."""
     result: dict[str, float] = collections.defaultdict(float)
     for name, (ms, _) in times.items():
-        result[next((kind for kind, words in KINDS if re.search(words, name, re.IGNORECASE)), "other")] += ms
+        known = (kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE))
+        result[next(known, "other")] += ms
     return dict(sorted(result.items(), key=lambda entry: -entry[1]))
 
 
 _SENDS = re.compile(r"nccl|sendrecv|collective.?permute|all.?to.?all", re.IGNORECASE)
-Span = tuple[float, float]
 
 
-def read_trace(folder: pathlib.Path) -> list[Mapping[str, Any]]:
-    """The events of the newest trace in a folder."""
-    files = sorted(folder.rglob("*.trace.json.gz"), key=lambda file: file.stat().st_mtime)
-    if not files:
-        return []
-    with gzip.open(files[-1], "rt", encoding="utf-8") as file:
-        return json.load(file)["traceEvents"]
-
-
-def hidden(events: Iterable[Mapping[str, Any]]) -> float | None:
+def hidden(spans: Iterable[Span]) -> float | None:
     """The part of the time of sending kernels in which another stream of the same GPU computes, over all GPUs; `None` if nothing is sent."""
-    spans: dict[Any, dict[bool, list[Span]]] = {}
-    for event in _on_streams(list(events)):
-        kinds = spans.setdefault(event["pid"], {True: [], False: []})
-        kinds[bool(_SENDS.search(event["name"]))].append(_span(event))
-    sent = sum(_length(kinds[True]) for kinds in spans.values())
-    ran = sum(_length(kinds[False]) for kinds in spans.values())
-    either = sum(_length(kinds[True] + kinds[False]) for kinds in spans.values())
+    by_device: dict[str, dict[bool, list[Span]]] = {}
+    for span in spans:
+        kinds = by_device.setdefault(span.device, {True: [], False: []})
+        kinds[bool(_SENDS.search(span.name))].append(span)
+    sent = sum(_length(kinds[True]) for kinds in by_device.values())
+    ran = sum(_length(kinds[False]) for kinds in by_device.values())
+    either = sum(_length(kinds[True] + kinds[False]) for kinds in by_device.values())
     return (sent + ran - either) / sent if sent else None
-
-
-def gpu_spans(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
-    """Name, begin and end, in microseconds, of all that the streams of all GPUs ran, in order."""
-    results = [(event["name"], *_span(event)) for event in _on_streams(list(events))]
-    return sorted(results, key=lambda span: span[1])
-
-
-def _on_streams(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    of_process, of_thread = _names(events, "process_name"), _names(events, "thread_name")
-    for event in events:
-        device = event.get("pid")
-        stream = of_thread.get((device, event.get("tid")), "")
-        if event.get("ph") == "X" and "GPU" in of_process.get((device, None), "") and "Stream" in stream:
-            yield event
-
-
-def _span(event: Mapping[str, Any]) -> Span:
-    begin, time = float(event["ts"]), float(event.get("dur", 0))
-    return begin, begin + time
-
-
-def _names(events: Sequence[Mapping[str, Any]], what: str) -> dict[tuple[Any, Any], str]:
-    return {
-        (event.get("pid"), None if what == "process_name" else event.get("tid")): event["args"]["name"]
-        for event in events
-        if event.get("ph") == "M" and event.get("name") == what
-    }
 
 
 def _length(spans: Iterable[Span]) -> float:
     """The time in which any of the spans runs."""
     total, last = 0.0, -float("inf")
-    for begin, end in sorted(spans):
+    for _, _, begin, end in sorted(spans, key=lambda span: span.begin):
         total += max(0.0, end - max(begin, last))
         last = max(last, end)
     return total

@@ -160,15 +160,7 @@ def grouped_mm() -> TorchPeer:
 
 class Moe(runner.Family):
     name, title, description, lists = "moe", "Grouped matmuls", __doc__, PROBLEMS
-    tables = runner.Tables(
-        (*runner.NAMES, "TFLOP/s", "TB/s", "temporary", "ratio", "error"),
-        "temporary: memory over inputs and results; ratio: speed over the fastest peer's",
-        "Speed of grouped matmuls over their peers",
-        SIDES,
-    )
     near, extremes = None, (runner.MEMORY,)
-    make_inputs = staticmethod(make_inputs)
-    expected = staticmethod(expected_results)
 
     def ours(self, problem: MoeProblem, platform: Any) -> Forward:
         operation = ejx.GroupedMatmul("silu" if problem.gated else None, platform=platform)
@@ -214,7 +206,7 @@ class Moe(runner.Family):
         return {"summary": summary}
 
 
-FAMILY = Moe()
+FAMILY = Moe(make_inputs=make_inputs, expected=expected_results)
 
 
 # The layer
@@ -334,16 +326,8 @@ def in_transformers(problem: LayerProblem, sets: Sequence[Inputs], direction: st
 class Layer(runner.Family):
     name, title, description = "moe-layer", "Mixtures of experts", __doc__
     lists = problems.load("moe-layer", LayerProblem)
-    tables = runner.Tables(
-        ("problem", "implementation", "ms", "spread", "TFLOP/s", "over matmuls", "ratio", "error"),
-        "over matmuls: time over that of the grouped matmuls alone; ratio: speed over the peer's",
-        "Speed of mixtures of experts over their peer",
-    )
     near, packages, needed = None, ("torch", "transformers"), ("transformers",)
     extremes = (runner.Extreme("most time over that of its matmuls", runner.entry("over_alone"), max),)
-    make_inputs = staticmethod(make_layer_inputs)
-    expected = staticmethod(expected_layer)
-    ours = staticmethod(layer)
 
     def directed(self, problem: LayerProblem, forward: Any, direction: str) -> Callable[[Any], Arrays]:
         return results_of(forward, direction)
@@ -362,9 +346,7 @@ class Layer(runner.Family):
             known = row.ms and lower and row.role != BASELINE
             row.numbers["over_alone"] = row.ms / lower if known else None
 
-    def errors(
-        self, problem: LayerProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
-    ) -> Errors:
+    def errors(self, problem: LayerProblem, row: Row, results: Arrays, expected: Arrays) -> Errors:
         """The router of the peer works in the dtype of the tokens, so a few tokens go to other experts: they are left out, unless they are more
         than one in ten."""
         if row.role == prepare.PEER:
@@ -378,4 +360,4 @@ class Layer(runner.Family):
         return runner.errors_of(problem.dtype, results, expected)
 
 
-LAYER = Layer()
+LAYER = Layer(make_inputs=make_layer_inputs, expected=expected_layer, ours=layer)

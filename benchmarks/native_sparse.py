@@ -138,16 +138,10 @@ def _blocks(p: NativeProblem, platform: str) -> Array:
 class NativeSparse(runner.Family):
     name, title, description, lists = "native-sparse", "Native sparse attention", __doc__, PROBLEMS
     packages, known_platforms, with_out = ("torch", "fla"), PLATFORMS, True
-    tables = runner.Tables(
-        ("problem", "implementation", "ms", "spread", "TB/s", "over dense", "ratio", "error"),
-        "over dense: speed over causal FlashAttention; ratio: speed over flash-linear-attention's parallel_nsa",
-        "Speed of native sparse attention",
-    )
     extremes = (
-        runner.Extreme("lowest over dense", runner.entry("over_dense"), min, TRAIN),
+        runner.Extreme("lowest over dense", runner.entry("over_dense"), min, runner.of_kind(TRAIN)),
         runner.Extreme("lowest TB/s", runner.entry("tb_per_s"), min),
     )
-    make_inputs = staticmethod(make_inputs)
 
     def ours(self, problem: NativeProblem, platform: Any, **more: Any) -> Callable[..., Any]:
         call = ours(problem, platform, **more)
@@ -176,15 +170,10 @@ class NativeSparse(runner.Family):
         if p.kind == TRAIN:
             yield TorchPeer("fla" if window else "fla without window", "fla", run, is_checked=False)
 
-    def expected(self, problem: NativeProblem, inputs: Inputs) -> dict[str, Array]:
-        return {}
-
-    def errors(
-        self, problem: NativeProblem, inputs: Any, row: Row, results: Arrays, expected: Arrays
-    ) -> Errors:
+    def errors(self, problem: NativeProblem, row: Row, results: Arrays, expected: Arrays) -> Errors:
         """Compares with `xla` in float32 for the blocks that this implementation has chosen."""
         platform = row.implementation if row.implementation in PLATFORMS else "default"
-        wide = prepare.wide(inputs)
+        wide = prepare.wide(make_inputs(problem))
         call = self.ours(problem, "xla", block_indices=_blocks(problem, platform))
         program = jax.jit(self.directed(problem, call, row.direction)).lower(wide).compile(UNTUNED)
         return runner.errors_of(problem.dtype, results, program(wide))
@@ -197,4 +186,4 @@ class NativeSparse(runner.Family):
             row.numbers["tb_per_s"] = p.bytes / row.ms / 1e9 if is_ours and row.ms and p.bytes else None
 
 
-FAMILY = NativeSparse()
+FAMILY = NativeSparse(make_inputs=make_inputs, expected=lambda problem, inputs: {})

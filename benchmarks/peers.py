@@ -4,13 +4,13 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import processes
+from benchmarks import processes, report
 from benchmarks.measure import torch_work
 from benchmarks.prepare import FORWARD, Implementation, Inputs, PEER, Prepared
 
@@ -71,6 +71,24 @@ class TorchPeer(NamedTuple):
 
         learned = {name: empty(x).requires_grad_(direction != FORWARD) for name, x in inputs.learned.items()}
         self.results(learned, {}, empty(inputs.cotangent), direction)
+
+
+def listed(family: str) -> dict[str, list[TorchPeer]]:
+    """The peers of each member of a family, of `peers.toml`."""
+    results: dict[str, list[TorchPeer]] = {}
+    for entry in report.data("peers")[family]:
+        run = functools.partial(_call, entry["function"], entry.get("names", {}), entry.get("options", {}))
+        peer = TorchPeer(entry["name"], entry["package"], run, tuple(entry.get("swapped", ())))
+        results.setdefault(entry["member"], []).append(peer)
+    return results
+
+
+def _call(function: str, names: Mapping[str, str], options: Mapping[str, Any], tensors: Tensors) -> Any:
+    """The first result of a package's function."""
+    module, name = function.rsplit(".", 1)
+    named = {names.get(key, key): tensor for key, tensor in tensors.items()}
+    result = getattr(importlib.import_module(module), name)(**named, **options)
+    return result[0] if isinstance(result, tuple) else result
 
 
 @functools.cache

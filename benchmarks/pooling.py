@@ -209,16 +209,7 @@ def _segment_reduce(problem: PoolProblem) -> Callable[[Tensors], Any]:
 class Pooling(runner.Family):
     name, title, description, lists = "pooling", "Pooling", __doc__, PROBLEMS
     packages, with_out = ("torch", "fla"), True
-    tables = runner.Tables(
-        (*runner.NAMES, "TB/s", "of copy", "temporary", "ratio", "error"),
-        "temporary: memory over bytes to move; ratio: speed over the fastest peer's",
-        "Speed of pooling",
-        digits=4,
-    )
     extremes = (runner.Extreme("lowest share of a copy's speed", runner.entry("of_copy"), min),)
-    make_inputs = staticmethod(make_inputs)
-    expected = staticmethod(expected_results)
-    ours = staticmethod(ours)
 
     def peers(self, problem: PoolProblem) -> Iterator[TorchPeer]:
         if problem.L and problem.reduction == "mean":
@@ -246,4 +237,4 @@ class Pooling(runner.Family):
             row.numbers["of_copy"] = mine / speed if mine and speed and row.role != BASELINE else None
 
 
-FAMILY = Pooling()
+FAMILY = Pooling(make_inputs=make_inputs, expected=expected_results, ours=ours)

@@ -224,11 +224,6 @@ def ready_in_place(
     )
 
 
-def selected_platform(function: Callable[..., Any], *inputs: Any) -> str:
-    """The platform that our operation chooses for inputs of these shapes."""
-    return selection_of(function, *inputs).platform.value
-
-
 def selection_of(function: Callable[..., Any], *inputs: Any) -> Selection:
     """The choice that a call makes for inputs of these shapes."""
     selections: list[Selection] = []

@@ -3,15 +3,14 @@
 import ast
 import dataclasses
 import functools
-import pathlib
 import re
-import tomllib
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 
 import ejkernel_eqx as ejx
+from benchmarks import report
 from benchmarks.prepare import DIRECTIONS
 from ejkernel_eqx._kernel import selections_of
 from ejkernel_eqx.cli.problems import DTYPES
@@ -85,9 +84,8 @@ def expanded(line: str) -> list[str]:
     return [each for word in match[1].split("|") for each in expanded(f"{before}{word}{after}")]
 
 
-@functools.cache
-def _tables() -> dict[str, dict[str, str]]:
-    return tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+def _tables() -> dict[str, dict[str, Any]]:
+    return report.data("problems")
 
 
 def lines(table: str, name: str) -> list[str]:
@@ -99,6 +97,10 @@ def lines(table: str, name: str) -> list[str]:
 def load(family: str, kind: type[P]) -> dict[str, tuple[P, ...]]:
     """The lists of a benchmark's problems by name."""
     return {name: tuple(_make(kind, line) for line in lines(family, name)) for name in _tables()[family]}
+
+
+def model_config(name: str) -> dict[str, Any]:
+    return dict(_tables()["models"][name])
 
 
 def _make(kind: type[P], line: str) -> P:

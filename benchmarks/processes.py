@@ -28,15 +28,7 @@ except ImportError:  # Triton has no wheels for this machine
     TritonError = RuntimeError
 
 VARIABLE = "BENCHMARK_TURNS"
-FAILURES = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    NotImplementedError,
-    AssertionError,
-    MemoryError,
-    TritonError,
-)
+FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, MemoryError, TritonError)
 """Errors that an implementation or a candidate of any library may raise for a problem that it does not support."""
 _MANY = 12
 _EVERY = 1.0  # seconds

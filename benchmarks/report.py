@@ -2,10 +2,12 @@
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import statistics
 import subprocess
 import tomllib
@@ -28,8 +30,12 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "runtime": " ".join(str(device.client.platform_version).split()),
         "versions": versions(),
         "commit": commit or _commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
     }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def versions() -> dict[str, str | None]:
@@ -81,16 +87,27 @@ def save(options: argparse.Namespace, **content: Any) -> None:
         write_json(options.json, {"environment": environment(options.commit), **content})
 
 
+@functools.cache
+def data(name: str) -> dict[str, Any]:
+    """The content of a TOML file of this folder."""
+    return tomllib.loads((ROOT / "benchmarks" / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+_TYPES = {"str": str, "int": int, "float": float, "path": pathlib.Path, "regex": re.compile}
+
+
 def parser(
-    description: str | None, quick: str = "tiny problems", json_results: bool = True, **more: Any
+    command: str, description: str | None, options: str = "", **defaults: Any
 ) -> argparse.ArgumentParser:
-    """A parser with the options of every command."""
-    layout = argparse.RawDescriptionHelpFormatter
-    result = argparse.ArgumentParser(description=description, formatter_class=layout, **more)
-    result.add_argument("--quick", action="store_true", help=quick)
-    result.add_argument("--commit", help="version of the code in the result (default: from git)")
-    if json_results:
-        result.add_argument("--json", type=pathlib.Path, metavar="PATH", help="results")
+    """A parser with the options of every command and those of `options`, by default the command itself, as in `options.toml`."""
+    program, layout = f"python -m benchmarks {command}", argparse.RawDescriptionHelpFormatter
+    result = argparse.ArgumentParser(program, description=description, formatter_class=layout)
+    for name, how in (data("options")["every"] | data("options")[options or command]).items():
+        if how:  # otherwise the command has no option of this name
+            kind = how.get("type", type(how.get("default", "")).__name__)
+            typed = {} if "action" in how else {"type": _TYPES[kind]}
+            result.add_argument(f"--{name}", **how | typed)
+    result.set_defaults(**defaults)
     return result
 
 
@@ -105,14 +122,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
 
 
-def table_of(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
-    """A table of rows by name: by the title of each column what it shows, as `NAME` or `NAME:FORMAT`; nothing where a row has none."""
+def table_of(name: str, rows: Sequence[Mapping[str, Any]], make: Callable[..., str] = table) -> str:
+    """A table of `tables.toml`, of rows by name; nothing is shown where a row has none."""
+    columns = data("tables")["columns"][name]
 
     def cell(row: Mapping[str, Any], column: str) -> str:
         name, _, form = column.partition(":")
         return "" if row.get(name) is None else format(row[name], form)
 
-    return table([*columns], [[cell(row, column) for column in columns.values()] for row in rows])
+    return make([*columns], [[cell(row, column) for column in columns.values()] for row in rows])
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -158,26 +176,9 @@ def summary_lines(summary: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(f"{name}: {entry['value']:.3f} ({entry['problem']})" for name, entry in summary.items())
 
 
-def pyplot() -> Any:
-    """Matplotlib without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def write_plot(figure: Any, path: str | os.PathLike, **options: Any) -> None:
-    """Saves a PNG, regardless of the file name, unless `options` say otherwise."""
-    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, **{"format": "png", "dpi": 110} | options)
-    pyplot().close(figure)
-
-
 class Panel(NamedTuple):
     """A part of a plot: a bar of the height `field` for each row, by problem, with a text; or what `draw(axis)` draws. `at`: a line.
-    `inches`: of a bar."""
+    `inches`: of a bar. `limits`: of the axis."""
 
     title: str
     rows: Sequence[Mapping[str, Any]] = ()
@@ -185,6 +186,7 @@ class Panel(NamedTuple):
     label: Callable[[Mapping[str, Any]], str] = lambda row: ""
     at: float | None = None
     inches: float = 0.2
+    limits: tuple[float | None, float | None] = (None, None)
     draw: Callable[[Any], None] | None = None
 
     @property
@@ -192,9 +194,12 @@ class Panel(NamedTuple):
         return 3.0 if self.draw else 0.7 + self.inches * len(self.rows)
 
 
-def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike) -> None:
-    """Writes the PNG, if anything was timed. Requires matplotlib."""
-    plt = pyplot()
+def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike, **options: Any) -> None:
+    """Writes the plot, if anything was timed: a PNG, unless `options` say otherwise. Requires matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # without a display
+    import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
     panels = [panel for panel in panels if panel.draw or panel.rows]
@@ -209,11 +214,14 @@ def plot(panels: Sequence[Panel], title: str, path: str | os.PathLike) -> None:
         panel.draw(axis) if panel.draw else _bars(axis, panel, colours)
         if panel.at is not None:
             axis.axvline(panel.at, color="#444444", linewidth=0.8)
+        axis.set_xlim(panel.limits)
         axis.set_title(panel.title, fontsize=9)
     used = [Patch(color=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=used, ncols=4, fontsize=7, loc="outside lower center")
     figure.suptitle(title)
-    write_plot(figure, path)
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, **{"format": "png", "dpi": 110} | options)
+    plt.close(figure)
 
 
 def _bars(axis: Any, panel: Panel, colours: Mapping[str, Any]) -> None:

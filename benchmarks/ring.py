@@ -14,7 +14,7 @@ each as one device needs alone. Off two GPUs they are shown, but none is missed.
 
 import argparse
 import functools
-import pathlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,10 +106,8 @@ def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, An
         sample(2)
         samples = [sample(options.calls) for _ in range(options.samples)]
         if options.profile:
-            folder = options.profile / f"{name}-{tokens}"
-            with jax.profiler.trace(str(folder)):
-                sample(1)
-            row["hidden"] = traces.hidden(traces.read_trace(folder))
+            spans = traces.traced(lambda: sample(1), options.profile / f"{name}-{tokens}")
+            row["hidden"] = traces.hidden(spans)
     except (RuntimeError, ValueError) as error:  # out of memory, among others
         return row | {"reason": str(error).splitlines()[0][:160]}
     # Two products forward and five backward, over half of the scores.
@@ -119,19 +117,7 @@ def measure(name: str, tokens: int, options: argparse.Namespace) -> dict[str, An
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = report.parser(__doc__, "tiny problems, anywhere")
-    add = parser.add_argument
-    add("--tokens", default="32768,131072", help="comma-separated (default: %(default)s)")
-    add("--variants", default=",".join(VARIANTS), help="comma-separated (default: %(default)s)")
-    add("--devices", type=int, default=jax.device_count())
-    add("--heads", type=int, default=16)
-    add("--kv-heads", type=int, default=16)
-    add("--head-dim", type=int, default=128)
-    add("--dtype", default="bfloat16")
-    add("--platform", help="of the kernels (default: chosen by device)")
-    add("--samples", type=int, default=5)
-    add("--calls", type=int, default=3, help="calls per sample")
-    add("--profile", type=pathlib.Path, metavar="FOLDER")
+    parser = report.parser("ring", __doc__, variants=",".join(VARIANTS), devices=jax.device_count())
     options = parser.parse_args(arguments)
     options.variants = options.variants.split(",")
     if unknown := sorted(set(options.variants) - set(VARIANTS)):
@@ -148,22 +134,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def goals(rows: Sequence[dict[str, Any]], options: argparse.Namespace, on_gpus: bool) -> list[dict[str, Any]]:
     """Goals and what came of them; `None` where it was not measured."""
-    judged = options.devices == 2 and on_gpus
+
+    def goal(
+        what: str, wanted: float, value: float | None, by: str | None, is_met: Callable[..., bool]
+    ) -> Any:
+        judged = options.devices == 2 and on_gpus and value is not None
+        entry = {"goal": what, "wanted": wanted, "found": value, "by": by}
+        return entry | {"met": is_met(value, wanted) if judged else None}
+
     result = []
     for tokens, wanted in GOALS.items() if not options.quick else ((n, 1.0) for n in options.tokens):
         mine = [r for r in rows if r["tokens"] == tokens and r["variant"] in OURS and "speedup" in r]
-        best = max(mine, key=lambda row: row["speedup"], default=None)
-        what, value = f"{tokens} tokens, times as fast as one device", best and best["speedup"]
-        met = value >= wanted if judged and value is not None else None
-        entry = {"goal": what, "wanted": wanted, "found": value}
-        result.append(entry | {"by": best and best["variant"], "met": met})
+        best = max(mine, key=lambda row: row["speedup"], default={})
+        what = f"{tokens} tokens, times as fast as one device"
+        result.append(goal(what, wanted, best.get("speedup"), best.get("variant"), operator.ge))
     longest = max(options.tokens)
     needs = {(row["variant"], row["tokens"]): row.get("memory_bytes") for row in rows}
     one, all_of_them = needs.get(("flash", longest)), needs.get(("zigzag", longest * options.devices))
     value = all_of_them / one if one and all_of_them else None
-    met = value <= _MEMORY if judged and value is not None else None
     what = f"{longest * options.devices} tokens on {options.devices} devices, memory of each over that of {longest} on one"
-    return [*result, {"goal": what, "wanted": _MEMORY, "found": value, "by": "zigzag", "met": met}]
+    return [*result, goal(what, _MEMORY, value, "zigzag", operator.le)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -183,16 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = f"H{options.heads} K{options.kv_heads} D{options.head_dim}, {options.dtype}"
     print(f"forward and backward, causal, {sizes}, {options.devices} devices")
     shown = [row | {"gb": (row.get("memory_bytes") or 0) / 1e9} for row in rows]
-    columns = {"tokens": "tokens", "variant": "variant", "ms": "ms:.2f", "speedup": "speedup:.2f"}
-    columns |= {"TFLOP/s": "tflops:.0f", "memory GB": "gb:.2f", "hidden": "hidden:.2f", "": "reason"}
-    print(report.table_of(shown, columns))
-    reached, says = (
-        goals(rows, options, jax.default_backend() == "gpu"),
-        {True: "yes", False: "no", None: "-"},
-    )
+    print(report.table_of("ring", shown))
+    reached = goals(rows, options, jax.default_backend() == "gpu")
+    says = {True: "yes", False: "no", None: "-"}
     shown = [goal | {"met": says[goal["met"]]} for goal in reached]
-    columns = {"goal": "goal", "wanted": "wanted:.2f", "found": "found:.2f", "met": "met"}
-    print(report.table_of(shown, columns))
+    print(report.table_of("goals", shown))
     names = ("devices", "heads", "kv_heads", "head_dim", "dtype")
     report.save(options, size={name: getattr(options, name) for name in names}, rows=rows, goals=reached)
     return int(any(row.get("reason", "").startswith("wrong") for row in rows))

@@ -13,7 +13,6 @@ agree. Peers receive the same data in the same run. All implementations are time
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import pathlib
@@ -31,7 +30,7 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import prepare, processes, report
 from benchmarks.measure import torch_with_cuda
-from benchmarks.peers import implementation, installed, TorchPeer
+from benchmarks.peers import implementation, installed, is_missing, TorchPeer
 from benchmarks.prepare import Arrays, DIRECTIONS, Implementation, Others, OURS, PEER, Prepared, Row
 from ejkernel_eqx._tolerances import Tolerance, TOLERANCES
 from ejkernel_eqx.dispatch import device_facts
@@ -45,16 +44,21 @@ Content = Mapping[str, Any]
 
 
 class Extreme(NamedTuple):
-    """A number of rows, of which the most or the least is picked. `kind`: of the problems whose name begins so."""
+    """A number of our rows, or of those that `among` holds for, of which the most or the least is picked."""
 
     title: str
     number: Callable[[Row], float | None]
     pick: Callable[..., Any]
-    kind: str = ""
+    among: Callable[[Row], bool] = lambda row: True
 
 
 def entry(name: str) -> Callable[[Row], float | None]:
     return lambda row: row.numbers.get(name)
+
+
+def of_kind(kind: str) -> Callable[[Row], bool]:
+    """Holds for the problems whose name begins so."""
+    return lambda row: row.problem.startswith(kind)
 
 
 RATIO = Extreme("lowest ratio", lambda row: row.ratio, min)
@@ -64,15 +68,6 @@ MEMORY = Extreme("most temporary memory", lambda row: row.memory, max)
 # Tables
 
 _NAMES = ("problem", "implementation", "platform", "direction")
-_NUMBERS = {
-    "TFLOP/s": ("tflop_per_s", "tflops"), "TB/s": ("tb_per_s",), "of copy": ("of_copy", "of_card"), "over matmuls": ("over_alone",),
-    "a tile": ("a_tile",), "over kernel": ("over_kernel",), "of flash": ("of_flash",), "over dense": ("over_dense",),
-    "baseline": ("over_baseline",), "ratio": ("ratio",),
-}  # fmt: skip
-
-
-NAMES = ("problem", "implementation", "platform", "ms", "spread")
-"""The first columns of most tables."""
 
 
 class Tables(NamedTuple):
@@ -114,7 +109,7 @@ class Tables(NamedTuple):
             errors = row["errors"].values() if "errors" in row else [row["error"]]
             known = [error for error in errors if error is not None]
             return f"{max(known):.1e}" if known else ""
-        number = next((row[name] for name in _NUMBERS[title] if name in row), None)
+        number = next((row[name] for name in report.data("tables")["numbers"][title] if name in row), None)
         return report.number(number, 1 if title == "TFLOP/s" and (number or 0) > 1 else 2)
 
     def each(self, content: Content, table: Callable[..., str]) -> Iterator[tuple[str, str]]:
@@ -156,6 +151,7 @@ class Family:
     - `near`: the most that a peer, which may round differently, may be off.
     - `with_out`: whether the output is a result beside the gradients.
     - `once`: whether a platform is left out that the default resolves to: it gives the same program.
+    - `in_turn`: whether several runs of one launch of ours take one set of inputs after another.
     - `packages`: those that peers need; `needed`: of these, the ones without which no peer is run.
     """
 
@@ -164,10 +160,10 @@ class Family:
     description: str | None = None
     lists: Mapping[str, Sequence[Any]]
     groups: Sequence[str] = ("anchors",)
-    tables: Tables
     near: float | None = 0.1
     with_out = False
     once = False
+    in_turn = False
     extremes: Sequence[Extreme] = ()
     packages: Sequence[str] = ("torch",)
     needed: Sequence[str] = ()
@@ -180,6 +176,10 @@ class Family:
     """`expected(problem, inputs)`: all results in float32, by name."""
     ours: Callable[[Any, Any], Callable[..., Any]]
     """`ours(problem, platform)`: our operation as a function of what is learned and of constants."""
+
+    def __init__(self, **functions: Callable[..., Any]):
+        """`functions`: some of these three, which are no methods."""
+        vars(self).update(functions)
 
     # What a family computes
 
@@ -195,7 +195,7 @@ class Family:
         """Peers in PyTorch."""
         return ()
 
-    def errors(self, problem: Any, inputs: Any, row: Row, results: Arrays, expected: Arrays) -> Errors:
+    def errors(self, problem: Any, row: Row, results: Arrays, expected: Arrays) -> Errors:
         return errors_of(problem.dtype, results, expected)
 
     def complete(self, problem: Any, inputs: Any, direction: str, rows: list[Row]) -> None:
@@ -205,7 +205,8 @@ class Family:
 
     def ready(self, problem: Any, platform: Any, sets: Sequence[Any], direction: str) -> Prepared:
         """Ours, prepared."""
-        return prepare.ready(self.directed(problem, self.ours(problem, platform), direction), sets)
+        run = self.directed(problem, self.ours(problem, platform), direction)
+        return prepare.ready(run, sets, self.in_turn)
 
     def in_jax(
         self, problem: Any, name: str, forward: Callable[..., Any], role: str = PEER, is_checked: bool = True
@@ -248,6 +249,10 @@ class Family:
 
     # What it says
 
+    @property
+    def tables(self) -> Tables:
+        return Tables(**report.data("tables")[self.name])
+
     def about(self, options: Namespace, chosen: Sequence[Any]) -> dict[str, Any]:
         """Entries of the JSON, from before the first problem."""
         return {}
@@ -261,7 +266,7 @@ class Family:
         mine = [row for row in rows if row.role == OURS]
         for direction in dict.fromkeys(row.direction for row in mine):
             for of in (RATIO, *self.extremes):
-                same = [row for row in mine if row.direction == direction and row.problem.startswith(of.kind)]
+                same = [row for row in mine if row.direction == direction and of.among(row)]
                 known = [(value, row.problem) for row in same if (value := of.number(row)) is not None]
                 if known:
                     value, problem = of.pick(known, key=lambda pair: pair[0])
@@ -312,7 +317,7 @@ def measure(family: Family, problem: Any, options: Namespace) -> Iterator[list[R
         peer.load()
     with processes.held():
         sets = prepare.input_sets(functools.partial(family.make_inputs, problem))
-        check = functools.partial(_check, family, problem, sets[0], family.expected(problem, sets[0]))
+        check = functools.partial(_check, family, problem, family.expected(problem, sets[0]))
         floor = launch_floor(sets[0])
         for direction in family.directions(problem, options):
             if options.candidates:
@@ -330,8 +335,8 @@ def measure(family: Family, problem: Any, options: Namespace) -> Iterator[list[R
             yield rows
 
 
-def _check(family: Family, problem: Any, inputs: Any, expected: Any, row: Row, results: Arrays) -> str | None:
-    errors, wrong = family.errors(problem, inputs, row, results, expected)
+def _check(family: Family, problem: Any, expected: Any, row: Row, results: Arrays) -> str | None:
+    errors, wrong = family.errors(problem, row, results, expected)
     row.errors = prepare.finite(errors)
     near = row.role == PEER and family.near is not None and all(x <= family.near for x in errors.values())
     return None if near else wrong
@@ -362,27 +367,9 @@ def candidates(
 
 
 def parser(family: Family) -> argparse.ArgumentParser:
-    result = report.parser(family.description, prog=f"python -m benchmarks {family.name}")
-    add = result.add_argument
-    add("--problems", default="", metavar="REGEX", help="only problems whose name matches")
-    add("--directions", default="", help="comma-separated (default: all)")
-    known = ", ".join(family.known_platforms)
-    add("--platforms", default=family.platforms, help=f"comma-separated, of {known} (default: %(default)s)")
-    add("--no-torch", dest="torch", action="store_false", help="omit the peers in PyTorch")
-    add("--no-peers", dest="peers", action="store_false", help="ours alone")
-    add("--candidates", type=int, metavar="N", help="the tuner's first N configurations of ours")
-    first = "compile what peers in Triton tune in N processes first"
-    add("--compile-peers", type=int, metavar="N", help=first)
-    add("--apart", action="store_true", help="in several processes, which compile at once")
-    add("--samples", type=int, default=5, help="samples of each time (default: %(default)s)")
-    add("--sample-ms", type=float, help="length of a sample (default: 30; quick on a CPU 2)")
-    limit = "start no problem after this time"
-    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS", help=limit)
-    add("--render", metavar="JSON", help="show an earlier run instead of measuring")
-    for name in ("plot", "markdown"):
-        add(f"--{name}", metavar="PATH")
-    for name in ("process", "processes"):
-        add(f"--{name}", type=int, help=argparse.SUPPRESS)
+    result = report.parser(family.name, family.description, "family")
+    platforms = f"comma-separated, of {', '.join(family.known_platforms)} (default: %(default)s)"
+    result.add_argument("--platforms", default=family.platforms, help=platforms)
     return result
 
 
@@ -421,7 +408,7 @@ def main(family: Family, arguments: Sequence[str] | None = None) -> int:
         return compile_peers(family, chosen, options)
     if options.apart:
         return run_apart(family, chosen, options, given)
-    options.torch = options.torch and torch_with_cuda() and all(map(is_installed, family.needed))
+    options.torch = options.torch and torch_with_cuda() and not any(map(is_missing, family.needed))
     options.torch = options.torch and bool(family.packages) and jax.default_backend() != "cpu"
     return run(family, chosen, options)
 
@@ -433,7 +420,7 @@ def run(family: Family, chosen: Sequence[Any], options: Namespace) -> int:
     content["environment"] = report.environment(options.commit)
     print(report.environment_line(content["environment"]))
     on_gpu = jax.default_backend() != "cpu"
-    content["missing"] = [name for name in family.packages if on_gpu and not is_installed(name)]
+    content["missing"] = [name for name in family.packages if on_gpu and is_missing(name)]
     for package in content["missing"]:
         print(f"peer omitted: {package} is not installed")
     content |= family.about(options, chosen)
@@ -491,10 +478,6 @@ def _verdict(rows: Sequence[Row]) -> int:
     for row in unmeasured:
         print(f"{row.label}: {row.reason}", file=sys.stderr)
     return 1 if unmeasured or any(row.role == OURS for row in wrong) else 0
-
-
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 # Several processes

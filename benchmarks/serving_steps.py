@@ -38,8 +38,6 @@ SIZES = {
 }
 BATCHES = {"full": (64, 256), "quick": (4,)}
 PROMPT, PAGE = 100, 16
-BOUND, MOST_PROGRAMS, COLD = 1.3, 3, 10.0
-"""Bars: what a step may take of the device's time, programs, and seconds of a start with full caches."""
 PHASES = ("imports", "device", "model", "programs", "token")
 
 
@@ -166,13 +164,7 @@ def dtype_here() -> str:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = report.parser(__doc__, "a tiny model")
-    add = parser.add_argument
-    add("--start", action="store_true", help="only start a server")
-    add("--no-starts", action="store_true", help="without timing starts")
-    add("--temperature", type=float, default=0.0)
-    add("--platform", help="of the kernels (default: chosen by device)")
-    options = parser.parse_args(arguments)
+    options = report.parser("serving-steps", __doc__).parse_args(arguments)
     size = "quick" if options.quick else "full"
     vars(options).update(SIZES[size])
     options.batches = BATCHES[size]
@@ -187,11 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     starts = [] if options.no_starts else time_starts(options)  # before this process takes the device
     options.dtype = dtype_here()
     rows = [measure(options, batch) for batch in options.batches]
-    columns = {"batch": "batch", "ms a step": "step_ms:.3f", "device ms": "device_ms:.3f"}
-    columns |= {f"ratio (bar {BOUND})": "ratio:.3f", "without overlap": "step_ms_without_overlap:.3f"}
-    columns |= {"tokens/s": "tokens_per_second:,.0f", "programs": "programs"}
-    print(report.table_of(rows, columns))
-    bars = {"ratio": BOUND, "programs": MOST_PROGRAMS, "first_token_seconds": COLD}
+    print(report.table_of("serving-steps", rows))
+    bars = report.data("tables")["bars"]["serving-steps"]
     size = {name: getattr(options, name) for name in SIZES["full"]}
     report.save(options, size=size, dtype=options.dtype, bars=bars, rows=rows, starts=starts)
     return 0

@@ -214,14 +214,7 @@ def _flex_attention() -> Callable[..., Any]:
 
 class Sparse(runner.Family):
     name, title, description, lists = "sparse", "Block-sparse attention", __doc__, PROBLEMS
-    tables = runner.Tables(
-        (*runner.NAMES, "TFLOP/s", "a tile", "ratio", "error"),
-        "a tile: time over dense attention's for as many tiles; ratio: speed over the peer's",
-        "Speed of block-sparse attention over PyTorch's flex_attention",
-    )
     extremes = (runner.Extreme("most time a tile", runner.entry("a_tile"), max),)
-    make_inputs = staticmethod(make_inputs)
-    expected = staticmethod(expected_results)
 
     def ours(self, problem: SparseProblem, platform: Any) -> Callable[[Arrays, Arrays], Array]:
         form = FORMS[problem.form]
@@ -248,4 +241,4 @@ class Sparse(runner.Family):
             row.numbers.setdefault("tflop_per_s", None)
 
 
-FAMILY = Sparse()
+FAMILY = Sparse(make_inputs=make_inputs, expected=expected_results)

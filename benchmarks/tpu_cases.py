@@ -13,6 +13,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+from benchmarks import problems
 from benchmarks.tpu_static import Case, PARTLY, PASSES, Program
 from ejkernel_eqx.attention.core import problem_of as attention_problem
 from ejkernel_eqx.attention.pallas import compiled as attention_kernels
@@ -307,24 +308,17 @@ def _ragged(
 # The linear-time family. Units are 64 tokens of a head.
 
 _LENGTH, _DIM, _CHUNK = 4096, 128, 64
-_MEMBERS: Mapping[str, dict[str, Any]] = {
-    "linear": dict(decay="none"),
-    "lightning, scalar decay": dict(decay="scalar"),
-    "SSD": dict(decay="scalar", beta=True, heads=64, shared=True, width=64),
-    "GLA": dict(decay="key"),
-    "gated delta rule": dict(decay="scalar", beta=True, delta=True),
-    "KDA": dict(decay="key", beta=True, delta=True),
-}
 
 
 def recurrence(generation: str) -> list[Case]:
-    return [case for name, member in _MEMBERS.items() for case in _recurrence(generation, name, **member)]
+    members = map(problems.read, problems.lines("tpu-static", "recurrence"))
+    return [case for member in members for case in _recurrence(generation, member)]
 
 
-def _recurrence(generation: str, name: str, decay: Any, **member: Any) -> list[Case]:
+def _recurrence(generation: str, member: problems.Line) -> list[Case]:
     """Both directions with the heuristic's chunks."""
-    beta, delta, shared = (member.get(flag, False) for flag in ("beta", "delta", "shared"))
-    heads, width = member.get("heads", 16), member.get("width", _DIM)
+    heads, width, decay = member.sizes["H"], member.sizes["V"], member.options["decay"]
+    beta, delta, shared = (member.options.get(flag, False) for flag in ("beta", "delta", "shared"))
     of = lambda *sizes, dtype=jnp.bfloat16: shape((1, _LENGTH, *sizes), dtype)
     keys, wide = of(1 if shared else heads, _DIM), jnp.float32
     logs = {"none": None, "scalar": of(heads, dtype=wide), "key": of(heads, _DIM, dtype=wide)}
@@ -340,17 +334,15 @@ def _recurrence(generation: str, name: str, decay: Any, **member: Any) -> list[C
         return recurrence_kernels.backward(arrays, spec, config, {"states": saved["states"]}, results)
 
     saved, cases = jax.eval_shape(forward, arrays), []
-    for kernel, function, shapes in (
-        ("forward", forward, (arrays,)),
-        ("backward", backward, (arrays, saved)),
-    ):
+    kernels = ("forward", forward, (arrays,)), ("backward", backward, (arrays, saved))
+    for kernel, function, shapes in kernels:
         many, chunk = getattr(config, f"{kernel}_heads"), config.chunk_size
         once = 2 if kernel == "forward" else 6
         operands = 2 * (2 * _DIM + 2 * width) + 4 * (_DIM if decay == "key" else 1)
         moved = _CHUNK * operands * (1 if kernel == "forward" else 2) + 2 * _DIM * width * _CHUNK / chunk
         cases.append(
             Case(
-                f"{kernel} {name}",
+                f"{kernel} {member.title}",
                 "64 tokens of a head",
                 Program(function, shapes, f"recurrence.{kernel}", many * chunk / _CHUNK),
                 flops=once * _CHUNK * (2 * _DIM * width + chunk * (_DIM + width)),

@@ -40,7 +40,7 @@ from jax import Array
 import ejkernel_eqx as ejx
 from benchmarks import processes, report
 from benchmarks.measure import by_kind, kernel_times
-from benchmarks.runner import is_installed
+from benchmarks.peers import is_missing
 from ejkernel_eqx.models import Decoder
 from examples import train_lm
 
@@ -330,22 +330,9 @@ def write_kernels(path: pathlib.Path, variant: Variant, state: Any, tokens: Any)
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; `problems` become the options of each."""
-    parser = report.parser(__doc__, "a tiny model")
-    add = parser.add_argument
-    add("--variants", help=f"comma-separated, of {', '.join(VARIANTS)} (default: all; unrolled with --peers)")
-    add("--tuned", action="store_true", help="with the heuristics' and with tuned configurations instead")
-    add("--platforms", default="default", help="with --tuned: comma-separated (default: %(default)s)")
-    add("--budget", type=float, default=120.0, help="seconds of tuning per problem")
-    add("--peers", action="store_true", help="all problems, beside PyTorch")
-    add("--no-torch", action="store_true", help="with --peers: without PyTorch")
-    add("--problems", help="with --peers: comma-separated names such as B8_T2048_V256 (default: all)")
-    add("--vocabulary", type=int, default=train_lm.VOCABULARY)
-    add("--mixer", default="attention", help="of the layers in turn, by commas (default: %(default)s)")
-    add("--platform", help="of the kernels (default: chosen by device)")
-    add("--samples", type=int, default=5)
-    add("--steps", type=int, default=4, help="steps per sample")
-    kernels = "for the device's time by kernel in one step more"
-    add("--kernels", type=pathlib.Path, metavar="FOLDER", help=kernels)
+    parser = report.parser("train-step", __doc__, vocabulary=train_lm.VOCABULARY)
+    variants = f"comma-separated, of {', '.join(VARIANTS)} (default: all; unrolled with --peers)"
+    parser.add_argument("--variants", help=variants)
     options = parser.parse_args(arguments)
     usual = "unrolled" if options.peers else ",".join(VARIANTS)
     options.variants = (options.variants or usual).split(",")
@@ -379,7 +366,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _has_peer(mixer: str) -> bool:
-    return is_installed("fla") and (mixer != "mamba2" or is_installed("mamba_ssm"))
+    return not is_missing("fla") and not (mixer == "mamba2" and is_missing("mamba_ssm"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -414,8 +401,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def text_of(rows: Sequence[dict[str, Any]]) -> str:
-    columns = {"problem": "problem", "variant": "variant", "ms a step": "ms:.2f", "spread": "spread:.1%"}
-    columns |= {"over heuristics": "speed_over_heuristics:.3f", "time of torch": "time_of_torch:.3f"}
-    columns |= {"GB": "gb:.2f", "bytes of torch": "bytes_of_torch:.3f", "compiled s": "compile_seconds:.1f"}
     shown = [row | {"gb": (row["bytes"] or 0) / 1e9} for row in rows]
-    return report.table_of(shown, columns | {"first loss": "first_loss:.4f"})
+    return report.table_of("train-step", shown)

@@ -19,7 +19,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import report
@@ -27,15 +27,7 @@ from benchmarks.prepare import FAILURES, reason_of
 from benchmarks.problems import FAMILIES, Family, TuneProblem
 from ejkernel_eqx import dispatch
 from ejkernel_eqx.cli.bench import bench, Contender, record_of, TIMED
-from ejkernel_eqx.dispatch import (
-    BOTH,
-    device_facts,
-    FORWARD,
-    Implementation,
-    kernel_registry,
-    Platform,
-    Problem,
-)
+from ejkernel_eqx.dispatch import BOTH, device_facts, Implementation, kernel_registry, Platform, Problem
 from ejkernel_eqx.dispatch.cache_file import parse as parse_table
 from ejkernel_eqx.dispatch.cache_file import render
 from ejkernel_eqx.dispatch.persistent import software
@@ -117,8 +109,7 @@ def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
         for row in rows
         for way, ms in row["ms"].items()
     ]
-    columns = {"problem": "problem", "direction": "direction", "tuned ms": "ms:.3f"}
-    return report.table_of(lines, columns | {"heuristic / tuned": "ratio:.3f"})
+    return report.table_of("tune", lines)
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -135,17 +126,14 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path, title: str) -> None:
     """Plots how far the heuristics are from the tuned configurations, by problem."""
-    figure, axes = report.pyplot().subplots(figsize=(8, 1 + 0.28 * len(rows)), layout="constrained")
-    for offset, direction in ((-0.2, FORWARD), (0.2, BOTH)):
-        ratios = [row["ratio"].get(direction, 1.0) for row in rows]
-        axes.barh([n + offset for n in range(len(rows))], ratios, 0.38, label=direction)
-    axes.axvline(BAR, color="black", linestyle="--", linewidth=1, label=f"bar {BAR:.2f}")
-    axes.set(yticks=range(len(rows)), yticklabels=[row["problem"] for row in rows], xlim=(0.9, 1.2))
-    axes.set(xlabel="time of the heuristic over time of the tuned configuration", title=title)
-    axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="lower right")
-    report.write_plot(figure, path, format=None)
+    bars = [
+        {"problem": row["problem"], "implementation": direction, "ratio": ratio}
+        for row in rows
+        for direction, ratio in row["ratio"].items()
+    ]
+    what = "time of the heuristic over time of the tuned configuration; the line is the bar"
+    panel = report.Panel(what, bars, "ratio", at=BAR, inches=0.14, limits=(0.9, 1.2))
+    report.plot([panel], title, path, format=None)
 
 
 def render_report(path: pathlib.Path, picture: pathlib.Path | None) -> int:
@@ -160,21 +148,9 @@ def render_report(path: pathlib.Path, picture: pathlib.Path | None) -> int:
     return 0
 
 
-def parser(samples: int, sample_ms: float) -> argparse.ArgumentParser:
-    """A parser with the options of both commands."""
-    result = report.parser(__doc__)
-    add = result.add_argument
-    add("--family", choices=sorted(FAMILIES), default="attention", help="default: %(default)s")
-    add("--problems", default="", metavar="REGEX", help="only problems whose name matches")
-    add("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
-    add("--samples", type=int, default=samples)
-    add("--sample-ms", type=float, default=sample_ms)
-    add("--force", action="store_true", help="also measure problems in the table or the user's cache")
-    add("--output", type=pathlib.Path, metavar="PATH", help="table to extend (default: the shipped table)")
-    return result
-
-
-def parsed(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, name: str = "tune") -> argparse.Namespace:
+    made = report.parser(name, __doc__)
+    made.add_argument("--family", choices=sorted(FAMILIES), default="attention", help="default: %(default)s")
     options = made.parse_args(arguments)
     folder = report.ROOT / "src" / "ejkernel_eqx" / "data" / device_facts().slug
     options.output = options.output or folder / f"{options.family}.json"
@@ -187,35 +163,20 @@ def chosen_problems(options: argparse.Namespace) -> list[TuneProblem]:
     return [problem for problem in every if re.search(options.problems, problem.name)]
 
 
-class Limit:
-    """Time for problems. A problem that is started is finished, so none is started that would exceed the limit if it took as long as the
-    longest."""
-
-    def __init__(self, seconds: float):
-        self.seconds, self.start, self.longest, self.began = seconds, time.monotonic(), 0.0, 0.0
-
-    def is_over(self) -> bool:
-        """Tells whether there is no time for another one, which else begins."""
-        self.began = time.monotonic()
-        return self.began - self.start + self.longest > self.seconds
-
-    def end(self) -> None:
-        self.longest = max(self.longest, time.monotonic() - self.began)
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    made = parser(5, 30.0)
-    add = made.add_argument
-    add("--platform", default="triton", help="the platform to tune (default: %(default)s)")
-    add("--budget", type=float, default=60.0, metavar="SECONDS", help="for each problem")
-    add("--candidates", type=int, default=12, help="for each part of the configuration")
-    in_process = "run candidates in this process: seconds faster, but a crash ends it"
-    add("--in-process", action="store_true", help=in_process)
-    add("--jobs", type=int, help="concurrent compilations (default: one per processor, up to 8)")
-    plots = "plot of heuristics against tuned configurations"
-    add("--plot", type=pathlib.Path, metavar="PATH", help=plots)
-    add("--render", type=pathlib.Path, metavar="JSON", help="show an earlier report instead of tuning")
-    return parsed(made, arguments)
+def in_time(options: argparse.Namespace, is_known: Callable[[TuneProblem], bool]) -> Iterator[TuneProblem]:
+    """The chosen problems that are not known yet. One that is started is finished, so none is started that would exceed the limit if it took as
+    long as the longest."""
+    chosen, start, longest = chosen_problems(options), time.monotonic(), 0.0
+    for n, problem in enumerate(chosen):
+        if is_known(problem) and not options.force:
+            continue
+        began = time.monotonic()
+        if began - start + longest > options.time_limit:
+            print(f"time limit: {len(chosen) - n} of {len(chosen)} problems omitted; run again to continue")
+            return
+        print(f"[{began - start:.0f} s, {n + 1}/{len(chosen)}] {problem.name}", flush=True)
+        yield problem
+        longest = max(longest, time.monotonic() - began)
 
 
 def main(arguments: Sequence[str] | None = None, name: str = "tune") -> int:
@@ -224,47 +185,40 @@ def main(arguments: Sequence[str] | None = None, name: str = "tune") -> int:
     options = parse(arguments)
     if options.render is not None:
         return render_report(options.render, options.plot)
-    family, chosen = FAMILIES[options.family], chosen_problems(options)
-    for operation in dict.fromkeys(problem.operation for problem in chosen):
-        reason = kernel_registry.get(operation, Platform(options.platform)).unusable(device_facts())
+    family, chosen, platform = FAMILIES[options.family], chosen_problems(options), options.platform
+    implementation_of = lambda problem: kernel_registry.get(problem.operation, Platform(platform))
+    for problem in {problem.operation: problem for problem in chosen}.values():
+        reason = implementation_of(problem).unusable(device_facts())
         if reason is not None:
-            print(f"{options.platform} {reason}", file=sys.stderr)
+            print(f"{platform} {reason}", file=sys.stderr)
             return 2
     environment = report.environment(options.commit)
     table, rows = Table(options.output), known_rows(options.json)
     failed: dict[str, str] = {}
-    limit, isolate = Limit(options.time_limit), False if options.in_process else None
     sampling = (options.budget, options.candidates, options.samples, options.sample_ms)
-    effort = TuneOptions(*sampling, isolate=isolate, jobs=options.jobs)
+    effort = TuneOptions(*sampling, isolate=False if options.in_process else None, jobs=options.jobs)
 
-    def write() -> None:
-        if options.json is not None:
-            known = [*rows.values()]
-            content = {"environment": environment, "summary": summary(known), "rows": known}
-            report.write_json(options.json, content | ({"failed": failed} if failed else {}))
+    def is_done(problem: TuneProblem) -> bool:
+        implementation = implementation_of(problem)
+        done = table.knows(problem.make(implementation), implementation)
+        return done and (options.json is None or problem.name in rows)
 
-    for n, problem in enumerate(chosen):
-        implementation = kernel_registry.get(problem.operation, Platform(options.platform))
-        asked = problem.make(implementation)
-        done = table.knows(asked, implementation) and (options.json is None or problem.name in rows)
-        if done and not options.force:
-            continue
-        if limit.is_over():
-            print(f"time limit: {len(chosen) - n} of {len(chosen)} problems omitted")
-            break
-        print(f"[{limit.began - limit.start:.0f} s, {n + 1}/{len(chosen)}] {problem.name}", flush=True)
+    for problem in in_time(options, is_done):
+        implementation = implementation_of(problem)
         try:
+            asked = problem.make(implementation)
             result = tune_problem(asked, implementation, options=effort, force=options.force)
         except FAILURES as error:  # also if the inputs of a search could not be made
             failed[problem.name] = reason_of(error)
             print(f"  not tuned: {failed[problem.name]}", flush=True)
-            write()
-            continue
-        limit.end()
-        table.add(twins(result.to_record(device_facts()), implementation, family), environment)
-        rows[problem.name] = row_of(problem, result, environment)
-        write()
-        print(f"  {dispatch.stable_json(result.config)}", flush=True)
+        else:
+            table.add(twins(result.to_record(device_facts()), implementation, family), environment)
+            rows[problem.name] = row_of(problem, result, environment)
+            print(f"  {dispatch.stable_json(result.config)}", flush=True)
+        if options.json is not None:
+            known = [*rows.values()]
+            content = {"environment": environment, "summary": summary(known), "rows": known}
+            report.write_json(options.json, content | ({"failed": failed} if failed else {}))
     shown = [rows[problem.name] for problem in chosen if problem.name in rows]
     print(text_table(shown))
     known = summary(shown)
@@ -313,26 +267,15 @@ def keep_times(
         table.add(twins(record, contender.implementation, family), environment)
 
 
-def parse_times(arguments: Sequence[str] | None) -> argparse.Namespace:
-    made = parser(9, 50.0)
-    made.add_argument("--platform", action="append", metavar="NAME", help="default: cuda and triton")
-    options = parsed(made, arguments)
-    options.platform = options.platform or ["cuda", "triton"]
-    return options
-
-
 def main_times(arguments: Sequence[str] | None = None) -> int:
-    options = parse_times(arguments)
+    options = parse(arguments, "platform-times")
+    options.platform = options.platform or ["cuda", "triton"]
     family, environment = FAMILIES[options.family], report.environment(options.commit)
-    table, limit, rows = Table(options.output), Limit(options.time_limit), []
-    for problem in chosen_problems(options):
-        # The same for all platforms, taken from the one that runs anything.
-        asked = problem.make(kernel_registry.get(problem.operation, Platform.XLA))
-        if is_known(asked, table, options.platform) and not options.force:
-            continue
-        if limit.is_over():
-            print("time limit: the rest is omitted; run again to continue")
-            break
+    table, rows = Table(options.output), []
+    # The same for all platforms, taken from the one that runs anything.
+    asked_of = lambda problem: problem.make(kernel_registry.get(problem.operation, Platform.XLA))
+    for problem in in_time(options, lambda problem: is_known(asked_of(problem), table, options.platform)):
+        asked = asked_of(problem)
         try:
             contenders = measured(asked, table, options)
         except FAILURES as error:
@@ -341,15 +284,14 @@ def main_times(arguments: Sequence[str] | None = None) -> int:
             print(f"{problem.name}: omitted, {contenders}", flush=True)
             continue
         keep_times(asked, contenders, table, family, environment)
-        limit.end()
         best = min(contenders, key=lambda c: (c.timings.get(BOTH) or next(iter(c.timings.values()))).ms)
         for one in contenders:
             for direction, timing in one.timings.items():
-                times = (direction, one.platform, report.number(timing.ms, 4))
-                rows.append((problem.name, *times, "fastest" if one is best else ""))
+                row = {"problem": problem.name, "direction": direction, "platform": one.platform}
+                row |= {"ms": report.number(timing.ms, 4), "fastest": "fastest" if one is best else ""}
+                rows.append(row)
         print(f"{problem.name}: {best.platform}", flush=True)
-    header = ("problem", "direction", "platform", "ms", "fastest")
-    print(report.table(header, rows))
-    report.save(options, rows=[dict(zip(header, row)) for row in rows])
+    print(report.table_of("platform-times", rows))
+    report.save(options, rows=rows)
     print(f"table: {options.output}")
     return 0

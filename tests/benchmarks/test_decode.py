@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import decode, decode_problems, prepare, problems, runner
-from benchmarks.decode_problems import DecodeProblem, PROBLEMS
+from benchmarks import decode, prepare, problems, runner
+from benchmarks.decode import DecodeProblem, PROBLEMS
 from ejkernel_eqx.dispatch import kernel_registry
 from tests.recurrence.quick import quick
 
@@ -18,9 +18,9 @@ from tests.recurrence.quick import quick
 @pytest.mark.parametrize("problem", PROBLEMS["tiny"], ids=lambda p: p.name)
 def test_every_way_to_compute_it_agrees(problem):
     """Ours, the baselines and what is gathered; and Pallas, interpreted, where it has a form."""
-    inputs = decode_problems.make_inputs(problem)
-    expected = decode_problems.expected_results(problem, inputs)
-    ways = {"ours": (inputs, decode_problems.ours(problem, "xla"))}
+    inputs = decode.make_inputs(problem)
+    expected = decode.expected_results(problem, inputs)
+    ways = {"ours": (inputs, decode.ours(problem, "xla"))}
     peers = [*decode.peers_of(problem, False)]
     if problem is PROBLEMS["tiny"][2]:
         peers += [decode.pallas(problem, fitted=fitted, interpret=True) for fitted in (False, True)]
@@ -35,7 +35,7 @@ def test_every_way_to_compute_it_agrees(problem):
 def test_ejkernel_is_given_its_own_layout(monkeypatch):
     """Pages, heads, tokens: as dense attention on a stand-in's reading of them."""
     problem = PROBLEMS["tiny"][1]
-    inputs = decode_problems.make_inputs(problem)
+    inputs = decode.make_inputs(problem)
 
     def page_attention(q, k, v, lengths, tables, *, attn_scale, max_context_len):
         heads = q.shape[1] // k.shape[1]
@@ -57,7 +57,7 @@ def test_ejkernel_is_given_its_own_layout(monkeypatch):
     monkeypatch.setattr(sys.modules[name], "page_attention", page_attention, raising=False)
     peer = decode.ejkernel(problem)
     out = peer.run(peer.convert(inputs))
-    expected = decode_problems.expected_results(problem, inputs)
+    expected = decode.expected_results(problem, inputs)
     assert runner.errors_of(problem.dtype, {"out": out}, expected)[0]["out"] < 1e-5
 
 
@@ -84,7 +84,7 @@ def test_sizes_of_the_problems():
     assert latent.flops() == 2 * 64 * 4096 * 128 * (576 + 512)
     assert latent.bytes() == 64 * 4096 * 576 * 2 + 64 * 128 * (576 + 512) * 2 + 4 * 64 * 65
     assert PROBLEMS["prefills"][0].flops() == 4 * (8192 * 8193 // 2) * 32 * 128
-    for bar in decode_problems.BARS:
+    for bar in decode.BARS:
         assert set(bar.problems) <= {p for problems in PROBLEMS.values() for p in problems}
         assert bar.field in ("ms", "tb_per_s", "tflop_per_s", "over_baseline")
 

@@ -1,7 +1,6 @@
 """The command that runs all the rest: each part ends alone, and says how."""
 
 import argparse
-import importlib
 import json
 import pathlib
 import sys
@@ -109,7 +108,7 @@ def test_every_part_has_its_command(gpu, more, tmp_path):
             if script in names.FAMILIES:
                 given = runner.parse(names.family(script), [*rest, *limit])
             else:
-                given = importlib.import_module(f"benchmarks.{names.SCRIPTS[script]}").parse([*rest, *limit])
+                given = names.module(script).parse([*rest, *limit])
             assert given.quick == bool(more) and given.commit == options.commit
             assert pathlib.Path(given.json) == tmp_path / part.files[0]
 

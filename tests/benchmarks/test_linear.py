@@ -3,14 +3,16 @@
 import dataclasses
 import functools
 import math
+import sys
+import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import linear, linear_problems, measure, prepare
-from benchmarks.linear_problems import PROBLEMS
+from benchmarks import linear, measure, prepare
+from benchmarks.linear import PROBLEMS
 from ejkernel_eqx.tuning import measure as tuning_measure
 
 
@@ -18,36 +20,59 @@ from ejkernel_eqx.tuning import measure as tuning_measure
 @pytest.mark.parametrize("problem", PROBLEMS["tiny"], ids=lambda p: p.name)
 def test_every_member_is_what_its_recurrence_says(problem):
     """Our operation, called as the benchmark calls it, forward only: that its arguments mean the same."""
-    inputs = linear_problems.make_inputs(problem)
+    inputs = linear.make_inputs(problem)
     state = [] if inputs.state is None else [inputs.state]
-    out, state = jax.jit(linear_problems.ours(problem, "xla"))(inputs.learned, *state)
+    out, state = jax.jit(linear.ours(problem, "xla"))(inputs.learned, *state)
     if problem.is_step:
-        expected = linear_problems.expected_results(problem, inputs)
+        expected = linear.expected_results(problem, inputs)
     else:
-        first, last = linear_problems.plain(problem)(inputs.learned)
+        first, last = linear.plain(problem)(inputs.learned)
         expected = {"out": first, "state": last}
     _, wrong = _errors(problem, {"out": out, "state": state}, expected)
     assert wrong is None
 
 
 def _errors(problem, results, expected):
-    inputs: Any = None  # are not read
-    return linear.FAMILY.errors(
-        problem, inputs, prepare.Row(problem.name, "forward", "default"), results, expected
-    )
+    row = prepare.Row(problem.name, "forward", "default")
+    return linear.FAMILY.errors(problem, row, results, expected)
+
+
+@pytest.mark.parametrize("member", ["lightning", "SSD", "selective scan"])
+def test_peers_are_given_their_own_names(member, monkeypatch):
+    """Stand-ins of packages whose functions return one result, or several."""
+    calls: list[dict[str, Any]] = []
+
+    def function(**given):
+        calls.append(given)
+        return ("out", "state") if member == "lightning" else "out"
+
+    for peer in linear.PEERS[member]:
+        module, name = peer.run.args[0].rsplit(".", 1)  # pyright: ignore[reportFunctionMemberAccess]
+        stand_in = types.ModuleType(module)
+        setattr(stand_in, name, function)
+        monkeypatch.setitem(sys.modules, module, stand_in)
+        problem = next(p for p in PROBLEMS["tiny"] if p.member == member and not p.is_step)
+        learned = jax.eval_shape(lambda problem=problem: linear.make_inputs(problem, 0)).learned
+        assert peer.run(dict.fromkeys(learned, 1.0)) == "out"
+    names = {
+        "lightning": [{"q", "k", "v", "layer_idx", "num_layers"}],
+        "SSD": [{*"xABCD", "dt", "dt_bias", "chunk_size", "dt_softplus"}] * 2,
+        "selective scan": [{*"uABCDz", "delta", "delta_bias", "delta_softplus"}],
+    }
+    assert [set(given) for given in calls] == names[member]
 
 
 def test_members_have_peers_and_steps_are_large():
-    assert {p.member for p in PROBLEMS["anchors"]} == set(linear_problems.MEMBERS)
-    assert set(linear.PEERS) == set(linear_problems.MEMBERS)
+    assert {p.member for p in PROBLEMS["anchors"]} == set(linear.MEMBERS)
+    assert set(linear.PEERS) == set(linear.MEMBERS)
     for problem in PROBLEMS["steps"]:
-        assert problem.B >= 64 and 4 * math.prod(linear_problems.state_shape(problem)) >= 64 * 2**20
+        assert problem.B >= 64 and 4 * math.prod(linear.state_shape(problem)) >= 64 * 2**20
 
 
 def test_blocks_change_nothing():
     problem = PROBLEMS["tiny"][3]
-    member, inputs = linear_problems.MEMBERS[problem.member], linear_problems.make_inputs(problem)
-    start = jnp.ones(linear_problems.state_shape(problem))
+    member, inputs = linear.MEMBERS[problem.member], linear.make_inputs(problem)
+    start = jnp.ones(linear.state_shape(problem))
     whole, blocks = (member.plain(inputs.learned, start, block) for block in (0, 16))
     assert all(jnp.array_equal(a, b) for a, b in zip(whole, blocks))
 
@@ -56,13 +81,13 @@ def test_blocks_change_nothing():
 @pytest.mark.parametrize("problem", PROBLEMS["tiny"][:7], ids=lambda p: p.name)
 def test_segments_side_by_side_and_some_heads_are_the_whole(monkeypatch, problem):
     """The reference of long rows."""
-    monkeypatch.setattr(linear_problems, "_SEGMENT", 16)
-    monkeypatch.setattr(linear_problems, "_PART", 2)
-    monkeypatch.setattr(linear_problems, "_MOST_WHOLE", 0)
+    monkeypatch.setattr(linear, "_SEGMENT", 16)
+    monkeypatch.setattr(linear, "_PART", 2)
+    monkeypatch.setattr(linear, "_MOST_WHOLE", 0)
     problem = dataclasses.replace(problem, T=64)  # one that no other test has traced
-    inputs = linear_problems.make_inputs(problem)
-    out, state = linear_problems.plain(problem)(inputs.learned)
-    expected = linear_problems.expected_results(problem, inputs)
+    inputs = linear.make_inputs(problem)
+    out, state = linear.plain(problem)(inputs.learned)
+    expected = linear.expected_results(problem, inputs)
     assert expected["out"].size == out.size // 2
     _, wrong = _errors(problem, {"out": out, "state": state}, expected)
     assert wrong is None

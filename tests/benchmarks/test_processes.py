@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import linear, linear_problems, prepare, processes, runner
+from benchmarks import linear, prepare, processes, runner
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_each_member_has_one_process(monkeypatch, tmp_path):
 
 
 def test_results_are_joined_in_the_order_of_the_problems():
-    first, second = linear_problems.PROBLEMS["anchors"][:2]
+    first, second = linear.PROBLEMS["anchors"][:2]
 
     def part(*problems):
         rows = [prepare.Row(p.name, "forward", "default", ratio=2.0, numbers={"bytes": 3}) for p in problems]

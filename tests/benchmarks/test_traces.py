@@ -1,8 +1,10 @@
 """What traces of a device say: kinds of kernels, what ran when, and how much of the sending is hidden."""
 
+import jax.numpy as jnp
 import pytest
+from jax.profiler import ProfileData
 
-from benchmarks.measure import by_kind, gpu_spans, hidden
+from benchmarks.measure import by_kind, gpu_spans, hidden, Span, traced
 
 
 def test_kinds():
@@ -27,43 +29,34 @@ def test_kinds():
 
 
 def test_what_a_gpu_ran():
-    names = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 7, "args": {"name": "Stream #14(Compute)"}},
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 8, "args": {"name": "XLA Ops"}},
-    ]
-    ran = [("merge", 7, 9.0, 2.0), ("decode", 7, 1.0, 4.0), ("an operation", 8, 0.0, 12.0)]
-    events = [
-        {"ph": "X", "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur} for name, tid, ts, dur in ran
-    ]
-    assert gpu_spans(names + events) == [("decode", 1.0, 5.0), ("merge", 9.0, 11.0)]
-    assert hidden(names + events) is None
+    """A profile of streams, of what XLA adds to them, and of a host."""
+    data = ProfileData.from_text_proto(
+        """
+        planes { name: "/device:GPU:0"
+          lines { name: "Stream #14(Compute)" timestamp_ns: 1000
+            events { metadata_id: 1 offset_ps: 8000000 duration_ps: 2000000 }
+            events { metadata_id: 2 duration_ps: 4000000 } }
+          lines { name: "XLA Ops" events { metadata_id: 2 duration_ps: 12000000 } }
+          event_metadata { key: 1 value { id: 1 name: "merge" } }
+          event_metadata { key: 2 value { id: 2 name: "decode" } } }
+        planes { name: "/host:CPU"
+          lines { name: "Stream of a host" events { metadata_id: 1 duration_ps: 1000000 } }
+          event_metadata { key: 1 value { id: 1 name: "merge" } } }
+        """
+    )
+    spans = gpu_spans(data)
+    assert spans == [("/device:GPU:0", "decode", 1.0, 5.0), ("/device:GPU:0", "merge", 9.0, 11.0)]
+    assert hidden(spans) is None
+
+
+def test_a_trace_of_a_host_has_no_spans(tmp_path):
+    assert traced(lambda: jnp.ones(3) + 1, tmp_path) == []
+    assert list(tmp_path.rglob("*.xplane.pb"))
 
 
 def test_what_is_hidden_behind_kernels():
-    name = lambda what, pid, tid, text: {
-        "ph": "M",
-        "name": what,
-        "pid": pid,
-        "tid": tid,
-        "args": {"name": text},
-    }
-    event = lambda pid, tid, text, ts, dur: {
-        "ph": "X",
-        "name": text,
-        "pid": pid,
-        "tid": tid,
-        "ts": ts,
-        "dur": dur,
-    }
-    events = [
-        *(name("process_name", 1, 0, "/device:GPU:0"), name("process_name", 2, 0, "/host:CPU")),
-        *(name("thread_name", 1, 7, "Stream #7(Compute)"), name("thread_name", 1, 9, "Stream #9(NCCL)")),
-        name("thread_name", 2, 7, "Stream of a host"),
-        *(event(1, 7, "attention", 0, 10), event(1, 7, "attention", 12, 8)),
-        *(event(1, 9, "ncclDevKernel_SendRecv", 5, 10), event(1, 9, "ncclDevKernel_SendRecv", 30, 2)),
-        event(2, 7, "attention", 30, 2),
-    ]
-    # 5 to 10 and 12 to 15, of 5 to 15 and 30 to 32.
-    assert hidden(events) == pytest.approx(8 / 12)
-    assert hidden(events[:5]) is None
+    kernels = [Span("a", "attention", 0, 10), Span("a", "attention", 12, 20), Span("b", "attention", 30, 32)]
+    sends = [Span("a", "ncclDevKernel_SendRecv", begin, end) for begin, end in ((5, 15), (30, 32))]
+    # 5 to 10 and 12 to 15, of 5 to 15 and 30 to 32: another device's kernels hide nothing.
+    assert hidden(kernels + sends) == pytest.approx(8 / 12)
+    assert hidden(kernels) is None
