@@ -133,7 +133,7 @@ def test_they_decode_too(name):
     random = np.random.default_rng(3)
     layer = eqx.tree_at(places, layer, [_replaced(linear, False, random)[0] for linear in places(layer)])
     start = layer.init_cache(2, 4) if name == "attention" else layer.init_state(2)
-    assert all(leaf.dtype in (jnp.float32, jnp.int32) for leaf in jax.tree.leaves(start))
+    assert all(leaf.dtype in (jnp.float32, jnp.int32, jnp.bool_) for leaf in jax.tree.leaves(start))
 
     @quick
     def both(x, start):
