@@ -21,6 +21,7 @@ from ..nn.initial import keys_of, normal
 from ..nn.parts import Parts
 from ..nn.projection import are_few
 from ..paged import RaggedBatch
+from ..quantised import dequantise
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
@@ -311,7 +312,7 @@ class Decoder(Module):
         - `labels`: integers `[...]`, the token that comes next; negative where none is to be learned.
         - `token_weights`: `[...]`, default ones.
         """
-        weight = self.embedding if self.head is None else self.head.weight
+        weight = dequantise(self.embedding if self.head is None else self.head.weight)
         return self.cross_entropy(x, labels, weight, token_weights=token_weights)
 
     def _check_statistics(self, wanted: Any, cache: Any) -> None:

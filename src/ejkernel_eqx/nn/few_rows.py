@@ -8,6 +8,7 @@ import jax
 from jax import Array
 
 from ..matmul import Matmul
+from ..quantised.dequantise import is_quantised
 from .arguments import read_array
 from .projection import check_linear, mesh_of, project
 
@@ -127,7 +128,10 @@ def _options(norm: eqx.nn.RMSNorm | None) -> dict[str, Any]:
 
 def _are_linear(x: Array, layers: Any) -> bool:
     layers = list(layers)
-    is_linear = all(type(layer) is eqx.nn.Linear and layer.weight.ndim == 2 for layer in layers)
+    is_linear = all(
+        type(layer) is eqx.nn.Linear and layer.weight.ndim == 2 and not is_quantised(layer.weight)
+        for layer in layers
+    )
     return is_linear and mesh_of((x, [layer.weight for layer in layers])) is None
 
 
