@@ -142,11 +142,10 @@ class DecoderLayer(Module):
         if "batch" not in rows or not are_few(x):
             return self._through(x, cache, rows, False)[:2]
         with multiplied_by(self.matmul):
-            return (
-                self._of_few(x, cache, rows)
-                if self._takes_block()
-                else self._through(x, cache, rows, False)[:2]
-            )
+            # Attention computes the norm and the residual around it.
+            if type(self.mixer) is MultiHeadAttention and self.config.norms != "residual":
+                return self._of_few(x, cache, rows)
+            return self._through(x, cache, rows, False)[:2]
 
     @compiled_call()
     def with_statistics(self, x: Array, **rows: Any) -> tuple[Array, RouterStatistics | None]:
@@ -179,10 +178,6 @@ class DecoderLayer(Module):
             y = self.mlp(h, padding_mask=real_of(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
         return x, cache, statistics
-
-    def _takes_block(self) -> bool:
-        """Returns whether the mixer computes the norm and the residual around it."""
-        return type(self.mixer) is MultiHeadAttention and self.config.norms != "residual"
 
     def _of_few(self, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
         """A step of few tokens: norms and residuals are parts of the projections beside them."""
