@@ -122,8 +122,6 @@ class GatedDeltaNet(RecurrentLayer):
         recurrence = self.recurrence if size is None else self.recurrence.of_normalised()
         out = rows.run(recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
         # The gradient of the projection computes its input again.
-        project_out = again_for_gradients(lambda *given: self._out(*given), (self.norm, self.out_proj))
-        return project_out(out, split_heads(z, self.num_v_heads))
-
-    def _out(self, out: Array, z: Array) -> Array:
-        return project("out_proj", self.out_proj, merge_heads(self.norm(out, z)), self.embed_dim)
+        finish = lambda o, z: project("out_proj", self.out_proj, merge_heads(self.norm(o, z)), self.embed_dim)
+        again = again_for_gradients(finish, (self.norm, self.out_proj))
+        return again(out, split_heads(z, self.num_v_heads))

@@ -16,7 +16,7 @@ from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
-from ..sequences.packing import read_count, read_offsets
+from ..sequences.packing import read_count
 from .arguments import check_slots, read_array, read_batch_shape, read_dtype, read_packed, read_tokens
 from .drafts import empty_drafts, new_tokens
 from .projection import compute_dtype_of, leading_axes_of, stored_dtype_of
@@ -25,7 +25,7 @@ from .recurrent_state import RecurrentState as RecurrentState
 from .recurrent_state import Rows as Rows
 from .short_convolution import ShortConvolution
 from .signatures import SameOutput, TokenInputs, Tokens
-from .tokens import check_ragged, clear, ids_of
+from .tokens import check_ragged, clear, ids_of, packed
 
 
 class RecurrentLayer(Published):
@@ -294,10 +294,8 @@ def _rows_of(
 ) -> Rows:
     axis = x.ndim - 2
     if cu_seqlens is not None:
-        cu_seqlens = read_offsets(cu_seqlens, x.shape[-2])
-        tokens = jnp.arange(x.shape[-2], dtype=jnp.int32)
-        real = (tokens >= cu_seqlens[0]) & (tokens < cu_seqlens[-1])
-        return Rows(axis, state, real, cu_seqlens=cu_seqlens)
+        offsets, real = packed(cu_seqlens, x.shape[-2])
+        return Rows(axis, state, real, cu_seqlens=offsets)
     ids = ids_of(segment_ids, padding_mask)
     real = None if ids is None else ids >= 0
     return Rows(axis, state, real, ids, step=state is not None and x.shape[-2] == 1)
