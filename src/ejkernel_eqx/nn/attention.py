@@ -445,7 +445,10 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             inference=given.inference,
             return_lse=return_lse,
         )
-        return self._results(out, gate, cache, return_lse)
+        out, *lse = out if return_lse else (out,)
+        y = marked(self._finish(out, gate), cache)
+        results = (y, *([] if cache is None else [cache]), *lse)
+        return results if len(results) > 1 else y
 
     def _over_pages(
         self,
@@ -482,13 +485,6 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         # Few tokens of padding are computed like others: what they hold reaches no other token.
         (y, *lse), new = over_pages(self, x, cache, batch, call, empty, clears=block.is_alone)
         return y, new, *lse
-
-    def _results(self, out: Any, gate: Array | None, cache: Any, return_lse: bool) -> Any:
-        """The results of a call, from the output of the operation (and its `lse`)."""
-        out, *lse = out if return_lse else (out,)
-        y = marked(self._finish(out, gate), cache)
-        results = (y, *([] if cache is None else [cache]), *lse)
-        return results if len(results) > 1 else y
 
     def _slopes(self, q: Array) -> Array | None:
         return None if self.alibi is None else jnp.asarray(self.alibi, accumulator(q.dtype))
