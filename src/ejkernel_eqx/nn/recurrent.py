@@ -199,7 +199,7 @@ class RecurrentLayer(Published):
                 x, state = self._check_ragged(x, state, batch, tokens)
                 return self._mix_ragged(self._cast(x), state, batch)
             x = self._cast(self._check(x, state, **tokens))
-            rows = _rows_of(x, state, **tokens)
+            rows = _rows_of(x, state, tokens)
             y = self._mix(clear(x, rows.real), rows)
             return y if state is None else (y, rows.left)
 
@@ -285,18 +285,13 @@ class RecurrentLayer(Published):
         return y, jax.tree.map(lambda x, new: _put(x, kept, new), pool, rows.left_by(batch))
 
 
-def _rows_of(
-    x: Array,
-    state: RecurrentState | None,
-    padding_mask: AnyArray | None,
-    segment_ids: AnyArray | None,
-    cu_seqlens: AnyArray | None,
-) -> Rows:
+def _rows_of(x: Array, state: RecurrentState | None, tokens: dict[str, Any]) -> Rows:
+    """The rows of a call without a batch; `tokens` are its padding mask, segment ids and offsets by name."""
     axis = x.ndim - 2
-    if cu_seqlens is not None:
-        offsets, real = packed(cu_seqlens, x.shape[-2])
+    if tokens["cu_seqlens"] is not None:
+        offsets, real = packed(tokens["cu_seqlens"], x.shape[-2])
         return Rows(axis, state, real, cu_seqlens=offsets)
-    ids = ids_of(segment_ids, padding_mask)
+    ids = ids_of(tokens["segment_ids"], tokens["padding_mask"])
     real = None if ids is None else ids >= 0
     return Rows(axis, state, real, ids, step=state is not None and x.shape[-2] == 1)
 
