@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.models import Decoder, DecoderConfig, generate, LayerConfig, MLPConfig, MoEConfig
+from ejkernel_eqx.nn.projection import project
 from tests.attention.dense import INTERPRET, normal
 from tests.meshes import context, HEADS, mesh_of, ROWS
 from tests.tolerances import assert_close
@@ -59,7 +61,7 @@ def test_a_model_is_that_of_its_numbers(name, kind):
     assert sum(isinstance(x, ejx.QuantizedWeight) for x in quantised) >= 2 * len(STACKS[name])
     run = eqx.filter_jit(lambda model, tokens: model(tokens))
     assert_close(run(model, TOKENS), run(floats, TOKENS))
-    given = dict(max_new_tokens=5, stop_tokens=())
+    given: Any = dict(max_new_tokens=5, stop_tokens=())
     np.testing.assert_array_equal(
         generate(model, TOKENS, **given).tokens, generate(floats, TOKENS, **given).tokens
     )
@@ -123,5 +125,5 @@ def test_split_over_devices(kind, spec, name):
     split = eqx.tree_at(lambda m: m.bias, split, jax.device_put(layer.bias, NamedSharding(mesh, P())))
     x = jax.device_put(x, NamedSharding(mesh, P(ROWS)))
     with context(kind, mesh):
-        out = eqx.filter_jit(lambda layer, x: ejx.nn.projection.project("layer", layer, x, 16))(split, x)
+        out = eqx.filter_jit(lambda layer, x: project("layer", layer, x, 16))(split, x)
     assert_close(np.asarray(out), np.asarray(wanted))

@@ -1,5 +1,7 @@
 """Weights in 8 and 4 bits: their numbers by the definitions of the formats, and how they compose."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import optax
 import pytest
 
 import ejkernel_eqx as ejx
+from ejkernel_eqx.quantised.numbers import numbers
 from tests.attention.dense import normal, quick
 from tests.tolerances import assert_close
 
@@ -65,13 +68,13 @@ def test_numbers_are_those_of_the_definition(name):
     form, shape = FORMATS[name]
     weight, exact = drawn(form, shape, (2,))
     assert weight.shape == (2, *shape) and weight.ndim == 3 and weight.dtype == jnp.float32
-    numbers = quick(ejx.dequantise)(weight)
-    np.testing.assert_allclose(numbers, exact, rtol=3e-7)
-    np.testing.assert_array_equal(ejx.dequantise(weight[1]), numbers[1])
-    np.testing.assert_array_equal(ejx.dequantise(weight[1].T), numbers[1].T)
+    values = quick(ejx.dequantise)(weight)
+    np.testing.assert_allclose(values, exact, rtol=3e-7)
+    np.testing.assert_array_equal(ejx.dequantise(weight[1]), values[1])
+    np.testing.assert_array_equal(ejx.dequantise(weight[1].T), values[1].T)
     rows = jnp.array([[2, 0], [-1, 1]])
-    np.testing.assert_array_equal(weight[0][rows], numbers[0][rows])
-    np.testing.assert_array_equal(weight[0].T[1], numbers[0].T[1])
+    np.testing.assert_array_equal(weight[0][rows], values[0][rows])
+    np.testing.assert_array_equal(weight[0].T[1], values[0].T[1])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -103,7 +106,7 @@ def test_rounding_is_to_the_nearest(kind, dtype):
     w = jnp.asarray(w, dtype)
     weight = ejx.quantise(w, kind)
     assert weight.dtype == dtype and weight.shape == w.shape
-    wide, exact = np.asarray(w, np.float64), np.asarray(ejx.quantised.numbers.numbers(weight), np.float64)
+    wide, exact = np.asarray(w, np.float64), np.asarray(numbers(weight), np.float64)
     assert (exact[7] == 0).all() and exact[3, 5] == 0
     form = weight.format
     one = eqx.tree_at(lambda v: v.codes, weight, jnp.zeros_like(weight.codes))
@@ -111,9 +114,7 @@ def test_rounding_is_to_the_nearest(kind, dtype):
     for code in range(2**form.bits):
         byte = code | code << 4 if form.bits == 4 else code
         other = eqx.tree_at(lambda v: v.codes, one, jnp.full_like(weight.codes, byte))
-        nearest = np.fmin(
-            nearest, np.abs(np.asarray(ejx.quantised.numbers.numbers(other), np.float64) - wide)
-        )
+        nearest = np.fmin(nearest, np.abs(np.asarray(numbers(other), np.float64) - wide))
     np.testing.assert_allclose(np.abs(exact - wide), nearest, rtol=1e-4, atol=1e-7)
     if kind == "mxfp4":
         top = np.abs(wide.reshape(140, 4, 32)).max(-1)
@@ -193,6 +194,7 @@ def test_errors_of_weights():
 
 
 W, FORM = jnp.ones((4, 32)), ejx.QuantFormat("uint4", (1, 32), "float16", True)
+NO_FORM: Any = "uint4"
 CODES, SCALES = jnp.zeros((4, 16), jnp.uint8), jnp.zeros((4, 1), jnp.uint16)
 BYTES = jnp.zeros((4, 1), jnp.uint8)
 
@@ -221,7 +223,7 @@ BYTES = jnp.zeros((4, 1), jnp.uint8)
             lambda: ejx.QuantizedWeight(CODES, SCALES, BYTES, None, FORM, jnp.int8),
             ["dtype", "floats", "int8"],
         ),
-        (lambda: ejx.QuantizedWeight(CODES, SCALES, BYTES, None, "uint4"), ["format", "QuantFormat", "str"]),
+        (lambda: ejx.QuantizedWeight(CODES, SCALES, BYTES, None, NO_FORM), ["format", "QuantFormat", "str"]),
     ],
 )
 def test_errors(make, words):

@@ -108,17 +108,18 @@ def _operands(
     x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], widths: tuple[int, ...]
 ) -> tuple[list[Array], dict[str, Any]] | None:
     """The weights of projections of the norm of `x`, and the options of their `Matmul`; `None` if it does not compute them."""
-    linear = all(type(layer) is eqx.nn.Linear and layer.weight.ndim == 2 for layer in layers.values())
+    weights = [layer.weight for layer in layers.values() if type(layer) is eqx.nn.Linear]
+    linear = len(weights) == len(layers) and all(w.ndim == 2 and not is_quantised(w) for w in weights)
     if not linear or not _is_plain(norm):
         return None
-    if mesh_of((x, [layer.weight for layer in layers.values()])) is not None:
+    if mesh_of((x, weights)) is not None:
         return None
     for (name, layer), width in zip(layers.items(), widths):
         check_linear(name, layer, x, width)
     options: dict[str, Any] = {"biases": [layer.bias for layer in layers.values()]}
     if norm is not None:
         options |= {"norm": True if norm.weight is None else norm.weight, "norm_eps": norm.eps}
-    return [layer.weight.astype(x.dtype) for layer in layers.values()], options
+    return [weight.astype(x.dtype) for weight in weights], options
 
 
 def plain_norms(q_norm: Any, k_norm: Any, over_all: bool) -> dict[str, Any] | None:
