@@ -8,6 +8,7 @@ import jax
 from jax import Array
 
 from ..matmul import Matmul
+from ..quantised import QuantizedWeight
 from .arguments import read_array
 from .projection import check_linear, mesh_of, project
 
@@ -109,7 +110,9 @@ def _operands(
 ) -> tuple[list[Array], dict[str, Any]] | None:
     """The weights of projections of the norm of `x`, and the options of their `Matmul`; `None` if it does not compute them."""
     weights = [layer.weight for layer in layers.values() if type(layer) is eqx.nn.Linear]
-    linear = len(weights) == len(layers) and all(w.ndim == 2 and not is_quantised(w) for w in weights)
+    linear = len(weights) == len(layers) and all(
+        w.ndim == 2 and not isinstance(w, QuantizedWeight) for w in weights
+    )
     if not linear or not _is_plain(norm):
         return None
     if mesh_of((x, weights)) is not None:

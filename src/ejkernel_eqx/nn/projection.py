@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
 from ..matmul.dense.spec import FEW_ROWS
+from ..quantised import QuantizedWeight
 from ..quantised.dequantise import is_quantised
 
 
@@ -127,8 +128,13 @@ def product(x: Array, weight: Array, bias: Array | None = None, dtype: Any = Non
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
     matmul: Any = multiplied_by.value
-    takes = matmul is not None and dtype is None and not is_quantised(weight)
-    if takes and are_few(x) and mesh_of((x, weight)) is None:
+    if (
+        matmul is not None
+        and dtype is None
+        and not isinstance(weight, QuantizedWeight)
+        and are_few(x)
+        and mesh_of((x, weight)) is None
+    ):
         return matmul(x, weight.astype(x.dtype), biases=(bias,))
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
     mesh = mesh_of(operands)

@@ -14,7 +14,8 @@ def numbers(weight: Any) -> Array:
     sharding = jax.typeof(weight.codes).sharding
     if not sharding.mesh.explicit_axes:
         return _numbers(weight)
-    return jax.sharding.auto_axes(_numbers, out_sharding=sharding)(weight)
+    by_compiler: Any = jax.sharding.auto_axes(_numbers, out_sharding=sharding)
+    return by_compiler(weight)
 
 
 def _numbers(weight: Any) -> Array:
