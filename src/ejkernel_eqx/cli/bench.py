@@ -9,15 +9,22 @@ from typing import Any
 import jax
 
 from .._errors import UnsupportedError
-from ..dispatch.config import to_dict
-from ..dispatch.device import device_facts
-from ..dispatch.persistent import lookup, store
-from ..dispatch.problem import Problem
-from ..dispatch.records import Record
-from ..dispatch.registry import Implementation, kernel_registry
-from ..dispatch.selection import select, Selection, Snapshot
-from ..dispatch.snapshot import take_snapshot
-from ..dispatch.workload import BOTH, FORWARD
+from ..dispatch import (
+    BOTH,
+    device_facts,
+    FORWARD,
+    Implementation,
+    kernel_registry,
+    lookup,
+    Problem,
+    Record,
+    select,
+    Selection,
+    Snapshot,
+    store,
+    take_snapshot,
+    to_dict,
+)
 from ..tuning.bench import Bench, failure
 from ..tuning.check import all_errors
 from ..tuning.measure import JaxWork, time_in_turn, time_runs, Timing

@@ -11,13 +11,21 @@ import platform as python_platform
 from typing import Any
 
 from .._errors import EjkernelError, not_installed
-from ..dispatch.device import device_fingerprint, DeviceFacts
+from ..dispatch import (
+    Backend,
+    cache_dir,
+    current_policy,
+    device_fingerprint,
+    DeviceFacts,
+    kernel_registry,
+    names_of,
+    Platform,
+    Policy,
+    policy_override,
+    take_snapshot,
+    user_caches,
+)
 from ..dispatch.environment import env
-from ..dispatch.overlay import current_policy, Policy, policy_override
-from ..dispatch.persistent import cache_dir, user_caches
-from ..dispatch.platform import Backend, Platform
-from ..dispatch.registry import kernel_registry, names_of
-from ..dispatch.snapshot import take_snapshot
 from .output import count, FAILED, OK, Outcome, pairs, section, table
 from .problems import this_device
 

@@ -8,11 +8,16 @@ from typing import Any
 import jax
 
 from .._errors import EjkernelError
-from ..dispatch.device import device_facts, DeviceFacts
-from ..dispatch.problem import Problem
-from ..dispatch.registry import Implementation, kernel_registry, of_device
-from ..dispatch.selection import select
-from ..dispatch.snapshot import take_snapshot
+from ..dispatch import (
+    device_facts,
+    DeviceFacts,
+    Implementation,
+    kernel_registry,
+    of_device,
+    Problem,
+    select,
+    take_snapshot,
+)
 from ..tuning.explain import example_problem_of
 from .output import UsageError, user_input
 

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._errors import EjkernelError, TuningError
-from ..dispatch.device import device_facts
-from ..dispatch.overlay import current_policy, Policy
-from ..dispatch.problem import Problem
-from ..dispatch.registry import Implementation, kernel_registry
-from ..dispatch.workload import BOTH, FORWARD
+from ..dispatch import (
+    BOTH,
+    current_policy,
+    device_facts,
+    FORWARD,
+    Implementation,
+    kernel_registry,
+    Policy,
+    Problem,
+)
 from ..tuning.options import current_options, TuneOptions
 from ..tuning.report.data import describe, Entry, entry_of_result
 from ..tuning.result import TuningResult

@@ -7,14 +7,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .._kernel import Plan
-from ..dispatch.config import to_dict
-from ..dispatch.device import device_facts, device_fingerprint, DeviceFacts
-from ..dispatch.known import Known, known_of
+from ..dispatch import (
+    Denied,
+    device_facts,
+    device_fingerprint,
+    DeviceFacts,
+    Implementation,
+    Known,
+    Platform,
+    Record,
+    Snapshot,
+    Tier,
+    to_dict,
+)
+from ..dispatch.known import known_of
 from ..dispatch.persistent import made_with
-from ..dispatch.platform import Platform
-from ..dispatch.records import Denied, Record
-from ..dispatch.registry import Implementation
-from ..dispatch.selection import Snapshot, Tier
 from .replace import map_plans, plans_of
 
 _LOG = logging.getLogger("ejkernel_eqx")

@@ -12,15 +12,24 @@ import jax.numpy as jnp
 
 from .._errors import UnsupportedError
 from .._kernel import choices_of, Inputs, Plan
-from ..dispatch.device import device_facts, DeviceFacts
+from ..dispatch import (
+    Backend,
+    BOTH,
+    Cost,
+    device_facts,
+    DeviceFacts,
+    FORWARD,
+    Implementation,
+    kernel_registry,
+    names_of,
+    Platform,
+    Problem,
+    select,
+    Selection,
+    take_snapshot,
+)
 from ..dispatch.known import slow_words, slowness
 from ..dispatch.labels import label_of
-from ..dispatch.platform import Backend, Platform
-from ..dispatch.problem import Problem
-from ..dispatch.registry import Implementation, kernel_registry, names_of
-from ..dispatch.selection import select, Selection
-from ..dispatch.snapshot import take_snapshot
-from ..dispatch.workload import BOTH, Cost, FORWARD
 from .explanation import Choice, Explanation
 from .replace import map_plans, plans_of
 from .roofline import device_peaks, matrix_dtype, Roofline, roofline

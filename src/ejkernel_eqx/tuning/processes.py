@@ -16,12 +16,19 @@ from typing import Any
 import jax
 
 from .._errors import TuningError
-from ..dispatch.config import from_dict, to_dict
-from ..dispatch.device import device_facts
-from ..dispatch.known import joined, Key, Known, memory_cache, Table
+from ..dispatch import (
+    device_facts,
+    from_dict,
+    kernel_registry,
+    Known,
+    memory_cache,
+    of_device,
+    parse_platform,
+    Platform,
+    to_dict,
+)
+from ..dispatch.known import joined, Key, Table
 from ..dispatch.persistent import user_table
-from ..dispatch.platform import parse_platform, Platform
-from ..dispatch.registry import kernel_registry, of_device
 
 PATIENCE = 300.0
 """Seconds that a process waits for the others to reach the same point, not counting the time for tuning."""

@@ -9,15 +9,23 @@ from typing import Any
 import jax
 
 from .._errors import TuningError
-from ..dispatch.config import from_json, to_json
-from ..dispatch.device import device_facts, DeviceFacts
-from ..dispatch.known import Known, known_of, memory_cache
-from ..dispatch.overlay import current_policy, Policy, tuning_allowed
+from ..dispatch import (
+    current_policy,
+    device_facts,
+    DeviceFacts,
+    from_json,
+    Implementation,
+    Known,
+    memory_cache,
+    Platform,
+    Policy,
+    Problem,
+    to_json,
+    tuning_allowed,
+    Workload,
+)
+from ..dispatch.known import known_of
 from ..dispatch.persistent import lookup, store
-from ..dispatch.platform import Platform
-from ..dispatch.problem import Problem
-from ..dispatch.registry import Implementation
-from ..dispatch.workload import Workload
 from .bench import MEMORY
 from .here import search_here
 from .isolated.events import Finished, Job, Stage, Unsound
