@@ -131,8 +131,10 @@ class Snapshot:
 
     def known_exactly(self, platform: Platform, key: str) -> tuple[Known, Tier] | None:
         """Returns what is known about exactly this problem, and from which tier."""
-        place, tables = (platform, key), [(getattr(self, name), tier) for name, tier in TABLES.items()]
-        return next(((table[place], tier) for table, tier in tables if place in table), None)
+        tables = [(getattr(self, name), tier) for name, tier in TABLES.items()]
+        return next(
+            ((table[platform, key], tier) for table, tier in tables if (platform, key) in table), None
+        )
 
     @functools.cached_property
     def _all(self) -> Table:
@@ -429,5 +431,8 @@ def replaceable() -> Iterator[Callable[[], None]]:
             for _, withdraw in _LISTENERS.get():
                 withdraw(selection)
 
-    with within(_LISTENERS, (*_LISTENERS.get(), (made.append, _nothing))):
+    token = _LISTENERS.set((*_LISTENERS.get(), (made.append, _nothing)))
+    try:
         yield take_back
+    finally:
+        _LISTENERS.reset(token)
