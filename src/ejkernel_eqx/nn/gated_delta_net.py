@@ -105,6 +105,9 @@ class GatedDeltaNet(RecurrentLayer):
         self.embed_dim, self.num_k_heads, self.num_v_heads = embed_dim, num_k_heads, v_heads
         self.head_dim, self.v_head_dim, self.compute_dtype = head_dim, v_head_dim, parts.compute_dtype
 
+    def _projections(self) -> tuple[Any, ...]:
+        return self.in_proj_qkvz, self.in_proj_ba, self.out_proj
+
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (self.conv1d,), (self.num_v_heads, self.head_dim, self.v_head_dim)
 
@@ -122,6 +125,8 @@ class GatedDeltaNet(RecurrentLayer):
         recurrence = self.recurrence if size is None else self.recurrence.of_normalised()
         out = rows.run(recurrence, tokens, {"A_log": self.A_log, "dt_bias": self.dt_bias})
         # The gradient of the projection computes its input again.
-        finish = lambda o, z: project("out_proj", self.out_proj, merge_heads(self.norm(o, z)), self.embed_dim)
-        again = again_for_gradients(finish, (self.norm, self.out_proj))
-        return again(out, split_heads(z, self.num_v_heads))
+        project_out = again_for_gradients(lambda *given: self._out(*given), (self.norm, self.out_proj))
+        return project_out(out, split_heads(z, self.num_v_heads))
+
+    def _out(self, out: Array, z: Array) -> Array:
+        return project("out_proj", self.out_proj, merge_heads(self.norm(out, z)), self.embed_dim)

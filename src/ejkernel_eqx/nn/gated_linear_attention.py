@@ -131,16 +131,21 @@ class GatedLinearAttention(RecurrentLayer):
         self.gate_low_rank_dim, self.compute_dtype = gate_low_rank_dim, parts.compute_dtype
         self.gate_logit_normalizer, self.gate_min = float(gate_logit_normalizer), gate_min
 
+    def _projections(self) -> tuple[Any, ...]:
+        return self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.gk_proj, self.o_proj
+
+    def _convolutions(self) -> tuple[ShortConvolution, ...]:
+        return tuple(conv for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d) if conv is not None)
+
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
-        convolutions = (conv for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d) if conv is not None)
-        return tuple(convolutions), (self.num_kv_heads, self.head_dim, self.v_head_dim)
+        return self._convolutions(), (self.num_kv_heads, self.head_dim, self.v_head_dim)
 
     def _mix(self, x: Array, rows: Rows) -> Array:
         key_dim, value_dim = self.num_kv_heads * self.head_dim, self.num_kv_heads * self.v_head_dim
         q = project("q_proj", self.q_proj, x, self.num_heads * self.head_dim)
         k = project("k_proj", self.k_proj, x, key_dim)
         v = project("v_proj", self.v_proj, x, value_dim)
-        if convolutions := self._kept()[0]:
+        if convolutions := self._convolutions():
             q, k, v = map(rows.convolve, convolutions, (q, k, v))
         down, up = self.gk_proj
         logits = project("gk_proj[1]", up, project("gk_proj[0]", down, x, self.gate_low_rank_dim), key_dim)

@@ -108,6 +108,9 @@ class Mamba1Mixer(RecurrentLayer):
         self.inner_norm_eps = inner_norm_eps if inner_norms else None
         self.compute_dtype = parts.compute_dtype
 
+    def _projections(self) -> tuple[Any, ...]:
+        return self.in_proj, self.x_proj, self.dt_proj, self.out_proj
+
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (self.conv1d,), (self.inner_dim, self.state_size)
 

@@ -118,6 +118,9 @@ class Mamba2Mixer(RecurrentLayer):
         self.embed_dim, self.inner_dim, self.compute_dtype = embed_dim, inner, parts.compute_dtype
         self.num_heads, self.num_groups, self.state_size = heads, num_groups, state_size
 
+    def _projections(self) -> tuple[Any, ...]:
+        return self.in_proj, self.out_proj
+
     def _kept(self) -> tuple[tuple[ShortConvolution, ...], tuple[int, ...]]:
         return (self.conv1d,), (self.num_heads, self.inner_dim // self.num_heads, self.state_size)
 

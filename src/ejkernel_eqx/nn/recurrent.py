@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import typing
 from collections.abc import Sequence
 from typing import Any, overload, TYPE_CHECKING, Unpack
 
@@ -61,11 +60,9 @@ class RecurrentLayer(Published):
     def _kept(self) -> tuple[Sequence[ShortConvolution], tuple[int, ...]]:
         """The short convolutions, and the shape of the state of the recurrence, without leading axes."""
 
+    @abc.abstractmethod
     def _projections(self) -> tuple[Any, ...]:
-        """The projections of the layer: the fields that are declared as `equinox.nn.Linear`, or with it, whatever stands in their place."""
-        declared = {field.name: field.type for field in dataclasses.fields(self)}
-        is_linear = lambda kind: kind is eqx.nn.Linear or eqx.nn.Linear in typing.get_args(kind)
-        return tuple(getattr(self, name) for name, kind in declared.items() if is_linear(kind))
+        """The projections of the layer."""
 
     def _stored_dtype(self) -> Any:
         return stored_dtype_of(self.compute_dtype, self._projections())

@@ -35,8 +35,10 @@ def _numbers(weight: Any) -> Array:
 
 def floats(bits: Array, dtype: str) -> Array:
     """float32 of the bits of floats."""
-    if dtype == "float8_e8m0fnu":  # 2^(bits - 127)
-        return jnp.where(bits == 255, jnp.nan, jnp.exp2(bits.astype(jnp.float32) - 127))
+    if dtype == "float8_e8m0fnu":  # 2^(bits - 127), by the exponent of a float32: XLA's exp2 is not exact
+        wide = bits.astype(jnp.uint32)
+        power = lax.bitcast_convert_type(jnp.where(wide == 0, 1 << 22, wide << 23), jnp.float32)
+        return jnp.where(bits == 255, jnp.nan, power)
     return lax.bitcast_convert_type(bits, jnp.dtype(dtype)).astype(jnp.float32)
 
 

@@ -75,11 +75,12 @@ def quantised_array(weight: Array, form: QuantFormat) -> QuantizedWeight:
         top = top / factor[..., None, None]
     if form.scale == "float8_e8m0fnu":
         # The exponent of the largest number less that of the largest element, as in the OCP's description: the largest may be cut off.
-        exponent = jnp.floor(jnp.log2(jnp.where(top > 0, top, 1))) - 2
-        scale = jnp.exp2(jnp.clip(exponent, -126, 127))
+        # XLA's log2 is not exact at powers of two.
+        exponent = jnp.frexp(jnp.where(top > 0, top, 1))[1] - 3
+        bits = (jnp.clip(exponent, -126, 127) + 127).astype(jnp.uint8)
     else:
         scale = top / LARGEST[form.element]
-    bits = bits_of(jnp.where(scale > 0, scale, 1), form.scale)
+        bits = bits_of(jnp.where(scale > 0, scale, 1), form.scale)
     divisor = floats(bits, form.scale)
     if form.scale == "float8_e4m3fn":  # the smallest may have been rounded to 0
         divisor = jnp.where(divisor > 0, divisor, 1)
@@ -97,7 +98,10 @@ def quantised_array(weight: Array, form: QuantFormat) -> QuantizedWeight:
 def error_of(weight: Array, quantised: QuantizedWeight) -> Array:
     """The root mean square of the error over that of the weight."""
     exact = weight.astype(jnp.float32)
-    rms = lambda x: jnp.sqrt(jnp.mean(x * x))
+    top = jnp.maximum(
+        jnp.abs(exact).max(), jnp.finfo(jnp.float32).tiny
+    )  # squares of large numbers are infinite
+    rms = lambda x: jnp.sqrt(jnp.mean((x / top) ** 2))
     return rms(numbers(quantised) - exact) / jnp.maximum(rms(exact), jnp.finfo(jnp.float32).tiny)
 
 
