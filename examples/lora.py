@@ -30,12 +30,21 @@ class LoRA(eqx.Module):
         self.scale = alpha / rank
 
     def __call__(self, x: Array) -> Array:
-        base, a, b = jax.tree.map(lambda w: w.astype(x.dtype), (self.base, self.a, self.b))
+        base, a, b = jax.tree.map(
+            lambda w: w.astype(x.dtype), (self.base, self.a, self.b), is_leaf=_is_quantised
+        )
         return base(x) + self.scale * (b @ (a @ x))
 
     def merged(self) -> eqx.nn.Linear:
         """Merges the update into a single projection, for serving."""
-        return eqx.tree_at(lambda m: m.weight, self.base, self.base.weight + self.scale * self.b @ self.a)
+        weight = ejx.dequantise(self.base.weight)
+        return eqx.tree_at(
+            lambda m: m.weight, self.base, weight + self.scale * self.b @ self.a, is_leaf=_is_quantised
+        )
+
+
+def _is_quantised(node: Any) -> bool:
+    return isinstance(node, ejx.QuantizedWeight)
 
 
 def _is_lora(node: Any) -> bool:

@@ -86,6 +86,7 @@ from .matmul import GroupedMatmul as GroupedMatmul
 from .matmul import Matmul as Matmul
 from .native_sparse import NativeSparseAttention as NativeSparseAttention
 from .native_sparse import PagedNativeSparseAttention as PagedNativeSparseAttention
+from .nn.quantising import quantise as quantise
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .normalization import ResidualRMSNorm as ResidualRMSNorm
 from .paged import Buckets as Buckets
@@ -102,6 +103,9 @@ from .paged import RaggedDecodeAttention as RaggedDecodeAttention
 from .paged import RaggedPagedAttention as RaggedPagedAttention
 from .paged import UnifiedAttention as UnifiedAttention
 from .pooling import MeanPooling as MeanPooling
+from .quantised import dequantise as dequantise
+from .quantised import QuantFormat as QuantFormat
+from .quantised import QuantizedWeight as QuantizedWeight
 from .recurrence import DeltaRule as DeltaRule
 from .recurrence import GatedDeltaRule as GatedDeltaRule
 from .recurrence import GatedLinearAttention as GatedLinearAttention

@@ -26,10 +26,14 @@ def by_example(
     return {name: jnp.concatenate([results[name] for results in each]) for name in each[0]}
 
 
-def gradients_of(
-    apply: Callable[[Any, Any], dict[str, Array]], arrays: Any, spec: Any, cotangents: Mapping[str, Array]
-) -> dict[str, Array]:
-    """The gradients of all arrays of a call, those of `apply(arrays, spec)`."""
-    given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    results, pull = jax.vjp(lambda given: apply(arrays._replace(**given), spec), given)
-    return pull({name: cotangents[name].astype(x.dtype) for name, x in results.items()})[0]
+def gradients_by(apply: Callable[[Any, Any], dict[str, Array]]) -> Callable[..., dict[str, Array]]:
+    """The `backward` of a platform whose gradients, of all arrays of a call, are those of `apply(arrays, spec)`."""
+
+    def backward(
+        arrays: Any, spec: Any, config: Any, saved: Any, cotangents: Mapping[str, Array]
+    ) -> dict[str, Array]:
+        given = {name: x for name, x in arrays._asdict().items() if x is not None}
+        results, pull = jax.vjp(lambda given: apply(arrays._replace(**given), spec), given)
+        return pull({name: cotangents[name].astype(x.dtype) for name, x in results.items()})[0]
+
+    return backward

@@ -87,12 +87,12 @@ def find_labels_in_lowered(lowered: Any) -> list[str]:
 
     Lowered text contains names only with debug information: `lowered.as_text(debug_info=True)`.
     """
-    if isinstance(lowered, str):
-        return extract_labels_from_hlo_text(lowered)
+    text = lowered
     if isinstance(lowered, jax.stages.Lowered):
-        return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
-    text = lowered.as_text() if isinstance(lowered, jax.stages.Compiled) else None
-    if text is None:
+        text = lowered.as_text(debug_info=True)
+    elif isinstance(lowered, jax.stages.Compiled):
+        text = lowered.as_text()
+    if not isinstance(text, str):
         raise ValueError(
             f"lowered: expected a jax.stages.Lowered, a jax.stages.Compiled that has text, or a string, received {lowered!r}; "
             "use jax.jit(f).lower(...)."

@@ -308,9 +308,8 @@ def implementations_of(operation: str, family: Family) -> Iterator[Implementatio
         backend, priority, module = PLATFORMS[name]
         platform = Platform(name)
         # cuDNN tunes itself.
-        workload = (
-            f"{room}.workload:workload" if family.is_tunable and platform is not Platform.CUDA else None
-        )
+        is_tunable = family.is_tunable and platform is not Platform.CUDA
+        workload = f"{room}.workload:workload" if is_tunable else None
         target = f"{room}.{module}"
         yield Implementation(operation, platform, Backend(backend), priority, family.core, target, workload)
 

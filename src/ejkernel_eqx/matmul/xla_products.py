@@ -127,16 +127,13 @@ def _transpose(
 def _map(
     product: Callable[..., Array], operands: Any, axes: Any, *, jaxpr: Any, form: Form
 ) -> tuple[Any, Any]:
-    size, own = _mapped_size(operands, axes), form.own + (product is groups)
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    own = form.own + (product is groups)
     front = [
         _in_front(x, axis, size, whole=i != 1 or own > 0)
         for i, (x, axis) in enumerate(zip(operands, axes, strict=True))
     ]
     return [product(*_split(front), dataclasses.replace(form, own=own))], [0]
-
-
-def _mapped_size(operands: Any, axes: Any) -> int:
-    return next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
 
 
 def _in_front(x: Array, axis: int | None, size: int, whole: bool) -> Array:

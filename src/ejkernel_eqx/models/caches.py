@@ -50,17 +50,17 @@ class DecoderCache(Module):
     @property
     def overflowed(self) -> Array:
         """Rows that were full in any layer, bool `[...]`: see [`ejkernel_eqx.nn.KVCache`][]. A single False if no layer has a capacity."""
-        flags = [jnp.any(cache.overflowed, axis=0) for cache in self._bounded]
+        flags = [jnp.any(cache.overflowed, axis=0) for cache in self.bounded]
         return functools.reduce(jnp.logical_or, flags) if flags else jnp.zeros((), bool)
 
     @property
-    def _bounded(self) -> list[Any]:
+    def bounded(self) -> list[Any]:
         """The caches with a capacity."""
         return [cache for stack in self.stacks for cache in stack if hasattr(cache, "overflowed")]
 
     def check_room(self, tokens: int, padding_mask: Any) -> None:
         """Raises if a row is known to have no room for so many tokens."""
-        for cache in self._bounded:
+        for cache in self.bounded:
             check_room(cache, tokens, padding_mask)
 
     @property

@@ -21,6 +21,7 @@ from ..nn.initial import keys_of, normal
 from ..nn.parts import Parts
 from ..nn.projection import are_few
 from ..paged import RaggedBatch
+from ..quantised import dequantise
 from .caches import DecoderCache, ServingCache
 from .config import DecoderConfig, MoEConfig
 from .filling import filled_decoder
@@ -48,6 +49,15 @@ def _in_order(*places: Array) -> Array:
     """Arrays of each place of a pattern, stacked over its repetitions, as one over the layers in their order."""
     stacked = jnp.stack(places, axis=1)
     return stacked.reshape(-1, *stacked.shape[2:])
+
+
+def _with_caches(layers: Any, x: Array, caches: Any, rows: dict[str, Any]) -> tuple[Array, tuple[Any, ...]]:
+    """The tokens after some layers, and their new caches."""
+    new = []
+    for layer, cache in zip(layers, caches):
+        x, cache = layer(x, cache, **rows)
+        new.append(cache)
+    return x, tuple(new)
 
 
 class Decoder(Module):
@@ -311,7 +321,7 @@ class Decoder(Module):
         - `labels`: integers `[...]`, the token that comes next; negative where none is to be learned.
         - `token_weights`: `[...]`, default ones.
         """
-        weight = self.embedding if self.head is None else self.head.weight
+        weight = dequantise(self.embedding if self.head is None else self.head.weight)
         return self.cross_entropy(x, labels, weight, token_weights=token_weights)
 
     def _check_statistics(self, wanted: Any, cache: Any) -> None:
@@ -398,11 +408,7 @@ class Decoder(Module):
 
         def period(x: Array, own: Any) -> tuple[Array, Any]:
             arrays, caches = own
-            new = []
-            for layer, cache in zip(eqx.combine(arrays, static), caches):
-                x, cache = layer(x, cache, **rows)
-                new.append(cache)
-            return x, tuple(new)
+            return _with_caches(eqx.combine(arrays, static), x, caches, rows)
 
         if meshes_of((x, arrays, caches)):
             # A call may lay out its cache in another way, which what a loop carries keeps.
@@ -426,11 +432,8 @@ class Decoder(Module):
 
         def period(carry: Any, own: Any) -> tuple[Any, None]:
             (x, state), (index, numbers, arrays) = carry, own
-            numbered = dataclasses.replace(batch, **numbers)
-            new = []
-            for layer, cache in zip(eqx.combine(arrays, static), state.pools(index)):
-                x, cache = layer(x, cache, batch=numbered)
-                new.append(cache)
+            rows = {"batch": dataclasses.replace(batch, **numbers)}
+            x, new = _with_caches(eqx.combine(arrays, static), x, state.pools(index), rows)
             return (x, state.with_layers(new)), None
 
         # Made once, before the first layer. Behind the barrier a layer's part is a place in these arrays; without it, it would be a launch.

@@ -14,6 +14,7 @@ _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
 _FINAL_NORMS = ("norm", "norm_f")
 _MIXERS = ("self_attn", "linear_attn", "mixer", "attn")
+_NORM_FIELDS = ("mixer_norm", "mixer_out_norm", "mlp_norm", "mlp_out_norm")
 _NORM_NAMES = {
     "pre": ("input_layernorm", None, "post_attention_layernorm", None),
     "residual": ("input_layernorm", None, "post_attention_layernorm", None),
@@ -114,18 +115,9 @@ def _written(index: Any, x: Any, buffer: Any) -> Any:
 
 
 def _filled_layer(layer: Any, view: Any) -> Any:
-    mamba = layer.mlp is None
-    before, behind, mlp_before, mlp_behind = (
-        ("norm", None, None, None) if mamba else _NORM_NAMES[layer.config.norms]
-    )
-    fields = {
-        "mixer_norm": before,
-        "mixer": _first(view, _MIXERS),
-        "mixer_out_norm": behind,
-        "mlp_norm": mlp_before,
-        "mlp": _first(view, ("mlp", "block_sparse_moe")),
-        "mlp_out_norm": mlp_behind,
-    }
+    names = ("norm", None, None, None) if layer.mlp is None else _NORM_NAMES[layer.config.norms]
+    mlp = _first(view, ("mlp", "block_sparse_moe"))
+    fields = dict(zip(_NORM_FIELDS, names)) | {"mixer": _first(view, _MIXERS), "mlp": mlp}
     there = [field for field, name in fields.items() if name and getattr(layer, field) is not None]
     new = [fill(getattr(layer, field), view.at(fields[field])) for field in there]
     return eqx.tree_at(lambda m: [getattr(m, field) for field in there], layer, new)

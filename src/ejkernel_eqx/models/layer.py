@@ -20,7 +20,7 @@ from ..nn.initial import keys_of
 from ..nn.parts import Parts
 from ..nn.projection import are_few, multiplied_by, project
 from ..normalization import ResidualRMSNorm
-from .config import LayerConfig, MLPConfig, MoEConfig
+from .config import LayerConfig, MLPConfig
 from .filling import filled_mlp
 from .mixers import MIXERS
 
@@ -129,8 +129,14 @@ class DecoderLayer(Module):
         self.mixer = MIXERS[config.mixer](embed_dim, **place, **own, **options, dtype=dtype, key=mixer_key)
         self.mixer_norm, self.mixer_out_norm = norm(before), norm(behind)
         has_mlp = config.mlp is not None
-        self.mlp = _mlp(embed_dim, config.mlp, expert_parallel, dtype=dtype, key=mlp_key, **options)
         self.mlp_norm, self.mlp_out_norm = norm(before and has_mlp), norm(behind and has_mlp)
+        self.mlp = None
+        if isinstance(config.mlp, MLPConfig):
+            self.mlp = MLP(embed_dim, config.mlp, platform=options.get("platform"), dtype=dtype, key=mlp_key)
+        elif config.mlp is not None:
+            experts: Any = options | dict(config.mlp.options)
+            experts |= {} if expert_parallel is None else {"parallel": expert_parallel}
+            self.mlp = MixtureOfExperts(embed_dim, **experts, dtype=dtype, key=mlp_key)
         platform = None if options.get("platform") == "cuda" else options.get("platform")
         self.residual_norm = ResidualRMSNorm(norm_eps, platform=platform)
         self.matmul = Matmul(platform=platform)
@@ -142,11 +148,10 @@ class DecoderLayer(Module):
         if "batch" not in rows or not are_few(x):
             return self._through(x, cache, rows, False)[:2]
         with multiplied_by(self.matmul):
-            return (
-                self._of_few(x, cache, rows)
-                if self._takes_block()
-                else self._through(x, cache, rows, False)[:2]
-            )
+            # Attention computes the norm and the residual around it.
+            if type(self.mixer) is MultiHeadAttention and self.config.norms != "residual":
+                return self._of_few(x, cache, rows)
+            return self._through(x, cache, rows, False)[:2]
 
     @compiled_call()
     def with_statistics(self, x: Array, **rows: Any) -> tuple[Array, RouterStatistics | None]:
@@ -179,10 +184,6 @@ class DecoderLayer(Module):
             y = self.mlp(h, padding_mask=real_of(rows))
         x = _added(residual, normed(self.mlp_out_norm, y.astype(x.dtype)), self.config.mlp_scales)
         return x, cache, statistics
-
-    def _takes_block(self) -> bool:
-        """Returns whether the mixer computes the norm and the residual around it."""
-        return type(self.mixer) is MultiHeadAttention and self.config.norms != "residual"
 
     def _of_few(self, x: Array, cache: Any, rows: dict[str, Any]) -> tuple[Array, Any]:
         """A step of few tokens: norms and residuals are parts of the projections beside them."""
@@ -224,23 +225,6 @@ def _is_plain(norm: eqx.nn.RMSNorm, operation: ResidualRMSNorm) -> bool:
     """Returns whether the operation computes this norm; a user may have put another one in its place."""
     own = type(norm) is eqx.nn.RMSNorm and norm.weight is not None and norm.bias is None
     return own and norm.eps == operation.spec.eps
-
-
-def _mlp(
-    embed_dim: int,
-    config: MLPConfig | MoEConfig | None,
-    parallel: ExpertParallel | None,
-    *,
-    dtype: Any,
-    key: Array,
-    **options: Any,
-) -> Any:
-    if config is None:
-        return None
-    if isinstance(config, MLPConfig):
-        return MLP(embed_dim, config, platform=options.get("platform"), dtype=dtype, key=key)
-    options |= dict(config.options) | ({} if parallel is None else {"parallel": parallel})
-    return MixtureOfExperts(embed_dim, **options, dtype=dtype, key=key)
 
 
 def real_of(rows: dict[str, Any]) -> Array | None:

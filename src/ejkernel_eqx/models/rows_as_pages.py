@@ -47,7 +47,7 @@ class PagedRows(NamedTuple):
     @classmethod
     def of(cls, shape: tuple[int, ...], cache: DecoderCache, rows: dict[str, Any]) -> "PagedRows":
         """The call over rows with an input `[..., T, E]` of this shape."""
-        lead, tokens, bounded = shape[:-2], shape[-2], _bounded(cache)
+        lead, tokens, bounded = shape[:-2], shape[-2], cache.bounded
         size, real = math.prod(lead), rows.get("padding_mask")
         count = jnp.full(lead, tokens, jnp.int32) if real is None else jnp.sum(real, axis=-1, dtype=jnp.int32)
         before, refused, page = jnp.ones(lead, jnp.int32), jnp.zeros(lead, bool), 1
@@ -120,7 +120,7 @@ def have_pages(stacks: Any, x: Array, cache: DecoderCache, rows: dict[str, Any])
         return False
     layers = [layer for stack in stacks for layer in stack]
     caches = [one for stack in cache.stacks for one in stack]
-    alike = len({one.max_length for one in _bounded(cache)}) < 2
+    alike = len({one.max_length for one in cache.bounded}) < 2
     return alike and all(
         _has_pages(layer.mixer, one, lead) for layer, one in zip(layers, caches, strict=True)
     )
@@ -137,10 +137,6 @@ def as_differentiated(call: Callable[..., Any], other: Callable[..., Any]) -> Ca
         return result(arrays)
 
     return run
-
-
-def _bounded(cache: DecoderCache) -> list[Any]:
-    return [one for stack in cache.stacks for one in stack if isinstance(one, KVCache | LatentCache)]
 
 
 def _page_size(max_length: int) -> int:

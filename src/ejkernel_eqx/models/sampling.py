@@ -1,7 +1,6 @@
 """The choice of the next token from logits."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,11 +10,11 @@ import numpy as np
 from jax import Array
 
 from .._signatures import explained_options
+from ..core.arguments import is_finite
 
 
 def _is_number(value: Any, least: int | float, most: int | float) -> bool:
-    known = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return known and math.isfinite(value) and bool(least <= value <= most)
+    return is_finite(value) and bool(least <= value <= most)
 
 
 def _check_integer(name: str, value: Any, most: int | None, remedy: str) -> None:

@@ -13,12 +13,15 @@ from .._values import check_known, checked, checks_traced
 from ..core.copies import copied
 from ..dispatch import Backend, place_of_calls
 from ..nn.projection import mesh_axes, mesh_of, on_mesh, product
+from ..quantised.dequantise import is_quantised
 from .layer import real_of
 
 
 def embed(table: Array, tokens: Array) -> Array:
     """The rows `[..., E]` of the table `[vocabulary, E]`; on an explicit mesh laid out as the tokens, with all features on each device.
     Gradients of equal tokens are summed in float32."""
+    if is_quantised(table):
+        return table[tokens]
     mesh = mesh_of((table, tokens))
     if mesh is not None:
         return _embed_on(mesh, table, tokens)

@@ -409,11 +409,7 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         rows = locate(x, cache, given)
         inputs = [a for a in (x, given.kv_input, given.v_input) if a is not None]
         dtype = compute_dtype_of(self.compute_dtype, self, *inputs)
-        x = (
-            clear(x.astype(dtype), rows.real)
-            if norm is None
-            else normed_input(norm, clear(x, rows.real)).astype(dtype)
-        )
+        x = normed_input(norm, clear(x, rows.real)).astype(dtype)
         source = x if given.kv_input is None else clear(given.kv_input.astype(dtype), kv_padding_mask)
         values = source if given.v_input is None else clear(given.v_input.astype(dtype), kv_padding_mask)
         return with_residual(residual, self._attend((x, source, values), cache, given, rows, return_lse))
@@ -449,7 +445,10 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
             inference=given.inference,
             return_lse=return_lse,
         )
-        return self._results(out, gate, cache, return_lse)
+        out, *lse = out if return_lse else (out,)
+        y = marked(self._finish(out, gate), cache)
+        results = (y, *([] if cache is None else [cache]), *lse)
+        return results if len(results) > 1 else y
 
     def _over_pages(
         self,
@@ -481,21 +480,11 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
                 out = out if return_lse else (out,)
             else:
                 *out, new = self.paged_attention(q, bound, k, v, **given)
-            y = merge_heads(out[0]) if gate is None else merge_heads(out[0]) * jax.nn.sigmoid(gate)
-            if block.residual is None:
-                return (project("o_proj", self.o_proj, y, self.output_size), *out[1:]), new
-            return (added(self.matmul, "o_proj", self.o_proj, y, block.residual), *out[1:]), new
+            return (self._finish(out[0], gate, block.residual), *out[1:]), new
 
         # Few tokens of padding are computed like others: what they hold reaches no other token.
         (y, *lse), new = over_pages(self, x, cache, batch, call, empty, clears=block.is_alone)
         return y, new, *lse
-
-    def _results(self, out: Any, gate: Array | None, cache: Any, return_lse: bool) -> Any:
-        """The results of a call, from the output of the operation (and its `lse`)."""
-        out, *lse = out if return_lse else (out,)
-        y = marked(self._finish(out, gate), cache)
-        results = (y, *([] if cache is None else [cache]), *lse)
-        return results if len(results) > 1 else y
 
     def _slopes(self, q: Array) -> Array | None:
         return None if self.alibi is None else jnp.asarray(self.alibi, accumulator(q.dtype))
@@ -524,9 +513,8 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         rope, rotary_heads = self.rope, self.rotary_heads
         if rotary_heads is None or norms is None or not isinstance(rope, RotaryEmbedding) or self.output_gate:
             return self._split(q, k, v, places)
-        if (
-            rope.interleaved != rotary_heads.spec.interleaved
-        ):  # another rotation was put in the place of the first
+        # Another rotation may have been put in the place of the first.
+        if rope.interleaved != rotary_heads.spec.interleaved:
             return self._split(q, k, v, places)
         q, k = split_heads(q, self.num_heads), split_heads(k, self.num_kv_heads)
         cos, sin = places.tables(rope, q)
@@ -547,6 +535,9 @@ class MultiHeadAttention(PagedLayer[PagedKVCache], Published):
         q, k = places.turn(self.rope, q), places.turn(self.rope, k)
         return q, k, v, None if gate is None else merge_heads(gate)
 
-    def _finish(self, out: Array, gate: Array | None) -> Array:
+    def _finish(self, out: Array, gate: Array | None, residual: Array | None = None) -> Array:
+        """The output of the layer, with a residual of few tokens added to it."""
         y = merge_heads(out) if gate is None else merge_heads(out) * jax.nn.sigmoid(gate)
-        return project("o_proj", self.o_proj, y, self.output_size)
+        if residual is None:
+            return project("o_proj", self.o_proj, y, self.output_size)
+        return added(self.matmul, "o_proj", self.o_proj, y, residual)

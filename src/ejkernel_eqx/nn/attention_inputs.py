@@ -92,10 +92,7 @@ def read_biases(use_qkv_bias: Any) -> tuple[bool, bool, bool]:
 
 def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallInputs, Array]:
     """The arguments of a valid call without a batch, with inputs as arrays."""
-    if isinstance(cache, PagedKVCache):
-        raise ValueError(
-            "batch: expected a RaggedBatch with a PagedKVCache, received None; it holds the tables that assign pages to sequences."
-        )
+    _check_kind(cache, (KVCache, RollingKVCache), PagedKVCache)
     x = read_tokens(x, layer.embed_dim, given.padding_mask, given.segment_ids)
     if given.positions is not None:
         axes = None if layer.rope is None else layer.rope.num_axes
@@ -106,10 +103,6 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
         check_key(given.key)
     if given.inference is not None:
         check_flags(inference=given.inference)
-    if cache is not None and not isinstance(cache, KVCache | RollingKVCache):
-        raise ValueError(
-            f"cache: expected a KVCache, a RollingKVCache or None, received {type(cache).__name__}; build it with init_cache."
-        )
     if given.cu_seqlens is not None:
         check_packed(x, cache, given)
     if given.kv_input is not None:
@@ -140,14 +133,7 @@ def check_call(layer: Any, x: Any, cache: Any, given: CallInputs) -> tuple[CallI
 def check_rows(embed_dim: int, kinds: tuple[type, type], x: Any, cache: Any, given: CallInputs) -> Array:
     """The tokens of a valid call without a batch, of a layer whose caches are of these kinds: of rows, and of pages."""
     dense, paged = kinds
-    if isinstance(cache, paged):
-        raise ValueError(
-            f"batch: expected a RaggedBatch with a {paged.__name__}, received None; it holds the tables that assign pages to sequences."
-        )
-    if cache is not None and not isinstance(cache, dense):
-        raise ValueError(
-            f"cache: expected a {dense.__name__} or None, received {type(cache).__name__}; build it with init_cache."
-        )
+    _check_kind(cache, (dense,), paged)
     x = read_tokens(x, embed_dim, given.padding_mask, given.segment_ids)
     if given.positions is not None:
         check_positions(given.positions, x.shape[:-1], None)
@@ -163,6 +149,19 @@ def check_rows(embed_dim: int, kinds: tuple[type, type], x: Any, cache: Any, giv
             )
     _check_batch_shape(x, cache)
     return x
+
+
+def _check_kind(cache: Any, dense: tuple[type, ...], paged: type) -> None:
+    """The cache of a call without a batch."""
+    if isinstance(cache, paged):
+        raise ValueError(
+            f"batch: expected a RaggedBatch with a {paged.__name__}, received None; it holds the tables that assign pages to sequences."
+        )
+    if cache is not None and not isinstance(cache, dense):
+        names = ", ".join(f"a {kind.__name__}" for kind in dense)
+        raise ValueError(
+            f"cache: expected {names} or None, received {type(cache).__name__}; build it with init_cache."
+        )
 
 
 def _read_values(layer: Any, v_input: Any, kv_input: Array) -> Array | None:

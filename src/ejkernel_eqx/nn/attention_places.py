@@ -12,12 +12,11 @@ from ..core.arguments import accumulator
 from ..paged import RaggedBatch
 from ..rotary import RotaryChoice, RotaryEmbedding
 from ..sequences import cu_seqlens_to_segment_ids, positions_from_cu_seqlens
-from ..sequences.packing import read_offsets
 from .attention_inputs import CallInputs
 from .kv_cache import KVCache
 from .latent_cache import LatentCache
 from .rolling_cache import RollingKVCache
-from .tokens import ids_of
+from .tokens import ids_of, packed
 
 Rope = RotaryEmbedding | RotaryChoice
 
@@ -109,9 +108,8 @@ def locate(x: Array, cache: KVCache | LatentCache | RollingKVCache | None, given
     if given.kv_input is not None:
         return _locate_cross(x, given.kv_input, padding_mask, given.kv_padding_mask)
     if given.cu_seqlens is not None:
-        offsets = read_offsets(given.cu_seqlens, x.shape[-2])
-        tokens = jnp.arange(x.shape[-2], dtype=jnp.int32)
-        return Rows((tokens >= offsets[0]) & (tokens < offsets[-1]), cu_seqlens=offsets)
+        offsets, real = packed(given.cu_seqlens, x.shape[-2])
+        return Rows(real, cu_seqlens=offsets)
     left = None if padding_mask is None else _first_real(padding_mask)
     if cache is not None:
         return Rows(padding_mask, cache.lengths if left is None else cache.lengths - left)

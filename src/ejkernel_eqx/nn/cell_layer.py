@@ -16,7 +16,6 @@ from .._signatures import Module
 from ..cells import Recurrent
 from ..core.arguments import accumulator
 from ..dispatch import PlatformLike
-from ..sequences.packing import read_offsets
 from ..weights.fill import replaced
 from ..weights.view import Weights
 from .arguments import (
@@ -32,7 +31,7 @@ from .arguments import (
 from .parts import Parts
 from .projection import compute_dtype_of, product, stored_dtype_of
 from .signatures import CellInputs, Output, Tokens
-from .tokens import clear, ids_of
+from .tokens import clear, ids_of, packed
 
 L = TypeVar("L", bound="CellLayer")
 _GATES = {"lstm": 4, "gru": 3, "rnn": 1}
@@ -310,10 +309,8 @@ class CellLayer(Module):
 
 def _cleared(x: Array, tokens: dict[str, Any]) -> Array:
     """Zeros at padding, before the first product: NaN there would reach the gradients of weights as 0 * NaN."""
-    time = jnp.arange(x.shape[-2], dtype=jnp.int32)
     if tokens["cu_seqlens"] is not None:
-        offsets = read_offsets(tokens["cu_seqlens"], x.shape[-2])
-        return clear(x, (time >= offsets[0]) & (time < offsets[-1]))
+        return clear(x, packed(tokens["cu_seqlens"], x.shape[-2])[1])
     if tokens["segment_ids"] is not None:
         x = clear(x, tokens["segment_ids"] >= 0)
     if tokens["lengths"] is not None:
@@ -322,5 +319,6 @@ def _cleared(x: Array, tokens: dict[str, Any]) -> Array:
             raise ValueError(
                 f"lengths: expected shape {x.shape[:-2]}, one per row of x, received {lengths.shape}."
             )
+        time = jnp.arange(x.shape[-2], dtype=jnp.int32)
         x = clear(x, like(time, x[..., 0]) < lengths.astype(jnp.int32)[..., None])
     return x

@@ -8,6 +8,7 @@ import jax
 from jax import Array
 
 from ..matmul import Matmul
+from ..quantised import QuantizedWeight
 from .arguments import read_array
 from .projection import check_linear, mesh_of, project
 
@@ -72,35 +73,56 @@ def projected(
     matmul: Matmul, x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], widths: tuple[int, ...]
 ) -> tuple[Array, ...]:
     """Projections by name, of these widths, of the norm of `x`: `project` of each."""
-    if not _is_plain(norm) or not _are_linear(x, layers.values()):
+    operands = _operands(x, norm, layers, widths)
+    if operands is None:
         h = normed(norm, x)
         return tuple(project(name, layer, h, width) for (name, layer), width in zip(layers.items(), widths))
-    for (name, layer), width in zip(layers.items(), widths):
-        check_linear(name, layer, x, width)
-    return matmul.together(x, *_weights(x, layers), biases=_biases(layers), **_options(norm))
+    weights, options = operands
+    return matmul.together(x, *weights, **options)
 
 
 def gated(
     matmul: Matmul, x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], width: int
 ) -> Array | None:
     """The gate of two projections of this width of the norm of `x`; `None` if they cannot be computed together."""
-    if not _is_plain(norm) or not _are_linear(x, layers.values()):
+    operands = _operands(x, norm, layers, (width, width))
+    if operands is None:
         return None
-    for name, layer in layers.items():
-        check_linear(name, layer, x, width)
-    return matmul(x, *_weights(x, layers), biases=_biases(layers), **_options(norm))
+    weights, options = operands
+    return matmul(x, *weights, **options)
 
 
 def added(matmul: Matmul, name: str, layer: Any, x: Array, residual: Array) -> Array:
     """The residual and the projection of `x` to its features."""
-    if not _are_linear(x, [layer]) or residual.dtype != x.dtype:
-        return with_residual(residual, project(name, layer, x, residual.shape[-1]))
-    check_linear(name, layer, x, residual.shape[-1])
-    layers = {name: layer}
+    features, same = residual.shape[-1], residual.dtype == x.dtype
+    operands = _operands(x, None, {name: layer}, (features,)) if same else None
+    if operands is None:
+        return with_residual(residual, project(name, layer, x, features))
+    weights, options = operands
     # On several devices apart: a mesh may split the contracted axis of a plain product, which is then a sum over devices.
-    within = residual if jax.device_count() == 1 else None
-    result = matmul(x, *_weights(x, layers), biases=_biases(layers), residual=within)
-    return result if within is not None else residual + result
+    if jax.device_count() > 1:
+        return residual + matmul(x, *weights, **options)
+    return matmul(x, *weights, **options, residual=residual)
+
+
+def _operands(
+    x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], widths: tuple[int, ...]
+) -> tuple[list[Array], dict[str, Any]] | None:
+    """The weights of projections of the norm of `x`, and the options of their `Matmul`; `None` if it does not compute them."""
+    weights = [layer.weight for layer in layers.values() if type(layer) is eqx.nn.Linear]
+    linear = len(weights) == len(layers) and all(
+        w.ndim == 2 and not isinstance(w, QuantizedWeight) for w in weights
+    )
+    if not linear or not _is_plain(norm):
+        return None
+    if mesh_of((x, weights)) is not None:
+        return None
+    for (name, layer), width in zip(layers.items(), widths):
+        check_linear(name, layer, x, width)
+    options: dict[str, Any] = {"biases": [layer.bias for layer in layers.values()]}
+    if norm is not None:
+        options |= {"norm": True if norm.weight is None else norm.weight, "norm_eps": norm.eps}
+    return [weight.astype(x.dtype) for weight in weights], options
 
 
 def plain_norms(q_norm: Any, k_norm: Any, over_all: bool) -> dict[str, Any] | None:
@@ -117,23 +139,3 @@ def plain_norms(q_norm: Any, k_norm: Any, over_all: bool) -> dict[str, Any] | No
 def _is_plain(norm: Any) -> bool:
     """Returns whether `Matmul` computes this norm; a user may have put another one in its place."""
     return norm is None or (type(norm) is eqx.nn.RMSNorm and norm.bias is None)
-
-
-def _options(norm: eqx.nn.RMSNorm | None) -> dict[str, Any]:
-    if norm is None:
-        return {}
-    return {"norm": True if norm.weight is None else norm.weight, "norm_eps": norm.eps}
-
-
-def _are_linear(x: Array, layers: Any) -> bool:
-    layers = list(layers)
-    is_linear = all(type(layer) is eqx.nn.Linear and layer.weight.ndim == 2 for layer in layers)
-    return is_linear and mesh_of((x, [layer.weight for layer in layers])) is None
-
-
-def _weights(x: Array, layers: Mapping[str, Any]) -> list[Array]:
-    return [layer.weight.astype(x.dtype) for layer in layers.values()]
-
-
-def _biases(layers: Mapping[str, Any]) -> list[Array | None]:
-    return [layer.bias for layer in layers.values()]

@@ -115,8 +115,6 @@ class KVCache(Module):
             _check_lengths(new_lengths, rows[-1])
             token = jax.lax.broadcasted_iota(jnp.int32, rows, len(rows) - 1)
             mask = token < new_lengths.astype(jnp.int32)[..., None]
-        if not stops_programs():
-            check_room(self, rows[-1], *real)
         count = k_new.shape[-3] if mask is None else jnp.sum(mask, axis=-1, dtype=jnp.int32)
         k_new, v_new = jnp.asarray(k_new), jnp.asarray(v_new)
         if stops_programs():
@@ -125,6 +123,7 @@ class KVCache(Module):
             # Starting from the checked lengths keeps the error from being dropped as dead code.
             start, overflowed = lengths - count, self.overflowed
         else:
+            check_room(self, rows[-1], *real)
             refused = refused_rows(self, count)
             # Nothing is written behind the end, and refused rows start behind that of the padding.
             start = jnp.where(refused, self.max_length + rows[-1], self.lengths)

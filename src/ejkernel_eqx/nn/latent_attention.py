@@ -27,7 +27,7 @@ from .attention_inputs import CallInputs, check_rows
 from .attention_places import locate, Places, places_of, places_over_pages, Rows
 from .kv_cache import marked
 from .latent_cache import LatentCache
-from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
+from .paged_layer import check_pool, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, product, project, stored_dtype_of
 from .published import Published
@@ -236,8 +236,7 @@ class MultiHeadLatentAttention(PagedLayer[PagedLatentCache], Published):
             x = check_ragged(x, batch, self.embed_dim, given._asdict())
             sizes = self.kv_lora_rank, self.qk_rope_head_dim
             check_pool(cache, PagedLatentCache, "(R, Dr)", sizes, lambda of: (of.latent_dim, of.rope_dim))
-            call = functools.partial(self._over_pages, batch)
-            return over_pages(self, x, cache, batch, call, no_tokens(self.embed_dim))
+            return over_pages(self, x, cache, batch, functools.partial(self._over_pages, batch))
         x = check_rows(self.embed_dim, (LatentCache, PagedLatentCache), x, cache, given)
         assert not isinstance(cache, PagedLatentCache)
         rows = locate(x, cache, given)

@@ -26,7 +26,7 @@ from .attention_inputs import CallInputs, check_heads, check_rows, head_dim_of
 from .attention_places import locate, Places, places_of, places_over_pages
 from .block_compression import BlockCompression, Compression
 from .kv_cache import check_room, marked
-from .paged_layer import check_pool, no_tokens, over_pages, PagedLayer
+from .paged_layer import check_pool, over_pages, PagedLayer
 from .parts import Parts
 from .projection import compute_dtype_of, project, stored_dtype_of
 from .signatures import SameOutput, TokenInputs, Tokens
@@ -256,8 +256,7 @@ class NativeSparseAttention(PagedLayer[PagedSparseCache]):
                 c.page_size // c.compressed.page_size,
             )
             check_pool(cache, PagedSparseCache, "(K, D) and stride", sizes, sizes_of)
-            call = functools.partial(self._over_pages, batch)
-            return over_pages(self, x, cache, batch, call, no_tokens(self.embed_dim))
+            return over_pages(self, x, cache, batch, functools.partial(self._over_pages, batch))
         x = check_rows(self.embed_dim, (SparseKVCache, PagedSparseCache), x, cache, given)
         assert not isinstance(cache, PagedSparseCache)
         x = x.astype(compute_dtype_of(self.compute_dtype, self, x))

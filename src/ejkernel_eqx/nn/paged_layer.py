@@ -47,22 +47,18 @@ def over_pages(
     cache: Any,
     batch: RaggedBatch,
     call: Callable[[Array, Any], Any],
-    empty: Any,
+    empty: Callable[[Array], Any] | None = None,
     clears: bool = True,
 ) -> tuple[Any, Any]:
     """The results of a call with a batch, and the cache, which is bound to tables if it was. `call(x, cache)` has tokens, by default with zeros for
-    padding, and a bound cache, and returns the results and the new one; `empty(x)` returns the results of no tokens."""
+    padding, and a bound cache, and returns the results and the new one; `empty(x)` returns the results of no tokens, by default as wide as inputs."""
     bound = cache.bind(batch)
     x = x.astype(compute_dtype_of(layer.compute_dtype, layer, x))
     if 0 in (x.shape[0], batch.lengths.shape[0]):
-        return empty(x), bound if cache.is_bound else cache
+        results = jnp.zeros((x.shape[0], layer.embed_dim), x.dtype) if empty is None else empty(x)
+        return results, bound if cache.is_bound else cache
     results, new = call(clear(x, batch.is_real) if clears else x, bound)
     return results, new if cache.is_bound else new.unbind()
-
-
-def no_tokens(width: int) -> Callable[[Array], Array]:
-    """The output of a layer of this width without tokens."""
-    return lambda x: jnp.zeros((x.shape[0], width), x.dtype)
 
 
 def check_pool(

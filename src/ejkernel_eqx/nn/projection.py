@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._shapes import is_symbolic
 from ..core.arguments import accumulator
 from ..matmul.dense.spec import FEW_ROWS
+from ..quantised import QuantizedWeight
+from ..quantised.dequantise import is_quantised
 
 
 def project(name: str, layer: Any, x: Array, features: int) -> Array:
@@ -57,7 +59,7 @@ def project_parts(
     if type(layer) is eqx.nn.Linear and _more_tokens(x, features) and mesh_of((x, layer.weight)) is None:
         check_linear(name, layer, x, features)
         apart = lambda a: _parts_of(a, ends, groups, 0)
-        weights = apart(layer.weight)
+        weights = apart(layer.weight.astype(x.dtype))
         biases = [None for _ in widths] if layer.bias is None else apart(layer.bias)
         return tuple(product(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     y = project(name, layer, x, features)
@@ -126,7 +128,13 @@ def product(x: Array, weight: Array, bias: Array | None = None, dtype: Any = Non
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
     matmul: Any = multiplied_by.value
-    if matmul is not None and dtype is None and are_few(x) and mesh_of((x, weight)) is None:
+    if (
+        matmul is not None
+        and dtype is None
+        and not isinstance(weight, QuantizedWeight)
+        and are_few(x)
+        and mesh_of((x, weight)) is None
+    ):
         return matmul(x, weight.astype(x.dtype), biases=(bias,))
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
     mesh = mesh_of(operands)
@@ -202,7 +210,8 @@ def stored_dtype_of(chosen: str | None, projections: Any) -> Any:
     """The dtype of what a layer stores between calls: the chosen one, or else the promoted dtype of its projections' weights."""
     if chosen is not None:
         return jnp.dtype(chosen)
-    return promoted(*(leaf for leaf in jax.tree.leaves(projections) if _is_wide(leaf)))
+    leaves = jax.tree.leaves(projections, is_leaf=is_quantised)
+    return promoted(*(leaf for leaf in leaves if _is_wide(leaf)))
 
 
 def _is_wide(leaf: Any) -> bool:

@@ -15,7 +15,7 @@ from .._jitted import compiled_call
 from .._shapes import AnyArray, Bool, Float, Int
 from ..core.arguments import accumulator
 from ..paged import RaggedBatch
-from ..sequences.packing import read_count, read_offsets
+from ..sequences.packing import read_count
 from .arguments import check_slots, read_array, read_batch_shape, read_dtype, read_packed, read_tokens
 from .drafts import empty_drafts, new_tokens
 from .projection import compute_dtype_of, leading_axes_of, stored_dtype_of
@@ -24,7 +24,7 @@ from .recurrent_state import RecurrentState as RecurrentState
 from .recurrent_state import Rows as Rows
 from .short_convolution import ShortConvolution
 from .signatures import SameOutput, TokenInputs, Tokens
-from .tokens import check_ragged, clear, ids_of
+from .tokens import check_ragged, clear, ids_of, packed
 
 
 class RecurrentLayer(Published):
@@ -196,7 +196,7 @@ class RecurrentLayer(Published):
                 x, state = self._check_ragged(x, state, batch, tokens)
                 return self._mix_ragged(self._cast(x), state, batch)
             x = self._cast(self._check(x, state, **tokens))
-            rows = _rows_of(x, state, **tokens)
+            rows = _rows_of(x, state, tokens)
             y = self._mix(clear(x, rows.real), rows)
             return y if state is None else (y, rows.left)
 
@@ -282,20 +282,13 @@ class RecurrentLayer(Published):
         return y, jax.tree.map(lambda x, new: _put(x, kept, new), pool, rows.left_by(batch))
 
 
-def _rows_of(
-    x: Array,
-    state: RecurrentState | None,
-    padding_mask: AnyArray | None,
-    segment_ids: AnyArray | None,
-    cu_seqlens: AnyArray | None,
-) -> Rows:
+def _rows_of(x: Array, state: RecurrentState | None, tokens: dict[str, Any]) -> Rows:
+    """The rows of a call without a batch; `tokens` are its padding mask, segment ids and offsets by name."""
     axis = x.ndim - 2
-    if cu_seqlens is not None:
-        cu_seqlens = read_offsets(cu_seqlens, x.shape[-2])
-        tokens = jnp.arange(x.shape[-2], dtype=jnp.int32)
-        real = (tokens >= cu_seqlens[0]) & (tokens < cu_seqlens[-1])
-        return Rows(axis, state, real, cu_seqlens=cu_seqlens)
-    ids = ids_of(segment_ids, padding_mask)
+    if tokens["cu_seqlens"] is not None:
+        offsets, real = packed(tokens["cu_seqlens"], x.shape[-2])
+        return Rows(axis, state, real, cu_seqlens=offsets)
+    ids = ids_of(tokens["segment_ids"], tokens["padding_mask"])
     real = None if ids is None else ids >= 0
     return Rows(axis, state, real, ids, step=state is not None and x.shape[-2] == 1)
 

@@ -9,7 +9,7 @@ from jax import Array
 from .._broadcast import like
 from .._shapes import AnyArray
 from ..paged import RaggedBatch
-from ..sequences.packing import read_ids
+from ..sequences.packing import read_ids, read_offsets
 from .arguments import read_array
 from .projection import project
 
@@ -25,6 +25,12 @@ def ids_of(segment_ids: AnyArray | None, padding_mask: AnyArray | None) -> Array
     if padding_mask is None:
         return ids
     return jnp.where(padding_mask, jnp.int32(0) if ids is None else ids, jnp.int32(-1))
+
+
+def packed(cu_seqlens: Any, length: Any) -> tuple[Array, Array]:
+    """The offsets of packed sequences, int32, and for each of `length` tokens whether it is in one; the others are padding."""
+    offsets, token = read_offsets(cu_seqlens, length), jnp.arange(length, dtype=jnp.int32)
+    return offsets, (token >= offsets[0]) & (token < offsets[-1])
 
 
 def split_heads(x: Array, heads: int) -> Array:

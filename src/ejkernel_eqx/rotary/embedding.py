@@ -171,10 +171,7 @@ class RotaryEmbedding(Module):
             )
         dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
         cos, sin = self.tables(x.shape[:-2], positions, offset=offset, lengths=lengths, dtype=dtype)
-        cos, sin = (lax.expand_dims(a, (-2,)) for a in (cos, sin))  # [..., T, 1, R / 2]
-        turned, passed = x[..., : self.rotary_dim].astype(dtype), x[..., self.rotary_dim :]
-        turned = (turn_neighbours if self.interleaved else turn_halves)(turned, cos, sin).astype(x.dtype)
-        return jnp.concatenate([turned, passed], axis=-1) if passed.shape[-1] else turned
+        return turned(x, cos, sin, self.interleaved)
 
     def tables(
         self,
@@ -249,6 +246,14 @@ def _read_section(section: Any, interleaved: bool, rotary_dim: int) -> tuple[int
             f"mrope_section: expected no axis with more pairs than the first if mrope_interleaved, received {section!r}; axes alternate."
         )
     return tuple(int(n) for n in numbers)
+
+
+def turned(x: Array, cos: Array, sin: Array, interleaved: bool) -> Array:
+    """`x` `[..., T, H, D]`, whose leading features are rotated by angles `[..., T, R / 2]` in their dtype; the others are as they were."""
+    cos, sin = (lax.expand_dims(a, (-2,)) for a in (cos, sin))  # [..., T, 1, R / 2]
+    pairs, others = x[..., : 2 * cos.shape[-1]].astype(cos.dtype), x[..., 2 * cos.shape[-1] :]
+    pairs = (turn_neighbours if interleaved else turn_halves)(pairs, cos, sin).astype(x.dtype)
+    return jnp.concatenate([pairs, others], axis=-1) if others.shape[-1] else pairs
 
 
 def turn_halves(x: Array, cos: Array, sin: Array) -> Array:

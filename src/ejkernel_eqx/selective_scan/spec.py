@@ -109,9 +109,8 @@ class StepArrays(NamedTuple):
     D: Array | None = None  # [I]
     z: Array | None = None  # [*, B, I]
     dt_bias: Array | None = None  # [I]
-    indices: Array | None = (
-        None  # int32 [*, B]: the slot of each row; for -1 the output is 0 and nothing is written
-    )
+    # int32 [*, B]: the slot of each row; for -1 the output is 0 and nothing is written
+    indices: Array | None = None
 
 
 STEP_FLOATS = ("x", "dt", "A", "B", "C", "state", "D", "z", "dt_bias")

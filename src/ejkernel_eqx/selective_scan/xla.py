@@ -60,16 +60,12 @@ def _over_leading(call: Callable[[ScanArrays], Any], arrays: ScanArrays, lead: i
     """Maps a function of one row over any number of leading axes; an axis of size one does not need batched products."""
     if lead == 0:
         return call(arrays)
-    only = arrays.x.shape[0] == 1
     inner = lambda arrays: _over_leading(call, arrays, lead - 1)
-    if only:
-        alone: dict[str, Any] = {
-            name: x if x is None or name in SHARED else x[0] for name, x in arrays._asdict().items()
-        }
-        return jax.tree.map(lambda x: x[None], inner(ScanArrays(**alone)))
-    axes: dict[str, Any] = {
-        name: None if x is None or name in SHARED else 0 for name, x in arrays._asdict().items()
-    }
+    mapped = {name: x for name, x in arrays._asdict().items() if x is not None and name not in SHARED}
+    if arrays.x.shape[0] == 1:
+        alone = arrays._replace(**{name: x[0] for name, x in mapped.items()})
+        return jax.tree.map(lambda x: x[None], inner(alone))
+    axes: dict[str, Any] = {name: 0 if name in mapped else None for name in arrays._fields}
     return jax.vmap(inner, in_axes=(ScanArrays(**axes),))(arrays)
 
 

@@ -22,10 +22,8 @@ FINALISTS = 4
 def search(job: Job, emit: Callable[[Event], None]) -> None:
     """Runs the search and emits its events, `Finished` or `Unsound` last."""
     try:
-        with (
-            undisturbed(),
-            no_tuning(),
-        ):  # tuning requested while making inputs would wait for the lock that is held
+        # Tuning requested while making inputs would wait for the lock that is held.
+        with undisturbed(), no_tuning():
             emit(_Search(job, emit).run())
     except UnsoundDevice as error:
         emit(Unsound(str(error)))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from jax import Array
 
 from ...core.letters import Letters
+from ...dispatch import Problem
 
 FEW_ROWS = 64
 """The largest number of rows for which the time of a call is that of reading the weights."""
@@ -37,11 +38,6 @@ class MatmulSpec:
     eps: float | None = None
     count: int = 1
 
-    @property
-    def is_linear(self) -> bool:
-        """Returns whether the results are the products themselves."""
-        return self.activation is None and not self.gated
-
 
 class MatmulArrays(NamedTuple):
     """The arrays of a call; `*` are the leading axes of `x` and the residual. The others have none (or, mapped by `jax.vmap`, all of them)."""
@@ -67,8 +63,8 @@ class MatmulArrays(NamedTuple):
 
 def is_partial(arrays: MatmulArrays, spec: MatmulSpec) -> bool:
     """Returns whether the results are sums over parts of the contracted axis: nothing else is computed."""
-    others = (*arrays.biases, arrays.norm, arrays.residual)
-    return spec.is_linear and spec.eps is None and all(x is None for x in others)
+    others = (*arrays.biases, arrays.norm, arrays.residual, spec.activation, spec.eps)
+    return not spec.gated and all(x is None for x in others)
 
 
 def letters_of(spec: MatmulSpec, partial: bool) -> Letters:
@@ -83,6 +79,11 @@ def letters_of(spec: MatmulSpec, partial: bool) -> Letters:
 
 def axes_of(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, tuple[str, ...]]:
     return letters_of(spec, is_partial(arrays, spec)).axes_of(arrays)
+
+
+def columns_of(problem: Problem) -> list[int]:
+    """The numbers of rows of the right sides."""
+    return [size for name, size in problem.dims if name.startswith("N")]
 
 
 def sizes_of(arrays: MatmulArrays) -> dict[str, int]:

@@ -12,19 +12,15 @@ from ...core.workload import Inputs, random_cotangents, workload_of
 from ...dispatch import Implementation, Problem, Workload
 from ..spec import ACTIVATIONS
 from .core import KINDS, problem_of
-from .spec import BIASES, letters_of, MatmulArrays, MatmulSpec, RIGHTS, SHARED
+from .spec import BIASES, columns_of, letters_of, MatmulArrays, MatmulSpec, RIGHTS, SHARED
 
 
 def workload(implementation: Implementation, problem: Problem) -> Workload:
     """The work of one problem on one of the platforms."""
     spec, size = spec_of(problem), dict(problem.dims)
-    flops = 2.0 * size["B"] * size["M"] * size["K"] * sum(size[name] for name in _rights(problem))
+    flops = 2.0 * size["B"] * size["M"] * size["K"] * sum(columns_of(problem))
     make = functools.partial(make_inputs, problem, spec)
     return workload_of(KINDS[spec.count], implementation, spec, make, flops=flops)
-
-
-def _rights(problem: Problem) -> list[str]:
-    return [name for name, _ in problem.dims if name.startswith("N")]
 
 
 def spec_of(problem: Problem) -> MatmulSpec:
@@ -34,7 +30,7 @@ def spec_of(problem: Problem) -> MatmulSpec:
         None if activation is None else str(activation),
         gated,
         eps=1e-6 if problem.flag("norm") else None,
-        count=1 if gated else len(_rights(problem)),
+        count=1 if gated else len(columns_of(problem)),
     )
 
 
@@ -49,7 +45,7 @@ def make_inputs(problem: Problem, spec: MatmulSpec, seed: int) -> Inputs:
 
 
 def _shapes(problem: Problem, spec: MatmulSpec) -> dict[str, Any]:
-    dtype, count = problem.dtype("x"), len(_rights(problem))
+    dtype, count = problem.dtype("x"), len(columns_of(problem))
     wide = wide_dtype(dtype)
     dtypes = {"x": dtype} | dict.fromkeys(RIGHTS[:count], dtype)
     dtypes |= dict.fromkeys(BIASES[:count], wide) if problem.flag("bias") else {}

@@ -18,7 +18,6 @@ from ...parallel.mesh import explicit_mesh, inside_manual_mesh, resharded, spec_
 from ..projection import mesh_axes
 from .dispatch import combined, dispatched, order_of
 from .exchange import Padded, Ragged
-from .routing import Routing
 from .statistics import RouterStatistics, statistics_of
 
 Names = tuple[str, ...]
@@ -199,7 +198,11 @@ def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Arr
     if split.tokens:
         statistics = jax.tree.map(lambda x: lax.psum(x, split.tokens), statistics)
     top_k = routing.indices.shape[-1]
-    numbers = _numbers(split, _chosen(routing, real).reshape(-1), router.choice.num_experts)
+    count, chosen = router.choice.num_experts, routing.indices
+    if real is not None:
+        # Padding is for no expert.
+        chosen = jnp.where(real[..., None], chosen, jnp.int32(count))
+    numbers = _numbers(split, chosen.reshape(-1), count)
     if split.hidden and experts.down_proj_bias is not None:
         first = lax.axis_index(split.hidden) == 0  # each bias is added once
         bias = jnp.where(first, experts.down_proj_bias, jnp.zeros_like(experts.down_proj_bias))
@@ -214,13 +217,6 @@ def _local(split: _Split, layer: Any, x: Array, real: Array | None) -> tuple[Arr
     y = combined(rows, routing.weights.reshape(-1, top_k), order)
     y = lax.psum(y, split.added) if split.added else y
     return y.reshape(x.shape), statistics
-
-
-def _chosen(routing: Routing, real: Array | None) -> Array:
-    """The expert of each choice `[..., k]`; for padding the number of experts, which is none of them."""
-    if real is None:
-        return routing.indices
-    return jnp.where(real[..., None], routing.indices, jnp.int32(routing.logits.shape[-1]))
 
 
 def _numbers(split: _Split, experts: Array, count: int) -> Array:

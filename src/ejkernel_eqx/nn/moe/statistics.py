@@ -180,13 +180,10 @@ def _total(statistics: Any) -> RouterStatistics:
             "statistics: expected layers with the same number of experts, received several numbers; take the loss of each kind and add them."
         )
     ranks = (1, 1, 0, 0)  # of the fields of one layer
-    sums = ([_over_layers(x, rank) for x, rank in zip(jax.tree.leaves(part), ranks)] for part in parts)
+    over_layers = lambda x, rank: jnp.sum(x, axis=tuple(range(x.ndim - rank)))
+    sums = (map(over_layers, jax.tree.leaves(part), ranks) for part in parts)
     total: Any = (sum(arrays[1:], arrays[0]) for arrays in zip(*sums))
     return RouterStatistics(*total)
-
-
-def _over_layers(x: Array, rank: int) -> Array:
-    return jnp.sum(x, axis=tuple(range(x.ndim - rank)))
 
 
 def _at_least_one(count: Array) -> Array:

@@ -244,10 +244,8 @@ def write_arrays(pages: Pages, given: tuple[Any, Any], slots: Any) -> WriteArray
     for kernel_name, (name, old, _), x in zip(pages._kernel_names, pages._pairs, given):
         inner = old.shape[len(lead) + 2 :]
         words = ", ".join(map(str, (*lead, "T" if tokens is None else tokens, *inner)))
-        expected, remedy = (
-            f"floats [{words}] as in the cache",
-            "; pack the tokens of all sequences along one axis",
-        )
+        expected = f"floats [{words}] as in the cache"
+        remedy = "; pack the tokens of all sequences along one axis"
         x = read_array(name, x, ((*lead, tokens, *inner),), expected, remedy)
         # The first array fixes the number of tokens, which the second must have.
         tokens = x.shape[len(lead)]

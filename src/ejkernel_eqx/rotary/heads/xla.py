@@ -6,7 +6,7 @@ from jax import Array, lax
 from ..._broadcast import like
 from ...core.arguments import accumulator
 from ...core.platforms import Plain
-from ..embedding import turn_halves, turn_neighbours
+from ..embedding import turned
 from .spec import HeadsArrays, HeadsSpec, RESULTS
 
 
@@ -22,10 +22,7 @@ def _turned(x: Array, weight: Array | None, arrays: HeadsArrays, spec: HeadsSpec
         h = x.astype(wide)
         h = h * lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + spec.eps)
         x = (h if weight is None else h * like(weight.astype(wide), h)).astype(dtype)
-    cos, sin = (a.astype(wide)[..., None, :] for a in (arrays.cos, arrays.sin))
-    first, rest = x[..., : 2 * cos.shape[-1]].astype(wide), x[..., 2 * cos.shape[-1] :]
-    turned = (turn_neighbours if spec.interleaved else turn_halves)(first, cos, sin).astype(dtype)
-    return jnp.concatenate([turned, rest], -1) if rest.shape[-1] else turned
+    return turned(x, arrays.cos.astype(wide), arrays.sin.astype(wide), spec.interleaved)
 
 
 platform = Plain(apply)

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax import Array
 
-from ....core.by_example import by_example, gradients_of
+from ....core.by_example import by_example, gradients_by
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import Launcher, NOTHING, result
@@ -117,12 +117,5 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
     return {name: made[name] for name in outputs}
 
 
-def backward(
-    arrays: MatmulArrays,
-    spec: MatmulSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
-    """The gradients, by XLA: few rows are for decoding, which has none."""
-    return gradients_of(xla.apply, arrays, spec, cotangents)
+# By XLA: few rows are for decoding, which has no gradients.
+backward = gradients_by(xla.apply)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from ....dispatch import DeviceFacts, Problem
 from ....launch.fields import check_fields, Count, Power, Warps
 from ....launch.sizes import cdiv, padded, shared_memory_of
-from ..spec import FEW_ROWS
+from ..spec import columns_of, FEW_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RowsTile:
 
 def tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     """The heuristic's first."""
-    rows, columns = problem.dim("B") * problem.dim("M"), _columns(problem)
+    rows, columns = problem.dim("B") * problem.dim("M"), sum(columns_of(problem))
     shapes = _ONE if rows <= 2 else _FEW if rows <= 16 else _MANY
     # As many programs as keep the memory busy: with few columns, each has fewer of them.
     by_size = sorted(shapes, key=lambda shape: abs(columns - shape[0]))
@@ -41,10 +41,6 @@ _ONE = ((1024, 2, 1024, 4, 1), (4096, 4, 512, 2, 1), (28672, 8, 512, 4, 2), (102
 _FEW = ((1024, 16, 256, 2, 4), (4096, 32, 128, 4, 5), (768, 8, 512, 2, 3), (28672, 32, 256, 4, 3))
 _MANY = ((1024, 16, 256, 4, 3), (4096, 32, 128, 4, 4), (28672, 64, 128, 8, 3), (4096, 32, 64, 4, 6))
 """Columns for which a tile was the best on an H200, then rows of the weights, features, warps and stages; for up to 2, 16 and 64 rows."""
-
-
-def _columns(problem: Problem) -> int:
-    return sum(size for name, size in problem.dims if name.startswith("N"))
 
 
 def shared_memory(tile: RowsTile, problem: Problem) -> int:

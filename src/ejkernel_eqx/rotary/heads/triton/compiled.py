@@ -4,7 +4,7 @@ import dataclasses
 
 from jax import Array
 
-from ....core.by_example import by_example, gradients_of
+from ....core.by_example import by_example, gradients_by
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import Launcher, result_like
@@ -86,12 +86,5 @@ def _forward(arrays: HeadsArrays, spec: HeadsSpec, config: TritonConfig) -> dict
     return launch(kernel.heads_kernel, config.tile, outputs, batch * tokens * groups)
 
 
-def backward(
-    arrays: HeadsArrays,
-    spec: HeadsSpec,
-    config: TritonConfig,
-    saved: dict[str, Array],
-    cotangents: dict[str, Array],
-) -> dict[str, Array]:
-    """The gradients, by XLA."""
-    return gradients_of(xla.apply, arrays, spec, cotangents)
+# By XLA.
+backward = gradients_by(xla.apply)
