@@ -86,7 +86,7 @@ def measured(file: str, problem: str, direction: str) -> Iterator[tuple[str, flo
 def times(file: str, problem: str, direction: str, more: Sequence[str] = ()) -> Times | None:
     """Ours, and the fastest peer of this file and of the further ones; `None` without one of them."""
     known = [
-        (ms, name, place) for place in (file, *more) for name, ms in measured(place, problem, direction) if ms
+        (ms, name, place) for place in {file, *more} for name, ms in measured(place, problem, direction) if ms
     ]
     ours = [ms for ms, name, place in known if name in OURS and place == file]
     peers = [(ms, DATA["peers"][name], place != file) for ms, name, place in known if name in DATA["peers"]]
