@@ -55,7 +55,9 @@ def content(file: str) -> Mapping[str, Any]:
 
 @functools.cache
 def environment(file: str) -> Mapping[str, Any]:
-    return content(file).get("environment") or content(file)["runs"][-1]["environment"]
+    """Of several runs the last one's, with the commits of all."""
+    known = [run["environment"] for run in content(file).get("runs", [content(file)])]
+    return known[-1] | {"commit": " and ".join(dict.fromkeys(each["commit"] for each in known))}
 
 
 def rows(file: str) -> Sequence[Mapping[str, Any]]:
