@@ -169,9 +169,7 @@ def summary(names: Sequence[str], against: str, body: Sequence[Line]) -> str:
 
 def source(files: Sequence[str]) -> str:
     """Devices, versions and, for each file, its commit and day."""
-    known = {
-        file: content(file).get("environment") or content(file)["runs"][-1]["environment"] for file in files
-    }
+    known = {file: environment(file) for file in files}
     versions: dict[str, dict[str, None]] = {}
     for value in known.values():
         for package, version in value["versions"].items():
