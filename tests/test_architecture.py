@@ -1,4 +1,4 @@
-"""The table of rooms in `docs/architecture.md` is true: who may import whom is read from every module's imports, and what it names exists."""
+"""The table of rooms in `rooms.md` is true: who may import whom is read from every module's imports, and what it names exists."""
 
 import ast
 import functools
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ejkernel_eqx"
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "tests" / "rooms.md").read_text(encoding="utf-8")
 MODULES = frozenset(path.relative_to(SOURCE).with_suffix("").parts for path in SOURCE.rglob("*.py"))
 READMES = sorted(SOURCE.rglob("README.md"))
 _NAMES = re.compile(r"`([^`]+)`")

@@ -1,0 +1,281 @@
+"""Writes the tables and pictures of `docs/performance.md`, and the table of `README.md`, from `benchmarks/results/`.
+
+python docs/performance_page.py            # the tables
+python docs/performance_page.py --plots    # the pictures too; needs matplotlib
+
+`performance_page.toml` says which results a family shows. Of the peers that were measured the fastest counts, whatever run it comes from. The text
+around the marked part of a page is written by hand and holds no measured number.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGE, README = ROOT / "docs/performance.md", ROOT / "README.md"
+DATA = tomllib.loads((ROOT / "docs/performance_page.toml").read_text(encoding="utf-8"))
+DIRECTIONS = {"forward": "forward", "forward+backward": "with gradients"}
+OURS = ("default", "Hopper's", "unrolled")
+SLOWER, OTHER_RUN = "▼", "†"
+
+
+class Times(NamedTuple):
+    """Milliseconds of ours and of the fastest peer."""
+
+    ours: float
+    peer: str
+    theirs: float
+    other_run: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.theirs / self.ours
+
+    @property
+    def slower(self) -> bool:
+        """Ours is slower by what two digits show."""
+        return round(self.ratio, 2) < 1
+
+
+class Line(NamedTuple):
+    """A line of a table: its label and times, `None` where a direction was not measured."""
+
+    label: str
+    times: tuple[Times | None, ...]
+
+
+@functools.cache
+def content(file: str) -> Mapping[str, Any]:
+    return json.loads((ROOT / f"benchmarks/results/{file}.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def environment(file: str) -> Mapping[str, Any]:
+    """Of several runs the last one's, with the commits of all."""
+    known = [run["environment"] for run in content(file).get("runs", [content(file)])]
+    return known[-1] | {"commit": " and ".join(dict.fromkeys(each["commit"] for each in known))}
+
+
+def rows(file: str) -> Sequence[Mapping[str, Any]]:
+    """The results of a file; of several runs the newest of each problem."""
+    runs = content(file).get("runs", [content(file)])
+    return [
+        *{
+            (row["problem"], n if len(runs) == 1 else 0): row
+            for run in runs
+            for n, row in enumerate(run["rows"])
+        }.values()
+    ]
+
+
+def measured(file: str, problem: str, direction: str) -> Iterator[tuple[str, float | None]]:
+    """Implementations and their milliseconds. A step's `kernels` are a direction, and so is its `floor` or its `bound`."""
+    for row in rows(file):
+        if row["problem"] == problem and row.get("direction", direction) == direction:
+            if "step_ms" in row:
+                yield from (("default", row["step_ms"]), (direction, row[f"{direction}_ms"]))
+            else:
+                yield (
+                    row.get("implementation") or row["variant"],
+                    row.get("kernels_ms" if direction == "kernels" else "ms"),
+                )
+
+
+def times(file: str, problem: str, direction: str, more: Sequence[str] = ()) -> Times | None:
+    """Ours, and the fastest peer of this file and of the further ones; `None` without one of them."""
+    known = [
+        (ms, name, place) for place in {file, *more} for name, ms in measured(place, problem, direction) if ms
+    ]
+    ours = [ms for ms, name, place in known if name in OURS and place == file]
+    peers = [(ms, DATA["peers"][name], place != file) for ms, name, place in known if name in DATA["peers"]]
+    if not ours or not peers:
+        return None
+    (mine,), (theirs, peer, other_run) = ours, min(peers)
+    return Times(mine, peer, theirs, other_run)
+
+
+def groups(family: Mapping[str, Any]) -> Sequence[str]:
+    return family.get("groups", [*DIRECTIONS.values()])
+
+
+def places(family: Mapping[str, Any], line: Sequence[str]) -> list[tuple[str, str]]:
+    """File and direction of each group of columns; a direction may name a file of its own."""
+    directions = line[3:] or [*DIRECTIONS][: len(groups(family))]
+    return [
+        (file or line[0], direction) for file, _, direction in (text.rpartition("/") for text in directions)
+    ]
+
+
+def lines(family: Mapping[str, Any]) -> list[Line]:
+    result = []
+    for line in family["lines"]:
+        known = [
+            times(file, line[1], direction, family.get("more", ()))
+            for file, direction in places(family, line)
+        ]
+        result.append(Line((line[2:] or line[1:])[0], (*known, *[None] * (len(groups(family)) - len(known)))))
+    return result
+
+
+def further(file: str, direction: str) -> list[Times]:
+    """All problems of a file that have ours and a peer."""
+    problems = dict.fromkeys(row["problem"] for row in rows(file))
+    return [known for problem in problems if (known := times(file, problem, direction))]
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def cells(known: Times | None) -> list[str]:
+    if known is None:
+        return ["–"] * 4
+    ratio = f"**{known.ratio:.2f}** {SLOWER}" if known.slower else f"{known.ratio:.2f}"
+    return [
+        milliseconds(known.ours),
+        known.peer + f" {OTHER_RUN}" * known.other_run,
+        milliseconds(known.theirs),
+        ratio,
+    ]
+
+
+def table(header: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    marks = ["---" if n == 0 or n % 4 == 2 else "--:" for n in range(len(header))]
+    return ["| " + " | ".join(row) + " |" for row in (header, marks, *body)]
+
+
+def header(names: Sequence[str], against: str = "fastest peer") -> list[str]:
+    return ["problem", *(text for name in names for text in (f"{name}, ms", against, "ms", "ratio"))]
+
+
+def span(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def summary(names: Sequence[str], against: str, body: Sequence[Line]) -> str:
+    """The range of each group of columns, and how often ours is slower."""
+    parts = []
+    for n, name in enumerate(names):
+        known = [value for line in body if (value := line.times[n])]
+        slower = sum(value.slower for value in known)
+        count = f"slower in {slower} of {len(known)}" if slower else "nowhere slower"
+        parts.append(f"{name} {span([value.ratio for value in known])} ({count})")
+    return f"Speed over the {against}: {'; '.join(parts)}."
+
+
+def source(files: Sequence[str]) -> str:
+    """Devices, versions and, for each file, its commit and day."""
+    known = {file: environment(file) for file in files}
+    versions: dict[str, dict[str, None]] = {}
+    for value in known.values():
+        for package, version in value["versions"].items():
+            if version and package not in ("ejkernel-eqx", "jaxlib"):
+                versions.setdefault(package, {})[version] = None
+    devices = ", ".join(dict.fromkeys(value["device"] for value in known.values()))
+    packages = ", ".join(f"{package} {' or '.join(numbers)}" for package, numbers in versions.items())
+    places = [f"`{file}.json` ({value['commit']}, {value['date'][:10]})" for file, value in known.items()]
+    return f"*{devices}; {packages}; {', '.join(places)}.*"
+
+
+def section(family: Mapping[str, Any]) -> list[str]:
+    names, body, also = groups(family), lines(family), family.get("also", ())
+    against = family.get("against", "fastest peer")
+    ranges = [
+        text.format(span([value.ratio for value in further(file, direction)]))
+        for text, file, direction in also
+    ]
+    files = [file for line in family["lines"] for file, _ in places(family, line)]
+    files += [*family.get("more", ()), *(file for _, file, _ in also)]
+    picture = (
+        f'![{family["title"]}: speed over the {against}](assets/{family["name"]}_h200.png){{ width="480" }}'
+    )
+    rows = [[line.label, *(text for known in line.times for text in cells(known))] for line in body]
+    end = f"`python -m benchmarks {family['command']}`. {source([*dict.fromkeys(files)])}"
+    words = [
+        f"## {family['title']}",
+        " ".join([family["sentence"], summary(names, against, body), *ranges]),
+        picture,
+    ]
+    return [*words, "", *table(header(names, against), rows), "", end, ""]
+
+
+def page() -> str:
+    return "\n".join(line for family in DATA["family"] for line in section(family)).strip()
+
+
+def readme() -> str:
+    known = {family["name"]: lines(family) for family in DATA["family"]}
+    body = [known[name][n] for name, places in DATA["readme"].items() for n in places]
+    rows = [
+        [line.label, *(text for value in (*line.times, None)[:2] for text in cells(value))] for line in body
+    ]
+    return "\n".join(table(header([*DIRECTIONS.values()]), rows))
+
+
+def marked(text: str, block: str) -> str:
+    """`text` with `block` between its two marks."""
+    begin, end = "<!-- performance: begin -->", "<!-- performance: end -->"
+    (before, rest) = text.split(begin)
+    return f"{before}{begin}\n\n{block}\n\n{end}{rest.split(end)[1]}"
+
+
+def plot(name: str, title: str, bars: Sequence[tuple[str, Times]]) -> None:
+    """Bars of ours, and of a peer at 1, by problem. Names have at least 9 px on a phone of 412 px."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(4.4, 0.7 + 0.5 * len(bars)), layout="constrained")
+    for n, (problem, known) in enumerate(bars):
+        axis.text(0, 3.3 * n, problem, va="center", fontsize=8.5, weight="bold")
+        pair = (
+            ("ejkernel_eqx", known.ours, known.ratio, "#8ec4f0"),
+            (known.peer, known.theirs, 1.0, "#d3d6da"),
+        )
+        for place, (library, ms, size, colour) in enumerate(pair, 1):
+            axis.barh(3.3 * n + place, size, 0.95, color=colour)
+            axis.text(0.02, 3.3 * n + place, f"{library}, {milliseconds(ms)} ms", va="center", fontsize=8.5)
+    axis.axvline(1, color="#333333", linewidth=0.8)
+    axis.set(ylim=(3.3 * len(bars) - 0.6, -0.8), yticks=[])
+    axis.set_title(title, fontsize=9.5)
+    axis.tick_params(axis="x", labelsize=8.5)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    figure.savefig(ROOT / f"docs/assets/{name}_h200.png", dpi=170, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def plots() -> None:
+    for family in DATA["family"]:
+        labels = [f", {name}" if len(groups(family)) > 1 else "" for name in groups(family)]
+        known = [
+            (line.label + label, value)
+            for line in lines(family)
+            for label, value in zip(labels, line.times)
+            if value
+        ]
+        plot(
+            family["name"],
+            f"Speed over the {family.get('against', 'fastest peer')} (longer is better)",
+            known[:10],
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plots", action="store_true", help="draw the pictures too")
+    options = parser.parse_args()
+    for path, block in ((PAGE, page()), (README, readme())):
+        path.write_text(marked(path.read_text(encoding="utf-8"), block), encoding="utf-8")
+    if options.plots:
+        plots()
+
+
+if __name__ == "__main__":
+    main()

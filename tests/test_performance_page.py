@@ -1,0 +1,49 @@
+"""The page of performance and the README's table are those that `docs/performance_page.py` writes from the results."""
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+SPEC = importlib.util.spec_from_file_location("performance_page", ROOT / "docs/performance_page.py")
+assert SPEC is not None and SPEC.loader is not None
+PAGE = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(PAGE)
+FAMILIES = PAGE.DATA["family"]
+
+
+@pytest.mark.parametrize(
+    ("path", "block"), [(PAGE.PAGE, PAGE.page), (PAGE.README, PAGE.readme)], ids=["page", "readme"]
+)
+def test_as_written(path, block):
+    text = path.read_text(encoding="utf-8")
+    assert PAGE.marked(text, block()) == text, "run python docs/performance_page.py"
+
+
+def test_sizes_and_pictures():
+    text = PAGE.PAGE.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert all(0 < len(family["lines"]) <= 10 for family in FAMILIES)
+    assert all((ROOT / "docs" / picture).is_file() for picture in re.findall(r"!\[.*?\]\((.*?)\)", text))
+
+
+def test_no_number_of_ours_is_written_by_hand():
+    """Outside of the marked part the page holds no ratio and no time."""
+    before, rest = PAGE.PAGE.read_text(encoding="utf-8").split("<!-- performance: begin -->")
+    assert not re.search(r"\d\.\d|\d (ms|µs|TB|TFLOP)", before + rest.split("<!-- performance: end -->")[1])
+
+
+def test_the_fastest_peer_counts():
+    """The strongest of the variants, in whichever file; slower is marked."""
+    known = PAGE.times(
+        "attention_backward_h200_triton_3.7.1",
+        "B4 S4096 H16 D128 causal",
+        "forward+backward",
+        ["attention_h200_triton_3.7.1"],
+    )
+    assert known.peer == "cuDNN (PyTorch)" and known.other_run and known.slower
+    assert PAGE.cells(known)[-1].startswith("**0.9") and PAGE.cells(known)[-1].endswith(PAGE.SLOWER)
+    alone = PAGE.times("attention_backward_h200_triton_3.7.1", "B4 S4096 H16 D128 causal", "forward+backward")
+    assert alone.peer == "cuDNN (jax.nn)" and not alone.other_run and not alone.slower
