@@ -2,7 +2,7 @@
 
     python -m benchmarks attention --json out.json --plot out.png --markdown out.md
     python -m benchmarks attention --quick                          # a few problems; tiny ones on a CPU
-    python -m benchmarks attention --render out.json --plot out.png --markdown docs/performance.md
+    python -m benchmarks attention --render out.json --plot out.png --markdown page.md
 
 Options are compared with plain attention, by visible scores and by visible tiles.
 """

@@ -3,7 +3,7 @@
     python -m benchmarks FAMILY --json out.json --plot out.png --markdown out.md
     python -m benchmarks FAMILY --problems REGEX --time-limit 300
     python -m benchmarks FAMILY --quick                               # tiny problems, anywhere
-    python -m benchmarks FAMILY --render out.json --plot out.png --markdown docs/performance.md
+    python -m benchmarks FAMILY --render out.json --plot out.png --markdown page.md
     python -m benchmarks FAMILY --candidates 6 --platforms triton     # configurations of the tuner side by side
 
 Every result of ours is first compared with a reference in float32, on this device and at full size; speeds are reported only if the results
