@@ -181,10 +181,10 @@ class Entries(Mapping[str, Any]):
 
     def wrong(self, name: str, expected: str, remedy: str = "correct the config.json") -> CheckpointError:
         """The error of an entry that does not fit the others."""
-        value = shown(self.get(name) if name in FIELDS else self.raw(name))
-        value += "" if name in self._config else " by default"
+        value = self.get(name) if name in FIELDS else self.raw(name)
         return CheckpointError(
-            f"config: {self._path}{name}: expected {expected}, received {value}; {remedy}."
+            f"config: {self._path}{name}: expected {expected}, received {shown(value)}{'' if name in self._config else ' by default'}; "
+            f"{remedy}."
         )
 
     def check_divides(self, part: str, whole: str) -> None:

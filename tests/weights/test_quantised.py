@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ejkernel_eqx as ejx
 from ejkernel_eqx.quantised import dequantise, QuantizedWeight
@@ -165,7 +166,13 @@ def is_quantised(x: Any) -> bool:
     return isinstance(x, QuantizedWeight)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+# A mixture of experts of each kind of file, fused projections, and every kind of code.
+QUICK = ("fp8 DeepSeek", "mxfp4", "awq fused", "awq experts", "gptq 8 bits", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in QUICK else ()) for name in CASES]
+)
 def test_floats_are_those_that_the_form_means(name, tmp_path):
     """Bit by bit, but for the factor of NVFP4, which is rounded once."""
     model = ejx.models.from_pretrained(folder_of(name, tmp_path), dtype="float32", dequantise=True)
@@ -176,8 +183,6 @@ def test_floats_are_those_that_the_form_means(name, tmp_path):
             np.testing.assert_array_equal(found, expected)
 
 
-# A mixture of experts of each kind of file, fused projections, and every kind of code.
-QUICK = ("fp8 DeepSeek", "mxfp4", "awq fused", "awq experts", "gptq 8 bits", "nvfp4")
 KEPT = [name for name, case in CASES.items() if not case.only_floats]
 
 
@@ -200,3 +205,35 @@ def test_kept_weights(name, tmp_path):
     ids = jnp.asarray(tokens())
     logits, expected = (np.asarray(eqx.filter_jit(model)(ids)) for model in (kept, floats))
     assert np.max(np.abs(logits - expected)) / np.max(np.abs(expected)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq experts"])
+def test_weights_over_devices(name, tmp_path):
+    """Codes and scales are split as the floats would be; an axis of scales that devices do not divide is whole."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+    def sharding(path: str, leaf: Any) -> Any:
+        spec = {"down_proj": PartitionSpec(*[None] * (leaf.ndim - 1), "x")}
+        spec |= {"gate_proj": PartitionSpec(*[None] * (leaf.ndim - 2), "x", None)}
+        return next((NamedSharding(mesh, value) for part, value in spec.items() if part in path), None)
+
+    folder = folder_of(name, tmp_path)
+    whole = ejx.models.from_pretrained(folder)
+    split = ejx.models.from_pretrained(folder, sharding=sharding)
+    assert eqx.tree_equal(
+        jax.tree.map(np.asarray, eqx.filter(whole, eqx.is_array)),
+        jax.tree.map(np.asarray, eqx.filter(split, eqx.is_array)),
+    )
+    mlp = split.stacks[0][0].mlp
+    mlp = (
+        mlp.experts
+        if name == "awq experts"
+        else jax.tree.map(lambda linear: linear.weight, mlp, is_leaf=lambda x: type(x) is eqx.nn.Linear)
+    )
+    for part, axis in (("gate_proj", -2), ("down_proj", -1)):
+        weight = getattr(mlp, part)
+        codes = weight.codes.addressable_shards[0].data.shape
+        assert codes[axis] == weight.codes.shape[axis] // 2, part
+        size = weight.scales.shape[axis]
+        expected = size // 2 if size % 2 == 0 else size
+        assert weight.scales.addressable_shards[0].data.shape[axis] == expected

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import CheckpointError
+from ..quantised.dequantise import is_quantised
 from ..weights.fill import fill, is_parameter, placed_as, sharding_of
-from ..weights.quantised.values import check_alike, empty_stack, is_quantised, rows_of
+from ..weights.quantised.values import check_alike, empty_stack, rows_of
 
 _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
@@ -91,9 +92,9 @@ def _stacked(layers: Any, views: list[Any]) -> Any:
     """A stack of layers, filled one after the other into arrays that are written in place."""
     parameters, rest = eqx.partition(layers, is_parameter)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parameters)
-    buffers = None
+    buffers, is_loaded = None, lambda leaf: is_parameter(leaf) or is_quantised(leaf)
     for index, view in enumerate(views):
-        layer = eqx.filter(_filled_layer(eqx.combine(one, rest), view), _is_loaded, is_leaf=is_quantised)
+        layer = eqx.filter(_filled_layer(eqx.combine(one, rest), view), is_loaded, is_leaf=is_quantised)
         if buffers is None:
             # In their place from the start: no device holds more of a stack than is its share.
             empty = lambda x, like: empty_stack(len(views), x, sharding_of(like))
@@ -102,10 +103,6 @@ def _stacked(layers: Any, views: list[Any]) -> Any:
         buffers = jax.tree.map(lambda buffer, x, index=index: _put(index, x, buffer), buffers, layer)
     one_of = lambda buffer, other: other if buffer is None else buffer
     return jax.tree.map(one_of, buffers, rest, is_leaf=lambda x: x is None or is_quantised(x))
-
-
-def _is_loaded(leaf: Any) -> bool:
-    return is_parameter(leaf) or is_quantised(leaf)
 
 
 def _put(index: int, x: jax.Array, buffer: jax.Array) -> jax.Array:

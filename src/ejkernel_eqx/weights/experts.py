@@ -67,7 +67,7 @@ def _transposed(module: Any, weights: Weights) -> Any:
     down = turned(weights.take_matrix("down_proj", (count, inner, outer), dtype))
     # Gate and up alternate along the last axis as published, and all three are published transposed.
     alternate = [rows_of(both, slice(start, None, 2)) for start in range(2)]
-    new = dict(zip(_FIELDS, (*alternate, down)))
+    new: dict[str, Any] = dict(zip(_FIELDS, (*alternate, down)))
     if module.gate_proj_bias is not None:
         biases = weights.take("gate_up_proj_bias", (count, 2 * inner), module.gate_proj_bias.dtype)
         new |= {"gate_proj_bias": biases[:, 0::2], "up_proj_bias": biases[:, 1::2]}

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import CheckpointError
-from .quantised.values import is_quantised, placed
+from ..quantised.dequantise import is_quantised
+from .quantised.values import placed
 from .view import Weights
 
 
@@ -50,7 +51,7 @@ def fill_fields(
         # Only this norm may be published as weight - 1; gated norms never are.
         if isinstance(module, eqx.nn.RMSNorm) and field.name == "weight" and value is not None:
             new[field.name] = weights.take_norm(name, value.shape, value.dtype)
-        elif type(module) is eqx.nn.Linear and field.name == "weight":
+        elif type(module) is eqx.nn.Linear and field.name == "weight" and value is not None:
             new[field.name] = weights.take_matrix(name, value.shape, value.dtype)
         else:
             new[field.name] = _entry(value, name, weights)

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import CheckpointError
+from ..quantised.dequantise import is_quantised
 from .fill import fill, is_parameter, sharding_of
-from .quantised.values import is_quantised
 from .source import StateDict
 from .view import Weights
 

@@ -11,6 +11,8 @@ $$W_{oi} = (q_{io} - z_{go})\, s_{go}, \qquad g = \lfloor i / \mathrm{group\_siz
 Source: `WQLinear_GEMM` of AutoAWQ.
 """
 
+from typing import Any
+
 import numpy as np
 
 from ..._entries import Entries
@@ -42,7 +44,7 @@ class Awq(Form):
         form = integers(4, (1, group), held.dtype(".scales"), True)
         return Layout((8 * words, columns), form, (8 * words, columns // group), True)
 
-    def arrays(self, held: Held, layout: Layout) -> tuple[np.ndarray | None, ...]:
+    def arrays(self, held: Held, layout: Layout) -> tuple[Any, ...]:
         words, zeros = held.read(".qweight"), held.read(".qzeros").reshape(layout.sizes[1], -1)
         numbers, scales = _in_order(words), held.read(".scales").reshape(layout.sizes[::-1]).T
         codes = numbers[:, 0::2] | numbers[:, 1::2] << 4

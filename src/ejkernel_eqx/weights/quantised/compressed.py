@@ -91,7 +91,7 @@ class Compressed(Form):
             form = dataclasses.replace(form, element=DTYPES.get(kind.dtype, "float4_e2m1fn"))
         return Layout(shape, form, sizes, not is_symmetric, held.groups(".weight_g_idx", shape[1], block[1]))
 
-    def arrays(self, held: Held, layout: Layout) -> tuple[np.ndarray | None, ...]:
+    def arrays(self, held: Held, layout: Layout) -> tuple[Any, ...]:
         kind, bits, is_symmetric, _ = self._of(held)
         codes, scales = held.read(kind.end), held.read(".weight_scale")
         rows, columns = layout.sizes
@@ -109,11 +109,10 @@ class Compressed(Form):
         return codes, scales, zeros, None
 
     def _of(self, held: Held) -> _Group:
-        for pattern, group in self._rules:
-            if pattern.match(held.module):
-                return group
-        expected = "a target of quantization_config.config_groups that names this module"
-        raise held.wrong(".weight_scale", expected, "none")
+        group = next((group for pattern, group in self._rules if pattern.match(held.module)), None)
+        if group is None:
+            raise held.wrong(".weight_scale", "a target of config_groups that names this module", "none")
+        return group
 
 
 def _matcher(text: str) -> re.Pattern[str]:

@@ -134,7 +134,7 @@ class Form(abc.ABC):
         """Raise `CheckpointError` unless dtypes and shapes fit together. Weights are not read."""
 
     @abc.abstractmethod
-    def arrays(self, held: Held, layout: Layout) -> tuple[np.ndarray | None, ...]:
+    def arrays(self, held: Held, layout: Layout) -> tuple[Any, ...]:
         """Codes, scales, zero points and the scale of the tensor of a `QuantizedWeight`. Codes of integers and zero points are uint8 from 0 on;
         default zero points are half of their range."""
 

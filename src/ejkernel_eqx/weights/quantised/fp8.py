@@ -33,8 +33,7 @@ class Fp8(Form):
 
     def layout(self, held: Held) -> Layout:
         shape, end = held.matrix(".weight", self._kind), self._scales(held)
-        is_one = all(size == 1 for size in held.shape(end, _SCALES))
-        block = self._block or ((0, 0) if is_one else (1, 0))
+        block = self._block or ((0, 0) if set(held.shape(end, _SCALES)) <= {1} else (1, 0))
         sizes = held.scales(end, _SCALES, shape, block)
         return Layout(shape, QuantFormat(DTYPES[self._kind], block, held.dtype(end)), sizes)
 

@@ -12,7 +12,7 @@ $$W_{oi} = (q_{io} - z_{go})\, s_{go}, \qquad g = \mathrm{g\_idx}_i$$
 Source: `QuantLinear` of AutoGPTQ, GPTQModel.
 """
 
-from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -34,16 +34,14 @@ class Gptq(Form):
         self._offset = int(check_entry(entries, name, "gptq", "gptq_v2", default="gptq") == "gptq")
         check_entry(entries, "is_marlin_format", False, default=False)
         check_entry(entries, "pack_dtype", "int32", default="int32")
-        self._bits, self._group = check_entry(entries, "bits", 4, 8), entries.get("group_size")
-        self._is_symmetric = entries.get("sym") is not False
-        if self._group is None:
+        if entries.get("group_size") is None:
             raise entries.wrong("group_size", "-1 or a number of inputs")
+        self._bits, self._group = check_entry(entries, "bits", 4, 8), entries["group_size"]
+        self._is_symmetric = entries.get("sym") is not False
         # Modules that rules exclude are in floats in the files.
         rules = entries.get("dynamic") or {}
-        if not isinstance(rules, Mapping) or any(not rule.startswith("-:") for rule in rules):
-            raise entries.wrong(
-                "dynamic", "rules that exclude modules, '-:...', alone", "quantise them in one way"
-            )
+        if not isinstance(rules, dict) or any(not rule.startswith("-:") for rule in rules):
+            raise entries.wrong("dynamic", "rules that exclude modules ('-:...')", "quantise all in one way")
 
     def layout(self, held: Held) -> Layout:
         each = 32 // self._bits
@@ -58,13 +56,14 @@ class Gptq(Form):
         groups = held.groups(".g_idx", columns, group)
         return Layout((rows, columns), form, (rows, columns // group), not self._is_symmetric, groups)
 
-    def arrays(self, held: Held, layout: Layout) -> tuple[np.ndarray | None, ...]:
+    def arrays(self, held: Held, layout: Layout) -> tuple[Any, ...]:
         zeros = numbers_of(held.read(".qzeros").reshape(layout.sizes[1], -1), self._bits).T
         most, middle = 2**self._bits - 1, 2 ** (self._bits - 1)
         if self._offset and (zeros == most).any():
             twice = f"{most}, which loaders read in two ways"
-            remedy = "Save it with checkpoint_format gptq_v2."
-            raise held.wrong(".qzeros", f"zero points less one up to {most - 1}", twice, remedy)
+            raise held.wrong(
+                ".qzeros", f"zero points less one up to {most - 1}", twice, "Save it as gptq_v2."
+            )
         zeros = np.ascontiguousarray(zeros) + np.uint8(self._offset)
         if self._is_symmetric and (zeros != middle).any():
             raise held.wrong(".qzeros", f"zero points {middle}, as sym is true", "others")

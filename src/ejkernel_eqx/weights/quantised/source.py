@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from ..._entries import Entries, shown
-from ..._errors import CheckpointError
 from ...quantised import dequantise, QuantizedWeight
 from ..source import FileSource, Source
 from .awq import Awq
@@ -37,8 +36,7 @@ class QuantisedSource(Source):
         assert isinstance(source, FileSource)
         self.label, self._source, self._form = source.label, source, form
         names = dict.fromkeys(source.names())
-        ends = [end for end in form.marker if any(name.endswith(end) for name in names)]
-        modules = [name.removesuffix(end) for end in ends for name in names if name.endswith(end)]
+        modules = [name.removesuffix(end) for end in form.marker for name in names if name.endswith(end)]
         self._modules = {module + form.weight: Held(source, names, module) for module in modules}
         parts = {module + end for module in modules for end in (*form.marker, *form.others)}
         hidden = {name for name in names if name in parts or name.endswith(tuple(_ACTIVATIONS))}
@@ -50,9 +48,7 @@ class QuantisedSource(Source):
             self._check(name, held, any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
         for name in self._names:
             if name not in self._modules and source.kind(name).startswith(("F8", "F4")):
-                raise CheckpointError(
-                    f"{name!r}: expected scales beside it, as {source.kind(name)} has them, received none. Download all files of the model."
-                )
+                raise Held(source, names, name).wrong("", "scales beside it", "none", "Download all files.")
 
     def _check(self, name: str, held: Held, is_float: bool) -> None:
         if self._form.is_not_converted(held.module):

@@ -10,15 +10,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._errors import CheckpointError
-from ...quantised import QuantizedWeight
+from ...quantised.dequantise import is_quantised
 
 DEQUANTISE = (
     "Pass dequantise=True to from_pretrained, or the names of these weights as patterns, to have floats."
 )
-
-
-def is_quantised(x: Any) -> bool:
-    return isinstance(x, QuantizedWeight)
 
 
 def rows_of(x: Any, rows: slice) -> Any:
@@ -64,12 +60,9 @@ def check_alike(first: Any, other: Any, name: str) -> None:
 
 def empty_stack(count: int, x: Any, sharding: Any) -> Any:
     """Zeros in the place of `count` arrays or quantised weights like `x`."""
-
-    def one(part: Any) -> Any:
-        shape = (count, *part.shape)
-        return jnp.zeros(shape, part.dtype, device=_of_part(sharding, shape) if is_quantised(x) else sharding)
-
-    return jax.tree.map(one, x)
+    where = lambda shape: _of_part(sharding, shape) if is_quantised(x) else sharding
+    empty = lambda shape, dtype: jnp.zeros(shape, dtype, device=where(shape))
+    return jax.tree.map(lambda part: empty((count, *part.shape), part.dtype), x)
 
 
 def placed(x: Any, sharding: Any) -> Any:
