@@ -59,6 +59,16 @@ if "EJKERNEL_EQX_TESTS_PROGRAMS" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 else:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# The frames of a trace in what is lowered are read by nobody here, and writing them takes a twentieth of the time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# Compilers allocate and free much: memory that a process has is kept, in large pages. Read at a process's start: by the workers.
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
+os.environ.setdefault("MALLOC_TOP_PAD_", str(2**26))
+os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # NumPy's threads would wait for work on the cores of the other workers
 # Several processes share one GPU: none of them may reserve most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Nothing that the tests tune may reach the tables of whoever runs them, and no such table may decide what is tested. Processes that
@@ -69,6 +79,18 @@ atexit.register(shutil.rmtree, os.environ["EJKERNEL_EQX_CACHE_DIR"], ignore_erro
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+
+
+def _leave() -> None:
+    """Ends a worker. Its memory goes with its process: to take JAX's caches apart first takes seconds, for which xdist waits."""
+    shutil.rmtree(os.environ["EJKERNEL_EQX_CACHE_DIR"], ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(_leave)  # after JAX's import, and so run before what JAX does at an exit
 
 # What a user may switch on must work: an implicit promotion between dtypes or ranks is an error.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -166,6 +188,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def pytest_collection_finish() -> None:
     """What was made so far stays: it is not looked at again."""
+    gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """Looks for garbage once: what is left is not looked at again, as pytest does twice for objects that were not closed."""
+    gc.collect()
     gc.freeze()
 
 

@@ -1,5 +1,8 @@
 """Grouped matmuls on meshes: rows of a batch, columns, and the contracted axis split over devices."""
 
+import functools
+from typing import Any
+
 import jax
 import pytest
 
@@ -46,6 +49,24 @@ ON_MESHES += [(name, OPAQUE, "explicit", "tensor") for name in ("plain", "contra
 ON_MESHES += [("plain", platform, "explicit", "data") for platform in PLATFORMS]
 
 
+@functools.cache
+def everything(name: str, platform: str) -> Any:
+    """A compiled function of the arrays and a cotangent: the result and the gradients."""
+    case = CASES[name][0]
+    op = case.operation(platform)
+
+    def results(arrays, dout):
+        result, pull = jax.vjp(lambda some: op(**{**arrays, **some}), learned(case, arrays))
+        return result, pull(dout)[0]
+
+    return jax.jit(results)
+
+
+@functools.cache
+def on_one_device(name: str, platform: str) -> Any:
+    return everything(name, platform)(*make(CASES[name][0]))
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name, platform, kind, layout", ON_MESHES)
 def test_on_a_mesh(name, platform, kind, layout):
@@ -53,25 +74,20 @@ def test_on_a_mesh(name, platform, kind, layout):
         pytest.importorskip("triton")
     case, lie, out = CASES[name]
     given, dout = make(case)
-    op = case.operation(platform)
-
-    def everything(given, dout):
-        result, pull = jax.vjp(lambda some: op(**{**given, **some}), learned(case, given))
-        return result, pull(dout)[0]
-
-    expected = jax.jit(everything)(given, dout)
+    op, expected = case.operation(platform), on_one_device(name, platform)
     mesh = meshes.mesh_of(kind)
     lie = {name: (), **dict.fromkeys(given, ()), "group_sizes": (ROWS,), **lie}
     specs = {name: meshes.spec(layout, *lie[name]) for name in given}
     placed = meshes.place(mesh, given, specs)
     (placed_dout,) = meshes.place(mesh, (dout,), (meshes.spec(layout, *out),))
     with meshes.context(kind, mesh):
-        forward = jax.jit(lambda given: op(**given)).lower(placed).compile()
-        result, gradients = jax.jit(everything)(placed, placed_dout)
+        result, gradients = everything(name, platform)(placed, placed_dout)
     meshes.agree(result, expected[0])
     meshes.agree(gradients, expected[1], "gradient")
     if kind == "automatic" and platform != "xla":
         return  # a callback stays whole where the compiler splits
+    with meshes.context(kind, mesh):
+        forward = jax.jit(lambda given: op(**given)).lower(placed).compile()
     if name != "contracted axis":
         assert not meshes.collectives(forward), meshes.collectives(forward)
     elif platform != "xla" and layout != "data":

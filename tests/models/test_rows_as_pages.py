@@ -30,8 +30,10 @@ CONFIGS = {
     "window": DecoderConfig(40, 32, (LOCAL, FULL)),
     "hybrid": DecoderConfig(40, 32, (FULL, DELTA, FULL, DELTA, FULL)),
     "latent": DecoderConfig(40, 32, (LATENT,) * 2),
+    "short": DecoderConfig(40, 32, (FULL, DELTA)),
     "states": DecoderConfig(40, 32, (MAMBA,) * 2),
 }
+DECODED = [name for name in CONFIGS if name != "short"]  # "hybrid" has its layers
 ROWS = 3
 PROMPTS = jnp.asarray(np.random.default_rng(0).integers(0, 40, (ROWS, 4)))
 REAL = np.array([[True] * 4, [False, False, True, True], [False, True, True, True]])
@@ -84,7 +86,7 @@ def arrays_of_rows(tree: Any) -> list[np.ndarray]:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", DECODED)
 def test_steps_in_a_loop_are_those_over_rows(name):
     """Prompts of different lengths, then rows of which one is done early."""
     (logits, begun, cache), (expected, _, whole) = run(name, INTERPRET), run(name, "xla")
@@ -101,7 +103,7 @@ def test_steps_in_a_loop_are_those_over_rows(name):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", DECODED)
 @pytest.mark.parametrize("length", [48, 37])
 def test_several_tokens_a_row(name, length):
     """With padding anywhere, and without; a row of 37 tokens is one page."""
@@ -123,7 +125,7 @@ def test_any_leading_axes(lead):
         tokens = jnp.broadcast_to(STEPS[0, :1, 0], (*lead, 1))
         return model(tokens, model(tokens, model.init_cache(lead, 32))[1])
 
-    close(*(eqx.filter_jit(call)(model_of("hybrid", platform)) for platform in (INTERPRET, "xla")))
+    close(*(eqx.filter_jit(call)(model_of("short", platform)) for platform in (INTERPRET, "xla")))
 
 
 def test_examples_of_vmap_have_caches_of_their_own():
@@ -131,7 +133,7 @@ def test_examples_of_vmap_have_caches_of_their_own():
         cache = jax.vmap(lambda _: model.init_cache((), 32))(jnp.arange(ROWS))
         return eqx.filter_vmap(lambda *given: model(*given))(STEPS[0], cache)
 
-    close(*(eqx.filter_jit(call)(model_of("hybrid", platform)) for platform in (INTERPRET, "xla")))
+    close(*(eqx.filter_jit(call)(model_of("short", platform)) for platform in (INTERPRET, "xla")))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Texts with speculation are those without, whoever drafts; good drafts save calls of the model."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -33,6 +34,7 @@ KINDS = {
 }
 
 
+@functools.cache
 def model_of(kind: str, seed: int = 5) -> Decoder:
     """With large weights: texts depend on all that was before, and do not repeat themselves at once."""
     model = Decoder(DecoderConfig(20, 16, KINDS[kind]), key=jax.random.key(seed))

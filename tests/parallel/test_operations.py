@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -227,16 +227,22 @@ def leaves(results: Any) -> tuple[jax.Array, ...]:
     return tuple(jax.tree.leaves(results))
 
 
-def everything(case: Case, platform: ejx.PlatformLike) -> Callable[[Any], Any]:
-    """The results and, of a sum of them, the gradients."""
-    call = case.build(platform)
+@cache
+def everything(name: str, platform: ejx.PlatformLike) -> Any:
+    """A compiled function: the results and, of a sum of them, the gradients."""
+    case, call = CASES[name], CASES[name].build(platform)
 
     def results_and_gradients(arrays: Any) -> Any:
         learned = {name: arrays[name] for name in case.learned}
         results, pull = jax.vjp(lambda learned: leaves(call(**{**arrays, **learned})), learned)
         return results, pull(tuple(jnp.cos(x) for x in results)) if learned else ()
 
-    return results_and_gradients
+    return jax.jit(results_and_gradients)
+
+
+@cache
+def on_one_device(name: str, platform: ejx.PlatformLike) -> Any:
+    return everything(name, platform)(CASES[name].arrays)
 
 
 _EXPLICIT, OPAQUE = "explicit without context", "triton-interpret"
@@ -253,18 +259,18 @@ def test_on_a_mesh(name, platform, kind, layout):
     if platform != "xla":
         pytest.importorskip("triton")
     case = CASES[name]
-    call, function = case.build(platform), everything(case, platform)
-    expected = jax.jit(function)(case.arrays)
+    call, expected = case.build(platform), on_one_device(name, platform)
     mesh = meshes.mesh_of(kind)
     specs = case.specs(layout)
     arrays = meshes.place(mesh, case.arrays, specs)
     with meshes.context(kind, mesh):
-        forward = jax.jit(lambda arrays: leaves(call(**arrays))).lower(arrays).compile()
-        results, gradients = jax.jit(function)(arrays)
+        results, gradients = everything(name, platform)(arrays)
     meshes.agree(results, expected[0])
     meshes.agree(gradients, expected[1], "gradient")
     if kind == "automatic" and (platform != "xla" or name == "absorbed latent"):
         return  # a callback stays whole where the compiler splits; and the loop over pages ends at the longest of all rows
+    with meshes.context(kind, mesh):
+        forward = jax.jit(lambda arrays: leaves(call(**arrays))).lower(arrays).compile()
     assert not meshes.collectives(forward)
     for x, axes in zip(results, case.results, strict=True):
         assert meshes.lies(x, mesh, meshes.spec(layout, *axes)), (x.sharding, axes)
@@ -293,9 +299,7 @@ def test_opaque_results_have_the_types_of_xlas(name, size):
     specs = {name: spec_of(x, case.split.get(name, ())) for name, x in case.arrays.items()}
     arrays = meshes.place(mesh, case.arrays, specs)
 
-    types = lambda platform: [
-        str(x) for x in jax.jit(everything(case, platform)).trace(arrays).jaxpr.out_avals
-    ]
+    types = lambda platform: [str(x) for x in everything(name, platform).trace(arrays).jaxpr.out_avals]
     expected = types("xla")
     assert types("triton-interpret") == expected
     # A step has no tokens, and latents are read by rows that have both.

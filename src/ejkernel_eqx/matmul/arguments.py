@@ -13,6 +13,7 @@ from jax import Array
 from .._errors import UnsupportedError
 from .._values import check_between, checked, known
 from ..core.arguments import array, check_flags, fitting, is_finite
+from ..quantised import QuantizedWeight
 from .spec import (
     ACTIVATIONS,
     columns,
@@ -53,6 +54,14 @@ def check_epilogue(activation: Any, alpha: Any, limit: Any, up_shift: Any) -> No
         raise ValueError(f"limit: expected a positive number or None, received {limit!r}.")
     if not is_finite(up_shift):
         raise ValueError(f"up_shift: expected a finite number, received {up_shift!r}.")
+
+
+def check_floats(name: str, weight: Any, dtype: Any) -> None:
+    """Refuses a quantised weight, which no kernel reads yet."""
+    if isinstance(weight, QuantizedWeight):
+        raise ValueError(
+            f"{name}: expected an array, received {weight!r}; pass its numbers, {name}.astype({dtype.name!r}), as layers do."
+        )
 
 
 class RightSide(NamedTuple):
@@ -130,6 +139,7 @@ def _weight(name: str, given: RightSide, lhs: Array, spec: GroupedSpec) -> Array
     """A right side of three axes, in the dtype of the left side or stored in 8 bits."""
     weight, inner = given.weight, lhs.shape[-1]
     letters = "E N K" if spec.transpose_rhs else "E K N"
+    check_floats(name, weight, lhs.dtype)
     dtype = str(getattr(weight, "dtype", ""))
     if dtype not in STORED_DTYPES:
         weight = array(name, weight, letters)

@@ -16,7 +16,7 @@ from ..._shapes import AnyArray, Float, is_symbolic
 from ...core.arguments import array, check_flags, fitting, is_finite
 from ...core.plans import plan_of
 from ...dispatch import PlatformLike
-from ..arguments import check_epilogue
+from ..arguments import check_epilogue, check_floats
 from .core import KINDS
 from .spec import BIASES, FEW_ROWS, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
 
@@ -159,6 +159,7 @@ class Matmul(Kernel):
             )
         named: dict[str, Any] = {}
         for i, (weight, bias) in enumerate(zip(weights, biases)):
+            check_floats(f"weights[{i}]", weight, x.dtype)
             weight = array(f"weights[{i}]", weight, "N K")
             if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or weight.dtype != x.dtype:
                 raise ValueError(
