@@ -104,7 +104,7 @@ def test_weights_in_nvfp4(tmp_path):
     """They multiply in bfloat16, so that each weight is rounded twice."""
     case = Case("llama", compressed("nvfp4-pack-quantized", **NVFP4), forms.nvfp4)
     theirs = theirs_of(written(made(case), tmp_path)).state_dict()
-    ours = ejx.models.from_pretrained(tmp_path, dtype="float32", dequantise=True)
+    ours: Any = ejx.models.from_pretrained(tmp_path, dtype="float32", dequantise=True)
     for index in range(3):
         expected = theirs[f"model.layers.{index}.mlp.down_proj.weight"].numpy()
         assert np.any(expected)

@@ -217,7 +217,7 @@ def test_layers_of_several_formats(tmp_path):
     change: dict[str, Any] = {f"{name}{end}": None for end in (".qweight", ".qzeros", ".scales")}
     folder = folder_of("awq", tmp_path, change | {f"{name}.weight": floats[f"{name}.weight"]})
     refused(folder, ["down_proj", "expected weights of one format", "received", "floats", "dequantise"])
-    model = ejx.models.from_pretrained(folder, dequantise=("*.down_proj.weight",))
+    model: Any = ejx.models.from_pretrained(folder, dequantise=("*.down_proj.weight",))
     assert isinstance(model.layer(1).mlp.gate_proj.weight, QuantizedWeight)
     np.testing.assert_array_equal(model.layer(1).mlp.down_proj.weight, floats[f"{name}.weight"])
     np.testing.assert_array_equal(
