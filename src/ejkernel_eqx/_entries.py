@@ -51,7 +51,6 @@ _TABLE = _Kind(
     f"an object of at most {_MOST_ITEMS} entries",
     lambda x: isinstance(x, Mapping) and len(x) <= _MOST_ITEMS and all(map(_TEXT.fits, x)),
 )
-_ANY = _Kind("anything", lambda x: True)
 _LAYERS = _integers(1, 1024)
 _INDEX = _integers(0, 2**20)
 _SIZE = _integers(1, 2**20)
@@ -86,20 +85,26 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
     (_LENGTH, "max_position_embeddings original_max_position_embeddings"),
     (_either(_TOKEN, _lists(_TOKEN)), "eos_token_id"),
     (_lists(_INDEX), "mlp_only_layers kda_layers layers mrope_section"),
-    (_lists(_TEXT), "layer_types"),
+    (_lists(_TEXT), "layer_types modules_to_not_convert ignored_layers ignore targets"),
     (
         _TEXT,
         "model_type hidden_act hidden_activation dtype torch_dtype rope_type type topk_method "
-        "scoring_func feature_map",
+        "scoring_func feature_map quant_method fmt version format checkpoint_format pack_dtype strategy "
+        "quantization_status",
     ),
     (
         _FLAG,
         "attention_bias mlp_bias qkv_bias use_bias use_conv_bias tie_word_embeddings use_sliding_window "
         "use_bidirectional_attention attn_output_gate rope_interleave scale_attn_weights "
         "scale_attn_by_inverse_layer_idx norm_topk_prob truncate use_short_conv use_output_gate "
-        "elementwise_affine use_gk use_gv mrope_interleaved",
+        "elementwise_affine use_gk use_gv mrope_interleaved zero_point sym desc_act symmetric is_marlin_format",
     ),
     (_TABLE, "text_config linear_attn_config attn rope_scaling rope_parameters"),
+    (_TABLE, "quantization_config config_groups weights sparsity_config transform_config"),
+    (_integers(1, 64), "bits num_bits"),
+    (_either(_integers(-1, -1), _SIZE), "group_size"),
+    (_lists(_SIZE, 2), "weight_block_size block_structure"),
+    (_either(_FLAG, _TABLE, _TEXT), "dynamic"),
     (_numbers(0.0, 1.0), "rms_norm_eps layer_norm_epsilon norm_eps mixer_rms_eps"),
     (_THETA, "rope_theta global_rope_theta rotary_emb_base rope_local_base_freq local_rope_theta"),
     (_numbers(1e-6, 1.0), "partial_rotary_factor rotary_pct"),
@@ -117,7 +122,6 @@ _NAMES: tuple[tuple[_Kind, str], ...] = (
         "clamp_min full_attn_alpha_factor full_attn_beta_factor linear_attn_alpha_factor "
         "linear_attn_beta_factor mlp_alpha_factor mlp_beta_factor",
     ),
-    (_ANY, "quantization_config"),
 )
 FIELDS = {name: kind for kind, names in _NAMES for name in names.split()}
 """Every entry that is read anywhere, also within another, such as `factor` in `rope_scaling`."""
@@ -175,11 +179,12 @@ class Entries(Mapping[str, Any]):
         read = {name: self[name] if name in FIELDS else self.raw(name) for name in self._config}
         return {name: value for name, value in read.items() if value is not None}
 
-    def wrong(self, name: str, expected: str) -> CheckpointError:
+    def wrong(self, name: str, expected: str, remedy: str = "correct the config.json") -> CheckpointError:
         """The error of an entry that does not fit the others."""
-        value = f"{shown(self.get(name))}{'' if name in self._config else ' by default'}"
+        value = self.get(name) if name in FIELDS else self.raw(name)
         return CheckpointError(
-            f"config: {self._path}{name}: expected {expected}, received {value}; correct the config.json."
+            f"config: {self._path}{name}: expected {expected}, received {shown(value)}{'' if name in self._config else ' by default'}; "
+            f"{remedy}."
         )
 
     def check_divides(self, part: str, whole: str) -> None:

@@ -98,7 +98,7 @@ def test_products_and_their_gradient(name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_rounding_is_to_the_nearest(kind, dtype):
     """No other code is nearer, for the scales that were chosen; zeros stay zeros, whole rows of them too."""
     w = np.array(normal(3, 140, 128), np.float32)

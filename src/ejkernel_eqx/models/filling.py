@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import CheckpointError
+from ..quantised.dequantise import is_quantised
 from ..weights.fill import fill, is_parameter, placed_as, sharding_of
+from ..weights.quantised.values import check_alike, empty_stack, rows_of
 
 _ROOTS = ("model", "backbone", "model.language_model", "language_model.model", "transformer")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "embedding.weight")
@@ -91,15 +93,17 @@ def _stacked(layers: Any, views: list[Any]) -> Any:
     """A stack of layers, filled one after the other into arrays that are written in place."""
     parameters, rest = eqx.partition(layers, is_parameter)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parameters)
-    buffers = None
+    buffers, is_loaded = None, lambda leaf: is_parameter(leaf) or is_quantised(leaf)
     for index, view in enumerate(views):
-        layer = eqx.filter(_filled_layer(eqx.combine(one, rest), view), is_parameter)
+        layer = eqx.filter(_filled_layer(eqx.combine(one, rest), view), is_loaded, is_leaf=is_quantised)
         if buffers is None:
             # In their place from the start: no device holds more of a stack than is its share.
-            empty = lambda x, like: jnp.zeros((len(views), *x.shape), x.dtype, device=sharding_of(like))
-            buffers = jax.tree.map(empty, layer, parameters)
+            empty = lambda x, like: empty_stack(len(views), x, sharding_of(like))
+            buffers = jax.tree.map(empty, layer, parameters, is_leaf=is_quantised)
+        check_alike(buffers, layer, view.prefix)
         buffers = jax.tree.map(lambda buffer, x, index=index: _put(index, x, buffer), buffers, layer)
-    return eqx.combine(buffers, rest)
+    one_of = lambda buffer, other: other if buffer is None else buffer
+    return jax.tree.map(one_of, buffers, rest, is_leaf=lambda x: x is None or is_quantised(x))
 
 
 def _put(index: int, x: jax.Array, buffer: jax.Array) -> jax.Array:
@@ -144,7 +148,8 @@ def _filled_fused(mlp: Any, weights: Any, experts: bool) -> Any:
     def take(name: str, kind: str, shape: tuple[int, ...]) -> jax.Array:
         dtype = getattr(mlp.down_proj, kind).dtype
         if not experts:
-            return weights.take(f"{name}.{kind}", shape, dtype)
+            take = weights.take_matrix if kind == "weight" else weights.take
+            return take(f"{name}.{kind}", shape, dtype)
         full = f"experts.{name}{'_bias' if kind == 'bias' else ''}"
         x = weights.take(full, (1, *(shape[::-1] if turned else shape)), dtype)[0]
         return x.T if turned else x
@@ -153,7 +158,8 @@ def _filled_fused(mlp: Any, weights: Any, experts: bool) -> Any:
     for kind in ("weight", "bias") if mlp.config.use_bias else ("weight",):
         columns = lambda size, kind=kind: (size,) if kind == "weight" else ()
         both = take("gate_up_proj", kind, (2 * inner, *columns(outer)))
-        gate, up = (both[::2], both[1::2]) if turned else jnp.split(both, 2)
+        rows = (slice(0, None, 2), slice(1, None, 2)) if turned else (slice(inner), slice(inner, None))
+        gate, up = (rows_of(both, part) for part in rows)
         down = take("down_proj", kind, (outer, *columns(inner)))
         where = lambda m, kind=kind: [getattr(p, kind) for p in (m.gate_proj, m.up_proj, m.down_proj)]
         mlp = eqx.tree_at(where, mlp, [gate, up, down])

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,9 +13,11 @@ from jax.typing import DTypeLike
 
 from .._entries import entries_of, shown
 from .._errors import CheckpointError
-from ..weights import load_published
+from ..weights import Weights
 from ..weights.configs import text_entries
-from ..weights.source import read_json
+from ..weights.load import loaded
+from ..weights.quantised.source import form_of, QuantisedSource
+from ..weights.source import open_source, read_json
 from .decoder import Decoder
 from .published import decoder_config, stop_tokens
 
@@ -43,6 +45,7 @@ def from_pretrained(
     *,
     dtype: DTypeLike | None = None,
     ignore: tuple[str, ...] = (),
+    dequantise: bool | Sequence[str] = False,
     sharding: Callable[[str, Any], Any] | None = None,
     **options: Any,
 ) -> Decoder:
@@ -60,6 +63,9 @@ def from_pretrained(
     - `dtype`: of the parameters; default that in which the model was published.
     - `ignore`: names of weights that are not wanted, as patterns of `fnmatch`. Of a model of images or sound and text (with a
         `text_config`), the weights of the other parts are left out anyway.
+    - `dequantise`: whether quantised weights become floats of the model's dtype; or those whose names fit one of these patterns of `fnmatch`. By
+        default each is an [`ejkernel_eqx.QuantizedWeight`][]. Forms, by the `quantization_config`: `fp8`, `mxfp4`, `awq`, `gptq`,
+        `compressed-tensors`.
     - `sharding`: for several devices, a function that says where each weight goes. It receives the path of the weight in the decoder, such as
         `".stacks[0][0].mixer.q_proj.weight"`, and its shape and dtype as a `jax.ShapeDtypeStruct`; it returns a `jax.sharding.Sharding`,
         or `None` for the default device. Weights of layers have a leading axis, the layers of their stack.
@@ -69,7 +75,8 @@ def from_pretrained(
     **Returns:** the `Decoder`. Its weights are read layer by layer, so that they need not be held twice.
 
     **Raises:** `CheckpointError`, which is a `ValueError`, where the folder lacks a file, entries of `config.json` are missing, of another type or
-    out of bounds, or weights are missing, left over or of other shapes;
+    out of bounds, or weights are missing, left over or of other shapes; where the `quantization_config` says what is not read, or the arrays of
+    a quantised weight do not fit together, before any of them is read;
     `ValueError` for a model that is not supported.
     """
     folder = pathlib.Path(path).expanduser()
@@ -81,6 +88,10 @@ def from_pretrained(
         stop = _of_file(beside, stop_tokens, _read_json(beside))
         described = dataclasses.replace(described, stop_tokens=stop or described.stop_tokens)
     dtype = _of_file(path, published_dtype, config) if dtype is None else dtype
+    _check_dequantise(dequantise)
+    form, source = _of_file(path, _published_form, config), open_source(folder)
+    if form is not None:
+        source = QuantisedSource(source, form, dequantise)
     make = lambda: Decoder(described, dtype=dtype, **options, key=jax.random.key(0))
     # Only shapes: none of the random weights is made. Integers (a layer's place in the model) are computed, as no file has them.
     shapes = eqx.filter_eval_shape(make)
@@ -90,7 +101,23 @@ def from_pretrained(
         shapes, integers = _sharded(shapes, sharding), _sharded(integers, sharding)
     like = eqx.combine(integers, shapes)
     other_parts = _OTHER_PARTS if config.get("text_config") else ()
-    return load_published(like, folder, ignore=(*ignore, *other_parts))
+    return loaded(like, Weights.of(source), (*ignore, *other_parts))
+
+
+def _published_form(config: Mapping[str, Any]) -> Any:
+    """The form of quantised weights that a configuration describes, if it does."""
+    for entries in (entries_of(config), text_entries(config)):
+        if entries.get("quantization_config"):
+            return form_of(entries.inner("quantization_config"))
+    return None
+
+
+def _check_dequantise(value: Any) -> None:
+    is_patterns = isinstance(value, list | tuple) and all(isinstance(pattern, str) for pattern in value)
+    if not isinstance(value, bool) and not is_patterns:
+        raise ValueError(
+            f"dequantise: expected True, False or a sequence of patterns, received {value!r}; ['*.o_proj.weight'] is one."
+        )
 
 
 def _sharded(tree: Any, sharding: Callable[[str, Any], Any]) -> Any:

@@ -86,11 +86,6 @@ def decoder_config(config: Mapping[str, Any]) -> DecoderConfig:
     entries = entries.over(family.defaults)
     _check_needed(entries, family)
     layers = tuple(_layer(entries, family, index) for index in range(entries["num_hidden_layers"]))
-    # Last, as converting the weights helps only where the rest is supported.
-    if entries.get("quantization_config") or whole.get("quantization_config"):
-        raise ValueError(
-            "quantization_config: expected a model in floats, received a quantised one; convert its weights to bfloat16 first."
-        )
     width = entries["hidden_size"]
     return DecoderConfig(
         entries["vocab_size"],

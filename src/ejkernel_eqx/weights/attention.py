@@ -19,6 +19,7 @@ from jax import Array
 
 from .._errors import CheckpointError
 from .fill import fill_fields, replaced
+from .quantised.values import rows_of
 from .view import Weights
 
 _PARTS = ("q_proj", "k_proj", "v_proj")
@@ -74,7 +75,9 @@ def _fused(layer: Any, weights: Weights, weight: str, split: _Split, transposed:
         )
     rows, columns = sum(linear.weight.shape[0] for linear in linears), inputs[0]
     shape = (columns, rows) if transposed else (rows, columns)
-    found = weights.take(weight, shape, linears[0].weight.dtype)
+    # Only rows one after another can be those of a quantised weight.
+    take = weights.take if transposed or weight.startswith("query_key_value") else weights.take_matrix
+    found = take(weight, shape, linears[0].weight.dtype)
     matrices = split(found.T if transposed else found)
     return _with_bias(weights, linears, matrices, weight.replace("weight", "bias"), split)
 
@@ -104,7 +107,7 @@ def _one_after_another(layer: Any) -> _Split:
     def split(rows: Array) -> list[Array]:
         # Sizes come from the arrays, as keys and values may have fewer heads than queries.
         q, k = layer.q_proj.weight.shape[0], layer.k_proj.weight.shape[0]
-        return jnp.split(rows, [q, q + k])
+        return [rows_of(rows, part) for part in (slice(q), slice(q, q + k), slice(q + k, None))]
 
     return split
 

@@ -12,10 +12,10 @@ The router is `gate` or `router`, the expert of all tokens `shared_expert` or `s
 
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
 from .fill import fill_fields, replaced
+from .quantised.values import rows_of, stacked_weights, turned
 from .view import Weights
 
 _SINGLE = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
@@ -49,9 +49,9 @@ def experts(module: Any, weights: Weights) -> Any:
         return _transposed(module, weights)
     if weights.has("gate_up_proj"):
         count, inner, outer = module.gate_proj.shape
-        both = weights.take("gate_up_proj", (count, 2 * inner, outer), module.gate_proj.dtype)
+        both = weights.take_matrix("gate_up_proj", (count, 2 * inner, outer), module.gate_proj.dtype)
         # All gates come before all ups: [N, 2 F, E] to two arrays [N, F, E].
-        gate, up = jnp.split(both, 2, axis=1)
+        gate, up = rows_of(both, slice(inner)), rows_of(both, slice(inner, None))
         return fill_fields(
             replaced(module, {"gate_proj": gate, "up_proj": up}), weights, skip=("gate_proj", "up_proj")
         )
@@ -63,11 +63,11 @@ def experts(module: Any, weights: Weights) -> Any:
 def _transposed(module: Any, weights: Weights) -> Any:
     count, inner, outer = module.gate_proj.shape
     dtype = module.gate_proj.dtype
-    both = weights.take("gate_up_proj", (count, outer, 2 * inner), dtype)
-    down = weights.take("down_proj", (count, inner, outer), dtype)
-    # Gate and up alternate along the last axis, and all three are published transposed.
-    parts = {"gate_proj": both[..., 0::2], "up_proj": both[..., 1::2], "down_proj": down}
-    new = {name: part.swapaxes(1, 2) for name, part in parts.items()}
+    both = turned(weights.take_matrix("gate_up_proj", (count, outer, 2 * inner), dtype))
+    down = turned(weights.take_matrix("down_proj", (count, inner, outer), dtype))
+    # Gate and up alternate along the last axis as published, and all three are published transposed.
+    alternate = [rows_of(both, slice(start, None, 2)) for start in range(2)]
+    new: dict[str, Any] = dict(zip(_FIELDS, (*alternate, down)))
     if module.gate_proj_bias is not None:
         biases = weights.take("gate_up_proj_bias", (count, 2 * inner), module.gate_proj_bias.dtype)
         new |= {"gate_proj_bias": biases[:, 0::2], "up_proj_bias": biases[:, 1::2]}
@@ -79,9 +79,9 @@ def _one_by_one(module: Any, weights: Weights) -> Any:
     names = next((names for names in _SINGLE if weights.has(f"0.{names[0]}.weight")), _SINGLE[1])
 
     def stacked(like: Any, name: str) -> Array:
-        return jnp.stack(
-            [weights.take(f"{i}.{name}", like.shape[1:], like.dtype) for i in range(like.shape[0])]
-        )
+        take = weights.take_matrix if like.ndim == 3 else weights.take
+        each = [take(f"{i}.{name}", like.shape[1:], like.dtype) for i in range(like.shape[0])]
+        return stacked_weights(f"{weights.prefix}*.{name}", each)
 
     new: dict[str, Any] = {}
     for field, name in zip(_FIELDS, names):

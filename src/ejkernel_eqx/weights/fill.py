@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._errors import CheckpointError
+from ..quantised.dequantise import is_quantised
+from .quantised.values import placed
 from .view import Weights
 
 
@@ -49,6 +51,8 @@ def fill_fields(
         # Only this norm may be published as weight - 1; gated norms never are.
         if isinstance(module, eqx.nn.RMSNorm) and field.name == "weight" and value is not None:
             new[field.name] = weights.take_norm(name, value.shape, value.dtype)
+        elif type(module) is eqx.nn.Linear and field.name == "weight" and value is not None:
+            new[field.name] = weights.take_matrix(name, value.shape, value.dtype)
         else:
             new[field.name] = _entry(value, name, weights)
     return replaced(module, new)
@@ -80,12 +84,12 @@ def replaced(module: Any, new: dict[str, Any]) -> Any:
 def _placed(filled: Any, module: Any) -> Any:
     """Arrays whose counterpart was placed explicitly, sharded say, placed likewise."""
 
-    if jax.tree.structure(filled) != jax.tree.structure(module):
+    if jax.tree.structure(filled, is_leaf=is_quantised) != jax.tree.structure(module):
         raise CheckpointError(
             f"_published of {type(module).__name__}: expected the module with other arrays, received one that differs in its fields or static "
             "values; equinox.tree_at replaces arrays alone."
         )
-    return jax.tree.map(placed_as, filled, module)
+    return jax.tree.map(placed_as, filled, module, is_leaf=is_quantised)
 
 
 def sharding_of(like: Any) -> Any:
@@ -97,4 +101,6 @@ def sharding_of(like: Any) -> Any:
 def placed_as(new: Any, like: Any) -> Any:
     """An array where its counterpart was placed explicitly."""
     sharding = sharding_of(like)
+    if sharding is not None and is_quantised(new):
+        return placed(new, sharding)
     return new if sharding is None or not isinstance(new, jax.Array) else jax.device_put(new, sharding)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import CheckpointError
+from ..quantised.dequantise import is_quantised
 from .fill import fill, is_parameter, sharding_of
 from .source import StateDict
 from .view import Weights
@@ -48,7 +49,11 @@ def load_published(
     """
     _check(prefix, unit_offset_norms, ignore)
     like = like if dtype is None else _as_dtype(like, dtype)
-    weights = Weights.open(state_dict, prefix, unit_offset_norms=unit_offset_norms)
+    return loaded(like, Weights.open(state_dict, prefix, unit_offset_norms=unit_offset_norms), ignore)
+
+
+def loaded(like: M, weights: Weights, ignore: Sequence[str]) -> M:
+    """`load_published` from a view of arrays."""
     filled = fill(like, weights)
     weights.skip(*_BUFFERS)
     weights.skip(*(pattern.removeprefix(weights.prefix) for pattern in ignore))
@@ -94,7 +99,8 @@ def _as_dtype(like: Any, dtype: Any) -> Any:
 
 def _check_filled(filled: Any, like: Any) -> None:
     """Every parameter is new and of the form of its counterpart, and every other array is one."""
-    for (path, new), old in zip(jax.tree_util.tree_leaves_with_path(filled), jax.tree.leaves(like)):
+    leaves = jax.tree_util.tree_leaves_with_path(filled, is_leaf=is_quantised)
+    for (path, new), old in zip(leaves, jax.tree.leaves(like)):
         name = f"like{jax.tree_util.keystr(path)}"
         if isinstance(new, jax.ShapeDtypeStruct):
             raise CheckpointError(
@@ -106,7 +112,7 @@ def _check_filled(filled: Any, like: Any) -> None:
             raise CheckpointError(
                 f"{name}: expected a published array, received the one of like; the method _published of its module has to take it."
             )
-        if is_parameter(new) and (new.shape, new.dtype) != (old.shape, old.dtype):
+        if (is_parameter(new) or is_quantised(new)) and (new.shape, new.dtype) != (old.shape, old.dtype):
             raise CheckpointError(
                 f"{name}: expected {old.dtype} of shape {old.shape}, received {new.dtype} of shape {new.shape} from the method _published of its "
                 "module; build the layer with the sizes of the published one (from_config does)."

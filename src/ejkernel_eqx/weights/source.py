@@ -85,6 +85,7 @@ class FileSource(Source):
         """`files`: where each array is; each file is opened once."""
         self.label, self._files = label, files
         self._opened: dict[pathlib.Path, Any] = {}
+        self._headers: dict[pathlib.Path, tuple[int, Any]] = {}
 
     def names(self) -> Iterable[str]:
         return self._files.keys()
@@ -93,7 +94,7 @@ class FileSource(Source):
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str) -> np.ndarray:
-        path, kind = self._files[name], self._slice(name).get_dtype()
+        path, kind = self._files[name], self.kind(name)
         # BF16 does not begin with F; what is left are floats of 8 bits and less.
         if kind[0] == "F" and kind not in ("F64", "F32", "F16"):
             raise CheckpointError(
@@ -104,6 +105,26 @@ class FileSource(Source):
             return self._open(path).get_tensor(name)
         except safetensors.SafetensorError as error:
             raise _damaged(path, error) from error
+
+    def kind(self, name: str) -> str:
+        """The dtype, as safetensors calls it."""
+        return self._slice(name).get_dtype()
+
+    def bits(self, name: str) -> np.ndarray:
+        """Integers as they are, floats as unsigned integers of their bits."""
+        kind, path = self.kind(name), self._files[name]
+        if not kind.startswith("F8"):
+            found = self.read(name)
+            return found if found.dtype.kind in "iu" else found.view(f"u{found.dtype.itemsize}")
+        # NumPy has no such dtypes, so that these are read past the reader of safetensors, which has checked the header.
+        with path.open("rb") as file:
+            if path not in self._headers:
+                size = int.from_bytes(file.read(8), "little")
+                self._headers[path] = 8 + size, json.loads(file.read(size))
+            start, header = self._headers[path]
+            begin, end = header[name]["data_offsets"]
+            file.seek(start + begin)
+            return np.fromfile(file, np.uint8, end - begin).reshape(self.shape(name))
 
     def _slice(self, name: str) -> Any:
         path = self._files[name]

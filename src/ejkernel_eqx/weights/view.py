@@ -11,6 +11,7 @@ import numpy as np
 
 from .._errors import CheckpointError
 from ..core.arguments import accumulator
+from .quantised.source import QuantisedSource
 from .source import open_source, Source, StateDict
 
 _SHOWN = 6  # names in a message
@@ -47,7 +48,11 @@ class Weights:
     def open(cls, state_dict: StateDict, prefix: str = "", *, unit_offset_norms: bool = False) -> "Weights":
         """Arguments as for [`ejkernel_eqx.load_published`][]."""
         prefix = f"{prefix.removesuffix('.')}." if prefix else ""
-        return cls(_Ledger(open_source(state_dict), prefix), prefix, unit_offset_norms)
+        return cls.of(open_source(state_dict), prefix, unit_offset_norms)
+
+    @classmethod
+    def of(cls, source: Source, prefix: str = "", unit_offset_norms: bool = False) -> "Weights":
+        return cls(_Ledger(source, prefix), prefix, unit_offset_norms)
 
     def at(self, name: str) -> "Weights":
         """The arrays whose names begin with `name` and a dot."""
@@ -71,9 +76,7 @@ class Weights:
         if full not in self._ledger.names:
             self._note_missing(full, math.prod(shape))
             return jnp.zeros(shape, dtype)
-        found = self.shape(name)
-        if found != tuple(shape):
-            raise CheckpointError(self._shape_differs(full, tuple(shape), found))
+        self._check_shape(full, shape)
         value = self._ledger.source.read(full)
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise CheckpointError(
@@ -84,6 +87,20 @@ class Weights:
             return value.astype(dtype)
         # Cast by the host, so that the device never holds it twice; and copied, since the caller may change its own array later.
         return jnp.array(np.asarray(value).astype(dtype), dtype)
+
+    def take_matrix(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """`take` of a matrix, or several, of a layer that also computes with a `QuantizedWeight`: of a quantised checkpoint it is one."""
+        source, full = self._ledger.source, self.prefix + name
+        if not isinstance(source, QuantisedSource) or full not in source.kept:
+            return self.take(name, shape, dtype)
+        self._check_shape(full, shape)
+        self._ledger.used.add(full)
+        return jax.tree.map(jnp.asarray, source.read_kept(full, dtype))
+
+    def _check_shape(self, full: str, shape: tuple[int, ...]) -> None:
+        found = self._ledger.source.shape(full)
+        if found != tuple(shape):
+            raise CheckpointError(self._shape_differs(full, tuple(shape), found))
 
     def take_norm(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """The weight of an RMS norm: `take`, and one added to it where the norms are published so. The sum is in float32 at least."""
