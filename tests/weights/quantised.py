@@ -41,7 +41,9 @@ def words(numbers: np.ndarray, bits: int, axis: int) -> np.ndarray:
     each = 32 // bits
     numbers = np.pad(numbers, [(0, 0)] * (numbers.ndim - 1) + [(0, -numbers.shape[-1] % each)])
     numbers = numbers.reshape(*numbers.shape[:-1], -1, each)
-    packed = np.sum([numbers[..., k] << np.uint64(bits * k) for k in range(each)], axis=0, dtype=np.uint64)
+    packed: Any = np.sum(
+        [numbers[..., k] << np.uint64(bits * k) for k in range(each)], axis=0, dtype=np.uint64
+    )
     return np.ascontiguousarray(np.moveaxis(packed.astype(np.uint32).view(np.int32), -1, axis))
 
 

@@ -51,6 +51,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, 
 GPTQ |= {"checkpoint_format": "gptq", "lm_head": False, "true_sequential": True, "damp_percent": 0.1}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+BYTES: dict[str, Any] = GROUP | {"num_bits": 8}
 FLOAT = {"num_bits": 8, "type": "float"}
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 CASES = {
@@ -90,9 +91,7 @@ CASES = {
         {},
         True,
     ),
-    "int8 packed": Case(
-        "llama", compressed("pack-quantized", **GROUP | {"num_bits": 8}), PART(forms.packed, bits=8)
-    ),
+    "int8 packed": Case("llama", compressed("pack-quantized", **BYTES), PART(forms.packed, bits=8)),
     "int8": Case("qwen3", compressed("int-quantized", num_bits=8, strategy="channel"), forms.int8),
     "int8 zero points": Case(
         "llama",
@@ -224,7 +223,7 @@ def test_weights_over_devices(name, tmp_path):
         jax.tree.map(np.asarray, eqx.filter(whole, eqx.is_array)),
         jax.tree.map(np.asarray, eqx.filter(split, eqx.is_array)),
     )
-    mlp = split.stacks[0][0].mlp
+    mlp: Any = split.stacks[0][0].mlp
     mlp = (
         mlp.experts
         if name == "awq experts"
