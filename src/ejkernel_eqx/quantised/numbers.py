@@ -35,7 +35,8 @@ def _numbers(weight: Any) -> Array:
 
 def floats(bits: Array, dtype: str) -> Array:
     """float32 of the bits of floats."""
-    if dtype == "float8_e8m0fnu":  # 2^(bits - 127), by the exponent of a float32: XLA's exp2 is not exact
+    if dtype == "float8_e8m0fnu":
+        # 2^(bits - 127), by the exponent of a float32, as XLA's exp2 is not exact. The smallest is subnormal.
         wide = bits.astype(jnp.uint32)
         power = lax.bitcast_convert_type(jnp.where(wide == 0, 1 << 22, wide << 23), jnp.float32)
         return jnp.where(bits == 255, jnp.nan, power)
@@ -44,8 +45,6 @@ def floats(bits: Array, dtype: str) -> Array:
 
 def bits_of(x: Array, dtype: str) -> Array:
     """The bits of numbers rounded to a float dtype, as unsigned integers."""
-    if dtype == "float8_e8m0fnu":  # powers of two
-        return (jnp.round(jnp.log2(x)) + 127).astype(jnp.uint8)
     x = x.astype(jnp.dtype(dtype))
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 

@@ -67,9 +67,8 @@ def quantised_array(weight: Array, form: QuantFormat) -> QuantizedWeight:
     blocks = blocks.reshape(*lead, counts[0], sizes[0], counts[1], sizes[1])
     top = jnp.abs(blocks).max((-3, -1))  # [..., blocks of rows, blocks of columns]
     factor = None
-    if (
-        form.scale == "float8_e4m3fn"
-    ):  # scales use their range, and a factor of the whole matrix brings them there
+    if form.scale == "float8_e4m3fn":
+        # Scales use their range. A factor of the whole matrix brings them there.
         factor = top.max((-2, -1)) / (LARGEST["float8_e4m3fn"] * LARGEST[form.element])
         factor = jnp.where(factor > 0, factor, 1).astype(jnp.float32)
         top = top / factor[..., None, None]
@@ -82,7 +81,8 @@ def quantised_array(weight: Array, form: QuantFormat) -> QuantizedWeight:
         scale = top / LARGEST[form.element]
         bits = bits_of(jnp.where(scale > 0, scale, 1), form.scale)
     divisor = floats(bits, form.scale)
-    if form.scale == "float8_e4m3fn":  # the smallest may have been rounded to 0
+    if form.scale == "float8_e4m3fn":
+        # The smallest may have been rounded to 0.
         divisor = jnp.where(divisor > 0, divisor, 1)
     if factor is not None:
         divisor = divisor * factor[..., None, None]
@@ -98,9 +98,8 @@ def quantised_array(weight: Array, form: QuantFormat) -> QuantizedWeight:
 def error_of(weight: Array, quantised: QuantizedWeight) -> Array:
     """The root mean square of the error over that of the weight."""
     exact = weight.astype(jnp.float32)
-    top = jnp.maximum(
-        jnp.abs(exact).max(), jnp.finfo(jnp.float32).tiny
-    )  # squares of large numbers are infinite
+    # Squares of large numbers would be infinite.
+    top = jnp.maximum(jnp.abs(exact).max(), jnp.finfo(jnp.float32).tiny)
     rms = lambda x: jnp.sqrt(jnp.mean((x / top) ** 2))
     return rms(numbers(quantised) - exact) / jnp.maximum(rms(exact), jnp.finfo(jnp.float32).tiny)
 
