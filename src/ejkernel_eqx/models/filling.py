@@ -145,7 +145,7 @@ def _filled_fused(mlp: Any, weights: Any, experts: bool) -> Any:
     # GPT-OSS keeps [in, out], with the features of gate and up in turn.
     turned = mlp.config.activation == "clamped_swiglu"
 
-    def take(name: str, kind: str, shape: tuple[int, ...]) -> jax.Array:
+    def take(name: str, kind: str, shape: tuple[int, ...]) -> Any:
         dtype = getattr(mlp.down_proj, kind).dtype
         if not experts:
             take = weights.take_matrix if kind == "weight" else weights.take

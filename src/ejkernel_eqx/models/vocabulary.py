@@ -13,14 +13,14 @@ from .._values import check_known, checked, checks_traced
 from ..core.copies import copied
 from ..dispatch import Backend, place_of_calls
 from ..nn.projection import mesh_axes, mesh_of, on_mesh, product
-from ..quantised.dequantise import is_quantised
+from ..quantised import QuantizedWeight
 from .layer import real_of
 
 
-def embed(table: Array, tokens: Array) -> Array:
+def embed(table: Array | QuantizedWeight, tokens: Array) -> Array:
     """The rows `[..., E]` of the table `[vocabulary, E]`; on an explicit mesh laid out as the tokens, with all features on each device.
     Gradients of equal tokens are summed in float32."""
-    if is_quantised(table):
+    if isinstance(table, QuantizedWeight):
         return table[tokens]
     mesh = mesh_of((table, tokens))
     if mesh is not None:
@@ -93,6 +93,6 @@ def in_vocabulary(tokens: Any, size: int, rows: dict[str, Any]) -> Array:
     return checked_tokens(array, array)
 
 
-def logits_of(weight: Array, x: Array) -> Array:
+def logits_of(weight: Array | QuantizedWeight, x: Array) -> Array:
     """Float32 `[..., vocabulary]`; on an explicit mesh laid out as `x` and, along the vocabulary, as the rows of the weight."""
     return product(x, weight, dtype=jnp.float32)

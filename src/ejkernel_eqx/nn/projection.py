@@ -124,7 +124,7 @@ def are_few(x: Array) -> bool:
     return not is_symbolic(count) and count <= FEW_ROWS
 
 
-def product(x: Array, weight: Array, bias: Array | None = None, dtype: Any = None) -> Array:
+def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None, dtype: Any = None) -> Array:
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
     matmul: Any = multiplied_by.value

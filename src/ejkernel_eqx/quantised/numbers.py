@@ -11,6 +11,7 @@ from .format import QuantFormat
 
 def numbers(weight: Any) -> Array:
     """The numbers of a quantised weight in float32, `[..., out, in]`, whatever it stands for; on an explicit mesh laid out as the codes."""
+    weight = jax.tree.map(jnp.asarray, weight)
     sharding = jax.typeof(weight.codes).sharding
     if not sharding.mesh.explicit_axes:
         return _numbers(weight)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import wadler_lindig
 from jax import Array
 
+from .._shapes import AnyArray
 from .format import QuantFormat, SCALES
 from .numbers import numbers
 
@@ -35,10 +36,10 @@ class QuantizedWeight(eqx.Module):
     - `transposed`: whether it stands for `[..., in, out]`, as the experts of [`ejkernel_eqx.nn.MixtureOfExperts`][].
     """
 
-    codes: Array
-    scales: Array
-    zeros: Array | None
-    tensor_scale: Array | None
+    codes: AnyArray
+    scales: AnyArray
+    zeros: AnyArray | None
+    tensor_scale: AnyArray | None
     format: QuantFormat = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
     transposed: bool = eqx.field(static=True)
@@ -49,7 +50,7 @@ class QuantizedWeight(eqx.Module):
         scales: Any,
         zeros: Any,
         tensor_scale: Any,
-        format: QuantFormat,
+        format: Any,
         dtype: Any = jnp.bfloat16,
         transposed: bool = False,
     ):

@@ -15,7 +15,6 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax import Array
 
 from .._errors import CheckpointError
 from .fill import fill_fields, replaced
@@ -27,7 +26,8 @@ _FUSED = ("qkv_proj.weight", "query_key_value.weight", "c_attn.weight", "in_proj
 _EQUINOX = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj"}
 _OUTPUTS = ("o_proj", "out_proj", "dense", "output_proj")
 _MASKS = ("bias", "masked_bias")  # buffers beside the parameters
-_Split = Callable[[Array], list[Array]]
+_Split = Callable[[Any], list[Any]]
+"""From rows, arrays or a quantised weight, to those of queries, keys and values."""
 
 
 def multi_head_attention(layer: Any, weights: Weights) -> Any:
@@ -92,7 +92,7 @@ def _with_one_bias(layer: Any, weights: Weights) -> dict[str, Any]:
 
 
 def _with_bias(
-    weights: Weights, linears: list[eqx.nn.Linear], matrices: list[Array], name: str, split: _Split
+    weights: Weights, linears: list[eqx.nn.Linear], matrices: list[Any], name: str, split: _Split
 ) -> dict[str, Any]:
     """The projections with these matrices, and with the parts of the one bias if they have biases."""
     new = [{"weight": matrix} for matrix in matrices]
@@ -104,7 +104,7 @@ def _with_bias(
 
 
 def _one_after_another(layer: Any) -> _Split:
-    def split(rows: Array) -> list[Array]:
+    def split(rows: Any) -> list[Any]:
         # Sizes come from the arrays, as keys and values may have fewer heads than queries.
         q, k = layer.q_proj.weight.shape[0], layer.k_proj.weight.shape[0]
         return [rows_of(rows, part) for part in (slice(q), slice(q, q + k), slice(q + k, None))]
@@ -121,7 +121,7 @@ def _head_by_head(layer: Any, weights: Weights) -> _Split:
             "name (Falcon) order the rows otherwise: give them as q_proj, k_proj and v_proj."
         )
 
-    def split(rows: Array) -> list[Array]:
+    def split(rows: Any) -> list[Any]:
         # [3 H D, ...] to [H, 3 D, ...]: the rows of a head are its query, key and value.
         parts = jnp.split(rows.reshape(heads, -1, *rows.shape[1:]), [dim, 2 * dim], axis=1)
         return [part.reshape(-1, *rows.shape[1:]) for part in parts]

@@ -12,8 +12,6 @@ The router is `gate` or `router`, the expert of all tokens `shared_expert` or `s
 
 from typing import Any
 
-from jax import Array
-
 from .fill import fill_fields, replaced
 from .quantised.values import rows_of, stacked_weights, turned
 from .view import Weights
@@ -78,7 +76,7 @@ def _transposed(module: Any, weights: Weights) -> Any:
 def _one_by_one(module: Any, weights: Weights) -> Any:
     names = next((names for names in _SINGLE if weights.has(f"0.{names[0]}.weight")), _SINGLE[1])
 
-    def stacked(like: Any, name: str) -> Array:
+    def stacked(like: Any, name: str) -> Any:
         take = weights.take_matrix if like.ndim == 3 else weights.take
         each = [take(f"{i}.{name}", like.shape[1:], like.dtype) for i in range(like.shape[0])]
         return stacked_weights(f"{weights.prefix}*.{name}", each)
