@@ -66,9 +66,8 @@ os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
 os.environ.setdefault("MALLOC_TOP_PAD_", str(2**26))
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-os.environ.setdefault(
-    "OPENBLAS_NUM_THREADS", "1"
-)  # NumPy's threads would wait for work on the cores of the other workers
+# NumPy's threads would wait for work on the cores of the other workers.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Several processes share one GPU: none of them may reserve most of its memory at the start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Nothing that the tests tune may reach the tables of whoever runs them, and no such table may decide what is tested. Processes that

@@ -33,7 +33,7 @@ class QuantizedWeight(eqx.Module):
     - `tensor_scale`: uint32 bits of a float32, `[...]`, or `None`.
     - `format`: [`ejkernel_eqx.QuantFormat`][].
     - `dtype`: that of the array it stands for.
-    - `transposed`: whether it stands for `[..., in, out]`, as the experts of [`ejkernel_eqx.nn.MixtureOfExperts`][].
+    - `transposed`: whether it stands for `[..., in, out]`, as GPT-OSS publishes its experts.
     """
 
     codes: AnyArray

@@ -7,7 +7,7 @@ that products sum over; these exchange their sums.
 
 **Why waiting ends.** A program waits only for programs of its own launch. A launch that waits has at most as many programs as the device has
 multiprocessors (`TritonConfig.concurrent_programs`; otherwise each step is a launch, without waiting). So each program gets a place as soon
-as other kernels have left theirs, and those wait for nothing that this launch does. `docs/architecture.md` has the conditions.
+as other kernels have left theirs, and those wait for nothing that this launch does.
 """
 
 import triton
