@@ -1,5 +1,6 @@
 """Speculative decoding in the engine: no token changes, and repetitive texts take fewer steps."""
 
+import functools
 import random
 from typing import Any
 
@@ -137,13 +138,35 @@ def test_steps_that_raise(pair, monkeypatch):
     check_empty(engine)
 
 
+@functools.cache
+def _attention():
+    """Engines of one layer, for several tests, with a model that turns."""
+    pair = engines("attention")
+    for engine in pair:
+        engine.model = _turning(engine.model)
+    return pair
+
+
+def test_pages_with_rejected_drafts_are_not_kept():
+    """Where a text ends beside them."""
+    engine, _ = _attention()
+    offered = engine.drafts_offered
+    # After 10, 11 comes 99 in the prompt, and 12 in the text: the stop token, at the end of the second page.
+    engine.submit(bytes([10, 11, 99, 7, 14]), 9, stop=12)
+    text = [event.token for event in engine.run()]
+    assert text == [10, 11, 12] and engine.drafts_offered - offered == 3
+    before = engine.tokens_computed
+    assert alone(engine, [(bytes([10, 11, 99, 7, 14, 10, 11, 12, 13]), 1)]) == [[14]]
+    assert engine.tokens_computed - before == 9 - 4
+    check_empty(engine)
+
+
 def test_drawn_texts_beside_others():
     """They have no drafts, and the tokens of both are those without speculation."""
-    engine, plain = engines("attention")
+    engine, plain = _attention()
     samplings = [Sampling(), Sampling(2.0, 50, 0.95, seed=7)]
     texts: list[list[list[int]]] = []
     for each in (engine, plain):
-        each.model = _turning(each.model)
         prompts = [bytes([10, 11, 12, 13, 14] * 2 + [10 + n // 2]) for n in range(8)]
         numbers = [each.submit(prompt, 12 + n, sampling=samplings[n % 2]) for n, prompt in enumerate(prompts)]
         tokens = {number: [] for number in numbers}
@@ -155,18 +178,32 @@ def test_drawn_texts_beside_others():
     assert engine.compiled["verify and draw"] == 1
 
 
-OTHERS = ("attention", "windowed", "delta,attention", "kda", "mla", "nsa", "attention moe", "attention int8")
+OTHERS = (
+    "attention",
+    "windowed",
+    "delta,attention",
+    "kda",
+    "mla",
+    "nsa",
+    "attention moe",
+    "attention int8",
+    "attention triton",
+)
 
 
 @slow
 @pytest.mark.parametrize("mixer", OTHERS)
 def test_every_mixer_verifies_drafts(mixer):
     mixer, quantised, _ = mixer.partition(" int8")
+    mixer, interpreted, _ = mixer.partition(" triton")
     sizes: dict[str, Any] = {"kv_dtype": "int8"} if quantised else {}
+    if interpreted:
+        pytest.importorskip("triton")
+        sizes |= {"platform": "triton-interpret", "page_size": 8}
     sizes |= {"page_size": 16} if mixer == "nsa" else {}
     sizes |= {"num_pages": 12, "max_length": 64} if mixer == "windowed" else {}
     engine, plain = engines(mixer, **sizes)
-    requests = _requests(6, most=30)
+    requests = _requests(6, 4 if interpreted else 12, most=30)
     expected = serve(plain, requests)
     assert serve(engine, requests, 1) == serve(engine, requests, 2) == expected
     assert engine.drafts_accepted > 0

@@ -385,19 +385,19 @@ class Engine:
             self._flights.popleft()
             for place, request, drafts in requests:
                 if request.slot >= 0:  # else it was cancelled, or had ended when this step started
-                    self._take_all(request, tokens[place], drafts)
+                    request.awaited -= 1
+                    accepted = self._accept(request, tokens[place], drafts) if drafts else 0
+                    for token in tokens[place][: 1 + accepted]:
+                        if request.slot >= 0:  # a stop token may be in the middle
+                            self._take(request, token)
 
-    def _take_all(self, request: Request, tokens: list[int], drafts: int) -> None:
-        """Appends the tokens of a step to the request: one, and one for each of its drafts that was right, -1 behind them."""
-        request.awaited -= 1
+    def _accept(self, request: Request, tokens: list[int], drafts: int) -> int:
+        """The number of drafts of a request that were right. Each chose one more of its new tokens; -1 is behind them."""
         accepted = sum(token >= 0 for token in tokens[1:])
-        if drafts:
-            self.drafts_offered += drafts
-            self.drafts_accepted += accepted
-            request.accept(accepted, drafts)
-        for token in tokens[: 1 + accepted]:
-            if request.slot >= 0:  # a stop token may be in the middle
-                self._take(request, token)
+        self.drafts_offered += drafts
+        self.drafts_accepted += accepted
+        request.accept(accepted, drafts)
+        return accepted
 
     def _take(self, request: Request, token: int) -> None:
         """Appends a token to the request, and ends it if it is the last."""
