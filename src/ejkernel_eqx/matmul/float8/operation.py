@@ -18,8 +18,6 @@ from ...quantised.numbers import floats
 from .core import SCALED
 from .spec import blocks_of, GROUP, ScaledArrays, ScaledSpec
 
-_DTYPES = ("bfloat16", "float16", "float32")
-
 
 class ScaledMatmul(Kernel):
     r"""Multiplies rows by a float8 weight, in float8: rows are quantised, too, so that tensor cores multiply twice as many numbers as in bfloat16.
@@ -27,14 +25,15 @@ class ScaledMatmul(Kernel):
     $$\mathrm{out}_{mn} = \sum_g s_{mg} \, t_{ng} \sum_{k \in g} \mathrm{e4m3}\!\left(\frac{x_{mk}}{s_{mg}}\right) c_{nk}, \qquad
       s_{mg} = \frac{\max_{k \in g} |x_{mk}|}{448}$$
 
-    with the codes $c$ and scales $t$ of the weight, and groups $g$ of 128 features, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3). Each token and
-    group has a scale of its own, or all of them share one that is given. The sum over a group is that of tensor cores; sums are scaled and added up in
-    float32.
+    with the codes $c$ and scales $t$ of the weight, and groups $g$ of 128 features, as in DeepSeek-V3 (arXiv:2412.19437, section 3.3). Each token
+    and group has a scale of its own, or all of them share one that is given. Tensor cores sum over a group (Hopper's keep
+    about 14 bits); sums are scaled and added up in float32.
 
     It is for many rows, as in prefill; of few, the time is that of reading the weight. XLA multiplies the numbers that the codes stand for,
     rounded to the dtype of the rows.
 
-    The gradient of `x` is that of a product without rounding by the numbers of the weight, in the dtype of `x`. The weight and `x_scale` are constants.
+    The gradient of `x` is that of a product without rounding by the numbers of the weight, in the dtype of `x`. The weight and `x_scale` are
+    constants.
 
     Platforms: Triton (`"triton"`, on GPUs from compute capability 8.9, and `"triton-interpret"`), XLA (`"xla"`). Differentiable in reverse mode
     in `x`; `platform="xla"` also supports forward mode.
@@ -55,11 +54,11 @@ class ScaledMatmul(Kernel):
     ):
         """**Arguments:**
 
-        - `preferred_element_type`: dtype of the result: bf16, f16 or f32; default that of `x`.
+        - `preferred_element_type`: dtype of the result; default that of `x`.
         - `platform`, `config`: as in [`ejkernel_eqx.CausalConv1d`][].
         - `tune_for`: `(x, weight)` or [`ejkernel_eqx.inputs`][]`(...)`, arrays or `jax.ShapeDtypeStruct`s: fix the choice for these inputs now.
         """
-        self.preferred_element_type = check_dtype("preferred_element_type", preferred_element_type, _DTYPES)
+        self.preferred_element_type = check_dtype("preferred_element_type", preferred_element_type)
         self.plan = plan_of(ScaledMatmul, self, platform, config, tune_for)
 
     @jax.named_scope("ejkernel_eqx.ScaledMatmul")
@@ -72,7 +71,7 @@ class ScaledMatmul(Kernel):
     ) -> Float[Array, "*B N"]:
         """**Arguments:**
 
-        - `x`: `[..., K]` with any number of leading axes, the rows; bf16, f16, f32.
+        - `x`: `[..., K]` with any number of leading axes, the rows; bf16, f16, f32 (f64 on XLA).
         - `weight`: `[N, K]` in float8_e4m3fn, with a scale per block of any rows by a multiple of 128 columns, per channel or for all.
         - `x_scale`: a number above 0, the scale of all rows, such as a published `input_scale` or `jnp.abs(x).max() / 448`; larger numbers than
             448 times as much are clipped. Default: a scale for each row and 128 features.
@@ -82,8 +81,6 @@ class ScaledMatmul(Kernel):
         **Raises:** `ValueError` for invalid arguments, and `UnsupportedError` if no platform, or not the requested one, supports the call.
         """
         x = array("x", x, "K")
-        if str(x.dtype) not in _DTYPES:
-            raise ValueError(f"x: expected dtype {', '.join(_DTYPES)}, received {x.dtype}; cast it first.")
         _check_weight(weight, x.shape[-1])
         if x_scale is not None:
             if isinstance(x_scale, int | float) and not (is_finite(x_scale) and x_scale > 0):

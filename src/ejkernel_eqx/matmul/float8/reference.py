@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..._broadcast import like
 from ...core.arguments import accumulator
 from .spec import GROUP, LARGEST, ScaledArrays, ScaledSpec
 
@@ -21,7 +20,7 @@ def quantised(x: Array, x_scale: Array | None) -> tuple[Array, Array]:
         top = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), LEAST)
         scale, inverse = top / LARGEST, LARGEST / top
     else:
-        scale = like(x_scale.reshape(*x_scale.shape, *(1 for _ in range(x.ndim - x_scale.ndim))), x)
+        scale = x_scale.astype(jnp.float32).reshape(*x_scale.shape, *(1,) * (x.ndim - x_scale.ndim))
         inverse = 1 / scale
     return jnp.clip(x * inverse, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), scale
 

@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ....core.by_example import by_example, gradients_by
+from ....core.by_example import by_example
 from ....core.platforms import kernels_unavailable
 from ....dispatch import DeviceFacts, FORWARD, Problem
 from ....launch import gluon_unavailable, Launcher, result
@@ -40,12 +41,18 @@ class _Rows:
 
 
 config_type = TritonConfig
-unavailable = kernels_unavailable
+
+
+def unavailable(device: DeviceFacts) -> str | None:
+    reason = kernels_unavailable(device)
+    if reason is None and (device.vendor != "nvidia" or device.capability < (8, 9)):
+        return f"needs NVIDIA's compute capability 8.9 or newer, the device has {device.compute_capability or 'none'}"
+    return reason
 
 
 def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
-    if device.vendor and (device.vendor != "nvidia" or device.capability < (8, 9)):
-        return f"needs a GPU of NVIDIA's from compute capability 8.9 on, the device has {device.compute_capability or 'none'}"
+    if "float64" in dict(problem.dtypes).values():
+        return "takes float32, float16 and bfloat16, not float64"
     return None
 
 
@@ -119,5 +126,9 @@ def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: TritonConfig) -> di
     return launch(multiply, tile, {"out": out}, programs, made, name="scaled_kernel")
 
 
-# By XLA: a product without rounding, in the precision of the rows.
-backward = gradients_by(xla.apply)
+def backward(
+    arrays: ScaledArrays, spec: ScaledSpec, config: TritonConfig, saved: Any, cotangents: dict[str, Array]
+) -> dict[str, Array]:
+    """The gradient of the rows by XLA: a product without rounding, in their precision."""
+    out, pull = jax.vjp(lambda x: xla.apply(arrays._replace(x=x), spec)["out"], arrays.x)
+    return {"x": pull(cotangents["out"].astype(out.dtype))[0]}
