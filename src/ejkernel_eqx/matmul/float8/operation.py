@@ -1,6 +1,5 @@
 """`ScaledMatmul`: rows by a float8 weight, in float8."""
 
-import dataclasses
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -87,18 +86,16 @@ class ScaledMatmul(Kernel):
                 raise ValueError(f"x_scale: expected a number above 0, received {x_scale!r}.")
             x_scale = fitting("x_scale", jnp.asarray(x_scale), (), "")
             x_scale = lax.stop_gradient(x_scale).astype(jnp.float32)
-        lead, columns = x.shape[:-1], weight.shape[0]
-        spec = ScaledSpec(self.preferred_element_type or x.dtype.name, 0)
+        lead, dtype = x.shape[:-1], self.preferred_element_type or x.dtype.name
         if 0 in lead:  # no rows: nothing to launch
-            return jnp.zeros((*lead, columns), spec.out_dtype)
-        rows = x if x.ndim > 1 else x.reshape(1, -1)
-        arrays, spec = _arranged(rows, weight, x_scale, spec)
-        return SCALED.call(self.plan, self.operation, arrays, spec)["out"].reshape(*lead, columns)
+            return jnp.zeros((*lead, weight.shape[0]), dtype)
+        arrays, columns = _arranged(x if x.ndim > 1 else x.reshape(1, -1), weight, x_scale)
+        out = SCALED.call(self.plan, self.operation, arrays, ScaledSpec(dtype, columns))["out"]
+        return out.reshape(*lead, weight.shape[0])
 
 
-def _arranged(
-    x: Array, weight: QuantizedWeight, x_scale: Any, spec: ScaledSpec
-) -> tuple[ScaledArrays, ScaledSpec]:
+def _arranged(x: Array, weight: QuantizedWeight, x_scale: Array | None) -> tuple[ScaledArrays, int]:
+    """The arrays of a call, and the columns of the weight that share a scale."""
     form, (height, width) = weight.format, weight.shape
     rows, columns = blocks_of((height, width), form.block)
     scales = floats(jnp.asarray(weight.scales), form.scale)
@@ -107,7 +104,7 @@ def _arranged(
     if rows == 1 and form.block[0] > 1:  # blocks that do not divide the rows: a scale for each of them
         scales = jnp.repeat(scales, form.block[0], 0)[:height]
     codes = jnp.asarray(weight.codes).reshape(height // rows, rows, width)
-    return ScaledArrays(x, codes, scales, x_scale), dataclasses.replace(spec, columns=columns)
+    return ScaledArrays(x, codes, scales, x_scale), columns
 
 
 def _check_weight(weight: Any, features: int) -> None:

@@ -1,6 +1,5 @@
 """Platform `triton`: the host side. Configurations, support, and the launches."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -9,38 +8,22 @@ from jax import Array
 
 from ....core.by_example import by_example
 from ....core.platforms import kernels_unavailable
-from ....dispatch import DeviceFacts, FORWARD, Problem
-from ....launch import gluon_unavailable, Launcher, result
-from ....launch.fields import check_fields
+from ....dispatch import DeviceFacts, Problem
+from ....launch import gluon_unavailable, Launcher, NOTHING, result
 from ....launch.sizes import cdiv, too_large
 from .. import xla
 from ..core import problem_of
 from ..spec import GROUP, ScaledArrays, ScaledSpec
 from . import kernel
-from .tile_sizes import not_chosen, programs_of, shared_memory, SMALLEST, tile_unfit, tiles, unfit
+from .tile_sizes import not_chosen, shared_memory, SMALLEST, tiles, unfit
 from .tile_sizes import ScaledTile as ScaledTile
 
 OPAQUE = True
-PARTS = {"tile": FORWARD}
+config_type = ScaledTile
+candidates = tiles
 _RANKS = {"codes": 3, "scales": 2, "x_scale": 0}
-
-
-@dataclasses.dataclass(frozen=True)
-class TritonConfig:
-    tile: ScaledTile
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """The tile of the kernel that quantises."""
-
-    block_m: int = 32
-    num_warps: int = 4
-
-
-config_type = TritonConfig
+_QUANTISE = ScaledTile(32, GROUP, 4, 1)
+"""The tile of the kernel that quantises."""
 
 
 def unavailable(device: DeviceFacts) -> str | None:
@@ -56,78 +39,62 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     return None
 
 
-def default_config(problem: Problem, device: DeviceFacts) -> TritonConfig:
-    return candidates(problem, device)[0]
+def default_config(problem: Problem, device: DeviceFacts) -> ScaledTile:
+    return tiles(problem, device)[0]
 
 
-def candidates(problem: Problem, device: DeviceFacts) -> list[TritonConfig]:
-    """Configurations worth timing, the heuristic first."""
-    return [TritonConfig(tile) for tile in tiles(problem, device)]
-
-
-def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str | None:
+def config_unsupported(config: ScaledTile, problem: Problem, device: DeviceFacts) -> str | None:
     """The reason why Hopper's kernel cannot run, or the tile cannot fit the device's shared memory, by an estimate."""
-    tile = config.tile
-    if tile.hopper_programs:
-        reason = gluon_unavailable(device) or unfit(problem) or tile_unfit(tile)
+    if config.hopper_programs:
+        reason = gluon_unavailable(device) or unfit(problem, config)
         if reason is not None:
-            return f"tile with hopper_programs={tile.hopper_programs} {reason}"
-    sizes = f"{tile.block_m}x{tile.block_n}x{GROUP}"
-    reason = too_large("tile", sizes, tile.num_stages, shared_memory(tile), device)
-    return None if tile == SMALLEST else reason
+            return f"the kernel with hopper_programs={config.hopper_programs} {reason}"
+    sizes = f"{config.block_m}x{config.block_n}x{GROUP}"
+    reason = too_large("the kernel", sizes, config.num_stages, shared_memory(config), device)
+    return None if config == SMALLEST else reason
 
 
-def remark(config: TritonConfig, problem: Problem, device: DeviceFacts) -> str:
+def remark(config: ScaledTile, problem: Problem, device: DeviceFacts) -> str:
     """The reason why the product runs in Triton's kernel on Hopper."""
-    if config.tile.hopper_programs or device.vendor != "nvidia" or device.capability != (9, 0):
+    if config.hopper_programs or device.vendor != "nvidia" or device.capability != (9, 0):
         return ""
     reason = not_chosen(problem, device)
     return f"Triton's kernel, not Hopper's, which {reason}" if reason else ""
 
 
 def forward(
-    arrays: ScaledArrays, spec: ScaledSpec, config: TritonConfig, *, save: bool = True
+    arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile, *, save: bool = True
 ) -> dict[str, Array]:
     """The result. The backward needs the arguments only."""
     return by_example(lambda arrays: _forward(arrays, spec, config), arrays, _RANKS)
 
 
-def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: TritonConfig) -> dict[str, Array]:
-    batch, rows, features = arrays.x.shape
-    blocks, height, _ = arrays.codes.shape
-    tile, count = config.tile, batch * rows
-    numbers: dict[str, Any] = {
-        "M": count,
-        "K": features,
-        "N": blocks * height,
-        "R": height,
-        "G": arrays.scales.shape[1],
-        "COLUMNS": spec.columns,
-        "GROUPED": arrays.x_scale is None,
-        "GROUP": GROUP,
-    }
+def _forward(arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile) -> dict[str, Array]:
+    (batch, rows, features), (blocks, height, _) = arrays.x.shape, arrays.codes.shape
+    count, groups, grouped = batch * rows, cdiv(features, GROUP), arrays.x_scale is None
+    numbers = {"M": count, "K": features, "N": blocks * height, "R": height, "G": arrays.scales.shape[1]}
+    numbers |= {"COLUMNS": spec.columns, "GROUPED": grouped, "GROUP": GROUP}
     launch = Launcher("float8", arrays._asdict(), numbers, arrays.scales)
-    groups, quantise = cdiv(features, GROUP), _Rows()
-    outputs = {
-        "rounded": result(count, features, dtype=jnp.float8_e4m3fn),
-        "rounded_scales": result(groups, count) if arrays.x_scale is None else result(1),
-    }
-    made = launch(kernel.quantise_kernel, quantise, outputs, groups * cdiv(count, quantise.block_m))
+    codes = result(count, features, dtype=jnp.float8_e4m3fn)
+    outputs = {"rounded": codes, "rounded_scales": result(groups, count) if grouped else NOTHING}
+    programs = groups * cdiv(count, _QUANTISE.block_m)
+    made = launch(kernel.quantise_kernel, _QUANTISE, outputs, programs)
     multiply = kernel.scaled_kernel
-    if tile.hopper_programs:
-        reason = unfit(problem_of("scaled_matmul", arrays, spec)) or tile_unfit(tile)
+    programs = cdiv(count, config.block_m) * cdiv(blocks * height, config.block_n)
+    if config.hopper_programs:
+        reason = unfit(problem_of("scaled_matmul", arrays, spec), config)
         if reason is not None:
-            raise ValueError(
-                f"config: expected hopper_programs=0 in tile, received {tile.hopper_programs}: Hopper's kernel {reason}."
-            )
+            received = f"received {config.hopper_programs}: Hopper's kernel {reason}."
+            raise ValueError(f"config: expected hopper_programs=0, {received}")
         from .hopper_kernel import hopper_scaled_kernel as multiply
+
+        programs = config.hopper_programs
     out = result(batch, rows, blocks, height, dtype=jnp.dtype(spec.out_dtype))
-    programs = programs_of(count, blocks * height, tile)
-    return launch(multiply, tile, {"out": out}, programs, made, name="scaled_kernel")
+    return launch(multiply, config, {"out": out}, programs, made, name="scaled_kernel")
 
 
 def backward(
-    arrays: ScaledArrays, spec: ScaledSpec, config: TritonConfig, saved: Any, cotangents: dict[str, Array]
+    arrays: ScaledArrays, spec: ScaledSpec, config: ScaledTile, saved: Any, cotangents: dict[str, Array]
 ) -> dict[str, Array]:
     """The gradient of the rows by XLA: a product without rounding, in their precision."""
     out, pull = jax.vjp(lambda x: xla.apply(arrays._replace(x=x), spec)["out"], arrays.x)

@@ -4,15 +4,10 @@ from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared as fence
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ....matmul.triton.hopper.tile import barriers_of, CONSUMERS, following, place, stages_of
+from ...triton.hopper.tile import barriers_of, CONSUMERS, following, place, stages_of
 
 HALF = gl.constexpr(64)
 """The rows of one instruction."""
@@ -88,7 +83,7 @@ def _store(desc, staging, x, row, column):
     tma.store_wait(0)
     staging.store(x.to(desc.dtype))
     # Copies see what threads have written only behind this fence.
-    fence_async_shared()
+    fence()
     tma.async_copy_shared_to_global(desc, [row, column], staging)
 
 

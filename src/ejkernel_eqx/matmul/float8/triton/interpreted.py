@@ -3,4 +3,4 @@
 from ....core.platforms import Interpreted
 from . import compiled
 
-platform = Interpreted(compiled, compiled.TritonConfig(compiled.ScaledTile(32, 32, 4, 1)))
+platform = Interpreted(compiled, compiled.ScaledTile(32, 32, 4, 1))
