@@ -88,6 +88,7 @@ from .matmul import Matmul as Matmul
 from .matmul import ScaledMatmul as ScaledMatmul
 from .native_sparse import NativeSparseAttention as NativeSparseAttention
 from .native_sparse import PagedNativeSparseAttention as PagedNativeSparseAttention
+from .nn.float8_rows import with_float8_rows as with_float8_rows
 from .nn.quantising import quantise as quantise
 from .normalization import GatedRMSNorm as GatedRMSNorm
 from .normalization import ResidualRMSNorm as ResidualRMSNorm

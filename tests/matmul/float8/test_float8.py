@@ -231,12 +231,13 @@ def test_where_it_cannot_run():
 
 
 X, W = jnp.ones((5, 256)), quantised_weight(16, 256)
+FLOATS: Any = jnp.ones((16, 256))
 
 
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: ejx.ScaledMatmul()(X, jnp.ones((16, 256))), ["weight", "QuantizedWeight", "fp8-block"]),
+        (lambda: ejx.ScaledMatmul()(X, FLOATS), ["weight", "QuantizedWeight", "fp8-block"]),
         (lambda: ejx.ScaledMatmul()(X, quantised_weight(16, 128)), ["weight", "[N, 256]", "[16, 128]"]),
         (lambda: ejx.ScaledMatmul()(X, W.T), ["weight", "not transposed"]),
         (lambda: ejx.ScaledMatmul()(X, quantised_weight(16, 256, (1, 64))), ["weight", "128 columns", "1x64"]),
