@@ -248,7 +248,7 @@ FLOATS: Any = jnp.ones((16, 256))
         (lambda: ejx.ScaledMatmul(preferred_element_type="int8"), ["preferred_element_type", "int8"]),
     ],
 )  # fmt: skip
-def test_errors(make, words):
+def test_errors(make, words, unchecked):
     with pytest.raises(ValueError) as error:
         make()
     assert all(word in str(error.value) for word in words), str(error.value)
