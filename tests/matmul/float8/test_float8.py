@@ -154,6 +154,8 @@ def test_a_mesh_splits_rows_and_blocks_of_the_weight():
         split = ejx.QuantizedWeight(put(w.codes, "columns"), scales, None, None, w.format)
         op = ejx.ScaledMatmul(platform=INTERPRET)
         assert_close(jax.jit(op)(put(x, "rows"), split), exact(x, w), "float32")
+        grad = jax.jit(jax.grad(lambda x, w: op(x, w).sum()))(put(x, "rows"), split)
+        assert_close(grad, np.tile(weight_numbers(w).sum(0), (6, 1)), "float32", "gradient")
 
 
 @pytest.mark.parametrize("platform", ["xla", INTERPRET])
