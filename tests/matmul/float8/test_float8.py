@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -16,67 +15,11 @@ from ejkernel_eqx.matmul.float8.workload import example_problem
 from tests.agreement import platforms
 from tests.attention.dense import INTERPRET, quick
 from tests.compiled import DEVICES
+from tests.matmul.float8.cases import CASES, exact, quantised_weight, rows, weight_numbers
 from tests.tolerances import assert_close
 from tests.workloads import assert_agrees, launches, refusals
 
 platform = platforms()
-E4M3 = ml_dtypes.float8_e4m3fn
-F32 = np.float32
-
-
-def quantised_weight(
-    n: int, k: int, block: tuple[int, int] = (128, 128), scale: str = "float32", seed: int = 0
-) -> ejx.QuantizedWeight:
-    rng, form = np.random.default_rng(seed), ejx.QuantFormat("float8_e4m3fn", block, scale)
-    codes = np.clip(100 * rng.standard_normal((n, k)), -448, 448).astype(E4M3)
-    scales = (rng.uniform(0.5, 1.5, form.blocks(n, k)) / (100 * k**0.5)).astype(jnp.dtype(scale))
-    bits = scales.view(f"uint{8 * scales.itemsize}")
-    return ejx.QuantizedWeight(codes.view(np.uint8), bits, None, None, form)
-
-
-def rows(*shape: int, dtype: str = "float32", seed: int = 1) -> jax.Array:
-    rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.standard_normal(shape) * 2.0 ** rng.integers(-8, 8, (*shape[:-1], 1)), dtype)
-
-
-def as_numbers(x: Any, x_scale: float | None) -> np.ndarray:
-    """The numbers that quantised rows stand for, from the definition."""
-    x = np.asarray(x, F32)
-    out = np.zeros(x.shape)
-    for start in range(0, x.shape[-1], 128):
-        part = x[..., start : start + 128]
-        top = np.maximum(np.abs(part).max(-1, keepdims=True), F32(2.0**-96))
-        scale, inverse = (
-            (top / F32(448), F32(448) / top) if x_scale is None else (F32(x_scale), 1 / F32(x_scale))
-        )
-        codes = np.clip(part * inverse, F32(-448), F32(448)).astype(E4M3)
-        out[..., start : start + 128] = codes.astype(np.float64) * np.asarray(scale, np.float64)
-    return out
-
-
-def weight_numbers(w: ejx.QuantizedWeight) -> np.ndarray:
-    codes = np.asarray(w.codes).view(E4M3).astype(np.float64)
-    scales = np.asarray(w.scales).view(jnp.dtype(w.format.scale)).astype(np.float64)
-    n, k = codes.shape
-    at = lambda size, block: np.arange(size) // block if block else np.zeros(size, int)
-    return codes * scales[at(n, w.format.block[0])[:, None], at(k, w.format.block[1])[None, :]]
-
-
-def exact(x: Any, w: ejx.QuantizedWeight, x_scale: float | None = None) -> np.ndarray:
-    return as_numbers(x, x_scale) @ weight_numbers(w).T
-
-
-CASES = {
-    "DeepSeek": ((2, 21, 384), 256, (128, 128), "float32", "bfloat16", None, None),
-    "odd sizes": ((37, 300), 173, (128, 128), "float32", "float32", None, None),
-    "by row": ((7, 257), 65, (1, 128), "bfloat16", "float32", None, None),
-    "channels": ((40, 160), 96, (1, 0), "float32", "bfloat16", None, "float32"),
-    "one scale": ((33, 100), 31, (0, 0), "float32", "float16", None, None),
-    "all by one": ((2, 3, 256), 64, (0, 0), "float32", "float32", 0.02, "bfloat16"),
-    "wide blocks": ((130, 520), 64, (32, 256), "float8_e8m0fnu", "float32", None, None),
-    "published scale": ((9, 384), 128, (128, 128), "float32", "float32", 0.004, None),
-    "one row": ((48,), 9, (1, 0), "float16", "float32", None, None),
-}  # fmt: skip
 
 
 @pytest.mark.few(4)
@@ -147,12 +90,11 @@ def test_a_mesh_splits_rows_and_blocks_of_the_weight():
     """Codes and scales on their devices; blocks that do not divide the rows are scales of rows."""
     mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     put = lambda x, *axes: jax.device_put(x, jax.NamedSharding(mesh, jax.P(*axes)))
-    x = rows(6, 256)
+    x, op = rows(6, 256), ejx.ScaledMatmul(platform=INTERPRET)
     for n in (256, 320):
         w = quantised_weight(n, 256)
         scales = w.scales if n == 320 else put(w.scales, "columns")
         split = ejx.QuantizedWeight(put(w.codes, "columns"), scales, None, None, w.format)
-        op = ejx.ScaledMatmul(platform=INTERPRET)
         assert_close(jax.jit(op)(put(x, "rows"), split), exact(x, w), "float32")
         grad = jax.jit(jax.grad(lambda x, w: op(x, w).sum()))(put(x, "rows"), split)
         assert_close(grad, np.tile(weight_numbers(w).sum(0), (6, 1)), "float32", "gradient")
