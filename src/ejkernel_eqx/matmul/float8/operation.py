@@ -108,16 +108,12 @@ def _arranged(x: Array, weight: QuantizedWeight, x_scale: Array | None) -> tuple
 
 
 def _check_weight(weight: Any, features: int) -> None:
-    if not isinstance(weight, QuantizedWeight):
+    known = isinstance(weight, QuantizedWeight)
+    if not known or weight.format.element != "float8_e4m3fn" or weight.format.block[1] % GROUP:
+        received = repr(weight) if known else type(weight).__name__
         raise ValueError(
-            f"weight: expected an ejx.QuantizedWeight in float8_e4m3fn, received {type(weight).__name__}; quantise it by "
-            "ejx.quantise(weight, 'fp8-block')."
-        )
-    form = weight.format
-    if form.element != "float8_e4m3fn" or form.block[1] % GROUP:
-        raise ValueError(
-            f"weight: expected float8_e4m3fn with a scale per block of a multiple of {GROUP} columns, or per channel, received {weight!r}; "
-            "multiply by weight.astype(x.dtype)."
+            f"weight: expected an ejx.QuantizedWeight in float8_e4m3fn with a scale per block of a multiple of {GROUP} columns, or per channel, "
+            f"received {received}; quantise it by ejx.quantise(weight, 'fp8-block'), or multiply by weight.astype(x.dtype)."
         )
     if weight.ndim != 2 or weight.transposed or weight.shape[1] != features or 0 in weight.shape:
         raise ValueError(

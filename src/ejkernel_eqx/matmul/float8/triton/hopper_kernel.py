@@ -47,10 +47,9 @@ def _promoted(acc, part, a, b, scale, SCALED: gl.constexpr):
 @gluon.jit
 def _summed(ring, s, phase, scales, row, n, M, W: gl.constexpr, form: gl.constexpr):
     """The sums of one consumer's rows of a tile, `[HALF, BN]` twice (the second unused where it has one half), and the next stage."""
-    BM: gl.constexpr = form.BM
     BN: gl.constexpr = form.BN
     STEPS: gl.constexpr = (form.K + form.GROUP - 1) // form.GROUP
-    ROWS: gl.constexpr = BM // CONSUMERS
+    ROWS: gl.constexpr = form.BM // CONSUMERS
     TWO: gl.constexpr = ROWS > HALF
     SCALED: gl.constexpr = form.GROUPED or form.COLUMNS > 0
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 32])
@@ -121,19 +120,20 @@ def _loader(ring, left, right, M, total, form: gl.constexpr):
     """Loads the operands of every tile, as far ahead as there are stages."""
     BM: gl.constexpr = form.BM
     BN: gl.constexpr = form.BN
+    GROUP: gl.constexpr = form.GROUP
     TILES: gl.constexpr = (form.N + BN - 1) // BN
     # Every stage is free at first: its barrier passes for the parity before.
     s, phase = 0, 1
     t = gl.program_id(0)
     while t < total:
         row, column = place(t, M, BM, TILES, form.SWIZZLE)
-        for k in range((form.K + form.GROUP - 1) // form.GROUP):
+        for k in range((form.K + GROUP - 1) // GROUP):
             # Both consumers have read what was in this stage.
             mbarrier.wait(ring.empty.index(s), phase)
             full = ring.full.index(s)
-            mbarrier.expect(full, (BM + BN) * form.GROUP)
-            tma.async_copy_global_to_shared(left, [row * BM, k * form.GROUP], full, ring.left.index(s))
-            tma.async_copy_global_to_shared(right, [column * BN, k * form.GROUP], full, ring.right.index(s))
+            mbarrier.expect(full, (BM + BN) * GROUP)
+            tma.async_copy_global_to_shared(left, [row * BM, k * GROUP], full, ring.left.index(s))
+            tma.async_copy_global_to_shared(right, [column * BN, k * GROUP], full, ring.right.index(s))
             s, phase = following(s, phase, form.STAGES)
         t += gl.num_programs(0)
 
