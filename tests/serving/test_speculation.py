@@ -35,7 +35,7 @@ def pair(request):
         check_empty(engine)
 
 
-def _requests(seed, count=12, longest=18, most=24):
+def repetitive(seed, count=12, longest=18, most=24):
     """Prompts that share their beginnings, of texts that repeat themselves."""
     rng = random.Random(seed)
     starts = [bytes(rng.choices(range(256), k=6)) * 3 for _ in range(2)]
@@ -61,7 +61,7 @@ def turning(pair, monkeypatch):
 def test_no_token_changes(pair):
     """Whoever joins or leaves, whatever is cancelled and preempted."""
     engine, plain = pair
-    requests = _requests(5)
+    requests = repetitive(5)
     expected = serve(plain, requests)
     for seed, cancel in ((1, {}), (2, {1: 0, 4: 2, 7: 5, 11: 1}), (3, {0: 6, 5: 9})):
         for index, text in enumerate(serve(engine, requests, seed, cancel)):
@@ -107,7 +107,7 @@ def test_a_stop_token_among_drafts(turning):
 def test_steps_that_raise(pair, monkeypatch):
     """While scheduled, while waited for, and after the caches were given away."""
     engine, plain = pair
-    requests = _requests(9, 6)
+    requests = repetitive(9, 6)
     expected, rng = alone(plain, requests), random.Random(0)
     compute, finish = engine._compute, engine._finish
 
@@ -203,7 +203,7 @@ def test_every_mixer_verifies_drafts(mixer):
     sizes |= {"page_size": 16} if mixer == "nsa" else {}
     sizes |= {"num_pages": 12, "max_length": 64} if mixer == "windowed" else {}
     engine, plain = engines(mixer, **sizes)
-    requests = _requests(6, 4 if interpreted else 12, most=30)
+    requests = repetitive(6, 4 if interpreted else 12, most=30)
     expected = serve(plain, requests)
     assert serve(engine, requests, 1) == serve(engine, requests, 2) == expected
     assert engine.drafts_accepted > 0
