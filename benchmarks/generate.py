@@ -7,7 +7,8 @@
 
 Weights are random, in bfloat16. A step's time is the difference of two calls that write different numbers of tokens. The device's time, launches
 and copies are those of the same difference in a trace. The floor reads the weights once, the keys and values of all tokens before once, and the
-head as it is published; an embedding that is not the head is not read. Of experts it reads those that random tokens reach.
+head as it is published; an embedding that is not the head is not read. Of experts it reads those that random tokens reach. Names such as
+`llama-8b-int4-b1` are of quantised weights.
 """
 
 import dataclasses
@@ -38,10 +39,13 @@ class Problem(problems.Problem):
     few: int = 8
     many: int = 56
     bound_ms: float | None = None
+    weights: str = ""
+    """The kind of `ejx.quantise`, of experts alone where there are any."""
 
     @property
     def name(self) -> str:
-        return f"{self.model}-b{self.B}" + (f"-s{self.S}" if self.S != 128 else "")
+        kind = f"-{self.weights}" if self.weights else ""
+        return f"{self.model}{kind}-b{self.B}" + (f"-s{self.S}" if self.S != 128 else "")
 
 
 PROBLEMS = problems.load("generate", Problem)
@@ -68,10 +72,14 @@ class Row:
     reason: str | None = None
 
 
-def make_model(name: str) -> ejx.models.Decoder:
+def make_model(name: str, weights: str = "") -> ejx.models.Decoder:
     config = ejx.models.decoder_config(problems.model_config(name))
     make = lambda key: ejx.models.Decoder(config, dtype=jnp.bfloat16, key=key)
-    return eqx.filter_jit(make)(jax.random.key(0))
+    model = eqx.filter_jit(make)(jax.random.key(0))
+    if not weights:
+        return model
+    experts = any(isinstance(layer.mlp, ejx.nn.MixtureOfExperts) for stack in model.stacks for layer in stack)
+    return ejx.quantise(model, weights, where=(lambda path: ".experts" in path) if experts else None)
 
 
 def floor_ms(model: ejx.models.Decoder, problem: Problem) -> float:
@@ -177,15 +185,17 @@ def peer_ms(problem: Problem, repeats: int) -> float | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = report.parser("generate", __doc__).parse_args(arguments)
     rows: list[Row] = []
-    models: dict[str, Any] = {}
+    models: dict[tuple[str, str], Any] = {}
     for problem in PROBLEMS["tiny" if options.quick else "anchors"]:
         if options.only and problem.name not in options.only:
             continue
-        if problem.model not in models:
-            models = {problem.model: make_model(problem.model)}  # one at a time
+        key = problem.model, problem.weights
+        if key not in models:
+            models.clear()  # one at a time
+            models[key] = make_model(*key)
         on_gpu = jax.default_backend() == "gpu"
         try:
-            row = measure(models[problem.model], problem, options.repeats, on_gpu)
+            row = measure(models[key], problem, options.repeats, on_gpu)
         except Exception as error:  # one model's failure is not the others'
             row = Row(problem.name, 0.0, problem.bound_ms, reason=repr(error)[:500])
         if options.peers and torch_with_cuda():
