@@ -9,7 +9,7 @@ from jax import Array
 from ...launch import Launcher
 from ...launch.fields import check_fields, Float32Dot
 from ...launch.sizes import cdiv, padded
-from ..spec import GroupedArrays
+from ..spec import GroupedArrays, GroupedSpec
 from . import forward_kernel
 from .hopper.call import products
 from .tile_sizes import GroupedTile
@@ -18,6 +18,7 @@ OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 
 _PLAIN = dict.fromkeys(("GATHERED", "BIAS", "UP_BIAS", "SCALE", "ROW_SCALE", "SAVE"), False)
+_PLAIN |= dict.fromkeys(("ELEMENT", "ROWS", "COLUMNS", "SCALES"), 0) | {"ZEROS": False, "FACTOR": False}
 _PLAIN |= {"KIND": 0, "ACTIVATION": 0, "ALPHA": 1.0, "LIMIT": 0.0, "UP_SHIFT": 0.0}
 """The numbers of a product that nothing follows."""
 
@@ -51,6 +52,20 @@ def grouped(
     most = rows // tile.block_m + min(count + 1, rows)
     programs = batch * most * cdiv(width, tile.block_n)
     return launch(forward_kernel.grouped_kernel, tile, outputs, programs, TILES=most, **numbers)
+
+
+_ELEMENTS = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3, "uint4": 4, "float4_e2m1fn": 5}
+_SCALES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e8m0fnu": 3, "float8_e4m3fn": 4}
+
+
+def stored_numbers(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, Any]:
+    """The constants of how right sides are stored."""
+    form = spec.form
+    if form is None:
+        return {}
+    rows, columns = form.block
+    kinds = {"ELEMENT": _ELEMENTS[form.element], "SCALES": _SCALES[form.scale], "ZEROS": form.zeros}
+    return kinds | {"ROWS": rows, "COLUMNS": columns, "FACTOR": arrays.factor is not None}
 
 
 def launcher(arrays: GroupedArrays, config: TritonConfig) -> Launcher:

@@ -1,5 +1,7 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward and backward."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -10,11 +12,11 @@ from ...launch.sizes import rows_of, too_large
 from ..spec import alike, columns, GroupedArrays, GroupedSpec, HALVES, INTERLEAVED, PAIR
 from ..spec import saved_axes as saved_axes
 from .backward import backward as backward
-from .call import ACTIVATIONS, grouped, launcher
+from .call import ACTIVATIONS, grouped, launcher, stored_numbers
 from .call import TritonConfig as TritonConfig
 from .hopper import tile_sizes as hopper
 from .tile_sizes import GroupedTile as GroupedTile
-from .tile_sizes import shared_memory, SMALLEST, tiles
+from .tile_sizes import one_row_unfit, shared_memory, SMALLEST, tiles
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "lhs": "lhs", "rhs": BOTH}
@@ -32,6 +34,9 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     dtypes = dict(problem.dtypes)
     if "float64" in dtypes.values():
         return "takes float32, float16 and bfloat16, not float64"
+    columns: Any = (problem.flag("format") or (0, 0, 0))[2]  # pyright: ignore[reportIndexIssue]
+    if columns & (columns - 1):
+        return f"takes blocks of a power of two of columns, not {columns}"
     if problem.dim("E") > MAX_GROUPS:
         return f"takes up to {MAX_GROUPS} groups, not {problem.dim('E')}"
     if dtypes["rhs"] == "float8_e4m3fn" and device.vendor == "nvidia" and device.capability < (8, 9):
@@ -60,6 +65,13 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     why not Hopper's kernels."""
     for kernel in KERNELS:
         tile = getattr(config, kernel)
+        if min(tile.block_m, tile.block_n) < 16:
+            is_one = kernel == "forward" and tile.block_m == 1
+            reason = (
+                one_row_unfit(problem) if is_one else "has sides from 16 on, but for one row of the forward"
+            )
+            if reason is not None:
+                return f"{kernel} with block_m={tile.block_m} {reason}"
         needed = shared_memory(kernel, tile, problem, device)
         if tile.hopper_programs:
             reason = hopper.unfit(kernel, problem, device) or hopper.tile_unfit(kernel, tile, problem)
@@ -118,6 +130,7 @@ def forward(
         BIAS=arrays.bias is not None,
         UP_BIAS=arrays.up_bias is not None,
         SCALE=arrays.stored is not None,
+        **stored_numbers(arrays, spec),
         ACTIVATION=ACTIVATIONS[spec.activation],
         ALPHA=spec.alpha,
         LIMIT=spec.limit or 0.0,

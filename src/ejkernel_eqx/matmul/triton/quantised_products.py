@@ -1,0 +1,184 @@
+"""Products by quantised right sides: words of codes become a tile of numbers in registers."""
+
+import triton
+import triton.language as tl
+
+from .codes import block_of, dequantised, factor_of, Form, numbers_in, scale_of, UINT4
+from .tile import operand
+
+
+@triton.jit
+def _mantissa(words, i: tl.constexpr, nothing):
+    """1 + code / 16 of codes `i` of words, in two instructions; `nothing` as in `numbers_in`."""
+    bits = words << (19 - 4 * i) if i < 5 else words >> (4 * i - 19)
+    return ((bits & 0x780000) | (0x3F800000 - nothing)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _mantissas(words, nothing):
+    even = tl.join(
+        tl.join(_mantissa(words, 0, nothing), _mantissa(words, 4, nothing)),
+        tl.join(_mantissa(words, 2, nothing), _mantissa(words, 6, nothing)),
+    )
+    odd = tl.join(
+        tl.join(_mantissa(words, 1, nothing), _mantissa(words, 5, nothing)),
+        tl.join(_mantissa(words, 3, nothing), _mantissa(words, 7, nothing)),
+    )
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _one_row(
+    lhs_ptr, words_ptr, scales_ptr, zeros_ptr, n, nothing, K: tl.constexpr, form: Form, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """`lhs w[n]^T` of one row `[K]`: `[BLOCK_N]`, without tensor cores. A thread adds up runs of columns, whose scale multiplies the sum."""
+    each: tl.constexpr = 8 if form.ELEMENT >= UINT4 else 4  # codes of a word
+    run: tl.constexpr = 16 if each == 4 or form.COLUMNS == 16 else 32
+    runs: tl.constexpr = BLOCK_K // run
+    acc = tl.zeros([BLOCK_N, runs], tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        word = start // each + tl.arange(0, BLOCK_K // each)  # [BLOCK_K / each]
+        first = (start + tl.arange(0, runs) * run)[None, :]  # [1, runs]
+        at = n.to(tl.int64)[:, None] * (K // each) + word[None, :]  # [BLOCK_N, BLOCK_K / each]
+        if K % BLOCK_K == 0:
+            words = tl.load(words_ptr + at)
+            x = tl.load(lhs_ptr + k).to(tl.float32)
+        else:
+            words = tl.load(words_ptr + at, mask=(word < K // each)[None, :], other=0)
+            x = tl.load(lhs_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        if form.ELEMENT == UINT4:
+            w = _mantissas(words, nothing)
+        else:
+            w = numbers_in(words, nothing, form.ELEMENT)
+        w = tl.reshape(w, (BLOCK_N, BLOCK_K))
+        part = tl.sum(tl.reshape(w * x[None, :], (BLOCK_N, runs, run)), 2)  # [BLOCK_N, runs]
+        block = block_of(n[:, None], first, K, form)  # [BLOCK_N, runs]
+        if form.ELEMENT == UINT4:
+            zero = 24.0
+            if form.ZEROS:
+                zero = tl.load(zeros_ptr + block, mask=first < K, other=0).to(tl.float32) + 16.0
+            part = 16.0 * part - zero * tl.sum(tl.reshape(x, (runs, run)), 1)[None, :]
+        if form.COLUMNS:
+            part *= scale_of(tl.load(scales_ptr + block, mask=first < K, other=0), form.SCALE)
+        acc += part
+    total = tl.sum(acc, 1) * factor_of(form.ELEMENT)
+    if not form.COLUMNS:
+        total *= scale_of(tl.load(scales_ptr + block_of(n, 0, K, form)), form.SCALE)
+    return total
+
+
+@triton.jit
+def _rows(
+    lhs, words_ptr, scales_ptr, zeros_ptr, n, nothing, K: tl.constexpr, form: Form, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows at `lhs` `[BLOCK_M, 1]` times `w[n]^T`: `[BLOCK_M, BLOCK_N]`, by tensor cores. Where a tile has one scale a row, it multiplies the
+    product."""
+    each: tl.constexpr = 8 if form.ELEMENT >= UINT4 else 4  # codes of a word
+    alike: tl.constexpr = form.COLUMNS % BLOCK_K == 0
+    unit: tl.constexpr = BLOCK_K if alike else form.COLUMNS
+    units: tl.constexpr = BLOCK_K // unit
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        word = start // each + tl.arange(0, BLOCK_K // each)  # [BLOCK_K / each]
+        first = (start + tl.arange(0, units) * unit)[None, :]  # [1, units]
+        at = n.to(tl.int64)[:, None] * (K // each) + word[None, :]  # [BLOCK_N, BLOCK_K / each]
+        words = tl.load(words_ptr + at, mask=(word < K // each)[None, :], other=0)
+        x = tl.load(lhs + k[None, :], mask=(k < K)[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
+        w = tl.reshape(numbers_in(words, nothing, form.ELEMENT), (BLOCK_N, units, unit))
+        block = block_of(n[:, None], first, K, form)  # [BLOCK_N, units]
+        if form.ZEROS:
+            w -= (tl.load(zeros_ptr + block, mask=first < K, other=8).to(tl.float32) - 8.0)[:, :, None]
+        if form.COLUMNS:
+            scale = scale_of(
+                tl.load(scales_ptr + block, mask=first < K, other=0), form.SCALE
+            )  # [BLOCK_N, units]
+            if not alike:
+                w *= (scale * factor_of(form.ELEMENT))[:, :, None]
+        w = tl.trans(operand(tl.reshape(w, (BLOCK_N, BLOCK_K)), OPERAND))  # [BLOCK_K, BLOCK_N]
+        if form.COLUMNS and alike:
+            acc += tl.dot(operand(x, OPERAND), w, input_precision=PRECISION) * tl.reshape(scale, (1, BLOCK_N))
+        else:
+            acc = tl.dot(operand(x, OPERAND), w, acc, input_precision=PRECISION)
+    if alike:
+        acc *= factor_of(form.ELEMENT)
+    if not form.COLUMNS:
+        acc *= scale_of(tl.load(scales_ptr + block_of(n, 0, K, form)), form.SCALE)[None, :]
+    return acc
+
+
+@triton.jit
+def _any(
+    lhs, codes_ptr, scales_ptr, zeros_ptr, first, K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, form: Form,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows at `lhs` `[BLOCK_M, 1]` times `right[:, first:]`, where rows of codes are no whole words, or the contracted axis of the product: codes
+    are `[W, K]` if `TRANSPOSED`, else `[K, W]`."""
+    n = first + tl.arange(0, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(lhs + k[None, :], mask=(k < K)[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
+        # Rows past the last are read as the last: their products are with 0, or are not stored.
+        if TRANSPOSED:
+            w = dequantised(
+                codes_ptr, scales_ptr, zeros_ptr, tl.minimum(n, N - 1), start, K, form, BLOCK_N, BLOCK_K
+            )
+            w = tl.trans(operand(w, OPERAND))  # [BLOCK_K, BLOCK_N]
+        else:
+            w = dequantised(
+                codes_ptr, scales_ptr, zeros_ptr, tl.minimum(k, K - 1), first, W, form, BLOCK_K, BLOCK_N
+            )
+            w = operand(w, OPERAND)  # [BLOCK_K, BLOCK_N]
+        acc = tl.dot(operand(x, OPERAND), w, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def product_of_codes(
+    lhs_ptr, row, codes_ptr, scales_ptr, zeros_ptr, factor_ptr, index, first, nothing, K: tl.constexpr, W: tl.constexpr,
+    N: tl.constexpr, form: Form, TRANSPOSED: tl.constexpr, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`lhs[row] right[:, first:]`, `[BLOCK_M, BLOCK_N]`, of the right side of group `index`. Columns from `N` on are arbitrary."""
+    OUT: tl.constexpr = W if TRANSPOSED else K
+    IN: tl.constexpr = K if TRANSPOSED else W
+    each: tl.constexpr = 8 if form.ELEMENT >= UINT4 else 4  # codes of a word
+    down: tl.constexpr = (OUT + form.ROWS - 1) // form.ROWS if form.ROWS else 1
+    across: tl.constexpr = (IN + form.COLUMNS - 1) // form.COLUMNS if form.COLUMNS else 1
+    codes_ptr += index * (OUT * IN * 4 // each)
+    scales_ptr += index * (down * across)
+    zeros_ptr += index * (down * across)
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+    n = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)  # [BLOCK_N]
+    if BLOCK_M == 1:
+        lhs = lhs_ptr + tl.sum(row, 0).to(tl.int64) * K
+        z = _one_row(lhs, words_ptr, scales_ptr, zeros_ptr, n, nothing, K, form, BLOCK_N, BLOCK_K)[None, :]
+    else:
+        lhs = lhs_ptr + row.to(tl.int64)[:, None] * K  # [BLOCK_M, 1]
+        if TRANSPOSED and K % each == 0 and form.COLUMNS % each == 0:
+            z = _rows(
+                lhs,
+                words_ptr,
+                scales_ptr,
+                zeros_ptr,
+                n,
+                nothing,
+                K,
+                form,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                OPERAND,
+                PRECISION,
+            )
+        else:
+            z = _any(
+                lhs, codes_ptr, scales_ptr, zeros_ptr, first, K, W, N, form, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, OPERAND,
+                PRECISION)  # fmt: skip
+    if FACTOR:
+        z *= tl.load(factor_ptr + index)
+    return z
