@@ -3,38 +3,66 @@
 import triton
 import triton.language as tl
 
-from .codes import block_of, dequantised, factor_of, Form, numbers_in, scale_of, UINT4
+from .codes import block_of, dequantised, E2M1, factor_of, Form, numbers_in, scale_of, UINT4
 from .tile import operand
 
 
 @triton.jit
-def _mantissa(words, i: tl.constexpr, nothing):
-    """1 + code / 16 of codes `i` of words, in two instructions; `nothing` as in `numbers_in`."""
-    bits = words << (19 - 4 * i) if i < 5 else words >> (4 * i - 19)
-    return ((bits & 0x780000) | (0x3F800000 - nothing)).to(tl.float32, bitcast=True)
+def _mantissa(words, i: tl.constexpr, nothing, ELEMENT: tl.constexpr):
+    """Codes `i` of words as the first bits of mantissas: 1 + code / 16, and of `E2M1` 1.125 + number / 64. `nothing` as in `numbers_in`."""
+    if ELEMENT == UINT4:
+        bits = words << (19 - 4 * i) if i < 5 else words >> (4 * i - 19)
+        x = (bits & 0x780000) | (0x3F800000 - nothing)
+    else:
+        # One instruction looks four codes up in a table of 8 bytes, and gives 0 for negative ones.
+        codes = words >> 16 * (i // 4)
+        low, high = 0x03020100 - nothing, 0x0C080604 - nothing
+        positive = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, codes], dtype=tl.uint32, is_pure=True, pack=1
+        )
+        negative = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [low, high, codes ^ 0x8888],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+        select: tl.constexpr = 0x7044 + 0x100 * (i % 4)
+        x = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [positive + 0x90909090 - negative, 0x3F000000 - nothing, select],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    return x.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _mantissas(words, nothing):
+def _mantissas(words, nothing, ELEMENT: tl.constexpr):
     even = tl.join(
-        tl.join(_mantissa(words, 0, nothing), _mantissa(words, 4, nothing)),
-        tl.join(_mantissa(words, 2, nothing), _mantissa(words, 6, nothing)),
+        tl.join(_mantissa(words, 0, nothing, ELEMENT), _mantissa(words, 4, nothing, ELEMENT)),
+        tl.join(_mantissa(words, 2, nothing, ELEMENT), _mantissa(words, 6, nothing, ELEMENT)),
     )
     odd = tl.join(
-        tl.join(_mantissa(words, 1, nothing), _mantissa(words, 5, nothing)),
-        tl.join(_mantissa(words, 3, nothing), _mantissa(words, 7, nothing)),
+        tl.join(_mantissa(words, 1, nothing, ELEMENT), _mantissa(words, 5, nothing, ELEMENT)),
+        tl.join(_mantissa(words, 3, nothing, ELEMENT), _mantissa(words, 7, nothing, ELEMENT)),
     )
     return tl.join(even, odd)
 
 
 @triton.jit
 def _one_row(
-    lhs_ptr, words_ptr, scales_ptr, zeros_ptr, n, nothing, K: tl.constexpr, form: Form, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    lhs_ptr, words_ptr, scales_ptr, zeros_ptr, n, nothing, K: tl.constexpr, form: Form, FAST: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`lhs w[n]^T` of one row `[K]`: `[BLOCK_N]`, without tensor cores. A thread adds up runs of columns, whose scale multiplies the sum."""
     each: tl.constexpr = 8 if form.ELEMENT >= UINT4 else 4  # codes of a word
     run: tl.constexpr = 16 if each == 4 or form.COLUMNS == 16 else 32
     runs: tl.constexpr = BLOCK_K // run
+    mantissas: tl.constexpr = form.ELEMENT == UINT4 or (form.ELEMENT == E2M1 and FAST)
     acc = tl.zeros([BLOCK_N, runs], tl.float32)
     for start in tl.range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
@@ -47,22 +75,28 @@ def _one_row(
         else:
             words = tl.load(words_ptr + at, mask=(word < K // each)[None, :], other=0)
             x = tl.load(lhs_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        if form.ELEMENT == UINT4:
-            w = _mantissas(words, nothing)
+        if mantissas:
+            w = _mantissas(words, nothing, form.ELEMENT)
         else:
             w = numbers_in(words, nothing, form.ELEMENT)
         w = tl.reshape(w, (BLOCK_N, BLOCK_K))
         part = tl.sum(tl.reshape(w * x[None, :], (BLOCK_N, runs, run)), 2)  # [BLOCK_N, runs]
         block = block_of(n[:, None], first, K, form)  # [BLOCK_N, runs]
-        if form.ELEMENT == UINT4:
-            zero = 24.0
+        if mantissas:
             if form.ZEROS:
                 zero = tl.load(zeros_ptr + block, mask=first < K, other=0).to(tl.float32) + 16.0
-            part = 16.0 * part - zero * tl.sum(tl.reshape(x, (runs, run)), 1)[None, :]
+            elif form.ELEMENT == UINT4:
+                zero = 24.0
+            else:
+                zero = 72.0
+            ones: tl.constexpr = 16.0 if form.ELEMENT == UINT4 else 64.0
+            part = ones * part - zero * tl.sum(tl.reshape(x, (runs, run)), 1)[None, :]
         if form.COLUMNS:
             part *= scale_of(tl.load(scales_ptr + block, mask=first < K, other=0), form.SCALE)
         acc += part
-    total = tl.sum(acc, 1) * factor_of(form.ELEMENT)
+    total = tl.sum(acc, 1)
+    if not mantissas:
+        total *= factor_of(form.ELEMENT)
     if not form.COLUMNS:
         total *= scale_of(tl.load(scales_ptr + block_of(n, 0, K, form)), form.SCALE)
     return total
@@ -140,7 +174,7 @@ def _any(
 @triton.jit
 def product_of_codes(
     lhs_ptr, row, codes_ptr, scales_ptr, zeros_ptr, factor_ptr, index, first, nothing, K: tl.constexpr, W: tl.constexpr,
-    N: tl.constexpr, form: Form, TRANSPOSED: tl.constexpr, FACTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    N: tl.constexpr, form: Form, TRANSPOSED: tl.constexpr, FACTOR: tl.constexpr, FAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`lhs[row] right[:, first:]`, `[BLOCK_M, BLOCK_N]`, of the right side of group `index`. Columns from `N` on are arbitrary."""
@@ -156,7 +190,9 @@ def product_of_codes(
     n = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)  # [BLOCK_N]
     if BLOCK_M == 1:
         lhs = lhs_ptr + tl.sum(row, 0).to(tl.int64) * K
-        z = _one_row(lhs, words_ptr, scales_ptr, zeros_ptr, n, nothing, K, form, BLOCK_N, BLOCK_K)[None, :]
+        z = _one_row(lhs, words_ptr, scales_ptr, zeros_ptr, n, nothing, K, form, FAST, BLOCK_N, BLOCK_K)[
+            None, :
+        ]
     else:
         lhs = lhs_ptr + row.to(tl.int64)[:, None] * K  # [BLOCK_M, 1]
         if TRANSPOSED and K % each == 0 and form.COLUMNS % each == 0:
