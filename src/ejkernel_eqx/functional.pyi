@@ -37,6 +37,7 @@ from .paged.signature import Cache
 from .paged.signature import Output
 from .paged.signature import Query
 from .paged.signature import WithLse
+from .quantised import QuantizedWeight
 from .recurrence.linear import FinalState
 from .recurrence.linear import State
 
@@ -417,12 +418,12 @@ def gated_rms_norm(
 
 def grouped_matmul(
     lhs: Float[AnyArray, '*B M K'],
-    rhs: AnyArray,
+    rhs: AnyArray | QuantizedWeight,
     group_sizes: Int[Numbers, '*B E'],
     bias: Float[AnyArray, 'E N'] | None = None,
     *,
     rhs_scale: Float[AnyArray, 'E N'] | None = None,
-    up: AnyArray | None = None,
+    up: AnyArray | QuantizedWeight | None = None,
     up_bias: Float[AnyArray, 'E N'] | None = None,
     up_scale: Float[AnyArray, 'E N'] | None = None,
     row_indices: Int[Numbers, '*B M'] | None = None,

@@ -16,7 +16,7 @@ from .call import ACTIVATIONS, grouped, launcher, stored_numbers
 from .call import TritonConfig as TritonConfig
 from .hopper import tile_sizes as hopper
 from .tile_sizes import GroupedTile as GroupedTile
-from .tile_sizes import one_row_unfit, shared_memory, SMALLEST, tiles
+from .tile_sizes import narrow_unfit, shared_memory, SMALLEST, tiles
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "lhs": "lhs", "rhs": BOTH}
@@ -39,7 +39,8 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
         return f"takes blocks of a power of two of columns, not {columns}"
     if problem.dim("E") > MAX_GROUPS:
         return f"takes up to {MAX_GROUPS} groups, not {problem.dim('E')}"
-    if dtypes["rhs"] == "float8_e4m3fn" and device.vendor == "nvidia" and device.capability < (8, 9):
+    is_stored = dtypes["rhs"] == "float8_e4m3fn" and not problem.flag("format")
+    if is_stored and device.vendor == "nvidia" and device.capability < (8, 9):
         return (
             "takes right sides in float8_e4m3fn from compute capability 8.9 on, the device has "
             f"{device.compute_capability or 'none'}; float8_e5m2 and int8 it has"
@@ -65,13 +66,8 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     why not Hopper's kernels."""
     for kernel in KERNELS:
         tile = getattr(config, kernel)
-        if min(tile.block_m, tile.block_n) < 16:
-            is_one = kernel == "forward" and tile.block_m == 1
-            reason = (
-                one_row_unfit(problem) if is_one else "has sides from 16 on, but for one row of the forward"
-            )
-            if reason is not None:
-                return f"{kernel} with block_m={tile.block_m} {reason}"
+        if (reason := narrow_unfit(kernel, tile, problem)) is not None:
+            return f"{kernel} with block_m={tile.block_m} {reason}"
         needed = shared_memory(kernel, tile, problem, device)
         if tile.hopper_programs:
             reason = hopper.unfit(kernel, problem, device) or hopper.tile_unfit(kernel, tile, problem)

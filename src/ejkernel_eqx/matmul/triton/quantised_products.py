@@ -8,8 +8,18 @@ from .tile import operand
 
 
 @triton.jit
+def _bytes_of(low, high, select):
+    """Four of eight bytes, by the hexadecimal digits of `select`; those from 8 on give 0 for a byte below 128."""
+    prmt: tl.constexpr = "prmt.b32 $0, $1, $2, $3;"
+    return tl.inline_asm_elementwise(
+        prmt, "=r,r,r,r", [low, high, select], dtype=tl.uint32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _mantissa(words, i: tl.constexpr, nothing, ELEMENT: tl.constexpr):
-    """Codes `i` of words as the first bits of mantissas: 1 + code / 16, and of `E2M1` 1.125 + number / 64. `nothing` as in `numbers_in`."""
+    """Codes `i` of words as the first bits of mantissas: 1 + code / 16, and of `E2M1`, by NVIDIA's instructions, 1.125 + number / 64. `nothing` as
+    in `numbers_in`."""
     if ELEMENT == UINT4:
         bits = words << (19 - 4 * i) if i < 5 else words >> (4 * i - 19)
         x = (bits & 0x780000) | (0x3F800000 - nothing)
@@ -17,26 +27,9 @@ def _mantissa(words, i: tl.constexpr, nothing, ELEMENT: tl.constexpr):
         # One instruction looks four codes up in a table of 8 bytes, and gives 0 for negative ones.
         codes = words >> 16 * (i // 4)
         low, high = 0x03020100 - nothing, 0x0C080604 - nothing
-        positive = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, codes], dtype=tl.uint32, is_pure=True, pack=1
-        )
-        negative = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [low, high, codes ^ 0x8888],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
+        numbers = _bytes_of(low, high, codes) + 0x90909090 - _bytes_of(low, high, codes ^ 0x8888)
         select: tl.constexpr = 0x7044 + 0x100 * (i % 4)
-        x = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [positive + 0x90909090 - negative, 0x3F000000 - nothing, select],
-            dtype=tl.uint32,
-            is_pure=True,
-            pack=1,
-        )
+        x = _bytes_of(numbers, 0x3F000000 - nothing, select)
     return x.to(tl.float32, bitcast=True)
 
 

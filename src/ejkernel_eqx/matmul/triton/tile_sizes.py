@@ -81,6 +81,15 @@ def _one_row(problem: Problem) -> list[GroupedTile]:
     return list(dict.fromkeys(fitting))
 
 
+def narrow_unfit(kernel: str, tile: GroupedTile, problem: Problem) -> str | None:
+    """The reason why a tile cannot be narrower than those of tensor cores; `None` if it can, or is not."""
+    if min(tile.block_m, tile.block_n) >= 16:
+        return None
+    if kernel != "forward" or tile.block_m != 1:
+        return "has sides from 16 on, but for one row of the forward"
+    return one_row_unfit(problem)
+
+
 def one_row_unfit(problem: Problem) -> str | None:
     """The reason why tiles cannot have one row."""
     form: Any = problem.flag("format")
