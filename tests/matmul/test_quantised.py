@@ -11,6 +11,7 @@ import pytest
 import ejkernel_eqx as ejx
 from ejkernel_eqx.core.workload import launches_of
 from ejkernel_eqx.launch import compile_ahead
+from ejkernel_eqx.matmul.arguments import resolve, RightSide
 from ejkernel_eqx.quantised.quantise import KINDS, quantised_array
 from tests import meshes
 from tests.agreement import platforms
@@ -42,7 +43,7 @@ def weight_of(array: Any, form: ejx.QuantFormat) -> ejx.QuantizedWeight:
     zeros = None
     if form.zeros:
         zeros = jnp.asarray(np.random.default_rng(1).integers(0, 16, weight.scales.shape), jnp.uint8)
-    return ejx.QuantizedWeight(weight.codes, weight.scales, zeros, weight.tensor_scale, form, jnp.float32)
+    return ejx.QuantizedWeight(weight.codes, weight.scales, zeros, weight.tensor_scale, form, array.dtype)
 
 
 def quantised(case: Case, form: ejx.QuantFormat) -> tuple[Any, Any, Any]:
@@ -266,11 +267,14 @@ def test_tiles_of_one_row_fit(name, target):
 
     case = dataclasses.replace(GATED, M=4, sizes=(1, 0, 2, 1), K=2048, dtype="bfloat16")
     given, *_ = quantised(case, FORMS[name])
+    sides = RightSide(given["rhs"], given["bias"], None), RightSide(given["up"], given["up_bias"], None)
+    arrays, spec = resolve(
+        given["lhs"][None], *sides, given["group_sizes"][None], None, case.operation("xla").spec, None
+    )
     config = one_row(FORMS[name])
-    tile = dataclasses.replace(config.forward, block_k=1024, num_warps=1)
+    tile = dataclasses.replace(config.forward, block_k=8192 // FORMS[name].bits, num_warps=2)
     config = dataclasses.replace(config, forward=tile, fast_sigmoid=target == "sm_90")
-    op = case.operation("triton", config=config)
-    found = launches_of(lambda given, _: op(**given), lambda seed: given, config)
-    assert len(found) == 1 and compiled.KERNELS[0] == "forward"
-    report = compile_ahead(found[0], target)
+    run = lambda arrays, config: compiled.forward(arrays, spec, config)
+    (launch,) = launches_of(run, lambda seed: arrays, config)
+    report = compile_ahead(launch, target)
     assert report.fits and report.spills == 0, report

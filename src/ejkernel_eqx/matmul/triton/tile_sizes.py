@@ -57,7 +57,7 @@ _RIGHT: tuple[Sizes, ...] = (
 
 
 _ONE_ROW: tuple[Sizes, ...] = (
-    (1, 16, 2048, 2, 1), (1, 8, 4096, 4, 1), (1, 8, 2048, 2, 1), (1, 4, 4096, 4, 1), (1, 8, 1024, 1, 1), (1, 16, 1024, 1, 1),
+    (1, 8, 2048, 2, 1), (1, 8, 4096, 4, 1), (1, 4, 4096, 4, 1), (1, 8, 1024, 1, 1), (1, 16, 2048, 2, 1),
 )  # fmt: skip
 """For few groups of more than one row: columns, and twice as much of the contracted axis as with 8 bits."""
 
@@ -78,7 +78,8 @@ def _one_row(problem: Problem) -> list[GroupedTile]:
     inner, bits = problem.dim("K"), BITS[problem.dtype("rhs")]
     length = 1 << (inner - 1).bit_length()
     fitting = [GroupedTile(m, n, min(k * 4 // bits, length), *rest) for m, n, k, *rest in _ONE_ROW]
-    return list(dict.fromkeys(fitting))
+    past = lambda tile: cdiv(inner, tile.block_k) * tile.block_k / inner - 1  # the work on columns that do not exist
+    return sorted(dict.fromkeys(fitting), key=lambda tile: int(8 * past(tile)))
 
 
 def narrow_unfit(kernel: str, tile: GroupedTile, problem: Problem) -> str | None:
