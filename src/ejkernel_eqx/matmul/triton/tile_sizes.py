@@ -66,6 +66,8 @@ def tiles(problem: Problem, device: DeviceFacts) -> dict[str, list[GroupedTile]]
     """Tiles of Triton's kernels, best first, fitted to the problem and to shared memory."""
     each = problem.dim("M") / max(problem.dim("E"), 1)
     sizes = next(sizes for least, sizes in _ROWS if each >= least)
+    if problem.flag("format"):  # a thread has the numbers of a tile in registers
+        sizes = tuple(size for size in sizes if size[1] <= 32 * size[3])
     lists = {"forward": sizes, "lhs": sizes, "rhs": _RIGHT}
     fitted = {kernel: _fitted(kernel, sizes, problem, device) for kernel, sizes in lists.items()}
     if each <= 1 and one_row_unfit(problem) is None:
