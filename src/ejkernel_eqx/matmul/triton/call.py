@@ -48,8 +48,8 @@ def grouped(
     if tile.hopper_programs:
         return products(launch, tile, outputs, **numbers)
     count = int(launch.numbers["E"])
-    # Rows past the last group are tiles too.
-    most = rows // tile.block_m + min(count + 1, rows)
+    # Rows past the last group are tiles too. Tiles of one row are never cut.
+    most = rows // tile.block_m + (min(count + 1, rows) if tile.block_m > 1 else 0)
     programs = batch * most * cdiv(width, tile.block_n)
     return launch(forward_kernel.grouped_kernel, tile, outputs, programs, TILES=most, **numbers)
 
