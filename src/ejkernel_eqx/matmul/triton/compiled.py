@@ -1,7 +1,5 @@
 """Platform `triton`: the host side. Configurations, support, and the launches of forward and backward."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,8 +13,8 @@ from .backward import backward as backward
 from .call import ACTIVATIONS, grouped, launcher, stored_numbers
 from .call import TritonConfig as TritonConfig
 from .hopper import tile_sizes as hopper
+from .tile_sizes import blocks_unfit, narrow_unfit, shared_memory, SMALLEST, tiles
 from .tile_sizes import GroupedTile as GroupedTile
-from .tile_sizes import narrow_unfit, shared_memory, SMALLEST, tiles
 
 OPAQUE = True
 PARTS = {"forward": FORWARD, "lhs": "lhs", "rhs": BOTH}
@@ -34,9 +32,8 @@ def unsupported(problem: Problem, device: DeviceFacts) -> str | None:
     dtypes = dict(problem.dtypes)
     if "float64" in dtypes.values():
         return "takes float32, float16 and bfloat16, not float64"
-    columns: Any = (problem.flag("format") or (0, 0, 0))[2]  # pyright: ignore[reportIndexIssue]
-    if columns & (columns - 1):
-        return f"takes blocks of a power of two of columns, not {columns}"
+    if (reason := blocks_unfit(problem)) is not None:
+        return reason
     if problem.dim("E") > MAX_GROUPS:
         return f"takes up to {MAX_GROUPS} groups, not {problem.dim('E')}"
     is_stored = dtypes["rhs"] == "float8_e4m3fn" and not problem.flag("format")

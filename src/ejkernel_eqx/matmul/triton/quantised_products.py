@@ -35,15 +35,12 @@ def _mantissa(words, i: tl.constexpr, nothing, ELEMENT: tl.constexpr):
 
 @triton.jit
 def _mantissas(words, nothing, ELEMENT: tl.constexpr):
-    even = tl.join(
-        tl.join(_mantissa(words, 0, nothing, ELEMENT), _mantissa(words, 4, nothing, ELEMENT)),
-        tl.join(_mantissa(words, 2, nothing, ELEMENT), _mantissa(words, 6, nothing, ELEMENT)),
-    )
-    odd = tl.join(
-        tl.join(_mantissa(words, 1, nothing, ELEMENT), _mantissa(words, 5, nothing, ELEMENT)),
-        tl.join(_mantissa(words, 3, nothing, ELEMENT), _mantissa(words, 7, nothing, ELEMENT)),
-    )
-    return tl.join(even, odd)
+    """Those of words in the order of their codes, `[..., 2, 2, 2]`."""
+    a = tl.join(_mantissa(words, 0, nothing, ELEMENT), _mantissa(words, 4, nothing, ELEMENT))
+    b = tl.join(_mantissa(words, 2, nothing, ELEMENT), _mantissa(words, 6, nothing, ELEMENT))
+    c = tl.join(_mantissa(words, 1, nothing, ELEMENT), _mantissa(words, 5, nothing, ELEMENT))
+    d = tl.join(_mantissa(words, 3, nothing, ELEMENT), _mantissa(words, 7, nothing, ELEMENT))
+    return tl.join(tl.join(a, b), tl.join(c, d))
 
 
 @triton.jit
@@ -137,77 +134,53 @@ def _rows(
 
 
 @triton.jit
-def _any(
-    lhs, codes_ptr, scales_ptr, zeros_ptr, first, K: tl.constexpr, W: tl.constexpr, N: tl.constexpr, form: Form,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _transposed_rows(
+    lhs, codes_ptr, scales_ptr, zeros_ptr, first, K: tl.constexpr, W: tl.constexpr, form: Form, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `lhs` `[BLOCK_M, 1]` times `right[:, first:]`, where rows of codes are no whole words, or the contracted axis of the product: codes
-    are `[W, K]` if `TRANSPOSED`, else `[K, W]`."""
-    n = first + tl.arange(0, BLOCK_N)
+    """Rows at `lhs` `[BLOCK_M, 1]` times columns from `first` on of codes `[K, W]`: the gradient of the left side."""
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
+        k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         x = tl.load(lhs + k[None, :], mask=(k < K)[None, :], other=0.0)  # [BLOCK_M, BLOCK_K]
-        # Rows past the last are read as the last: their products are with 0, or are not stored.
-        if TRANSPOSED:
-            w = dequantised(
-                codes_ptr, scales_ptr, zeros_ptr, tl.minimum(n, N - 1), start, K, form, BLOCK_N, BLOCK_K
-            )
-            w = tl.trans(operand(w, OPERAND))  # [BLOCK_K, BLOCK_N]
-        else:
-            w = dequantised(
-                codes_ptr, scales_ptr, zeros_ptr, tl.minimum(k, K - 1), first, W, form, BLOCK_K, BLOCK_N
-            )
-            w = operand(w, OPERAND)  # [BLOCK_K, BLOCK_N]
-        acc = tl.dot(operand(x, OPERAND), w, acc, input_precision=PRECISION)
+        # Rows past the last are read as the last: their products are with 0.
+        n = tl.minimum(k, K - 1)
+        w = dequantised(codes_ptr, scales_ptr, zeros_ptr, n, first, W, form, BLOCK_K, BLOCK_N)
+        acc = tl.dot(operand(x, OPERAND), operand(w, OPERAND), acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
 def product_of_codes(
     lhs_ptr, row, codes_ptr, scales_ptr, zeros_ptr, factor_ptr, index, first, nothing, K: tl.constexpr, W: tl.constexpr,
-    N: tl.constexpr, form: Form, TRANSPOSED: tl.constexpr, FACTOR: tl.constexpr, FAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    N: tl.constexpr, form: Form, TRANSPOSED: tl.constexpr, FACTOR: tl.constexpr, FAST: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`lhs[row] right[:, first:]`, `[BLOCK_M, BLOCK_N]`, of the right side of group `index`. Columns from `N` on are arbitrary."""
+    """`lhs[row] right[:, first:]`, `[BLOCK_M, BLOCK_N]`, of the right side of group `index`, whose codes are `[W, K]` if `TRANSPOSED`, else
+    `[K, W]`. Columns from `N` on are arbitrary."""
     OUT: tl.constexpr = W if TRANSPOSED else K
     IN: tl.constexpr = K if TRANSPOSED else W
-    each: tl.constexpr = 8 if form.ELEMENT >= UINT4 else 4  # codes of a word
-    down: tl.constexpr = (OUT + form.ROWS - 1) // form.ROWS if form.ROWS else 1
-    across: tl.constexpr = (IN + form.COLUMNS - 1) // form.COLUMNS if form.COLUMNS else 1
-    codes_ptr += index * (OUT * IN * 4 // each)
-    scales_ptr += index * (down * across)
-    zeros_ptr += index * (down * across)
+    blocks: tl.constexpr = (tl.cdiv(OUT, form.ROWS) if form.ROWS else 1) * (
+        tl.cdiv(IN, form.COLUMNS) if form.COLUMNS else 1
+    )
+    codes_ptr += index * (OUT * IN // 2 if form.ELEMENT >= UINT4 else OUT * IN)
+    scales_ptr += index * blocks
+    zeros_ptr += index * blocks
     words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
     n = tl.minimum(first + tl.arange(0, BLOCK_N), N - 1)  # [BLOCK_N]
+    lhs = lhs_ptr + row.to(tl.int64)[:, None] * K  # [BLOCK_M, 1]
     if BLOCK_M == 1:
         lhs = lhs_ptr + tl.sum(row, 0).to(tl.int64) * K
-        z = _one_row(lhs, words_ptr, scales_ptr, zeros_ptr, n, nothing, K, form, FAST, BLOCK_N, BLOCK_K)[
-            None, :
-        ]
+        z = _one_row(lhs, words_ptr, scales_ptr, zeros_ptr, n, nothing, K, form, FAST, BLOCK_N, BLOCK_K)
+        z = z[None, :]
+    elif TRANSPOSED:
+        z = _rows(
+            lhs, words_ptr, scales_ptr, zeros_ptr, n, nothing, K, form, BLOCK_M, BLOCK_N, BLOCK_K, OPERAND,
+            PRECISION)  # fmt: skip
     else:
-        lhs = lhs_ptr + row.to(tl.int64)[:, None] * K  # [BLOCK_M, 1]
-        if TRANSPOSED and K % each == 0 and form.COLUMNS % each == 0:
-            z = _rows(
-                lhs,
-                words_ptr,
-                scales_ptr,
-                zeros_ptr,
-                n,
-                nothing,
-                K,
-                form,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                OPERAND,
-                PRECISION,
-            )
-        else:
-            z = _any(
-                lhs, codes_ptr, scales_ptr, zeros_ptr, first, K, W, N, form, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, OPERAND,
-                PRECISION)  # fmt: skip
+        z = _transposed_rows(
+            lhs, codes_ptr, scales_ptr, zeros_ptr, first, K, W, form, BLOCK_M, BLOCK_N, BLOCK_K, OPERAND,
+            PRECISION)  # fmt: skip
     if FACTOR:
         z *= tl.load(factor_ptr + index)
     return z

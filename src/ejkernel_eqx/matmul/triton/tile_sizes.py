@@ -70,37 +70,43 @@ def tiles(problem: Problem, device: DeviceFacts) -> dict[str, list[GroupedTile]]
         sizes = tuple(size for size in sizes if size[1] <= 32 * size[3])
     lists = {"forward": sizes, "lhs": sizes, "rhs": _RIGHT}
     fitted = {kernel: _fitted(kernel, sizes, problem, device) for kernel, sizes in lists.items()}
-    if each <= 1 and one_row_unfit(problem) is None:
+    if each <= 1 and problem.flag("format"):
         fitted["forward"] = _one_row(problem) + fitted["forward"]
     return fitted
 
 
 def _one_row(problem: Problem) -> list[GroupedTile]:
-    """Tiles of one row."""
+    """Tiles of one row, those first that have little work on columns that do not exist."""
     inner, bits = problem.dim("K"), BITS[problem.dtype("rhs")]
-    length = 1 << (inner - 1).bit_length()
-    fitting = [GroupedTile(m, n, min(k * 4 // bits, length), *rest) for m, n, k, *rest in _ONE_ROW]
-    past = lambda tile: cdiv(inner, tile.block_k) * tile.block_k / inner - 1  # the work on columns that do not exist
-    return sorted(dict.fromkeys(fitting), key=lambda tile: int(8 * past(tile)))
+    sizes = [(m, n, min(k * 4 // bits, padded(inner)), *rest) for m, n, k, *rest in _ONE_ROW]
+    made = [GroupedTile(*size) for size in dict.fromkeys(sizes)]
+    fitting = [tile for tile in made if narrow_unfit("forward", tile, problem) is None]
+    return sorted(fitting, key=lambda tile: 8 * cdiv(inner, tile.block_k) * tile.block_k // inner)
+
+
+def blocks_unfit(problem: Problem) -> str | None:
+    """The reason why kernels cannot read quantised right sides."""
+    form: Any = problem.flag("format")
+    if not form:
+        return None
+    columns, each = form[2], 32 // BITS[form[0]]
+    if columns & (columns - 1):
+        return f"takes blocks of a power of two of columns, not {columns}"
+    if problem.dim("K") % each or columns % each:
+        return f"reads words of {each} codes, not K = {problem.dim('K')} in blocks of {columns or 'all'}"
+    return None
 
 
 def narrow_unfit(kernel: str, tile: GroupedTile, problem: Problem) -> str | None:
     """The reason why a tile cannot be narrower than those of tensor cores; `None` if it can, or is not."""
+    form: Any = problem.flag("format")
     if min(tile.block_m, tile.block_n) >= 16:
         return None
-    if kernel != "forward" or tile.block_m != 1:
-        return "has sides from 16 on, but for one row of the forward"
-    return one_row_unfit(problem)
-
-
-def one_row_unfit(problem: Problem) -> str | None:
-    """The reason why tiles cannot have one row."""
-    form: Any = problem.flag("format")
-    if not form:
-        return "multiplies 16 rows or more; only a quantised right side one"
+    if kernel != "forward" or tile.block_m != 1 or not form:
+        return "has sides from 16 on, but for one row of the forward with a quantised right side"
     run = 32 if BITS[form[0]] == 4 and form[2] != 16 else 16
     if problem.dim("K") % run or form[2] % run:
-        return f"multiplies one row by runs of {run} columns with a scale in common, not K = {problem.dim('K')} in blocks of {form[2] or 'all'}"
+        return f"multiplies one row by runs of {run} columns, not K = {problem.dim('K')} in blocks of {form[2] or 'all'}"
     return None
 
 
