@@ -105,19 +105,18 @@ def grouped_kernel(
     count: tl.constexpr = 2 * N if KIND == INTERLEAVED else N
     if ELEMENT > 0:
         form: tl.constexpr = Form(ELEMENT, ROWS, COLUMNS, SCALES, ZEROS)
-        nothing = (E >> 31).to(tl.uint32)
         acc = product_of_codes(
-            lhs, row, right_ptr, scales_ptr, zeros_ptr, factor_ptr, index, column * wide, nothing, K, W, count, form, TRANSPOSED, FACTOR, FAST,
+            lhs, row, right_ptr, scales_ptr, zeros_ptr, factor_ptr, index, column * wide, K, W, count, form, TRANSPOSED, FACTOR, FAST,
             BLOCK_M, wide, BLOCK_K, OPERAND, PRECISION)  # fmt: skip
         if KIND == HALVES:
             other = product_of_codes(
-                lhs, row, right_ptr, scales_ptr, zeros_ptr, factor_ptr, index, N + column * wide, nothing, K, W, W, form, TRANSPOSED,
+                lhs, row, right_ptr, scales_ptr, zeros_ptr, factor_ptr, index, N + column * wide, K, W, W, form, TRANSPOSED,
                 FACTOR, FAST, BLOCK_M, wide, BLOCK_K, OPERAND, PRECISION)  # fmt: skip
         if KIND == PAIR or KIND == SUM:
             if KIND == SUM:
                 lhs = other_lhs_ptr + b * L * K
             other = product_of_codes(
-                lhs, row, up_ptr, up_scales_ptr, up_zeros_ptr, up_factor_ptr, index, column * wide, nothing, K, W, count, form,
+                lhs, row, up_ptr, up_scales_ptr, up_zeros_ptr, up_factor_ptr, index, column * wide, K, W, count, form,
                 TRANSPOSED, FACTOR, FAST, BLOCK_M, wide, BLOCK_K, OPERAND, PRECISION)  # fmt: skip
         if KIND == SUM:
             acc += other
