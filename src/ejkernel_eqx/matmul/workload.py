@@ -105,7 +105,7 @@ def _shapes(problem: Problem, spec: GroupedSpec) -> dict[str, Any]:
     dtype, right = problem.dtype("lhs"), problem.dtype("rhs")
     is_stored, wide = right in STORED_DTYPES, wide_dtype(dtype)
     stored: Any = problem.flag("format")
-    if stored:
+    if spec.form is not None:
         (size["R"], size["S"]), size["C"] = (
             spec.form.blocks(size["W"], size["K"]),
             size["K"] * spec.form.bits // 8,
@@ -149,31 +149,25 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
         raise ValueError(
             "flags: expected gated with clipped=true, received none; clipped limits gate and up."
         )
-    form, kind = None, options["quantised"]
+    if "L" in dims and not options["gathered"]:
+        raise ValueError("dims: expected no L without gathered=true; the left side has M rows.")
+    names = ("activation", "gated", "transpose_rhs", "bias", "gathered")
+    given: dict[str, Any] = {name: options[name] for name in names}
+    given |= {"limit": options["clipped"], "up_shift": options["clipped"]}
+    right, kind = options["stored"] or dtype, options["quantised"]
     if kind is not None:
         if options["stored"] or not options["transpose_rhs"]:
             raise ValueError(
                 "flags: expected transpose_rhs=true and no stored with quantised, as weights are [out, in] and have their scales."
             )
         form = format_for(kind, size["K"], None)
-    if "L" in dims and not options["gathered"]:
-        raise ValueError("dims: expected no L without gathered=true; the left side has M rows.")
-    names = ("activation", "gated", "transpose_rhs", "bias", "gathered")
+        right = form.element
+        given["format"] = (right, *form.block, form.scale, form.zeros, kind == "nvfp4")
     problem = Problem.make(
         operation,
         dims={name: size[name] for name in ("BMLKNE" if options["gathered"] else "BMKNE")},
-        dtypes={
-            "lhs": dtype,
-            "rhs": options["stored"] or (dtype if form is None else form.element),
-            "out": dtype,
-        },
-        flags={name: options[name] for name in names}
-        | (
-            {}
-            if form is None
-            else {"format": (form.element, *form.block, form.scale, form.zeros, kind == "nvfp4")}
-        )
-        | {"limit": options["clipped"], "up_shift": options["clipped"]},
+        dtypes={"lhs": dtype, "rhs": right, "out": dtype},
+        flags=given,
         lengths=set(),
     )
     spec = spec_of(problem)
