@@ -124,6 +124,22 @@ def are_few(x: Array) -> bool:
     return not is_symbolic(count) and count <= FEW_ROWS
 
 
+def are_multiplied(weights: Sequence[Array | QuantizedWeight]) -> bool:
+    """Returns whether a [`Matmul`][ejkernel_eqx.Matmul] takes these weights: arrays, or quantised ones of one format. On several devices the compiler
+    splits weights whose rows share scales better than the kernel, and makes floats of them first."""
+    coded = [w for w in weights if is_quantised(w)]
+    if not coded:
+        return True
+    forms = {w.format for w in coded}
+    plain = len(coded) == len(weights) and len(forms) == 1 and not any(w.transposed for w in coded)
+    return plain and (jax.device_count() == 1 or coded[0].format.block[0] == 1)
+
+
+def in_dtype(weight: Array | QuantizedWeight, dtype: Any) -> Array | QuantizedWeight:
+    """The weight of a `Matmul`: an array in this dtype, or quantised as it is."""
+    return weight if is_quantised(weight) else weight.astype(dtype)
+
+
 def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None, dtype: Any = None) -> Array:
     """`x` `[..., in]` times the rows of `weight` `[out, in]`, on any mesh: `[..., out]` in `dtype`, by default that of `x`, to which weight and
     bias are cast."""
@@ -131,11 +147,11 @@ def product(x: Array, weight: Array | QuantizedWeight, bias: Array | None = None
     if (
         matmul is not None
         and dtype is None
-        and not isinstance(weight, QuantizedWeight)
         and are_few(x)
+        and are_multiplied([weight])
         and mesh_of((x, weight)) is None
     ):
-        return matmul(x, weight.astype(x.dtype), biases=(bias,))
+        return matmul(x, in_dtype(weight, x.dtype), biases=(bias,))
     operands = [a.astype(x.dtype) for a in (x, weight, bias) if a is not None]
     mesh = mesh_of(operands)
     return _product(dtype, None, *operands) if mesh is None else _over_mesh(mesh, dtype, *operands)

@@ -53,6 +53,83 @@ def numbers_of(codes, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def _number_in(words, i: tl.constexpr, nothing, ELEMENT: tl.constexpr):
+    """The numbers of codes `i` of words."""
+    if ELEMENT == UINT4 or ELEMENT == INT8:
+        # A number from 2^e on, below 2^(e + 1), of which the code counts the ones.
+        bits: tl.constexpr = 4 if ELEMENT == UINT4 else 8
+        room: tl.constexpr = (
+            5 if ELEMENT == UINT4 else 2
+        )  # codes of a word that lie where a mantissa has room
+        shift: tl.constexpr = bits * (i % room)
+        code = words >> (bits * room * (i // room))
+        if ELEMENT == INT8:
+            code = code ^ 0x80808080
+        x = ((code & ((1 << bits) - 1 << shift)) | (((150 - shift) << 23) - nothing)).to(
+            tl.float32, bitcast=True
+        )
+        x -= float((1 << (23 - shift)) + (1 << (bits - 1)))
+    elif ELEMENT == E2M1:
+        # Two float16 numbers of a word, codes `i` and `i + 4`.
+        both = words << (12 - 4 * (i % 4))
+        x = _half_of((both & 0x80008000) | ((both >> 3) & 0x0E000E00), i // 4)
+    else:
+        # Two float16 numbers of a word, codes `i` and `i + 2`.
+        both = words << (8 - 8 * (i % 2))
+        if ELEMENT == E4M3:
+            x = _half_of((both & 0x80008000) | ((both >> 1) & 0x3F803F80), i // 2)
+            x = tl.where(tl.abs(x) == 1.875, float("nan"), x)
+        else:
+            x = _half_of(both & 0xFF00FF00, i // 2)
+    return x
+
+
+@triton.jit
+def _half_of(words, i: tl.constexpr):
+    """float32 of the low or the high float16 number of words."""
+    return (words >> (16 * i)).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def numbers_in(words, nothing, ELEMENT: tl.constexpr):
+    """float32 numbers of words `[...]`, uint32 that hold 8 or 4 codes each: `[..., 2, 2, 2]` or `[..., 2, 2]`; of `UINT4` less 8, of floats divided
+    by `factor_of`. A few instructions each, as the bits of a code become those of a mantissa or of a float16 number.
+
+    `nothing` is 0, and not known to the compiler: so it keeps a constant in a register, and masks and adds bits in one instruction."""
+    if ELEMENT == UINT4 or ELEMENT == E2M1:
+        even = tl.join(
+            tl.join(_number_in(words, 0, nothing, ELEMENT), _number_in(words, 4, nothing, ELEMENT)),
+            tl.join(_number_in(words, 2, nothing, ELEMENT), _number_in(words, 6, nothing, ELEMENT)),
+        )
+        odd = tl.join(
+            tl.join(_number_in(words, 1, nothing, ELEMENT), _number_in(words, 5, nothing, ELEMENT)),
+            tl.join(_number_in(words, 3, nothing, ELEMENT), _number_in(words, 7, nothing, ELEMENT)),
+        )
+    else:
+        even = tl.join(_number_in(words, 0, nothing, ELEMENT), _number_in(words, 2, nothing, ELEMENT))
+        odd = tl.join(_number_in(words, 1, nothing, ELEMENT), _number_in(words, 3, nothing, ELEMENT))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def factor_of(ELEMENT: tl.constexpr):
+    """What the numbers of `numbers_in` are to be multiplied by."""
+    factor: tl.constexpr = 16384.0 if ELEMENT == E2M1 else 256.0 if ELEMENT == E4M3 else 1.0
+    return factor
+
+
+@triton.jit
+def block_of(n, k, K: tl.constexpr, form: Form):
+    """The place of the scale of rows `n` and columns `k`, which broadcast."""
+    row = n // form.ROWS if form.ROWS else n * 0
+    if form.COLUMNS:
+        at = row * ((K + form.COLUMNS - 1) // form.COLUMNS) + k // form.COLUMNS
+    else:
+        at = row + k * 0
+    return at
+
+
+@triton.jit
 def scale_of(bits, SCALE: tl.constexpr):
     """float32 scales from their bits."""
     if SCALE == FLOAT32:
@@ -89,7 +166,9 @@ def dequantised(
     rows = n.to(tl.int64)  # [BLOCK_N]
     if form.ELEMENT == UINT4 or form.ELEMENT == E2M1:
         pair = start // 2 + tl.arange(0, BLOCK_K // 2)  # [BLOCK_K / 2]
-        both = tl.load(codes_ptr + rows[:, None] * (K // 2) + pair[None, :], mask=(pair < K // 2)[None, :], other=0)
+        both = tl.load(
+            codes_ptr + rows[:, None] * (K // 2) + pair[None, :], mask=(pair < K // 2)[None, :], other=0
+        )
         codes = tl.interleave(both & 15, both >> 4)  # [BLOCK_N, BLOCK_K]
     else:
         k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]

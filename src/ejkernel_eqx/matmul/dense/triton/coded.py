@@ -1,0 +1,111 @@
+"""Products of rows and quantised weights: words of codes become a tile of numbers in registers."""
+
+import triton
+import triton.language as tl
+
+from ...triton.codes import block_of, E2M1, factor_of, Form, numbers_in, scale_of, UINT4
+from ...triton.tile import operand
+
+
+@triton.jit
+def words_at(codes_ptr, n, k, K: tl.constexpr, FOUR: tl.constexpr):
+    """Pointers to the words with codes of rows `n` and columns from `k` on, which broadcast."""
+    each: tl.constexpr = 8 if FOUR else 4
+    return codes_ptr.to(tl.pointer_type(tl.uint32)) + n.to(tl.int64) * (K // each) + k // each
+
+
+@triton.jit
+def row_times_codes(
+    x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, n, K: tl.constexpr, form: Form, UNIT: tl.constexpr,
+    NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One row times rows `n` `[BLOCK_N]` of quantised weights: `[BLOCK_N]`; and with `NORM`, of which only the weight is applied, the sum of its
+    squares. Without tensor cores. A thread sums units of `UNIT` features, whose scale multiplies the sum."""
+    four: tl.constexpr = form.ELEMENT == UINT4 or form.ELEMENT == E2M1
+    each: tl.constexpr = 8 if four else 4
+    units: tl.constexpr = BLOCK_K // UNIT
+    whole: tl.constexpr = K % BLOCK_K == 0
+    nothing = tl.program_id(1).to(tl.uint32)
+    acc = tl.zeros([BLOCK_N, units], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
+        word = start + tl.arange(0, BLOCK_K // each) * each  # [BLOCK_K / 8 or 4]
+        unit = start + tl.arange(0, units) * UNIT  # [units]
+        at = words_at(codes_ptr, n[:, None], word[None, :], K, four)
+        if whole:
+            words = tl.load(at)  # [BLOCK_N, BLOCK_K / 8 or 4]
+            x = tl.load(x_ptr + k).to(tl.float32)  # [BLOCK_K]
+        else:
+            words = tl.load(at, mask=(word < K)[None, :], other=0)
+            x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            if NORM_WEIGHT:
+                x *= tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        w = tl.reshape(numbers_in(words, nothing, form.ELEMENT), (BLOCK_N, BLOCK_K))
+        part = tl.sum(tl.reshape(w * x[None, :], (BLOCK_N, units, UNIT)), 2)  # [BLOCK_N, units]
+        block = block_of(n[:, None], unit[None, :], K, form)  # [BLOCK_N, units]
+        there = (unit < K)[None, :]
+        if form.ZEROS:
+            zeros = tl.load(zeros_ptr + block, mask=there, other=8).to(tl.float32) - 8.0
+            part -= zeros * tl.sum(tl.reshape(x, (units, UNIT)), 1)[None, :]
+        if form.COLUMNS:
+            part *= scale_of(tl.load(scales_ptr + block, mask=there, other=0), form.SCALE)
+        acc += part
+    total = tl.sum(acc, 1) * factor_of(form.ELEMENT)
+    if not form.COLUMNS:
+        total *= scale_of(tl.load(scales_ptr + block_of(n, 0, K, form)), form.SCALE)
+    return total, tl.sum(squares, 0)
+
+
+@triton.jit
+def rows_times_codes(
+    x_ptr, codes_ptr, scales_ptr, zeros_ptr, row, n, K: tl.constexpr, form: Form, UNIT: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` `[BLOCK_M]` times rows `n` `[BLOCK_N]` of quantised weights, by tensor cores: `[BLOCK_M, BLOCK_N]`. Warps take `SPLIT_K` parts of
+    `BLOCK_K` features at once. A tile of numbers is scaled before it is rounded, or if it has one scale a row, its product is."""
+    four: tl.constexpr = form.ELEMENT == UINT4 or form.ELEMENT == E2M1
+    each: tl.constexpr = 8 if four else 4
+    alike: tl.constexpr = form.COLUMNS % BLOCK_K == 0
+    unit: tl.constexpr = BLOCK_K if alike else UNIT
+    units: tl.constexpr = BLOCK_K // unit
+    whole: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
+    nothing = tl.program_id(1).to(tl.uint32)
+    acc = tl.zeros([SPLIT_K, BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
+        first = (start + tl.arange(0, SPLIT_K) * BLOCK_K)[:, None, None]  # [SPLIT_K, 1, 1]
+        k = first + tl.arange(0, BLOCK_K)[None, None, :]  # [SPLIT_K, 1, BLOCK_K]
+        word = first + (tl.arange(0, BLOCK_K // each) * each)[None, None, :]  # [SPLIT_K, 1, BLOCK_K / 8 or 4]
+        x_at = x_ptr + row.to(tl.int64)[None, :, None] * K + k  # [SPLIT_K, BLOCK_M, BLOCK_K]
+        at = words_at(codes_ptr, n[None, :, None], word, K, four)  # [SPLIT_K, BLOCK_N, BLOCK_K / 8 or 4]
+        if whole:
+            words = tl.load(at)
+            x = tl.load(x_at)
+        else:
+            words = tl.load(at, mask=word < K, other=0)
+            x = tl.load(x_at, mask=k < K, other=0.0)
+        w = tl.reshape(numbers_in(words, nothing, form.ELEMENT), (SPLIT_K, BLOCK_N, units, unit))
+        at_unit = first + (tl.arange(0, units) * unit)[None, None, :]  # [SPLIT_K, 1, units]
+        block = block_of(n[None, :, None], at_unit, K, form)  # [SPLIT_K, BLOCK_N, units]
+        if form.ZEROS:
+            zeros = tl.load(zeros_ptr + block, mask=at_unit < K, other=8).to(tl.float32) - 8.0
+            w -= zeros[:, :, :, None]
+        if form.COLUMNS:
+            scales = scale_of(tl.load(scales_ptr + block, mask=at_unit < K, other=0), form.SCALE)
+            if not alike:
+                w *= (scales * factor_of(form.ELEMENT))[:, :, :, None]
+        w = operand(tl.reshape(w, (SPLIT_K, BLOCK_N, BLOCK_K)), OPERAND)
+        w = tl.permute(w, (0, 2, 1))  # [SPLIT_K, BLOCK_K, BLOCK_N]
+        if form.COLUMNS and alike:
+            acc += tl.dot(x, w, input_precision=PRECISION) * tl.reshape(scales, (SPLIT_K, 1, BLOCK_N))
+        else:
+            acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    total = tl.sum(acc, 0)  # [BLOCK_M, BLOCK_N]
+    if alike:
+        total *= factor_of(form.ELEMENT)
+    if not form.COLUMNS:
+        total *= scale_of(tl.load(scales_ptr + block_of(n, 0, K, form)), form.SCALE)[None, :]
+    return total
