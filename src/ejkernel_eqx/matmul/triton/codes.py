@@ -58,13 +58,10 @@ def _number_in(words, i: tl.constexpr, nothing, ELEMENT: tl.constexpr):
     if ELEMENT == UINT4 or ELEMENT == INT8:
         # A number from 2^e on, below 2^(e + 1), of which the code counts the ones.
         bits: tl.constexpr = 4 if ELEMENT == UINT4 else 8
-        room: tl.constexpr = (
-            5 if ELEMENT == UINT4 else 2
-        )  # codes of a word that lie where a mantissa has room
+        # So many codes of a word lie where a mantissa has room.
+        room: tl.constexpr = 5 if ELEMENT == UINT4 else 2
         shift: tl.constexpr = bits * (i % room)
-        code = words >> (bits * room * (i // room))
-        if ELEMENT == INT8:
-            code = code ^ 0x80808080
+        code = (words ^ 0x80808080 if ELEMENT == INT8 else words) >> (bits * room * (i // room))
         x = ((code & ((1 << bits) - 1 << shift)) | (((150 - shift) << 23) - nothing)).to(
             tl.float32, bitcast=True
         )
@@ -78,7 +75,10 @@ def _number_in(words, i: tl.constexpr, nothing, ELEMENT: tl.constexpr):
         both = words << (8 - 8 * (i % 2))
         if ELEMENT == E4M3:
             x = _half_of((both & 0x80008000) | ((both >> 1) & 0x3F803F80), i // 2)
-            x = tl.where(tl.abs(x) == 1.875, float("nan"), x)
+            if i == 0:
+                # Any NaN of the word, by a carry into its sign: the sum that it is a part of is NaN anyway.
+                carry = (((words & 0x7F7F7F7F) + 0x01010101) & 0x80808080) != 0
+                x = tl.where(carry, float("nan"), x)
         else:
             x = _half_of(both & 0xFF00FF00, i // 2)
     return x
@@ -93,7 +93,8 @@ def _half_of(words, i: tl.constexpr):
 @triton.jit
 def numbers_in(words, nothing, ELEMENT: tl.constexpr):
     """float32 numbers of words `[...]`, uint32 that hold 8 or 4 codes each: `[..., 2, 2, 2]` or `[..., 2, 2]`; of `UINT4` less 8, of floats divided
-    by `factor_of`. A few instructions each, as the bits of a code become those of a mantissa or of a float16 number.
+    by `factor_of`, and of words with a NaN the first number is NaN. A few instructions each, as the bits of a code become those of a mantissa or of
+    a float16 number.
 
     `nothing` is 0, and not known to the compiler: so it keeps a constant in a register, and masks and adds bits in one instruction."""
     if ELEMENT == UINT4 or ELEMENT == E2M1:

@@ -8,13 +8,6 @@ from ...triton.tile import operand
 
 
 @triton.jit
-def words_at(codes_ptr, n, k, K: tl.constexpr, FOUR: tl.constexpr):
-    """Pointers to the words with codes of rows `n` and columns from `k` on, which broadcast."""
-    each: tl.constexpr = 8 if FOUR else 4
-    return codes_ptr.to(tl.pointer_type(tl.uint32)) + n.to(tl.int64) * (K // each) + k // each
-
-
-@triton.jit
 def row_times_codes(
     x_ptr, norm_ptr, codes_ptr, scales_ptr, zeros_ptr, n, K: tl.constexpr, form: Form, UNIT: tl.constexpr,
     NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -26,18 +19,19 @@ def row_times_codes(
     units: tl.constexpr = BLOCK_K // UNIT
     whole: tl.constexpr = K % BLOCK_K == 0
     nothing = tl.program_id(1).to(tl.uint32)
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32))
     acc = tl.zeros([BLOCK_N, units], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-        word = start + tl.arange(0, BLOCK_K // each) * each  # [BLOCK_K / 8 or 4]
+        word = start // each + tl.arange(0, BLOCK_K // each)  # [BLOCK_K / 8 or 4]
         unit = start + tl.arange(0, units) * UNIT  # [units]
-        at = words_at(codes_ptr, n[:, None], word[None, :], K, four)
+        at = words_ptr + n.to(tl.int64)[:, None] * (K // each) + word[None, :]  # [BLOCK_N, BLOCK_K / 8 or 4]
         if whole:
             words = tl.load(at)  # [BLOCK_N, BLOCK_K / 8 or 4]
             x = tl.load(x_ptr + k).to(tl.float32)  # [BLOCK_K]
         else:
-            words = tl.load(at, mask=(word < K)[None, :], other=0)
+            words = tl.load(at, mask=(word < K // each)[None, :], other=0)
             x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         if NORM:
             squares += x * x
@@ -74,18 +68,19 @@ def rows_times_codes(
     units: tl.constexpr = BLOCK_K // unit
     whole: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     nothing = tl.program_id(1).to(tl.uint32)
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32))
     acc = tl.zeros([SPLIT_K, BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
         first = (start + tl.arange(0, SPLIT_K) * BLOCK_K)[:, None, None]  # [SPLIT_K, 1, 1]
         k = first + tl.arange(0, BLOCK_K)[None, None, :]  # [SPLIT_K, 1, BLOCK_K]
-        word = first + (tl.arange(0, BLOCK_K // each) * each)[None, None, :]  # [SPLIT_K, 1, BLOCK_K / 8 or 4]
+        word = first // each + tl.arange(0, BLOCK_K // each)[None, None, :]  # [SPLIT_K, 1, BLOCK_K / 8 or 4]
         x_at = x_ptr + row.to(tl.int64)[None, :, None] * K + k  # [SPLIT_K, BLOCK_M, BLOCK_K]
-        at = words_at(codes_ptr, n[None, :, None], word, K, four)  # [SPLIT_K, BLOCK_N, BLOCK_K / 8 or 4]
+        at = words_ptr + n.to(tl.int64)[None, :, None] * (K // each) + word  # [SPLIT_K, BLOCK_N, BLOCK_K / 8 or 4]
         if whole:
             words = tl.load(at)
             x = tl.load(x_at)
         else:
-            words = tl.load(at, mask=word < K, other=0)
+            words = tl.load(at, mask=word < K // each, other=0)
             x = tl.load(x_at, mask=k < K, other=0.0)
         w = tl.reshape(numbers_in(words, nothing, form.ELEMENT), (SPLIT_K, BLOCK_N, units, unit))
         at_unit = first + (tl.arange(0, units) * unit)[None, None, :]  # [SPLIT_K, 1, units]
