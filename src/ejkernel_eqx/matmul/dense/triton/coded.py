@@ -69,13 +69,19 @@ def rows_times_codes(
     whole: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     nothing = tl.program_id(1).to(tl.uint32)
     words_ptr = codes_ptr.to(tl.pointer_type(tl.uint32))
-    acc = tl.zeros([SPLIT_K, BLOCK_M, BLOCK_N], tl.float32)
+    # With one part tiles have two axes, as all warps share in their products.
+    if SPLIT_K == 1:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        acc = tl.zeros([SPLIT_K, BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
         first = (start + tl.arange(0, SPLIT_K) * BLOCK_K)[:, None, None]  # [SPLIT_K, 1, 1]
         k = first + tl.arange(0, BLOCK_K)[None, None, :]  # [SPLIT_K, 1, BLOCK_K]
         word = first // each + tl.arange(0, BLOCK_K // each)[None, None, :]  # [SPLIT_K, 1, BLOCK_K / 8 or 4]
         x_at = x_ptr + row.to(tl.int64)[None, :, None] * K + k  # [SPLIT_K, BLOCK_M, BLOCK_K]
-        at = words_ptr + n.to(tl.int64)[None, :, None] * (K // each) + word  # [SPLIT_K, BLOCK_N, BLOCK_K / 8 or 4]
+        at = (
+            words_ptr + n.to(tl.int64)[None, :, None] * (K // each) + word
+        )  # [SPLIT_K, BLOCK_N, BLOCK_K / 8 or 4]
         if whole:
             words = tl.load(at)
             x = tl.load(x_at)
@@ -92,13 +98,23 @@ def rows_times_codes(
             scales = scale_of(tl.load(scales_ptr + block, mask=at_unit < K, other=0), form.SCALE)
             if not alike:
                 w *= (scales * factor_of(form.ELEMENT))[:, :, :, None]
-        w = operand(tl.reshape(w, (SPLIT_K, BLOCK_N, BLOCK_K)), OPERAND)
-        w = tl.permute(w, (0, 2, 1))  # [SPLIT_K, BLOCK_K, BLOCK_N]
+        if SPLIT_K == 1:
+            x = tl.reshape(x, (BLOCK_M, BLOCK_K))
+            w = tl.trans(operand(tl.reshape(w, (BLOCK_N, BLOCK_K)), OPERAND))  # [BLOCK_K, BLOCK_N]
+        else:
+            w = operand(tl.reshape(w, (SPLIT_K, BLOCK_N, BLOCK_K)), OPERAND)
+            w = tl.permute(w, (0, 2, 1))  # [SPLIT_K, BLOCK_K, BLOCK_N]
         if form.COLUMNS and alike:
-            acc += tl.dot(x, w, input_precision=PRECISION) * tl.reshape(scales, (SPLIT_K, 1, BLOCK_N))
+            part = tl.dot(x, w, input_precision=PRECISION)  # as acc
+            if SPLIT_K == 1:
+                acc += part * tl.reshape(scales, (1, BLOCK_N))
+            else:
+                acc += part * tl.reshape(scales, (SPLIT_K, 1, BLOCK_N))
         else:
             acc = tl.dot(x, w, acc, input_precision=PRECISION)
-    total = tl.sum(acc, 0)  # [BLOCK_M, BLOCK_N]
+    if SPLIT_K > 1:
+        acc = tl.sum(acc, 0)  # [BLOCK_M, BLOCK_N]
+    total = acc
     if alike:
         total *= factor_of(form.ELEMENT)
     if not form.COLUMNS:
