@@ -106,7 +106,7 @@ def added(matmul: Matmul, name: str, layer: Any, x: Array, residual: Array) -> A
 
 def _operands(
     x: Array, norm: eqx.nn.RMSNorm | None, layers: Mapping[str, Any], widths: tuple[int, ...]
-) -> tuple[list[Array], dict[str, Any]] | None:
+) -> tuple[list[Any], dict[str, Any]] | None:
     """The weights of projections of the norm of `x`, and the options of their `Matmul`; `None` if it does not compute them."""
     weights = [layer.weight for layer in layers.values() if type(layer) is eqx.nn.Linear]
     linear = len(weights) == len(layers) and all(w.ndim == 2 for w in weights)

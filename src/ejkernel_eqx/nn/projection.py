@@ -124,15 +124,14 @@ def are_few(x: Array) -> bool:
     return not is_symbolic(count) and count <= FEW_ROWS
 
 
-def are_multiplied(weights: Sequence[Array | QuantizedWeight]) -> bool:
+def are_multiplied(weights: Sequence[Any]) -> bool:
     """Returns whether a [`Matmul`][ejkernel_eqx.Matmul] takes these weights: arrays, or quantised ones of one format. On several devices the compiler
     splits weights whose rows share scales better than the kernel, and makes floats of them first."""
-    coded = [w for w in weights if is_quantised(w)]
-    if not coded:
+    if not any(map(is_quantised, weights)):
         return True
-    forms = {w.format for w in coded}
-    plain = len(coded) == len(weights) and len(forms) == 1 and not any(w.transposed for w in coded)
-    return plain and (jax.device_count() == 1 or coded[0].format.block[0] == 1)
+    forms = {w.format if is_quantised(w) and not w.transposed else None for w in weights}
+    form = forms.pop()
+    return not forms and form is not None and (jax.device_count() == 1 or form.block[0] == 1)
 
 
 def in_dtype(weight: Array | QuantizedWeight, dtype: Any) -> Array | QuantizedWeight:

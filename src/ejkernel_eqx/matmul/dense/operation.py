@@ -166,20 +166,20 @@ class Matmul(Kernel):
             )
         named: dict[str, Any] = {}
         for i, (weight, bias) in enumerate(zip(weights, biases)):
-            coded = isinstance(weight, QuantizedWeight)
-            if not coded:
+            if form is None:
                 weight = array(f"weights[{i}]", weight, "N K")
-            if weight.ndim != 2 or weight.shape[1] != x.shape[-1] or not (coded or weight.dtype == x.dtype):
+            if (
+                weight.ndim != 2
+                or weight.shape[1] != x.shape[-1]
+                or (form is None and weight.dtype != x.dtype)
+            ):
                 raise ValueError(
                     f"weights[{i}]: expected [N, {x.shape[-1]}] in {x.dtype}, the features and the dtype of x, received {weight.dtype} of shape "
                     f"{weight.shape}; weights are [out, in], as in equinox.nn.Linear."
                 )
             if 0 in weight.shape:
                 raise ValueError(f"weights[{i}]: expected at least one row, received shape {weight.shape}.")
-            if coded:
-                named |= _coded(f"weights[{i}]", weight, CODED[i])
-            else:
-                named[RIGHTS[i]] = weight
+            named |= {RIGHTS[i]: weight} if form is None else _coded(f"weights[{i}]", weight, CODED[i])
             if bias is not None:
                 named[BIASES[i]] = fitting(f"biases[{i}]", bias, weight.shape[:1], "N")
         if gated and weights[0].shape != weights[1].shape:
@@ -228,7 +228,7 @@ def _format_of(weights: Sequence[Any]) -> QuantFormat | None:
     return forms[0]
 
 
-def _coded(name: str, weight: QuantizedWeight, fields: tuple[str, ...]) -> dict[str, Array]:
+def _coded(name: str, weight: Any, fields: tuple[str, ...]) -> dict[str, Array]:
     """The arrays of a quantised weight by the names of `MatmulArrays`."""
     if weight.transposed:
         raise ValueError(

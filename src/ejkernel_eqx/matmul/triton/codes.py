@@ -1,4 +1,5 @@
 """Tiles of weights as numbers: of arrays, and of codes with scales in 8 and 4 bits."""
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 
 from collections import namedtuple
 

@@ -1,4 +1,5 @@
 """Products of rows and quantised weights: words of codes become a tile of numbers in registers."""
+# pyright: reportAssignmentType=false
 
 import triton
 import triton.language as tl
