@@ -50,6 +50,10 @@ def test_every_format(name):
     assert_close(ejx.Matmul(platform="xla")(x, coded), wanted)
 
 
+def test_the_class_has_two_names():
+    assert ejx.QuantizedMatmul is ejx.Matmul
+
+
 def test_a_code_of_nan_is_in_the_results_of_its_row():
     pytest.importorskip("triton")
     coded, _ = weight("fp8", 9, 64)

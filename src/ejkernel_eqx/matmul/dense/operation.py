@@ -236,3 +236,7 @@ def _coded(name: str, weight: Any, fields: tuple[str, ...]) -> dict[str, Array]:
         )
     arrays = (weight.codes, weight.scales, weight.zeros, weight.tensor_scale)
     return {field: jnp.asarray(x) for field, x in zip(fields, arrays) if x is not None}
+
+
+QuantizedMatmul = Matmul
+"""The same class, by the name under which other libraries have the product with a quantised weight."""

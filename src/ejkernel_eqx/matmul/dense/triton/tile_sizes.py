@@ -51,21 +51,17 @@ def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     """Tiles for quantised weights, the heuristic's first."""
     rows, columns = problem.dim("B") * problem.dim("M"), sum(columns_of(problem))
     form, features = form_of(str(problem.flag("weights"))), problem.dim("K")
-    four, block_m = form.bits == 4, min(padded(rows, 16), FEW_ROWS)
-    if rows == 1:
-        shapes = _CODED_ONE
-    else:
-        shapes = _CODED_FEW if rows <= 16 else _CODED_MANY
+    shapes = _CODED_ONE if rows == 1 else _CODED_FEW if rows <= 16 else _CODED_MANY
     by_size = sorted(shapes, key=lambda shape: abs(columns - shape[0]))
-    width = padded(features, 64)
+    block_m = 1 if rows == 1 else min(padded(rows, 16), FEW_ROWS)
     made = []
     for _, n, k, warps, stages, split in by_size:
-        k = min(k if four or rows > 1 else k // 2, width)
-        made.append(
-            RowsTile(1 if rows == 1 else block_m, n, k, warps, stages, min(split, max(1, width // k)))
-        )
+        k = min(k * 4 // form.bits if rows == 1 else k, padded(features, 64))
+        while k > 1024 and features % k:
+            k //= 2
+        made.append(RowsTile(block_m, n, k, warps, stages, split))
     fits = [tile for tile in made if shared_memory(tile, problem) <= shared_memory_of(device)]
-    return list(dict.fromkeys(fits)) or [RowsTile(block_m, 16, 64, 4, 1)]
+    return list(dict.fromkeys(fits)) or [RowsTile(16, 16, 64, 4, 1)]
 
 
 _CODED_ONE = (
@@ -86,8 +82,8 @@ _CODED_MANY = (
     (28672, 128, 128, 8, 3, 1),
     (14336, 64, 128, 4, 3, 1),
 )
-"""Columns, rows of the weights, features (of 4 bits; with one row of 8 half of it), warps, stages and parts of the features; for 1, 16 and more rows.
-Reasoned, not measured: a thread has 16 bytes of codes of several rows in flight, and a multiprocessor one program of many warps or a few."""
+"""Columns, then rows of the weights, features (in one row so many of 4 bits), warps, stages and parts of the features, for 1, 16 and more rows.
+Reasoned, not measured: with one row a thread loads 16 bytes of each of several rows, with more each warp has numbers of its own."""
 
 
 def unit_of(form: QuantFormat, features: int, block_k: int) -> int:
