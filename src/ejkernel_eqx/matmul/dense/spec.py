@@ -131,7 +131,7 @@ def axes_of(arrays: MatmulArrays, spec: MatmulSpec) -> dict[str, tuple[str, ...]
         return axes
     # Codes and scales are shorter than what they stand for. Axes of one group are split together, at the bounds of blocks.
     features, columns = arrays.x.shape[-1], form.block[1]
-    inside = lambda n: f"H{n}" if partial and (not columns or features % columns == 0) else "K"
+    inside = lambda n: f"H{n}" if partial and (not columns or features % columns == 0) else f"K{n}"
     # Of rows that share a scale with others, none are split.
     names = {f"bN{i}": f"N{i}" for i in range(3)} if form.block[0] > 1 else {}
     axes = {name: tuple(names.get(letter, letter) for letter in letters) for name, letters in axes.items()}

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from ....dispatch import DeviceFacts, Problem
 from ....launch.fields import check_fields, Count, Power, Warps
-from ....launch.sizes import cdiv, padded, shared_memory_of
+from ....launch.sizes import cdiv, numbers_of, padded, shared_memory_of
 from ....quantised import QuantFormat
 from ..spec import columns_of, FEW_ROWS, form_of
 
@@ -64,24 +64,9 @@ def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     return list(dict.fromkeys(fits)) or [RowsTile(16, 16, 64, 4, 1)]
 
 
-_CODED_ONE = (
-    (4096, 8, 4096, 4, 1, 1),
-    (1024, 4, 4096, 4, 1, 1),
-    (28672, 16, 1024, 2, 1, 1),
-    (14336, 16, 2048, 4, 1, 1),
-)
-_CODED_FEW = (
-    (4096, 32, 128, 4, 3, 4),
-    (1024, 16, 128, 4, 3, 4),
-    (28672, 64, 128, 4, 3, 1),
-    (14336, 32, 128, 4, 2, 4),
-)
-_CODED_MANY = (
-    (4096, 32, 128, 4, 3, 1),
-    (1024, 16, 128, 4, 3, 1),
-    (28672, 128, 128, 8, 3, 1),
-    (14336, 64, 128, 4, 3, 1),
-)
+_CODED_ONE = numbers_of("4096 8 4096 4 1 1, 1024 4 4096 4 1 1, 28672 16 1024 2 1 1, 14336 16 2048 4 1 1")
+_CODED_FEW = numbers_of("4096 32 128 4 3 4, 1024 16 128 4 3 4, 28672 64 128 4 3 1, 14336 32 128 4 2 4")
+_CODED_MANY = numbers_of("4096 32 128 4 3 1, 1024 16 128 4 3 1, 28672 128 128 8 3 1, 14336 64 128 4 3 1")
 """Columns, then rows of the weights, features (in one row so many of 4 bits), warps, stages and parts of the features, for 1, 16 and more rows.
 Reasoned, not measured: with one row a thread loads 16 bytes of each of several rows, with more each warp has numbers of its own."""
 
