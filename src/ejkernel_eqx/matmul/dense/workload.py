@@ -119,4 +119,7 @@ def example_problem(operation: str, dims: Mapping[str, int], dtype: str, flags: 
     sizes = {name: size[name] for name in "BMK"} | {f"N{i}": n for i, n in enumerate(columns)}
     problem = Problem.make(operation, dims=sizes, dtypes={"x": dtype}, flags=options, lengths=set())
     spec = spec_of(problem)
-    return problem_of(operation, jax.eval_shape(lambda: make_inputs(problem, spec, 0)).arrays, spec)
+    arrays = MatmulArrays(**_shapes(problem, spec))
+    if spec.format is not None:
+        arrays = jax.eval_shape(lambda: make_inputs(problem, spec, 0)).arrays
+    return problem_of(operation, arrays, spec)
