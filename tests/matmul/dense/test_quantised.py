@@ -195,7 +195,7 @@ def test_problems_name_the_format():
 def test_defaults_compile_ahead(name, target):
     """The first configuration of a step of one token and of several, for a layer of an 8B model."""
     pytest.importorskip("triton")
-    for rows in (1, 16, 64):
+    for rows in (1, 16, 64, 200):
         flags: dict[str, Any] = {"weights": "int8", "norm": True}
         problem = example_problem("matmul", dict(M=rows, K=4096, N=4096), "bfloat16", flags)
         known = dict(problem.flags) | {"weights": word_of(FORMS[name])}

@@ -52,8 +52,9 @@ def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
     rows, columns = problem.dim("B") * problem.dim("M"), sum(columns_of(problem))
     form, features = form_of(str(problem.flag("weights"))), problem.dim("K")
     shapes = _CODED_ONE if rows == 1 else _CODED_FEW if rows <= 16 else _CODED_MANY
+    shapes = _CODED_MORE if rows > FEW_ROWS else shapes
     by_size = sorted(shapes, key=lambda shape: abs(columns - shape[0]))
-    block_m = 1 if rows == 1 else min(padded(rows, 16), FEW_ROWS)
+    block_m = 1 if rows == 1 else min(padded(rows, 16), 128)
     made = []
     for _, n, k, warps, stages, split in by_size:
         k = min(k * 4 // form.bits if rows == 1 else k, padded(features, 64))
@@ -67,7 +68,8 @@ def _coded_tiles(problem: Problem, device: DeviceFacts) -> list[RowsTile]:
 _CODED_ONE = numbers_of("4096 8 4096 4 1 1, 1024 4 4096 4 1 1, 28672 16 1024 2 1 1, 14336 16 2048 4 1 1")
 _CODED_FEW = numbers_of("4096 32 128 4 3 4, 1024 16 128 4 3 4, 28672 64 128 4 3 1, 14336 32 128 4 2 4")
 _CODED_MANY = numbers_of("4096 32 128 4 3 1, 1024 16 128 4 3 1, 28672 128 128 8 3 1, 14336 64 128 4 3 1")
-"""Columns, then rows of the weights, features (in one row so many of 4 bits), warps, stages and parts of the features, for 1, 16 and more rows.
+_CODED_MORE = numbers_of("4096 64 128 8 3 1, 28672 128 64 8 4 1")
+"""Columns, then rows of the weights, features (in one row so many of 4 bits), warps, stages and parts of the features, for 1, 16, 64 and more rows.
 Reasoned, not measured: with one row a thread loads 16 bytes of each of several rows, with more each warp has numbers of its own."""
 
 
