@@ -84,11 +84,8 @@ class MatmulArrays(NamedTuple):
         """The right sides as floats of a dtype."""
         if spec.format is None:
             return [right.astype(dtype) for right in self.rights]
-        weights: list[Any] = []
-        for names in CODED[: len(self.rights)]:
-            codes, scales, zeros, factor = (getattr(self, name) for name in names)
-            weights.append(QuantizedWeight(codes, scales, zeros, factor, spec.format, dtype).astype(dtype))
-        return weights
+        fields = [[getattr(self, name) for name in names] for names in CODED[: len(self.rights)]]
+        return [QuantizedWeight(*each, format=spec.format, dtype=dtype).astype(dtype) for each in fields]
 
     @property
     def biases(self) -> list[Array | None]:

@@ -13,6 +13,7 @@ from ....launch.fields import check_fields, Float32Dot
 from ....launch.sizes import too_large
 from ....normalization.spec import NormArrays, NormSpec
 from ....normalization.triton import compiled as norms
+from ....quantised.format import BITS, SCALES
 from ...triton.call import ACTIVATIONS, OPERANDS
 from .. import xla
 from ..spec import BIASES, CODED, form_of, MatmulArrays, MatmulSpec, RESULTS, RIGHTS
@@ -21,9 +22,6 @@ from .tile_sizes import programs_of, shared_memory, tiles, unit_of
 from .tile_sizes import RowsTile as RowsTile
 
 OPAQUE = True
-ELEMENTS = (None, "int8", "float8_e4m3fn", "float8_e5m2", "uint4", "float4_e2m1fn")
-SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "float8_e4m3fn")
-"""Elements of codes and dtypes of scales, by their numbers in kernels."""
 PARTS = {"tile": FORWARD}
 _RANKS: dict[str, int] = dict.fromkeys(RIGHTS, 2) | dict.fromkeys((*BIASES, "norm"), 1)
 _RANKS |= {name: rank for fields in CODED for name, rank in zip(fields, (2, 2, 2, 0))}
@@ -78,16 +76,12 @@ def config_unsupported(config: TritonConfig, problem: Problem, device: DeviceFac
     tile = config.tile
     if problem.flag("norm") and problem.dtype("x") == "float16" and not config.norm_apart:
         return "norm_apart=False leaves rows unscaled, which may be too large for float16"
-    if problem.flag("weights") is None and tile.split_k > 1:
-        return "split_k is for quantised weights"
-    if problem.flag("weights") is not None and 1 < tile.block_m < 16:
+    if problem.flag("weights") is None:
+        if tile.split_k > 1:
+            return "split_k is for quantised weights"
+    elif 1 < tile.block_m < 16:
         return "multiplies by quantised weights in tiles of 1, 16 or more rows"
-    if (
-        problem.flag("weights") is not None
-        and tile.block_m > 1
-        and problem.flag("norm")
-        and not config.norm_apart
-    ):
+    elif tile.block_m > 1 and problem.flag("norm") and not config.norm_apart:
         return "norm_apart=False is for single rows where weights are quantised"
     sizes = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
     return too_large("tile", sizes, tile.num_stages, shared_memory(tile, problem), device)
@@ -110,7 +104,7 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
         arrays, spec = arrays._replace(x=normed["out"], norm=None), dataclasses.replace(spec, eps=None)
     columns = [right.shape[0] for right in arrays.rights][: spec.count]
     form = spec.format
-    element, (rows_alike, columns_alike) = (None, (0, 0)) if form is None else (form.element, form.block)
+    rows_alike, columns_alike = (0, 0) if form is None else form.block
     numbers: dict[str, Any] = {
         "M": batch * rows,
         "K": features,
@@ -127,10 +121,11 @@ def _forward(arrays: MatmulArrays, spec: MatmulSpec, config: TritonConfig) -> di
         "OPERAND": OPERANDS[arrays.x.dtype.name],
         "PRECISION": config.float32_dot,
         "STAGES": config.tile.num_stages,
-        "ELEMENT": ELEMENTS.index(element),
+        # Elements and dtypes of scales by their places.
+        "ELEMENT": 0 if form is None else 1 + [*BITS].index(form.element),
         "ROWS": rows_alike,
         "COLUMNS": 0 if columns_alike >= features else columns_alike,
-        "SCALE": 0 if form is None else SCALES.index(form.scale),
+        "SCALE": 0 if form is None else [*SCALES].index(form.scale),
         "ZEROS": arrays.zeros is not None,
         "FACTOR": arrays.factor is not None,
         "UNIT": 0 if form is None else unit_of(form, features, config.tile.block_k),
