@@ -110,7 +110,7 @@ def _operands(
     """The weights of projections of the norm of `x`, and the options of their `Matmul`; `None` if it does not compute them."""
     weights = [layer.weight for layer in layers.values() if type(layer) is eqx.nn.Linear]
     linear = len(weights) == len(layers) and all(w.ndim == 2 for w in weights)
-    if not linear or not _is_plain(norm) or not are_multiplied(weights):
+    if not linear or not _is_plain(norm) or not are_multiplied(x, weights):
         return None
     if mesh_of((x, weights)) is not None:
         return None
