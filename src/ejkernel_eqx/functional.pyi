@@ -1161,6 +1161,16 @@ def scaled_dot_product_attention(
     config: Any | None = None,
 ) -> Output | WithLse: ...
 
+def scaled_matmul(
+    x: Float[AnyArray, '*B K'],
+    weight: QuantizedWeight,
+    *,
+    x_scale: Float[AnyArray, ''] | float | None = None,
+    preferred_element_type: Any | None = None,
+    platform: PlatformLike | None = None,
+    config: Any | None = None,
+) -> Float[Array, '*B N']: ...
+
 def state_space_v1(
     x: Float[AnyArray, '*B T I'],
     dt: Float[AnyArray, '*B T I'],

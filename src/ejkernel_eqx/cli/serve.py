@@ -24,6 +24,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
             default=default,
             help="as in Engine (default: %(default)s)",
         )
+    add(
+        "--num-draft-tokens",
+        type=int,
+        default=0,
+        help="looked up in each text and verified in a step (default: %(default)s)",
+    )
     add("--dtype", help="of the computation (default: that of the file)")
     add("--kv-dtype", help="of the pages (default: that of the model)")
     add("--platform", help="kernel platform (default: chosen by device)")
@@ -40,12 +46,17 @@ def run(options: argparse.Namespace) -> Outcome:
         tokenizer = text.Tokenizer(folder / "tokenizer.json")
         template = text.ChatTemplate.from_folder(folder)
         model = models.from_pretrained(folder, dtype=options.dtype, platform=options.platform)
-        engine = Engine(model, kv_dtype=options.kv_dtype, **{name: getattr(options, name) for name in _SIZES})
+        drafts = options.num_draft_tokens
+        speculate = models.Speculation(num_draft_tokens=drafts) if drafts else None
+        sizes = {name: getattr(options, name) for name in _SIZES}
+        engine = Engine(model, kv_dtype=options.kv_dtype, speculate=speculate, **sizes)
     engine.warm_up()
     name = options.name or folder.resolve().name
     progress(f"{name} at http://{options.host}:{options.port}/v1; Ctrl-C ends")
     server.run(server.make_app(engine, tokenizer, template, name=name), options.host, options.port)
-    return Outcome(
-        {"tokens": engine.tokens_written, "steps": engine.steps},
-        lambda: f"{engine.tokens_written:,} tokens in {engine.steps:,} steps",
-    )
+    numbers = {"tokens": engine.tokens_written, "steps": engine.steps}
+    summary = f"{engine.tokens_written:,} tokens in {engine.steps:,} steps"
+    if speculate is not None:
+        numbers |= {"drafts_offered": engine.drafts_offered, "drafts_accepted": engine.drafts_accepted}
+        summary += f"; {engine.drafts_accepted:,} of {engine.drafts_offered:,} drafts accepted"
+    return Outcome(numbers, lambda: summary)

@@ -15,7 +15,6 @@ from .._errors import UnsupportedError
 from .._shapes import is_symbolic
 from .._values import check_between, checked, known
 from ..core.arguments import array, check_flags, fitting, is_finite
-from ..quantised import QuantizedWeight
 from ..quantised.dequantise import is_quantised
 from .spec import (
     ACTIVATIONS,
@@ -61,14 +60,6 @@ def check_epilogue(activation: Any, alpha: Any, limit: Any, up_shift: Any) -> No
         raise ValueError(f"limit: expected a positive number or None, received {limit!r}.")
     if not is_finite(up_shift):
         raise ValueError(f"up_shift: expected a finite number, received {up_shift!r}.")
-
-
-def check_floats(name: str, weight: Any, dtype: Any) -> None:
-    """Refuses a quantised weight, which no kernel reads yet."""
-    if isinstance(weight, QuantizedWeight):
-        raise ValueError(
-            f"{name}: expected an array, received {weight!r}; pass its numbers, {name}.astype({dtype.name!r}), as layers do."
-        )
 
 
 class RightSide(NamedTuple):

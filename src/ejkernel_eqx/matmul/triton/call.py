@@ -9,6 +9,7 @@ from jax import Array
 from ...launch import Launcher
 from ...launch.fields import check_fields, Float32Dot
 from ...launch.sizes import cdiv, padded
+from ...quantised.format import BITS, SCALES
 from ..spec import GroupedArrays, GroupedSpec
 from . import forward_kernel
 from .hopper.call import products
@@ -54,18 +55,15 @@ def grouped(
     return launch(forward_kernel.grouped_kernel, tile, outputs, programs, TILES=most, **numbers)
 
 
-_ELEMENTS = {"int8": 1, "float8_e4m3fn": 2, "float8_e5m2": 3, "uint4": 4, "float4_e2m1fn": 5}
-_SCALES = {"float32": 0, "bfloat16": 1, "float16": 2, "float8_e8m0fnu": 3, "float8_e4m3fn": 4}
-
-
 def stored_numbers(arrays: GroupedArrays, spec: GroupedSpec) -> dict[str, Any]:
     """The constants of how right sides are stored."""
     form = spec.form
     if form is None:
         return {}
-    rows, columns = form.block
-    kinds = {"ELEMENT": _ELEMENTS[form.element], "SCALES": _SCALES[form.scale], "ZEROS": form.zeros}
-    return kinds | {"ROWS": rows, "COLUMNS": columns, "FACTOR": arrays.factor is not None}
+    # Elements and dtypes of scales by their places.
+    kinds = {"ELEMENT": 1 + [*BITS].index(form.element), "SCALES": [*SCALES].index(form.scale)}
+    blocks = {"ROWS": form.block[0], "COLUMNS": form.block[1], "ZEROS": form.zeros}
+    return kinds | blocks | {"FACTOR": arrays.factor is not None}
 
 
 def launcher(arrays: GroupedArrays, config: TritonConfig) -> Launcher:
